@@ -1,0 +1,307 @@
+"""The state of a run: what a checkpoint holds, and how it is written and read."""
+
+import argparse
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from common.errors import UserError
+from common.meters import Averages, averages
+
+CHECKPOINT = "checkpoint.pt"
+BEST = "best.pt"
+
+# A resumed run is the same run only if these are the same
+RECIPE = (
+    "arch",
+    "global_batch_size",
+    "lr",
+    "warmup_epochs",
+    "schedule",
+    "momentum",
+    "weight_decay",
+    "label_smoothing",
+    "image_size",
+    "min_crop",
+    "no_flip",
+    "precision",
+    "max_steps",
+    "seed",
+)
+
+
+class TrainingState:
+    """Everything that a run needs to go on, and how far it has come.
+
+    Attributes:
+        epoch: finished epochs.
+        step: steps done in the epoch under way.
+        sums: (5,) float64, the Meter's sums over all processes in the epoch under way.
+        best_acc1: best validation top-1 so far, in percent.
+        records: one dict for each finished epoch, as in epochs.jsonl.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        raw_model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: LambdaLR,
+        scaler: torch.amp.GradScaler,
+        **extra: Any,
+    ):
+        """Collect what is to be saved; `extra` are further objects with a state_dict."""
+        self.raw_model = raw_model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.scaler = scaler
+        self.parts = {
+            "optimizer": optimizer,
+            "scheduler": scheduler,
+            "scaler": scaler,
+            **extra,
+        }
+        self.recipe = {name: getattr(args, name) for name in RECIPE}
+        self.folder = Path(args.output)
+        self.epoch = 0
+        self.step = 0
+        self.sums = torch.zeros(5, dtype=torch.float64)
+        self.best_acc1 = 0.0
+        self.records: list[dict] = []
+
+    def add(self, step: int, sums: Tensor) -> Averages:
+        """Take in the sums of all processes up to `step`; returns their averages.
+
+        Raises:
+            UserError: the loss is not finite any more.
+        """
+        self.step = step
+        self.sums += sums.cpu()
+        recent = averages(sums)
+        if not math.isfinite(recent.loss):
+            raise UserError(
+                f"the loss became {recent.loss} by step {step} of epoch {self.epoch} at learning rate "
+                f"{self.scheduler.get_last_lr()[0]:.4g}; lower --lr or lengthen --warmup-epochs "
+                f"(the last checkpoint in {self.folder} is from before)"
+            )
+        return recent
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether any process was asked to stop by the last step that was added."""
+        return bool(self.sums[4])
+
+    def finish_epoch(self, val: Averages, figures: dict) -> dict:
+        """Close the epoch under way; returns its record."""
+        train = averages(self.sums)
+        record = {
+            "epoch": self.epoch,
+            "steps": self.step,
+            "images": train.images,
+            "train_loss": train.loss,
+            "train_top1": train.top1,
+            "val_loss": val.loss,
+            "val_top1": val.top1,
+            "val_top5": val.top5,
+            "val_images": val.images,
+            "learning_rate": self.scheduler.get_last_lr()[0],
+            **figures,
+        }
+        self.records.append(record)
+        self.epoch += 1
+        self.step = 0
+        self.sums.zero_()
+        return record
+
+    def save(self) -> None:
+        """Write checkpoint.pt, best.pt if the last epoch is the best, and epochs.jsonl.
+
+        Raises:
+            UserError: the folder cannot be written; what was there before is untouched.
+        """
+        content = {
+            "epoch": self.epoch,
+            "step": self.step,
+            "arch": self.recipe["arch"],
+            "state_dict": self.raw_model.state_dict(),
+            "best_acc1": torch.tensor(self.best_acc1),
+            "sums": self.sums[:4].tolist(),
+            "records": self.records,
+            "recipe": self.recipe,
+            **{name: part.state_dict() for name, part in self.parts.items()},
+        }
+        finished = self.records and not self.step
+        if finished and self.records[-1]["val_top1"] > self.best_acc1:
+            self.best_acc1 = self.records[-1]["val_top1"]
+            content["best_acc1"] = torch.tensor(self.best_acc1)
+            # Before checkpoint.pt, so that no kill between the two can lose the best
+            replace_file(self.folder / BEST, lambda file: torch.save(content, file))
+        replace_file(self.folder / CHECKPOINT, lambda file: torch.save(content, file))
+        self.write_records()
+
+    def write_records(self) -> None:
+        """Write epochs.jsonl, one JSON object for each finished epoch."""
+        text = "".join(json.dumps(record) + "\n" for record in self.records)
+        replace_file(
+            self.folder / "epochs.jsonl", lambda file: file.write(text.encode())
+        )
+
+    def load(self, path: Path) -> None:
+        """Go on from a checkpoint; every process reads it by itself.
+
+        Raises:
+            UserError: the file is no checkpoint, or not one of this run.
+        """
+        content = read_checkpoint(path)
+        check_recipe(path, content, self.recipe)
+        try:
+            self.raw_model.load_state_dict(content["state_dict"])
+            for name, part in self.parts.items():
+                part.load_state_dict(content[name])
+        except (KeyError, RuntimeError, ValueError) as error:
+            raise UserError(
+                f"{path} does not fit this model and strategy: {error}"
+            ) from None
+        self.epoch, self.step = content["epoch"], content["step"]
+        self.sums[:4] = torch.tensor(content["sums"], dtype=torch.float64)
+        self.best_acc1 = content["best_acc1"].item()
+        self.records = content["records"]
+
+    def load_weights(self, path: Path) -> None:
+        """Load a checkpoint's weights and nothing else, to validate them."""
+        content = read_checkpoint(path)
+        try:
+            self.raw_model.load_state_dict(content["state_dict"])
+        except RuntimeError as error:
+            raise UserError(f"{path} does not fit this model: {error}") from None
+
+
+def resume(args: argparse.Namespace, state: TrainingState) -> None:
+    """Bring `state` to where `--resume` says; every process does it by itself.
+
+    Raises:
+        UserError: see find_checkpoint and TrainingState.load.
+    """
+    path = find_checkpoint(args)
+    if path is not None and args.evaluate:
+        state.load_weights(path)
+    elif path is not None:
+        state.load(path)
+
+
+def find_checkpoint(args: argparse.Namespace) -> Path | None:
+    """The checkpoint that the arguments ask to start from; None for a fresh start.
+
+    Raises:
+        UserError: the output folder holds a run that is neither resumed nor validated.
+    """
+    existing = Path(args.output, CHECKPOINT)
+    if args.resume == "auto":
+        return existing if existing.exists() else None
+    if args.resume is not None:
+        path = Path(args.resume)
+        if not path.is_file():
+            raise UserError(f"--resume {path}: there is no such file")
+        if not args.evaluate and existing.exists() and not existing.samefile(path):
+            raise UserError(
+                f"{args.output} holds another run's checkpoint; choose another --output"
+            )
+        return path
+    if existing.exists() and not args.evaluate:
+        raise UserError(
+            f"{args.output} holds a run's checkpoint: go on with --resume auto, "
+            "or choose another --output"
+        )
+    return None
+
+
+def read_checkpoint(path: Path) -> dict:
+    """Read a checkpoint onto the CPU; nothing in it is executed.
+
+    Raises:
+        UserError: the file cannot be read or is no checkpoint of these scripts.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise UserError(
+            f"cannot read the checkpoint {path}: {error.strerror}"
+        ) from None
+    except Exception as error:  # whatever the unpickler makes of a file that is none
+        reason = (
+            str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        )
+        raise UserError(
+            f"{path} is no checkpoint, or a damaged one: {reason[:120]}"
+        ) from None
+    needed = (
+        "epoch",
+        "step",
+        "arch",
+        "state_dict",
+        "best_acc1",
+        "sums",
+        "records",
+        "recipe",
+    )
+    missing = [
+        name for name in needed if not isinstance(content, dict) or name not in content
+    ]
+    if missing:
+        raise UserError(
+            f"{path} is no checkpoint of these scripts: no {', '.join(missing)} in it"
+        )
+    return content
+
+
+def check_recipe(path: Path, content: dict, recipe: dict) -> None:
+    """Refuse to go on with another recipe than the checkpoint's.
+
+    Raises:
+        UserError: a value differs; the text has the flag and both values.
+    """
+    for name in RECIPE:
+        if content["recipe"].get(name) != recipe[name]:
+            flag = "--" + name.replace("_", "-")
+            raise UserError(
+                f"{path} was made with {flag} {content['recipe'].get(name)}, now it is "
+                f"{recipe[name]}: give the same, or choose another --output for another run"
+            )
+
+
+def replace_file(path: Path, write: Any) -> None:
+    """Write a file so that at any moment the old one or the whole new one is there.
+
+    Args:
+        write: called with the open binary file.
+
+    Raises:
+        UserError: writing failed; the old file is untouched.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # torch.save wraps a full disk in a RuntimeError
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise UserError(
+            f"cannot write {path}: {reason}; what was there is untouched"
+        ) from None

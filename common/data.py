@@ -1,0 +1,396 @@
+"""Images: the folder, decoding and augmentation, and the loader that puts batches on the device."""
+
+import argparse
+import os
+import signal
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+import numpy
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
+from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
+from torchvision.io import ImageReadMode, decode_image
+from torchvision.transforms import v2
+
+from common.errors import ImageError, UserError
+from common.seeding import seed_augmentation
+
+# Mean and standard deviation of ImageNet's RGB values, for pixels between 0 and 255
+MEAN = (123.675, 116.28, 103.53)
+STD = (58.395, 57.12, 57.375)
+
+
+# --- data sets ---------------------------------------------------------------------------
+
+
+class ImageFolder(Dataset):
+    """Images in one sub-folder per class, decoded to RGB and transformed.
+
+    An item is (image, label): a (3, H, W) uint8 tensor and an int. The paths are packed into
+    one array, because a Python list of 1.3 million of them is copied page by page into every
+    loader process as reference counts are touched
+    (https://github.com/pytorch/pytorch/issues/13246).
+    """
+
+    def __init__(
+        self, root: Path, classes: Sequence[str], transform: v2.Transform, decoder: str
+    ):
+        """Index the folder.
+
+        Args:
+            root: holds one folder for each of `classes`.
+            classes: folder names; the position of a name is its label.
+            transform: maps a (3, H, W) uint8 tensor to one of fixed size.
+            decoder: "torchvision" or "pil".
+
+        Raises:
+            UserError: a class folder has no image.
+        """
+        numbers = {name: number for number, name in enumerate(classes)}
+        samples = make_dataset(
+            str(root), numbers, extensions=IMG_EXTENSIONS, allow_empty=True
+        )
+        encoded = [os.fsencode(path) for path, _ in samples]
+        self.classes = classes
+        self.labels = numpy.array([label for _, label in samples], dtype=numpy.int64)
+        self.ends = numpy.cumsum([len(path) for path in encoded], dtype=numpy.int64)
+        self.paths = numpy.frombuffer(b"".join(encoded), dtype=numpy.uint8)
+        self.transform = transform
+        self.decode = DECODERS[decoder]
+        per_class = numpy.bincount(self.labels, minlength=len(classes))
+        if not per_class.all():
+            empty = [
+                name
+                for name, count in zip(classes, per_class, strict=True)
+                if not count
+            ]
+            raise UserError(f"{root}: no image in class folder {', '.join(empty[:3])}")
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def path(self, index: int) -> str:
+        """Path of one image."""
+        start = self.ends[index - 1] if index else 0
+        return os.fsdecode(self.paths[start : self.ends[index]].tobytes())
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        path = self.path(index)
+        try:
+            image = self.decode(path)
+        except (RuntimeError, OSError, ValueError, SyntaxError) as error:
+            reason = (
+                str(error).strip().splitlines()[0]
+                if str(error).strip()
+                else repr(error)
+            )
+            raise ImageError(f"cannot read the image {path}: {reason}") from error
+        return self.transform(image), int(self.labels[index])
+
+
+class RandomImages(Dataset):
+    """Random images instead of a folder: item `index` is always the same (3, S, S) uint8."""
+
+    def __init__(self, length: int, image_size: int):
+        self.classes = [str(number) for number in range(1000)]
+        self.length = length
+        self.image_size = image_size
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        generator = torch.Generator().manual_seed(index)
+        shape = (3, self.image_size, self.image_size)
+        return torch.randint(
+            256, shape, dtype=torch.uint8, generator=generator
+        ), index % 1000
+
+
+def decode_with_torchvision(path: str) -> Tensor:
+    """Decode a file of any kind torchvision knows to a (3, H, W) uint8 RGB tensor."""
+    return decode_image(path, mode=ImageReadMode.RGB)
+
+
+def decode_with_pil(path: str) -> Tensor:
+    """The same through Pillow, as most ImageNet scripts do it."""
+    with Image.open(path) as image:
+        return v2.functional.pil_to_tensor(image.convert("RGB"))
+
+
+DECODERS = {"torchvision": decode_with_torchvision, "pil": decode_with_pil}
+
+
+def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
+    """Open the training and the validation images that the arguments name.
+
+    Raises:
+        UserError: a folder is missing or empty, or the classes differ.
+    """
+    size = args.image_size
+    if args.synthetic:
+        # ImageNet has 25.6 training images for each validation image
+        return RandomImages(args.synthetic, size), RandomImages(
+            max(1, args.synthetic // 25), size
+        )
+    train_folder, val_folder = Path(args.data, "train"), Path(args.data, "val")
+    classes = class_folders(train_folder)
+    different = sorted(set(classes) ^ set(class_folders(val_folder)))
+    if different:
+        names = ", ".join(different[:3]) + (" ..." if len(different) > 3 else "")
+        raise UserError(
+            f"{args.data}: train/ and val/ must have the same class folders; "
+            f"{len(different)} are in one of them only: {names}"
+        )
+    decoder = "torchvision" if args.decoder == "auto" else args.decoder
+    flips = [] if args.no_flip else [v2.RandomHorizontalFlip()]
+    train_transform = v2.Compose(
+        [v2.RandomResizedCrop(size, (args.min_crop, 1.0)), *flips]
+    )
+    # Shorter side 256 and the middle 224, or the same share of another size
+    val_transform = v2.Compose([v2.Resize(size * 256 // 224), v2.CenterCrop(size)])
+    return (
+        ImageFolder(train_folder, classes, train_transform, decoder),
+        ImageFolder(val_folder, classes, val_transform, decoder),
+    )
+
+
+def class_folders(root: Path) -> list[str]:
+    """Names of the class folders below `root`, sorted.
+
+    Raises:
+        UserError: there is no such folder, or nothing in it.
+    """
+    try:
+        classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
+    except OSError as error:
+        raise UserError(
+            f"cannot open the folder {root}: {error.strerror}; --data names a folder with "
+            "train/CLASS/*.JPEG and val/CLASS/*.JPEG"
+        ) from None
+    if not classes:
+        raise UserError(f"{root} has no class folders; expected {root}/CLASS/*.JPEG")
+    return classes
+
+
+# --- which image when --------------------------------------------------------------------
+
+
+class EpochBatches:
+    """Batches of (epoch, index) keys from a stock sampler of indices, from batch `first` on.
+
+    The keys carry the epoch to loader processes that live longer than one.
+    """
+
+    def __init__(
+        self, sampler: Iterable[int], batch_size: int, drop_last: bool, most: int | None
+    ):
+        self.sampler = sampler
+        self.batches = BatchSampler(sampler, batch_size, drop_last)
+        self.first = 0
+        self.most = most
+
+    def __len__(self) -> int:
+        return (
+            len(self.batches)
+            if self.most is None
+            else min(self.most, len(self.batches))
+        )
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        epoch = getattr(self.sampler, "epoch", 0)  # set by DistributedSampler.set_epoch
+        for batch in islice(self.batches, self.first, len(self)):
+            yield [(epoch, index) for index in batch]
+
+
+class SeededDataset(Dataset):
+    """Looks a data set up by (epoch, index), its random augmentation seeded by that key."""
+
+    def __init__(self, dataset: Dataset, seed: int):
+        self.dataset = dataset
+        self.seed = seed
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int] | ImageError:
+        epoch, index = key
+        seed_augmentation(self.seed, epoch, index)
+        try:
+            return self.dataset[index]
+        except ImageError as error:
+            return (
+                error  # raised in the training process, without the worker's traceback
+            )
+
+
+def collate(samples: list) -> list[Tensor] | ImageError:
+    """Stack samples into (B, 3, H, W) uint8 images and (B,) int64 labels; errors go first."""
+    errors = [sample for sample in samples if isinstance(sample, ImageError)]
+    return errors[0] if errors else default_collate(samples)
+
+
+def ignore_signals(worker: int) -> None:
+    """Leave Ctrl-C and the like to the training process: it still needs its loaders to save."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+
+# --- loaders -----------------------------------------------------------------------------
+
+
+class DeviceLoader:
+    """Batches on the device: (B, 3, S, S) float32 normalised images and (B,) int64 labels.
+
+    `wait_seconds` adds up how long the device had nothing to do but wait for data.
+    """
+
+    def __init__(
+        self, loader: Iterable, batches: EpochBatches, device: torch.device, layout
+    ):
+        self.loader = loader
+        self.batches = batches
+        self.device = device
+        self.layout = layout
+        self.mean = torch.tensor(MEAN, device=device).view(1, 3, 1, 1)
+        self.std = torch.tensor(STD, device=device).view(1, 3, 1, 1)
+        self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.waits: list = []
+        self.first_step = 0  # batches to skip, where a resumed epoch goes on
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch, wherever iteration begins."""
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        self.batches.first = self.first_step
+        incoming = iter(self.loader)
+        while True:
+            idle_from = self._now()
+            batch = next(incoming, None)
+            if batch is None:
+                return
+            if isinstance(batch, ImageError):
+                raise batch
+            images, labels = self._to_device(*batch)
+            self.waits.append((idle_from, self._now()))
+            yield self.normalise(images), labels
+
+    def normalise(self, images: Tensor) -> Tensor:
+        """(B, 3, S, S) uint8 on the device -> float32, zero mean and unit variance."""
+        images = images.to(torch.float32, memory_format=self.layout)
+        return images.sub_(self.mean).div_(self.std)
+
+    def wait_seconds(self) -> float:
+        """Seconds the device waited for data since the last call; to be called when it is idle."""
+        if self.device.type == "cuda":
+            total = sum(start.elapsed_time(end) for start, end in self.waits) / 1000
+        else:
+            total = sum(end - start for start, end in self.waits)
+        self.waits.clear()
+        return total
+
+    def _to_device(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        if self.copies is None:
+            return images, labels
+        # A stream of its own lets the copy run while the step before it computes
+        with torch.cuda.stream(self.copies):
+            images = images.to(self.device, non_blocking=True)
+            labels = labels.to(self.device, non_blocking=True)
+        compute = torch.cuda.current_stream(self.device)
+        compute.wait_stream(self.copies)
+        images.record_stream(
+            compute
+        )  # its memory is not to be used again before the step is done
+        labels.record_stream(compute)
+        return images, labels
+
+    def _now(self):
+        """A moment as the device sees it: between two pieces of its work, or on the clock."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+
+class RepeatedBatch(DeviceLoader):
+    """The first batch of a sampler again and again, on the device from the start."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        self.batches.first = self.first_step
+        for batch in self.batches:
+            if not hasattr(self, "images"):
+                images, labels = collate([self.loader[index] for _, index in batch])
+                self.images = self.normalise(images.to(self.device))
+                self.labels = labels.to(self.device)
+            yield self.images[: len(batch)], self.labels[: len(batch)]
+
+
+def build_loader(
+    args: argparse.Namespace,
+    dataset: Dataset,
+    sampler: Iterable[int],
+    training: bool,
+    batch_size: int,
+    workers: int,
+    device: torch.device,
+) -> DeviceLoader:
+    """Make the loader of one process.
+
+    Args:
+        dataset: stock data set; its items are (3, S, S) uint8 image and int label.
+        sampler: this process's indices; DistributedSampler, or any sequence.
+        training: drop the last incomplete batch, and end after --max-steps batches.
+        batch_size: images per batch of this process.
+        workers: loader processes of this process; 0 loads in the training process.
+        device: where batches go.
+
+    Raises:
+        UserError: there are fewer training images than one global batch.
+    """
+    layout = torch.contiguous_format if args.no_channels_last else torch.channels_last
+    batches = EpochBatches(
+        sampler, batch_size, training, args.max_steps if training else None
+    )
+    if training and not len(batches):
+        raise UserError(
+            f"{len(dataset)} training images are less than one global batch of "
+            f"{args.global_batch_size}; lower --global-batch-size"
+        )
+    if isinstance(dataset, RandomImages):
+        return RepeatedBatch(dataset, batches, device, layout)
+    loader = DataLoader(
+        SeededDataset(dataset, args.seed),
+        batch_sampler=batches,
+        num_workers=workers,
+        collate_fn=collate,
+        pin_memory=device.type == "cuda",
+        persistent_workers=workers > 0,
+        worker_init_fn=ignore_signals,
+    )
+    return DeviceLoader(loader, batches, device, layout)
+
+
+def per_process_batch_size(global_batch_size: int, world_size: int) -> int:
+    """Images per step of each process.
+
+    Raises:
+        UserError: the global batch cannot be divided evenly.
+    """
+    share, rest = divmod(global_batch_size, world_size)
+    if rest or not share:
+        nearest = max(1, round(global_batch_size / world_size)) * world_size
+        raise UserError(
+            f"--global-batch-size {global_batch_size} cannot be divided evenly by "
+            f"{world_size} processes; the nearest that can is {nearest}"
+        )
+    return share
+
+
+def share_of_workers(workers: int, local_rank: int, local_world_size: int) -> int:
+    """This process's part of the machine's loader processes; the first ones take the rest."""
+    share, rest = divmod(workers, local_world_size)
+    return share + (local_rank < rest)

@@ -1,0 +1,95 @@
+"""The device a process computes on, and what it can do."""
+
+import glob
+import sys
+
+import torch
+
+from common.errors import UserError
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def select_device(name: str, local_rank: int = 0, share: bool = False) -> torch.device:
+    """Choose this process's device and make it the current one.
+
+    Args:
+        name: "cpu", "cuda", or "auto" for a GPU where PyTorch can use one.
+        local_rank: the GPU's number.
+        share: let processes beyond the number of GPUs share them, one after the other.
+
+    Raises:
+        UserError: a GPU was asked for and cannot be used, or there are too few.
+    """
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        problem = gpu_problem()
+        if name == "cuda":
+            raise UserError(
+                f"--device cuda: {problem or 'this machine shows no CUDA GPU'}"
+            )
+        if problem and local_rank == 0:
+            print(
+                f"warning: {problem}; training on the CPU", file=sys.stderr, flush=True
+            )
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count and not share:
+        raise UserError(
+            f"process {local_rank} of this machine has no GPU of its own, there are {count}: "
+            f"start at most {count} processes (--backend gloo lets processes share a GPU)"
+        )
+    device = torch.device("cuda", local_rank % count)
+    torch.cuda.set_device(device)
+    # All batches have one size, so the search for the fastest convolution pays off
+    torch.backends.cudnn.benchmark = True
+    return device
+
+
+def gpu_problem() -> str | None:
+    """Say why a GPU that is present cannot be used; None where there is no GPU at all."""
+    if torch.cuda.is_available() or not glob.glob("/dev/nvidia[0-9]*"):
+        return None
+    if torch.version.cuda is None:
+        return (
+            f"a GPU is present, but PyTorch {torch.__version__} is built without CUDA"
+        )
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return (
+            f"a GPU is present, but PyTorch cannot use it: {str(error).splitlines()[0]}"
+        )
+    return "a GPU is present, but CUDA_VISIBLE_DEVICES hides it"
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether the device computes in bfloat16 itself instead of emulating it."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    capabilities = torch.cpu.get_capabilities()
+    return any(
+        capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16")
+    )
+
+
+def describe(device: torch.device) -> str:
+    """Name the device as its maker does."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return torch.cpu.get_capabilities().get("cpu_name") or "CPU"
+
+
+def peak_memory_mib(device: torch.device) -> float:
+    """Most memory used so far: of the GPU by PyTorch, or resident in this process, in MiB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+def best_precision(device: torch.device) -> str:
+    """The precision to train in when none was asked for: bf16 where the device has it."""
+    return "bf16" if has_bf16(device) else "fp32"

@@ -1,0 +1,106 @@
+"""How a script ends: its exit status and the one line that explains it."""
+
+import contextlib
+import multiprocessing
+import os
+import re
+import socket
+import sys
+from collections.abc import Iterator
+
+# The launchers' names for "which of this machine's processes am I"
+LOCAL_RANK_VARIABLES = (
+    "LOCAL_RANK",
+    "HOROVOD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "SLURM_LOCALID",
+)
+
+# What Gloo, NCCL, TCPStore and Horovod say when another process is gone or silent
+LOST_PROCESS = re.compile(
+    r"connection (was )?(closed|reset|refused)|timed out|timeout|broken pipe|failed to recv"
+    r"|nccl (remote|system|communicator)|horovod has been shut down|unexpected status",
+    re.IGNORECASE,
+)
+PORT_IN_USE = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
+
+
+class UserError(Exception):
+    """Something the user can put right. The text is one line: what, where, what to do.
+
+    Every process meets the same mistake, so only the first one of each machine prints it,
+    unless `one_process_only` says that this process alone knows.
+    """
+
+    one_process_only = False
+
+
+class ImageError(UserError):
+    """An image that cannot be read, met by the process that was to train on it."""
+
+    one_process_only = True
+
+
+class Stopped(Exception):
+    """A signal asked for the end, and what was reached has been saved."""
+
+
+def speaks_for_machine() -> bool:
+    """Whether this process is the first of its machine, by the launcher's variables."""
+    found = (os.environ.get(name) for name in LOCAL_RANK_VARIABLES)
+    return next((value for value in found if value is not None), "0") == "0"
+
+
+def complain(message: str) -> None:
+    """Print one line to stderr, with the script's name in front."""
+    line = " ".join(str(message).split())
+    name = os.path.basename(sys.argv[0]) or "python"
+    # One write call, so that lines of several processes do not mix
+    sys.stderr.write(f"{name}: error: {line}\n")
+    sys.stderr.flush()
+
+
+@contextlib.contextmanager
+def exit_status() -> Iterator[None]:
+    """Turn the end of a script into its exit status.
+
+    0 done; 2 bad input or a missing dependency; 143 stopped by a signal after saving;
+    130 interrupted before there was anything to save; 1 everything else. Where another
+    process was lost this one says so in a line; what is left is a bug, and keeps its traceback.
+    """
+    try:
+        yield
+    except UserError as error:
+        if error.one_process_only or speaks_for_machine():
+            complain(str(error))
+        leave(2)
+    except Stopped:
+        leave(143)
+    except KeyboardInterrupt:
+        leave(130)
+    except RuntimeError as error:
+        if PORT_IN_USE.search(str(error)):
+            complain(
+                "the port of the rendezvous is in use; choose another, or end its owner"
+            )
+            leave(2)
+        if not LOST_PROCESS.search(str(error)):
+            raise
+        reason = str(error).strip().splitlines()[0]
+        complain(
+            f"process {os.getpid()} on {socket.gethostname()} lost another: {reason}"
+        )
+        leave(1)
+
+
+def leave(status: int) -> None:
+    """End this process now, with its loader workers.
+
+    An ordinary exit would wait for threads of a communication library that itself waits
+    for a process which is gone.
+    """
+    for child in multiprocessing.active_children():
+        child.kill()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,69 @@
+"""Who this process is, by the variables that a launcher sets, and the signals that stop it."""
+
+import signal
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from common.errors import UserError
+
+
+class Ranks(NamedTuple):
+    """The four numbers that place a process in a job."""
+
+    rank: int  # among all processes
+    local_rank: int  # among the processes of this machine
+    world_size: int  # number of processes
+    local_world_size: int  # number of processes on this machine
+
+
+def ranks_from_environment(environment: Mapping[str, str]) -> Ranks:
+    """Read the ranks that torchrun or torch.distributed.launch put into the environment.
+
+    Args:
+        environment: os.environ, or a mapping like it.
+
+    Raises:
+        UserError: a variable is missing, no number, or out of range.
+
+    Source: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
+    """
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    missing = [name for name in names if name not in environment]
+    if missing:
+        raise UserError(
+            f"no {', '.join(missing)} in the environment: a launcher has to start this script, "
+            "for example torchrun --nproc-per-node=2 SCRIPT --data DIR"
+        )
+    try:
+        ranks = Ranks(*(int(environment[name]) for name in names))
+    except ValueError:
+        values = ", ".join(f"{name}={environment[name]}" for name in names)
+        raise UserError(
+            f"ranks from the launcher have to be numbers: {values}"
+        ) from None
+    if not (
+        0 <= ranks.rank < ranks.world_size
+        and 0 <= ranks.local_rank < ranks.local_world_size <= ranks.world_size
+    ):
+        values = ", ".join(f"{name}={environment[name]}" for name in names)
+        raise UserError(f"ranks from the launcher contradict each other: {values}")
+    return ranks
+
+
+class StopSignal:
+    """Remembers that somebody asked this process to stop, instead of dying at once.
+
+    The training loop reads `requested` where the sums are combined, so that all processes
+    stop after the same step. Install it once training starts; until then there is nothing
+    to save, and a signal may end the process.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+    def __init__(self) -> None:
+        self.requested = False
+        for number in self.SIGNALS:
+            signal.signal(number, self._remember)
+
+    def _remember(self, number: int, frame: object) -> None:
+        self.requested = True

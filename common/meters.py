@@ -1,0 +1,103 @@
+"""Loss and accuracy as sums on the device, and how long an epoch took."""
+
+import math
+import statistics
+import time
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from common.device import peak_memory_mib
+
+
+class Averages(NamedTuple):
+    """What sums over images come to."""
+
+    loss: float
+    top1: float  # percent
+    top5: float  # percent
+    images: int
+
+
+class Meter:
+    """Adds up loss, hits and images on the device; nothing waits for the device but `take`.
+
+    The sums are (5,) float64: loss times images, top-1 hits, top-5 hits, images, and the
+    number of processes that were asked to stop, which travels in the same all-reduce.
+    """
+
+    def __init__(self, device: torch.device):
+        self.sums = torch.zeros(5, dtype=torch.float64, device=device)
+
+    def add(self, loss: Tensor, outputs: Tensor, labels: Tensor) -> None:
+        """Add one batch: its mean loss, (B, classes) outputs and (B,) labels."""
+        best = outputs.detach().topk(min(5, outputs.size(1)), dim=1).indices
+        hits = best == labels.unsqueeze(1)
+        self.sums[0] += loss.detach() * len(labels)
+        self.sums[1] += hits[:, 0].sum()
+        self.sums[2] += hits.sum()
+        self.sums[3] += len(labels)
+
+    def take(self, stop: bool = False) -> Tensor:
+        """Hand out the sums since the last call."""
+        self.sums[4] += stop
+        taken = self.sums.clone()
+        self.sums.zero_()
+        return taken
+
+
+def averages(sums: Tensor) -> Averages:
+    """Divide sums of a Meter, already added up over all processes, by their images."""
+    loss, top1, top5, images, _ = sums.tolist()
+    if not images:
+        return Averages(math.nan, math.nan, math.nan, 0)
+    return Averages(
+        loss / images, 100 * top1 / images, 100 * top5 / images, int(images)
+    )
+
+
+class EpochTimer:
+    """Times the laps between two moments at which the device has caught up.
+
+    The first lap of a process is its warm-up (first steps are slow, loaders start) and stays
+    out of `images_per_second`, `step_milliseconds` and `data_wait_share`, not out of `seconds`.
+    """
+
+    def __init__(self) -> None:
+        self.warm = False
+
+    def start(self, step: int) -> None:
+        """Begin an epoch, `step` steps of which are done already."""
+        self.lap_began, self.lap_step = time.perf_counter(), step
+        self.seconds = 0.0
+        self.warmup_steps = 0
+        self.laps: list[tuple[float, int, int, float]] = []
+
+    def lap(self, step: int, images: int, wait_seconds: float) -> tuple[float, float]:
+        """End a lap at `step`; returns its images per second and its share of waiting for data."""
+        now = time.perf_counter()
+        seconds, steps = now - self.lap_began, step - self.lap_step
+        self.lap_began, self.lap_step = now, step
+        self.seconds += seconds
+        if self.warm:
+            self.laps.append((seconds, steps, images, wait_seconds))
+        else:
+            self.warmup_steps, self.warm = steps, True
+        return images / seconds, wait_seconds / seconds
+
+    def summary(self, device: torch.device) -> dict[str, float | int | None]:
+        """Figures of the epoch; None where all of it was warm-up."""
+        seconds = sum(lap[0] for lap in self.laps)
+        images = sum(lap[2] for lap in self.laps)
+        per_step = [1000 * lap[0] / lap[1] for lap in self.laps]
+        return {
+            "seconds": self.seconds,
+            "warmup_steps": self.warmup_steps,
+            "images_per_second": images / seconds if seconds else None,
+            "step_milliseconds": statistics.median(per_step) if per_step else None,
+            "data_wait_share": sum(lap[3] for lap in self.laps) / seconds
+            if seconds
+            else None,
+            "peak_memory_mib": peak_memory_mib(device),
+        }

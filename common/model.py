@@ -1,0 +1,75 @@
+"""The network: any classification model of torchvision, a ResNet-18 by default."""
+
+import argparse
+
+import torch
+import torchvision
+from torch import nn
+
+from common.errors import UserError
+
+
+def architectures() -> list[str]:
+    """Names of torchvision's classification models."""
+    return torchvision.models.list_models(module=torchvision.models)
+
+
+def build_model(args: argparse.Namespace, classes: int) -> nn.Module:
+    """Build `args.arch`: (B, 3, S, S) images in, (B, classes) outputs.
+
+    Its first weights depend on the seed alone, so they are the same in every process.
+
+    Raises:
+        UserError: the pretrained weights are for another number of classes or cannot be had,
+            or the model cannot take images of this size.
+    """
+    options = {}
+    if args.arch in ("googlenet", "inception_v3"):
+        options["aux_logits"] = False  # one output in training too
+        if not args.pretrained:
+            options["init_weights"] = True
+    if args.arch.startswith("vit_") and not args.pretrained:
+        options["image_size"] = args.image_size
+    weights = "DEFAULT" if args.pretrained else None
+    if args.pretrained:
+        known = len(
+            torchvision.models.get_model_weights(args.arch).DEFAULT.meta["categories"]
+        )
+        if known != classes:
+            raise UserError(
+                f"--pretrained: the weights of {args.arch} are for {known} classes, "
+                f"the data has {classes}"
+            )
+    torch.manual_seed(args.seed)
+    try:
+        model = torchvision.models.get_model(
+            args.arch, weights=weights, num_classes=classes, **options
+        )
+    except OSError as error:
+        raise UserError(
+            f"--pretrained: cannot download the weights of {args.arch}: {error}"
+        ) from None
+    if not args.no_channels_last:
+        model.to(memory_format=torch.channels_last)
+    if args.compile:
+        model.compile()
+    return model
+
+
+def check_image_size(args: argparse.Namespace, classes: int) -> None:
+    """Send two images without content through the model.
+
+    Raises:
+        UserError: `args.arch` cannot take images of `args.image_size`.
+    """
+    with torch.device("meta"):
+        model = build_model(
+            argparse.Namespace(**{**vars(args), "pretrained": False}), classes
+        )
+        images = torch.empty(2, 3, args.image_size, args.image_size)
+    try:
+        model.train()(images)
+    except (RuntimeError, AssertionError, ValueError) as error:
+        raise UserError(
+            f"{args.arch} cannot train on images of --image-size {args.image_size}: {error}"
+        ) from None

@@ -1,0 +1,117 @@
+"""What a run prints, report.json beside its checkpoints, and the table over several runs."""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+import torchvision
+
+from common.checkpoint import TrainingState, replace_file
+from common.device import describe
+from common.meters import Averages
+from common.schedule import scaled_learning_rate
+
+VALIDATION = (
+    "val loss {loss:.4f}, top-1 {top1:.2f} %, top-5 {top5:.2f} %, {images} images"
+)
+
+
+def print_start(
+    args: argparse.Namespace,
+    state: TrainingState,
+    device: torch.device,
+    world_size: int,
+    steps_per_epoch: int,
+    train_images: int,
+) -> None:
+    """Say what is about to run, and from where it goes on."""
+    lr = scaled_learning_rate(args.lr, args.global_batch_size)
+    processes = "1 process" if world_size == 1 else f"{world_size} processes"
+    print(
+        f"{args.strategy}: {processes} on {describe(device)} ({device.type}), {args.arch}, "
+        f"{args.precision}, seed {args.seed}\n"
+        f"{train_images} images in {steps_per_epoch} steps of {args.global_batch_size}, "
+        f"{args.global_batch_size // world_size} per process, {args.workers} loader processes, "
+        f"learning rate {lr:.4g}",
+        flush=True,
+    )
+    if (state.epoch or state.step) and not args.evaluate:
+        print(
+            f"resumed at epoch {state.epoch + 1}, after step {state.step} of it "
+            f"(image {state.step * args.global_batch_size} of its order)",
+            flush=True,
+        )
+
+
+def print_epoch(record: dict, epochs: int) -> None:
+    """Print the record of a finished epoch in one line."""
+    speed = record["images_per_second"]
+    val = Averages(*(record[f"val_{name}"] for name in Averages._fields))
+    print(
+        f"epoch {record['epoch'] + 1}/{epochs}: train loss {record['train_loss']:.4f}, "
+        f"top-1 {record['train_top1']:.2f} %; {VALIDATION.format(**val._asdict())}; "
+        f"{record['seconds']:.1f} s"
+        + (
+            f", {speed:.0f} images/s, waited for data {record['data_wait_share']:.0%}"
+            if speed
+            else " (warm-up)"
+        ),
+        flush=True,
+    )
+
+
+def print_validation(val: Averages) -> None:
+    """Print what --evaluate found."""
+    print(VALIDATION.format(**val._asdict()), flush=True)
+
+
+def write_report(
+    args: argparse.Namespace,
+    state: TrainingState,
+    device: torch.device,
+    world_size: int,
+) -> None:
+    """Write report.json: how the run was made, on what, and its figures over the epochs."""
+    report = {
+        "strategy": args.strategy,
+        "argv": sys.argv,
+        "world_size": world_size,
+        "device": device.type,
+        "device_name": describe(device),
+        "cpu_cores": os.cpu_count(),
+        "threads_per_process": torch.get_num_threads(),
+        "precision": args.precision,
+        "arch": args.arch,
+        "global_batch_size": args.global_batch_size,
+        "workers": args.workers,
+        "seed": args.seed,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchvision": torchvision.__version__,
+        "cuda": torch.version.cuda if device.type == "cuda" else None,
+        **summarise(state.records),
+    }
+    text = json.dumps(report, indent=2, default=str) + "\n"
+    replace_file(
+        Path(args.output, "report.json"), lambda file: file.write(text.encode())
+    )
+
+
+def summarise(records: list[dict]) -> dict:
+    """Medians over the epochs after the first, which pays for start-up and warm-up."""
+    later = records[1:] or records
+    measured = ("seconds", "images_per_second", "step_milliseconds", "data_wait_share")
+    summary: dict = {"epochs": len(records)}
+    for name in measured:
+        values = [record[name] for record in later if record[name] is not None]
+        summary[name] = statistics.median(values) if values else None
+    summary["val_top1"] = records[-1]["val_top1"] if records else None
+    summary["best_val_top1"] = max(
+        (record["val_top1"] for record in records), default=None
+    )
+    return summary

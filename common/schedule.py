@@ -1,0 +1,46 @@
+"""The learning rate as a function of the step."""
+
+import argparse
+import math
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+
+def scaled_learning_rate(base: float, global_batch_size: int) -> float:
+    """Scale a learning rate that is meant for 256 images per step to another global batch.
+
+    Source: Goyal et al. 2017, https://arxiv.org/abs/1706.02677, section 2.1.
+    """
+    return base * global_batch_size / 256
+
+
+def learning_rate_factor(
+    step: int, steps_per_epoch: int, epochs: int, warmup_epochs: float, schedule: str
+) -> float:
+    """What the scaled learning rate is multiplied with at a step, counted from 0 over the whole run.
+
+    A linear warm-up reaches 1 after `warmup_epochs` (Goyal et al., section 2.2); then either
+    x0.1 every 30 epochs ("step") or half a cosine down to 0 at the end ("cosine").
+    """
+    epoch = (step + 1) / steps_per_epoch
+    if epoch < warmup_epochs:
+        return epoch / warmup_epochs
+    if schedule == "cosine":
+        progress = (step / steps_per_epoch - warmup_epochs) / max(
+            epochs - warmup_epochs, 1e-9
+        )
+        return 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
+    return 0.1 ** (step // steps_per_epoch // 30)
+
+
+def build_scheduler(
+    args: argparse.Namespace, optimizer: torch.optim.Optimizer, steps_per_epoch: int
+) -> LambdaLR:
+    """Scheduler to be stepped after every optimizer step."""
+    return LambdaLR(
+        optimizer,
+        lambda step: learning_rate_factor(
+            step, steps_per_epoch, args.epochs, args.warmup_epochs, args.schedule
+        ),
+    )

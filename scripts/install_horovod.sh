@@ -1,0 +1,124 @@
+#!/usr/bin/env bash
+# Builds Horovod from its PyPI source against the PyTorch of one environment, and installs it there.
+#
+#   bash scripts/install_horovod.sh                  # into .venv
+#   PYTHON=/path/to/python bash scripts/install_horovod.sh
+#
+# Gloo is always built in, MPI where mpicxx is found, NCCL where a CUDA toolkit is found that
+# fits PyTorch. The wheel is kept in the user's cache, so the next environment of the same kind
+# takes seconds. Exit status: 0 installed, 3 cannot be built here (one line says why), 1 the build failed.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+PYTHON=${PYTHON:-.venv/bin/python}
+HOROVOD_VERSION=${HOROVOD_VERSION:-0.28.1}
+CACHE=${XDG_CACHE_HOME:-$HOME/.cache}/horovod-wheels
+CUDA_HOME=${CUDA_HOME:-/usr/local/cuda}
+JOBS=${JOBS:-$(nproc)}
+
+say() { printf 'install_horovod: %s\n' "$*"; }
+
+install_into_environment() { # arguments of pip install
+    if "$PYTHON" -m pip --version >/dev/null 2>&1; then
+        "$PYTHON" -m pip install --quiet --disable-pip-version-check "$@"
+    else
+        uv pip install --quiet --python "$PYTHON" "$@"
+    fi
+}
+
+if ! facts=$("$PYTHON" - 2>/dev/null <<'PY'
+import platform, sys, torch
+print(torch.__version__, torch.version.cuda or "none", f"cp{sys.version_info[0]}{sys.version_info[1]}", platform.machine())
+PY
+); then
+    say "$PYTHON has no working PyTorch; install it first (bash scripts/quickstart.sh does)" >&2
+    exit 3
+fi
+read -r torch_version torch_cuda python_tag machine <<<"$facts"
+
+cxx=$(command -v "${CXX:-c++}" || command -v g++ || command -v clang++ || true)
+if [ -z "$cxx" ]; then
+    say "not built: no C++ compiler found (Debian and Ubuntu: apt-get install g++)"
+    exit 3
+fi
+
+# What goes in, found by looking
+operations=gloo
+mpi="HOROVOD_WITHOUT_MPI=1"
+if command -v mpicxx >/dev/null; then
+    operations=$operations-mpi$(mpirun --version 2>/dev/null | sed -n '1s/.* //p')
+    mpi="HOROVOD_WITH_MPI=1"
+fi
+cuda=()
+nccl=$("$PYTHON" -c 'import nvidia.nccl as n; print(list(n.__path__)[0])' 2>/dev/null || true)
+toolkit=$("$CUDA_HOME/bin/nvcc" --version 2>/dev/null | sed -n 's/.*release \([0-9.]*\),.*/\1/p' || true)
+if [ -n "$toolkit" ] && [ -n "$nccl" ] && [ "${toolkit%%.*}" = "${torch_cuda%%.*}" ]; then
+    operations=$operations-nccl-cuda$toolkit
+    cuda=(HOROVOD_GPU_OPERATIONS=NCCL)
+fi
+
+wheels=$CACHE/torch$torch_version-$python_tag-$machine-$operations
+if compgen -G "$wheels/horovod-$HOROVOD_VERSION-*.whl" >/dev/null; then
+    say "installing the wheel kept in $wheels"
+    install_into_environment "$wheels"/horovod-"$HOROVOD_VERSION"-*.whl
+    exit 0
+fi
+
+say "building $HOROVOD_VERSION for PyTorch $torch_version with $operations on $JOBS cores: about 4 minutes of CPU time"
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+log=$work/build.log
+
+build() {
+    set -e
+    # Build tools live beside the environment, not in it. setuptools 81 dropped pkg_resources,
+    # which Horovod's CMake files import.
+    install_into_environment --target "$work/tools" pip 'setuptools<81' wheel packaging \
+        cloudpickle psutil pyyaml cffi cmake ninja
+    export PYTHONPATH=$work/tools PATH=$work/tools/bin:$PATH
+    "$PYTHON" -m pip download --quiet --no-deps --no-binary :all: --no-build-isolation \
+        -d "$work" "horovod==$HOROVOD_VERSION"
+    tar -xzf "$work/horovod-$HOROVOD_VERSION.tar.gz" -C "$work"
+    source_dir=$work/horovod-$HOROVOD_VERSION
+
+    # PyTorch's headers need C++20 today; the release asks for 14. CUDA 13's nvcc needs 17, not 11.
+    sed -i 's/CMAKE_CXX_STANDARD 14/CMAKE_CXX_STANDARD 20/' \
+        "$source_dir/CMakeLists.txt" "$source_dir/horovod/torch/CMakeLists.txt"
+    sed -i 's/CMAKE_CUDA_STANDARD 11/CMAKE_CUDA_STANDARD 17/' \
+        "$source_dir/horovod/common/ops/cuda/CMakeLists.txt"
+
+    # Ninja comes from PyPI, make may be missing; it has no VERBOSE=1.
+    sed -i "s/'VERBOSE=1'/'-j$JOBS'/" "$source_dir/setup.py"
+
+    if [ ${#cuda[@]} -gt 0 ]; then
+        # The NCCL wheel has libnccl.so.2 only; the linker wants the plain name beside it.
+        mkdir -p "$work/nccl/lib"
+        ln -s "$nccl/include" "$work/nccl/include"
+        ln -s "$nccl/lib/libnccl.so.2" "$work/nccl/lib/libnccl.so"
+        ln -s "$nccl/lib/libnccl.so.2" "$work/nccl/lib/libnccl.so.2"
+        # Compute capabilities that this toolkit still knows
+        capabilities=$("$CUDA_HOME/bin/nvcc" --list-gpu-code | grep -oE 'sm_(70|75|80|86|89|90|100|120)$' |
+            sed 's/sm_//' | paste -sd, -)
+        cuda+=(CUDA_HOME="$CUDA_HOME" CUDAToolkit_ROOT="$CUDA_HOME" HOROVOD_CUDA_HOME="$CUDA_HOME"
+            HOROVOD_NCCL_HOME="$work/nccl" HOROVOD_NCCL_LINK=SHARED
+            HOROVOD_BUILD_CUDA_CC_LIST="$capabilities" PATH="$CUDA_HOME/bin:$PATH")
+    else
+        # With a toolkit in sight Horovod would take PyTorch for a CUDA build and ask for all of it.
+        cuda=(CUDA_HOME= HOROVOD_CPU_OPERATIONS=GLOO)
+        [ "$mpi" = HOROVOD_WITHOUT_MPI=1 ] || cuda=(CUDA_HOME=)
+    fi
+    env HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 HOROVOD_WITH_GLOO=1 \
+        "$mpi" "${cuda[@]}" CMAKE_POLICY_VERSION_MINIMUM=3.5 CMAKE_GENERATOR=Ninja MAKEFLAGS=unused \
+        "$PYTHON" -m pip wheel --no-deps --no-build-isolation -w "$work/wheel" "$source_dir"
+}
+
+if ! (build) >"$log" 2>&1; then
+    mkdir -p "$CACHE"
+    cp "$log" "$CACHE/failed-build.log"
+    say "the build failed: $(grep -m1 -iE '(^|[^a-z])error' "$log" | cut -c1-200); all of it in $CACHE/failed-build.log" >&2
+    exit 1
+fi
+mkdir -p "$wheels"
+mv "$work"/wheel/horovod-*.whl "$wheels/"
+install_into_environment "$wheels"/horovod-"$HOROVOD_VERSION"-*.whl
+say "installed; the wheel is kept in $wheels"
