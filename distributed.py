@@ -1,18 +1,17 @@
 """Train an ImageNet classifier with DistributedDataParallel, one process per GPU.
 
-A launcher starts the processes and tells each its rank; DDP averages their gradients while
-the backward pass is still running.
+A launcher starts the processes and tells each its rank; DDP averages their gradients
+while the backward pass is still running.
 
     torchrun --standalone --nproc-per-node=4 distributed.py --data /path/to/imagenet
-    python -m torch.distributed.launch --nproc-per-node=4 distributed.py --data /path/to/imagenet
-    bash scripts/distributed.sh --data /path/to/imagenet        # one process per GPU
+    python -m torch.distributed.launch --nproc-per-node=4 distributed.py --data ...
+    bash scripts/distributed.sh --data /path/to/imagenet    # one process per GPU
 
-Lines between `# [name]` and `# [/name]` are this strategy; all others are the same in the five
-scripts.
+What stands between `# [name]` and `# [/name]` is this strategy; the other lines are the
+same in all five scripts.
 """
 
-import argparse
-import sys
+from argparse import Namespace
 
 import torch
 import torch.nn.functional as F
@@ -21,17 +20,11 @@ from torch.utils.data.distributed import DistributedSampler
 
 from common.arguments import build_parser, parse_arguments
 from common.checkpoint import TrainingState, resume
-from common.data import (
-    DeviceLoader,
-    build_datasets,
-    build_loader,
-    per_process_batch_size,
-    share_of_workers,
-)
-from common.device import PRECISIONS, best_precision, select_device
+from common.data import DeviceLoader, build_datasets, build_loader, share_out
+from common.device import autocast_dtype, best_precision, select_device
 from common.errors import Stopped, exit_status
 from common.launch import StopSignal
-from common.meters import Averages, EpochTimer, Meter, averages
+from common.meters import Averages, Meter, averages
 from common.model import build_model
 from common.progress import Progress
 from common.report import print_epoch, print_start, print_validation, write_report
@@ -40,45 +33,37 @@ from common.seeding import seed_step
 
 # [imports]
 import os
-from datetime import timedelta
 
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
+from common.arguments import add_launcher_flags
 from common.launch import ranks_from_environment
 # [/imports]
 
 
-def main(args: argparse.Namespace) -> None:
+def main(args: Namespace) -> None:
     """Train and validate; every process runs this function."""
-    # [1/6 launch] the launcher started this process and put its rank into the environment
+    # [1/6 launch] the launcher put this process's rank into the environment
     rank, local_rank, world_size, local_world_size = ranks_from_environment(os.environ)
     device = select_device(args.device, local_rank, share=args.backend == "gloo")
-    dist.init_process_group(
-        backend=args.backend or ("nccl" if device.type == "cuda" else "gloo"),
-        timeout=timedelta(seconds=args.timeout_seconds),
-    )
+    backend = args.backend or ("nccl" if device.type == "cuda" else "gloo")
+    dist.init_process_group(backend, timeout=args.timeout)
     # [/launch]
 
     args.precision = args.precision or best_precision(device)
+    share_out(args, local_rank, world_size, local_world_size)
     train_set, val_set = build_datasets(args)
-    batch_size = per_process_batch_size(args.global_batch_size, world_size)
-    workers = share_of_workers(args.workers, local_rank, local_world_size)
 
     # [2/6 shard] each process takes every world_size-th image of one common shuffle
     train_sampler = DistributedSampler(
         train_set, num_replicas=world_size, rank=rank, seed=args.seed, drop_last=True
     )
-    val_sampler = range(
-        rank, len(val_set), world_size
-    )  # not padded: each image counts once
+    val_sampler = range(rank, len(val_set), world_size)  # no padding: each counts once
     # [/shard]
 
-    loading = {"batch_size": batch_size, "workers": workers, "device": device}
-    train_loader = build_loader(
-        args, train_set, train_sampler, training=True, **loading
-    )
-    val_loader = build_loader(args, val_set, val_sampler, training=False, **loading)
+    train_loader = build_loader(args, train_set, train_sampler, device, training=True)
+    val_loader = build_loader(args, val_set, val_sampler, device, training=False)
 
     raw_model = build_model(args, len(train_set.classes)).to(device)
     optimizer = torch.optim.SGD(
@@ -91,12 +76,8 @@ def main(args: argparse.Namespace) -> None:
 
     # [3/6 wrap] a backward pass through `model` also averages the gradients
     gpus = [device.index] if device.type == "cuda" else None
-    model = DistributedDataParallel(
-        raw_model, device_ids=gpus, gradient_as_bucket_view=True
-    )
-    model.broadcast_buffers = (
-        False  # not at every step; share_buffers() does it once an epoch
-    )
+    model = DDP(raw_model, device_ids=gpus, gradient_as_bucket_view=True)
+    model.broadcast_buffers = False  # not at each step: share_buffers() does it
     eval_model = raw_model
     extra_state = {}
     # [/wrap]
@@ -105,20 +86,20 @@ def main(args: argparse.Namespace) -> None:
     state = TrainingState(args, raw_model, optimizer, scheduler, scaler, **extra_state)
     resume(args, state)
     if rank == 0:
-        print_start(args, state, device, world_size, len(train_loader), len(train_set))
+        print_start(args, state, device, world_size, len(train_loader))
 
     if args.evaluate:
-        val = validate(args, device, val_loader, eval_model)
+        val = validate(args, val_loader, eval_model)
         if rank == 0:
             print_validation(val)
 
-    timer, stop = EpochTimer(), StopSignal()
+    meter, progress = Meter(device, StopSignal()), Progress(args, rank, device)
     while state.epoch < args.epochs and not args.evaluate and not state.stop_requested:
         train_sampler.set_epoch(state.epoch)
-        train(args, rank, device, train_loader, model, state, timer, stop)
+        train(args, rank, train_loader, model, state, meter, progress)
         if not state.stop_requested:
-            val = validate(args, device, val_loader, eval_model)
-            record = state.finish_epoch(val, timer.summary(device))
+            val = validate(args, val_loader, eval_model)
+            record = state.finish_epoch(val, progress.figures())
             if rank == 0:
                 print_epoch(record, args.epochs)
         if rank == 0:
@@ -134,21 +115,18 @@ def main(args: argparse.Namespace) -> None:
 
 
 def train(
-    args: argparse.Namespace,
+    args: Namespace,
     rank: int,
-    device: torch.device,
     loader: DeviceLoader,
     model: nn.Module,
     state: TrainingState,
-    timer: EpochTimer,
-    stop: StopSignal,
+    meter: Meter,
+    progress: Progress,
 ) -> None:
     """Train one epoch, or the rest of it, and leave its sums in `state`."""
     model.train()
-    meter = Meter(device)
-    progress = Progress(state.epoch, args.epochs, state.step, len(loader), rank)
     loader.first_step = state.step
-    timer.start(state.step)
+    progress.start(state.epoch, state.step, len(loader))
     for step, (images, labels) in enumerate(loader, start=state.step + 1):
         seed_step(args.seed, state.epoch, step, rank)
         loss, outputs = train_step(args, model, state, images, labels)
@@ -158,10 +136,8 @@ def train(
         # Between these moments nothing waits for the device or for another process
         save = args.checkpoint_steps and step % args.checkpoint_steps == 0
         if save or step % args.print_interval == 0 or step == len(loader):
-            recent = state.add(step, combine(meter.take(stop.requested)))
-            progress.update(
-                step, recent, *timer.lap(step, recent.images, loader.wait_seconds())
-            )
+            recent = state.add(step, combine(meter.take()))
+            progress.lap(step, recent, loader.wait_seconds())
             if state.stop_requested:
                 break
             if save and rank == 0:
@@ -169,52 +145,45 @@ def train(
     progress.close()
 
 
-# [4/6 step] DDP averages the gradients inside backward()
-def forward(args: argparse.Namespace, model: nn.Module, images: Tensor) -> Tensor:
-    """(B, 3, S, S) normalised images -> (B, classes) float32 outputs."""
-    dtype = PRECISIONS[args.precision]
-    with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
-        return model(images).float()
-
-
 def train_step(
-    args: argparse.Namespace,
+    args: Namespace,
     model: nn.Module,
     state: TrainingState,
     images: Tensor,
     labels: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """One optimizer step; returns the mean loss of this process's batch, and its outputs."""
+    """One optimizer step; returns this process's mean loss and its outputs."""
     outputs = forward(args, model, images)
     loss = F.cross_entropy(outputs, labels, label_smoothing=args.label_smoothing)
     state.optimizer.zero_grad()
+    # [4/6 step] DDP averages the gradients inside backward()
     state.scaler.scale(loss).backward()
     state.scaler.step(state.optimizer)
     state.scaler.update()
+    # [/step]
     return loss, outputs
 
 
-# [/step]
+def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:
+    """(B, 3, S, S) normalised images -> (B, classes) float32 outputs."""
+    dtype = autocast_dtype(args.precision)
+    with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
+        return model(images).float()
 
 
 @torch.no_grad()
-def validate(
-    args: argparse.Namespace,
-    device: torch.device,
-    loader: DeviceLoader,
-    eval_model: nn.Module,
-) -> Averages:
-    """Loss and accuracy over all validation images, each counted once, on every process."""
+def validate(args: Namespace, loader: DeviceLoader, eval_model: nn.Module) -> Averages:
+    """Loss and accuracy over all validation images, the same in every process."""
     share_buffers(eval_model)
     eval_model.eval()
-    meter = Meter(device)
+    meter = Meter(loader.device)
     for images, labels in loader:
         outputs = forward(args, eval_model, images)
         meter.add(F.cross_entropy(outputs, labels), outputs, labels)
     return averages(combine(meter.take()))
 
 
-# [5/6 combine] sums over all processes, and everybody's buffers equal to rank 0's
+# [5/6 combine] sums over all processes, and rank 0's buffers for everybody
 def combine(sums: Tensor) -> Tensor:
     """Add up a tensor over all processes."""
     dist.all_reduce(sums)
@@ -231,19 +200,14 @@ def share_buffers(model: nn.Module) -> None:
 
 
 # [start]
-def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+def arguments(argv: list[str] | None = None) -> Namespace:
     """Parse the command line."""
     parser = build_parser(__doc__)
-    parser.add_argument(
-        "--backend", choices=("nccl", "gloo"), help="nccl on GPUs, gloo on CPUs"
-    )
-    parser.add_argument(
-        "--local-rank", "--local_rank", type=int, help="set by the launcher"
-    )
+    add_launcher_flags(parser)
     return parse_arguments(parser, "distributed", argv)
 
 
 if __name__ == "__main__":
     with exit_status():
-        main(arguments(sys.argv[1:]))
+        main(arguments())
 # [/start]

@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
@@ -29,6 +30,11 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return number
+
+
+def seconds(text: str) -> timedelta:
+    """Parse a whole number of seconds above 0."""
+    return timedelta(seconds=positive(text))
 
 
 def not_negative(text: str) -> float:
@@ -184,11 +190,20 @@ def build_parser(docstring: str) -> OneLineParser:
     add(
         "--timeout-seconds",
         metavar="N",
-        type=positive,
-        default=600,
-        help="longest wait for another process (%(default)s)",
+        dest="timeout",
+        type=seconds,
+        default=timedelta(seconds=600),
+        help="longest wait for another process (600)",
     )
     return parser
+
+
+def add_launcher_flags(parser: argparse.ArgumentParser) -> None:
+    """Add what scripts under torchrun or torch.distributed.launch have besides."""
+    parser.add_argument("--backend", choices=("nccl", "gloo"), help="by the device")
+    parser.add_argument(
+        "--local-rank", "--local_rank", help="accepted for older launchers"
+    )
 
 
 def parse_arguments(

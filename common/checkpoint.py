@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,22 @@ class TrainingState:
             self.raw_model.load_state_dict(content["state_dict"])
         except RuntimeError as error:
             raise UserError(f"{path} does not fit this model: {error}") from None
+
+
+class SavedTensors:
+    """Tensors of an optimizer that its own state_dict does not hold."""
+
+    def __init__(self, tensors: Iterable[Tensor]):
+        self.tensors = list(tensors)
+
+    def state_dict(self) -> dict[str, list[Tensor]]:
+        """The tensors, in their order."""
+        return {"tensors": [tensor.detach() for tensor in self.tensors]}
+
+    def load_state_dict(self, content: dict[str, list[Tensor]]) -> None:
+        """Fill the tensors in place."""
+        for tensor, saved in zip(self.tensors, content["tensors"], strict=True):
+            tensor.detach().copy_(saved)
 
 
 def resume(args: argparse.Namespace, state: TrainingState) -> None:

@@ -333,28 +333,23 @@ def build_loader(
     args: argparse.Namespace,
     dataset: Dataset,
     sampler: Iterable[int],
-    training: bool,
-    batch_size: int,
-    workers: int,
     device: torch.device,
+    training: bool,
 ) -> DeviceLoader:
     """Make the loader of one process.
 
     Args:
         dataset: stock data set; its items are (3, S, S) uint8 image and int label.
         sampler: this process's indices; DistributedSampler, or any sequence.
-        training: drop the last incomplete batch, and end after --max-steps batches.
-        batch_size: images per batch of this process.
-        workers: loader processes of this process; 0 loads in the training process.
         device: where batches go.
+        training: drop the last incomplete batch, and end after --max-steps batches.
 
     Raises:
         UserError: there are fewer training images than one global batch.
     """
     layout = torch.contiguous_format if args.no_channels_last else torch.channels_last
-    batches = EpochBatches(
-        sampler, batch_size, training, args.max_steps if training else None
-    )
+    most = args.max_steps if training else None
+    batches = EpochBatches(sampler, args.per_process_batch_size, training, most)
     if training and not len(batches):
         raise UserError(
             f"{len(dataset)} training images are less than one global batch of "
@@ -365,32 +360,33 @@ def build_loader(
     loader = DataLoader(
         SeededDataset(dataset, args.seed),
         batch_sampler=batches,
-        num_workers=workers,
+        num_workers=args.per_process_workers,
         collate_fn=collate,
         pin_memory=device.type == "cuda",
-        persistent_workers=workers > 0,
+        persistent_workers=args.per_process_workers > 0,
         worker_init_fn=ignore_signals,
     )
     return DeviceLoader(loader, batches, device, layout)
 
 
-def per_process_batch_size(global_batch_size: int, world_size: int) -> int:
-    """Images per step of each process.
+def share_out(
+    args: argparse.Namespace, local_rank: int, world_size: int, local_world_size: int
+) -> None:
+    """Set this process's part of the batch and of the machine's loader processes.
+
+    `args.per_process_batch_size` and `args.per_process_workers`; where the loader processes
+    cannot be divided evenly, the first training processes have one more.
 
     Raises:
         UserError: the global batch cannot be divided evenly.
     """
-    share, rest = divmod(global_batch_size, world_size)
-    if rest or not share:
-        nearest = max(1, round(global_batch_size / world_size)) * world_size
+    size, rest = divmod(args.global_batch_size, world_size)
+    if rest or not size:
+        nearest = max(1, round(args.global_batch_size / world_size)) * world_size
         raise UserError(
-            f"--global-batch-size {global_batch_size} cannot be divided evenly by "
+            f"--global-batch-size {args.global_batch_size} cannot be divided evenly by "
             f"{world_size} processes; the nearest that can is {nearest}"
         )
-    return share
-
-
-def share_of_workers(workers: int, local_rank: int, local_world_size: int) -> int:
-    """This process's part of the machine's loader processes; the first ones take the rest."""
-    share, rest = divmod(workers, local_world_size)
-    return share + (local_rank < rest)
+    workers, rest = divmod(args.workers, local_world_size)
+    args.per_process_batch_size = size
+    args.per_process_workers = workers + (local_rank < rest)

@@ -64,6 +64,21 @@ def gpu_problem() -> str | None:
     return "a GPU is present, but CUDA_VISIBLE_DEVICES hides it"
 
 
+def require_gpu(name: str, who: str) -> None:
+    """See that there is a GPU to use.
+
+    Args:
+        name: the --device that was asked for.
+        who: what needs the GPU.
+
+    Raises:
+        UserError: there is none, or --device cpu forbids it.
+    """
+    if name == "cpu" or not torch.cuda.is_available():
+        problem = gpu_problem() if name != "cpu" else "--device cpu forbids it"
+        raise UserError(f"{who} needs a CUDA GPU: {problem or 'this machine has none'}")
+
+
 def has_bf16(device: torch.device) -> bool:
     """Whether the device computes in bfloat16 itself instead of emulating it."""
     if device.type == "cuda":
@@ -93,3 +108,14 @@ def peak_memory_mib(device: torch.device) -> float:
 def best_precision(device: torch.device) -> str:
     """The precision to train in when none was asked for: bf16 where the device has it."""
     return "bf16" if has_bf16(device) else "fp32"
+
+
+def processes_per_machine(device: str) -> int:
+    """How many training processes a machine runs by default: one per GPU, 2 on a CPU."""
+    gpus = 0 if device == "cpu" else torch.cuda.device_count()
+    return gpus or 2
+
+
+def autocast_dtype(precision: str) -> torch.dtype:
+    """What torch.autocast computes in; float32, so off, for a precision of another library."""
+    return PRECISIONS.get(precision, torch.float32)

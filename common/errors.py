@@ -61,17 +61,19 @@ def complain(message: str) -> None:
 
 
 @contextlib.contextmanager
-def exit_status() -> Iterator[None]:
+def exit_status(local_rank: int | None = None) -> Iterator[None]:
     """Turn the end of a script into its exit status.
 
     0 done; 2 bad input or a missing dependency; 143 stopped by a signal after saving;
     130 interrupted before there was anything to save; 1 everything else. Where another
-    process was lost this one says so in a line; what is left is a bug, and keeps its traceback.
+    process was lost this one says so in a line; what is left is a bug, and keeps its
+    traceback. `local_rank` is needed only where no launcher put it into the environment.
     """
+    speaker = speaks_for_machine() if local_rank is None else local_rank == 0
     try:
         yield
     except UserError as error:
-        if error.one_process_only or speaks_for_machine():
+        if error.one_process_only or speaker:
             complain(str(error))
         leave(2)
     except Stopped:

@@ -1,10 +1,14 @@
 """Who this process is, by the variables that a launcher sets, and the signals that stop it."""
 
 import signal
+import socket
+import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from common.errors import UserError
+import torch.multiprocessing
+
+from common.errors import UserError, complain
 
 
 class Ranks(NamedTuple):
@@ -67,3 +71,33 @@ class StopSignal:
 
     def _remember(self, number: int, frame: object) -> None:
         self.requested = True
+
+
+def free_port() -> int:
+    """Number of a TCP port of the loopback device that nobody listens on just now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def wait_for(children: torch.multiprocessing.ProcessContext) -> None:
+    """Wait for the processes of torch.multiprocessing.spawn, and end as they end.
+
+    Signals are handed on, so that the children can save and this process outlives them:
+    left to itself it would die or hang and leave them behind. When one child fails, the
+    others get 10 seconds to notice by themselves, then SIGTERM, then SIGKILL.
+    """
+
+    def hand_on(number: int, frame: object) -> None:
+        for child in children.processes:
+            child.terminate()
+
+    for number in StopSignal.SIGNALS:
+        signal.signal(number, hand_on)
+    try:
+        while not children.join(grace_period=10):
+            pass
+    except torch.multiprocessing.ProcessExitedException as error:
+        if error.exit_code < 0:
+            complain(str(error))
+        sys.exit(error.exit_code if error.exit_code > 0 else 1)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from common.device import peak_memory_mib
+from common.launch import StopSignal
 
 
 class Averages(NamedTuple):
@@ -27,7 +28,8 @@ class Meter:
     number of processes that were asked to stop, which travels in the same all-reduce.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, stop: StopSignal | None = None):
+        self.stop = stop
         self.sums = torch.zeros(5, dtype=torch.float64, device=device)
 
     def add(self, loss: Tensor, outputs: Tensor, labels: Tensor) -> None:
@@ -39,9 +41,10 @@ class Meter:
         self.sums[2] += hits.sum()
         self.sums[3] += len(labels)
 
-    def take(self, stop: bool = False) -> Tensor:
+    def take(self) -> Tensor:
         """Hand out the sums since the last call."""
-        self.sums[4] += stop
+        if self.stop is not None:
+            self.sums[4] = self.stop.requested
         taken = self.sums.clone()
         self.sums.zero_()
         return taken

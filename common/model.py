@@ -56,6 +56,26 @@ def build_model(args: argparse.Namespace, classes: int) -> nn.Module:
     return model
 
 
+class AutocastModel(nn.Module):
+    """A model that enters autocast in its own forward.
+
+    nn.DataParallel runs its replicas in threads, and autocast's dtype is per thread: with
+    autocast around it only, bf16 on two GPUs would silently compute in fp16
+    (torch/nn/parallel/parallel_apply.py hands on that autocast is on, not its dtype).
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype):
+        super().__init__()
+        self.module = module
+        self.dtype = dtype
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """(B, 3, S, S) images -> (B, classes) outputs in `dtype`."""
+        enabled = self.dtype != torch.float32
+        with torch.autocast(images.device.type, self.dtype, enabled=enabled):
+            return self.module(images)
+
+
 def check_image_size(args: argparse.Namespace, classes: int) -> None:
     """Send two images without content through the model.
 

@@ -1,48 +1,59 @@
-"""What rank 0 shows while it trains."""
+"""What rank 0 shows while it trains, and how long an epoch took."""
 
 import sys
 import time
+from argparse import Namespace
 
+import torch
 from tqdm import tqdm
 
-from common.meters import Averages
+from common.meters import Averages, EpochTimer
 
 SECONDS_BETWEEN_LINES = 30  # where there is no terminal, as under Slurm
 
 
 class Progress:
-    """A bar over the steps of an epoch; in a log file, a line now and then."""
+    """A bar over the steps of an epoch on a terminal, a line now and then elsewhere."""
 
-    def __init__(self, epoch: int, epochs: int, step: int, steps: int, rank: int):
+    def __init__(self, args: Namespace, rank: int, device: torch.device):
         self.rank = rank
-        self.title = f"epoch {epoch + 1}/{epochs}"
+        self.epochs = args.epochs
+        self.device = device
+        self.timer = EpochTimer()
+
+    def start(self, epoch: int, step: int, steps: int) -> None:
+        """Begin an epoch of `steps` steps, of which `step` are done already."""
+        self.title = f"epoch {epoch + 1}/{self.epochs}"
         self.step, self.steps = step, steps
         self.line_at = time.monotonic() + SECONDS_BETWEEN_LINES
-        self.bar = None
-        if rank == 0 and sys.stderr.isatty():
-            self.bar = tqdm(total=steps, initial=step, desc=self.title, leave=False)
-
-    def update(
-        self, step: int, recent: Averages, images_per_second: float, wait: float
-    ) -> None:
-        """Show how the steps since the last call went; `wait` is the share spent on waiting."""
-        text = (
-            f"loss {recent.loss:.3f}, top-1 {recent.top1:.1f} %, "
-            f"{images_per_second:.0f} images/s, waited for data {wait:.0%}"
+        self.bar = tqdm(
+            total=steps,
+            initial=step,
+            desc=self.title,
+            leave=False,
+            disable=self.rank != 0 or not sys.stderr.isatty(),
         )
-        if self.bar is not None:
-            self.bar.set_postfix_str(text, refresh=False)
-            self.bar.update(step - self.step)
-        elif self.rank == 0 and time.monotonic() > self.line_at:
-            print(
-                f"{self.title}, step {step}/{self.steps}: {text}",
-                file=sys.stderr,
-                flush=True,
-            )
-            self.line_at = time.monotonic() + SECONDS_BETWEEN_LINES
+        self.timer.start(step)
+
+    def lap(self, step: int, recent: Averages, wait_seconds: float) -> None:
+        """Show the steps since the last call, `wait_seconds` of which went into waiting."""
+        speed, wait = self.timer.lap(step, recent.images, wait_seconds)
+        text = (
+            f"loss {recent.loss:.3f}, top-1 {recent.top1:.1f} %, {speed:.0f} images/s, "
+            f"waited for data {wait:.0%}"
+        )
+        self.bar.set_postfix_str(text, refresh=False)
+        self.bar.update(step - self.step)
         self.step = step
+        quiet = self.rank != 0 or not self.bar.disable
+        if not quiet and time.monotonic() > self.line_at:
+            self.line_at = time.monotonic() + SECONDS_BETWEEN_LINES
+            print(f"{self.title}, step {step}/{self.steps}: {text}", flush=True)
 
     def close(self) -> None:
         """Take the bar away."""
-        if self.bar is not None:
-            self.bar.close()
+        self.bar.close()
+
+    def figures(self) -> dict[str, float | int | None]:
+        """Seconds, speed and memory of the epoch, for its record."""
+        return self.timer.summary(self.device)

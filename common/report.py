@@ -27,7 +27,6 @@ def print_start(
     device: torch.device,
     world_size: int,
     steps_per_epoch: int,
-    train_images: int,
 ) -> None:
     """Say what is about to run, and from where it goes on."""
     lr = scaled_learning_rate(args.lr, args.global_batch_size)
@@ -35,8 +34,8 @@ def print_start(
     print(
         f"{args.strategy}: {processes} on {describe(device)} ({device.type}), {args.arch}, "
         f"{args.precision}, seed {args.seed}\n"
-        f"{train_images} images in {steps_per_epoch} steps of {args.global_batch_size}, "
-        f"{args.global_batch_size // world_size} per process, {args.workers} loader processes, "
+        f"{steps_per_epoch} steps an epoch of {args.global_batch_size} images, "
+        f"{args.per_process_batch_size} per process, {args.workers} loader processes, "
         f"learning rate {lr:.4g}",
         flush=True,
     )

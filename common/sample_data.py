@@ -30,21 +30,29 @@ def write_digits(folder: Path) -> int:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise UserError("the sample data needs scikit-learn: pip install scikit-learn") from None
+        raise UserError(
+            "the sample data needs scikit-learn: pip install scikit-learn"
+        ) from None
     digits = load_digits()
     if folder.exists():
         present = sum(1 for _ in folder.glob("*/*/digit_*.JPEG"))
         if present == len(digits.images):
             return present
-        raise UserError(f"{folder} exists and is not this data set; name another folder")
+        raise UserError(
+            f"{folder} exists and is not this data set; name another folder"
+        )
     temporary = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    for number, (pixels, label) in enumerate(zip(digits.images, digits.target, strict=True)):
+    for number, (pixels, label) in enumerate(
+        zip(digits.images, digits.target, strict=True)
+    ):
         part = "val" if number % 5 == 4 else "train"
         path = temporary / part / f"{label}_{NAMES[label]}" / f"digit_{number:04d}.JPEG"
         path.parent.mkdir(parents=True, exist_ok=True)
         image = Image.fromarray((pixels * 255 / 16).astype("uint8"))
-        image.resize((SIZE, SIZE), Image.Resampling.BICUBIC).save(path, "JPEG", quality=95)
+        image.resize((SIZE, SIZE), Image.Resampling.BICUBIC).save(
+            path, "JPEG", quality=95
+        )
     temporary.rename(folder)  # only whole
     return len(digits.images)
 

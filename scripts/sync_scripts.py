@@ -21,7 +21,7 @@ SIBLINGS = (
     "apex_distributed.py",
     "horovod_distributed.py",
 )
-# In the order of the file: main stands first, the functions it calls after it
+# In the order of the file: main, with the end of the run, stands before its functions
 REGIONS = (
     "imports",
     "1/6 launch",
@@ -53,25 +53,33 @@ def split(text: str, name: str) -> tuple[list[str], dict[str, list[str]]]:
         LayoutError: the regions are not as REGIONS says.
     """
     docstring = ast.parse(text).body[0]
-    if not (isinstance(docstring, ast.Expr) and isinstance(docstring.value, ast.Constant)):
+    if not (
+        isinstance(docstring, ast.Expr) and isinstance(docstring.value, ast.Constant)
+    ):
         raise LayoutError(f"{name} has no module docstring")
     lines = text.splitlines(keepends=True)
     regions = {"docstring": lines[: docstring.end_lineno]}
     shared = [PLACE + "docstring"]
     current: str | None = None
-    for number, line in enumerate(lines[docstring.end_lineno :], docstring.end_lineno + 1):
+    for number, line in enumerate(
+        lines[docstring.end_lineno :], docstring.end_lineno + 1
+    ):
         opening, closing = OPENING.match(line), CLOSING.match(line.rstrip("\n"))
         if opening:
             if current:
                 raise LayoutError(f"{name}:{number}: [{current}] is still open")
             current = opening[1]
             if current not in REGIONS or current in regions:
-                raise LayoutError(f"{name}:{number}: [{current}] is no region, or opens twice")
+                raise LayoutError(
+                    f"{name}:{number}: [{current}] is no region, or opens twice"
+                )
             regions[current] = [line]
             shared.append(PLACE + current)
         elif closing:
             if current is None or current.split()[-1] != closing[1]:
-                raise LayoutError(f"{name}:{number}: [/{closing[1]}] closes what is not open")
+                raise LayoutError(
+                    f"{name}:{number}: [/{closing[1]}] closes what is not open"
+                )
             regions[current].append(line)
             current = None
         elif current:
@@ -119,7 +127,14 @@ def main(arguments: list[str], root: Path = ROOT) -> int:
         different += 1
         if arguments:
             diff = difflib.unified_diff(
-                before.splitlines(), after.splitlines(), name, f"{name} from {BASE}", "", "", 1, ""
+                before.splitlines(),
+                after.splitlines(),
+                name,
+                f"{name} from {BASE}",
+                "",
+                "",
+                1,
+                "",
             )
             print("\n".join(diff))
         else:

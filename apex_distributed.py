@@ -1,0 +1,240 @@
+"""Train an ImageNet classifier with NVIDIA Apex: amp mixed precision and Apex's DDP.
+
+amp.initialize prepares model and optimizer for an --opt-level: O0 is fp32, O1 casts
+operations, O2 casts the model and keeps fp32 master weights. Apex's DDP averages the
+gradients. Tag 25.05 is the last Apex that has the two, and they need CUDA GPUs.
+
+    torchrun --nproc-per-node=4 apex_distributed.py --data /path/to/imagenet
+    bash scripts/apex_distributed.sh --data /path/to/imagenet --opt-level O2
+
+What stands between `# [name]` and `# [/name]` is this strategy; the other lines are the
+same in all five scripts.
+"""
+
+from argparse import Namespace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data.distributed import DistributedSampler
+
+from common.arguments import build_parser, parse_arguments
+from common.checkpoint import TrainingState, resume
+from common.data import DeviceLoader, build_datasets, build_loader, share_out
+from common.device import autocast_dtype, best_precision, select_device
+from common.errors import Stopped, exit_status
+from common.launch import StopSignal
+from common.meters import Averages, Meter, averages
+from common.model import build_model
+from common.progress import Progress
+from common.report import print_epoch, print_start, print_validation, write_report
+from common.schedule import build_scheduler, scaled_learning_rate
+from common.seeding import seed_step
+
+# [imports]
+import os
+
+import torch.distributed as dist
+
+from common.arguments import add_launcher_flags
+from common.checkpoint import SavedTensors
+from common.device import require_gpu
+from common.errors import UserError
+from common.launch import ranks_from_environment
+
+try:
+    from apex import amp
+    from apex.parallel import DistributedDataParallel as ApexDDP
+except ImportError as error:
+    amp, problem = None, error
+# [/imports]
+
+
+def main(args: Namespace) -> None:
+    """Train and validate; every process runs this function."""
+    # [1/6 launch] the launcher put this process's rank into the environment
+    rank, local_rank, world_size, local_world_size = ranks_from_environment(os.environ)
+    device = select_device(args.device, local_rank, share=args.backend == "gloo")
+    dist.init_process_group(args.backend or "nccl", timeout=args.timeout)
+    # [/launch]
+
+    args.precision = args.precision or best_precision(device)
+    share_out(args, local_rank, world_size, local_world_size)
+    train_set, val_set = build_datasets(args)
+
+    # [2/6 shard] each process takes every world_size-th image of one common shuffle
+    train_sampler = DistributedSampler(
+        train_set, num_replicas=world_size, rank=rank, seed=args.seed, drop_last=True
+    )
+    val_sampler = range(rank, len(val_set), world_size)  # no padding: each counts once
+    # [/shard]
+
+    train_loader = build_loader(args, train_set, train_sampler, device, training=True)
+    val_loader = build_loader(args, val_set, val_sampler, device, training=False)
+
+    raw_model = build_model(args, len(train_set.classes)).to(device)
+    optimizer = torch.optim.SGD(
+        raw_model.parameters(),
+        lr=scaled_learning_rate(args.lr, args.global_batch_size),
+        momentum=args.momentum,
+        weight_decay=args.weight_decay,
+    )
+    scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
+
+    # [3/6 wrap] amp first, then Apex's DDP, whose backward pass averages gradients
+    raw_model, optimizer = amp.initialize(
+        raw_model, optimizer, opt_level=args.opt_level
+    )
+    model = ApexDDP(raw_model)
+    eval_model = (
+        raw_model  # amp prepared it: it validates in the precision it trains in
+    )
+    extra_state = {"amp": amp}
+    if args.opt_level == "O2":
+        optimizer.zero_grad()  # makes the fp32 master weights that a checkpoint fills
+        extra_state["masters"] = SavedTensors(amp.master_params(optimizer))
+    # [/wrap]
+
+    scheduler = build_scheduler(args, optimizer, len(train_loader))
+    state = TrainingState(args, raw_model, optimizer, scheduler, scaler, **extra_state)
+    resume(args, state)
+    if rank == 0:
+        print_start(args, state, device, world_size, len(train_loader))
+
+    if args.evaluate:
+        val = validate(args, val_loader, eval_model)
+        if rank == 0:
+            print_validation(val)
+
+    meter, progress = Meter(device, StopSignal()), Progress(args, rank, device)
+    while state.epoch < args.epochs and not args.evaluate and not state.stop_requested:
+        train_sampler.set_epoch(state.epoch)
+        train(args, rank, train_loader, model, state, meter, progress)
+        if not state.stop_requested:
+            val = validate(args, val_loader, eval_model)
+            record = state.finish_epoch(val, progress.figures())
+            if rank == 0:
+                print_epoch(record, args.epochs)
+        if rank == 0:
+            state.save()
+            write_report(args, state, device, world_size)
+
+    # [6/6 finish] nobody leaves before rank 0 has saved
+    dist.barrier()
+    dist.destroy_process_group()
+    # [/finish]
+    if state.stop_requested:
+        raise Stopped
+
+
+def train(
+    args: Namespace,
+    rank: int,
+    loader: DeviceLoader,
+    model: nn.Module,
+    state: TrainingState,
+    meter: Meter,
+    progress: Progress,
+) -> None:
+    """Train one epoch, or the rest of it, and leave its sums in `state`."""
+    model.train()
+    loader.first_step = state.step
+    progress.start(state.epoch, state.step, len(loader))
+    for step, (images, labels) in enumerate(loader, start=state.step + 1):
+        seed_step(args.seed, state.epoch, step, rank)
+        loss, outputs = train_step(args, model, state, images, labels)
+        state.scheduler.step()
+        meter.add(loss, outputs, labels)
+
+        # Between these moments nothing waits for the device or for another process
+        save = args.checkpoint_steps and step % args.checkpoint_steps == 0
+        if save or step % args.print_interval == 0 or step == len(loader):
+            recent = state.add(step, combine(meter.take()))
+            progress.lap(step, recent, loader.wait_seconds())
+            if state.stop_requested:
+                break
+            if save and rank == 0:
+                state.save()
+    progress.close()
+
+
+def train_step(
+    args: Namespace,
+    model: nn.Module,
+    state: TrainingState,
+    images: Tensor,
+    labels: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """One optimizer step; returns this process's mean loss and its outputs."""
+    outputs = forward(args, model, images)
+    loss = F.cross_entropy(outputs, labels, label_smoothing=args.label_smoothing)
+    state.optimizer.zero_grad()
+    # [4/6 step] amp scales the loss; Apex's DDP averages inside backward()
+    with amp.scale_loss(loss, state.optimizer) as scaled_loss:
+        scaled_loss.backward()
+    state.optimizer.step()
+    # [/step]
+    return loss, outputs
+
+
+def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:
+    """(B, 3, S, S) normalised images -> (B, classes) float32 outputs."""
+    dtype = autocast_dtype(args.precision)
+    with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
+        return model(images).float()
+
+
+@torch.no_grad()
+def validate(args: Namespace, loader: DeviceLoader, eval_model: nn.Module) -> Averages:
+    """Loss and accuracy over all validation images, the same in every process."""
+    share_buffers(eval_model)
+    eval_model.eval()
+    meter = Meter(loader.device)
+    for images, labels in loader:
+        outputs = forward(args, eval_model, images)
+        meter.add(F.cross_entropy(outputs, labels), outputs, labels)
+    return averages(combine(meter.take()))
+
+
+# [5/6 combine] sums over all processes, and rank 0's buffers for everybody
+def combine(sums: Tensor) -> Tensor:
+    """Add up a tensor over all processes."""
+    dist.all_reduce(sums)
+    return sums
+
+
+def share_buffers(model: nn.Module) -> None:
+    """Take over rank 0's batch norm statistics: they are what it saves."""
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)
+
+
+# [/combine]
+
+
+# [start]
+INSTALL = "pip install --no-build-isolation git+https://github.com/NVIDIA/apex@25.05"
+
+
+def arguments(argv: list[str] | None = None) -> Namespace:
+    """Parse the command line and see that Apex can run."""
+    parser = build_parser(__doc__)
+    add_launcher_flags(parser)
+    parser.add_argument("--opt-level", choices=("O0", "O1", "O2", "O3"), help="O1")
+    args = parse_arguments(parser, "apex_distributed", argv)
+    if args.precision == "bf16":
+        parser.error("Apex has no bf16: --opt-level O0 is fp32, O1 to O3 are fp16")
+    args.opt_level = args.opt_level or ("O0" if args.precision == "fp32" else "O1")
+    args.precision = args.opt_level  # amp casts, in place of torch.autocast
+    require_gpu(args.device, "Apex")
+    if amp is None:
+        missing = str(problem) == "No module named 'apex'"
+        what = "Apex is not installed" if missing else f"this apex is not it: {problem}"
+        raise UserError(f"{what}; the last with amp and DDP is tag 25.05: {INSTALL}")
+    return args
+
+
+if __name__ == "__main__":
+    with exit_status():
+        main(arguments())
+# [/start]
