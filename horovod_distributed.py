@@ -37,6 +37,7 @@ import os
 import torch.multiprocessing as mp
 
 from common.errors import UserError
+from common.model import InMemoryOrder, contiguous_view
 
 try:
     import horovod.torch as hvd
@@ -81,14 +82,13 @@ def main(args: Namespace) -> None:
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
 
     # [3/6 wrap] a backward pass also averages the gradients, by the optimizer's hooks
+    # Horovod takes contiguous tensors only; channels_last ones go in memory order
+    compression = hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none
     optimizer = hvd.DistributedOptimizer(
-        optimizer,
-        named_parameters=raw_model.named_parameters(),
-        compression=hvd.Compression.fp16
-        if args.fp16_allreduce
-        else hvd.Compression.none,
+        optimizer, raw_model.named_parameters(), InMemoryOrder(compression)
     )
-    hvd.broadcast_parameters(raw_model.state_dict(), root_rank=0)
+    weights = {name: contiguous_view(w) for name, w in raw_model.state_dict().items()}
+    hvd.broadcast_parameters(weights, root_rank=0)
     if optimizer.state:  # not on a fresh one: the call would take a hidden step
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     model = eval_model = raw_model

@@ -207,11 +207,7 @@ def arguments(argv: list[str] | None = None) -> Namespace:
     parser = build_parser(__doc__)
     add = parser.add_argument
     add("--backend", choices=("nccl", "gloo"), help="nccl on GPUs, gloo on CPUs")
-    add(
-        "--nprocs",
-        type=positive,
-        help="processes on this machine (one per GPU, 2 on a CPU)",
-    )
+    add("--nprocs", type=positive, help="processes here (one per GPU, 2 on a CPU)")
     add("--nnodes", type=positive, default=1, help="machines (%(default)s)")
     add("--node-rank", type=int, default=0, help="number of this machine (%(default)s)")
     add("--dist-url", help="where rank 0 listens (tcp://127.0.0.1:FREE_PORT)")

@@ -1,10 +1,11 @@
 """The network: any classification model of torchvision, a ResNet-18 by default."""
 
 import argparse
+from typing import Any
 
 import torch
 import torchvision
-from torch import nn
+from torch import Tensor, nn
 
 from common.errors import UserError
 
@@ -69,11 +70,45 @@ class AutocastModel(nn.Module):
         self.module = module
         self.dtype = dtype
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
+    def forward(self, images: Tensor) -> Tensor:
         """(B, 3, S, S) images -> (B, classes) outputs in `dtype`."""
         enabled = self.dtype != torch.float32
         with torch.autocast(images.device.type, self.dtype, enabled=enabled):
             return self.module(images)
+
+
+def contiguous_view(tensor: Tensor) -> Tensor:
+    """The same memory as a contiguous tensor: (O, I, H, W) in channels_last as (O, H, W, I).
+
+    For libraries that take contiguous tensors only. A tensor of another kind comes back
+    as it is.
+    """
+    if tensor.dim() == 4 and not tensor.is_contiguous():
+        return tensor.permute(0, 2, 3, 1)
+    return tensor
+
+
+class InMemoryOrder:
+    """Puts contiguous views of gradients through a compressor, and gradients out of it.
+
+    The compressor has `compress(tensor) -> (tensor, context)` and its reverse, `decompress`,
+    as Horovod's have (https://horovod.readthedocs.io/en/stable/api.html#horovod.torch.Compressor).
+    """
+
+    def __init__(self, compressor: Any):
+        self.compressor = compressor
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        """Compress a gradient of any memory format."""
+        view = contiguous_view(tensor)
+        compressed, context = self.compressor.compress(view)
+        return compressed, (context, view is not tensor)
+
+    def decompress(self, tensor: Tensor, context: Any) -> Tensor:
+        """Undo `compress`, memory format included."""
+        inner, permuted = context
+        tensor = self.compressor.decompress(tensor, inner)
+        return tensor.permute(0, 3, 1, 2) if permuted else tensor
 
 
 def check_image_size(args: argparse.Namespace, classes: int) -> None:
