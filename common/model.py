@@ -117,13 +117,11 @@ def check_image_size(args: argparse.Namespace, classes: int) -> None:
     Raises:
         UserError: `args.arch` cannot take images of `args.image_size`.
     """
-    with torch.device("meta"):
-        model = build_model(
-            argparse.Namespace(**{**vars(args), "pretrained": False}), classes
-        )
-        images = torch.empty(2, 3, args.image_size, args.image_size)
+    fresh = argparse.Namespace(**{**vars(args), "pretrained": False, "compile": False})
     try:
-        model.train()(images)
+        with torch.device("meta"):
+            images = torch.empty(2, 3, args.image_size, args.image_size)
+            build_model(fresh, classes).train()(images)
     except (RuntimeError, AssertionError, ValueError) as error:
         raise UserError(
             f"{args.arch} cannot train on images of --image-size {args.image_size}: {error}"

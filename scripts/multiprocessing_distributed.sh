@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# DistributedDataParallel, the processes started by the script itself, one per GPU.
+#
+#   bash scripts/multiprocessing_distributed.sh --data /path/to/imagenet [flags]
+NPROC=${NPROC:-}                     # one per GPU, 2 on a CPU (or --nprocs)
+PYTHON=${PYTHON:-}                   # .venv/bin/python, else python3
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-} # cores / NPROC
+# shellcheck source-path=SCRIPTDIR
+source "$(dirname "${BASH_SOURCE[0]}")/launcher.sh"
+
+check_before_launch multiprocessing_distributed.py "$@"
+exec "$PYTHON" "$ROOT/multiprocessing_distributed.py" --nprocs "$NPROC" "$@"

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Train a ResNet-18 on real images with every strategy that this machine can run, and print
+# a table. Sets up all it needs in .venv; no download of data, no GPU needed.
+#
+#   bash scripts/quickstart.sh
+#   PYTHON=/path/to/python bash scripts/quickstart.sh     # your own environment with PyTorch
+set -euo pipefail
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# shellcheck source-path=SCRIPTDIR
+source "$ROOT/scripts/setup.sh"
+
+set_up requirements.txt requirements-sample.txt
+set_up_horovod
+cd "$ROOT"
+"$PYTHON" -m common.sample_data sample_data/digits
+export PYTHON HOROVOD_PROBLEM
+exec "$PYTHON" scripts/quickstart.py sample_data/digits runs/quickstart

@@ -1,0 +1,71 @@
+# shellcheck shell=bash
+# Sourced by quickstart.sh and test.sh, with ROOT set: makes or finds the environment.
+
+say() { printf '%s\n' "$*"; }
+fail() {
+    printf '%s: error: %s\n' "$(basename "$0")" "$*" >&2
+    exit 2
+}
+
+# set_up REQUIREMENTS...: sets PYTHON to an interpreter that has them all.
+#
+# Where PYTHON names an interpreter already, that environment is used as it is and nothing is
+# installed into it. Else .venv is made, with uv where it is there (seconds), or with pip.
+set_up() {
+    local file files=() key marker python
+    for file in "$@"; do files+=(-r "$ROOT/$file"); done
+    if [ -n "${PYTHON:-}" ]; then
+        PYTHON=$(command -v "$PYTHON") || fail "PYTHON names no interpreter"
+        say "using $PYTHON as it is"
+        "$PYTHON" -c 'import torch, torchvision, tqdm, sklearn' 2>/dev/null ||
+            fail "$PYTHON lacks something: $PYTHON -m pip install ${files[*]}"
+        return
+    fi
+
+    PYTHON=$ROOT/.venv/bin/python
+    key=$(cat "$ROOT/constraints.txt" "${@/#/$ROOT/}" | cksum | cut -d' ' -f1)
+    marker=$ROOT/.venv/installed-$key
+    [ ! -e "$marker" ] || return 0
+
+    python=$(find_python) || fail "no Python 3.10 to 3.13 found; install one, or name it in PYTHON"
+    say "setting up $ROOT/.venv with $("$python" --version)"
+    if command -v uv >/dev/null; then
+        [ -x "$PYTHON" ] || uv venv --quiet --seed --python "$python" "$ROOT/.venv"
+        uv pip install --quiet --python "$PYTHON" -c "$ROOT/constraints.txt" "${files[@]}"
+    else
+        [ -x "$PYTHON" ] || "$python" -m venv "$ROOT/.venv" ||
+            fail "$python cannot make environments (Debian and Ubuntu: apt-get install python3-venv)"
+        "$PYTHON" -m pip install --quiet --disable-pip-version-check --progress-bar off \
+            -c "$ROOT/constraints.txt" "${files[@]}"
+    fi
+    : >"$marker"
+}
+
+# The first Python on PATH of a version that PyTorch has wheels for
+find_python() {
+    local name
+    for name in python3 python3.13 python3.12 python3.11 python3.10 python; do
+        if "$name" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
+            command -v "$name"
+            return
+        fi
+    done
+    return 1
+}
+
+# set_up_horovod: builds Horovod into the environment unless it is there or cannot be had;
+# then HOROVOD_PROBLEM says why.
+set_up_horovod() {
+    local log
+    HOROVOD_PROBLEM=
+    if "$PYTHON" -c 'import horovod.torch' 2>/dev/null; then return; fi
+    if [ "$PYTHON" != "$ROOT/.venv/bin/python" ]; then
+        HOROVOD_PROBLEM="not installed: PYTHON=$PYTHON bash scripts/install_horovod.sh"
+        return
+    fi
+    log=$(mktemp)
+    if ! PYTHON=$PYTHON bash "$ROOT/scripts/install_horovod.sh" 2>&1 | tee "$log"; then
+        HOROVOD_PROBLEM=$(tail -n 1 "$log" | sed 's/^install_horovod: //')
+    fi
+    rm -f "$log"
+}

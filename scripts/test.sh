@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Set everything up in .venv, Horovod included, and run the tests.
+#
+#   bash scripts/test.sh [--system] [arguments of pytest]
+#
+# --system (or CI=true) also installs system packages that some tests need, as root with apt-get:
+# Open MPI. Elsewhere what needs them is skipped, and counted.
+set -euo pipefail
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# shellcheck source-path=SCRIPTDIR
+source "$ROOT/scripts/setup.sh"
+
+SYSTEM=${CI:-false}
+if [ "${1:-}" = --system ]; then
+    SYSTEM=true
+    shift
+fi
+if [ "$SYSTEM" = true ] && ! command -v mpicxx >/dev/null; then
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        say "installing Open MPI"
+        { apt-get update && apt-get install -y --no-install-recommends libopenmpi-dev openmpi-bin; } >/dev/null
+    else
+        say "Open MPI is not installed: that takes root and apt-get"
+    fi
+fi
+
+set_up requirements.txt requirements-sample.txt requirements-test.txt
+set_up_horovod
+[ -z "$HOROVOD_PROBLEM" ] || say "Horovod: $HOROVOD_PROBLEM"
+cd "$ROOT"
+export HOROVOD_PROBLEM
+exec "$PYTHON" -m pytest "$@"
