@@ -15,7 +15,7 @@ IMAGENET_TRAIN_IMAGES = 1281167
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Reports a mistake in one line, and once per machine instead of once per process."""
+    """Reports a mistake in one line, once per machine instead of once per process."""
 
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with status 2."""
@@ -87,8 +87,8 @@ def build_parser(docstring: str) -> OneLineParser:
         nargs="?",
         type=positive,
         const=IMAGENET_TRAIN_IMAGES,
-        help="random images already on the device instead of --data; how many make an epoch "
-        "(%(const)s)",
+        help="random images already on the device, in place of --data; "
+        "how many make an epoch (%(const)s)",
     )
     add(
         "--arch",

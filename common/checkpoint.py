@@ -57,7 +57,7 @@ class TrainingState:
         scaler: torch.amp.GradScaler,
         **extra: Any,
     ):
-        """Collect what is to be saved; `extra` are further objects with a state_dict."""
+        """Collect what is to be saved; `extra` are more objects with a state_dict."""
         self.raw_model = raw_model
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -86,9 +86,11 @@ class TrainingState:
         self.sums += sums.cpu()
         recent = averages(sums)
         if not math.isfinite(recent.loss):
+            rate = self.scheduler.get_last_lr()[0]
             raise UserError(
-                f"the loss became {recent.loss} by step {step} of epoch {self.epoch} at learning rate "
-                f"{self.scheduler.get_last_lr()[0]:.4g}; lower --lr or lengthen --warmup-epochs "
+                f"the loss became {recent.loss} by step {step} "
+                f"of epoch {self.epoch + 1} at learning rate {rate:.4g}; lower --lr "
+                "or lengthen --warmup-epochs "
                 f"(the last checkpoint in {self.folder} is from before)"
             )
         return recent
@@ -288,7 +290,7 @@ def check_recipe(path: Path, content: dict, recipe: dict) -> None:
             flag = "--" + name.replace("_", "-")
             raise UserError(
                 f"{path} was made with {flag} {content['recipe'].get(name)}, now it is "
-                f"{recipe[name]}: give the same, or choose another --output for another run"
+                f"{recipe[name]}: give the same, or another --output for another run"
             )
 
 

@@ -1,6 +1,7 @@
-"""Images: the folder, decoding and augmentation, and the loader that puts batches on the device."""
+"""Images: the folder, decoding, augmentation, and batches on the device."""
 
 import argparse
+import atexit
 import os
 import signal
 import time
@@ -17,7 +18,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms import v2
 
-from common.errors import ImageError, UserError
+from common.errors import ImageError, UserError, end_children
 from common.seeding import seed_augmentation
 
 # Mean and standard deviation of ImageNet's RGB values, for pixels between 0 and 255
@@ -25,15 +26,15 @@ MEAN = (123.675, 116.28, 103.53)
 STD = (58.395, 57.12, 57.375)
 
 
-# --- data sets ---------------------------------------------------------------------------
+# --- data sets ---
 
 
 class ImageFolder(Dataset):
     """Images in one sub-folder per class, decoded to RGB and transformed.
 
-    An item is (image, label): a (3, H, W) uint8 tensor and an int. The paths are packed into
-    one array, because a Python list of 1.3 million of them is copied page by page into every
-    loader process as reference counts are touched
+    An item is (image, label): a (3, H, W) uint8 tensor and an int. The paths are packed
+    into one array, because a Python list of 1.3 million of them is copied page by page
+    into every loader process as reference counts are touched
     (https://github.com/pytorch/pytorch/issues/13246).
     """
 
@@ -94,7 +95,7 @@ class ImageFolder(Dataset):
 
 
 class RandomImages(Dataset):
-    """Random images instead of a folder: item `index` is always the same (3, S, S) uint8."""
+    """Random (3, S, S) uint8 images in place of a folder, always the same."""
 
     def __init__(self, length: int, image_size: int):
         self.classes = [str(number) for number in range(1000)]
@@ -170,19 +171,19 @@ def class_folders(root: Path) -> list[str]:
         classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
     except OSError as error:
         raise UserError(
-            f"cannot open the folder {root}: {error.strerror}; --data names a folder with "
-            "train/CLASS/*.JPEG and val/CLASS/*.JPEG"
+            f"cannot open the folder {root}: {error.strerror}; --data names a folder "
+            "with train/CLASS/*.JPEG and val/CLASS/*.JPEG"
         ) from None
     if not classes:
         raise UserError(f"{root} has no class folders; expected {root}/CLASS/*.JPEG")
     return classes
 
 
-# --- which image when --------------------------------------------------------------------
+# --- which image when ---
 
 
 class EpochBatches:
-    """Batches of (epoch, index) keys from a stock sampler of indices, from batch `first` on.
+    """Batches of (epoch, index) keys from a stock sampler, from batch `first` on.
 
     The keys carry the epoch to loader processes that live longer than one.
     """
@@ -209,7 +210,7 @@ class EpochBatches:
 
 
 class SeededDataset(Dataset):
-    """Looks a data set up by (epoch, index), its random augmentation seeded by that key."""
+    """Looks a data set up by (epoch, index), the augmentation seeded by that key."""
 
     def __init__(self, dataset: Dataset, seed: int):
         self.dataset = dataset
@@ -227,22 +228,22 @@ class SeededDataset(Dataset):
 
 
 def collate(samples: list) -> list[Tensor] | ImageError:
-    """Stack samples into (B, 3, H, W) uint8 images and (B,) int64 labels; errors go first."""
+    """Stack into (B, 3, H, W) uint8 images and (B,) int64 labels; errors go first."""
     errors = [sample for sample in samples if isinstance(sample, ImageError)]
     return errors[0] if errors else default_collate(samples)
 
 
 def ignore_signals(worker: int) -> None:
-    """Leave Ctrl-C and the like to the training process: it still needs its loaders to save."""
+    """Leave Ctrl-C and the like to the training process, which saves and then ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 
 
-# --- loaders -----------------------------------------------------------------------------
+# --- loaders ---
 
 
 class DeviceLoader:
-    """Batches on the device: (B, 3, S, S) float32 normalised images and (B,) int64 labels.
+    """Batches on the device: (B, 3, S, S) normalised float32 and (B,) int64 labels.
 
     `wait_seconds` adds up how long the device had nothing to do but wait for data.
     """
@@ -284,7 +285,7 @@ class DeviceLoader:
         return images.sub_(self.mean).div_(self.std)
 
     def wait_seconds(self) -> float:
-        """Seconds the device waited for data since the last call; to be called when it is idle."""
+        """Seconds the device waited for data since the last call; call it when idle."""
         if self.device.type == "cuda":
             total = sum(start.elapsed_time(end) for start, end in self.waits) / 1000
         else:
@@ -308,7 +309,7 @@ class DeviceLoader:
         return images, labels
 
     def _now(self):
-        """A moment as the device sees it: between two pieces of its work, or on the clock."""
+        """A moment as the device sees it: between two kernels, or on the clock."""
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -366,6 +367,8 @@ def build_loader(
         persistent_workers=args.per_process_workers > 0,
         worker_init_fn=ignore_signals,
     )
+    if args.per_process_workers:
+        atexit.register(end_children)
     return DeviceLoader(loader, batches, device, layout)
 
 
@@ -374,8 +377,8 @@ def share_out(
 ) -> None:
     """Set this process's part of the batch and of the machine's loader processes.
 
-    `args.per_process_batch_size` and `args.per_process_workers`; where the loader processes
-    cannot be divided evenly, the first training processes have one more.
+    `args.per_process_batch_size` and `args.per_process_workers`; where the loader
+    processes cannot be divided evenly, the first training processes have one more.
 
     Raises:
         UserError: the global batch cannot be divided evenly.

@@ -37,8 +37,8 @@ def select_device(name: str, local_rank: int = 0, share: bool = False) -> torch.
     count = torch.cuda.device_count()
     if local_rank >= count and not share:
         raise UserError(
-            f"process {local_rank} of this machine has no GPU of its own, there are {count}: "
-            f"start at most {count} processes (--backend gloo lets processes share a GPU)"
+            f"process {local_rank} of this machine has no GPU of its own, there are "
+            f"{count}: start at most {count} (--backend gloo lets processes share one)"
         )
     device = torch.device("cuda", local_rank % count)
     torch.cuda.set_device(device)
@@ -48,7 +48,7 @@ def select_device(name: str, local_rank: int = 0, share: bool = False) -> torch.
 
 
 def gpu_problem() -> str | None:
-    """Say why a GPU that is present cannot be used; None where there is no GPU at all."""
+    """Say why a GPU that is present cannot be used; None where there is none."""
     if torch.cuda.is_available() or not glob.glob("/dev/nvidia[0-9]*"):
         return None
     if torch.version.cuda is None:
@@ -97,7 +97,7 @@ def describe(device: torch.device) -> str:
 
 
 def peak_memory_mib(device: torch.device) -> float:
-    """Most memory used so far: of the GPU by PyTorch, or resident in this process, in MiB."""
+    """Most memory used so far, in MiB: PyTorch's on the GPU, or this process's."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     import resource
@@ -106,16 +106,16 @@ def peak_memory_mib(device: torch.device) -> float:
 
 
 def best_precision(device: torch.device) -> str:
-    """The precision to train in when none was asked for: bf16 where the device has it."""
+    """The precision when none was asked for: bf16 where the device has it."""
     return "bf16" if has_bf16(device) else "fp32"
 
 
 def processes_per_machine(device: str) -> int:
-    """How many training processes a machine runs by default: one per GPU, 2 on a CPU."""
+    """Training processes of a machine by default: one per GPU, 2 on a CPU."""
     gpus = 0 if device == "cpu" else torch.cuda.device_count()
     return gpus or 2
 
 
 def autocast_dtype(precision: str) -> torch.dtype:
-    """What torch.autocast computes in; float32, so off, for a precision of another library."""
+    """What torch.autocast computes in; float32, off, for another library's name."""
     return PRECISIONS.get(precision, torch.float32)

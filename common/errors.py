@@ -1,9 +1,11 @@
 """How a script ends: its exit status and the one line that explains it."""
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import re
+import signal
 import socket
 import sys
 from collections.abc import Iterator
@@ -18,18 +20,19 @@ LOCAL_RANK_VARIABLES = (
 
 # What Gloo, NCCL, TCPStore and Horovod say when another process is gone or silent
 LOST_PROCESS = re.compile(
-    r"connection (was )?(closed|reset|refused)|timed out|timeout|broken pipe|failed to recv"
-    r"|nccl (remote|system|communicator)|horovod has been shut down|unexpected status",
+    r"connection (was )?(closed|reset|refused)|timed out|timeout|broken pipe"
+    r"|failed to recv|nccl (remote|system|communicator)|unexpected status"
+    r"|horovod has been shut down",
     re.IGNORECASE,
 )
-PORT_IN_USE = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
+PORT_IN_USE = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 
 
 class UserError(Exception):
     """Something the user can put right. The text is one line: what, where, what to do.
 
-    Every process meets the same mistake, so only the first one of each machine prints it,
-    unless `one_process_only` says that this process alone knows.
+    Every process meets the same mistake, so only the first one of each machine prints
+    it, unless `one_process_only` says that this process alone knows.
     """
 
     one_process_only = False
@@ -67,8 +70,10 @@ def exit_status(local_rank: int | None = None) -> Iterator[None]:
     0 done; 2 bad input or a missing dependency; 143 stopped by a signal after saving;
     130 interrupted before there was anything to save; 1 everything else. Where another
     process was lost this one says so in a line; what is left is a bug, and keeps its
-    traceback. `local_rank` is needed only where no launcher put it into the environment.
+    traceback. `local_rank` is needed only where no launcher put it into the
+    environment.
     """
+    end_with_launcher()
     speaker = speaks_for_machine() if local_rank is None else local_rank == 0
     try:
         yield
@@ -95,14 +100,35 @@ def exit_status(local_rank: int | None = None) -> Iterator[None]:
         leave(1)
 
 
+def end_with_launcher() -> None:
+    """Have torchrun's death end this process too, by SIGTERM, so that it saves before.
+
+    torchrun starts each process in a session of its own; killed, it leaves them
+    running.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1  # https://man7.org/linux/man-pages/man2/prctl.2.html
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def leave(status: int) -> None:
     """End this process now, with its loader workers.
 
     An ordinary exit would wait for threads of a communication library that itself waits
     for a process which is gone.
     """
-    for child in multiprocessing.active_children():
-        child.kill()
+    end_children()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def end_children() -> None:
+    """Kill this process's loader processes.
+
+    They ignore SIGTERM, so multiprocessing's own clean-up at exit would wait for ever
+    for one that a traceback or a test still refers to.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's would report a crash
+    for child in multiprocessing.active_children():
+        child.kill()

@@ -1,4 +1,4 @@
-"""Who this process is, by the variables that a launcher sets, and the signals that stop it."""
+"""Who this process is, by a launcher's variables, and the signals that stop it."""
 
 import signal
 import socket
@@ -21,7 +21,7 @@ class Ranks(NamedTuple):
 
 
 def ranks_from_environment(environment: Mapping[str, str]) -> Ranks:
-    """Read the ranks that torchrun or torch.distributed.launch put into the environment.
+    """Read the ranks that torchrun or torch.distributed.launch hand down.
 
     Args:
         environment: os.environ, or a mapping like it.
@@ -35,8 +35,8 @@ def ranks_from_environment(environment: Mapping[str, str]) -> Ranks:
     missing = [name for name in names if name not in environment]
     if missing:
         raise UserError(
-            f"no {', '.join(missing)} in the environment: a launcher has to start this script, "
-            "for example torchrun --nproc-per-node=2 SCRIPT --data DIR"
+            f"no {', '.join(missing)} in the environment: a launcher has to start this "
+            "script, for example torchrun --nproc-per-node=2 SCRIPT --data DIR"
         )
     try:
         ranks = Ranks(*(int(environment[name]) for name in names))
@@ -57,9 +57,9 @@ def ranks_from_environment(environment: Mapping[str, str]) -> Ranks:
 class StopSignal:
     """Remembers that somebody asked this process to stop, instead of dying at once.
 
-    The training loop reads `requested` where the sums are combined, so that all processes
-    stop after the same step. Install it once training starts; until then there is nothing
-    to save, and a signal may end the process.
+    The training loop reads `requested` where the sums are combined, so that all
+    processes stop after the same step. Install it once training starts; until then
+    there is nothing to save, and a signal may end the process.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)

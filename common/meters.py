@@ -22,10 +22,11 @@ class Averages(NamedTuple):
 
 
 class Meter:
-    """Adds up loss, hits and images on the device; nothing waits for the device but `take`.
+    """Adds up loss, hits and images on the device, which nobody waits for.
 
-    The sums are (5,) float64: loss times images, top-1 hits, top-5 hits, images, and the
-    number of processes that were asked to stop, which travels in the same all-reduce.
+    The sums are (5,) float64: loss times images, top-1 hits, top-5 hits, images, and
+    the number of processes that were asked to stop, which travels in the same
+    all-reduce.
     """
 
     def __init__(self, device: torch.device, stop: StopSignal | None = None):
@@ -63,8 +64,9 @@ def averages(sums: Tensor) -> Averages:
 class EpochTimer:
     """Times the laps between two moments at which the device has caught up.
 
-    The first lap of a process is its warm-up (first steps are slow, loaders start) and stays
-    out of `images_per_second`, `step_milliseconds` and `data_wait_share`, not out of `seconds`.
+    The first lap of a process is its warm-up (first steps are slow, loaders start) and
+    stays out of `images_per_second`, `step_milliseconds` and `data_wait_share`, not out
+    of `seconds`.
     """
 
     def __init__(self) -> None:
@@ -78,7 +80,7 @@ class EpochTimer:
         self.laps: list[tuple[float, int, int, float]] = []
 
     def lap(self, step: int, images: int, wait_seconds: float) -> tuple[float, float]:
-        """End a lap at `step`; returns its images per second and its share of waiting for data."""
+        """End a lap at `step`; returns its images per second and share of waiting."""
         now = time.perf_counter()
         seconds, steps = now - self.lap_began, step - self.lap_step
         self.lap_began, self.lap_step = now, step

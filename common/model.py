@@ -21,8 +21,8 @@ def build_model(args: argparse.Namespace, classes: int) -> nn.Module:
     Its first weights depend on the seed alone, so they are the same in every process.
 
     Raises:
-        UserError: the pretrained weights are for another number of classes or cannot be had,
-            or the model cannot take images of this size.
+        UserError: the pretrained weights are for another number of classes or cannot be
+            had, or the model cannot take images of this size.
     """
     options = {}
     if args.arch in ("googlenet", "inception_v3"):
@@ -60,8 +60,8 @@ def build_model(args: argparse.Namespace, classes: int) -> nn.Module:
 class AutocastModel(nn.Module):
     """A model that enters autocast in its own forward.
 
-    nn.DataParallel runs its replicas in threads, and autocast's dtype is per thread: with
-    autocast around it only, bf16 on two GPUs would silently compute in fp16
+    nn.DataParallel runs its replicas in threads, and autocast's dtype is per thread:
+    with autocast around it only, bf16 on two GPUs would silently compute in fp16
     (torch/nn/parallel/parallel_apply.py hands on that autocast is on, not its dtype).
     """
 
@@ -78,7 +78,7 @@ class AutocastModel(nn.Module):
 
 
 def contiguous_view(tensor: Tensor) -> Tensor:
-    """The same memory as a contiguous tensor: (O, I, H, W) in channels_last as (O, H, W, I).
+    """The same memory as a contiguous tensor: channels_last as (O, H, W, I).
 
     For libraries that take contiguous tensors only. A tensor of another kind comes back
     as it is.
@@ -91,8 +91,9 @@ def contiguous_view(tensor: Tensor) -> Tensor:
 class InMemoryOrder:
     """Puts contiguous views of gradients through a compressor, and gradients out of it.
 
-    The compressor has `compress(tensor) -> (tensor, context)` and its reverse, `decompress`,
-    as Horovod's have (https://horovod.readthedocs.io/en/stable/api.html#horovod.torch.Compressor).
+    The compressor has `compress(tensor) -> (tensor, context)` and its reverse,
+    `decompress`, as Horovod's have
+    (https://horovod.readthedocs.io/en/stable/api.html#horovod.torch.Compressor).
     """
 
     def __init__(self, compressor: Any):
@@ -124,5 +125,6 @@ def check_image_size(args: argparse.Namespace, classes: int) -> None:
             build_model(fresh, classes).train()(images)
     except (RuntimeError, AssertionError, ValueError) as error:
         raise UserError(
-            f"{args.arch} cannot train on images of --image-size {args.image_size}: {error}"
+            f"{args.arch} cannot train on images of --image-size {args.image_size}: "
+            f"{error}"
         ) from None

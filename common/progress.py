@@ -36,7 +36,7 @@ class Progress:
         self.timer.start(step)
 
     def lap(self, step: int, recent: Averages, wait_seconds: float) -> None:
-        """Show the steps since the last call, `wait_seconds` of which went into waiting."""
+        """Show the steps since the last call, which waited `wait_seconds` for data."""
         speed, wait = self.timer.lap(step, recent.images, wait_seconds)
         text = (
             f"loss {recent.loss:.3f}, top-1 {recent.top1:.1f} %, {speed:.0f} images/s, "

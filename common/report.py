@@ -1,4 +1,4 @@
-"""What a run prints, report.json beside its checkpoints, and the table over several runs."""
+"""What a run prints, and report.json beside its checkpoints."""
 
 import argparse
 import json
@@ -32,8 +32,8 @@ def print_start(
     lr = scaled_learning_rate(args.lr, args.global_batch_size)
     processes = "1 process" if world_size == 1 else f"{world_size} processes"
     print(
-        f"{args.strategy}: {processes} on {describe(device)} ({device.type}), {args.arch}, "
-        f"{args.precision}, seed {args.seed}\n"
+        f"{args.strategy}: {processes} on {describe(device)} ({device.type}), "
+        f"{args.arch}, {args.precision}, seed {args.seed}\n"
         f"{steps_per_epoch} steps an epoch of {args.global_batch_size} images, "
         f"{args.per_process_batch_size} per process, {args.workers} loader processes, "
         f"learning rate {lr:.4g}",
@@ -75,7 +75,7 @@ def write_report(
     device: torch.device,
     world_size: int,
 ) -> None:
-    """Write report.json: how the run was made, on what, and its figures over the epochs."""
+    """Write report.json: how the run was made, on what, and its figures."""
     report = {
         "strategy": args.strategy,
         "argv": sys.argv,

@@ -1,12 +1,14 @@
-"""A real data set that needs no download: scikit-learn's handwritten digits as JPEG files.
+"""A real data set without a download: scikit-learn's handwritten digits as JPEGs.
 
     python -m common.sample_data DIR
 
 Writes 1,797 scans of 8 x 8 pixels, enlarged to 64 x 64, as DIR/train/CLASS/*.JPEG and
-DIR/val/CLASS/*.JPEG. Of every five scans, in the order of the data set, the last one is for
+DIR/val/CLASS/*.JPEG. Of every five scans, in the order of the data set, the last one is
+for
 validation: 1,438 and 359 images.
 
-Source: https://scikit-learn.org/stable/modules/generated/sklearn.datasets.load_digits.html
+Source:
+https://scikit-learn.org/stable/modules/generated/sklearn.datasets.load_digits.html
 """
 
 import shutil

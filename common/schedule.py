@@ -8,7 +8,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 
 def scaled_learning_rate(base: float, global_batch_size: int) -> float:
-    """Scale a learning rate that is meant for 256 images per step to another global batch.
+    """Scale a learning rate for 256 images per step to another global batch.
 
     Source: Goyal et al. 2017, https://arxiv.org/abs/1706.02677, section 2.1.
     """
@@ -18,10 +18,11 @@ def scaled_learning_rate(base: float, global_batch_size: int) -> float:
 def learning_rate_factor(
     step: int, steps_per_epoch: int, epochs: int, warmup_epochs: float, schedule: str
 ) -> float:
-    """What the scaled learning rate is multiplied with at a step, counted from 0 over the whole run.
+    """What the scaled learning rate is multiplied with at a step of the whole run.
 
-    A linear warm-up reaches 1 after `warmup_epochs` (Goyal et al., section 2.2); then either
-    x0.1 every 30 epochs ("step") or half a cosine down to 0 at the end ("cosine").
+    A linear warm-up reaches 1 after `warmup_epochs` (Goyal et al., section 2.2); then
+    either x0.1 every 30 epochs ("step") or half a cosine down to 0 at the end
+    ("cosine").
     """
     epoch = (step + 1) / steps_per_epoch
     if epoch < warmup_epochs:

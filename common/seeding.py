@@ -9,7 +9,8 @@ import torch
 def seed_from(*key: int) -> int:
     """Hash a key of non-negative integers to a 32-bit seed (PyTorch uses no more bits).
 
-    Source: https://numpy.org/doc/stable/reference/random/bit_generators/generated/numpy.random.SeedSequence.html
+    Source:
+    https://numpy.org/doc/stable/reference/random/bit_generators/generated/numpy.random.SeedSequence.html
     """
     return int(numpy.random.SeedSequence(key).generate_state(1)[0])
 
@@ -27,8 +28,8 @@ def seed_augmentation(seed: int, epoch: int, index: int) -> None:
 def seed_step(seed: int, epoch: int, step: int, rank: int) -> None:
     """Make the dropout of one training step a function of (seed, epoch, step, rank).
 
-    With it a resumed run draws what the uninterrupted one drew. The generators are seeded
-    one by one because torch.manual_seed takes 100 times as long.
+    With it a resumed run draws what the uninterrupted one drew. The generators are
+    seeded one by one because torch.manual_seed takes 100 times as long.
     """
     number = seed_from(seed, epoch, step, rank)
     torch.default_generator.manual_seed(number)

@@ -7,6 +7,7 @@ Called by quickstart.sh. Interrupted, it goes on where it was when it is started
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -21,10 +22,10 @@ LAUNCHERS = {
     "horovod_distributed": "horovodrun",
 }
 # Mirrored digits are other digits; --lr is per 256 images, so 0.05 at this batch
-RECIPE = (
-    "--image-size 64 --global-batch-size 64 --lr 0.2 --warmup-epochs 1 --schedule cosine "
-    "--min-crop 0.5 --no-flip --epochs 8"
-).split()
+RECIPE = shlex.split(
+    "--image-size 64 --global-batch-size 64 --lr 0.2 --warmup-epochs 1 "
+    "--schedule cosine --min-crop 0.5 --no-flip --epochs 8"
+)
 COLUMNS = (
     "strategy",
     "launcher",
@@ -116,9 +117,10 @@ def machine(reports: list[Path]) -> str:
         return "no run ended"
     report = json.loads(reports[0].read_text())
     return (
-        f"{report['device_name']}, {report['cpu_cores']} cores, Python {report['python']}, "
-        f"PyTorch {report['torch']}, torchvision {report['torchvision']}; ResNet-18 at 64 px, "
-        "8 epochs of the digits; seconds, images/s and waiting are medians of epochs 2 to 8"
+        f"{report['device_name']}, {report['cpu_cores']} cores, Python "
+        f"{report['python']}, PyTorch {report['torch']}, torchvision "
+        f"{report['torchvision']}; ResNet-18 at 64 px, 8 epochs of the digits; "
+        "seconds, images/s and waiting are medians of epochs 2 to 8"
     )
 
 

@@ -1,10 +1,11 @@
 """Keep the shared lines of the five scripts byte-identical.
 
-    python scripts/sync_scripts.py            # copy distributed.py's shared lines to the others
-    python scripts/sync_scripts.py --check    # exit status 1 and a diff where they differ
+    python scripts/sync_scripts.py            # copy distributed.py's shared lines to
+    the others python scripts/sync_scripts.py --check    # exit status 1 and a diff
+    where they differ
 
-What may differ is the module docstring and what stands between `# [name]` and `# [/name]`,
-for the eight names in REGIONS.
+What may differ is the module docstring and what stands between `# [name]` and `#
+[/name]`, for the eight names in REGIONS.
 """
 
 import ast
@@ -46,8 +47,8 @@ def split(text: str, name: str) -> tuple[list[str], dict[str, list[str]]]:
 
     Returns:
         The lines outside the regions, with one line (PLACE and the name) where the
-        docstring or a region was; and those lines by name, with their opening and closing
-        comments.
+        docstring or a region was; and those lines by name, with their opening and
+        closing comments.
 
     Raises:
         LayoutError: the regions are not as REGIONS says.

@@ -1,0 +1,169 @@
+"""Turn the official ILSVRC2012 archives into train/CLASS/*.JPEG and val/CLASS/*.JPEG.
+
+Called by prepare_imagenet.sh. The archives are those of https://image-net.org/download:
+the training archive holds one archive per class, the validation archive 50,000 images
+whose classes stand in the development kit.
+"""
+
+import argparse
+import shutil
+import sys
+import tarfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from common.errors import UserError, exit_status
+
+TRAIN = "ILSVRC2012_img_train.tar"
+VAL = "ILSVRC2012_img_val.tar"
+DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
+PARTIAL = ".partial"  # ends the name of what is not complete yet
+
+
+def open_archive(path: Path) -> tarfile.TarFile:
+    """Open an archive for reading.
+
+    Raises:
+        UserError: it is missing or damaged.
+    """
+    try:
+        return tarfile.open(path)
+    except FileNotFoundError:
+        raise UserError(
+            f"{path} is missing; it is to be had from image-net.org"
+        ) from None
+    except tarfile.TarError as error:
+        raise UserError(f"{path} is damaged, download it again: {error}") from None
+
+
+def write_member(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
+    """Copy one image out of an archive, unless it is there in full."""
+    if path.exists() and path.stat().st_size == member.size:
+        return
+    temporary = path.with_name(path.name + PARTIAL)
+    with archive.extractfile(member) as source, open(temporary, "wb") as target:
+        shutil.copyfileobj(source, target)
+    temporary.rename(path)
+
+
+def images_in(archive: tarfile.TarFile) -> list[tarfile.TarInfo]:
+    """The images of an archive; what is no plain file stays out."""
+    return [
+        member
+        for member in archive
+        if member.isfile() and member.name.endswith(".JPEG")
+    ]
+
+
+def extract_train(path: Path, target: Path) -> None:
+    """Unpack the archive of class archives; finished class folders are passed over."""
+    with open_archive(path) as outer:
+        for number, class_archive in enumerate(outer, start=1):
+            folder = target / Path(class_archive.name).stem
+            if folder.exists() or not class_archive.isfile():
+                continue
+            partial = folder.with_name(folder.name + PARTIAL)
+            partial.mkdir(parents=True, exist_ok=True)
+            with tarfile.open(fileobj=outer.extractfile(class_archive)) as inner:
+                for member in images_in(inner):
+                    write_member(inner, member, partial / Path(member.name).name)
+            partial.rename(folder)
+            print(f"train: class {number}, {folder.name}", flush=True)
+
+
+def val_classes(path: Path) -> list[str]:
+    """Class folder of each validation image, in their order, from the development kit.
+
+    Raises:
+        UserError: the kit lacks one of the two files, or SciPy is not installed.
+    """
+    try:
+        from scipy.io import loadmat
+    except ImportError:
+        raise UserError(
+            "reading the development kit needs SciPy: pip install scipy"
+        ) from None
+    files = {}
+    with open_archive(path) as archive:
+        for member in archive:
+            name = Path(member.name).name
+            if name in ("meta.mat", "ILSVRC2012_validation_ground_truth.txt"):
+                files[name] = archive.extractfile(member)
+                if name == "meta.mat":
+                    synsets = loadmat(files[name], squeeze_me=True)["synsets"]
+                else:
+                    numbers = [int(line) for line in files[name].read().split()]
+    if len(files) != 2:
+        raise UserError(
+            f"{path} is not the development kit of ILSVRC2012 tasks 1 and 2"
+        )
+    folders = {int(synset["ILSVRC2012_ID"]): str(synset["WNID"]) for synset in synsets}
+    return [folders[number] for number in numbers]
+
+
+def extract_val(path: Path, target: Path, classes: list[str]) -> None:
+    """Unpack the validation images into class folders; images that are there stay."""
+    with open_archive(path) as archive:
+        members = sorted(images_in(archive), key=lambda member: member.name)
+        if len(members) != len(classes):
+            raise UserError(
+                f"{path} has {len(members)} images, the development kit "
+                f"{len(classes)} labels: one of the two is not the official archive"
+            )
+        for number, (member, folder) in enumerate(
+            zip(members, classes, strict=True), start=1
+        ):
+            (target / folder).mkdir(parents=True, exist_ok=True)
+            write_member(archive, member, target / folder / Path(member.name).name)
+            if number % 5000 == 0:
+                print(f"val: {number} images", flush=True)
+
+
+def check_counts(target: Path, expected: dict[str, int], classes: int) -> None:
+    """Count images and class folders.
+
+    Raises:
+        UserError: a count is not the official one.
+    """
+    for part, images in expected.items():
+        folders = [entry for entry in (target / part).iterdir() if entry.is_dir()]
+        found = sum(1 for folder in folders for _ in folder.glob("*.JPEG"))
+        if (len(folders), found) != (classes, images):
+            raise UserError(
+                f"{target / part} has {found} images in {len(folders)} class folders, "
+                f"it should have {images} in {classes}: an archive is not complete, or "
+                "the folder had other files before"
+            )
+
+
+def main() -> None:
+    """Unpack and count."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "archives", type=Path, help=f"folder with {TRAIN}, {VAL} and {DEVKIT}"
+    )
+    parser.add_argument("target", type=Path, help="folder to fill")
+    parser.add_argument("--train-images", type=int, default=1281167, help="%(default)s")
+    parser.add_argument("--val-images", type=int, default=50000, help="%(default)s")
+    parser.add_argument("--classes", type=int, default=1000, help="%(default)s")
+    args = parser.parse_args()
+    try:
+        classes = val_classes(args.archives / DEVKIT)
+        extract_val(args.archives / VAL, args.target / "val", classes)
+        extract_train(args.archives / TRAIN, args.target / "train")
+    except OSError as error:
+        raise UserError(f"cannot write below {args.target}: {error.strerror}") from None
+    except tarfile.TarError as error:
+        raise UserError(f"an archive in {args.archives} is damaged: {error}") from None
+    expected = {"train": args.train_images, "val": args.val_images}
+    check_counts(args.target, expected, args.classes)
+    print(
+        f"{args.train_images} training and {args.val_images} validation images "
+        f"in {args.target}"
+    )
+
+
+if __name__ == "__main__":
+    with exit_status():
+        main()

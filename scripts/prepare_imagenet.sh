@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Turn the official ILSVRC2012 archives into the folders that the scripts read.
+#
+#   bash scripts/prepare_imagenet.sh ARCHIVES TARGET
+#
+# ARCHIVES holds ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and
+# ILSVRC2012_devkit_t12.tar.gz; TARGET gets train/CLASS/*.JPEG and val/CLASS/*.JPEG, 150 GB.
+# Started again, it goes on where it stopped. It deletes nothing.
+PYTHON=${PYTHON:-} # .venv/bin/python, else python3
+# shellcheck source-path=SCRIPTDIR
+source "$(dirname "${BASH_SOURCE[0]}")/launcher.sh"
+
+exec "$PYTHON" "$ROOT/scripts/prepare_imagenet.py" "$@"

@@ -1,0 +1,168 @@
+"""Shared fixtures: data, and running scripts through their real launchers."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from common.sample_data import write_digits  # noqa: E402
+
+# Flags of a run of seconds: two epochs of three steps on tiny pictures of digits
+SHORT = (
+    "--image-size 32 --global-batch-size 64 --lr 0.2 --warmup-epochs 1 --schedule cosine "
+    "--min-crop 0.5 --no-flip --epochs 2 --max-steps 3 --precision fp32"
+).split()
+
+
+def pytest_configure(config):
+    """Name the conditions of tests that not every machine meets."""
+    for marker, reason in MISSING.items():
+        config.addinivalue_line("markers", f"{marker}: skipped where it is missing")
+
+
+def horovod_missing() -> str | None:
+    try:
+        import horovod.torch  # noqa: F401
+    except ImportError as error:
+        return (
+            os.environ.get("HOROVOD_PROBLEM") or f"Horovod cannot be imported: {error}"
+        )
+    return None
+
+
+def mpi_missing() -> str | None:
+    if horovod_missing():
+        return horovod_missing()
+    import horovod.torch as hvd
+
+    if not hvd.mpi_built():
+        return "Horovod was built without MPI (bash scripts/test.sh --system installs Open MPI)"
+    return None if shutil.which("mpirun") else "mpirun is not installed"
+
+
+def gpu_missing() -> str | None:
+    return None if torch.cuda.is_available() else "no CUDA GPU"
+
+
+def apex_missing() -> str | None:
+    try:
+        from apex import amp  # noqa: F401
+    except ImportError as error:
+        return f"Apex with amp cannot be imported: {error}"
+    return gpu_missing()
+
+
+MISSING = {
+    "horovod": horovod_missing(),
+    "mpi": mpi_missing(),
+    "gpu": gpu_missing(),
+    "apex": apex_missing(),
+}
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        for marker, reason in MISSING.items():
+            if reason and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """The environment of a launched script: this Python first, no launcher's variables."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NPROC", "LAUNCHER", "CONTROLLER")
+    clean = {name: value for name, value in os.environ.items() if name not in names}
+    clean["PATH"] = f"{Path(sys.executable).parent}:{clean['PATH']}"
+    clean["PYTHON"] = sys.executable
+    clean["OMP_NUM_THREADS"] = "1"
+    clean["OMPI_ALLOW_RUN_AS_ROOT"] = clean["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
+    return {**clean, **extra}
+
+
+def run(*command, timeout: float = 180, **extra: str) -> subprocess.CompletedProcess:
+    """Run a command from the project's folder; what it leaves behind is killed and an error."""
+    process = subprocess.Popen(
+        [str(word) for word in command],
+        cwd=ROOT,
+        env=environment(**extra),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        stdout, stderr = process.communicate(timeout=30)
+        pytest.fail(
+            f"{command} did not end in {timeout} s\n{stdout[-3000:]}\n{stderr[-3000:]}"
+        )
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def launcher(strategy: str, *flags, **extra) -> subprocess.CompletedProcess:
+    """Run scripts/STRATEGY.sh with flags; `timeout` and environment variables by name."""
+    return run("bash", ROOT / "scripts" / f"{strategy}.sh", *flags, **extra)
+
+
+def processes_with(word: str) -> list[str]:
+    """Command lines of living processes that have `word` in them, this one left out."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (
+                (folder / "cmdline")
+                .read_bytes()
+                .replace(b"\0", b" ")
+                .decode(errors="replace")
+            )
+            state = (folder / "stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            continue
+        if word in line and state != "Z" and int(folder.name) != os.getpid():
+            found.append(f"{folder.name} {line.strip()}")
+    return found
+
+
+def wait_until(condition, seconds: float, what: str) -> None:
+    """Poll until `condition()` is true; fail with `what` after `seconds`."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            pytest.fail(f"not within {seconds} s: {what}")
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "digits"
+    assert write_digits(folder) == 1797
+    return folder
+
+
+@pytest.fixture
+def pictures(tmp_path) -> Path:
+    """A small data set to be spoiled: 2 classes, 8 training and 4 validation images each."""
+    generator = torch.Generator().manual_seed(0)
+    for part, count in (("train", 8), ("val", 4)):
+        for name in ("cat", "dog"):
+            folder = tmp_path / "pictures" / part / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                pixels = torch.randint(
+                    256, (40, 48, 3), dtype=torch.uint8, generator=generator
+                )
+                Image.fromarray(pixels.numpy()).save(folder / f"{number}.JPEG")
+    return tmp_path / "pictures"

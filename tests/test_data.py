@@ -1,0 +1,262 @@
+"""Which images, which pixels, in which order."""
+
+import hashlib
+from argparse import Namespace
+
+import pytest
+import torch
+from conftest import ROOT  # noqa: F401
+from PIL import Image
+from torch.utils.data.distributed import DistributedSampler
+
+from common.data import (
+    EpochBatches,
+    ImageFolder,
+    build_datasets,
+    build_loader,
+    share_out,
+)
+from common.errors import ImageError, UserError
+
+CPU = torch.device("cpu")
+
+
+def arguments(data, **changes):
+    base = dict(
+        data=data,
+        synthetic=None,
+        image_size=32,
+        min_crop=0.08,
+        no_flip=False,
+        decoder="auto",
+        seed=0,
+        no_channels_last=False,
+        max_steps=None,
+        global_batch_size=4,
+        workers=0,
+    )
+    return Namespace(**{**base, **changes})
+
+
+def train_batches(args, epoch, rank=0, world_size=1, workers=0, first_step=0):
+    train_set, _ = build_datasets(args)
+    args.workers = workers * world_size
+    share_out(args, rank, world_size, world_size)
+    sampler = DistributedSampler(
+        train_set, world_size, rank, seed=args.seed, drop_last=True
+    )
+    loader = build_loader(args, train_set, sampler, CPU, training=True)
+    sampler.set_epoch(epoch)
+    loader.first_step = first_step
+    return [(images, labels) for images, labels in loader]
+
+
+def digest(image):
+    return hashlib.sha256(image.contiguous().numpy().tobytes()).hexdigest()
+
+
+def global_batches(args, world_size, workers, epoch=1):
+    """Per step the set of (pixels, label) over all ranks."""
+    shards = [
+        train_batches(args, epoch, rank, world_size, workers)
+        for rank in range(world_size)
+    ]
+    return [
+        {
+            (digest(image), int(label))
+            for images, labels in step
+            for image, label in zip(images, labels, strict=True)
+        }
+        for step in zip(*shards, strict=True)
+    ]
+
+
+def test_global_batch_and_pixels_do_not_depend_on_world_size_or_workers(pictures):
+    args = arguments(pictures)
+    expected = global_batches(args, 1, 0)
+    assert len(expected) == 4 and all(len(step) == 4 for step in expected)
+    for world_size, workers in ((2, 0), (4, 0), (1, 1), (1, 3), (2, 1)):
+        assert global_batches(args, world_size, workers) == expected, (
+            world_size,
+            workers,
+        )
+
+
+def test_pixels_depend_on_seed_and_epoch(pictures):
+    first = global_batches(arguments(pictures), 1, 0, epoch=0)
+    assert global_batches(arguments(pictures), 1, 0, epoch=0) == first
+    assert global_batches(arguments(pictures), 1, 0, epoch=1) != first
+    assert global_batches(arguments(pictures, seed=1), 1, 0, epoch=0) != first
+
+
+def test_persistent_workers_see_each_new_epoch(pictures):
+    args = arguments(pictures)
+    train_set, _ = build_datasets(args)
+    args.workers = 2
+    share_out(args, 0, 1, 1)
+    sampler = DistributedSampler(train_set, 1, 0, seed=0, drop_last=True)
+    loader = build_loader(args, train_set, sampler, CPU, training=True)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        seen = [digest(image) for images, _ in loader for image in images]
+        fresh = [
+            digest(image)
+            for images, _ in train_batches(args, epoch)
+            for image in images
+        ]
+        assert seen == fresh
+
+
+def test_a_resumed_epoch_goes_on_with_the_same_batches(pictures):
+    whole = train_batches(arguments(pictures), epoch=3)
+    rest = train_batches(arguments(pictures), epoch=3, first_step=2, workers=1)
+    assert len(whole) == 4 and len(rest) == 2
+    for (images, labels), (images_again, labels_again) in zip(
+        whole[2:], rest, strict=True
+    ):
+        assert torch.equal(images, images_again) and torch.equal(labels, labels_again)
+
+
+@pytest.mark.parametrize("images", range(1, 12))
+@pytest.mark.parametrize("world_size", (1, 2, 3, 4))
+def test_validation_shards_count_each_image_once(images, world_size):
+    shards = [
+        [
+            index
+            for batch in EpochBatches(range(rank, images, world_size), 2, False, None)
+            for _, index in batch
+        ]
+        for rank in range(world_size)
+    ]
+    assert sorted(index for shard in shards for index in shard) == list(range(images))
+
+
+def test_normalised_once_and_like_torchvision(pictures):
+    from torchvision.transforms import v2
+
+    args = arguments(pictures, global_batch_size=8)
+    _, val_set = build_datasets(args)
+    share_out(args, 0, 1, 1)
+    loader = build_loader(args, val_set, range(len(val_set)), CPU, training=False)
+    images, labels = next(iter(loader))
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    usual = v2.Compose(
+        [
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+        ]
+    )
+    expected = torch.stack([usual(val_set[index][0]) for index in range(8)])
+    torch.testing.assert_close(images, expected, rtol=0, atol=1e-5)
+    assert labels.tolist() == [0] * 4 + [1] * 4
+
+
+def save_quirks(folder):
+    """ImageNet's odd files: CMYK, PNG named .JPEG, greyscale, damaged EXIF, transparency."""
+    pixels = torch.arange(64 * 80 * 3, dtype=torch.int32).reshape(64, 80, 3) % 251
+    image = Image.fromarray(pixels.to(torch.uint8).numpy())
+    image.convert("CMYK").save(folder / "cmyk.JPEG")
+    image.save(folder / "png.JPEG", "PNG")
+    image.convert("L").save(folder / "grey.JPEG")
+    image.save(folder / "exif.JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xffdamaged")
+    image.convert("RGBA").save(folder / "rgba.JPEG", "PNG")
+    return 5
+
+
+@pytest.mark.parametrize("decoder", ("torchvision", "pil"))
+def test_odd_files_just_work(pictures, decoder):
+    added = save_quirks(pictures / "val" / "cat")
+    args = arguments(pictures, decoder=decoder)
+    _, val_set = build_datasets(args)
+    images = [val_set[index][0] for index in range(len(val_set))]
+    assert len(images) == 8 + added
+    assert {(tuple(image.shape), image.dtype) for image in images} == {
+        ((3, 32, 32), torch.uint8)
+    }
+
+
+def test_decoders_agree_on_whole_images(pictures):
+    save_quirks(pictures / "val" / "cat")
+    whole = {
+        decoder: ImageFolder(
+            pictures / "val", ["cat", "dog"], lambda image: image, decoder
+        )
+        for decoder in ("torchvision", "pil")
+    }
+    for index in range(len(whole["pil"])):
+        one, other = (whole[name][index][0].int() for name in ("torchvision", "pil"))
+        assert (one - other).abs().max() <= 1, whole["pil"].path(index)
+
+
+def test_paths_come_back_from_the_packed_index(pictures):
+    (pictures / "train" / "cat" / "ünï code.JPEG").write_bytes(b"")
+    folder = ImageFolder(pictures / "train", ["cat", "dog"], None, "pil")
+    found = {folder.path(index) for index in range(len(folder))}
+    assert found == {str(path) for path in (pictures / "train").glob("*/*.JPEG")}
+
+
+@pytest.mark.parametrize("workers", (0, 2))
+def test_an_unreadable_image_names_its_path(pictures, workers):
+    broken = pictures / "train" / "dog" / "3.JPEG"
+    broken.write_bytes(broken.read_bytes()[:200])
+    with pytest.raises(ImageError, match=str(broken)):
+        train_batches(arguments(pictures), 0, workers=workers)
+
+
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (
+            lambda root: (root / "train").rename(root / "training"),
+            "cannot open the folder .*train",
+        ),
+        (
+            lambda root: (root / "val" / "dog").rename(root / "val" / "wolf"),
+            "in one of them only: dog, wolf",
+        ),
+        (
+            lambda root: [file.unlink() for file in (root / "val" / "cat").iterdir()],
+            "no image in class folder cat",
+        ),
+    ],
+)
+def test_bad_folders_are_refused(pictures, spoil, message):
+    spoil(pictures)
+    with pytest.raises(UserError, match=message):
+        build_datasets(arguments(pictures))
+
+
+def test_more_batch_than_images_is_refused(pictures):
+    with pytest.raises(
+        UserError, match="16 training images are less than one global batch of 32"
+    ):
+        train_batches(arguments(pictures, global_batch_size=32), 0)
+
+
+@pytest.mark.parametrize(
+    "batch, processes, nearest", ((63, 2, 64), (10, 4, 8), (1, 4, 4), (100, 3, 99))
+)
+def test_a_batch_that_cannot_be_divided_is_refused(batch, processes, nearest):
+    args = Namespace(global_batch_size=batch, workers=0)
+    with pytest.raises(UserError, match=f"the nearest that can is {nearest}$"):
+        share_out(args, 0, processes, processes)
+
+
+def test_the_machine_has_the_same_loader_processes_whatever_the_strategy():
+    for workers in range(7):
+        for processes in (1, 2, 3, 4):
+            shares = []
+            for local_rank in range(processes):
+                args = Namespace(global_batch_size=12, workers=workers)
+                share_out(args, local_rank, processes, processes)
+                shares.append(args.per_process_workers)
+            assert sum(shares) == workers and max(shares) - min(shares) <= 1
+
+
+def test_synthetic_batches_are_on_the_device_and_of_any_number():
+    args = arguments(None, synthetic=11, global_batch_size=4)
+    train_set, val_set = build_datasets(args)
+    assert (len(train_set), len(val_set)) == (11, 1)
+    batches = train_batches(args, 0)
+    assert len(batches) == 2
+    assert all(images.shape == (4, 3, 32, 32) for images, _ in batches)

@@ -1,0 +1,385 @@
+"""Every script trains real images through its real launchers, and all train the same model."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, SHORT, launcher, run
+from torchvision.models import resnet18
+
+from common.launch import free_port
+
+RECORD = {
+    "epoch",
+    "steps",
+    "images",
+    "train_loss",
+    "train_top1",
+    "val_loss",
+    "val_top1",
+    "val_top5",
+    "val_images",
+    "seconds",
+    "images_per_second",
+    "step_milliseconds",
+    "data_wait_share",
+    "learning_rate",
+    "peak_memory_mib",
+}
+
+
+def torchrun(*flags):
+    script = ROOT / "distributed.py"
+    return run("torchrun", "--standalone", "--nproc-per-node=2", script, *flags)
+
+
+def launch(*flags):
+    return launcher("distributed", *flags, NPROC="2", LAUNCHER="launch")
+
+
+def launch_use_env(*flags):
+    module = (
+        "python",
+        "-m",
+        "torch.distributed.launch",
+        "--use-env",
+        "--nproc-per-node=2",
+    )
+    return run(*module, f"--master-port={free_port()}", ROOT / "distributed.py", *flags)
+
+
+def old_local_rank(*flags):
+    """What launchers before torch 2.0 pass."""
+    script = ROOT / "distributed.py"
+    return run(
+        "torchrun",
+        "--standalone",
+        "--nproc-per-node=2",
+        script,
+        "--local_rank=0",
+        *flags,
+    )
+
+
+def plain_mpirun(*flags):
+    command = ("mpirun", "-np", "2", "--bind-to", "none", "--oversubscribe", "python")
+    return run(*command, ROOT / "horovod_distributed.py", *flags)
+
+
+WAYS = {
+    "dataparallel": lambda *flags: launcher("dataparallel", *flags),
+    "torchrun": torchrun,
+    "distributed.sh": lambda *flags: launcher("distributed", *flags),
+    "launch": launch,
+    "launch --use-env": launch_use_env,
+    "--local_rank": old_local_rank,
+    "mp.spawn": lambda *flags: launcher("multiprocessing_distributed", *flags),
+    "horovodrun gloo": lambda *flags: launcher("horovod_distributed", *flags),
+    "horovodrun mpi": lambda *flags: launcher(
+        "horovod_distributed", *flags, CONTROLLER="mpi"
+    ),
+    "mpirun": plain_mpirun,
+}
+NEEDS = {
+    "horovodrun gloo": pytest.mark.horovod,
+    "horovodrun mpi": pytest.mark.mpi,
+    "mpirun": pytest.mark.mpi,
+}
+
+
+@pytest.fixture(scope="module")
+def trained(digits, tmp_path_factory):
+    """Run a way once and keep its output folder."""
+    folder, done = tmp_path_factory.mktemp("runs"), {}
+
+    def train(way) -> Path:
+        if way not in done:
+            output = folder / way.replace(" ", "_")
+            done[way] = WAYS[way]("--data", digits, *SHORT, "--output", output), output
+        ended, output = done[way]
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return output
+
+    return train
+
+
+def records(output):
+    return [
+        json.loads(line) for line in (output / "epochs.jsonl").read_text().splitlines()
+    ]
+
+
+def checkpoint(output):
+    return torch.load(output / "checkpoint.pt", weights_only=True)
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=NEEDS.get(way, ())) for way in WAYS]
+)
+def test_trains_and_validates(trained, way):
+    output = trained(way)
+    epochs = records(output)
+    assert [record["epoch"] for record in epochs] == [0, 1]
+    for record in epochs:
+        assert RECORD <= set(record)
+        assert (record["steps"], record["images"], record["val_images"]) == (
+            3,
+            192,
+            359,
+        )
+        assert 0 <= record["val_top1"] <= record["val_top5"] <= 100
+    assert epochs[1]["train_loss"] < epochs[0]["train_loss"] < 3
+    report = json.loads((output / "report.json").read_text())
+    assert report["world_size"] == (1 if way == "dataparallel" else 2)
+    assert report["precision"] == "fp32" and report["torch"] == torch.__version__
+    model = resnet18(num_classes=10)
+    model.load_state_dict(checkpoint(output)["state_dict"])
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, marks=NEEDS.get(way, ()))
+        for way in WAYS
+        if way not in ("dataparallel", "torchrun")
+    ],
+)
+def test_two_processes_end_with_the_same_bits_whatever_the_strategy(trained, way):
+    expected, found = checkpoint(trained("torchrun")), checkpoint(trained(way))
+    for name, tensor in expected["state_dict"].items():
+        assert torch.equal(tensor, found["state_dict"][name]), name
+    for number, state in expected["optimizer"]["state"].items():
+        momentum = found["optimizer"]["state"][number]["momentum_buffer"]
+        assert torch.equal(state["momentum_buffer"], momentum)
+    figures = (
+        "train_loss",
+        "train_top1",
+        "val_loss",
+        "val_top1",
+        "val_top5",
+        "learning_rate",
+    )
+    for one, other in zip(
+        records(trained("torchrun")), records(trained(way)), strict=True
+    ):
+        assert [one[name] for name in figures] == [other[name] for name in figures]
+
+
+def test_evaluate_finds_what_was_recorded(trained, digits):
+    """One process counts the same images as the two that trained, and has the same loss."""
+    output = trained("torchrun")
+    record = records(output)[-1]
+    before = (output / "checkpoint.pt").read_bytes()
+    ended = launcher(
+        "dataparallel",
+        "--data",
+        digits,
+        *SHORT,
+        "--evaluate",
+        "--resume",
+        output / "checkpoint.pt",
+    )
+    assert ended.returncode == 0, ended.stderr
+    line = ended.stdout.splitlines()[-1]
+    assert line == (
+        f"val loss {record['val_loss']:.4f}, top-1 {record['val_top1']:.2f} %, "
+        f"top-5 {record['val_top5']:.2f} %, 359 images"
+    )
+    assert (output / "checkpoint.pt").read_bytes() == before
+
+
+def test_a_finished_run_is_not_overwritten(trained, digits):
+    output = trained("torchrun")
+    before = (output / "checkpoint.pt").read_bytes()
+    ended = launcher("distributed", "--data", digits, *SHORT, "--output", output)
+    assert ended.returncode == 2 and "--resume auto" in ended.stderr
+    ended = launcher(
+        "distributed", "--data", digits, *SHORT, "--output", output, "--resume", "auto"
+    )
+    assert ended.returncode == 0 and "resumed at epoch 3" in ended.stdout
+    assert (output / "checkpoint.pt").read_bytes() == before
+
+
+@pytest.mark.parametrize("precision", ("bf16", "fp16"))
+def test_precisions(tmp_path, pictures, precision):
+    flags = (
+        "--data",
+        pictures,
+        "--image-size",
+        "32",
+        "-b",
+        "8",
+        "--epochs",
+        "1",
+        "-j",
+        "0",
+    )
+    ended = launcher(
+        "distributed", *flags, "--precision", precision, "--output", tmp_path / "out"
+    )
+    assert ended.returncode == 0, ended.stderr
+    content = checkpoint(tmp_path / "out")
+    assert content["recipe"]["precision"] == precision
+    assert bool(content["scaler"]) == (precision == "fp16")
+    weights = content["state_dict"].values()
+    assert {tensor.dtype for tensor in weights} == {torch.float32, torch.int64}
+
+
+def test_compile_and_synthetic(tmp_path):
+    ended = launcher(
+        "multiprocessing_distributed",
+        *(
+            "--synthetic",
+            "64",
+            "-b",
+            "8",
+            "--image-size",
+            "32",
+            "--arch",
+            "squeezenet1_1",
+        ),
+        *(
+            "--epochs",
+            "1",
+            "--max-steps",
+            "3",
+            "--compile",
+            "--output",
+            tmp_path / "out",
+        ),
+        timeout=400,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert records(tmp_path / "out")[0]["images"] == 24
+
+
+@pytest.mark.horovod
+def test_horovod_sends_fp16_gradients(tmp_path, digits):
+    flags = ("--data", digits, *SHORT, "--epochs", "1", "--output", tmp_path / "out")
+    ended = launcher("horovod_distributed", *flags, "--fp16-allreduce")
+    assert ended.returncode == 0, ended.stderr
+    assert records(tmp_path / "out")[0]["train_loss"] < 3
+
+
+@pytest.mark.horovod
+def test_an_infinity_on_one_rank_skips_the_step_on_all(tmp_path):
+    """GradScaler under Horovod: the region of the script, run on a gradient with an inf."""
+    probe = tmp_path / "probe.py"
+    probe.write_text(
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        """
+import horovod.torch as hvd, torch
+from argparse import Namespace
+import horovod_distributed as script
+
+hvd.init()
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+state = Namespace(optimizer=optimizer, scaler=scaler)
+args = Namespace(precision="fp32", label_smoothing=0.0)
+for step in range(3):
+    before = model.weight.detach().clone()
+    images = torch.ones(3, 4) * (hvd.rank() + 1)
+    if step == 1 and hvd.rank() == 1:
+        images[0, 0] = float("inf")
+    script.train_step(args, model, state, images, torch.tensor([0, 1, 0]))
+    moved = not torch.equal(before, model.weight)
+    same = torch.equal(model.weight, hvd.broadcast(model.weight.detach(), root_rank=0))
+    print(f"RANK {hvd.rank()} STEP {step} MOVED {moved} SAME {same} SCALE {scaler.get_scale()}", flush=True)
+"""
+    )
+    ended = run("horovodrun", "-np", "2", "--gloo", "python", probe)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    for rank in (0, 1):
+        for step, (moved, scale) in enumerate(
+            ((True, 1024.0), (False, 512.0), (True, 512.0))
+        ):
+            line = f"RANK {rank} STEP {step} MOVED {moved} SAME True SCALE {scale}"
+            assert line in ended.stdout, ended.stdout
+
+
+@pytest.mark.horovod
+def test_horovod_metrics_are_summed_over_the_processes(tmp_path):
+    probe = tmp_path / "probe.py"
+    probe.write_text(
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "import horovod.torch as hvd, torch\n"
+        "import horovod_distributed as script\n"
+        "hvd.init()\n"
+        "sums = torch.tensor([hvd.rank() + 1.0, 10.0], dtype=torch.float64)\n"
+        "print('SUM', script.combine(sums).tolist(), flush=True)\n"
+    )
+    ended = run("horovodrun", "-np", "2", "--gloo", "python", probe)
+    assert ended.stdout.count("SUM [3.0, 20.0]") == 2, ended.stdout + ended.stderr
+
+
+def test_apex_says_why_it_cannot_run(tmp_path, digits):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    ended = launcher("apex_distributed", "--data", digits)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == (
+        "apex_distributed.py: error: Apex needs a CUDA GPU: this machine has none\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "package, message",
+    [
+        (
+            None,
+            "Apex is not installed; the last with amp and DDP is tag 25.05: pip install",
+        ),
+        ({"__init__": ""}, "this apex is not it: cannot import name 'amp' from 'apex'"),
+        (
+            {"__init__": "", "amp": ""},
+            "this apex is not it: No module named 'apex.parallel'",
+        ),
+    ],
+)
+def test_apex_missing_or_too_new(tmp_path, package, message):
+    """On a machine with a GPU; a package of the same name shows what a newer Apex lacks."""
+    for module, text in (package or {}).items():
+        (tmp_path / "apex").mkdir(exist_ok=True)
+        (tmp_path / "apex" / f"{module}.py").write_text(text)
+    code = (
+        f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(tmp_path)!r}]\n"
+        "import torch; torch.cuda.is_available = lambda: True\n"
+        "from common.errors import exit_status\n"
+        "with exit_status():\n"
+        "    import apex_distributed\n"
+        "    apex_distributed.arguments(['--data', 'x'])\n"
+    )
+    if package is None and importlib.util.find_spec("apex"):
+        pytest.skip("Apex is installed")
+    ended = run("python", "-c", code)
+    assert ended.returncode == 2 and message in ended.stderr
+    assert "NVIDIA/apex@25.05" in ended.stderr and len(ended.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "flags, opt_level",
+    [
+        ((), "O1"),
+        (("--precision", "fp32"), "O0"),
+        (("--precision", "fp16"), "O1"),
+        (("--opt-level", "O2"), "O2"),
+    ],
+)
+def test_apex_opt_level(flags, opt_level, monkeypatch):
+    import apex_distributed
+
+    monkeypatch.setattr(apex_distributed, "require_gpu", lambda *args: None)
+    monkeypatch.setattr(apex_distributed, "amp", object())
+    args = apex_distributed.arguments(["--data", "x", *flags])
+    assert args.opt_level == args.precision == opt_level
+
+
+def test_apex_has_no_bf16(digits):
+    ended = launcher("apex_distributed", "--data", digits, "--precision", "bf16")
+    assert ended.returncode == 2 and "Apex has no bf16" in ended.stderr

@@ -1,0 +1,376 @@
+"""Small parts of common/."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from conftest import ROOT, environment
+from torch import nn
+
+from common.arguments import build_parser, parse_arguments
+from common.errors import ImageError, Stopped, UserError
+from common.launch import StopSignal, free_port, ranks_from_environment
+from common.meters import EpochTimer, Meter, averages
+from common.model import (
+    AutocastModel,
+    InMemoryOrder,
+    build_model,
+    check_image_size,
+    contiguous_view,
+)
+from common.schedule import learning_rate_factor, scaled_learning_rate
+from common.seeding import seed_augmentation, seed_from, seed_step
+
+CPU = torch.device("cpu")
+
+
+# --- ranks -------------------------------------------------------------------------------
+
+TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
+
+
+def test_ranks_from_torchrun():
+    assert ranks_from_environment(TORCHRUN) == (5, 1, 8, 4)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            {"RANK": None},
+            "no RANK in the environment: a launcher has to start this script",
+        ),
+        ({"RANK": "one"}, "have to be numbers: RANK=one"),
+        ({"RANK": "8"}, "contradict each other: RANK=8"),
+        ({"LOCAL_RANK": "4"}, "contradict each other"),
+        ({"LOCAL_WORLD_SIZE": "9"}, "contradict each other"),
+    ],
+)
+def test_bad_ranks_are_refused(change, message):
+    values = {
+        name: value
+        for name, value in {**TORCHRUN, **change}.items()
+        if value is not None
+    }
+    with pytest.raises(UserError, match=message):
+        ranks_from_environment(values)
+
+
+def test_a_free_port_can_be_bound():
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", free_port()))
+
+
+def test_stop_signal_remembers():
+    before = {number: signal.getsignal(number) for number in StopSignal.SIGNALS}
+    try:
+        for number in StopSignal.SIGNALS:
+            stop = StopSignal()
+            assert not stop.requested
+            os.kill(os.getpid(), number)
+            assert stop.requested
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# --- how a script ends -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "raised, local_rank, status, line",
+    [
+        ("None", 0, 0, ""),
+        ("UserError('no\\nsuch folder')", 0, 2, "-c: error: no such folder\n"),
+        ("UserError('no such folder')", 1, 2, ""),
+        ("ImageError('bad picture')", 1, 2, "-c: error: bad picture\n"),
+        ("Stopped()", 0, 143, ""),
+        ("KeyboardInterrupt()", 0, 130, ""),
+        (
+            "RuntimeError('Connection closed by peer [127.0.0.1]')",
+            1,
+            1,
+            "Connection closed by peer",
+        ),
+        (
+            "RuntimeError('... EADDRINUSE ... port: 29500 ...')",
+            0,
+            2,
+            "-c: error: port 29500 is in use: choose another one",
+        ),
+        ("RuntimeError('shape mismatch')", 0, 1, "Traceback"),
+    ],
+)
+def test_exit_status(raised, local_rank, status, line):
+    code = (
+        "from common.errors import *\n"
+        f"with exit_status():\n    error = {raised}\n    if error is not None: raise error\n"
+    )
+    assert {UserError, ImageError, Stopped}
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environment(LOCAL_RANK=str(local_rank)),
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == status
+    assert line in ended.stderr
+    if not line:
+        assert ended.stderr == ""
+    elif "Traceback" not in line:
+        assert len(ended.stderr.splitlines()) == 1
+
+
+# --- arguments ---------------------------------------------------------------------------
+
+
+def parse(*flags):
+    return parse_arguments(build_parser("A test."), "test", list(flags))
+
+
+def test_defaults_are_those_of_the_recipe():
+    args = parse("--data", "x")
+    assert (args.arch, args.epochs, args.global_batch_size, args.lr) == (
+        "resnet18",
+        90,
+        256,
+        0.1,
+    )
+    assert (args.momentum, args.weight_decay, args.warmup_epochs) == (0.9, 1e-4, 5)
+    assert (args.schedule, args.image_size, args.seed) == ("step", 224, 0)
+    assert str(args.output) == "runs/test"
+    assert 1 <= args.workers <= len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (("--data", "x", "--epoch", "3"), "unrecognized arguments: --epoch 3"),
+        ((), "give one of --data DIR and --synthetic"),
+        (("--data", "x", "--synthetic"), "give one of --data DIR and --synthetic"),
+        (("--data", "x", "--arch", "resnet19"), "resnet19: did you mean resnet18"),
+        (("--data", "x", "-b", "0"), "0 is not above 0"),
+        (("--data", "x", "--epochs", "many"), "invalid positive value: 'many'"),
+        (("--data", "x", "--lr", "-1"), "-1 is not 0 or above"),
+        (("--data", "x", "--lr", "nan"), "nan is not 0 or above"),
+        (("--data", "x", "--min-crop", "1.5"), "1.5 is not above 0 and at most 1"),
+        (("--data", "x", "-j", "-2"), "-2 is not 0 or above"),
+        (("--data", "x", "--seed", "-2"), "-2 is not 0 or above"),
+    ],
+)
+def test_bad_flags_end_with_status_2_and_one_line(flags, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        parse(*flags)
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+# --- meters ------------------------------------------------------------------------------
+
+
+def test_meter_adds_sums_and_counts():
+    meter = Meter(CPU)
+    outputs = torch.eye(7)[[0, 1, 2, 3]] + torch.tensor([0, 0, 0.1, 0.2, 0.3, 0.4, 0.5])
+    labels = torch.tensor([0, 1, 6, 0])
+    meter.add(torch.tensor(2.0), outputs, labels)
+    meter.add(torch.tensor(5.0), outputs[:1], labels[:1])
+    sums = meter.take()
+    assert sums.tolist() == [4 * 2 + 5, 3, 4, 5, 0]
+    result = averages(sums)
+    assert result.images == 5 and result.loss == pytest.approx(13 / 5)
+    assert (result.top1, result.top5) == (pytest.approx(60), pytest.approx(80))
+    assert meter.take().tolist() == [0] * 5
+
+
+def test_top5_of_fewer_classes_than_five():
+    meter = Meter(CPU)
+    meter.add(torch.tensor(0.0), torch.tensor([[0.1, 0.9]]), torch.tensor([0]))
+    assert meter.take().tolist()[1:4] == [0, 1, 1]
+
+
+def test_meter_carries_the_stop_signal():
+    class Asked:
+        requested = True
+
+    assert Meter(CPU, Asked()).take()[4] == 1
+
+
+def test_averages_over_nothing():
+    assert (
+        math.isnan(averages(torch.zeros(5)).loss)
+        and averages(torch.zeros(5)).images == 0
+    )
+
+
+def test_epoch_timer_leaves_the_warm_up_out(monkeypatch):
+    clock = iter([0.0, 10.0, 12.0, 13.0])
+    monkeypatch.setattr("common.meters.time.perf_counter", lambda: next(clock))
+    timer = EpochTimer()
+    timer.start(0)
+    assert timer.lap(10, 100, 5.0) == (10.0, 0.5)
+    assert timer.lap(20, 100, 0.5) == (50.0, 0.25)
+    timer.lap(25, 50, 0.25)
+    figures = timer.summary(CPU)
+    assert figures["seconds"] == 13 and figures["warmup_steps"] == 10
+    assert figures["images_per_second"] == 50 and figures["step_milliseconds"] == 200
+    assert figures["data_wait_share"] == 0.25 and figures["peak_memory_mib"] > 0
+
+
+# --- schedule ----------------------------------------------------------------------------
+
+
+def test_learning_rate_is_scaled_linearly():
+    assert scaled_learning_rate(0.1, 256) == pytest.approx(0.1)
+    assert scaled_learning_rate(0.1, 1024) == pytest.approx(0.4)
+
+
+def test_warm_up_then_steps():
+    factors = [learning_rate_factor(step, 10, 90, 5, "step") for step in range(900)]
+    assert factors[0] == pytest.approx(0.02) and factors[24] == pytest.approx(0.5)
+    assert factors[49] == 1 and factors[299] == 1
+    assert factors[300] == pytest.approx(0.1) and factors[899] == pytest.approx(0.01)
+    assert all(a <= b for a, b in zip(factors[:50], factors[1:50], strict=False))
+
+
+def test_warm_up_then_cosine_to_zero():
+    factors = [learning_rate_factor(step, 10, 9, 1, "cosine") for step in range(91)]
+    assert max(factors) == 1 and factors[50] == pytest.approx(0.5)
+    assert factors[90] == pytest.approx(0) and 0 < factors[89] < 0.001
+    assert learning_rate_factor(0, 10, 9, 0, "cosine") == 1
+
+
+# --- seeding -----------------------------------------------------------------------------
+
+
+def test_seeds_are_32_bits_and_differ():
+    seeds = {seed_from(0, epoch, index) for epoch in range(10) for index in range(1000)}
+    assert len(seeds) == 10000 and all(0 <= seed < 2**32 for seed in seeds)
+
+
+def test_augmentation_and_dropout_draw_from_their_keys():
+    import random
+
+    draws = []
+    for key in ((0, 1, 2), (0, 1, 2), (0, 1, 3)):
+        seed_augmentation(*key)
+        draws.append((torch.rand(3).tolist(), random.random()))
+    assert (
+        draws[0] == draws[1]
+        and draws[0][0] != draws[2][0]
+        and draws[0][1] != draws[2][1]
+    )
+    seed_step(0, 1, 2, 0)
+    first = torch.rand(3)
+    seed_step(0, 1, 2, 1)
+    assert not torch.equal(first, torch.rand(3))
+
+
+# --- model -------------------------------------------------------------------------------
+
+
+def test_autocast_reaches_a_fresh_thread():
+    """Replicas of nn.DataParallel run in threads, where autocast's dtype is not inherited."""
+    seen = {}
+
+    class Probe(nn.Linear):
+        def forward(self, images):
+            outputs = super().forward(images)
+            seen[threading.current_thread().name] = outputs.dtype
+            return outputs
+
+    model = AutocastModel(Probe(4, 4), torch.bfloat16)
+    thread = threading.Thread(target=model, args=(torch.ones(1, 4),), name="replica")
+    with torch.autocast(
+        "cpu", torch.float16
+    ):  # what the thread would otherwise see is not this
+        thread.start()
+        thread.join()
+    assert seen == {"replica": torch.bfloat16}
+    assert (
+        AutocastModel(nn.Linear(4, 4), torch.float32)(torch.ones(1, 4)).dtype
+        == torch.float32
+    )
+
+
+def test_the_trap_that_the_wrapper_is_for():
+    """Autocast around threads does not reach them: the thread computes in fp32."""
+    seen = []
+    layer = nn.Linear(4, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        thread = threading.Thread(
+            target=lambda: seen.append(layer(torch.ones(1, 4)).dtype)
+        )
+        thread.start()
+        thread.join()
+    assert seen != [torch.bfloat16]
+
+
+def test_channels_last_goes_through_a_compressor_in_memory_order():
+    class Half:
+        def compress(self, tensor):
+            assert tensor.is_contiguous()
+            return tensor.half(), tensor.dtype
+
+        def decompress(self, tensor, dtype):
+            return tensor.to(dtype)
+
+    for tensor in (
+        torch.randn(8, 3, 5, 5).to(memory_format=torch.channels_last),
+        torch.randn(8, 3, 5, 5),
+        torch.randn(8, 3, 1, 1).to(memory_format=torch.channels_last),
+        torch.randn(10),
+    ):
+        view = contiguous_view(tensor)
+        assert view.is_contiguous() and view.data_ptr() == tensor.data_ptr()
+        order = InMemoryOrder(Half())
+        back = order.decompress(*order.compress(tensor))
+        assert back.stride() == tensor.stride()
+        torch.testing.assert_close(back, tensor.half().float())
+
+
+def model_arguments(**changes):
+    args = parse("--data", "x")
+    for name, value in changes.items():
+        setattr(args, name, value)
+    return args
+
+
+def test_first_weights_depend_on_the_seed_alone():
+    one, again = (
+        build_model(model_arguments(seed=1), 10).state_dict() for _ in range(2)
+    )
+    other = build_model(model_arguments(seed=2), 10).state_dict()
+    assert all(torch.equal(one[name], again[name]) for name in one)
+    assert not torch.equal(one["conv1.weight"], other["conv1.weight"])
+    assert one["fc.weight"].shape == (10, 512)
+    assert one["layer1.0.conv1.weight"].is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    "arch", ("googlenet", "inception_v3", "vit_b_32", "mobilenet_v3_small")
+)
+def test_every_model_has_one_output(arch):
+    size = 299 if arch == "inception_v3" else 224
+    check_image_size(model_arguments(arch=arch, image_size=size), 10)
+
+
+@pytest.mark.parametrize("arch, size", (("vit_b_16", 30), ("alexnet", 16)))
+def test_an_image_size_that_does_not_fit_is_refused(arch, size):
+    with pytest.raises(
+        UserError, match=f"{arch} cannot train on images of --image-size {size}"
+    ):
+        check_image_size(model_arguments(arch=arch, image_size=size), 10)
+
+
+def test_pretrained_weights_for_other_classes_are_refused():
+    with pytest.raises(UserError, match="for 1000 classes, the data has 10"):
+        build_model(model_arguments(pretrained=True), 10)
