@@ -37,6 +37,7 @@ import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from common.arguments import positive
+from common.check import check, set_threads
 from common.device import processes_per_machine
 from common.launch import free_port, wait_for
 # [/imports]
@@ -231,6 +232,8 @@ def worker(local_rank: int, args: Namespace) -> None:
 if __name__ == "__main__":
     with exit_status():
         args = arguments()
+        check(args, args.nprocs)
+        set_threads(args.nprocs)
         args.dist_url = args.dist_url or f"tcp://127.0.0.1:{free_port()}"
         wait_for(mp.spawn(worker, args=(args,), nprocs=args.nprocs, join=False))
 # [/start]

@@ -1,23 +1,55 @@
-"""Look at a command line before any training process starts.
+"""Look at a command line once, in one process, before a launcher starts the others.
 
-    python -m common.check SCRIPT [PROCESSES] -- [flags of the script]
+    python -m common.check SCRIPT [PROCESSES] -- FLAGS
+    python -m common.check SCRIPT [PROCESSES] MODULE [OPTIONS] -- FLAGS
 
-Prints how many processes to start on this machine: PROCESSES, or one per GPU, or 2 on a
-CPU. A mistake in the flags, the data or the checkpoint ends with status 2 and one line,
-where a launcher would wrap it into a page for each process.
+PROCESSES is their number on this machine: by default one per GPU, or 2 on a CPU. The
+first form prints it; the second goes on as `python -m MODULE OPTIONS --nproc-per-node
+PROCESSES SCRIPT FLAGS`. A mistake in the flags, the data or the checkpoint ends with status
+2 and one line, where a launcher would wrap it into a page for each process.
 """
 
 import contextlib
 import importlib.util
+import os
+import runpy
 import sys
 from argparse import Namespace
 from pathlib import Path
 
 from common.checkpoint import RECIPE, check_recipe, find_checkpoint, read_checkpoint
 from common.data import build_datasets, share_out
-from common.device import best_precision, processes_per_machine, select_device
+from common.device import check_devices, processes_per_machine
 from common.errors import UserError, exit_status
 from common.model import check_image_size
+
+
+def check(args: Namespace, processes: int) -> None:
+    """Raise what training with these arguments would stumble over.
+
+    Leaves the GPUs alone: the caller only starts those that use them.
+
+    Raises:
+        UserError: too few GPUs, bad data, a batch that cannot be divided, a checkpoint
+            that cannot be used.
+    """
+    check_devices(args.device, processes, getattr(args, "backend", None) == "gloo")
+    share_out(args, 0, processes * getattr(args, "nnodes", 1), processes)
+    train_set, _ = build_datasets(args)
+    if len(train_set) < args.global_batch_size and not args.evaluate:
+        raise UserError(
+            f"{len(train_set)} training images are less than one global batch of "
+            f"{args.global_batch_size}; lower --global-batch-size"
+        )
+    check_image_size(args, len(train_set.classes))
+    path = find_checkpoint(args)
+    if path is not None:
+        content = read_checkpoint(path)
+        known = ("arch",) if args.evaluate else RECIPE
+        recipe = {name: getattr(args, name) for name in known}
+        if args.precision is None:
+            recipe.pop("precision", None)  # decided where the device is known
+        check_recipe(path, content, recipe)
 
 
 def script_arguments(script: Path, flags: list[str]) -> Namespace:
@@ -35,44 +67,28 @@ def script_arguments(script: Path, flags: list[str]) -> Namespace:
         raise
 
 
-def check(args: Namespace, processes: int) -> None:
-    """Raise what training with these arguments would stumble over.
-
-    Raises:
-        UserError: bad data, a batch that cannot be divided, an unusable checkpoint.
-    """
-    device = select_device(args.device)
-    args.precision = args.precision or best_precision(device)
-    share_out(args, 0, processes * getattr(args, "nnodes", 1), processes)
-    train_set, _ = build_datasets(args)
-    if len(train_set) < args.global_batch_size and not args.evaluate:
-        raise UserError(
-            f"{len(train_set)} training images are less than one global batch of "
-            f"{args.global_batch_size}; lower --global-batch-size"
-        )
-    check_image_size(args, len(train_set.classes))
-    path = find_checkpoint(args)
-    if path is not None:
-        recipe = {name: getattr(args, name) for name in RECIPE}
-        content = read_checkpoint(path)
-        if args.evaluate:
-            content["recipe"] = {**recipe, "arch": content["arch"]}
-        check_recipe(path, content, recipe)
+def set_threads(processes: int) -> None:
+    """Share the machine's cores out evenly to the compute threads of its processes."""
+    cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
 
 
 def main() -> None:
-    """Check the command line in sys.argv; print the number of processes."""
+    """Check the command line in sys.argv, and go on as its launcher."""
     end = sys.argv.index("--")
-    script, *count = sys.argv[1:end]
-    flags = sys.argv[end + 1 :]
+    (script, count, *launcher), flags = sys.argv[1:end], sys.argv[end + 1 :]
     args = script_arguments(Path(script), flags)
-    processes = getattr(args, "nprocs", None) or processes_per_machine(args.device)
-    if count and count[0]:
-        if not count[0].isdigit() or not int(count[0]):
-            raise UserError(f"NPROC={count[0]} is no number of processes")
-        processes = int(count[0])
+    if count and (not count.isdigit() or not int(count)):
+        raise UserError(f"NPROC={count} is no number of processes")
+    processes = int(count) if count else processes_per_machine(args.device)
     check(args, processes)
-    print(processes)
+    if not launcher:
+        print(processes)
+        return
+    module, *options = launcher
+    set_threads(processes)
+    sys.argv[1:] = [*options, "--nproc-per-node", str(processes), script, *flags]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -280,12 +280,12 @@ def read_checkpoint(path: Path) -> dict:
 
 
 def check_recipe(path: Path, content: dict, recipe: dict) -> None:
-    """Refuse to go on with another recipe than the checkpoint's.
+    """Refuse to go on with another recipe, or a part of one, than the checkpoint's.
 
     Raises:
         UserError: a value differs; the text has the flag and both values.
     """
-    for name in RECIPE:
+    for name in recipe:
         if content["recipe"].get(name) != recipe[name]:
             flag = "--" + name.replace("_", "-")
             raise UserError(

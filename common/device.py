@@ -21,30 +21,38 @@ def select_device(name: str, local_rank: int = 0, share: bool = False) -> torch.
     Raises:
         UserError: a GPU was asked for and cannot be used, or there are too few.
     """
-    if name == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
+    check_devices(name, local_rank + 1, share)
+    if name == "cpu" or not torch.cuda.is_available():
         problem = gpu_problem()
-        if name == "cuda":
-            raise UserError(
-                f"--device cuda: {problem or 'this machine shows no CUDA GPU'}"
-            )
-        if problem and local_rank == 0:
+        if name == "auto" and problem and local_rank == 0:
             print(
                 f"warning: {problem}; training on the CPU", file=sys.stderr, flush=True
             )
         return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if local_rank >= count and not share:
-        raise UserError(
-            f"process {local_rank} of this machine has no GPU of its own, there are "
-            f"{count}: start at most {count} (--backend gloo lets processes share one)"
-        )
-    device = torch.device("cuda", local_rank % count)
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     # All batches have one size, so the search for the fastest convolution pays off
     torch.backends.cudnn.benchmark = True
     return device
+
+
+def check_devices(name: str, processes: int, share: bool) -> None:
+    """See that the GPUs are there for this many processes; none of them is touched.
+
+    Raises:
+        UserError: a GPU was asked for and cannot be used, or there are too few.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "cuda" and not gpus:
+        problem = gpu_problem() or "this machine shows no CUDA GPU"
+        raise UserError(f"--device cuda: {problem}")
+    if name != "cpu" and 0 < gpus < processes and not share:
+        error = UserError(
+            f"{processes} processes for {gpus} GPUs: start one process per GPU "
+            "(--backend gloo lets processes share one)"
+        )
+        error.one_process_only = True  # the first ones have their GPU
+        raise error
 
 
 def gpu_problem() -> str | None:

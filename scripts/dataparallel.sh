@@ -2,11 +2,9 @@
 # nn.DataParallel: one process, all GPUs of this machine (CUDA_VISIBLE_DEVICES chooses).
 #
 #   bash scripts/dataparallel.sh --data /path/to/imagenet [flags of dataparallel.py]
-export NPROC=1                       # never more
 PYTHON=${PYTHON:-}                   # .venv/bin/python, else python3
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-} # cores
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/launcher.sh"
 
-check_before_launch dataparallel.py "$@"
 exec "$PYTHON" "$ROOT/dataparallel.py" "$@"

@@ -9,7 +9,10 @@ OMP_NUM_THREADS=${OMP_NUM_THREADS:-} # cores / NPROC
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/launcher.sh"
 
-check_before_launch horovod_distributed.py "$@"
+NPROC=$(check horovod_distributed.py -- "$@")
+[ "$NPROC" != help ] || exit 0
+cores=$(nproc)
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}
 # horovodrun starts further programs of the environment by their names
 PATH=$(dirname "$PYTHON"):$PATH
 exec horovodrun -np "$NPROC" -H "localhost:$NPROC" "--$CONTROLLER" \

@@ -8,5 +8,4 @@ OMP_NUM_THREADS=${OMP_NUM_THREADS:-} # cores / NPROC
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/launcher.sh"
 
-check_before_launch multiprocessing_distributed.py "$@"
-exec "$PYTHON" "$ROOT/multiprocessing_distributed.py" --nprocs "$NPROC" "$@"
+exec "$PYTHON" "$ROOT/multiprocessing_distributed.py" ${NPROC:+--nprocs "$NPROC"} "$@"

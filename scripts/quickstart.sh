@@ -13,5 +13,5 @@ set_up requirements.txt requirements-sample.txt
 set_up_horovod
 cd "$ROOT"
 "$PYTHON" -m common.sample_data sample_data/digits
-export PYTHON HOROVOD_PROBLEM
+export PYTHON
 exec "$PYTHON" scripts/quickstart.py sample_data/digits runs/quickstart

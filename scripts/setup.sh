@@ -57,7 +57,7 @@ find_python() {
 # then HOROVOD_PROBLEM says why.
 set_up_horovod() {
     local log
-    HOROVOD_PROBLEM=
+    export HOROVOD_PROBLEM=
     if "$PYTHON" -c 'import horovod.torch' 2>/dev/null; then return; fi
     if [ "$PYTHON" != "$ROOT/.venv/bin/python" ]; then
         HOROVOD_PROBLEM="not installed: PYTHON=$PYTHON bash scripts/install_horovod.sh"

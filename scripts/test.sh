@@ -28,5 +28,4 @@ set_up requirements.txt requirements-sample.txt requirements-test.txt
 set_up_horovod
 [ -z "$HOROVOD_PROBLEM" ] || say "Horovod: $HOROVOD_PROBLEM"
 cd "$ROOT"
-export HOROVOD_PROBLEM
 exec "$PYTHON" -m pytest "$@"

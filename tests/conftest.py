@@ -26,7 +26,7 @@ SHORT = (
 
 def pytest_configure(config):
     """Name the conditions of tests that not every machine meets."""
-    for marker, reason in MISSING.items():
+    for marker in MISSING:
         config.addinivalue_line("markers", f"{marker}: skipped where it is missing")
 
 
