@@ -39,7 +39,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from common.arguments import positive
 from common.check import check, set_threads
 from common.device import processes_per_machine
-from common.launch import free_port, wait_for
+from common.launch import rendezvous_address, wait_for
 # [/imports]
 
 
@@ -234,6 +234,6 @@ if __name__ == "__main__":
         args = arguments()
         check(args, args.nprocs)
         set_threads(args.nprocs)
-        args.dist_url = args.dist_url or f"tcp://127.0.0.1:{free_port()}"
+        args.dist_url = rendezvous_address(args.dist_url, args.node_rank)
         wait_for(mp.spawn(worker, args=(args,), nprocs=args.nprocs, join=False))
 # [/start]

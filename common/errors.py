@@ -87,9 +87,8 @@ def exit_status(local_rank: int | None = None) -> Iterator[None]:
         leave(130)
     except RuntimeError as error:
         if PORT_IN_USE.search(str(error)):
-            complain(
-                "the port of the rendezvous is in use; choose another, or end its owner"
-            )
+            port = re.search(r"port: (\d+)", str(error))
+            complain(f"port {port[1] if port else ''} is in use: choose another one")
             leave(2)
         if not LOST_PROCESS.search(str(error)):
             raise

@@ -1,10 +1,12 @@
 """Who this process is, by a launcher's variables, and the signals that stop it."""
 
+import logging
 import signal
 import socket
 import sys
 from collections.abc import Mapping
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import torch.multiprocessing
 
@@ -73,11 +75,29 @@ class StopSignal:
         self.requested = True
 
 
-def free_port() -> int:
-    """Number of a TCP port of the loopback device that nobody listens on just now."""
+def rendezvous_address(url: str | None, node_rank: int) -> str:
+    """Where rank 0 is to listen: `url`, or a free port of the loopback device.
+
+    Raises:
+        UserError: rank 0 is to listen on this machine, and the port is taken.
+    """
+    host, port = "127.0.0.1", 0
+    if url is not None:
+        parts = urlsplit(url)
+        if parts.scheme != "tcp" or not parts.hostname or not parts.port:
+            raise UserError(f"--dist-url {url} is not of the form tcp://HOST:PORT")
+        host, port = parts.hostname, parts.port
+    if node_rank != 0:
+        return url
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            raise UserError(
+                f"--dist-url {url}: {error.strerror}; choose another"
+            ) from None
+        return f"tcp://{host}:{listener.getsockname()[1]}"
 
 
 def wait_for(children: torch.multiprocessing.ProcessContext) -> None:
@@ -87,6 +107,8 @@ def wait_for(children: torch.multiprocessing.ProcessContext) -> None:
     left to itself it would die or hang and leave them behind. When one child fails, the
     others get 10 seconds to notice by themselves, then SIGTERM, then SIGKILL.
     """
+
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
 
     def hand_on(number: int, frame: object) -> None:
         for child in children.processes:

@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 
@@ -79,6 +80,7 @@ def write_report(
     report = {
         "strategy": args.strategy,
         "argv": sys.argv,
+        "commit": commit(),
         "world_size": world_size,
         "device": device.type,
         "device_name": describe(device),
@@ -99,6 +101,17 @@ def write_report(
     replace_file(
         Path(args.output, "report.json"), lambda file: file.write(text.encode())
     )
+
+
+def commit() -> str | None:
+    """The project's commit, with -dirty where files differ from it; None outside git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        here = Path(__file__).parent
+        found = subprocess.run(command, cwd=here, capture_output=True, text=True)
+    except OSError:
+        return None
+    return found.stdout.strip() or None
 
 
 def summarise(records: list[dict]) -> dict:

@@ -1,8 +1,10 @@
 """Train the sample data with every strategy through its launcher, and print a table.
 
-    python scripts/quickstart.py DATA OUTPUT
+    python scripts/quickstart.py DATA OUTPUT       # what quickstart.sh calls
+    python scripts/quickstart.py --readme          # results/quickstart.json into README.md
 
-Called by quickstart.sh. Interrupted, it goes on where it was when it is started again.
+Interrupted, the first form goes on where it was when it is started again. It leaves what
+the table is made of in OUTPUT/quickstart.json.
 """
 
 import json
@@ -26,7 +28,7 @@ RECIPE = shlex.split(
     "--image-size 64 --global-batch-size 64 --lr 0.2 --warmup-epochs 1 "
     "--schedule cosine --min-crop 0.5 --no-flip --epochs 8"
 )
-COLUMNS = (
+HEADER = (
     "strategy",
     "launcher",
     "processes",
@@ -37,6 +39,7 @@ COLUMNS = (
     "val top-1",
     "status",
 )
+MARKERS = ("<!-- quickstart table -->\n", "<!-- /quickstart table -->")
 
 
 def train(strategy: str, data: str, output: Path) -> str:
@@ -46,17 +49,9 @@ def train(strategy: str, data: str, output: Path) -> str:
     if strategy == "horovod_distributed" and problem:
         print(problem)
         return problem
-    command = [
-        "bash",
-        str(ROOT / "scripts" / f"{strategy}.sh"),
-        "--data",
-        data,
-        *RECIPE,
-    ]
-    command += ["--output", str(output), "--resume", "auto"]
-    process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, errors="replace"
-    )
+    command = ["bash", str(ROOT / "scripts" / f"{strategy}.sh"), "--data", data]
+    command += [*RECIPE, "--output", str(output), "--resume", "auto"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, bufsize=1)
     errors = []
     try:
         for line in process.stderr:
@@ -65,9 +60,9 @@ def train(strategy: str, data: str, output: Path) -> str:
                 errors.append(line.split(": error: ", 1)[1].strip())
         status = process.wait()
     except KeyboardInterrupt:
-        # The terminal sent the signal to the children too: they save and leave
+        # The terminal has sent it to the children too; they save and leave
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        process.stderr.close()
+        process.stderr.read()
         process.wait()
         raise
     if status == 0:
@@ -75,71 +70,76 @@ def train(strategy: str, data: str, output: Path) -> str:
     return errors[0] if errors else f"failed with exit status {status}"
 
 
-def row(strategy: str, output: Path, status: str) -> list[str]:
-    """One line of the table, from the run's report.json where there is one."""
-    report_file = output / "report.json"
-    if status != "done" or not report_file.exists():
-        return [strategy, LAUNCHERS[strategy], *["-"] * 6, status]
-    report = json.loads(report_file.read_text())
+def row(run: dict) -> list[str]:
+    """One line of the table."""
+    cells = [run["strategy"], run["launcher"]]
+    report = run["report"]
+    if report is None:
+        return [*cells, *["-"] * 6, run["status"]]
     return [
-        strategy,
-        LAUNCHERS[strategy],
+        *cells,
         str(report["world_size"]),
         report["precision"],
         f"{report['seconds']:.1f}",
         f"{report['images_per_second']:.0f}",
         f"{report['data_wait_share']:.0%}",
         f"{report['val_top1']:.1f} %",
-        status,
+        run["status"],
     ]
 
 
-def table(rows: list[list[str]]) -> str:
-    """Lay rows out as a Markdown table that also reads well as text."""
-    lines = [list(COLUMNS), *rows]
-    widths = [
-        max(len(line[column]) for line in lines) for column in range(len(COLUMNS))
-    ]
+def render(runs: list[dict]) -> str:
+    """Lay the runs out as a Markdown table that reads well as text, and name the machine."""
+    lines = [list(HEADER), *map(row, runs)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
-    return "\n".join(
-        "| "
-        + " | ".join(
-            cell.ljust(width) for cell, width in zip(line, widths, strict=True)
-        )
-        + " |"
-        for line in lines
-    )
-
-
-def machine(reports: list[Path]) -> str:
-    """Name the hardware and versions that the reports were made with."""
-    if not reports:
-        return "no run ended"
-    report = json.loads(reports[0].read_text())
+    table = ""
+    for line in lines:
+        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        table += f"| {' | '.join(cells)} |\n"
+    report = next((run["report"] for run in runs if run["report"]), None)
+    if report is None:
+        return table
     return (
-        f"{report['device_name']}, {report['cpu_cores']} cores, Python "
+        f"{table}\n{report['device_name']}, {report['cpu_cores']} cores; Python "
         f"{report['python']}, PyTorch {report['torch']}, torchvision "
-        f"{report['torchvision']}; ResNet-18 at 64 px, 8 epochs of the digits; "
-        "seconds, images/s and waiting are medians of epochs 2 to 8"
+        f"{report['torchvision']}.\n{report['arch']} at 64 px, global batch "
+        f"{report['global_batch_size']}, {report['epochs']} epochs; seconds (training, "
+        "without validation), images/s and\nwaiting are medians of the epochs after the "
+        "first.\n"
     )
+
+
+def update_readme() -> None:
+    """Put the table of results/quickstart.json between the markers of README.md."""
+    runs = json.loads((ROOT / "results" / "quickstart.json").read_text())
+    readme = ROOT / "README.md"
+    before, rest = readme.read_text().split(MARKERS[0])
+    after = rest.split(MARKERS[1])[1]
+    readme.write_text(before + MARKERS[0] + render(runs) + MARKERS[1] + after)
 
 
 def main() -> None:
     """Train all strategies and print the table."""
+    if sys.argv[1:] == ["--readme"]:
+        update_readme()
+        return
     data, output = sys.argv[1], Path(sys.argv[2])
-    rows = []
+    runs = []
     try:
-        for strategy in LAUNCHERS:
+        for strategy, launcher in LAUNCHERS.items():
             status = train(strategy, data, output / strategy)
-            rows.append(row(strategy, output / strategy, status))
+            file = output / strategy / "report.json"
+            report = json.loads(file.read_text()) if status == "done" else None
+            run = {"strategy": strategy, "launcher": launcher, "status": status}
+            runs.append({**run, "report": report})
     except KeyboardInterrupt:
         print("\ninterrupted; the same command goes on from here", file=sys.stderr)
         sys.exit(130)
-    reports = [path for path in output.glob("*/report.json")]
-    print("\n" + table(rows) + "\n\n" + machine(reports))
-    print(f"Runs are in {output}; delete it to train again.")
-    failed = [line for line in rows if line[-1].startswith("failed")]
-    sys.exit(1 if failed else 0)
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "quickstart.json").write_text(json.dumps(runs, indent=2) + "\n")
+    print(f"\n{render(runs)}\nThe runs are in {output}; delete it to train again.")
+    sys.exit(any(run["status"].startswith("failed") for run in runs))
 
 
 if __name__ == "__main__":

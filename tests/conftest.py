@@ -117,22 +117,26 @@ def launcher(strategy: str, *flags, **extra) -> subprocess.CompletedProcess:
     return run("bash", ROOT / "scripts" / f"{strategy}.sh", *flags, **extra)
 
 
-def processes_with(word: str) -> list[str]:
-    """Command lines of living processes that have `word` in them, this one left out."""
-    found = []
+def processes_of(run: str) -> dict[int, tuple[int, str]]:
+    """Living processes that inherited the variable TEST_RUN=run: {pid: (parent, command)}."""
+    found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            line = (
+            if f"TEST_RUN={run}".encode() not in (
+                folder / "environ"
+            ).read_bytes().split(b"\0"):
+                continue
+            command = (
                 (folder / "cmdline")
                 .read_bytes()
                 .replace(b"\0", b" ")
-                .decode(errors="replace")
+                .decode("utf-8", "replace")
             )
-            state = (folder / "stat").read_text().rsplit(")", 1)[1].split()[0]
+            state, parent = (folder / "stat").read_text().rsplit(")", 1)[1].split()[:2]
         except OSError:
             continue
-        if word in line and state != "Z" and int(folder.name) != os.getpid():
-            found.append(f"{folder.name} {line.strip()}")
+        if state != "Z":
+            found[int(folder.name)] = int(parent), command.strip()
     return found
 
 

@@ -9,7 +9,7 @@ import torch
 from conftest import ROOT, SHORT, launcher, run
 from torchvision.models import resnet18
 
-from common.launch import free_port
+from common.launch import rendezvous_address
 
 RECORD = {
     "epoch",
@@ -47,7 +47,12 @@ def launch_use_env(*flags):
         "--use-env",
         "--nproc-per-node=2",
     )
-    return run(*module, f"--master-port={free_port()}", ROOT / "distributed.py", *flags)
+    return run(
+        *module,
+        f"--master-port={rendezvous_address(None, 0).rsplit(':')[-1]}",
+        ROOT / "distributed.py",
+        *flags,
+    )
 
 
 def old_local_rank(*flags):

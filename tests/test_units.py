@@ -14,7 +14,7 @@ from torch import nn
 
 from common.arguments import build_parser, parse_arguments
 from common.errors import ImageError, Stopped, UserError
-from common.launch import StopSignal, free_port, ranks_from_environment
+from common.launch import StopSignal, ranks_from_environment, rendezvous_address
 from common.meters import EpochTimer, Meter, averages
 from common.model import (
     AutocastModel,
@@ -61,11 +61,12 @@ def test_bad_ranks_are_refused(change, message):
         ranks_from_environment(values)
 
 
-def test_a_free_port_can_be_bound():
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", free_port()))
+def test_rendezvous_address():
+    url = rendezvous_address(None, 0)
+    assert url.startswith("tcp://127.0.0.1:") and rendezvous_address(url, 0) == url
+    assert rendezvous_address("tcp://far.away:29500", 1) == "tcp://far.away:29500"
+    with pytest.raises(UserError, match="not of the form tcp://HOST:PORT"):
+        rendezvous_address("29500", 0)
 
 
 def test_stop_signal_remembers():
@@ -100,7 +101,7 @@ def test_stop_signal_remembers():
             "Connection closed by peer",
         ),
         (
-            "RuntimeError('... EADDRINUSE ... port: 29500 ...')",
+            "RuntimeError('EADDRINUSE port: 29500')",
             0,
             2,
             "-c: error: port 29500 is in use: choose another one",
