@@ -104,7 +104,7 @@ def write_report(
 
 
 def commit() -> str | None:
-    """The project's commit, with -dirty where files differ from it; None outside git."""
+    """The project's commit, -dirty where files differ from it; None outside git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         here = Path(__file__).parent

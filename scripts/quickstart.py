@@ -1,10 +1,10 @@
 """Train the sample data with every strategy through its launcher, and print a table.
 
     python scripts/quickstart.py DATA OUTPUT       # what quickstart.sh calls
-    python scripts/quickstart.py --readme          # results/quickstart.json into README.md
+    python scripts/quickstart.py --readme        # results/quickstart.json to README.md
 
-Interrupted, the first form goes on where it was when it is started again. It leaves what
-the table is made of in OUTPUT/quickstart.json.
+Interrupted, the first form goes on where it was when it is started again. It leaves
+what the table is made of in OUTPUT/quickstart.json.
 """
 
 import json
@@ -89,7 +89,7 @@ def row(run: dict) -> list[str]:
 
 
 def render(runs: list[dict]) -> str:
-    """Lay the runs out as a Markdown table that reads well as text, and name the machine."""
+    """Lay the runs out as a Markdown table that reads well as text, with the machine."""
     lines = [list(HEADER), *map(row, runs)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
@@ -105,8 +105,8 @@ def render(runs: list[dict]) -> str:
         f"{report['python']}, PyTorch {report['torch']}, torchvision "
         f"{report['torchvision']}.\n{report['arch']} at 64 px, global batch "
         f"{report['global_batch_size']}, {report['epochs']} epochs; seconds (training, "
-        "without validation), images/s and\nwaiting are medians of the epochs after the "
-        "first.\n"
+        "without validation), images/s and\nwaiting are medians of the epochs after "
+        "the first.\n"
     )
 
 

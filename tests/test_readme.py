@@ -1,0 +1,75 @@
+"""The README says what is true: numbers from results/, flags and files that exist."""
+
+import json
+import re
+import shlex
+import sys
+
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import quickstart
+
+README = (ROOT / "README.md").read_text()
+STRATEGIES = tuple(quickstart.LAUNCHERS)
+
+
+def test_the_table_is_that_of_the_results():
+    runs = json.loads((ROOT / "results" / "quickstart.json").read_text())
+    table = README.split(quickstart.MARKERS[0])[1].split(quickstart.MARKERS[1])[0]
+    assert table == quickstart.render(runs)
+    done = [run for run in runs if run["status"] == "done"]
+    assert len(done) == 4 and all(run["report"]["val_top1"] >= 98 for run in done)
+    assert all(run["report"]["commit"] and run["report"]["argv"] for run in done)
+
+
+def test_a_strategy_that_cannot_run_has_its_reason_in_place_of_numbers():
+    run = {"strategy": "s", "launcher": "l", "status": "no GPU", "report": None}
+    assert quickstart.render([run]).splitlines()[-1].split() == (
+        "| s | l | - | - | - | - | - | - | no GPU |".split()
+    )
+
+
+def commands():
+    blocks = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True) for line in lines if line.strip()]
+
+
+def test_commands_name_files_that_exist_and_flags_that_are_known(capsys):
+    sys.path.insert(0, str(ROOT))
+    checked = 0
+    for words in commands():
+        scripts = [word for word in words if word.endswith((".py", ".sh"))]
+        for word in scripts:
+            assert (ROOT / word).exists(), word
+        strategy = next(
+            (
+                word.split("/")[-1].rsplit(".", 1)[0]
+                for word in scripts
+                if word.split("/")[-1].rsplit(".", 1)[0] in STRATEGIES
+            ),
+            None,
+        )
+        if strategy and words[0] != "diff" and "--data" in words:
+            start = words.index(scripts[-1]) + 1
+            known = (ROOT / f"{strategy}.py").read_text() + (
+                ROOT / "common" / "arguments.py"
+            ).read_text()
+            for word in words[start:]:
+                if word.startswith("-"):
+                    assert f'"{word}"' in known, f"{word} of {strategy}"
+            checked += 1
+    assert checked >= 12
+
+
+def test_links_lead_somewhere():
+    links = re.findall(r"\]\(([^)#]+)\)", README)
+    assert len(links) > 8
+    for link in links:
+        assert link.startswith("http") or (ROOT / link).exists(), link
+
+
+def test_quickstart_uses_the_recipe_it_prints():
+    recipe = " ".join(quickstart.RECIPE)
+    assert "--epochs 8" in recipe and "--no-flip" in recipe
