@@ -3,11 +3,10 @@
     python -m common.check SCRIPT [PROCESSES] -- FLAGS
     python -m common.check SCRIPT [PROCESSES] MODULE [OPTIONS] -- FLAGS
 
-PROCESSES is their number on this machine: by default one per GPU, or 2 on a CPU. The
+PROCESSES is their number on this machine, by default one per GPU, or 2 on a CPU. The
 first form prints it; the second goes on as `python -m MODULE OPTIONS` with
-`--nproc-per-node PROCESSES SCRIPT FLAGS`. A mistake in the flags, the data or the
-checkpoint ends with status 2 and one line, where a launcher would wrap it into a page for
-each process.
+`--nproc-per-node PROCESSES SCRIPT FLAGS`. A mistake in flags, data or checkpoint ends
+with status 2 and one line, where a launcher would wrap it into a page per process.
 """
 
 import contextlib

@@ -2,8 +2,10 @@
 
 import argparse
 import atexit
+import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -233,10 +235,22 @@ def collate(samples: list) -> list[Tensor] | ImageError:
     return errors[0] if errors else default_collate(samples)
 
 
-def ignore_signals(worker: int) -> None:
-    """Leave Ctrl-C and the like to the training process, which saves and then ends."""
+def settle_worker(worker: int) -> None:
+    """Tie a loader process to its training process: it lives as long, and no longer.
+
+    Ctrl-C and the like are left to the training process, which saves and then ends. Where
+    that one is killed, a worker that came from a fork server would not notice, for its
+    parent is the server.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=end_with_trainer, daemon=True).start()
+
+
+def end_with_trainer() -> None:
+    """Wait for the end of the training process, then end this one."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 # --- loaders ---
@@ -365,7 +379,7 @@ def build_loader(
         collate_fn=collate,
         pin_memory=device.type == "cuda",
         persistent_workers=args.per_process_workers > 0,
-        worker_init_fn=ignore_signals,
+        worker_init_fn=settle_worker,
     )
     if args.per_process_workers:
         atexit.register(end_children)

@@ -89,7 +89,7 @@ def row(run: dict) -> list[str]:
 
 
 def render(runs: list[dict]) -> str:
-    """Lay the runs out as a Markdown table that reads well as text, with the machine."""
+    """Lay the runs out as a Markdown table that reads well as text."""
     lines = [list(HEADER), *map(row, runs)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
