@@ -227,6 +227,8 @@ def parse_arguments(
         parser.error(f"argument --seed: {args.seed} is not 0 or above")
     if args.label_smoothing > 1:
         parser.error(f"argument --label-smoothing: {args.label_smoothing} is above 1")
+    if args.evaluate and not (args.resume or args.pretrained):
+        parser.error("--evaluate needs --resume auto|PATH or --pretrained")
     args.strategy = strategy
     args.output = Path(args.output or Path("runs", strategy))
     return args

@@ -222,6 +222,8 @@ def find_checkpoint(args: argparse.Namespace) -> Path | None:
     """
     existing = Path(args.output, CHECKPOINT)
     if args.resume == "auto":
+        if args.evaluate and not existing.exists():
+            raise UserError(f"--resume auto: there is no {existing}")
         return existing if existing.exists() else None
     if args.resume is not None:
         path = Path(args.resume)

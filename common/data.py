@@ -238,9 +238,9 @@ def collate(samples: list) -> list[Tensor] | ImageError:
 def settle_worker(worker: int) -> None:
     """Tie a loader process to its training process: it lives as long, and no longer.
 
-    Ctrl-C and the like are left to the training process, which saves and then ends. Where
-    that one is killed, a worker that came from a fork server would not notice, for its
-    parent is the server.
+    Ctrl-C and the like are left to the training process, which saves and then ends.
+    Where that one is killed, a worker that came from a fork server would not notice:
+    its parent is the server.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

@@ -190,6 +190,10 @@ def test_a_run_is_never_overwritten(tmp_path):
     assert find_checkpoint(make(tmp_path / "new", "--resume", "auto")[0]) is None
     assert find_checkpoint(make(tmp_path / "run", "--resume", "auto")[0]) == path
     assert find_checkpoint(make(tmp_path / "run", "--resume", str(path))[0]) == path
+    with pytest.raises(
+        UserError, match="--resume auto: there is no .*new/checkpoint.pt"
+    ):
+        find_checkpoint(make(tmp_path / "new", "--resume", "auto", "--evaluate")[0])
     other = saved(tmp_path / "second")
     with pytest.raises(UserError, match="holds another run's checkpoint"):
         find_checkpoint(make(tmp_path / "run", "--resume", str(other))[0])

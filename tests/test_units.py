@@ -13,6 +13,7 @@ from conftest import ROOT, environment
 from torch import nn
 
 from common.arguments import build_parser, parse_arguments
+from common.device import check_devices, processes_per_machine, select_device
 from common.errors import ImageError, Stopped, UserError
 from common.launch import StopSignal, ranks_from_environment, rendezvous_address
 from common.meters import EpochTimer, Meter, averages
@@ -80,6 +81,39 @@ def test_stop_signal_remembers():
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+# --- devices -----------------------------------------------------------------------------
+
+
+def test_more_processes_than_gpus_are_refused_unless_they_share(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    check_devices("auto", 2, share=False)
+    check_devices("auto", 3, share=True)
+    check_devices("cpu", 3, share=False)
+    with pytest.raises(
+        UserError, match="3 processes for 2 GPUs: start one process per GPU"
+    ):
+        check_devices("auto", 3, share=False)
+    assert processes_per_machine("auto") == 2 and processes_per_machine("cpu") == 2
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert processes_per_machine("auto") == 8
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_that_cannot_be_used_is_said_aloud(monkeypatch, capsys):
+    """With a GPU's device file but no driver that PyTorch can use."""
+    assert select_device("auto").type == "cpu" and capsys.readouterr().err == ""
+    monkeypatch.setattr("common.device.glob.glob", lambda pattern: ["/dev/nvidia0"])
+    assert select_device("auto").type == "cpu"
+    warning = capsys.readouterr().err
+    assert warning.startswith("warning: a GPU is present, but PyTorch cannot use it: ")
+    assert warning.endswith("; training on the CPU\n") and warning.count("\n") == 1
+    select_device("auto", local_rank=1)
+    assert capsys.readouterr().err == ""
+    with pytest.raises(UserError, match="--device cuda: a GPU is present, but"):
+        select_device("cuda")
 
 
 # --- how a script ends -------------------------------------------------------------------
@@ -165,6 +199,10 @@ def test_defaults_are_those_of_the_recipe():
         (("--data", "x", "--min-crop", "1.5"), "1.5 is not above 0 and at most 1"),
         (("--data", "x", "-j", "-2"), "-2 is not 0 or above"),
         (("--data", "x", "--seed", "-2"), "-2 is not 0 or above"),
+        (
+            ("--data", "x", "--evaluate"),
+            "--evaluate needs --resume auto|PATH or --pretrained",
+        ),
     ],
 )
 def test_bad_flags_end_with_status_2_and_one_line(flags, message, capsys):
