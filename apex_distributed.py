@@ -54,7 +54,7 @@ def main(args: Namespace) -> None:
     """Train and validate; every process runs this function."""
     # [1/6 launch] the launcher put this process's rank into the environment
     rank, local_rank, world_size, local_world_size = ranks_from_environment(os.environ)
-    device = select_device(args.device, local_rank, share=args.backend == "gloo")
+    device = select_device(args.device, local_rank, args.backend)
     dist.init_process_group(args.backend or "nccl", timeout=args.timeout)
     # [/launch]
 
@@ -82,6 +82,7 @@ def main(args: Namespace) -> None:
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
 
     # [3/6 wrap] amp first, then Apex's DDP, whose backward pass averages gradients
+    raw_model.to(memory_format=torch.contiguous_format)  # amp_C takes no other
     raw_model, optimizer = amp.initialize(
         raw_model, optimizer, opt_level=args.opt_level
     )
@@ -222,15 +223,13 @@ def arguments(argv: list[str] | None = None) -> Namespace:
     add_launcher_flags(parser)
     parser.add_argument("--opt-level", choices=("O0", "O1", "O2", "O3"), help="O1")
     args = parse_arguments(parser, "apex_distributed", argv)
-    if args.precision == "bf16":
-        parser.error("Apex has no bf16: --opt-level O0 is fp32, O1 to O3 are fp16")
+    if args.precision == "bf16" or (args.precision and args.opt_level):
+        parser.error("Apex has --opt-level in place of --precision, and no bf16")
     args.opt_level = args.opt_level or ("O0" if args.precision == "fp32" else "O1")
     args.precision = args.opt_level  # amp casts, in place of torch.autocast
     require_gpu(args.device, "Apex")
     if amp is None:
-        missing = str(problem) == "No module named 'apex'"
-        what = "Apex is not installed" if missing else f"this apex is not it: {problem}"
-        raise UserError(f"{what}; the last with amp and DDP is tag 25.05: {INSTALL}")
+        raise UserError(f"no amp or DDP of Apex ({problem}); tag 25.05 has: {INSTALL}")
     return args
 
 

@@ -46,7 +46,7 @@ def main(args: Namespace) -> None:
     """Train and validate; every process runs this function."""
     # [1/6 launch] the launcher put this process's rank into the environment
     rank, local_rank, world_size, local_world_size = ranks_from_environment(os.environ)
-    device = select_device(args.device, local_rank, share=args.backend == "gloo")
+    device = select_device(args.device, local_rank, args.backend)
     backend = args.backend or ("nccl" if device.type == "cuda" else "gloo")
     dist.init_process_group(backend, timeout=args.timeout)
     # [/launch]

@@ -51,7 +51,8 @@ def main(args: Namespace) -> None:
     # [1/6 launch] Horovod asks horovodrun or MPI who this process is
     mp.set_start_method("forkserver")  # fork would copy Horovod's and MPI's state
     mp.set_forkserver_preload(["common.data"])
-    os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(args.timeout.seconds))
+    timeout = int(args.timeout.total_seconds())
+    os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(timeout))
     hvd.init()
     rank, local_rank, world_size = hvd.rank(), hvd.local_rank(), hvd.size()
     local_world_size = hvd.local_size()
@@ -89,8 +90,8 @@ def main(args: Namespace) -> None:
     )
     weights = {name: contiguous_view(w) for name, w in raw_model.state_dict().items()}
     hvd.broadcast_parameters(weights, root_rank=0)
-    if optimizer.state:  # not on a fresh one: the call would take a hidden step
-        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    # hvd.broadcast_optimizer_state(optimizer, root_rank=0) is for state that the others
+    # lack. Here each process loads it, and on a fresh SGD the call takes a hidden step.
     model = eval_model = raw_model
     extra_state = {}
     # [/wrap]
@@ -224,6 +225,10 @@ def arguments(argv: list[str] | None = None) -> Namespace:
     if hvd is None:
         raise UserError(
             f"Horovod is missing ({hvd_problem}): bash scripts/install_horovod.sh"
+        )
+    if args.device != "cpu" and torch.cuda.is_available() and not hvd.nccl_built():
+        raise UserError(
+            "this Horovod is built without NCCL; see README, or --device cpu"
         )
     return args
 

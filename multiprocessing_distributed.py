@@ -49,7 +49,7 @@ def main(args: Namespace) -> None:
     local_rank, local_world_size = args.local_rank, args.nprocs
     rank = args.node_rank * args.nprocs + local_rank
     world_size = args.nnodes * args.nprocs
-    device = select_device(args.device, local_rank, share=args.backend == "gloo")
+    device = select_device(args.device, local_rank, args.backend)
     backend = args.backend or ("nccl" if device.type == "cuda" else "gloo")
     dist.init_process_group(backend, args.dist_url, args.timeout, world_size, rank)
     # [/launch]

@@ -17,7 +17,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from common.checkpoint import RECIPE, check_recipe, find_checkpoint, read_checkpoint
+from common.checkpoint import check_recipe, find_checkpoint, read_checkpoint, recipe_of
 from common.data import build_datasets, share_out
 from common.device import check_devices, processes_per_machine
 from common.errors import UserError, exit_status
@@ -33,7 +33,7 @@ def check(args: Namespace, processes: int) -> None:
         UserError: too few GPUs, bad data, a batch that cannot be divided, a checkpoint
             that cannot be used.
     """
-    check_devices(args.device, processes, getattr(args, "backend", None) == "gloo")
+    check_devices(args.device, processes, getattr(args, "backend", None))
     share_out(args, 0, processes * getattr(args, "nnodes", 1), processes)
     train_set, _ = build_datasets(args)
     if len(train_set) < args.global_batch_size and not args.evaluate:
@@ -45,8 +45,7 @@ def check(args: Namespace, processes: int) -> None:
     path = find_checkpoint(args)
     if path is not None:
         content = read_checkpoint(path)
-        known = ("arch",) if args.evaluate else RECIPE
-        recipe = {name: getattr(args, name) for name in known}
+        recipe = {"arch": args.arch} if args.evaluate else recipe_of(args)
         if args.precision is None:
             recipe.pop("precision", None)  # decided where the device is known
         check_recipe(path, content, recipe)

@@ -32,9 +32,19 @@ RECIPE = (
     "min_crop",
     "no_flip",
     "precision",
+    "decoder",
     "max_steps",
     "seed",
 )
+
+
+def recipe_of(args: argparse.Namespace) -> dict:
+    """The values that two lives of one run have in common.
+
+    More epochs are welcome, but under the cosine they bend the whole curve.
+    """
+    recipe = {name: getattr(args, name) for name in RECIPE}
+    return {**recipe, "epochs": args.epochs if args.schedule == "cosine" else None}
 
 
 class TrainingState:
@@ -68,7 +78,7 @@ class TrainingState:
             "scaler": scaler,
             **extra,
         }
-        self.recipe = {name: getattr(args, name) for name in RECIPE}
+        self.recipe = recipe_of(args)
         self.folder = Path(args.output)
         self.epoch = 0
         self.step = 0
@@ -83,10 +93,10 @@ class TrainingState:
             UserError: the loss is not finite any more.
         """
         self.step = step
-        self.sums += sums.cpu()
+        self.sums += sums.to("cpu")
         recent = averages(sums)
         if not math.isfinite(recent.loss):
-            rate = self.scheduler.get_last_lr()[0]
+            rate = self.learning_rate
             raise UserError(
                 f"the loss became {recent.loss} by step {step} "
                 f"of epoch {self.epoch + 1} at learning rate {rate:.4g}; lower --lr "
@@ -99,6 +109,12 @@ class TrainingState:
     def stop_requested(self) -> bool:
         """Whether any process was asked to stop by the last step that was added."""
         return bool(self.sums[4])
+
+    @property
+    def learning_rate(self) -> float:
+        """What the last step was taken with; the scheduler is one step ahead."""
+        factor = self.scheduler.lr_lambdas[0](max(0, self.scheduler.last_epoch - 1))
+        return self.scheduler.base_lrs[0] * factor
 
     def finish_epoch(self, val: Averages, figures: dict) -> dict:
         """Close the epoch under way; returns its record."""
@@ -113,7 +129,7 @@ class TrainingState:
             "val_top1": val.top1,
             "val_top5": val.top5,
             "val_images": val.images,
-            "learning_rate": self.scheduler.get_last_lr()[0],
+            "learning_rate": self.learning_rate,
             **figures,
         }
         self.records.append(record)

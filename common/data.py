@@ -281,6 +281,7 @@ class DeviceLoader:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         self.batches.first = self.first_step
+        self.waits.clear()
         incoming = iter(self.loader)
         while True:
             idle_from = self._now()

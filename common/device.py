@@ -10,18 +10,20 @@ from common.errors import UserError
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def select_device(name: str, local_rank: int = 0, share: bool = False) -> torch.device:
+def select_device(
+    name: str, local_rank: int = 0, backend: str | None = None
+) -> torch.device:
     """Choose this process's device and make it the current one.
 
     Args:
         name: "cpu", "cuda", or "auto" for a GPU where PyTorch can use one.
         local_rank: the GPU's number.
-        share: let processes beyond the number of GPUs share them, one after the other.
+        backend: with "gloo", processes beyond the number of GPUs share them.
 
     Raises:
         UserError: a GPU was asked for and cannot be used, or there are too few.
     """
-    check_devices(name, local_rank + 1, share)
+    check_devices(name, local_rank + 1, backend)
     if name == "cpu" or not torch.cuda.is_available():
         problem = gpu_problem()
         if name == "auto" and problem and local_rank == 0:
@@ -36,17 +38,25 @@ def select_device(name: str, local_rank: int = 0, share: bool = False) -> torch.
     return device
 
 
-def check_devices(name: str, processes: int, share: bool) -> None:
+def usable_gpus() -> int:
+    """GPUs that PyTorch can use; device_count alone also counts those it cannot."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def check_devices(name: str, processes: int, backend: str | None) -> None:
     """See that the GPUs are there for this many processes; none of them is touched.
 
     Raises:
         UserError: a GPU was asked for and cannot be used, or there are too few.
     """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = 0 if name == "cpu" else usable_gpus()
+    problem = gpu_problem() or "this machine shows no CUDA GPU"
     if name == "cuda" and not gpus:
-        problem = gpu_problem() or "this machine shows no CUDA GPU"
         raise UserError(f"--device cuda: {problem}")
-    if name != "cpu" and 0 < gpus < processes and not share:
+    if backend == "nccl" and not gpus:
+        problem = "it does not go with --device cpu" if name == "cpu" else problem
+        raise UserError(f"--backend nccl: {problem}")
+    if 0 < gpus < processes and backend != "gloo":
         error = UserError(
             f"{processes} processes for {gpus} GPUs: start one process per GPU "
             "(--backend gloo lets processes share one)"
@@ -120,8 +130,7 @@ def best_precision(device: torch.device) -> str:
 
 def processes_per_machine(device: str) -> int:
     """Training processes of a machine by default: one per GPU, 2 on a CPU."""
-    gpus = 0 if device == "cpu" else torch.cuda.device_count()
-    return gpus or 2
+    return (usable_gpus() if device != "cpu" else 0) or 2
 
 
 def autocast_dtype(precision: str) -> torch.dtype:

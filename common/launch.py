@@ -81,23 +81,27 @@ def rendezvous_address(url: str | None, node_rank: int) -> str:
     Raises:
         UserError: rank 0 is to listen on this machine, and the port is taken.
     """
-    host, port = "127.0.0.1", 0
-    if url is not None:
-        parts = urlsplit(url)
-        if parts.scheme != "tcp" or not parts.hostname or not parts.port:
-            raise UserError(f"--dist-url {url} is not of the form tcp://HOST:PORT")
-        host, port = parts.hostname, parts.port
-    if node_rank != 0:
-        return url
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((host, port))
-        except OSError as error:
-            raise UserError(
-                f"--dist-url {url}: {error.strerror}; choose another"
-            ) from None
-        return f"tcp://{host}:{listener.getsockname()[1]}"
+    if url is None:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+    parts = urlsplit(url)
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if parts.scheme != "tcp" or not parts.hostname or not port:
+        raise UserError(f"--dist-url {url} is not of the form tcp://HOST:PORT")
+    if node_rank == 0:
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind(("", port))
+            except OSError as error:
+                raise UserError(
+                    f"--dist-url {url}: {error.strerror}; choose another port"
+                ) from None
+    return url
 
 
 def wait_for(children: torch.multiprocessing.ProcessContext) -> None:

@@ -37,7 +37,7 @@ class Meter:
         """Add one batch: its mean loss, (B, classes) outputs and (B,) labels."""
         best = outputs.detach().topk(min(5, outputs.size(1)), dim=1).indices
         hits = best == labels.unsqueeze(1)
-        self.sums[0] += loss.detach() * len(labels)
+        self.sums[0] += loss.detach().double() * len(labels)
         self.sums[1] += hits[:, 0].sum()
         self.sums[2] += hits.sum()
         self.sums[3] += len(labels)

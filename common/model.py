@@ -25,10 +25,8 @@ def build_model(args: argparse.Namespace, classes: int) -> nn.Module:
             had, or the model cannot take images of this size.
     """
     options = {}
-    if args.arch in ("googlenet", "inception_v3"):
-        options["aux_logits"] = False  # one output in training too
-        if not args.pretrained:
-            options["init_weights"] = True
+    if args.arch in ("googlenet", "inception_v3") and not args.pretrained:
+        options = {"aux_logits": False, "init_weights": True}  # one output in training
     if args.arch.startswith("vit_") and not args.pretrained:
         options["image_size"] = args.image_size
     weights = "DEFAULT" if args.pretrained else None
@@ -46,10 +44,12 @@ def build_model(args: argparse.Namespace, classes: int) -> nn.Module:
         model = torchvision.models.get_model(
             args.arch, weights=weights, num_classes=classes, **options
         )
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise UserError(
-            f"--pretrained: cannot download the weights of {args.arch}: {error}"
+            f"--pretrained: cannot have the weights of {args.arch}: {error}"
         ) from None
+    if args.pretrained and args.arch == "inception_v3":
+        model.aux_logits, model.AuxLogits = False, None
     if not args.no_channels_last:
         model.to(memory_format=torch.channels_last)
     if args.compile:

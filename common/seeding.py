@@ -34,5 +34,6 @@ def seed_step(seed: int, epoch: int, step: int, rank: int) -> None:
     number = seed_from(seed, epoch, step, rank)
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():
-        for generator in torch.cuda.default_generators:
-            generator.manual_seed(number)
+        # Each GPU of one process its own: nn.DataParallel's replicas drop other units
+        for device, generator in enumerate(torch.cuda.default_generators):
+            generator.manual_seed((number + device) % 2**32)

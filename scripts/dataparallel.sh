@@ -7,4 +7,5 @@ OMP_NUM_THREADS=${OMP_NUM_THREADS:-} # cores
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/launcher.sh"
 
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(nproc)}
 exec "$PYTHON" "$ROOT/dataparallel.py" "$@"

@@ -70,7 +70,6 @@ trap 'rm -rf "$work"' EXIT
 log=$work/build.log
 
 build() {
-    set -e
     # Build tools live beside the environment, not in it. setuptools 81 dropped pkg_resources,
     # which Horovod's CMake files import.
     install_into_environment --target "$work/tools" pip 'setuptools<81' wheel packaging \
@@ -112,7 +111,11 @@ build() {
         "$PYTHON" -m pip wheel --no-deps --no-build-isolation -w "$work/wheel" "$source_dir"
 }
 
-if ! (build) >"$log" 2>&1; then
+set +e # a subshell in a condition would go on after an error
+(set -e && build) >"$log" 2>&1
+status=$?
+set -e
+if [ $status != 0 ]; then
     mkdir -p "$CACHE"
     cp "$log" "$CACHE/failed-build.log"
     say "the build failed: $(grep -m1 -iE '(^|[^a-z])error' "$log" | cut -c1-200); all of it in $CACHE/failed-build.log" >&2

@@ -67,7 +67,9 @@ def train(strategy: str, data: str, output: Path) -> str:
         raise
     if status == 0:
         return "done"
-    return errors[0] if errors else f"failed with exit status {status}"
+    reason = errors[0] if errors else "no line says why"
+    missing = status == 2 and strategy in ("apex_distributed", "horovod_distributed")
+    return reason if missing else f"failed ({status}): {reason}"
 
 
 def row(run: dict) -> list[str]:

@@ -33,7 +33,8 @@ set_up() {
         [ -x "$PYTHON" ] || uv venv --quiet --seed --python "$python" "$ROOT/.venv"
         uv pip install --quiet --python "$PYTHON" -c "$ROOT/constraints.txt" "${files[@]}"
     else
-        [ -x "$PYTHON" ] || "$python" -m venv "$ROOT/.venv" ||
+        # A venv without pip is what a failed attempt leaves behind
+        "$PYTHON" -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear "$ROOT/.venv" ||
             fail "$python cannot make environments (Debian and Ubuntu: apt-get install python3-venv)"
         "$PYTHON" -m pip install --quiet --disable-pip-version-check --progress-bar off \
             -c "$ROOT/constraints.txt" "${files[@]}"

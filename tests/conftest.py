@@ -89,7 +89,7 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def run(*command, timeout: float = 180, **extra: str) -> subprocess.CompletedProcess:
-    """Run a command from the project's folder; what it leaves behind is killed and an error."""
+    """Run a command from the project's folder; after `timeout` seconds it is killed."""
     process = subprocess.Popen(
         [str(word) for word in command],
         cwd=ROOT,

@@ -157,6 +157,7 @@ def saved(tmp_path, *flags):
         (("-b", "128"), "made with --global-batch-size 256, now it is 128"),
         (("--seed", "3"), "made with --seed 0, now it is 3"),
         (("--lr", "0.3"), "made with --lr 0.1, now it is 0.3"),
+        (("--decoder", "pil"), "made with --decoder auto, now it is pil"),
     ],
 )
 def test_another_recipe_is_refused(tmp_path, flags, message):
@@ -171,6 +172,22 @@ def test_more_epochs_are_allowed(tmp_path):
     args, state = make(tmp_path / "run", "--resume", "auto", "--epochs", "120")
     resume(args, state)
     assert state.epoch == 1
+
+
+def test_more_epochs_under_the_cosine_are_another_recipe(tmp_path):
+    saved(tmp_path, "--schedule", "cosine")
+    flags = ("--schedule", "cosine", "--epochs", "120")
+    args, state = make(tmp_path / "run", "--resume", "auto", *flags)
+    with pytest.raises(UserError, match="made with --epochs 90, now it is 120"):
+        resume(args, state)
+
+
+def test_the_recorded_learning_rate_is_that_of_the_last_step(tmp_path):
+    _, state = make(tmp_path, "--warmup-epochs", "1")
+    before = state.optimizer.param_groups[0]["lr"]
+    step(state, 1)
+    assert finish(state, 50.0)["learning_rate"] == pytest.approx(before)
+    assert state.optimizer.param_groups[0]["lr"] > before
 
 
 def test_weights_of_another_shape_are_refused(tmp_path):

@@ -103,7 +103,7 @@ def test_a_port_that_is_in_use(pictures, tmp_path):
     assert ended.returncode == 2
     assert ended.stderr == (
         f"multiprocessing_distributed.py: error: --dist-url {url}: Address already in use; "
-        "choose another\n"
+        "choose another port\n"
     )
 
 
@@ -211,7 +211,7 @@ def test_ctrl_c_saves_and_leaves_nothing_behind(strategy, pictures, tmp_path):
         if strategy in ("dataparallel", "multiprocessing_distributed"):
             assert status == 143
         content = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)
-        assert content["step"] or content["epoch"]
+        assert content["step"] > 0  # saved where it was stopped, not at an epoch's end
         assert "Traceback" not in job.text() or strategy in (
             "distributed",
             "horovod_distributed",

@@ -66,8 +66,9 @@ def test_rendezvous_address():
     url = rendezvous_address(None, 0)
     assert url.startswith("tcp://127.0.0.1:") and rendezvous_address(url, 0) == url
     assert rendezvous_address("tcp://far.away:29500", 1) == "tcp://far.away:29500"
-    with pytest.raises(UserError, match="not of the form tcp://HOST:PORT"):
-        rendezvous_address("29500", 0)
+    for wrong in ("29500", "tcp://h:abc", "tcp://h:99999", "http://h:1"):
+        with pytest.raises(UserError, match="not of the form tcp://HOST:PORT"):
+            rendezvous_address(wrong, 0)
 
 
 def test_stop_signal_remembers():
@@ -89,16 +90,20 @@ def test_stop_signal_remembers():
 def test_more_processes_than_gpus_are_refused_unless_they_share(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    check_devices("auto", 2, share=False)
-    check_devices("auto", 3, share=True)
-    check_devices("cpu", 3, share=False)
+    check_devices("auto", 2, None)
+    check_devices("auto", 3, "gloo")
+    check_devices("cpu", 3, None)
     with pytest.raises(
         UserError, match="3 processes for 2 GPUs: start one process per GPU"
     ):
-        check_devices("auto", 3, share=False)
+        check_devices("auto", 3, None)
     assert processes_per_machine("auto") == 2 and processes_per_machine("cpu") == 2
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     assert processes_per_machine("auto") == 8
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # driver too old
+    assert processes_per_machine("auto") == 2
+    with pytest.raises(UserError, match="--backend nccl: "):
+        check_devices("auto", 2, "nccl")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -234,6 +239,26 @@ def test_top5_of_fewer_classes_than_five():
     meter = Meter(CPU)
     meter.add(torch.tensor(0.0), torch.tensor([[0.1, 0.9]]), torch.tensor([0]))
     assert meter.take().tolist()[1:4] == [0, 1, 1]
+
+
+def test_sums_meet_no_tensor_of_another_float_type(monkeypatch, tmp_path):
+    """Apex O1 patches these operators: float32 with float64 is an error there."""
+    for name in ("__iadd__", "__mul__"):
+        original = getattr(torch.Tensor, name)
+
+        def strict(one, other, original=original):
+            floats = {
+                t.dtype
+                for t in (one, other)
+                if torch.is_tensor(t) and t.is_floating_point()
+            }
+            assert len(floats) <= 1, floats
+            return original(one, other)
+
+        monkeypatch.setattr(torch.Tensor, name, strict)
+    meter = Meter(CPU)
+    meter.add(torch.tensor(2.0), torch.eye(4), torch.arange(4))
+    assert meter.take().tolist() == [8, 4, 4, 4, 0]
 
 
 def test_meter_carries_the_stop_signal():
