@@ -83,10 +83,13 @@ def test_global_batch_and_pixels_do_not_depend_on_world_size_or_workers(pictures
 
 
 def test_pixels_depend_on_seed_and_epoch(pictures):
-    first = global_batches(arguments(pictures), 1, 0, epoch=0)
-    assert global_batches(arguments(pictures), 1, 0, epoch=0) == first
-    assert global_batches(arguments(pictures), 1, 0, epoch=1) != first
-    assert global_batches(arguments(pictures, seed=1), 1, 0, epoch=0) != first
+    def epoch_of(seed, epoch):  # all images of the epoch, whatever their order
+        steps = global_batches(arguments(pictures, seed=seed), 1, 0, epoch=epoch)
+        return set().union(*steps)
+
+    first = epoch_of(0, 0)
+    assert len(first) == 16 and epoch_of(0, 0) == first
+    assert not first & epoch_of(0, 1) and not first & epoch_of(1, 0)
 
 
 def test_persistent_workers_see_each_new_epoch(pictures):
@@ -96,6 +99,7 @@ def test_persistent_workers_see_each_new_epoch(pictures):
     share_out(args, 0, 1, 1)
     sampler = DistributedSampler(train_set, 1, 0, seed=0, drop_last=True)
     loader = build_loader(args, train_set, sampler, CPU, training=True)
+    epochs = set()
     for epoch in range(3):
         sampler.set_epoch(epoch)
         seen = [digest(image) for images, _ in loader for image in images]
@@ -105,6 +109,8 @@ def test_persistent_workers_see_each_new_epoch(pictures):
             for image in images
         ]
         assert seen == fresh
+        epochs |= set(seen)
+    assert len(epochs) == 3 * 16  # no picture twice
 
 
 def test_a_resumed_epoch_goes_on_with_the_same_batches(pictures):
