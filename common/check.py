@@ -9,7 +9,6 @@ first form prints it; the second goes on as `python -m MODULE OPTIONS` with
 with status 2 and one line, where a launcher would wrap it into a page per process.
 """
 
-import contextlib
 import importlib.util
 import os
 import runpy
@@ -57,13 +56,7 @@ def script_arguments(script: Path, flags: list[str]) -> Namespace:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     sys.argv[0] = str(script)  # whose name mistakes are reported under
-    try:
-        with contextlib.redirect_stdout(sys.stderr):  # stdout is for the number
-            return module.arguments(flags)
-    except SystemExit as end:
-        if end.code == 0:  # --help
-            print("help")
-        raise
+    return module.arguments(flags)
 
 
 def set_threads(processes: int) -> None:

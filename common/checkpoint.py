@@ -234,9 +234,12 @@ def find_checkpoint(args: argparse.Namespace) -> Path | None:
     """The checkpoint that the arguments ask to start from; None for a fresh start.
 
     Raises:
-        UserError: the output folder holds a run that is neither resumed nor validated.
+        UserError: the output folder cannot be written to, or holds a run that is
+            neither resumed nor validated.
     """
     existing = Path(args.output, CHECKPOINT)
+    if not args.evaluate:
+        make_output_folder(Path(args.output))
     if args.resume == "auto":
         if args.evaluate and not existing.exists():
             raise UserError(f"--resume auto: there is no {existing}")
@@ -256,6 +259,20 @@ def find_checkpoint(args: argparse.Namespace) -> Path | None:
             "or choose another --output"
         )
     return None
+
+
+def make_output_folder(folder: Path) -> None:
+    """Make the folder of a run, before there is something to lose.
+
+    Raises:
+        UserError: it cannot be made or written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output {folder}: {error.strerror}") from None
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"--output {folder} cannot be written to")
 
 
 def read_checkpoint(path: Path) -> dict:

@@ -37,8 +37,9 @@ def ranks_from_environment(environment: Mapping[str, str]) -> Ranks:
     missing = [name for name in names if name not in environment]
     if missing:
         raise UserError(
-            f"no {', '.join(missing)} in the environment: a launcher has to start this "
-            "script, for example torchrun --nproc-per-node=2 SCRIPT --data DIR"
+            "a launcher has to start this script, for example torchrun --standalone "
+            f"--nproc-per-node=2 SCRIPT --data DIR (no {', '.join(missing)} in the "
+            "environment)"
         )
     try:
         ranks = Ranks(*(int(environment[name]) for name in names))

@@ -40,7 +40,9 @@ def print_start(
         f"learning rate {lr:.4g}",
         flush=True,
     )
-    if (state.epoch or state.step) and not args.evaluate:
+    if state.epoch >= args.epochs and not args.evaluate:
+        print(f"complete already: {state.epoch} of {args.epochs} epochs", flush=True)
+    elif (state.epoch or state.step) and not args.evaluate:
         print(
             f"resumed at epoch {state.epoch + 1}, after step {state.step} of it "
             f"(image {state.step * args.global_batch_size} of its order)",

@@ -10,7 +10,11 @@ OMP_NUM_THREADS=${OMP_NUM_THREADS:-} # cores / NPROC
 source "$(dirname "${BASH_SOURCE[0]}")/launcher.sh"
 
 NPROC=$(check horovod_distributed.py -- "$@")
-[ "$NPROC" != help ] || exit 0
+case $NPROC in *[!0-9]*) # --help
+    printf '%s\n' "$NPROC"
+    exit 0
+    ;;
+esac
 cores=$(nproc)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}
 # horovodrun starts further programs of the environment by their names

@@ -55,6 +55,7 @@ def test_missing_data(strategy, tmp_path):
         (("-b", "32"), "16 training images are less than one global batch of 32"),
         (("--arch", "resnet20"), "resnet20: did you mean"),
         (("--resume", "no.pt"), "--resume no.pt: there is no such file"),
+        (("--output", "/proc/nowhere"), "--output /proc/nowhere: "),
         (("--resume", str(ROOT / "LICENSE")), "LICENSE is no checkpoint"),
         (("--device", "cuda"), "--device cuda: this machine shows no CUDA GPU"),
     ],
@@ -62,9 +63,8 @@ def test_missing_data(strategy, tmp_path):
 def test_bad_input(pictures, tmp_path, flags, message):
     if "cuda" in flags and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    ended = launcher(
-        "distributed", "--data", pictures, *TINY, *flags, "--output", tmp_path / "out"
-    )
+    output = ("--output", tmp_path / "out")
+    ended = launcher("distributed", "--data", pictures, *TINY, *output, *flags)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert message in ended.stderr and len(ended.stderr.splitlines()) == 1
 
@@ -275,11 +275,10 @@ def test_a_stopped_run_goes_on(pictures, tmp_path):
             assert record[name] == expected[name], name
 
 
-def test_help_of_a_launcher():
-    ended = launcher("distributed", "--help")
-    assert (
-        ended.returncode == 0 and "--global-batch-size" in ended.stderr + ended.stdout
-    )
+@pytest.mark.parametrize("strategy", ("distributed", HOROVOD))
+def test_help_of_a_launcher(strategy):
+    ended = launcher(strategy, "--help")
+    assert ended.returncode == 0 and "--global-batch-size" in ended.stdout
 
 
 def test_unknown_launcher(pictures):

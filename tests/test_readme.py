@@ -5,7 +5,7 @@ import re
 import shlex
 import sys
 
-from conftest import ROOT
+from conftest import ROOT, run
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import quickstart
@@ -61,6 +61,23 @@ def test_commands_name_files_that_exist_and_flags_that_are_known(capsys):
                     assert f'"{word}"' in known, f"{word} of {strategy}"
             checked += 1
     assert checked >= 12
+
+
+def test_the_example_to_copy_runs_as_it_stands(tmp_path):
+    (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (tmp_path / "example.py").write_text(block)
+    command = (
+        "torchrun",
+        "--standalone",
+        "--nproc-per-node=2",
+        tmp_path / "example.py",
+    )
+    ended = run("bash", "-c", f"cd {tmp_path} && exec {' '.join(map(str, command))}")
+    assert ended.returncode == 0, ended.stderr
+    assert re.fullmatch(r"(epoch [01]: \d+ of 199 right\n){2}", ended.stdout), (
+        ended.stdout
+    )
+    assert (tmp_path / "model.pt").exists()
 
 
 def test_links_lead_somewhere():
