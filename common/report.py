@@ -81,7 +81,7 @@ def write_report(
     """Write report.json: how the run was made, on what, and its figures."""
     report = {
         "strategy": args.strategy,
-        "argv": sys.argv,
+        "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "commit": commit(),
         "world_size": world_size,
         "device": device.type,
