@@ -87,9 +87,7 @@ def main(args: Namespace) -> None:
         raw_model, optimizer, opt_level=args.opt_level
     )
     model = ApexDDP(raw_model)
-    eval_model = (
-        raw_model  # amp prepared it: it validates in the precision it trains in
-    )
+    eval_model = raw_model  # as amp prepared it, so in the precision it trains in
     extra_state = {"amp": amp}
     if args.opt_level == "O2":
         optimizer.zero_grad()  # makes the fp32 master weights that a checkpoint fills
