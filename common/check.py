@@ -35,11 +35,6 @@ def check(args: Namespace, processes: int) -> None:
     check_devices(args.device, processes, getattr(args, "backend", None))
     share_out(args, 0, processes * getattr(args, "nnodes", 1), processes)
     train_set, _ = build_datasets(args)
-    if len(train_set) < args.global_batch_size and not args.evaluate:
-        raise UserError(
-            f"{len(train_set)} training images are less than one global batch of "
-            f"{args.global_batch_size}; lower --global-batch-size"
-        )
     check_image_size(args, len(train_set.classes))
     path = find_checkpoint(args)
     if path is not None:

@@ -133,8 +133,20 @@ def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
     """Open the training and the validation images that the arguments name.
 
     Raises:
-        UserError: a folder is missing or empty, or the classes differ.
+        UserError: a folder is missing or empty, the classes differ, or there are fewer
+            training images than one global batch.
     """
+    train_set, val_set = open_datasets(args)
+    if len(train_set) < args.global_batch_size and not args.evaluate:
+        raise UserError(
+            f"{len(train_set)} training images are less than one global batch of "
+            f"{args.global_batch_size}; lower --global-batch-size"
+        )
+    return train_set, val_set
+
+
+def open_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
+    """Open the images whatever their number; raises what build_datasets does."""
     size = args.image_size
     if args.synthetic:
         # ImageNet has 25.6 training images for each validation image
@@ -359,18 +371,10 @@ def build_loader(
         sampler: this process's indices; DistributedSampler, or any sequence.
         device: where batches go.
         training: drop the last incomplete batch, and end after --max-steps batches.
-
-    Raises:
-        UserError: there are fewer training images than one global batch.
     """
     layout = torch.contiguous_format if args.no_channels_last else torch.channels_last
     most = args.max_steps if training else None
     batches = EpochBatches(sampler, args.per_process_batch_size, training, most)
-    if training and not len(batches):
-        raise UserError(
-            f"{len(dataset)} training images are less than one global batch of "
-            f"{args.global_batch_size}; lower --global-batch-size"
-        )
     if isinstance(dataset, RandomImages):
         return RepeatedBatch(dataset, batches, device, layout)
     loader = DataLoader(

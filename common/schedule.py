@@ -42,6 +42,10 @@ def build_scheduler(
     return LambdaLR(
         optimizer,
         lambda step: learning_rate_factor(
-            step, steps_per_epoch, args.epochs, args.warmup_epochs, args.schedule
+            step,
+            max(1, steps_per_epoch),
+            args.epochs,
+            args.warmup_epochs,
+            args.schedule,
         ),
     )

@@ -33,6 +33,7 @@ def arguments(data, **changes):
         no_channels_last=False,
         max_steps=None,
         global_batch_size=4,
+        evaluate=False,
         workers=0,
     )
     return Namespace(**{**base, **changes})

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -193,6 +194,21 @@ def test_evaluate_finds_what_was_recorded(trained, digits):
         f"top-5 {record['val_top5']:.2f} %, 359 images"
     )
     assert (output / "checkpoint.pt").read_bytes() == before
+
+
+def test_evaluate_needs_no_training_batch(pictures):
+    """A folder with fewer training images than one batch can still be validated on."""
+    from common.data import build_datasets
+    from common.schedule import build_scheduler
+
+    args = Namespace(
+        data=pictures, synthetic=None, image_size=32, min_crop=0.08, no_flip=False
+    )
+    args.decoder, args.global_batch_size, args.evaluate = "auto", 256, True
+    train_set, val_set = build_datasets(args)
+    assert (len(train_set), len(val_set)) == (16, 8)
+    args.epochs, args.warmup_epochs, args.schedule = 90, 5, "step"
+    build_scheduler(args, torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1), 0)
 
 
 def test_a_finished_run_is_not_overwritten(trained, digits):
