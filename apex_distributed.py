@@ -23,7 +23,7 @@ from common.checkpoint import TrainingState, resume
 from common.data import DeviceLoader, build_datasets, build_loader, share_out
 from common.device import autocast_dtype, best_precision, select_device
 from common.errors import Stopped, exit_status
-from common.launch import StopSignal
+from common.launch import Watchdog
 from common.meters import Averages, Meter, averages
 from common.model import build_model
 from common.progress import Progress
@@ -101,29 +101,29 @@ def main(args: Namespace) -> None:
         print_start(args, state, device, world_size, len(train_loader))
 
     if args.evaluate:
-        val = validate(args, val_loader, eval_model)
+        val = validate(args, val_loader, eval_model, Meter(device))
         if rank == 0:
             print_validation(val)
 
-    meter, progress = Meter(device, StopSignal()), Progress(args, rank, device)
+    meter, progress = Meter(device, Watchdog(args.timeout)), Progress(args, rank)
     while state.epoch < args.epochs and not args.evaluate and not state.stop_requested:
         train_sampler.set_epoch(state.epoch)
         train(args, rank, train_loader, model, state, meter, progress)
         if not state.stop_requested:
-            val = validate(args, val_loader, eval_model)
-            record = state.finish_epoch(val, progress.figures())
+            val = validate(args, val_loader, eval_model, meter)
+            record = state.finish_epoch(val, progress.figures(device))
             if rank == 0:
                 print_epoch(record, args.epochs)
         if rank == 0:
-            state.save()
             write_report(args, state, device, world_size)
+            state.save()
 
     # [6/6 finish] nobody leaves before rank 0 has saved
     dist.barrier()
     dist.destroy_process_group()
     # [/finish]
     if state.stop_requested:
-        raise Stopped
+        raise Stopped(state.position)
 
 
 def train(
@@ -146,8 +146,8 @@ def train(
         meter.add(loss, outputs, labels)
 
         # Between these moments nothing waits for the device or for another process
-        save = args.checkpoint_steps and step % args.checkpoint_steps == 0
-        if save or step % args.print_interval == 0 or step == len(loader):
+        save = step % args.checkpoint_steps == 0 or step == len(loader)
+        if save or step % args.print_interval == 0:
             recent = state.add(step, combine(meter.take()))
             progress.lap(step, recent, loader.wait_seconds())
             if state.stop_requested:
@@ -184,11 +184,12 @@ def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def validate(args: Namespace, loader: DeviceLoader, eval_model: nn.Module) -> Averages:
+def validate(
+    args: Namespace, loader: DeviceLoader, eval_model: nn.Module, meter: Meter
+) -> Averages:
     """Loss and accuracy over all validation images, the same in every process."""
     share_buffers(eval_model)
     eval_model.eval()
-    meter = Meter(loader.device)
     for images, labels in loader:
         outputs = forward(args, eval_model, images)
         meter.add(F.cross_entropy(outputs, labels), outputs, labels)

@@ -176,7 +176,11 @@ def build_parser(docstring: str) -> OneLineParser:
     )
     add("--evaluate", action="store_true", help="only validate")
     add(
-        "--checkpoint-steps", metavar="N", type=positive, help="also save every N steps"
+        "--checkpoint-steps",
+        metavar="N",
+        type=positive,
+        default=sys.maxsize,
+        help="also save every N steps of an epoch",
     )
     add("--output", metavar="DIR", help="runs/STRATEGY")
     add(

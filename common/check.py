@@ -12,6 +12,7 @@ with status 2 and one line, where a launcher would wrap it into a page per proce
 import importlib.util
 import os
 import runpy
+import signal
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -74,6 +75,8 @@ def main() -> None:
         return
     module, *options = launcher
     set_threads(processes)
+    # torchrun would die of SIGUSR1, which Slurm can send; of SIGTERM it ends the job
+    signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     sys.argv[1:] = [*options, "--nproc-per-node", str(processes), script, *flags]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -17,6 +17,7 @@ from common.meters import Averages, averages
 
 CHECKPOINT = "checkpoint.pt"
 BEST = "best.pt"
+RECORDS = "epochs.jsonl"
 
 # A resumed run is the same run only if these are the same
 RECIPE = (
@@ -56,6 +57,9 @@ class TrainingState:
         sums: (5,) float64, the Meter's sums over all processes in the epoch under way.
         best_acc1: best validation top-1 so far, in percent.
         records: one dict for each finished epoch, as in epochs.jsonl.
+        stop_requested: whether any process was asked to stop when sums were last
+            combined.
+        saved_by: number of processes of the life that this one goes on from.
     """
 
     def __init__(
@@ -85,6 +89,8 @@ class TrainingState:
         self.sums = torch.zeros(5, dtype=torch.float64)
         self.best_acc1 = 0.0
         self.records: list[dict] = []
+        self.stop_requested = False
+        self.world_size = self.saved_by = args.world_size
 
     def add(self, step: int, sums: Tensor) -> Averages:
         """Take in the sums of all processes up to `step`; returns their averages.
@@ -96,19 +102,24 @@ class TrainingState:
         self.sums += sums.to("cpu")
         recent = averages(sums)
         if not math.isfinite(recent.loss):
-            rate = self.learning_rate
-            raise UserError(
-                f"the loss became {recent.loss} by step {step} "
-                f"of epoch {self.epoch + 1} at learning rate {rate:.4g}; lower --lr "
-                "or lengthen --warmup-epochs "
-                f"(the last checkpoint in {self.folder} is from before)"
-            )
+            raise self.diverged(f"the loss became {recent.loss}")
+        self.stop_requested = recent.stop
         return recent
 
     @property
-    def stop_requested(self) -> bool:
-        """Whether any process was asked to stop by the last step that was added."""
-        return bool(self.sums[4])
+    def position(self) -> str:
+        """How far the run has come, in words."""
+        if self.step:
+            return f"step {self.step} of epoch {self.epoch + 1}"
+        return f"epoch {self.epoch}"
+
+    def diverged(self, what: str) -> UserError:
+        """The error that ends a run whose numbers are not finite any more."""
+        return UserError(
+            f"{what} by {self.position} at learning rate {self.learning_rate:.4g}; "
+            "lower --lr or lengthen --warmup-epochs "
+            f"(a checkpoint in {self.folder} is from before)"
+        )
 
     @property
     def learning_rate(self) -> float:
@@ -117,7 +128,13 @@ class TrainingState:
         return self.scheduler.base_lrs[0] * factor
 
     def finish_epoch(self, val: Averages, figures: dict) -> dict:
-        """Close the epoch under way; returns its record."""
+        """Close the epoch under way; returns its record.
+
+        Raises:
+            UserError: the validation loss is not finite.
+        """
+        if not math.isfinite(val.loss):
+            raise self.diverged(f"the validation loss became {val.loss}")
         train = averages(self.sums)
         record = {
             "epoch": self.epoch,
@@ -136,40 +153,42 @@ class TrainingState:
         self.epoch += 1
         self.step = 0
         self.sums.zero_()
+        self.stop_requested = val.stop
         return record
 
     def save(self) -> None:
-        """Write checkpoint.pt, best.pt if the last epoch is the best, and epochs.jsonl.
+        """Write epochs.jsonl, best.pt if the last epoch is the best, and checkpoint.pt.
+
+        checkpoint.pt comes last: a run killed before it goes on from the earlier one
+        and writes the other two again.
 
         Raises:
-            UserError: the folder cannot be written; what was there before is untouched.
+            UserError: the folder cannot be written, or a weight is not finite; what was
+                there before is untouched.
         """
+        weights = self.raw_model.state_dict()
+        if not all(tensor.isfinite().all() for tensor in weights.values()):
+            raise self.diverged("a weight is not finite")
         content = {
             "epoch": self.epoch,
             "step": self.step,
             "arch": self.recipe["arch"],
-            "state_dict": self.raw_model.state_dict(),
+            "state_dict": weights,
             "best_acc1": torch.tensor(self.best_acc1),
             "sums": self.sums[:4].tolist(),
             "records": self.records,
             "recipe": self.recipe,
+            "world_size": self.world_size,
             **{name: part.state_dict() for name, part in self.parts.items()},
         }
         finished = self.records and not self.step
         if finished and self.records[-1]["val_top1"] > self.best_acc1:
             self.best_acc1 = self.records[-1]["val_top1"]
             content["best_acc1"] = torch.tensor(self.best_acc1)
-            # Before checkpoint.pt, so that no kill between the two can lose the best
             replace_file(self.folder / BEST, lambda file: torch.save(content, file))
+        lines = "".join(json.dumps(record) + "\n" for record in self.records)
+        replace_file(self.folder / RECORDS, lambda file: file.write(lines.encode()))
         replace_file(self.folder / CHECKPOINT, lambda file: torch.save(content, file))
-        self.write_records()
-
-    def write_records(self) -> None:
-        """Write epochs.jsonl, one JSON object for each finished epoch."""
-        text = "".join(json.dumps(record) + "\n" for record in self.records)
-        replace_file(
-            self.folder / "epochs.jsonl", lambda file: file.write(text.encode())
-        )
 
     def load(self, path: Path) -> None:
         """Go on from a checkpoint; every process reads it by itself.
@@ -191,6 +210,7 @@ class TrainingState:
         self.sums[:4] = torch.tensor(content["sums"], dtype=torch.float64)
         self.best_acc1 = content["best_acc1"].item()
         self.records = content["records"]
+        self.saved_by = content["world_size"]
 
     def load_weights(self, path: Path) -> None:
         """Load a checkpoint's weights and nothing else, to validate them."""
@@ -303,6 +323,7 @@ def read_checkpoint(path: Path) -> dict:
         "sums",
         "records",
         "recipe",
+        "world_size",
     )
     missing = [
         name for name in needed if not isinstance(content, dict) or name not in content
@@ -351,10 +372,7 @@ def replace_file(path: Path, write: Any) -> None:
             os.fsync(folder)
         finally:
             os.close(folder)
-    except (
-        OSError,
-        RuntimeError,
-    ) as error:  # torch.save wraps a full disk in a RuntimeError
+    except (OSError, RuntimeError) as error:  # torch.save turns a full disk into those
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise UserError(
             f"cannot write {path}: {reason}; what was there is untouched"

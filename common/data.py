@@ -218,6 +218,8 @@ class EpochBatches:
         )
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        if self.first >= len(self):
+            return
         epoch = getattr(self.sampler, "epoch", 0)  # set by DistributedSampler.set_epoch
         for batch in islice(self.batches, self.first, len(self)):
             yield [(epoch, index) for index in batch]
@@ -347,13 +349,18 @@ class DeviceLoader:
 class RepeatedBatch(DeviceLoader):
     """The first batch of a sampler again and again, on the device from the start."""
 
+    def __init__(
+        self, dataset: Dataset, batches: EpochBatches, device: torch.device, layout
+    ):
+        super().__init__(dataset, batches, device, layout)
+        first = next(iter(batches), [(0, 0)])  # of epoch 0, also in a resumed run
+        images, labels = collate([dataset[index] for _, index in first])
+        self.images = self.normalise(images.to(device))
+        self.labels = labels.to(device)
+
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         self.batches.first = self.first_step
         for batch in self.batches:
-            if not hasattr(self, "images"):
-                images, labels = collate([self.loader[index] for _, index in batch])
-                self.images = self.normalise(images.to(self.device))
-                self.labels = labels.to(self.device)
             yield self.images[: len(batch)], self.labels[: len(batch)]
 
 
@@ -385,10 +392,24 @@ def build_loader(
         pin_memory=device.type == "cuda",
         persistent_workers=args.per_process_workers > 0,
         worker_init_fn=settle_worker,
+        timeout=args.timeout.total_seconds() if args.per_process_workers else 0,
     )
     if args.per_process_workers:
-        atexit.register(end_children)
+        start_workers(loader, batches)
     return DeviceLoader(loader, batches, device, layout)
+
+
+def start_workers(loader: DataLoader, batches: EpochBatches) -> None:
+    """Start the loader processes now, with nothing to load yet.
+
+    They are forks of this process. Once it trains, threads of a communication library
+    enter and leave the interpreter at any moment; a fork while one of them holds the
+    interpreter's lock on its threads makes a child that waits for that lock for ever
+    (https://github.com/python/cpython/issues/112275).
+    """
+    batches.first = len(batches)
+    iter(loader)  # persistent workers: the next iter() goes on with the same ones
+    atexit.register(end_children)
 
 
 def share_out(
@@ -398,6 +419,7 @@ def share_out(
 
     `args.per_process_batch_size` and `args.per_process_workers`; where the loader
     processes cannot be divided evenly, the first training processes have one more.
+    `args.world_size` remembers the number of parts.
 
     Raises:
         UserError: the global batch cannot be divided evenly.
@@ -410,5 +432,6 @@ def share_out(
             f"{world_size} processes; the nearest that can is {nearest}"
         )
     workers, rest = divmod(args.workers, local_world_size)
+    args.world_size = world_size
     args.per_process_batch_size = size
     args.per_process_workers = workers + (local_rank < rest)

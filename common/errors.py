@@ -48,40 +48,58 @@ class Stopped(Exception):
     """A signal asked for the end, and what was reached has been saved."""
 
 
-def speaks_for_machine() -> bool:
-    """Whether this process is the first of its machine, by the launcher's variables."""
+def local_rank() -> str:
+    """This process's number on its machine, by the launcher's variables."""
     found = (os.environ.get(name) for name in LOCAL_RANK_VARIABLES)
-    return next((value for value in found if value is not None), "0") == "0"
+    return next((value for value in found if value is not None), "0")
 
 
-def complain(message: str) -> None:
+def this_process() -> str:
+    """Say which process this is."""
+    return f"process {local_rank()} on {socket.gethostname()}"
+
+
+def speaks_for_machine() -> bool:
+    """Whether this process is the first of its machine."""
+    return local_rank() == "0"
+
+
+def say(message: str) -> None:
     """Print one line to stderr, with the script's name in front."""
     line = " ".join(str(message).split())
     name = os.path.basename(sys.argv[0]) or "python"
     # One write call, so that lines of several processes do not mix
-    sys.stderr.write(f"{name}: error: {line}\n")
+    sys.stderr.write(f"{name}: {line}\n")
     sys.stderr.flush()
 
 
+def complain(message: str) -> None:
+    """Print an error in one line to stderr."""
+    say(f"error: {message}")
+
+
 @contextlib.contextmanager
-def exit_status(local_rank: int | None = None) -> Iterator[None]:
+def exit_status(number: int | None = None) -> Iterator[None]:
     """Turn the end of a script into its exit status.
 
     0 done; 2 bad input or a missing dependency; 143 stopped by a signal after saving;
     130 interrupted before there was anything to save; 1 everything else. Where another
     process was lost this one says so in a line; what is left is a bug, and keeps its
-    traceback. `local_rank` is needed only where no launcher put it into the
-    environment.
+    traceback. `number` is this process's on its machine, where no launcher put it into
+    the environment.
     """
     end_with_launcher()
-    speaker = speaks_for_machine() if local_rank is None else local_rank == 0
+    if number is not None:
+        os.environ["LOCAL_RANK"] = str(number)
     try:
         yield
     except UserError as error:
-        if error.one_process_only or speaker:
+        if error.one_process_only or speaks_for_machine():
             complain(str(error))
         leave(2)
-    except Stopped:
+    except Stopped as stop:
+        if speaks_for_machine():
+            say(f"stopped after {stop}, which is saved; --resume auto goes on from it")
         leave(143)
     except KeyboardInterrupt:
         leave(130)
@@ -93,9 +111,7 @@ def exit_status(local_rank: int | None = None) -> Iterator[None]:
         if not LOST_PROCESS.search(str(error)):
             raise
         reason = str(error).strip().splitlines()[0]
-        complain(
-            f"process {os.getpid()} on {socket.gethostname()} lost another: {reason}"
-        )
+        complain(f"{this_process()} lost another: {reason}")
         leave(1)
 
 

@@ -1,16 +1,20 @@
 """Who this process is, by a launcher's variables, and the signals that stop it."""
 
 import logging
+import os
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import torch.multiprocessing
 
-from common.errors import UserError, complain
+from common.errors import UserError, complain, this_process
 
 
 class Ranks(NamedTuple):
@@ -57,23 +61,48 @@ def ranks_from_environment(environment: Mapping[str, str]) -> Ranks:
     return ranks
 
 
-class StopSignal:
-    """Remembers that somebody asked this process to stop, instead of dying at once.
+class Watchdog:
+    """Remembers that a signal asked for the end, and ends a process that hangs.
 
-    The training loop reads `requested` where the sums are combined, so that all
-    processes stop after the same step. Install it once training starts; until then
-    there is nothing to save, and a signal may end the process.
+    A signal only sets `stop_requested`, which the training loop reads where the sums
+    are combined, so that all processes stop after the same step. Make the watchdog once
+    training starts: until then a signal may end the process, there is nothing to save.
+
+    Not every communication library gives up on a process that is gone silent (Horovod
+    over MPI does not). So the watchdog ends this one where no batch is finished for
+    `timeout`, and `GRACE` seconds more, in which a library may say what it knows. It
+    counts seconds in which this process runs: one that was suspended goes on.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    GRACE = 5
 
-    def __init__(self) -> None:
-        self.requested = False
+    def __init__(self, timeout: timedelta):
+        self.stop_requested = False
+        self.limit = int(timeout.total_seconds()) + self.GRACE
+        self.seconds = 0  # since the last batch
+        self.thread = threading.Thread(target=self._watch, daemon=True)
         for number in self.SIGNALS:
             signal.signal(number, self._remember)
 
+    def feed(self) -> None:
+        """Say that a batch is finished; time runs from the first (it may compile)."""
+        self.seconds = 0
+        if not self.thread.is_alive():
+            self.thread.start()
+
     def _remember(self, number: int, frame: object) -> None:
-        self.requested = True
+        self.stop_requested = True
+
+    def _watch(self) -> None:
+        while self.seconds < self.limit:
+            time.sleep(1)
+            self.seconds += 1
+        complain(
+            f"{this_process()} finished no batch for {self.limit} s, another process "
+            "seems to hang (--timeout-seconds sets how long to wait)"
+        )
+        os._exit(1)
 
 
 def rendezvous_address(url: str | None, node_rank: int) -> str:
@@ -119,7 +148,7 @@ def wait_for(children: torch.multiprocessing.ProcessContext) -> None:
         for child in children.processes:
             child.terminate()
 
-    for number in StopSignal.SIGNALS:
+    for number in Watchdog.SIGNALS:
         signal.signal(number, hand_on)
     try:
         while not children.join(grace_period=10):

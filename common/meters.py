@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from common.device import peak_memory_mib
-from common.launch import StopSignal
+from common.launch import Watchdog
 
 
 class Averages(NamedTuple):
@@ -19,6 +19,7 @@ class Averages(NamedTuple):
     top1: float  # percent
     top5: float  # percent
     images: int
+    stop: bool = False  # whether any process was asked to stop
 
 
 class Meter:
@@ -26,11 +27,11 @@ class Meter:
 
     The sums are (5,) float64: loss times images, top-1 hits, top-5 hits, images, and
     the number of processes that were asked to stop, which travels in the same
-    all-reduce.
+    all-reduce. The watchdog hears of every batch.
     """
 
-    def __init__(self, device: torch.device, stop: StopSignal | None = None):
-        self.stop = stop
+    def __init__(self, device: torch.device, watchdog: Watchdog | None = None):
+        self.watchdog = watchdog
         self.sums = torch.zeros(5, dtype=torch.float64, device=device)
 
     def add(self, loss: Tensor, outputs: Tensor, labels: Tensor) -> None:
@@ -41,11 +42,13 @@ class Meter:
         self.sums[1] += hits[:, 0].sum()
         self.sums[2] += hits.sum()
         self.sums[3] += len(labels)
+        if self.watchdog is not None:
+            self.watchdog.feed()
 
     def take(self) -> Tensor:
         """Hand out the sums since the last call."""
-        if self.stop is not None:
-            self.sums[4] = self.stop.requested
+        if self.watchdog is not None:
+            self.sums[4] = self.watchdog.stop_requested
         taken = self.sums.clone()
         self.sums.zero_()
         return taken
@@ -53,12 +56,11 @@ class Meter:
 
 def averages(sums: Tensor) -> Averages:
     """Divide sums of a Meter, already added up over all processes, by their images."""
-    loss, top1, top5, images, _ = sums.tolist()
+    loss, top1, top5, images, stops = sums.tolist()
     if not images:
-        return Averages(math.nan, math.nan, math.nan, 0)
-    return Averages(
-        loss / images, 100 * top1 / images, 100 * top5 / images, int(images)
-    )
+        return Averages(math.nan, math.nan, math.nan, 0, stops > 0)
+    shares = loss / images, 100 * top1 / images, 100 * top5 / images
+    return Averages(*shares, int(images), stops > 0)
 
 
 class EpochTimer:

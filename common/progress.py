@@ -15,10 +15,9 @@ SECONDS_BETWEEN_LINES = 30  # where there is no terminal, as under Slurm
 class Progress:
     """A bar over the steps of an epoch on a terminal, a line now and then elsewhere."""
 
-    def __init__(self, args: Namespace, rank: int, device: torch.device):
+    def __init__(self, args: Namespace, rank: int):
         self.rank = rank
         self.epochs = args.epochs
-        self.device = device
         self.timer = EpochTimer()
 
     def start(self, epoch: int, step: int, steps: int) -> None:
@@ -54,6 +53,6 @@ class Progress:
         """Take the bar away."""
         self.bar.close()
 
-    def figures(self) -> dict[str, float | int | None]:
+    def figures(self, device: torch.device) -> dict[str, float | int | None]:
         """Seconds, speed and memory of the epoch, for its record."""
-        return self.timer.summary(self.device)
+        return self.timer.summary(device)

@@ -22,6 +22,11 @@ VALIDATION = (
 )
 
 
+def processes(number: int) -> str:
+    """Say a number of processes."""
+    return f"{number} process{'' if number == 1 else 'es'}"
+
+
 def print_start(
     args: argparse.Namespace,
     state: TrainingState,
@@ -31,10 +36,9 @@ def print_start(
 ) -> None:
     """Say what is about to run, and from where it goes on."""
     lr = scaled_learning_rate(args.lr, args.global_batch_size)
-    processes = "1 process" if world_size == 1 else f"{world_size} processes"
     print(
-        f"{args.strategy}: {processes} on {describe(device)} ({device.type}), "
-        f"{args.arch}, {args.precision}, seed {args.seed}\n"
+        f"{args.strategy}: {processes(world_size)} on {describe(device)} "
+        f"({device.type}), {args.arch}, {args.precision}, seed {args.seed}\n"
         f"{steps_per_epoch} steps an epoch of {args.global_batch_size} images, "
         f"{args.per_process_batch_size} per process, {args.workers} loader processes, "
         f"learning rate {lr:.4g}",
@@ -45,7 +49,8 @@ def print_start(
     elif (state.epoch or state.step) and not args.evaluate:
         print(
             f"resumed at epoch {state.epoch + 1}, after step {state.step} of it "
-            f"(image {state.step * args.global_batch_size} of its order)",
+            f"(image {state.step * args.global_batch_size} of its order), "
+            f"saved by {processes(state.saved_by)}",
             flush=True,
         )
 
@@ -53,10 +58,10 @@ def print_start(
 def print_epoch(record: dict, epochs: int) -> None:
     """Print the record of a finished epoch in one line."""
     speed = record["images_per_second"]
-    val = Averages(*(record[f"val_{name}"] for name in Averages._fields))
+    val = {name: record[f"val_{name}"] for name in ("loss", "top1", "top5", "images")}
     print(
         f"epoch {record['epoch'] + 1}/{epochs}: train loss {record['train_loss']:.4f}, "
-        f"top-1 {record['train_top1']:.2f} %; {VALIDATION.format(**val._asdict())}; "
+        f"top-1 {record['train_top1']:.2f} %; {VALIDATION.format(**val)}; "
         f"{record['seconds']:.1f} s"
         + (
             f", {speed:.0f} images/s, waited for data {record['data_wait_share']:.0%}"

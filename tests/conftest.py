@@ -1,6 +1,8 @@
 """Shared fixtures: data, and running scripts through their real launchers."""
 
+import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,12 +24,24 @@ SHORT = (
     "--image-size 32 --global-batch-size 64 --lr 0.2 --warmup-epochs 1 --schedule cosine "
     "--min-crop 0.5 --no-flip --epochs 2 --max-steps 3 --precision fp32"
 ).split()
+# Steps of a few milliseconds
+TINY = "--image-size 32 -b 4 --arch squeezenet1_1 --precision fp32 --print-interval 1".split()
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--full",
+        action="store_true",
+        help="also the long form of tests: more seeds, kills and process counts; "
+        "writes results/reliability.json",
+    )
 
 
 def pytest_configure(config):
     """Name the conditions of tests that not every machine meets."""
     for marker in MISSING:
         config.addinivalue_line("markers", f"{marker}: skipped where it is missing")
+    config.addinivalue_line("markers", "full: runs with --full only")
 
 
 def horovod_missing() -> str | None:
@@ -70,7 +84,11 @@ MISSING = {
 }
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("full"):
+        long = [item for item in items if item.get_closest_marker("full")]
+        items[:] = [item for item in items if item not in long]
+        config.hook.pytest_deselected(items=long)
     for item in items:
         for marker, reason in MISSING.items():
             if reason and item.get_closest_marker(marker):
@@ -147,6 +165,86 @@ def wait_until(condition, seconds: float, what: str) -> None:
         if time.monotonic() > end:
             pytest.fail(f"not within {seconds} s: {what}")
         time.sleep(0.1)
+
+
+class Running:
+    """A training run that is under way, in a process group of its own."""
+
+    def __init__(self, strategy, data, output, *flags, **variables):
+        self.output = output
+        self.run = str(output)  # marks its processes
+        command = [
+            "bash",
+            ROOT / "scripts" / f"{strategy}.sh",
+            "--data",
+            data,
+            "-j",
+            "2",
+        ]
+        self.log = open(output.with_suffix(".log"), "wb")
+        self.process = subprocess.Popen(
+            [str(word) for word in (*command, "--output", output, *flags)],
+            cwd=ROOT,
+            env=environment(TEST_RUN=self.run, **variables),
+            stdin=subprocess.DEVNULL,
+            stdout=self.log,
+            stderr=self.log,
+            start_new_session=True,
+        )
+
+    def __enter__(self):
+        wait_until(
+            lambda: (self.output / "checkpoint.pt").exists(), 90, "first checkpoint"
+        )
+        return self
+
+    def __exit__(self, *_):
+        self.kill()
+        self.process.wait()
+        self.log.close()
+
+    def kill(self):
+        """SIGKILL for every process of the run at once."""
+        while found := processes_of(self.run):
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def text(self):
+        return self.output.with_suffix(".log").read_text(errors="replace")
+
+    def trainers(self):
+        """Ids of the training processes: no launcher, and no loader (a fork of a trainer)."""
+        processes = processes_of(self.run)
+        spawned = "multiprocessing_distributed" in self.process.args[1]
+        script = re.compile(r"\S*python\S* (-u )?\S*distributed.py --data")
+        return [
+            pid
+            for pid, (parent, command) in processes.items()
+            if ("spawn_main" in command if spawned else script.match(command))
+            and processes.get(parent, (0, ""))[1] != command
+        ]
+
+    def end(self, seconds):
+        try:
+            status = self.process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"still running after {seconds} s:\n{self.text()[-3000:]}")
+        wait_until(lambda: not processes_of(self.run), 40, "every process gone")
+        return status
+
+
+FIGURES: dict[str, float] = {}
+
+
+@pytest.fixture
+def figure():
+    """Keep a measured figure; --full writes them down."""
+
+    def keep(name: str, value: float) -> None:
+        FIGURES[name] = value
+
+    return keep
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,7 @@ def make(output, *flags, outputs=3):
     """Arguments, and the state of a tiny run."""
     argv = ["--data", "x", "--output", str(output), "--precision", "fp32", *flags]
     args = parse_arguments(build_parser("A test."), "test", argv)
+    args.world_size = 2
     torch.manual_seed(args.seed)
     model = torch.nn.Linear(4, outputs)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)

@@ -1,7 +1,9 @@
 """Which images, which pixels, in which order."""
 
 import hashlib
+import multiprocessing
 from argparse import Namespace
+from datetime import timedelta
 
 import pytest
 import torch
@@ -35,6 +37,7 @@ def arguments(data, **changes):
         global_batch_size=4,
         evaluate=False,
         workers=0,
+        timeout=timedelta(seconds=60),
     )
     return Namespace(**{**base, **changes})
 
@@ -112,6 +115,23 @@ def test_persistent_workers_see_each_new_epoch(pictures):
         assert seen == fresh
         epochs |= set(seen)
     assert len(epochs) == 3 * 16  # no picture twice
+
+
+def test_loader_processes_start_before_training_and_are_the_only_ones(pictures):
+    """A fork beside the threads of a training process may leave a child that hangs."""
+    args = arguments(pictures)
+    train_set, _ = build_datasets(args)
+    args.workers = 2
+    share_out(args, 0, 1, 1)
+    before = set(multiprocessing.active_children())
+    sampler = DistributedSampler(train_set, 1, 0, seed=0, drop_last=True)
+    loader = build_loader(args, train_set, sampler, CPU, training=True)
+    started = set(multiprocessing.active_children()) - before
+    assert len(started) == 2
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        assert len(list(loader)) == 4
+        assert set(multiprocessing.active_children()) - before == started
 
 
 def test_a_resumed_epoch_goes_on_with_the_same_batches(pictures):

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from datetime import timedelta
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from common.arguments import build_parser, parse_arguments
 from common.device import check_devices, processes_per_machine, select_device
 from common.errors import ImageError, Stopped, UserError
-from common.launch import StopSignal, ranks_from_environment, rendezvous_address
+from common.launch import Watchdog, ranks_from_environment, rendezvous_address
 from common.meters import EpochTimer, Meter, averages
 from common.model import (
     AutocastModel,
@@ -71,14 +72,14 @@ def test_rendezvous_address():
             rendezvous_address(wrong, 0)
 
 
-def test_stop_signal_remembers():
-    before = {number: signal.getsignal(number) for number in StopSignal.SIGNALS}
+def test_signals_are_remembered():
+    before = {number: signal.getsignal(number) for number in Watchdog.SIGNALS}
     try:
-        for number in StopSignal.SIGNALS:
-            stop = StopSignal()
-            assert not stop.requested
+        for number in Watchdog.SIGNALS:
+            watchdog = Watchdog(timedelta(seconds=60))
+            assert not watchdog.stop_requested
             os.kill(os.getpid(), number)
-            assert stop.requested
+            assert watchdog.stop_requested
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

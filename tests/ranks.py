@@ -1,0 +1,332 @@
+"""The scripts' main() in processes that a fork server starts: a second each, not a launch.
+
+Also runs under horovodrun, which alone can start Horovod's processes:
+    horovodrun -np 2 python tests/ranks.py TASK [ARGUMENTS AS JSON]
+A task is a function of this file; what rank R returns is saved as FOLDER/result-R.pt.
+"""
+
+import hashlib
+import importlib
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from argparse import Namespace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import Subset
+
+from common.launch import Watchdog, rendezvous_address
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ("dataparallel", "distributed", "multiprocessing_distributed")
+
+# --- starting processes ---
+
+
+def fork_server():
+    """A process that has imported everything and forks the ranks, free of our threads."""
+    os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"  # the server's imports
+    os.environ["OMP_NUM_THREADS"] = "1"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["ranks", *SCRIPTS])
+    return context
+
+
+class Ranks:
+    """Processes 0 to world_size - 1 that run a task; killed when the block is left."""
+
+    def __init__(self, folder: Path, world_size: int, task, **arguments):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        port = rendezvous_address(None, 0).rsplit(":", 1)[-1]
+        self.processes = []
+        for rank in range(world_size):
+            variables = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_WORLD_SIZE": str(world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
+            process = fork_server().Process(
+                target=_run, args=(folder, variables, task.__name__, arguments)
+            )
+            process.start()
+            self.processes.append(process)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    def alive(self, *ranks: int) -> bool:
+        """Whether any of these ranks, or of all, still runs."""
+        chosen = [self.processes[rank] for rank in ranks] or self.processes
+        return any(process.is_alive() for process in chosen)
+
+    def signal(self, rank: int, number: int) -> None:
+        os.kill(self.processes[rank].pid, number)
+
+    def end(self, seconds: float = 60) -> list[int]:
+        """Wait for all; their exit statuses, a killed one's below zero."""
+        until = time.monotonic() + seconds
+        for process in self.processes:
+            process.join(max(0, until - time.monotonic()))
+        assert all(process.exitcode is not None for process in self.processes), (
+            f"still running after {seconds} s:\n{self.text()}"
+        )
+        return [process.exitcode for process in self.processes]
+
+    def text(self) -> str:
+        """What all ranks printed."""
+        return "\n".join(file.read_text() for file in sorted(self.folder.glob("*.log")))
+
+    def results(self, seconds: float = 60) -> list:
+        """What each rank's task returned."""
+        statuses = self.end(seconds)
+        assert not any(statuses), f"{statuses}\n{self.text()}"
+        return results(self.folder)
+
+
+def results(folder: Path) -> list:
+    files = sorted(folder.glob("result-*.pt"), key=lambda file: int(file.stem[7:]))
+    return [torch.load(file, weights_only=False) for file in files]
+
+
+def run_ranks(folder: Path, world_size: int, task, seconds: float = 90, **arguments):
+    with Ranks(folder, world_size, task, **arguments) as ranks:
+        return ranks.results(seconds)
+
+
+def _run(folder: Path, variables: dict, task: str, arguments: dict) -> None:
+    """What a started process does."""
+    os.environ.update(variables)
+    rank = int(variables["RANK"])
+    log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # as in a launched script
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    returned = globals()[task](**arguments)
+    torch.save(returned, folder / f"result-{rank}.pt")
+
+
+# --- what they run ---
+
+
+class SmallNet(nn.Sequential):
+    """No batch norm and no dropout: its gradient is the same however a batch is split."""
+
+    def __init__(self, classes: int):
+        super().__init__(
+            nn.Conv2d(3, 16, 3, stride=2),
+            nn.GELU(),
+            nn.Conv2d(16, 32, 3, stride=2),
+            nn.GELU(),
+            nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(),
+            nn.Linear(128, classes),
+        )
+
+
+class NormNet(nn.Sequential):
+    """With batch norm, whose statistics differ between processes that train on shards."""
+
+    def __init__(self, classes: int):
+        super().__init__(
+            nn.Conv2d(3, 8, 3, stride=4, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(8, classes),
+        )
+
+
+NETS = {"small": SmallNet, "norm": NormNet}
+
+
+def load_script(name: str, net: str | None, root: str | None = None):
+    """A script as a module, with one of our networks in the place of torchvision's."""
+    if root is not None:  # a copy that was changed
+        for module in list(sys.modules):
+            if module.split(".")[0] in ("common", name):
+                del sys.modules[module]
+        sys.path.insert(0, root)
+    script = importlib.import_module(name)
+    if net is not None:
+
+        def build(args: Namespace, classes: int) -> nn.Module:
+            torch.manual_seed(args.seed)
+            layout = torch.channels_last
+            if args.no_channels_last:
+                layout = torch.contiguous_format
+            script.raw_model = NETS[net](classes).to(memory_format=layout)
+            return script.raw_model
+
+        script.build_model = build
+    return script
+
+
+def start(script, flags: list) -> None:
+    """Run main() as the script itself does in one of its processes."""
+    flags = [str(flag) for flag in flags]
+    sys.argv = [f"{script.__name__}.py", *flags]
+    if script.__name__ != "multiprocessing_distributed":
+        with script.exit_status():
+            script.main(script.arguments(flags))
+        return
+    args = script.arguments([*flags, "--nprocs", os.environ["WORLD_SIZE"]])
+    port = os.environ["MASTER_PORT"]
+    args.dist_url = f"tcp://127.0.0.1:{port}"
+    script.worker(int(os.environ["RANK"]), args)
+
+
+def train(name: str, flags: list, net: str | None = None, root: str | None = None):
+    """Train; whoever asks looks at the output folder."""
+    start(load_script(name, net, root), flags)
+
+
+def train_with_nan(name: str, flags: list, at: tuple[int, int]):
+    """Train; in step `at` of (epoch, step) the loss of rank 1 is no number."""
+    script = load_script(name, None)
+    train_step = script.train_step
+
+    def spoiled(args, model, state, images, labels):
+        loss, outputs = train_step(args, model, state, images, labels)
+        position = state.epoch, state.scheduler.last_epoch - state.epoch * 12 + 1
+        if position == at and os.environ["RANK"] == "1":
+            loss = loss * float("nan")
+        return loss, outputs
+
+    script.train_step = spoiled
+    start(script, flags)
+
+
+def wait_for_ever(seconds: int) -> None:
+    """Finish a batch, and then never another."""
+    Watchdog.GRACE = 1
+    Watchdog(timedelta(seconds=seconds)).feed()
+    threading.Event().wait()
+
+
+def suspended(seconds: int) -> None:
+    """Finish batches for a few seconds."""
+    Watchdog.GRACE = 1
+    watchdog = Watchdog(timedelta(seconds=seconds))
+    for _ in range(15):
+        watchdog.feed()
+        print("begins", flush=True)
+        time.sleep(0.1)
+
+
+def batches(name: str, flags: list, net: str | None = None, root: str | None = None):
+    """Train, and return for each step the digests of this process's (pixels, label)."""
+    script = load_script(name, net, root)
+    seen, train_step = [], script.train_step
+
+    def recorded(args, model, state, images, labels):
+        digests = [
+            hashlib.sha256(image.contiguous().numpy().tobytes()).hexdigest()[:16]
+            + f"-{label}"
+            for image, label in zip(images, labels.tolist(), strict=True)
+        ]
+        seen.append((state.epoch, digests))
+        return train_step(args, model, state, images, labels)
+
+    script.train_step = recorded
+    start(script, flags)
+    return seen
+
+
+def validate_sizes(
+    name: str, flags: list, sizes: list, output: str, root: str | None = None
+):
+    """Validate on N images for each N of `sizes`, and save as main() does.
+
+    Every process begins with batch norm statistics of its own, as after its shard.
+    Returns {N: (the averages, this process's buffers)}; rank 0 writes OUTPUT/N.pt.
+    """
+    script = load_script(name, "norm", root)
+    data = sys.modules["common.data"]
+    checkpoint = sys.modules["common.checkpoint"]
+    found = {}
+    validate, build_datasets = script.validate, script.build_datasets
+
+    def all_sizes(args, loader, eval_model, meter):
+        train_set, val_set = build_datasets(args)
+        rank, world_size = place(name)
+        for size in sizes:
+            generator = torch.Generator().manual_seed(1000 * size + rank)
+            raw_model = script.raw_model
+            norm = raw_model[1]
+            norm.running_mean.normal_(generator=generator)
+            norm.running_var.uniform_(0.5, 2, generator=generator)
+            subset = Subset(val_set, chosen(len(val_set), size))
+            sampler = range(rank, size, world_size)
+            one = data.build_loader(args, subset, sampler, loader.device, False)
+            figures = validate(args, one, eval_model, script.Meter(loader.device))
+            buffers = {
+                name: buffer.clone() for name, buffer in raw_model.named_buffers()
+            }
+            found[size] = tuple(figures[:4]), buffers
+            if rank == 0:
+                content = {"state_dict": raw_model.state_dict()}
+                checkpoint.replace_file(
+                    Path(output, f"{size}.pt"),
+                    lambda file, content=content: torch.save(content, file),
+                )
+        return validate(args, loader, eval_model, meter)
+
+    script.validate = all_sizes
+    start(script, flags)
+    return found
+
+
+def chosen(images: int, size: int) -> list[int]:
+    """Indices of `size` images of all classes."""
+    order = torch.randperm(images, generator=torch.Generator().manual_seed(size))
+    return order[:size].tolist()
+
+
+def place(name: str) -> tuple[int, int]:
+    """Rank and world size."""
+    if name == "dataparallel":
+        return 0, 1
+    if name == "horovod_distributed":
+        import horovod.torch as hvd
+
+        return hvd.rank(), hvd.size()
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def changed_copy(folder: Path, file: str, old: str, new: str) -> str:
+    """A copy of the scripts in which `old` is replaced by `new`."""
+    shutil.copytree(ROOT / "common", folder / "common")
+    for script in ROOT.glob("*.py"):
+        shutil.copy(script, folder)
+    text = (folder / file).read_text()
+    assert text.count(old) == 1, (file, old, text.count(old))
+    (folder / file).write_text(text.replace(old, new))
+    return str(folder)
+
+
+if __name__ == "__main__":
+    task, arguments = sys.argv[1], json.loads(sys.argv[2])
+    folder = Path(arguments.pop("folder"))
+    returned = globals()[task](**arguments)
+    rank = os.environ.get("HOROVOD_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
+    torch.save(returned, folder / f"result-{rank}.pt")

@@ -1,0 +1,397 @@
+"""One training run, five ways: the same images, the same weights, the same figures."""
+
+import functools
+import json
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, run
+from ranks import (
+    NormNet,
+    batches,
+    changed_copy,
+    chosen,
+    results,
+    run_ranks,
+    train,
+    validate_sizes,
+)
+from torch.nn.functional import cross_entropy
+from torchvision.transforms import v2
+
+from common.data import MEAN, STD, decode_with_torchvision
+
+HOROVOD = pytest.mark.horovod
+FLAGS = "--image-size 32 --precision fp32 --min-crop 0.5 --print-interval 4".split()
+
+
+def horovod_ranks(folder, world_size, task, controller="gloo", **arguments):
+    """run_ranks for Horovod, whose processes horovodrun has to start."""
+    folder.mkdir(parents=True, exist_ok=True)
+    arguments = json.dumps({"folder": str(folder), **arguments}, default=str)
+    command = ("horovodrun", "-np", world_size, "-H", f"localhost:{world_size}")
+    probe = (sys.executable, ROOT / "tests" / "ranks.py", task.__name__, arguments)
+    ended = run(*command, f"--{controller}", *probe, PYTHONPATH=str(ROOT))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return results(folder)
+
+
+def start(name):
+    return horovod_ranks if name == "horovod_distributed" else run_ranks
+
+
+# --- the same images ---
+
+LOADERS = [
+    *(("distributed", n, workers) for n in (1, 2, 3, 4) for workers in (0, 1, 3)),
+    *(("multiprocessing_distributed", n, 1) for n in (1, 2, 3, 4)),
+    *(("dataparallel", 1, workers) for workers in (0, 1, 3)),
+]
+FULL_LOADERS = [
+    *(("multiprocessing_distributed", n, j) for n in (1, 2, 3, 4) for j in (0, 3)),
+]
+HOROVOD_LOADERS = [("horovod_distributed", 3, 1)]
+FULL_HOROVOD_LOADERS = [
+    ("horovod_distributed", n, j) for n in (1, 2, 3, 4) for j in (0, 1, 3)
+]
+
+
+@pytest.fixture(scope="module")
+def digests(digits, tmp_path_factory):
+    """Global batches of a run: [(epoch, the digests of its pixels and labels), ...]."""
+
+    def of(name, world_size, workers, *flags):
+        """`workers` loader processes for each training process."""
+        folder = tmp_path_factory.mktemp("batches")
+        argv = ["--data", digits, *FLAGS, "-b", 48, "--max-steps", 4, "--epochs", 2]
+        argv += ["--output", folder / "out", "-j", workers * world_size, *flags]
+        shards = start(name)(
+            folder,
+            world_size,
+            batches,
+            name=name,
+            flags=list(map(str, argv)),
+            net="small",
+        )
+        assert len(shards) == world_size
+        steps = []
+        for parts in zip(*shards, strict=True):
+            assert {len(images) for _, images in parts} == {48 // world_size}
+            assert len({epoch for epoch, _ in parts}) == 1
+            steps.append((parts[0][0], sorted(sum((part[1] for part in parts), []))))
+        return steps
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def one_process(digests):
+    """What one process without loader processes trains on."""
+    steps = digests("dataparallel", 1, 0)
+    assert [epoch for epoch, _ in steps] == [0] * 4 + [1] * 4
+    assert len({digest for _, images in steps for digest in images}) == 8 * 48
+    return steps
+
+
+@pytest.mark.parametrize(
+    "name, world_size, workers",
+    [
+        *LOADERS[:-3],
+        *LOADERS[-2:],
+        *(pytest.param(*one, marks=HOROVOD) for one in HOROVOD_LOADERS),
+        *(pytest.param(*one, marks=pytest.mark.full) for one in FULL_LOADERS),
+        *(
+            pytest.param(*one, marks=(HOROVOD, pytest.mark.full))
+            for one in FULL_HOROVOD_LOADERS
+        ),
+    ],
+)
+def test_every_step_has_the_same_images(
+    digests, one_process, name, world_size, workers
+):
+    """Pixels and labels, after augmentation, over two epochs of persistent workers."""
+    assert digests(name, world_size, workers) == one_process
+
+
+def test_another_seed_has_other_images(digests, one_process):
+    other = digests("distributed", 1, 0, "--seed", "1")
+    first, second = (
+        {digest for _, images in steps for digest in images}
+        for steps in (one_process, other)
+    )
+    assert not first & second
+
+
+# --- the same weights ---
+
+
+@pytest.fixture(scope="module")
+def trained(digits, tmp_path_factory):
+    """Train 20 steps; returns the checkpoint."""
+
+    def of(name, world_size, *flags, root=None, **how):
+        folder = tmp_path_factory.mktemp("weights")
+        argv = ["--data", digits, *FLAGS, "-b", 48, "--max-steps", 10, "--epochs", 2]
+        argv += ["--lr", 0.1, "--warmup-epochs", 1, "-j", 0, "--output", folder / "out"]
+        arguments = {"name": name, "flags": [str(flag) for flag in (*argv, *flags)]}
+        start(name)(
+            folder, world_size, train, net="small", root=root, **arguments, **how
+        )
+        return torch.load(folder / "out" / "checkpoint.pt", weights_only=True)
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def whole_batch(trained):
+    """dataparallel, which sees the whole batch in one process."""
+    return trained("dataparallel", 1)
+
+
+def difference(one, other):
+    """Largest difference of a weight, and of a momentum."""
+    weights = max(
+        (tensor - other["state_dict"][name]).abs().max().item()
+        for name, tensor in one["state_dict"].items()
+    )
+    momenta = max(
+        (a["momentum_buffer"] - b["momentum_buffer"]).abs().max().item()
+        for a, b in zip(
+            one["optimizer"]["state"].values(),
+            other["optimizer"]["state"].values(),
+            strict=True,
+        )
+    )
+    return weights, momenta
+
+
+# Where a bound comes from: a gradient is a sum, and every way to split the batch adds it
+# up in another order. A float32 sum of terms whose absolute values add up to A is off by at
+# most about eps * A a level of the addition tree; A is a few times the gradient here. SGD adds
+# up lr / (1 - momentum) * steps of it. Learning rate at most 0.1 * 48 / 256, momentum 0.9,
+# 20 steps, gradients below 1 (asserted), 4 levels.
+EPS = torch.finfo(torch.float32).eps
+STEPS, RATE, MOMENTUM, LEVELS = 20, 0.1 * 48 / 256, 0.9, 4
+MOMENTUM_BOUND = LEVELS * EPS / (1 - MOMENTUM)
+WEIGHT_BOUND = STEPS * RATE * MOMENTUM_BOUND
+
+
+def agree(one, other):
+    """Whether two runs differ by rounding only, in weights, momenta and figures."""
+    weights, momenta = difference(one, other)
+    figures = [
+        abs(a[name] - b[name])
+        for a, b in zip(one["records"], other["records"], strict=True)
+        for name in ("train_loss", "val_loss", "images", "val_images")
+    ]
+    return (
+        weights <= WEIGHT_BOUND and momenta <= MOMENTUM_BOUND and max(figures) <= 1e-5
+    )
+
+
+def test_the_run_is_a_stable_one_that_learns(whole_batch):
+    losses = [record["train_loss"] for record in whole_batch["records"]]
+    assert losses[1] < losses[0] < 2.4
+    momenta = whole_batch["optimizer"]["state"].values()
+    largest = max(state["momentum_buffer"].abs().max().item() for state in momenta)
+    assert 0.01 < largest < 1 / (1 - MOMENTUM)
+
+
+@pytest.mark.parametrize(
+    "name, world_size",
+    [
+        *(("distributed", world_size) for world_size in (1, 2, 3, 4)),
+        *(("multiprocessing_distributed", world_size) for world_size in (1, 2, 4)),
+        pytest.param("horovod_distributed", 4, marks=HOROVOD),
+        pytest.param("horovod_distributed", 1, marks=(HOROVOD, pytest.mark.full)),
+        pytest.param("horovod_distributed", 2, marks=(HOROVOD, pytest.mark.full)),
+    ],
+)
+def test_same_weights_up_to_rounding(trained, whole_batch, name, world_size, figure):
+    found = trained(name, world_size)
+    weights, momenta = difference(found, whole_batch)
+    figure(f"weights, {name}, {world_size} processes", weights)
+    figure(f"momentum, {name}, {world_size} processes", momenta)
+    assert agree(found, whole_batch), (weights, momenta)
+
+
+@pytest.mark.mpi
+@pytest.mark.full
+@pytest.mark.parametrize("world_size", (2, 4))
+def test_same_weights_up_to_rounding_under_mpi(trained, whole_batch, world_size):
+    found = trained("horovod_distributed", world_size, controller="mpi")
+    assert agree(found, whole_batch), difference(found, whole_batch)
+
+
+def test_one_process_has_the_bits_of_dataparallel(trained, whole_batch):
+    assert difference(trained("distributed", 1), whole_batch) == (0, 0)
+
+
+STEP = "    state.scaler.step(state.optimizer)\n"
+WRONG = {
+    "a sum in the place of the mean": (
+        "distributed",
+        "distributed.py",
+        STEP,
+        "    [w.grad.mul_(dist.get_world_size()) for w in model.parameters()]\n" + STEP,
+    ),
+    "gradients of one process": (
+        "distributed",
+        "distributed.py",
+        "    outputs = forward(args, model, images)\n    loss",
+        "    outputs = forward(args, model.module, images)\n    loss",
+    ),
+    "metrics that were never reduced": (
+        "distributed",
+        "distributed.py",
+        "    dist.all_reduce(sums)\n",
+        "",
+    ),
+    "means of means": (
+        "distributed",
+        "distributed.py",
+        "    dist.all_reduce(sums)\n",
+        "    dist.all_reduce(sums[:1])\n",
+    ),
+    "an image normalised twice": (
+        "multiprocessing_distributed",
+        "multiprocessing_distributed.py",
+        "        seed_step(args.seed, state.epoch, step, rank)\n",
+        "        images = loader.normalise(images)\n",
+    ),
+    "a batch split unevenly": (
+        "distributed",
+        "common/data.py",
+        "    args.per_process_batch_size = size\n",
+        "    args.per_process_batch_size = size + (1 if local_rank else -1)\n",
+    ),
+    "the same images in all processes": (
+        "distributed",
+        "distributed.py",
+        "num_replicas=world_size, rank=rank,",
+        "num_replicas=1, rank=0,",
+    ),
+    "an order of its own in each process": (
+        "distributed",
+        "distributed.py",
+        "rank=rank, seed=args.seed,",
+        "rank=rank, seed=args.seed + rank,",
+    ),
+    "the same order in every epoch": (
+        "distributed",
+        "distributed.py",
+        "        train_sampler.set_epoch(state.epoch)\n",
+        "",
+    ),
+    "a learning rate per process": (
+        "distributed",
+        "distributed.py",
+        "scaled_learning_rate(args.lr, args.global_batch_size)",
+        "scaled_learning_rate(args.lr, args.per_process_batch_size)",
+    ),
+}
+WRONG_HOROVOD = {
+    "a sum in the place of the mean": (
+        "raw_model.named_parameters(), InMemoryOrder(compression)",
+        "raw_model.named_parameters(), InMemoryOrder(compression), op=hvd.Sum",
+    ),
+    "a result that is thrown away": (
+        'return hvd.allreduce(sums, op=hvd.Sum, name="sums")',
+        'hvd.allreduce(sums, op=hvd.Sum, name="sums"); return sums',
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_wrong_reduction_is_seen(trained, whole_batch, tmp_path, mistake):
+    """What the tests above compare does tell a right run from these wrong ones."""
+    name, file, old, new = WRONG[mistake]
+    root = changed_copy(tmp_path, file, old, new)
+    assert not agree(trained(name, 2, root=root), whole_batch)
+
+
+@pytest.mark.horovod
+@pytest.mark.full
+@pytest.mark.parametrize("mistake", WRONG_HOROVOD)
+def test_a_wrong_reduction_under_horovod_is_seen(
+    trained, whole_batch, tmp_path, mistake
+):
+    root = changed_copy(tmp_path, "horovod_distributed.py", *WRONG_HOROVOD[mistake])
+    assert not agree(trained("horovod_distributed", 2, root=root), whole_batch)
+
+
+# --- the same validation ---
+
+SIZES = list(range(1, 42))
+
+
+@pytest.mark.parametrize("batch_size", (12, pytest.param(48, marks=pytest.mark.full)))
+@pytest.mark.parametrize(
+    "name, world_size",
+    [
+        *(("distributed", world_size) for world_size in (1, 2, 3, 4)),
+        *(("multiprocessing_distributed", world_size) for world_size in (1, 2, 3, 4)),
+        ("dataparallel", 1),
+        pytest.param("horovod_distributed", 3, marks=HOROVOD),
+        *(
+            pytest.param("horovod_distributed", n, marks=(HOROVOD, pytest.mark.full))
+            for n in (1, 2, 4)
+        ),
+    ],
+)
+def test_validation_counts_every_image_once(
+    digits, tmp_path, name, world_size, batch_size, figure
+):
+    """On 1 to 41 images: what all processes found is what the saved file scores."""
+    flags = ["--data", digits, *FLAGS, "-b", batch_size, "-j", 0, "--evaluate"]
+    flags += ["--pretrained", "--output", tmp_path / "out"]
+    found = start(name)(
+        tmp_path,
+        world_size,
+        validate_sizes,
+        name=name,
+        flags=list(map(str, flags)),
+        sizes=SIZES,
+        output=str(tmp_path),
+    )
+    assert len(found) == world_size and all(list(one) == SIZES for one in found)
+    errors, hits = [], set()
+    for size in SIZES:
+        loss, top1, top5, images = score(digits, tmp_path / f"{size}.pt", size)
+        for figures, buffers in (one[size] for one in found):
+            errors.append(abs(figures[0] - loss))
+            assert figures[1:] == (100 * top1 / images, 100 * top5 / images, size)
+            for name_of, buffer in found[0][size][1].items():
+                assert torch.equal(buffer, buffers[name_of])
+        hits.add((top1, top5))
+    figure(f"val loss, {name}, {world_size} processes, batch {batch_size}", max(errors))
+    assert max(errors) <= 1e-5
+    assert len(hits) > 10  # or equal counts would say little
+
+
+def score(digits, path, size):
+    """Loss and hits of one process, in plain PyTorch, one image after the other."""
+    model = NormNet(10).eval()
+    model.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
+    loss = top1 = top5 = 0
+    for index in chosen(359, size):
+        image, label = val_image(digits, index)
+        with torch.no_grad():
+            outputs = model(image.unsqueeze(0))
+        loss += cross_entropy(outputs, torch.tensor([label])).item() / size
+        best = outputs[0].topk(5).indices.tolist()
+        top1 += best[0] == label
+        top5 += label in best
+    return loss, top1, top5, size
+
+
+@functools.cache
+def val_image(digits, index):
+    """One image as the network takes it, and its label."""
+    path = sorted((digits / "val").glob("*/*"))[index]
+    classes = sorted(folder.name for folder in (digits / "val").iterdir())
+    crop = v2.Compose([v2.Resize(36), v2.CenterCrop(32)])
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, STD))
+    image = (crop(decode_with_torchvision(str(path))).float() - mean) / std
+    return image, classes.index(path.parent.name)

@@ -1,0 +1,450 @@
+"""Stopped, killed or hanging, a run ends, leaves no process behind, and goes on to the bit."""
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY, Running, launcher, wait_until
+from ranks import Ranks, run_ranks, suspended, train, train_with_nan, wait_for_ever
+
+# How a run is launched: script of scripts/ and its settings
+WAYS = {
+    "dataparallel": ("dataparallel", {}),
+    "torchrun": ("distributed", {}),
+    "launch": ("distributed", {"LAUNCHER": "launch"}),
+    "mp.spawn": ("multiprocessing_distributed", {}),
+    "horovodrun gloo": ("horovod_distributed", {"CONTROLLER": "gloo"}),
+    "horovodrun mpi": ("horovod_distributed", {"CONTROLLER": "mpi"}),
+}
+NEEDS = {"horovodrun gloo": pytest.mark.horovod, "horovodrun mpi": pytest.mark.mpi}
+
+# --- what ends a run ---
+
+
+def to_launcher(number):
+    return lambda job: os.kill(job.process.pid, number)
+
+
+def to_one_process(number):
+    return lambda job: os.kill(max(job.trainers()), number)
+
+
+EVENTS = {
+    "Ctrl-C": lambda job: os.killpg(job.process.pid, signal.SIGINT),
+    "SIGTERM to the launcher": to_launcher(signal.SIGTERM),
+    "SIGUSR1 to the launcher": to_launcher(signal.SIGUSR1),
+    "SIGKILL to the launcher": to_launcher(signal.SIGKILL),
+    "SIGTERM to one process": to_one_process(signal.SIGTERM),
+    "SIGUSR1 to one process": to_one_process(signal.SIGUSR1),
+    "SIGKILL to one process": to_one_process(signal.SIGKILL),
+    "one process hangs": to_one_process(signal.SIGSTOP),
+}
+# Horovod's launchers end their processes by SIGKILL where they are killed themselves, and
+# mpirun turns SIGUSR1 to itself into SIGUSR1 to all
+STOPS = {"Ctrl-C", "SIGTERM to the launcher", "SIGUSR1 to the launcher"}
+STOPS |= {"SIGTERM to one process", "SIGUSR1 to one process"}
+SHORT = {
+    ("dataparallel", "Ctrl-C"),
+    ("torchrun", "Ctrl-C"),
+    ("mp.spawn", "Ctrl-C"),
+    ("horovodrun gloo", "Ctrl-C"),
+    ("mp.spawn", "SIGTERM to the launcher"),
+    ("torchrun", "SIGUSR1 to the launcher"),
+    ("torchrun", "SIGKILL to the launcher"),
+    ("mp.spawn", "SIGKILL to the launcher"),
+    ("torchrun", "SIGKILL to one process"),
+    ("mp.spawn", "SIGKILL to one process"),
+    ("horovodrun gloo", "SIGKILL to one process"),
+    ("horovodrun mpi", "one process hangs"),
+}
+
+
+def cases():
+    for way in WAYS:
+        for event in EVENTS:
+            if way == "dataparallel" and "one process" in event:
+                continue  # the process is the launcher
+            marks = [NEEDS[way]] if way in NEEDS else []
+            if (way, event) not in SHORT:
+                marks.append(pytest.mark.full)
+            yield pytest.param(way, event, marks=marks)
+
+
+@pytest.mark.parametrize("way, event", list(cases()))
+def test_a_run_ends_and_leaves_nothing_behind(way, event, pictures, tmp_path, figure):
+    strategy, variables = WAYS[way]
+    output, flags = tmp_path / "out", (*TINY, "--epochs", "500")
+    if "hangs" in event:
+        flags += ("--timeout-seconds", "5")
+    with Running(strategy, pictures, output, *flags, **variables) as job:
+        wait_until((output / "checkpoint.pt").exists, 90, "first checkpoint")
+        if way != "dataparallel":
+            wait_until(lambda: len(job.trainers()) == 2, 20, "two training processes")
+        began = time.monotonic()
+        EVENTS[event](job)
+        status = job.end(90)
+        seconds = time.monotonic() - began
+        text = job.text()
+    saved = "stopped after step" in text or "stopped after epoch" in text
+    figure(f"end / {way} / {event}", [status, round(seconds, 1), saved])
+    assert status != 0
+    assert text.count("stopped after") <= 1
+    content = torch.load(output / "checkpoint.pt", weights_only=True)
+    assert content["epoch"] < 500
+    if event in STOPS and way in ("dataparallel", "torchrun", "launch", "mp.spawn"):
+        assert saved, text[-2000:]
+    if event in STOPS and way in ("dataparallel", "mp.spawn"):
+        assert status == 143
+    if "Traceback" in text:  # the launcher's own
+        assert way in ("torchrun", "launch", "horovodrun gloo"), text[-3000:]
+    if event in ("one process hangs", "SIGKILL to one process") and way != "mp.spawn":
+        assert " lost another: " in text or "finished no batch for" in text
+
+
+# --- to the bit ---
+
+EPOCHS, STEPS = 8, 12
+COURSE = "--arch mobilenet_v3_small --image-size 32 -b 8 --precision fp32 --lr 0.4 "
+COURSE += f"--min-crop 0.5 --warmup-epochs 1 --epochs {EPOCHS} --max-steps {STEPS} "
+COURSE = (COURSE + "--print-interval 2 --checkpoint-steps 5").split()
+TIMES = {
+    *("seconds", "warmup_steps", "images_per_second", "step_milliseconds"),
+    *("data_wait_share", "peak_memory_mib"),
+}
+
+
+@pytest.fixture(scope="module")
+def small_digits(digits, tmp_path_factory):
+    """96 training and 30 validation images."""
+    folder = tmp_path_factory.mktemp("data") / "small"
+    for part, count in (("train", 10), ("val", 3)):
+        for source in sorted((digits / part).iterdir()):
+            (folder / part / source.name).mkdir(parents=True)
+            for file in sorted(source.iterdir())[:count]:
+                shutil.copy(file, folder / part / source.name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(small_digits, tmp_path_factory):
+    """The output of a run that nothing disturbed; strategies have the same bits."""
+    done = {}
+
+    def of(world_size):
+        if world_size not in done:
+            folder = tmp_path_factory.mktemp("whole")
+            name = "dataparallel" if world_size == 1 else "distributed"
+            flags = [
+                "--data",
+                small_digits,
+                *COURSE,
+                "-j",
+                2,
+                "--output",
+                folder / "out",
+            ]
+            run_ranks(folder, world_size, train, name=name, flags=flags)
+            done[world_size] = folder / "out"
+        return done[world_size]
+
+    return of
+
+
+def assert_same_run(output, expected):
+    """Both files of weights, the optimizer, the schedule and the figures, to the bit."""
+    for name in ("checkpoint.pt", "best.pt"):
+        one, other = (
+            torch.load(folder / name, weights_only=True)
+            for folder in (output, expected)
+        )
+        for key, tensor in one["state_dict"].items():
+            assert torch.equal(tensor, other["state_dict"][key]), key
+        for number, state in one["optimizer"]["state"].items():
+            other_state = other["optimizer"]["state"][number]
+            assert torch.equal(state["momentum_buffer"], other_state["momentum_buffer"])
+        for key in ("epoch", "step", "best_acc1", "scheduler", "scaler", "sums"):
+            assert one[key] == other[key], key
+        assert one["optimizer"]["param_groups"] == other["optimizer"]["param_groups"]
+        assert figures_of(one["records"]) == figures_of(other["records"])
+    lines, others = (
+        (folder / "epochs.jsonl").read_text().splitlines()
+        for folder in (output, expected)
+    )
+    assert len(lines) == len(others) == EPOCHS
+
+
+def figures_of(records):
+    return [
+        {name: value for name, value in record.items() if name not in TIMES}
+        for record in records
+    ]
+
+
+@pytest.mark.parametrize(
+    "seed", (0, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 2, 3)))
+)
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(
+            way,
+            marks=[
+                *([NEEDS[way]] if way in NEEDS else []),
+                *([pytest.mark.full] if way in ("launch", "horovodrun mpi") else []),
+            ],
+        )
+        for way in WAYS
+    ],
+)
+def test_killed_and_stopped_it_ends_with_the_same_bits(
+    way, seed, small_digits, uninterrupted, tmp_path, figure
+):
+    """SIGKILL to all at a random moment, then SIGTERM to one process, then to the end."""
+    strategy, variables = WAYS[way]
+    moments = random.Random(f"{way} {seed}")
+    output = tmp_path / "out"
+    expected = uninterrupted(1 if way == "dataparallel" else 2)
+
+    with Running(strategy, small_digits, output, *COURSE, **variables) as job:
+        wait_until((output / "checkpoint.pt").exists, 90, "first checkpoint")
+        time.sleep(moments.uniform(0, 2))
+        job.kill()
+    killed = torch.load(output / "checkpoint.pt", weights_only=True)
+    assert killed["epoch"] < EPOCHS, "the kill came too late to say anything"
+
+    with Running(
+        strategy, small_digits, output, *COURSE, "--resume", "auto", **variables
+    ) as job:
+        wait_until(lambda: "resumed at epoch" in job.text(), 90, "the second life")
+        time.sleep(moments.uniform(0.5, 1.5))
+        os.kill(moments.choice(job.trainers()), signal.SIGTERM)
+        status = job.end(60)
+        assert status == 143 if way in ("dataparallel", "mp.spawn") else status != 0
+        assert "stopped after" in job.text(), job.text()[-3000:]
+    stopped = torch.load(output / "checkpoint.pt", weights_only=True)
+    assert (killed["epoch"], killed["step"]) <= (stopped["epoch"], stopped["step"])
+    assert stopped["epoch"] < EPOCHS, "the signal came too late to say anything"
+
+    flags = ("--data", small_digits, *COURSE, "-j", "2", "--output", output)
+    ended = launcher(strategy, *flags, "--resume", "auto", **variables)
+    assert ended.returncode == 0, ended.stderr
+    assert_same_run(output, expected)
+    figure(
+        f"resumed to the bit / {way} / {seed}",
+        [[one["epoch"], one["step"]] for one in (killed, stopped)],
+    )
+
+
+@pytest.mark.parametrize(
+    "life",
+    [*range(3), *(pytest.param(n, marks=pytest.mark.full) for n in range(3, 40))],
+)
+def test_killed_again_and_again_it_ends_with_the_same_bits(
+    life, small_digits, uninterrupted, tmp_path, figure
+):
+    """SIGKILL at random moments, from the first step to the last write."""
+    moments = random.Random(life)
+    name = ("distributed", "multiprocessing_distributed")[life % 2]
+    output = tmp_path / "out"
+    flags = ["--data", small_digits, *COURSE, "-j", 2, "--output", output]
+    flags += ["--resume", "auto"]
+    kills = []
+    while True:
+        with Ranks(tmp_path, 2, train, name=name, flags=flags) as ranks:
+            until = time.monotonic() + moments.uniform(0.5, 4)
+            while time.monotonic() < until and ranks.alive():
+                time.sleep(0.01)
+            if not ranks.alive():
+                assert ranks.end() == [0, 0], ranks.text()
+                break
+        with contextlib.suppress(FileNotFoundError):
+            content = torch.load(output / "checkpoint.pt", weights_only=True)
+            kills.append([content["epoch"], content["step"]])
+        assert len(kills) < 40
+    assert_same_run(output, uninterrupted(2))
+    figure(f"killed again and again / {name} / {life}", kills)
+
+
+@pytest.mark.parametrize("world_size", (1, 3, 4))
+def test_another_number_of_processes_goes_on_from_the_same_image(
+    world_size, digits, tmp_path
+):
+    """The network has no batch norm, so what is left is rounding (see test_equality)."""
+    flags = "--image-size 32 -b 48 --precision fp32 --lr 0.1 --warmup-epochs 1 -j 0 "
+    flags = (flags + "--max-steps 10 --epochs 4 --print-interval 1").split()
+    flags = ["--data", digits, *flags, "--checkpoint-steps", 4]
+
+    def go(folder, processes, *more):
+        more = [*flags, "--output", folder / "out", *more]
+        return Ranks(
+            folder, processes, train, name="distributed", flags=more, net="small"
+        )
+
+    with go(tmp_path / "whole", 2) as ranks:
+        assert ranks.end() == [0, 0]
+    with go(tmp_path, 2) as ranks:
+        wait_until((tmp_path / "out" / "checkpoint.pt").exists, 60, "first checkpoint")
+        ranks.signal(1, signal.SIGTERM)
+        assert ranks.end() == [143, 143], ranks.text()
+    stopped = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)
+    assert stopped["epoch"] < 4 and stopped["world_size"] == 2
+    with go(tmp_path, world_size, "--resume", "auto") as ranks:
+        assert ranks.end() == [0] * world_size, ranks.text()
+        assert (
+            f"(image {48 * stopped['step']} of its order), saved by 2 processes\n"
+            in ranks.text()
+        )
+    one, other = (
+        torch.load(folder / "out" / "checkpoint.pt", weights_only=True)
+        for folder in (tmp_path, tmp_path / "whole")
+    )
+    for key, tensor in one["state_dict"].items():
+        torch.testing.assert_close(tensor, other["state_dict"][key], rtol=0, atol=4e-6)
+    for record, expected in zip(one["records"], other["records"], strict=True):
+        assert record["images"] == expected["images"] == 480
+        assert record["train_loss"] == pytest.approx(expected["train_loss"], abs=1e-5)
+
+
+# --- all processes agree ---
+
+
+@pytest.mark.parametrize("number", ("SIGTERM", "SIGUSR1", "SIGINT"))
+@pytest.mark.parametrize("rank", (0, 2))
+def test_a_signal_to_any_process_stops_all_after_the_same_step(
+    number, rank, small_digits, tmp_path
+):
+    flags = ["--data", small_digits, *COURSE, "-j", 2, "--output", tmp_path / "out"]
+    flags += ["-b", 12, "--max-steps", 8]
+    name = "multiprocessing_distributed" if rank else "distributed"
+    with Ranks(tmp_path, 3, train, name=name, flags=flags) as ranks:
+        wait_until((tmp_path / "out" / "checkpoint.pt").exists, 60, "first checkpoint")
+        ranks.signal(rank, getattr(signal, number))
+        assert ranks.end() == [143] * 3, ranks.text()
+        assert ranks.text().count("stopped after") == 1
+        assert "Traceback" not in ranks.text()
+
+
+def test_a_loss_that_is_not_finite_stops_all_and_spares_the_checkpoint(
+    small_digits, tmp_path
+):
+    """On one process only, in the middle of the second epoch."""
+    flags = ["--data", small_digits, *COURSE, "-j", 0, "--output", tmp_path / "out"]
+    flags = [*flags, "--checkpoint-steps", 1]
+    with Ranks(
+        tmp_path, 2, train_with_nan, name="distributed", flags=flags, at=(1, 7)
+    ) as ranks:
+        assert ranks.end() == [2, 2], ranks.text()
+        text = ranks.text()
+    assert (
+        text.count("the loss became nan by step 7 of epoch 2 at learning rate 0.0125")
+        == 1
+    )
+    content = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)
+    assert (content["epoch"], content["step"]) == (1, 6)
+    assert all(tensor.isfinite().all() for tensor in content["state_dict"].values())
+
+
+# --- hangs ---
+
+
+def test_a_process_that_hangs_ends_the_others(small_digits, tmp_path):
+    flags = ["--data", small_digits, *COURSE, "-j", 0, "--output", tmp_path / "out"]
+    flags += ["-b", 12, "--max-steps", 8, "--timeout-seconds", 3]
+    with Ranks(tmp_path, 3, train, name="distributed", flags=flags) as ranks:
+        wait_until((tmp_path / "out" / "checkpoint.pt").exists, 60, "first checkpoint")
+        ranks.signal(1, signal.SIGSTOP)
+        began = time.monotonic()
+        wait_until(lambda: not ranks.alive(0, 2), 12, "the others end")
+        assert 2 < time.monotonic() - began
+        assert [ranks.processes[rank].exitcode for rank in (0, 2)] == [1, 1]
+        assert ranks.text().count(" lost another: ") == 2
+        assert "Traceback" not in ranks.text()
+
+
+def test_the_watchdog_ends_a_process_that_waits_for_ever(tmp_path):
+    with Ranks(tmp_path, 1, wait_for_ever, seconds=1) as ranks:
+        assert ranks.end(10) == [1]
+        assert (
+            "process 0 on " in ranks.text()
+            and "finished no batch for 2 s" in ranks.text()
+        )
+
+
+def test_the_watchdog_spares_a_process_that_was_suspended(tmp_path):
+    with Ranks(tmp_path, 1, suspended, seconds=1) as ranks:
+        wait_until(lambda: "begins" in ranks.text(), 20, "a start")
+        ranks.signal(0, signal.SIGSTOP)
+        time.sleep(3)
+        ranks.signal(0, signal.SIGCONT)
+        assert ranks.end(10) == [0], ranks.text()
+
+
+# --- a full disk, a read-only one ---
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A disk of 1 MiB in memory."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    mounted = subprocess.run(command, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a disk: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_full_disk_ends_the_run_and_spares_the_checkpoint(disk, digits, tmp_path):
+    flags = "--image-size 32 -b 48 --precision fp32 -j 0 --max-steps 5 --epochs 200"
+    flags = ["--data", digits, *flags.split(), "--output", disk / "out"]
+    with Ranks(
+        tmp_path, 2, train, name="distributed", flags=flags, net="small"
+    ) as ranks:
+        wait_until((disk / "out" / "checkpoint.pt").exists, 60, "first checkpoint")
+        with contextlib.suppress(OSError):
+            (disk / "filling").write_bytes(bytes(2**20))
+        first, second = ranks.end()
+        assert first == 2 and second != 0, ranks.text()
+        assert ranks.text().count("No space left on device; what was there is") == 1
+        assert "Traceback" not in ranks.text()
+    for file in (disk / "out").glob("*.pt"):
+        content = torch.load(file, weights_only=True)
+        assert content["state_dict"] and content["epoch"] < 200
+    (disk / "filling").unlink()
+    flags = [*flags, "--epochs", content["epoch"] + 3, "--resume", "auto"]
+    run_ranks(tmp_path, 2, train, name="distributed", flags=flags, net="small")
+
+
+def test_a_read_only_disk_is_said_at_once(disk, digits, tmp_path):
+    (disk / "out").mkdir()
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    flags = ("--data", digits, *TINY, "--output", disk / "out")
+    ended = launcher("distributed", *flags)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == (
+        f"distributed.py: error: --output {disk / 'out'} cannot be written to\n"
+    )
+
+
+def test_only_safe_loads():
+    """Every torch.load in the project names weights_only=True and the CPU."""
+    from conftest import ROOT
+
+    calls = [
+        line
+        for folder in (ROOT, ROOT / "common", ROOT / "scripts")
+        for file in Path(folder).glob("*.py")
+        for line in file.read_text().splitlines()
+        if "torch.load(" in line
+    ]
+    assert calls
+    for line in calls:
+        assert 'map_location="cpu", weights_only=True' in line
