@@ -5,6 +5,7 @@ import atexit
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -258,6 +259,9 @@ def settle_worker(worker: int) -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    # For connections that break when the trainer is killed; what goes wrong with an
+    # image reaches the trainer by another way
+    sys.excepthook = lambda *_: None
     threading.Thread(target=end_with_trainer, daemon=True).start()
 
 

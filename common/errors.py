@@ -45,7 +45,7 @@ class ImageError(UserError):
 
 
 class Stopped(Exception):
-    """A signal asked for the end, and what was reached has been saved."""
+    """A signal asked for the end, and what was reached has been saved: the text."""
 
 
 def local_rank() -> str:

@@ -19,10 +19,10 @@ sys.path.insert(0, str(ROOT))
 
 from common.sample_data import write_digits  # noqa: E402
 
-# Flags of a run of seconds: two epochs of three steps on tiny pictures of digits
+# Flags of a run of seconds: two epochs of ten steps on tiny pictures of digits
 SHORT = (
     "--image-size 32 --global-batch-size 64 --lr 0.2 --warmup-epochs 1 --schedule cosine "
-    "--min-crop 0.5 --no-flip --epochs 2 --max-steps 3 --precision fp32"
+    "--min-crop 0.5 --no-flip --epochs 2 --max-steps 10 --precision fp32"
 ).split()
 # Steps of a few milliseconds
 TINY = "--image-size 32 -b 4 --arch squeezenet1_1 --precision fp32 --print-interval 1".split()
@@ -217,7 +217,9 @@ class Running:
         """Ids of the training processes: no launcher, and no loader (a fork of a trainer)."""
         processes = processes_of(self.run)
         spawned = "multiprocessing_distributed" in self.process.args[1]
-        script = re.compile(r"\S*python\S* (-u )?\S*distributed.py --data")
+        script = re.compile(
+            r"\S*python\S* (-u )?\S*distributed.py (--local-rank=\d )?--data"
+        )
         return [
             pid
             for pid, (parent, command) in processes.items()

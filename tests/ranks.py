@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import sys
+import textwrap
 import threading
 import time
 from argparse import Namespace
@@ -23,7 +24,10 @@ import torch
 from torch import nn
 from torch.utils.data import Subset
 
+from common.arguments import build_parser, parse_arguments
+from common.checkpoint import TrainingState, replace_file
 from common.launch import Watchdog, rendezvous_address
+from common.schedule import build_scheduler
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("dataparallel", "distributed", "multiprocessing_distributed")
@@ -216,6 +220,36 @@ def train_with_nan(name: str, flags: list, at: tuple[int, int]):
     start(script, flags)
 
 
+def save_for_ever(output: str) -> None:
+    """Save one checkpoint after the other; all tensors of the Nth are N.
+
+    Writes N to the file `acknowledged` once save() has returned.
+    """
+    argv = ["--data", "x", "--output", output, "--precision", "fp32"]
+    args = parse_arguments(build_parser("A test."), "test", argv)
+    args.world_size = 1
+    model = nn.Linear(512, 256)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    scheduler = build_scheduler(args, optimizer, 10)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    state = TrainingState(args, model, optimizer, scheduler, scaler)
+    for weight in model.parameters():
+        optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+    acknowledged = Path(output, "acknowledged")
+    number = int(acknowledged.read_text()) if acknowledged.exists() else 0
+    while True:
+        number += 1
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.fill_(number)
+                optimizer.state[weight]["momentum_buffer"].fill_(number)
+        state.epoch, state.step = number, 0
+        state.records = [{"epoch": number - 1, "val_top1": float(number)}]
+        state.save()
+        text = str(number).encode()
+        replace_file(acknowledged, lambda file, text=text: file.write(text))
+
+
 def wait_for_ever(seconds: int) -> None:
     """Finish a batch, and then never another."""
     Watchdog.GRACE = 1
@@ -269,6 +303,7 @@ def validate_sizes(
     def all_sizes(args, loader, eval_model, meter):
         train_set, val_set = build_datasets(args)
         rank, world_size = place(name)
+        region = shard_region(script)
         for size in sizes:
             generator = torch.Generator().manual_seed(1000 * size + rank)
             raw_model = script.raw_model
@@ -276,7 +311,10 @@ def validate_sizes(
             norm.running_mean.normal_(generator=generator)
             norm.running_var.uniform_(0.5, 2, generator=generator)
             subset = Subset(val_set, chosen(len(val_set), size))
-            sampler = range(rank, size, world_size)
+            names = {"args": args, "train_set": train_set, "val_set": subset}
+            names |= {"rank": rank, "world_size": world_size}
+            exec(region, vars(script), names)  # the script's own choice of images
+            sampler = names["val_sampler"]
             one = data.build_loader(args, subset, sampler, loader.device, False)
             figures = validate(args, one, eval_model, script.Meter(loader.device))
             buffers = {
@@ -294,6 +332,13 @@ def validate_sizes(
     script.validate = all_sizes
     start(script, flags)
     return found
+
+
+def shard_region(script) -> str:
+    """The lines of the script that say which images are whose."""
+    lines = Path(script.__file__).read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if "# [2/6 shard]" in line)
+    return textwrap.dedent("\n".join(lines[first : lines.index("    # [/shard]")]))
 
 
 def chosen(images: int, size: int) -> list[int]:

@@ -1,12 +1,17 @@
 """Checkpoints: complete, refused where they do not fit, never half written."""
 
 import json
+import os
 import pickle
+import random
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT  # noqa: F401
+import torchvision
+from conftest import wait_until
+from ranks import Ranks, save_for_ever
 
 from common.arguments import build_parser, parse_arguments
 from common.checkpoint import (
@@ -19,6 +24,7 @@ from common.checkpoint import (
 )
 from common.errors import UserError
 from common.meters import Averages
+from common.model import build_model
 from common.schedule import build_scheduler
 
 FIGURES = {"seconds": 1.0}
@@ -244,6 +250,130 @@ def test_what_is_no_checkpoint_is_refused(tmp_path, kind, monkeypatch):
         read_checkpoint(path)
     assert str(path) in str(refused.value) and "\n" not in str(refused.value)
     assert not Path("evil-was-here").exists()
+
+
+KILLS = 200
+
+
+def test_a_kill_at_any_moment_of_a_write_leaves_a_whole_checkpoint(
+    tmp_path, figure, request
+):
+    """Nothing whose save() had returned is lost, and nothing is mixed."""
+    moments, halves, last = random.Random(0), 0, 0
+    kills = 10 * KILLS if request.config.getoption("full") else KILLS
+    output = tmp_path / "run"
+    for _ in range(kills):
+        with Ranks(tmp_path, 1, save_for_ever, output=str(output)) as ranks:
+            before = last
+            wait_until(
+                lambda before=before: number_in(output / "acknowledged") > before,
+                30,
+                "a save",
+            )
+            time.sleep(moments.uniform(0, 0.03))
+            ranks.processes[0].kill()
+            ranks.processes[0].join()
+        acknowledged = number_in(output / "acknowledged")
+        halves += bool(list(output.glob("*.pt.tmp")))
+        last = whole(read_checkpoint(output / "checkpoint.pt"))
+        assert acknowledged <= last <= acknowledged + 1
+        assert whole(read_checkpoint(output / "best.pt")) in (last, last + 1)
+        record = json.loads((output / "epochs.jsonl").read_text())
+        assert record["epoch"] + 1 in (last, last + 1)
+        for file in output.glob("*.tmp"):
+            file.unlink()
+    figure("kills in a write", [kills, halves])
+    assert halves > kills / 10  # of them came while a file was half written
+
+
+def number_in(path):
+    return int(path.read_text()) if path.exists() else 0
+
+
+def whole(content):
+    """The number that all tensors of a checkpoint of save_for_ever hold."""
+    tensors = list(content["state_dict"].values())
+    tensors += [s["momentum_buffer"] for s in content["optimizer"]["state"].values()]
+    assert len(tensors) == 4
+    assert all((tensor == content["epoch"]).all() for tensor in tensors)
+    assert (
+        content["best_acc1"] == content["epoch"] == content["records"][0]["epoch"] + 1
+    )
+    return content["epoch"]
+
+
+def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    """What a power failure needs: fsync of the file, rename, fsync of the folder."""
+    calls, fsync, replace = [], os.fsync, os.replace
+
+    def recorded_fsync(descriptor):
+        calls.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def recorded_replace(source, target):
+        calls.append(("replace", str(source), str(target)))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "replace", recorded_replace)
+    target = tmp_path / "file"
+    replace_file(target, lambda file: file.write(b"new"))
+    assert calls == [
+        ("fsync", f"{target}.tmp"),
+        ("replace", f"{target}.tmp", str(target)),
+        ("fsync", str(tmp_path)),
+    ]
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path):
+    path = saved(tmp_path)
+    before = path.read_bytes()
+    _, state = make(tmp_path / "run")
+    step(state, 1)
+    with torch.no_grad():
+        state.raw_model.weight[0, 0] = float("inf")
+    with pytest.raises(
+        UserError, match="a weight is not finite by step 1 of epoch 1 at"
+    ):
+        state.save()
+    assert path.read_bytes() == before
+
+
+def test_a_validation_loss_that_is_not_finite_ends_the_run(tmp_path):
+    _, state = make(tmp_path)
+    step(state, 3)
+    with pytest.raises(UserError, match="the validation loss became nan by step 3 of"):
+        state.finish_epoch(Averages(float("nan"), 10.0, 50.0, 40), FIGURES)
+
+
+def test_the_best_accuracy_survives_a_resume(tmp_path):
+    _, state = make(tmp_path / "run")
+    for number, top1 in ((1, 60.0), (2, 80.0)):
+        step(state, number)
+        finish(state, top1)
+        state.save()
+    args, second = make(tmp_path / "run", "--resume", "auto")
+    resume(args, second)
+    assert second.best_acc1 == 80.0
+    step(second, 3)
+    finish(second, 70.0)
+    second.save()
+    best, last = (
+        torch.load(tmp_path / "run" / n) for n in ("best.pt", "checkpoint.pt")
+    )
+    assert (best["epoch"], last["epoch"], last["best_acc1"].item()) == (2, 3, 80.0)
+
+
+@pytest.mark.parametrize("arch", ("resnet18", "mobilenet_v3_small", "squeezenet1_1"))
+def test_plain_torchvision_takes_the_weights(tmp_path, arch):
+    """Compiled and channels_last or not, the names are torchvision's."""
+    for flags in ((), ("--no-channels-last",), ("--compile",)):
+        argv = ["--data", "x", "--arch", arch, *flags]
+        args = parse_arguments(build_parser("A test."), "test", argv)
+        weights = build_model(args, 1000).state_dict()
+        torch.save({"state_dict": weights}, tmp_path / "file.pt")
+        content = torch.load(tmp_path / "file.pt", weights_only=True)
+        getattr(torchvision.models, arch)().load_state_dict(content["state_dict"])
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path):

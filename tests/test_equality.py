@@ -386,6 +386,44 @@ def score(digits, path, size):
     return loss, top1, top5, size
 
 
+WRONG_VALIDATION = {
+    "padded shards": (
+        "val_sampler = range(rank, len(val_set), world_size)",
+        "val_sampler = DistributedSampler(val_set, world_size, rank, shuffle=False)",
+    ),
+    "buffers of each process": ("    share_buffers(eval_model)\n", ""),
+    "metrics that were never reduced": ("    dist.all_reduce(sums)\n", ""),
+    "the dropout and statistics of training": ("    eval_model.eval()\n", ""),
+    "losses divided twice": (
+        "        meter.add(F.cross_entropy(outputs, labels), outputs, labels)\n",
+        "        meter.add(F.cross_entropy(outputs, labels) / len(labels), outputs, labels)\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG_VALIDATION)
+def test_a_wrong_validation_is_seen(digits, tmp_path, mistake):
+    root = changed_copy(tmp_path / "copy", "distributed.py", *WRONG_VALIDATION[mistake])
+    flags = ["--data", digits, *FLAGS, "-b", 12, "-j", 0, "--evaluate", "--pretrained"]
+    found = run_ranks(
+        tmp_path,
+        2,
+        validate_sizes,
+        name="distributed",
+        flags=[*map(str, flags), "--output", str(tmp_path / "out")],
+        sizes=[7, 40],
+        output=str(tmp_path),
+        root=root,
+    )
+    right = []
+    for size in (7, 40):
+        loss, top1, top5, images = score(digits, tmp_path / f"{size}.pt", size)
+        expected = (100 * top1 / images, 100 * top5 / images, size)
+        for figures, _ in (one[size] for one in found):
+            right.append(figures[1:] == expected and abs(figures[0] - loss) <= 1e-5)
+    assert not all(right)
+
+
 @functools.cache
 def val_image(digits, index):
     """One image as the network takes it, and its label."""

@@ -14,6 +14,7 @@ from conftest import (
     run,
     wait_until,
 )
+from ranks import Ranks, train
 
 FIVE = (
     "dataparallel",
@@ -101,29 +102,45 @@ def test_a_port_that_is_in_use(pictures, tmp_path):
     )
 
 
-@pytest.mark.parametrize("strategy", ("dataparallel", *PARALLEL))
+@pytest.mark.parametrize(
+    "strategy",
+    (
+        "dataparallel",
+        pytest.param("distributed", marks=pytest.mark.full),
+        "multiprocessing_distributed",
+        HOROVOD,
+    ),
+)
 def test_an_unreadable_image_ends_the_job(strategy, pictures, tmp_path):
-    broken = pictures / "train" / "dog" / "3.JPEG"
-    broken.write_bytes(broken.read_bytes()[:200])
-    output = tmp_path / "out"
+    broken = spoiled(pictures)
+    flags = ("--data", pictures, *TINY, "--output", tmp_path / "out")
     began = time.monotonic()
-    ended = launcher(
-        strategy,
-        "--data",
-        pictures,
-        *TINY,
-        "--output",
-        output,
-        timeout=90,
-        TEST_RUN=str(output),
-    )
+    ended = launcher(strategy, *flags, timeout=90, TEST_RUN=str(tmp_path))
     assert ended.returncode != 0
     assert time.monotonic() - began < 60
     everything = ended.stdout + ended.stderr
     assert everything.count(f"cannot read the image {broken}") == 1
     if strategy == "dataparallel":
         assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1
-    wait_until(lambda: not processes_of(str(output)), 15, "every process gone")
+    wait_until(lambda: not processes_of(str(tmp_path)), 15, "every process gone")
+
+
+def test_an_unreadable_image_ends_all_processes(pictures, tmp_path):
+    broken = spoiled(pictures)
+    flags = ["--data", pictures, *TINY, "-j", 3, "--output", tmp_path / "out"]
+    flags += ["-b", 3]
+    with Ranks(tmp_path, 3, train, name="distributed", flags=flags) as ranks:
+        statuses = ranks.end()
+        text = ranks.text()
+    assert sorted(statuses) == [1, 1, 2]
+    assert text.count(f"cannot read the image {broken}") == 1
+    assert text.count(" lost another: ") == 2 and "Traceback" not in text
+
+
+def spoiled(pictures):
+    broken = pictures / "train" / "dog" / "3.JPEG"
+    broken.write_bytes(broken.read_bytes()[:200])
+    return broken
 
 
 @pytest.mark.parametrize("strategy", ("distributed", HOROVOD))
@@ -142,4 +159,4 @@ def test_short_flags_are_flags():
     from common.arguments import build_parser, parse_arguments
 
     args = parse_arguments(build_parser("A test."), "test", ["--data", "x", *SHORT])
-    assert (args.max_steps, args.epochs, args.image_size) == (3, 2, 32)
+    assert (args.max_steps, args.epochs, args.image_size) == (10, 2, 32)

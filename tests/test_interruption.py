@@ -20,10 +20,10 @@ WAYS = {
     "torchrun": ("distributed", {}),
     "launch": ("distributed", {"LAUNCHER": "launch"}),
     "mp.spawn": ("multiprocessing_distributed", {}),
-    "horovodrun gloo": ("horovod_distributed", {"CONTROLLER": "gloo"}),
-    "horovodrun mpi": ("horovod_distributed", {"CONTROLLER": "mpi"}),
+    "horovodrun": ("horovod_distributed", {"CONTROLLER": "gloo"}),
+    "mpirun": ("horovod_distributed", {"CONTROLLER": "mpi"}),
 }
-NEEDS = {"horovodrun gloo": pytest.mark.horovod, "horovodrun mpi": pytest.mark.mpi}
+NEEDS = {"horovodrun": pytest.mark.horovod, "mpirun": pytest.mark.mpi}
 
 # --- what ends a run ---
 
@@ -46,23 +46,21 @@ EVENTS = {
     "SIGKILL to one process": to_one_process(signal.SIGKILL),
     "one process hangs": to_one_process(signal.SIGSTOP),
 }
-# Horovod's launchers end their processes by SIGKILL where they are killed themselves, and
-# mpirun turns SIGUSR1 to itself into SIGUSR1 to all
 STOPS = {"Ctrl-C", "SIGTERM to the launcher", "SIGUSR1 to the launcher"}
 STOPS |= {"SIGTERM to one process", "SIGUSR1 to one process"}
 SHORT = {
     ("dataparallel", "Ctrl-C"),
     ("torchrun", "Ctrl-C"),
     ("mp.spawn", "Ctrl-C"),
-    ("horovodrun gloo", "Ctrl-C"),
+    ("horovodrun", "Ctrl-C"),
     ("mp.spawn", "SIGTERM to the launcher"),
     ("torchrun", "SIGUSR1 to the launcher"),
     ("torchrun", "SIGKILL to the launcher"),
     ("mp.spawn", "SIGKILL to the launcher"),
     ("torchrun", "SIGKILL to one process"),
     ("mp.spawn", "SIGKILL to one process"),
-    ("horovodrun gloo", "SIGKILL to one process"),
-    ("horovodrun mpi", "one process hangs"),
+    ("horovodrun", "SIGKILL to one process"),
+    ("mpirun", "one process hangs"),
 }
 
 
@@ -103,7 +101,7 @@ def test_a_run_ends_and_leaves_nothing_behind(way, event, pictures, tmp_path, fi
     if event in STOPS and way in ("dataparallel", "mp.spawn"):
         assert status == 143
     if "Traceback" in text:  # the launcher's own
-        assert way in ("torchrun", "launch", "horovodrun gloo"), text[-3000:]
+        assert way in ("torchrun", "launch", "horovodrun"), text[-3000:]
     if event in ("one process hangs", "SIGKILL to one process") and way != "mp.spawn":
         assert " lost another: " in text or "finished no batch for" in text
 
@@ -197,7 +195,7 @@ def figures_of(records):
             way,
             marks=[
                 *([NEEDS[way]] if way in NEEDS else []),
-                *([pytest.mark.full] if way in ("launch", "horovodrun mpi") else []),
+                *([pytest.mark.full] if way in ("launch", "mpirun") else []),
             ],
         )
         for way in WAYS

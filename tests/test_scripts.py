@@ -2,12 +2,14 @@
 
 import importlib.util
 import json
+import sys
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT, SHORT, launcher, run
+from ranks import run_ranks, train
 from torchvision.models import resnet18
 
 from common.launch import rendezvous_address
@@ -69,8 +71,8 @@ def old_local_rank(*flags):
     )
 
 
-def plain_mpirun(*flags):
-    command = ("mpirun", "-np", "2", "--bind-to", "none", "--oversubscribe", "python")
+def horovodrun_mpi(*flags):
+    command = ("horovodrun", "-np", "2", "-H", "localhost:2", "--mpi", sys.executable)
     return run(*command, ROOT / "horovod_distributed.py", *flags)
 
 
@@ -83,10 +85,8 @@ WAYS = {
     "--local_rank": old_local_rank,
     "mp.spawn": lambda *flags: launcher("multiprocessing_distributed", *flags),
     "horovodrun gloo": lambda *flags: launcher("horovod_distributed", *flags),
-    "horovodrun mpi": lambda *flags: launcher(
-        "horovod_distributed", *flags, CONTROLLER="mpi"
-    ),
-    "mpirun": plain_mpirun,
+    "horovodrun mpi": horovodrun_mpi,
+    "mpirun": lambda *flags: launcher("horovod_distributed", *flags, CONTROLLER="mpi"),
 }
 NEEDS = {
     "horovodrun gloo": pytest.mark.horovod,
@@ -130,11 +130,8 @@ def test_trains_and_validates(trained, way):
     assert [record["epoch"] for record in epochs] == [0, 1]
     for record in epochs:
         assert RECORD <= set(record)
-        assert (record["steps"], record["images"], record["val_images"]) == (
-            3,
-            192,
-            359,
-        )
+        counts = record["steps"], record["images"], record["val_images"]
+        assert counts == (10, 640, 359)
         assert 0 <= record["val_top1"] <= record["val_top5"] <= 100
     assert epochs[1]["train_loss"] < epochs[0]["train_loss"] < 3
     report = json.loads((output / "report.json").read_text())
@@ -225,27 +222,32 @@ def test_a_finished_run_is_not_overwritten(trained, digits):
 
 @pytest.mark.parametrize("precision", ("bf16", "fp16"))
 def test_precisions(tmp_path, pictures, precision):
-    flags = (
-        "--data",
-        pictures,
-        "--image-size",
-        "32",
-        "-b",
-        "8",
-        "--epochs",
-        "1",
-        "-j",
-        "0",
-    )
-    ended = launcher(
-        "distributed", *flags, "--precision", precision, "--output", tmp_path / "out"
-    )
-    assert ended.returncode == 0, ended.stderr
+    flags = "--image-size 32 -b 8 --epochs 1 -j 0 --precision".split()
+    flags = ["--data", pictures, *flags, precision, "--output", tmp_path / "out"]
+    run_ranks(tmp_path, 2, train, name="distributed", flags=flags)
     content = checkpoint(tmp_path / "out")
     assert content["recipe"]["precision"] == precision
     assert bool(content["scaler"]) == (precision == "fp16")
     weights = content["state_dict"].values()
     assert {tensor.dtype for tensor in weights} == {torch.float32, torch.int64}
+
+
+def test_another_script_reads_the_checkpoint(trained):
+    """One that expects the keys of the ImageNet example of pytorch/examples."""
+    content = checkpoint(trained("torchrun"))
+    model = resnet18(num_classes=10)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9, weight_decay=1e-4)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=30, gamma=0.1)
+    assert content["arch"] == "resnet18"
+    first_epoch, best = content["epoch"], content["best_acc1"].to("cpu")
+    model.load_state_dict(content["state_dict"])
+    optimizer.load_state_dict(content["optimizer"])
+    schedule.load_state_dict(content["scheduler"])
+    assert first_epoch == 2
+    assert float(best) == pytest.approx(max(r["val_top1"] for r in content["records"]))
+    model(torch.randn(2, 3, 32, 32)).sum().backward()
+    optimizer.step()
+    schedule.step()
 
 
 def test_compile_and_synthetic(tmp_path):

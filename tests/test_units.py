@@ -132,7 +132,13 @@ def test_a_gpu_that_cannot_be_used_is_said_aloud(monkeypatch, capsys):
         ("UserError('no\\nsuch folder')", 0, 2, "-c: error: no such folder\n"),
         ("UserError('no such folder')", 1, 2, ""),
         ("ImageError('bad picture')", 1, 2, "-c: error: bad picture\n"),
-        ("Stopped()", 0, 143, ""),
+        (
+            "Stopped('step 3 of epoch 2')",
+            0,
+            143,
+            "stopped after step 3 of epoch 2, whi",
+        ),
+        ("Stopped('step 3 of epoch 2')", 1, 143, ""),
         ("KeyboardInterrupt()", 0, 130, ""),
         (
             "RuntimeError('Connection closed by peer [127.0.0.1]')",
