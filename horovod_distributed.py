@@ -50,7 +50,7 @@ def main(args: Namespace) -> None:
     """Train and validate; every process runs this function."""
     # [1/6 launch] Horovod asks horovodrun or MPI who this process is
     mp.set_start_method("forkserver")  # fork would copy Horovod's and MPI's state
-    mp.set_forkserver_preload(["common.data"])
+    mp.set_forkserver_preload(["common.forkserver"])
     timeout = int(args.timeout.total_seconds())
     os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(timeout))
     hvd.init()

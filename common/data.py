@@ -22,6 +22,7 @@ from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms import v2
 
 from common.errors import ImageError, UserError, end_children
+from common.launch import Watchdog
 from common.seeding import seed_augmentation
 
 # Mean and standard deviation of ImageNet's RGB values, for pixels between 0 and 255
@@ -257,7 +258,7 @@ def settle_worker(worker: int) -> None:
     Where that one is killed, a worker that came from a fork server would not notice:
     its parent is the server.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in Watchdog.SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     # For connections that break when the trainer is killed; what goes wrong with an
     # image reaches the trainer by another way

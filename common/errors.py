@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Iterator
 
 # The launchers' names for "which of this machine's processes am I"
@@ -18,11 +19,12 @@ LOCAL_RANK_VARIABLES = (
     "SLURM_LOCALID",
 )
 
-# What Gloo, NCCL, TCPStore and Horovod say when another process is gone or silent
+# What Gloo, NCCL, TCPStore, Horovod and DataLoader say when another process, or one of
+# the loader processes, is gone or silent
 LOST_PROCESS = re.compile(
     r"connection (was )?(closed|reset|refused)|timed out|timeout|broken pipe"
     r"|failed to recv|nccl (remote|system|communicator)|unexpected status"
-    r"|horovod has been shut down",
+    r"|horovod has been shut down|DataLoader worker",
     re.IGNORECASE,
 )
 PORT_IN_USE = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
@@ -103,13 +105,14 @@ def exit_status(number: int | None = None) -> Iterator[None]:
         leave(143)
     except KeyboardInterrupt:
         leave(130)
-    except RuntimeError as error:
+    except Exception as error:
         if PORT_IN_USE.search(str(error)):
             port = re.search(r"port: (\d+)", str(error))
             complain(f"port {port[1] if port else ''} is in use: choose another one")
             leave(2)
-        if not LOST_PROCESS.search(str(error)):
-            raise
+        if not isinstance(error, RuntimeError) or not LOST_PROCESS.search(str(error)):
+            traceback.print_exc()
+            leave(1)
         reason = str(error).strip().splitlines()[0]
         complain(f"{this_process()} lost another: {reason}")
         leave(1)

@@ -20,20 +20,29 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))
 # horovodrun starts further programs of the environment by their names
 PATH=$(dirname "$PYTHON"):$PATH
 case $CONTROLLER in
-    gloo) launch=(horovodrun -np "$NPROC" -H "localhost:$NPROC" --gloo) ;;
+    gloo) launch=(horovodrun -np "$NPROC" -H "localhost:$NPROC" --gloo) stop=TERM ;;
     mpi)
         if ! command -v mpirun >/dev/null; then
             echo "$(basename "$0"): error: CONTROLLER=mpi needs Open MPI's mpirun" >&2
             exit 2
         fi
         # Not horovodrun --mpi: a shell of its stands before mpirun and keeps signals from it.
-        # Half a minute to save after SIGTERM, where mpirun would leave a second.
-        launch=(mpirun --allow-run-as-root -np "$NPROC" -H "localhost:$NPROC" --bind-to none
-            --mca odls_base_sigkill_timeout 30)
+        # mpirun hands SIGUSR1 on and waits; at other signals it soon kills.
+        launch=(mpirun --allow-run-as-root -np "$NPROC" -H "localhost:$NPROC" --bind-to none)
+        stop=USR1
         ;;
     *)
         echo "$(basename "$0"): error: CONTROLLER=$CONTROLLER; it is gloo or mpi" >&2
         exit 2
         ;;
 esac
-exec "${launch[@]}" "$PYTHON" "$ROOT/horovod_distributed.py" "$@"
+if command -v setpriv >/dev/null; then launch=(setpriv "--pdeathsig=$stop" "${launch[@]}"); fi
+
+set -m # a process group for the launcher: Ctrl-C reaches this script alone, which hands it on
+"${launch[@]}" "$PYTHON" "$ROOT/horovod_distributed.py" "$@" &
+launcher=$!
+trap 'kill "-$stop" "$launcher" 2>/dev/null' INT TERM USR1
+until wait "$launcher"; do
+    status=$?
+    kill -0 "$launcher" 2>/dev/null || exit "$status" # else a signal ended `wait` alone
+done

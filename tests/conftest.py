@@ -227,6 +227,15 @@ class Running:
             and processes.get(parent, (0, ""))[1] != command
         ]
 
+    def loaders(self):
+        """Ids of the loader processes that are children of a training process."""
+        trainers = set(self.trainers()) or {self.process.pid}
+        return [
+            pid
+            for pid, (parent, command) in processes_of(self.run).items()
+            if parent in trainers and "resource_tracker" not in command
+        ]
+
     def end(self, seconds):
         try:
             status = self.process.wait(timeout=seconds)

@@ -260,7 +260,7 @@ def test_a_kill_at_any_moment_of_a_write_leaves_a_whole_checkpoint(
 ):
     """Nothing whose save() had returned is lost, and nothing is mixed."""
     moments, halves, last = random.Random(0), 0, 0
-    kills = 10 * KILLS if request.config.getoption("full") else KILLS
+    kills = 5 * KILLS if request.config.getoption("full") else KILLS
     output = tmp_path / "run"
     for _ in range(kills):
         with Ranks(tmp_path, 1, save_for_ever, output=str(output)) as ranks:
