@@ -397,7 +397,6 @@ def build_loader(
         pin_memory=device.type == "cuda",
         persistent_workers=args.per_process_workers > 0,
         worker_init_fn=settle_worker,
-        timeout=args.timeout.total_seconds() if args.per_process_workers else 0,
     )
     if args.per_process_workers:
         start_workers(loader, batches)

@@ -1,13 +1,16 @@
 """Shared fixtures: data, and running scripts through their real launchers."""
 
 import contextlib
+import json
 import os
+import platform
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,8 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from common.device import describe  # noqa: E402
+from common.report import commit  # noqa: E402
 from common.sample_data import write_digits  # noqa: E402
 
 # Flags of a run of seconds: two epochs of ten steps on tiny pictures of digits
@@ -42,6 +47,26 @@ def pytest_configure(config):
     for marker in MISSING:
         config.addinivalue_line("markers", f"{marker}: skipped where it is missing")
     config.addinivalue_line("markers", "full: runs with --full only")
+
+
+def pytest_sessionfinish(session, exitstatus):
+    """Write down what a long run measured."""
+    if not session.config.getoption("full") or not FIGURES:
+        return
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    report = {
+        "commit": commit(),
+        **{name: len(reporter.stats.get(name, [])) for name in ("passed", "failed")},
+        "minutes": round((time.monotonic() - BEGAN) / 60, 1),
+        "cpu": describe(torch.device("cpu")),
+        "cpu_cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "horovod": None if MISSING["horovod"] else version("horovod"),
+        "figures": FIGURES,
+    }
+    path = ROOT / "results" / "reliability.json"
+    path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def horovod_missing() -> str | None:
@@ -228,12 +253,15 @@ class Running:
         ]
 
     def loaders(self):
-        """Ids of the loader processes that are children of a training process."""
-        trainers = set(self.trainers()) or {self.process.pid}
+        """Ids of the loader processes: the youngest generation, below a fork server or not."""
+        processes = processes_of(self.run)
+        parents = {parent for parent, _ in processes.values()}
         return [
             pid
-            for pid, (parent, command) in processes_of(self.run).items()
-            if parent in trainers and "resource_tracker" not in command
+            for pid, (_, command) in processes.items()
+            if pid not in parents
+            and "python" in command
+            and "resource_tracker" not in command
         ]
 
     def end(self, seconds):
@@ -245,7 +273,8 @@ class Running:
         return status
 
 
-FIGURES: dict[str, float] = {}
+FIGURES: dict = {}
+BEGAN = time.monotonic()
 
 
 @pytest.fixture

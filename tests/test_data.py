@@ -3,7 +3,6 @@
 import hashlib
 import multiprocessing
 from argparse import Namespace
-from datetime import timedelta
 
 import pytest
 import torch
@@ -37,7 +36,6 @@ def arguments(data, **changes):
         global_batch_size=4,
         evaluate=False,
         workers=0,
-        timeout=timedelta(seconds=60),
     )
     return Namespace(**{**base, **changes})
 

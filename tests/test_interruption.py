@@ -54,10 +54,6 @@ EVENTS = {
 # What saves before it ends
 STOPS = {"Ctrl-C", "SIGTERM to the launcher", "SIGUSR1 to the launcher"}
 STOPS |= {"SIGTERM to one process", "SIGUSR1 to one process"}
-# Processes of these ask for a signal when their launcher is gone
-SAVES_WITHOUT_LAUNCHER = {
-    (way, "SIGKILL to the launcher") for way in ("torchrun", "launch", "mpirun")
-}
 SHORT = {
     ("dataparallel", "Ctrl-C"),
     ("torchrun", "Ctrl-C"),
@@ -107,7 +103,11 @@ def test_a_run_ends_and_leaves_nothing_behind(way, event, pictures, tmp_path, fi
     assert text.count("stopped after") <= 1
     content = torch.load(output / "checkpoint.pt", weights_only=True)
     assert content["epoch"] < 500
-    assert saved == (event in STOPS or (way, event) in SAVES_WITHOUT_LAUNCHER), text
+    # Where the launcher is killed its processes are asked to stop; one alone is just dead
+    stops = (
+        event in STOPS or event == "SIGKILL to the launcher" and way != "dataparallel"
+    )
+    assert saved == stops, text
     if event in STOPS and way in ("dataparallel", "mp.spawn"):
         assert status == 143
     if "Traceback" in text:  # the launcher's own
@@ -196,7 +196,7 @@ def figures_of(records):
 
 
 @pytest.mark.parametrize(
-    "seed", (0, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 2)))
+    "seed", (0, *(pytest.param(n, marks=pytest.mark.full) for n in (1,)))
 )
 @pytest.mark.parametrize(
     "way",
@@ -252,7 +252,7 @@ def test_killed_and_stopped_it_ends_with_the_same_bits(
 
 @pytest.mark.parametrize(
     "life",
-    [*range(2), *(pytest.param(n, marks=pytest.mark.full) for n in range(2, 40))],
+    [*range(2), *(pytest.param(n, marks=pytest.mark.full) for n in range(2, 25))],
 )
 def test_killed_again_and_again_it_ends_with_the_same_bits(
     life, small_digits, uninterrupted, tmp_path, figure
