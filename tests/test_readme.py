@@ -9,6 +9,7 @@ from conftest import ROOT, run
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import quickstart
+import reliability
 
 README = (ROOT / "README.md").read_text()
 STRATEGIES = tuple(quickstart.LAUNCHERS)
@@ -90,3 +91,19 @@ def test_links_lead_somewhere():
 def test_quickstart_uses_the_recipe_it_prints():
     recipe = " ".join(quickstart.RECIPE)
     assert "--epochs 8" in recipe and "--no-flip" in recipe
+
+
+def test_the_figures_of_the_reliability_page_are_those_of_the_results():
+    report = json.loads(reliability.RESULTS.read_text())
+    page = reliability.PAGE.read_text()
+    assert page == reliability.filled(page, report)
+    assert report["failed"] == 0 and report["passed"] > 150
+
+
+def test_the_bounds_of_the_reliability_page_are_those_of_the_tests():
+    import test_equality
+
+    page = reliability.PAGE.read_text()
+    weights, momenta = test_equality.WEIGHT_BOUND, test_equality.MOMENTUM_BOUND
+    assert f"is {weights:.1e} for weights and {momenta:.1e} for momenta" in page
+    assert f"{len(test_equality.WRONG)}" == "10" and "ten ways" in page

@@ -1,0 +1,117 @@
+"""Tables of docs/reliability.md, from the figures that a --full test run wrote down.
+
+python tests/reliability.py    # rewrites what stands between the markers
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "reliability.md"
+RESULTS = ROOT / "results" / "reliability.json"
+
+
+def markdown(header: list[str], rows: list[list]) -> str:
+    """A table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+
+
+def machine(report: dict) -> str:
+    """Where the figures come from."""
+    return (
+        f"{report['passed']} tests passed, {report['failed']} failed, in "
+        f"{report['minutes']:.0f} minutes on {report['cpu_cores']} cores of an "
+        f"{report['cpu']}; Python {report['python']}, PyTorch {report['torch']}, Horovod "
+        f"{report['horovod']}; commit {report['commit'][:12]}.\n"
+    )
+
+
+def group(report: dict, prefix: str) -> dict:
+    """The figures whose name begins with `prefix`, without it."""
+    return {
+        name.removeprefix(prefix): value
+        for name, value in report["figures"].items()
+        if name.startswith(prefix)
+    }
+
+
+def weights(report: dict) -> str:
+    """Differences from dataparallel on the whole batch."""
+    momenta = group(report, "momentum, ")
+    rows = [
+        [
+            name.split(", ")[0],
+            name.split(", ")[1].split()[0],
+            f"{w:.1e}",
+            f"{momenta[name]:.1e}",
+        ]
+        for name, w in group(report, "weights, ").items()
+    ]
+    return markdown(["strategy", "processes", "weights", "momentum"], rows)
+
+
+def validation(report: dict) -> str:
+    """Validations that were compared with one process, and their largest error."""
+    errors = group(report, "val loss, ")
+    return (
+        f"{41 * len(errors)} validations compared ({len(errors)} combinations of strategy, "
+        "number of processes and batch size, 41 sizes each): counts all equal, largest "
+        f"difference of the loss {max(errors.values()):.1e}.\n"
+    )
+
+
+def kills(report: dict) -> str:
+    """Kills survived."""
+    in_writes, halves = report["figures"]["kills in a write"]
+    lives = group(report, "killed again and again / ")
+    chains = group(report, "resumed to the bit / ")
+    return (
+        f"- {in_writes} kills of a process that does nothing but save: {halves} came while "
+        "a file was half written. After each, a whole checkpoint was there, none older than "
+        "the last save that had returned.\n"
+        f"- {len(lives)} runs killed again and again at random moments, "
+        f"{sum(map(len, lives.values()))} times in all, and resumed each time: every one "
+        "ended with the bits of the run that was left alone.\n"
+        f"- {len(chains)} runs through the launchers, killed once, resumed, stopped once by "
+        "SIGTERM to one process, resumed: the same bits.\n"
+    )
+
+
+def ends(report: dict) -> str:
+    """What ends a run, by launcher."""
+    cells = {tuple(name.split(" / ")): v for name, v in group(report, "end / ").items()}
+    ways = list(dict.fromkeys(way for way, _ in cells))
+    events = list(dict.fromkeys(event for _, event in cells))
+    rows = []
+    for event in events:
+        row = [event]
+        for way in ways:
+            status, seconds, saved = cells.get((way, event), (None, None, None))
+            text = f"{status}, {seconds:.0f} s" if status is not None else "-"
+            row.append(f"**{text}**" if saved else text)
+        rows.append(row)
+    return markdown(["", *ways], rows)
+
+
+TABLES: dict[str, Callable[[dict], str]] = {
+    "machine": machine,
+    "weights": weights,
+    "validation": validation,
+    "kills": kills,
+    "ends": ends,
+}
+
+
+def filled(page: str, report: dict) -> str:
+    """The page with what stands between its markers made anew."""
+    for name, table in TABLES.items():
+        begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->\n"
+        before, rest = page.split(begin)
+        page = before + begin + table(report) + end + rest.split(end)[1]
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(filled(PAGE.read_text(), json.loads(RESULTS.read_text())))
