@@ -19,12 +19,13 @@ def markdown(header: list[str], rows: list[list]) -> str:
 
 
 def machine(report: dict) -> str:
-    """Where the figures come from."""
-    return (
-        f"{report['passed']} tests passed, {report['failed']} failed, in "
-        f"{report['minutes']:.0f} minutes on {report['cpu_cores']} cores of an "
-        f"{report['cpu']}; Python {report['python']}, PyTorch {report['torch']}, Horovod "
-        f"{report['horovod']}; commit {report['commit'][:12]}.\n"
+    """Where the figures come from: a long run, and tests that were run again."""
+    return "".join(
+        f"- {session['passed']} tests passed, {session['failed']} failed, in "
+        f"{session['minutes']:.0f} minutes on {session['cpu_cores']} cores of an "
+        f"{session['cpu']}; Python {session['python']}, PyTorch {session['torch']}, Horovod "
+        f"{session['horovod']}; commit {session['commit'][:12]}\n"
+        for session in report["sessions"]
     )
 
 
