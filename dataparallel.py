@@ -132,10 +132,10 @@ def train(
         if save or step % args.print_interval == 0:
             recent = state.add(step, combine(meter.take()))
             progress.lap(step, recent, loader.wait_seconds())
+            if rank == 0 and (save or state.stop_requested):
+                state.save()
             if state.stop_requested:
                 break
-            if save and rank == 0:
-                state.save()
     progress.close()
 
 

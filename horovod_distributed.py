@@ -34,9 +34,8 @@ from common.seeding import seed_step
 # [imports]
 import os
 
-import torch.multiprocessing as mp
-
 from common.errors import UserError
+from common.launch import use_fork_server
 from common.model import InMemoryOrder, contiguous_view
 
 try:
@@ -49,8 +48,7 @@ except ImportError as error:
 def main(args: Namespace) -> None:
     """Train and validate; every process runs this function."""
     # [1/6 launch] Horovod asks horovodrun or MPI who this process is
-    mp.set_start_method("forkserver")  # fork would copy Horovod's and MPI's state
-    mp.set_forkserver_preload(["common.forkserver"])
+    use_fork_server()  # for loader processes: fork would copy Horovod's and MPI's state
     timeout = int(args.timeout.total_seconds())
     os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(timeout))
     hvd.init()
@@ -151,10 +149,10 @@ def train(
         if save or step % args.print_interval == 0:
             recent = state.add(step, combine(meter.take()))
             progress.lap(step, recent, loader.wait_seconds())
+            if rank == 0 and (save or state.stop_requested):
+                state.save()
             if state.stop_requested:
                 break
-            if save and rank == 0:
-                state.save()
     progress.close()
 
 

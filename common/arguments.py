@@ -179,7 +179,7 @@ def build_parser(docstring: str) -> OneLineParser:
         "--checkpoint-steps",
         metavar="N",
         type=positive,
-        default=sys.maxsize,
+        default=sys.maxsize,  # at an epoch's end only
         help="also save every N steps of an epoch",
     )
     add("--output", metavar="DIR", help="runs/STRATEGY")

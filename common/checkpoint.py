@@ -113,12 +113,17 @@ class TrainingState:
             return f"step {self.step} of epoch {self.epoch + 1}"
         return f"epoch {self.epoch}"
 
-    def diverged(self, what: str) -> UserError:
-        """The error that ends a run whose numbers are not finite any more."""
+    def diverged(self, what: str, earlier: str = CHECKPOINT) -> UserError:
+        """The error that ends a run whose numbers are not finite any more.
+
+        Args:
+            earlier: the file that holds finite ones, if the run has written it.
+        """
+        file = self.folder / earlier
         return UserError(
             f"{what} by {self.position} at learning rate {self.learning_rate:.4g}; "
-            "lower --lr or lengthen --warmup-epochs "
-            f"(a checkpoint in {self.folder} is from before)"
+            "begin again with a lower --lr or more --warmup-epochs"
+            + (f" ({file} is from before)" if file.exists() else "")
         )
 
     @property
@@ -134,7 +139,7 @@ class TrainingState:
             UserError: the validation loss is not finite.
         """
         if not math.isfinite(val.loss):
-            raise self.diverged(f"the validation loss became {val.loss}")
+            raise self.diverged(f"the validation loss became {val.loss}", BEST)
         train = averages(self.sums)
         record = {
             "epoch": self.epoch,

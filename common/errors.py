@@ -24,7 +24,7 @@ LOCAL_RANK_VARIABLES = (
 LOST_PROCESS = re.compile(
     r"connection (was )?(closed|reset|refused)|timed out|timeout|broken pipe"
     r"|failed to recv|nccl (remote|system|communicator)|unexpected status"
-    r"|horovod has been shut down|DataLoader worker",
+    r"|horovod has been shut down|DataLoader worker \(pid",
     re.IGNORECASE,
 )
 PORT_IN_USE = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)

@@ -1,6 +1,7 @@
 """Who this process is, by a launcher's variables, and the signals that stop it."""
 
 import logging
+import multiprocessing.resource_tracker
 import os
 import signal
 import socket
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -70,8 +72,9 @@ class Watchdog:
 
     Not every communication library gives up on a process that is gone silent (Horovod
     over MPI does not). So the watchdog ends this one where no batch is finished for
-    `timeout`, and `GRACE` seconds more, in which a library may say what it knows. It
-    counts seconds in which this process runs: one that was suspended goes on.
+    `timeout`, and `GRACE` seconds more, in which a library may say what it knows; the
+    first batch, which may compile, has three times as long. It counts seconds in which
+    this process runs: one that was suspended goes on.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -80,29 +83,53 @@ class Watchdog:
     def __init__(self, timeout: timedelta):
         self.stop_requested = False
         self.limit = int(timeout.total_seconds()) + self.GRACE
-        self.seconds = 0  # since the last batch
-        self.thread = threading.Thread(target=self._watch, daemon=True)
+        self.fed = False
         for number in self.SIGNALS:
             signal.signal(number, self._remember)
+        threading.Thread(target=self._watch, daemon=True).start()
 
     def feed(self) -> None:
-        """Say that a batch is finished; time runs from the first (it may compile)."""
-        self.seconds = 0
-        if not self.thread.is_alive():
-            self.thread.start()
+        """Say that a batch is finished."""
+        self.fed = True
 
     def _remember(self, number: int, frame: object) -> None:
         self.stop_requested = True
 
     def _watch(self) -> None:
-        while self.seconds < self.limit:
+        seconds = -2 * self.limit
+        while seconds < self.limit:
             time.sleep(1)
-            self.seconds += 1
+            seconds = 0 if self.fed else seconds + 1
+            self.fed = False
         complain(
             f"{this_process()} finished no batch for {self.limit} s, another process "
-            "seems to hang (--timeout-seconds sets how long to wait)"
+            "or the data hangs (--timeout-seconds sets how long to wait)"
         )
         os._exit(1)
+
+
+def use_fork_server() -> None:
+    """Have loader processes forked by a server that is no copy of this process.
+
+    Source:
+    https://docs.python.org/3/library/multiprocessing.html#contexts-and-start-methods
+    """
+    root = str(Path(__file__).resolve().parent.parent)
+    # The server looks for modules there, wherever this process was started
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    multiprocessing.set_start_method("forkserver")
+    multiprocessing.set_forkserver_preload(["common.forkserver"])
+    # The tracker removes what a process that ends at once leaves behind, and need not
+    # say so. And SIGUSR1, which mpirun hands to a whole process group, is not for it.
+    quiet = "ignore::UserWarning:multiprocessing.resource_tracker"
+    warnings, os.environ["PYTHONWARNINGS"] = os.environ.get("PYTHONWARNINGS"), quiet
+    handler = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    multiprocessing.resource_tracker.ensure_running()
+    signal.signal(signal.SIGUSR1, handler)
+    del os.environ["PYTHONWARNINGS"]
+    if warnings is not None:
+        os.environ["PYTHONWARNINGS"] = warnings
 
 
 def rendezvous_address(url: str | None, node_rank: int) -> str:

@@ -41,10 +41,8 @@ if command -v setpriv >/dev/null; then launch=(setpriv "--pdeathsig=$stop" "${la
 set -m # a process group for the launcher: Ctrl-C reaches this script alone, which hands it on
 "${launch[@]}" "$PYTHON" "$ROOT/horovod_distributed.py" "$@" &
 launcher=$! stopped=0
-trap 'stopped=1; kill "-$stop" "$launcher" 2>/dev/null' INT TERM USR1
-while true; do
-    status=0
-    wait "$launcher" || status=$?
-    kill -0 "$launcher" 2>/dev/null || break # else a signal ended `wait` alone
-done
+trap 'stopped=1; kill "-$stop" "$launcher" 2>/dev/null || :' INT TERM USR1
+while kill -0 "$launcher" 2>/dev/null; do wait -f "$launcher" || :; done # signals end `wait`
+status=0
+wait "$launcher" || status=$?
 exit $((status ? status : stopped)) # horovodrun may end a stopped run with 0

@@ -37,8 +37,10 @@ def pytest_addoption(parser):
     parser.addoption(
         "--full",
         action="store_true",
-        help="also the long form of tests: more seeds, kills and process counts; "
-        "writes results/reliability.json",
+        help="also the long form of tests: more seeds, kills and process counts",
+    )
+    parser.addoption(
+        "--figures", action="store_true", help="write results/reliability.json"
     )
 
 
@@ -51,7 +53,7 @@ def pytest_configure(config):
 
 def pytest_sessionfinish(session, exitstatus):
     """Write down what a long run measured."""
-    if not session.config.getoption("full") or not FIGURES:
+    if not session.config.getoption("figures"):
         return
     path = ROOT / "results" / "reliability.json"
     complete = {"weights", "val loss", "kills in a write", "end"}
@@ -60,6 +62,7 @@ def pytest_sessionfinish(session, exitstatus):
         report = json.loads(path.read_text())  # some tests were run again
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     this_session = {
+        "form": "long" if session.config.getoption("full") else "short",
         "commit": commit(),
         **{name: len(reporter.stats.get(name, [])) for name in ("passed", "failed")},
         "minutes": round((time.monotonic() - BEGAN) / 60, 1),
@@ -248,7 +251,7 @@ class Running:
         processes = processes_of(self.run)
         spawned = "multiprocessing_distributed" in self.process.args[1]
         script = re.compile(
-            r"\S*python\S* (-u )?\S*distributed.py (--local-rank=\d )?--data"
+            r"\S*python\S* (-u )?\S*(distributed|dataparallel)\.py (--local-rank=\d )?--data"
         )
         return [
             pid

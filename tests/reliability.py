@@ -1,4 +1,6 @@
-"""Tables of docs/reliability.md, from the figures that a --full test run wrote down.
+"""Tables of docs/reliability.md, from the figures that tests wrote down.
+
+    bash scripts/test.sh --full --figures
 
 python tests/reliability.py    # rewrites what stands between the markers
 """
@@ -21,7 +23,7 @@ def markdown(header: list[str], rows: list[list]) -> str:
 def machine(report: dict) -> str:
     """Where the figures come from: a long run, and tests that were run again."""
     return "".join(
-        f"- {session['passed']} tests passed, {session['failed']} failed, in "
+        f"- {session['form']} form: {session['passed']} tests passed, {session['failed']} failed, in "
         f"{session['minutes']:.0f} minutes on {session['cpu_cores']} cores of an "
         f"{session['cpu']}; Python {session['python']}, PyTorch {session['torch']}, Horovod "
         f"{session['horovod']}; commit {session['commit'][:12]}\n"

@@ -342,8 +342,16 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
 def test_a_validation_loss_that_is_not_finite_ends_the_run(tmp_path):
     _, state = make(tmp_path)
     step(state, 3)
-    with pytest.raises(UserError, match="the validation loss became nan by step 3 of"):
+    with pytest.raises(
+        UserError, match="the validation loss became nan by step 3"
+    ) as e:
         state.finish_epoch(Averages(float("nan"), 10.0, 50.0, 40), FIGURES)
+    assert "from before" not in str(e.value)  # there is no earlier file
+    finish(state, 50.0)
+    state.save()
+    step(state, 4)
+    with pytest.raises(UserError, match=r"best.pt is from before"):
+        state.finish_epoch(Averages(float("inf"), 10.0, 50.0, 40), FIGURES)
 
 
 def test_the_best_accuracy_survives_a_resume(tmp_path):

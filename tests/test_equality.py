@@ -46,7 +46,7 @@ def start(name):
 LOADERS = [
     *(("distributed", n, workers) for n in (1, 2, 3, 4) for workers in (0, 1, 3)),
     *(("multiprocessing_distributed", n, 1) for n in (1, 2, 3, 4)),
-    *(("dataparallel", 1, workers) for workers in (0, 1, 3)),
+    *(("dataparallel", 1, workers) for workers in (1, 3)),
 ]
 FULL_LOADERS = [
     *(("multiprocessing_distributed", n, j) for n in (1, 2, 3, 4) for j in (0, 3)),
@@ -98,8 +98,7 @@ def one_process(digests):
 @pytest.mark.parametrize(
     "name, world_size, workers",
     [
-        *LOADERS[:-3],
-        *LOADERS[-2:],
+        *LOADERS,
         *(pytest.param(*one, marks=HOROVOD) for one in HOROVOD_LOADERS),
         *(pytest.param(*one, marks=pytest.mark.full) for one in FULL_LOADERS),
         *(

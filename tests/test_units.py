@@ -153,6 +153,13 @@ def test_a_gpu_that_cannot_be_used_is_said_aloud(monkeypatch, capsys):
             "-c: error: port 29500 is in use: choose another one",
         ),
         ("RuntimeError('shape mismatch')", 0, 1, "Traceback"),
+        ("RuntimeError('DataLoader worker (pid 7) is killed')", 1, 1, "lost another"),
+        (
+            "RuntimeError('Caught RuntimeError in DataLoader worker process 0.')",
+            1,
+            1,
+            "Traceback",
+        ),
     ],
 )
 def test_exit_status(raised, local_rank, status, line):
@@ -270,7 +277,7 @@ def test_sums_meet_no_tensor_of_another_float_type(monkeypatch, tmp_path):
 
 def test_meter_carries_the_stop_signal():
     class Asked:
-        requested = True
+        stop_requested = True
 
     assert Meter(CPU, Asked()).take()[4] == 1
 
