@@ -39,7 +39,7 @@ esac
 if command -v setpriv >/dev/null; then launch=(setpriv "--pdeathsig=$stop" "${launch[@]}"); fi
 
 set -m # a process group for the launcher: Ctrl-C reaches this script alone, which hands it on
-"${launch[@]}" "$PYTHON" "$ROOT/horovod_distributed.py" "$@" &
+"${launch[@]}" "$PYTHON" "$ROOT/horovod_distributed.py" "$@" </dev/null &
 launcher=$! stopped=0
 trap 'stopped=1; kill "-$stop" "$launcher" 2>/dev/null || :' INT TERM USR1
 while kill -0 "$launcher" 2>/dev/null; do wait -f "$launcher" || :; done # signals end `wait`

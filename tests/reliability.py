@@ -1,8 +1,7 @@
 """Tables of docs/reliability.md, from the figures that tests wrote down.
 
-    bash scripts/test.sh --full --figures
-
-python tests/reliability.py    # rewrites what stands between the markers
+bash scripts/test.sh --full --figures    # writes results/reliability.json
+python tests/reliability.py              # rewrites what stands between the markers
 """
 
 import json

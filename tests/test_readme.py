@@ -106,6 +106,9 @@ def test_the_bounds_of_the_reliability_page_are_those_of_the_tests():
     import test_equality
 
     page = reliability.PAGE.read_text()
-    weights, momenta = test_equality.WEIGHT_BOUND, test_equality.MOMENTUM_BOUND
-    assert f"is {weights:.1e} for weights and {momenta:.1e} for momenta" in page
+    weights, momenta = (
+        f"{bound:.1e}".replace("e-0", "e-")
+        for bound in (test_equality.WEIGHT_BOUND, test_equality.MOMENTUM_BOUND)
+    )
+    assert f"assert is {weights} for weights and {momenta} for momenta" in page
     assert f"{len(test_equality.WRONG)}" == "10" and "ten ways" in page
