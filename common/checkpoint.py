@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from common.errors import UserError
+from common.errors import LOST_PROCESS, UserError
 from common.meters import Averages, averages
 
 CHECKPOINT = "checkpoint.pt"
@@ -363,6 +363,7 @@ def replace_file(path: Path, write: Any) -> None:
 
     Raises:
         UserError: writing failed; the old file is untouched.
+        RuntimeError: a loader process died meanwhile; the same holds.
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -377,7 +378,12 @@ def replace_file(path: Path, write: Any) -> None:
             os.fsync(folder)
         finally:
             os.close(folder)
-    except (OSError, RuntimeError) as error:  # torch.save turns a full disk into those
+    except (OSError, RuntimeError) as error:
+        # torch.save, broken off, raises an error of its own on top of the first one
+        while error.__context__ is not None:
+            error = error.__context__
+        if LOST_PROCESS.search(str(error)):  # noticed by a signal handler
+            raise error from None
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise UserError(
             f"cannot write {path}: {reason}; what was there is untouched"

@@ -414,3 +414,35 @@ def test_tensors_beside_the_optimizer_are_filled_in_place():
     saved_tensors = SavedTensors([torch.ones(3), torch.full((2,), 2.0)]).state_dict()
     SavedTensors(tensors).load_state_dict(saved_tensors)
     assert tensors[0].tolist() == [1, 1, 1] and tensors[1].tolist() == [2, 2]
+
+
+def test_a_loader_process_that_dies_during_a_save_is_not_taken_for_a_bad_disk(tmp_path):
+    """PyTorch notices its death in a signal handler, so wherever the process happens to be."""
+    path = tmp_path / "checkpoint.pt"
+    path.write_bytes(b"old")
+
+    class Interrupted:
+        """A file in the middle of whose third write the signal arrives."""
+
+        writes = 0
+
+        def __init__(self, file):
+            self.file = file
+
+        def write(self, content):
+            self.writes += 1
+            if self.writes == 3:
+                raise RuntimeError(
+                    "DataLoader worker (pid 7) is killed by signal: Killed."
+                )
+            return self.file.write(content)
+
+        def flush(self):
+            self.file.flush()
+
+    def write(file):
+        torch.save([torch.zeros(100_000), torch.zeros(100_000)], Interrupted(file))
+
+    with pytest.raises(RuntimeError, match=r"^DataLoader worker \(pid 7\)"):
+        replace_file(path, write)
+    assert path.read_bytes() == b"old"
