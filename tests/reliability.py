@@ -49,7 +49,7 @@ def weights(report: dict) -> str:
             f"{w:.1e}",
             f"{momenta[name]:.1e}",
         ]
-        for name, w in group(report, "weights, ").items()
+        for name, w in sorted(group(report, "weights, ").items())
     ]
     return markdown(["strategy", "processes", "weights", "momentum"], rows)
 
