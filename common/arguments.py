@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from common.device import PRECISIONS
 from common.errors import complain, speaks_for_machine
+from common.images import DECODERS
 from common.model import architectures
 
 IMAGENET_TRAIN_IMAGES = 1281167
@@ -157,9 +158,9 @@ def build_parser(docstring: str) -> OneLineParser:
     )
     add(
         "--decoder",
-        choices=("auto", "torchvision", "pil"),
+        choices=("auto", *DECODERS),
         default="auto",
-        help="JPEG decoder; auto is torchvision",
+        help="of images; auto is nvimgcodec where it is installed, else torchvision",
     )
     add(
         "--precision",

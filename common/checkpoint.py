@@ -33,7 +33,6 @@ RECIPE = (
     "min_crop",
     "no_flip",
     "precision",
-    "decoder",
     "max_steps",
     "seed",
 )
@@ -42,10 +41,13 @@ RECIPE = (
 def recipe_of(args: argparse.Namespace) -> dict:
     """The values that two lives of one run have in common.
 
-    More epochs are welcome, but under the cosine they bend the whole curve.
+    More epochs are welcome, but under the cosine they bend the whole curve. Of the
+    decoders Pillow alone has other pixels, because it resizes them itself.
     """
     recipe = {name: getattr(args, name) for name in RECIPE}
-    return {**recipe, "epochs": args.epochs if args.schedule == "cosine" else None}
+    recipe["epochs"] = args.epochs if args.schedule == "cosine" else None
+    recipe["decoder"] = "pil" if args.decoder == "pil" else "auto"
+    return recipe
 
 
 class TrainingState:

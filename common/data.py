@@ -8,20 +8,24 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
 import numpy
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
-from torchvision.io import ImageReadMode, decode_image
-from torchvision.transforms import v2
 
 from common.errors import ImageError, UserError, end_children
+from common.images import (
+    Picture,
+    TrainTransform,
+    ValTransform,
+    choose_decoder,
+    read_image,
+)
 from common.launch import Watchdog
 from common.seeding import seed_augmentation
 
@@ -33,25 +37,49 @@ STD = (58.395, 57.12, 57.375)
 # --- data sets ---
 
 
-class ImageFolder(Dataset):
-    """Images in one sub-folder per class, decoded to RGB and transformed.
+class PackedPaths:
+    """Paths below one folder, in one array of bytes.
 
-    An item is (image, label): a (3, H, W) uint8 tensor and an int. The paths are packed
-    into one array, because a Python list of 1.3 million of them is copied page by page
-    into every loader process as reference counts are touched
+    A Python list of 1.3 million of them is copied page by page into every loader
+    process, as its reference counts are touched
     (https://github.com/pytorch/pytorch/issues/13246).
     """
 
+    def __init__(self, root: str, paths: Iterable[str]):
+        """Pack `paths`, all of which begin with `root`."""
+        encoded = [os.fsencode(path[len(root) :]) for path in paths]
+        self.root = root
+        self.ends = numpy.cumsum([len(path) for path in encoded], dtype=numpy.int64)
+        self.bytes = numpy.frombuffer(b"".join(encoded), dtype=numpy.uint8)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, index: int) -> str:
+        start = self.ends[index - 1] if index else 0
+        return self.root + os.fsdecode(self.bytes[start : self.ends[index]].tobytes())
+
+
+class ImageFolder(Dataset):
+    """Images in one sub-folder per class, decoded to RGB and transformed.
+
+    An item is (image, label): a (3, H, W) uint8 tensor and an int.
+    """
+
     def __init__(
-        self, root: Path, classes: Sequence[str], transform: v2.Transform, decoder: str
+        self,
+        root: Path,
+        classes: Sequence[str],
+        transform: Callable[[Picture], Tensor],
+        decoder: str,
     ):
         """Index the folder.
 
         Args:
             root: holds one folder for each of `classes`.
             classes: folder names; the position of a name is its label.
-            transform: maps a (3, H, W) uint8 tensor to one of fixed size.
-            decoder: "torchvision" or "pil".
+            transform: maps an opened picture to a tensor of fixed size.
+            decoder: "torchvision", "nvimgcodec" or "pil".
 
         Raises:
             UserError: a class folder has no image.
@@ -60,13 +88,11 @@ class ImageFolder(Dataset):
         samples = make_dataset(
             str(root), numbers, extensions=IMG_EXTENSIONS, allow_empty=True
         )
-        encoded = [os.fsencode(path) for path, _ in samples]
         self.classes = classes
+        self.paths = PackedPaths(str(root), (path for path, _ in samples))
         self.labels = numpy.array([label for _, label in samples], dtype=numpy.int64)
-        self.ends = numpy.cumsum([len(path) for path in encoded], dtype=numpy.int64)
-        self.paths = numpy.frombuffer(b"".join(encoded), dtype=numpy.uint8)
         self.transform = transform
-        self.decode = DECODERS[decoder]
+        self.decoder = decoder
         per_class = numpy.bincount(self.labels, minlength=len(classes))
         if not per_class.all():
             empty = [
@@ -79,23 +105,9 @@ class ImageFolder(Dataset):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def path(self, index: int) -> str:
-        """Path of one image."""
-        start = self.ends[index - 1] if index else 0
-        return os.fsdecode(self.paths[start : self.ends[index]].tobytes())
-
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        path = self.path(index)
-        try:
-            image = self.decode(path)
-        except (RuntimeError, OSError, ValueError, SyntaxError) as error:
-            reason = (
-                str(error).strip().splitlines()[0]
-                if str(error).strip()
-                else repr(error)
-            )
-            raise ImageError(f"cannot read the image {path}: {reason}") from error
-        return self.transform(image), int(self.labels[index])
+        image = read_image(self.paths[index], self.decoder, self.transform)
+        return image, int(self.labels[index])
 
 
 class RandomImages(Dataset):
@@ -115,20 +127,6 @@ class RandomImages(Dataset):
         return torch.randint(
             256, shape, dtype=torch.uint8, generator=generator
         ), index % 1000
-
-
-def decode_with_torchvision(path: str) -> Tensor:
-    """Decode a file of any kind torchvision knows to a (3, H, W) uint8 RGB tensor."""
-    return decode_image(path, mode=ImageReadMode.RGB)
-
-
-def decode_with_pil(path: str) -> Tensor:
-    """The same through Pillow, as most ImageNet scripts do it."""
-    with Image.open(path) as image:
-        return v2.functional.pil_to_tensor(image.convert("RGB"))
-
-
-DECODERS = {"torchvision": decode_with_torchvision, "pil": decode_with_pil}
 
 
 def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
@@ -164,16 +162,11 @@ def open_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
             f"{args.data}: train/ and val/ must have the same class folders; "
             f"{len(different)} are in one of them only: {names}"
         )
-    decoder = "torchvision" if args.decoder == "auto" else args.decoder
-    flips = [] if args.no_flip else [v2.RandomHorizontalFlip()]
-    train_transform = v2.Compose(
-        [v2.RandomResizedCrop(size, (args.min_crop, 1.0)), *flips]
-    )
-    # Shorter side 256 and the middle 224, or the same share of another size
-    val_transform = v2.Compose([v2.Resize(size * 256 // 224), v2.CenterCrop(size)])
+    args.decoder = choose_decoder(args.decoder)
+    train_transform = TrainTransform(size, args.min_crop, flip=not args.no_flip)
     return (
-        ImageFolder(train_folder, classes, train_transform, decoder),
-        ImageFolder(val_folder, classes, val_transform, decoder),
+        ImageFolder(train_folder, classes, train_transform, args.decoder),
+        ImageFolder(val_folder, classes, ValTransform(size), args.decoder),
     )
 
 
@@ -248,7 +241,13 @@ class SeededDataset(Dataset):
 def collate(samples: list) -> list[Tensor] | ImageError:
     """Stack into (B, 3, H, W) uint8 images and (B,) int64 labels; errors go first."""
     errors = [sample for sample in samples if isinstance(sample, ImageError)]
-    return errors[0] if errors else default_collate(samples)
+    if errors:
+        return errors[0]
+    # Decoders leave the three values of a pixel side by side. So does the batch: it is
+    # copied faster, and is in channels_last format already
+    pixels = [(image.permute(1, 2, 0), label) for image, label in samples]
+    images, labels = default_collate(pixels)
+    return [images.permute(0, 3, 1, 2), labels]
 
 
 def settle_worker(worker: int) -> None:

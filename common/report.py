@@ -36,11 +36,14 @@ def print_start(
 ) -> None:
     """Say what is about to run, and from where it goes on."""
     lr = scaled_learning_rate(args.lr, args.global_batch_size)
+    data = "synthetic images"
+    if not args.synthetic:
+        data = f"{args.workers} loader processes ({args.decoder})"
     print(
         f"{args.strategy}: {processes(world_size)} on {describe(device)} "
         f"({device.type}), {args.arch}, {args.precision}, seed {args.seed}\n"
         f"{steps_per_epoch} steps an epoch of {args.global_batch_size} images, "
-        f"{args.per_process_batch_size} per process, {args.workers} loader processes, "
+        f"{args.per_process_batch_size} per process, {data}, "
         f"learning rate {lr:.4g}",
         flush=True,
     )
@@ -97,6 +100,7 @@ def write_report(
         "arch": args.arch,
         "global_batch_size": args.global_batch_size,
         "workers": args.workers,
+        "decoder": None if args.synthetic else args.decoder,
         "seed": args.seed,
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from common.device import describe  # noqa: E402
+from common.images import import_nvimgcodec  # noqa: E402
 from common.report import commit  # noqa: E402
 from common.sample_data import write_digits  # noqa: E402
 
@@ -109,7 +110,16 @@ def apex_missing() -> str | None:
     return gpu_missing()
 
 
+def nvimgcodec_missing() -> str | None:
+    try:
+        import_nvimgcodec()
+    except ImportError as error:
+        return f"nvImageCodec cannot be imported: {error}"
+    return None
+
+
 MISSING = {
+    "nvimgcodec": nvimgcodec_missing(),
     "horovod": horovod_missing(),
     "mpi": mpi_missing(),
     "gpu": gpu_missing(),

@@ -18,9 +18,10 @@ from ranks import (
     validate_sizes,
 )
 from torch.nn.functional import cross_entropy
+from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms import v2
 
-from common.data import MEAN, STD, decode_with_torchvision
+from common.data import MEAN, STD
 
 HOROVOD = pytest.mark.horovod
 FLAGS = "--image-size 32 --precision fp32 --min-crop 0.5 --print-interval 4".split()
@@ -431,5 +432,5 @@ def val_image(digits, index):
     classes = sorted(folder.name for folder in (digits / "val").iterdir())
     crop = v2.Compose([v2.Resize(36), v2.CenterCrop(32)])
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, STD))
-    image = (crop(decode_with_torchvision(str(path))).float() - mean) / std
+    image = (crop(decode_image(str(path), ImageReadMode.RGB)).float() - mean) / std
     return image, classes.index(path.parent.name)

@@ -1,0 +1,261 @@
+"""Image files as uint8 RGB: three decoders, and the crops that are made of them."""
+
+import functools
+import math
+import os
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+import numpy
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision.io import ImageReadMode, decode_image
+from torchvision.transforms.v2 import functional as F
+
+from common.errors import ImageError, UserError
+
+# What decoders raise when a file is no image, or a damaged one
+READ_ERRORS = (
+    RuntimeError,
+    OSError,
+    ValueError,
+    SyntaxError,
+    Image.DecompressionBombError,
+)
+Pixels = Tensor | Image.Image  # (3, H, W) uint8, or Pillow's RGB image
+
+
+class Picture(Protocol):
+    """An image file that has been opened; all decoders read the same pixels from it.
+
+    They leave an EXIF orientation alone, as ImageNet scripts do, and of 16-bit samples
+    they keep the upper 8 bits.
+    """
+
+    height: int
+    width: int
+
+    def read(self, top: int, left: int, height: int, width: int) -> Pixels:
+        """The pixels of one part."""
+
+
+# --- decoders ---
+
+
+class TorchvisionPicture:
+    """The whole file, decoded by torchvision."""
+
+    def __init__(self, path: str):
+        pixels = decode_image(path, mode=ImageReadMode.RGB)
+        if pixels.dtype == torch.uint16:  # which has few operations
+            pixels = (pixels.to(torch.int32) >> 8).to(torch.uint8)
+        self.pixels = pixels
+        _, self.height, self.width = pixels.shape
+
+    def read(self, top: int, left: int, height: int, width: int) -> Tensor:
+        """The pixels of one part: a (3, height, width) uint8 view."""
+        return self.pixels[:, top : top + height, left : left + width]
+
+
+class PillowPicture:
+    """The whole file, decoded by Pillow and left to Pillow's resize: what most feed."""
+
+    def __init__(self, path: str):
+        with Image.open(path) as image:
+            if image.mode.startswith("I;16"):  # convert() would cut it off at 255
+                image = Image.fromarray((numpy.asarray(image) >> 8).astype("uint8"))
+            self.image = image.convert("RGB")
+        self.width, self.height = self.image.size
+
+    def read(self, top: int, left: int, height: int, width: int) -> Image.Image:
+        """The pixels of one part."""
+        return self.image.crop((left, top, left + width, top + height))
+
+
+class NvimgcodecPicture:
+    """Only the part that is read, decoded by NVIDIA nvImageCodec on the CPU.
+
+    Damage elsewhere in the file goes unseen. A file that the library cannot read goes
+    to torchvision, which may, or else says why not.
+
+    Source: https://docs.nvidia.com/cuda/nvimagecodec/py_api.html
+    """
+
+    def __init__(self, path: str):
+        self.path = path
+        self.codec, self.decoder, self.params = nvimgcodec_decoder(os.getpid())
+        self.stream = self.codec.CodeStream(Path(path).read_bytes())
+        self.height, self.width = self.stream.height, self.stream.width
+
+    def read(self, top: int, left: int, height: int, width: int) -> Tensor:
+        """The pixels of one part: a (3, height, width) uint8 tensor."""
+        region = self.codec.Region(top, left, top + height, left + width)
+        part = self.stream.get_sub_code_stream(region=region)
+        image = self.decoder.decode(part, params=self.params)
+        if image is None:
+            return TorchvisionPicture(self.path).read(top, left, height, width)
+        return torch.from_numpy(numpy.asarray(image)).permute(2, 0, 1)
+
+
+def open_with_nvimgcodec(path: str) -> Picture:
+    """Open a file for nvImageCodec, or for torchvision if its kind is unknown there."""
+    try:
+        return NvimgcodecPicture(path)
+    except RuntimeError:
+        return TorchvisionPicture(path)
+
+
+@functools.cache
+def import_nvimgcodec() -> ModuleType:
+    """Import nvImageCodec without its remarks on parts that need a GPU.
+
+    Raises:
+        ImportError: it is not installed, or not for this machine.
+    """
+    os.environ.setdefault("PYNVIMGCODEC_VERBOSITY", "0")  # what goes wrong, we say
+    stderr = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        from nvidia import nvimgcodec
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nowhere)
+    return nvimgcodec
+
+
+@functools.cache
+def nvimgcodec_decoder(pid: int) -> tuple[ModuleType, Any, Any]:
+    """The library, and a decoder with its parameters that no fork inherits."""
+    codec = import_nvimgcodec()
+    decoder = codec.Decoder(
+        device_id=codec.NVIMGCODEC_DEVICE_CPU_ONLY,
+        max_num_cpu_threads=1,
+        backends=[codec.Backend(codec.CPU_ONLY)],
+    )
+    return codec, decoder, codec.DecodeParams(apply_exif_orientation=False)
+
+
+DECODERS: dict[str, Callable[[str], Picture]] = {
+    "torchvision": TorchvisionPicture,
+    "nvimgcodec": open_with_nvimgcodec,
+    "pil": PillowPicture,
+}
+
+
+def choose_decoder(name: str) -> str:
+    """Turn "auto" into nvimgcodec where it is installed, else torchvision.
+
+    Raises:
+        UserError: nvimgcodec was asked for and cannot be used.
+    """
+    if name not in ("auto", "nvimgcodec"):
+        return name
+    try:
+        import_nvimgcodec()
+    except ImportError as error:
+        if name == "auto":
+            return "torchvision"
+        raise UserError(
+            f"--decoder nvimgcodec: {error}; pip install -r requirements-nvimgcodec.txt"
+        ) from None
+    return "nvimgcodec"
+
+
+def read_image(
+    path: str, decoder: str, transform: Callable[[Picture], Tensor]
+) -> Tensor:
+    """Open a file with one of DECODERS and transform it.
+
+    Raises:
+        ImageError: it cannot be read; the text says which file, with what, and why.
+    """
+    try:
+        return transform(DECODERS[decoder](path))
+    except READ_ERRORS as error:
+        lines = str(error).strip().splitlines() or [repr(error)]
+        reason = re.sub(
+            r"^\w+, \S+\.cpp:\d+, ", "", lines[0]
+        )  # torchvision's own place
+        raise ImageError(
+            f"cannot read the image {path} with {decoder}: {reason}"
+        ) from error
+
+
+# --- crops ---
+
+
+def random_box(height: int, width: int, min_crop: float) -> tuple[int, int, int, int]:
+    """Draw a box of random area, shape and place: (top, left, height, width).
+
+    Its area is between `min_crop` and all of the image, its width between 3/4 and 4/3
+    of its height. After ten boxes that do not fit it is the middle of the image. The
+    distribution is that of torchvision's RandomResizedCrop, the generator Python's: its
+    numbers cost next to nothing, where those of one-element tensors cost 5 % of the
+    time that decoding takes (docs/performance.md).
+
+    Source: Szegedy et al. 2014, https://arxiv.org/abs/1409.4842, section 6;
+    https://docs.pytorch.org/vision/stable/generated/torchvision.transforms.v2.RandomResizedCrop.html
+    """
+    narrow, wide = 3 / 4, 4 / 3
+    for _ in range(10):
+        area = height * width * random.uniform(min_crop, 1.0)
+        ratio = math.exp(random.uniform(math.log(narrow), math.log(wide)))
+        box_width = round(math.sqrt(area * ratio))
+        box_height = round(math.sqrt(area / ratio))
+        if 0 < box_width <= width and 0 < box_height <= height:
+            top = random.randint(0, height - box_height)
+            left = random.randint(0, width - box_width)
+            return top, left, box_height, box_width
+    box_width = min(width, round(height * wide))
+    box_height = min(height, round(width / narrow))
+    return (
+        (height - box_height) // 2,
+        (width - box_width) // 2,
+        box_height,
+        box_width,
+    )
+
+
+class TrainTransform:
+    """A random part, resized to (3, size, size) and half the time mirrored."""
+
+    def __init__(self, size: int, min_crop: float, flip: bool):
+        self.size = size
+        self.min_crop = min_crop
+        self.flip = flip
+
+    def __call__(self, picture: Picture) -> Tensor:
+        """Draw, read and resize: a (3, size, size) uint8 tensor."""
+        box = random_box(picture.height, picture.width, self.min_crop)
+        pixels = F.resize(picture.read(*box), [self.size, self.size])
+        if self.flip and random.random() < 0.5:
+            pixels = F.horizontal_flip(pixels)
+        return to_tensor(pixels)
+
+
+class ValTransform:
+    """The middle (3, size, size) of the picture with its shorter side at 8/7 of that.
+
+    For 224 that is Resize(256) and CenterCrop(224).
+    """
+
+    def __init__(self, size: int):
+        self.size = size
+
+    def __call__(self, picture: Picture) -> Tensor:
+        """Read and resize the whole: a (3, size, size) uint8 tensor."""
+        whole = picture.read(0, 0, picture.height, picture.width)
+        pixels = F.resize(whole, [self.size * 256 // 224])
+        return to_tensor(F.center_crop(pixels, [self.size]))
+
+
+def to_tensor(pixels: Pixels) -> Tensor:
+    """(3, H, W) uint8, whatever the decoder works with."""
+    return pixels if isinstance(pixels, Tensor) else F.pil_to_tensor(pixels)
