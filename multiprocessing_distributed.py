@@ -3,8 +3,7 @@
 The script takes the launcher's place: mp.spawn starts one process per GPU and gives
 each its number; the rest is as in distributed.py.
 
-    python multiprocessing_distributed.py --data /path/to/imagenet
-    python multiprocessing_distributed.py --data /path/to/imagenet --nprocs 2
+    python multiprocessing_distributed.py --data /path/to/imagenet [--nprocs 2]
     bash scripts/multiprocessing_distributed.sh --data /path/to/imagenet
 
 What stands between `# [name]` and `# [/name]` is this strategy; the other lines are the
@@ -74,6 +73,7 @@ def main(args: Namespace) -> None:
         lr=scaled_learning_rate(args.lr, args.global_batch_size),
         momentum=args.momentum,
         weight_decay=args.weight_decay,
+        fused=True,  # one kernel for all parameters, the same bits
     )
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
 
