@@ -189,7 +189,8 @@ def build_parser(docstring: str) -> OneLineParser:
         metavar="N",
         type=positive,
         default=10,
-        help="steps (%(default)s)",
+        help="steps between two moments at which processes add up their figures, show "
+        "them and notice a signal (%(default)s)",
     )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add(

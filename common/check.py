@@ -17,6 +17,8 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
+from torch.distributed.elastic.multiprocessing.api import SignalException
+
 from common.checkpoint import check_recipe, find_checkpoint, read_checkpoint, recipe_of
 from common.data import build_datasets, share_out
 from common.device import check_devices, processes_per_machine
@@ -78,7 +80,10 @@ def main() -> None:
     # torchrun would die of SIGUSR1, which Slurm can send; of SIGTERM it ends the job
     signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     sys.argv[1:] = [*options, "--nproc-per-node", str(processes), script, *flags]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SignalException:  # its processes have said what they saved
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
 import argparse
 import atexit
+import gc
 import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -42,15 +44,20 @@ class PackedPaths:
 
     A Python list of 1.3 million of them is copied page by page into every loader
     process, as its reference counts are touched
-    (https://github.com/pytorch/pytorch/issues/13246).
+    (https://github.com/pytorch/pytorch/issues/13246). A list that was freed before the
+    processes were forked costs as much: its pages stay theirs once the parent uses them
+    again. So the paths come one by one.
     """
 
     def __init__(self, root: str, paths: Iterable[str]):
         """Pack `paths`, all of which begin with `root`."""
-        encoded = [os.fsencode(path[len(root) :]) for path in paths]
+        packed, ends = bytearray(), array("q")
+        for path in paths:
+            packed += os.fsencode(path[len(root) :])
+            ends.append(len(packed))
         self.root = root
-        self.ends = numpy.cumsum([len(path) for path in encoded], dtype=numpy.int64)
-        self.bytes = numpy.frombuffer(b"".join(encoded), dtype=numpy.uint8)
+        self.ends = numpy.array(ends)
+        self.bytes = numpy.array(packed)
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -84,23 +91,24 @@ class ImageFolder(Dataset):
         Raises:
             UserError: a class folder has no image.
         """
-        numbers = {name: number for number, name in enumerate(classes)}
-        samples = make_dataset(
-            str(root), numbers, extensions=IMG_EXTENSIONS, allow_empty=True
-        )
+        per_class = numpy.zeros(len(classes), dtype=numpy.int64)
+
+        def found() -> Iterator[str]:
+            for label, name in enumerate(classes):
+                samples = make_dataset(
+                    str(root), {name: label}, IMG_EXTENSIONS, allow_empty=True
+                )
+                per_class[label] = len(samples)
+                yield from (path for path, _ in samples)
+
         self.classes = classes
-        self.paths = PackedPaths(str(root), (path for path, _ in samples))
-        self.labels = numpy.array([label for _, label in samples], dtype=numpy.int64)
+        self.paths = PackedPaths(str(root), found())
+        self.labels = numpy.arange(len(classes)).repeat(per_class)
         self.transform = transform
         self.decoder = decoder
-        per_class = numpy.bincount(self.labels, minlength=len(classes))
         if not per_class.all():
-            empty = [
-                name
-                for name, count in zip(classes, per_class, strict=True)
-                if not count
-            ]
-            raise UserError(f"{root}: no image in class folder {', '.join(empty[:3])}")
+            empty = [classes[label] for label in numpy.flatnonzero(per_class == 0)[:3]]
+            raise UserError(f"{root}: no image in class folder {', '.join(empty)}")
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -409,8 +417,14 @@ def start_workers(loader: DataLoader, batches: EpochBatches) -> None:
     enter and leave the interpreter at any moment; a fork while one of them holds the
     interpreter's lock on its threads makes a child that waits for that lock for ever
     (https://github.com/python/cpython/issues/112275).
+
+    What lies in memory by then is taken out of the garbage collector's rounds, which
+    write into every object: pages that are never written stay shared for good
+    (https://docs.python.org/3/library/gc.html#gc.freeze).
     """
     batches.first = len(batches)
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # or libraries report leaks at the end
     iter(loader)  # persistent workers: the next iter() goes on with the same ones
     atexit.register(end_children)
 

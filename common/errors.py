@@ -113,9 +113,14 @@ def exit_status(number: int | None = None) -> Iterator[None]:
         if not isinstance(error, RuntimeError) or not LOST_PROCESS.search(str(error)):
             traceback.print_exc()
             leave(1)
-        reason = str(error).strip().splitlines()[0]
-        complain(f"{this_process()} lost another: {reason}")
+        complain(f"{this_process()} lost another: {told(error)}")
         leave(1)
+
+
+def told(error: Exception) -> str:
+    """What a library says, without its own file names and good wishes."""
+    line = str(error).strip().splitlines()[0]
+    return re.sub(r"^\[\S+:\d+\] | This is typically caused by .*", "", line)
 
 
 def end_with_launcher() -> None:

@@ -77,6 +77,7 @@ class EpochTimer:
     def start(self, step: int) -> None:
         """Begin an epoch, `step` steps of which are done already."""
         self.lap_began, self.lap_step = time.perf_counter(), step
+        self.first_step = step
         self.seconds = 0.0
         self.warmup_steps = 0
         self.laps: list[tuple[float, int, int, float]] = []
@@ -94,11 +95,12 @@ class EpochTimer:
         return images / seconds, wait_seconds / seconds
 
     def summary(self, device: torch.device) -> dict[str, float | int | None]:
-        """Figures of the epoch; None where all of it was warm-up."""
+        """Figures of the epoch from `first_step` on; None where all was warm-up."""
         seconds = sum(lap[0] for lap in self.laps)
         images = sum(lap[2] for lap in self.laps)
         per_step = [1000 * lap[0] / lap[1] for lap in self.laps]
         return {
+            "first_step": self.first_step,
             "seconds": self.seconds,
             "warmup_steps": self.warmup_steps,
             "images_per_second": images / seconds if seconds else None,

@@ -66,6 +66,7 @@ def print_epoch(record: dict, epochs: int) -> None:
         f"epoch {record['epoch'] + 1}/{epochs}: train loss {record['train_loss']:.4f}, "
         f"top-1 {record['train_top1']:.2f} %; {VALIDATION.format(**val)}; "
         f"{record['seconds']:.1f} s"
+        + (f" from step {record['first_step']} on" if record["first_step"] else "")
         + (
             f", {speed:.0f} images/s, waited for data {record['data_wait_share']:.0%}"
             if speed
@@ -126,8 +127,11 @@ def commit() -> str | None:
 
 
 def summarise(records: list[dict]) -> dict:
-    """Medians over the epochs after the first, which pays for start-up and warm-up."""
-    later = records[1:] or records
+    """Medians over epochs, but for the first one and those resumed in the middle.
+
+    The first one pays for start-up and warm-up.
+    """
+    later = [one for one in records[1:] if not one["first_step"]] or records
     measured = ("seconds", "images_per_second", "step_milliseconds", "data_wait_share")
     summary: dict = {"epochs": len(records)}
     for name in measured:

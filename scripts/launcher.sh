@@ -7,8 +7,16 @@ if [ -z "${PYTHON:-}" ]; then
     PYTHON=$ROOT/.venv/bin/python
     [ -x "$PYTHON" ] || PYTHON=python3
 fi
-if ! PYTHON=$(command -v "$PYTHON"); then
-    echo "$(basename "$0"): error: PYTHON names no interpreter" >&2
+if ! found=$(command -v "$PYTHON"); then
+    echo "$(basename "$0"): error: PYTHON=$PYTHON names no interpreter" >&2
+    exit 2
+fi
+PYTHON=$found
+missing=$("$PYTHON" -c 'from importlib.util import find_spec
+print(*(name for name in ("torch", "torchvision", "tqdm", "numpy", "PIL") if not find_spec(name)))')
+if [ -n "$missing" ]; then
+    echo "$(basename "$0"): error: $PYTHON lacks $missing; name an interpreter that has them in PYTHON, or let \
+scripts/quickstart.sh make .venv" >&2
     exit 2
 fi
 [ -n "${OMP_NUM_THREADS:-}" ] || unset OMP_NUM_THREADS

@@ -52,19 +52,29 @@ def train(strategy: str, data: str, output: Path) -> str:
     command = ["bash", str(ROOT / "scripts" / f"{strategy}.sh"), "--data", data]
     command += [*RECIPE, "--output", str(output), "--resume", "auto"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, bufsize=1)
-    errors = []
-    try:
+    errors, stopped = [], False
+
+    def listen() -> int:
+        nonlocal stopped
         for line in process.stderr:
-            print(line, end="", file=sys.stderr, flush=True)
+            stopped |= ": stopped after " in line
+            if (
+                not stopped or ": stopped after " in line
+            ):  # not the launcher's traceback
+                print(line, end="", file=sys.stderr, flush=True)
             if ": error: " in line:
                 errors.append(line.split(": error: ", 1)[1].strip())
-        status = process.wait()
+        return process.wait()
+
+    try:
+        status = listen()
     except KeyboardInterrupt:
         # The terminal has sent it to the children too; they save and leave
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        process.stderr.read()
-        process.wait()
+        listen()
         raise
+    if stopped:  # by a signal to the children alone
+        raise KeyboardInterrupt
     if status == 0:
         return "done"
     reason = errors[0] if errors else "no line says why"

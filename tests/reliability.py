@@ -5,18 +5,17 @@ python tests/reliability.py              # rewrites what stands between the mark
 """
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.page import fill, markdown  # noqa: E402
+
 PAGE = ROOT / "docs" / "reliability.md"
 RESULTS = ROOT / "results" / "reliability.json"
-
-
-def markdown(header: list[str], rows: list[list]) -> str:
-    """A table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
 
 
 def machine(report: dict) -> str:
@@ -108,11 +107,7 @@ TABLES: dict[str, Callable[[dict], str]] = {
 
 def filled(page: str, report: dict) -> str:
     """The page with what stands between its markers made anew."""
-    for name, table in TABLES.items():
-        begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->\n"
-        before, rest = page.split(begin)
-        page = before + begin + table(report) + end + rest.split(end)[1]
-    return page
+    return fill(page, {name: table(report) for name, table in TABLES.items()})
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ RECORD = {
     "val_top1",
     "val_top5",
     "val_images",
+    "first_step",
     "seconds",
     "images_per_second",
     "step_milliseconds",

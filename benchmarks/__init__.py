@@ -1,0 +1,1 @@
+"""Speed and memory against the usual way, side by side in one run."""

@@ -1,0 +1,97 @@
+"""Timing things against each other, interleaved, and writing down what came out.
+
+Speed drifts on shared machines, so a ratio counts only between two measurements that
+were made side by side: each round measures everything once, in another order, and
+ratios are taken within a round.
+"""
+
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torchvision
+
+from common.device import describe
+from common.report import commit
+
+RESULTS = Path(__file__).resolve().parent.parent / "results"
+
+
+def interleave(
+    candidates: dict[str, Callable[[], float]], rounds: int
+) -> dict[str, list[float]]:
+    """Measure each candidate once a round.
+
+    Args:
+        candidates: functions that do the work and return what is measured.
+        rounds: how often; one more at the beginning is a warm-up and does not count.
+
+    Returns:
+        The measurements of each candidate, round by round.
+    """
+    found: dict[str, list[float]] = {name: [] for name in candidates}
+    names = list(candidates)
+    for number in range(rounds + 1):
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            measured = candidates[name]()
+            if number:
+                found[name].append(measured)
+        print(f"\r  round {number}/{rounds}", end="", file=sys.stderr, flush=True)
+    print("\r" + " " * 20 + "\r", end="", file=sys.stderr, flush=True)
+    return found
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median and quartiles."""
+    if len(values) < 2:
+        return {"median": values[0], "low": values[0], "high": values[0]}
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return {"median": median, "low": low, "high": high}
+
+
+def compared(found: dict[str, list[float]], baseline: str) -> dict[str, dict]:
+    """Each candidate's measurements, and their ratios to the baseline's."""
+    rows = {}
+    for name, values in found.items():
+        ratios = [
+            value / base for value, base in zip(values, found[baseline], strict=True)
+        ]
+        rows[name] = {"value": spread(values), "ratio": spread(ratios)}
+    return rows
+
+
+def print_rows(title: str, unit: str, rows: dict[str, dict]) -> None:
+    """A table: median, ratio, and the quartiles of the ratio."""
+    print(f"\n{title}\n{'':44}{unit:>12}{'ratio':>8}   quartiles")
+    for name, row in rows.items():
+        ratio = row["ratio"]
+        print(
+            f"{name:44}{row['value']['median']:12.1f}{ratio['median']:8.2f}   "
+            f"{ratio['low']:.2f} to {ratio['high']:.2f}",
+            flush=True,
+        )
+
+
+def write_results(name: str, results: dict) -> None:
+    """Write results/NAME.json: the results, and what they were measured with."""
+    report = {
+        "argv": ["python", "-m", f"benchmarks.{name}", *sys.argv[1:]],
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d"),
+        "cpu": describe(torch.device("cpu")),
+        "cpu_cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchvision": torchvision.__version__,
+        **results,
+    }
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"\nwritten to {path}")
