@@ -3,11 +3,12 @@
     python -m benchmarks.memory [EPOCHS]
 
 Four loader processes read 1,281,167 entries in random order, without decoding, through
-the DataLoader of the five scripts, and through the usual one, whose data set holds a
-list of (path, label). Prints the memory that a loader process has for itself (USS) and
-writes results/memory.json. Takes some minutes.
+the DataLoader of the five scripts, with and without its gc.freeze(), and through the
+usual one, whose data set holds a list of (path, label). Prints the memory that a loader
+process shares with no other, and writes results/memory.json. Takes some minutes.
 """
 
+import gc
 import json
 import statistics
 import subprocess
@@ -70,6 +71,8 @@ class Packed(Dataset):
 
 def loader_of(kind: str) -> Iterable:
     """The usual loader of lists, or that of the five scripts."""
+    if kind == "unfrozen":
+        gc.freeze = lambda: None
     if kind == "lists":
         return DataLoader(
             Listed(), BATCH, True, num_workers=WORKERS, persistent_workers=True
@@ -120,14 +123,14 @@ def main() -> None:
         return
     epochs = int(sys.argv[1]) if len(sys.argv) > 1 else 8
     results = {}
-    for kind in ("lists", "packed"):
+    for kind in ("lists", "packed", "unfrozen"):
         command = [sys.executable, "-m", "benchmarks.memory", "--measure", kind]
         output = subprocess.run(
             [*command, str(epochs)], check=True, stdout=subprocess.PIPE, text=True
         ).stdout
         results[kind] = json.loads(output)
         print(
-            f"{kind:8}{results[kind]['parent_mib']:8.0f} MiB in the training process; "
+            f"{kind:9}{results[kind]['parent_mib']:8.0f} MiB in the training process; "
             f"each of {WORKERS} loader processes: "
             + " -> ".join(f"{mib:.1f}" for mib in results[kind]["worker_mib"])
             + f" MiB over {epochs} epochs",

@@ -59,6 +59,34 @@ def training_input() -> str:
     return ratios(report["training"], "images/s") + machine(report)
 
 
+def images() -> str:
+    """What the measured files are like."""
+    facts = results("input")["photographs"]
+    return (
+        f"{facts['images']} files of {facts['mean_pixels'] / 1000:.0f} thousand pixels "
+        f"and {facts['mean_bytes'] / 1000:.0f} KB on average, 4:2:0.\n"
+    )
+
+
+def floor() -> str:
+    """How near the pipeline comes to its decoder alone."""
+    rows = results("input")["training"]
+    alone = rows["decoding alone: nvimgcodec, cropped part"]["value"]["median"]
+    share = rows["--decoder nvimgcodec"]["value"]["median"] / alone
+    return f"With nvimgcodec the pipeline runs at {share:.0%} of its decoder's speed.\n"
+
+
+def changes(part: str, unit: str, digits: int) -> Callable[[], str]:
+    """One change after the other."""
+
+    def table() -> str:
+        report = results("changes")
+        text = ratios(report[part], unit, digits)
+        return text + machine(report) if part == "steps" else text
+
+    return table
+
+
 def validation_input() -> str:
     """Single validation images on one core."""
     return ratios(results("input")["validation"], "images/s")
@@ -80,7 +108,11 @@ def index_memory() -> str:
             f"{report[kind]['worker_mib'][-1]:.0f}",
             f"**{report[kind]['growth_mib']:.1f}**",
         ]
-        for kind, name in (("lists", "list of (path, label)"), ("packed", "packed"))
+        for kind, name in (
+            ("lists", "list of (path, label)"),
+            ("packed", "packed"),
+            ("unfrozen", "packed, without `gc.freeze()`"),
+        )
     ]
     header = ["index", "training process", "loader process, first batch"]
     header += [f"after {report['epochs']} shuffled epochs", "growth"]
@@ -111,13 +143,18 @@ def startup() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "images": images,
     "training input": training_input,
+    "floor": floor,
     "validation input": validation_input,
     "loader": loader,
     "index memory": index_memory,
     "step": step,
     "training": training,
     "startup": startup,
+    "image changes": changes("images", "images/s", 0),
+    "batch changes": changes("batches", "batches/s", 1),
+    "step changes": changes("steps", "steps/s", 2),
 }
 
 

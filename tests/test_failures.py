@@ -1,6 +1,7 @@
 """Bad input is one line and exit status 2, and never a hang."""
 
 import socket
+import sys
 import time
 
 import pytest
@@ -33,6 +34,24 @@ def test_a_mistyped_flag(strategy, digits):
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == (
         f"{strategy}.py: error: unrecognized arguments: --epoch 3 (--help lists the flags)\n"
+    )
+
+
+@pytest.mark.parametrize("strategy", FIVE)
+def test_an_interpreter_without_pytorch(strategy, tmp_path):
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')
+    bare.chmod(0o755)
+    ended = launcher(strategy, "--synthetic", PYTHON=str(bare))
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith(
+        f"{strategy}.sh: error: {bare} lacks torch torchvision tqdm numpy PIL; "
+    )
+    assert ended.stderr.count("\n") == 1
+    ended = launcher(strategy, "--synthetic", PYTHON="/no/python")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == (
+        f"{strategy}.sh: error: PYTHON=/no/python names no interpreter\n"
     )
 
 

@@ -5,6 +5,7 @@ import re
 import shlex
 import sys
 
+import pytest
 from conftest import ROOT, run
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -86,6 +87,22 @@ def test_links_lead_somewhere():
     assert len(links) > 8
     for link in links:
         assert link.startswith("http") or (ROOT / link).exists(), link
+
+
+def test_quickstart_ends_where_its_training_was_stopped(tmp_path, monkeypatch, capfd):
+    """By a signal that did not reach the quickstart itself."""
+    launcher = tmp_path / "scripts" / "distributed.sh"
+    launcher.parent.mkdir()
+    launcher.write_text(
+        "echo 'distributed.py: stopped after step 3, which is saved' >&2\n"
+        "echo 'Traceback (most recent call last):' >&2\nexit 1\n"
+    )
+    monkeypatch.setattr(quickstart, "ROOT", tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        quickstart.train("distributed", "data", tmp_path / "out")
+    assert capfd.readouterr().err == (
+        "distributed.py: stopped after step 3, which is saved\n"
+    )
 
 
 def test_quickstart_uses_the_recipe_it_prints():

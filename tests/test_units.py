@@ -25,6 +25,7 @@ from common.model import (
     check_image_size,
     contiguous_view,
 )
+from common.report import summarise
 from common.schedule import learning_rate_factor, scaled_learning_rate
 from common.seeding import seed_augmentation, seed_from, seed_step
 
@@ -154,6 +155,13 @@ def test_a_gpu_that_cannot_be_used_is_said_aloud(monkeypatch, capsys):
         ),
         ("RuntimeError('shape mismatch')", 0, 1, "Traceback"),
         ("RuntimeError('DataLoader worker (pid 7) is killed')", 1, 1, "lost another"),
+        (
+            "RuntimeError('[/a/b/pair.cc:561] Connection closed by peer [127.0.0.1]:1. '"
+            "'This is typically caused by a remote worker crashing. GLHF')",
+            1,
+            1,
+            " lost another: Connection closed by peer [127.0.0.1]:1.\n",
+        ),
         (
             "RuntimeError('Caught RuntimeError in DataLoader worker process 0.')",
             1,
@@ -301,6 +309,22 @@ def test_epoch_timer_leaves_the_warm_up_out(monkeypatch):
     assert figures["seconds"] == 13 and figures["warmup_steps"] == 10
     assert figures["images_per_second"] == 50 and figures["step_milliseconds"] == 200
     assert figures["data_wait_share"] == 0.25 and figures["peak_memory_mib"] > 0
+
+
+def test_a_resumed_epoch_stays_out_of_the_medians():
+    measured = ("seconds", "images_per_second", "step_milliseconds", "data_wait_share")
+
+    def record(first_step, value):
+        return {
+            **dict.fromkeys(measured, value),
+            "first_step": first_step,
+            "val_top1": 50.0,
+        }
+
+    records = [record(0, 9.0), record(0, 2.0), record(7, 100.0), record(0, 4.0)]
+    assert summarise(records)["seconds"] == 3
+    assert summarise(records[:1])["seconds"] == 9
+    assert summarise([record(0, 9.0), record(7, 1.0)])["seconds"] == 5
 
 
 # --- schedule ----------------------------------------------------------------------------
