@@ -12,6 +12,7 @@ results/step.json. Takes a quarter of an hour.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,7 @@ from benchmarks.photographs import write_photographs
 from common.data import DeviceLoader
 from common.device import autocast_dtype
 from common.errors import exit_status
+from common.launch import Watchdog
 
 PROCESSES = 2
 STEPS = 10  # of a measurement, one print interval
@@ -65,6 +67,8 @@ def steps_in_turns(output: str, rounds: str, *flags: str) -> None:
     train = distributed.train
 
     def measure(args: Namespace, rank: int, loader: DeviceLoader, *others) -> None:
+        for number in Watchdog.SIGNALS:  # a benchmark just ends
+            signal.signal(number, signal.SIG_DFL)
         state = others[1]
         bare = bare_loop(args, loader)
         # Saving is not part of a step; on its own it is measured by nobody here

@@ -9,7 +9,7 @@ from conftest import ROOT  # noqa: F401
 from PIL import Image
 from torchvision import transforms
 
-from benchmarks import comparison, usual
+from benchmarks import comparison, page, usual
 from benchmarks.photographs import BYTES, photograph, write_photographs
 from common import images
 
@@ -91,3 +91,12 @@ def test_ratios_are_taken_within_a_round():
     assert rows["base"]["ratio"] == {"median": 1, "low": 1, "high": 1}
     assert rows["twice"]["ratio"] == {"median": 2, "low": 2, "high": 2}
     assert rows["twice"]["value"]["median"] == 2 * sorted(drift)[4]
+
+
+def test_the_figures_of_the_performance_page_are_those_of_the_results():
+    text = page.PAGE.read_text()
+    assert text == page.filled(text)
+    assert text.count("| ratio (quartiles) |") == 8
+    for name in ("input", "step", "memory", "startup", "changes"):
+        report = page.results(name)
+        assert report["argv"][2] == f"benchmarks.{name}" and report["commit"]

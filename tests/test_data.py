@@ -1,5 +1,6 @@
 """Which images, which pixels, in which order."""
 
+import gc
 import hashlib
 import multiprocessing
 from argparse import Namespace
@@ -125,6 +126,7 @@ def test_loader_processes_start_before_training_and_are_the_only_ones(pictures):
     loader = build_loader(args, train_set, sampler, CPU, training=True)
     started = set(multiprocessing.active_children()) - before
     assert len(started) == 2
+    assert gc.get_freeze_count() > 10_000  # or the collector un-shares their memory
     for epoch in range(2):
         sampler.set_epoch(epoch)
         assert len(list(loader)) == 4
