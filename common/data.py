@@ -44,9 +44,7 @@ class PackedPaths:
 
     A Python list of 1.3 million of them is copied page by page into every loader
     process, as its reference counts are touched
-    (https://github.com/pytorch/pytorch/issues/13246). A list that was freed before the
-    processes were forked costs as much: its pages stay theirs once the parent uses them
-    again. So the paths come one by one.
+    (https://github.com/pytorch/pytorch/issues/13246).
     """
 
     def __init__(self, root: str, paths: Iterable[str]):

@@ -96,7 +96,7 @@ def test_ratios_are_taken_within_a_round():
 def test_the_figures_of_the_performance_page_are_those_of_the_results():
     text = page.PAGE.read_text()
     assert text == page.filled(text)
-    assert text.count("| ratio (quartiles) |") == 8
+    assert text.count("| ratio (quartiles) |") == 9
     for name in ("input", "step", "memory", "startup", "changes"):
         report = page.results(name)
         assert report["argv"][2] == f"benchmarks.{name}" and report["commit"]
