@@ -77,7 +77,6 @@ def main(args: Namespace) -> None:
         lr=scaled_learning_rate(args.lr, args.global_batch_size),
         momentum=args.momentum,
         weight_decay=args.weight_decay,
-        fused=True,  # one kernel for all parameters, the same bits
     )
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
 

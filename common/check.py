@@ -17,12 +17,10 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
-
 from common.checkpoint import check_recipe, find_checkpoint, read_checkpoint, recipe_of
 from common.data import build_datasets, share_out
 from common.device import check_devices, processes_per_machine
-from common.errors import UserError, exit_status
+from common.errors import UserError, exit_status, say
 from common.model import check_image_size
 
 
@@ -82,7 +80,10 @@ def main() -> None:
     sys.argv[1:] = [*options, "--nproc-per-node", str(processes), script, *flags]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
-    except SignalException:  # its processes have said what they saved
+    except Exception as error:
+        if type(error).__name__ != "SignalException":  # torchrun's, a traceback long
+            raise
+        say(f"{module} ended by signal {int(error.sigval)}")
         sys.exit(1)
 
 

@@ -382,7 +382,7 @@ def replace_file(path: Path, write: Any) -> None:
             os.close(folder)
     except (OSError, RuntimeError) as error:
         # torch.save, broken off, raises an error of its own on top of the first one
-        while error.__context__ is not None:
+        while isinstance(error, RuntimeError) and error.__context__ is not None:
             error = error.__context__
         if LOST_PROCESS.search(str(error)):  # noticed by a signal handler
             raise error from None

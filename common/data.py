@@ -411,9 +411,10 @@ def build_loader(
 def start_workers(loader: DataLoader, batches: EpochBatches) -> None:
     """Start the loader processes now, with nothing to load yet.
 
-    They are forks of this process. Once it trains, threads of a communication library
-    enter and leave the interpreter at any moment; a fork while one of them holds the
-    interpreter's lock on its threads makes a child that waits for that lock for ever
+    They are forks of this process, or of a fork server, which has no such trouble. Once
+    this process trains, threads of a communication library enter and leave the
+    interpreter at any moment; a fork while one of them holds the interpreter's lock on
+    its threads makes a child that waits for that lock for ever
     (https://github.com/python/cpython/issues/112275).
 
     What lies in memory by then is taken out of the garbage collector's rounds, which

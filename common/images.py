@@ -25,6 +25,7 @@ READ_ERRORS = (
     OSError,
     ValueError,
     SyntaxError,
+    EOFError,
     Image.DecompressionBombError,
 )
 Pixels = Tensor | Image.Image  # (3, H, W) uint8, or Pillow's RGB image
@@ -67,7 +68,7 @@ class PillowPicture:
 
     def __init__(self, path: str):
         with Image.open(path) as image:
-            if image.mode.startswith("I;16"):  # convert() would cut it off at 255
+            if image.mode.startswith("I"):  # 16 bits: convert() would clip at 255
                 image = Image.fromarray((numpy.asarray(image) >> 8).astype("uint8"))
             self.image = image.convert("RGB")
         self.width, self.height = self.image.size
@@ -80,8 +81,8 @@ class PillowPicture:
 class NvimgcodecPicture:
     """Only the part that is read, decoded by NVIDIA nvImageCodec on the CPU.
 
-    Damage elsewhere in the file goes unseen. A file that the library cannot read goes
-    to torchvision, which may, or else says why not.
+    Damage elsewhere in the file goes unseen. The library does not say what is wrong
+    with a file, so one that it cannot read goes to torchvision, which says so, or can.
 
     Source: https://docs.nvidia.com/cuda/nvimagecodec/py_api.html
     """
@@ -104,6 +105,7 @@ class NvimgcodecPicture:
 
 def open_with_nvimgcodec(path: str) -> Picture:
     """Open a file for nvImageCodec, or for torchvision if its kind is unknown there."""
+    nvimgcodec_decoder(os.getpid())
     try:
         return NvimgcodecPicture(path)
     except RuntimeError:
@@ -115,7 +117,7 @@ def import_nvimgcodec() -> ModuleType:
     """Import nvImageCodec without its remarks on parts that need a GPU.
 
     Raises:
-        ImportError: it is not installed, or not for this machine.
+        ImportError: it is not installed, is too old, or not for this machine.
     """
     os.environ.setdefault("PYNVIMGCODEC_VERBOSITY", "0")  # what goes wrong, we say
     stderr = os.dup(2)
@@ -127,6 +129,8 @@ def import_nvimgcodec() -> ModuleType:
         os.dup2(stderr, 2)
         os.close(stderr)
         os.close(nowhere)
+    if not hasattr(nvimgcodec.CodeStream, "get_sub_code_stream"):
+        raise ImportError("this nvImageCodec is too old")
     return nvimgcodec
 
 
@@ -182,7 +186,7 @@ def read_image(
         lines = str(error).strip().splitlines() or [repr(error)]
         reason = re.sub(
             r"^\w+, \S+\.cpp:\d+, ", "", lines[0]
-        )  # torchvision's own place
+        )  # without its source file
         raise ImageError(
             f"cannot read the image {path} with {decoder}: {reason}"
         ) from error
@@ -197,8 +201,8 @@ def random_box(height: int, width: int, min_crop: float) -> tuple[int, int, int,
     Its area is between `min_crop` and all of the image, its width between 3/4 and 4/3
     of its height. After ten boxes that do not fit it is the middle of the image. The
     distribution is that of torchvision's RandomResizedCrop, the generator Python's: its
-    numbers cost next to nothing, where those of one-element tensors cost 5 % of the
-    time that decoding takes (docs/performance.md).
+    numbers cost next to nothing, those of one-element tensors a few percent of the time
+    that an image takes (docs/performance.md).
 
     Source: Szegedy et al. 2014, https://arxiv.org/abs/1409.4842, section 6;
     https://docs.pytorch.org/vision/stable/generated/torchvision.transforms.v2.RandomResizedCrop.html

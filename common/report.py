@@ -131,7 +131,7 @@ def summarise(records: list[dict]) -> dict:
 
     The first one pays for start-up and warm-up.
     """
-    later = [one for one in records[1:] if not one["first_step"]] or records
+    later = [one for one in records[1:] if not one.get("first_step")] or records
     measured = ("seconds", "images_per_second", "step_milliseconds", "data_wait_share")
     summary: dict = {"epochs": len(records)}
     for name in measured:

@@ -18,7 +18,8 @@ def seed_from(*key: int) -> int:
 def seed_augmentation(seed: int, epoch: int, index: int) -> None:
     """Make what is drawn next for one image a function of (seed, epoch, index) alone.
 
-    Seeds the two generators that transforms draw from, PyTorch's and Python's.
+    Seeds Python's generator, which the crops draw from, and PyTorch's, which
+    torchvision's transforms do.
     """
     number = seed_from(seed, epoch, index)
     torch.default_generator.manual_seed(number)

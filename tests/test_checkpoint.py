@@ -416,6 +416,20 @@ def test_tensors_beside_the_optimizer_are_filled_in_place():
     assert tensors[0].tolist() == [1, 1, 1] and tensors[1].tolist() == [2, 2]
 
 
+def test_a_read_only_folder_is_named_as_such(tmp_path, monkeypatch):
+    """Path.mkdir meets a missing parent first, which is not the reason."""
+
+    def read_only(*args, **options):
+        try:
+            raise FileNotFoundError(2, "No such file or directory")
+        except FileNotFoundError:
+            raise PermissionError(13, "Permission denied") from None
+
+    monkeypatch.setattr(Path, "mkdir", read_only)
+    with pytest.raises(UserError, match="cannot write .*: Permission denied"):
+        replace_file(tmp_path / "a" / "b", lambda file: None)
+
+
 def test_a_loader_process_that_dies_during_a_save_is_not_taken_for_a_bad_disk(tmp_path):
     """PyTorch notices its death in a signal handler, so wherever the process happens to be."""
     path = tmp_path / "checkpoint.pt"

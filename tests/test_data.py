@@ -122,6 +122,7 @@ def test_loader_processes_start_before_training_and_are_the_only_ones(pictures):
     args.workers = 2
     share_out(args, 0, 1, 1)
     before = set(multiprocessing.active_children())
+    gc.unfreeze()
     sampler = DistributedSampler(train_set, 1, 0, seed=0, drop_last=True)
     loader = build_loader(args, train_set, sampler, CPU, training=True)
     started = set(multiprocessing.active_children()) - before

@@ -1,7 +1,7 @@
 """Decoders and crops: the same pixels from every decoder, or a clear error."""
 
-import importlib.util
 import multiprocessing
+import os
 import random
 import struct
 import sys
@@ -10,6 +10,7 @@ import zlib
 import numpy
 import pytest
 import torch
+from conftest import MISSING
 from PIL import Image
 from test_data import arguments, train_batches
 from torchvision import transforms as v1
@@ -313,23 +314,39 @@ def test_loaders_hand_the_error_on(pictures, workers, decoder):
 
 
 @needs_nvimgcodec
-def test_a_forked_process_has_a_decoder_of_its_own(pictures):
-    """A loader forked from a process that has decoded already."""
-    args = arguments(pictures, decoder="nvimgcodec")
-    alone = train_batches(args, 0)
-    decoder = images.nvimgcodec_decoder(multiprocessing.current_process().pid)
-    assert images.nvimgcodec_decoder.cache_info().currsize >= 1 and decoder
-    for (one, _), (other, _) in zip(
-        alone, train_batches(args, 0, workers=2), strict=True
-    ):
-        assert torch.equal(one, other)
+def test_a_forked_process_makes_a_decoder_of_its_own():
+    def made() -> int:
+        images.nvimgcodec_decoder(os.getpid())
+        return images.nvimgcodec_decoder.cache_info().misses
+
+    made()
+    before = made()  # the second call makes none
+    assert images.nvimgcodec_decoder.cache_info().misses == before
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    child = context.Process(target=lambda: queue.put(made()))
+    child.start()
+    assert queue.get() == before + 1
+    child.join()
+
+
+@needs_nvimgcodec
+def test_a_decoder_that_cannot_be_made_is_no_secret(tmp_path, monkeypatch):
+    path = tmp_path / "picture.JPEG"
+    Image.fromarray(pixels(64, 80)).save(path)
+
+    def fail(pid):
+        raise RuntimeError("no decoder")
+
+    monkeypatch.setattr(images, "nvimgcodec_decoder", fail)
+    with pytest.raises(ImageError, match="with nvimgcodec: no decoder"):
+        images.read_image(str(path), "nvimgcodec", images.ValTransform(32))
 
 
 def test_auto_is_nvimgcodec_where_it_is_installed(pictures, monkeypatch):
-    installed = importlib.util.find_spec("nvidia.nvimgcodec") is not None
     args = arguments(pictures)
     build_datasets(args)
-    assert args.decoder == ("nvimgcodec" if installed else "torchvision")
+    assert args.decoder == ("torchvision" if MISSING["nvimgcodec"] else "nvimgcodec")
 
     monkeypatch.setitem(sys.modules, "nvidia.nvimgcodec", None)
     monkeypatch.setitem(sys.modules, "nvidia", None)

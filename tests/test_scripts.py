@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -231,6 +232,35 @@ def test_precisions(tmp_path, pictures, precision):
     assert bool(content["scaler"]) == (precision == "fp16")
     weights = content["state_dict"].values()
     assert {tensor.dtype for tensor in weights} == {torch.float32, torch.int64}
+
+
+def test_an_overflow_in_the_first_fp16_step_leaves_no_trace():
+    """Loss scaling begins too high by design, and skips such steps."""
+    import distributed
+
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 3))
+    before = [parameter.clone() for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), **sgd_options())
+    scaler = torch.amp.GradScaler("cpu")
+    state = Namespace(optimizer=optimizer, scaler=scaler)
+    args = Namespace(precision="fp16", label_smoothing=0.0)
+    labels = torch.tensor([0, 1])
+    bad = torch.full((2, 3, 2, 2), float("inf"))
+    distributed.train_step(args, model, state, bad, labels)
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, old)
+    distributed.train_step(args, model, state, torch.rand(2, 3, 2, 2), labels)
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        assert 0 < (parameter - old).abs().max() < 1
+
+
+def sgd_options():
+    """How distributed.py makes its optimizer, apart from the numbers."""
+    source = (ROOT / "distributed.py").read_text()
+    (call,) = re.findall(r"torch\.optim\.SGD\(\n(.*?)\n    \)", source, re.DOTALL)
+    names = re.findall(r"^ +(\w+)=(.*),$", call, re.MULTILINE)
+    numbers = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}
+    return {name: numbers.get(name, text == "True") for name, text in names}
 
 
 def test_another_script_reads_the_checkpoint(trained):
