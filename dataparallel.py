@@ -127,7 +127,7 @@ def train(
         state.scheduler.step()
         meter.add(loss, outputs, labels)
 
-        # Between these moments nothing waits for the device or for another process
+        # Between these moments metrics wait neither for the device nor for a process
         save = step % args.checkpoint_steps == 0 or step == len(loader)
         if save or step % args.print_interval == 0:
             recent = state.add(step, combine(meter.take()))

@@ -8,6 +8,7 @@ ratios are taken within a round.
 import json
 import os
 import platform
+import random
 import statistics
 import sys
 import time
@@ -36,10 +37,9 @@ def interleave(
         The measurements of each candidate, round by round.
     """
     found: dict[str, list[float]] = {name: [] for name in candidates}
-    names = list(candidates)
+    order = random.Random(0)
     for number in range(rounds + 1):
-        shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
+        for name in order.sample(list(candidates), len(candidates)):
             measured = candidates[name]()
             if number:
                 found[name].append(measured)

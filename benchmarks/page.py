@@ -34,8 +34,9 @@ def results(name: str) -> dict:
 def machine(report: dict) -> str:
     """What the figures were measured on and with."""
     command = " ".join(report["argv"])
+    rounds = f", {report['rounds']} rounds" if "rounds" in report else ""
     return (
-        f"\n`{command}`, {report['date']}, commit {report['commit'][:12]}: "
+        f"\n`{command}`, {report['date']}, commit {report['commit']}{rounds}: "
         f"{report['cpu']}, {report['cpu_cores']} cores, Python {report['python']}, "
         f"PyTorch {report['torch']}, torchvision {report['torchvision']}.\n"
     )
@@ -70,10 +71,11 @@ def images() -> str:
 
 def floor() -> str:
     """How near the pipeline comes to its decoder alone."""
-    rows = results("input")["training"]
-    alone = rows["decoding alone: nvimgcodec, cropped part"]["value"]["median"]
-    share = rows["--decoder nvimgcodec"]["value"]["median"] / alone
-    return f"With nvimgcodec the pipeline runs at {share:.0%} of its decoder's speed.\n"
+    share = results("input")["share_of_floor"]
+    return (
+        f"With nvimgcodec the pipeline runs at {share['median']:.0%} "
+        f"({share['low']:.0%} to {share['high']:.0%}) of its decoder's speed.\n"
+    )
 
 
 def changes(part: str, unit: str, digits: int) -> Callable[[], str]:
@@ -153,6 +155,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "training": training,
     "startup": startup,
     "image changes": changes("images", "images/s", 0),
+    "left out": changes("left_out", "images/s", 0),
     "batch changes": changes("batches", "batches/s", 1),
     "step changes": changes("steps", "steps/s", 2),
 }

@@ -43,7 +43,9 @@ def main() -> None:
         num_workers=int(workers) // world_size,
         pin_memory=torch.cuda.is_available(),
     )
-    model = DistributedDataParallel(torchvision.models.resnet18())
+    model = DistributedDataParallel(
+        torchvision.models.resnet18(num_classes=len(dataset.classes))
+    )
     optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9, weight_decay=1e-4)
     for step, (images, labels) in enumerate(loader, start=1):
         outputs = model(images)

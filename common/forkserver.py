@@ -6,6 +6,7 @@ for the training process, which then saves. A server that died of it would take 
 loader processes along.
 """
 
+import atexit
 import gc
 import signal
 
@@ -15,3 +16,4 @@ from common.launch import Watchdog
 for number in Watchdog.SIGNALS:
     signal.signal(number, signal.SIG_IGN)
 gc.freeze()
+atexit.register(gc.unfreeze)  # or libraries report leaks at the end
