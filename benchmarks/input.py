@@ -2,8 +2,8 @@
 
     python -m benchmarks.input [ROUNDS]
 
-On one core: single images, training and validation, and decoding alone, which no
-pipeline can beat. On all cores: a DataLoader with one process per core. Makes its own
+On one core: single images, training and validation, and decoding alone, the limit for
+that decoder. On all cores: a DataLoader with one process per core. Makes its own
 JPEG files; prints median ratios with their quartiles and writes results/input.json.
 """
 
@@ -171,7 +171,7 @@ def all_cores(folder: Path, rounds: int) -> dict[str, dict]:
     candidates = {USUAL: epoch_of(usual_loader)}
     for name in DECODERS:
         loader = own_loader(folder, name, indices, cores)
-        loader.normalise = lambda images: images  # a GPU does that in passing
+        loader.normalise = lambda images: images  # left to the device
         candidates[f"--decoder {name}"] = epoch_of(loader)
     loader = own_loader(folder, "nvimgcodec", indices, cores)
     candidates[NORMALISED] = epoch_of(loader)

@@ -1,4 +1,4 @@
-"""JPEG files that cost as much to decode as ImageNet's, made from a seed.
+"""JPEG files like ImageNet's in size and bytes, made from a seed.
 
 ImageNet's training images have about 500 x 375 pixels and 110 KB. These are noise with
 the spectrum of photographs, an amplitude that falls with 1/frequency

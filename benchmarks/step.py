@@ -145,7 +145,7 @@ def compare_steps(rounds: int, folder: Path) -> dict[str, dict]:
 def compare_training(rounds: int, folder: Path) -> dict[str, dict]:
     """Launch both scripts in turns."""
     batch, steps, warmup, workers = 64, 10, 2, PROCESSES
-    images = write_photographs(folder, batch * steps, batch)
+    images = write_photographs(folder, batch * steps, batch, classes=8)
     print(images)
 
     def usual() -> float:
