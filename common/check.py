@@ -81,7 +81,8 @@ def main() -> None:
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except Exception as error:
-        if type(error).__name__ != "SignalException":  # torchrun's, a traceback long
+        # torchrun's own, a traceback long; by name, as common/ knows no strategy
+        if type(error).__name__ != "SignalException":
             raise
         say(f"{module} ended by signal {int(error.sigval)}")
         sys.exit(1)

@@ -105,7 +105,7 @@ class NvimgcodecPicture:
 
 def open_with_nvimgcodec(path: str) -> Picture:
     """Open a file for nvImageCodec, or for torchvision if its kind is unknown there."""
-    nvimgcodec_decoder(os.getpid())
+    nvimgcodec_decoder(os.getpid())  # a decoder that cannot be made is another matter
     try:
         return NvimgcodecPicture(path)
     except RuntimeError:
@@ -184,9 +184,8 @@ def read_image(
         return transform(DECODERS[decoder](path))
     except READ_ERRORS as error:
         lines = str(error).strip().splitlines() or [repr(error)]
-        reason = re.sub(
-            r"^\w+, \S+\.cpp:\d+, ", "", lines[0]
-        )  # without its source file
+        # Without the place in torchvision's source that raised it
+        reason = re.sub(r"^\w+, \S+\.cpp:\d+, ", "", lines[0])
         raise ImageError(
             f"cannot read the image {path} with {decoder}: {reason}"
         ) from error

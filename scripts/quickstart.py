@@ -57,11 +57,10 @@ def train(strategy: str, data: str, output: Path) -> str:
     def listen() -> int:
         nonlocal stopped
         for line in process.stderr:
-            stopped |= ": stopped after " in line
-            if (
-                not stopped or ": stopped after " in line
-            ):  # not the launcher's traceback
+            says_so = ": stopped after " in line
+            if says_so or not stopped:  # what follows is the launcher's traceback
                 print(line, end="", file=sys.stderr, flush=True)
+            stopped |= says_so
             if ": error: " in line:
                 errors.append(line.split(": error: ", 1)[1].strip())
         return process.wait()
