@@ -99,15 +99,19 @@ def row(run: dict) -> list[str]:
     ]
 
 
-def render(runs: list[dict]) -> str:
-    """Lay the runs out as a Markdown table that reads well as text."""
-    lines = [list(HEADER), *map(row, runs)]
+def aligned(lines: list[list[str]]) -> str:
+    """Lay a header and its rows out as a Markdown table that reads well as text."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, ["-" * width for width in widths])
     table = ""
-    for line in lines:
+    for line in [lines[0], ["-" * width for width in widths], *lines[1:]]:
         cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
         table += f"| {' | '.join(cells)} |\n"
+    return table
+
+
+def render(runs: list[dict]) -> str:
+    """The table of the runs, and what they were made with."""
+    table = aligned([list(HEADER), *map(row, runs)])
     report = next((run["report"] for run in runs if run["report"]), None)
     if report is None:
         return table
