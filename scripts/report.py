@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from quickstart import LAUNCHERS, ROOT, aligned
+from quickstart import LAUNCHERS, aligned
 
 from common.arguments import IMAGENET_TRAIN_IMAGES
 from common.errors import UserError, exit_status, say
@@ -28,7 +28,6 @@ MEASURED = (
 )
 LOSS = 0.1  # the share of the time from which on something is called the bound
 SURE = 3  # standard errors from which on a difference is claimed
-MARKERS = ("<!-- timings -->\n", "<!-- /timings -->")
 COLOURS = {
     "dataparallel": "#d08a1d",
     "distributed": "#3a86c8",
@@ -487,15 +486,22 @@ def draw_scaling(timings: Timings, precision: str, axes, weak: bool) -> None:
     axes.set_title(title, fontsize=8, loc="left")
 
 
-def readme_part(timings: Timings, folder: Path) -> str:
-    """What stands between the markers of README.md."""
+def readme_table(timings: Timings, folder: Path) -> str:
+    """The figure and the table for README.md."""
     precision = timings.settings["precision"][0]
     return (
         f'<img src="{folder}/timings.svg" width="560" alt="Seconds per epoch of each '
         'strategy, and their speed-up over one device">\n\n'
-        f"{conclusion(timings, precision)}\n\n{main_table(timings, precision)}\n"
-        f"{notes(timings)}\n\n{hardware(timings)}\nAll tables: "
-        f"[{folder}/report.md]({folder}/report.md); one file a run beside it.\n"
+        f"{main_table(timings, precision)}"
+    )
+
+
+def readme_words(timings: Timings, folder: Path) -> str:
+    """What README.md says below its table."""
+    precision = timings.settings["precision"][0]
+    return (
+        f"{conclusion(timings, precision)}\n\n{notes(timings)}\n\n{hardware(timings)}\n"
+        f"All tables: [{folder}/report.md]({folder}/report.md), and one file a run.\n"
     )
 
 
@@ -526,16 +532,9 @@ def write(folder: Path) -> None:
 
 def main() -> None:
     """Report on the folder in sys.argv."""
-    if len(sys.argv) < 2 or sys.argv[2:] not in ([], ["--readme"]):
-        raise UserError("give a folder of timings, and --readme or nothing")
-    folder = Path(sys.argv[1])
-    write(folder)
-    if sys.argv[2:]:
-        readme = ROOT / "README.md"
-        before, rest = readme.read_text().split(MARKERS[0])
-        after = rest.split(MARKERS[1])[1]
-        part = readme_part(Timings(folder), folder.resolve().relative_to(ROOT))
-        readme.write_text(before + MARKERS[0] + part + MARKERS[1] + after)
+    if len(sys.argv) != 2:
+        raise UserError("give one folder of timings")
+    write(Path(sys.argv[1]))
 
 
 if __name__ == "__main__":

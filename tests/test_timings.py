@@ -294,13 +294,6 @@ def test_the_report_is_made_of_its_runs(tmp_path):
         assert run["timed_steps"] > 0 and run["warmup_steps"] > 0
 
 
-def test_the_readme_shows_that_report():
-    readme = (ROOT / "README.md").read_text()
-    part = readme.split(report.MARKERS[0])[1].split(report.MARKERS[1])[0]
-    folder = RESULTS.relative_to(ROOT)
-    assert part == report.readme_part(report.Timings(RESULTS), folder)
-
-
 def test_the_figure_is_drawn_of_its_runs(tmp_path):
     pytest.importorskip("matplotlib")
     report.draw(report.Timings(RESULTS), tmp_path)
