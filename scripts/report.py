@@ -427,12 +427,17 @@ def draw_bars(timings: Timings, precision: str, axes) -> None:
         if row.precision == precision
     }
     longest = max(map(timings.seconds_per_epoch, rows.values()), default=1)
+
+    def write(x: float, y: float, text: str, **how: str) -> None:
+        spot = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
+        axes.annotate(text, (x, y), **spot, **how)
+
     for position, strategy in enumerate(LAUNCHERS):
         row = rows.get(strategy)
-        axes.text(0, position - 0.34, f" {strategy}", va="center", weight="bold")
+        write(0, position - 0.34, strategy, weight="bold")
         if row is None:
             reason = timings.problem(strategy, precision) or "not measured"
-            axes.text(0, position + 0.08, f" {reason.split(':')[0]}", va="center")
+            write(0, position + 0.08, reason.split(":")[0])
             continue
         seconds = timings.seconds_per_epoch(row)
         waiting = seconds * row.median("data_wait_share")
@@ -447,7 +452,7 @@ def draw_bars(timings: Timings, precision: str, axes) -> None:
             edgecolor=colour,
             hatch="////",
         )
-        axes.text(seconds, position + 0.08, f" {seconds:,.0f} s", va="center")
+        write(seconds, position + 0.08, f"{seconds:,.0f} s")
     axes.set_ylim(len(LAUNCHERS) - 0.5, -0.6)
     axes.set_xlim(0, 1.18 * longest)
     axes.set_yticks([])
@@ -467,7 +472,7 @@ def draw_scaling(timings: Timings, precision: str, axes, weak: bool) -> None:
     each = timings.settings["batch_size"]
     axes.plot(counts, counts, color=THEMES["--ink"][0], lw=1, ls="--")
     axes.annotate("ideal", (counts[-1], counts[-1]), ha="right", va="bottom")
-    for strategy in LAUNCHERS:
+    for strategy, marker in zip(LAUNCHERS, "osvD^", strict=True):
         points = []
         for count in counts:
             batch = count * each if weak else timings.together
@@ -476,7 +481,8 @@ def draw_scaling(timings: Timings, precision: str, axes, weak: bool) -> None:
             if share:
                 points.append((count, share * count))
         if points:
-            axes.plot(*zip(*points, strict=True), marker="o", color=COLOURS[strategy])
+            line = {"color": COLOURS[strategy], "marker": marker, "alpha": 0.85}
+            axes.plot(*zip(*points, strict=True), **line)
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [str(count) for count in counts])
     axes.minorticks_off()

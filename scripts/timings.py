@@ -106,7 +106,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     gpus = usable_gpus() if args.device != "cpu" else 0
     if args.device == "cuda" and not gpus:
         parser.error("--device cuda: this machine shows no CUDA GPU")
-    args.device = "cuda" if gpus else "cpu"
+    args.device_flag, args.device = args.device, "cuda" if gpus else "cpu"
     cores = len(os.sched_getaffinity(0))
     most = gpus or min(2, cores)
     args.devices = [2**power for power in range(most.bit_length())]
@@ -188,7 +188,7 @@ def command(args: argparse.Namespace, run: Run, output: Path) -> tuple[list, dic
         flags = ["--synthetic", batch * args.steps]
     flags += ["--arch", args.arch, "--image-size", args.image_size]
     flags += ["--global-batch-size", batch, "--precision", precision]
-    flags += ["--workers", args.workers, "--device", args.device, "--epochs", 2]
+    flags += ["--workers", args.workers, "--device", args.device_flag, "--epochs", 2]
     if mode == "device" or not args.full:
         flags += ["--max-steps", args.steps]
     flags += ["--print-interval", args.lap, "--output", output]
@@ -336,7 +336,7 @@ def loader_alone(args: argparse.Namespace) -> dict:
     words = [sys.executable, str(ROOT / "scripts" / "loader_alone.py")]
     batch = args.batch_size * args.devices[-1]
     flags = ["--data", args.data, "--image-size", args.image_size, "-b", batch]
-    flags += ["--workers", args.workers, "--device", args.device]
+    flags += ["--workers", args.workers, "--device", args.device_flag]
     flags += ["--max-steps", args.steps] if not args.full else []
     done = subprocess.run([*words, *map(str, flags)], capture_output=True, text=True)
     if done.returncode:
@@ -445,7 +445,8 @@ def main() -> None:
             print("\ninterrupted; the same command goes on from here", file=sys.stderr)
             sys.exit(130)
     report.write(args.output)
-    print(f"\n{(args.output / 'report.md').read_text()}\nThe report: {args.output}")
+    text = (args.output / "report.md").read_text()
+    print(f"\n{text}\nIt is in {args.output}; delete that to measure again.")
 
 
 if __name__ == "__main__":
