@@ -436,9 +436,9 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory(prefix="timings-") as folder:
         args.data = args.data or own_data(args)
+        used = short_validation(args.data, Path(folder))
         open_output(args)
-        if not args.full:
-            args.data = short_validation(args.data, Path(folder))
+        args.data = args.data if args.full else used
         try:
             measure(args)
         except KeyboardInterrupt:
