@@ -291,6 +291,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = Parser(
         prog="python -m benchmarks.scaling",
+        allow_abbrev=False,
         description="Check the model of scaling here, or print it for your GPUs.",
     )
     parser.add_argument("rounds", nargs="?", type=count, default=15, metavar="ROUNDS")
