@@ -1,0 +1,137 @@
+"""docs/pitfalls.md quotes what PyTorch really says."""
+
+import re
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, run
+
+PAGE = (ROOT / "docs" / "pitfalls.md").read_text()
+# Messages that two CPU processes cannot provoke, and the thread that quotes each
+CITED = {
+    "RuntimeError: Timed out initializing process group": "pytorch-distributed/issues/18",
+    "#error You need C++17 to compile PyTorch": "horovod/issues/4014",
+    "ImportError: cannot import name 'amp'": "apex/issues/1912",
+    "ModuleNotFoundError: No module named 'amp_C'": "apex/issues/866",
+    "[Rank 7] Watchdog caught": "pytorch/issues/118369",
+    "RuntimeError: ProcessGroupNCCL is only": "llama/issues/436",
+    "RuntimeError: Distributed package doesn't": "pytorch/issues/159742",
+}
+# What one process can do wrong
+ALONE = """
+import argparse, os, socket, tempfile, traceback
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from torchvision.datasets import ImageFolder
+
+def wrong(function, *args, **kwargs):
+    try:
+        function(*args, **kwargs)
+    except Exception:
+        traceback.print_exc()
+    else:
+        raise SystemExit("nothing is wrong")
+
+def load(content, size=None):
+    torch.save(content, "checkpoint.pt")
+    if size is not None:
+        os.truncate("checkpoint.pt", size)
+    wrong(torch.load, "checkpoint.pt")
+
+def port(listener):
+    return listener.getsockname()[1]
+
+wrong(dist.init_process_group, "gloo")
+with socket.socket() as listener:
+    listener.bind(("", 0))
+    one = f"tcp://127.0.0.1:{port(listener)}"
+    wrong(dist.init_process_group, "gloo", one, None, 1, 0)
+two = {"init_method": one, "rank": 0, "timeout": timedelta(seconds=3)}
+wrong(dist.init_process_group, "gloo", world_size=2, **two)
+wrong(dist.init_process_group, "nccl", world_size=1, **two)
+
+net = torch.nn.Linear(2, 2)
+wrong(net.load_state_dict, {f"module.{name}": w for name, w in net.state_dict().items()})
+load({"args": argparse.Namespace(lr=0.1)})
+load({"weights": torch.zeros(10**5)}, 10**5)
+load({"weights": torch.zeros(10**5)}, 0)
+torch.serialization.location_tag = lambda storage: "cuda:0"
+load({"weights": torch.zeros(1)})
+
+wrong(ImageFolder, ".")
+os.mkdir("cat")
+wrong(ImageFolder, ".")
+"""
+# What two can; rank 0 has one batch less in "uneven", and rank 1 sleeps in "silent"
+TWO = """
+import sys, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=3))
+model = DDP(torch.nn.Linear(2, 2))
+steps = 3 + dist.get_rank() * (sys.argv[1] == "uneven")
+for step in range(steps):
+    model(torch.ones(4, 2)).sum().backward()
+if sys.argv[1] == "silent" and dist.get_rank() == 1:
+    time.sleep(6)
+dist.barrier()
+"""
+OLD_FLAG = """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank")
+parser.parse_args()
+"""
+
+
+def messages():
+    """Lines of the page's text blocks, each with the section that it stands in."""
+    return [
+        (line, section)
+        for section in PAGE.split("\n## ")
+        for block in re.findall(r"```text\n(.*?)```", section, re.DOTALL)
+        for line in block.splitlines()
+    ]
+
+
+def alike(text):
+    """Without what differs from one machine and moment to another."""
+    text = re.sub(r"\x1b\[\d+m|\[[\d.:a-f]+\](:\d+)?", "", text)
+    text = re.sub(r"(folder in) \S+", r"\1 FOLDER", text)
+    return re.sub(r"\d+", "N", text)
+
+
+@pytest.mark.skipif(
+    not torch.__version__.startswith("2.15."), reason="the page quotes PyTorch 2.15"
+)
+def test_the_messages_are_what_is_said(tmp_path):
+    said = ""
+    for name, program in (("alone", ALONE), ("two", TWO), ("flag", OLD_FLAG)):
+        (tmp_path / f"{name}.py").write_text(program)
+    python, launcher = (sys.executable,), ("torchrun", "--standalone")
+    commands = [
+        (*python, "alone.py"),
+        (*launcher, "--nproc-per-node=2", "two.py", "uneven"),
+        (*launcher, "--nproc-per-node=2", "two.py", "silent"),
+        (*python, "-m", "torch.distributed.launch", "--nproc-per-node=1", "flag.py"),
+    ]
+    for command in commands:
+        line = f"cd {tmp_path} && exec {' '.join(command)}"
+        ended = run("bash", "-c", line, CUDA_VISIBLE_DEVICES="")
+        assert "nothing is wrong" not in ended.stderr
+        said += ended.stderr
+    quoted = [line for line, _ in messages() if not line.startswith(tuple(CITED))]
+    assert len(quoted) >= 14
+    for line in quoted:
+        assert alike(line) in alike(said), line + "\n\n" + said
+
+
+def test_messages_that_are_not_provoked_have_their_source():
+    for beginning, source in CITED.items():
+        (section,) = (text for line, text in messages() if line.startswith(beginning))
+        assert f"{source})" in section, beginning
