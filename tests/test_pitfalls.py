@@ -1,4 +1,4 @@
-"""docs/pitfalls.md quotes what PyTorch really says."""
+"""docs/pitfalls.md quotes what PyTorch really says, and its cures run."""
 
 import re
 import sys
@@ -6,6 +6,8 @@ import sys
 import pytest
 import torch
 from conftest import ROOT, run
+
+from common.launch import rendezvous_address
 
 PAGE = (ROOT / "docs" / "pitfalls.md").read_text()
 # Messages that two CPU processes cannot provoke, and the thread that quotes each
@@ -72,20 +74,76 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-dist.init_process_group("gloo", timeout=timedelta(seconds=3))
-model = DDP(torch.nn.Linear(2, 2))
+dist.init_process_group("gloo")
+dist.barrier()  # both are there, so the time of the next group begins together
+group = dist.new_group(timeout=timedelta(seconds=3))
+model = DDP(torch.nn.Linear(2, 2), process_group=group)
 steps = 3 + dist.get_rank() * (sys.argv[1] == "uneven")
 for step in range(steps):
     model(torch.ones(4, 2)).sum().backward()
 if sys.argv[1] == "silent" and dist.get_rank() == 1:
     time.sleep(6)
-dist.barrier()
+dist.barrier(group)
 """
 OLD_FLAG = """
 import argparse
 parser = argparse.ArgumentParser()
 parser.add_argument("--local_rank")
 parser.parse_args()
+"""
+
+# Runs each cure, and what is said of it here, in one process
+CURES = """
+import os, re, sys
+import torch
+import torch.distributed as dist
+
+page = open(sys.argv.pop()).read()
+torch.cuda.synchronize = lambda: None
+os.makedirs("root/train/cat"), os.makedirs("root/val/cat")
+calls = {
+    1: "assert len(build_loader(data, 4, range(10), 0)) == 3",
+    2: "assert 0 <= accuracy(net, [batch], 'cpu') <= 1",
+    6: "train_step(net, sgd, torch.amp.GradScaler('cuda'), *batch)",
+    7: "save('all.pt', net, sgd, schedule, torch.amp.GradScaler('cpu'), 3, 0.5);"
+       "assert torch.load('all.pt')['epoch'] == 3;"
+       "assert without_prefix({'module.w': 1, 'b': 2}) == {'w': 1, 'b': 2}",
+    8: "load('all.pt', net, sgd)",
+    9: "end_with_parent()",
+    10: "assert 1024 < free_port() < 65536",
+    11: "assert paths[0] == 'train/cat/1.JPEG' and paths[1] == 'train/dog/2.JPEG'",
+    12: "train_epoch(DDP(net), sgd, [batch] * 3, torch.nn.functional.cross_entropy)",
+    14: "assert images_per_second(lambda batch: None, range(30), 8) > 0",
+    15: "rate = build_optimizer(net, 0.1, 512, 10)[0].param_groups[0]['lr'];"
+        "assert round(rate, 6) == 0.02",
+    16: "seed_process(0, 1)",
+    17: "assert not stop_together('cpu'); import os, signal, time;"
+        "os.kill(os.getpid(), signal.SIGTERM); assert stop_together('cpu')",
+    18: "save({'a': 1}, 'a.pt'); assert torch.load('a.pt') == {'a': 1}",
+    19: "check_classes('root')",
+}
+count = 0
+for section in page.split("\\n## ")[1:]:
+    number = int(section.split(".")[0])
+    for block in re.findall(r"```python\\n(.*?)```", section, re.DOTALL):
+        count += 1
+        if "init_process_group(" not in block:
+            dist.init_process_group("gloo")
+        torch.manual_seed(0)
+        net = torch.nn.Linear(4, 3)
+        sgd = torch.optim.SGD(net.parameters(), 0.1)
+        names = {
+            "DDP": torch.nn.parallel.DistributedDataParallel,
+            "data": torch.utils.data.TensorDataset(torch.zeros(10, 4)),
+            "batch": (torch.randn(8, 4), torch.randint(3, (8,))),
+            "net": net, "sgd": sgd,
+            "schedule": torch.optim.lr_scheduler.StepLR(sgd, 1),
+        }
+        exec(block, names)
+        exec(f"import torch; {calls.pop(number, '')}", names)
+        assert dist.is_initialized()
+        dist.destroy_process_group()
+print(count, "cures", sorted(calls))
 """
 
 
@@ -129,6 +187,16 @@ def test_the_messages_are_what_is_said(tmp_path):
     assert len(quoted) >= 14
     for line in quoted:
         assert alike(line) in alike(said), line + "\n\n" + said
+
+
+def test_the_cures_run_as_they_stand(tmp_path):
+    (tmp_path / "cures.py").write_text(CURES)
+    port = rendezvous_address(None, 0).rsplit(":")[-1]
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "1"}
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": ""}
+    command = f"cd {tmp_path} && exec python cures.py {ROOT}/docs/pitfalls.md"
+    ended = run("bash", "-c", command, **group, **ranks)
+    assert ended.stdout == "19 cures []\n", ended.stdout + ended.stderr
 
 
 def test_messages_that_are_not_provoked_have_their_source():
