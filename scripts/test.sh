@@ -4,7 +4,7 @@
 #   bash scripts/test.sh [--system] [arguments of pytest]
 #
 # --system (or CI=true) also installs system packages that some tests need, as root with apt-get:
-# Open MPI. Elsewhere what needs them is skipped, and counted.
+# Open MPI and Chromium. Elsewhere what needs them is skipped, and counted.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source-path=SCRIPTDIR
@@ -15,12 +15,15 @@ if [ "${1:-}" = --system ]; then
     SYSTEM=true
     shift
 fi
-if [ "$SYSTEM" = true ] && ! command -v mpicxx >/dev/null; then
+packages=()
+command -v mpicxx >/dev/null || packages+=(libopenmpi-dev openmpi-bin)
+command -v chromium >/dev/null || packages+=(chromium fonts-dejavu-core)
+if [ "$SYSTEM" = true ] && [ ${#packages[@]} -gt 0 ]; then
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-        say "installing Open MPI"
-        { apt-get update && apt-get install -y --no-install-recommends libopenmpi-dev openmpi-bin; } >/dev/null
+        say "installing ${packages[*]}"
+        { apt-get update && apt-get install -y --no-install-recommends "${packages[@]}"; } >/dev/null
     else
-        say "Open MPI is not installed: that takes root and apt-get"
+        say "${packages[*]} not installed: that takes root and apt-get"
     fi
 fi
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 import sys
 
 import pytest
@@ -14,7 +13,6 @@ import readme
 import reliability
 
 README = (ROOT / "README.md").read_text()
-STRATEGIES = tuple(quickstart.LAUNCHERS)
 
 
 def test_what_is_generated_is_that_of_the_results_and_scripts():
@@ -69,39 +67,6 @@ def test_a_strategy_that_cannot_run_has_its_reason_in_place_of_numbers():
     )
 
 
-def commands():
-    blocks = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [shlex.split(line, comments=True) for line in lines if line.strip()]
-
-
-def test_commands_name_files_that_exist_and_flags_that_are_known(capsys):
-    sys.path.insert(0, str(ROOT))
-    checked = 0
-    for words in commands():
-        scripts = [word for word in words if word.endswith((".py", ".sh"))]
-        for word in scripts:
-            assert (ROOT / word).exists(), word
-        strategy = next(
-            (
-                word.split("/")[-1].rsplit(".", 1)[0]
-                for word in scripts
-                if word.split("/")[-1].rsplit(".", 1)[0] in STRATEGIES
-            ),
-            None,
-        )
-        if strategy and words[0] != "diff" and "--data" in words:
-            start = words.index(scripts[-1]) + 1
-            known = (ROOT / f"{strategy}.py").read_text() + (
-                ROOT / "common" / "arguments.py"
-            ).read_text()
-            for word in words[start:]:
-                if word.startswith("-"):
-                    assert f'"{word}"' in known, f"{word} of {strategy}"
-            checked += 1
-    assert checked >= 12
-
-
 def test_the_example_to_copy_runs_as_it_stands(tmp_path):
     (block,) = re.findall(r"```python\n(import os\n.*?)```", README, re.DOTALL)
     (tmp_path / "example.py").write_text(block)
@@ -117,13 +82,6 @@ def test_the_example_to_copy_runs_as_it_stands(tmp_path):
         ended.stdout
     )
     assert (tmp_path / "model.pt").exists()
-
-
-def test_links_lead_somewhere():
-    links = re.findall(r"\]\(([^)#]+)\)", README)
-    assert len(links) > 8
-    for link in links:
-        assert link.startswith("http") or (ROOT / link).exists(), link
 
 
 def test_quickstart_ends_where_its_training_was_stopped(tmp_path, monkeypatch, capfd):
