@@ -376,6 +376,8 @@ def open_output(args: argparse.Namespace) -> None:
                     f"{args.output} holds timings with {name} {before.get(name)}, now "
                     f"it is {value}: choose another --output, or delete it"
                 )
+    elif any(args.output.glob("runs/*.json")):
+        raise UserError(f"{args.output} holds runs and no settings.json: delete it")
     (args.output / "runs").mkdir(parents=True, exist_ok=True)
     keep(file, now)
 
