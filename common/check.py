@@ -6,13 +6,15 @@
 PROCESSES is their number on this machine, by default one per GPU, or 2 on a CPU. The
 first form prints it; the second goes on as `python -m MODULE OPTIONS` with
 `--nproc-per-node PROCESSES SCRIPT FLAGS`. A mistake in flags, data or checkpoint ends
-with status 2 and one line, where a launcher would wrap it into a page per process.
+with status 2 and one line, where a launcher would wrap it into a page per process. With
+PREFLIGHT=1 in the environment the launcher starts scripts/preflight.py first.
 """
 
 import importlib.util
 import os
 import runpy
 import signal
+import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -61,6 +63,25 @@ def set_threads(processes: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
 
 
+def preflight(args: Namespace, launcher: list[str]) -> None:
+    """Start scripts/preflight.py in the place of the training; end where it fails.
+
+    Args:
+        args: of the training.
+        launcher: the command that starts a script in all processes.
+    """
+    script = Path(__file__).resolve().parent.parent / "scripts" / "preflight.py"
+    command = [*launcher, str(script), "--device", args.device]
+    command += ["--backend", args.backend] if args.backend else []
+    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    if ended.returncode:
+        # torchrun adds pages of its own
+        lines = ended.stderr.splitlines()
+        own = [line for line in lines if line.startswith(f"{script.name}: ")]
+        print(*(own or lines), sep="\n", file=sys.stderr)
+        sys.exit(ended.returncode)
+
+
 def main() -> None:
     """Check the command line in sys.argv, and go on as its launcher."""
     end = sys.argv.index("--")
@@ -75,9 +96,12 @@ def main() -> None:
         return
     module, *options = launcher
     set_threads(processes)
+    options += ["--nproc-per-node", str(processes)]
+    if os.environ.get("PREFLIGHT", "0") not in ("", "0"):
+        preflight(args, [sys.executable, "-m", module, *options])
     # torchrun would die of SIGUSR1, which Slurm can send; of SIGTERM it ends the job
     signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    sys.argv[1:] = [*options, "--nproc-per-node", str(processes), script, *flags]
+    sys.argv[1:] = [*options, script, *flags]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except Exception as error:

@@ -6,6 +6,7 @@ NPROC=${NPROC:-}                     # one per GPU, 2 on a CPU
 CONTROLLER=${CONTROLLER:-gloo}       # gloo: horovodrun; mpi: Open MPI's mpirun
 PYTHON=${PYTHON:-}                   # .venv/bin/python, else python3
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-} # cores / NPROC
+PREFLIGHT=${PREFLIGHT:-}             # 1: first see that all processes meet; 6 s for 2 on two cores
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/launcher.sh"
 
@@ -37,6 +38,8 @@ case $CONTROLLER in
         ;;
 esac
 if command -v setpriv >/dev/null; then launch=(setpriv "--pdeathsig=$stop" "${launch[@]}"); fi
+
+preflight horovod_distributed.py "$@"
 
 set -m # a process group for the launcher: Ctrl-C reaches this script alone, which hands it on
 "${launch[@]}" "$PYTHON" "$ROOT/horovod_distributed.py" "$@" </dev/null &
