@@ -4,9 +4,11 @@
     python -m common.check SCRIPT [PROCESSES] MODULE [OPTIONS] -- FLAGS
 
 PROCESSES is their number on this machine, by default one per GPU, or 2 on a CPU. The
-first form prints it; the second goes on as `python -m MODULE OPTIONS` with
-`--nproc-per-node PROCESSES SCRIPT FLAGS`. A mistake in flags, data or checkpoint ends
-with status 2 and one line, where a launcher would wrap it into a page per process.
+first form prints the number on all machines; the second goes on as
+`python -m MODULE OPTIONS` with `--nproc-per-node PROCESSES SCRIPT FLAGS`. NNODES, or
+HOSTS in the first form, tells of more machines (docs/multinode.md). A mistake in
+flags, data or checkpoint ends with status 2 and one line, where a launcher would wrap
+it into a page per process.
 """
 
 import importlib.util
@@ -21,20 +23,28 @@ from common.checkpoint import check_recipe, find_checkpoint, read_checkpoint, re
 from common.data import build_datasets, share_out
 from common.device import check_devices, processes_per_machine
 from common.errors import UserError, exit_status, say
+from common.machines import machines_from_environment, slots_of_hosts
 from common.model import check_image_size
 
 
-def check(args: Namespace, processes: int) -> None:
+def check(args: Namespace, processes: int, world_size: int | None = None) -> None:
     """Raise what training with these arguments would stumble over.
 
     Leaves the GPUs alone: the caller only starts those that use them.
+
+    Args:
+        args: of the script.
+        processes: number of them on this machine.
+        world_size: number of them on all machines, if not `processes` on each of
+            `args.nnodes`.
 
     Raises:
         UserError: too few GPUs, bad data, a batch that cannot be divided, a checkpoint
             that cannot be used.
     """
     check_devices(args.device, processes, getattr(args, "backend", None))
-    share_out(args, 0, processes * getattr(args, "nnodes", 1), processes)
+    world_size = world_size or processes * getattr(args, "nnodes", 1)
+    share_out(args, 0, world_size, processes)
     train_set, _ = build_datasets(args)
     check_image_size(args, len(train_set.classes))
     path = find_checkpoint(args)
@@ -61,6 +71,19 @@ def set_threads(processes: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
 
 
+def restart_flags(args: Namespace) -> list[str]:
+    """What processes that a launcher may start again are told besides.
+
+    Raises:
+        UserError: they could not go on from where they died.
+    """
+    if args.resume not in (None, "auto"):
+        raise UserError(
+            f"MAX_RESTARTS goes with --resume auto, not with --resume {args.resume}"
+        )
+    return [] if args.resume or args.evaluate else ["--resume", "auto"]
+
+
 def main() -> None:
     """Check the command line in sys.argv, and go on as its launcher."""
     end = sys.argv.index("--")
@@ -68,11 +91,22 @@ def main() -> None:
     args = script_arguments(Path(script), flags)
     if count and (not count.isdigit() or not int(count)):
         raise UserError(f"NPROC={count} is no number of processes")
-    processes = int(count) if count else processes_per_machine(args.device)
-    check(args, processes)
+    machines = machines_from_environment(os.environ)
+    hosts = os.environ.get("HOSTS") if not launcher else None
+    if hosts and count:
+        raise UserError(f"NPROC={count} does not go with HOSTS, which has the numbers")
+    if hosts:
+        slots = slots_of_hosts(hosts).values()
+        processes, world_size = max(slots), sum(slots)
+    else:
+        processes = int(count) if count else processes_per_machine(args.device)
+        world_size = processes * machines.count
+    check(args, processes, world_size)
     if not launcher:
-        print(processes)
+        print(world_size)
         return
+    if machines.max_restarts:
+        flags += restart_flags(args)
     module, *options = launcher
     set_threads(processes)
     # torchrun would die of SIGUSR1, which Slurm can send; of SIGTERM it ends the job

@@ -4,7 +4,8 @@
 #   bash scripts/test.sh [--system] [arguments of pytest]
 #
 # --system (or CI=true) also installs system packages that some tests need, as root with apt-get:
-# Open MPI. Elsewhere what needs them is skipped, and counted.
+# Open MPI, and for tests on two hosts sshd, Slurm, munge and ip, none of which is started.
+# Elsewhere what needs them is skipped, and counted.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source-path=SCRIPTDIR
@@ -15,13 +16,24 @@ if [ "${1:-}" = --system ]; then
     SYSTEM=true
     shift
 fi
-if [ "$SYSTEM" = true ] && ! command -v mpicxx >/dev/null; then
+# provide PROGRAM PACKAGE...: install packages where the program is not there yet
+provide() {
+    if command -v "$1" >/dev/null || [ -x "/usr/sbin/$1" ]; then return; fi
+    shift
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-        say "installing Open MPI"
-        { apt-get update && apt-get install -y --no-install-recommends libopenmpi-dev openmpi-bin; } >/dev/null
+        say "installing $*"
+        apt-get update >/dev/null
+        # RUNLEVEL=1 keeps Debian's packages from starting what they install
+        RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@" >/dev/null
     else
-        say "Open MPI is not installed: that takes root and apt-get"
+        say "not installed: $*: that takes root and apt-get"
     fi
+}
+if [ "$SYSTEM" = true ]; then
+    provide mpicxx libopenmpi-dev openmpi-bin
+    provide ip iproute2
+    provide sshd openssh-server openssh-client
+    provide slurmctld slurmctld slurmd slurm-client munge
 fi
 
 set_up requirements.txt requirements-nvimgcodec.txt requirements-sample.txt requirements-test.txt
