@@ -46,7 +46,8 @@ case $CONTROLLER in
         # mpirun hands SIGUSR1 on and waits; at other signals it soon kills.
         launch=(mpirun --allow-run-as-root "${where[@]}" --bind-to none) stop=USR1
         if [ -n "$HOSTS" ]; then
-            launch+=(--mca plm_rsh_args "${SSH_PORT:+-p $SSH_PORT} ${SSH_IDENTITY:+-i $SSH_IDENTITY}")
+            launch+=(--mca plm_rsh_args
+                "-o ConnectTimeout=15 ${SSH_PORT:+-p $SSH_PORT} ${SSH_IDENTITY:+-i $SSH_IDENTITY}")
             [ -z "$INTERFACE" ] ||
                 launch+=(--mca oob_tcp_if_include "$INTERFACE" --mca btl_tcp_if_include "$INTERFACE")
             # What the processes on other machines need of this environment

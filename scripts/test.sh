@@ -4,8 +4,8 @@
 #   bash scripts/test.sh [--system] [arguments of pytest]
 #
 # --system (or CI=true) also installs system packages that some tests need, as root with apt-get:
-# Open MPI, and for tests on two hosts sshd, Slurm, munge and ip, none of which is started.
-# Elsewhere what needs them is skipped, and counted.
+# Open MPI, and for tests on two hosts sshd, Slurm, munge and ip. (Where systemd runs, their
+# packages start daemons: it is meant for containers.) Elsewhere what needs them is skipped, and counted.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source-path=SCRIPTDIR
@@ -23,8 +23,7 @@ provide() {
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
         say "installing $*"
         apt-get update >/dev/null
-        # RUNLEVEL=1 keeps Debian's packages from starting what they install
-        RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@" >/dev/null
+        DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@" >/dev/null
     else
         say "not installed: $*: that takes root and apt-get"
     fi

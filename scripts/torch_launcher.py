@@ -116,6 +116,7 @@ def main(launcher: str, arguments: list[str]) -> None:
     Raises:
         UserError: machines are missing or were started otherwise.
     """
+    sys.argv[0] = arguments[2]  # whose name stands before what is said
     machines = machines_from_environment(os.environ)
     if machines.address is None:
         use_loopback()

@@ -171,8 +171,13 @@ class Hosts:
             "IdentityAgent none\nIdentitiesOnly yes\n"
         )
         for host in NAMES:
-            config, log = folder / "sshd_config", folder / f"{host}.log"
-            call(*self.command(host, "/usr/sbin/sshd", "-f", config, "-E", log))
+            self.start_sshd(host)
+
+    def start_sshd(self, host: str) -> None:
+        """Start a host's sshd, again after its death."""
+        folder = self.folder / "ssh"
+        config, log = folder / "sshd_config", folder / f"{host}.log"
+        call(*self.command(host, "/usr/sbin/sshd", "-f", config, "-E", log))
 
     @property
     def ssh_variables(self) -> dict[str, str]:
