@@ -21,9 +21,13 @@ from pathlib import Path
 
 from common.checkpoint import check_recipe, find_checkpoint, read_checkpoint, recipe_of
 from common.data import build_datasets, share_out
-from common.device import check_devices, processes_per_machine
+from common.device import check_devices, processes_per_machine, usable_gpus
 from common.errors import UserError, exit_status, say
-from common.machines import machines_from_environment, slots_of_hosts
+from common.machines import (
+    check_own_address,
+    machines_from_environment,
+    slots_of_hosts,
+)
 from common.model import check_image_size
 
 
@@ -42,8 +46,13 @@ def check(args: Namespace, processes: int, world_size: int | None = None) -> Non
         UserError: too few GPUs, bad data, a batch that cannot be divided, a checkpoint
             that cannot be used.
     """
-    check_devices(args.device, processes, getattr(args, "backend", None))
+    backend = getattr(args, "backend", "no process group")
+    check_devices(args.device, processes, backend)
     world_size = world_size or processes * getattr(args, "nnodes", 1)
+    if world_size > processes:
+        gpus = args.device != "cpu" and usable_gpus()
+        if backend == "gloo" or (backend is None and not gpus):
+            check_own_address()
     share_out(args, 0, world_size, processes)
     train_set, _ = build_datasets(args)
     check_image_size(args, len(train_set.classes))
@@ -101,12 +110,12 @@ def main() -> None:
     else:
         processes = int(count) if count else processes_per_machine(args.device)
         world_size = processes * machines.count
+    if machines.max_restarts:
+        flags += restart_flags(args)
     check(args, processes, world_size)
     if not launcher:
         print(world_size)
         return
-    if machines.max_restarts:
-        flags += restart_flags(args)
     module, *options = launcher
     set_threads(processes)
     # torchrun would die of SIGUSR1, which Slurm can send; of SIGTERM it ends the job

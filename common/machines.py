@@ -109,6 +109,26 @@ def use_loopback() -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
 
 
+def check_own_address() -> None:
+    """See that others can reach this machine by its own name, which Gloo tells them.
+
+    Raises:
+        UserError: the name leads to loopback, as Debian's installer has it.
+    """
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        address = "nowhere"
+    known = not address.startswith(("127.", "nowhere"))
+    if not known and "GLOO_SOCKET_IFNAME" not in os.environ:
+        raise UserError(
+            f"the host name {name} leads to {address}, where other machines cannot "
+            "reach this one: set INTERFACE to the network that joins them, for example "
+            "INTERFACE=eth0 (ip -brief addr lists them)"
+        )
+
+
 def belongs_here(host: str) -> bool:
     """Whether a host name or address is this machine's."""
     try:

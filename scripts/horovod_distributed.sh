@@ -13,6 +13,7 @@ SSH_PORT=${SSH_PORT:-}               # 22
 SSH_IDENTITY=${SSH_IDENTITY:-}       # file of the private key
 INTERFACE=${INTERFACE:-}             # the network that joins them, for example eth0
 export HOSTS
+unset NNODES MAX_RESTARTS # torchrun's
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/launcher.sh"
 

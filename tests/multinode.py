@@ -5,13 +5,10 @@ python tests/multinode.py                             # rewrites what stands bet
 """
 
 import json
-import sys
 
 from reliability import ROOT, group, machine
 
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.page import fill, markdown  # noqa: E402
+from benchmarks.page import fill, markdown
 
 PAGE = ROOT / "docs" / "multinode.md"
 RESULTS = ROOT / "results" / "multinode.json"
@@ -56,7 +53,16 @@ def one_column(kind: str, header: str):
     return table
 
 
+def rounding(report: dict) -> str:
+    """The largest difference of a weight at 2 x 2 processes."""
+    values = group(report, "multihost / rounding / ").values()
+    return (
+        f"{len(values)} engines, largest difference {max(v[0] for v in values):.1e}.\n"
+    )
+
+
 TABLES = {
+    "rounding": rounding,
     "machine": machine,
     "failures": failures,
     "restarts": one_column("restart", "statuses; seconds"),
