@@ -81,7 +81,7 @@ class Hosts:
                 ip = ("ip", "-n", namespace)
                 call(*ip, "link", "set", "lo", "up")
                 call(*ip, "addr", "add", f"{ADDRESSES[name]}/24", "dev", "eth0")
-            self.plug()
+                call(*ip, "link", "set", "eth0", "up")
         except BaseException:
             self.__exit__()
             raise
@@ -103,11 +103,20 @@ class Hosts:
         file = self.folder / f"hosts.{host}"
         file.write_text(f"127.0.0.1 localhost\n{own}{others}")
 
-    def plug(self, up: bool = True) -> None:
-        """Plug the cable in, or pull it."""
-        for namespace in self.namespaces.values():
-            state = "up" if up else "down"
-            call("ip", "-n", namespace, "link", "set", "eth0", state)
+    def cut(self) -> None:
+        """From now on nothing arrives, and nobody is told: as after a power failure."""
+        for name, namespace in self.namespaces.items():
+            (other,) = (address for host, address in ADDRESSES.items() if host != name)
+            nobody = ("lladdr", "02:00:00:00:00:99", "nud", "permanent")
+            neighbour = ("ip", "-n", namespace, "neighbour", "replace", other)
+            call(*neighbour, "dev", "eth0", *nobody)
+
+    def mend(self) -> None:
+        """Undo cut()."""
+        for name, namespace in self.namespaces.items():
+            (other,) = (address for host, address in ADDRESSES.items() if host != name)
+            neighbour = ("ip", "-n", namespace, "neighbour", "delete", other)
+            call(*neighbour, "dev", "eth0", check=False)
 
     def command(self, host: str, *command) -> list[str]:
         """What runs `command` on `host`."""
