@@ -24,7 +24,7 @@ def cell(values: list | None) -> str:
     if values is None:
         return "-"
     *codes, seconds = values
-    return f"{', '.join(map(status, codes))}; {seconds:.0f} s"
+    return "; ".join(filter(None, [", ".join(map(status, codes)), f"{seconds:.0f} s"]))
 
 
 def failures(report: dict) -> str:

@@ -321,7 +321,7 @@ def training(job, output):
 def keep(figure, event, request, statuses, seconds):
     """Keep the launchers' exit statuses, and how long it took."""
     engine = re.search(r"\[(.*)\]", request.node.name)[1].split("-")[0]
-    values = [*statuses.values(), round(seconds, 1) if statuses else seconds]
+    values = [*statuses.values(), round(seconds, 1) if seconds > 1e-3 else seconds]
     figure(f"multihost / {event} / {engine}", values)
 
 
@@ -472,7 +472,7 @@ def test_slurm_saves_before_the_time_limit_and_goes_on(
     assert job.end(150) == {"slurm": 0}, job.text()
     assert "resumed at epoch" in job.text(), job.text()
     assert_same_weights(tmp_path / "out", uninterrupted)
-    keep(figure, "Slurm's time limit", request, {"": 0}, seconds)
+    keep(figure, "Slurm's time limit", request, {}, seconds)
 
 
 @pytest.mark.full
@@ -481,30 +481,29 @@ def test_slurm_queues_again_what_lost_a_host(
     engine, job, digits, uninterrupted, tmp_path, figure, request
 ):
     flags = ["--data", digits, *COURSE_TO_RESUME, "--output", tmp_path / "out"]
-    engine(job, flags)
+    engine(job, flags, MAX_RESTARTS="1")
     training(job, tmp_path / "out")
     began = time.monotonic()
-    before = set(job.hosts.processes("hostb"))
     job.hosts.kill("hostb")
     try:
-        wait_until(lambda: not job.trainers("hosta"), 100, "hosta's processes gone")
-        seconds = time.monotonic() - began
         wait_until(
             lambda: "PD" in job.hosts.slurm("squeue", "-h", "-o", "%t"),
             100,
             "the job is queued again",
         )
+        seconds = time.monotonic() - began
     finally:
         job.hosts.start_slurmd("hostb")
-        job.hosts.start_sshd("hostb")
+        if not SSH:
+            job.hosts.start_sshd("hostb")
         time.sleep(1)
-        new = set(job.hosts.processes("hostb")) - before
+        new = job.hosts.processes("hostb")
         job.hosts.daemons = (*job.hosts.daemons, *new)
     requeued(job)
     assert job.end(150) == {"slurm": 0}, job.text()
     assert "resumed at epoch" in job.text(), job.text()
     assert_same_weights(tmp_path / "out", uninterrupted)
-    keep(figure, "hostb dies", request, {"": 0}, seconds)
+    keep(figure, "hostb dies with its slurmd", request, {}, seconds)
 
 
 def wrong(job, flags, start, figure, name, seconds=75):
