@@ -101,12 +101,13 @@ def slots_of_hosts(hosts: str) -> dict[str, int]:
 def use_loopback() -> None:
     """Have Gloo and NCCL listen on loopback alone, unless told otherwise.
 
-    By themselves they take the interface that the host name leads to, or the first
-    that is not loopback.
+    By themselves they take the interface that the host name leads to, or any but
+    loopback:
+    https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname
     """
     if Path("/sys/class/net", LOOPBACK).exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={LOOPBACK}")
 
 
 def check_own_address() -> None:

@@ -21,7 +21,7 @@ scripts/quickstart.sh make .venv" >&2
 fi
 [ -n "${OMP_NUM_THREADS:-}" ] || unset OMP_NUM_THREADS
 if [ -n "${INTERFACE:-}" ]; then # the network that joins several machines (ip -brief addr)
-    export GLOO_SOCKET_IFNAME=$INTERFACE NCCL_SOCKET_IFNAME=$INTERFACE
+    export GLOO_SOCKET_IFNAME=$INTERFACE NCCL_SOCKET_IFNAME="=$INTERFACE" # =: no other that begins so
 fi
 
 # check SCRIPT [MODULE [OPTIONS]] -- [FLAGS]: look at flags, data and checkpoint once, in one

@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -40,18 +40,7 @@ class LoopbackRendezvous(RendezvousHandler):
 
     def __init__(self, parameters: RendezvousParameters):
         self.run_id = parameters.run_id
-        listener = socket.socket()
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        self.address = listener.getsockname()
-        # By itself a store listens on all networks
-        self.store = TCPStore(
-            *self.address,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-        self.rounds = 0
+        self.store = None
         self.closed = False
 
     @property
@@ -68,10 +57,22 @@ class LoopbackRendezvous(RendezvousHandler):
         return self.run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Begin, or begin again after a restart."""
-        self.rounds += 1
-        store = PrefixStore(f"round{self.rounds}", self.store)
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(*self.address))
+        """Begin, or begin again after a restart, which needs an empty store.
+
+        Source: https://github.com/pytorch/pytorch/issues/135712
+        """
+        listener = socket.socket()
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        address = listener.getsockname()
+        # By itself a store listens on all networks
+        self.store = TCPStore(
+            *address,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        return RendezvousInfo(self.store, 0, 1, RendezvousStoreInfo(*address))
 
     def num_nodes_waiting(self) -> int:
         """Nobody else comes."""
@@ -123,7 +124,8 @@ def main(launcher: str, arguments: list[str]) -> None:
         rendezvous_handler_registry.register("loopback", LoopbackRendezvous)
         store = None
     else:
-        # Else a machine that comes back may wait for an address that nobody publishes
+        # Else a machine that comes back and those that stayed number their lives
+        # differently: https://github.com/pytorch/pytorch/issues/135712
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
         facts = {"NNODES": machines.count, "NPROC": int(arguments[1])}
         if machines.rank is not None:

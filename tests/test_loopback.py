@@ -3,11 +3,13 @@
 import contextlib
 import os
 import re
+import signal
 import socket
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import TINY, Running, processes_of, wait_until
 from test_interruption import NEEDS, WAYS
 
@@ -90,3 +92,16 @@ def test_one_machine_listens_on_loopback_only(way, pictures, tmp_path):
         assert {pid for pid, *_ in found} & set(trainers), (
             "Gloo listens in each process"
         )
+
+
+def test_on_one_machine_torchrun_starts_a_killed_process_again(pictures, tmp_path):
+    """The second life needs a store of its own, and goes on from the checkpoint."""
+    flags = (*TINY, "--epochs", "40", "--checkpoint-steps", "1")
+    output = tmp_path / "out"
+    with Running("distributed", pictures, output, *flags, MAX_RESTARTS="1") as job:
+        wait_until(lambda: len(job.trainers()) == 2, 20, "two training processes")
+        os.kill(job.trainers()[0], signal.SIGKILL)
+        assert job.end(90) == 0, job.text()
+        assert job.text().count("resumed at epoch") == 1, job.text()
+    content = torch.load(output / "checkpoint.pt", weights_only=True)
+    assert content["epoch"] == 40
