@@ -38,8 +38,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from common.arguments import positive
 from common.check import check, set_threads
 from common.device import processes_per_machine
-from common.launch import wait_for
-from common.machines import rendezvous
+from common.launch import rendezvous, wait_for
 # [/imports]
 
 

@@ -1,13 +1,9 @@
 """The machines of a job: how many, where they meet, and whether they agree."""
 
-import atexit
-import contextlib
 import json
 import os
 import socket
-import tempfile
 import time
-from argparse import Namespace
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -256,49 +252,6 @@ def _missing(present: list[tuple[str, dict]], count: int) -> str:
     numbers = {facts["NODE_RANK"] for _, facts in present if "NODE_RANK" in facts}
     missing = ", ".join(str(n) for n in range(count) if n not in numbers)
     return f"; NODE_RANK {missing} missing" if numbers else ""
-
-
-def rendezvous(args: Namespace, make_store: Callable[..., Any]) -> str:
-    """Where the processes of multiprocessing_distributed.py are to meet.
-
-    On a single machine that is a file, so that nothing listens for it; on several it
-    is `--dist-url`, once the machines have seen that they were started alike.
-
-    Args:
-        args: with dist_url, nnodes, node_rank, nprocs.
-        make_store: torch.distributed.TCPStore.
-
-    Raises:
-        UserError: a malformed address, a port that is taken, or see meet().
-    """
-    if args.dist_url is None:
-        use_loopback()
-        file, path = tempfile.mkstemp(prefix="rendezvous-")
-        os.close(file)
-        os.unlink(path)  # FileStore makes it
-        atexit.register(_remove, path)
-        return f"file://{path}"
-    host, port = check_address(args.dist_url, args.node_rank)
-    if args.nnodes > 1:
-        seconds = machines_from_environment(
-            {"JOIN_SECONDS": os.environ.get("JOIN_SECONDS", "")}
-        ).join_seconds
-        machines = Machines(args.nnodes, args.node_rank, f"{host}:{port}", 0, seconds)
-        facts = {"--nnodes": args.nnodes, "--nprocs": args.nprocs}
-        store = meet(make_store, machines, {**facts, "NODE_RANK": args.node_rank})
-        # The port is then rank 0's, so it has to be free again
-        store.add("met", 1)
-        until = time.monotonic() + seconds
-        while args.node_rank == 0 and store.add("met", 0) < args.nnodes:
-            if time.monotonic() > until:
-                raise UserError(f"a machine left while all met at {args.dist_url}")
-            time.sleep(0.1)
-    return args.dist_url
-
-
-def _remove(path: str) -> None:
-    with contextlib.suppress(OSError):
-        os.unlink(path)
 
 
 def check_address(url: str, node_rank: int) -> tuple[str, int]:

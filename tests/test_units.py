@@ -21,13 +21,12 @@ from torch.distributed import TCPStore
 from common.arguments import build_parser, parse_arguments
 from common.device import check_devices, processes_per_machine, select_device
 from common.errors import ImageError, Stopped, UserError
-from common.launch import Watchdog, ranks_from_environment
+from common.launch import Watchdog, ranks_from_environment, rendezvous
 from common.machines import (
     Machines,
     check_address,
     machines_from_environment,
     meet,
-    rendezvous,
     slots_of_hosts,
 )
 from common.meters import EpochTimer, Meter, averages
