@@ -14,8 +14,10 @@ PAGE = ROOT / "docs" / "multinode.md"
 RESULTS = ROOT / "results" / "multinode.json"
 
 
-def status(code: int) -> str:
+def status(code: int | None) -> str:
     """An exit status, or the signal that ended a launcher."""
+    if code is None:
+        return "launcher stays"
     return f"killed ({-code})" if code < 0 else str(code)
 
 
