@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data.distributed import DistributedSampler
 
+from common.agreement import agree
 from common.arguments import build_parser, parse_arguments
 from common.checkpoint import TrainingState, resume
 from common.data import DeviceLoader, build_datasets, build_loader, share_out
@@ -64,6 +65,7 @@ def main(args: Namespace) -> None:
 
     train_loader = build_loader(args, train_set, train_sampler, device, training=True)
     val_loader = build_loader(args, val_set, val_sampler, device, training=False)
+    everyone = agree(args, rank, device, combine, train_set, val_set)
 
     raw_model = build_model(args, len(train_set.classes)).to(device)
     optimizer = torch.optim.SGD(
@@ -84,7 +86,7 @@ def main(args: Namespace) -> None:
 
     scheduler = build_scheduler(args, optimizer, len(train_loader))
     state = TrainingState(args, raw_model, optimizer, scheduler, scaler, **extra_state)
-    resume(args, state)
+    resume(args, state, everyone)
     if rank == 0:
         print_start(args, state, device, world_size, len(train_loader))
 
@@ -132,7 +134,6 @@ def train(
         loss, outputs = train_step(args, model, state, images, labels)
         state.scheduler.step()
         meter.add(loss, outputs, labels)
-
         # Between these moments metrics wait neither for the device nor for a process
         save = step % args.checkpoint_steps == 0 or step == len(loader)
         if save or step % args.print_interval == 0:

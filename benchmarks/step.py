@@ -39,6 +39,7 @@ STEPS = 10  # of a measurement, one print interval
 # (image size, global batch): overhead shows at small ones
 CASES = ((64, 64), (224, 32))
 BARE, OURS = "bare DDP loop", "distributed.py"
+AGAIN = "bare DDP loop, a second one"  # shows what the place in memory makes
 USUAL = "usual script, fp32"
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -78,7 +79,9 @@ def steps_in_turns(output: str, rounds: str, *flags: str) -> None:
             state.step = 0
             train(args, rank, loader, *others)
 
-        found = interleave({BARE: timed(bare), OURS: timed(ours)}, int(rounds))
+        again = bare_loop(args, loader)
+        loops = {BARE: timed(bare), AGAIN: timed(again), OURS: timed(ours)}
+        found = interleave(loops, int(rounds))
         if rank == 0:
             Path(output).write_text(json.dumps(found))
         dist.barrier()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from common.agreement import ALONE, Processes, digest_of
 from common.errors import LOST_PROCESS, UserError
 from common.meters import Averages, averages
 
@@ -62,6 +63,7 @@ class TrainingState:
         stop_requested: whether any process was asked to stop when sums were last
             combined.
         saved_by: number of processes of the life that this one goes on from.
+        origin: what was loaded, in words that no other checkpoint has.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class TrainingState:
         self.records: list[dict] = []
         self.stop_requested = False
         self.world_size = self.saved_by = args.world_size
+        self.origin = "none"
 
     def add(self, step: int, sums: Tensor) -> Averages:
         """Take in the sums of all processes up to `step`; returns their averages.
@@ -203,7 +206,7 @@ class TrainingState:
         Raises:
             UserError: the file is no checkpoint, or not one of this run.
         """
-        content = read_checkpoint(path)
+        content = self._read(path)
         check_recipe(path, content, self.recipe)
         try:
             self.raw_model.load_state_dict(content["state_dict"])
@@ -221,11 +224,19 @@ class TrainingState:
 
     def load_weights(self, path: Path) -> None:
         """Load a checkpoint's weights and nothing else, to validate them."""
-        content = read_checkpoint(path)
+        content = self._read(path)
         try:
             self.raw_model.load_state_dict(content["state_dict"])
         except RuntimeError as error:
             raise UserError(f"{path} does not fit this model: {error}") from None
+
+    def _read(self, path: Path) -> dict:
+        content = read_checkpoint(path)
+        epoch, step = content["epoch"], content["step"]
+        # Sums and timings are those of one moment of one run; weights take long to hash
+        figures = digest_of(repr((content["sums"], content["records"])).encode())
+        self.origin = f"epoch {epoch}, step {step}, digest {figures:012x}"
+        return content
 
 
 class SavedTensors:
@@ -244,17 +255,22 @@ class SavedTensors:
             tensor.detach().copy_(saved)
 
 
-def resume(args: argparse.Namespace, state: TrainingState) -> None:
-    """Bring `state` to where `--resume` says; every process does it by itself.
+def resume(
+    args: argparse.Namespace, state: TrainingState, everyone: Processes = ALONE
+) -> None:
+    """Bring `state` to where `--resume` says; every process reads the file by itself.
 
     Raises:
-        UserError: see find_checkpoint and TrainingState.load.
+        UserError: see find_checkpoint and TrainingState.load; or one of `everyone` has
+            another checkpoint, or none.
     """
-    path = find_checkpoint(args)
-    if path is not None and args.evaluate:
-        state.load_weights(path)
-    elif path is not None:
-        state.load(path)
+    with everyone.all_or_none():
+        path = find_checkpoint(args)
+        if path is not None and args.evaluate:
+            state.load_weights(path)
+        elif path is not None:
+            state.load(path)
+    everyone.compare({"checkpoint:": state.origin})
 
 
 def find_checkpoint(args: argparse.Namespace) -> Path | None:

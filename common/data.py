@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
+from common.agreement import digest_of
 from common.errors import ImageError, UserError, end_children
 from common.images import (
     Picture,
@@ -63,6 +64,11 @@ class PackedPaths:
     def __getitem__(self, index: int) -> str:
         start = self.ends[index - 1] if index else 0
         return self.root + os.fsdecode(self.bytes[start : self.ends[index]].tobytes())
+
+    def digest(self, count: int) -> int:
+        """48 bits that stand for the first `count` paths, as they are below `root`."""
+        ends = self.ends[:count]
+        return digest_of(ends, self.bytes[: ends[-1] if count else 0])
 
 
 class ImageFolder(Dataset):

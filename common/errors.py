@@ -34,10 +34,12 @@ class UserError(Exception):
     """Something the user can put right. The text is one line: what, where, what to do.
 
     Every process meets the same mistake, so only the first one of each machine prints
-    it, unless `one_process_only` says that this process alone knows.
+    it, unless `one_process_only` says that this process alone knows, or `said` that
+    rank 0 has printed it for all.
     """
 
     one_process_only = False
+    said = False
 
 
 class ImageError(UserError):
@@ -96,7 +98,7 @@ def exit_status(number: int | None = None) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if error.one_process_only or speaks_for_machine():
+        if not error.said and (error.one_process_only or speaks_for_machine()):
             complain(str(error))
         leave(2)
     except Stopped as stop:

@@ -63,6 +63,11 @@ def averages(sums: Tensor) -> Averages:
     return Averages(*shares, int(images), stops > 0)
 
 
+def percentile(values: list[float], share: float) -> float:
+    """The smallest of the values that no more than 1 - `share` of them exceed."""
+    return sorted(values)[math.ceil(share * len(values)) - 1]
+
+
 class EpochTimer:
     """Times the laps between two moments at which the device has caught up.
 
@@ -95,7 +100,11 @@ class EpochTimer:
         return images / seconds, wait_seconds / seconds
 
     def summary(self, device: torch.device) -> dict[str, float | int | None]:
-        """Figures of the epoch from `first_step` on; None where all was warm-up."""
+        """Figures of the epoch from `first_step` on; None where all was warm-up.
+
+        The two of a step are the median and the 90th percentile over laps, of each the
+        mean of its steps.
+        """
         seconds = sum(lap[0] for lap in self.laps)
         images = sum(lap[2] for lap in self.laps)
         per_step = [1000 * lap[0] / lap[1] for lap in self.laps]
@@ -105,6 +114,7 @@ class EpochTimer:
             "warmup_steps": self.warmup_steps,
             "images_per_second": images / seconds if seconds else None,
             "step_milliseconds": statistics.median(per_step) if per_step else None,
+            "step_milliseconds_p90": percentile(per_step, 0.9) if per_step else None,
             "data_wait_share": sum(lap[3] for lap in self.laps) / seconds
             if seconds
             else None,

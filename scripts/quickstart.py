@@ -1,10 +1,9 @@
 """Train the sample data with every strategy through its launcher, and print a table.
 
     python scripts/quickstart.py DATA OUTPUT       # what quickstart.sh calls
-    python scripts/quickstart.py --readme        # results/quickstart.json to README.md
 
-Interrupted, the first form goes on where it was when it is started again. It leaves
-what the table is made of in OUTPUT/quickstart.json.
+Interrupted, it goes on where it was when it is started again. It leaves what the table
+is made of in OUTPUT/quickstart.json.
 """
 
 import json
@@ -39,7 +38,6 @@ HEADER = (
     "val top-1",
     "status",
 )
-MARKERS = ("<!-- quickstart table -->\n", "<!-- /quickstart table -->")
 
 
 def train(strategy: str, data: str, output: Path) -> str:
@@ -99,15 +97,19 @@ def row(run: dict) -> list[str]:
     ]
 
 
-def render(runs: list[dict]) -> str:
-    """Lay the runs out as a Markdown table that reads well as text."""
-    lines = [list(HEADER), *map(row, runs)]
+def aligned(lines: list[list[str]]) -> str:
+    """Lay a header and its rows out as a Markdown table that reads well as text."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, ["-" * width for width in widths])
     table = ""
-    for line in lines:
+    for line in [lines[0], ["-" * width for width in widths], *lines[1:]]:
         cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
         table += f"| {' | '.join(cells)} |\n"
+    return table
+
+
+def render(runs: list[dict]) -> str:
+    """The table of the runs, and what they were made with."""
+    table = aligned([list(HEADER), *map(row, runs)])
     report = next((run["report"] for run in runs if run["report"]), None)
     if report is None:
         return table
@@ -121,20 +123,8 @@ def render(runs: list[dict]) -> str:
     )
 
 
-def update_readme() -> None:
-    """Put the table of results/quickstart.json between the markers of README.md."""
-    runs = json.loads((ROOT / "results" / "quickstart.json").read_text())
-    readme = ROOT / "README.md"
-    before, rest = readme.read_text().split(MARKERS[0])
-    after = rest.split(MARKERS[1])[1]
-    readme.write_text(before + MARKERS[0] + render(runs) + MARKERS[1] + after)
-
-
 def main() -> None:
     """Train all strategies and print the table."""
-    if sys.argv[1:] == ["--readme"]:
-        update_readme()
-        return
     data, output = sys.argv[1], Path(sys.argv[2])
     runs = []
     try:

@@ -12,12 +12,13 @@ fail() {
 # Where PYTHON names an interpreter already, that environment is used as it is and nothing is
 # installed into it. Else .venv is made, with uv where it is there (seconds), or with pip.
 set_up() {
-    local file files=() key marker python
+    local file files=() key marker modules=torch,torchvision,tqdm python
     for file in "$@"; do files+=(-r "$ROOT/$file"); done
     if [ -n "${PYTHON:-}" ]; then
         PYTHON=$(command -v "$PYTHON") || fail "PYTHON names no interpreter"
         say "using $PYTHON as it is"
-        "$PYTHON" -c 'import torch, torchvision, tqdm, sklearn' 2>/dev/null ||
+        case "$*" in *requirements-sample.txt*) modules+=,sklearn ;; esac
+        "$PYTHON" -c "import $modules" 2>/dev/null ||
             fail "$PYTHON lacks something: $PYTHON -m pip install ${files[*]}"
         return
     fi

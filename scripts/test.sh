@@ -4,8 +4,9 @@
 #   bash scripts/test.sh [--system] [arguments of pytest]
 #
 # --system (or CI=true) also installs system packages that some tests need, as root with apt-get:
-# Open MPI, and for tests on two hosts sshd, Slurm, munge and ip. (Where systemd runs, their
-# packages start daemons: it is meant for containers.) Elsewhere what needs them is skipped, and counted.
+# Open MPI, Chromium, and for tests on two hosts sshd, Slurm, munge and ip. (Where systemd runs, some
+# of these packages start daemons: it is meant for containers.) Elsewhere what needs them is skipped, and
+# counted.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source-path=SCRIPTDIR
@@ -16,26 +17,23 @@ if [ "${1:-}" = --system ]; then
     SYSTEM=true
     shift
 fi
-# provide PROGRAM PACKAGE...: install packages where the program is not there yet
-provide() {
-    if command -v "$1" >/dev/null || [ -x "/usr/sbin/$1" ]; then return; fi
-    shift
+packages=()
+command -v mpicxx >/dev/null || packages+=(libopenmpi-dev openmpi-bin)
+command -v chromium >/dev/null || packages+=(chromium fonts-dejavu-core)
+command -v ip >/dev/null || packages+=(iproute2)
+[ -x /usr/sbin/sshd ] || packages+=(openssh-server openssh-client)
+[ -x /usr/sbin/slurmctld ] || packages+=(slurmctld slurmd slurm-client munge)
+if [ "$SYSTEM" = true ] && [ ${#packages[@]} -gt 0 ]; then
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-        say "installing $*"
-        apt-get update >/dev/null
-        DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@" >/dev/null
+        say "installing ${packages[*]}"
+        { apt-get update && apt-get install -y --no-install-recommends "${packages[@]}"; } >/dev/null
     else
-        say "not installed: $*: that takes root and apt-get"
+        say "${packages[*]} not installed: that takes root and apt-get"
     fi
-}
-if [ "$SYSTEM" = true ]; then
-    provide mpicxx libopenmpi-dev openmpi-bin
-    provide ip iproute2
-    provide sshd openssh-server openssh-client
-    provide slurmctld slurmctld slurmd slurm-client munge
 fi
 
-set_up requirements.txt requirements-nvimgcodec.txt requirements-sample.txt requirements-test.txt
+set_up requirements.txt requirements-nvimgcodec.txt requirements-report.txt requirements-sample.txt \
+    requirements-test.txt
 set_up_horovod
 if [ -n "$HOROVOD_PROBLEM" ]; then
     say "Horovod: $HOROVOD_PROBLEM"

@@ -30,6 +30,7 @@ SHORT = (
     "--image-size 32 --global-batch-size 64 --lr 0.2 --warmup-epochs 1 --schedule cosine "
     "--min-crop 0.5 --no-flip --epochs 2 --max-steps 10 --precision fp32"
 ).split()
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 # Steps of a few milliseconds
 TINY = "--image-size 32 -b 4 --arch squeezenet1_1 --precision fp32 --print-interval 1".split()
 
@@ -133,7 +134,14 @@ def nvimgcodec_missing() -> str | None:
     return None
 
 
+def chromium_missing() -> str | None:
+    if any(map(shutil.which, BROWSERS)):
+        return None
+    return "no Chromium (bash scripts/test.sh --system installs it)"
+
+
 MISSING = {
+    "chromium": chromium_missing(),
     "nvimgcodec": nvimgcodec_missing(),
     "horovod": horovod_missing(),
     "mpi": mpi_missing(),

@@ -212,6 +212,12 @@ def train(name: str, flags: list, net: str | None = None, root: str | None = Non
     start(load_script(name, net, root), flags)
 
 
+def train_unlike(name: str, flags: list, own: list[list]):
+    """Train; rank R has the flags own[R] besides."""
+    rank = int(os.environ.get("HOROVOD_RANK") or os.environ["RANK"])
+    start(load_script(name, None), [*flags, *own[rank]])
+
+
 def train_with_nan(name: str, flags: list, at: tuple[int, int]):
     """Train; in step `at` of (epoch, step) the loss of rank 1 is no number."""
     script = load_script(name, None)

@@ -1,0 +1,142 @@
+"""How long a training step should take on many GPUs: the usual alpha-beta model.
+
+Pure functions of plain numbers; times are in seconds, sizes in bytes. A message of
+m bytes takes alpha + m / beta. A ring of n processes sums a vector of M bytes in
+2 (n - 1) messages of M / n bytes each, one after the other, as every process has to
+see every part twice: once to add to it, once to receive the sum.
+
+- Cost of the ring: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective
+  Communication Operations in MPICH", 2005, https://doi.org/10.1177/1094342005051521
+- No algorithm sends less: P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce
+  algorithms for clusters of workstations", 2009,
+  https://doi.org/10.1016/j.jpdc.2008.09.002
+- What DDP hides behind the backward pass, and its buckets: S. Li et al., "PyTorch
+  Distributed", 2020, https://arxiv.org/abs/2006.15704
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy
+
+# Share of a step's computation that is backward pass: twice the forward's work, for a
+# layer has two products to make there, one for its input and one for its weights
+BACKWARD = 2 / 3
+MIB = 2**20
+BUCKET, FIRST_BUCKET = 25 * MIB, MIB  # DistributedDataParallel's defaults
+
+
+class Link(NamedTuple):
+    """What messages go through."""
+
+    alpha: float  # seconds before the first byte arrives
+    beta: float  # bytes per second
+
+
+class Range(NamedTuple):
+    """The model's two ends."""
+
+    low: float  # nothing of the communication is hidden
+    high: float  # as much as fits is hidden behind the backward pass
+
+
+def ring_seconds(processes: int, size: float, link: Link, calls: int = 1) -> float:
+    """Time in which a ring all-reduces `size` bytes.
+
+    Args:
+        processes: in the ring; a single one has nothing to send.
+        size: bytes of the vector that each process holds.
+        link: from a process to the next.
+        calls: all-reduces that the vector is cut into.
+    """
+    messages = 2 * (processes - 1)
+    return calls * messages * link.alpha + messages / processes * size / link.beta
+
+
+def buckets(size: float, bucket: float = BUCKET, first: float = FIRST_BUCKET) -> int:
+    """All-reduces that gradients of `size` bytes are cut into.
+
+    As if no parameter were larger than a bucket; DDP does not cut those.
+    """
+    return 1 + math.ceil(max(0, size - first) / bucket)
+
+
+class Cluster(NamedTuple):
+    """Hosts of equal GPUs, and the model that they train."""
+
+    step: float  # seconds of a step of one GPU that has nobody to talk to
+    images: int  # of that step
+    size: float  # bytes of its gradients
+    gpus_per_host: int
+    inside: Link  # between GPUs of a host
+    network: Link  # between hosts; beta is that of a whole host
+    bucket: float = BUCKET
+
+    def all_reduce(self, gpus: int) -> float:
+        """Seconds in which the gradients are summed.
+
+        Rings inside the hosts add up first, rings of hosts then, each on its share, and
+        the first ones hand the sums out.
+
+        Raises:
+            ValueError: the hosts would not be full.
+        """
+        hosts, rest = divmod(gpus, self.gpus_per_host)
+        if rest and hosts:
+            raise ValueError(f"{gpus} GPUs do not fill hosts of {self.gpus_per_host}")
+        calls = buckets(self.size, self.bucket)
+        inside = ring_seconds(
+            min(gpus, self.gpus_per_host), self.size, self.inside, calls
+        )
+        return inside + ring_seconds(max(1, hosts), self.size, self.network, calls)
+
+    def weak(self, gpus: int) -> Range:
+        """Efficiency when each GPU keeps its batch: 1 is n times as fast on n GPUs."""
+        return efficiency(self.step, self.all_reduce(gpus))
+
+    def strong(self, gpus: int, global_batch: int) -> Range:
+        """Efficiency when the global batch stays and each GPU takes its share.
+
+        Few images are reckoned to take as long each as many do.
+        """
+        compute = self.step / self.images * global_batch / gpus
+        return efficiency(compute, self.all_reduce(gpus))
+
+
+def step_seconds(compute: float, communication: float) -> tuple[float, float]:
+    """Longest and shortest time of a step.
+
+    Returns:
+        With nothing hidden, and with all hidden that fits behind the backward pass.
+    """
+    exposed = max(0.0, communication - BACKWARD * compute)
+    return compute + communication, compute + exposed
+
+
+def efficiency(compute: float, communication: float) -> Range:
+    """Share of the time in which a GPU computes."""
+    longest, shortest = step_seconds(compute, communication)
+    return Range(compute / longest, compute / shortest)
+
+
+def fit(processes: int, sizes: Sequence[float], seconds: Sequence[float]) -> Link:
+    """The link that explains measured all-reduces of several sizes best.
+
+    Least squares of the relative errors, so that small sizes, which alone tell
+    alpha, count as much as large ones.
+
+    Args:
+        processes: in the ring.
+        sizes: bytes, at least two different ones.
+        seconds: measured, one for each size.
+    """
+    sizes, seconds = numpy.asarray(sizes, float), numpy.asarray(seconds, float)
+    messages = 2 * (processes - 1)
+    columns = numpy.stack(
+        [numpy.full(len(sizes), float(messages)), messages / processes * sizes], axis=1
+    )
+    (alpha, per_byte), *_ = numpy.linalg.lstsq(
+        columns / seconds[:, None], numpy.ones(len(sizes)), rcond=None
+    )
+    return Link(float(alpha), float(1 / per_byte))

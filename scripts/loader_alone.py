@@ -1,0 +1,48 @@
+"""Time the loader processes of a machine alone, with nothing to compute beside them.
+
+    python scripts/loader_alone.py --data DIR [-b N] [--workers N] [--max-steps N]
+
+Takes the flags of the training scripts; prints JSON. The first of two epochs starts the
+loader processes and does not count.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import torch
+from torch.utils.data.distributed import DistributedSampler
+
+from common.arguments import build_parser, parse_arguments
+from common.data import build_datasets, build_loader, share_out
+from common.device import select_device
+from common.errors import exit_status
+
+
+def main() -> None:
+    """Print images per second."""
+    args = parse_arguments(build_parser(__doc__), "loader_alone", None)
+    device = select_device(args.device)
+    torch.set_num_threads(1)
+    share_out(args, 0, 1, 1)
+    train_set, _ = build_datasets(args)
+    sampler = DistributedSampler(train_set, 1, 0, seed=args.seed, drop_last=True)
+    loader = build_loader(args, train_set, sampler, device, training=True)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        images, start = 0, time.perf_counter()
+        for batch, _ in loader:
+            images += len(batch)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+    found = {"images_per_second": images / seconds, "images": images}
+    found |= {"workers": args.workers, "decoder": args.decoder}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    with exit_status():
+        main()

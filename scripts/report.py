@@ -1,0 +1,548 @@
+"""Make a table, a figure and a conclusion of the runs that scripts/timings.py measured.
+
+python scripts/report.py results/DIR             # report.md, timings.svg, timings.png
+python scripts/report.py results/DIR --readme    # and what README.md shows of them
+"""
+
+import json
+import math
+import statistics
+import sys
+from itertools import combinations
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from quickstart import LAUNCHERS, aligned
+
+from common.arguments import IMAGENET_TRAIN_IMAGES
+from common.errors import UserError, exit_status, say
+
+MEASURED = (
+    "images_per_second",
+    "step_milliseconds",
+    "step_milliseconds_p90",
+    "data_wait_share",
+    "peak_memory_mib",
+    "seconds",
+)
+LOSS = 0.1  # the share of the time from which on something is called the bound
+SURE = 3  # standard errors from which on a difference is claimed
+COLOURS = {
+    "dataparallel": "#d08a1d",
+    "distributed": "#3a86c8",
+    "multiprocessing_distributed": "#2f9e77",
+    "apex_distributed": "#b0559a",
+    "horovod_distributed": "#cf5f3c",
+}
+# Colours of the figure that follow the reader's light or dark screen
+THEMES = {
+    "--ink": ("#1f2328", "#e6edf3"),
+    "--paper": ("#fffffe", "#161b22"),
+    "--grid": ("#d0d7de", "#3d444d"),
+}
+
+
+class Row(NamedTuple):
+    """What was measured of one strategy under one setting, over its repeats."""
+
+    mode: str
+    devices: int
+    global_batch_size: int
+    precision: str
+    strategy: str
+    runs: list[dict]
+
+    def median(self, name: str) -> float | None:
+        """Median over the repeats; None where it was not measured."""
+        values = [run[name] for run in self.runs if run[name] is not None]
+        return statistics.median(values) if values else None
+
+    @property
+    def speed(self) -> float:
+        """Images per second."""
+        return self.median("images_per_second")
+
+    @property
+    def setting(self) -> str:
+        """Devices times images of each."""
+        return f"{self.devices} x {self.global_batch_size // self.devices}"
+
+
+class Timings:
+    """All that a folder of timings holds."""
+
+    def __init__(self, folder: Path):
+        """Read it.
+
+        Raises:
+            UserError: it holds no runs.
+        """
+        files = sorted((folder / "runs").glob("*.json"))
+        if not files:
+            raise UserError(f"no runs of scripts/timings.sh in {folder}/runs")
+        self.settings = json.loads((folder / "settings.json").read_text())
+        self.problems = json.loads((folder / "problems.json").read_text())
+        self.loader = json.loads((folder / "loader.json").read_text())
+        self.runs = [json.loads(file.read_text()) for file in files]
+        self.rows: dict[tuple, Row] = {}
+        for run in self.runs:
+            key = tuple(run[name] for name in Row._fields[:-1])
+            self.rows.setdefault(key, Row(*key, [])).runs.append(run)
+        self.largest = self.settings["devices"][-1]
+        self.together = max(row.global_batch_size for row in self.of("device", 1))
+
+    def of(self, mode: str, devices: int, batch: int | None = None) -> list[Row]:
+        """The rows of one setting, in the order of the strategies."""
+        found = [
+            row
+            for row in self.rows.values()
+            if (row.mode, row.devices) == (mode, devices)
+            and batch in (None, row.global_batch_size)
+        ]
+        return sorted(found, key=lambda row: list(LAUNCHERS).index(row.strategy))
+
+    def get(self, mode: str, devices: int, batch: int, like: Row) -> Row | None:
+        """One row of the strategy and precision of another."""
+        return self.rows.get((mode, devices, batch, like.precision, like.strategy))
+
+    def problem(self, strategy: str, precision: str) -> str | None:
+        """Why a strategy has no figures."""
+        return self.problems.get(f"{strategy} {precision}")
+
+    def error(self) -> float:
+        """Standard deviation of a run's speed over the repeats, relative."""
+        squares, freedom = 0.0, 0
+        for row in self.rows.values():
+            logs = [math.log(run["images_per_second"]) for run in row.runs]
+            squares += statistics.pvariance(logs) * len(logs)
+            freedom += len(logs) - 1
+        return math.sqrt(squares / freedom) if freedom else math.inf
+
+    def differ(self, one: Row, other: Row) -> bool:
+        """Whether one row is faster than another beyond doubt."""
+        doubt = self.error() * math.sqrt(1 / len(one.runs) + 1 / len(other.runs))
+        return math.log(one.speed / other.speed) > SURE * doubt
+
+    def claims(self, rows: list[Row]) -> list[tuple[str, str]]:
+        """Pairs (faster, slower) among rows of one setting."""
+        by_speed = sorted(rows, key=lambda row: -row.speed)
+        return [
+            (one.strategy, other.strategy)
+            for one, other in combinations(by_speed, 2)
+            if self.differ(one, other)
+        ]
+
+    def efficiency(self, row: Row, alone_batch: int) -> float | None:
+        """Speed of each device against the one that computes `alone_batch` alone."""
+        alone = self.get("device", 1, alone_batch, row)
+        return row.speed / (row.devices * alone.speed) if alone else None
+
+    def lost_to_devices(self, row: Row) -> float | None:
+        """Share of a step's time that goes where several devices work together."""
+        device = self.get("device", row.devices, row.global_batch_size, row)
+        if device is None:
+            return None
+        efficiency = self.efficiency(device, row.global_batch_size // row.devices)
+        return None if efficiency is None else max(0.0, 1 - efficiency)
+
+    def lost_to_input(self, row: Row) -> float | None:
+        """Share of the time in which data is waited for, or loaders take the cores."""
+        device = self.get("device", row.devices, row.global_batch_size, row)
+        if device is None:
+            return row.median("data_wait_share")
+        return max(row.median("data_wait_share"), 1 - row.speed / device.speed)
+
+    def verdict(self, row: Row) -> str:
+        """What the time of a row goes into, but for computing."""
+        losses = {
+            "input-bound": self.lost_to_input(row) or 0.0,
+            "communication-bound": self.lost_to_devices(row) or 0.0,
+        }
+        worst = max(losses, key=losses.get)
+        return worst if losses[worst] >= LOSS else "compute-bound"
+
+    def seconds_per_epoch(self, row: Row) -> float:
+        """Seconds for all images of ImageNet: measured, or made of images/s."""
+        if self.settings["full"]:
+            return row.median("seconds")
+        return IMAGENET_TRAIN_IMAGES / row.speed
+
+
+def percent(share: float | None) -> str:
+    """A share as text."""
+    return "-" if share is None else f"{share:.0%}"
+
+
+def main_table(timings: Timings, precision: str) -> str:
+    """One line for each strategy, from JPEG files, on all devices."""
+    header = ["strategy", "started by", "processes", "images/s", "s/epoch"]
+    header += ["step, ms", "p90", "input", "more devices", "verdict"]
+    lines = [header]
+    rows = {
+        row.strategy: row
+        for row in timings.of("data", timings.largest)
+        if row.precision == precision
+    }
+    for strategy, launcher in LAUNCHERS.items():
+        row = rows.get(strategy)
+        if row is None:
+            reason = timings.problem(strategy, precision) or "not measured"
+            lines.append([strategy, launcher, *["-"] * 7, reason])
+            continue
+        lines.append(
+            [
+                strategy,
+                launcher,
+                str(row.runs[0]["run"]["world_size"]),
+                f"{row.speed:.0f}",
+                f"{timings.seconds_per_epoch(row):.0f}",
+                f"{row.median('step_milliseconds'):.0f}",
+                f"{row.median('step_milliseconds_p90'):.0f}",
+                percent(timings.lost_to_input(row)),
+                percent(timings.lost_to_devices(row)),
+                timings.verdict(row),
+            ]
+        )
+    return aligned(lines)
+
+
+def scaling_table(timings: Timings, precision: str, weak: bool) -> str:
+    """Images/s and efficiency on 1, 2, 4 ... devices, random data on the device."""
+    each = timings.settings["batch_size"]
+    counts = timings.settings["devices"]
+    lines = [["strategy"]]
+    for count in counts:
+        batch = each if weak else timings.together // count
+        lines[0].append(f"{count} x {batch}")
+    for strategy in LAUNCHERS:
+        line = [strategy]
+        for count in counts:
+            batch = count * each if weak else timings.together
+            key = ("device", count, batch, precision, strategy)
+            row = timings.rows.get(key)
+            if row is None:
+                line.append("-")
+                continue
+            share = timings.efficiency(row, each if weak else timings.together)
+            line.append(f"{row.speed:.0f}" + (f" ({share:.0%})" if share else ""))
+        lines.append(line)
+    return aligned(lines)
+
+
+def conclusion(timings: Timings, precision: str) -> str:
+    """Which strategy is fastest, by how much, and whether that exceeds the spread."""
+    sentences = []
+    for mode, title in (
+        ("data", "From JPEG files"),
+        ("device", "With data on the device already"),
+    ):
+        batch = timings.largest * timings.settings["batch_size"]
+        rows = [
+            row
+            for row in timings.of(mode, timings.largest, batch)
+            if row.precision == precision
+        ]
+        if not rows:
+            continue
+        best = max(rows, key=lambda row: row.speed)
+        behind = [
+            f"{row.strategy} by {best.speed / row.speed - 1:.0%}"
+            for row in rows
+            if row is not best and timings.differ(best, row)
+        ]
+        level = [
+            row.strategy
+            for row in rows
+            if row is not best and not timings.differ(best, row)
+        ]
+        text = f"{title}, {best.strategy} reached {best.speed:.0f} images/s"
+        if behind:
+            text += f", faster than {listed(behind)}"
+        text += "."
+        if level:
+            text += f" Between it and {listed(level)} no difference exceeds the spread."
+        sentences.append(text)
+    verdicts: dict[str, list[str]] = {}
+    for row in timings.of("data", timings.largest):
+        if row.precision == precision:
+            verdicts.setdefault(timings.verdict(row), []).append(row.strategy)
+    sentences += [
+        f"{listed(names)} {'is' if len(names) == 1 else 'are'} {verdict}."
+        for verdict, names in verdicts.items()
+    ]
+    return "\n".join(sentences)
+
+
+def listed(names: list[str]) -> str:
+    """A, b and c."""
+    if len(names) < 2:
+        return "".join(names)
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def strange_losses(timings: Timings) -> str:
+    """Name runs whose loss shows that they did something else than their like."""
+    found = []
+    for row in timings.rows.values():
+        like = [
+            run["last_loss"]
+            for other in timings.of(row.mode, row.devices, row.global_batch_size)
+            if other.precision == row.precision
+            for run in other.runs
+        ]
+        usual = statistics.median(like)
+        found += [
+            f"{row.strategy}, {row.mode}, {row.setting}: last loss "
+            f"{run['last_loss']:.3f}, {usual:.3f} in the others"
+            for run in row.runs
+            if not abs(run["last_loss"] - usual) <= 0.1 * usual
+        ]
+    if found:
+        return "**Losses that differ, look at these runs:** " + "; ".join(found)
+    return "The last losses of the strategies are within 10 % of each other everywhere."
+
+
+def hardware(timings: Timings) -> str:
+    """What was measured, on what and with which versions."""
+    settings, facts = timings.settings, timings.runs[0]["machine"]
+    names = ("torch", "torchvision", "horovod", "apex", "cuda", "nccl", "python")
+    versions = ", ".join(f"{name} {facts[name]}" for name in names if facts.get(name))
+    devices = [gpu.split(",")[0] for gpu in facts.get("gpus", [])]
+    what = f"{len(devices)} x {devices[0]}" if devices else "no GPU"
+    steps = "whole epochs" if settings["full"] else f"{settings['steps']} timed steps"
+    return (
+        f"{settings['arch']} at {settings['image_size']} px, "
+        f"{settings['batch_size']} images for each of {timings.largest} "
+        f"{'GPUs' if settings['device'] == 'cuda' else 'CPU processes'} "
+        f"({settings['threads']} compute thread{'s' * (settings['threads'] > 1)} each, "
+        f"dataparallel as many in all), {settings['workers']} loader processes in all, "
+        f"{steps} after a warm-up epoch, {settings['repeats']} times in turns.\n"
+        f"{facts['cpu']}, {facts['cpu_cores']} cores, {what}; {versions}; commit "
+        f"{str(settings['commit'])[:12]}."
+    )
+
+
+def notes(timings: Timings) -> str:
+    """How the columns are made."""
+    epoch = (
+        "s/epoch was measured over a whole epoch"
+        if timings.settings["full"]
+        else f"s/epoch is {IMAGENET_TRAIN_IMAGES:,} images at that speed"
+    )
+    doubt = timings.error()
+    claim = math.exp(SURE * doubt * math.sqrt(2 / timings.settings["repeats"])) - 1
+    text = (
+        f"{epoch}; input is the share of the time lost to it: waiting, or loaders in "
+        "the way of the\ntraining; more devices is the share of a step's time lost by "
+        "each device against one alone.\nFrom "
+        f"{LOSS:.0%} on the larger of the two is the verdict. The loaders alone make "
+        f"{timings.loader['images_per_second']:.0f} images/s.\nA run's speed varies by "
+        f"{doubt:.1%} (standard deviation over repeats): differences below {claim:.0%} "
+        "are not\nclaimed."
+    )
+    if timings.settings["device"] == "cpu":
+        text += (
+            " On a CPU dataparallel is one process with all the threads and no "
+            "replicas: no verdict on it."
+        )
+    return text
+
+
+def markdown(timings: Timings) -> str:
+    """The whole report."""
+    text = f"# Timings\n\n{hardware(timings)}\n\n![The figure](timings.svg)\n"
+    for precision in timings.settings["precision"]:
+        text += (
+            f"\n## {precision}\n\n{conclusion(timings, precision)}\n\n"
+            f"{main_table(timings, precision)}\n{notes(timings)}\n\n"
+            "Images/s with random data on the device, devices x images of each "
+            "(efficiency against one device).\nThe same batch for each device (weak "
+            f"scaling):\n\n{scaling_table(timings, precision, weak=True)}\n"
+            "The same batch in all (strong scaling):\n\n"
+            f"{scaling_table(timings, precision, weak=False)}\n"
+        )
+    return f"{text}{strange_losses(timings)}\n"
+
+
+def draw(timings: Timings, folder: Path) -> None:
+    """Write timings.svg, which follows light and dark screens, and timings.png."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    ink, paper, grid = (light for light, _ in THEMES.values())
+    style = {
+        "font.size": 9,
+        "svg.fonttype": "none",
+        "svg.hashsalt": "timings",
+        "figure.facecolor": paper,
+        "axes.facecolor": paper,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.color": grid,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor"), ink),
+        **dict.fromkeys(("xtick.color", "ytick.color"), ink),
+    }
+    precision = timings.settings["precision"][0]
+    with plt.rc_context(style):
+        figure = plt.figure(figsize=(4.6, 5.9), layout="constrained")
+        bars, curves = figure.subfigures(2, 1, height_ratios=(1.15, 1))
+        draw_bars(timings, precision, bars.subplots())
+        left, right = curves.subplots(1, 2, sharey=True)
+        draw_scaling(timings, precision, left, weak=True)
+        draw_scaling(timings, precision, right, weak=False)
+        left.set_ylabel("speed-up over one")
+        figure.savefig(folder / "timings.png", dpi=200)
+        file = folder / "timings.svg"
+        figure.savefig(file, metadata={"Date": None, "Creator": None})
+        plt.close(figure)
+    file.write_text(themed(file.read_text()))
+
+
+def themed(svg: str) -> str:
+    """Let the figure's three neutral colours follow the reader's screen."""
+    light, dark = (
+        "".join(f"{name}: {colours[theme]};" for name, colours in THEMES.items())
+        for theme in (0, 1)
+    )
+    for name, (colour, _) in THEMES.items():
+        svg = svg.replace(colour, f"var({name})")
+    rules = (
+        f"<style>:root{{{light}}} @media (prefers-color-scheme: dark)"
+        f"{{:root{{{dark}}}}} text{{fill: var(--ink)}}</style>"
+    )
+    before, tag, after = svg.partition("<defs>")
+    return before + rules + tag + after
+
+
+def draw_bars(timings: Timings, precision: str, axes) -> None:
+    """Seconds per epoch, split into computing and waiting for data."""
+    rows = {
+        row.strategy: row
+        for row in timings.of("data", timings.largest)
+        if row.precision == precision
+    }
+    longest = max(map(timings.seconds_per_epoch, rows.values()), default=1)
+
+    def write(x: float, y: float, text: str, **how: str) -> None:
+        spot = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
+        axes.annotate(text, (x, y), **spot, **how)
+
+    for position, strategy in enumerate(LAUNCHERS):
+        row = rows.get(strategy)
+        write(0, position - 0.34, strategy, weight="bold")
+        if row is None:
+            reason = timings.problem(strategy, precision) or "not measured"
+            write(0, position + 0.08, reason.split(":")[0])
+            continue
+        seconds = timings.seconds_per_epoch(row)
+        waiting = seconds * row.median("data_wait_share")
+        colour = COLOURS[strategy]
+        axes.barh(position + 0.08, seconds - waiting, height=0.36, color=colour)
+        axes.barh(
+            position + 0.08,
+            waiting,
+            left=seconds - waiting,
+            height=0.36,
+            facecolor=THEMES["--paper"][0],
+            edgecolor=colour,
+            hatch="////",
+        )
+        write(seconds, position + 0.08, f"{seconds:,.0f} s")
+    axes.set_ylim(len(LAUNCHERS) - 0.5, -0.6)
+    axes.set_xlim(0, 1.18 * longest)
+    axes.set_yticks([])
+    axes.grid(axis="y", visible=False)
+    axes.set_title(
+        f"Seconds per epoch of ImageNet, {timings.settings['arch']} at "
+        f"{timings.settings['image_size']} px, {precision}\n"
+        "filled: computing and communicating; hatched: waiting for data",
+        fontsize=8,
+        loc="left",
+    )
+
+
+def draw_scaling(timings: Timings, precision: str, axes, weak: bool) -> None:
+    """Speed-up over one device against the number of devices, and the ideal."""
+    counts = timings.settings["devices"]
+    each = timings.settings["batch_size"]
+    axes.plot(counts, counts, color=THEMES["--ink"][0], lw=1, ls="--")
+    axes.annotate("ideal", (counts[-1], counts[-1]), ha="right", va="bottom")
+    for strategy, marker in zip(LAUNCHERS, "osvD^", strict=True):
+        points = []
+        for count in counts:
+            batch = count * each if weak else timings.together
+            row = timings.rows.get(("device", count, batch, precision, strategy))
+            share = row and timings.efficiency(row, each if weak else timings.together)
+            if share:
+                points.append((count, share * count))
+        if points:
+            line = {"color": COLOURS[strategy], "marker": marker, "alpha": 0.85}
+            axes.plot(*zip(*points, strict=True), **line)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.minorticks_off()
+    kind = "GPUs" if timings.settings["device"] == "cuda" else "CPU processes"
+    axes.set_xlabel(kind)
+    title = f"{each} images each" if weak else f"{timings.together} images in all"
+    axes.set_title(title, fontsize=8, loc="left")
+
+
+def readme_table(timings: Timings, folder: Path) -> str:
+    """The figure and the table for README.md."""
+    precision = timings.settings["precision"][0]
+    return (
+        f'<img src="{folder}/timings.svg" width="560" alt="Seconds per epoch of each '
+        'strategy, and their speed-up over one device">\n\n'
+        f"{main_table(timings, precision)}"
+    )
+
+
+def readme_words(timings: Timings, folder: Path) -> str:
+    """What README.md says below its table."""
+    precision = timings.settings["precision"][0]
+    return (
+        f"{conclusion(timings, precision)}\n\n{notes(timings)}\n\n{hardware(timings)}\n"
+        f"All tables: [{folder}/report.md]({folder}/report.md), and one file a run.\n"
+    )
+
+
+def write(folder: Path) -> None:
+    """Write report.md, the figures, and claims.json: pairs (faster, slower)."""
+    timings = Timings(folder)
+    (folder / "report.md").write_text(markdown(timings))
+    settings = {
+        (row.mode, row.devices, row.global_batch_size) for row in timings.rows.values()
+    }
+    claims = {
+        f"{mode} {devices} x {batch // devices} {precision}": timings.claims(
+            [
+                row
+                for row in timings.of(mode, devices, batch)
+                if row.precision == precision
+            ]
+        )
+        for mode, devices, batch in sorted(settings)
+        for precision in timings.settings["precision"]
+    }
+    (folder / "claims.json").write_text(json.dumps(claims, indent=1) + "\n")
+    try:
+        draw(timings, folder)
+    except ImportError:
+        say("no figure: matplotlib is not installed (requirements-report.txt)")
+
+
+def main() -> None:
+    """Report on the folder in sys.argv."""
+    if len(sys.argv) != 2:
+        raise UserError("give one folder of timings")
+    write(Path(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    with exit_status():
+        main()

@@ -1,0 +1,454 @@
+"""Time every strategy under equal rules, each through its own launcher.
+
+    bash scripts/timings.sh [--data DIR] [--full]
+
+One JSON file for each run goes to OUTPUT/runs, and scripts/report.py makes a table and
+a figure of them at the end. Interrupted, the same command goes on with what is missing.
+
+Equal for all strategies of a row: model, images per step, precision, loader processes,
+compute threads in all, data, seed. Strategies take turns, in another order each time,
+and everything is run more than once, so that what the machine does meanwhile meets all
+alike.
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import report
+from quickstart import LAUNCHERS, ROOT
+
+from benchmarks.photographs import write_photographs
+from common.arguments import OneLineParser, architecture, positive
+from common.data import class_folders
+from common.device import PRECISIONS, best_precision, describe, usable_gpus
+from common.errors import UserError, exit_status
+from common.report import commit
+
+IMAGES = 128  # different ones among the JPEGs that this script makes itself
+CLASSES = 8
+
+
+class Cell(NamedTuple):
+    """What all strategies do before the next thing is timed."""
+
+    mode: str  # "device": random images that lie there already; "data": JPEG files
+    devices: int  # GPUs, or processes on a CPU
+    global_batch_size: int
+    precision: str
+
+
+class Run(NamedTuple):
+    """One launch of one strategy."""
+
+    cell: Cell
+    strategy: str
+    repeat: int
+
+    @property
+    def name(self) -> str:
+        """Name of its JSON file, without the ending."""
+        mode, devices, batch, precision = self.cell
+        setting = f"{mode}-{devices}x{batch // devices}-{precision}"
+        return f"{setting}-{self.strategy}-{self.repeat}"
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line, and fill in sizes that suit the machine."""
+    parser = OneLineParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add(
+        "--data", metavar="DIR", type=Path, help="folder with train/ and val/ (its own)"
+    )
+    add("--full", action="store_true", help="whole epochs of --data, and longer runs")
+    add("--output", metavar="DIR", type=Path, default=Path("runs/timings"))
+    add("--arch", metavar="NAME", type=architecture, help="resnet50; resnet18 on a CPU")
+    add(
+        "--image-size",
+        metavar="N",
+        type=positive,
+        help="224; 64 on a CPU, 32 without bf16",
+    )
+    add(
+        "--batch-size",
+        metavar="N",
+        type=positive,
+        help="images per device and step (64; 32 on a CPU); strong scaling shares out "
+        "four times as many (on a CPU twice)",
+    )
+    add(
+        "--precision",
+        choices=PRECISIONS,
+        nargs="+",
+        help="one or more (fp16, which all five have; on a CPU bf16 where it has it)",
+    )
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    args = parser.parse_args(argv)
+    if args.full and not args.data:
+        parser.error("--full needs --data DIR")
+    gpus = usable_gpus() if args.device != "cpu" else 0
+    if args.device == "cuda" and not gpus:
+        parser.error("--device cuda: this machine shows no CUDA GPU")
+    args.device_flag, args.device = args.device, "cuda" if gpus else "cpu"
+    cores = len(os.sched_getaffinity(0))
+    most = gpus or min(2, cores)
+    args.devices = [2**power for power in range(most.bit_length())]
+    args.workers = min(cores, 4 * args.devices[-1])
+    args.threads = max(1, cores // args.devices[-1])  # of each process
+    best = best_precision(torch.device("cpu"))
+    args.arch = args.arch or ("resnet50" if gpus else "resnet18")
+    args.image_size = args.image_size or (224 if gpus else 64 if best == "bf16" else 32)
+    args.batch_size = args.batch_size or (64 if gpus else 32)
+    args.precision = args.precision or ["fp16" if gpus else best]
+    args.steps = (200 if args.full else 50) if gpus else 6
+    args.lap = 10 if gpus else 1  # steps between two looks at the clock
+    args.repeats = 3 if args.full else 2
+    return args
+
+
+def plan(args: argparse.Namespace) -> list[Run]:
+    """All runs, in the order in which they are made."""
+    largest = args.devices[-1]
+    together = args.batch_size * (4 if args.device == "cuda" else 2)
+    cells = []
+    for precision in args.precision:
+        weak = [("device", n, n * args.batch_size) for n in args.devices]
+        strong = [("device", n, together) for n in args.devices if n <= together]
+        data = [("data", largest, largest * args.batch_size)]
+        sizes = dict.fromkeys([*weak, *strong, *data])
+        cells += [Cell(*size, precision) for size in sizes]
+    order = random.Random(0)
+    return [
+        Run(cell, strategy, repeat)
+        for repeat in range(1, args.repeats + 1)
+        for cell in cells
+        for strategy in order.sample(list(LAUNCHERS), len(LAUNCHERS))
+    ]
+
+
+def own_data(args: argparse.Namespace) -> Path:
+    """Make JPEG files enough for the steps of the largest batch.
+
+    They are few different ones under many names: a loader reads and decodes each anew.
+    """
+    needed = args.batch_size * args.devices[-1] * args.steps
+    folder = ROOT / "sample_data" / f"photographs-{needed}"
+    if folder.exists():
+        return folder
+    print(f"making JPEG files in {folder}", flush=True)
+    temporary = folder.with_name(f"{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    write_photographs(temporary, train=IMAGES, val=CLASSES, classes=CLASSES)
+    files = sorted(temporary.glob("train/*/*"))
+    for number in range(IMAGES, needed):
+        file = files[number % IMAGES]
+        os.link(file, file.with_stem(f"{file.stem}-{number // IMAGES}"))
+    temporary.rename(folder)
+    return folder
+
+
+def short_validation(data: Path, folder: Path) -> Path:
+    """The training images of `data` and one validation image of each class, as links.
+
+    Raises:
+        UserError: there is no such folder, or nothing in it.
+    """
+    (folder / "train").symlink_to((data / "train").resolve())
+    class_folders(data / "train")
+    for name in class_folders(data / "val"):
+        first = min((data / "val" / name).iterdir(), default=None)
+        (folder / "val" / name).mkdir(parents=True)
+        if first is not None:
+            (folder / "val" / name / first.name).symlink_to(first.resolve())
+    return folder
+
+
+def command(args: argparse.Namespace, run: Run, output: Path) -> tuple[list, dict]:
+    """The command line of a run, and what it adds to the environment."""
+    mode, devices, batch, precision = run.cell
+    flags = ["--data", args.data]
+    if mode == "device":
+        flags = ["--synthetic", batch * args.steps]
+    flags += ["--arch", args.arch, "--image-size", args.image_size]
+    flags += ["--global-batch-size", batch, "--precision", precision]
+    flags += ["--workers", args.workers, "--device", args.device_flag, "--epochs", 2]
+    if mode == "device" or not args.full:
+        flags += ["--max-steps", args.steps]
+    flags += ["--print-interval", args.lap, "--output", output]
+    alone = run.strategy == "dataparallel"
+    added = {"OMP_NUM_THREADS": str(args.threads * (devices if alone else 1))}
+    if not alone:
+        added["NPROC"] = str(devices)
+    if args.device == "cuda":
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        gpus = gpus if gpus[0] else [str(number) for number in range(devices)]
+        added["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[:devices])
+    script = ROOT / "scripts" / f"{run.strategy}.sh"
+    return ["bash", str(script), *map(str, flags)], added
+
+
+class GpuSamples(threading.Thread):
+    """Asks NVML, through nvidia-smi, how busy the GPUs are during the timed epoch."""
+
+    QUERY = "utilization.gpu"
+
+    def __init__(self, records: Path, gpus: list[str]):
+        super().__init__(daemon=True)
+        self.records = records  # epochs.jsonl: its first line ends the warm-up
+        self.gpus = gpus
+        self.percent: list[float] = []
+        self.ended = threading.Event()
+
+    def run(self) -> None:
+        """Take a sample every half second until `ended`."""
+        while self.gpus and not self.ended.wait(0.5):
+            if self.records.exists() and self.records.read_text().count("\n") == 1:
+                text = nvidia_smi(
+                    f"--query-gpu={self.QUERY}", "-i", ",".join(self.gpus)
+                )
+                self.percent += [float(value) for value in re.findall(r"\d+", text)]
+
+    def mean(self) -> float | None:
+        """Mean over GPUs and time, in percent; None where there is none."""
+        self.ended.set()
+        self.join()
+        return sum(self.percent) / len(self.percent) if self.percent else None
+
+
+def nvidia_smi(*options: str) -> str:
+    """What nvidia-smi prints; "" without it."""
+    if options and options[0].startswith("--query"):
+        options = (*options, "--format=csv,noheader,nounits")
+    try:
+        asked = subprocess.run(["nvidia-smi", *options], capture_output=True, text=True)
+    except OSError:
+        return ""
+    return asked.stdout if asked.returncode == 0 else ""
+
+
+def machine(device: str) -> dict:
+    """Hardware and versions."""
+
+    def version(package: str) -> str | None:
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            return None
+
+    facts = {
+        "cpu": describe(torch.device("cpu")),
+        "cpu_cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchvision": version("torchvision"),
+        "horovod": version("horovod"),
+        "apex": version("apex"),
+        "cuda": torch.version.cuda if device == "cuda" else None,
+    }
+    if device == "cuda":
+        query = "name,driver_version,power.limit,memory.total"
+        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        facts["gpus"] = nvidia_smi(f"--query-gpu={query}").splitlines()
+        facts["gpu_links"] = nvidia_smi("topo", "-m")
+    return facts
+
+
+class Failed(Exception):
+    """A run that ended with an error; `unavailable` where none of its kind can run."""
+
+    def __init__(self, reason: str, unavailable: bool):
+        super().__init__(reason)
+        self.unavailable = unavailable
+
+
+def launch(args: argparse.Namespace, run: Run, log: Path) -> dict:
+    """Make one run; returns what is worth keeping.
+
+    Raises:
+        Failed: it did not end well.
+    """
+    problem = os.environ.get("HOROVOD_PROBLEM")
+    if run.strategy == "horovod_distributed" and problem:
+        raise Failed(problem, unavailable=True)
+    with tempfile.TemporaryDirectory(prefix="timings-") as folder:
+        output = Path(folder, "run")
+        words, added = command(args, run, output)
+        gpus = added.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        samples = GpuSamples(output / "epochs.jsonl", gpus if gpus[0] else [])
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                words, stdout=file, stderr=file, env={**os.environ, **added}
+            )
+            samples.start()
+            try:
+                status = process.wait()
+            except KeyboardInterrupt:
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(number, signal.SIG_IGN)
+                process.terminate()  # where only this process was asked to stop
+                process.wait()
+                raise
+        if status:
+            errors = re.findall(r": error: (.*)", log.read_text())
+            missing = run.strategy in ("apex_distributed", "horovod_distributed")
+            reason = errors[0] if errors else f"exit status {status}, see {log}"
+            raise Failed(reason, unavailable=missing and status == 2)
+        lines = (output / "epochs.jsonl").read_text().splitlines()
+        first, last = json.loads(lines[0]), json.loads(lines[-1])
+        return {
+            **run.cell._asdict(),
+            "strategy": run.strategy,
+            "launcher": LAUNCHERS[run.strategy],
+            "repeat": run.repeat,
+            "environment": added,
+            "image_size": args.image_size,
+            "steps_between_looks": args.lap,
+            "warmup_steps": first["steps"] + last["warmup_steps"],
+            "timed_steps": last["steps"] - last["warmup_steps"],
+            **{name: last[name] for name in report.MEASURED},
+            "gpu_utilisation": samples.mean(),
+            "first_loss": first["train_loss"],
+            "last_loss": last["train_loss"],
+            "run": json.loads((output / "report.json").read_text()),
+            "machine": machine(args.device),
+        }
+
+
+def loader_alone(args: argparse.Namespace) -> dict:
+    """Time the loader processes with nothing to compute beside them."""
+    words = [sys.executable, str(ROOT / "scripts" / "loader_alone.py")]
+    batch = args.batch_size * args.devices[-1]
+    flags = ["--data", args.data, "--image-size", args.image_size, "-b", batch]
+    flags += ["--workers", args.workers, "--device", args.device_flag]
+    flags += ["--max-steps", args.steps] if not args.full else []
+    done = subprocess.run([*words, *map(str, flags)], capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(
+            done.stderr.strip().rpartition(": error: ")[2] or "loader alone"
+        )
+    return {**json.loads(done.stdout), "machine": machine(args.device)}
+
+
+def settings(args: argparse.Namespace) -> dict:
+    """What has to be equal where an interrupted command goes on."""
+    names = ("arch", "image_size", "batch_size", "precision", "device", "devices")
+    names += ("workers", "threads", "steps", "repeats", "full")
+    chosen = {name: getattr(args, name) for name in names}
+    return {**chosen, "data": str(args.data), "commit": commit()}
+
+
+def keep(path: Path, content: dict) -> None:
+    """Write a JSON file so that it is there whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    temporary.rename(path)
+
+
+def open_output(args: argparse.Namespace) -> None:
+    """Make the folder, or see that it holds a part of the same timings.
+
+    Raises:
+        UserError: it holds others.
+    """
+    file, now = args.output / "settings.json", settings(args)
+    if file.exists():
+        before = json.loads(file.read_text())
+        for name, value in now.items():
+            if before.get(name) != value:
+                raise UserError(
+                    f"{args.output} holds timings with {name} {before.get(name)}, now "
+                    f"it is {value}: choose another --output, or delete it"
+                )
+    (args.output / "runs").mkdir(parents=True, exist_ok=True)
+    keep(file, now)
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Make all runs that are not there yet, one line for each."""
+    problems: dict[str, str] = {}
+    unavailable = set()
+    runs = plan(args)
+    file = args.output / "loader.json"
+    if not file.exists():
+        keep(file, loader_alone(args))
+    alone = json.loads(file.read_text())["images_per_second"]
+    print(f"loader alone: {alone:.0f} images/s", flush=True)
+    for number, run in enumerate(runs, start=1):
+        file = args.output / "runs" / f"{run.name}.json"
+        kind = f"{run.strategy} {run.cell.precision}"
+        if kind in unavailable:
+            continue
+        mode, devices, batch, precision = run.cell
+        setting = f"{mode:6} {devices} x {batch // devices} {precision}"
+        title = f"[{number}/{len(runs)}] {setting} {run.strategy:27}"
+        if not file.exists():
+            log = args.output / f"{run.name}.log"
+            try:
+                keep(file, launch(args, run, log))
+                log.unlink(missing_ok=True)
+            except Failed as failed:
+                print(f"{title} {failed}", flush=True)
+                problems.setdefault(kind, str(failed))
+                if failed.unavailable:
+                    log.unlink(missing_ok=True)
+                    unavailable.add(kind)
+                continue
+        found = json.loads(file.read_text())
+        print(
+            f"{title} {found['images_per_second']:7.0f} images/s, a step takes "
+            f"{found['step_milliseconds']:.0f} ms, "
+            f"p90 {found['step_milliseconds_p90']:.0f}",
+            flush=True,
+        )
+    keep(args.output / "problems.json", problems)
+
+
+def main() -> None:
+    """Measure and report."""
+    args = parse()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    os.environ.setdefault("PYTHON", sys.executable)
+    devices = " ".join(map(str, args.devices))
+    print(
+        f"{args.arch} at {args.image_size} px, {args.batch_size} images per device, "
+        f"{', '.join(args.precision)}; {devices} "
+        f"{'GPUs' if args.device == 'cuda' else 'CPU processes'} with {args.threads} "
+        f"compute threads each, {args.workers} loader processes in all; {args.steps} "
+        f"steps of warm-up and {args.steps} timed, {args.repeats} times",
+        flush=True,
+    )
+    with tempfile.TemporaryDirectory(prefix="timings-") as folder:
+        args.data = args.data or own_data(args)
+        used = short_validation(args.data, Path(folder))
+        open_output(args)
+        args.data = args.data if args.full else used
+        try:
+            measure(args)
+        except KeyboardInterrupt:
+            print("\ninterrupted; the same command goes on from here", file=sys.stderr)
+            sys.exit(130)
+    report.write(args.output)
+    text = (args.output / "report.md").read_text()
+    print(f"\n{text}\nIt is in {args.output}; delete that to measure again.")
+
+
+if __name__ == "__main__":
+    with exit_status():
+        main()

@@ -1,0 +1,311 @@
+"""Timings: equal rules, nothing lost, and a report that says what the numbers say."""
+
+import math
+import re
+import sys
+from xml.etree import ElementTree
+
+import pytest
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import report
+import timings
+from quickstart import LAUNCHERS
+
+from common.errors import UserError
+
+RESULTS = ROOT / "results" / "timings"
+
+
+@pytest.fixture
+def args(tmp_path):
+    words = ["--device", "cpu", "--batch-size", "4", "--image-size", "32"]
+    parsed = timings.parse([*words, "--precision", "fp32", "--output", str(tmp_path)])
+    parsed.data = tmp_path / "data"
+    parsed.devices, parsed.threads, parsed.workers = [1, 2], 1, 2
+    return parsed
+
+
+# --- the runs ---
+
+
+def test_every_setting_is_run_by_all_strategies_in_turns(args):
+    runs = timings.plan(args)
+    cells = {
+        ("device", 1, 4),
+        ("device", 2, 8),
+        ("device", 1, 8),
+        ("data", 2, 8),
+    }
+    assert {run.cell[:3] for run in runs} == cells
+    assert len(runs) == len(set(runs)) == len(cells) * 5 * args.repeats
+    assert len({run.name for run in runs}) == len(runs)
+    orders = set()
+    for start in range(0, len(runs), 5):
+        turn = runs[start : start + 5]
+        assert len({run.cell for run in turn}) == 1
+        assert {run.strategy for run in turn} == set(LAUNCHERS)
+        orders.add(tuple(run.strategy for run in turn))
+    assert len(orders) > 1
+
+
+def test_strategies_of_a_setting_have_equal_flags_and_threads(args, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    by_cell = {}
+    for run in timings.plan(args):
+        words, added = timings.command(args, run, "out")
+        assert words[1].endswith(f"scripts/{run.strategy}.sh")
+        processes = int(added.get("NPROC", 1))
+        assert ("NPROC" in added) == (run.strategy != "dataparallel")
+        threads = processes * int(added["OMP_NUM_THREADS"])
+        by_cell.setdefault(run.cell, set()).add((threads, *words[2:]))
+    for cell, found in by_cell.items():
+        assert len(found) == 1
+        ((threads, *flags),) = found
+        assert threads == cell.devices * args.threads
+        size = flags[flags.index("--global-batch-size") + 1]
+        assert size == str(cell.global_batch_size)
+        assert ("--synthetic" in flags) == (cell.mode == "device")
+
+
+def test_gpus_are_the_first_of_those_that_are_visible(args, monkeypatch):
+    args.device = "cuda"
+    run = timings.Run(timings.Cell("device", 2, 8, "fp16"), "distributed", 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,7")
+    assert timings.command(args, run, "out")[1]["CUDA_VISIBLE_DEVICES"] == "3,5"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert timings.command(args, run, "out")[1]["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
+def test_one_run_for_real(args, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")  # the user's own does not count
+    args.steps = 3
+    run = timings.Run(timings.Cell("device", 2, 4, "fp32"), "dataparallel", 1)
+    found = timings.launch(args, run, tmp_path / "log")
+    assert found["warmup_steps"] == 3 and found["timed_steps"] == 3
+    assert found["run"]["threads_per_process"] == 2
+    assert found["run"]["argv"][0] == "dataparallel.py"
+    assert found["data_wait_share"] < 0.5 and found["gpu_utilisation"] is None
+    assert math.isclose(found["images_per_second"], 12 / found["seconds"], rel_tol=1e-6)
+    assert found["step_milliseconds_p90"] >= found["step_milliseconds"]
+    assert 0 < found["last_loss"] != found["first_loss"] < 20
+    assert found["machine"]["torch"] and found["machine"]["cpu"]
+
+
+def test_a_strategy_that_cannot_run_says_why(args, tmp_path):
+    run = timings.Run(timings.Cell("device", 1, 4, "fp32"), "apex_distributed", 1)
+    with pytest.raises(timings.Failed, match="Apex needs a CUDA GPU") as caught:
+        timings.launch(args, run, tmp_path / "log")
+    assert caught.value.unavailable
+
+
+def test_a_strategy_that_fails_names_its_log(args, tmp_path, monkeypatch):
+    script = tmp_path / "scripts" / "distributed.sh"
+    script.parent.mkdir()
+    script.write_text("echo something; exit 7\n")
+    monkeypatch.setattr(timings, "ROOT", tmp_path)
+    run = timings.Run(timings.Cell("device", 1, 4, "fp32"), "distributed", 1)
+    with pytest.raises(timings.Failed, match=r"exit status 7, see .*/log") as caught:
+        timings.launch(args, run, tmp_path / "log")
+    assert not caught.value.unavailable
+    assert (tmp_path / "log").read_text() == "something\n"
+
+
+def made(run, speed, wait=0.0, loss=7.0):
+    """What launch() would have found."""
+    batch = run.cell.global_batch_size
+    return {
+        **run.cell._asdict(),
+        "strategy": run.strategy,
+        "repeat": run.repeat,
+        "images_per_second": speed,
+        "step_milliseconds": 1000 * batch / speed,
+        "step_milliseconds_p90": 1100 * batch / speed,
+        "data_wait_share": wait,
+        "peak_memory_mib": 100.0,
+        "seconds": 1.0,
+        "last_loss": loss,
+        "run": {"world_size": run.cell.devices},
+        "machine": {"torch": "2", "python": "3", "cpu": "CPU", "cpu_cores": 2},
+    }
+
+
+@pytest.fixture
+def measured(args, monkeypatch):
+    """A function that runs measure() with a made launch()."""
+
+    def measure(launch):
+        monkeypatch.setattr(timings, "loader_alone", lambda _: {"images_per_second": 9})
+        monkeypatch.setattr(timings, "launch", lambda args, run, log: launch(run))
+        timings.open_output(args)
+        timings.measure(args)
+        return report.Timings(args.output)
+
+    return measure
+
+
+def test_interrupted_it_goes_on_with_what_is_missing(measured, args):
+    launched = []
+
+    def launch(run):
+        launched.append(run)
+        if len(launched) == 7:
+            raise KeyboardInterrupt
+        return made(run, 100.0)
+
+    with pytest.raises(KeyboardInterrupt):
+        measured(launch)
+    measured(launch)
+    assert sorted(launched) == sorted([*timings.plan(args), launched[6]])
+
+
+def test_a_failure_does_not_end_the_others(measured, args):
+    launched = []
+
+    def launch(run):
+        launched.append(run.strategy)
+        if run.strategy == "apex_distributed":
+            raise timings.Failed("no GPU", unavailable=True)
+        if run.strategy == "distributed":
+            raise timings.Failed("broke", unavailable=False)
+        return made(run, 100.0)
+
+    found = measured(launch)
+    assert launched.count("apex_distributed") == 1  # it would not fare better later
+    assert launched.count("distributed") == launched.count("dataparallel") > 1
+    table = report.main_table(found, "fp32")
+    assert re.search(r"\| apex_distributed .*\| no GPU +\|", table)
+    assert re.search(r"\| distributed .*\| broke +\|", table)
+
+
+def test_other_settings_do_not_mix(measured, args):
+    measured(lambda run: made(run, 100.0))
+    args.batch_size = 8
+    with pytest.raises(UserError, match="batch_size 4, now it is 8"):
+        timings.open_output(args)
+
+
+# --- the report ---
+
+
+SPEEDS = {
+    ("device", 1, 4): 100.0,
+    ("device", 1, 8): 110.0,
+    ("device", 2, 8): 190.0,
+    ("data", 2, 8): 186.0,
+}
+
+
+def speed(run, strategies=None):
+    """Two repeats, 1 % apart."""
+    base = SPEEDS[run.cell[:3]] * (strategies or {}).get(run.strategy, 1)
+    return base * (1.005 if run.repeat % 2 else 0.995)
+
+
+def row_of(found, strategy, mode="data", devices=2, batch=8):
+    return found.rows[(mode, devices, batch, "fp32", strategy)]
+
+
+def test_efficiency_is_against_the_same_strategy_alone(measured):
+    found = measured(lambda run: made(run, speed(run)))
+    row = row_of(found, "distributed", "device")
+    assert found.efficiency(row, 4) == pytest.approx(0.95)
+    assert found.efficiency(row, 8) == pytest.approx(190 / 220)
+    assert found.lost_to_devices(row_of(found, "distributed")) == pytest.approx(0.05)
+    assert "190 (95%)" in report.scaling_table(found, "fp32", weak=True)
+    assert "190 (86%)" in report.scaling_table(found, "fp32", weak=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict"),
+    [
+        ({}, "compute-bound"),
+        ({("data", 2, 8): 150.0}, "input-bound"),  # loaders take the cores
+        ({("device", 2, 8): 160.0, ("data", 2, 8): 159.0}, "communication-bound"),
+    ],
+)
+def test_verdict(measured, monkeypatch, change, verdict):
+    for key, value in change.items():
+        monkeypatch.setitem(SPEEDS, key, value)
+    found = measured(lambda run: made(run, speed(run)))
+    assert found.verdict(row_of(found, "distributed")) == verdict
+
+
+def test_waiting_makes_a_run_input_bound(measured):
+    found = measured(lambda run: made(run, speed(run), wait=0.11))
+    assert found.verdict(row_of(found, "distributed")) == "input-bound"
+
+
+def test_differences_within_the_spread_are_not_claimed(measured):
+    factors = {"distributed": 1.015, "horovod_distributed": 0.9}
+    found = measured(lambda run: made(run, speed(run, factors)))
+    assert found.error() == pytest.approx(0.00707, rel=0.01)
+    claims = found.claims(found.of("data", 2))
+    assert ("distributed", "horovod_distributed") in claims
+    assert ("dataparallel", "horovod_distributed") in claims
+    assert ("distributed", "dataparallel") not in claims
+    text = report.conclusion(found, "fp32")
+    assert "distributed reached 189 images/s, faster than horovod_distributed" in text
+    assert (
+        "by 13%" in text and "dataparallel, multi" in text.split("Between it and ")[1]
+    )
+    assert "no difference exceeds the spread" in text
+
+
+def test_a_loss_unlike_the_others_is_named(measured):
+    def launch(run):
+        wrong = run.strategy == "distributed" and run.cell.mode == "data"
+        return made(run, speed(run), loss=1.0 if wrong else 7.0)
+
+    text = report.strange_losses(measured(launch))
+    assert "distributed, data, 2 x 4: last loss 1.000, 7.000 in the others" in text
+    assert "Losses that differ" in text
+
+
+def test_a_loss_that_is_no_number_is_named(measured):
+    def launch(run):
+        wrong = run.strategy == "distributed"
+        return made(run, speed(run), loss=math.nan if wrong else 7.0)
+
+    assert "distributed, data, 2 x 4: last loss nan" in report.strange_losses(
+        measured(launch)
+    )
+
+
+def test_a_folder_without_runs_is_refused(tmp_path):
+    with pytest.raises(UserError, match="no runs of scripts/timings.sh in"):
+        report.Timings(tmp_path)
+
+
+# --- what is in the repository ---
+
+
+def test_the_report_is_made_of_its_runs(tmp_path):
+    found = report.Timings(RESULTS)
+    assert (RESULTS / "report.md").read_text() == report.markdown(found)
+    done = {run["strategy"] for run in found.runs}
+    assert len(done) >= 4 and set(LAUNCHERS) - done <= {
+        kind.split()[0] for kind in found.problems
+    }
+    for run in found.runs:
+        assert run["run"]["argv"] and "dirty" not in run["run"]["commit"]
+        assert run["run"]["commit"] == found.settings["commit"]
+        assert run["timed_steps"] > 0 and run["warmup_steps"] > 0
+
+
+def test_the_figure_is_drawn_of_its_runs(tmp_path):
+    pytest.importorskip("matplotlib")
+    report.draw(report.Timings(RESULTS), tmp_path)
+    svg = (tmp_path / "timings.svg").read_text()
+    assert svg == (RESULTS / "timings.svg").read_text()
+    words = [
+        "".join(element.itertext()).strip()
+        for element in ElementTree.fromstring(svg).iter()
+        if element.tag.endswith("text")
+    ]
+    for row in report.Timings(RESULTS).of("data", 2):
+        assert row.strategy in words
+    assert "prefers-color-scheme: dark" in svg
+    drawing = svg.split("</style>")[1]
+    assert not any(light in drawing for light, _ in report.THEMES.values())

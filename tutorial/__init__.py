@@ -1,0 +1,1 @@
+"""Short lessons to run and read; their pages are docs/tutorial/*.md."""
