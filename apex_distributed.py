@@ -56,7 +56,8 @@ def main(args: Namespace) -> None:
     # [1/6 launch] the launcher put this process's rank into the environment
     rank, local_rank, world_size, local_world_size = ranks_from_environment(os.environ)
     device = select_device(args.device, local_rank, args.backend)
-    dist.init_process_group(args.backend or "nccl", timeout=args.timeout)
+    backend = args.backend or "nccl"
+    dist.init_process_group(backend, None, args.timeout, world_size, rank)
     # [/launch]
 
     args.precision = args.precision or best_precision(device)

@@ -49,7 +49,7 @@ def main(args: Namespace) -> None:
     rank, local_rank, world_size, local_world_size = ranks_from_environment(os.environ)
     device = select_device(args.device, local_rank, args.backend)
     backend = args.backend or ("nccl" if device.type == "cuda" else "gloo")
-    dist.init_process_group(backend, timeout=args.timeout)
+    dist.init_process_group(backend, None, args.timeout, world_size, rank)
     # [/launch]
 
     args.precision = args.precision or best_precision(device)

@@ -38,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from common.arguments import positive
 from common.check import check, set_threads
 from common.device import processes_per_machine
-from common.launch import rendezvous_address, wait_for
+from common.launch import rendezvous, wait_for
 # [/imports]
 
 
@@ -211,7 +211,7 @@ def arguments(argv: list[str] | None = None) -> Namespace:
     add("--nprocs", type=positive, help="processes here (one per GPU, 2 on a CPU)")
     add("--nnodes", type=positive, default=1, help="machines (%(default)s)")
     add("--node-rank", type=int, default=0, help="number of this machine (%(default)s)")
-    add("--dist-url", help="where rank 0 listens (tcp://127.0.0.1:FREE_PORT)")
+    add("--dist-url", help="where rank 0 listens (one machine: a file)")
     args = parse_arguments(parser, "multiprocessing_distributed", argv)
     args.nprocs = args.nprocs or processes_per_machine(args.device)
     if args.nnodes > 1 and not args.dist_url:
@@ -234,6 +234,6 @@ if __name__ == "__main__":
         args = arguments()
         check(args, args.nprocs)
         set_threads(args.nprocs)
-        args.dist_url = rendezvous_address(args.dist_url, args.node_rank)
+        args.dist_url = rendezvous(args, dist.TCPStore)
         wait_for(mp.spawn(worker, args=(args,), nprocs=args.nprocs, join=False))
 # [/start]

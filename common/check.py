@@ -4,10 +4,12 @@
     python -m common.check SCRIPT [PROCESSES] MODULE [OPTIONS] -- FLAGS
 
 PROCESSES is their number on this machine, by default one per GPU, or 2 on a CPU. The
-first form prints it; the second goes on as `python -m MODULE OPTIONS` with
-`--nproc-per-node PROCESSES SCRIPT FLAGS`. A mistake in flags, data or checkpoint ends
-with status 2 and one line, where a launcher would wrap it into a page per process. With
-PREFLIGHT=1 in the environment the launcher starts scripts/preflight.py first.
+first form prints the number on all machines; the second goes on as
+`python -m MODULE OPTIONS` with `--nproc-per-node PROCESSES SCRIPT FLAGS`. NNODES, or
+HOSTS in the first form, tells of more machines (docs/multinode.md). A mistake in
+flags, data or checkpoint ends with status 2 and one line, where a launcher would wrap
+it into a page per process. With PREFLIGHT=1 the launcher starts scripts/preflight.py
+first.
 """
 
 import importlib.util
@@ -21,22 +23,39 @@ from pathlib import Path
 
 from common.checkpoint import check_recipe, find_checkpoint, read_checkpoint, recipe_of
 from common.data import build_datasets, share_out
-from common.device import check_devices, processes_per_machine
+from common.device import check_devices, processes_per_machine, usable_gpus
 from common.errors import UserError, exit_status, say
+from common.machines import (
+    check_own_address,
+    machines_from_environment,
+    slots_of_hosts,
+)
 from common.model import check_image_size
 
 
-def check(args: Namespace, processes: int) -> None:
+def check(args: Namespace, processes: int, world_size: int | None = None) -> None:
     """Raise what training with these arguments would stumble over.
 
     Leaves the GPUs alone: the caller only starts those that use them.
+
+    Args:
+        args: of the script.
+        processes: number of them on this machine.
+        world_size: number of them on all machines, if not `processes` on each of
+            `args.nnodes`.
 
     Raises:
         UserError: too few GPUs, bad data, a batch that cannot be divided, a checkpoint
             that cannot be used.
     """
-    check_devices(args.device, processes, getattr(args, "backend", None))
-    share_out(args, 0, processes * getattr(args, "nnodes", 1), processes)
+    backend = getattr(args, "backend", "no process group")
+    check_devices(args.device, processes, backend)
+    world_size = world_size or processes * getattr(args, "nnodes", 1)
+    if world_size > processes:
+        gpus = args.device != "cpu" and usable_gpus()
+        if backend == "gloo" or (backend is None and not gpus):
+            check_own_address()
+    share_out(args, 0, world_size, processes)
     train_set, _ = build_datasets(args)
     check_image_size(args, len(train_set.classes))
     path = find_checkpoint(args)
@@ -82,6 +101,19 @@ def preflight(args: Namespace, launcher: list[str]) -> None:
         sys.exit(ended.returncode)
 
 
+def restart_flags(args: Namespace) -> list[str]:
+    """What processes that a launcher may start again are told besides.
+
+    Raises:
+        UserError: they could not go on from where they died.
+    """
+    if args.resume not in (None, "auto"):
+        raise UserError(
+            f"MAX_RESTARTS goes with --resume auto, not with --resume {args.resume}"
+        )
+    return [] if args.resume or args.evaluate else ["--resume", "auto"]
+
+
 def main() -> None:
     """Check the command line in sys.argv, and go on as its launcher."""
     end = sys.argv.index("--")
@@ -89,10 +121,21 @@ def main() -> None:
     args = script_arguments(Path(script), flags)
     if count and (not count.isdigit() or not int(count)):
         raise UserError(f"NPROC={count} is no number of processes")
-    processes = int(count) if count else processes_per_machine(args.device)
-    check(args, processes)
+    machines = machines_from_environment(os.environ)
+    hosts = os.environ.get("HOSTS") if not launcher else None
+    if hosts and count:
+        raise UserError(f"NPROC={count} does not go with HOSTS, which has the numbers")
+    if hosts:
+        slots = slots_of_hosts(hosts).values()
+        processes, world_size = max(slots), sum(slots)
+    else:
+        processes = int(count) if count else processes_per_machine(args.device)
+        world_size = processes * machines.count
+    if machines.max_restarts:
+        flags += restart_flags(args)
+    check(args, processes, world_size)
     if not launcher:
-        print(processes)
+        print(world_size)
         return
     module, *options = launcher
     set_threads(processes)

@@ -115,7 +115,7 @@ def exit_status(number: int | None = None) -> Iterator[None]:
         if not isinstance(error, RuntimeError) or not LOST_PROCESS.search(str(error)):
             traceback.print_exc()
             leave(1)
-        complain(f"{this_process()} lost another: {told(error)}")
+        complain(f"{this_process()} lost another: {told(error)}{hint(error)}")
         leave(1)
 
 
@@ -123,6 +123,13 @@ def told(error: Exception) -> str:
     """What a library says, without its own file names and good wishes."""
     line = str(error).strip().splitlines()[0]
     return re.sub(r"^\[\S+:\d+\] | This is typically caused by .*", "", line)
+
+
+def hint(error: Exception) -> str:
+    """What to do where a machine told the others its loopback address."""
+    if "connectFullMesh" not in str(error) or "127.0." not in str(error):
+        return ""
+    return " (a host name leads to that address: set INTERFACE, see docs/multinode.md)"
 
 
 def end_with_launcher() -> None:

@@ -1,22 +1,32 @@
 """Who this process is, by a launcher's variables, and the signals that stop it."""
 
+import atexit
+import contextlib
 import logging
 import multiprocessing.resource_tracker
 import os
+import re
 import signal
-import socket
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
-from urllib.parse import urlsplit
+from typing import Any, NamedTuple, NoReturn
 
 import torch.multiprocessing
 
 from common.errors import UserError, complain, this_process
+from common.machines import (
+    Machines,
+    check_address,
+    machines_from_environment,
+    meet,
+    use_loopback,
+)
 
 
 class Ranks(NamedTuple):
@@ -29,31 +39,29 @@ class Ranks(NamedTuple):
 
 
 def ranks_from_environment(environment: Mapping[str, str]) -> Ranks:
-    """Read the ranks that torchrun or torch.distributed.launch hand down.
+    """Read the ranks that torchrun, torch.distributed.launch or srun hand down.
 
     Args:
         environment: os.environ, or a mapping like it.
 
     Raises:
-        UserError: a variable is missing, no number, or out of range.
+        UserError: a variable is missing, no number, out of range, or contradicts
+            another.
 
     Source: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
     """
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     missing = [name for name in names if name not in environment]
+    if missing and "SLURM_STEP_ID" in environment:
+        return _ranks_from_slurm(environment, names)
     if missing:
+        hint = "srun or " if "SLURM_JOB_ID" in environment else ""
         raise UserError(
-            "a launcher has to start this script, for example torchrun --standalone "
-            f"--nproc-per-node=2 SCRIPT --data DIR (no {', '.join(missing)} in the "
-            "environment)"
+            f"a launcher has to start this script, for example {hint}torchrun "
+            f"--standalone --nproc-per-node=2 SCRIPT --data DIR (no "
+            f"{', '.join(missing)} in the environment)"
         )
-    try:
-        ranks = Ranks(*(int(environment[name]) for name in names))
-    except ValueError:
-        values = ", ".join(f"{name}={environment[name]}" for name in names)
-        raise UserError(
-            f"ranks from the launcher have to be numbers: {values}"
-        ) from None
+    ranks = Ranks(*_numbers(environment, names))
     if not (
         0 <= ranks.rank < ranks.world_size
         and 0 <= ranks.local_rank < ranks.local_world_size <= ranks.world_size
@@ -61,6 +69,81 @@ def ranks_from_environment(environment: Mapping[str, str]) -> Ranks:
         values = ", ".join(f"{name}={environment[name]}" for name in names)
         raise UserError(f"ranks from the launcher contradict each other: {values}")
     return ranks
+
+
+def _ranks_from_slurm(environment: Mapping[str, str], names: Sequence[str]) -> Ranks:
+    """Read the ranks of a task that srun started.
+
+    Source: https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
+    """
+    sources = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NODEID")
+    rank, local_rank, world_size, node = _numbers(environment, sources)
+    name, text = next(
+        (name, environment[name])
+        for name in (
+            *("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
+            *("SLURM_NTASKS_PER_NODE", "SLURM_NTASKS"),  # the last is always there
+        )
+        if name in environment
+    )
+    tasks = _tasks_per_node(name, text)
+    if name == "SLURM_NTASKS_PER_NODE":
+        tasks *= max(1, world_size // tasks[0])
+
+    def refuse(one: str, other: str) -> NoReturn:
+        raise UserError(
+            f"{one}={environment[one]} contradicts {other}={environment[other]}; "
+            "has srun started this task, and nothing between them changed a variable?"
+        )
+
+    if sum(tasks) != world_size:
+        refuse("SLURM_NTASKS", name)
+    if rank >= world_size:
+        refuse("SLURM_PROCID", "SLURM_NTASKS")
+    if node >= len(tasks):
+        refuse("SLURM_NODEID", name)
+    if local_rank >= tasks[node]:
+        refuse("SLURM_LOCALID", name)
+    ranks = Ranks(rank, local_rank, world_size, tasks[node])
+    slurm = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", name)
+    for variable, value, source in zip(names, ranks, slurm, strict=True):
+        if environment.get(variable, str(value)) != str(value):
+            refuse(variable, source)
+    missing = [v for v in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(v)]
+    if missing:
+        raise UserError(
+            f"srun started this task, and {' and '.join(missing)} say not where rank 0 "
+            "listens: scripts/slurm.sbatch sets them"
+        )
+    return ranks
+
+
+def _numbers(environment: Mapping[str, str], names: Sequence[str]) -> list[int]:
+    """The values of variables, as whole numbers from 0 on.
+
+    Raises:
+        UserError: one is none, or missing.
+    """
+    values = [environment.get(name, "") for name in names]
+    if not all(value.isdecimal() for value in values):
+        shown = ", ".join(f"{n}={v}" for n, v in zip(names, values, strict=True))
+        raise UserError(f"ranks from the launcher have to be numbers: {shown}")
+    return [int(value) for value in values]
+
+
+def _tasks_per_node(name: str, text: str) -> list[int]:
+    """Read Slurm's "2(x3),1": the number of tasks of each node.
+
+    Raises:
+        UserError: it is not of that form.
+    """
+    tasks = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if not match or not int(match[1]):
+            raise UserError(f"{name}={text} is not of the form 2(x3),1")
+        tasks += [int(match[1])] * int(match[2] or 1)
+    return tasks
 
 
 class Watchdog:
@@ -132,33 +215,47 @@ def use_fork_server() -> None:
         os.environ["PYTHONWARNINGS"] = warnings
 
 
-def rendezvous_address(url: str | None, node_rank: int) -> str:
-    """Where rank 0 is to listen: `url`, or a free port of the loopback device.
+def rendezvous(args: Namespace, make_store: Callable[..., Any]) -> str:
+    """Where the processes of multiprocessing_distributed.py are to meet.
+
+    On a single machine that is a file, so that nothing listens for it; on several it
+    is `--dist-url`, once the machines have seen that they were started alike.
+
+    Args:
+        args: with dist_url, nnodes, node_rank, nprocs.
+        make_store: torch.distributed.TCPStore.
 
     Raises:
-        UserError: rank 0 is to listen on this machine, and the port is taken.
+        UserError: a malformed address, a port that is taken, or see meet().
     """
-    if url is None:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-    parts = urlsplit(url)
-    try:
-        port = parts.port
-    except ValueError:
-        port = None
-    if parts.scheme != "tcp" or not parts.hostname or not port:
-        raise UserError(f"--dist-url {url} is not of the form tcp://HOST:PORT")
-    if node_rank == 0:
-        with socket.socket() as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                listener.bind(("", port))
-            except OSError as error:
-                raise UserError(
-                    f"--dist-url {url}: {error.strerror}; choose another port"
-                ) from None
-    return url
+    if args.dist_url is None:
+        use_loopback()
+        file, path = tempfile.mkstemp(prefix="rendezvous-")
+        os.close(file)
+        os.unlink(path)  # FileStore makes it
+        atexit.register(_remove, path)
+        return f"file://{path}"
+    host, port = check_address(args.dist_url, args.node_rank)
+    if args.nnodes > 1:
+        seconds = machines_from_environment(
+            {"JOIN_SECONDS": os.environ.get("JOIN_SECONDS", "")}
+        ).join_seconds
+        machines = Machines(args.nnodes, args.node_rank, f"{host}:{port}", 0, seconds)
+        facts = {"--nnodes": args.nnodes, "--nprocs": args.nprocs}
+        store = meet(make_store, machines, {**facts, "NODE_RANK": args.node_rank})
+        # The port is then rank 0's, so it has to be free again
+        store.add("met", 1)
+        until = time.monotonic() + seconds
+        while args.node_rank == 0 and store.add("met", 0) < args.nnodes:
+            if time.monotonic() > until:
+                raise UserError(f"a machine left while all met at {args.dist_url}")
+            time.sleep(0.1)
+    return args.dist_url
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)
 
 
 def wait_for(children: torch.multiprocessing.ProcessContext) -> None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Horovod under horovodrun or mpirun, one process per GPU of this machine.
+# Horovod under horovodrun or mpirun, one process per GPU.
 #
 #   bash scripts/horovod_distributed.sh --data /path/to/imagenet [flags of horovod_distributed.py]
 NPROC=${NPROC:-}                     # one per GPU, 2 on a CPU
@@ -7,6 +7,14 @@ CONTROLLER=${CONTROLLER:-gloo}       # gloo: horovodrun; mpi: Open MPI's mpirun
 PYTHON=${PYTHON:-}                   # .venv/bin/python, else python3
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-} # cores / NPROC
 PREFLIGHT=${PREFLIGHT:-}             # 1: first see that all processes meet; 6 s for 2 on two cores
+# Several machines (docs/multinode.md), started from one that reaches the others by ssh; project,
+# environment and data have the same paths on all:
+HOSTS=${HOSTS:-}                     # machines and their numbers of processes: a:4,b:4
+SSH_PORT=${SSH_PORT:-}               # 22
+SSH_IDENTITY=${SSH_IDENTITY:-}       # file of the private key
+INTERFACE=${INTERFACE:-}             # the network that joins them, for example eth0
+export HOSTS
+unset NNODES MAX_RESTARTS # torchrun's
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/launcher.sh"
 
@@ -17,11 +25,20 @@ case $NPROC in *[!0-9]*) # --help
     ;;
 esac
 cores=$(nproc)
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}
+here=${HOSTS:-localhost:$NPROC}
+here=${here%%,*}
+here=${here##*:}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > here ? cores / here : 1))}
 # horovodrun starts further programs of the environment by their names
 PATH=$(dirname "$PYTHON"):$PATH
+where=(-np "$NPROC" -H "${HOSTS:-localhost:$NPROC}")
 case $CONTROLLER in
-    gloo) launch=(horovodrun -np "$NPROC" -H "localhost:$NPROC" --gloo) stop=TERM ;;
+    gloo)
+        launch=(horovodrun "${where[@]}" --gloo --disable-cache) stop=TERM
+        [ -z "$SSH_PORT" ] || launch+=(--ssh-port "$SSH_PORT")
+        [ -z "$SSH_IDENTITY" ] || launch+=(--ssh-identity-file "$SSH_IDENTITY")
+        [ -z "$INTERFACE" ] || launch+=(--network-interfaces "$INTERFACE")
+        ;;
     mpi)
         if ! command -v mpirun >/dev/null; then
             echo "$(basename "$0"): error: CONTROLLER=mpi needs Open MPI's mpirun" >&2
@@ -29,8 +46,19 @@ case $CONTROLLER in
         fi
         # Not horovodrun --mpi: a shell of its stands before mpirun and keeps signals from it.
         # mpirun hands SIGUSR1 on and waits; at other signals it soon kills.
-        launch=(mpirun --allow-run-as-root -np "$NPROC" -H "localhost:$NPROC" --bind-to none)
-        stop=USR1
+        launch=(mpirun --allow-run-as-root "${where[@]}" --bind-to none) stop=USR1
+        if [ -n "$HOSTS" ]; then
+            launch+=(--mca plm_rsh_args
+                "-o ConnectTimeout=15 ${SSH_PORT:+-p $SSH_PORT} ${SSH_IDENTITY:+-i $SSH_IDENTITY}")
+            [ -z "$INTERFACE" ] ||
+                launch+=(--mca oob_tcp_if_include "$INTERFACE" --mca btl_tcp_if_include "$INTERFACE")
+            # What the processes on other machines need of this environment
+            for name in $(compgen -e | grep -E '^(PATH|PYTHONPATH|LD_LIBRARY_PATH|OMP_NUM_THREADS|(HOROVOD|NCCL|GLOO)_.*)$'); do
+                launch+=(-x "$name")
+            done
+        else # one machine: shared memory, and nothing listens but on loopback
+            launch+=(--mca oob_tcp_if_include lo --mca btl "self,vader")
+        fi
         ;;
     *)
         echo "$(basename "$0"): error: CONTROLLER=$CONTROLLER; it is gloo or mpi" >&2

@@ -20,6 +20,9 @@ scripts/quickstart.sh make .venv" >&2
     exit 2
 fi
 [ -n "${OMP_NUM_THREADS:-}" ] || unset OMP_NUM_THREADS
+if [ -n "${INTERFACE:-}" ]; then # the network that joins several machines (ip -brief addr)
+    export GLOO_SOCKET_IFNAME=$INTERFACE NCCL_SOCKET_IFNAME="=$INTERFACE" # =: no other that begins so
+fi
 
 # check SCRIPT [MODULE [OPTIONS]] -- [FLAGS]: look at flags, data and checkpoint once, in one
 # process; then print the number of processes, or go on as the launcher MODULE.
@@ -39,14 +42,10 @@ preflight() {
 
 # run_distributed SCRIPT [FLAGS]: start it under the launcher of PyTorch that LAUNCHER names.
 run_distributed() {
-    local script=$1 port
+    local script=$1
     shift
     case $LAUNCHER in
-        torchrun) check "$script" torch.distributed.run --standalone -- "$@" ;;
-        launch)
-            port=$("$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
-            check "$script" torch.distributed.launch --master-port "$port" -- "$@"
-            ;;
+        torchrun | launch) check "$script" scripts.torch_launcher "$LAUNCHER" -- "$@" ;;
         *)
             echo "$(basename "$0"): error: LAUNCHER=$LAUNCHER; it is torchrun or launch" >&2
             exit 2

@@ -4,7 +4,9 @@
 #   bash scripts/test.sh [--system] [arguments of pytest]
 #
 # --system (or CI=true) also installs system packages that some tests need, as root with apt-get:
-# Open MPI and Chromium. Elsewhere what needs them is skipped, and counted.
+# Open MPI, Chromium, and for tests on two hosts sshd, Slurm, munge and ip. (Where systemd runs, some
+# of these packages start daemons: it is meant for containers.) Elsewhere what needs them is skipped, and
+# counted.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source-path=SCRIPTDIR
@@ -18,6 +20,9 @@ fi
 packages=()
 command -v mpicxx >/dev/null || packages+=(libopenmpi-dev openmpi-bin)
 command -v chromium >/dev/null || packages+=(chromium fonts-dejavu-core)
+command -v ip >/dev/null || packages+=(iproute2)
+[ -x /usr/sbin/sshd ] || packages+=(openssh-server openssh-client)
+[ -x /usr/sbin/slurmctld ] || packages+=(slurmctld slurmd slurm-client munge)
 if [ "$SYSTEM" = true ] && [ ${#packages[@]} -gt 0 ]; then
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
         say "installing ${packages[*]}"

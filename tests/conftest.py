@@ -42,7 +42,9 @@ def pytest_addoption(parser):
         help="also the long form of tests: more seeds, kills and process counts",
     )
     parser.addoption(
-        "--figures", action="store_true", help="write results/reliability.json"
+        "--figures",
+        action="store_true",
+        help="write results/reliability.json and results/multinode.json",
     )
 
 
@@ -57,11 +59,6 @@ def pytest_sessionfinish(session, exitstatus):
     """Write down what a long run measured."""
     if not session.config.getoption("figures"):
         return
-    path = ROOT / "results" / "reliability.json"
-    complete = {"weights", "val loss", "kills in a write", "end"}
-    report = {"sessions": [], "figures": {}}
-    if path.exists() and not complete <= {re.split(", | /", n)[0] for n in FIGURES}:
-        report = json.loads(path.read_text())  # some tests were run again
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     this_session = {
         "form": "long" if session.config.getoption("full") else "short",
@@ -74,8 +71,26 @@ def pytest_sessionfinish(session, exitstatus):
         "torch": torch.__version__,
         "horovod": None if MISSING["horovod"] else version("horovod"),
     }
+    hosts = {n: v for n, v in FIGURES.items() if n.startswith("multihost / ")}
+    others = {n: v for n, v in FIGURES.items() if n not in hosts}
+    complete = {"weights", "val loss", "kills in a write", "end"}
+    anew = complete <= {re.split(", | /", name)[0] for name in others}
+    write_figures("reliability", others, this_session, anew)
+    path = ROOT / "results" / "multinode.json"
+    old = json.loads(path.read_text())["figures"] if path.exists() else {}
+    write_figures("multinode", hosts, this_session, old.keys() <= hosts.keys())
+
+
+def write_figures(name: str, figures: dict, this_session: dict, anew: bool) -> None:
+    """Write results/NAME.json, or, where some tests were run again, add to it."""
+    if not figures:
+        return
+    path = ROOT / "results" / f"{name}.json"
+    report = {"sessions": [], "figures": {}}
+    if path.exists() and not anew:
+        report = json.loads(path.read_text())
     report["sessions"].append(this_session)
-    report["figures"].update(FIGURES)
+    report["figures"].update(figures)
     path.write_text(json.dumps(report, indent=1) + "\n")
 
 

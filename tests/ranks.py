@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import sys
 import textwrap
 import threading
@@ -26,13 +27,20 @@ from torch.utils.data import Subset
 
 from common.arguments import build_parser, parse_arguments
 from common.checkpoint import TrainingState, replace_file
-from common.launch import Watchdog, rendezvous_address
+from common.launch import Watchdog
 from common.schedule import build_scheduler
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("dataparallel", "distributed", "multiprocessing_distributed")
 
 # --- starting processes ---
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens at."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def fork_server():
@@ -50,7 +58,7 @@ class Ranks:
     def __init__(self, folder: Path, world_size: int, task, **arguments):
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        port = rendezvous_address(None, 0).rsplit(":", 1)[-1]
+        port = str(free_port())
         self.processes = []
         for rank in range(world_size):
             variables = {

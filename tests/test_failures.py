@@ -179,3 +179,40 @@ def test_short_flags_are_flags():
 
     args = parse_arguments(build_parser("A test."), "test", ["--data", "x", *SHORT])
     assert (args.max_steps, args.epochs, args.image_size) == (10, 2, 32)
+
+
+@pytest.mark.parametrize(
+    "strategy, variables, flags, message",
+    [
+        ("distributed", {"NNODES": "2"}, (), "NNODES=2 needs either RDZV_ENDPOINT="),
+        (
+            "distributed",
+            {"MAX_RESTARTS": "1"},
+            ("--resume", "somewhere.pt"),
+            "MAX_RESTARTS goes with --resume auto, not with --resume somewhere.pt",
+        ),
+        (
+            "distributed",
+            {"NNODES": "3", "RDZV_ENDPOINT": "a:1"},
+            (),
+            "cannot be divided evenly by 6 processes",
+        ),
+        pytest.param(
+            *("horovod_distributed", {"HOSTS": "a:2,b"}, ()),
+            "HOSTS=a:2,b is not of the form a:4,b:4",
+            marks=pytest.mark.horovod,
+        ),
+        pytest.param(
+            *("horovod_distributed", {"HOSTS": "a:2,b:1"}, ()),
+            "cannot be divided evenly by 3 processes",
+            marks=pytest.mark.horovod,
+        ),
+    ],
+)
+def test_wrong_words_about_machines(
+    strategy, variables, flags, message, pictures, tmp_path
+):
+    flags = ("--data", pictures, *TINY, "--output", tmp_path / "out", *flags)
+    ended = launcher(strategy, *flags, **variables)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert message in ended.stderr and len(ended.stderr.splitlines()) == 1

@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, SHORT, launcher, run
-from ranks import run_ranks, train
+from ranks import free_port, run_ranks, train
 from torchvision.models import resnet18
-
-from common.launch import rendezvous_address
 
 RECORD = {
     "epoch",
@@ -54,7 +52,7 @@ def launch_use_env(*flags):
     )
     return run(
         *module,
-        f"--master-port={rendezvous_address(None, 0).rsplit(':')[-1]}",
+        f"--master-port={free_port()}",
         ROOT / "distributed.py",
         *flags,
     )

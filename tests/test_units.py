@@ -3,20 +3,32 @@
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
+from argparse import Namespace
 from datetime import timedelta
 
 import pytest
 import torch
 from conftest import ROOT, environment
+from ranks import free_port
 from torch import nn
+from torch.distributed import TCPStore
 
 from common.arguments import build_parser, parse_arguments
 from common.device import check_devices, processes_per_machine, select_device
 from common.errors import ImageError, Stopped, UserError
-from common.launch import Watchdog, ranks_from_environment, rendezvous_address
+from common.launch import Watchdog, ranks_from_environment, rendezvous
+from common.machines import (
+    Machines,
+    check_address,
+    machines_from_environment,
+    meet,
+    slots_of_hosts,
+)
 from common.meters import EpochTimer, Meter, averages
 from common.model import (
     AutocastModel,
@@ -64,13 +76,191 @@ def test_bad_ranks_are_refused(change, message):
         ranks_from_environment(values)
 
 
-def test_rendezvous_address():
-    url = rendezvous_address(None, 0)
-    assert url.startswith("tcp://127.0.0.1:") and rendezvous_address(url, 0) == url
-    assert rendezvous_address("tcp://far.away:29500", 1) == "tcp://far.away:29500"
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_NTASKS": "6",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
+    "MASTER_ADDR": "first",
+    "MASTER_PORT": "29500",
+}
+
+
+def changed(values, change):
+    return {n: v for n, v in {**values, **change}.items() if v is not None}
+
+
+@pytest.mark.parametrize(
+    "change, expected",
+    [
+        ({}, (5, 1, 6, 2)),
+        ({"SLURM_STEP_TASKS_PER_NODE": "3,1,2"}, (5, 1, 6, 2)),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1,3,2(x1)"}, (5, 1, 6, 2)),
+        (
+            {"SLURM_STEP_TASKS_PER_NODE": None, "SLURM_NTASKS_PER_NODE": "2"},
+            (5, 1, 6, 2),
+        ),
+        ({"WORLD_SIZE": "6", "RANK": "5"}, (5, 1, 6, 2)),  # exported by hand, rightly
+        (TORCHRUN, (5, 1, 8, 4)),  # torchrun under srun
+    ],
+)
+def test_ranks_from_slurm(change, expected):
+    assert ranks_from_environment(changed(SLURM, change)) == expected
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"SLURM_STEP_ID": None}, "has to start this script, for example srun or "),
+        ({"SLURM_PROCID": "x"}, "have to be numbers: SLURM_PROCID=x"),
+        ({"SLURM_PROCID": None}, "have to be numbers: SLURM_PROCID=,"),
+        ({"SLURM_PROCID": "6"}, "SLURM_PROCID=6 contradicts SLURM_NTASKS=6"),
+        (
+            {"SLURM_NTASKS": "8"},
+            r"SLURM_NTASKS=8 contradicts SLURM_STEP_TASKS_PER_NODE=2\(x3\)",
+        ),
+        (
+            {"SLURM_NODEID": "3"},
+            r"SLURM_NODEID=3 contradicts SLURM_STEP_TASKS_PER_NODE=2\(x3\)",
+        ),
+        (
+            {"SLURM_LOCALID": "2"},
+            r"SLURM_LOCALID=2 contradicts SLURM_STEP_TASKS_PER_NODE=2\(x3\)",
+        ),
+        (
+            {"SLURM_STEP_TASKS_PER_NODE": None, "SLURM_NTASKS_PER_NODE": "4"},
+            "SLURM_NTASKS=6 contradicts SLURM_NTASKS_PER_NODE=4",
+        ),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2x3"}, "=2x3 is not of the form"),
+        ({"WORLD_SIZE": "8"}, "WORLD_SIZE=8 contradicts SLURM_NTASKS=6"),
+        ({"LOCAL_RANK": "0"}, "LOCAL_RANK=0 contradicts SLURM_LOCALID=1"),
+        ({"MASTER_ADDR": None}, "MASTER_ADDR say.* not where rank 0 listens"),
+    ],
+)
+def test_bad_ranks_from_slurm_are_refused(change, message):
+    with pytest.raises(UserError, match=message):
+        ranks_from_environment(changed(SLURM, change))
+
+
+# --- machines ----------------------------------------------------------------------------
+
+ENDPOINT = {"NNODES": "2", "RDZV_ENDPOINT": "first:29400"}
+NUMBERED = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "first"}
+
+
+@pytest.mark.parametrize(
+    "environment, expected",
+    [
+        ({}, (1, 0, None, 0, 45)),
+        ({"NNODES": "", "NODE_RANK": "", "MASTER_ADDR": "x"}, (1, 0, None, 0, 45)),
+        ({"NNODES": "1", "RDZV_ENDPOINT": "first"}, (1, 0, None, 0, 45)),
+        ({"MAX_RESTARTS": "3"}, (1, 0, None, 3, 45)),
+        (ENDPOINT, (2, None, "first:29400", 0, 45)),
+        ({**ENDPOINT, "RDZV_ENDPOINT": "first"}, (2, None, "first:29400", 0, 45)),
+        ({**ENDPOINT, "MAX_RESTARTS": "1"}, (2, None, "first:29400", 1, 45)),
+        (NUMBERED, (2, 1, "first:29500", 0, 45)),
+        (
+            {**NUMBERED, "MASTER_PORT": "7000", "JOIN_SECONDS": "9"},
+            (2, 1, "first:7000", 0, 9),
+        ),
+    ],
+)
+def test_machines(environment, expected):
+    assert machines_from_environment(environment) == expected
+
+
+@pytest.mark.parametrize(
+    "environment, message",
+    [
+        ({"NNODES": "two"}, "NNODES=two is no whole number from 1 on"),
+        ({"NNODES": "0"}, "NNODES=0 is no whole number from 1 on"),
+        ({"NNODES": "2"}, "NNODES=2 needs either RDZV_ENDPOINT=HOST:PORT"),
+        ({**ENDPOINT, **NUMBERED}, "NNODES=2 needs either"),
+        ({**NUMBERED, "NODE_RANK": "2"}, "NODE_RANK=2 has to be below NNODES=2"),
+        ({**NUMBERED, "NODE_RANK": "-1"}, "NODE_RANK=-1 is no whole number"),
+        ({**NUMBERED, "MASTER_ADDR": ""}, "MASTER_ADDR= is no HOST:PORT"),
+        ({**NUMBERED, "MASTER_PORT": "99999"}, "is no HOST:PORT to meet at"),
+        ({**NUMBERED, "MAX_RESTARTS": "1"}, "needs RDZV_ENDPOINT"),
+        ({**ENDPOINT, "RDZV_ENDPOINT": "first:x"}, "RDZV_ENDPOINT=first:x is no"),
+        ({"RDZV_ENDPOINT": "first"}, "RDZV_ENDPOINT=first needs NNODES"),
+        ({"MAX_RESTARTS": "many"}, "MAX_RESTARTS=many is no whole number from 0"),
+    ],
+)
+def test_bad_machines_are_refused(environment, message):
+    with pytest.raises(UserError, match=message):
+        machines_from_environment(environment)
+
+
+def test_slots_of_hosts():
+    assert slots_of_hosts("a:4,b:2") == {"a": 4, "b": 2}
+    for wrong in ("a", "a:4,", "a:x", "a:0", "a:1,a:1", ":4"):
+        with pytest.raises(UserError, match="not of the form a:4,b:4"):
+            slots_of_hosts(wrong)
+
+
+def test_addresses_of_rank_0():
+    assert check_address("tcp://far.away:29500", 1) == ("far.away", 29500)
     for wrong in ("29500", "tcp://h:abc", "tcp://h:99999", "http://h:1"):
         with pytest.raises(UserError, match="not of the form tcp://HOST:PORT"):
-            rendezvous_address(wrong, 0)
+            check_address(wrong, 0)
+
+
+def test_on_one_machine_the_rendezvous_is_a_file(monkeypatch):
+    monkeypatch.setattr(os, "environ", {})
+    url = rendezvous(Namespace(dist_url=None), None)
+    assert url.startswith("file:///") and not os.path.exists(url[7:])
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "=lo"
+
+
+def come(facts, seconds, count=2):
+    """Threads that meet as machines do, over PyTorch's store; what each said."""
+    machines = Machines(count, None, f"127.0.0.1:{free_port()}", 0, seconds)
+    said = {}
+
+    def one(number):
+        mine = machines._replace(rank=number)
+        try:
+            store = meet(TCPStore, mine, facts[number])
+            time.sleep(1)  # the others still read
+            said[number] = store is not None
+        except UserError as error:
+            said[number] = str(error)
+
+    threads = [threading.Thread(target=one, args=(n,)) for n in range(len(facts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [said[number] for number in range(len(facts))]
+
+
+def test_machines_that_were_started_alike_meet():
+    assert come([{"NNODES": 2, "NODE_RANK": n} for n in (0, 1)], 20) == [True, True]
+
+
+def test_machines_say_what_differs():
+    host = socket.gethostname()
+    for said in come([{"NPROC": 4}, {"NPROC": 8}], 20):
+        assert said.startswith("NPROC differs: ") and said.count(host) == 2
+    for said in come([{"NODE_RANK": 1}, {"NODE_RANK": 1}], 20):
+        assert said == f"NODE_RANK=1 on {host} and on {host}"
+
+
+def test_machines_say_who_is_missing():
+    (said,) = come([{"NODE_RANK": 0}], 1, count=3)
+    assert "1 of 3 machines came to 127.0.0.1:" in said
+    assert said.endswith(f"{socket.gethostname()}; NODE_RANK 1, 2 missing")
+    first, second = [
+        Machines(2, 1, f"127.0.0.1:{free_port()}", 0, 1),
+        Machines(2, 1, "no-such-host.invalid:29400", 0, 1),
+    ]
+    for machines in (first, second):
+        with pytest.raises(UserError, match=f"could not reach {machines.address}"):
+            meet(TCPStore, machines, {})
 
 
 def test_signals_are_remembered():

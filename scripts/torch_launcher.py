@@ -1,0 +1,149 @@
+"""torchrun and torch.distributed.launch, as scripts/*.sh start them.
+
+    python -m common.check SCRIPT 4 scripts.torch_launcher torchrun -- FLAGS
+
+On one machine nothing listens but on loopback: `torchrun --standalone` would open its
+store, from which it unpickles, on every network interface. On several machines
+(NNODES, see docs/multinode.md) they first see that they were started alike.
+"""
+
+import importlib
+import os
+import socket
+import sys
+
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+
+from common.errors import UserError
+from common.machines import (
+    Machines,
+    machines_from_environment,
+    meet,
+    use_loopback,
+)
+
+MODULES = {"torchrun": "torch.distributed.run", "launch": "torch.distributed.launch"}
+
+
+class LoopbackRendezvous(RendezvousHandler):
+    """A rendezvous of one machine with itself, whose store listens on loopback.
+
+    Source: https://docs.pytorch.org/docs/stable/elastic/rendezvous.html
+    """
+
+    def __init__(self, parameters: RendezvousParameters):
+        self.run_id = parameters.run_id
+        self.store = None
+        self.closed = False
+
+    @property
+    def use_agent_store(self) -> bool:
+        """The training processes connect to the same store."""
+        return True
+
+    def get_backend(self) -> str:
+        """Name of this kind of rendezvous."""
+        return "loopback"
+
+    def get_run_id(self) -> str:
+        """Name of the job."""
+        return self.run_id
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Begin, or begin again after a restart, which needs an empty store.
+
+        Source: https://github.com/pytorch/pytorch/issues/135712
+        """
+        listener = socket.socket()
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        address = listener.getsockname()
+        # By itself a store listens on all networks
+        self.store = TCPStore(
+            *address,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        return RendezvousInfo(self.store, 0, 1, RendezvousStoreInfo(*address))
+
+    def num_nodes_waiting(self) -> int:
+        """Nobody else comes."""
+        return 0
+
+    def is_closed(self) -> bool:
+        """Whether it is over."""
+        return self.closed
+
+    def set_closed(self) -> None:
+        """Remember that it is over."""
+        self.closed = True
+
+    def shutdown(self) -> bool:
+        """Nothing is to be told to anybody."""
+        return True
+
+
+def options_for(machines: Machines) -> list[str]:
+    """What torchrun is told about the machines."""
+    options = ["--nnodes", str(machines.count)]
+    options += ["--max-restarts", str(machines.max_restarts)]
+    if machines.address is None:
+        return [*options, "--rdzv-backend", "loopback", "--rdzv-id", "one-machine"]
+    host, _, port = machines.address.rpartition(":")
+    if machines.rank is not None:
+        options += ["--node-rank", str(machines.rank)]
+        return [*options, "--master-addr", host, "--master-port", port]
+    options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", machines.address]
+    options += ["--rdzv-id", os.environ.get("RDZV_ID") or "several-machines"]
+    # After the loss of a machine, for its return
+    return [*options, "--rdzv-conf", f"join_timeout={machines.join_seconds}"]
+
+
+def main(launcher: str, arguments: list[str]) -> None:
+    """Run one of PyTorch's launchers in this process.
+
+    Args:
+        launcher: a name in MODULES.
+        arguments: `--nproc-per-node N SCRIPT FLAGS`.
+
+    Raises:
+        UserError: machines are missing or were started otherwise.
+    """
+    sys.argv[0] = arguments[2]  # whose name stands before what is said
+    machines = machines_from_environment(os.environ)
+    if machines.address is None:
+        use_loopback()
+        rendezvous_handler_registry.register("loopback", LoopbackRendezvous)
+        store = None
+    else:
+        # Else a machine that comes back and those that stayed number their lives
+        # differently: https://github.com/pytorch/pytorch/issues/135712
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+        facts = {"NNODES": machines.count, "NPROC": int(arguments[1])}
+        if machines.rank is not None:
+            facts["NODE_RANK"] = machines.rank
+        store = meet(TCPStore, machines, facts)
+    module = importlib.import_module(MODULES[launcher])
+    try:
+        module.main([*options_for(machines), *arguments])
+    except Exception as error:
+        # By name: torchrun has several of them, and tells them with a traceback
+        if not type(error).__name__.startswith("Rendezvous"):
+            raise
+        raise UserError(
+            f"{socket.gethostname()}: the machines at {machines.address} did not meet "
+            f"again: {str(error) or type(error).__name__}"
+        ) from None
+    del store  # machine 0 has served it until here
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,291 @@
+"""Two hosts on one machine, made of network namespaces; root and iproute2 make them.
+
+A host has its own network, host name, /etc/hosts and ssh settings; files and process ids
+are the machine's. Nothing outside the scratch folder is written but the two namespaces
+in /run/netns (and, while sshd runs, the empty folder /run/sshd).
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+NAMES = ("hosta", "hostb")
+ADDRESSES = {"hosta": "10.77.0.1", "hostb": "10.77.0.2"}
+SSH_PORT = 2222
+NAMED = "/run/netns"  # where ip-netns keeps them
+
+# Runs "$@" as if on another host. `ip netns exec` would mount /sys anew, which slurmd
+# does not survive.
+ENTER = """
+scratch=$1 namespace=$2 host=$3
+shift 3
+mount --bind "$scratch/hosts.$host" /etc/hosts
+[ ! -e "$scratch/ssh_config" ] || mount --bind "$scratch/ssh_config" /etc/ssh/ssh_config
+hostname "$host"
+exec nsenter --net=/run/netns/"$namespace" -- "$@"
+"""
+
+
+def hosts_missing() -> str | None:
+    """Why hosts cannot be made here."""
+    if os.geteuid() != 0:
+        return "making hosts of network namespaces takes root"
+    for program in ("ip", "ss", "unshare", "nsenter"):
+        if not shutil.which(program):
+            return f"{program} is not installed (bash scripts/test.sh --system does)"
+    probe = f"probe{os.getpid()}"
+    for command in (
+        ["ip", "netns", "add", probe],
+        ["ip", "netns", "delete", probe],
+        ["unshare", "--mount", "--uts", "mount", "--bind", "/etc/hosts", "/etc/hosts"],
+    ):
+        ended = subprocess.run(command, capture_output=True, text=True)
+        if ended.returncode:
+            return f"{' '.join(command)}: {ended.stderr.strip()}"
+    return None
+
+
+def programs_missing(*programs: str) -> str | None:
+    """Which of the programs that a service needs are not installed."""
+    path = os.environ["PATH"] + ":/usr/sbin"
+    missing = [name for name in programs if not shutil.which(name, path=path)]
+    if missing:
+        return f"no {', '.join(missing)} (bash scripts/test.sh --system installs them)"
+    return None
+
+
+class Hosts:
+    """hosta and hostb, joined by a cable; leave the block to remove them."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.namespaces = {name: f"{name}-{os.getpid()}" for name in NAMES}
+        self.made_sshd_folder = False
+
+    def __enter__(self) -> "Hosts":
+        remove_leftovers()
+        self.folder.mkdir(parents=True)
+        self.folder.chmod(0o755)
+        try:
+            for name, namespace in self.namespaces.items():
+                call("ip", "netns", "add", namespace)
+                self.name_hosts(name)
+            a, b = self.namespaces.values()
+            link = ("ip", "link", "add", "eth0", "netns", a, "type", "veth")
+            call(*link, "peer", "name", "eth0", "netns", b)
+            for name, namespace in self.namespaces.items():
+                ip = ("ip", "-n", namespace)
+                call(*ip, "link", "set", "lo", "up")
+                call(*ip, "addr", "add", f"{ADDRESSES[name]}/24", "dev", "eth0")
+                call(*ip, "link", "set", "eth0", "up")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_) -> None:
+        for name in NAMES:
+            self.kill(name)
+        for namespace in self.namespaces.values():
+            subprocess.run(["ip", "netns", "delete", namespace], capture_output=True)
+        if self.made_sshd_folder:
+            with contextlib.suppress(OSError):
+                os.rmdir("/run/sshd")
+
+    def name_hosts(self, host: str, trap: bool = False) -> None:
+        """Write the host's /etc/hosts; with `trap`, as Debian's installer does."""
+        own = f"127.0.1.1 {host}\n" if trap else ""
+        others = "".join(f"{ADDRESSES[name]} {name}\n" for name in NAMES)
+        file = self.folder / f"hosts.{host}"
+        file.write_text(f"127.0.0.1 localhost\n{own}{others}")
+
+    def cut(self) -> None:
+        """From now on nothing arrives, and nobody is told: as after a power failure."""
+        for name, namespace in self.namespaces.items():
+            (other,) = (address for host, address in ADDRESSES.items() if host != name)
+            nobody = ("lladdr", "02:00:00:00:00:99", "nud", "permanent")
+            neighbour = ("ip", "-n", namespace, "neighbour", "replace", other)
+            call(*neighbour, "dev", "eth0", *nobody)
+
+    def mend(self) -> None:
+        """Undo cut()."""
+        for name, namespace in self.namespaces.items():
+            (other,) = (address for host, address in ADDRESSES.items() if host != name)
+            neighbour = ("ip", "-n", namespace, "neighbour", "delete", other)
+            call(*neighbour, "dev", "eth0", check=False)
+
+    def command(self, host: str, *command) -> list[str]:
+        """What runs `command` on `host`."""
+        enter = [
+            "unshare",
+            "--mount",
+            "--uts",
+            "--propagation",
+            "private",
+            "bash",
+            "-ec",
+        ]
+        where = [str(self.folder), self.namespaces[host], host]
+        return [*enter, ENTER, "enter", *where, *map(str, command)]
+
+    def processes(self, host: str) -> list[int]:
+        """Ids of all processes of a host."""
+        try:
+            own = os.stat(f"{NAMED}/{self.namespaces[host]}").st_ino
+        except OSError:
+            return []
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                state = (folder / "stat").read_text().rsplit(")", 1)[1].split()[0]
+                if os.stat(folder / "ns" / "net").st_ino == own and state != "Z":
+                    found.append(int(folder.name))
+        return found
+
+    def kill(self, host: str, spare: tuple[int, ...] = ()) -> None:
+        """SIGKILL to every process of a host, its daemons too, but those to spare."""
+        end = time.monotonic() + 20
+        while found := set(self.processes(host)) - set(spare):
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            assert time.monotonic() < end, f"{found} of {host} do not die"
+            time.sleep(0.02)
+
+    # --- services ---
+
+    def start_ssh(self) -> None:
+        """One sshd on each host, with keys of its own; ssh finds both without options."""
+        if not os.path.exists("/run/sshd"):
+            os.mkdir("/run/sshd", 0o755)
+            self.made_sshd_folder = True
+        folder = self.folder / "ssh"
+        folder.mkdir(mode=0o700)
+        for key in ("host_key", "user_key"):
+            call("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key)
+        shutil.copy(folder / "user_key.pub", folder / "authorized_keys")
+        (folder / "sshd_config").write_text(
+            f"Port {SSH_PORT}\nHostKey {folder}/host_key\nPidFile none\n"
+            f"AuthorizedKeysFile {folder}/authorized_keys\nStrictModes no\nUsePAM no\n"
+            "PasswordAuthentication no\nPermitRootLogin prohibit-password\n"
+            "MaxStartups 100\n"
+        )
+        # The port and the key are left to SSH_PORT and SSH_IDENTITY
+        (self.folder / "ssh_config").write_text(
+            "StrictHostKeyChecking no\nUserKnownHostsFile /dev/null\nLogLevel ERROR\n"
+            "IdentityAgent none\nIdentitiesOnly yes\n"
+        )
+        for host in NAMES:
+            self.start_sshd(host)
+
+    def start_sshd(self, host: str) -> None:
+        """Start a host's sshd, again after its death."""
+        folder = self.folder / "ssh"
+        config, log = folder / "sshd_config", folder / f"{host}.log"
+        call(*self.command(host, "/usr/sbin/sshd", "-f", config, "-E", log))
+
+    @property
+    def ssh_variables(self) -> dict[str, str]:
+        """How launch scripts reach the other host."""
+        key = self.folder / "ssh" / "user_key"
+        return {"SSH_PORT": str(SSH_PORT), "SSH_IDENTITY": str(key)}
+
+    def start_slurm(self) -> None:
+        """Slurm over both hosts: munged, slurmctld on hosta, a slurmd on each."""
+        folder = self.folder / "slurm"
+        folder.mkdir(mode=0o755)
+        (folder / "munge").mkdir(mode=0o711)
+        key = folder / "munge" / "key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o600)
+        options = {
+            "ClusterName": "test",
+            "SlurmctldHost": f"hosta({ADDRESSES['hosta']})",
+            **dict.fromkeys(("SlurmUser", "SlurmdUser"), "root"),
+            "AuthType": "auth/munge",
+            "AuthInfo": f"socket={folder}/munge/socket",
+            "CryptoType": "crypto/munge",
+            "MpiDefault": "none",
+            # No cgroups: they would be the machine's
+            "ProctrackType": "proctrack/linuxproc",
+            "TaskPlugin": "task/none",
+            "JobAcctGatherType": "jobacct_gather/none",
+            "SelectType": "select/cons_tres",
+            "SelectTypeParameters": "CR_CPU",
+            "SchedulerParameters": "batch_sched_delay=0,sched_interval=1,bf_interval=1",
+            "StateSaveLocation": folder / "state",
+            "SlurmdSpoolDir": folder / "spool.%n",
+            "SlurmctldPidFile": folder / "slurmctld.pid",
+            "SlurmdPidFile": folder / "slurmd.%n.pid",
+            "SlurmctldLogFile": folder / "slurmctld.log",
+            "SlurmdLogFile": folder / "slurmd.%n.log",
+            "SlurmdParameters": "config_overrides",
+            "ReturnToService": 2,
+            "SlurmdTimeout": 15,
+            "KillWait": 10,
+        }
+        lines = [f"{name}={value}" for name, value in options.items()]
+        for host in NAMES:
+            where = f"NodeName={host} NodeAddr={ADDRESSES[host]}"
+            lines.append(f"{where} CPUs=4 RealMemory=4000")
+        lines.append(f"PartitionName=all Nodes={','.join(NAMES)} Default=YES State=UP")
+        (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
+        munged = ["munged", "--force", f"--key-file={key}", "--num-threads=2"]
+        for option in ("socket", "pid-file", "seed-file", "log-file"):
+            munged.append(f"--{option}={folder}/munge/{option.split('-')[0]}")
+        call(*self.command("hosta", *munged))
+        call(*self.command("hosta", "slurmctld"), **self.slurm_variables)
+        for host in NAMES:
+            self.start_slurmd(host)
+        end = time.monotonic() + 60
+        while self.slurm("sinfo", "-h", "-N", "-o", "%t").split() != ["idle"] * 2:
+            assert time.monotonic() < end, self.slurm("sinfo", "-N", "-l")
+            time.sleep(0.2)
+
+    def start_slurmd(self, host: str) -> None:
+        """Start a host's slurmd, again after its death."""
+        call(*self.command(host, "slurmd", "-N", host), **self.slurm_variables)
+
+    @property
+    def slurm_variables(self) -> dict[str, str]:
+        """How Slurm's commands find its settings."""
+        return {"SLURM_CONF": str(self.folder / "slurm" / "slurm.conf")}
+
+    def slurm(self, *command, check: bool = True) -> str:
+        """Run one of Slurm's commands on hosta; its output."""
+        return call(
+            *self.command("hosta", *command), check=check, **self.slurm_variables
+        )
+
+
+def call(*command, check: bool = True, **variables: str) -> str:
+    """Run a command that ends soon; its output, or all it said where it failed."""
+    ended = subprocess.run(
+        [str(word) for word in command],
+        env={
+            **os.environ,
+            "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin",
+            **variables,
+        },
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert not check or ended.returncode == 0, f"{command}\n{ended.stderr}"
+    return ended.stdout
+
+
+def remove_leftovers() -> None:
+    """Remove hosts of test sessions that were killed before they could."""
+    for path in Path(NAMED).glob("host[ab]-*"):
+        pid = path.name.partition("-")[2]
+        if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
+            leftover = Hosts(Path("unused"))
+            leftover.namespaces = {path.name: path.name}
+            leftover.kill(path.name)
+            subprocess.run(["ip", "netns", "delete", path.name], capture_output=True)
