@@ -331,15 +331,20 @@ def notes(timings: Timings) -> str:
         else f"s/epoch is {IMAGENET_TRAIN_IMAGES:,} images at that speed"
     )
     doubt = timings.error()
-    claim = math.exp(SURE * doubt * math.sqrt(2 / timings.settings["repeats"])) - 1
+    if math.isinf(doubt):
+        claim = "Nothing was repeated: no difference is claimed."
+    else:
+        least = math.exp(SURE * doubt * math.sqrt(2 / timings.settings["repeats"])) - 1
+        claim = (
+            f"A run's speed varies by {doubt:.1%} (standard deviation over repeats): "
+            f"differences below {least:.0%} are not\nclaimed."
+        )
     text = (
         f"{epoch}; input is the share of the time lost to it: waiting, or loaders in "
         "the way of the\ntraining; more devices is the share of a step's time lost by "
         "each device against one alone.\nFrom "
         f"{LOSS:.0%} on the larger of the two is the verdict. The loaders alone make "
-        f"{timings.loader['images_per_second']:.0f} images/s.\nA run's speed varies by "
-        f"{doubt:.1%} (standard deviation over repeats): differences below {claim:.0%} "
-        "are not\nclaimed."
+        f"{timings.loader['images_per_second']:.0f} images/s.\n{claim}"
     )
     if timings.settings["device"] == "cpu":
         text += (
