@@ -14,6 +14,7 @@ import importlib
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from argparse import Namespace
@@ -35,7 +36,7 @@ from common.arguments import build_parser, parse_arguments
 from common.data import DeviceLoader, build_datasets, build_loader, share_out
 from common.device import peak_memory_mib
 from common.errors import UserError, exit_status
-from common.launch import Watchdog, rendezvous_address
+from common.launch import Watchdog
 
 ROOT = Path(__file__).resolve().parent.parent
 BARE, USUAL, USUAL_SAME = "bare loop", "usual, fp32", "usual, same precision"
@@ -53,14 +54,15 @@ def start_alone(script, flags: list[str]) -> None:
     """Run main() of a script in this process, the only one of its job."""
     name = script.__name__
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    address = rendezvous_address(None, 0)
-    port = address.rpartition(":")[2]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
     variables |= {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ.update(variables, MASTER_PORT=port)
     spawns = name == "multiprocessing_distributed"
     args = script.arguments([*flags, *(["--nprocs", "1"] if spawns else [])])
     if spawns:
-        args.local_rank, args.dist_url = 0, address
+        args.local_rank, args.dist_url = 0, f"tcp://127.0.0.1:{port}"
     script.main(args)
 
 

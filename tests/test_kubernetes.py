@@ -23,7 +23,7 @@ import torch
 import yaml
 from conftest import ROOT, TINY, environment, processes_of, run, wait_until
 from dockerfile_parse import DockerfileParser
-from ranks import rendezvous_address
+from ranks import free_port
 
 import distributed
 from common.arguments import build_parser, parse_arguments
@@ -339,7 +339,7 @@ def test_the_jobs_command_trains_and_goes_on_after_a_pod_was_lost(digits, tmp_pa
     output, log = tmp_path / "out", tmp_path / "log"
     flags = [*TINY, "--device", "cpu", "--epochs", 2, "--max-steps", 100, "-j", 0]
     flags += ["--checkpoint-steps", 5]
-    port = rendezvous_address(None, 0).rsplit(":", 1)[-1]
+    port = str(free_port())
     with Pods(job_script(digits, output, port, *flags), log) as running:
         wait_until((output / "checkpoint.pt").exists, 60, "a checkpoint")
         running.lose(1)
