@@ -355,7 +355,8 @@ def test_two_torchruns(pictures, tmp_path):
     )
 
 
-def test_two_mp_spawns(pictures, tmp_path):
+def test_two_mp_spawns(pictures, tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # they meet on one machine
     url = f"tcp://127.0.0.1:{free_port()}"
     statuses, text = two_nodes(
         [sys.executable, ROOT / "multiprocessing_distributed.py", *flags]
