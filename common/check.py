@@ -51,11 +51,11 @@ def check(args: Namespace, processes: int, world_size: int | None = None) -> Non
     backend = getattr(args, "backend", "no process group")
     check_devices(args.device, processes, backend)
     world_size = world_size or processes * getattr(args, "nnodes", 1)
+    share_out(args, 0, world_size, processes)
     if world_size > processes:
         gpus = args.device != "cpu" and usable_gpus()
         if backend == "gloo" or (backend is None and not gpus):
             check_own_address()
-    share_out(args, 0, world_size, processes)
     train_set, _ = build_datasets(args)
     check_image_size(args, len(train_set.classes))
     path = find_checkpoint(args)
