@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -138,6 +139,7 @@ def load(
         resource.setrlimit(resource.RLIMIT_NOFILE, files)
     flags = ["--data", str(data), "--precision", "fp32", "--device", "cpu", *flags]
     sys.argv[0] = "loader"
+    warnings.simplefilter("ignore")  # of more loader processes than cores
     device = torch.device("cpu")
     with exit_status():
         args = parse_arguments(build_parser("Loads."), "loader", flags)

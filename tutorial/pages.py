@@ -124,8 +124,12 @@ def quoted(marker: str, output: Callable[[str], str]) -> str:
 
 
 def filled(page: str, output: Callable[[str], str], wanted: str = "") -> str:
-    """The page with what its markers that begin with `wanted` name."""
-    names = [name for name in MARKER.findall(page) if name.startswith(wanted)]
+    """The page with what its markers name; only `wanted`, or the kind that it names."""
+    names = [
+        name
+        for name in MARKER.findall(page)
+        if not wanted or f"{name} ".startswith(f"{wanted} ")
+    ]
     return fill(page, {name: quoted(name, output) for name in names})
 
 
