@@ -287,8 +287,7 @@ def conclusion(timings: Timings, precision: str) -> str:
         if row.precision == precision and not timings.no_replicas(row.strategy):
             verdicts.setdefault(timings.verdict(row), []).append(row.strategy)
     sentences += [
-        f"{listed(names)} {'is' if len(names) == 1 else 'are'} {verdict}."
-        for verdict, names in verdicts.items()
+        f"Verdict on {listed(names)}: {verdict}." for verdict, names in verdicts.items()
     ]
     return "\n".join(sentences)
 
