@@ -329,20 +329,20 @@ def test_what_dataloader_does_by_itself():
 
 def test_open_files_are_raised_where_that_is_allowed(pictures, tmp_path):
     flags = "-b 4 --image-size 32 -j 6".split()
-    status, text = loaded(tmp_path, pictures, flags, files=(64, 1000))
-    assert status == 0 and 64 < int(text.split()[1]) < 1000, text
+    status, text = loaded(tmp_path, pictures, flags, files=(48, 1000))
+    assert status == 0 and 48 < int(text.split()[1]) < 1000, text
 
 
 def test_too_few_open_files(pictures, tmp_path):
     flags = "-b 4 --image-size 32 -j 6".split()
-    status, text = loaded(tmp_path, pictures, flags, files=(64, 64))
+    status, text = loaded(tmp_path, pictures, flags, files=(48, 48))
     assert status == 2
     assert re.fullmatch(
-        r"loader: error: this process may open 64 files, and with 6 loader processes "
+        r"loader: error: this process may open 48 files, and with 6 loader processes "
         r"takes \d+: raise the limit \(ulimit -Hn\), or lower --workers",
         text,
     )
-    status, text = loaded(tmp_path, pictures, flags, files=(64, 64), check=False)
+    status, text = loaded(tmp_path, pictures, flags, files=(48, 48), check=False)
     assert status not in (0, 2) and "loaded" not in text
 
 
