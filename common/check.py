@@ -92,7 +92,8 @@ def preflight(args: Namespace, launcher: list[str]) -> None:
     script = Path(__file__).resolve().parent.parent / "scripts" / "preflight.py"
     command = [*launcher, str(script), "--device", args.device]
     command += ["--backend", args.backend] if args.backend else []
-    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    once = {**os.environ, "MAX_RESTARTS": "0"}
+    ended = subprocess.run(command, env=once, stderr=subprocess.PIPE, text=True)
     if ended.returncode:
         # torchrun adds pages of its own
         lines = ended.stderr.splitlines()

@@ -14,6 +14,7 @@ SSH_PORT=${SSH_PORT:-}               # 22
 SSH_IDENTITY=${SSH_IDENTITY:-}       # file of the private key
 INTERFACE=${INTERFACE:-}             # the network that joins them, for example eth0
 export HOSTS
+[ -z "$HOSTS" ] || export MASTER_ADDR=${HOSTS%%:*} # rank 0's, where a preflight meets
 unset NNODES MAX_RESTARTS # torchrun's
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/launcher.sh"
@@ -53,7 +54,7 @@ case $CONTROLLER in
             [ -z "$INTERFACE" ] ||
                 launch+=(--mca oob_tcp_if_include "$INTERFACE" --mca btl_tcp_if_include "$INTERFACE")
             # What the processes on other machines need of this environment
-            for name in $(compgen -e | grep -E '^(PATH|PYTHONPATH|LD_LIBRARY_PATH|OMP_NUM_THREADS|(HOROVOD|NCCL|GLOO)_.*)$'); do
+            for name in $(compgen -e | grep -E '^(PATH|PYTHONPATH|LD_LIBRARY_PATH|OMP_NUM_THREADS|MASTER_ADDR|(HOROVOD|NCCL|GLOO)_.*)$'); do
                 launch+=(-x "$name")
             done
         else # one machine: shared memory, and nothing listens but on loopback

@@ -4,6 +4,7 @@ What process N prints goes to N.log of a folder.
 """
 
 import ctypes
+import multiprocessing
 import os
 import resource
 import signal
@@ -72,6 +73,7 @@ def _run(log: Path, task, arguments: tuple) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # as in a launched script
     task(*arguments)
 
 
