@@ -356,7 +356,9 @@ def settings(args: argparse.Namespace) -> dict:
     names = ("arch", "image_size", "batch_size", "precision", "device", "devices")
     names += ("workers", "threads", "steps", "repeats", "full")
     chosen = {name: getattr(args, name) for name in names}
-    return {**chosen, "data": str(args.data), "commit": commit()}
+    data = args.data
+    data = data.relative_to(ROOT) if data.is_relative_to(ROOT) else data
+    return {**chosen, "data": str(data), "commit": commit()}
 
 
 def keep(path: Path, content: dict) -> None:
