@@ -31,7 +31,6 @@ GOALS = {BARE: 0.97, USUAL: 1.5}  # a script's speed over that of these loops
 
 # Largest difference of a loss, averaged over an epoch of STEPS steps, between two runs
 # that should be one: strategies, GPU and CPU, a resumed run and one in one piece.
-# TODO_TOLERANCE
 LOSS_TOLERANCE = {"fp32": 0.005, "bf16": 0.1, "fp16": 0.05}
 # Of a pixel on its way to the network: float32 rounds two operations on values below
 # 2.7 (a few times 1.2e-7), fp16, in which O2 hands them on, has 11 bits (2.7 / 2**12).
