@@ -60,10 +60,10 @@ def one_column(kind: str, header: str):
 
 def rounding(report: dict) -> str:
     """The largest difference of a weight at 2 x 2 processes."""
-    values = group(report, "multihost / rounding / ").values()
-    return (
-        f"{len(values)} engines, largest difference {max(v[0] for v in values):.1e}.\n"
-    )
+    values = [v[0] for v in group(report, "multihost / rounding / ").values()]
+    if not values:
+        return NOT_RUN
+    return f"{len(values)} engines, largest difference {max(values):.1e}.\n"
 
 
 TABLES = {
