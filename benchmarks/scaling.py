@@ -294,7 +294,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         allow_abbrev=False,
         description="Check the model of scaling here, or print it for your GPUs.",
     )
-    parser.add_argument("rounds", nargs="?", type=count, default=15, metavar="ROUNDS")
+    parser.add_argument("rounds", nargs="?", type=count, default=9, metavar="ROUNDS")
     add = parser.add_argument
     add(
         "--step-milliseconds", type=positive, help="a step on one GPU: prints the table"

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -71,7 +72,7 @@ def steps_in_turns(output: str, rounds: str, *flags: str) -> None:
         for number in Watchdog.SIGNALS:  # a benchmark just ends
             signal.signal(number, signal.SIG_DFL)
         state = others[1]
-        bare = bare_loop(args, loader)
+        bare = bare_loop(args, loader, args.precision)
         # Saving is not part of a step; on its own it is measured by nobody here
         state.save = lambda: None
 
@@ -79,7 +80,7 @@ def steps_in_turns(output: str, rounds: str, *flags: str) -> None:
             state.step = 0
             train(args, rank, loader, *others)
 
-        again = bare_loop(args, loader)
+        again = bare_loop(args, loader, args.precision)
         loops = {BARE: timed(bare), AGAIN: timed(again), OURS: timed(ours)}
         found = interleave(loops, int(rounds))
         if rank == 0:
@@ -104,25 +105,36 @@ def timed(work):
     return measure
 
 
-def bare_loop(args: Namespace, loader: DeviceLoader):
-    """The least that trains this model with DistributedDataParallel."""
+def bare_loop(
+    args: Namespace,
+    loader: DeviceLoader,
+    precision: str,
+    layout: torch.memory_format = torch.channels_last,
+    wrap: bool = True,
+) -> Callable[[], None]:
+    """The least that trains this model, with DistributedDataParallel or without."""
     torch.manual_seed(args.seed)
-    raw_model = torchvision.models.get_model(args.arch)
-    raw_model.to(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(raw_model.parameters(), 0.1, 0.9, weight_decay=1e-4)
-    model = DistributedDataParallel(raw_model, gradient_as_bucket_view=True)
-    model.broadcast_buffers = False
-    images, labels = loader.images, loader.labels
-    dtype = autocast_dtype(args.precision)
+    model = torchvision.models.get_model(args.arch)
+    model.to(loader.device, memory_format=layout)
+    if args.compile:
+        model.compile()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9, weight_decay=1e-4)
+    if wrap:
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        model.broadcast_buffers = False
+    images, labels = loader.images.to(memory_format=layout), loader.labels
+    kind, dtype = images.device.type, autocast_dtype(precision)
+    scaler = torch.amp.GradScaler(kind, enabled=precision == "fp16")
 
     def run() -> None:
         for _ in range(STEPS):
-            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            with torch.autocast(kind, dtype, enabled=dtype != torch.float32):
                 outputs = model(images)
             loss = F.cross_entropy(outputs.float(), labels)
             optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
 
     return run
 

@@ -29,6 +29,24 @@ def percent_right(outputs: Tensor, labels: Tensor, k: int) -> float:
     return (best == labels.unsqueeze(1)).any(1).float().mean().item() * 100
 
 
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    images: Tensor,
+    labels: Tensor,
+    device: torch.device,
+) -> tuple[float, float, float]:
+    """A step on a batch of the host; returns loss, top-1 and top-5, read at once."""
+    images, labels = images.to(device), labels.to(device)
+    outputs = model(images)
+    loss = nn.functional.cross_entropy(outputs, labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    best = percent_right(outputs, labels, 1), percent_right(outputs, labels, 5)
+    return loss.item(), *best
+
+
 def main() -> None:
     """Train `steps` steps."""
     folder, batch, steps, warmup, workers, output = sys.argv[1:]
@@ -48,13 +66,7 @@ def main() -> None:
     )
     optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9, weight_decay=1e-4)
     for step, (images, labels) in enumerate(loader, start=1):
-        outputs = model(images)
-        loss = nn.functional.cross_entropy(outputs, labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        figures = loss.item(), percent_right(outputs, labels, 1)
-        figures = (*figures, percent_right(outputs, labels, 5))
+        figures = train_step(model, optimizer, images, labels, torch.device("cpu"))
         if rank == 0 and step % 10 == 0:
             print(step, figures, flush=True)
         if step == int(warmup):

@@ -8,13 +8,15 @@ first form prints the number on all machines; the second goes on as
 `python -m MODULE OPTIONS` with `--nproc-per-node PROCESSES SCRIPT FLAGS`. NNODES, or
 HOSTS in the first form, tells of more machines (docs/multinode.md). A mistake in
 flags, data or checkpoint ends with status 2 and one line, where a launcher would wrap
-it into a page per process.
+it into a page per process. With PREFLIGHT=1 the launcher starts scripts/preflight.py
+first.
 """
 
 import importlib.util
 import os
 import runpy
 import signal
+import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -49,11 +51,11 @@ def check(args: Namespace, processes: int, world_size: int | None = None) -> Non
     backend = getattr(args, "backend", "no process group")
     check_devices(args.device, processes, backend)
     world_size = world_size or processes * getattr(args, "nnodes", 1)
+    share_out(args, 0, world_size, processes)
     if world_size > processes:
         gpus = args.device != "cpu" and usable_gpus()
         if backend == "gloo" or (backend is None and not gpus):
             check_own_address()
-    share_out(args, 0, world_size, processes)
     train_set, _ = build_datasets(args)
     check_image_size(args, len(train_set.classes))
     path = find_checkpoint(args)
@@ -78,6 +80,26 @@ def set_threads(processes: int) -> None:
     """Share the machine's cores out evenly to the compute threads of its processes."""
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
+
+
+def preflight(args: Namespace, launcher: list[str]) -> None:
+    """Start scripts/preflight.py in the place of the training; end where it fails.
+
+    Args:
+        args: of the training.
+        launcher: the command that starts a script in all processes.
+    """
+    script = Path(__file__).resolve().parent.parent / "scripts" / "preflight.py"
+    command = [*launcher, str(script), "--device", args.device]
+    command += ["--backend", args.backend] if args.backend else []
+    once = {**os.environ, "MAX_RESTARTS": "0"}
+    ended = subprocess.run(command, env=once, stderr=subprocess.PIPE, text=True)
+    if ended.returncode:
+        # torchrun adds pages of its own
+        lines = ended.stderr.splitlines()
+        own = [line for line in lines if line.startswith(f"{script.name}: ")]
+        print(*(own or lines), sep="\n", file=sys.stderr)
+        sys.exit(ended.returncode)
 
 
 def restart_flags(args: Namespace) -> list[str]:
@@ -118,9 +140,12 @@ def main() -> None:
         return
     module, *options = launcher
     set_threads(processes)
+    options += ["--nproc-per-node", str(processes)]
+    if os.environ.get("PREFLIGHT", "0") not in ("", "0"):
+        preflight(args, [sys.executable, "-m", module, *options])
     # torchrun would die of SIGUSR1, which Slurm can send; of SIGTERM it ends the job
     signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    sys.argv[1:] = [*options, "--nproc-per-node", str(processes), script, *flags]
+    sys.argv[1:] = [*options, script, *flags]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except Exception as error:

@@ -30,6 +30,7 @@ from common.images import (
     read_image,
 )
 from common.launch import Watchdog
+from common.limits import check_limits
 from common.seeding import seed_augmentation
 
 # Mean and standard deviation of ImageNet's RGB values, for pixels between 0 and 255
@@ -145,8 +146,9 @@ def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
     """Open the training and the validation images that the arguments name.
 
     Raises:
-        UserError: a folder is missing or empty, the classes differ, or there are fewer
-            training images than one global batch.
+        UserError: a folder is missing or empty, the classes differ, there are fewer
+            training images than one global batch, or this machine's limits are too
+            low for the loader processes.
     """
     train_set, val_set = open_datasets(args)
     if len(train_set) < args.global_batch_size and not args.evaluate:
@@ -154,6 +156,10 @@ def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
             f"{len(train_set)} training images are less than one global batch of "
             f"{args.global_batch_size}; lower --global-batch-size"
         )
+    if not args.synthetic and "local_world_size" in args:  # from share_out()
+        most = (args.max_steps or len(train_set)) * args.global_batch_size
+        images = 0 if args.evaluate else min(len(train_set), most)
+        check_limits(args, images, len(val_set))
     return train_set, val_set
 
 
@@ -441,7 +447,7 @@ def share_out(
 
     `args.per_process_batch_size` and `args.per_process_workers`; where the loader
     processes cannot be divided evenly, the first training processes have one more.
-    `args.world_size` remembers the number of parts.
+    `args.world_size` and `args.local_world_size` remember the number of parts.
 
     Raises:
         UserError: the global batch cannot be divided evenly.
@@ -454,6 +460,6 @@ def share_out(
             f"{world_size} processes; the nearest that can is {nearest}"
         )
     workers, rest = divmod(args.workers, local_world_size)
-    args.world_size = world_size
+    args.world_size, args.local_world_size = world_size, local_world_size
     args.per_process_batch_size = size
     args.per_process_workers = workers + (local_rank < rest)

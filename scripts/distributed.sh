@@ -6,6 +6,7 @@ NPROC=${NPROC:-}                     # one per GPU, 2 on a CPU
 LAUNCHER=${LAUNCHER:-torchrun}       # or launch: the older python -m torch.distributed.launch
 PYTHON=${PYTHON:-}                   # .venv/bin/python, else python3
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-} # cores / NPROC
+PREFLIGHT=${PREFLIGHT:-}             # 1: first see that all processes meet; 6 s for 2 on two cores
 MAX_RESTARTS=${MAX_RESTARTS:-0}      # lives after a process died; each goes on from the last checkpoint
 # Several machines (docs/multinode.md), the same command on each:
 NNODES=${NNODES:-}                   # number of machines, with either

@@ -6,6 +6,7 @@ NPROC=${NPROC:-}                     # one per GPU, 2 on a CPU
 CONTROLLER=${CONTROLLER:-gloo}       # gloo: horovodrun; mpi: Open MPI's mpirun
 PYTHON=${PYTHON:-}                   # .venv/bin/python, else python3
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-} # cores / NPROC
+PREFLIGHT=${PREFLIGHT:-}             # 1: first see that all processes meet; 6 s for 2 on two cores
 # Several machines (docs/multinode.md), started from one that reaches the others by ssh; project,
 # environment and data have the same paths on all:
 HOSTS=${HOSTS:-}                     # machines and their numbers of processes: a:4,b:4
@@ -13,6 +14,7 @@ SSH_PORT=${SSH_PORT:-}               # 22
 SSH_IDENTITY=${SSH_IDENTITY:-}       # file of the private key
 INTERFACE=${INTERFACE:-}             # the network that joins them, for example eth0
 export HOSTS
+[ -z "$HOSTS" ] || export MASTER_ADDR=${HOSTS%%:*} # rank 0's, where a preflight meets
 unset NNODES MAX_RESTARTS # torchrun's
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/launcher.sh"
@@ -52,7 +54,7 @@ case $CONTROLLER in
             [ -z "$INTERFACE" ] ||
                 launch+=(--mca oob_tcp_if_include "$INTERFACE" --mca btl_tcp_if_include "$INTERFACE")
             # What the processes on other machines need of this environment
-            for name in $(compgen -e | grep -E '^(PATH|PYTHONPATH|LD_LIBRARY_PATH|OMP_NUM_THREADS|(HOROVOD|NCCL|GLOO)_.*)$'); do
+            for name in $(compgen -e | grep -E '^(PATH|PYTHONPATH|LD_LIBRARY_PATH|OMP_NUM_THREADS|MASTER_ADDR|(HOROVOD|NCCL|GLOO)_.*)$'); do
                 launch+=(-x "$name")
             done
         else # one machine: shared memory, and nothing listens but on loopback
@@ -65,6 +67,8 @@ case $CONTROLLER in
         ;;
 esac
 if command -v setpriv >/dev/null; then launch=(setpriv "--pdeathsig=$stop" "${launch[@]}"); fi
+
+preflight horovod_distributed.py "$@"
 
 set -m # a process group for the launcher: Ctrl-C reaches this script alone, which hands it on
 "${launch[@]}" "$PYTHON" "$ROOT/horovod_distributed.py" "$@" </dev/null &

@@ -4,6 +4,10 @@
 #   bash scripts/install_horovod.sh                  # into .venv
 #   PYTHON=/path/to/python bash scripts/install_horovod.sh
 #
+# Without a network: HOROVOD_SOURCE names the source archive. Wheels that lie beside it are used to
+# build ('setuptools<81' is needed, wheel, cmake, ninja, ... where the environment lacks them).
+# HOROVOD_TARGET names a folder to install into in place of the environment, for PYTHONPATH and PATH.
+#
 # Gloo is always built in, MPI where mpicxx is found, NCCL where a CUDA toolkit is found that
 # fits PyTorch. The wheel is kept in the user's cache, so the next environment of the same kind
 # takes seconds. Exit status: 0 installed, 3 cannot be built here (one line says why), 1 the build failed.
@@ -15,6 +19,8 @@ HOROVOD_VERSION=${HOROVOD_VERSION:-0.28.1}
 CACHE=${XDG_CACHE_HOME:-$HOME/.cache}/horovod-wheels
 CUDA_HOME=${CUDA_HOME:-/usr/local/cuda}
 JOBS=${JOBS:-$(nproc)}
+HOROVOD_SOURCE=${HOROVOD_SOURCE:+$(realpath "$HOROVOD_SOURCE")}
+HOROVOD_TARGET=${HOROVOD_TARGET:-}
 
 say() { printf 'install_horovod: %s\n' "$*"; }
 
@@ -24,6 +30,12 @@ install_into_environment() { # arguments of pip install
     else
         uv pip install --quiet --python "$PYTHON" "$@"
     fi
+}
+
+install_wheel() { # the wheel
+    local where=()
+    [ -z "$HOROVOD_TARGET" ] || where=(--no-deps --target "$HOROVOD_TARGET")
+    install_into_environment ${where[@]+"${where[@]}"} "$1"
 }
 
 if ! facts=$("$PYTHON" - 2>/dev/null <<'PY'
@@ -60,7 +72,7 @@ fi
 wheels=$CACHE/torch$torch_version-$python_tag-$machine-$operations
 if compgen -G "$wheels/horovod-$HOROVOD_VERSION-*.whl" >/dev/null; then
     say "installing the wheel kept in $wheels"
-    install_into_environment "$wheels"/horovod-"$HOROVOD_VERSION"-*.whl
+    install_wheel "$wheels"/horovod-"$HOROVOD_VERSION"-*.whl
     exit 0
 fi
 
@@ -72,11 +84,19 @@ log=$work/build.log
 build() {
     # Build tools live beside the environment, not in it. setuptools 81 dropped pkg_resources,
     # which Horovod's CMake files import.
-    install_into_environment --target "$work/tools" pip 'setuptools<81' wheel packaging \
-        cloudpickle psutil pyyaml cffi cmake ninja
-    export PYTHONPATH=$work/tools PATH=$work/tools/bin:$PATH
-    "$PYTHON" -m pip download --quiet --no-deps --no-binary :all: --no-build-isolation \
-        -d "$work" "horovod==$HOROVOD_VERSION"
+    if [ -z "$HOROVOD_SOURCE" ]; then
+        install_into_environment --target "$work/tools" pip 'setuptools<81' wheel packaging \
+            cloudpickle psutil pyyaml cffi cmake ninja
+    elif compgen -G "${HOROVOD_SOURCE%/*}/*.whl" >/dev/null; then
+        install_into_environment --target "$work/tools" --no-index --no-deps "${HOROVOD_SOURCE%/*}"/*.whl
+    fi
+    export PYTHONPATH=$work/tools PATH=$work/tools/bin:${PYTHON%/*}:$PATH
+    if [ -n "$HOROVOD_SOURCE" ]; then
+        cp "$HOROVOD_SOURCE" "$work/horovod-$HOROVOD_VERSION.tar.gz"
+    else
+        "$PYTHON" -m pip download --quiet --no-deps --no-binary :all: --no-build-isolation \
+            -d "$work" "horovod==$HOROVOD_VERSION"
+    fi
     tar -xzf "$work/horovod-$HOROVOD_VERSION.tar.gz" -C "$work"
     source_dir=$work/horovod-$HOROVOD_VERSION
 
@@ -85,6 +105,12 @@ build() {
         "$source_dir/CMakeLists.txt" "$source_dir/horovod/torch/CMakeLists.txt"
     sed -i 's/CMAKE_CUDA_STANDARD 11/CMAKE_CUDA_STANDARD 17/' \
         "$source_dir/horovod/common/ops/cuda/CMakeLists.txt"
+
+    # Python 3.12 has no distutils any more.
+    sed -i "s/from distutils.sysconfig import get_python_inc; print(get_python_inc())/import sysconfig; \
+print(sysconfig.get_path('include'))/" "$source_dir/horovod/torch/CMakeLists.txt"
+    sed -i 's/from distutils.spawn import find_executable/from shutil import which as find_executable/' \
+        "$source_dir/horovod/runner/js_run.py"
 
     # Ninja comes from PyPI, make may be missing; it has no VERBOSE=1.
     sed -i "s/'VERBOSE=1'/'-j$JOBS'/" "$source_dir/setup.py"
@@ -123,5 +149,5 @@ if [ $status != 0 ]; then
 fi
 mkdir -p "$wheels"
 mv "$work"/wheel/horovod-*.whl "$wheels/"
-install_into_environment "$wheels"/horovod-"$HOROVOD_VERSION"-*.whl
+install_wheel "$wheels"/horovod-"$HOROVOD_VERSION"-*.whl
 say "installed; the wheel is kept in $wheels"

@@ -32,6 +32,14 @@ check() {
     PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} exec "$PYTHON" -m common.check "$script" "${NPROC:-}" "$@"
 }
 
+# preflight SCRIPT [FLAGS]: with PREFLIGHT=1, start what sees whether its processes reach one
+# another, by the words in the array `launch`; exit where they do not. (check does it itself.)
+launch=()
+preflight() {
+    case ${PREFLIGHT:-0} in 0) return ;; esac
+    "${launch[@]}" "$PYTHON" "$ROOT/scripts/preflight.py" "$ROOT/$1" "${@:2}" </dev/null
+}
+
 # run_distributed SCRIPT [FLAGS]: start it under the launcher of PyTorch that LAUNCHER names.
 run_distributed() {
     local script=$1

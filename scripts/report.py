@@ -27,6 +27,7 @@ MEASURED = (
     "seconds",
 )
 LOSS = 0.1  # the share of the time from which on something is called the bound
+NO_REPLICAS = "one process, no replicas"
 SURE = 3  # standard errors from which on a difference is claimed
 COLOURS = {
     "dataparallel": "#d08a1d",
@@ -64,6 +65,12 @@ class Row(NamedTuple):
         return self.median("images_per_second")
 
     @property
+    def spread(self) -> float:
+        """Half of the distance between the fastest and the slowest repeat, relative."""
+        speeds = [run["images_per_second"] for run in self.runs]
+        return (max(speeds) - min(speeds)) / 2 / self.speed
+
+    @property
     def setting(self) -> str:
         """Devices times images of each."""
         return f"{self.devices} x {self.global_batch_size // self.devices}"
@@ -82,7 +89,8 @@ class Timings:
         if not files:
             raise UserError(f"no runs of scripts/timings.sh in {folder}/runs")
         self.settings = json.loads((folder / "settings.json").read_text())
-        self.problems = json.loads((folder / "problems.json").read_text())
+        problems = folder / "problems.json"  # not there yet where it was interrupted
+        self.problems = json.loads(problems.read_text()) if problems.exists() else {}
         self.loader = json.loads((folder / "loader.json").read_text())
         self.runs = [json.loads(file.read_text()) for file in files]
         self.rows: dict[tuple, Row] = {}
@@ -90,7 +98,8 @@ class Timings:
             key = tuple(run[name] for name in Row._fields[:-1])
             self.rows.setdefault(key, Row(*key, [])).runs.append(run)
         self.largest = self.settings["devices"][-1]
-        self.together = max(row.global_batch_size for row in self.of("device", 1))
+        self.cpu = self.settings["device"] == "cpu"
+        self.together = self.settings["batch_size"] * (2 if self.cpu else 4)
 
     def of(self, mode: str, devices: int, batch: int | None = None) -> list[Row]:
         """The rows of one setting, in the order of the strategies."""
@@ -155,12 +164,21 @@ class Timings:
 
     def verdict(self, row: Row) -> str:
         """What the time of a row goes into, but for computing."""
+        if self.no_replicas(row.strategy):
+            return NO_REPLICAS
         losses = {
             "input-bound": self.lost_to_input(row) or 0.0,
             "communication-bound": self.lost_to_devices(row) or 0.0,
         }
         worst = max(losses, key=losses.get)
-        return worst if losses[worst] >= LOSS else "compute-bound"
+        doubt = SURE * self.error() * math.sqrt(2 / len(row.runs))
+        if losses[worst] >= LOSS + doubt:
+            return worst
+        return "compute-bound" if losses[worst] < LOSS - doubt else "undecided"
+
+    def no_replicas(self, strategy: str) -> bool:
+        """Whether a row says nothing of its strategy: there are no GPUs to copy to."""
+        return self.cpu and strategy == "dataparallel"
 
     def seconds_per_epoch(self, row: Row) -> float:
         """Seconds for all images of ImageNet: measured, or made of images/s."""
@@ -176,7 +194,7 @@ def percent(share: float | None) -> str:
 
 def main_table(timings: Timings, precision: str) -> str:
     """One line for each strategy, from JPEG files, on all devices."""
-    header = ["strategy", "started by", "processes", "images/s", "s/epoch"]
+    header = ["strategy", "started by", "processes", "images/s", "±", "s/epoch"]
     header += ["step, ms", "p90", "input", "more devices", "verdict"]
     lines = [header]
     rows = {
@@ -188,7 +206,7 @@ def main_table(timings: Timings, precision: str) -> str:
         row = rows.get(strategy)
         if row is None:
             reason = timings.problem(strategy, precision) or "not measured"
-            lines.append([strategy, launcher, *["-"] * 7, reason])
+            lines.append([strategy, launcher, *["-"] * 8, reason])
             continue
         lines.append(
             [
@@ -196,6 +214,7 @@ def main_table(timings: Timings, precision: str) -> str:
                 launcher,
                 str(row.runs[0]["run"]["world_size"]),
                 f"{row.speed:.0f}",
+                percent(row.spread),
                 f"{timings.seconds_per_epoch(row):.0f}",
                 f"{row.median('step_milliseconds'):.0f}",
                 f"{row.median('step_milliseconds_p90'):.0f}",
@@ -241,7 +260,7 @@ def conclusion(timings: Timings, precision: str) -> str:
         rows = [
             row
             for row in timings.of(mode, timings.largest, batch)
-            if row.precision == precision
+            if row.precision == precision and not timings.no_replicas(row.strategy)
         ]
         if not rows:
             continue
@@ -265,11 +284,10 @@ def conclusion(timings: Timings, precision: str) -> str:
         sentences.append(text)
     verdicts: dict[str, list[str]] = {}
     for row in timings.of("data", timings.largest):
-        if row.precision == precision:
+        if row.precision == precision and not timings.no_replicas(row.strategy):
             verdicts.setdefault(timings.verdict(row), []).append(row.strategy)
     sentences += [
-        f"{listed(names)} {'is' if len(names) == 1 else 'are'} {verdict}."
-        for verdict, names in verdicts.items()
+        f"Verdict on {listed(names)}: {verdict}." for verdict, names in verdicts.items()
     ]
     return "\n".join(sentences)
 
@@ -309,11 +327,12 @@ def hardware(timings: Timings) -> str:
     names = ("torch", "torchvision", "horovod", "apex", "cuda", "nccl", "python")
     versions = ", ".join(f"{name} {facts[name]}" for name in names if facts.get(name))
     devices = [gpu.split(",")[0] for gpu in facts.get("gpus", [])]
-    what = f"{len(devices)} x {devices[0]}" if devices else "no GPU"
+    what = f"{timings.largest} x {devices[0]}" if devices else "no GPU"
     steps = "whole epochs" if settings["full"] else f"{settings['steps']} timed steps"
     return (
         f"{settings['arch']} at {settings['image_size']} px, "
-        f"{settings['batch_size']} images for each of {timings.largest} "
+        f"{' and '.join(settings['precision'])}, {settings['batch_size']} images for "
+        f"each of {timings.largest} "
         f"{'GPUs' if settings['device'] == 'cuda' else 'CPU processes'} "
         f"({settings['threads']} compute thread{'s' * (settings['threads'] > 1)} each, "
         f"dataparallel as many in all), {settings['workers']} loader processes in all, "
@@ -331,20 +350,32 @@ def notes(timings: Timings) -> str:
         else f"s/epoch is {IMAGENET_TRAIN_IMAGES:,} images at that speed"
     )
     doubt = timings.error()
-    claim = math.exp(SURE * doubt * math.sqrt(2 / timings.settings["repeats"])) - 1
+    if math.isinf(doubt):
+        claim = "Nothing was repeated: no difference is claimed."
+    else:
+        least = math.exp(SURE * doubt * math.sqrt(2 / timings.settings["repeats"])) - 1
+        claim = (
+            f"A run's speed varies by {doubt:.1%} (standard deviation over repeats): "
+            f"differences below {least:.0%} are not\nclaimed."
+        )
     text = (
         f"{epoch}; input is the share of the time lost to it: waiting, or loaders in "
         "the way of the\ntraining; more devices is the share of a step's time lost by "
-        "each device against one alone.\nFrom "
-        f"{LOSS:.0%} on the larger of the two is the verdict. The loaders alone make "
-        f"{timings.loader['images_per_second']:.0f} images/s.\nA run's speed varies by "
-        f"{doubt:.1%} (standard deviation over repeats): differences below {claim:.0%} "
-        "are not\nclaimed."
+        "each device against one alone; ± is half the range of the repeats.\nFrom "
+        f"{LOSS:.0%} on, beyond doubt, the larger of the two is the verdict. The "
+        f"loaders alone make {timings.loader['images_per_second']:.0f} images/s.\n"
+        f"{claim}"
     )
-    if timings.settings["device"] == "cpu":
+    if timings.cpu:
         text += (
             " On a CPU dataparallel is one process with all the threads and no "
-            "replicas: no verdict on it."
+            "replicas,\nso it is left out of the comparison; and what more processes "
+            "cost there is also the memory\nthat they share."
+        )
+    if any(row.strategy == "apex_distributed" for row in timings.rows.values()):
+        text += (
+            " Apex computes with opt level O1 (fp32: O0) and in NCHW order, the others "
+            "in channels_last."
         )
     return text
 
@@ -362,7 +393,10 @@ def markdown(timings: Timings) -> str:
             "The same batch in all (strong scaling):\n\n"
             f"{scaling_table(timings, precision, weak=False)}\n"
         )
-    return f"{text}{strange_losses(timings)}\n"
+    text += strange_losses(timings)
+    for kind, reason in timings.problems.items():
+        text += f"\n\nNot measured: {kind}: {reason}"
+    return f"{text}\n"
 
 
 def draw(timings: Timings, folder: Path) -> None:

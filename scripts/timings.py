@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torchvision.datasets.folder import IMG_EXTENSIONS
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import report
@@ -110,7 +111,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     cores = len(os.sched_getaffinity(0))
     most = gpus or min(2, cores)
     args.devices = [2**power for power in range(most.bit_length())]
-    args.workers = min(cores, 4 * args.devices[-1])
+    largest = args.devices[-1]
+    args.workers = max(largest, min(cores, 4 * largest) // largest * largest)
     args.threads = max(1, cores // args.devices[-1])  # of each process
     best = best_precision(torch.device("cpu"))
     args.arch = args.arch or ("resnet50" if gpus else "resnet18")
@@ -130,7 +132,7 @@ def plan(args: argparse.Namespace) -> list[Run]:
     cells = []
     for precision in args.precision:
         weak = [("device", n, n * args.batch_size) for n in args.devices]
-        strong = [("device", n, together) for n in args.devices if n <= together]
+        strong = [("device", n, together) for n in args.devices if not together % n]
         data = [("data", largest, largest * args.batch_size)]
         sizes = dict.fromkeys([*weak, *strong, *data])
         cells += [Cell(*size, precision) for size in sizes]
@@ -173,7 +175,9 @@ def short_validation(data: Path, folder: Path) -> Path:
     (folder / "train").symlink_to((data / "train").resolve())
     class_folders(data / "train")
     for name in class_folders(data / "val"):
-        first = min((data / "val" / name).iterdir(), default=None)
+        files = (data / "val" / name).iterdir()
+        images = (file for file in files if file.suffix.lower() in IMG_EXTENSIONS)
+        first = min(images, default=None)
         (folder / "val" / name).mkdir(parents=True)
         if first is not None:
             (folder / "val" / name / first.name).symlink_to(first.resolve())
@@ -191,7 +195,8 @@ def command(args: argparse.Namespace, run: Run, output: Path) -> tuple[list, dic
     flags += ["--workers", args.workers, "--device", args.device_flag, "--epochs", 2]
     if mode == "device" or not args.full:
         flags += ["--max-steps", args.steps]
-    flags += ["--print-interval", args.lap, "--output", output]
+    flags += ["--print-interval", args.lap, "--timeout-seconds", 120]
+    flags += ["--output", output]
     alone = run.strategy == "dataparallel"
     added = {"OMP_NUM_THREADS": str(args.threads * (devices if alone else 1))}
     if not alone:
@@ -376,6 +381,8 @@ def open_output(args: argparse.Namespace) -> None:
                     f"{args.output} holds timings with {name} {before.get(name)}, now "
                     f"it is {value}: choose another --output, or delete it"
                 )
+    elif any(args.output.glob("runs/*.json")):
+        raise UserError(f"{args.output} holds runs and no settings.json: delete it")
     (args.output / "runs").mkdir(parents=True, exist_ok=True)
     keep(file, now)
 

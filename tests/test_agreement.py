@@ -12,7 +12,7 @@ import numpy
 import pytest
 import torch
 from conftest import ROOT, TINY, environment, run
-from ranks import Ranks, rendezvous_address, run_ranks, train, train_unlike
+from ranks import Ranks, free_port, run_ranks, train, train_unlike
 
 from common.agreement import Processes, agree
 from common.data import PackedPaths
@@ -339,7 +339,7 @@ def nodes_flags(pictures, tmp_path):
 
 
 def test_two_torchruns(pictures, tmp_path):
-    port = rendezvous_address(None, 0).rsplit(":", 1)[-1]
+    port = str(free_port())
     statuses, text = two_nodes(
         ["torchrun", "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1"]
         + ["--master-addr=127.0.0.1", f"--master-port={port}"]
@@ -355,8 +355,9 @@ def test_two_torchruns(pictures, tmp_path):
     )
 
 
-def test_two_mp_spawns(pictures, tmp_path):
-    url = rendezvous_address(None, 0)
+def test_two_mp_spawns(pictures, tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # they meet on one machine
+    url = f"tcp://127.0.0.1:{free_port()}"
     statuses, text = two_nodes(
         [sys.executable, ROOT / "multiprocessing_distributed.py", *flags]
         + ["--nprocs", 1, "--nnodes", 2, "--node-rank", node, "--dist-url", url]

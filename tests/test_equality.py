@@ -247,13 +247,14 @@ WRONG = {
         "distributed",
         "distributed.py",
         "    dist.all_reduce(sums)\n",
-        "",
+        # Tables are what processes compare at their start; they would not start
+        "    if sums.ndim == 2:\n        dist.all_reduce(sums)\n",
     ),
     "means of means": (
         "distributed",
         "distributed.py",
         "    dist.all_reduce(sums)\n",
-        "    dist.all_reduce(sums[:1])\n",
+        "    dist.all_reduce(sums if sums.ndim == 2 else sums[:1])\n",
     ),
     "an image normalised twice": (
         "multiprocessing_distributed",
@@ -264,8 +265,9 @@ WRONG = {
     "a batch split unevenly": (
         "distributed",
         "common/data.py",
-        "    args.per_process_batch_size = size\n",
-        "    args.per_process_batch_size = size + (1 if local_rank else -1)\n",
+        "EpochBatches(sampler, args.per_process_batch_size,",
+        "EpochBatches(sampler, args.per_process_batch_size + 1 - 2 * bool(sampler[0] if "
+        "isinstance(sampler, range) else sampler.rank),",
     ),
     "the same images in all processes": (
         "distributed",
@@ -299,7 +301,8 @@ WRONG_HOROVOD = {
     ),
     "a result that is thrown away": (
         'return hvd.allreduce(sums, op=hvd.Sum, name="sums")',
-        'hvd.allreduce(sums, op=hvd.Sum, name="sums"); return sums',
+        'total = hvd.allreduce(sums, op=hvd.Sum, name="sums")\n'
+        "    return total if sums.ndim == 2 else sums",
     ),
 }
 
@@ -393,7 +396,10 @@ WRONG_VALIDATION = {
         "val_sampler = DistributedSampler(val_set, world_size, rank, shuffle=False)",
     ),
     "buffers of each process": ("    share_buffers(eval_model)\n", ""),
-    "metrics that were never reduced": ("    dist.all_reduce(sums)\n", ""),
+    "metrics that were never reduced": (
+        "    dist.all_reduce(sums)\n",
+        "    if sums.ndim == 2:\n        dist.all_reduce(sums)\n",
+    ),
     "the dropout and statistics of training": ("    eval_model.eval()\n", ""),
     "losses divided twice": (
         "        meter.add(F.cross_entropy(outputs, labels), outputs, labels)\n",

@@ -131,7 +131,7 @@ COURSE += f"--min-crop 0.5 --warmup-epochs 1 --epochs {EPOCHS} --max-steps {STEP
 COURSE = (COURSE + "--print-interval 2 --checkpoint-steps 5").split()
 TIMES = {
     *("first_step", "seconds", "warmup_steps"),
-    *("images_per_second", "step_milliseconds"),
+    *("images_per_second", "step_milliseconds", "step_milliseconds_p90"),
     *("data_wait_share", "peak_memory_mib"),
 }
 

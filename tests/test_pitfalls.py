@@ -6,8 +6,7 @@ import sys
 import pytest
 import torch
 from conftest import ROOT, run
-
-from common.launch import rendezvous_address
+from ranks import free_port
 
 PAGE = (ROOT / "docs" / "pitfalls.md").read_text()
 # Messages that two CPU processes cannot provoke, and the thread that quotes each
@@ -191,7 +190,7 @@ def test_the_messages_are_what_is_said(tmp_path):
 
 def test_the_cures_run_as_they_stand(tmp_path):
     (tmp_path / "cures.py").write_text(CURES)
-    port = rendezvous_address(None, 0).rsplit(":")[-1]
+    port = str(free_port())
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "1"}
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": ""}
     command = f"cd {tmp_path} && exec python cures.py {ROOT}/docs/pitfalls.md"

@@ -232,6 +232,7 @@ def test_a_table_for_your_own_gpus(monkeypatch, capsys):
     "flags, problem",
     (
         ("--step-milliseconds 0", "--step-milliseconds"),
+        ("--step-milliseconds 100 --network-gigabits 0", "--network-gigabits"),
         ("--step-milliseconds 100 --gpus-per-host 2.5", "--gpus-per-host"),
         ("--parameters 1e6", "needs --step-milliseconds"),
         ("0", "ROUNDS"),

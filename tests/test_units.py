@@ -29,7 +29,7 @@ from common.machines import (
     meet,
     slots_of_hosts,
 )
-from common.meters import EpochTimer, Meter, averages
+from common.meters import EpochTimer, Meter, averages, percentile
 from common.model import (
     AutocastModel,
     InMemoryOrder,
@@ -499,6 +499,13 @@ def test_epoch_timer_leaves_the_warm_up_out(monkeypatch):
     assert figures["seconds"] == 13 and figures["warmup_steps"] == 10
     assert figures["images_per_second"] == 50 and figures["step_milliseconds"] == 200
     assert figures["data_wait_share"] == 0.25 and figures["peak_memory_mib"] > 0
+
+
+@pytest.mark.parametrize(
+    ("share", "value"), [(0.9, 9.0), (0.91, 10.0), (0.5, 5.0), (0.01, 1.0), (1.0, 10.0)]
+)
+def test_percentile(share, value):
+    assert percentile([float(number) for number in range(10, 0, -1)], share) == value
 
 
 def test_a_resumed_epoch_stays_out_of_the_medians():
