@@ -37,7 +37,7 @@ def block(language: str, text: str) -> str:
 
 
 def matters(script: str) -> str:
-    """The line that matters, to its closing bracket."""
+    """The line that matters, to its closing bracket or with the line that it begins."""
     lines = (ROOT / f"{script}.py").read_text().splitlines()
     start = next(
         number
@@ -49,6 +49,7 @@ def matters(script: str) -> str:
         lines[start : end + 1]
     ).count(")"):
         end += 1
+    end += lines[end].endswith(":")  # and what it begins
     return block("python", "\n".join(lines[start : end + 1]))
 
 

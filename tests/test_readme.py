@@ -48,11 +48,7 @@ def test_the_diff_is_that_of_the_scripts():
 def test_the_lines_that_matter_are_in_the_scripts():
     for script, beginning in readme.LINES.items():
         code = readme.matters(script).removeprefix("```python\n").removesuffix("```\n")
-        assert (
-            code.startswith(beginning)
-            and code.count("(") == code.count(")")
-            or (script == "apex_distributed" and code.endswith(":\n"))
-        )
+        assert code.startswith(beginning) and code.count("(") == code.count(")")
         lines = [line.strip() for line in code.splitlines()]
         text = (ROOT / f"{script}.py").read_text().splitlines()
         stripped = [line.strip() for line in text]

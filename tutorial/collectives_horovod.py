@@ -36,7 +36,10 @@ def main() -> None:
     show("allgather: the parts may differ in length", torch.arange(rank), x)
     x = hvd.reducescatter(mine, op=hvd.Sum)
     show("reducescatter: everybody gets one part of the sum", mine, x)
-    x = hvd.broadcast_object({"lr": 0.1} if rank == 0 else None, root_rank=0)
+    what = {"lr": 0.1} if rank == 0 else None
+    x = hvd.broadcast_object(
+        what, name="what"
+    )  # by itself named after its type: a hang
     show("broadcast_object: the same for any object", "?" if rank else "a dict", x)
     hvd.barrier()
 

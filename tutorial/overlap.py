@@ -54,7 +54,7 @@ def main(rank: int, port: int, file: str | None) -> None:
     for title, spans in steps.items():
         computed = max(end for what, _, end in spans if what == "AddmmBackward0")
         begun = [begin for what, begin, _ in spans if what == "gloo:all_reduce"]
-        early = sum(begin < computed for begin in begun)
+        early = "some" if min(begun) < computed else "none"
         if rank == 0:
             print(f"{title}: all-reduces {len(begun)}")
             print(f"  begun before the last gradient was computed: {early}")
