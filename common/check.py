@@ -152,7 +152,7 @@ def main() -> None:
         # torchrun's own, a traceback long; by name, as common/ knows no strategy
         if type(error).__name__ != "SignalException":
             raise
-        say(f"{module} ended by signal {int(error.sigval)}")
+        say(f"{options[0]} ended by signal {int(error.sigval)}")
         sys.exit(1)
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -155,36 +156,47 @@ def meet(
     Raises:
         UserError: a machine is missing, cannot be reached, or was started otherwise.
     """
-    here = socket.gethostname()
     until = time.monotonic() + machines.join_seconds
-    store = _open(make_store, machines, until)
-    try:
-        facts = {"PyTorch": torch.__version__, **facts}
-        store.append("machines", json.dumps([here, facts]) + "\n")
-        told, present = False, []
-        while len(present) < machines.count:
-            present = [json.loads(line) for line in store.get("machines").splitlines()]
-            problem = _difference(present)
-            if problem:
-                time.sleep(2)  # for the others to read the same
-                raise UserError(problem)
-            names = ", ".join(name for name, _ in present)
+    while True:
+        store = _open(make_store, machines, until)
+        try:
+            _wait_for_all(store, machines, facts, until)
+            return store
+        except RuntimeError as error:  # the store of an earlier run, which was ending
             if time.monotonic() > until:
                 raise UserError(
-                    f"{len(present)} of {machines.count} machines came to "
-                    f"{machines.address} within {machines.join_seconds} s "
-                    f"(JOIN_SECONDS): {names}{_missing(present, machines.count)}"
-                )
-            if not told and time.monotonic() > until - machines.join_seconds + 5:
-                told = True
-                say(f"waiting at {machines.address} for more machines than {names}")
-            time.sleep(0.1)
-    except RuntimeError as error:
-        raise UserError(
-            f"{here} lost {machines.address} while the machines met: "
-            f"{str(error).splitlines()[0]}"
-        ) from None
-    return store
+                    f"{socket.gethostname()} lost {machines.address} while the "
+                    f"machines met: {str(error).splitlines()[0]}"
+                ) from None
+        del store
+        time.sleep(0.5)
+
+
+def _wait_for_all(
+    store: Any, machines: Machines, facts: Mapping[str, Any], until: float
+) -> None:
+    """Tell the others of this machine, until all are there; see meet()."""
+    key = f"machines of {Path(sys.argv[0]).name}"  # a preflight meets before it
+    facts = {"PyTorch": torch.__version__, **facts}
+    store.append(key, json.dumps([socket.gethostname(), facts]) + "\n")
+    told, present = False, []
+    while len(present) < machines.count:
+        present = [json.loads(line) for line in store.get(key).splitlines()]
+        problem = _difference(present)
+        if problem:
+            time.sleep(2)  # for the others to read the same
+            raise UserError(problem)
+        names = ", ".join(name for name, _ in present)
+        if time.monotonic() > until:
+            raise UserError(
+                f"{len(present)} of {machines.count} machines came to "
+                f"{machines.address} within {machines.join_seconds} s "
+                f"(JOIN_SECONDS): {names}{_missing(present, machines.count)}"
+            )
+        if not told and time.monotonic() > until - machines.join_seconds + 5:
+            told = True
+            say(f"waiting at {machines.address} for more machines than {names}")
+        time.sleep(0.1)
 
 
 def serves(machines: Machines) -> bool:

@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from common.errors import UserError
+from common.errors import UserError, complain
 from common.machines import (
     Machines,
     machines_from_environment,
@@ -146,4 +146,8 @@ def main(launcher: str, arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    try:
+        main(sys.argv[1], sys.argv[2:])
+    except UserError as error:
+        complain(str(error))
+        sys.exit(2)

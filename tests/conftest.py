@@ -164,7 +164,13 @@ def pytest_collection_modifyitems(config, items):
 def environment(**extra: str) -> dict[str, str]:
     """The environment of a launched script: this Python first, no launcher's variables."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NPROC", "LAUNCHER", "CONTROLLER")
-    clean = {name: value for name, value in os.environ.items() if name not in names}
+    names += ("NNODES", "NODE_RANK", "RDZV_ENDPOINT", "MASTER_ADDR", "MASTER_PORT")
+    names += ("HOSTS", "INTERFACE", "MAX_RESTARTS", "JOIN_SECONDS")
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in names and not name.startswith(("SLURM_", "GLOO_", "NCCL_"))
+    }
     clean["PATH"] = f"{Path(sys.executable).parent}:{clean['PATH']}"
     clean["PYTHON"] = sys.executable
     clean["OMP_NUM_THREADS"] = "1"

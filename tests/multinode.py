@@ -12,6 +12,7 @@ from benchmarks.page import fill, markdown
 
 PAGE = ROOT / "docs" / "multinode.md"
 RESULTS = ROOT / "results" / "multinode.json"
+NOT_RUN = "(Not run yet.)\n"
 
 
 def status(code: int | None) -> str:
@@ -36,6 +37,8 @@ def failures(report: dict) -> str:
         event, engine = name.split(" / ")
         if event not in ("wrong", "restart", "rounding"):
             cells[event, engine] = values
+    if not cells:
+        return NOT_RUN
     events = list(dict.fromkeys(event for event, _ in cells))
     used = list(dict.fromkeys(engine for _, engine in cells))
     rows = [[e, *(cell(cells.get((e, engine))) for engine in used)] for e in events]
@@ -50,22 +53,22 @@ def one_column(kind: str, header: str):
             [name, cell(values)]
             for name, values in group(report, f"multihost / {kind} / ").items()
         ]
-        return markdown(["", header], rows)
+        return markdown(["", header], rows) if rows else NOT_RUN
 
     return table
 
 
 def rounding(report: dict) -> str:
     """The largest difference of a weight at 2 x 2 processes."""
-    values = group(report, "multihost / rounding / ").values()
-    return (
-        f"{len(values)} engines, largest difference {max(v[0] for v in values):.1e}.\n"
-    )
+    values = [v[0] for v in group(report, "multihost / rounding / ").values()]
+    if not values:
+        return NOT_RUN
+    return f"{len(values)} engines, largest difference {max(values):.1e}.\n"
 
 
 TABLES = {
     "rounding": rounding,
-    "machine": machine,
+    "machine": lambda report: machine(report) or NOT_RUN,
     "failures": failures,
     "restarts": one_column("restart", "statuses; seconds"),
     "wrong": one_column("wrong", "statuses; seconds"),
