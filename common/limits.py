@@ -39,8 +39,9 @@ def check_limits(args: Namespace, train_images: int, val_images: int) -> None:
     most = max(most, math.ceil(val_images / args.world_size))
     batch = min(args.per_process_batch_size, most)
     in_epoch = math.ceil(most / batch)
-    # On a CPU the training process computes with one more
-    held = 0 if getattr(args, "device", "cpu") != "cpu" and usable_gpus() else 1
+    # On a CPU the training process computes with one more, and still holds it when the
+    # loader has handed it the next
+    held = 0 if getattr(args, "device", "cpu") != "cpu" and usable_gpus() else 2
 
     images, labels = batch * 3 * args.image_size**2, batch * 8  # bytes
 

@@ -216,7 +216,8 @@ def train(launch: Launcher, setting: Setting, name: str, *flags: object) -> dict
     if ran != asked:
         raise Failed(f"asked for {asked}, ran {ran}")
     records = [json.loads(line) for line in (output / "epochs.jsonl").open()]
-    content = torch.load(output / "checkpoint.pt", "cpu", weights_only=True)
+    path = output / "checkpoint.pt"
+    content = torch.load(path, map_location="cpu", weights_only=True)
     last = records[-1]
     return {
         "setting": setting._asdict(),

@@ -287,9 +287,9 @@ def needed(workers, batches, batch_size, image_size):
 
 
 @OWN_SHARED_MEMORY
-@pytest.mark.parametrize("workers, batches", [(1, 3), (3, 4)])
+@pytest.mark.parametrize("workers, batches", [(1, 4), (3, 4)])
 def test_just_enough_shared_memory(pictures, tmp_path, workers, batches):
-    """Two for each loader process and one in use, but no more than an epoch has."""
+    """Two for each loader process, one in use and the next, but no more than an epoch has."""
     flags = f"-b 4 --image-size 64 -j {workers}".split()
     memory = needed(workers, batches, 4, 64)
     status, text = loaded(tmp_path, pictures, flags, memory)
@@ -298,16 +298,16 @@ def test_just_enough_shared_memory(pictures, tmp_path, workers, batches):
 
 @OWN_SHARED_MEMORY
 def test_too_little_shared_memory(pictures, tmp_path):
-    """A page less is refused, and a batch less is what a loader process crashes of."""
+    """A page less is refused, and two batches less is what a loader process crashes of."""
     flags = "-b 4 --image-size 64 -j 1".split()
-    memory = needed(1, 3, 4, 64)
+    memory = needed(1, 4, 4, 64)
     status, text = loaded(tmp_path, pictures, flags, memory - 4096)
     assert status == 2
     assert text == (
-        "loader: error: /dev/shm has 240 KiB free, and batches from 1 loader processes "
-        "take up to 244 KiB: make it larger (docker run --shm-size), or lower --workers"
+        "loader: error: /dev/shm has 292 KiB free, and batches from 1 loader processes "
+        "take up to 296 KiB: make it larger (docker run --shm-size), or lower --workers"
     )
-    status, text = loaded(tmp_path, pictures, flags, memory - 53248, check=False)
+    status, text = loaded(tmp_path, pictures, flags, memory - 2 * 53248, check=False)
     assert status not in (0, 2) and "loaded" not in text
 
 
@@ -318,7 +318,7 @@ def test_shared_memory_of_all_processes_of_a_machine(monkeypatch):
     for rank in range(4):
         share_out(args, rank, 6, 4)  # of 6 processes 4 are here
         limits.check_limits(args, 600, 60)
-    one = needed(1, 3, 2, 64)
+    one = needed(1, 4, 2, 64)
     assert asked == [(3 * one, 3)] * 4  # the fourth process loads by itself
 
 
