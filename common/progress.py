@@ -24,7 +24,8 @@ class Progress:
         """Begin an epoch of `steps` steps, of which `step` are done already."""
         self.title = f"epoch {epoch + 1}/{self.epochs}"
         self.step, self.steps = step, steps
-        self.line_at = time.monotonic() + SECONDS_BETWEEN_LINES
+        # The first lap of a run is shown at once
+        self.line_at = time.monotonic() + SECONDS_BETWEEN_LINES * self.timer.warm
         self.bar = tqdm(
             total=steps,
             initial=step,

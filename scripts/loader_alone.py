@@ -2,8 +2,8 @@
 
     python scripts/loader_alone.py --data DIR [-b N] [--workers N] [--max-steps N]
 
-Takes the flags of the training scripts; prints JSON. The first of two epochs starts the
-loader processes and does not count.
+Takes the flags of the training scripts; prints JSON. What the loader processes prepare
+while they start, two batches of each, does not count.
 """
 
 import json
@@ -18,7 +18,8 @@ from torch.utils.data.distributed import DistributedSampler
 from common.arguments import build_parser, parse_arguments
 from common.data import build_datasets, build_loader, share_out
 from common.device import select_device
-from common.errors import exit_status
+from common.errors import UserError, exit_status
+from common.limits import PREFETCH
 
 
 def main() -> None:
@@ -30,14 +31,20 @@ def main() -> None:
     train_set, _ = build_datasets(args)
     sampler = DistributedSampler(train_set, 1, 0, seed=args.seed, drop_last=True)
     loader = build_loader(args, train_set, sampler, device, training=True)
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        images, start = 0, time.perf_counter()
-        for batch, _ in loader:
-            images += len(batch)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
+    warmup = PREFETCH * args.workers
+    if len(loader) <= warmup:
+        raise UserError(
+            f"{len(loader)} batches are none beyond the {warmup} of the warm-up: give "
+            "more images, smaller batches or fewer --workers"
+        )
+    images, start = 0, time.perf_counter()
+    for step, (batch, _) in enumerate(loader, start=1):
+        images += len(batch)
+        if step == warmup:
+            images, start = 0, time.perf_counter()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
     found = {"images_per_second": images / seconds, "images": images}
     found |= {"workers": args.workers, "decoder": args.decoder}
     print(json.dumps(found))

@@ -91,7 +91,8 @@ class Timings:
         self.settings = json.loads((folder / "settings.json").read_text())
         problems = folder / "problems.json"  # not there yet where it was interrupted
         self.problems = json.loads(problems.read_text()) if problems.exists() else {}
-        self.loader = json.loads((folder / "loader.json").read_text())
+        loader = folder / "loader.json"  # not there where the loaders failed
+        self.loader = json.loads(loader.read_text()) if loader.exists() else None
         self.runs = [json.loads(file.read_text()) for file in files]
         self.rows: dict[tuple, Row] = {}
         for run in self.runs:
@@ -115,14 +116,21 @@ class Timings:
         """One row of the strategy and precision of another."""
         return self.rows.get((mode, devices, batch, like.precision, like.strategy))
 
-    def problem(self, strategy: str, precision: str) -> str | None:
-        """Why a strategy has no figures."""
-        return self.problems.get(f"{strategy} {precision}")
+    def problem(self, strategy: str, precision: str) -> str:
+        """Why a strategy has no figures from JPEG files on all devices."""
+        batch = self.settings["batch_size"]
+        run = f"data-{self.largest}x{batch}-{precision}-{strategy}-1"
+        for name in (f"{strategy} {precision}", run):
+            if name in self.problems:
+                return self.problems[name]
+        return "not measured"
 
-    def error(self) -> float:
+    def error(self, mode: str) -> float:
         """Standard deviation of a run's speed over the repeats, relative."""
         squares, freedom = 0.0, 0
         for row in self.rows.values():
+            if row.mode != mode:
+                continue
             logs = [math.log(run["images_per_second"]) for run in row.runs]
             squares += statistics.pvariance(logs) * len(logs)
             freedom += len(logs) - 1
@@ -130,7 +138,9 @@ class Timings:
 
     def differ(self, one: Row, other: Row) -> bool:
         """Whether one row is faster than another beyond doubt."""
-        doubt = self.error() * math.sqrt(1 / len(one.runs) + 1 / len(other.runs))
+        doubt = self.error(one.mode) * math.sqrt(
+            1 / len(one.runs) + 1 / len(other.runs)
+        )
         return math.log(one.speed / other.speed) > SURE * doubt
 
     def claims(self, rows: list[Row]) -> list[tuple[str, str]]:
@@ -171,7 +181,8 @@ class Timings:
             "communication-bound": self.lost_to_devices(row) or 0.0,
         }
         worst = max(losses, key=losses.get)
-        doubt = SURE * self.error() * math.sqrt(2 / len(row.runs))
+        error = max(self.error("data"), self.error("device"))
+        doubt = SURE * error * math.sqrt(2 / len(row.runs))
         if losses[worst] >= LOSS + doubt:
             return worst
         return "compute-bound" if losses[worst] < LOSS - doubt else "undecided"
@@ -205,7 +216,7 @@ def main_table(timings: Timings, precision: str) -> str:
     for strategy, launcher in LAUNCHERS.items():
         row = rows.get(strategy)
         if row is None:
-            reason = timings.problem(strategy, precision) or "not measured"
+            reason = timings.problem(strategy, precision)
             lines.append([strategy, launcher, *["-"] * 8, reason])
             continue
         lines.append(
@@ -229,7 +240,11 @@ def main_table(timings: Timings, precision: str) -> str:
 def scaling_table(timings: Timings, precision: str, weak: bool) -> str:
     """Images/s and efficiency on 1, 2, 4 ... devices, random data on the device."""
     each = timings.settings["batch_size"]
-    counts = timings.settings["devices"]
+    counts = [
+        count
+        for count in timings.settings["devices"]
+        if weak or not timings.together % count
+    ]
     lines = [["strategy"]]
     for count in counts:
         batch = each if weak else timings.together // count
@@ -314,11 +329,14 @@ def strange_losses(timings: Timings) -> str:
             f"{row.strategy}, {row.mode}, {row.setting}: last loss "
             f"{run['last_loss']:.3f}, {usual:.3f} in the others"
             for run in row.runs
-            if not abs(run["last_loss"] - usual) <= 0.1 * usual
+            if not abs(run["last_loss"] - usual) <= max(0.1 * usual, 0.05)
         ]
     if found:
         return "**Losses that differ, look at these runs:** " + "; ".join(found)
-    return "The last losses of the strategies are within 10 % of each other everywhere."
+    return (
+        "The losses of the timed steps are within 10 % (or 0.05) of each other's, "
+        "everywhere."
+    )
 
 
 def hardware(timings: Timings) -> str:
@@ -328,7 +346,7 @@ def hardware(timings: Timings) -> str:
     versions = ", ".join(f"{name} {facts[name]}" for name in names if facts.get(name))
     devices = [gpu.split(",")[0] for gpu in facts.get("gpus", [])]
     what = f"{timings.largest} x {devices[0]}" if devices else "no GPU"
-    steps = "whole epochs" if settings["full"] else f"{settings['steps']} timed steps"
+    steps = "an epoch" if settings["full"] else f"{settings['steps']} timed steps"
     return (
         f"{settings['arch']} at {settings['image_size']} px, "
         f"{' and '.join(settings['precision'])}, {settings['batch_size']} images for "
@@ -336,7 +354,8 @@ def hardware(timings: Timings) -> str:
         f"{'GPUs' if settings['device'] == 'cuda' else 'CPU processes'} "
         f"({settings['threads']} compute thread{'s' * (settings['threads'] > 1)} each, "
         f"dataparallel as many in all), {settings['workers']} loader processes in all, "
-        f"{steps} after a warm-up epoch, {settings['repeats']} times in turns.\n"
+        f"{steps} after {settings['lap']} of warm-up, {settings['repeats']} times in "
+        "turns.\n"
         f"{facts['cpu']}, {facts['cpu_cores']} cores, {what}; {versions}; commit "
         f"{str(settings['commit'])[:12]}."
     )
@@ -349,33 +368,41 @@ def notes(timings: Timings) -> str:
         if timings.settings["full"]
         else f"s/epoch is {IMAGENET_TRAIN_IMAGES:,} images at that speed"
     )
-    doubt = timings.error()
-    if math.isinf(doubt):
-        claim = "Nothing was repeated: no difference is claimed."
-    else:
+    claims = []
+    for mode, where in (("data", "JPEG files"), ("device", "data on the device")):
+        doubt = timings.error(mode)
+        if math.isinf(doubt):
+            claims.append(f"With {where} nothing was repeated: nothing is claimed.")
+            continue
         least = math.exp(SURE * doubt * math.sqrt(2 / timings.settings["repeats"])) - 1
-        claim = (
-            f"A run's speed varies by {doubt:.1%} (standard deviation over repeats): "
-            f"differences below {least:.0%} are not\nclaimed."
+        claims.append(
+            f"With {where} a run's speed varies by {doubt:.1%} (standard deviation "
+            f"over repeats): differences below {least:.0%} are not claimed."
         )
+    laps = timings.settings["steps"] // timings.settings["lap"]
+    loader = "The loaders alone were not timed"
+    if timings.loader:
+        speed = timings.loader["images_per_second"]
+        loader = f"The loaders alone make {speed:.0f} images/s"
     text = (
         f"{epoch}; input is the share of the time lost to it: waiting, or loaders in "
         "the way of the\ntraining; more devices is the share of a step's time lost by "
         "each device against one alone; ± is half the range of the repeats.\nFrom "
-        f"{LOSS:.0%} on, beyond doubt, the larger of the two is the verdict. The "
-        f"loaders alone make {timings.loader['images_per_second']:.0f} images/s.\n"
-        f"{claim}"
+        f"{LOSS:.0%} on, beyond doubt, the larger of the two is the verdict. {loader}."
+        "\n" + "\n".join(claims)
     )
+    if not timings.settings["full"]:
+        text += f"\nThe median and p90 of a step are over {laps} laps in each run."
     if timings.cpu:
         text += (
-            " On a CPU dataparallel is one process with all the threads and no "
+            "\nOn a CPU dataparallel is one process with all the threads and no "
             "replicas,\nso it is left out of the comparison; and what more processes "
             "cost there is also the memory\nthat they share."
         )
     if any(row.strategy == "apex_distributed" for row in timings.rows.values()):
         text += (
-            " Apex computes with opt level O1 (fp32: O0) and in NCHW order, the others "
-            "in channels_last."
+            "\nApex computes with opt level O1 (fp32: O0) and in NCHW order, the "
+            "others in channels_last."
         )
     return text
 
@@ -470,7 +497,7 @@ def draw_bars(timings: Timings, precision: str, axes) -> None:
         row = rows.get(strategy)
         write(0, position - 0.34, strategy, weight="bold")
         if row is None:
-            reason = timings.problem(strategy, precision) or "not measured"
+            reason = timings.problem(strategy, precision)
             write(0, position + 0.08, reason.split(":")[0])
             continue
         seconds = timings.seconds_per_epoch(row)

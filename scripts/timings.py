@@ -23,11 +23,13 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -42,7 +44,9 @@ from common.errors import UserError, exit_status
 from common.report import commit
 
 IMAGES = 128  # different ones among the JPEGs that this script makes itself
-CLASSES = 8
+CLASSES = 1000  # as of random images, so that both modes train the same network
+LIBRARY = re.compile("(Apex|Horovod|no amp|this Horovod)")  # what its absence is called
+SECONDS = 900  # after which a run, where --full is not given, counts as hung
 
 
 class Cell(NamedTuple):
@@ -67,6 +71,11 @@ class Run(NamedTuple):
         mode, devices, batch, precision = self.cell
         setting = f"{mode}-{devices}x{batch // devices}-{precision}"
         return f"{setting}-{self.strategy}-{self.repeat}"
+
+    @property
+    def kind(self) -> str:
+        """What a library that is missing makes impossible."""
+        return f"{self.strategy} {self.cell.precision}"
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -111,6 +120,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     cores = len(os.sched_getaffinity(0))
     most = gpus or min(2, cores)
     args.devices = [2**power for power in range(most.bit_length())]
+    if args.devices[-1] != most:
+        args.devices.append(most)
     largest = args.devices[-1]
     args.workers = max(largest, min(cores, 4 * largest) // largest * largest)
     args.threads = max(1, cores // args.devices[-1])  # of each process
@@ -119,8 +130,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.image_size = args.image_size or (224 if gpus else 64 if best == "bf16" else 32)
     args.batch_size = args.batch_size or (64 if gpus else 32)
     args.precision = args.precision or ["fp16" if gpus else best]
-    args.steps = (200 if args.full else 50) if gpus else 6
-    args.lap = 10 if gpus else 1  # steps between two looks at the clock
+    args.lap = 10 if gpus else 2  # steps between two looks; the first are the warm-up
+    args.steps = (200 if args.full else 100) if gpus else 8
+    args.loader_steps = max(60, 6 * args.workers)
     args.repeats = 3 if args.full else 2
     return args
 
@@ -133,7 +145,7 @@ def plan(args: argparse.Namespace) -> list[Run]:
     for precision in args.precision:
         weak = [("device", n, n * args.batch_size) for n in args.devices]
         strong = [("device", n, together) for n in args.devices if not together % n]
-        data = [("data", largest, largest * args.batch_size)]
+        data = [("data", n, n * args.batch_size) for n in sorted({1, largest})]
         sizes = dict.fromkeys([*weak, *strong, *data])
         cells += [Cell(*size, precision) for size in sizes]
     order = random.Random(0)
@@ -149,19 +161,28 @@ def own_data(args: argparse.Namespace) -> Path:
     """Make JPEG files enough for the steps of the largest batch.
 
     They are few different ones under many names: a loader reads and decodes each anew.
+    Those for validation, which is not timed, are small.
     """
-    needed = args.batch_size * args.devices[-1] * args.steps
+    steps = max(args.lap + args.steps, args.loader_steps)
+    needed = max(CLASSES, args.batch_size * args.devices[-1] * steps)
     folder = ROOT / "sample_data" / f"photographs-{needed}"
     if folder.exists():
         return folder
     print(f"making JPEG files in {folder}", flush=True)
     temporary = folder.with_name(f"{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    write_photographs(temporary, train=IMAGES, val=CLASSES, classes=CLASSES)
-    files = sorted(temporary.glob("train/*/*"))
-    for number in range(IMAGES, needed):
-        file = files[number % IMAGES]
-        os.link(file, file.with_stem(f"{file.stem}-{number // IMAGES}"))
+    write_photographs(temporary / "different", train=IMAGES, val=0)
+    files = sorted(temporary.glob("different/train/*/*"))
+    small = temporary / "different" / "small.JPEG"
+    Image.new("RGB", (32, 32)).save(small)
+    for number in range(CLASSES):
+        for part in ("train", "val"):
+            (temporary / part / f"{number:03d}").mkdir(parents=True)
+        os.link(small, temporary / "val" / f"{number:03d}" / small.name)
+    for number in range(needed):
+        name = Path("train", f"{number % CLASSES:03d}", f"{number}.JPEG")
+        os.link(files[number % IMAGES], temporary / name)
+    shutil.rmtree(temporary / "different")
     temporary.rename(folder)
     return folder
 
@@ -187,14 +208,15 @@ def short_validation(data: Path, folder: Path) -> Path:
 def command(args: argparse.Namespace, run: Run, output: Path) -> tuple[list, dict]:
     """The command line of a run, and what it adds to the environment."""
     mode, devices, batch, precision = run.cell
+    steps = args.lap + args.steps
     flags = ["--data", args.data]
     if mode == "device":
-        flags = ["--synthetic", batch * args.steps]
+        flags = ["--synthetic", batch * steps]
     flags += ["--arch", args.arch, "--image-size", args.image_size]
     flags += ["--global-batch-size", batch, "--precision", precision]
-    flags += ["--workers", args.workers, "--device", args.device_flag, "--epochs", 2]
+    flags += ["--workers", args.workers, "--device", args.device_flag, "--epochs", 1]
     if mode == "device" or not args.full:
-        flags += ["--max-steps", args.steps]
+        flags += ["--max-steps", steps]
     flags += ["--print-interval", args.lap, "--timeout-seconds", 120]
     flags += ["--output", output]
     alone = run.strategy == "dataparallel"
@@ -210,31 +232,34 @@ def command(args: argparse.Namespace, run: Run, output: Path) -> tuple[list, dic
 
 
 class GpuSamples(threading.Thread):
-    """Asks NVML, through nvidia-smi, how busy the GPUs are during the timed epoch."""
+    """Asks NVML, through nvidia-smi, how busy the GPUs are until the epoch is over."""
 
     QUERY = "utilization.gpu"
+    EPOCH = "epoch 1/1: train loss"  # what ends it, in the log
 
-    def __init__(self, records: Path, gpus: list[str]):
+    def __init__(self, log: Path, gpus: list[str]):
         super().__init__(daemon=True)
-        self.records = records  # epochs.jsonl: its first line ends the warm-up
+        self.log = log
         self.gpus = gpus
-        self.percent: list[float] = []
+        self.samples: list[tuple[float, float]] = []  # when, and percent
         self.ended = threading.Event()
 
     def run(self) -> None:
-        """Take a sample every half second until `ended`."""
-        while self.gpus and not self.ended.wait(0.5):
-            if self.records.exists() and self.records.read_text().count("\n") == 1:
-                text = nvidia_smi(
-                    f"--query-gpu={self.QUERY}", "-i", ",".join(self.gpus)
-                )
-                self.percent += [float(value) for value in re.findall(r"\d+", text)]
+        """Take a sample every quarter of a second."""
+        while self.gpus and not self.ended.wait(0.25):
+            if self.EPOCH in self.log.read_text(errors="replace"):
+                return
+            text = nvidia_smi(f"--query-gpu={self.QUERY}", "-i", ",".join(self.gpus))
+            now = time.monotonic()
+            self.samples += [(now, float(found)) for found in re.findall(r"\d+", text)]
 
-    def mean(self) -> float | None:
-        """Mean over GPUs and time, in percent; None where there is none."""
+    def mean(self, seconds: float) -> float | None:
+        """Mean over GPUs and the last `seconds`, in percent; None without GPUs."""
         self.ended.set()
         self.join()
-        return sum(self.percent) / len(self.percent) if self.percent else None
+        last = max((when for when, _ in self.samples), default=0)
+        timed = [percent for when, percent in self.samples if when > last - seconds]
+        return sum(timed) / len(timed) if timed else None
 
 
 def nvidia_smi(*options: str) -> str:
@@ -296,14 +321,19 @@ def launch(args: argparse.Namespace, run: Run, log: Path) -> dict:
         output = Path(folder, "run")
         words, added = command(args, run, output)
         gpus = added.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        samples = GpuSamples(output / "epochs.jsonl", gpus if gpus[0] else [])
+        samples = GpuSamples(log, gpus if gpus[0] else [])
         with log.open("w") as file:
             process = subprocess.Popen(
                 words, stdout=file, stderr=file, env={**os.environ, **added}
             )
             samples.start()
             try:
-                status = process.wait()
+                status = process.wait(None if args.full else SECONDS)
+            except subprocess.TimeoutExpired:
+                process.terminate()
+                process.wait()
+                reason = f"not over after {SECONDS} s, see {log}"
+                raise Failed(reason, unavailable=False) from None
             except KeyboardInterrupt:
                 for number in (signal.SIGINT, signal.SIGTERM):
                     signal.signal(number, signal.SIG_IGN)
@@ -312,11 +342,14 @@ def launch(args: argparse.Namespace, run: Run, log: Path) -> dict:
                 raise
         if status:
             errors = re.findall(r": error: (.*)", log.read_text())
-            missing = run.strategy in ("apex_distributed", "horovod_distributed")
             reason = errors[0] if errors else f"exit status {status}, see {log}"
-            raise Failed(reason, unavailable=missing and status == 2)
-        lines = (output / "epochs.jsonl").read_text().splitlines()
-        first, last = json.loads(lines[0]), json.loads(lines[-1])
+            missing = LIBRARY.match(reason) and status == 2
+            raise Failed(reason, unavailable=bool(missing))
+        found = json.loads((output / "epochs.jsonl").read_text())
+        warm = found["warmup_steps"]
+        timed = found["steps"] - warm
+        first = float(re.search(r", step \d+/\d+: loss (\S+),", log.read_text())[1])
+        seconds = timed * run.cell.global_batch_size / found["images_per_second"]
         return {
             **run.cell._asdict(),
             "strategy": run.strategy,
@@ -325,12 +358,12 @@ def launch(args: argparse.Namespace, run: Run, log: Path) -> dict:
             "environment": added,
             "image_size": args.image_size,
             "steps_between_looks": args.lap,
-            "warmup_steps": first["steps"] + last["warmup_steps"],
-            "timed_steps": last["steps"] - last["warmup_steps"],
-            **{name: last[name] for name in report.MEASURED},
-            "gpu_utilisation": samples.mean(),
-            "first_loss": first["train_loss"],
-            "last_loss": last["train_loss"],
+            "warmup_steps": warm,
+            "timed_steps": timed,
+            **{name: found[name] for name in report.MEASURED},
+            "gpu_utilisation": samples.mean(seconds),
+            "first_loss": first,
+            "last_loss": (found["train_loss"] * found["steps"] - first * warm) / timed,
             "run": json.loads((output / "report.json").read_text()),
             "machine": machine(args.device),
         }
@@ -342,19 +375,18 @@ def loader_alone(args: argparse.Namespace) -> dict:
     batch = args.batch_size * args.devices[-1]
     flags = ["--data", args.data, "--image-size", args.image_size, "-b", batch]
     flags += ["--workers", args.workers, "--device", args.device_flag]
-    flags += ["--max-steps", args.steps] if not args.full else []
+    flags += ["--max-steps", args.loader_steps]
     done = subprocess.run([*words, *map(str, flags)], capture_output=True, text=True)
     if done.returncode:
-        raise UserError(
-            done.stderr.strip().rpartition(": error: ")[2] or "loader alone"
-        )
+        reason = done.stderr.strip().rpartition(": error: ")[2] or "it ended"
+        raise Failed(reason, unavailable=False)
     return {**json.loads(done.stdout), "machine": machine(args.device)}
 
 
 def settings(args: argparse.Namespace) -> dict:
     """What has to be equal where an interrupted command goes on."""
     names = ("arch", "image_size", "batch_size", "precision", "device", "devices")
-    names += ("workers", "threads", "steps", "repeats", "full")
+    names += ("workers", "threads", "lap", "steps", "repeats", "full")
     chosen = {name: getattr(args, name) for name in names}
     data = args.data
     data = data.relative_to(ROOT) if data.is_relative_to(ROOT) else data
@@ -391,42 +423,53 @@ def open_output(args: argparse.Namespace) -> None:
 
 def measure(args: argparse.Namespace) -> None:
     """Make all runs that are not there yet, one line for each."""
-    problems: dict[str, str] = {}
-    unavailable = set()
-    runs = plan(args)
-    file = args.output / "loader.json"
-    if not file.exists():
-        keep(file, loader_alone(args))
-    alone = json.loads(file.read_text())["images_per_second"]
-    print(f"loader alone: {alone:.0f} images/s", flush=True)
-    for number, run in enumerate(runs, start=1):
-        file = args.output / "runs" / f"{run.name}.json"
-        kind = f"{run.strategy} {run.cell.precision}"
-        if kind in unavailable:
-            continue
-        mode, devices, batch, precision = run.cell
-        setting = f"{mode:6} {devices} x {batch // devices} {precision}"
-        title = f"[{number}/{len(runs)}] {setting} {run.strategy:27}"
-        if not file.exists():
-            log = args.output / f"{run.name}.log"
-            try:
-                keep(file, launch(args, run, log))
-                log.unlink(missing_ok=True)
-            except Failed as failed:
-                print(f"{title} {failed}", flush=True)
-                problems.setdefault(kind, str(failed))
-                if failed.unavailable:
-                    log.unlink(missing_ok=True)
-                    unavailable.add(kind)
+    problems: dict[str, str] = {}  # by run, or by strategy and precision
+    try:
+        measure_loader(args, problems)
+        runs = plan(args)
+        for number, run in enumerate(runs, start=1):
+            if run.kind in problems:
                 continue
-        found = json.loads(file.read_text())
-        print(
-            f"{title} {found['images_per_second']:7.0f} images/s, a step takes "
-            f"{found['step_milliseconds']:.0f} ms, "
-            f"p90 {found['step_milliseconds_p90']:.0f}",
-            flush=True,
-        )
-    keep(args.output / "problems.json", problems)
+            mode, devices, batch, precision = run.cell
+            setting = f"{mode:6} {devices} x {batch // devices} {precision}"
+            title = f"[{number}/{len(runs)}] {setting} {run.strategy:27}"
+            print(f"{title} {measure_one(args, run, problems)}", flush=True)
+    finally:
+        keep(args.output / "problems.json", problems)
+
+
+def measure_loader(args: argparse.Namespace, problems: dict[str, str]) -> None:
+    """Time the loader alone, if that is not there yet."""
+    file = args.output / "loader.json"
+    try:
+        if not file.exists():
+            keep(file, loader_alone(args))
+        speed = json.loads(file.read_text())["images_per_second"]
+        print(f"loader alone: {speed:.0f} images/s", flush=True)
+    except Failed as failed:
+        problems["loader alone"] = str(failed)
+        print(f"loader alone: {failed}", flush=True)
+
+
+def measure_one(args: argparse.Namespace, run: Run, problems: dict[str, str]) -> str:
+    """Make one run, if it is not there yet; what came of it in words."""
+    file = args.output / "runs" / f"{run.name}.json"
+    if not file.exists():
+        log = args.output / f"{run.name}.log"
+        try:
+            keep(file, launch(args, run, log))
+            log.unlink(missing_ok=True)
+        except Failed as failed:
+            problems[run.kind if failed.unavailable else run.name] = str(failed)
+            if failed.unavailable:
+                log.unlink(missing_ok=True)
+            return str(failed)
+    found = json.loads(file.read_text())
+    return (
+        f"{found['images_per_second']:7.0f} images/s, a step takes "
+        f"{found['step_milliseconds']:.0f} ms, "
+        f"p90 {found['step_milliseconds_p90']:.0f}"
+    )
 
 
 def main() -> None:
@@ -435,12 +478,13 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     os.environ.setdefault("PYTHON", sys.executable)
     devices = " ".join(map(str, args.devices))
+    timed = "the rest of an epoch" if args.full else args.steps
     print(
         f"{args.arch} at {args.image_size} px, {args.batch_size} images per device, "
         f"{', '.join(args.precision)}; {devices} "
         f"{'GPUs' if args.device == 'cuda' else 'CPU processes'} with {args.threads} "
-        f"compute threads each, {args.workers} loader processes in all; {args.steps} "
-        f"steps of warm-up and {args.steps} timed, {args.repeats} times",
+        f"compute threads each, {args.workers} loader processes in all; {args.lap} "
+        f"steps of warm-up, then {timed} timed; {args.repeats} times",
         flush=True,
     )
     with tempfile.TemporaryDirectory(prefix="timings-") as folder:
@@ -451,7 +495,12 @@ def main() -> None:
         try:
             measure(args)
         except KeyboardInterrupt:
-            print("\ninterrupted; the same command goes on from here", file=sys.stderr)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            text = "\ninterrupted; the same command goes on from here"
+            if any(args.output.glob("runs/*.json")):
+                report.write(args.output)
+                text += f"; what there is: {args.output}/report.md"
+            print(text, file=sys.stderr)
             sys.exit(130)
     report.write(args.output)
     text = (args.output / "report.md").read_text()
