@@ -84,11 +84,14 @@ class Trouble(Exception):
     """What rank 0 found out: the text is the line that it prints."""
 
 
-def ranks_of_launcher(environment: Mapping[str, str]) -> Ranks | None:
+def ranks_of_launcher(
+    environment: Mapping[str, str], slurm: bool = True
+) -> Ranks | None:
     """Read the ranks that a launcher handed down; None where there was no launcher.
 
     Args:
         environment: os.environ, or a mapping like it.
+        slurm: whether srun counts as a launcher.
 
     Raises:
         UserError: a variable is missing, no number, or out of range.
@@ -102,13 +105,16 @@ def ranks_of_launcher(environment: Mapping[str, str]) -> Ranks | None:
             return ranks_from_environment(
                 {ours: environment[name] for ours, name in pairs if name in environment}
             )
+    # One task may be a shell, and those that begin with a script start processes
+    if slurm and environment.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+        return ranks_from_environment(environment)
     return None
 
 
 def main(argv: list[str] | None = None) -> None:
     """Take part as the process that a launcher started, or start the processes."""
     args = arguments(argv)
-    ranks = ranks_of_launcher(os.environ)
+    ranks = ranks_of_launcher(os.environ, slurm=not args.script)
     if ranks is not None:
         take_part(args, ranks)
         return

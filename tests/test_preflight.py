@@ -177,6 +177,15 @@ def test_ranks_of_launchers():
         with pytest.raises(UserError, match="no LOCAL_RANK in the environment"):
             script.ranks_of_launcher(values)
     assert script.ranks_of_launcher({}) is None
+    slurm = {"PROCID": 5, "LOCALID": 1, "NTASKS": 8, "NODEID": 1, "STEP_ID": 0}
+    slurm |= {"STEP_NUM_TASKS": 8, "STEP_TASKS_PER_NODE": "4(x2)"}
+    slurm = {f"SLURM_{name}": str(value) for name, value in slurm.items()}
+    with pytest.raises(UserError, match="MASTER_ADDR and MASTER_PORT say not where"):
+        script.ranks_of_launcher(slurm)
+    slurm |= {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    assert script.ranks_of_launcher(slurm) == (5, 1, 8, 4)
+    assert script.ranks_of_launcher({**slurm, "SLURM_STEP_NUM_TASKS": "1"}) is None
+    assert script.ranks_of_launcher(slurm, slurm=False) is None
     with pytest.raises(UserError, match="no MASTER_ADDR"):
         script.meeting_point(script.Ranks(0, 0, 8, 4))
 
