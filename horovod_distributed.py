@@ -225,7 +225,7 @@ def arguments(argv: list[str] | None = None) -> Namespace:
         )
     if args.device != "cpu" and torch.cuda.is_available() and not hvd.nccl_built():
         raise UserError(
-            "this Horovod is built without NCCL; see README, or --device cpu"
+            "this Horovod lacks NCCL: docs/running.md#horovod-and-apex, or --device cpu"
         )
     return args
 

@@ -4,12 +4,12 @@
     python -m common.check SCRIPT [PROCESSES] MODULE [OPTIONS] -- FLAGS
 
 PROCESSES is their number on this machine, by default one per GPU, or 2 on a CPU. The
-first form prints the number on all machines; the second goes on as
-`python -m MODULE OPTIONS` with `--nproc-per-node PROCESSES SCRIPT FLAGS`. NNODES, or
-HOSTS in the first form, tells of more machines (docs/multinode.md). A mistake in
-flags, data or checkpoint ends with status 2 and one line, where a launcher would wrap
-it into a page per process. With PREFLIGHT=1 the launcher starts scripts/preflight.py
-first.
+first form prints the number on all machines; the second goes on as `python -m
+MODULE OPTIONS` with `DEVICE:BACKEND --nproc-per-node PROCESSES SCRIPT FLAGS`, of which
+the first is what this machine will use. NNODES, or HOSTS in the first form, tells of
+more machines (docs/multinode.md). A mistake in flags, data or checkpoint ends with
+status 2 and one line, where a launcher would wrap it into a page per process. With
+PREFLIGHT=1 the launcher starts scripts/preflight.py first.
 """
 
 import importlib.util
@@ -23,7 +23,12 @@ from pathlib import Path
 
 from common.checkpoint import check_recipe, find_checkpoint, read_checkpoint, recipe_of
 from common.data import build_datasets, share_out
-from common.device import check_devices, processes_per_machine, usable_gpus
+from common.device import (
+    check_devices,
+    device_and_backend,
+    processes_per_machine,
+    usable_gpus,
+)
 from common.errors import UserError, exit_status, say
 from common.machines import (
     check_own_address,
@@ -140,7 +145,7 @@ def main() -> None:
         return
     module, *options = launcher
     set_threads(processes)
-    options += ["--nproc-per-node", str(processes)]
+    options += [device_and_backend(args), "--nproc-per-node", str(processes)]
     if os.environ.get("PREFLIGHT", "0") not in ("", "0"):
         preflight(args, [sys.executable, "-m", module, *options])
     # torchrun would die of SIGUSR1, which Slurm can send; of SIGTERM it ends the job

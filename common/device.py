@@ -2,6 +2,7 @@
 
 import glob
 import sys
+from argparse import Namespace
 
 import torch
 
@@ -41,6 +42,13 @@ def select_device(
 def usable_gpus() -> int:
     """GPUs that PyTorch can use; device_count alone also counts those it cannot."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def device_and_backend(args: Namespace) -> str:
+    """What this machine's processes will compute on and talk over, as "cuda:nccl"."""
+    device = "cuda" if args.device != "cpu" and usable_gpus() else "cpu"
+    backend = getattr(args, "backend", None)
+    return f"{device}:{backend or ('nccl' if device == 'cuda' else 'gloo')}"
 
 
 def check_devices(name: str, processes: int, backend: str | None) -> None:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch.multiprocessing
 
+from common.device import device_and_backend
 from common.errors import UserError, complain, this_process
 from common.machines import (
     Machines,
@@ -236,12 +237,15 @@ def rendezvous(args: Namespace, make_store: Callable[..., Any]) -> str:
         atexit.register(_remove, path)
         return f"file://{path}"
     host, port = check_address(args.dist_url, args.node_rank)
-    if args.nnodes > 1:
+    if args.nnodes == 1:
+        use_loopback()
+    else:
         seconds = machines_from_environment(
             {"JOIN_SECONDS": os.environ.get("JOIN_SECONDS", "")}
         ).join_seconds
         machines = Machines(args.nnodes, args.node_rank, f"{host}:{port}", 0, seconds)
         facts = {"--nnodes": args.nnodes, "--nprocs": args.nprocs}
+        facts["backend"] = device_and_backend(args)
         store = meet(make_store, machines, {**facts, "NODE_RANK": args.node_rank})
         # The port is then rank 0's, so it has to be free again
         store.add("met", 1)

@@ -107,6 +107,26 @@ def use_loopback() -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={LOOPBACK}")
 
 
+def own_address(host: str, port: int) -> str | None:
+    """The address of this machine on the network over which it reaches another.
+
+    Args:
+        host: the other one, or this machine itself.
+        port: any; nothing is sent.
+
+    Returns:
+        None where it is loopback, as of a host name that leads there, or unknown.
+    """
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            own = probe.getsockname()[0]
+    except OSError:
+        return None
+    return None if own.startswith("127.") or own == "::1" else own
+
+
 def check_own_address() -> None:
     """See that others can reach this machine by its own name, which Gloo tells them.
 

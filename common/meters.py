@@ -71,13 +71,14 @@ def percentile(values: list[float], share: float) -> float:
 class EpochTimer:
     """Times the laps between two moments at which the device has caught up.
 
-    The first lap of a process is its warm-up (first steps are slow, loaders start) and
-    stays out of `images_per_second`, `step_milliseconds` and `data_wait_share`, not out
-    of `seconds`.
+    The first laps of a process are its warm-up: one, as first steps are slow, and more
+    while batches are used up that loaders prepared meanwhile. Only `seconds` has them;
+    `images_per_second`, `step_milliseconds` and `data_wait_share` leave them out.
     """
 
-    def __init__(self) -> None:
-        self.warm = False
+    def __init__(self, warmup_steps: int = 1):
+        """Time nothing before `warmup_steps` steps, and the lap that they end in."""
+        self.cold_steps = warmup_steps
 
     def start(self, step: int) -> None:
         """Begin an epoch, `step` steps of which are done already."""
@@ -93,10 +94,11 @@ class EpochTimer:
         seconds, steps = now - self.lap_began, step - self.lap_step
         self.lap_began, self.lap_step = now, step
         self.seconds += seconds
-        if self.warm:
-            self.laps.append((seconds, steps, images, wait_seconds))
+        if self.cold_steps > 0:
+            self.cold_steps -= steps
+            self.warmup_steps += steps
         else:
-            self.warmup_steps, self.warm = steps, True
+            self.laps.append((seconds, steps, images, wait_seconds))
         return images / seconds, wait_seconds / seconds
 
     def summary(self, device: torch.device) -> dict[str, float | int | None]:

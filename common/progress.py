@@ -7,6 +7,7 @@ from argparse import Namespace
 import torch
 from tqdm import tqdm
 
+from common.limits import PREFETCH
 from common.meters import Averages, EpochTimer
 
 SECONDS_BETWEEN_LINES = 30  # where there is no terminal, as under Slurm
@@ -18,14 +19,16 @@ class Progress:
     def __init__(self, args: Namespace, rank: int):
         self.rank = rank
         self.epochs = args.epochs
-        self.timer = EpochTimer()
+        self.lines = 0
+        workers = 0 if args.synthetic else args.per_process_workers
+        self.timer = EpochTimer(max(1, PREFETCH * workers))
 
     def start(self, epoch: int, step: int, steps: int) -> None:
         """Begin an epoch of `steps` steps, of which `step` are done already."""
         self.title = f"epoch {epoch + 1}/{self.epochs}"
         self.step, self.steps = step, steps
         # The first lap of a run is shown at once
-        self.line_at = time.monotonic() + SECONDS_BETWEEN_LINES * self.timer.warm
+        self.line_at = time.monotonic() + (SECONDS_BETWEEN_LINES if self.lines else 0)
         self.bar = tqdm(
             total=steps,
             initial=step,
@@ -48,6 +51,7 @@ class Progress:
         quiet = self.rank != 0 or not self.bar.disable
         if not quiet and time.monotonic() > self.line_at:
             self.line_at = time.monotonic() + SECONDS_BETWEEN_LINES
+            self.lines += 1
             print(f"{self.title}, step {step}/{self.steps}: {text}", flush=True)
 
     def close(self) -> None:

@@ -50,15 +50,16 @@ case $CONTROLLER in
         launch=(mpirun --allow-run-as-root "${where[@]}" --bind-to none) stop=USR1
         if [ -n "$HOSTS" ]; then
             launch+=(--mca plm_rsh_args
-                "-o ConnectTimeout=15 ${SSH_PORT:+-p $SSH_PORT} ${SSH_IDENTITY:+-i $SSH_IDENTITY}")
+                "-o BatchMode=yes -o ConnectTimeout=15 ${SSH_PORT:+-p $SSH_PORT} ${SSH_IDENTITY:+-i $SSH_IDENTITY}")
             [ -z "$INTERFACE" ] ||
                 launch+=(--mca oob_tcp_if_include "$INTERFACE" --mca btl_tcp_if_include "$INTERFACE")
             # What the processes on other machines need of this environment
-            for name in $(compgen -e | grep -E '^(PATH|PYTHONPATH|LD_LIBRARY_PATH|OMP_NUM_THREADS|MASTER_ADDR|(HOROVOD|NCCL|GLOO)_.*)$'); do
+            for name in $(compgen -e | grep -E '^(PATH|PYTHONPATH|LD_LIBRARY_PATH|OMP_NUM_THREADS|MASTER_ADDR|MASTER_PORT|(HOROVOD|NCCL|GLOO)_.*)$'); do
                 launch+=(-x "$name")
             done
         else # one machine: shared memory, and nothing listens but on loopback
             launch+=(--mca oob_tcp_if_include lo --mca btl "self,vader")
+            export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-=lo}"
         fi
         ;;
     *)

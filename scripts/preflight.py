@@ -60,6 +60,7 @@ from common.errors import (  # noqa: E402
 )
 from common.launch import Ranks, ranks_from_environment, wait_for  # noqa: E402
 from common.limits import describe_limits  # noqa: E402
+from common.machines import use_loopback  # noqa: E402
 
 TORCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 # The same four of horovodrun and of Open MPI
@@ -120,6 +121,8 @@ def main(argv: list[str] | None = None) -> None:
         return
     if args.backend == "horovod":
         raise UserError("--backend horovod needs horovodrun or mpirun to start it")
+    if args.nnodes == 1:
+        use_loopback()
     args.nprocs = args.nprocs or processes_per_machine(args.device)
     check_devices(args.device, args.nprocs, args.backend)
     args.meet = args.meet or (LOOPBACK[0], free_port())

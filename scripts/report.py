@@ -1,13 +1,13 @@
 """Make a table, a figure and a conclusion of the runs that scripts/timings.py measured.
 
-python scripts/report.py results/DIR             # report.md, timings.svg, timings.png
-python scripts/report.py results/DIR --readme    # and what README.md shows of them
+python scripts/report.py results/DIR    # report.md, claims.json, timings.svg and .png
 """
 
 import json
 import math
 import statistics
 import sys
+from collections.abc import Iterable
 from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +26,8 @@ MEASURED = (
     "peak_memory_mib",
     "seconds",
 )
+FIRST = ("strategy", "images/s", "verdict", "s/epoch", "input", "more devices")
+COLUMNS = (*FIRST, "±", "step, ms", "p90", "processes", "started by")
 LOSS = 0.1  # the share of the time from which on something is called the bound
 NO_REPLICAS = "one process, no replicas"
 SURE = 3  # standard errors from which on a difference is claimed
@@ -65,8 +67,10 @@ class Row(NamedTuple):
         return self.median("images_per_second")
 
     @property
-    def spread(self) -> float:
+    def spread(self) -> float | None:
         """Half of the distance between the fastest and the slowest repeat, relative."""
+        if len(self.runs) < 2:
+            return None
         speeds = [run["images_per_second"] for run in self.runs]
         return (max(speeds) - min(speeds)) / 2 / self.speed
 
@@ -126,25 +130,31 @@ class Timings:
         return "not measured"
 
     def error(self, mode: str) -> float:
-        """Standard deviation of a run's speed over the repeats, relative."""
+        """Standard deviation of a run's speed over the repeats of a mode, relative."""
+        return self.deviation([row for row in self.rows.values() if row.mode == mode])
+
+    def deviation(self, rows: list[Row]) -> float:
+        """The same over some rows; infinite where nothing was repeated."""
         squares, freedom = 0.0, 0
-        for row in self.rows.values():
-            if row.mode != mode:
-                continue
+        for row in rows:
             logs = [math.log(run["images_per_second"]) for run in row.runs]
             squares += statistics.pvariance(logs) * len(logs)
             freedom += len(logs) - 1
         return math.sqrt(squares / freedom) if freedom else math.inf
 
     def differ(self, one: Row, other: Row) -> bool:
-        """Whether one row is faster than another beyond doubt."""
-        doubt = self.error(one.mode) * math.sqrt(
-            1 / len(one.runs) + 1 / len(other.runs)
-        )
+        """Whether one row is faster than another beyond doubt.
+
+        Doubt is by the repeats of all rows of the mode, or of these two where they vary
+        more.
+        """
+        error = max(self.error(one.mode), self.deviation([one, other]))
+        doubt = error * math.sqrt(1 / len(one.runs) + 1 / len(other.runs))
         return math.log(one.speed / other.speed) > SURE * doubt
 
     def claims(self, rows: list[Row]) -> list[tuple[str, str]]:
         """Pairs (faster, slower) among rows of one setting."""
+        rows = [row for row in rows if not self.no_replicas(row.strategy)]
         by_speed = sorted(rows, key=lambda row: -row.speed)
         return [
             (one.strategy, other.strategy)
@@ -154,7 +164,7 @@ class Timings:
 
     def efficiency(self, row: Row, alone_batch: int) -> float | None:
         """Speed of each device against the one that computes `alone_batch` alone."""
-        alone = self.get("device", 1, alone_batch, row)
+        alone = self.get(row.mode, 1, alone_batch, row)
         return row.speed / (row.devices * alone.speed) if alone else None
 
     def lost_to_devices(self, row: Row) -> float | None:
@@ -177,11 +187,15 @@ class Timings:
         if self.no_replicas(row.strategy):
             return NO_REPLICAS
         losses = {
-            "input-bound": self.lost_to_input(row) or 0.0,
-            "communication-bound": self.lost_to_devices(row) or 0.0,
+            "input-bound": self.lost_to_input(row),
+            "communication-bound": self.lost_to_devices(row),
         }
+        if None in losses.values():
+            return "undecided"
         worst = max(losses, key=losses.get)
-        error = max(self.error("data"), self.error("device"))
+        device = self.get("device", row.devices, row.global_batch_size, row)
+        modes = self.error("data"), self.error("device")
+        error = max(*modes, self.deviation([row]), self.deviation([device]))
         doubt = SURE * error * math.sqrt(2 / len(row.runs))
         if losses[worst] >= LOSS + doubt:
             return worst
@@ -203,47 +217,47 @@ def percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.0%}"
 
 
-def main_table(timings: Timings, precision: str) -> str:
+def main_table(timings: Timings, precision: str, columns: tuple = COLUMNS) -> str:
     """One line for each strategy, from JPEG files, on all devices."""
-    header = ["strategy", "started by", "processes", "images/s", "±", "s/epoch"]
-    header += ["step, ms", "p90", "input", "more devices", "verdict"]
-    lines = [header]
     rows = {
         row.strategy: row
         for row in timings.of("data", timings.largest)
         if row.precision == precision
     }
+    lines = []
     for strategy, launcher in LAUNCHERS.items():
         row = rows.get(strategy)
+        line = {"strategy": strategy, "images/s": "-"}
         if row is None:
-            reason = timings.problem(strategy, precision)
-            lines.append([strategy, launcher, *["-"] * 8, reason])
-            continue
-        lines.append(
-            [
-                strategy,
-                launcher,
-                str(row.runs[0]["run"]["world_size"]),
-                f"{row.speed:.0f}",
-                percent(row.spread),
-                f"{timings.seconds_per_epoch(row):.0f}",
-                f"{row.median('step_milliseconds'):.0f}",
-                f"{row.median('step_milliseconds_p90'):.0f}",
-                percent(timings.lost_to_input(row)),
-                percent(timings.lost_to_devices(row)),
-                timings.verdict(row),
-            ]
-        )
-    return aligned(lines)
+            line |= {"verdict": timings.problem(strategy, precision)}
+        else:
+            line |= {
+                "images/s": f"{row.speed:.0f}",
+                "verdict": timings.verdict(row),
+                "s/epoch": f"{timings.seconds_per_epoch(row):.0f}",
+                "input": percent(timings.lost_to_input(row)),
+                "more devices": percent(timings.lost_to_devices(row)),
+                "±": percent(row.spread),
+                "step, ms": f"{row.median('step_milliseconds'):.0f}",
+                "p90": f"{row.median('step_milliseconds_p90'):.0f}",
+                "processes": str(row.runs[0]["run"]["world_size"]),
+            }
+        lines.append(line | {"started by": launcher})
+    return aligned(
+        [list(columns), *([line.get(name, "-") for name in columns] for line in lines)]
+    )
 
 
-def scaling_table(timings: Timings, precision: str, weak: bool) -> str:
-    """Images/s and efficiency on 1, 2, 4 ... devices, random data on the device."""
+def scaling_table(
+    timings: Timings, precision: str, weak: bool, mode: str = "device"
+) -> str:
+    """Images/s and efficiency on 1, 2, 4 ... devices."""
     each = timings.settings["batch_size"]
     counts = [
         count
         for count in timings.settings["devices"]
-        if weak or not timings.together % count
+        if (weak or not timings.together % count)
+        and (mode == "device" or count in (1, timings.largest))
     ]
     lines = [["strategy"]]
     for count in counts:
@@ -253,10 +267,12 @@ def scaling_table(timings: Timings, precision: str, weak: bool) -> str:
         line = [strategy]
         for count in counts:
             batch = count * each if weak else timings.together
-            key = ("device", count, batch, precision, strategy)
-            row = timings.rows.get(key)
+            row = timings.rows.get((mode, count, batch, precision, strategy))
             if row is None:
                 line.append("-")
+                continue
+            if timings.no_replicas(strategy):
+                line.append(f"{row.speed:.0f}")
                 continue
             share = timings.efficiency(row, each if weak else timings.together)
             line.append(f"{row.speed:.0f}" + (f" ({share:.0%})" if share else ""))
@@ -346,7 +362,11 @@ def hardware(timings: Timings) -> str:
     versions = ", ".join(f"{name} {facts[name]}" for name in names if facts.get(name))
     devices = [gpu.split(",")[0] for gpu in facts.get("gpus", [])]
     what = f"{timings.largest} x {devices[0]}" if devices else "no GPU"
-    steps = "an epoch" if settings["full"] else f"{settings['steps']} timed steps"
+    steps, laps = (
+        spread_of(run["timed_steps"] // divisor for run in timings.runs)
+        for divisor in (1, settings["lap"])
+    )
+    repeats = spread_of(len(row.runs) for row in timings.rows.values())
     return (
         f"{settings['arch']} at {settings['image_size']} px, "
         f"{' and '.join(settings['precision'])}, {settings['batch_size']} images for "
@@ -354,11 +374,18 @@ def hardware(timings: Timings) -> str:
         f"{'GPUs' if settings['device'] == 'cuda' else 'CPU processes'} "
         f"({settings['threads']} compute thread{'s' * (settings['threads'] > 1)} each, "
         f"dataparallel as many in all), {settings['workers']} loader processes in all, "
-        f"{steps} after {settings['lap']} of warm-up, {settings['repeats']} times in "
+        f"{steps} timed steps in {laps} laps after a warm-up, {repeats} times in "
         "turns.\n"
         f"{facts['cpu']}, {facts['cpu_cores']} cores, {what}; {versions}; commit "
         f"{str(settings['commit'])[:12]}."
     )
+
+
+def spread_of(values: Iterable[int]) -> str:
+    """The only one of some numbers, or their range."""
+    found = list(values)
+    least, most = min(found), max(found)
+    return f"{least}" if least == most else f"{least} to {most}"
 
 
 def notes(timings: Timings) -> str:
@@ -379,7 +406,6 @@ def notes(timings: Timings) -> str:
             f"With {where} a run's speed varies by {doubt:.1%} (standard deviation "
             f"over repeats): differences below {least:.0%} are not claimed."
         )
-    laps = timings.settings["steps"] // timings.settings["lap"]
     loader = "The loaders alone were not timed"
     if timings.loader:
         speed = timings.loader["images_per_second"]
@@ -387,12 +413,10 @@ def notes(timings: Timings) -> str:
     text = (
         f"{epoch}; input is the share of the time lost to it: waiting, or loaders in "
         "the way of the\ntraining; more devices is the share of a step's time lost by "
-        "each device against one alone; ± is half the range of the repeats.\nFrom "
+        "each device against one alone.\nFrom "
         f"{LOSS:.0%} on, beyond doubt, the larger of the two is the verdict. {loader}."
         "\n" + "\n".join(claims)
     )
-    if not timings.settings["full"]:
-        text += f"\nThe median and p90 of a step are over {laps} laps in each run."
     if timings.cpu:
         text += (
             "\nOn a CPU dataparallel is one process with all the threads and no "
@@ -413,12 +437,16 @@ def markdown(timings: Timings) -> str:
     for precision in timings.settings["precision"]:
         text += (
             f"\n## {precision}\n\n{conclusion(timings, precision)}\n\n"
-            f"{main_table(timings, precision)}\n{notes(timings)}\n\n"
+            f"{main_table(timings, precision)}\n{notes(timings)}\n± is half the range "
+            "of the repeats; a step and its 90th percentile are over laps, of each the "
+            "mean of its steps.\n\n"
             "Images/s with random data on the device, devices x images of each "
             "(efficiency against one device).\nThe same batch for each device (weak "
             f"scaling):\n\n{scaling_table(timings, precision, weak=True)}\n"
             "The same batch in all (strong scaling):\n\n"
             f"{scaling_table(timings, precision, weak=False)}\n"
+            "Images/s from JPEG files, the same batch for each device:\n\n"
+            f"{scaling_table(timings, precision, weak=True, mode='data')}\n"
         )
     text += strange_losses(timings)
     for kind, reason in timings.problems.items():
@@ -501,7 +529,7 @@ def draw_bars(timings: Timings, precision: str, axes) -> None:
             write(0, position + 0.08, reason.split(":")[0])
             continue
         seconds = timings.seconds_per_epoch(row)
-        waiting = seconds * row.median("data_wait_share")
+        waiting = seconds * timings.lost_to_input(row)
         colour = COLOURS[strategy]
         axes.barh(position + 0.08, seconds - waiting, height=0.36, color=colour)
         axes.barh(
@@ -514,14 +542,16 @@ def draw_bars(timings: Timings, precision: str, axes) -> None:
             hatch="////",
         )
         write(seconds, position + 0.08, f"{seconds:,.0f} s")
+        if timings.no_replicas(strategy):
+            write(0, position + 0.08, NO_REPLICAS, color=THEMES["--paper"][0])
     axes.set_ylim(len(LAUNCHERS) - 0.5, -0.6)
     axes.set_xlim(0, 1.18 * longest)
     axes.set_yticks([])
     axes.grid(axis="y", visible=False)
     axes.set_title(
-        f"Seconds per epoch of ImageNet, {timings.settings['arch']} at "
-        f"{timings.settings['image_size']} px, {precision}\n"
-        "filled: computing and communicating; hatched: waiting for data",
+        f"Seconds per epoch{'' if timings.settings['full'] else ' of ImageNet'}, "
+        f"{timings.settings['arch']} at {timings.settings['image_size']} px, "
+        f"{precision}\nfilled: computing and communicating; hatched: lost to input",
         fontsize=8,
         loc="left",
     )
@@ -534,6 +564,8 @@ def draw_scaling(timings: Timings, precision: str, axes, weak: bool) -> None:
     axes.plot(counts, counts, color=THEMES["--ink"][0], lw=1, ls="--")
     axes.annotate("ideal", (counts[-1], counts[-1]), ha="right", va="bottom")
     for strategy, marker in zip(LAUNCHERS, "osvD^", strict=True):
+        if timings.no_replicas(strategy):
+            continue
         points = []
         for count in counts:
             batch = count * each if weak else timings.together
@@ -559,7 +591,7 @@ def readme_table(timings: Timings, folder: Path) -> str:
     return (
         f'<img src="{folder}/timings.svg" width="560" alt="Seconds per epoch of each '
         'strategy, and their speed-up over one device">\n\n'
-        f"{main_table(timings, precision)}"
+        f"{main_table(timings, precision, FIRST)}"
     )
 
 

@@ -41,11 +41,17 @@ from common.arguments import OneLineParser, architecture, positive
 from common.data import class_folders
 from common.device import PRECISIONS, best_precision, describe, usable_gpus
 from common.errors import UserError, exit_status
+from common.limits import PREFETCH
 from common.report import commit
 
 IMAGES = 128  # different ones among the JPEGs that this script makes itself
 CLASSES = 1000  # as of random images, so that both modes train the same network
 LIBRARY = re.compile("(Apex|Horovod|no amp|this Horovod)")  # what its absence is called
+# Settings of the launch scripts with which a run would be another one
+LAUNCH_SETTINGS = (
+    *("LAUNCHER", "CONTROLLER", "HOSTS", "NNODES", "NODE_RANK", "NPROC"),
+    *("RDZV_ENDPOINT", "RDZV_ID", "MAX_RESTARTS", "PREFLIGHT"),
+)
 SECONDS = 900  # after which a run, where --full is not given, counts as hung
 
 
@@ -130,8 +136,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.image_size = args.image_size or (224 if gpus else 64 if best == "bf16" else 32)
     args.batch_size = args.batch_size or (64 if gpus else 32)
     args.precision = args.precision or ["fp16" if gpus else best]
-    args.lap = 10 if gpus else 2  # steps between two looks; the first are the warm-up
-    args.steps = (200 if args.full else 100) if gpus else 8
+    args.lap = 10 if gpus else 2  # steps between two looks at the clock
+    args.steps = (200 if args.full else 100) if gpus else 8  # after a lap of warm-up
+    # Of dataparallel, whose loaders stay furthest ahead, the warm-up is a fifth
+    args.data_steps = max(args.lap + args.steps, 5 * PREFETCH * args.workers)
     args.loader_steps = max(60, 6 * args.workers)
     args.repeats = 3 if args.full else 2
     return args
@@ -163,7 +171,7 @@ def own_data(args: argparse.Namespace) -> Path:
     They are few different ones under many names: a loader reads and decodes each anew.
     Those for validation, which is not timed, are small.
     """
-    steps = max(args.lap + args.steps, args.loader_steps)
+    steps = max(args.data_steps, args.loader_steps)
     needed = max(CLASSES, args.batch_size * args.devices[-1] * steps)
     folder = ROOT / "sample_data" / f"photographs-{needed}"
     if folder.exists():
@@ -208,7 +216,7 @@ def short_validation(data: Path, folder: Path) -> Path:
 def command(args: argparse.Namespace, run: Run, output: Path) -> tuple[list, dict]:
     """The command line of a run, and what it adds to the environment."""
     mode, devices, batch, precision = run.cell
-    steps = args.lap + args.steps
+    steps = args.lap + args.steps if mode == "device" else args.data_steps
     flags = ["--data", args.data]
     if mode == "device":
         flags = ["--synthetic", batch * steps]
@@ -218,28 +226,35 @@ def command(args: argparse.Namespace, run: Run, output: Path) -> tuple[list, dic
     if mode == "device" or not args.full:
         flags += ["--max-steps", steps]
     flags += ["--print-interval", args.lap, "--timeout-seconds", 120]
+    flags += ["--checkpoint-steps", 10**6]  # none before the end of the epoch
     flags += ["--output", output]
     alone = run.strategy == "dataparallel"
     added = {"OMP_NUM_THREADS": str(args.threads * (devices if alone else 1))}
     if not alone:
         added["NPROC"] = str(devices)
     if args.device == "cuda":
-        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        gpus = gpus if gpus[0] else [str(number) for number in range(devices)]
-        added["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[:devices])
+        added["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_names(devices))
     script = ROOT / "scripts" / f"{run.strategy}.sh"
     return ["bash", str(script), *map(str, flags)], added
 
 
+def gpu_names(number: int) -> list[str]:
+    """The first `number` of the GPUs that the user lets this command see."""
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return (gpus if gpus[0] else [str(one) for one in range(number)])[:number]
+
+
 class GpuSamples(threading.Thread):
-    """Asks NVML, through nvidia-smi, how busy the GPUs are until the epoch is over."""
+    """Asks NVML, through nvidia-smi, how busy the GPUs are until a checkpoint is saved.
+
+    That happens right after the last step, and not before.
+    """
 
     QUERY = "utilization.gpu"
-    EPOCH = "epoch 1/1: train loss"  # what ends it, in the log
 
-    def __init__(self, log: Path, gpus: list[str]):
+    def __init__(self, output: Path, gpus: list[str]):
         super().__init__(daemon=True)
-        self.log = log
+        self.output = output
         self.gpus = gpus
         self.samples: list[tuple[float, float]] = []  # when, and percent
         self.ended = threading.Event()
@@ -247,7 +262,7 @@ class GpuSamples(threading.Thread):
     def run(self) -> None:
         """Take a sample every quarter of a second."""
         while self.gpus and not self.ended.wait(0.25):
-            if self.EPOCH in self.log.read_text(errors="replace"):
+            if any(self.output.glob("*.pt*")):
                 return
             text = nvidia_smi(f"--query-gpu={self.QUERY}", "-i", ",".join(self.gpus))
             now = time.monotonic()
@@ -295,7 +310,8 @@ def machine(device: str) -> dict:
     if device == "cuda":
         query = "name,driver_version,power.limit,memory.total"
         facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        facts["gpus"] = nvidia_smi(f"--query-gpu={query}").splitlines()
+        used = ("-i", ",".join(gpu_names(usable_gpus())))
+        facts["gpus"] = nvidia_smi(f"--query-gpu={query}", *used).splitlines()
         facts["gpu_links"] = nvidia_smi("topo", "-m")
     return facts
 
@@ -306,6 +322,40 @@ class Failed(Exception):
     def __init__(self, reason: str, unavailable: bool):
         super().__init__(reason)
         self.unavailable = unavailable
+
+
+def ended(words: list[str], added: dict, log: Path, seconds: float | None) -> int:
+    """Run a command, and wait for its exit status.
+
+    Raises:
+        Failed: it took longer than `seconds`.
+    """
+    environment = {n: v for n, v in os.environ.items() if n not in LAUNCH_SETTINGS}
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            words, stdout=file, stderr=file, env={**environment, **added}
+        )
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            stop(process)
+            reason = f"not over after {seconds} s, see {log}"
+            raise Failed(reason, unavailable=False) from None
+        except KeyboardInterrupt:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
+            stop(process)  # where only this process was asked to stop
+            raise
+
+
+def stop(process: subprocess.Popen) -> None:
+    """Ask a launch script to end, and make it after a minute."""
+    process.terminate()
+    try:
+        process.wait(60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def launch(args: argparse.Namespace, run: Run, log: Path) -> dict:
@@ -321,25 +371,12 @@ def launch(args: argparse.Namespace, run: Run, log: Path) -> dict:
         output = Path(folder, "run")
         words, added = command(args, run, output)
         gpus = added.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        samples = GpuSamples(log, gpus if gpus[0] else [])
-        with log.open("w") as file:
-            process = subprocess.Popen(
-                words, stdout=file, stderr=file, env={**os.environ, **added}
-            )
-            samples.start()
-            try:
-                status = process.wait(None if args.full else SECONDS)
-            except subprocess.TimeoutExpired:
-                process.terminate()
-                process.wait()
-                reason = f"not over after {SECONDS} s, see {log}"
-                raise Failed(reason, unavailable=False) from None
-            except KeyboardInterrupt:
-                for number in (signal.SIGINT, signal.SIGTERM):
-                    signal.signal(number, signal.SIG_IGN)
-                process.terminate()  # where only this process was asked to stop
-                process.wait()
-                raise
+        samples = GpuSamples(output, gpus if gpus[0] else [])
+        samples.start()
+        try:
+            status = ended(words, added, log, None if args.full else SECONDS)
+        finally:
+            samples.ended.set()
         if status:
             errors = re.findall(r": error: (.*)", log.read_text())
             reason = errors[0] if errors else f"exit status {status}, see {log}"
@@ -348,6 +385,9 @@ def launch(args: argparse.Namespace, run: Run, log: Path) -> dict:
         found = json.loads((output / "epochs.jsonl").read_text())
         warm = found["warmup_steps"]
         timed = found["steps"] - warm
+        if not timed:
+            reason = f"all {warm} steps were warm-up: more images or a smaller batch"
+            raise Failed(reason, unavailable=False)
         first = float(re.search(r", step \d+/\d+: loss (\S+),", log.read_text())[1])
         seconds = timed * run.cell.global_batch_size / found["images_per_second"]
         return {
@@ -376,9 +416,15 @@ def loader_alone(args: argparse.Namespace) -> dict:
     flags = ["--data", args.data, "--image-size", args.image_size, "-b", batch]
     flags += ["--workers", args.workers, "--device", args.device_flag]
     flags += ["--max-steps", args.loader_steps]
-    done = subprocess.run([*words, *map(str, flags)], capture_output=True, text=True)
+    words += map(str, flags)
+    limit = None if args.full else SECONDS
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        raise Failed(f"not over after {limit} s", unavailable=False) from None
     if done.returncode:
-        reason = done.stderr.strip().rpartition(": error: ")[2] or "it ended"
+        last = done.stderr.strip().rpartition("\n")[2]
+        reason = last.rpartition(": error: ")[2] or f"exit status {done.returncode}"
         raise Failed(reason, unavailable=False)
     return {**json.loads(done.stdout), "machine": machine(args.device)}
 
@@ -386,10 +432,13 @@ def loader_alone(args: argparse.Namespace) -> dict:
 def settings(args: argparse.Namespace) -> dict:
     """What has to be equal where an interrupted command goes on."""
     names = ("arch", "image_size", "batch_size", "precision", "device", "devices")
-    names += ("workers", "threads", "lap", "steps", "repeats", "full")
+    names += ("workers", "threads", "lap", "steps", "data_steps", "repeats", "full")
     chosen = {name: getattr(args, name) for name in names}
     data = args.data
     data = data.relative_to(ROOT) if data.is_relative_to(ROOT) else data
+    facts = machine(args.device)
+    names = ("cpu", "gpus", "torch", "horovod", "apex", "cuda", "nccl")
+    chosen |= {name: facts.get(name) for name in names}
     return {**chosen, "data": str(data), "commit": commit()}
 
 
@@ -423,24 +472,32 @@ def open_output(args: argparse.Namespace) -> None:
 
 def measure(args: argparse.Namespace) -> None:
     """Make all runs that are not there yet, one line for each."""
-    problems: dict[str, str] = {}  # by run, or by strategy and precision
+    file = args.output / "problems.json"
+    # By run, or by strategy and precision; of an earlier command until tried again
+    problems = json.loads(file.read_text()) if file.exists() else {}
+    tried = set()
     try:
         measure_loader(args, problems)
         runs = plan(args)
         for number, run in enumerate(runs, start=1):
+            if run.kind not in tried:
+                problems.pop(run.kind, None)
+                tried.add(run.kind)
             if run.kind in problems:
                 continue
+            problems.pop(run.name, None)
             mode, devices, batch, precision = run.cell
             setting = f"{mode:6} {devices} x {batch // devices} {precision}"
             title = f"[{number}/{len(runs)}] {setting} {run.strategy:27}"
             print(f"{title} {measure_one(args, run, problems)}", flush=True)
     finally:
-        keep(args.output / "problems.json", problems)
+        keep(file, problems)
 
 
 def measure_loader(args: argparse.Namespace, problems: dict[str, str]) -> None:
     """Time the loader alone, if that is not there yet."""
     file = args.output / "loader.json"
+    problems.pop("loader alone", None)
     try:
         if not file.exists():
             keep(file, loader_alone(args))
@@ -484,7 +541,7 @@ def main() -> None:
         f"{', '.join(args.precision)}; {devices} "
         f"{'GPUs' if args.device == 'cuda' else 'CPU processes'} with {args.threads} "
         f"compute threads each, {args.workers} loader processes in all; {args.lap} "
-        f"steps of warm-up, then {timed} timed; {args.repeats} times",
+        f"steps of warm-up, then {timed} timed; {len(plan(args))} runs",
         flush=True,
     )
     with tempfile.TemporaryDirectory(prefix="timings-") as folder:

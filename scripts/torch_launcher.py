@@ -26,6 +26,7 @@ from common.machines import (
     Machines,
     machines_from_environment,
     meet,
+    own_address,
     use_loopback,
 )
 
@@ -103,15 +104,19 @@ def options_for(machines: Machines) -> list[str]:
         return [*options, "--master-addr", host, "--master-port", port]
     options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", machines.address]
     options += ["--rdzv-id", os.environ.get("RDZV_ID") or "several-machines"]
+    # By itself torchrun tells the others this machine's name, which may lead nowhere
+    address = own_address(host, int(port))
+    options += ["--local-addr", address] if address else []
     # After the loss of a machine, for its return
     return [*options, "--rdzv-conf", f"join_timeout={machines.join_seconds}"]
 
 
-def main(launcher: str, arguments: list[str]) -> None:
+def main(launcher: str, backend: str, arguments: list[str]) -> None:
     """Run one of PyTorch's launchers in this process.
 
     Args:
         launcher: a name in MODULES.
+        backend: device and backend, the same on all machines: "cuda:nccl".
         arguments: `--nproc-per-node N SCRIPT FLAGS`.
 
     Raises:
@@ -128,6 +133,7 @@ def main(launcher: str, arguments: list[str]) -> None:
         # differently: https://github.com/pytorch/pytorch/issues/135712
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
         facts = {"NNODES": machines.count, "NPROC": int(arguments[1])}
+        facts["backend"] = backend
         if machines.rank is not None:
             facts["NODE_RANK"] = machines.rank
         store = meet(TCPStore, machines, facts)
@@ -147,7 +153,7 @@ def main(launcher: str, arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1], sys.argv[2:])
+        main(sys.argv[1], sys.argv[2], sys.argv[3:])
     except UserError as error:
         complain(str(error))
         sys.exit(2)

@@ -1,15 +1,18 @@
 """Two hosts on one machine, made of network namespaces; root and iproute2 make them.
 
 A host has its own network, host name, /etc/hosts and ssh settings; files and process ids
-are the machine's. Nothing outside the scratch folder is written but the two namespaces
-in /run/netns (and, while sshd runs, the empty folder /run/sshd).
+are the machine's. Outside the scratch folder there are, until the hosts are gone, two
+namespaces in /run/netns, Open MPI's folders in the temporary one and, while sshd runs,
+the empty folder /run/sshd.
 """
 
 import contextlib
+import functools
 import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -30,6 +33,7 @@ exec nsenter --net=/run/netns/"$namespace" -- "$@"
 """
 
 
+@functools.cache
 def hosts_missing() -> str | None:
     """Why hosts cannot be made here."""
     if os.geteuid() != 0:
@@ -95,6 +99,9 @@ class Hosts:
         if self.made_sshd_folder:
             with contextlib.suppress(OSError):
                 os.rmdir("/run/sshd")
+        for name in NAMES:  # of mpirun and its daemons that were killed
+            for left in Path(tempfile.gettempdir()).glob(f"ompi.{name}.*"):
+                shutil.rmtree(left, ignore_errors=True)
 
     def name_hosts(self, host: str, trap: bool = False) -> None:
         """Write the host's /etc/hosts; with `trap`, as Debian's installer does."""

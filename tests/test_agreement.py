@@ -316,7 +316,7 @@ def two_nodes(commands):
         subprocess.Popen(
             [str(word) for word in command],
             cwd=ROOT,
-            env=environment(),
+            env=environment(GLOO_SOCKET_IFNAME="lo"),  # they meet on one machine
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -355,8 +355,7 @@ def test_two_torchruns(pictures, tmp_path):
     )
 
 
-def test_two_mp_spawns(pictures, tmp_path, monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # they meet on one machine
+def test_two_mp_spawns(pictures, tmp_path):
     url = f"tcp://127.0.0.1:{free_port()}"
     statuses, text = two_nodes(
         [sys.executable, ROOT / "multiprocessing_distributed.py", *flags]

@@ -127,7 +127,9 @@ def test_a_port_that_is_in_use(pictures, tmp_path):
         "dataparallel",
         pytest.param("distributed", marks=pytest.mark.full),
         "multiprocessing_distributed",
-        HOROVOD,
+        pytest.param(
+            "horovod_distributed", marks=[pytest.mark.horovod, pytest.mark.full]
+        ),
     ),
 )
 def test_an_unreadable_image_ends_the_job(strategy, pictures, tmp_path):

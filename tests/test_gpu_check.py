@@ -212,6 +212,7 @@ def rehearsed(tmp_path_factory):
     return results(folder)
 
 
+@pytest.mark.full
 def test_a_rehearsal_runs_rows_and_compares_them(rehearsed):
     assert rehearsed[f"training: {ROW}"]["status"] == "passed"
     agreement = rehearsed["agreement: 1 process, fp32"]
@@ -250,11 +251,12 @@ WRONG_TRAINING = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "mistake, seen_in",
     [
         ("a learning rate twice as high", ("fp32", "fp16")),
-        pytest.param("images normalised twice", ("fp32",), marks=pytest.mark.full),
+        ("images normalised twice", ("fp32",)),
     ],
 )
 def test_a_wrong_training_is_outside_the_tolerance(
@@ -273,6 +275,7 @@ def test_a_wrong_training_is_outside_the_tolerance(
             )
 
 
+@pytest.mark.full
 def test_curves_that_are_no_numbers_never_agree(rehearsed):
     right = rehearsed[f"training: {ROW}"]["found"]
     wrong = {**right, "curve": [[float("nan"), 1.0]] * gpu_rows.EPOCHS}
@@ -280,6 +283,7 @@ def test_curves_that_are_no_numbers_never_agree(rehearsed):
         gpu_rows.judge_agreement({"one": wrong}, right, 100)
 
 
+@pytest.mark.full
 def test_a_resume_that_loses_something_is_none(rehearsed):
     one = rehearsed[f"training: {ROW}"]["found"]
     whole = {**one, "scale": {"loss_scale": 65536.0, "unskipped": 16}}

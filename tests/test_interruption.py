@@ -69,7 +69,7 @@ SHORT = {
     ("mp.spawn", "SIGKILL to one process"),
     ("horovodrun", "SIGKILL to one process"),
     ("dataparallel", "SIGKILL to a loader process"),
-    ("mpirun", "one process hangs"),
+    ("mp.spawn", "one process hangs"),
 }
 
 
@@ -214,6 +214,9 @@ def figures_of(records):
     ]
 
 
+LONG = ("dataparallel", "launch", "mp.spawn", "mpirun")
+
+
 @pytest.mark.parametrize(
     "seed", (0, *(pytest.param(n, marks=pytest.mark.full) for n in (1,)))
 )
@@ -224,7 +227,7 @@ def figures_of(records):
             way,
             marks=[
                 *([NEEDS[way]] if way in NEEDS else []),
-                *([pytest.mark.full] if way in ("launch", "mpirun") else []),
+                *([pytest.mark.full] if way in LONG else []),
             ],
         )
         for way in WAYS

@@ -334,6 +334,7 @@ class Pods:
         return [process.wait(seconds) for process in self.processes]
 
 
+@pytest.mark.full
 def test_the_jobs_command_trains_and_goes_on_after_a_pod_was_lost(digits, tmp_path):
     """As the Job does: all pods end, and all start again."""
     output, log = tmp_path / "out", tmp_path / "log"
@@ -353,8 +354,11 @@ def test_the_jobs_command_trains_and_goes_on_after_a_pod_was_lost(digits, tmp_pa
 
 
 def test_the_jobs_command_ends_with_2_where_trying_again_is_of_no_use(tmp_path):
-    script = job_script(tmp_path / "nowhere", tmp_path / "out", 1, *TINY)
-    ended = run("bash", "-c", script, GPUS="1", NNODES="2")
+    script = job_script(
+        tmp_path / "nowhere", tmp_path / "out", 1, *TINY, "--device", "cpu"
+    )
+    variables = {"GPUS": "1", "NNODES": "2", "MASTER_ADDR": "127.0.0.1"}
+    ended = run("bash", "-c", script, JOB_COMPLETION_INDEX="1", **variables)
     assert ended.returncode == 2 and ended.stdout == ""
     assert len(ended.stderr.splitlines()) == 1 and "nowhere/train" in ended.stderr
 

@@ -97,6 +97,7 @@ def test_one_machine_listens_on_loopback_only(way, pictures, tmp_path):
         assert not launchers & set(trainers)
 
 
+@pytest.mark.full
 def test_on_one_machine_torchrun_starts_a_killed_process_again(pictures, tmp_path):
     """The second life needs a store of its own, and goes on from the checkpoint."""
     flags = (*TINY, "--epochs", "40", "--checkpoint-steps", "1")

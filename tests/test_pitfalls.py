@@ -107,7 +107,7 @@ calls = {
     7: "save('all.pt', net, sgd, schedule, torch.amp.GradScaler('cpu'), 3, 0.5);"
        "assert torch.load('all.pt')['epoch'] == 3;"
        "assert without_prefix({'module.w': 1, 'b': 2}) == {'w': 1, 'b': 2}",
-    8: "load('all.pt', net, sgd)",
+    8: "assert load('all.pt', net, sgd, schedule, torch.amp.GradScaler('cpu')) == (3, 0.5)",
     9: "end_with_parent()",
     10: "assert 1024 < free_port() < 65536",
     11: "assert paths[0] == 'train/cat/1.JPEG' and paths[1] == 'train/dog/2.JPEG'",

@@ -89,9 +89,11 @@ WAYS = {
     "mpirun": lambda *flags: launcher("horovod_distributed", *flags, CONTROLLER="mpi"),
 }
 NEEDS = {
-    "horovodrun gloo": pytest.mark.horovod,
-    "horovodrun mpi": pytest.mark.mpi,
-    "mpirun": pytest.mark.mpi,
+    "horovodrun gloo": [pytest.mark.horovod],
+    "horovodrun mpi": [pytest.mark.mpi, pytest.mark.full],
+    "mpirun": [pytest.mark.mpi],
+    "launch --use-env": [pytest.mark.full],
+    "--local_rank": [pytest.mark.full],
 }
 
 

@@ -3,6 +3,7 @@
 import math
 import re
 import sys
+import threading
 from xml.etree import ElementTree
 
 import pytest
@@ -82,6 +83,7 @@ def test_gpus_are_the_first_of_those_that_are_visible(args, monkeypatch):
 def test_one_run_for_real(args, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "5")  # the user's own does not count
     args.lap, args.steps = 1, 3
+    monkeypatch.setenv("LAUNCHER", "none")  # of this command, not of its runs
     run = timings.Run(timings.Cell("device", 2, 4, "fp32"), "dataparallel", 1)
     found = timings.launch(args, run, tmp_path / "log")
     assert found["warmup_steps"] == 1 and found["timed_steps"] == 3
@@ -134,15 +136,13 @@ def test_all_gpus_are_used(monkeypatch, gpus, devices):
 
 
 def test_gpu_samples_are_of_the_timed_steps(tmp_path, monkeypatch):
-    log = tmp_path / "log"
-    log.write_text("epoch 1/1, step 10/110: loss 6.9\n")
-    samples = timings.GpuSamples(log, ["0", "1"])
+    samples = timings.GpuSamples(tmp_path, ["0", "1"])
     asked = []
 
     def nvidia_smi(*options):
         asked.append(options)
-        if len(asked) == 3:  # the next look finds the epoch's end
-            log.write_text("epoch 1/1: train loss 6.9")
+        if len(asked) == 3:  # the next look finds the last step done
+            (tmp_path / "checkpoint.pt.tmp").touch()
         return "0\n0\n" if len(asked) == 1 else "60\n80\n"
 
     monkeypatch.setattr(timings, "nvidia_smi", nvidia_smi)
@@ -164,6 +164,40 @@ def test_a_strategy_that_fails_names_its_log(args, tmp_path, monkeypatch):
     assert (tmp_path / "log").read_text() == "something\n"
 
 
+def test_a_run_that_is_all_warm_up_is_no_figure(args, tmp_path):
+    args.lap, args.steps = 2, 0
+    run = timings.Run(timings.Cell("device", 1, 4, "fp32"), "dataparallel", 1)
+    with pytest.raises(timings.Failed, match="all 2 steps were warm-up: more images"):
+        timings.launch(args, run, tmp_path / "log")
+
+
+def test_no_samples_are_taken_after_a_run_that_failed(args, tmp_path, monkeypatch):
+    """Of a GPU that is not there; the threads of a failed run would go on for ever."""
+    script = tmp_path / "scripts" / "distributed.sh"
+    script.parent.mkdir()
+    script.write_text("exit 7\n")
+    monkeypatch.setattr(timings, "ROOT", tmp_path)
+    args.device = "cuda"
+    run = timings.Run(timings.Cell("device", 1, 4, "fp32"), "distributed", 1)
+    with pytest.raises(timings.Failed, match="exit status 7"):
+        timings.launch(args, run, tmp_path / "log")
+    threads = [t for t in threading.enumerate() if isinstance(t, timings.GpuSamples)]
+    for thread in threads:
+        thread.join(5)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_loaders_alone_for_real(args, pictures):
+    """8 batches of 8 images, 4 of them before the clock runs."""
+    args.data, args.loader_steps = pictures, 8
+    args.devices, args.batch_size = [1], 2
+    found = timings.loader_alone(args)
+    assert found["images"] == 8 and found["images_per_second"] > 0
+    args.loader_steps = 4
+    with pytest.raises(timings.Failed, match="4 batches are none beyond the 4 of"):
+        timings.loader_alone(args)
+
+
 def made(run, speed, wait=0.0, loss=7.0):
     """What launch() would have found."""
     batch = run.cell.global_batch_size
@@ -178,6 +212,7 @@ def made(run, speed, wait=0.0, loss=7.0):
         "peak_memory_mib": 100.0,
         "seconds": 1.0,
         "last_loss": loss,
+        "timed_steps": 8,
         "run": {"world_size": run.cell.devices},
         "machine": {"torch": "2", "python": "3", "cpu": "CPU", "cpu_cores": 2},
     }
@@ -301,6 +336,7 @@ def test_efficiency_is_against_the_same_strategy_alone(measured):
     assert found.lost_to_devices(row_of(found, "distributed")) == pytest.approx(0.05)
     assert "190 (95%)" in report.scaling_table(found, "fp32", weak=True)
     assert "190 (86%)" in report.scaling_table(found, "fp32", weak=False)
+    assert "186 (94%)" in report.scaling_table(found, "fp32", weak=True, mode="data")
 
 
 @pytest.mark.parametrize(
@@ -329,8 +365,8 @@ def test_differences_within_the_spread_are_not_claimed(measured):
     assert found.error("data") == pytest.approx(0.00707, rel=0.01)
     claims = found.claims(found.of("data", 2))
     assert ("distributed", "horovod_distributed") in claims
-    assert ("dataparallel", "horovod_distributed") in claims
-    assert ("distributed", "dataparallel") not in claims
+    assert ("apex_distributed", "horovod_distributed") in claims
+    assert ("distributed", "apex_distributed") not in claims
     text = report.conclusion(found, "fp32")
     assert "distributed reached 189 images/s, faster than horovod_distributed" in text
     assert "by 13%" in text and "dataparallel" not in text
@@ -340,7 +376,37 @@ def test_differences_within_the_spread_are_not_claimed(measured):
 def test_one_process_is_no_verdict_on_dataparallel(measured):
     found = measured(lambda run: made(run, speed(run, {"dataparallel": 2})))
     assert found.verdict(row_of(found, "dataparallel")) == "one process, no replicas"
+    assert re.search(
+        r"\| dataparallel +\| 200 +\| 380 +\|",
+        report.scaling_table(found, "fp32", weak=True),
+    )
+    assert "dataparallel" not in str(found.claims(found.of("data", 2)))
     assert "dataparallel" not in report.conclusion(found, "fp32")
+
+
+def test_two_rows_that_vary_more_than_the_others_are_not_told_apart(measured):
+    def launch(run):
+        noise = 0.04 * (-1) ** run.repeat if run.strategy == "distributed" else 0
+        return made(run, speed(run, {"distributed": 1.06}) * (1 + noise))
+
+    found = measured(launch)
+    one, other = row_of(found, "distributed"), row_of(found, "apex_distributed")
+    assert one.speed > 1.05 * other.speed and not found.differ(one, other)
+
+
+def test_one_repeat_has_no_spread_and_no_verdict(measured, args):
+    def launch(run):
+        if run.repeat == 2:
+            raise timings.Failed("broke", unavailable=False)
+        return made(run, speed(run))
+
+    found = measured(launch)
+    row = row_of(found, "distributed")
+    assert row.spread is None and found.verdict(row) == "undecided"
+    assert "nothing is claimed" in report.notes(found) and not found.claims(
+        found.of("data", 2)
+    )
+    assert "1 times in turns" in report.hardware(found)
 
 
 def test_noise_makes_a_verdict_undecided(measured):

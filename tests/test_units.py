@@ -501,6 +501,23 @@ def test_epoch_timer_leaves_the_warm_up_out(monkeypatch):
     assert figures["data_wait_share"] == 0.25 and figures["peak_memory_mib"] > 0
 
 
+def test_epoch_timer_waits_until_what_loaders_prepared_is_used_up(monkeypatch):
+    """Over laps, and over the end of an epoch."""
+    clock = iter(float(second) for second in range(10))
+    monkeypatch.setattr("common.meters.time.perf_counter", lambda: next(clock))
+    timer = EpochTimer(12)
+    timer.start(0)
+    timer.lap(5, 100, 0.0)
+    timer.lap(10, 100, 0.0)
+    figures = timer.summary(CPU)
+    assert figures["warmup_steps"] == 10 and figures["images_per_second"] is None
+    timer.start(0)
+    timer.lap(5, 100, 0.0)
+    timer.lap(10, 70, 0.0)
+    figures = timer.summary(CPU)
+    assert figures["warmup_steps"] == 5 and figures["images_per_second"] == 70
+
+
 @pytest.mark.parametrize(
     ("share", "value"), [(0.9, 9.0), (0.91, 10.0), (0.5, 5.0), (0.01, 1.0), (1.0, 10.0)]
 )
