@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -238,13 +239,32 @@ def _open(make_store: Callable[..., Any], machines: Machines, until: float) -> A
         check_port(int(port), machines.address)
     else:
         _reach(host, int(port), until, machines)
-    try:
-        return make_store(host, int(port), is_master=serves(machines), **options)
-    except RuntimeError as error:
+    made = []
+
+    def make() -> None:
+        try:
+            made.append(
+                make_store(host, int(port), is_master=serves(machines), **options)
+            )
+        except RuntimeError as error:
+            made.append(error)
+
+    # The store's own timeout does not end its wait for a program that is no store
+    thread = threading.Thread(target=make, daemon=True)
+    thread.start()
+    thread.join(max(1, until - time.monotonic()))
+    if not made:
+        raise UserError(
+            f"{socket.gethostname()} reached {machines.address}, where nothing "
+            f"answered as machine 0 does within {machines.join_seconds} s "
+            "(JOIN_SECONDS): is it another program's port?"
+        )
+    if isinstance(made[0], RuntimeError):
         raise UserError(
             f"{socket.gethostname()} cannot reach {machines.address}: "
-            f"{str(error).splitlines()[0]}"
-        ) from None
+            f"{str(made[0]).splitlines()[0]}"
+        )
+    return made[0]
 
 
 def _reach(host: str, port: int, until: float, machines: Machines) -> None:

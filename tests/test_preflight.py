@@ -65,6 +65,12 @@ def test_under_every_launcher(way):
     assert not expect_two(ended.stdout, backend)
 
 
+def test_on_one_machine_it_listens_on_loopback_only():
+    for host in script.LOOPBACK:
+        with script.listen(host, int(free_port())) as listener:
+            assert listener.getsockname()[0] == "127.0.0.1"
+
+
 def free_port() -> str:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -263,6 +263,14 @@ def test_machines_say_who_is_missing():
             meet(TCPStore, machines, {})
 
 
+def test_a_port_of_another_program_is_not_waited_at_for_ever():
+    """It accepts, and never answers; the store's own timeout does not end that."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(UserError, match=f"{address}, where nothing answered as ma"):
+            meet(TCPStore, Machines(2, 1, address, 0, 2), {})
+
+
 def test_signals_are_remembered():
     before = {number: signal.getsignal(number) for number in Watchdog.SIGNALS}
     try:
