@@ -333,8 +333,9 @@ def test_shared_memory_of_all_processes_of_a_machine(monkeypatch):
     for rank in range(4):
         share_out(args, rank, 6, 4)  # of 6 processes 4 are here
         limits.check_limits(args, 600, 60)
+    limits.check_limits(args, 0, 60)  # validation alone
     one = needed(1, 4, 2, 64)
-    assert asked == [(3 * one, 3)] * 4  # the fourth process loads by itself
+    assert asked == [(3 * one, 3)] * 5  # the fourth process loads by itself
 
 
 def test_what_dataloader_does_by_itself():
