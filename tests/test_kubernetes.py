@@ -290,13 +290,17 @@ def job_script(data, output, port, *flags):
     return script
 
 
+# The last one, as this machine's name may lead to loopback
+TWO_PODS = {"NNODES": "2", "GPUS": "1", "MASTER_ADDR": "127.0.0.1"}
+TWO_PODS["GLOO_SOCKET_IFNAME"] = "lo"
+
+
 class Pods:
     """The Job's script twice, as in two pods."""
 
     def __init__(self, script, log):
         self.name = f"{log}-pod-"  # marks the processes of each
         self.log = open(log, "ab")
-        variables = {"NNODES": "2", "GPUS": "1", "MASTER_ADDR": "127.0.0.1"}
         self.processes = [
             subprocess.Popen(
                 ["bash", "-c", script],
@@ -304,7 +308,7 @@ class Pods:
                 env=environment(
                     TEST_RUN=f"{self.name}{index}",
                     JOB_COMPLETION_INDEX=str(index),
-                    **variables,
+                    **TWO_PODS,
                 ),
                 stdin=subprocess.DEVNULL,
                 stdout=self.log,
@@ -357,8 +361,7 @@ def test_the_jobs_command_ends_with_2_where_trying_again_is_of_no_use(tmp_path):
     script = job_script(
         tmp_path / "nowhere", tmp_path / "out", 1, *TINY, "--device", "cpu"
     )
-    variables = {"GPUS": "1", "NNODES": "2", "MASTER_ADDR": "127.0.0.1"}
-    ended = run("bash", "-c", script, JOB_COMPLETION_INDEX="1", **variables)
+    ended = run("bash", "-c", script, JOB_COMPLETION_INDEX="1", **TWO_PODS)
     assert ended.returncode == 2 and ended.stdout == ""
     assert len(ended.stderr.splitlines()) == 1 and "nowhere/train" in ended.stderr
 
