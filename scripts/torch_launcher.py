@@ -30,7 +30,6 @@ from common.machines import (
     use_loopback,
 )
 
-READ_SECONDS = 20
 MODULES = {"torchrun": "torch.distributed.run", "launch": "torch.distributed.launch"}
 
 
@@ -108,10 +107,8 @@ def options_for(machines: Machines) -> list[str]:
     # By itself torchrun tells the others this machine's name, which may lead nowhere
     address = own_address(host, int(port))
     options += ["--local-addr", address] if address else []
-    # How long to wait for the return of a lost machine, and for an answer of the
-    # one that keeps the rendezvous (by itself 60 s, and that twice at the end)
-    conf = f"join_timeout={machines.join_seconds},read_timeout={READ_SECONDS}"
-    return [*options, "--rdzv-conf", conf]
+    # After the loss of a machine, for its return
+    return [*options, "--rdzv-conf", f"join_timeout={machines.join_seconds}"]
 
 
 def main(launcher: str, backend: str, arguments: list[str]) -> None:
