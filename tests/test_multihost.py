@@ -368,19 +368,21 @@ def test_the_loss_of_a_host_ends_the_job(
     flags = ["--data", digits, *LONG, "--output", tmp_path / "out"]
     engine(job, [*flags, "--timeout-seconds", 15])
     training(job, tmp_path / "out")
+    stays = engine in (mpirun, torchrun) and event == "the network is cut"
     began = time.monotonic()
     try:
         LOSSES[event](job)
-        if engine is mpirun and event == "the network is cut":
-            # mpirun and its daemon wait for each other until TCP gives up
+        if stays:
+            # mpirun and its daemon, or torchrun and the rendezvous on the other host,
+            # wait for each other until TCP gives up
             wait_until(lambda: not any(map(job.trainers, NAMES)), 100, "training ends")
-            statuses = {"hosta": job.processes["hosta"].poll()}
+            time.sleep(3)
+            statuses = {host: p.poll() for host, p in job.processes.items()}
         else:
             statuses = job.end(100)
         seconds = time.monotonic() - began
     finally:
         job.hosts.mend()
-    stays = engine is mpirun and event == "the network is cut"
     assert not {0, *([] if stays else [None])} & set(statuses.values()), job.text()
     content = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)
     assert content["epoch"] < 2000
