@@ -19,13 +19,24 @@ RESULTS = ROOT / "results" / "reliability.json"
 
 
 def machine(report: dict) -> str:
-    """Where the figures come from: a long run, and tests that were run again."""
+    """Where the figures come from: a long run, and tests that were run again.
+
+    What was run in parts of one commit is one run.
+    """
+    runs: dict[tuple, dict] = {}
+    for session in report["sessions"]:
+        names = ("form", "commit", "cpu", "cpu_cores", "python", "torch", "horovod")
+        counts = dict.fromkeys(("passed", "failed", "minutes"), 0)
+        key = tuple(session[name] for name in names)
+        run = runs.setdefault(key, {**session, **counts})
+        for name in counts:
+            run[name] += session[name]
     return "".join(
         f"- {session['form']} form: {session['passed']} tests passed, {session['failed']} failed, in "
         f"{session['minutes']:.0f} minutes on {session['cpu_cores']} cores of an "
         f"{session['cpu']}; Python {session['python']}, PyTorch {session['torch']}, Horovod "
         f"{session['horovod']}; commit {session['commit'][:12]}\n"
-        for session in report["sessions"]
+        for session in runs.values()
     )
 
 
