@@ -445,9 +445,13 @@ def markdown(timings: Timings) -> str:
             f"scaling):\n\n{scaling_table(timings, precision, weak=True)}\n"
             "The same batch in all (strong scaling):\n\n"
             f"{scaling_table(timings, precision, weak=False)}\n"
-            "Images/s from JPEG files, the same batch for each device:\n\n"
-            f"{scaling_table(timings, precision, weak=True, mode='data')}\n"
         )
+        alone = timings.settings["batch_size"]
+        if timings.of("data", 1, alone) and timings.largest > 1:
+            text += (
+                "Images/s from JPEG files, the same batch for each device:\n\n"
+                f"{scaling_table(timings, precision, weak=True, mode='data')}\n"
+            )
     text += strange_losses(timings)
     for kind, reason in timings.problems.items():
         text += f"\n\nNot measured: {kind}: {reason}"

@@ -137,9 +137,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.batch_size = args.batch_size or (64 if gpus else 32)
     args.precision = args.precision or ["fp16" if gpus else best]
     args.lap = 10 if gpus else 2  # steps between two looks at the clock
-    args.steps = (200 if args.full else 100) if gpus else 8  # after a lap of warm-up
-    # Of dataparallel, whose loaders stay furthest ahead, the warm-up is a fifth
-    args.data_steps = max(args.lap + args.steps, 5 * PREFETCH * args.workers)
+    args.steps = (200 if args.full else 100) if gpus else 6  # after a lap of warm-up
+    # Of dataparallel, whose loaders stay furthest ahead, the warm-up is a quarter
+    args.data_steps = max(args.lap + args.steps, 4 * PREFETCH * args.workers)
     args.loader_steps = max(60, 6 * args.workers)
     args.repeats = 3 if args.full else 2
     return args
@@ -153,7 +153,8 @@ def plan(args: argparse.Namespace) -> list[Run]:
     for precision in args.precision:
         weak = [("device", n, n * args.batch_size) for n in args.devices]
         strong = [("device", n, together) for n in args.devices if not together % n]
-        data = [("data", n, n * args.batch_size) for n in sorted({1, largest})]
+        counts = {1, largest} if args.device == "cuda" or args.full else {largest}
+        data = [("data", n, n * args.batch_size) for n in sorted(counts)]
         sizes = dict.fromkeys([*weak, *strong, *data])
         cells += [Cell(*size, precision) for size in sizes]
     order = random.Random(0)
@@ -162,6 +163,10 @@ def plan(args: argparse.Namespace) -> list[Run]:
         for repeat in range(1, args.repeats + 1)
         for cell in cells
         for strategy in order.sample(list(LAUNCHERS), len(LAUNCHERS))
+        # On a CPU it is one process with all the threads, whatever it is given
+        if args.device == "cuda"
+        or strategy != "dataparallel"
+        or cell.devices == largest
     ]
 
 

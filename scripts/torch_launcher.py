@@ -97,7 +97,8 @@ def options_for(machines: Machines) -> list[str]:
     options = ["--nnodes", str(machines.count)]
     options += ["--max-restarts", str(machines.max_restarts)]
     if machines.address is None:
-        return [*options, "--rdzv-backend", "loopback", "--rdzv-id", "one-machine"]
+        options += ["--rdzv-backend", "loopback", "--rdzv-id", "one-machine"]
+        return [*options, "--rdzv-endpoint", "127.0.0.1"]  # without it torchrun warns
     host, _, port = machines.address.rpartition(":")
     if machines.rank is not None:
         options += ["--node-rank", str(machines.rank)]

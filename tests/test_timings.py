@@ -4,6 +4,7 @@ import math
 import re
 import sys
 import threading
+from itertools import groupby
 from xml.etree import ElementTree
 
 import pytest
@@ -32,24 +33,24 @@ def args(tmp_path):
 
 
 def test_every_setting_is_run_by_all_strategies_in_turns(args):
-    runs = timings.plan(args)
-    cells = {
-        ("device", 1, 4),
-        ("device", 2, 8),
-        ("device", 1, 8),
-        ("data", 1, 4),
-        ("data", 2, 8),
-    }
-    assert {run.cell[:3] for run in runs} == cells
-    assert len(runs) == len(set(runs)) == len(cells) * 5 * args.repeats
-    assert len({run.name for run in runs}) == len(runs)
-    orders = set()
-    for start in range(0, len(runs), 5):
-        turn = runs[start : start + 5]
-        assert len({run.cell for run in turn}) == 1
-        assert {run.strategy for run in turn} == set(LAUNCHERS)
-        orders.add(tuple(run.strategy for run in turn))
-    assert len(orders) > 1
+    for device, more in (("cpu", set()), ("cuda", {("data", 1, 4)})):
+        args.device = device
+        runs = timings.plan(args)
+        batch = 16 if device == "cuda" else 8  # shared out by strong scaling
+        cells = {("device", 1, 4), ("device", 2, 8), ("data", 2, 8), *more}
+        cells |= {("device", 1, batch), ("device", 2, batch)}
+        assert {run.cell[:3] for run in runs} == cells
+        assert len({run.name for run in runs}) == len(set(runs)) == len(runs)
+        turns = [list(turn) for _, turn in groupby(runs, lambda run: run.cell)]
+        assert len(turns) == len(cells) * args.repeats
+        for turn in turns:
+            expected = set(LAUNCHERS)
+            if device == "cpu" and turn[0].cell.devices == 1:
+                expected.remove("dataparallel")  # the same as on two
+            assert {run.strategy for run in turn} == expected
+            assert len(turn) == len(expected)
+        orders = {tuple(run.strategy for run in turn) for turn in turns}
+        assert len(orders) > 2
 
 
 def test_strategies_of_a_setting_have_equal_flags_and_threads(args, monkeypatch):
@@ -260,7 +261,7 @@ def test_a_failure_does_not_end_the_others(measured, args):
 
     found = measured(launch)
     assert launched.count("apex_distributed") == 1  # it would not fare better later
-    assert launched.count("distributed") == launched.count("dataparallel") > 1
+    assert launched.count("distributed") == launched.count("horovod_distributed") > 1
     table = report.main_table(found, "fp32")
     assert re.search(r"\| apex_distributed .*\| no GPU +\|", table)
     assert re.search(r"\| distributed .*\| broke +\|", table)
@@ -328,7 +329,8 @@ def row_of(found, strategy, mode="data", devices=2, batch=8):
     return found.rows[(mode, devices, batch, "fp32", strategy)]
 
 
-def test_efficiency_is_against_the_same_strategy_alone(measured):
+def test_efficiency_is_against_the_same_strategy_alone(measured, args):
+    args.full = True  # from JPEG files on one device, too
     found = measured(lambda run: made(run, speed(run)))
     row = row_of(found, "distributed", "device")
     assert found.efficiency(row, 4) == pytest.approx(0.95)
@@ -336,7 +338,7 @@ def test_efficiency_is_against_the_same_strategy_alone(measured):
     assert found.lost_to_devices(row_of(found, "distributed")) == pytest.approx(0.05)
     assert "190 (95%)" in report.scaling_table(found, "fp32", weak=True)
     assert "190 (86%)" in report.scaling_table(found, "fp32", weak=False)
-    assert "186 (94%)" in report.scaling_table(found, "fp32", weak=True, mode="data")
+    assert "186 (94%)" in report.markdown(found)
 
 
 @pytest.mark.parametrize(
@@ -377,7 +379,7 @@ def test_one_process_is_no_verdict_on_dataparallel(measured):
     found = measured(lambda run: made(run, speed(run, {"dataparallel": 2})))
     assert found.verdict(row_of(found, "dataparallel")) == "one process, no replicas"
     assert re.search(
-        r"\| dataparallel +\| 200 +\| 380 +\|",
+        r"\| dataparallel +\| - +\| 380 +\|",
         report.scaling_table(found, "fp32", weak=True),
     )
     assert "dataparallel" not in str(found.claims(found.of("data", 2)))
