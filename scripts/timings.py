@@ -44,7 +44,7 @@ from common.errors import UserError, exit_status
 from common.limits import PREFETCH
 from common.report import commit
 
-IMAGES = 128  # different ones among the JPEGs that this script makes itself
+IMAGES = 64  # different ones among the JPEGs that this script makes itself
 CLASSES = 1000  # as of random images, so that both modes train the same network
 LIBRARY = re.compile("(Apex|Horovod|no amp|this Horovod)")  # what its absence is called
 # Settings of the launch scripts with which a run would be another one
@@ -106,8 +106,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--batch-size",
         metavar="N",
         type=positive,
-        help="images per device and step (64; 32 on a CPU); strong scaling shares out "
-        "four times as many (on a CPU twice)",
+        help="images per device and step (64; 32 on a CPU, 16 without bf16); strong "
+        "scaling shares out four times as many (on a CPU twice)",
     )
     add(
         "--precision",
@@ -132,9 +132,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.workers = max(largest, min(cores, 4 * largest) // largest * largest)
     args.threads = max(1, cores // args.devices[-1])  # of each process
     best = best_precision(torch.device("cpu"))
+    fast = best == "bf16"
     args.arch = args.arch or ("resnet50" if gpus else "resnet18")
-    args.image_size = args.image_size or (224 if gpus else 64 if best == "bf16" else 32)
-    args.batch_size = args.batch_size or (64 if gpus else 32)
+    args.image_size = args.image_size or (224 if gpus else 64 if fast else 32)
+    args.batch_size = args.batch_size or (64 if gpus else 32 if fast else 16)
     args.precision = args.precision or ["fp16" if gpus else best]
     args.lap = 10 if gpus else 2  # steps between two looks at the clock
     args.steps = (200 if args.full else 100) if gpus else 6  # after a lap of warm-up
