@@ -350,7 +350,7 @@ def strange_losses(timings: Timings) -> str:
     if found:
         return "**Losses that differ, look at these runs:** " + "; ".join(found)
     return (
-        "The losses of the timed steps are within 10 % (or 0.05) of each other's, "
+        "The losses after the first lap are within 10 % (or 0.05) of each other's, "
         "everywhere."
     )
 

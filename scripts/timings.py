@@ -409,7 +409,8 @@ def launch(args: argparse.Namespace, run: Run, log: Path) -> dict:
             **{name: found[name] for name in report.MEASURED},
             "gpu_utilisation": samples.mean(seconds),
             "first_loss": first,
-            "last_loss": (found["train_loss"] * found["steps"] - first * warm) / timed,
+            "last_loss": (found["train_loss"] * found["steps"] - first * args.lap)
+            / (found["steps"] - args.lap),
             "run": json.loads((output / "report.json").read_text()),
             "machine": machine(args.device),
         }
