@@ -29,6 +29,19 @@ def args(tmp_path):
     return parsed
 
 
+@pytest.fixture
+def launches(tmp_path, monkeypatch):
+    """A function that puts a script of one line in the place of a launch script."""
+
+    def put(strategy, text):
+        folder = tmp_path / "scripts"
+        folder.mkdir()
+        (folder / f"{strategy}.sh").write_text(text)
+        monkeypatch.setattr(timings, "ROOT", tmp_path)
+
+    return put
+
+
 # --- the runs ---
 
 
@@ -104,23 +117,17 @@ def test_a_strategy_that_cannot_run_says_why(args, tmp_path):
     assert caught.value.unavailable
 
 
-def test_horovod_that_is_there_and_stops_is_tried_again(args, tmp_path, monkeypatch):
+def test_horovod_that_is_there_and_stops_is_tried_again(args, tmp_path, launches):
     """Status 2 alone does not say that the library is missing."""
-    script = tmp_path / "scripts" / "horovod_distributed.sh"
-    script.parent.mkdir()
-    script.write_text("echo 'x.py: error: no such folder' >&2; exit 2\n")
-    monkeypatch.setattr(timings, "ROOT", tmp_path)
+    launches("horovod_distributed", "echo 'x.py: error: no such folder' >&2; exit 2\n")
     run = timings.Run(timings.Cell("device", 1, 4, "fp32"), "horovod_distributed", 1)
     with pytest.raises(timings.Failed, match="^no such folder$") as caught:
         timings.launch(args, run, tmp_path / "log")
     assert not caught.value.unavailable
 
 
-def test_a_run_that_hangs_is_ended(args, tmp_path, monkeypatch):
-    script = tmp_path / "scripts" / "distributed.sh"
-    script.parent.mkdir()
-    script.write_text("exec sleep 100\n")
-    monkeypatch.setattr(timings, "ROOT", tmp_path)
+def test_a_run_that_hangs_is_ended(args, tmp_path, launches, monkeypatch):
+    launches("distributed", "exec sleep 100\n")
     monkeypatch.setattr(timings, "SECONDS", 0.5)
     run = timings.Run(timings.Cell("device", 1, 4, "fp32"), "distributed", 1)
     with pytest.raises(timings.Failed, match="not over after 0.5 s") as caught:
@@ -153,11 +160,8 @@ def test_gpu_samples_are_of_the_timed_steps(tmp_path, monkeypatch):
     assert samples.mean(0.4) == 70 and samples.mean(9) == pytest.approx(280 / 6)
 
 
-def test_a_strategy_that_fails_names_its_log(args, tmp_path, monkeypatch):
-    script = tmp_path / "scripts" / "distributed.sh"
-    script.parent.mkdir()
-    script.write_text("echo something; exit 7\n")
-    monkeypatch.setattr(timings, "ROOT", tmp_path)
+def test_a_strategy_that_fails_names_its_log(args, tmp_path, launches):
+    launches("distributed", "echo something; exit 7\n")
     run = timings.Run(timings.Cell("device", 1, 4, "fp32"), "distributed", 1)
     with pytest.raises(timings.Failed, match=r"exit status 7, see .*/log") as caught:
         timings.launch(args, run, tmp_path / "log")
@@ -172,12 +176,9 @@ def test_a_run_that_is_all_warm_up_is_no_figure(args, tmp_path):
         timings.launch(args, run, tmp_path / "log")
 
 
-def test_no_samples_are_taken_after_a_run_that_failed(args, tmp_path, monkeypatch):
+def test_no_samples_are_taken_after_a_run_that_failed(args, tmp_path, launches):
     """Of a GPU that is not there; the threads of a failed run would go on for ever."""
-    script = tmp_path / "scripts" / "distributed.sh"
-    script.parent.mkdir()
-    script.write_text("exit 7\n")
-    monkeypatch.setattr(timings, "ROOT", tmp_path)
+    launches("distributed", "exit 7\n")
     args.device = "cuda"
     run = timings.Run(timings.Cell("device", 1, 4, "fp32"), "distributed", 1)
     with pytest.raises(timings.Failed, match="exit status 7"):
