@@ -19,7 +19,7 @@ class Progress:
     def __init__(self, args: Namespace, rank: int):
         self.rank = rank
         self.epochs = args.epochs
-        self.lines = 0
+        self.line_at = 0.0  # the first lap of a run is shown at once
         workers = 0 if args.synthetic else args.per_process_workers
         self.timer = EpochTimer(max(1, PREFETCH * workers))
 
@@ -27,8 +27,8 @@ class Progress:
         """Begin an epoch of `steps` steps, of which `step` are done already."""
         self.title = f"epoch {epoch + 1}/{self.epochs}"
         self.step, self.steps = step, steps
-        # The first lap of a run is shown at once
-        self.line_at = time.monotonic() + (SECONDS_BETWEEN_LINES if self.lines else 0)
+        if self.line_at:
+            self.line_at = time.monotonic() + SECONDS_BETWEEN_LINES
         self.bar = tqdm(
             total=steps,
             initial=step,
@@ -51,7 +51,6 @@ class Progress:
         quiet = self.rank != 0 or not self.bar.disable
         if not quiet and time.monotonic() > self.line_at:
             self.line_at = time.monotonic() + SECONDS_BETWEEN_LINES
-            self.lines += 1
             print(f"{self.title}, step {step}/{self.steps}: {text}", flush=True)
 
     def close(self) -> None:
