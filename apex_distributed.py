@@ -224,11 +224,11 @@ def arguments(argv: list[str] | None = None) -> Namespace:
     add_launcher_flags(parser)
     parser.add_argument("--opt-level", choices=("O0", "O1", "O2", "O3"), help="O1")
     args = parse_arguments(parser, "apex_distributed", argv)
+    require_gpu(args.device, "Apex")
     if args.precision == "bf16" or (args.precision and args.opt_level):
         parser.error("Apex has --opt-level in place of --precision, and no bf16")
     args.opt_level = args.opt_level or ("O0" if args.precision == "fp32" else "O1")
     args.precision = args.opt_level  # amp casts, in place of torch.autocast
-    require_gpu(args.device, "Apex")
     if amp is None:
         raise UserError(f"no amp or DDP of Apex ({problem}); tag 25.05 has: {INSTALL}")
     return args

@@ -37,6 +37,7 @@ from common.data import DeviceLoader, build_datasets, build_loader, share_out
 from common.device import peak_memory_mib
 from common.errors import UserError, exit_status
 from common.launch import Watchdog
+from common.machines import use_loopback
 
 ROOT = Path(__file__).resolve().parent.parent
 BARE, USUAL, USUAL_SAME = "bare loop", "usual, fp32", "usual, same precision"
@@ -61,6 +62,7 @@ def start_alone(script, flags: list[str]) -> None:
     os.environ.update(variables, MASTER_PORT=port)
     spawns = name == "multiprocessing_distributed"
     args = script.arguments([*flags, *(["--nprocs", "1"] if spawns else [])])
+    use_loopback()
     if spawns:
         args.local_rank, args.dist_url = 0, f"tcp://127.0.0.1:{port}"
     script.main(args)
@@ -179,7 +181,12 @@ def compare_speed(name: str, rounds: str, *flags: str) -> dict:
     script.train = measure
     with contextlib.suppress(Measured):
         start_alone(script, list(flags))
-    return {"rows": found}
+    kernels = None
+    if name == "apex_distributed":
+        from apex.multi_tensor_apply import multi_tensor_applier
+
+        kernels = multi_tensor_applier.available
+    return {"rows": found, "apex_kernels": kernels}
 
 
 class Measured(Exception):
@@ -229,11 +236,11 @@ def training_step(model: nn.Module, images: Tensor, labels: Tensor) -> Callable:
     optimizer = torch.optim.SGD(model.parameters(), 0.01, 0.9, weight_decay=1e-4)
 
     def step() -> None:
+        optimizer.zero_grad()
         # Without the cache of casts a step can be captured into a CUDA graph
         with torch.autocast(images.device.type, torch.bfloat16, cache_enabled=False):
             outputs = model(images)
         loss = F.cross_entropy(outputs.float(), labels)
-        optimizer.zero_grad()
         loss.backward()
         optimizer.step()
 

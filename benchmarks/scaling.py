@@ -5,8 +5,8 @@
 
 The first form checks the model on this machine: it trains a small network in 1 to 4 CPU
 processes, takes alpha and beta from all-reduces between two of them, and predicts the
-steps of the others. Prints the errors and writes results/scaling.json; takes four
-minutes. `python -m benchmarks.scaling_page` then makes docs/scaling.md and its figure.
+steps of the others. Prints the errors and writes results/scaling.json.
+`python -m benchmarks.scaling_page` then makes docs/scaling.md and its figure.
 
 The second form prints the table for your own model and machines.
 """
@@ -40,11 +40,12 @@ from benchmarks.scaling_model import (
     step_seconds,
 )
 from common.errors import UserError, exit_status
+from common.machines import use_loopback
 
 # What NCCL reckons with for a ring: microseconds a message, in
 # https://github.com/NVIDIA/nccl/blob/b6475625fbcaa2c3c0e50eed2fa1255d7514d4a2/src/graph/tuning.cc
 NVLINK_ALPHA, PCI_ALPHA, NETWORK_ALPHA = 3.4e-6, 5.7e-6, 14e-6
-# and bytes per second that eight A100 reach through NVLink, in
+# and the most bytes per second that it expects of eight A100 through NVLink, in
 # https://github.com/NVIDIA/nccl/blob/01afd20a77b5804e0ecf1042509dd9d20ebf9e93/src/graph/tuning.cc
 A100_NVLINK = 235e9
 GPUS = (2, 4, 8, 16, 64, 256, 512, 1024)
@@ -58,9 +59,9 @@ STEPS = 3  # of a measurement
 SIZES = {2**14: 100, 2**17: 50, MIB: 20, 4 * MIB: 10, 16 * MIB: 4}
 
 
-# What is measured: a step of processes that compute at once and do not talk, one that
-# also waits for the slowest process, one that DDP averages the gradients of
-COMPUTE, WAIT, STEP = "compute", "compute and wait", "step"
+# What is measured: a step of processes that compute at once and do not talk, and one
+# that DDP averages the gradients of
+COMPUTE, STEP = "compute", "step"
 
 
 def named(what: str, processes: int) -> str:
@@ -96,7 +97,7 @@ def timed(
 
 
 def training(group: dist.ProcessGroup, what: str) -> Callable[[], None]:
-    """A step of fp32 training: COMPUTE, WAIT or STEP."""
+    """A step of fp32 training: COMPUTE or STEP."""
     torch.manual_seed(0)
     raw_model = torchvision.models.get_model(ARCH)
     model = DistributedDataParallel(
@@ -112,8 +113,6 @@ def training(group: dist.ProcessGroup, what: str) -> Callable[[], None]:
             optimizer.zero_grad(set_to_none=False)
             loss.backward()
         optimizer.step()
-        if what == WAIT:
-            dist.barrier(group)
 
     return step
 
@@ -132,7 +131,7 @@ def measurements(
     sizes |= SIZES if processes == 2 else {}
     works = {
         what: (STEPS, lambda what=what: training(group, what))
-        for what in (COMPUTE, WAIT, STEP)
+        for what in (COMPUTE, STEP)
     } | {
         all_reduce_name(size): (repeats, lambda size=size: all_reducing(group, size))
         for size, repeats in sizes.items()
@@ -172,6 +171,7 @@ def process(rank: int, rounds: int, folder: str) -> None:
 def measure(rounds: int) -> dict:
     """Start the processes and collect what the first one measured."""
     os.environ["OMP_NUM_THREADS"] = "1"
+    use_loopback()
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(process, (rounds, folder), nprocs=PROCESSES)
         found = json.loads(Path(folder, "found.json").read_text())
@@ -200,12 +200,11 @@ def checked(report: dict) -> dict[int, dict]:
     link, size = fitted(report), report["gradient_bytes"]
     rows = {}
     for processes in range(1, PROCESSES + 1):
-        compute, wait, step = (
-            report["seconds"][named(what, processes)] for what in (COMPUTE, WAIT, STEP)
+        compute, step = (
+            report["seconds"][named(what, processes)] for what in (COMPUTE, STEP)
         )
         ring = ring_seconds(processes, size, link, buckets(size))
-        row = {"compute": spread(compute), "wait": spread(wait), "step": spread(step)}
-        row["ring"] = ring
+        row = {"compute": spread(compute), "step": spread(step), "ring": ring}
         if processes > 1:
             alone = report["seconds"][named(all_reduce_name(size), processes)]
             row["all_reduce"] = spread(alone)
@@ -221,17 +220,18 @@ def print_check(report: dict) -> None:
     """The table of errors."""
     link = fitted(report)
     print(f"\nalpha {link.alpha * 1e6:.0f} us, beta {link.beta / 1e9:.2f} GB/s")
-    header = ("milliseconds", "compute", "and wait", "all-reduce", "step", "predicted")
-    print("{:14}{:>9}{:>10}{:>12}{:>8}{:>18}   error".format(*header))
+    header = ("milliseconds", "compute", "all-reduce", "step", "predicted")
+    print("{:14}{:>9}{:>12}{:>8}{:>18}   error".format(*header))
     for processes, row in checked(report).items():
         alone = row.get("all_reduce", {"median": 0})["median"]
-        measured = [row[name]["median"] for name in ("compute", "wait", "step")]
-        compute, wait, step = (f"{seconds * 1e3:.1f}" for seconds in measured)
+        compute, step = (
+            f"{row[name]['median'] * 1e3:.1f}" for name in ("compute", "step")
+        )
         ends = [row[name] for name in ("all hidden", "nothing hidden")]
         predicted = " to ".join(f"{end['seconds']['median'] * 1e3:.1f}" for end in ends)
         error = " to ".join(f"{end['error']['median']:+.0%}" for end in ends)
         print(
-            f"{processes:<14}{compute:>9}{wait:>10}{alone * 1e3:12.1f}{step:>8}"
+            f"{processes:<14}{compute:>9}{alone * 1e3:12.1f}{step:>8}"
             f"{predicted:>18}   {error}"
         )
 
@@ -254,7 +254,7 @@ def print_table(cluster: Cluster, global_batch: int) -> None:
     print("{:>6}{:>14}{:>24}{:>24}".format(*header, f"{global_batch} images in all"))
     per_host = cluster.gpus_per_host
     counts = {gpus for gpus in (1, 2, 4) if gpus < per_host}
-    counts |= {per_host * hosts for hosts in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)}
+    counts |= {per_host * 2**power for power in range(11)}
     for gpus in sorted(count for count in counts if count <= 1024):
         weak = times(cluster.weak(gpus), gpus)
         strong = times(cluster.strong(gpus, global_batch), gpus)
@@ -294,7 +294,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         allow_abbrev=False,
         description="Check the model of scaling here, or print it for your GPUs.",
     )
-    parser.add_argument("rounds", nargs="?", type=count, default=9, metavar="ROUNDS")
+    parser.add_argument("rounds", nargs="?", type=count, metavar="ROUNDS", help="(9)")
     add = parser.add_argument
     add(
         "--step-milliseconds", type=positive, help="a step on one GPU: prints the table"
@@ -326,11 +326,13 @@ def main() -> None:
     """Measure, or print the table."""
     args = arguments()
     if args.step_milliseconds:
+        if args.rounds:
+            raise UserError("ROUNDS does not go with --step-milliseconds")
         print_table(cluster_of(args), args.global_batch_size)
         return
     if any(word.startswith("-") for word in sys.argv[1:]):
         raise UserError("a table for your GPUs needs --step-milliseconds")
-    report = measure(args.rounds)
+    report = measure(args.rounds or 9)
     print_check(report)
     write_results("scaling", report)
 

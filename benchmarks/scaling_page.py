@@ -159,7 +159,7 @@ def short() -> str:
         f"{hosts.all_reduce(8) * 1e3:.0f} ms of a",
         f"  step of {hosts.step * 1e3:.0f} ms, which would leave {times(eight, 8)} "
         f"times. NVIDIA measured {amp:.1f}, and {tf32:.1f} in TF32",
-        "  (below): what is lost is lost elsewhere.",
+        "  (below): the model does not explain the difference.",
         f"- **900 times from {many:,}: on paper.** The model says "
         f"{times(hosts.weak(many), many)} times with 100 Gbit/s a host,",
         f"  {times(a100(25).weak(many), many)} with 25; but that is {256 * many:,} "
@@ -210,18 +210,17 @@ def check() -> str:
     link, size = fitted(report), report["gradient_bytes"]
     rows = []
     for processes, row in checked(report).items():
-        compute, wait = (
-            f"{row[name]['median'] * 1e3:.0f}" for name in ("compute", "wait")
+        compute, step = (
+            f"{row[name]['median'] * 1e3:.0f}" for name in ("compute", "step")
         )
-        ring, step = row["ring"] * 1e3, row["step"]["median"] * 1e3
         alone = f"{row['all_reduce']['median'] * 1e3:.0f}" if processes > 1 else "0"
         errors = [
             "{median:+.0%} ({low:+.0%} to {high:+.0%})".format_map(row[end]["error"])
             for end in ("nothing hidden", "all hidden")
         ]
-        numbers = [processes, compute, wait, alone, f"{ring:.0f}", f"{step:.0f}"]
+        numbers = [processes, compute, alone, f"{row['ring'] * 1e3:.0f}", step]
         rows.append([*numbers, *(error.replace("%", " %") for error in errors)])
-    header = ["processes", "compute", "compute, wait", "all-reduce", "by the model"]
+    header = ["processes", "compute", "all-reduce", "by the model"]
     header += ["DDP step", "error, nothing hidden", "error, all hidden"]
     return (
         f"{report['arch']} at {report['image_size']} px, "

@@ -112,7 +112,11 @@ def bare_loop(
     layout: torch.memory_format = torch.channels_last,
     wrap: bool = True,
 ) -> Callable[[], None]:
-    """The least that trains this model, with DistributedDataParallel or without."""
+    """The least that trains this model, with DistributedDataParallel or without.
+
+    Args:
+        layout: of the weights; images have the script's.
+    """
     torch.manual_seed(args.seed)
     model = torchvision.models.get_model(args.arch)
     model.to(loader.device, memory_format=layout)
@@ -122,7 +126,7 @@ def bare_loop(
     if wrap:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
         model.broadcast_buffers = False
-    images, labels = loader.images.to(memory_format=layout), loader.labels
+    images, labels = loader.images, loader.labels
     kind, dtype = images.device.type, autocast_dtype(precision)
     scaler = torch.amp.GradScaler(kind, enabled=precision == "fp16")
 

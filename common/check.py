@@ -29,7 +29,7 @@ from common.device import (
     processes_per_machine,
     usable_gpus,
 )
-from common.errors import UserError, exit_status, say
+from common.errors import UserError, exit_status
 from common.machines import (
     check_own_address,
     machines_from_environment,
@@ -98,13 +98,19 @@ def preflight(args: Namespace, launcher: list[str]) -> None:
     command = [*launcher, str(script), "--device", args.device]
     command += ["--backend", args.backend] if args.backend else []
     once = {**os.environ, "MAX_RESTARTS": "0"}
-    ended = subprocess.run(command, env=once, stderr=subprocess.PIPE, text=True)
-    if ended.returncode:
-        # torchrun adds pages of its own
-        lines = ended.stderr.splitlines()
-        own = [line for line in lines if line.startswith(f"{script.name}: ")]
-        print(*(own or lines), sep="\n", file=sys.stderr)
-        sys.exit(ended.returncode)
+    own, lines = f"{script.name}: ", []
+    with subprocess.Popen(
+        command, env=once, stderr=subprocess.PIPE, text=True
+    ) as process:
+        for line in process.stderr:
+            lines.append(line)
+            if line.startswith(own):
+                sys.stderr.write(line)
+    if process.returncode:
+        # torchrun adds lines of its own, which matter where there are no others
+        if not any(line.startswith(own) for line in lines):
+            sys.stderr.writelines(lines)
+        sys.exit(process.returncode)
 
 
 def restart_flags(args: Namespace) -> list[str]:
@@ -151,14 +157,7 @@ def main() -> None:
     # torchrun would die of SIGUSR1, which Slurm can send; of SIGTERM it ends the job
     signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     sys.argv[1:] = [*options, script, *flags]
-    try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-    except Exception as error:
-        # torchrun's own, a traceback long; by name, as common/ knows no strategy
-        if type(error).__name__ != "SignalException":
-            raise
-        say(f"{options[0]} ended by signal {int(error.sigval)}")
-        sys.exit(1)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from common.errors import UserError, complain, this_process
 from common.machines import (
     Machines,
     check_address,
-    machines_from_environment,
+    join_seconds,
     meet,
     use_loopback,
 )
@@ -240,9 +240,7 @@ def rendezvous(args: Namespace, make_store: Callable[..., Any]) -> str:
     if args.nnodes == 1:
         use_loopback()
     else:
-        seconds = machines_from_environment(
-            {"JOIN_SECONDS": os.environ.get("JOIN_SECONDS", "")}
-        ).join_seconds
+        seconds = join_seconds(os.environ)
         machines = Machines(args.nnodes, args.node_rank, f"{host}:{port}", 0, seconds)
         facts = {"--nnodes": args.nnodes, "--nprocs": args.nprocs}
         facts["backend"] = device_and_backend(args)

@@ -38,17 +38,12 @@ def machines_from_environment(environment: Mapping[str, str]) -> Machines:
     Raises:
         UserError: a value is missing, no number, or contradicts another.
     """
-
-    def number(name: str, default: int, smallest: int) -> int:
-        text = environment.get(name) or str(default)
-        if not text.isdecimal() or int(text) < smallest:
-            raise UserError(f"{name}={text} is no whole number from {smallest} on")
-        return int(text)
-
-    count = number("NNODES", 1, 1)
-    restarts = number("MAX_RESTARTS", 0, 0)
-    seconds = number("JOIN_SECONDS", 45, 1)
-    rank = number("NODE_RANK", 0, 0) if environment.get("NODE_RANK") else None
+    count = whole_number(environment, "NNODES", 1, 1)
+    restarts = whole_number(environment, "MAX_RESTARTS", 0, 0)
+    seconds = join_seconds(environment)
+    rank = None
+    if environment.get("NODE_RANK"):
+        rank = whole_number(environment, "NODE_RANK", 0, 0)
     endpoint = environment.get("RDZV_ENDPOINT")
     if rank is not None and rank >= count:
         raise UserError(f"NODE_RANK={rank} has to be below NNODES={count}")
@@ -63,22 +58,41 @@ def machines_from_environment(environment: Mapping[str, str]) -> Machines:
         )
     if endpoint:
         host, _, port = (
-            endpoint.rpartition(":") if ":" in endpoint else (endpoint, 0, 0)
+            endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", "29400")
         )
-        name, port = "RDZV_ENDPOINT", str(port or 29400)
+        said = f"RDZV_ENDPOINT={endpoint}"
     else:
-        host, port = (
-            environment.get("MASTER_ADDR", ""),
-            str(number("MASTER_PORT", 29500, 1)),
-        )
-        name = "MASTER_ADDR"
+        host = environment.get("MASTER_ADDR", "")
+        port = str(whole_number(environment, "MASTER_PORT", 29500, 1))
+        said = f"MASTER_ADDR={host} with MASTER_PORT={port}"
         if restarts:
             raise UserError("MAX_RESTARTS on several machines needs RDZV_ENDPOINT")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise UserError(
-            f"{name}={environment.get(name, '')} is no HOST:PORT to meet at"
-        )
+        raise UserError(f"{said} is no HOST:PORT to meet at")
     return Machines(count, rank, f"{host}:{port}", restarts, seconds)
+
+
+def join_seconds(environment: Mapping[str, str]) -> int:
+    """How long a machine waits for the others: JOIN_SECONDS.
+
+    Raises:
+        UserError: it is no number.
+    """
+    return whole_number(environment, "JOIN_SECONDS", 45, 1)
+
+
+def whole_number(
+    environment: Mapping[str, str], name: str, default: int, smallest: int
+) -> int:
+    """The value of a variable, or `default` where it is not set or empty.
+
+    Raises:
+        UserError: it is no whole number, or below `smallest`.
+    """
+    text = environment.get(name) or str(default)
+    if not text.isdecimal() or int(text) < smallest:
+        raise UserError(f"{name}={text} is no whole number from {smallest} on")
+    return int(text)
 
 
 def slots_of_hosts(hosts: str) -> dict[str, int]:
@@ -200,13 +214,15 @@ def _wait_for_all(
     key = f"machines of {Path(sys.argv[0]).name}"  # a preflight meets before it
     facts = {"PyTorch": torch.__version__, **facts}
     store.append(key, json.dumps([socket.gethostname(), facts]) + "\n")
-    told, present = False, []
-    while len(present) < machines.count:
+    told = False
+    while True:
         present = [json.loads(line) for line in store.get(key).splitlines()]
         problem = _difference(present)
         if problem:
             time.sleep(2)  # for the others to read the same
             raise UserError(problem)
+        if len(present) >= machines.count:
+            return
         names = ", ".join(name for name, _ in present)
         if time.monotonic() > until:
             raise UserError(

@@ -6,11 +6,13 @@
 A row is one thing that is tried, in processes of its own with a time limit: it passed,
 failed, is not available here (and why), or was not run. Rows come in the order of their
 importance; what does not fit into the time is not run, and the same command goes on
-with it. One JSON file for each kind of row and summary.md go to
-results/GPU_DATE. A rehearsal says in every row and file that it is one.
+with it, and tries again what failed. One JSON file for each kind of row and summary.md
+go to results/GPU_DATE. A rehearsal says in every row and file that it is one.
 """
 
 import argparse
+import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -35,6 +37,7 @@ from gpu_rows import (
     Machine,
     Row,
     Setting,
+    horovod_version,
     judge_agreement,
     rows,
 )
@@ -65,12 +68,27 @@ STATUSES = ("passed", "failed", "not available", "not run")
 def facts_of(here: Machine) -> dict:
     """What the results were made with."""
     device = REHEARSED if here.rehearse else describe_gpu()
+    facts = machine("cuda" if device and not here.rehearse else "cpu")
+    if facts["apex"] is None and importlib.util.find_spec("apex"):
+        facts["apex"] = "(sources without a version)"
     return {
         "device": device or None,
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit(),
-        "machine": machine("cuda" if device and not here.rehearse else "cpu"),
+        "sources": digest_of_sources(),
+        "machine": facts,
     }
+
+
+def digest_of_sources() -> str:
+    """Stands for the code, where files differ from their commit or git is missing."""
+    digest = hashlib.blake2b(digest_size=8)
+    folders = (ROOT, ROOT / "common", ROOT / "scripts", ROOT / "benchmarks")
+    for file in sorted(
+        path for folder in folders for path in folder.glob("*.[ps][yh]")
+    ):
+        digest.update(f"{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 def describe_gpu() -> str:
@@ -85,7 +103,7 @@ class Check:
         """Go on with what is in `output`.
 
         Raises:
-            UserError: it holds the results of another commit or machine.
+            UserError: it holds the results of other sources or another machine.
         """
         self.output, self.here = output, here
         self.deadline = time.monotonic() + seconds
@@ -98,7 +116,7 @@ class Check:
             for row in every
         }
         for group, content in read(output).items():
-            for name in ("device", "commit"):
+            for name in ("device", "sources"):
                 if content[name] != self.facts[name]:
                     raise UserError(
                         f"{output} holds results of {name} {content[name]}, now it is "
@@ -106,15 +124,17 @@ class Check:
                     )
             for result in content["rows"]:
                 key = group, result["row"]
-                if key in self.results and result["status"] in ("passed", "failed"):
+                if key in self.results and result["status"] in STATUSES[:2]:
                     self.results[key] = result
 
     def run(self, wanted: list[Row]) -> None:
         """Try rows in their order; those that are not timed run some at a time."""
-        at_once = max(1, min(6, len(os.sched_getaffinity(0)) // 3))
-        missing = [r for r in wanted if self.result(r)["status"] not in STATUSES[:2]]
+        at_once = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
+        kinds = {row: self.result(row)["status"] for row in wanted}
+        missing = [row for row in wanted if kinds[row] not in STATUSES[:2]]
         for row in missing:
             self.results[row.group, row.name] = not_tried(row, "not run", "interrupted")
+        missing += [row for row in wanted if kinds[row] == "failed"]  # once more, last
         for alone, some in groupby(missing, key=lambda row: row.alone):
             with ThreadPoolExecutor(1 if alone else at_once) as pool:
                 try:
@@ -143,6 +163,7 @@ class Check:
             result = self.tried(row, left)
         with self.lock:
             self.results[row.group, row.name] = result
+            self.facts["machine"]["horovod"] = horovod_version()
             if self.here.gpu() is None:
                 self.write()
                 text = f"{row.group}: {row.name}: {result['status']}: {result['line']}"
@@ -175,7 +196,7 @@ class Check:
             "status": status,
             "line": line,
             "seconds": time.monotonic() - began,
-            "device": self.facts["device"],
+            "device": found.get("ran on") or self.facts["device"],
             "commands": [" ".join(command) for command in launch.commands],
             "log": log,
             "found": found,
@@ -223,7 +244,8 @@ def agreements(trained: list[dict]) -> list[dict]:
         if references and runs:
             try:
                 found = judge_agreement(runs, references[0], LOSS_TOLERANCE[precision])
-                status, line = "passed", found.pop("line")
+                line = found.pop("line")
+                status = "passed" if found["pairs"] else "not run"
             except Failed as failed:
                 status, line = "failed", str(failed)
         name = f"{processes} process{'es' * (processes > 1)}, {precision}"
@@ -256,7 +278,8 @@ def summary(folder: Path) -> str:
         text += f"**{REHEARSED[0].upper()}{REHEARSED[1:]}**, at tiny sizes: "
         text += "no row of it ran on a GPU, and no speed says anything.\n\n"
     text += ", ".join(f"{name} {value}" for name, value in versions.items() if value)
-    text += f"; commit {facts['commit']}; {facts['date']}.\n"
+    text += f"; commit {facts['commit']}, "
+    text += f"digest of the sources {facts['sources']}; {facts['date']}.\n"
     for gpu in facts["machine"].get("gpus", []):
         text += f"GPU, driver, power limit, memory: {gpu}.\n"
     for group, content in groups.items():
@@ -304,7 +327,7 @@ def write_data() -> None:
 
 def main() -> None:
     """Try everything that was asked for; status 1 where a row failed."""
-    began = time.monotonic()
+    began = float(os.environ.get("GPU_CHECK_BEGAN") or time.time())
     args = parse()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     here = Machine(args.rehearse)
@@ -317,8 +340,8 @@ def main() -> None:
     ]
     if not wanted:
         raise UserError(f"--rows {' '.join(args.rows)}: there is no such row")
-    check = Check(args.output, here, every, 60 * args.minutes - RESERVE)
-    check.deadline += began - time.monotonic()
+    left = 60 * args.minutes - RESERVE - (time.time() - began)
+    check = Check(args.output, here, every, left)
     try:
         if here.gpu() is None:
             write_data()

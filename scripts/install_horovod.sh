@@ -7,6 +7,7 @@
 # Without a network: HOROVOD_SOURCE names the source archive. Wheels that lie beside it are used to
 # build ('setuptools<81' is needed, wheel, cmake, ninja, ... where the environment lacks them).
 # HOROVOD_TARGET names a folder to install into in place of the environment, for PYTHONPATH and PATH.
+# CAPABILITIES=90 builds for GPUs of compute capability 9.0 alone, which is faster.
 #
 # Gloo is always built in, MPI where mpicxx is found, NCCL where a CUDA toolkit is found that
 # fits PyTorch. The wheel is kept in the user's cache, so the next environment of the same kind
@@ -65,7 +66,7 @@ cuda=()
 nccl=$("$PYTHON" -c 'import nvidia.nccl as n; print(list(n.__path__)[0])' 2>/dev/null || true)
 toolkit=$("$CUDA_HOME/bin/nvcc" --version 2>/dev/null | sed -n 's/.*release \([0-9.]*\),.*/\1/p' || true)
 if [ -n "$toolkit" ] && [ -n "$nccl" ] && [ "${toolkit%%.*}" = "${torch_cuda%%.*}" ]; then
-    operations=$operations-nccl-cuda$toolkit
+    operations=$operations-nccl-cuda$toolkit${CAPABILITIES:+-$CAPABILITIES}
     cuda=(HOROVOD_GPU_OPERATIONS=NCCL)
 fi
 
@@ -112,6 +113,9 @@ print(sysconfig.get_path('include'))/" "$source_dir/horovod/torch/CMakeLists.txt
     sed -i 's/from distutils.spawn import find_executable/from shutil import which as find_executable/' \
         "$source_dir/horovod/runner/js_run.py"
 
+    # They are there already, or need not be for a build; pip would look for them in the network.
+    sed -i 's/setup_requires=.*/setup_requires=[],/' "$source_dir/setup.py"
+
     # Ninja comes from PyPI, make may be missing; it has no VERBOSE=1.
     sed -i "s/'VERBOSE=1'/'-j$JOBS'/" "$source_dir/setup.py"
 
@@ -122,8 +126,8 @@ print(sysconfig.get_path('include'))/" "$source_dir/horovod/torch/CMakeLists.txt
         ln -s "$nccl/lib/libnccl.so.2" "$work/nccl/lib/libnccl.so"
         ln -s "$nccl/lib/libnccl.so.2" "$work/nccl/lib/libnccl.so.2"
         # Compute capabilities that this toolkit still knows
-        capabilities=$("$CUDA_HOME/bin/nvcc" --list-gpu-code | grep -oE 'sm_(70|75|80|86|89|90|100|120)$' |
-            sed 's/sm_//' | paste -sd, -)
+        capabilities=${CAPABILITIES:-$("$CUDA_HOME/bin/nvcc" --list-gpu-code |
+            grep -oE 'sm_(70|75|80|86|89|90|100|120)$' | sed 's/sm_//' | paste -sd, -)}
         cuda+=(CUDA_HOME="$CUDA_HOME" CUDAToolkit_ROOT="$CUDA_HOME" HOROVOD_CUDA_HOME="$CUDA_HOME"
             HOROVOD_NCCL_HOME="$work/nccl" HOROVOD_NCCL_LINK=SHARED
             HOROVOD_BUILD_CUDA_CC_LIST="$capabilities" PATH="$CUDA_HOME/bin:$PATH")

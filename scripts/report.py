@@ -1,13 +1,13 @@
 """Make a table, a figure and a conclusion of the runs that scripts/timings.py measured.
 
-python scripts/report.py results/DIR    # report.md, claims.json, timings.svg and .png
+python scripts/report.py results/DIR    # report.md, timings.svg and timings.png
 """
 
 import json
 import math
 import statistics
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +27,7 @@ MEASURED = (
     "seconds",
 )
 FIRST = ("strategy", "images/s", "verdict", "s/epoch", "input", "more devices")
-COLUMNS = (*FIRST, "±", "step, ms", "p90", "processes", "started by")
+COLUMNS = (*FIRST, "±", "step, ms", "p90", "GPU in use", "processes", "started by")
 LOSS = 0.1  # the share of the time from which on something is called the bound
 NO_REPLICAS = "one process, no replicas"
 SURE = 3  # standard errors from which on a difference is claimed
@@ -75,9 +75,48 @@ class Row(NamedTuple):
         return (max(speeds) - min(speeds)) / 2 / self.speed
 
     @property
+    def p90(self) -> str:
+        """90th percentile of a step's milliseconds; "-" of fewer than ten laps."""
+        laps = (run["timed_steps"] // run["steps_between_looks"] for run in self.runs)
+        if min(laps) < 10:
+            return "-"
+        return f"{self.median('step_milliseconds_p90'):.0f}"
+
+    @property
+    def cell(self) -> tuple:
+        """What all strategies do."""
+        return self[:4]
+
+    @property
     def setting(self) -> str:
         """Devices times images of each."""
         return f"{self.devices} x {self.global_batch_size // self.devices}"
+
+
+def log_speeds(one: Row, other: Row | None = None) -> list[float]:
+    """Logarithm of a row's speed in each turn, or of its ratio to another's there."""
+    speeds = {run["repeat"]: run["images_per_second"] for run in one.runs}
+    if other is None:
+        return [math.log(speed) for speed in speeds.values()]
+    return [
+        math.log(speeds[run["repeat"]] / run["images_per_second"])
+        for run in other.runs
+        if run["repeat"] in speeds
+    ]
+
+
+def deviation(rows: Iterable[Sequence[Row]]) -> float:
+    """Standard deviation over turns of speeds, or of ratios where pairs are given.
+
+    Pooled; infinite where nothing was repeated.
+    """
+    squares, freedom = 0.0, 0
+    for one in rows:
+        logs = log_speeds(*one)
+        if logs:
+            squares += statistics.pvariance(logs) * len(logs)
+            freedom += len(logs) - 1
+    return math.sqrt(squares / freedom) if freedom else math.inf
 
 
 class Timings:
@@ -90,7 +129,7 @@ class Timings:
             UserError: it holds no runs.
         """
         files = sorted((folder / "runs").glob("*.json"))
-        if not files:
+        if not files or not (folder / "settings.json").exists():
             raise UserError(f"no runs of scripts/timings.sh in {folder}/runs")
         self.settings = json.loads((folder / "settings.json").read_text())
         problems = folder / "problems.json"  # not there yet where it was interrupted
@@ -131,36 +170,33 @@ class Timings:
 
     def error(self, mode: str) -> float:
         """Standard deviation of a run's speed over the repeats of a mode, relative."""
-        return self.deviation([row for row in self.rows.values() if row.mode == mode])
+        return deviation([row] for row in self.rows.values() if row.mode == mode)
 
-    def deviation(self, rows: list[Row]) -> float:
-        """The same over some rows; infinite where nothing was repeated."""
-        squares, freedom = 0.0, 0
-        for row in rows:
-            logs = [math.log(run["images_per_second"]) for run in row.runs]
-            squares += statistics.pvariance(logs) * len(logs)
-            freedom += len(logs) - 1
-        return math.sqrt(squares / freedom) if freedom else math.inf
+    def ratio_error(self, mode: str) -> float:
+        """Standard deviation over turns of how fast one strategy is to another.
+
+        It is smaller than that of a speed: what the machine does meanwhile slows all
+        strategies of a turn alike.
+        """
+        rows = [row for row in self.rows.values() if row.mode == mode]
+        return deviation(
+            (one, other)
+            for one, other in combinations(rows, 2)
+            if one.cell == other.cell
+            and not any(self.no_replicas(row.strategy) for row in (one, other))
+        )
 
     def differ(self, one: Row, other: Row) -> bool:
-        """Whether one row is faster than another beyond doubt.
+        """Whether one row is faster than another by more than SURE standard errors.
 
-        Doubt is by the repeats of all rows of the mode, or of these two where they vary
-        more.
+        These are of the ratio of the two, turn by turn: by all pairs of strategies in
+        the mode, or by these two where they vary more.
         """
-        error = max(self.error(one.mode), self.deviation([one, other]))
-        doubt = error * math.sqrt(1 / len(one.runs) + 1 / len(other.runs))
-        return math.log(one.speed / other.speed) > SURE * doubt
-
-    def claims(self, rows: list[Row]) -> list[tuple[str, str]]:
-        """Pairs (faster, slower) among rows of one setting."""
-        rows = [row for row in rows if not self.no_replicas(row.strategy)]
-        by_speed = sorted(rows, key=lambda row: -row.speed)
-        return [
-            (one.strategy, other.strategy)
-            for one, other in combinations(by_speed, 2)
-            if self.differ(one, other)
-        ]
+        logs = log_speeds(one, other)
+        error = max(self.ratio_error(one.mode), deviation([(one, other)]))
+        return len(logs) > 1 and (
+            statistics.mean(logs) > SURE * error / math.sqrt(len(logs))
+        )
 
     def efficiency(self, row: Row, alone_batch: int) -> float | None:
         """Speed of each device against the one that computes `alone_batch` alone."""
@@ -182,6 +218,14 @@ class Timings:
             return row.median("data_wait_share")
         return max(row.median("data_wait_share"), 1 - row.speed / device.speed)
 
+    def doubt(self, row: Row) -> float:
+        """What the two shares of a row may be off by: SURE standard errors."""
+        device = self.get("device", row.devices, row.global_batch_size, row)
+        modes = self.error("data"), self.error("device")
+        rows = [deviation([[one]]) for one in (row, device) if one]
+        error = max(*modes, *rows)
+        return SURE * error * math.sqrt(2 / len(row.runs))
+
     def verdict(self, row: Row) -> str:
         """What the time of a row goes into, but for computing."""
         if self.no_replicas(row.strategy):
@@ -193,10 +237,7 @@ class Timings:
         if None in losses.values():
             return "undecided"
         worst = max(losses, key=losses.get)
-        device = self.get("device", row.devices, row.global_batch_size, row)
-        modes = self.error("data"), self.error("device")
-        error = max(*modes, self.deviation([row]), self.deviation([device]))
-        doubt = SURE * error * math.sqrt(2 / len(row.runs))
+        doubt = self.doubt(row)
         if losses[worst] >= LOSS + doubt:
             return worst
         return "compute-bound" if losses[worst] < LOSS - doubt else "undecided"
@@ -212,9 +253,11 @@ class Timings:
         return IMAGENET_TRAIN_IMAGES / row.speed
 
 
-def percent(share: float | None) -> str:
-    """A share as text."""
-    return "-" if share is None else f"{share:.0%}"
+def percent(share: float | None, doubt: float = 0.0) -> str:
+    """A share as text, in brackets where it may be all noise."""
+    if share is None:
+        return "-"
+    return f"({share:.0%})" if share < doubt else f"{share:.0%}"
 
 
 def main_table(timings: Timings, precision: str, columns: tuple = COLUMNS) -> str:
@@ -231,20 +274,24 @@ def main_table(timings: Timings, precision: str, columns: tuple = COLUMNS) -> st
         if row is None:
             line |= {"verdict": timings.problem(strategy, precision)}
         else:
+            doubt, busy = timings.doubt(row), row.median("gpu_utilisation")
             line |= {
                 "images/s": f"{row.speed:.0f}",
                 "verdict": timings.verdict(row),
                 "s/epoch": f"{timings.seconds_per_epoch(row):.0f}",
-                "input": percent(timings.lost_to_input(row)),
-                "more devices": percent(timings.lost_to_devices(row)),
+                "input": percent(timings.lost_to_input(row), doubt),
+                "more devices": percent(timings.lost_to_devices(row), doubt),
                 "±": percent(row.spread),
                 "step, ms": f"{row.median('step_milliseconds'):.0f}",
-                "p90": f"{row.median('step_milliseconds_p90'):.0f}",
+                "p90": row.p90,
+                "GPU in use": "-" if busy is None else f"{busy:.0f}%",
                 "processes": str(row.runs[0]["run"]["world_size"]),
             }
         lines.append(line | {"started by": launcher})
+    measured = {name for line in lines for name, text in line.items() if text != "-"}
+    columns = [name for name in columns if name in FIRST or name in measured]
     return aligned(
-        [list(columns), *([line.get(name, "-") for name in columns] for line in lines)]
+        [columns, *([line.get(name, "-") for name in columns] for line in lines)]
     )
 
 
@@ -297,7 +344,7 @@ def conclusion(timings: Timings, precision: str) -> str:
             continue
         best = max(rows, key=lambda row: row.speed)
         behind = [
-            f"{row.strategy} by {best.speed / row.speed - 1:.0%}"
+            f"{row.strategy} by {faster(best, row):.0%}"
             for row in rows
             if row is not best and timings.differ(best, row)
         ]
@@ -323,6 +370,11 @@ def conclusion(timings: Timings, precision: str) -> str:
     return "\n".join(sentences)
 
 
+def faster(one: Row, other: Row) -> float:
+    """How much faster one row is than another: the mean over turns of their ratio."""
+    return math.exp(statistics.mean(log_speeds(one, other))) - 1
+
+
 def listed(names: list[str]) -> str:
     """A, b and c."""
     if len(names) < 2:
@@ -335,23 +387,23 @@ def strange_losses(timings: Timings) -> str:
     found = []
     for row in timings.rows.values():
         like = [
-            run["last_loss"]
+            run["later_loss"]
             for other in timings.of(row.mode, row.devices, row.global_batch_size)
             if other.precision == row.precision
             for run in other.runs
         ]
         usual = statistics.median(like)
         found += [
-            f"{row.strategy}, {row.mode}, {row.setting}: last loss "
-            f"{run['last_loss']:.3f}, {usual:.3f} in the others"
+            f"{row.strategy}, {row.mode}, {row.setting}: later loss "
+            f"{run['later_loss']:.3f}, {usual:.3f} in the others"
             for run in row.runs
-            if not abs(run["last_loss"] - usual) <= max(0.1 * usual, 0.05)
+            if not abs(run["later_loss"] - usual) <= max(0.1 * usual, 0.05)
         ]
     if found:
         return "**Losses that differ, look at these runs:** " + "; ".join(found)
     return (
-        "The losses after the first lap are within 10 % (or 0.05) of each other's, "
-        "everywhere."
+        "The mean loss after the first lap is everywhere within 10 % (or 0.05) of the "
+        "median of all runs of the setting."
     )
 
 
@@ -367,6 +419,7 @@ def hardware(timings: Timings) -> str:
         for divisor in (1, settings["lap"])
     )
     repeats = spread_of(len(row.runs) for row in timings.rows.values())
+    minutes = sum(run["wall_seconds"] for run in timings.runs) / 60
     return (
         f"{settings['arch']} at {settings['image_size']} px, "
         f"{' and '.join(settings['precision'])}, {settings['batch_size']} images for "
@@ -375,7 +428,7 @@ def hardware(timings: Timings) -> str:
         f"({settings['threads']} compute thread{'s' * (settings['threads'] > 1)} each, "
         f"dataparallel as many in all), {settings['workers']} loader processes in all, "
         f"{steps} timed steps in {laps} laps after a warm-up, {repeats} times in "
-        "turns.\n"
+        f"turns: {len(timings.runs)} runs in {minutes:.0f} minutes.\n"
         f"{facts['cpu']}, {facts['cpu_cores']} cores, {what}; {versions}; commit "
         f"{str(settings['commit'])[:12]}."
     )
@@ -397,14 +450,14 @@ def notes(timings: Timings) -> str:
     )
     claims = []
     for mode, where in (("data", "JPEG files"), ("device", "data on the device")):
-        doubt = timings.error(mode)
-        if math.isinf(doubt):
+        error = timings.ratio_error(mode)
+        if math.isinf(error):
             claims.append(f"With {where} nothing was repeated: nothing is claimed.")
             continue
-        least = math.exp(SURE * doubt * math.sqrt(2 / timings.settings["repeats"])) - 1
+        least = math.exp(SURE * error / math.sqrt(timings.settings["repeats"])) - 1
         claims.append(
-            f"With {where} a run's speed varies by {doubt:.1%} (standard deviation "
-            f"over repeats): differences below {least:.0%} are not claimed."
+            f"With {where} the ratio of two strategies varies by {error:.1%} (standard "
+            f"deviation over turns): differences below {least:.0%} are not claimed."
         )
     loader = "The loaders alone were not timed"
     if timings.loader:
@@ -413,10 +466,15 @@ def notes(timings: Timings) -> str:
     text = (
         f"{epoch}; input is the share of the time lost to it: waiting, or loaders in "
         "the way of the\ntraining; more devices is the share of a step's time lost by "
-        "each device against one alone.\nFrom "
-        f"{LOSS:.0%} on, beyond doubt, the larger of the two is the verdict. {loader}."
-        "\n" + "\n".join(claims)
+        "each device against one alone; in\nbrackets where it is less than "
+        f"{SURE} standard errors. Where the larger of the two is that far above\n"
+        f"{LOSS:.0%}, it is the verdict. {loader}.\n" + "\n".join(claims)
     )
+    if "photographs" in timings.settings["data"]:
+        text += (
+            "\nThe JPEG files are few different ones under many names: they are read "
+            "from memory, not from a disk."
+        )
     if timings.cpu:
         text += (
             "\nOn a CPU dataparallel is one process with all the threads and no "
@@ -609,24 +667,9 @@ def readme_words(timings: Timings, folder: Path) -> str:
 
 
 def write(folder: Path) -> None:
-    """Write report.md, the figures, and claims.json: pairs (faster, slower)."""
+    """Write report.md and the figures."""
     timings = Timings(folder)
     (folder / "report.md").write_text(markdown(timings))
-    settings = {
-        (row.mode, row.devices, row.global_batch_size) for row in timings.rows.values()
-    }
-    claims = {
-        f"{mode} {devices} x {batch // devices} {precision}": timings.claims(
-            [
-                row
-                for row in timings.of(mode, devices, batch)
-                if row.precision == precision
-            ]
-        )
-        for mode, devices, batch in sorted(settings)
-        for precision in timings.settings["precision"]
-    }
-    (folder / "claims.json").write_text(json.dumps(claims, indent=1) + "\n")
     try:
         draw(timings, folder)
     except ImportError:

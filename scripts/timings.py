@@ -12,6 +12,7 @@ alike.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -40,9 +41,14 @@ from benchmarks.photographs import write_photographs
 from common.arguments import OneLineParser, architecture, positive
 from common.data import class_folders
 from common.device import PRECISIONS, best_precision, describe, usable_gpus
-from common.errors import UserError, exit_status
+from common.errors import UserError, exit_status, say
 from common.limits import PREFETCH
 from common.report import commit
+
+try:
+    import pynvml  # nvidia-ml-py, of requirements-report.txt
+except ImportError:
+    pynvml = None
 
 IMAGES = 64  # different ones among the JPEGs that this script makes itself
 CLASSES = 1000  # as of random images, so that both modes train the same network
@@ -138,7 +144,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.batch_size = args.batch_size or (64 if gpus else 32 if fast else 16)
     args.precision = args.precision or ["fp16" if gpus else best]
     args.lap = 10 if gpus else 2  # steps between two looks at the clock
-    args.steps = (200 if args.full else 100) if gpus else 6  # after a lap of warm-up
+    args.steps = (200 if args.full else 100) if gpus else 12  # after a lap of warm-up
     # Of dataparallel, whose loaders stay furthest ahead, the warm-up is a quarter
     args.data_steps = max(args.lap + args.steps, 4 * PREFETCH * args.workers)
     args.loader_steps = max(60, 6 * args.workers)
@@ -251,12 +257,12 @@ def gpu_names(number: int) -> list[str]:
 
 
 class GpuSamples(threading.Thread):
-    """Asks NVML, through nvidia-smi, how busy the GPUs are until a checkpoint is saved.
+    """Asks NVML how busy the GPUs are, until a checkpoint is saved.
 
     That happens right after the last step, and not before.
-    """
 
-    QUERY = "utilization.gpu"
+    Source: https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceQueries.html
+    """
 
     def __init__(self, output: Path, gpus: list[str]):
         super().__init__(daemon=True)
@@ -266,30 +272,37 @@ class GpuSamples(threading.Thread):
         self.ended = threading.Event()
 
     def run(self) -> None:
-        """Take a sample every quarter of a second."""
-        while self.gpus and not self.ended.wait(0.25):
-            if any(self.output.glob("*.pt*")):
-                return
-            text = nvidia_smi(f"--query-gpu={self.QUERY}", "-i", ",".join(self.gpus))
-            now = time.monotonic()
-            self.samples += [(now, float(found)) for found in re.findall(r"\d+", text)]
+        """Take a sample every quarter of a second; none where there is no NVML."""
+        if not self.gpus or pynvml is None:
+            return
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlInit()
+            handles = [
+                pynvml.nvmlDeviceGetHandleByIndex(int(gpu))
+                if gpu.isdigit()
+                else pynvml.nvmlDeviceGetHandleByUUID(gpu)
+                for gpu in self.gpus
+            ]
+            while not self.ended.wait(0.25) and not any(self.output.glob("*.pt*")):
+                for handle in handles:
+                    busy = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu
+                    self.samples.append((time.monotonic(), float(busy)))
 
     def mean(self, seconds: float) -> float | None:
-        """Mean over GPUs and the last `seconds`, in percent; None without GPUs."""
+        """Mean over GPUs and the last `seconds`, in percent; None without samples."""
         self.ended.set()
-        self.join()
+        self.join(10)  # a GPU that is lost may not answer
         last = max((when for when, _ in self.samples), default=0)
         timed = [percent for when, percent in self.samples if when > last - seconds]
         return sum(timed) / len(timed) if timed else None
 
 
 def nvidia_smi(*options: str) -> str:
-    """What nvidia-smi prints; "" without it."""
-    if options and options[0].startswith("--query"):
-        options = (*options, "--format=csv,noheader,nounits")
+    """What nvidia-smi prints; "" without it, or where it does not answer."""
+    words = ["nvidia-smi", *options]
     try:
-        asked = subprocess.run(["nvidia-smi", *options], capture_output=True, text=True)
-    except OSError:
+        asked = subprocess.run(words, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
         return ""
     return asked.stdout if asked.returncode == 0 else ""
 
@@ -314,10 +327,11 @@ def machine(device: str) -> dict:
         "cuda": torch.version.cuda if device == "cuda" else None,
     }
     if device == "cuda":
-        query = "name,driver_version,power.limit,memory.total"
+        query = "--query-gpu=name,driver_version,power.limit,memory.total"
+        query = (query, "--format=csv,noheader,nounits")
         facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         used = ("-i", ",".join(gpu_names(usable_gpus())))
-        facts["gpus"] = nvidia_smi(f"--query-gpu={query}", *used).splitlines()
+        facts["gpus"] = nvidia_smi(*query, *used).splitlines()
         facts["gpu_links"] = nvidia_smi("topo", "-m")
     return facts
 
@@ -379,6 +393,7 @@ def launch(args: argparse.Namespace, run: Run, log: Path) -> dict:
         gpus = added.get("CUDA_VISIBLE_DEVICES", "").split(",")
         samples = GpuSamples(output, gpus if gpus[0] else [])
         samples.start()
+        began = time.monotonic()
         try:
             status = ended(words, added, log, None if args.full else SECONDS)
         finally:
@@ -408,8 +423,9 @@ def launch(args: argparse.Namespace, run: Run, log: Path) -> dict:
             "timed_steps": timed,
             **{name: found[name] for name in report.MEASURED},
             "gpu_utilisation": samples.mean(seconds),
+            "wall_seconds": time.monotonic() - began,
             "first_loss": first,
-            "last_loss": (found["train_loss"] * found["steps"] - first * args.lap)
+            "later_loss": (found["train_loss"] * found["steps"] - first * args.lap)
             / (found["steps"] - args.lap),
             "run": json.loads((output / "report.json").read_text()),
             "machine": machine(args.device),
@@ -477,8 +493,12 @@ def open_output(args: argparse.Namespace) -> None:
     keep(file, now)
 
 
-def measure(args: argparse.Namespace) -> None:
-    """Make all runs that are not there yet, one line for each."""
+def measure(args: argparse.Namespace) -> list[str]:
+    """Make all runs that are not there yet, one line for each.
+
+    Returns:
+        the runs that failed, which this machine could have made.
+    """
     file = args.output / "problems.json"
     # By run, or by strategy and precision; of an earlier command until tried again
     problems = json.loads(file.read_text()) if file.exists() else {}
@@ -499,6 +519,7 @@ def measure(args: argparse.Namespace) -> None:
             print(f"{title} {measure_one(args, run, problems)}", flush=True)
     finally:
         keep(file, problems)
+    return [name for name in problems if name not in {run.kind for run in runs}]
 
 
 def measure_loader(args: argparse.Namespace, problems: dict[str, str]) -> None:
@@ -552,12 +573,15 @@ def main() -> None:
         flush=True,
     )
     with tempfile.TemporaryDirectory(prefix="timings-") as folder:
-        args.data = args.data or own_data(args)
-        used = short_validation(args.data, Path(folder))
-        open_output(args)
+        try:
+            args.data = args.data or own_data(args)
+            used = short_validation(args.data, Path(folder))
+            open_output(args)
+        except OSError as error:
+            raise UserError(f"{error.filename}: {error.strerror}") from None
         args.data = args.data if args.full else used
         try:
-            measure(args)
+            failed = measure(args)
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             text = "\ninterrupted; the same command goes on from here"
@@ -569,6 +593,9 @@ def main() -> None:
     report.write(args.output)
     text = (args.output / "report.md").read_text()
     print(f"\n{text}\nIt is in {args.output}; delete that to measure again.")
+    if failed:
+        say(f"failed: {', '.join(failed)}; the same command tries again")
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,16 @@ store, from which it unpickles, on every network interface. On several machines
 """
 
 import importlib
+import logging
 import os
 import socket
 import sys
 
 from torch.distributed import TCPStore
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
@@ -21,7 +25,7 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from common.errors import UserError, complain
+from common.errors import complain, exit_status, say
 from common.machines import (
     Machines,
     machines_from_environment,
@@ -30,6 +34,7 @@ from common.machines import (
     use_loopback,
 )
 
+SAID = (1, 2, 130, 143)  # the process has said why; see exit_status()
 MODULES = {"torchrun": "torch.distributed.run", "launch": "torch.distributed.launch"}
 
 
@@ -138,23 +143,48 @@ def main(launcher: str, backend: str, arguments: list[str]) -> None:
         if machines.rank is not None:
             facts["NODE_RANK"] = machines.rank
         store = meet(TCPStore, machines, facts)
-    module = importlib.import_module(MODULES[launcher])
-    try:
-        module.main([*options_for(machines), *arguments])
-    except Exception as error:
-        # By name: torchrun has several of them, and tells them with a traceback
-        if not type(error).__name__.startswith("Rendezvous"):
-            raise
-        raise UserError(
-            f"{socket.gethostname()}: the machines at {machines.address} did not meet "
-            f"again: {str(error) or type(error).__name__}"
-        ) from None
+    status = run(launcher, [*options_for(machines), *arguments], machines)
     del store  # machine 0 has served it until here
+    sys.exit(status)
+
+
+def run(launcher: str, options: list[str], machines: Machines) -> int:
+    """Run the launcher; returns the exit status, where it would raise a long traceback.
+
+    That is the one of the training process that failed, or 1 where a signal ended the
+    process or the launcher, or a machine was lost.
+    """
+    host = socket.gethostname()
+    module = importlib.import_module(MODULES[launcher])
+    if not machines.max_restarts:  # else it is all that tells of a restart
+        logger = "torch.distributed.elastic.multiprocessing.api"
+        logging.getLogger(logger).setLevel(logging.CRITICAL)
+    try:
+        module.main(options)
+    except ChildFailedError as error:
+        rank, failure = min(
+            error.failures.items(),
+            key=lambda item: (item[1].exitcode in SAID, item[1].timestamp),
+        )
+        status = failure.exitcode
+        if status not in SAID:
+            how = (
+                f"by {failure.signal_name()}" if status < 0 else f"with status {status}"
+            )
+            complain(f"rank {rank} on {host} ended {how}")
+        return max(status, 1)
+    except SignalException as error:
+        say(f"{launcher} ended by signal {int(error.sigval)}")
+        return 1
+    except RendezvousError as error:
+        complain(
+            f"{host}: the machines did not all meet at {machines.address}: "
+            f"{str(error) or type(error).__name__}"
+        )
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    try:
+    with exit_status():
         main(sys.argv[1], sys.argv[2], sys.argv[3:])
-    except UserError as error:
-        complain(str(error))
-        sys.exit(2)

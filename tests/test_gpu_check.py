@@ -17,6 +17,8 @@ import gpu_rows
 from gpu_check import Check
 from gpu_rows import Failed, Machine, Row
 
+from common.data import MEAN, STD
+
 NO_GPU = pytest.mark.skipif(not MISSING["gpu"], reason="this machine has a GPU")
 CURVE = "CPU's curve, distributed, 1 process, fp32"
 ROW = "multiprocessing_distributed, 1 process, fp32"
@@ -95,8 +97,8 @@ def bash(line: str):
 @pytest.fixture
 def check(tmp_path, monkeypatch):
     """A function that tries rows as a rehearsal, and what main() would make of it."""
-    monkeypatch.setattr(gpu_check, "commit", lambda: "abc")
-    monkeypatch.setattr(gpu_check, "machine", lambda device: {"python": "3"})
+    monkeypatch.setattr(gpu_check, "digest_of_sources", lambda: "abc")
+    monkeypatch.setattr(gpu_check, "machine", lambda device: {"python": "3", "apex": None})
 
     def make(*rows: Row, seconds: float = 60) -> dict[str, dict]:
         one = Check(tmp_path, Machine(rehearse=True), list(rows), seconds)
@@ -137,6 +139,28 @@ def test_a_row_that_breaks_has_failed(check, monkeypatch):
     assert ended.value.code == 0
 
 
+def test_a_row_that_failed_is_tried_again_after_the_others(check):
+    row = Row("training", "first", 9, bash("exit 1"), alone=True)
+    others = [Row("training", name, 9, bash("date +%N")) for name in ("a", "b")]
+    found = check(row, others[0])
+    assert found["training: first"]["status"] == "failed"
+    found = check(row._replace(work=bash("date +%N")), *others)
+    one, *rest = (found[f"training: {name}"] for name in ("first", "a", "b"))
+    assert one["status"] == "passed"
+    assert [other["status"] for other in rest] == ["passed", "passed"]
+
+
+def test_the_sources_have_a_digest(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    (tmp_path / "common").mkdir()
+    (tmp_path / "common" / "a.py").write_text("1")
+    (tmp_path / "b.sh").write_text("1")
+    before = gpu_check.digest_of_sources()
+    assert before == gpu_check.digest_of_sources()
+    (tmp_path / "b.sh").write_text("2")
+    assert before != gpu_check.digest_of_sources()
+
+
 def test_a_row_over_its_limit_is_ended_with_its_children(check):
     children = "setsid sleep 311 & (sleep 312 &) ; exec sleep 313"
     found = check(Row("training", "hangs", 1, bash(children)))
@@ -173,8 +197,8 @@ def test_what_does_not_fit_into_the_time_is_not_run_and_done_by_the_next_command
     assert [found[name]["status"] for name in tried] == ["passed"] * 3
     assert counted.read_text() == "\n"  # once
     assert len(found) == 4 + len(gpu_check.agreements([]))
-    gpu_check.commit = lambda: "def"
-    with pytest.raises(gpu_check.UserError, match="commit abc, now it is def"):
+    gpu_check.digest_of_sources = lambda: "def"
+    with pytest.raises(gpu_check.UserError, match="sources abc, now it is def"):
         check(*rows)
 
 
@@ -295,6 +319,28 @@ def test_a_resume_that_loses_something_is_none(rehearsed):
     for name, value in (("masters", 2**-13), ("momenta", 0.43), ("weights", 1e-9)):
         with pytest.raises(Failed, match=f"{name} differ by"):
             gpu_rows.judge_resume(whole, whole, {**same, name: value}, "bf16")
+
+
+def test_runs_that_cannot_be_compared_are_no_agreement():
+    """Each skipped another number of steps, for another loss scale."""
+    setting = gpu_rows.Setting("distributed", 1, "fp16")
+    one = {"setting": setting._asdict(), "curve": [[1.0, 1.0]], "compared": True}
+    reference = {**one, "scale": {}, "reference": True}
+    skipped = {**one, "scale": {"scale": 2.0**14}}
+    found = {row["row"]: row for row in gpu_check.agreements([reference, skipped])}
+    assert found["1 process, fp16"]["status"] == "not run"
+    assert "nothing to compare" in found["1 process, fp16"]["line"]
+    whole = {**one, "scale": {"scale": 2.0**16}}
+    found = {row["row"]: row for row in gpu_check.agreements([reference, whole])}
+    assert found["1 process, fp16"]["status"] == "passed"
+
+
+def test_the_tolerance_of_fp16_pixels():
+    """No value of no channel is further off, and some nearly are."""
+    values = torch.arange(256.0, dtype=torch.float64)
+    exact = torch.cat([(values - m) / s for m, s in zip(MEAN, STD, strict=True)])
+    most = (exact.half().double() - exact).abs().max().item()
+    assert 0.9 * gpu_rows.INPUT_TOLERANCE["O2"] < most < gpu_rows.INPUT_TOLERANCE["O2"]
 
 
 def test_differences_of_checkpoints():

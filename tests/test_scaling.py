@@ -121,7 +121,6 @@ def made_report(hidden: bool) -> dict:
         step = scaling_model.step_seconds(compute, ring)[hidden]
         for what, value in (
             (scaling.COMPUTE, compute),
-            (scaling.WAIT, compute),
             (scaling.STEP, step),
         ):
             # A slow round is slow in its computation alone

@@ -2,9 +2,12 @@
 
 import math
 import re
+import shutil
+import signal
 import sys
 import threading
 from itertools import groupby
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -106,7 +109,8 @@ def test_one_run_for_real(args, tmp_path, monkeypatch):
     assert found["data_wait_share"] < 0.5 and found["gpu_utilisation"] is None
     assert 12 / found["images_per_second"] < found["seconds"]  # that is with warm-up
     assert found["step_milliseconds_p90"] >= found["step_milliseconds"]
-    assert 0 < found["last_loss"] != found["first_loss"] < 20
+    assert 0 < found["later_loss"] != found["first_loss"] < 20
+    assert found["wall_seconds"] > found["seconds"]
     assert found["machine"]["torch"] and found["machine"]["cpu"]
 
 
@@ -144,20 +148,31 @@ def test_all_gpus_are_used(monkeypatch, gpus, devices):
 
 
 def test_gpu_samples_are_of_the_timed_steps(tmp_path, monkeypatch):
-    samples = timings.GpuSamples(tmp_path, ["0", "1"])
+    pynvml = pytest.importorskip("pynvml")
     asked = []
 
-    def nvidia_smi(*options):
-        asked.append(options)
-        if len(asked) == 3:  # the next look finds the last step done
+    def rates(handle):
+        asked.append(handle)
+        if len(asked) == 6:  # the next look finds the last step done
             (tmp_path / "checkpoint.pt.tmp").touch()
-        return "0\n0\n" if len(asked) == 1 else "60\n80\n"
+        busy = 0 if len(asked) <= 2 else 60 if handle == "GPU 0" else 80
+        return SimpleNamespace(gpu=busy)
 
-    monkeypatch.setattr(timings, "nvidia_smi", nvidia_smi)
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", "GPU {}".format)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", str)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUtilizationRates", rates)
+    samples = timings.GpuSamples(tmp_path, ["0", "GPU-5f"])
     samples.start()
     samples.join(10)
-    assert len(asked) == 3 and asked[0][-1] == "0,1"
+    assert asked == 3 * ["GPU 0", "GPU-5f"]
     assert samples.mean(0.4) == 70 and samples.mean(9) == pytest.approx(280 / 6)
+
+
+def test_without_nvml_there_are_no_samples(tmp_path):
+    samples = timings.GpuSamples(tmp_path, ["0"])
+    samples.start()
+    assert samples.mean(9) is None
 
 
 def test_a_strategy_that_fails_names_its_log(args, tmp_path, launches):
@@ -176,8 +191,15 @@ def test_a_run_that_is_all_warm_up_is_no_figure(args, tmp_path):
         timings.launch(args, run, tmp_path / "log")
 
 
-def test_no_samples_are_taken_after_a_run_that_failed(args, tmp_path, launches):
-    """Of a GPU that is not there; the threads of a failed run would go on for ever."""
+def test_no_samples_are_taken_after_a_run_that_failed(
+    args, tmp_path, launches, monkeypatch
+):
+    """The threads of a failed run would go on for ever."""
+    pynvml = pytest.importorskip("pynvml")
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", int)
+    idle = SimpleNamespace(gpu=0)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUtilizationRates", lambda gpu: idle)
     launches("distributed", "exit 7\n")
     args.device = "cuda"
     run = timings.Run(timings.Cell("device", 1, 4, "fp32"), "distributed", 1)
@@ -213,7 +235,10 @@ def made(run, speed, wait=0.0, loss=7.0):
         "data_wait_share": wait,
         "peak_memory_mib": 100.0,
         "seconds": 1.0,
-        "last_loss": loss,
+        "later_loss": loss,
+        "wall_seconds": 30.0,
+        "gpu_utilisation": None,
+        "steps_between_looks": 2,
         "timed_steps": 8,
         "run": {"world_size": run.cell.devices},
         "machine": {"torch": "2", "python": "3", "cpu": "CPU", "cpu_cores": 2},
@@ -266,6 +291,51 @@ def test_a_failure_does_not_end_the_others(measured, args):
     table = report.main_table(found, "fp32")
     assert re.search(r"\| apex_distributed .*\| no GPU +\|", table)
     assert re.search(r"\| distributed .*\| broke +\|", table)
+    failed = timings.measure(args)
+    assert len(failed) == len([r for r in timings.plan(args) if "-dist" in r.name])
+    assert {name.split("-")[-2] for name in failed} == {"distributed"}
+
+
+def test_a_failure_shows_in_the_exit_status(args, tmp_path, monkeypatch, capsys):
+    """Of the command as a whole, once the others are done."""
+    words = ["timings.py", "--device", "cpu", "--output", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", [*words, "--data", str(tmp_path / "data")])
+    monkeypatch.setattr(timings, "short_validation", lambda data, folder: folder)
+    monkeypatch.setattr(timings, "loader_alone", lambda _: {"images_per_second": 9})
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    wrong = set()
+
+    def launch(args, run, log):
+        if run.strategy in wrong:
+            raise timings.Failed("broke", unavailable=False)
+        return made(run, 100.0)
+
+    monkeypatch.setattr(timings, "launch", launch)
+    timings.main()
+    shutil.rmtree(tmp_path / "out")
+    wrong.add("distributed")
+    with pytest.raises(SystemExit) as ended:
+        timings.main()
+    assert ended.value.code == 1
+    printed = capsys.readouterr()
+    assert re.search(r"failed: .*-distributed-1,.*the same command", printed.err)
+    assert re.search(r"\| distributed .*\| broke +\|", printed.out)
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(args, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    words = [
+        "timings.py",
+        "--device",
+        "cpu",
+        "--output",
+        str(tmp_path / "file" / "out"),
+    ]
+    monkeypatch.setattr(sys, "argv", [*words, "--data", str(tmp_path)])
+    monkeypatch.setattr(timings, "short_validation", lambda data, folder: folder)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    with pytest.raises(UserError, match="file/out.*: Not a directory"):
+        timings.main()
 
 
 def test_loaders_that_fail_do_not_end_the_others(measured, args, monkeypatch):
@@ -321,9 +391,10 @@ SPEEDS = {
 
 
 def speed(run, strategies=None):
-    """Two repeats, 1 % apart."""
+    """Two repeats, 1 % apart: one way for some strategies, the other way for others."""
     base = SPEEDS[run.cell[:3]] * (strategies or {}).get(run.strategy, 1)
-    return base * (1.005 if run.repeat % 2 else 0.995)
+    up = (run.repeat + list(LAUNCHERS).index(run.strategy)) % 2
+    return base * (1.005 if up else 0.995)
 
 
 def row_of(found, strategy, mode="data", devices=2, batch=8):
@@ -366,14 +437,31 @@ def test_differences_within_the_spread_are_not_claimed(measured):
     factors = {"distributed": 1.015, "horovod_distributed": 0.9}
     found = measured(lambda run: made(run, speed(run, factors)))
     assert found.error("data") == pytest.approx(0.00707, rel=0.01)
-    claims = found.claims(found.of("data", 2))
-    assert ("distributed", "horovod_distributed") in claims
-    assert ("apex_distributed", "horovod_distributed") in claims
-    assert ("distributed", "apex_distributed") not in claims
+    assert found.ratio_error("data") == pytest.approx(0.01155, rel=0.01)
+    fast, middle, slow = (
+        row_of(found, name)
+        for name in ("distributed", "apex_distributed", "horovod_distributed")
+    )
+    assert found.differ(fast, slow) and found.differ(middle, slow)
+    assert not found.differ(fast, middle)
     text = report.conclusion(found, "fp32")
     assert "distributed reached 189 images/s, faster than horovod_distributed" in text
     assert "by 13%" in text and "dataparallel" not in text
     assert "Between it and multiprocessing_distributed and apex_distributed no" in text
+
+
+def test_a_machine_that_slows_down_hides_no_difference(measured):
+    """It slows all strategies of a turn alike."""
+    factors = {"horovod_distributed": 0.9}
+
+    def launch(run):
+        return made(run, speed(run, factors) * (0.7 if run.repeat == 2 else 1))
+
+    found = measured(launch)
+    assert found.error("data") > 0.2 and found.ratio_error("data") < 0.02
+    one, other = row_of(found, "distributed"), row_of(found, "horovod_distributed")
+    assert found.differ(one, other) and report.faster(one, other) > 0.1
+    assert found.verdict(one) == "undecided"  # that compares one turn with another
 
 
 def test_one_process_is_no_verdict_on_dataparallel(measured):
@@ -383,7 +471,6 @@ def test_one_process_is_no_verdict_on_dataparallel(measured):
         r"\| dataparallel +\| - +\| 380 +\|",
         report.scaling_table(found, "fp32", weak=True),
     )
-    assert "dataparallel" not in str(found.claims(found.of("data", 2)))
     assert "dataparallel" not in report.conclusion(found, "fp32")
 
 
@@ -406,9 +493,8 @@ def test_one_repeat_has_no_spread_and_no_verdict(measured, args):
     found = measured(launch)
     row = row_of(found, "distributed")
     assert row.spread is None and found.verdict(row) == "undecided"
-    assert "nothing is claimed" in report.notes(found) and not found.claims(
-        found.of("data", 2)
-    )
+    assert "nothing is claimed" in report.notes(found)
+    assert not any(found.differ(row, other) for other in found.of("data", 2))
     assert "1 times in turns" in report.hardware(found)
 
 
@@ -420,6 +506,21 @@ def test_noise_makes_a_verdict_undecided(measured):
 
     found = measured(launch)
     assert found.verdict(row_of(found, "distributed")) == "undecided"
+    assert "| (13%) |" in report.main_table(found, "fp32")
+
+
+def test_a_share_beyond_the_noise_is_in_no_brackets(measured):
+    found = measured(lambda run: made(run, speed(run), wait=0.13))
+    assert re.search(r"\| 13% +\| 5% ", report.main_table(found, "fp32"))
+
+
+def test_a_percentile_needs_ten_laps(measured, args):
+    found = measured(lambda run: made(run, speed(run)))
+    assert "p90" not in report.main_table(found, "fp32")
+    for row in found.rows.values():
+        for run in row.runs:
+            run["timed_steps"] = 20
+    assert re.search(r"\| p90 +\|", report.main_table(found, "fp32"))
 
 
 def test_an_interrupted_folder_can_be_reported(measured, args):
@@ -434,7 +535,7 @@ def test_a_loss_unlike_the_others_is_named(measured):
         return made(run, speed(run), loss=1.0 if wrong else 7.0)
 
     text = report.strange_losses(measured(launch))
-    assert "distributed, data, 2 x 4: last loss 1.000, 7.000 in the others" in text
+    assert "distributed, data, 2 x 4: later loss 1.000, 7.000 in the others" in text
     assert "Losses that differ" in text
 
 
@@ -443,7 +544,7 @@ def test_a_loss_that_is_no_number_is_named(measured):
         wrong = run.strategy == "distributed"
         return made(run, speed(run), loss=math.nan if wrong else 7.0)
 
-    assert "distributed, data, 2 x 4: last loss nan" in report.strange_losses(
+    assert "distributed, data, 2 x 4: later loss nan" in report.strange_losses(
         measured(launch)
     )
 

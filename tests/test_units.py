@@ -181,7 +181,12 @@ def test_machines(environment, expected):
         ({**ENDPOINT, **NUMBERED}, "NNODES=2 needs either"),
         ({**NUMBERED, "NODE_RANK": "2"}, "NODE_RANK=2 has to be below NNODES=2"),
         ({**NUMBERED, "NODE_RANK": "-1"}, "NODE_RANK=-1 is no whole number"),
-        ({**NUMBERED, "MASTER_ADDR": ""}, "MASTER_ADDR= is no HOST:PORT"),
+        ({**NUMBERED, "MASTER_ADDR": ""}, "MASTER_ADDR= with MASTER_PORT=29500 is no"),
+        (
+            {**NUMBERED, "MASTER_PORT": "99999"},
+            "with MASTER_PORT=99999 is no HOST:PORT",
+        ),
+        ({**ENDPOINT, "RDZV_ENDPOINT": ":29400"}, "RDZV_ENDPOINT=:29400 is no HOST"),
         ({**NUMBERED, "MASTER_PORT": "99999"}, "is no HOST:PORT to meet at"),
         ({**NUMBERED, "MAX_RESTARTS": "1"}, "needs RDZV_ENDPOINT"),
         ({**ENDPOINT, "RDZV_ENDPOINT": "first:x"}, "RDZV_ENDPOINT=first:x is no"),
