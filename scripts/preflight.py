@@ -582,7 +582,7 @@ def print_table(
     lines += [f"{host}: {text}" for host, text in sorted(limits.items())]
     lines.append(
         f"preflight: {len(rows)} process{'es' * (len(rows) > 1)}, all-reduce over "
-        f"{records[0]['backend']}: right, {milliseconds:.1f} ms"
+        f"{records[0]['backend']}: correct, {milliseconds:.1f} ms"
     )
     print("\n".join(lines), flush=True)
 
@@ -617,7 +617,7 @@ def arguments(argv: list[str] | None = None) -> Namespace:
     )
     add = parser.add_argument
     add("--backend", choices=("nccl", "gloo", "horovod"), help="by the device")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--device", choices=("auto", "cpu", "cuda"), help="auto")
     add("--nprocs", metavar="N", type=positive, help="processes without a launcher")
     add(
         "--timeout-seconds",
@@ -633,7 +633,13 @@ def arguments(argv: list[str] | None = None) -> Namespace:
     args = parser.parse_args(argv)
     args.nnodes, args.node_rank, args.meet = 1, 0, None
     if args.script:
+        if args.device or args.backend or args.nprocs:
+            raise UserError(
+                f"--device, --backend and --nprocs go behind {args.script}, whose "
+                "flags they are"
+            )
         take_over(args)
+    args.device = args.device or "auto"
     return args
 
 

@@ -98,7 +98,9 @@ def bash(line: str):
 def check(tmp_path, monkeypatch):
     """A function that tries rows as a rehearsal, and what main() would make of it."""
     monkeypatch.setattr(gpu_check, "digest_of_sources", lambda: "abc")
-    monkeypatch.setattr(gpu_check, "machine", lambda device: {"python": "3", "apex": None})
+    monkeypatch.setattr(
+        gpu_check, "machine", lambda device: {"python": "3", "apex": None}
+    )
 
     def make(*rows: Row, seconds: float = 60) -> dict[str, dict]:
         one = Check(tmp_path, Machine(rehearse=True), list(rows), seconds)

@@ -35,7 +35,7 @@ def expect_two(text, backend):
         start = f"rank {rank}  {HOST}  local rank {rank}  "
         assert line.startswith(start) and line.endswith(f"  {backend}"), text
     assert "of shared memory free" in lines[2] and "open files" in lines[2]
-    last = rf"preflight: 2 processes, all-reduce over {backend}: right, [\d.]+ ms"
+    last = rf"preflight: 2 processes, all-reduce over {backend}: correct, [\d.]+ ms"
     assert re.fullmatch(last, lines[3]), text
     return lines[4:]
 
@@ -202,6 +202,7 @@ def test_ranks_of_launchers():
         (("--timeout-seconds", "0"), "0 is not above 0"),
         (("--backend", "horovod"), "needs horovodrun or mpirun to start it"),
         (("distributed.py", "--epoch", "3"), "unrecognized arguments: --epoch 3"),
+        (("--device", "cpu", "distributed.py"), "go behind distributed.py"),
     ],
 )
 def test_bad_flags(flags, message, capsys):
