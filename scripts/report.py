@@ -44,6 +44,8 @@ THEMES = {
     "--paper": ("#fffffe", "#161b22"),
     "--grid": ("#d0d7de", "#3d444d"),
 }
+# From the fastest to the slowest repeat
+RANGE = {"color": THEMES["--ink"][0], "lw": 1.2, "marker": "|", "ms": 6}
 
 
 class Row(NamedTuple):
@@ -73,6 +75,16 @@ class Row(NamedTuple):
             return None
         speeds = [run["images_per_second"] for run in self.runs]
         return (max(speeds) - min(speeds)) / 2 / self.speed
+
+    @property
+    def fastest(self) -> float:
+        """Time of the fastest repeat over that of the median one."""
+        return self.speed / max(run["images_per_second"] for run in self.runs)
+
+    @property
+    def slowest(self) -> float:
+        """Time of the slowest repeat over that of the median one."""
+        return self.speed / min(run["images_per_second"] for run in self.runs)
 
     @property
     def p90(self) -> str:
@@ -577,7 +589,10 @@ def draw_bars(timings: Timings, precision: str, axes) -> None:
         for row in timings.of("data", timings.largest)
         if row.precision == precision
     }
-    longest = max(map(timings.seconds_per_epoch, rows.values()), default=1)
+    longest = max(
+        (timings.seconds_per_epoch(row) * row.slowest for row in rows.values()),
+        default=1,
+    )
 
     def write(x: float, y: float, text: str, **how: str) -> None:
         spot = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
@@ -603,7 +618,9 @@ def draw_bars(timings: Timings, precision: str, axes) -> None:
             edgecolor=colour,
             hatch="////",
         )
-        write(seconds, position + 0.08, f"{seconds:,.0f} s")
+        ends = seconds * row.fastest, seconds * row.slowest
+        axes.plot(ends, [position + 0.08] * 2, **RANGE)
+        write(max(seconds, ends[1]), position + 0.08, f"{seconds:,.0f} s")
         if timings.no_replicas(strategy):
             write(0, position + 0.08, NO_REPLICAS, color=THEMES["--paper"][0])
     axes.set_ylim(len(LAUNCHERS) - 0.5, -0.6)
@@ -613,7 +630,8 @@ def draw_bars(timings: Timings, precision: str, axes) -> None:
     axes.set_title(
         f"Seconds per epoch{'' if timings.settings['full'] else ' of ImageNet'}, "
         f"{timings.settings['arch']} at {timings.settings['image_size']} px, "
-        f"{precision}\nfilled: computing and communicating; hatched: lost to input",
+        f"{precision}\nfilled: computing and communicating; hatched: lost to input; "
+        "line: the repeats",
         fontsize=8,
         loc="left",
     )
@@ -635,6 +653,9 @@ def draw_scaling(timings: Timings, precision: str, axes, weak: bool) -> None:
             share = row and timings.efficiency(row, each if weak else timings.together)
             if share:
                 points.append((count, share * count))
+                if count > 1:
+                    ends = [share * count / one for one in (row.slowest, row.fastest)]
+                    axes.plot([count] * 2, ends, **RANGE | {"marker": "_"})
         if points:
             line = {"color": COLOURS[strategy], "marker": marker, "alpha": 0.85}
             axes.plot(*zip(*points, strict=True), **line)
