@@ -16,7 +16,7 @@ import torch
 from conftest import ROOT, environment
 from ranks import free_port
 from torch import nn
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
 
 from common.arguments import build_parser, parse_arguments
 from common.device import check_devices, processes_per_machine, select_device
@@ -24,6 +24,7 @@ from common.errors import ImageError, Stopped, UserError
 from common.launch import Watchdog, ranks_from_environment, rendezvous
 from common.machines import (
     Machines,
+    _wait_for_all,
     check_address,
     machines_from_environment,
     meet,
@@ -266,6 +267,15 @@ def test_machines_say_who_is_missing():
     for machines in (first, second):
         with pytest.raises(UserError, match=f"could not reach {machines.address}"):
             meet(TCPStore, machines, {})
+
+
+def test_the_last_machine_may_come_at_the_last_moment():
+    """All that are there go on, or the last one would wait for nobody."""
+    store, late = HashStore(), time.monotonic() - 1
+    machines = Machines(2, None, "first:29400", 0, 45)
+    with pytest.raises(UserError, match="1 of 2 machines came"):
+        _wait_for_all(store, machines, {"NODE_RANK": 0}, late)
+    _wait_for_all(store, machines, {"NODE_RANK": 1}, late)
 
 
 def test_a_port_of_another_program_is_not_waited_at_for_ever():
