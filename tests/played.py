@@ -1,4 +1,4 @@
-"""Processes of scripts/preflight.py, and loaders, that a fork server starts at once.
+"""Programs, and loaders, that a fork server starts at once.
 
 What process N prints goes to N.log of a folder.
 """
@@ -7,6 +7,7 @@ import ctypes
 import multiprocessing
 import os
 import resource
+import runpy
 import signal
 import subprocess
 import sys
@@ -75,6 +76,29 @@ def _run(log: Path, task, arguments: tuple) -> None:
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # as in a launched script
     task(*arguments)
+
+
+# --- any program ---
+
+
+def run_python(folder: Path, *words, **variables: str) -> tuple[int, str]:
+    """Status of `python WORDS`, and all that it printed."""
+    with Played(folder) as played:
+        played.start(python, words, variables)
+        return played.end()[0], played.log(0)
+
+
+def python(words: tuple, variables: dict) -> None:
+    """Do what `python WORDS` does, PyTorch being imported already."""
+    os.environ.update(variables)
+    sys.argv[:] = [str(word) for word in words]
+    if sys.argv[0] == "-m":
+        del sys.argv[0]
+        sys.modules.pop(sys.argv[0], None)  # or runpy warns
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, os.path.dirname(sys.argv[0]))
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 # --- preflight ---

@@ -15,6 +15,7 @@ from conftest import (
     run,
     wait_until,
 )
+from played import run_python
 from ranks import Ranks, train
 
 FIVE = (
@@ -28,11 +29,22 @@ HOROVOD = pytest.param("horovod_distributed", marks=pytest.mark.horovod)
 PARALLEL = ("distributed", "multiprocessing_distributed", HOROVOD)
 
 
+def refusal(folder, strategy, *flags, **variables):
+    """The one line that ends a run of scripts/STRATEGY.sh in its first process."""
+    words = [ROOT / f"{strategy}.py"]
+    if strategy not in ("dataparallel", "multiprocessing_distributed"):
+        words = ["-m", "common.check", *words, ""]
+        if strategy != "horovod_distributed":
+            words += ["scripts.torch_launcher", "torchrun"]
+        words.append("--")
+    status, printed = run_python(folder, *words, *flags, **variables)
+    assert status == 2 and printed.count("\n") == 1, printed
+    return printed
+
+
 @pytest.mark.parametrize("strategy", FIVE)
-def test_a_mistyped_flag(strategy, digits):
-    ended = launcher(strategy, "--data", digits, "--epoch", "3")
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr == (
+def test_a_mistyped_flag(strategy, digits, tmp_path):
+    assert refusal(tmp_path, strategy, "--data", digits, "--epoch", "3") == (
         f"{strategy}.py: error: unrecognized arguments: --epoch 3 (--help lists the flags)\n"
     )
 
@@ -77,10 +89,8 @@ def test_missing_data(strategy, tmp_path):
 def test_bad_input(pictures, tmp_path, flags, message):
     if "cuda" in flags and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    output = ("--output", tmp_path / "out")
-    ended = launcher("distributed", "--data", pictures, *TINY, *output, *flags)
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert message in ended.stderr and len(ended.stderr.splitlines()) == 1
+    flags = ("--data", pictures, *TINY, "--output", tmp_path / "out", *flags)
+    assert message in refusal(tmp_path, "distributed", *flags)
 
 
 def test_bad_input_without_the_launch_scripts(pictures):
@@ -93,10 +103,11 @@ def test_bad_input_without_the_launch_scripts(pictures):
     assert ended.stderr.count("cannot be divided evenly by 2 processes") == 1
 
 
-def test_without_a_launcher(pictures):
-    ended = run("python", ROOT / "distributed.py", "--data", pictures)
-    assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1
-    assert "a launcher has to start this script" in ended.stderr
+def test_without_a_launcher(pictures, tmp_path):
+    script = ROOT / "distributed.py"
+    status, printed = run_python(tmp_path, script, "--data", pictures)
+    assert status == 2 and printed.count("\n") == 1
+    assert "a launcher has to start this script" in printed
 
 
 def test_a_port_that_is_in_use(pictures, tmp_path):
@@ -104,18 +115,10 @@ def test_a_port_that_is_in_use(pictures, tmp_path):
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         url = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-        flags = (
-            "--data",
-            pictures,
-            *TINY,
-            "--dist-url",
-            url,
-            "--output",
-            tmp_path / "out",
-        )
-        ended = launcher("multiprocessing_distributed", *flags)
-    assert ended.returncode == 2
-    assert ended.stderr == (
+        flags = ("--data", pictures, *TINY, "--dist-url", url)
+        flags += ("--output", tmp_path / "out")
+        printed = refusal(tmp_path, "multiprocessing_distributed", *flags)
+    assert printed == (
         f"multiprocessing_distributed.py: error: --dist-url {url}: Address already in use; "
         "choose another port\n"
     )
@@ -124,7 +127,7 @@ def test_a_port_that_is_in_use(pictures, tmp_path):
 @pytest.mark.parametrize(
     "strategy",
     (
-        "dataparallel",
+        pytest.param("dataparallel", marks=pytest.mark.full),
         pytest.param("distributed", marks=pytest.mark.full),
         "multiprocessing_distributed",
         pytest.param(
@@ -146,16 +149,17 @@ def test_an_unreadable_image_ends_the_job(strategy, pictures, tmp_path):
     wait_until(lambda: not processes_of(str(tmp_path)), 15, "every process gone")
 
 
-def test_an_unreadable_image_ends_all_processes(pictures, tmp_path):
+@pytest.mark.parametrize("name, others", [("dataparallel", 0), ("distributed", 2)])
+def test_an_unreadable_image_ends_all_processes(name, others, pictures, tmp_path):
     broken = spoiled(pictures)
     flags = ["--data", pictures, *TINY, "-j", 3, "--output", tmp_path / "out"]
     flags += ["-b", 3]
-    with Ranks(tmp_path, 3, train, name="distributed", flags=flags) as ranks:
+    with Ranks(tmp_path, others + 1, train, name=name, flags=flags) as ranks:
         statuses = ranks.end()
         text = ranks.text()
-    assert sorted(statuses) == [1, 1, 2]
+    assert sorted(statuses) == [*[1] * others, 2]
     assert text.count(f"cannot read the image {broken}") == 1
-    assert text.count(" lost another: ") == 2 and "Traceback" not in text
+    assert text.count(" lost another: ") == others and "Traceback" not in text
 
 
 def spoiled(pictures):
@@ -215,6 +219,4 @@ def test_wrong_words_about_machines(
     strategy, variables, flags, message, pictures, tmp_path
 ):
     flags = ("--data", pictures, *TINY, "--output", tmp_path / "out", *flags)
-    ended = launcher(strategy, *flags, **variables)
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert message in ended.stderr and len(ended.stderr.splitlines()) == 1
+    assert message in refusal(tmp_path, strategy, *flags, **variables)
