@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import TINY, Running, launcher, wait_until
 from ranks import Ranks, run_ranks, suspended, train, train_with_nan, wait_for_ever
+from test_loopback import assert_loopback
 
 # How a run is launched: script of scripts/ and its settings
 WAYS = {
@@ -86,6 +87,7 @@ def cases():
 
 @pytest.mark.parametrize("way, event", list(cases()))
 def test_a_run_ends_and_leaves_nothing_behind(way, event, pictures, tmp_path, figure):
+    """And listens, while it runs, on loopback only."""
     strategy, variables = WAYS[way]
     output, flags = tmp_path / "out", (*TINY, "--epochs", "500")
     if "hangs" in event:
@@ -94,6 +96,7 @@ def test_a_run_ends_and_leaves_nothing_behind(way, event, pictures, tmp_path, fi
         wait_until((output / "checkpoint.pt").exists, 90, "first checkpoint")
         if way != "dataparallel":
             wait_until(lambda: len(job.trainers()) == 2, 20, "two training processes")
+        assert_loopback(job, way)
         began = time.monotonic()
         EVENTS[event](job)
         status = job.end(90)

@@ -1,4 +1,7 @@
-"""What a run on one machine listens at: loopback alone, where its launcher lets us say so."""
+"""What a run on one machine listens at: loopback alone, where its launcher lets us say so.
+
+Runs of all launchers are looked at in test_interruption.py.
+"""
 
 import contextlib
 import os
@@ -11,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TINY, Running, processes_of, wait_until
-from test_interruption import NEEDS, WAYS
 
 LISTENS = "0A"  # a state in /proc/net/tcp
 
@@ -54,28 +56,10 @@ def test_listeners_are_seen():
             assert (os.getpid(), host, listener.getsockname()[1]) in own
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param(
-            way,
-            marks=[
-                *([NEEDS[way]] if way in NEEDS else []),
-                *([pytest.mark.full] if way == "launch" else []),
-            ],
-        )
-        for way in WAYS
-    ],
-)
-def test_one_machine_listens_on_loopback_only(way, pictures, tmp_path):
-    strategy, variables = WAYS[way]
-    flags = (*TINY, "--epochs", "500")
-    with Running(strategy, pictures, tmp_path / "out", *flags, **variables) as job:
-        if way != "dataparallel":
-            wait_until(lambda: len(job.trainers()) == 2, 20, "two training processes")
-        processes = processes_of(job.run)
-        found = listeners(processes)
-        trainers = job.trainers()
+def assert_loopback(job, way):
+    """The processes of a run that is under way listen on loopback only."""
+    processes, trainers = processes_of(job.run), job.trainers()
+    found = listeners(processes)
     launchers = {
         pid
         for pid, (_, command) in processes.items()
