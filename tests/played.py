@@ -13,10 +13,12 @@ import subprocess
 import sys
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 
 import torch
 from ranks import ROOT, fork_server
+from torch.multiprocessing import start_processes
 
 from common.arguments import build_parser, parse_arguments
 from common.data import build_datasets, build_loader, share_out
@@ -99,6 +101,15 @@ def python(words: tuple, variables: dict) -> None:
     else:
         sys.path.insert(0, os.path.dirname(sys.argv[0]))
         runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+# --- lessons ---
+
+
+def lesson(path: Path, variables: dict) -> None:
+    """Run a lesson of tutorial/; the processes that it starts are forks too."""
+    torch.multiprocessing.spawn = partial(start_processes, start_method="fork")
+    python((path,), variables)
 
 
 # --- preflight ---

@@ -1,11 +1,15 @@
 """The lessons print what their pages quote, and stay short enough to be read."""
 
 import ast
+import functools
 import re
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from conftest import ROOT, run
+from played import Played, lesson, run_python
+from ranks import free_port
 
 from benchmarks import overlap
 from benchmarks.page import results
@@ -17,7 +21,10 @@ LESSONS = sorted(
     if path.name not in ("__init__.py", "pages.py")
 )
 PAGES = {path.name: path.read_text() for path in sorted(pages.PAGES.glob("*.md"))}
-FULL = ("ranks_spawn", "ranks_horovod")  # eight processes each, like "ranks"
+FULL = ("ranks_spawn", "ranks_horovod")  # eight processes each
+# Lessons that are a command of their own also in the short form
+COMMANDS = ("collectives", "collectives_horovod", "gradients_horovod")
+COMMANDS += ("accumulation_horovod",)
 
 
 def marks(name):
@@ -29,25 +36,53 @@ def marks(name):
 RUNS = [pytest.param(name, marks=marks(name)) for name in pages.RUNS]
 
 
+def by_command(name):
+    """What a lesson prints that is started as its page says."""
+    line = pages.with_free_port(pages.RUNS[name])
+    ended = run("bash", "-c", line, timeout=150)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return ended.stdout
+
+
+def in_forks(name, folder):
+    """What a lesson prints without a launcher, in processes that import nothing."""
+    processes, port = [{}], free_port()
+    if name == "ranks":
+        processes = [as_torchrun_does(rank, port) for rank in range(8)]
+    with Played(folder) as played:
+        for variables in processes:
+            played.start(lesson, ROOT / "tutorial" / f"{name}.py", variables)
+        assert not any(played.end(seconds=100)), played.text()
+        return played.log(0)
+
+
+def as_torchrun_does(rank, port):
+    """The variables of one of four processes on each of two hosts."""
+    node, local_rank = divmod(rank, 4)
+    numbers = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": node}
+    numbers |= {"WORLD_SIZE": 8, "LOCAL_WORLD_SIZE": 4, "MASTER_PORT": port}
+    variables = {name: str(number) for name, number in numbers.items()}
+    return {**variables, "MASTER_ADDR": "127.0.0.1"}
+
+
 @pytest.fixture(scope="module")
-def output(request):
-    """What a lesson prints. Each that is asked for runs once, two at a time."""
-
-    def ended(name):
-        return run("bash", "-c", pages.with_free_port(pages.RUNS[name]), timeout=150)
-
-    wanted = [
+def output(request, tmp_path_factory):
+    """What a lesson prints; commands that are asked for run once, two at a time."""
+    wanted = {
         item.callspec.params["name"]
         for item in request.session.items
         if "output" in item.fixturenames and not item.get_closest_marker("skip")
-    ]
+    }
+    if not request.config.getoption("full"):
+        wanted &= set(COMMANDS)
     with ThreadPoolExecutor(2) as pool:
-        runs = {name: pool.submit(ended, name) for name in wanted}
+        commands = {name: pool.submit(by_command, name) for name in wanted}
 
+        @functools.cache
         def printed(name):
-            process = runs[name].result()
-            assert process.returncode == 0, process.stderr[-3000:]
-            return process.stdout
+            if name in commands:
+                return commands[name].result()
+            return in_forks(name, tmp_path_factory.mktemp(name))
 
         yield printed
         pool.shutdown(cancel_futures=True)
@@ -105,9 +140,8 @@ def test_a_lesson_is_short_and_stands_alone(name):
 @pytest.mark.parametrize("name", [name for name in LESSONS if "horovod" in name])
 def test_without_horovod_a_lesson_says_so_in_one_line(name, tmp_path):
     (tmp_path / "horovod.py").write_text("raise ImportError('not here')")
-    ended = run("python", ROOT / "tutorial" / name, PYTHONPATH=str(tmp_path))
-    assert ended.returncode == 2
-    assert ended.stderr == f"{name} needs Horovod: not here\n"
+    copy = shutil.copy(ROOT / "tutorial" / name, tmp_path)  # looks beside itself first
+    assert run_python(tmp_path, copy) == (2, f"{name} needs Horovod: not here\n")
 
 
 def test_the_picture_is_that_of_the_results():
