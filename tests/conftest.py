@@ -230,13 +230,13 @@ def processes_of(run: str) -> dict[int, tuple[int, str]]:
     return found
 
 
-def wait_until(condition, seconds: float, what: str) -> None:
+def wait_until(condition, seconds: float, what: str, interval: float = 0.1) -> None:
     """Poll until `condition()` is true; fail with `what` after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
             pytest.fail(f"not within {seconds} s: {what}")
-        time.sleep(0.1)
+        time.sleep(interval)
 
 
 class Running:
