@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, SHORT, launcher, run
-from ranks import free_port, run_ranks, train
+from played import run_python
+from ranks import Ranks, free_port, run_ranks, train
 from torchvision.models import resnet18
 
 RECORD = {
@@ -172,23 +173,16 @@ def test_two_processes_end_with_the_same_bits_whatever_the_strategy(trained, way
         assert [one[name] for name in figures] == [other[name] for name in figures]
 
 
-def test_evaluate_finds_what_was_recorded(trained, digits):
+def test_evaluate_finds_what_was_recorded(trained, digits, tmp_path):
     """One process counts the same images as the two that trained, and has the same loss."""
     output = trained("torchrun")
     record = records(output)[-1]
     before = (output / "checkpoint.pt").read_bytes()
-    ended = launcher(
-        "dataparallel",
-        "--data",
-        digits,
-        *SHORT,
-        "--evaluate",
-        "--resume",
-        output / "checkpoint.pt",
-    )
-    assert ended.returncode == 0, ended.stderr
-    line = ended.stdout.splitlines()[-1]
-    assert line == (
+    flags = ("--evaluate", "--resume", output / "checkpoint.pt")
+    script = ROOT / "dataparallel.py"
+    status, printed = run_python(tmp_path, script, "--data", digits, *SHORT, *flags)
+    assert status == 0, printed
+    assert printed.splitlines()[-1] == (
         f"val loss {record['val_loss']:.4f}, top-1 {record['val_top1']:.2f} %, "
         f"top-5 {record['val_top5']:.2f} %, 359 images"
     )
@@ -210,15 +204,18 @@ def test_evaluate_needs_no_training_batch(pictures):
     build_scheduler(args, torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1), 0)
 
 
-def test_a_finished_run_is_not_overwritten(trained, digits):
+def test_a_finished_run_is_not_overwritten(trained, digits, tmp_path):
     output = trained("torchrun")
     before = (output / "checkpoint.pt").read_bytes()
-    ended = launcher("distributed", "--data", digits, *SHORT, "--output", output)
-    assert ended.returncode == 2 and "--resume auto" in ended.stderr
-    ended = launcher(
-        "distributed", "--data", digits, *SHORT, "--output", output, "--resume", "auto"
-    )
-    assert ended.returncode == 0 and "complete already: 2 of 2 epochs" in ended.stdout
+    flags = ["--data", digits, *SHORT, "--output", output]
+    for more, status, said in (
+        ([], 2, "go on with --resume auto"),
+        (["--resume", "auto"], 0, "complete already: 2 of 2 epochs"),
+    ):
+        arguments = {"name": "distributed", "flags": flags + more}
+        with Ranks(tmp_path, 2, train, **arguments) as ranks:
+            assert ranks.end() == [status] * 2
+            assert said in ranks.text()
     assert (output / "checkpoint.pt").read_bytes() == before
 
 
@@ -328,13 +325,7 @@ def test_horovod_sends_fp16_gradients(tmp_path, digits):
     torch.testing.assert_close(rounded, exact, rtol=0, atol=0.02)
 
 
-@pytest.mark.horovod
-def test_an_infinity_on_one_rank_skips_the_step_on_all(tmp_path):
-    """GradScaler under Horovod: the region of the script, run on a gradient with an inf."""
-    probe = tmp_path / "probe.py"
-    probe.write_text(
-        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        """
+HOROVOD_PROBE = """
 import horovod.torch as hvd, torch
 from argparse import Namespace
 import horovod_distributed as script
@@ -356,31 +347,36 @@ for step in range(3):
     moved = not torch.equal(before, model.weight)
     same = torch.equal(model.weight, hvd.broadcast(model.weight.detach(), root_rank=0))
     print(f"RANK {hvd.rank()} STEP {step} MOVED {moved} SAME {same} SCALE {scaler.get_scale()}", flush=True)
+sums = torch.tensor([hvd.rank() + 1.0, 10.0], dtype=torch.float64)
+print("SUM", script.combine(sums).tolist(), flush=True)
 """
-    )
-    ended = run("horovodrun", "-np", "2", "--gloo", "python", probe)
+
+
+@pytest.fixture(scope="module")
+def probed(tmp_path_factory):
+    """What two processes under horovodrun print of functions of the script."""
+    probe = tmp_path_factory.mktemp("probe") / "probe.py"
+    probe.write_text(HOROVOD_PROBE)
+    command = ("horovodrun", "-np", "2", "--gloo", "python", probe)
+    ended = run(*command, PYTHONPATH=str(ROOT))
     assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.horovod
+def test_an_infinity_on_one_rank_skips_the_step_on_all(probed):
+    """GradScaler under Horovod: the region of the script, run on a gradient with an inf."""
     for rank in (0, 1):
         for step, (moved, scale) in enumerate(
             ((True, 1024.0), (False, 512.0), (True, 512.0))
         ):
             line = f"RANK {rank} STEP {step} MOVED {moved} SAME True SCALE {scale}"
-            assert line in ended.stdout, ended.stdout
+            assert line in probed, probed
 
 
 @pytest.mark.horovod
-def test_horovod_metrics_are_summed_over_the_processes(tmp_path):
-    probe = tmp_path / "probe.py"
-    probe.write_text(
-        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "import horovod.torch as hvd, torch\n"
-        "import horovod_distributed as script\n"
-        "hvd.init()\n"
-        "sums = torch.tensor([hvd.rank() + 1.0, 10.0], dtype=torch.float64)\n"
-        "print('SUM', script.combine(sums).tolist(), flush=True)\n"
-    )
-    ended = run("horovodrun", "-np", "2", "--gloo", "python", probe)
-    assert ended.stdout.count("SUM [3.0, 20.0]") == 2, ended.stdout + ended.stderr
+def test_horovod_metrics_are_summed_over_the_processes(probed):
+    assert probed.count("SUM [3.0, 20.0]") == 2, probed
 
 
 def test_apex_says_why_it_cannot_run(tmp_path, digits):
@@ -416,7 +412,6 @@ def test_apex_missing_or_too_new(tmp_path, package, message):
         (tmp_path / "apex").mkdir(exist_ok=True)
         (tmp_path / "apex" / f"{module}.py").write_text(text)
     code = (
-        f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(tmp_path)!r}]\n"
         "import torch; torch.cuda.is_available = lambda: True\n"
         "from common.errors import exit_status\n"
         "with exit_status():\n"
@@ -425,9 +420,10 @@ def test_apex_missing_or_too_new(tmp_path, package, message):
     )
     if package is None and importlib.util.find_spec("apex"):
         pytest.skip("Apex is installed")
-    ended = run("python", "-c", code)
-    assert ended.returncode == 2 and message in ended.stderr
-    assert "NVIDIA/apex@25.05" in ended.stderr and len(ended.stderr.splitlines()) == 1
+    (tmp_path / "probe.py").write_text(code)
+    status, printed = run_python(tmp_path, tmp_path / "probe.py")
+    assert status == 2 and message in printed
+    assert "NVIDIA/apex@25.05" in printed and printed.count("\n") == 1
 
 
 @pytest.mark.parametrize(
