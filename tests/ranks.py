@@ -22,6 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torchvision
 from torch import nn
 from torch.utils.data import Subset
 
@@ -210,6 +211,22 @@ def start(script, flags: list) -> None:
 def train(name: str, flags: list, net: str | None = None, root: str | None = None):
     """Train; whoever asks looks at the output folder."""
     start(load_script(name, net, root), flags)
+
+
+def train_compiled(name: str, flags: list) -> int:
+    """Train a tiny network of which torch.compile has little to make.
+
+    Returns how many graphs of it were compiled.
+    """
+    from torch._dynamo.utils import counters
+    from torch._inductor import config
+
+    config.compile_threads = 1  # in this process
+    torchvision.models.get_model = lambda arch, num_classes, **_: nn.Sequential(
+        nn.Conv2d(3, 4, 3, stride=4), nn.Flatten(), nn.Linear(256, num_classes)
+    )
+    train(name, flags)
+    return counters["stats"]["unique_graphs"]
 
 
 def train_unlike(name: str, flags: list, own: list[list]):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import ROOT, SHORT, launcher, run
 from played import run_python
-from ranks import Ranks, free_port, run_ranks, train
+from ranks import Ranks, free_port, run_ranks, train, train_compiled
 from torchvision.models import resnet18
 
 RECORD = {
@@ -278,6 +278,16 @@ def test_another_script_reads_the_checkpoint(trained):
     schedule.step()
 
 
+def test_a_compiled_network_and_synthetic_images(tmp_path):
+    flags = ["--synthetic", 64, "-b", 8, "--image-size", 32, "--epochs", 1]
+    flags += ["--max-steps", 3, "--compile", "--output", tmp_path / "out"]
+    name = "multiprocessing_distributed"
+    (graphs,) = run_ranks(tmp_path, 1, train_compiled, name=name, flags=flags)
+    assert graphs >= 1
+    assert records(tmp_path / "out")[0]["images"] == 24
+
+
+@pytest.mark.full
 def test_compile_and_synthetic(tmp_path):
     ended = launcher(
         "multiprocessing_distributed",
