@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from conftest import ROOT, run
+from played import Played, python, run_python
 from ranks import free_port
 
 PAGE = (ROOT / "docs" / "pitfalls.md").read_text()
@@ -21,11 +22,13 @@ CITED = {
 }
 # What one process can do wrong
 ALONE = """
-import argparse, os, socket, tempfile, traceback
+import argparse, os, socket, sys, tempfile, traceback
 from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torchvision.datasets import ImageFolder
+
+os.chdir(os.path.dirname(sys.argv[0]))
 
 def wrong(function, *args, **kwargs):
     try:
@@ -98,6 +101,7 @@ import torch
 import torch.distributed as dist
 
 page = open(sys.argv.pop()).read()
+os.chdir(os.path.dirname(sys.argv[0]))
 torch.cuda.synchronize = lambda: None
 os.makedirs("root/train/cat"), os.makedirs("root/val/cat")
 calls = {
@@ -146,6 +150,13 @@ print(count, "cures", sorted(calls))
 """
 
 
+def in_a_group(size):
+    """Variables of processes that meet, without a GPU."""
+    port, size = str(free_port()), str(size)
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": size}
+    return {**group, "CUDA_VISIBLE_DEVICES": ""}
+
+
 def messages():
     """Lines of the page's text blocks, each with the section that it stands in."""
     return [
@@ -167,21 +178,22 @@ def alike(text):
     not torch.__version__.startswith("2.15."), reason="the page quotes PyTorch 2.15"
 )
 def test_the_messages_are_what_is_said(tmp_path):
-    said = ""
-    for name, program in (("alone", ALONE), ("two", TWO), ("flag", OLD_FLAG)):
-        (tmp_path / f"{name}.py").write_text(program)
-    python, launcher = (sys.executable,), ("torchrun", "--standalone")
-    commands = [
-        (*python, "alone.py"),
-        (*launcher, "--nproc-per-node=2", "two.py", "uneven"),
-        (*launcher, "--nproc-per-node=2", "two.py", "silent"),
-        (*python, "-m", "torch.distributed.launch", "--nproc-per-node=1", "flag.py"),
-    ]
-    for command in commands:
-        line = f"cd {tmp_path} && exec {' '.join(command)}"
-        ended = run("bash", "-c", line, CUDA_VISIBLE_DEVICES="")
-        assert "nothing is wrong" not in ended.stderr
-        said += ended.stderr
+    programs = {"alone": ALONE, "two": TWO, "flag": OLD_FLAG}
+    files = {name: tmp_path / f"{name}.py" for name in programs}
+    for name, program in programs.items():
+        files[name].write_text(program)
+    with Played(tmp_path) as played:
+        played.start(python, (files["alone"],), {"CUDA_VISIBLE_DEVICES": ""})
+        for mistake in ("uneven", "silent"):
+            group = in_a_group(2)
+            for rank in "01":
+                variables = {**group, "RANK": rank}
+                played.start(python, (files["two"], mistake), variables)
+        command = (sys.executable, "-m", "torch.distributed.launch")
+        ended = run(*command, "--nproc-per-node=1", files["flag"])
+        played.end()
+        said = played.text() + ended.stderr
+    assert "nothing is wrong" not in said
     quoted = [line for line, _ in messages() if not line.startswith(tuple(CITED))]
     assert len(quoted) >= 14
     for line in quoted:
@@ -190,12 +202,10 @@ def test_the_messages_are_what_is_said(tmp_path):
 
 def test_the_cures_run_as_they_stand(tmp_path):
     (tmp_path / "cures.py").write_text(CURES)
-    port = str(free_port())
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "1"}
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": ""}
-    command = f"cd {tmp_path} && exec python cures.py {ROOT}/docs/pitfalls.md"
-    ended = run("bash", "-c", command, **group, **ranks)
-    assert ended.stdout == "19 cures []\n", ended.stdout + ended.stderr
+    page = ROOT / "docs" / "pitfalls.md"
+    variables = {**in_a_group(1), "RANK": "0", "LOCAL_RANK": "0"}
+    status, printed = run_python(tmp_path, tmp_path / "cures.py", page, **variables)
+    assert status == 0 and printed.endswith("19 cures []\n"), printed
 
 
 def test_messages_that_are_not_provoked_have_their_source():
