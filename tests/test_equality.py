@@ -3,6 +3,7 @@
 import functools
 import json
 import sys
+from itertools import product
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from torchvision.transforms import v2
 from common.data import MEAN, STD
 
 HOROVOD = pytest.mark.horovod
+ONE_TO_FOUR = [(1,), (2,), (3,), (4,)]
 FLAGS = "--image-size 32 --precision fp32 --min-crop 0.5 --print-interval 4".split()
 
 
@@ -42,21 +44,24 @@ def start(name):
     return horovod_ranks if name == "horovod_distributed" else run_ranks
 
 
+def cases(short, every):
+    """Each script with every (processes, ...); the short form has those in `short`."""
+    for name, few in short.items():
+        marks = [HOROVOD] if name == "horovod_distributed" else []
+        for numbers in few if name == "dataparallel" else every:
+            more = [] if numbers in few else [pytest.mark.full]
+            yield pytest.param(name, *numbers, marks=marks + more)
+
+
 # --- the same images ---
 
-LOADERS = [
-    *(("distributed", n, workers) for n in (1, 2, 3, 4) for workers in (0, 1, 3)),
-    *(("multiprocessing_distributed", n, 1) for n in (1, 2, 3, 4)),
-    *(("dataparallel", 1, workers) for workers in (1, 3)),
-]
-FULL_LOADERS = [
-    *(("multiprocessing_distributed", n, j) for n in (1, 2, 3, 4) for j in (0, 3)),
-]
-HOROVOD_LOADERS = [("horovod_distributed", 2, 1)]
-FULL_HOROVOD_LOADERS = [
-    *(("horovod_distributed", n, j) for n, j in ((1, 0), (1, 3), (2, 0), (2, 3))),
-    *(("horovod_distributed", n, j) for n, j in ((3, 0), (3, 1), (4, 0), (4, 3))),
-]
+# Processes, and loader processes of each
+LOADERS = {
+    "dataparallel": [(1, 1), (1, 3)],
+    "distributed": [(1, 0), (1, 3), (2, 1), (3, 0), (4, 0), (4, 3)],
+    "multiprocessing_distributed": [(2, 1), (4, 1)],
+    "horovod_distributed": [(2, 1)],
+}
 
 
 @pytest.fixture(scope="module")
@@ -98,15 +103,7 @@ def one_process(digests):
 
 @pytest.mark.parametrize(
     "name, world_size, workers",
-    [
-        *LOADERS,
-        *(pytest.param(*one, marks=HOROVOD) for one in HOROVOD_LOADERS),
-        *(pytest.param(*one, marks=pytest.mark.full) for one in FULL_LOADERS),
-        *(
-            pytest.param(*one, marks=(HOROVOD, pytest.mark.full))
-            for one in FULL_HOROVOD_LOADERS
-        ),
-    ],
+    list(cases(LOADERS, list(product((1, 2, 3, 4), (0, 1, 3))))),
 )
 def test_every_step_has_the_same_images(
     digests, one_process, name, world_size, workers
@@ -129,8 +126,9 @@ def test_another_seed_has_other_images(digests, one_process):
 
 @pytest.fixture(scope="module")
 def trained(digits, tmp_path_factory):
-    """Train 20 steps; returns the checkpoint."""
+    """Train 20 steps, once; returns the checkpoint."""
 
+    @functools.cache
     def of(name, world_size, *flags, root=None, **how):
         folder = tmp_path_factory.mktemp("weights")
         argv = ["--data", digits, *FLAGS, "-b", 48, "--max-steps", 10, "--epochs", 2]
@@ -199,16 +197,14 @@ def test_the_run_is_a_stable_one_that_learns(whole_batch):
     assert 0.01 < largest < 1 / (1 - MOMENTUM)
 
 
-@pytest.mark.parametrize(
-    "name, world_size",
-    [
-        *(("distributed", world_size) for world_size in (1, 2, 3, 4)),
-        *(("multiprocessing_distributed", world_size) for world_size in (1, 2, 4)),
-        pytest.param("horovod_distributed", 2, marks=HOROVOD),
-        pytest.param("horovod_distributed", 1, marks=(HOROVOD, pytest.mark.full)),
-        pytest.param("horovod_distributed", 4, marks=(HOROVOD, pytest.mark.full)),
-    ],
-)
+TRAINED = {
+    "distributed": ONE_TO_FOUR,
+    "multiprocessing_distributed": [(2,)],
+    "horovod_distributed": [(2,)],
+}
+
+
+@pytest.mark.parametrize("name, world_size", list(cases(TRAINED, ONE_TO_FOUR)))
 def test_same_weights_up_to_rounding(trained, whole_batch, name, world_size, figure):
     found = trained(name, world_size)
     weights, momenta = difference(found, whole_batch)
@@ -328,22 +324,16 @@ def test_a_wrong_reduction_under_horovod_is_seen(
 # --- the same validation ---
 
 SIZES = list(range(1, 42))
+VALIDATED = {
+    "dataparallel": [(1,)],
+    "distributed": [(2,), (3,), (4,)],
+    "multiprocessing_distributed": [(2,)],
+    "horovod_distributed": [(3,)],
+}
 
 
 @pytest.mark.parametrize("batch_size", (12, pytest.param(48, marks=pytest.mark.full)))
-@pytest.mark.parametrize(
-    "name, world_size",
-    [
-        *(("distributed", world_size) for world_size in (1, 2, 3, 4)),
-        *(("multiprocessing_distributed", world_size) for world_size in (1, 2, 3, 4)),
-        ("dataparallel", 1),
-        pytest.param("horovod_distributed", 3, marks=HOROVOD),
-        *(
-            pytest.param("horovod_distributed", n, marks=(HOROVOD, pytest.mark.full))
-            for n in (1, 2, 4)
-        ),
-    ],
-)
+@pytest.mark.parametrize("name, world_size", list(cases(VALIDATED, ONE_TO_FOUR)))
 def test_validation_counts_every_image_once(
     digits, tmp_path, name, world_size, batch_size, figure
 ):
