@@ -15,7 +15,8 @@ from conftest import ROOT, TINY, environment, run
 from ranks import Ranks, free_port, run_ranks, train, train_unlike
 
 from common.agreement import Processes, agree
-from common.data import PackedPaths
+from common.arguments import build_parser, parse_arguments
+from common.data import PackedPaths, build_datasets, share_out
 from common.errors import UserError
 
 HOST = socket.gethostname()
@@ -205,12 +206,24 @@ def only_line(text):
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else None,
 )
-def test_other_flags(pictures, tmp_path, flags, said):
+def test_other_flags(flags, said, capsys):
+    def task(processes):
+        words = ["--synthetic", "8", *EPOCH, *(flags if processes.rank else ())]
+        args = parse_arguments(build_parser("A test."), "distributed", words)
+        share_out(args, processes.rank, 2, 2)
+        sets = build_datasets(args)
+        agree(args, processes.rank, processes.device, processes.combine, *sets)
+
+    message = one_line(each(2, task), capsys)
+    start = f"rank 1 on {HOST} differs from rank 0 on {HOST}: {said}"
+    assert message.startswith(start)
+
+
+def test_two_processes_with_other_flags(pictures, tmp_path):
     shared = ["--data", pictures, "--output", tmp_path / "out"]
-    line = refused(tmp_path, [shared, [*shared, *flags]])
-    assert line.startswith(
-        f"distributed.py: error: rank 1 on {HOST} differs from rank 0 on {HOST}: {said}"
-    )
+    line = refused(tmp_path, [shared, [*shared, "--lr", "0.2"]])
+    assert line.startswith(f"distributed.py: error: rank 1 on {HOST} differs from ")
+    assert "--lr 0.2 (rank 0: 0.1)" in line
     assert not (tmp_path / "out").exists()
 
 
@@ -383,6 +396,7 @@ def test_horovodrun(pictures, tmp_path):
 
 
 @pytest.mark.mpi
+@pytest.mark.full
 def test_mpirun(pictures, tmp_path):
     first, second = nodes_flags(pictures, tmp_path)
     command = (sys.executable, ROOT / "horovod_distributed.py")
