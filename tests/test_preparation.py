@@ -7,6 +7,7 @@ import numpy
 import pytest
 from conftest import ROOT, run
 from PIL import Image
+from played import run_python
 
 CLASSES = ("n01440764", "n01443537", "n02119789")
 
@@ -142,8 +143,9 @@ def test_sample_data(digits):
 
 
 def test_sample_data_never_overwrites(digits, tmp_path):
-    again = run("python", "-m", "common.sample_data", digits)
-    assert (again.returncode, again.stdout) == (0, f"1797 images in {digits}\n")
+    command = ("-m", "common.sample_data")
+    again = run_python(tmp_path, *command, digits)
+    assert again == (0, f"1797 images in {digits}\n")
     (tmp_path / "mine").mkdir()
-    ended = run("python", "-m", "common.sample_data", tmp_path / "mine")
-    assert ended.returncode == 2 and "is not this data set" in ended.stderr
+    status, printed = run_python(tmp_path, *command, tmp_path / "mine")
+    assert status == 2 and "is not this data set" in printed
