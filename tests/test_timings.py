@@ -523,6 +523,15 @@ def test_a_percentile_needs_ten_laps(measured, args):
     assert re.search(r"\| p90 +\|", report.main_table(found, "fp32"))
 
 
+def test_how_busy_gpus_were_is_a_column_where_it_was_measured(measured):
+    found = measured(lambda run: made(run, speed(run)))
+    assert "GPU in use" not in report.main_table(found, "fp32")
+    for run in row_of(found, "distributed").runs:
+        run["gpu_utilisation"] = 93.4
+    assert re.search(r"\| GPU in use \|", report.main_table(found, "fp32"))
+    assert re.search(r"distributed .*\| 93% ", report.main_table(found, "fp32"))
+
+
 def test_an_interrupted_folder_can_be_reported(measured, args):
     measured(lambda run: made(run, speed(run)))
     (args.output / "problems.json").unlink()
