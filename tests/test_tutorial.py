@@ -45,7 +45,7 @@ def by_command(name):
 
 
 def in_forks(name, folder):
-    """What a lesson prints without a launcher, in processes that import nothing."""
+    """What a lesson prints in forks of a process that has imported PyTorch."""
     processes, port = [{}], free_port()
     if name == "ranks":
         processes = [as_torchrun_does(rank, port) for rank in range(8)]
