@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import re
 import sys
 from argparse import Namespace
@@ -136,7 +137,8 @@ def test_trains_and_validates(trained, way):
         counts = record["steps"], record["images"], record["val_images"]
         assert counts == (10, 640, 359)
         assert 0 <= record["val_top1"] <= record["val_top5"] <= 100
-    assert epochs[1]["train_loss"] < epochs[0]["train_loss"] < 3
+    guessing = math.log(10)
+    assert all(record["train_loss"] < guessing for record in epochs)
     report = json.loads((output / "report.json").read_text())
     assert report["world_size"] == (1 if way == "dataparallel" else 2)
     assert report["precision"] == "fp32" and report["torch"] == torch.__version__
