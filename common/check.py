@@ -102,10 +102,14 @@ def preflight(args: Namespace, launcher: list[str]) -> None:
     with subprocess.Popen(
         command, env=once, stderr=subprocess.PIPE, text=True
     ) as process:
-        for line in process.stderr:
-            lines.append(line)
-            if line.startswith(own):
-                sys.stderr.write(line)
+        try:
+            for line in process.stderr:
+                lines.append(line)
+                if line.startswith(own):
+                    sys.stderr.write(line)
+        except KeyboardInterrupt:
+            process.terminate()
+            raise
     if process.returncode:
         # torchrun adds lines of its own, which matter where there are no others
         if not any(line.startswith(own) for line in lines):

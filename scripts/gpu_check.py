@@ -130,11 +130,9 @@ class Check:
     def run(self, wanted: list[Row]) -> None:
         """Try rows in their order; those that are not timed run some at a time."""
         at_once = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
-        kinds = {row: self.result(row)["status"] for row in wanted}
-        missing = [row for row in wanted if kinds[row] not in STATUSES[:2]]
+        missing = [row for row in wanted if self.result(row)["status"] != "passed"]
         for row in missing:
-            self.results[row.group, row.name] = not_tried(row, "not run", "interrupted")
-        missing += [row for row in wanted if kinds[row] == "failed"]  # once more, last
+            self.keep(row, not_tried(row, "not run", "interrupted"))
         for alone, some in groupby(missing, key=lambda row: row.alone):
             with ThreadPoolExecutor(1 if alone else at_once) as pool:
                 try:
@@ -149,6 +147,11 @@ class Check:
         """What is known of a row."""
         return self.results[row.group, row.name]
 
+    def keep(self, row: Row, result: dict) -> None:
+        """Remember what came out; a failure until the row is really tried again."""
+        if self.result(row)["status"] != "failed" or result["status"] in STATUSES[:2]:
+            self.results[row.group, row.name] = result
+
     def one(self, row: Row) -> None:
         """Try a row, unless it cannot be had or time is up."""
         if self.stopped:
@@ -162,8 +165,7 @@ class Check:
         else:
             result = self.tried(row, left)
         with self.lock:
-            self.results[row.group, row.name] = result
-            self.facts["machine"]["horovod"] = horovod_version()
+            self.keep(row, result)
             if self.here.gpu() is None:
                 self.write()
                 text = f"{row.group}: {row.name}: {result['status']}: {result['line']}"
@@ -204,6 +206,7 @@ class Check:
 
     def write(self) -> None:
         """Write the JSON files and summary.md."""
+        self.facts["machine"]["horovod"] = horovod_version()
         self.output.mkdir(parents=True, exist_ok=True)
         trained = [
             result["found"]

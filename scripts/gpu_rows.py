@@ -65,7 +65,7 @@ class Row(NamedTuple):
     limit: int  # seconds
     work: Callable[["Launcher"], dict]  # what it found; "line" says it in words
     missing: Callable[[], str | None] = lambda: None  # why it cannot be had here
-    alone: bool = False  # it is timed
+    alone: bool = False  # it is timed, or needs what came before
 
 
 class Launcher:
@@ -528,7 +528,7 @@ def build_horovod(launch: Launcher) -> dict:
     variables["HOROVOD_VERSION"] = version
     query = ("--query-gpu=compute_cap", "--format=csv,noheader")
     capabilities = {text.replace(".", "") for text in nvidia_smi(*query).split()}
-    variables["CAPABILITIES"] = ",".join(sorted(capabilities))
+    variables["HOROVOD_CAPABILITIES"] = ",".join(sorted(capabilities))
     text = launch("bash", ROOT / "scripts" / "install_horovod.sh", **variables)
     return {"line": text.strip().splitlines()[-1]}
 
@@ -678,6 +678,7 @@ class Plan:
             300,
             build_horovod,
             lambda: horovod_build_missing(self.here),
+            alone=True,
         )
 
 
@@ -698,7 +699,6 @@ def rows(here: Machine) -> list[Row]:
         return [plan.timing(arch, mode, one) for one in names if one != first]
 
     return [
-        plan.build(),  # beside the first rows; Horovod's come after some that run alone
         plan.reference(1),
         plan.reference(2),
         *trainings(ddp, 1),
@@ -717,6 +717,7 @@ def rows(here: Machine) -> list[Row]:
         plan.network("cuda-graph", 64, 128, 256),
         plan.timing("resnet50", "device", ddp),
         plan.timing("resnet50", "data", ddp),
+        plan.build(),
         *trainings(horovod, 1),
         plan.resume(horovod, 1, "fp16"),
         *trainings(ddp, 1, True),

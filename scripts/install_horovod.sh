@@ -7,7 +7,7 @@
 # Without a network: HOROVOD_SOURCE names the source archive. Wheels that lie beside it are used to
 # build ('setuptools<81' is needed, wheel, cmake, ninja, ... where the environment lacks them).
 # HOROVOD_TARGET names a folder to install into in place of the environment, for PYTHONPATH and PATH.
-# CAPABILITIES=90 builds for GPUs of compute capability 9.0 alone, which is faster.
+# HOROVOD_CAPABILITIES=90 builds for GPUs of compute capability 9.0 alone, which is faster.
 #
 # Gloo is always built in, MPI where mpicxx is found, NCCL where a CUDA toolkit is found that
 # fits PyTorch. The wheel is kept in the user's cache, so the next environment of the same kind
@@ -66,7 +66,7 @@ cuda=()
 nccl=$("$PYTHON" -c 'import nvidia.nccl as n; print(list(n.__path__)[0])' 2>/dev/null || true)
 toolkit=$("$CUDA_HOME/bin/nvcc" --version 2>/dev/null | sed -n 's/.*release \([0-9.]*\),.*/\1/p' || true)
 if [ -n "$toolkit" ] && [ -n "$nccl" ] && [ "${toolkit%%.*}" = "${torch_cuda%%.*}" ]; then
-    operations=$operations-nccl-cuda$toolkit${CAPABILITIES:+-$CAPABILITIES}
+    operations=$operations-nccl-cuda$toolkit${HOROVOD_CAPABILITIES:+-$HOROVOD_CAPABILITIES}
     cuda=(HOROVOD_GPU_OPERATIONS=NCCL)
 fi
 
@@ -126,7 +126,7 @@ print(sysconfig.get_path('include'))/" "$source_dir/horovod/torch/CMakeLists.txt
         ln -s "$nccl/lib/libnccl.so.2" "$work/nccl/lib/libnccl.so"
         ln -s "$nccl/lib/libnccl.so.2" "$work/nccl/lib/libnccl.so.2"
         # Compute capabilities that this toolkit still knows
-        capabilities=${CAPABILITIES:-$("$CUDA_HOME/bin/nvcc" --list-gpu-code |
+        capabilities=${HOROVOD_CAPABILITIES:-$("$CUDA_HOME/bin/nvcc" --list-gpu-code |
             grep -oE 'sm_(70|75|80|86|89|90|100|120)$' | sed 's/sm_//' | paste -sd, -)}
         cuda+=(CUDA_HOME="$CUDA_HOME" CUDAToolkit_ROOT="$CUDA_HOME" HOROVOD_CUDA_HOME="$CUDA_HOME"
             HOROVOD_NCCL_HOME="$work/nccl" HOROVOD_NCCL_LINK=SHARED

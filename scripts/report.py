@@ -30,7 +30,7 @@ FIRST = ("strategy", "images/s", "verdict", "s/epoch", "input", "more devices")
 COLUMNS = (*FIRST, "±", "step, ms", "p90", "GPU in use", "processes", "started by")
 LOSS = 0.1  # the share of the time from which on something is called the bound
 NO_REPLICAS = "one process, no replicas"
-SURE = 3  # standard errors from which on a difference is claimed
+CONFIDENCE = 0.99  # of the tests behind what is claimed
 COLOURS = {
     "dataparallel": "#d08a1d",
     "distributed": "#3a86c8",
@@ -131,6 +131,22 @@ def deviation(rows: Iterable[Sequence[Row]]) -> float:
     return math.sqrt(squares / freedom) if freedom else math.inf
 
 
+def t_quantile(freedom: int) -> float:
+    """What Student's t with so many degrees of freedom stays below, by CONFIDENCE.
+
+    Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.5
+    """
+    if freedom < 1:
+        return math.inf
+    z = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    return (
+        z
+        + (z**3 + z) / (4 * freedom)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
+    )
+
+
 class Timings:
     """All that a folder of timings holds."""
 
@@ -149,6 +165,8 @@ class Timings:
         loader = folder / "loader.json"  # not there where the loaders failed
         self.loader = json.loads(loader.read_text()) if loader.exists() else None
         self.runs = [json.loads(file.read_text()) for file in files]
+        if not all({"wall_seconds", "later_loss"} <= run.keys() for run in self.runs):
+            raise UserError(f"{folder} was measured by an earlier scripts/timings.py")
         self.rows: dict[tuple, Row] = {}
         for run in self.runs:
             key = tuple(run[name] for name in Row._fields[:-1])
@@ -184,31 +202,48 @@ class Timings:
         """Standard deviation of a run's speed over the repeats of a mode, relative."""
         return deviation([row] for row in self.rows.values() if row.mode == mode)
 
+    def freedom(self, mode: str) -> int:
+        """Degrees of freedom of error()."""
+        rows = [row for row in self.rows.values() if row.mode == mode]
+        return sum(len(row.runs) - 1 for row in rows)
+
     def ratio_error(self, mode: str) -> float:
         """Standard deviation over turns of how fast one strategy is to another.
 
-        It is smaller than that of a speed: what the machine does meanwhile slows all
-        strategies of a turn alike.
+        What the machine does meanwhile slows all strategies of a turn alike, and is not
+        in it.
         """
-        rows = [row for row in self.rows.values() if row.mode == mode]
         return deviation(
-            (one, other)
-            for one, other in combinations(rows, 2)
-            if one.cell == other.cell
-            and not any(self.no_replicas(row.strategy) for row in (one, other))
+            pair for rows in self.cells(mode) for pair in combinations(rows, 2)
         )
+
+    def ratio_freedom(self, mode: str) -> int:
+        """Degrees of freedom of ratio_error()."""
+        return sum(
+            (len(rows) - 1) * (min(len(row.runs) for row in rows) - 1)
+            for rows in self.cells(mode)
+        )
+
+    def cells(self, mode: str) -> list[list[Row]]:
+        """The rows of a mode that can be compared, by what is equal for them."""
+        cells: dict[tuple, list[Row]] = {}
+        for row in self.rows.values():
+            if row.mode == mode and not self.no_replicas(row.strategy):
+                cells.setdefault(row.cell, []).append(row)
+        return list(cells.values())
 
     def differ(self, one: Row, other: Row) -> bool:
-        """Whether one row is faster than another by more than SURE standard errors.
+        """Whether one row is faster than another, and that is no chance.
 
-        These are of the ratio of the two, turn by turn: by all pairs of strategies in
-        the mode, or by these two where they vary more.
+        By a t-test of the ratio of the two, turn by turn. Its standard deviation is
+        that of all pairs of strategies in the mode, or of these two where it is larger.
         """
         logs = log_speeds(one, other)
+        if len(logs) < 2:
+            return False
         error = max(self.ratio_error(one.mode), deviation([(one, other)]))
-        return len(logs) > 1 and (
-            statistics.mean(logs) > SURE * error / math.sqrt(len(logs))
-        )
+        least = t_quantile(self.ratio_freedom(one.mode)) * error / math.sqrt(len(logs))
+        return statistics.mean(logs) > least
 
     def efficiency(self, row: Row, alone_batch: int) -> float | None:
         """Speed of each device against the one that computes `alone_batch` alone."""
@@ -231,12 +266,15 @@ class Timings:
         return max(row.median("data_wait_share"), 1 - row.speed / device.speed)
 
     def doubt(self, row: Row) -> float:
-        """What the two shares of a row may be off by: SURE standard errors."""
+        """What the two shares of a row may be off by, with CONFIDENCE."""
         device = self.get("device", row.devices, row.global_batch_size, row)
-        modes = self.error("data"), self.error("device")
-        rows = [deviation([[one]]) for one in (row, device) if one]
-        error = max(*modes, *rows)
-        return SURE * error * math.sqrt(2 / len(row.runs))
+        rows = [one for one in (row, device) if one]
+        modes = ("data", "device")
+        error = max(deviation([[one]]) for one in rows)
+        error = max(error, *map(self.error, modes))
+        freedom = min(map(self.freedom, modes))
+        repeats = sum(1 / len(one.runs) for one in rows)
+        return t_quantile(freedom) * error * math.sqrt(repeats)
 
     def verdict(self, row: Row) -> str:
         """What the time of a row goes into, but for computing."""
@@ -370,7 +408,7 @@ def conclusion(timings: Timings, precision: str) -> str:
             text += f", faster than {listed(behind)}"
         text += "."
         if level:
-            text += f" Between it and {listed(level)} no difference exceeds the spread."
+            text += f" Its lead over {listed(level)} may be chance."
         sentences.append(text)
     verdicts: dict[str, list[str]] = {}
     for row in timings.of("data", timings.largest):
@@ -462,14 +500,18 @@ def notes(timings: Timings) -> str:
     )
     claims = []
     for mode, where in (("data", "JPEG files"), ("device", "data on the device")):
-        error = timings.ratio_error(mode)
-        if math.isinf(error):
-            claims.append(f"With {where} nothing was repeated: nothing is claimed.")
+        error = varies = timings.ratio_error(mode)
+        freedom = timings.ratio_freedom(mode)
+        if not freedom:
+            claims.append(
+                f"With {where} no two were compared twice: nothing is claimed."
+            )
             continue
-        least = math.exp(SURE * error / math.sqrt(timings.settings["repeats"])) - 1
+        error *= t_quantile(freedom) / math.sqrt(timings.settings["repeats"])
         claims.append(
-            f"With {where} the ratio of two strategies varies by {error:.1%} (standard "
-            f"deviation over turns): differences below {least:.0%} are not claimed."
+            f"With {where} the ratio of two strategies varies by {varies:.1%} "
+            "(standard deviation over turns):\ndifferences below "
+            f"{math.expm1(error):.0%} may be chance."
         )
     loader = "The loaders alone were not timed"
     if timings.loader:
@@ -478,9 +520,10 @@ def notes(timings: Timings) -> str:
     text = (
         f"{epoch}; input is the share of the time lost to it: waiting, or loaders in "
         "the way of the\ntraining; more devices is the share of a step's time lost by "
-        "each device against one alone; in\nbrackets where it is less than "
-        f"{SURE} standard errors. Where the larger of the two is that far above\n"
-        f"{LOSS:.0%}, it is the verdict. {loader}.\n" + "\n".join(claims)
+        "each device against one alone; in\nbrackets: may be all noise. The verdict is "
+        f"the larger of the two where it is above {LOSS:.0%}\nin spite of the noise. "
+        f"{loader}.\nWhat is claimed has a confidence of {CONFIDENCE:.0%} (t-test over "
+        "the turns).\n" + "\n".join(claims)
     )
     if "photographs" in timings.settings["data"]:
         text += (

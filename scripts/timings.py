@@ -552,13 +552,25 @@ def measure_one(args: argparse.Namespace, run: Run, problems: dict[str, str]) ->
     found = json.loads(file.read_text())
     return (
         f"{found['images_per_second']:7.0f} images/s, a step takes "
-        f"{found['step_milliseconds']:.0f} ms, "
-        f"p90 {found['step_milliseconds_p90']:.0f}"
+        f"{found['step_milliseconds']:.0f} ms"
     )
 
 
 def main() -> None:
-    """Measure and report."""
+    """Measure and report.
+
+    Raises:
+        UserError: of bad flags or folders, a full disk ...
+    """
+    try:
+        time_all()
+    except OSError as error:
+        where = error.filename or "writing"
+        raise UserError(f"{where}: {error.strerror or error}") from None
+
+
+def time_all() -> None:
+    """Make all runs, and print the report of them."""
     args = parse()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     os.environ.setdefault("PYTHON", sys.executable)
@@ -573,12 +585,9 @@ def main() -> None:
         flush=True,
     )
     with tempfile.TemporaryDirectory(prefix="timings-") as folder:
-        try:
-            args.data = args.data or own_data(args)
-            used = short_validation(args.data, Path(folder))
-            open_output(args)
-        except OSError as error:
-            raise UserError(f"{error.filename}: {error.strerror}") from None
+        args.data = args.data or own_data(args)
+        used = short_validation(args.data, Path(folder))
+        open_output(args)
         args.data = args.data if args.full else used
         try:
             failed = measure(args)

@@ -10,12 +10,17 @@ store, from which it unpickles, on every network interface. On several machines
 import importlib
 import logging
 import os
+import signal
 import socket
 import sys
+from collections.abc import Mapping
 
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import (
+    ChildFailedError,
+    ProcessFailure,
+)
 from torch.distributed.elastic.rendezvous import (
     RendezvousError,
     RendezvousHandler,
@@ -35,6 +40,7 @@ from common.machines import (
 )
 
 SAID = (1, 2, 130, 143)  # the process has said why; see exit_status()
+USUAL = ("Sending process", "failed (exitcode")  # what torchrun logs at each failure
 MODULES = {"torchrun": "torch.distributed.run", "launch": "torch.distributed.launch"}
 
 
@@ -156,16 +162,13 @@ def run(launcher: str, options: list[str], machines: Machines) -> int:
     """
     host = socket.gethostname()
     module = importlib.import_module(MODULES[launcher])
-    if not machines.max_restarts:  # else it is all that tells of a restart
-        logger = "torch.distributed.elastic.multiprocessing.api"
-        logging.getLogger(logger).setLevel(logging.CRITICAL)
+    if not machines.max_restarts:  # else they are all that tells of a restart
+        logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+        logger.addFilter(lambda record: not str(record.msg).startswith(USUAL))
     try:
         module.main(options)
     except ChildFailedError as error:
-        rank, failure = min(
-            error.failures.items(),
-            key=lambda item: (item[1].exitcode in SAID, item[1].timestamp),
-        )
+        rank, failure = root_cause(error.failures)
         status = failure.exitcode
         if status not in SAID:
             how = (
@@ -183,6 +186,23 @@ def run(launcher: str, options: list[str], machines: Machines) -> int:
         )
         return 1
     return 0
+
+
+def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """The rank that failed by itself.
+
+    Among the others, of which torchrun notes the exit statuses too, are those that lost
+    it (1), and those that torchrun ended: by SIGTERM, and 30 seconds later by SIGKILL.
+    """
+    first = min(failure.timestamp for failure in failures.values())
+
+    def place(item: tuple[int, ProcessFailure]) -> int:
+        status = item[1].exitcode
+        if status == -signal.SIGTERM or status < 0 and item[1].timestamp > first + 10:
+            return 4
+        return {2: 1, 1: 2, 130: 3, 143: 3}.get(status, 0)
+
+    return min(failures.items(), key=place)
 
 
 if __name__ == "__main__":

@@ -85,13 +85,16 @@ def _run(log: Path, task, arguments: tuple) -> None:
 
 def run_python(folder: Path, *words, **variables: str) -> tuple[int, str]:
     """Status of `python WORDS`, and all that it printed."""
+    from conftest import environment  # which looks for what is missing here
+
     with Played(folder) as played:
-        played.start(python, words, variables)
+        played.start(python, words, environment(**variables))
         return played.end()[0], played.log(0)
 
 
 def python(words: tuple, variables: dict) -> None:
     """Do what `python WORDS` does, PyTorch being imported already."""
+    os.environ.clear()
     os.environ.update(variables)
     sys.argv[:] = [str(word) for word in words]
     if sys.argv[0] == "-m":
@@ -109,7 +112,7 @@ def python(words: tuple, variables: dict) -> None:
 def lesson(path: Path, variables: dict) -> None:
     """Run a lesson of tutorial/; the processes that it starts are forks too."""
     torch.multiprocessing.spawn = partial(start_processes, start_method="fork")
-    python((path,), variables)
+    python((path,), {**os.environ, **variables})
 
 
 # --- preflight ---

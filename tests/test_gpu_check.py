@@ -141,15 +141,13 @@ def test_a_row_that_breaks_has_failed(check, monkeypatch):
     assert ended.value.code == 0
 
 
-def test_a_row_that_failed_is_tried_again_after_the_others(check):
+def test_a_row_that_failed_is_tried_again(check):
     row = Row("training", "first", 9, bash("exit 1"), alone=True)
-    others = [Row("training", name, 9, bash("date +%N")) for name in ("a", "b")]
-    found = check(row, others[0])
+    assert check(row)["training: first"]["status"] == "failed"
+    found = check(row, seconds=1)  # no time for it
     assert found["training: first"]["status"] == "failed"
-    found = check(row._replace(work=bash("date +%N")), *others)
-    one, *rest = (found[f"training: {name}"] for name in ("first", "a", "b"))
-    assert one["status"] == "passed"
-    assert [other["status"] for other in rest] == ["passed", "passed"]
+    found = check(row._replace(work=bash("echo done")))
+    assert found["training: first"]["status"] == "passed"
 
 
 def test_the_sources_have_a_digest(tmp_path, monkeypatch):

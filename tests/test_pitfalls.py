@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, run
+from conftest import ROOT, environment, run
 from played import Played, python, run_python
 from ranks import free_port
 
@@ -154,7 +154,7 @@ def in_a_group(size):
     """Variables of processes that meet, without a GPU."""
     port, size = str(free_port()), str(size)
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": size}
-    return {**group, "CUDA_VISIBLE_DEVICES": ""}
+    return environment(**group, CUDA_VISIBLE_DEVICES="")
 
 
 def messages():
@@ -183,7 +183,7 @@ def test_the_messages_are_what_is_said(tmp_path):
     for name, program in programs.items():
         files[name].write_text(program)
     with Played(tmp_path) as played:
-        played.start(python, (files["alone"],), {"CUDA_VISIBLE_DEVICES": ""})
+        played.start(python, (files["alone"],), in_a_group(1))
         for mistake in ("uneven", "silent"):
             group = in_a_group(2)
             for rank in "01":

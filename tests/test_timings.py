@@ -1,5 +1,6 @@
 """Timings: equal rules, nothing lost, and a report that says what the numbers say."""
 
+import json
 import math
 import re
 import shutil
@@ -169,10 +170,19 @@ def test_gpu_samples_are_of_the_timed_steps(tmp_path, monkeypatch):
     assert samples.mean(0.4) == 70 and samples.mean(9) == pytest.approx(280 / 6)
 
 
-def test_without_nvml_there_are_no_samples(tmp_path):
+@pytest.mark.filterwarnings("error")
+def test_without_nvml_there_are_no_samples(tmp_path, monkeypatch):
+    pynvml = pytest.importorskip("pynvml")
+    asked = []
+
+    def no_driver():
+        asked.append(True)
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", no_driver)
     samples = timings.GpuSamples(tmp_path, ["0"])
     samples.start()
-    assert samples.mean(9) is None
+    assert samples.mean(9) is None and asked
 
 
 def test_a_strategy_that_fails_names_its_log(args, tmp_path, launches):
@@ -447,7 +457,27 @@ def test_differences_within_the_spread_are_not_claimed(measured):
     text = report.conclusion(found, "fp32")
     assert "distributed reached 189 images/s, faster than horovod_distributed" in text
     assert "by 13%" in text and "dataparallel" not in text
-    assert "Between it and multiprocessing_distributed and apex_distributed no" in text
+    others = "multiprocessing_distributed and apex_distributed"
+    assert f"Its lead over {others} may be chance." in text
+
+
+def test_quantiles_of_students_t():
+    """Against tables, 99 % two-sided; the series is some 5 % low for 3."""
+    for freedom, expected in ((3, 5.841), (6, 3.707), (12, 3.055), (30, 2.750)):
+        found = report.t_quantile(freedom)
+        assert found == pytest.approx(expected, rel=0.06 if freedom == 3 else 0.01)
+    assert report.t_quantile(0) == math.inf
+    assert report.t_quantile(10**6) == pytest.approx(2.576, rel=1e-3)
+
+
+def test_timings_of_an_earlier_version_are_refused(measured, args):
+    measured(lambda run: made(run, speed(run)))
+    file = min((args.output / "runs").glob("*.json"))
+    content = json.loads(file.read_text())
+    del content["later_loss"]
+    file.write_text(json.dumps(content))
+    with pytest.raises(UserError, match="by an earlier scripts/timings.py"):
+        report.Timings(args.output)
 
 
 def test_a_machine_that_slows_down_hides_no_difference(measured):
@@ -493,7 +523,7 @@ def test_one_repeat_has_no_spread_and_no_verdict(measured, args):
     found = measured(launch)
     row = row_of(found, "distributed")
     assert row.spread is None and found.verdict(row) == "undecided"
-    assert "nothing is claimed" in report.notes(found)
+    assert "no two were compared twice" in report.notes(found)
     assert not any(found.differ(row, other) for other in found.of("data", 2))
     assert "1 times in turns" in report.hardware(found)
 

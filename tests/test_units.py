@@ -17,6 +17,7 @@ from conftest import ROOT, environment
 from ranks import free_port
 from torch import nn
 from torch.distributed import HashStore, TCPStore
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from common.arguments import build_parser, parse_arguments
 from common.device import check_devices, processes_per_machine, select_device
@@ -41,6 +42,7 @@ from common.model import (
 from common.report import summarise
 from common.schedule import learning_rate_factor, scaled_learning_rate
 from common.seeding import seed_augmentation, seed_from, seed_step
+from scripts.torch_launcher import root_cause
 
 CPU = torch.device("cpu")
 
@@ -267,6 +269,27 @@ def test_machines_say_who_is_missing():
     for machines in (first, second):
         with pytest.raises(UserError, match=f"could not reach {machines.address}"):
             meet(TCPStore, machines, {})
+
+
+@pytest.mark.parametrize(
+    "ended, status",
+    [
+        # By rank, exit status and second; torchrun ends those that are left
+        ([(0, 1, 5), (1, -9, 5)], -9),  # killed, and lost by the other
+        ([(1, 2, 5), (0, -15, 5)], 2),  # bad input, before signals are handled
+        ([(0, 1, 5), (1, 2, 6)], 2),  # an image that one cannot read
+        ([(0, 1, 5), (1, -9, 35)], 1),  # hung, until torchrun killed it
+        ([(0, 143, 5), (1, 143, 5)], 143),  # stopped
+        ([(0, 143, 5), (1, 1, 5)], 1),  # one of them could not
+        ([(0, 1, 5), (1, 134, 5)], 134),  # aborted by a library
+    ],
+)
+def test_the_process_that_failed_by_itself(ended, status):
+    failures = {}
+    for rank, exitcode, second in ended:
+        failures[rank] = ProcessFailure(rank, 1, exitcode, "")
+        failures[rank].timestamp = second
+    assert root_cause(failures)[1].exitcode == status
 
 
 def test_the_last_machine_may_come_at_the_last_moment():
