@@ -49,7 +49,13 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Name the conditions of tests that not every machine meets."""
+    """Name the conditions of tests that not every machine meets.
+
+    A shell has what it starts in the background ignore Ctrl-C, and what that starts in
+    turn: bash could not trap it any more.
+    """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     for marker in MISSING:
         config.addinivalue_line("markers", f"{marker}: skipped where it is missing")
     config.addinivalue_line("markers", "full: runs with --full only")

@@ -104,7 +104,7 @@ def test_a_run_ends_and_leaves_nothing_behind(way, event, pictures, tmp_path, fi
         text = job.text()
     saved = "stopped after step" in text or "stopped after epoch" in text
     figure(f"end / {way} / {event}", [status, round(seconds, 1), saved])
-    assert status != 0
+    assert status != 0, text
     assert text.count("stopped after") <= 1
     content = torch.load(output / "checkpoint.pt", weights_only=True)
     assert content["epoch"] < 500
