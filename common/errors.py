@@ -108,11 +108,14 @@ def exit_status(number: int | None = None) -> Iterator[None]:
     except KeyboardInterrupt:
         leave(130)
     except Exception as error:
+        forget_children()
         if PORT_IN_USE.search(str(error)):
             port = re.search(r"port: (\d+)", str(error))
             complain(f"port {port[1] if port else ''} is in use: choose another one")
             leave(2)
-        if not isinstance(error, RuntimeError) or not LOST_PROCESS.search(str(error)):
+        # A loader process that dies also closes what it sends its batches through
+        lost = isinstance(error, RuntimeError | ConnectionError)
+        if not lost or not LOST_PROCESS.search(str(error)):
             traceback.print_exc()
             leave(1)
         complain(f"{this_process()} lost another: {told(error)}{hint(error)}")
@@ -155,12 +158,19 @@ def leave(status: int) -> None:
     os._exit(status)
 
 
+def forget_children() -> None:
+    """Take away PyTorch's handler, which raises where a loader process has died."""
+    while signal.getsignal(signal.SIGCHLD) != signal.SIG_DFL:
+        with contextlib.suppress(RuntimeError):  # it died just now
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
 def end_children() -> None:
     """Kill this process's loader processes.
 
     They ignore SIGTERM, so multiprocessing's own clean-up at exit would wait for ever
     for one that a traceback or a test still refers to.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's would report a crash
+    forget_children()
     for child in multiprocessing.active_children():
         child.kill()

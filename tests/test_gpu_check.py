@@ -75,7 +75,7 @@ def test_without_a_gpu_every_row_says_so(tmp_path):
 
 @NO_GPU
 def test_a_rehearsal_writes_no_results():
-    output = ROOT / "results" / "h200"
+    output = ROOT / "results" / "gpu"
     ended = run("bash", "scripts/gpu_check.sh", "--rehearse", "--output", output)
     assert ended.returncode == 2 and not output.exists()
     assert "--rehearse writes no results" in ended.stderr

@@ -391,6 +391,8 @@ def test_a_gpu_that_cannot_be_used_is_said_aloud(monkeypatch, capsys):
         ),
         ("RuntimeError('shape mismatch')", 0, 1, "Traceback"),
         ("RuntimeError('DataLoader worker (pid 7) is killed')", 1, 1, "lost another"),
+        ("ConnectionResetError(104, 'Connection reset by peer')", 1, 1, "lost another"),
+        ("FileNotFoundError(2, 'No such file')", 0, 1, "Traceback"),
         (
             "RuntimeError('[/a/b/pair.cc:561] Connection closed by peer [127.0.0.1]:1. '"
             "'This is typically caused by a remote worker crashing. GLHF')",
@@ -425,6 +427,33 @@ def test_exit_status(raised, local_rank, status, line):
         assert ended.stderr == ""
     elif "Traceback" not in line:
         assert len(ended.stderr.splitlines()) == 1
+
+
+def test_a_loader_that_dies_while_an_error_is_told():
+    """PyTorch's handler of SIGCHLD would raise in the middle of that."""
+    code = (
+        "import os, signal\n"
+        "from common.errors import *\n"
+        "def died(*_): raise RuntimeError('DataLoader worker (pid 7) is killed')\n"
+        "with exit_status():\n"
+        "    signal.signal(signal.SIGCHLD, died)\n"
+        "    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])\n"
+        "    os.kill(os.getpid(), signal.SIGCHLD)\n"
+        "    set_signal = signal.signal\n"
+        "    def unblock_first(*words):\n"
+        "        signal.signal = set_signal\n"
+        "        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])\n"
+        "        return set_signal(*words)\n"
+        "    signal.signal = unblock_first\n"
+        "    raise ConnectionResetError(104, 'Connection reset by peer')\n"
+    )
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True
+    )
+    assert ended.returncode == 1
+    assert " lost another: [Errno 104] Connection reset" in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
 
 
 # --- arguments ---------------------------------------------------------------------------
