@@ -20,10 +20,13 @@ LOCAL_RANK_VARIABLES = (
 )
 
 # What Gloo, NCCL, TCPStore, Horovod and DataLoader say when another process, or one of
-# the loader processes, is gone or silent
+# the loader processes, is gone or silent. A GPU alone may time out too
 LOST_PROCESS = re.compile(
-    r"connection (was )?(closed|reset|refused)|timed out|timeout|broken pipe"
-    r"|failed to recv|nccl (remote|system|communicator)|unexpected status"
+    r"connection (was )?(closed|reset|refused|timed out)|broken pipe|failed to recv"
+    r"|(operations?( have failed or)?|client socket|socket \S+) (has )?timed out"
+    r"|timed out (waiting|connecting|after|in (monitoredBarrier|blocking))"
+    r"|(connect|read|write|wait|socket|nccl|application|barrier|operation) timeout"
+    r"|timeout waiting for key|nccl (remote|system|communicator)|unexpected status"
     r"|horovod has been shut down|DataLoader worker \(pid",
     re.IGNORECASE,
 )

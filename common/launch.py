@@ -6,6 +6,7 @@ import logging
 import multiprocessing.resource_tracker
 import os
 import re
+import select
 import signal
 import sys
 import tempfile
@@ -155,22 +156,32 @@ class Watchdog:
     training starts: until then a signal may end the process, there is nothing to save.
 
     Not every communication library gives up on a process that is gone silent (Horovod
-    over MPI does not). So the watchdog ends this one where no batch is finished for
-    `timeout`, and `GRACE` seconds more, in which a library may say what it knows; the
-    first batch, which may compile, has three times as long. It counts seconds in which
-    this process runs: one that was suspended goes on.
+    over MPI does not, and a GPU may wait in NCCL for a process that is dead). So a
+    thread of the watchdog ends this process, wherever its main thread waits:
+
+    - where no batch is finished for `timeout`, and `GRACE` seconds more, in which a
+      library may say what it knows; the first batch, which may compile, has three
+      times as long. Only seconds in which this process runs count: one that was
+      suspended continues.
+    - at a second signal, `PATIENCE` seconds or more after the first, if no batch was
+      finished between the two.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     GRACE = 5
+    PATIENCE = 2  # launchers hand one Ctrl-C on several times
 
     def __init__(self, timeout: timedelta):
         self.stop_requested = False
         self.limit = int(timeout.total_seconds()) + self.GRACE
         self.fed = False
+        # Python runs a handler in the main thread; the pipe is written by any
+        arrived, written = os.pipe()
+        os.set_blocking(written, False)
         for number in self.SIGNALS:
             signal.signal(number, self._remember)
-        threading.Thread(target=self._watch, daemon=True).start()
+        signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=(arrived,), daemon=True).start()
 
     def feed(self) -> None:
         """Say that a batch is finished."""
@@ -179,12 +190,21 @@ class Watchdog:
     def _remember(self, number: int, frame: object) -> None:
         self.stop_requested = True
 
-    def _watch(self) -> None:
-        seconds = -2 * self.limit
+    def _watch(self, arrived: int) -> None:
+        seconds, asked = -2 * self.limit, None
         while seconds < self.limit:
-            time.sleep(1)
-            seconds = 0 if self.fed else seconds + 1
-            self.fed = False
+            signals = []
+            if select.select([arrived], [], [], 1)[0]:
+                signals = [n for n in os.read(arrived, 64) if n in self.SIGNALS]
+            else:
+                seconds += 1
+            if self.fed:
+                self.fed, seconds, asked = False, 0, None
+            if signals and asked is None:
+                asked = time.monotonic()
+            elif signals and time.monotonic() - asked > self.PATIENCE:
+                complain(f"{this_process()} finished no batch between two signals")
+                os._exit(1)
         complain(
             f"{this_process()} finished no batch for {self.limit} s, another process "
             "or the data hangs (--timeout-seconds sets how long to wait)"

@@ -17,6 +17,8 @@ from common.device import describe
 from common.meters import Averages
 from common.schedule import scaled_learning_rate
 
+SMALL_BATCH = 16  # batch norm errs more below it: https://arxiv.org/abs/1803.08494
+
 VALIDATION = (
     "val loss {loss:.4f}, top-1 {top1:.2f} %, top-5 {top5:.2f} %, {images} images"
 )
@@ -47,6 +49,13 @@ def print_start(
         f"learning rate {lr:.4g}",
         flush=True,
     )
+    if args.per_process_batch_size < SMALL_BATCH and not args.evaluate:
+        print(
+            f"note: {args.per_process_batch_size} images per process and step are few: "
+            f"below {SMALL_BATCH}, batch norm costs accuracy and GPUs idle; raise "
+            "--global-batch-size, or start fewer processes",
+            flush=True,
+        )
     if state.epoch >= args.epochs and not args.evaluate:
         print(f"complete already: {state.epoch} of {args.epochs} epochs", flush=True)
     elif (state.epoch or state.step) and not args.evaluate:

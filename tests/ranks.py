@@ -5,6 +5,7 @@ Also runs under horovodrun, which alone can start Horovod's processes:
 A task is a function of this file; what rank R returns is saved as FOLDER/result-R.pt.
 """
 
+import ctypes
 import hashlib
 import importlib
 import json
@@ -286,6 +287,16 @@ def wait_for_ever(seconds: int) -> None:
     Watchdog.GRACE = 1
     Watchdog(timedelta(seconds=seconds)).feed()
     threading.Event().wait()
+
+
+def blocked() -> None:
+    """Wait in C code, as in a CUDA synchronisation: no Python handler runs any more."""
+    Watchdog.PATIENCE = 0.5
+    Watchdog(timedelta(seconds=60)).feed()
+    mutex, libc = (ctypes.c_char * 64)(), ctypes.CDLL(None)
+    libc.pthread_mutex_lock(mutex)
+    print("begins", flush=True)
+    libc.pthread_mutex_lock(mutex)
 
 
 def suspended(seconds: int) -> None:

@@ -13,7 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TINY, Running, launcher, wait_until
-from ranks import Ranks, run_ranks, suspended, train, train_with_nan, wait_for_ever
+from ranks import (
+    Ranks,
+    blocked,
+    run_ranks,
+    suspended,
+    train,
+    train_with_nan,
+    wait_for_ever,
+)
 from test_loopback import assert_loopback
 
 # How a run is launched: script of scripts/ and its settings
@@ -447,6 +455,20 @@ def test_the_watchdog_ends_a_process_that_waits_for_ever(tmp_path):
             "process 0 on " in ranks.text()
             and "finished no batch for 2 s" in ranks.text()
         )
+
+
+def test_a_second_signal_ends_a_process_that_waits_in_c_code(tmp_path):
+    """After a rank died under NCCL: the main thread never runs a handler again."""
+    with Ranks(tmp_path, 1, blocked) as ranks:
+        wait_until(lambda: "begins" in ranks.text(), 20, "a start")
+        time.sleep(1.2)  # the watchdog has seen the batch
+        for _ in range(3):  # one Ctrl-C, handed on by a launcher
+            ranks.signal(0, signal.SIGTERM)
+        time.sleep(1)
+        assert ranks.alive()
+        ranks.signal(0, signal.SIGTERM)
+        assert ranks.end(10) == [1]
+        assert "finished no batch between two signals" in ranks.text()
 
 
 def test_the_watchdog_spares_a_process_that_was_suspended(tmp_path):

@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from common.arguments import build_parser, parse_arguments
 from common.device import check_devices, processes_per_machine, select_device
-from common.errors import ImageError, Stopped, UserError
+from common.errors import LOST_PROCESS, ImageError, Stopped, UserError
 from common.launch import Watchdog, ranks_from_environment, rendezvous
 from common.machines import (
     Machines,
@@ -363,6 +363,29 @@ def test_a_gpu_that_cannot_be_used_is_said_aloud(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
+    "message",
+    [
+        "[../third_party/gloo/gloo/transport/tcp/pair.cc:561] Connection closed by peer",
+        "Timed out waiting 3000ms for recv operation to complete",
+        "Application timeout caused pair closure",
+        "Connect timeout [127.0.0.1]:29500",
+        "wait timeout after 3000ms, keys: /default_pg/0//cpu//0",
+        "Socket Timeout",
+        "waitForInput: socket SocketImpl(fd=12) timed out after 3000ms",
+        "The client socket has timed out after 600000ms while trying to connect to (a, 1)",
+        "[Rank 7] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9)",
+        "Some NCCL operations have failed or timed out. Due to the asynchronous nature",
+        "Rank 1 timed out in monitoredBarrier after 3000 ms",
+        "NCCL communicator was aborted on rank 3",
+        "[Errno 110] Connection timed out",
+        "Horovod has been shut down. This was caused by an exception on one of the ranks",
+    ],
+)
+def test_what_libraries_say_of_a_lost_process(message):
+    assert LOST_PROCESS.search(message)
+
+
+@pytest.mark.parametrize(
     "raised, local_rank, status, line",
     [
         ("None", 0, 0, ""),
@@ -393,6 +416,7 @@ def test_a_gpu_that_cannot_be_used_is_said_aloud(monkeypatch, capsys):
         ("RuntimeError('DataLoader worker (pid 7) is killed')", 1, 1, "lost another"),
         ("ConnectionResetError(104, 'Connection reset by peer')", 1, 1, "lost another"),
         ("FileNotFoundError(2, 'No such file')", 0, 1, "Traceback"),
+        ("RuntimeError('CUDA error: the launch timed out and was')", 0, 1, "Traceback"),
         (
             "RuntimeError('[/a/b/pair.cc:561] Connection closed by peer [127.0.0.1]:1. '"
             "'This is typically caused by a remote worker crashing. GLHF')",
