@@ -2,6 +2,7 @@
 # Set everything up in .venv, Horovod included, and run the tests.
 #
 #   bash scripts/test.sh [--system] [arguments of pytest]
+#   bash scripts/test.sh --mutations     # try known mistakes: does a test see each of them?
 #
 # --system (or CI=true) also installs system packages that some tests need, as root with apt-get:
 # Open MPI, Chromium, and for tests on two hosts sshd, Slurm, munge and ip. (Where systemd runs, some
@@ -41,4 +42,5 @@ if [ -n "$HOROVOD_PROBLEM" ]; then
     if [ "$SYSTEM" = true ] && command -v c++ >/dev/null; then exit 1; fi
 fi
 cd "$ROOT"
+if [ "${1:-}" = --mutations ]; then exec "$PYTHON" tests/mutations.py "${@:2}"; fi
 exec "$PYTHON" -m pytest "$@"

@@ -252,6 +252,20 @@ def train_with_nan(name: str, flags: list, at: tuple[int, int]):
     start(script, flags)
 
 
+def train_signalled(name: str, flags: list, step: int):
+    """Train; in step `step` of the first epoch rank 1 gets a SIGTERM."""
+    script = load_script(name, "small")
+    train_step = script.train_step
+
+    def signalled(args, model, state, images, labels):
+        if os.environ["RANK"] == "1" and state.scheduler.last_epoch == step - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(args, model, state, images, labels)
+
+    script.train_step = signalled
+    start(script, flags)
+
+
 def save_for_ever(output: str) -> None:
     """Save one checkpoint after the other; all tensors of the Nth are N.
 

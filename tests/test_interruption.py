@@ -19,6 +19,7 @@ from ranks import (
     run_ranks,
     suspended,
     train,
+    train_signalled,
     train_with_nan,
     wait_for_ever,
 )
@@ -409,6 +410,18 @@ def test_a_signal_to_any_process_stops_all_after_the_same_step(
         assert ranks.end() == [143] * 3, ranks.text()
         assert ranks.text().count("stopped after") == 1
         assert "Traceback" not in ranks.text()
+
+
+def test_a_signal_stops_all_where_the_sums_are_combined_next(small_digits, tmp_path):
+    """In step 3, with a print interval of 2: after step 4, not at the epoch's end."""
+    flags = ["--data", small_digits, *COURSE, "-j", 0, "--output", tmp_path / "out"]
+    flags += ["-b", 12, "--max-steps", 8, "--print-interval", 2]
+    arguments = {"name": "distributed", "flags": flags, "step": 3}
+    with Ranks(tmp_path, 2, train_signalled, **arguments) as ranks:
+        assert ranks.end() == [143] * 2, ranks.text()
+        assert "stopped after step 4 of epoch 1, which is saved" in ranks.text()
+    content = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)
+    assert (content["epoch"], content["step"], content["sums"][3]) == (0, 4, 48)
 
 
 def test_a_loss_that_is_not_finite_stops_all_and_spares_the_checkpoint(

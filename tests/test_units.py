@@ -39,7 +39,7 @@ from common.model import (
     check_image_size,
     contiguous_view,
 )
-from common.report import summarise
+from common.report import print_start, summarise
 from common.schedule import learning_rate_factor, scaled_learning_rate
 from common.seeding import seed_augmentation, seed_from, seed_step
 from scripts.torch_launcher import root_cause
@@ -622,6 +622,16 @@ def test_epoch_timer_waits_until_what_loaders_prepared_is_used_up(monkeypatch):
 )
 def test_percentile(share, value):
     assert percentile([float(number) for number in range(10, 0, -1)], share) == value
+
+
+@pytest.mark.parametrize("size, said", [(15, True), (16, False)])
+def test_few_images_per_process_are_named_at_the_start(size, said, capsys):
+    """256 images on 32 GPUs are 8 each."""
+    args = parse("--synthetic", "--precision", "fp32")
+    args.per_process_batch_size = size
+    print_start(args, Namespace(epoch=0, step=0), CPU, 2, 10)
+    note = f"note: {size} images per process and step are few"
+    assert (note in capsys.readouterr().out) is said
 
 
 def test_a_resumed_epoch_stays_out_of_the_medians():
