@@ -7,15 +7,18 @@ store, from which it unpickles, on every network interface. On several machines
 (NNODES, see docs/multinode.md) they first see that they were started alike.
 """
 
+import contextlib
 import importlib
 import logging
 import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Mapping
 
-from torch.distributed import TCPStore
+from torch.distributed import Store, TCPStore
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import (
     ChildFailedError,
@@ -36,11 +39,13 @@ from common.machines import (
     machines_from_environment,
     meet,
     own_address,
+    serves,
     use_loopback,
 )
 
 SAID = (1, 2, 130, 143)  # the process has said why; see exit_status()
 USUAL = ("Sending process", "failed (exitcode")  # what torchrun logs at each failure
+FINAL, LEFT = "bad input", "machines that know"  # keys of the machines' store
 MODULES = {"torchrun": "torch.distributed.run", "launch": "torch.distributed.launch"}
 
 
@@ -123,6 +128,49 @@ def options_for(machines: Machines) -> list[str]:
     return [*options, "--rdzv-conf", f"join_timeout={machines.join_seconds}"]
 
 
+def end_at_bad_input(store: Store | None) -> None:
+    """Have torchrun end with status 2 when a training process does, and never restart it.
+
+    Args:
+        store: where the other machines are told, which would restart theirs; None
+            where there are no others or no restarts.
+    """
+    monitor = LocalElasticAgent._monitor_workers
+
+    def monitor_workers(agent, group):
+        result = monitor(agent, group)
+        found = any(failure.exitcode == 2 for failure in result.failures.values())
+        if found and store is not None:
+            store.set(FINAL, "")
+        if found or told(store):
+            raise SystemExit(2)
+        if result.failures and agent._remaining_restarts:
+            left = f"{agent._remaining_restarts} of MAX_RESTARTS left"
+            say(f"{how_ended(*root_cause(result.failures))}, {left}: starting again")
+        return result
+
+    LocalElasticAgent._monitor_workers = monitor_workers
+
+
+def told(store: Store | None) -> bool:
+    """Whether a machine has met bad input."""
+    with contextlib.suppress(RuntimeError):  # the store is gone
+        return store is not None and store.check([FINAL])
+    return False
+
+
+def leave_together(store: Store | None, machines: Machines) -> None:
+    """Keep the store, where this machine serves it, until all know; at most 10 s."""
+    until = time.monotonic() + 10
+    with contextlib.suppress(RuntimeError):
+        if told(store):
+            store.add(LEFT, 1)
+            while serves(machines) and store.add(LEFT, 0) < machines.count:
+                if time.monotonic() > until:
+                    return
+                time.sleep(0.1)
+
+
 def main(launcher: str, backend: str, arguments: list[str]) -> None:
     """Run one of PyTorch's launchers in this process.
 
@@ -149,43 +197,55 @@ def main(launcher: str, backend: str, arguments: list[str]) -> None:
         if machines.rank is not None:
             facts["NODE_RANK"] = machines.rank
         store = meet(TCPStore, machines, facts)
-    status = run(launcher, [*options_for(machines), *arguments], machines)
+    shared = store if machines.max_restarts else None
+    end_at_bad_input(shared)
+    status = run(launcher, [*options_for(machines), *arguments], machines, shared)
+    leave_together(shared, machines)
     del store  # machine 0 has served it until here
     sys.exit(status)
 
 
-def run(launcher: str, options: list[str], machines: Machines) -> int:
+def run(
+    launcher: str, options: list[str], machines: Machines, store: Store | None
+) -> int:
     """Run the launcher; returns the exit status, where it would raise a long traceback.
 
-    That is the one of the training process that failed, or 1 where a signal ended the
-    process or the launcher, or a machine was lost.
+    That is 2 where a machine that shares `store` met bad input, else the one of the
+    training process that failed, or 1 where a signal ended the process or the launcher,
+    or a machine was lost.
     """
-    host = socket.gethostname()
     module = importlib.import_module(MODULES[launcher])
-    if not machines.max_restarts:  # else they are all that tells of a restart
-        logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
-        logger.addFilter(lambda record: not str(record.msg).startswith(USUAL))
+    logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+    logger.addFilter(lambda record: not str(record.msg).startswith(USUAL))
     try:
         module.main(options)
+    except SystemExit as ended:  # of end_at_bad_input(), or of torchrun's own options
+        return ended.code
     except ChildFailedError as error:
         rank, failure = root_cause(error.failures)
         status = failure.exitcode
         if status not in SAID:
-            how = (
-                f"by {failure.signal_name()}" if status < 0 else f"with status {status}"
-            )
-            complain(f"rank {rank} on {host} ended {how}")
+            complain(how_ended(rank, failure))
         return max(status, 1)
     except SignalException as error:
         say(f"{launcher} ended by signal {int(error.sigval)}")
         return 1
     except RendezvousError as error:
+        if told(store):
+            return 2
         complain(
-            f"{host}: the machines did not all meet at {machines.address}: "
+            f"{socket.gethostname()}: the machines did not all meet at {machines.address}: "
             f"{str(error) or type(error).__name__}"
         )
         return 1
     return 0
+
+
+def how_ended(rank: int, failure: ProcessFailure) -> str:
+    """Name the rank and its exit status or signal."""
+    status = failure.exitcode
+    how = f"by {failure.signal_name()}" if status < 0 else f"with status {status}"
+    return f"rank {rank} on {socket.gethostname()} ended {how}"
 
 
 def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:

@@ -162,6 +162,30 @@ def test_an_unreadable_image_ends_all_processes(name, others, pictures, tmp_path
     assert text.count(" lost another: ") == others and "Traceback" not in text
 
 
+# A training that fails at its first start, but for what torchrun sees of it
+FAILING = """
+import os, sys, time
+print("started", flush=True)
+if os.environ["RANK"] == "0":
+    sys.exit({status})
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("status, starts", [(2, 1), (1, 2)])
+def test_torchrun_does_not_restart_bad_input(status, starts, tmp_path):
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING.format(status=status))
+    words = ("-m", "scripts.torch_launcher", "torchrun", "cpu:gloo")
+    words += ("--nproc-per-node", "2", script)
+    ended, printed = run_python(tmp_path, *words, MAX_RESTARTS="1")
+    lines = printed.splitlines()
+    assert ended == status and lines.count("started") == 2 * starts, printed
+    others = [line for line in lines if line != "started"]
+    assert len(others) == starts - 1, printed  # the script says what is wrong
+    assert all("rank 0 on " in line and "starting again" in line for line in others)
+
+
 def spoiled(pictures):
     broken = pictures / "train" / "dog" / "3.JPEG"
     broken.write_bytes(broken.read_bytes()[:200])

@@ -448,6 +448,32 @@ def test_torchrun_gives_a_host_up_that_does_not_come_back(
     figure("multihost / restart / hostb dies for good", [*statuses.values(), seconds])
 
 
+# Rank {rank} meets bad input; the other one hangs, or ends as it loses the first
+FAILING = """
+import os, sys, time
+print("started", flush=True)
+if os.environ["RANK"] == "{rank}":
+    open("{gone}", "w").close()
+    sys.exit(2)
+while not ({lost} and os.path.exists("{gone}")):
+    time.sleep(0.01)
+sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize("rank, lost", [(0, True), (1, False)])
+def test_torchrun_ends_on_all_hosts_at_bad_input(rank, lost, job, tmp_path):
+    """Of which one serves the rendezvous. No training process is started again."""
+    script, gone = tmp_path / "failing.py", tmp_path / "gone"
+    script.write_text(FAILING.format(rank=rank, gone=gone, lost=lost))
+    words = (sys.executable, "-m", "scripts.torch_launcher", "torchrun", "cpu:gloo")
+    common = {"NNODES": "2", "RDZV_ENDPOINT": f"hosta:{PORT}", "MAX_RESTARTS": "3"}
+    for host in NAMES:
+        job.start(host, *words, "--nproc-per-node", "1", script, **common)
+    assert job.end(60) == {"hosta": 2, "hostb": 2}, job.text()
+    assert job.text().count("started\n") == 2 and "error: " not in job.text()
+
+
 def job_id(both) -> str:
     return both.slurm("squeue", "-h", "-o", "%A").split()[0]
 
