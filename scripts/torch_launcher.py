@@ -129,7 +129,7 @@ def options_for(machines: Machines) -> list[str]:
 
 
 def end_at_bad_input(store: Store | None) -> None:
-    """Have torchrun end with status 2 when a training process does, and never restart it.
+    """Have torchrun end with status 2 when a training process does: no restart.
 
     Args:
         store: where the other machines are told, which would restart theirs; None
@@ -234,8 +234,8 @@ def run(
         if told(store):
             return 2
         complain(
-            f"{socket.gethostname()}: the machines did not all meet at {machines.address}: "
-            f"{str(error) or type(error).__name__}"
+            f"{socket.gethostname()}: the machines did not all meet at "
+            f"{machines.address}: {str(error) or type(error).__name__}"
         )
         return 1
     return 0

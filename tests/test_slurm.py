@@ -1,0 +1,89 @@
+"""scripts/slurm.sbatch: what it does after an end, with stand-ins for Slurm's programs.
+
+test_multihost.py runs it under Slurm itself.
+"""
+
+import pytest
+from conftest import ROOT, run
+
+# One task after another, here; then, as srun does, the highest status of all
+SRUN = """
+while [[ $1 = --* ]]; do shift; done
+highest=0
+for SLURM_PROCID in 0 1; do
+    export SLURM_PROCID
+    "$@" || { status=$?; highest=$((status > highest ? status : highest)); }
+done
+exit $highest
+"""
+SCONTROL = """
+case $1 in show) echo hosta ;; *) echo "scontrol $*" ;; esac
+"""
+# It passes for an interpreter with PyTorch, whose scripts end as STATUSES has it
+PYTHON = """
+case $1 in -*) exit 0 ;; esac
+echo "flags: ${*:2}"
+statuses=($STATUSES)
+exit "${statuses[SLURM_PROCID]}"
+"""
+
+
+@pytest.fixture
+def sbatch(tmp_path):
+    """Run the batch script: (status, what it printed)."""
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("python", PYTHON)):
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash{text}")
+        (tmp_path / name).chmod(0o755)
+
+    def start(statuses, *flags, restarts=0):
+        ended = run(
+            *("env", f"PATH={tmp_path}:/usr/bin:/bin", "bash"),
+            *(ROOT / "scripts" / "slurm.sbatch", *flags),
+            PYTHON=str(tmp_path / "python"),
+            STATUSES=statuses,
+            MAX_RESTARTS="1",
+            SLURM_RESTART_COUNT=str(restarts),
+            SLURM_JOB_ID="7",
+            SLURM_JOB_NODELIST="hosta",
+            SLURM_NNODES="1",
+            SLURM_NTASKS_PER_NODE="2",
+        )
+        assert not ended.stderr
+        return ended.returncode, ended.stdout
+
+    return start
+
+
+@pytest.mark.parametrize(
+    "statuses, status, again",
+    [
+        ("0 0", 0, False),
+        ("1 2", 2, False),
+        ("2 143", 2, False),  # the others are ended, by SIGTERM or, later, by SIGKILL
+        ("137 2", 2, False),
+        ("1 137", 0, True),
+    ],
+)
+def test_a_job_that_met_bad_input_is_not_queued_again(sbatch, statuses, status, again):
+    ended, printed = sbatch(statuses)
+    assert ended == status, printed
+    assert ("scontrol requeue 7" in printed) is again
+    ended, printed = sbatch(statuses, restarts=1)
+    assert "scontrol requeue" not in printed and (ended == 0) == (statuses == "0 0")
+
+
+@pytest.mark.parametrize("flags", [("--output", "{}"), ("--output={}", "--no-flip")])
+def test_the_next_run_resumes_what_the_job_has_saved(sbatch, flags, tmp_path):
+    """Before the first save it begins as the first one did."""
+    output = tmp_path / "an output"
+    output.mkdir()
+    flags = ["--resume", "other.pt", *(flag.format(output) for flag in flags)]
+    given = "flags: " + " ".join(flags)
+    assert sbatch("0 0", *flags, restarts=1)[1].splitlines()[1:] == [given] * 2
+    (output / "checkpoint.pt").touch()
+    resumed = f"{given} --resume auto"
+    assert sbatch("0 0", *flags, restarts=1)[1].splitlines()[1:] == [resumed] * 2
+    assert sbatch("0 0", *flags)[1].splitlines()[1:] == [given] * 2
+    evaluated = f"{given} --evaluate"
+    printed = sbatch("0 0", *flags, "--evaluate", restarts=1)[1]
+    assert printed.splitlines()[1:] == [evaluated] * 2
