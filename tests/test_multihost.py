@@ -543,6 +543,19 @@ def test_slurm_queues_again_what_lost_a_host(
     keep(figure, "hostb dies with its slurmd", request, {}, seconds)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("engine", engines("srun", "torchrun in Slurm"))
+def test_slurm_does_not_queue_again_what_met_bad_input(engine, job, pictures, tmp_path):
+    """One process meets it, and Slurm ends the others."""
+    image = pictures / "train" / "dog" / "3.JPEG"
+    image.write_bytes(image.read_bytes()[:200])
+    flags = ["--data", pictures, *SHORT, "--output", tmp_path / "out"]
+    engine(job, [*flags, "-b", 4], processes=2, MAX_RESTARTS="1")
+    assert job.end(90) == {"slurm": 2}, job.text()
+    assert "queued again" not in job.text()
+    assert job.text().count(f"cannot read the image {image}") == 1, job.text()
+
+
 def wrong(job, flags, start, figure, name, seconds=75):
     """Start something that cannot work: it ends soon, on both hosts, not with 0."""
     began = time.monotonic()
