@@ -38,9 +38,10 @@ class UserError(Exception):
 
     Every process meets the same mistake, so only the first one of each machine prints
     it, unless `one_process_only` says that this process alone knows, or `said` that
-    rank 0 has printed it for all.
+    rank 0 has printed it for all. Nobody restarts what ended with status 2.
     """
 
+    status = 2
     one_process_only = False
     said = False
 
@@ -103,7 +104,7 @@ def exit_status(number: int | None = None) -> Iterator[None]:
     except UserError as error:
         if not error.said and (error.one_process_only or speaks_for_machine()):
             complain(str(error))
-        leave(2)
+        leave(error.status)
     except Stopped as stop:
         if speaks_for_machine():
             say(f"stopped after {stop}, which is saved; --resume auto goes on from it")

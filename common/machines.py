@@ -19,6 +19,12 @@ from common.errors import UserError, say
 LOOPBACK = "lo"
 
 
+class MissingMachine(UserError):
+    """A machine did not come in time. It may at the next try."""
+
+    status = 1
+
+
 class Machines(NamedTuple):
     """What a launch script is told about the machines of its job."""
 
@@ -199,7 +205,7 @@ def meet(
             return store
         except RuntimeError as error:  # the store of an earlier run, which was ending
             if time.monotonic() > until:
-                raise UserError(
+                raise MissingMachine(
                     f"{socket.gethostname()} lost {machines.address} while the "
                     f"machines met: {str(error).splitlines()[0]}"
                 ) from None
@@ -225,7 +231,7 @@ def _wait_for_all(
             return
         names = ", ".join(name for name, _ in present)
         if time.monotonic() > until:
-            raise UserError(
+            raise MissingMachine(
                 f"{len(present)} of {machines.count} machines came to "
                 f"{machines.address} within {machines.join_seconds} s "
                 f"(JOIN_SECONDS): {names}{_missing(present, machines.count)}"
@@ -276,7 +282,7 @@ def _open(make_store: Callable[..., Any], machines: Machines, until: float) -> A
             "(JOIN_SECONDS): is it another program's port?"
         )
     if isinstance(made[0], RuntimeError):
-        raise UserError(
+        raise MissingMachine(
             f"{socket.gethostname()} cannot reach {machines.address}: "
             f"{str(made[0]).splitlines()[0]}"
         )
@@ -291,7 +297,7 @@ def _reach(host: str, port: int, until: float, machines: Machines) -> None:
             return
         except OSError as error:
             if time.monotonic() > until:
-                raise UserError(
+                raise MissingMachine(
                     f"{socket.gethostname()} could not reach {machines.address} within "
                     f"{machines.join_seconds} s (JOIN_SECONDS): "
                     f"{error.strerror or error}"

@@ -201,8 +201,7 @@ def test_names_and_numbers_of_the_job_agree():
     assert variables["MASTER_ADDR"] == "{}-0.{}".format(*names)
     nodes = job["spec"]["completions"]
     assert nodes == job["spec"]["parallelism"] == int(variables["NNODES"])
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == variables["GPUS"]
-    # Of a bad input only the check before torchrun tells with status 2
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == variables["NPROC"]
     rule = job["spec"]["podFailurePolicy"]["rules"][0]
     assert rule["action"] == "FailJob" and rule["onExitCodes"]["values"] == [2]
 
@@ -213,10 +212,11 @@ def test_variables_of_the_command_are_defined():
     (script,) = container["args"]
     used = set(re.findall(r"\$\{?([A-Za-z_]\w*)", script))
     assert of_kind("torchrun.yaml", "Job")["spec"]["completionMode"] == "Indexed"
-    defined = {one["name"] for one in container["env"]} | {"JOB_COMPLETION_INDEX"}
-    assert used - {"flags"} and used - {"flags"} <= defined
-    for name in {"NNODES", "GPUS", "MASTER_ADDR", "JOB_COMPLETION_INDEX"}:
-        assert f'"${name}"' in script, name
+    assert used == {"flags", "JOB_COMPLETION_INDEX"}
+    launcher = (ROOT / "scripts" / "distributed.sh").read_text()
+    for name in {one["name"] for one in container["env"]}:
+        assert f"{name}=" in launcher or name.startswith("TORCH_ELASTIC_"), name
+    assert "NODE_RANK=" in launcher
 
 
 def test_names_and_numbers_of_the_mpijob_agree():
@@ -282,7 +282,7 @@ def job_script(data, output, port, *flags):
         "--data /data": f"--data {data}",
         "--output /runs/first": f"--output {output}",
         "--checkpoint-steps 1000": shlex.join(map(str, flags)),
-        "--master-port 29500": f"--master-port {port}",
+        "exec bash ": f"MASTER_PORT={port} exec bash ",
     }
     for old, new in changes.items():
         assert script.count(old) == 1
@@ -291,7 +291,7 @@ def job_script(data, output, port, *flags):
 
 
 # The last one, as this machine's name may lead to loopback
-TWO_PODS = {"NNODES": "2", "GPUS": "1", "MASTER_ADDR": "127.0.0.1"}
+TWO_PODS = {"NNODES": "2", "NPROC": "1", "MASTER_ADDR": "127.0.0.1"}
 TWO_PODS["GLOO_SOCKET_IFNAME"] = "lo"
 
 
@@ -366,8 +366,21 @@ def test_the_jobs_command_ends_with_2_where_trying_again_is_of_no_use(tmp_path):
     assert len(ended.stderr.splitlines()) == 1 and "nowhere/train" in ended.stderr
 
 
+def test_a_pod_that_meets_a_damaged_image_ends_with_2(pictures, tmp_path):
+    """So that podFailurePolicy ends the Job. The other pod says that it lost this one."""
+    image = pictures / "train" / "dog" / "3.JPEG"
+    image.write_bytes(image.read_bytes()[:200])
+    flags = [*TINY, "--device", "cpu", "-j", 0]
+    script = job_script(pictures, tmp_path / "out", free_port(), *flags)
+    with Pods(script, tmp_path / "log") as running:
+        assert sorted(running.end(120)) == [1, 2], (tmp_path / "log").read_text()
+    text = (tmp_path / "log").read_text()
+    assert text.count(f"cannot read the image {image}") == 1, text
+
+
 @pytest.mark.mpi
-def test_the_launchers_command_trains(pictures, tmp_path):
+def test_the_launchers_command_trains_and_saves_when_it_is_drained(pictures, tmp_path):
+    """As the kubelet does: SIGTERM to the container's first process."""
     container = pods("mpijob.yaml")[0][0]["containers"][0]
     places = {
         "8": "2",
@@ -381,10 +394,25 @@ def test_the_launchers_command_trains(pictures, tmp_path):
         *container["command"],
         *(places.get(one, one) for one in container["args"]),
     ]
-    flags = [*TINY, "--epochs", "1", "--max-steps", "2", "-j", "0", "--device", "cpu"]
-    ended = run(*command, *flags, OMPI_MCA_rmaps_base_oversubscribe="1")
-    assert ended.returncode == 0, ended.stderr
-    assert (tmp_path / "out" / "checkpoint.pt").exists()
+    flags = [*TINY, "--epochs", "1000", "-j", "0", "--device", "cpu"]
+    with open(tmp_path / "log", "wb") as log:
+        pod = subprocess.Popen(
+            [str(word) for word in (*command, *flags)],
+            env=environment(OMPI_MCA_rmaps_base_oversubscribe="1"),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        wait_until((tmp_path / "out" / "checkpoint.pt").exists, 90, "a checkpoint")
+        pod.terminate()
+        status = pod.wait(60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pod.pid, signal.SIGKILL)
+    text = (tmp_path / "log").read_text()
+    assert status == 143 and "horovod_distributed.py: stopped after" in text, text
 
 
 @pytest.fixture
