@@ -52,6 +52,12 @@ class ImageError(UserError):
     one_process_only = True
 
 
+class MissingMachine(UserError):
+    """A machine did not come in time; the next time it may."""
+
+    status = 1
+
+
 class Stopped(Exception):
     """A signal asked for the end, and what was reached has been saved: the text."""
 
@@ -90,7 +96,7 @@ def complain(message: str) -> None:
 def exit_status(number: int | None = None) -> Iterator[None]:
     """Turn the end of a script into its exit status.
 
-    0 done; 2 bad input or a missing dependency; 143 stopped by a signal after saving;
+    0 done; 2 bad input or a missing dependency, which is not retried; 143 stopped by a signal after saving;
     130 interrupted before there was anything to save; 1 everything else. Where another
     process was lost this one says so in a line; what is left is a bug, and keeps its
     traceback. `number` is this process's on its machine, where no launcher put it into

@@ -14,15 +14,9 @@ from urllib.parse import urlsplit
 
 import torch
 
-from common.errors import UserError, say
+from common.errors import MissingMachine, UserError, say
 
 LOOPBACK = "lo"
-
-
-class MissingMachine(UserError):
-    """A machine did not come in time. It may at the next try."""
-
-    status = 1
 
 
 class Machines(NamedTuple):
@@ -195,7 +189,8 @@ def meet(
         the store, in which torchrun goes on.
 
     Raises:
-        UserError: a machine is missing, cannot be reached, or was started otherwise.
+        UserError: a machine was started otherwise.
+        MissingMachine: a machine is missing, or cannot be reached.
     """
     until = time.monotonic() + machines.join_seconds
     while True:

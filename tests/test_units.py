@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from common.arguments import build_parser, parse_arguments
 from common.device import check_devices, processes_per_machine, select_device
-from common.errors import LOST_PROCESS, ImageError, Stopped, UserError
+from common.errors import LOST_PROCESS, ImageError, MissingMachine, Stopped, UserError
 from common.launch import Watchdog, ranks_from_environment, rendezvous
 from common.machines import (
     Machines,
@@ -267,7 +267,8 @@ def test_machines_say_who_is_missing():
         Machines(2, 1, "no-such-host.invalid:29400", 0, 1),
     ]
     for machines in (first, second):
-        with pytest.raises(UserError, match=f"could not reach {machines.address}"):
+        text = f"could not reach {machines.address}"
+        with pytest.raises(MissingMachine, match=text):
             meet(TCPStore, machines, {})
 
 
@@ -296,7 +297,7 @@ def test_the_last_machine_may_come_at_the_last_moment():
     """All that are there go on, or the last one would wait for nobody."""
     store, late = HashStore(), time.monotonic() - 1
     machines = Machines(2, None, "first:29400", 0, 45)
-    with pytest.raises(UserError, match="1 of 2 machines came"):
+    with pytest.raises(MissingMachine, match="1 of 2 machines came"):
         _wait_for_all(store, machines, {"NODE_RANK": 0}, late)
     _wait_for_all(store, machines, {"NODE_RANK": 1}, late)
 
@@ -391,6 +392,7 @@ def test_what_libraries_say_of_a_lost_process(message):
         ("None", 0, 0, ""),
         ("UserError('no\\nsuch folder')", 0, 2, "-c: error: no such folder\n"),
         ("UserError('no such folder')", 1, 2, ""),
+        ("MissingMachine('1 of 2 came')", 0, 1, "-c: error: 1 of 2 came\n"),
         ("ImageError('bad picture')", 1, 2, "-c: error: bad picture\n"),
         (
             "Stopped('step 3 of epoch 2')",
@@ -437,7 +439,7 @@ def test_exit_status(raised, local_rank, status, line):
         "from common.errors import *\n"
         f"with exit_status():\n    error = {raised}\n    if error is not None: raise error\n"
     )
-    assert {UserError, ImageError, Stopped}
+    assert {UserError, MissingMachine, ImageError, Stopped}
     ended = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
