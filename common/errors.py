@@ -96,7 +96,7 @@ def complain(message: str) -> None:
 def exit_status(number: int | None = None) -> Iterator[None]:
     """Turn the end of a script into its exit status.
 
-    0 done; 2 bad input or a missing dependency, which is not retried; 143 stopped by a signal after saving;
+    0 done; 2 bad input or a missing dependency; 143 stopped by a signal after saving;
     130 interrupted before there was anything to save; 1 everything else. Where another
     process was lost this one says so in a line; what is left is a bug, and keeps its
     traceback. `number` is this process's on its machine, where no launcher put it into
