@@ -141,7 +141,8 @@ def end_at_bad_input(store: Store | None) -> None:
         result = monitor(agent, group)
         found = any(failure.exitcode == 2 for failure in result.failures.values())
         if found and store is not None:
-            store.set(FINAL, "")
+            with contextlib.suppress(RuntimeError):  # the store is gone
+                store.set(FINAL, "")
         if found or told(store):
             raise SystemExit(2)
         if result.failures and agent._remaining_restarts:
@@ -154,7 +155,7 @@ def end_at_bad_input(store: Store | None) -> None:
 
 def told(store: Store | None) -> bool:
     """Whether a machine has met bad input."""
-    with contextlib.suppress(RuntimeError):  # the store is gone
+    with contextlib.suppress(RuntimeError):
         return store is not None and store.check([FINAL])
     return False
 
