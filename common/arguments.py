@@ -1,7 +1,6 @@
 """The command line, the same in all five scripts."""
 
 import argparse
-import os
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -154,7 +153,7 @@ def build_parser(docstring: str) -> OneLineParser:
         metavar="N",
         type=int,
         help="loader processes per machine, shared out over its training processes "
-        "(one per core, at most 4 per GPU)",
+        "(one per core, at most 16 per training process)",
     )
     add(
         "--decoder",
@@ -215,19 +214,14 @@ def add_launcher_flags(parser: argparse.ArgumentParser) -> None:
 def parse_arguments(
     parser: argparse.ArgumentParser, strategy: str, argv: list[str] | None
 ) -> argparse.Namespace:
-    """Parse the command line and fill in what depends on the machine.
+    """Parse the command line and fill in defaults that depend on others.
 
     Mistakes end the process with status 2 and one line.
     """
     args = parser.parse_args(argv)
     if (args.data is None) == (args.synthetic is None):
         parser.error("give one of --data DIR and --synthetic")
-    if args.workers is None:
-        import torch
-
-        cores = len(os.sched_getaffinity(0))
-        args.workers = min(cores, 4 * max(1, torch.cuda.device_count()))
-    if args.workers < 0:
+    if args.workers is not None and args.workers < 0:
         parser.error(f"argument -j/--workers: {args.workers} is not 0 or above")
     if args.seed < 0:
         parser.error(f"argument --seed: {args.seed} is not 0 or above")

@@ -22,6 +22,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from common.checkpoint import check_recipe, find_checkpoint, read_checkpoint, recipe_of
+from common.cores import own_cores
 from common.data import build_datasets, share_out
 from common.device import (
     check_devices,
@@ -83,8 +84,7 @@ def script_arguments(script: Path, flags: list[str]) -> Namespace:
 
 def set_threads(processes: int) -> None:
     """Share the machine's cores out evenly to the compute threads of its processes."""
-    cores = len(os.sched_getaffinity(0))
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(own_cores(processes)))
 
 
 def preflight(args: Namespace, launcher: list[str]) -> None:

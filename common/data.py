@@ -21,6 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
 from common.agreement import digest_of
+from common.cores import own_cores
 from common.errors import ImageError, UserError, end_children
 from common.images import (
     Picture,
@@ -36,6 +37,7 @@ from common.seeding import seed_augmentation
 # Mean and standard deviation of ImageNet's RGB values, for pixels between 0 and 255
 MEAN = (123.675, 116.28, 103.53)
 STD = (58.395, 57.12, 57.375)
+MOST_WORKERS = 16  # loader processes of a training process, by default
 
 
 # --- data sets ---
@@ -447,6 +449,8 @@ def share_out(
 
     `args.per_process_batch_size` and `args.per_process_workers`; where the loader
     processes cannot be divided evenly, the first training processes have one more.
+    Without --workers each has as many as it has cores, at most MOST_WORKERS, and
+    `args.workers` becomes their total.
     `args.world_size` and `args.local_world_size` remember the number of parts.
 
     Raises:
@@ -459,6 +463,8 @@ def share_out(
             f"--global-batch-size {args.global_batch_size} cannot be divided evenly by "
             f"{world_size} processes; the nearest that can is {nearest}"
         )
+    if args.workers is None:
+        args.workers = min(MOST_WORKERS, own_cores(local_world_size)) * local_world_size
     workers, rest = divmod(args.workers, local_world_size)
     args.world_size, args.local_world_size = world_size, local_world_size
     args.per_process_batch_size = size

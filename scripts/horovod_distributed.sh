@@ -25,11 +25,11 @@ case $NPROC in *[!0-9]*) # --help
     exit 0
     ;;
 esac
-cores=$(nproc)
 here=${HOSTS:-localhost:$NPROC}
 here=${here%%,*}
 here=${here##*:}
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > here ? cores / here : 1))}
+own_cores="from common.cores import own_cores; print(own_cores($here))"
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(cd "$ROOT" && "$PYTHON" -c "$own_cores")}
 # horovodrun starts further programs of the environment by their names
 PATH=$(dirname "$PYTHON"):$PATH
 where=(-np "$NPROC" -H "${HOSTS:-localhost:$NPROC}")

@@ -39,7 +39,8 @@ from quickstart import LAUNCHERS, ROOT
 
 from benchmarks.photographs import write_photographs
 from common.arguments import OneLineParser, architecture, positive
-from common.data import class_folders
+from common.cores import own_cores
+from common.data import MOST_WORKERS, class_folders
 from common.device import PRECISIONS, best_precision, describe, usable_gpus
 from common.errors import UserError, exit_status, say
 from common.limits import PREFETCH
@@ -129,14 +130,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if args.device == "cuda" and not gpus:
         parser.error("--device cuda: this machine shows no CUDA GPU")
     args.device_flag, args.device = args.device, "cuda" if gpus else "cpu"
-    cores = len(os.sched_getaffinity(0))
+    cores = own_cores(1)
     most = gpus or min(2, cores)
     args.devices = [2**power for power in range(most.bit_length())]
     if args.devices[-1] != most:
         args.devices.append(most)
     largest = args.devices[-1]
-    args.workers = max(largest, min(cores, 4 * largest) // largest * largest)
-    args.threads = max(1, cores // args.devices[-1])  # of each process
+    args.workers = min(MOST_WORKERS, own_cores(largest)) * largest
+    args.threads = own_cores(largest)  # of each process
     best = best_precision(torch.device("cpu"))
     fast = best == "bf16"
     args.arch = args.arch or ("resnet50" if gpus else "resnet18")

@@ -280,6 +280,25 @@ def test_two_hosts_train_as_one_host_does(engine, job, digits, one_host, tmp_pat
     assert_same_weights(tmp_path / "out", one_host(2))
 
 
+PROBE = """
+import os
+from common.cores import own_cores
+
+os.write(1, f"CORES {len(os.sched_getaffinity(0))} EACH {own_cores(2)}\\n".encode())
+"""
+
+
+@NO_SLURM
+def test_tasks_of_srun_do_not_share_out_the_cores_of_one(job):
+    """Two tasks, each bound to two CPUs, as Slurm's plugins do, of the four of a host."""
+    cores = sorted(os.sched_getaffinity(0))[:2]  # the same: Slurm believes in four
+    task = ("taskset", "-c", ",".join(map(str, cores)), sys.executable, "-c", PROBE)
+    srun = ("srun", "--nodes=1", "--ntasks=2", "--cpus-per-task=2", *task)
+    job.start("hosta", *srun, **job.hosts.slurm_variables)
+    assert job.end(60) == {"hosta": 0}, job.text()
+    assert job.text().count(f"CORES {len(cores)} EACH {len(cores)}\n") == 2, job.text()
+
+
 # --- what --full adds: four processes, failures, wrong use ---
 
 # Long enough to be killed in between
