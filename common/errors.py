@@ -149,11 +149,15 @@ def end_with_launcher() -> None:
     """Have torchrun's death end this process too, by SIGTERM, so that it saves before.
 
     torchrun starts each process in a session of its own; killed, it leaves them
-    running.
+    running. Our launch scripts tell their process id in LAUNCHER_PID: if that process
+    died before this one asked for the signal, this one ends here.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         PR_SET_PDEATHSIG = 1  # https://man7.org/linux/man-pages/man2/prctl.2.html
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        launcher = os.environ.pop("LAUNCHER_PID", None)  # not for processes it starts
+        if launcher not in (None, str(os.getppid())):
+            os._exit(1)
 
 
 def leave(status: int) -> None:

@@ -198,6 +198,7 @@ def main(launcher: str, backend: str, arguments: list[str]) -> None:
         if machines.rank is not None:
             facts["NODE_RANK"] = machines.rank
         store = meet(TCPStore, machines, facts)
+    os.environ["LAUNCHER_PID"] = str(os.getpid())  # see end_with_launcher()
     shared = store if machines.max_restarts else None
     end_at_bad_input(shared)
     status = run(launcher, [*options_for(machines), *arguments], machines, shared)

@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from conftest import ROOT, environment
+from conftest import ROOT, environment, run
 from ranks import free_port
 from torch import nn
 from torch.distributed import HashStore, TCPStore
@@ -482,6 +482,43 @@ def test_a_loader_that_dies_while_an_error_is_told():
     assert len(ended.stderr.splitlines()) == 1
 
 
+ORPHAN = """
+import ctypes, os, signal, sys, time
+from common.errors import end_with_launcher
+
+killed, variables = sys.argv[1] == "killed", dict(part.split("=") for part in sys.argv[2:])
+ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphans become its children
+if os.fork() == 0:
+    launcher = os.getpid()
+    os.environ |= {name: value or str(launcher) for name, value in variables.items()}
+    if os.fork() == 0:
+        while killed and os.getppid() == launcher:  # it still imports
+            time.sleep(0.01)
+        end_with_launcher()
+        os.write(1, b"trains")
+        os._exit("LAUNCHER_PID" in os.environ)
+    if killed:
+        os.kill(launcher, signal.SIGKILL)
+    os._exit(os.waitstatus_to_exitcode(os.wait()[1]))
+statuses = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(1 + killed)]
+os.write(1, str(statuses).encode())
+"""
+ELASTIC, PID = "TORCHELASTIC_RUN_ID=none", "LAUNCHER_PID="
+
+
+@pytest.mark.parametrize(
+    "words, printed",
+    [
+        (("alive", ELASTIC, PID), "trains[0]"),
+        (("killed", ELASTIC, PID), "[-9, 1]"),
+        (("killed", ELASTIC), "trains[-9, 0]"),  # plain torchrun: nobody can tell
+    ],
+)
+def test_a_launcher_that_dies_while_its_process_imports(words, printed):
+    ended = run(sys.executable, "-c", ORPHAN, *words, timeout=30)
+    assert (ended.stdout, ended.stderr) == (printed, "")
+
+
 # --- arguments ---------------------------------------------------------------------------
 
 
@@ -500,7 +537,7 @@ def test_defaults_are_those_of_the_recipe():
     assert (args.momentum, args.weight_decay, args.warmup_epochs) == (0.9, 1e-4, 5)
     assert (args.schedule, args.image_size, args.seed) == ("step", 224, 0)
     assert str(args.output) == "runs/test"
-    assert 1 <= args.workers <= len(os.sched_getaffinity(0))
+    assert args.workers is None  # share_out() knows the number of processes
 
 
 @pytest.mark.parametrize(
