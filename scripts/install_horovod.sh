@@ -13,9 +13,11 @@
 # fits PyTorch. The wheel is kept in the user's cache, so the next environment of the same kind
 # takes seconds. Exit status: 0 installed, 3 cannot be built here (one line says why), 1 the build failed.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
-PYTHON=${PYTHON:-.venv/bin/python}
+PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
+PYTHON=$(command -v "$PYTHON" || printf %s "$PYTHON")
+case $PYTHON in /*) ;; *) PYTHON=$PWD/$PYTHON ;; esac
 HOROVOD_VERSION=${HOROVOD_VERSION:-0.28.1}
 CACHE=${XDG_CACHE_HOME:-$HOME/.cache}/horovod-wheels
 CUDA_HOME=${CUDA_HOME:-/usr/local/cuda}

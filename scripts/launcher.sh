@@ -11,7 +11,7 @@ if ! found=$(command -v "$PYTHON"); then
     echo "$(basename "$0"): error: PYTHON=$PYTHON names no interpreter" >&2
     exit 2
 fi
-PYTHON=$found
+case $found in /*) PYTHON=$found ;; *) PYTHON=$PWD/$found ;; esac
 missing=$("$PYTHON" -c 'from importlib.util import find_spec
 print(*(name for name in ("torch", "torchvision", "tqdm", "numpy", "PIL") if not find_spec(name)))')
 if [ -n "$missing" ]; then

@@ -16,6 +16,7 @@ set_up() {
     for file in "$@"; do files+=(-r "$ROOT/$file"); done
     if [ -n "${PYTHON:-}" ]; then
         PYTHON=$(command -v "$PYTHON") || fail "PYTHON names no interpreter"
+        case $PYTHON in /*) ;; *) PYTHON=$PWD/$PYTHON ;; esac
         say "using $PYTHON as it is"
         case "$*" in *requirements-sample.txt*) modules+=,sklearn ;; esac
         "$PYTHON" -c "import $modules" 2>/dev/null ||

@@ -1,6 +1,9 @@
 """Bad input is one line and exit status 2, and never a hang."""
 
+import os
+import re
 import socket
+import subprocess
 import sys
 import time
 
@@ -10,6 +13,7 @@ from conftest import (
     ROOT,
     SHORT,
     TINY,
+    environment,
     launcher,
     processes_of,
     run,
@@ -65,6 +69,53 @@ def test_an_interpreter_without_pytorch(strategy, tmp_path):
     assert ended.stderr == (
         f"{strategy}.sh: error: PYTHON=/no/python names no interpreter\n"
     )
+
+
+RECORDER = """#!/bin/sh
+set -f
+echo $0 $* >> "$RECORD" # in one line
+[ "$1" != - ] # install_horovod.sh then ends: there is no PyTorch
+"""
+
+
+@pytest.mark.parametrize("named", ("environment/bin/recorder", "recorder"))
+@pytest.mark.parametrize(
+    "script, last, status",
+    [
+        ("quickstart", "scripts/quickstart.py sample_data/digits runs/quickstart", 0),
+        ("test", "-m pytest -k nothing", 0),
+        ("gpu_check", "scripts/gpu_check.py -k nothing", 0),
+        ("install_horovod", "-", 3),
+        ("distributed", "-m common.check .* -k nothing", 0),
+    ],
+)
+def test_a_relative_interpreter_from_another_folder(
+    script, last, status, named, tmp_path
+):
+    """PYTHON is a stub, which records how it was called and runs nothing.
+
+    No other program has its name: a script that does not find it runs nothing either.
+    """
+    stub = tmp_path / "environment" / "bin" / "recorder"
+    stub.parent.mkdir(parents=True)
+    stub.write_text(RECORDER)
+    stub.chmod(0o755)
+    record = tmp_path / "record"
+    variables = environment(PYTHON=named, RECORD=str(record), CI="false")
+    variables["PATH"] = f"environment/bin:{variables['PATH']}"
+    ended = subprocess.run(
+        ["bash", os.path.relpath(ROOT / "scripts" / f"{script}.sh", tmp_path)]
+        + ["-k", "nothing"],
+        cwd=tmp_path,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == status, ended.stderr
+    calls = record.read_text().splitlines()
+    assert all(call.startswith(f"{stub} ") for call in calls)
+    assert re.fullmatch(f"{stub} {last}", calls[-1])
 
 
 @pytest.mark.parametrize("strategy", ("dataparallel", *PARALLEL))
