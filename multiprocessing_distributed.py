@@ -136,14 +136,14 @@ def train(
         state.scheduler.step()
         meter.add(loss, outputs, labels)
         # Between these moments metrics wait neither for the device nor for a process
-        save = step % args.checkpoint_steps == 0 or step == len(loader)
-        if save or step % args.print_interval == 0:
+        save = step % args.checkpoint_steps == 0 and step < len(loader)
+        if save or step == len(loader) or step % args.print_interval == 0:
             recent = state.add(step, combine(meter.take()))
             progress.lap(step, recent, loader.wait_seconds())
-            if rank == 0 and (save or state.stop_requested):
-                state.save()
             if state.stop_requested:
-                break
+                break  # main() saves, as it does after the last step
+            if save and rank == 0:
+                state.save()
     progress.close()
 
 

@@ -10,7 +10,6 @@ fills its own row of a table of zeros, and the sum is the table of all.
 
 import argparse
 import contextlib
-import hashlib
 import json
 import socket
 import sys
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from common.data import ImageFolder, digest_of
 from common.errors import UserError, complain
 
 # What may differ: a process's place in the job, how long it waits, where its machine
@@ -59,6 +59,7 @@ class Processes:
         self.world_size = world_size
         self.device = device
         self.combine = combine
+        self.images: dict[str, list] = {}  # what images_of() says of each part
 
     def numbers(self, own: Sequence[int]) -> list[list[int]]:
         """Exchange whole numbers below 2**53, equally many; returns one list a rank."""
@@ -198,11 +199,18 @@ def agree(
     flags["PyTorch"] = torch.__version__.split("+")[0]
     everyone.compare(flags)
     for name, dataset in (("train", train_set), ("val", val_set)):
-        if hasattr(dataset, "paths"):
+        everyone.images[name] = images_of(dataset)
+        if isinstance(dataset, ImageFolder):
             everyone.compare_paths(name, dataset.paths)
         else:
             everyone.compare({f"images in {name}:": len(dataset)})
     return everyone
+
+
+def images_of(dataset: Dataset) -> list[int | None]:
+    """Number of the images and digest of their paths, which is None without paths."""
+    paths = dataset.paths if isinstance(dataset, ImageFolder) else None
+    return [len(dataset), paths and paths.digest(len(paths))]
 
 
 def shown(value: Any) -> str:
@@ -210,11 +218,3 @@ def shown(value: Any) -> str:
     if value is None or value is False or value == sys.maxsize:
         return "not given"
     return "given" if value is True else str(value)
-
-
-def digest_of(*parts: bytes) -> int:
-    """48 bits that stand for the content of some buffers: a float64 holds them."""
-    digest = hashlib.blake2b(digest_size=6)
-    for part in parts:
-        digest.update(part)
-    return int.from_bytes(digest.digest(), "big")

@@ -1,24 +1,32 @@
 """The state of a run: what a checkpoint holds, and how it is written and read."""
 
 import argparse
+import contextlib
+import errno
+import fcntl
+import io
 import json
 import math
 import os
-from collections.abc import Iterable
+import shutil
+import socket
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from common.agreement import ALONE, Processes, digest_of
-from common.errors import LOST_PROCESS, UserError
+from common.agreement import ALONE, Processes
+from common.data import digest_of
+from common.errors import LOST_PROCESS, UserError, say
 from common.meters import Averages, averages
 
 CHECKPOINT = "checkpoint.pt"
 BEST = "best.pt"
 RECORDS = "epochs.jsonl"
+LOCK = "lock"
 
 # A resumed run is the same run only if these are the same
 RECIPE = (
@@ -63,6 +71,8 @@ class TrainingState:
         stop_requested: whether any process was asked to stop when sums were last
             combined.
         saved_by: number of processes of the life that this one goes on from.
+        images: what agree() found: number and digest of the images of each part.
+        lock: what rank 0 got from lock_output().
         origin: what was loaded, in words that no other checkpoint has.
     """
 
@@ -95,6 +105,8 @@ class TrainingState:
         self.records: list[dict] = []
         self.stop_requested = False
         self.world_size = self.saved_by = args.world_size
+        self.images: dict[str, list] = {}
+        self.lock: io.FileIO | None = None
         self.origin = "none"
 
     def add(self, step: int, sums: Tensor) -> Averages:
@@ -170,7 +182,7 @@ class TrainingState:
         """Write epochs.jsonl, best.pt if the last epoch is the best, and checkpoint.pt.
 
         checkpoint.pt comes last: a run killed before it goes on from the earlier one
-        and writes the other two again.
+        and writes the other two again. Where it is the best, it is a link to best.pt.
 
         Raises:
             UserError: the folder cannot be written, or a weight is not finite; what was
@@ -179,6 +191,12 @@ class TrainingState:
         weights = self.raw_model.state_dict()
         if not all(tensor.isfinite().all() for tensor in weights.values()):
             raise self.diverged("a weight is not finite")
+        best, checkpoint = self.folder / BEST, self.folder / CHECKPOINT
+        is_best = False
+        if self.records and not self.step:
+            top1 = self.records[-1]["val_top1"]
+            is_best = top1 > self.best_acc1 or not best.exists()
+            self.best_acc1 = max(top1, self.best_acc1)
         content = {
             "epoch": self.epoch,
             "step": self.step,
@@ -188,17 +206,17 @@ class TrainingState:
             "sums": self.sums[:4].tolist(),
             "records": self.records,
             "recipe": self.recipe,
+            "images": self.images,
             "world_size": self.world_size,
             **{name: part.state_dict() for name, part in self.parts.items()},
         }
-        finished = self.records and not self.step
-        if finished and self.records[-1]["val_top1"] > self.best_acc1:
-            self.best_acc1 = self.records[-1]["val_top1"]
-            content["best_acc1"] = torch.tensor(self.best_acc1)
-            replace_file(self.folder / BEST, lambda file: torch.save(content, file))
         lines = "".join(json.dumps(record) + "\n" for record in self.records)
+        if is_best:
+            replace_file(best, lambda file: torch.save(content, file))
         replace_file(self.folder / RECORDS, lambda file: file.write(lines.encode()))
-        replace_file(self.folder / CHECKPOINT, lambda file: torch.save(content, file))
+        replace_file(
+            checkpoint, best if is_best else lambda file: torch.save(content, file)
+        )
 
     def load(self, path: Path) -> None:
         """Go on from a checkpoint; every process reads it by itself.
@@ -208,6 +226,7 @@ class TrainingState:
         """
         content = self._read(path)
         check_recipe(path, content, self.recipe)
+        check_images(path, content, self.images)
         try:
             self.raw_model.load_state_dict(content["state_dict"])
             for name, part in self.parts.items():
@@ -218,7 +237,8 @@ class TrainingState:
             ) from None
         self.epoch, self.step = content["epoch"], content["step"]
         self.sums[:4] = torch.tensor(content["sums"], dtype=torch.float64)
-        self.best_acc1 = content["best_acc1"].item()
+        if (self.folder / BEST).exists():  # in a new folder a new best begins
+            self.best_acc1 = content["best_acc1"].item()
         self.records = content["records"]
         self.saved_by = content["world_size"]
 
@@ -261,9 +281,25 @@ def resume(
     """Bring `state` to where `--resume` says; every process reads the file by itself.
 
     Raises:
-        UserError: see find_checkpoint and TrainingState.load; or one of `everyone` has
-            another checkpoint, or none.
+        UserError: see lock_output, find_checkpoint and TrainingState.load; or one of
+            `everyone` has another checkpoint, or none.
     """
+    state.images = everyone.images
+    if not args.evaluate:  # and before the look at what other runs have written
+        problem = "none"
+        if everyone.rank == 0:
+            try:
+                state.lock = lock_output(state.folder)
+                if state.lock is None:
+                    say(
+                        f"warning: the file system of {state.folder} has no locks, so "
+                        "a second run could overwrite this one"
+                    )
+            except UserError as error:
+                problem = str(error)
+        problem = everyone.texts(problem)[0]
+        if problem != "none":
+            raise UserError(problem)
     with everyone.all_or_none():
         path = find_checkpoint(args)
         if path is not None and args.evaluate:
@@ -302,6 +338,46 @@ def find_checkpoint(args: argparse.Namespace) -> Path | None:
             "or choose another --output"
         )
     return None
+
+
+def lock_output(folder: Path) -> io.FileIO | None:
+    """Keep all other runs out of an output folder until the returned file is closed.
+
+    The lock is a POSIX record lock: it works over NFS, loader processes do not inherit
+    it, and the kernel removes it when a process is killed. Once a process closes any
+    descriptor of the file its lock is gone, so open it only here. The file remains:
+    another run may be waiting at it.
+
+    Returns:
+        The file; None where the file system has no locks.
+
+    Raises:
+        UserError: another run has the lock, or the folder cannot be written to.
+
+    Source: https://man7.org/linux/man-pages/man2/fcntl_locking.2.html
+    """
+    make_output_folder(folder)
+    path = folder / LOCK
+    try:
+        file = io.FileIO(path, "a+")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+        return file
+    except OSError as error:
+        with file:
+            file.seek(0)
+            owner = file.read().decode(errors="replace")
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            raise UserError(
+                f"another run ({owner}) is writing to {folder}; choose another --output"
+            ) from None
+        if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            return None
+        raise UserError(f"cannot lock {path}: {error.strerror}") from None
 
 
 def make_output_folder(folder: Path) -> None:
@@ -373,11 +449,32 @@ def check_recipe(path: Path, content: dict, recipe: dict) -> None:
             )
 
 
-def replace_file(path: Path, write: Any) -> None:
+def check_images(path: Path, content: dict, images: dict[str, list]) -> None:
+    """Refuse to go on with other images than the checkpoint's.
+
+    Args:
+        images: what images_of() says of "train" and of "val".
+
+    Raises:
+        UserError: they differ; the text says which, and how many there were and are.
+    """
+    for name, now in images.items():
+        saved = content.get("images", {}).get(name, now)  # older files lack them
+        if saved != now:
+            kind = "training" if name == "train" else "validation"
+            others = " with other names" if saved[0] == now[0] else ""
+            raise UserError(
+                f"{path} was made with {saved[0]} {kind} images, now there are "
+                f"{now[0]}{others}: give the same --data, or another --output for "
+                "another run"
+            )
+
+
+def replace_file(path: Path, source: Callable[[BinaryIO], Any] | Path) -> None:
     """Write a file so that at any moment the old one or the whole new one is there.
 
     Args:
-        write: called with the open binary file.
+        source: writes to an open binary file; or a file to link to, or else to copy.
 
     Raises:
         UserError: writing failed; the old file is untouched.
@@ -386,9 +483,16 @@ def replace_file(path: Path, write: Any) -> None:
     temporary = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
+        temporary.unlink(missing_ok=True)  # a killed run's; it may be a link to best.pt
+        if isinstance(source, Path):
+            try:
+                os.link(source, temporary)
+            except OSError:  # the file system has no links
+                shutil.copyfile(source, temporary)
+        else:
+            with open(temporary, "wb") as file:
+                source(file)
+        with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
         folder = os.open(path.parent, os.O_RDONLY)
@@ -397,6 +501,8 @@ def replace_file(path: Path, write: Any) -> None:
         finally:
             os.close(folder)
     except (OSError, RuntimeError) as error:
+        with contextlib.suppress(OSError):  # it takes room on a full disk
+            temporary.unlink(missing_ok=True)
         # torch.save, broken off, raises an error of its own on top of the first one
         while isinstance(error, RuntimeError) and error.__context__ is not None:
             error = error.__context__

@@ -3,6 +3,7 @@
 import argparse
 import atexit
 import gc
+import hashlib
 import multiprocessing
 import os
 import signal
@@ -20,7 +21,6 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
-from common.agreement import digest_of
 from common.cores import own_cores
 from common.errors import ImageError, UserError, end_children
 from common.images import (
@@ -41,6 +41,14 @@ MOST_WORKERS = 16  # loader processes of a training process, by default
 
 
 # --- data sets ---
+
+
+def digest_of(*parts: bytes) -> int:
+    """48 bits that stand for the content of some buffers: a float64 holds them."""
+    digest = hashlib.blake2b(digest_size=6)
+    for part in parts:
+        digest.update(part)
+    return int.from_bytes(digest.digest(), "big")
 
 
 class PackedPaths:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import ROOT, TINY, environment, run
 from ranks import Ranks, free_port, run_ranks, train, train_unlike
+from torch.utils.data import Dataset
 
 from common.agreement import Processes, agree
 from common.arguments import build_parser, parse_arguments
@@ -77,9 +78,20 @@ def test_numbers_and_texts_reach_everybody():
     assert each(3, task) == [(numbers, ["", "é", "éé"])] * 3
 
 
+class Own(Dataset):
+    """A dataset of somebody else's, whose paths are a list."""
+
+    def __init__(self, length):
+        self.paths = ["a.png"] * length
+
+    def __len__(self):
+        return len(self.paths)
+
+
 def test_one_process_agrees_with_itself(capsys):
     args = Namespace(world_size=1, synthetic=8, decoder="auto", lr=0.1)
-    agree(args, 0, torch.device("cpu"), lambda sums: sums, range(8), range(2))
+    everyone = agree(args, 0, torch.device("cpu"), lambda sums: sums, Own(8), range(2))
+    assert everyone.images == {"train": [8, None], "val": [2, None]}
     assert capsys.readouterr().err == ""
 
 

@@ -1,33 +1,49 @@
 """Checkpoints: complete, refused where they do not fit, never half written."""
 
+import errno
+import fcntl
 import json
 import os
 import pickle
 import random
+import signal
+import socket
 import time
 from pathlib import Path
 
 import pytest
 import torch
 import torchvision
-from conftest import wait_until
-from ranks import Ranks, save_for_ever
+from conftest import TINY, wait_until
+from ranks import (
+    Ranks,
+    lock_and_fork,
+    run_ranks,
+    save_for_ever,
+    train,
+    train_and_print_saves,
+)
 
+from common.agreement import agree
 from common.arguments import build_parser, parse_arguments
+from common.check import check
 from common.checkpoint import (
     SavedTensors,
     TrainingState,
     find_checkpoint,
+    lock_output,
     read_checkpoint,
     replace_file,
     resume,
 )
+from common.data import build_datasets, share_out
 from common.errors import UserError
 from common.meters import Averages
 from common.model import build_model
 from common.schedule import build_scheduler
 
 FIGURES = {"seconds": 1.0, "first_step": 0}
+HOST = socket.gethostname()
 
 
 def make(output, *flags, outputs=3):
@@ -124,6 +140,161 @@ def test_best_is_kept_when_the_next_epoch_is_worse(tmp_path):
     )
 
 
+@pytest.mark.parametrize("links", (True, False))
+def test_the_best_checkpoint_is_one_file_with_two_names_or_a_copy(
+    tmp_path, monkeypatch, links
+):
+    """And stays what it is, also where a killed run left a third name of it."""
+    best, last = tmp_path / "best.pt", tmp_path / "checkpoint.pt"
+    _, state = make(tmp_path)
+    if not links:
+
+        def refused(source, target):
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+
+        monkeypatch.setattr(os, "link", refused)
+    for number, top1 in enumerate((60.0, 80.0), start=1):
+        step(state, number)
+        finish(state, top1)
+        state.save()
+        assert best.samefile(last) == links
+        assert best.read_bytes() == last.read_bytes()
+        assert torch.load(last)["epoch"] == number
+    monkeypatch.undo()
+    before = best.read_bytes()
+    os.link(best, tmp_path / "checkpoint.pt.tmp")
+    step(state, 3)
+    finish(state, 70.0)
+    state.save()
+    assert torch.load(last)["epoch"] == 3 and best.read_bytes() == before
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_the_first_epoch_in_a_new_folder_is_its_best(tmp_path):
+    """Whatever the best was in the folder that it is resumed from."""
+    path = saved(tmp_path)
+    args, state = make(tmp_path / "new", "--resume", str(path))
+    resume(args, state)
+    for number, top1, best in ((1, 0.0, 2), (2, 30.0, 3), (3, 20.0, 3)):
+        step(state, number)
+        state.save()
+        finish(state, top1)
+        state.save()
+        assert torch.load(tmp_path / "new" / "best.pt")["epoch"] == best
+    assert state.best_acc1 == 30.0
+
+
+@pytest.mark.parametrize(
+    "stop_at, saves",
+    [
+        (None, "0 4, 0 8, 1 0, 1 4, 1 8, 2 0"),
+        (6, "0 4, 0 6"),
+        (8, "0 4, 0 8"),
+        (12, "0 4, 0 8, 0 12"),
+    ],
+)
+def test_nothing_is_written_twice(tmp_path, digits, stop_at, saves):
+    """Neither at a stop, nor at an epoch's end, also if it is a step to save at."""
+    course = "--image-size 32 -b 8 --precision fp32 -j 0 --epochs 2 --max-steps 12"
+    course += " --print-interval 1 --checkpoint-steps 4"
+    flags = ["--data", digits, *course.split(), "--output", tmp_path / "out"]
+    arguments = {"name": "dataparallel", "flags": flags, "stop_at": stop_at}
+    with Ranks(tmp_path, 1, train_and_print_saves, **arguments) as ranks:
+        assert ranks.end() == [143 if stop_at else 0], ranks.text()
+        lines = ranks.text().splitlines()
+    found = [line[11:] for line in lines if line.startswith("torch.save ")]
+    assert ", ".join(found) == saves
+
+
+# --- two runs in one folder ---
+
+
+def free(output):
+    """Whether a run could begin there."""
+    try:
+        lock_output(output).close()
+    except UserError:
+        return False
+    return True
+
+
+def test_of_two_runs_at_the_same_time_one_is_refused(digits, tmp_path):
+    """And the other one goes on; killed, it is no obstacle to the next."""
+    output = tmp_path / "out"
+    flags = "--image-size 32 -b 48 --precision fp32 --max-steps 5 -j 2 --epochs".split()
+    flags = ["--data", digits, "--output", output, "--resume", "auto", *flags]
+    arguments = {"name": "distributed", "net": "small", "flags": [*flags, 10_000]}
+    with (
+        Ranks(tmp_path / "a", 2, train, **arguments) as one,
+        Ranks(tmp_path / "b", 2, train, **arguments) as other,
+    ):
+        runs = [one, other]
+        wait_until(lambda: not (one.alive() and other.alive()), 60, "the end of one")
+        runs.sort(key=Ranks.alive)
+        refused, trains = runs
+        assert refused.end(10) == [2, 2], refused.text()
+        (line,) = refused.text().strip().splitlines()
+        pid = trains.processes[0].pid
+        assert line == (
+            f"distributed.py: error: another run (process {pid} on {HOST}) is writing "
+            f"to {output}; choose another --output"
+        )
+        lines = output / "epochs.jsonl"
+        wait_until(lambda: lines.exists() or not trains.alive(), 60, "an epoch")
+        assert trains.alive(0) and trains.alive(1), trains.text()
+        for rank in (0, 1):
+            trains.signal(rank, signal.SIGKILL)
+        trains.end()
+    epochs = read_checkpoint(output / "checkpoint.pt")["epoch"]
+    arguments["flags"] = [*flags, epochs + 1]
+    run_ranks(tmp_path / "c", 2, train, **arguments)
+    assert read_checkpoint(output / "checkpoint.pt")["epoch"] == epochs + 1
+
+
+def test_a_run_s_lock_ends_with_it_whatever_it_forked(pictures, tmp_path):
+    """A loader process can outlive the run for a moment."""
+    output = tmp_path / "out"
+    args, state = make(output)
+    with Ranks(tmp_path, 1, lock_and_fork, output=str(output)) as ranks:
+        wait_until(lambda: "forked" in ranks.text(), 20, "the lock")
+        child = int(ranks.text().split()[-1])
+        try:
+            with pytest.raises(UserError, match=r"another run \(process \d+ on "):
+                resume(args, state)
+            args.data, args.global_batch_size = pictures, 4
+            args.device, args.image_size = "cpu", 32
+            with pytest.raises(UserError, match="another run"):
+                check(args, 1)
+            check(args, 1, world_size=2)  # rank 0 may be elsewhere, and of this run
+            args.evaluate, args.resume = True, None
+            check(args, 1)
+            resume(args, state)
+            ranks.signal(0, signal.SIGKILL)
+            wait_until(lambda: free(output), 10, "the lock's end")
+            os.kill(child, 0)  # is still there
+        finally:
+            os.kill(child, signal.SIGKILL)
+    args.evaluate = False
+    check(args, 1)
+    assert free(output)
+
+
+def test_without_locks_a_run_trains_and_warns_once(tmp_path, monkeypatch, capsys):
+    def none(*what):
+        raise OSError(number, "no locks")
+
+    monkeypatch.setattr(fcntl, "lockf", none)
+    for number in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+        args, state = make(tmp_path / str(number))
+        resume(args, state)
+        assert state.lock is None
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"warning: the file system of {tmp_path / str(number)} has no l" in line
+    number = errno.EIO
+    with pytest.raises(UserError, match="cannot lock .*/lock: no locks"):
+        resume(*make(tmp_path / "broken"))
+
+
 def test_epochs_jsonl_follows_the_checkpoint(tmp_path):
     _, state = make(tmp_path)
     for number in (1, 2):
@@ -204,6 +375,73 @@ def test_weights_of_another_shape_are_refused(tmp_path):
         resume(args, state)
 
 
+def with_images(*where):
+    """What agree() says of the images of a folder, or of --synthetic ones."""
+    words = [*map(str, where), *TINY]
+    args = parse_arguments(build_parser("A test."), "test", words)
+    share_out(args, 0, 1, 1)
+    sets = build_datasets(args)
+    return agree(args, 0, torch.device("cpu"), lambda sums: sums, *sets)
+
+
+def less(pictures):
+    for folder in sorted((pictures / "train").iterdir()):
+        for number in range(3):
+            (folder / f"{number}.JPEG").unlink()
+
+
+def renamed(pictures):
+    (pictures / "val" / "cat" / "3.JPEG").rename(pictures / "val" / "cat" / "4.JPEG")
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (less, "16 training images, now there are 10: give the same --data, or "),
+        (renamed, "8 validation images, now there are 8 with other names: give "),
+    ],
+)
+def test_other_images_are_refused(pictures, tmp_path, change, said):
+    """By the run and by the check before it; not where they are only validated."""
+    args, state = make(tmp_path / "run")
+    resume(args, state, with_images("--data", pictures))
+    step(state, 1)
+    finish(state, 50.0)
+    state.save()
+    moved = pictures.rename(tmp_path / "elsewhere")
+    args, state = make(tmp_path / "run", "--resume", "auto")
+    resume(args, state, with_images("--data", moved))
+    assert state.epoch == 1
+    change(moved)
+    file = tmp_path / "run" / "checkpoint.pt"
+    args, state = make(tmp_path / "run", "--resume", "auto")
+    with pytest.raises(UserError, match=f"{file} was made with {said}"):
+        resume(args, state, with_images("--data", moved))
+    args.data, args.device, args.global_batch_size = moved, "cpu", 4
+    content = read_checkpoint(file)
+    content["recipe"]["global_batch_size"] = 4
+    torch.save(content, file)
+    with pytest.raises(UserError, match=f"{file} was made with {said}"):
+        check(args, 1)
+    args.evaluate = True
+    check(args, 1)
+    resume(args, state, with_images("--data", moved))
+    del content["images"]  # as in the files of earlier versions
+    torch.save(content, file)
+    args.evaluate, state.recipe["global_batch_size"] = False, 4
+    resume(args, state, with_images("--data", moved))
+
+
+def test_of_images_without_paths_the_number_is_compared(tmp_path):
+    args, state = make(tmp_path)
+    resume(args, state, with_images("--synthetic", 50))
+    state.save()
+    args, state = make(tmp_path, "--resume", "auto")
+    resume(args, state, with_images("--synthetic", 50))
+    with pytest.raises(UserError, match="with 50 training images, now there are 40:"):
+        resume(args, state, with_images("--synthetic", 40))
+
+
 def test_a_run_is_never_overwritten(tmp_path):
     path = saved(tmp_path)
     with pytest.raises(
@@ -275,11 +513,10 @@ def test_a_kill_at_any_moment_of_a_write_leaves_a_whole_checkpoint(
         halves += bool(list(output.glob("*.pt.tmp")))
         last = whole(read_checkpoint(output / "checkpoint.pt"))
         assert acknowledged <= last <= acknowledged + 1
-        assert whole(read_checkpoint(output / "best.pt")) in (last, last + 1)
+        best = whole(read_checkpoint(output / "best.pt"))
+        assert best % 2 == 1 and last - 1 <= best <= last + 1
         record = json.loads((output / "epochs.jsonl").read_text())
         assert record["epoch"] + 1 in (last, last + 1)
-        for file in output.glob("*.tmp"):
-            file.unlink()
     figure("kills in a write", [kills, halves])
     assert halves > kills / 20  # of them came while a file was half written
 
@@ -294,10 +531,10 @@ def whole(content):
     tensors += [s["momentum_buffer"] for s in content["optimizer"]["state"].values()]
     assert len(tensors) == 4
     assert all((tensor == content["epoch"]).all() for tensor in tensors)
-    assert (
-        content["best_acc1"] == content["epoch"] == content["records"][0]["epoch"] + 1
-    )
-    return content["epoch"]
+    number = content["epoch"]
+    assert number == content["records"][0]["epoch"] + 1
+    assert content["best_acc1"] == number - 1 + number % 2
+    return number
 
 
 def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
@@ -394,7 +631,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
         UserError, match="No space left on device; what was there is untouched"
     ):
         replace_file(target, full_disk)
-    assert target.read_text() == "old"
+    assert target.read_text() == "old" and len(list(tmp_path.iterdir())) == 1
     replace_file(target, lambda file: file.write(b"new"))
     assert target.read_text() == "new" and [
         path.name for path in tmp_path.iterdir()

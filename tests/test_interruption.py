@@ -522,6 +522,7 @@ def test_a_full_disk_ends_the_run_and_spares_the_checkpoint(disk, digits, tmp_pa
         assert first == 2 and second != 0, ranks.text()
         assert ranks.text().count("No space left on device; what was there is") == 1
         assert "Traceback" not in ranks.text()
+    assert not list((disk / "out").glob("*.tmp"))
     for file in (disk / "out").glob("*.pt"):
         content = torch.load(file, weights_only=True)
         assert content["state_dict"] and content["epoch"] < 200
