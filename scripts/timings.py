@@ -260,7 +260,7 @@ def gpu_names(number: int) -> list[str]:
 class GpuSamples(threading.Thread):
     """Asks NVML how busy the GPUs are, until a checkpoint is saved.
 
-    That happens right after the last step, and not before.
+    That happens after the last step and a validation, which is short.
 
     Source: https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceQueries.html
     """

@@ -203,7 +203,9 @@ def test_evaluate_needs_no_training_batch(pictures):
     train_set, val_set = build_datasets(args)
     assert (len(train_set), len(val_set)) == (16, 8)
     args.epochs, args.warmup_epochs, args.schedule = 90, 5, "step"
-    build_scheduler(args, torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1), 0)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)
+    scheduler = build_scheduler(args, optimizer, 0)  # whose epochs have no step
+    assert scheduler.get_last_lr() == pytest.approx([0.02])
 
 
 def test_a_finished_run_is_not_overwritten(trained, digits, tmp_path):
