@@ -110,7 +110,7 @@ def main(args: Namespace) -> None:
             state.save()
 
     # [6/6 finish] nobody leaves before rank 0 has saved
-    dist.barrier()
+    dist.barrier(device_ids=gpus)
     dist.destroy_process_group()
     # [/finish]
     if state.stop_requested:

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import warnings
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -39,6 +40,10 @@ def build_scheduler(
     args: argparse.Namespace, optimizer: torch.optim.Optimizer, steps_per_epoch: int
 ) -> LambdaLR:
     """Scheduler to be stepped after every optimizer step."""
+    # An fp16 step that overflows is left out, and the scheduler takes it for missing
+    warnings.filterwarnings(
+        "ignore", r"Detected call of `lr_scheduler\.step\(\)` before"
+    )
     return LambdaLR(
         optimizer,
         lambda step: learning_rate_factor(
