@@ -12,7 +12,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice, pairwise
 from pathlib import Path
 
 import numpy
@@ -328,15 +328,17 @@ class DeviceLoader:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         self.batches.first = self.first_step
         self.waits.clear()
-        incoming = iter(self.loader)
+        batches = map(self._send, self.loader)
+        if self.copies is not None:
+            # The copy of the next batch begins before this one is handed out: a step
+            # that the host waits for would delay it
+            batches = (batch for batch, _ in pairwise(chain(batches, [None])))
         while True:
             idle_from = self._now()
-            batch = next(incoming, None)
+            batch = next(batches, None)
             if batch is None:
                 return
-            if isinstance(batch, ImageError):
-                raise batch
-            images, labels = self._to_device(*batch)
+            images, labels = self._receive(*batch)
             self.waits.append((idle_from, self._now()))
             yield self.normalise(images), labels
 
@@ -354,19 +356,29 @@ class DeviceLoader:
         self.waits.clear()
         return total
 
-    def _to_device(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def _send(self, batch: list[Tensor] | ImageError) -> tuple:
+        """Begin to copy a batch; returns (images, labels, event of their arrival)."""
+        if isinstance(batch, ImageError):
+            raise batch
+        images, labels = batch
         if self.copies is None:
-            return images, labels
+            return images, labels, None
         # A stream of its own lets the copy run while the step before it computes
         with torch.cuda.stream(self.copies):
             images = images.to(self.device, non_blocking=True)
             labels = labels.to(self.device, non_blocking=True)
-        compute = torch.cuda.current_stream(self.device)
-        compute.wait_stream(self.copies)
-        images.record_stream(
-            compute
-        )  # its memory is not to be used again before the step is done
-        labels.record_stream(compute)
+        return images, labels, self.copies.record_event()
+
+    def _receive(
+        self, images: Tensor, labels: Tensor, arrival
+    ) -> tuple[Tensor, Tensor]:
+        """Have what the device computes next wait for a batch, and for no later one."""
+        if arrival is not None:
+            compute = torch.cuda.current_stream(self.device)
+            compute.wait_event(arrival)
+            # Their memory is not to be used again before the step is done
+            images.record_stream(compute)
+            labels.record_stream(compute)
         return images, labels
 
     def _now(self):
