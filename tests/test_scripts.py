@@ -448,24 +448,6 @@ def test_apex_missing_or_too_new(tmp_path, package, message):
     assert "NVIDIA/apex@25.05" in printed and printed.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "flags, opt_level",
-    [
-        ((), "O1"),
-        (("--precision", "fp32"), "O0"),
-        (("--precision", "fp16"), "O1"),
-        (("--opt-level", "O2"), "O2"),
-    ],
-)
-def test_apex_opt_level(flags, opt_level, monkeypatch):
-    import apex_distributed
-
-    monkeypatch.setattr(apex_distributed, "require_gpu", lambda *args: None)
-    monkeypatch.setattr(apex_distributed, "amp", object())
-    args = apex_distributed.arguments(["--data", "x", *flags])
-    assert args.opt_level == args.precision == opt_level
-
-
 def test_apex_has_no_bf16(monkeypatch, capsys):
     import apex_distributed
 

@@ -1,0 +1,744 @@
+"""The lines that only run on GPUs, with stand-in objects in place of the GPUs.
+
+No test here uses a GPU. torch.cuda, the process group, DDP, nn.DataParallel, Horovod and
+Apex are replaced by objects that record how they are called, and tensors that are sent to a
+GPU stay on the CPU. The scripts' own lines run. So these tests prove which calls are made,
+in which order and with which arguments; they prove nothing about CUDA, NCCL, Horovod or
+Apex themselves. scripts/gpu_check.sh is for machines that have GPUs.
+"""
+
+import contextlib
+import importlib
+import json
+from types import MethodType, SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader, Dataset
+
+import common.data
+from common import seeding
+from common.checkpoint import read_checkpoint
+from common.data import MEAN, STD, build_loader, share_out
+from common.device import peak_memory_mib, select_device
+from common.errors import ImageError, UserError
+from common.model import AutocastModel
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+STRATEGIES = (
+    "dataparallel",
+    "distributed",
+    "multiprocessing_distributed",
+    "horovod_distributed",
+    "apex_distributed",
+)
+WITH_GROUP = ("distributed", "multiprocessing_distributed", "apex_distributed")
+
+# --- the stand-ins ---
+
+
+class StandInStream:
+    """Work on it is done one after the other; `done` is when all of it is, in ms."""
+
+    def __init__(self, gpus, name: str):
+        self.gpus, self.name, self.done, self.idle = gpus, name, 0, 0
+
+    def work(self, milliseconds: int) -> None:
+        began = max(self.done, self.gpus.host)
+        self.idle += began - self.done
+        self.done = began + milliseconds
+
+    def record_event(self):
+        event = StandInEvent(self.gpus)
+        event.record(self)
+        self.gpus.note("arrival", event.number, self.name)
+        return event
+
+    def wait_event(self, event) -> None:
+        self.gpus.note("wait", event.number, self.name)
+        self._wait(event.at)
+
+    def wait_stream(self, other) -> None:
+        self.gpus.note("wait for all", other.name, self.name)
+        self._wait(other.done)
+
+    def _wait(self, until: int) -> None:
+        self.idle += max(0, until - self.done)
+        self.done = max(self.done, until)
+
+
+class StandInEvent:
+    def __init__(self, gpus, enable_timing: bool = False):
+        self.gpus, self.timed = gpus, enable_timing
+        self.number = None
+        if not enable_timing:  # an arrival: they are numbered
+            self.number, gpus.arrivals = gpus.arrivals, gpus.arrivals + 1
+
+    def record(self, stream) -> None:
+        self.at = max(stream.done, self.gpus.host)
+
+    def elapsed_time(self, other) -> float:
+        assert self.timed and other.timed
+        return other.at - self.at
+
+
+class StandInGenerator:
+    def __init__(self):
+        self.seed = None
+
+    def manual_seed(self, seed: int) -> None:
+        assert 0 <= seed < 2**32
+        self.seed = seed
+
+
+class StandInGpus(TorchFunctionMode):
+    """Keeps on the CPU what is sent to a GPU, and the list of what was called."""
+
+    def __init__(self, count: int):
+        super().__init__()
+        self.count, self.calls, self.arrivals, self.host = count, [], 0, 0
+        self.copy_takes = 0
+        self.compute = self.current = StandInStream(self, "compute")
+        self.generators = tuple(StandInGenerator() for _ in range(count))
+
+    def note(self, *call) -> None:
+        self.calls.append(call)
+
+    def named(self, *names: str) -> list[tuple]:
+        return [call for call in self.calls if call[0] in names]
+
+    @property
+    def keep(self):
+        """For Tensor.record_stream()."""
+
+        def record_stream(tensor, stream: StandInStream) -> None:
+            self.note("keep", number_of(tensor), stream.name)
+
+        return record_stream
+
+    def make_stream(self, device: torch.device) -> StandInStream:
+        return StandInStream(self, "copies")
+
+    @contextlib.contextmanager
+    def stream(self, stream: StandInStream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        uint8 = len(args) > 0 and getattr(args[0], "dtype", None) == torch.uint8
+        if name == "to" and CUDA in args[1:] and "non_blocking" in kwargs:
+            call = ("copy", number_of(args[0]), self.current.name)
+            self.note(*call, kwargs["non_blocking"])
+            self.current.work(self.copy_takes)
+        if name == "to" and torch.float32 in args[1:] and uint8:
+            self.note("normalise", number_of(args[0]), self.current.name)
+        args = [self.on_cpu(value) for value in args]
+        return func(*args, **{key: self.on_cpu(kwargs[key]) for key in kwargs})
+
+    @staticmethod
+    def on_cpu(value):
+        return CPU if isinstance(value, torch.device) else value
+
+
+def number_of(tensor: torch.Tensor) -> int:
+    """Of a batch of Numbered, by its images or its labels."""
+    with torch._C.DisableTorchFunction():
+        return int(tensor.flatten()[0])
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """A function that puts the stand-ins for a number of GPUs in place."""
+    with contextlib.ExitStack() as stack:
+
+        def make(count: int = 1) -> StandInGpus:
+            found = StandInGpus(count)
+            for name, value in {
+                "is_available": lambda: True,
+                "is_initialized": lambda: True,
+                "is_current_stream_capturing": lambda: False,
+                "is_bf16_supported": lambda including_emulation: True,
+                "device_count": lambda: count,
+                "set_device": lambda device: found.note("set_device", device),
+                "get_device_name": lambda device: f"stand-in {device}",
+                "max_memory_allocated": lambda device: (7 + device.index) * 2**20,
+                "default_generators": found.generators,
+                "current_stream": lambda device: found.current,
+                "stream": found.stream,
+                "Stream": found.make_stream,
+                "Event": lambda enable_timing=False: StandInEvent(found, enable_timing),
+            }.items():
+                monkeypatch.setattr(torch.cuda, name, value)
+            monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+            monkeypatch.setattr(torch.Tensor, "record_stream", found.keep)
+            stack.enter_context(found)
+            return found
+
+        yield make
+
+
+# --- the device ---
+
+
+@pytest.mark.parametrize(
+    "count, local_rank, backend, index",
+    [(4, 3, None, 3), (4, 0, "nccl", 0), (2, 3, "gloo", 1), (2, 4, "gloo", 0)],
+)
+def test_the_device_is_that_of_the_local_rank(gpus, count, local_rank, backend, index):
+    found = gpus(count)
+    device = select_device("auto", local_rank, backend)
+    assert device == torch.device("cuda", index)
+    assert found.calls == [("set_device", device)]
+    assert torch.backends.cudnn.benchmark
+
+
+def test_the_cpu_is_left_alone_where_there_are_gpus(gpus):
+    found = gpus(2)
+    assert select_device("cpu", 1) == CPU
+    assert not found.calls and not torch.backends.cudnn.benchmark
+
+
+def test_each_gpu_of_a_process_drops_other_units(gpus, monkeypatch):
+    found = gpus(3)
+    seeding.seed_step(1, 2, 3, 4)
+    first = seeding.seed_from(1, 2, 3, 4)
+    assert torch.initial_seed() == first
+    assert [one.seed for one in found.generators] == [first, first + 1, first + 2]
+    monkeypatch.setattr(seeding, "seed_from", lambda *key: 2**32 - 1)
+    seeding.seed_step(1, 2, 3, 4)
+    assert [one.seed for one in found.generators] == [2**32 - 1, 0, 1]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(seeding, "seed_from", lambda *key: 5)
+    seeding.seed_step(1, 2, 3, 4)  # the CPU's alone
+    assert found.generators[0].seed == 2**32 - 1 and torch.initial_seed() == 5
+
+
+def test_peak_memory_is_that_of_the_device(gpus):
+    gpus(2)
+    assert peak_memory_mib(torch.device("cuda", 1)) == 8
+
+
+# --- batches ---
+
+
+class Numbered(Dataset):
+    """Image N is full of N, and so is its label; the one at `broken` cannot be read."""
+
+    def __init__(self, length: int, broken: int | None = None):
+        self.length, self.broken = length, broken
+        self.loaded = lambda: None
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int):
+        self.loaded()
+        if index == self.broken:
+            raise ImageError(f"image {index}")
+        return torch.full((3, 2, 2), index, dtype=torch.uint8), index
+
+
+@pytest.fixture
+def loader(monkeypatch):
+    """A function that makes a loader of batches of one image; `pinned` tells whether."""
+
+    def make(dataset: Dataset, device: torch.device):
+        def stand_in(*given, pin_memory: bool, **options):
+            make.pinned = pin_memory
+            return DataLoader(*given, **options)
+
+        monkeypatch.setattr(common.data, "DataLoader", stand_in)
+        args = SimpleNamespace(global_batch_size=1, workers=0, seed=0, max_steps=None)
+        args.no_channels_last = False
+        share_out(args, 0, 1, 1)
+        return build_loader(args, dataset, range(len(dataset)), device, training=True)
+
+    return make
+
+
+def test_memory_is_pinned_for_a_gpu_only(gpus, loader):
+    found = gpus()
+    loader(Numbered(1), CUDA)
+    assert loader.pinned is True
+    list(loader(Numbered(1), CPU))
+    assert loader.pinned is False and not found.named("copy", "wait", "keep")
+
+
+def test_the_next_batch_is_copied_before_a_batch_is_handed_out(gpus, loader):
+    found = gpus()
+    for images, labels in loader(Numbered(3), CUDA):
+        found.note("step", int(labels))
+        value = (labels - torch.tensor(MEAN)) / torch.tensor(STD)
+        assert torch.allclose(images, value.view(1, 3, 1, 1))
+        assert images.is_contiguous(memory_format=torch.channels_last)
+
+    def sent(number: int) -> list[tuple]:
+        copy = ("copy", number, "copies", True)  # of the images, of the labels
+        return [copy, copy, ("arrival", number, "copies")]
+
+    def used(number: int) -> list[tuple]:
+        keep = ("keep", number, "compute")
+        wait = [("wait", number, "compute"), keep, keep]
+        return [*wait, ("normalise", number, "compute"), ("step", number)]
+
+    # A batch waits for its own arrival, not for all that the copies' stream has to do
+    expected = [*sent(0), *sent(1), *used(0), *sent(2), *used(1), *used(2)]
+    assert found.calls == expected
+
+
+@pytest.mark.parametrize(
+    "batches, first_step", [(0, 0), (1, 0), (2, 0), (5, 0), (5, 3), (5, 4), (5, 5)]
+)
+def test_short_and_resumed_epochs_have_the_batches_that_a_cpu_has(
+    gpus, loader, batches, first_step
+):
+    gpus()
+    epochs = []
+    for device in (CUDA, CPU):
+        one = loader(Numbered(batches), device)
+        assert len(list(one)) == len(one) == batches
+        one.first_step = first_step
+        epochs.append(list(one))
+    assert [int(labels) for _, labels in epochs[0]] == list(range(first_step, batches))
+    for (images, _), (expected, _) in zip(*epochs, strict=True):
+        assert torch.equal(images, expected)
+
+
+@pytest.mark.parametrize("device, whole", [(CUDA, 1), (CPU, 2)])
+def test_an_image_that_cannot_be_read_ends_the_epoch(gpus, loader, device, whole):
+    """On a GPU one step early, when the batch would have been copied."""
+    gpus()
+    seen = []
+    with pytest.raises(ImageError, match="image 2"):
+        for _, labels in loader(Numbered(4, broken=2), device):
+            seen.append(int(labels))
+    assert seen == list(range(whole))
+
+
+@pytest.mark.parametrize("host_waits", [False, True])
+@pytest.mark.parametrize("load, copy, step", [(10, 1, 2), (1, 3, 5), (1, 8, 5)])
+def test_the_wait_for_data_is_how_long_the_device_is_idle(
+    gpus, loader, host_waits, load, copy, step
+):
+    """In milliseconds of a clock that only the stand-ins move."""
+    found, dataset = gpus(), Numbered(6)
+
+    def one_image_loaded() -> None:
+        found.host += load
+
+    dataset.loaded, found.copy_takes = one_image_loaded, copy / 2  # images, labels
+    batches = loader(dataset, CUDA)
+    waits = []
+    for _ in batches:
+        found.compute.work(step)
+        if host_waits:
+            found.host = found.compute.done
+        waits.append(1000 * batches.wait_seconds())
+    assert sum(waits) == pytest.approx(found.compute.idle)
+    if host_waits and copy < step:
+        # The step before hid the copy: only loading is waited for
+        assert waits[1:5] == pytest.approx([load] * 4)
+    assert batches.wait_seconds() == 0
+
+
+# --- the scripts ---
+
+
+class Net(nn.Sequential):
+    def __init__(self, gpus: StandInGpus, classes: int):
+        torch.manual_seed(0)
+        super().__init__(
+            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, classes)
+        )
+        nn.Module.to(self, memory_format=torch.channels_last)
+        self.gpus = gpus
+
+    def to(self, *given, **named):
+        if given:
+            self.gpus.note("model.to", *given)
+        return super().to(*given, **named)
+
+
+def wrapper(gpus: StandInGpus, name: str, made: list):
+    """A class that wraps a model, records with which arguments, and passes calls on."""
+
+    class Wrapper(nn.Module):
+        def __init__(self, module, *given, **options):
+            super().__init__()
+            gpus.note(name, *given, options)
+            self.module = module
+            made.append(self)
+
+        def forward(self, images):
+            return self.module(images)
+
+    return Wrapper
+
+
+class StandInHorovod:
+    Sum, Compression = "sum", SimpleNamespace(none=None, fp16=None)
+
+    def __init__(self, gpus: StandInGpus, rank: int, world_size: int):
+        self.gpus = gpus
+        self.init = lambda: gpus.note("hvd.init")
+        self.rank = self.local_rank = lambda: rank
+        self.size = self.local_size = lambda: world_size
+        self.nccl_built = lambda: True
+        self.broadcast_parameters = lambda weights, root_rank: None
+        self.barrier = lambda: gpus.note("barrier")
+        self.shutdown = lambda: gpus.note("leave")
+
+    def DistributedOptimizer(self, optimizer, names, compression):
+        self.gpus.note("wrap")
+        optimizer.synchronize = lambda: None
+        optimizer.skip_synchronize = contextlib.nullcontext
+        return optimizer
+
+    def allreduce(self, sums, op, name):
+        return all_alike(sums)
+
+
+class StandInAmp:
+    """Does with O2 what Apex does, with bfloat16 for fp16, which not every CPU computes.
+
+    The model is cast in initialize(); the optimizer gets fp32 copies of its weights, the
+    masters, in its first zero_grad(). At the end of scale_loss() gradients go to the masters.
+    """
+
+    SCALE = 128.0
+
+    def __init__(self, gpus: StandInGpus):
+        self.gpus, self.masters, self.loaded = gpus, [], None
+
+    def initialize(self, model, optimizer, opt_level):
+        plain = all(weight.is_contiguous() for weight in model.parameters())
+        self.gpus.note("amp.initialize", opt_level, plain)
+        self.model, self.opt_level = model, opt_level
+        zero_grad, step = optimizer.zero_grad, optimizer.step
+
+        def first_zero_grad():
+            if opt_level == "O2" and not self.masters:
+                self.masters = [w.detach().float() for w in model.parameters()]
+                optimizer.param_groups[0]["params"] = self.masters
+            model.zero_grad()
+            zero_grad()
+
+        def step_of_masters(_):
+            self.gpus.note("optimizer.step")
+            step()
+            with torch.no_grad():
+                for weight, master in zip(
+                    model.parameters(), self.masters, strict=False
+                ):
+                    weight.copy_(master)
+
+        optimizer.zero_grad = first_zero_grad
+        optimizer.step = MethodType(step_of_masters, optimizer)
+        if opt_level == "O2":
+            nn.Module.to(model, torch.bfloat16)
+            forward = model.forward
+            model.forward = lambda images: forward(images.bfloat16()).float()
+        return model, optimizer
+
+    @staticmethod
+    def master_params(optimizer):
+        return (
+            weight for group in optimizer.param_groups for weight in group["params"]
+        )
+
+    @contextlib.contextmanager
+    def scale_loss(self, loss, optimizer):
+        self.gpus.note("scale_loss", loss.item())
+        scaled = loss * self.SCALE
+        scaled.register_hook(
+            lambda gradient: self.gpus.note("backward of the scaled loss")
+        )
+        yield scaled
+        self.gpus.note("unscale")
+        weights = list(self.model.parameters())
+        for weight, target in zip(weights, self.masters or weights, strict=True):
+            target.grad = weight.grad.to(target.dtype) / self.SCALE
+
+    def state_dict(self):
+        return {"loss_scaler0": {"loss_scale": 4096.0, "unskipped": 3}}
+
+    def load_state_dict(self, content):
+        self.loaded = content
+
+
+def all_alike(sums):
+    """The sum over all processes, where each has what this one has in a row of its own."""
+    if sums.dim() == 2:
+        sums.copy_(sums.sum(0).expand_as(sums))
+    return sums
+
+
+@pytest.fixture
+def main(gpus, monkeypatch, tmp_path):
+    """A function that runs a script's main() on stand-ins, as one process of a job.
+
+    Returns the stand-ins, with `wrappers`, `amp` and `hvd` of this run.
+    """
+
+    def make(name, *flags, count=1, rank=0, world_size=1):
+        found = gpus(count)
+        script = importlib.import_module(name)
+        dist = torch.distributed
+        group = (dist, "init_process_group")
+        for variable, number in {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": world_size,
+            "LOCAL_WORLD_SIZE": world_size,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": 1,
+            "HOROVOD_GLOO_TIMEOUT_SECONDS": 1,
+        }.items():
+            monkeypatch.setenv(variable, str(number))
+        monkeypatch.setattr(
+            *group, lambda backend, *_: found.note("init_process_group", backend)
+        )
+        monkeypatch.setattr(dist, "all_reduce", all_alike)
+        monkeypatch.setattr(dist, "broadcast", lambda buffer, src: None)
+        monkeypatch.setattr(
+            dist, "barrier", lambda device_ids: found.note("barrier", device_ids)
+        )
+        monkeypatch.setattr(dist, "destroy_process_group", lambda: found.note("leave"))
+        found.wrappers = []
+        found.amp = StandInAmp(found)
+        found.hvd = StandInHorovod(found, rank, world_size)
+        ddp = wrapper(found, "wrap", found.wrappers)
+        stand_ins = {"DDP": ddp, "ApexDDP": ddp, "amp": found.amp, "hvd": found.hvd}
+        stand_ins["use_fork_server"] = lambda: None
+        stand_ins["build_model"] = lambda args, classes: Net(found, classes)
+        watchdog = SimpleNamespace(stop_requested=False, feed=lambda: None)
+        stand_ins["Watchdog"] = lambda timeout: watchdog  # no signal handlers
+        for attribute, stand_in in stand_ins.items():
+            monkeypatch.setattr(script, attribute, stand_in, raising=False)
+        monkeypatch.setattr(nn, "DataParallel", ddp)
+        make_scaler = SCALER
+
+        def scaler(device, enabled):
+            found.note("GradScaler", device, enabled)
+            return make_scaler("cpu", enabled=enabled)
+
+        monkeypatch.setattr(torch.amp, "GradScaler", scaler)
+        # Two steps, then one validation image for each process
+        words = ["--synthetic", 25 * world_size, "-b", 2 * world_size, "--max-steps", 2]
+        words += ["--epochs", 1, "--output", tmp_path, "--warmup-epochs", 0, *flags]
+        words += ["--image-size", 8, "--print-interval", 1, "--workers", 0]
+        if name == "multiprocessing_distributed":
+            words += ["--nprocs", world_size]
+        args = script.arguments([str(word) for word in words])
+        args.local_rank = rank
+        found.note("main")
+        script.main(args)
+        return found
+
+    return make
+
+
+SCALER = torch.amp.GradScaler
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_each_process_uses_its_gpu_from_the_first_call_to_the_last(main, name):
+    """Rank 1 of 2; nn.DataParallel's one process has both GPUs."""
+    alone = name == "dataparallel"
+    place = {} if alone else {"rank": 1, "world_size": 2}
+    found = main(name, count=2, **place)
+    device = torch.device("cuda", 0 if alone else 1)
+    names = ("main", "set_device", "init_process_group", "hvd.init", "model.to")
+    names += ("GradScaler", "amp.initialize", "wrap", "barrier", "leave")
+    group = [("init_process_group", "nccl")]
+    ddp = {"device_ids": [1], "gradient_as_bucket_view": True}
+    before = [("set_device", device)]
+    after = [("model.to", device), ("GradScaler", "cuda", False)]
+    end = [("barrier", [1]), ("leave",)]
+    expected = {
+        "dataparallel": [
+            *before,
+            *after,
+            ("wrap", {"device_ids": [0, 1], "output_device": 0}),
+        ],
+        "distributed": [*before, *group, *after, ("wrap", ddp), *end],
+        "horovod_distributed": [
+            ("hvd.init",),
+            *before,
+            *after,
+            ("wrap",),
+            ("barrier",),
+            ("leave",),
+        ],
+        # amp prepares the model, in plain memory format, before Apex's DDP wraps it
+        "apex_distributed": [
+            *before,
+            *group,
+            *after,
+            ("amp.initialize", "O1", True),
+            ("wrap", {}),
+            *end,
+        ],
+    }
+    expected["multiprocessing_distributed"] = expected["distributed"]
+    assert found.named(*names) == [("main",), *expected[name]]
+    if name in ("distributed", "multiprocessing_distributed"):
+        assert found.wrappers[0].broadcast_buffers is False
+
+
+@pytest.mark.parametrize("name", ["distributed", "multiprocessing_distributed"])
+def test_on_a_cpu_the_same_lines_name_no_gpu(main, name):
+    found = main(name, "--device", "cpu", count=2, world_size=2, rank=1)
+    assert found.named("set_device", "init_process_group", "wrap", "barrier") == [
+        ("init_process_group", "gloo"),
+        ("wrap", {"device_ids": None, "gradient_as_bucket_view": True}),
+        ("barrier", None),
+    ]
+    assert found.wrappers[0].broadcast_buffers is False
+
+
+@pytest.mark.parametrize("name", WITH_GROUP)
+def test_gloo_lets_processes_share_a_gpu(main, name):
+    found = main(name, "--backend", "gloo", count=2, world_size=4, rank=3)
+    assert found.named("init_process_group", "barrier") == [
+        ("init_process_group", "gloo"),
+        ("barrier", [1]),
+    ]
+
+
+@pytest.mark.parametrize("name", STRATEGIES[:-1])
+@pytest.mark.parametrize(
+    "flags, scaler",
+    [
+        (("--precision", "fp16"), ("cuda", True)),
+        (("--precision", "bf16"), ("cuda", False)),
+        ((), ("cuda", False)),
+        (("--precision", "fp16", "--device", "cpu"), ("cpu", True)),
+    ],
+)
+def test_gradients_are_scaled_in_fp16_only(main, name, flags, scaler):
+    assert main(name, *flags).named("GradScaler") == [("GradScaler", *scaler)]
+
+
+def test_a_report_has_the_devices_name_and_memory(main, tmp_path):
+    main("distributed", count=1)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["device"] == "cuda" and report["device_name"] == "stand-in cuda:0"
+    record = json.loads((tmp_path / "epochs.jsonl").read_text())
+    assert record["peak_memory_mib"] == 7
+
+
+# --- nn.DataParallel ---
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_dataparallel_has_all_gpus_and_autocast_inside(main, count):
+    found = main("dataparallel", count=count)
+    gpus = {"device_ids": list(range(count)), "output_device": 0}
+    assert found.named("wrap") == [("wrap", gpus)]
+    (wrapped,) = found.wrappers
+    assert isinstance(wrapped.module, AutocastModel)
+    assert wrapped.module.dtype == torch.bfloat16  # the stand-in has it
+    assert isinstance(wrapped.module.module, Net)
+
+
+def test_dataparallel_wraps_nothing_on_a_cpu(main):
+    assert not main("dataparallel", "--device", "cpu", count=2).named("wrap")
+
+
+def test_dataparallel_refuses_to_compile_for_two_gpus(main):
+    main("dataparallel", "--compile", count=1)
+    with pytest.raises(UserError, match="--compile: nn.DataParallel's replicas cannot"):
+        main("dataparallel", "--compile", "--output", "/nowhere", count=2)
+
+
+# --- Horovod ---
+
+
+def test_a_horovod_without_nccl_is_refused_on_a_gpu(gpus, monkeypatch):
+    import horovod_distributed
+
+    hvd = StandInHorovod(gpus(), 0, 1)
+    monkeypatch.setattr(horovod_distributed, "hvd", hvd)
+    horovod_distributed.arguments(["--data", "x"])
+    hvd.nccl_built = lambda: False
+    horovod_distributed.arguments(["--data", "x", "--device", "cpu"])
+    with pytest.raises(UserError, match="this Horovod lacks NCCL"):
+        horovod_distributed.arguments(["--data", "x"])
+
+
+def test_horovod_knows_the_gpu(main, monkeypatch):
+    """The second process of the second machine: rank 3, local rank 1."""
+    monkeypatch.setattr(StandInHorovod, "__init__", second_of_second(StandInHorovod))
+    found = main("horovod_distributed", count=2, world_size=4, rank=3)
+    device = torch.device("cuda", 1)
+    assert found.named("set_device", "model.to") == [
+        ("set_device", device),
+        ("model.to", device),
+    ]
+
+
+def second_of_second(cls):
+    init = cls.__init__
+
+    def make(self, gpus, rank, world_size):
+        init(self, gpus, rank, world_size)
+        self.local_rank, self.local_size = lambda: 1, lambda: 2
+
+    return make
+
+
+# --- Apex ---
+
+
+@pytest.mark.parametrize(
+    "flags, opt_level",
+    [
+        ((), "O1"),
+        (("--precision", "fp32"), "O0"),
+        (("--precision", "fp16"), "O1"),
+        *((("--opt-level", level), level) for level in ("O0", "O1", "O2", "O3")),
+    ],
+)
+def test_apex_has_an_opt_level_for_a_precision(main, flags, opt_level):
+    found = main("apex_distributed", *flags)
+    assert found.named("amp.initialize") == [("amp.initialize", opt_level, True)]
+    # amp scales the loss and casts; PyTorch's do neither
+    assert found.named("GradScaler") == [("GradScaler", "cuda", False)]
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_apex_scales_the_loss_of_each_step_once(main, opt_level):
+    found = main("apex_distributed", "--opt-level", opt_level)
+    names = ("scale_loss", "backward of the scaled loss", "unscale", "optimizer.step")
+    assert [call[0] for call in found.named(*names)] == [*names, *names]  # two steps
+
+
+def test_apex_saves_and_restores_masters_and_scale(main, tmp_path):
+    found = main("apex_distributed", "--opt-level", "O2")
+    content = read_checkpoint(tmp_path / "checkpoint.pt")
+    assert content["amp"] == found.amp.state_dict()
+    masters = content["masters"]["tensors"]
+    for master, own, weight in zip(
+        masters, found.amp.masters, content["state_dict"].values(), strict=False
+    ):
+        assert master.dtype == torch.float32 and torch.equal(master, own)
+        assert weight.dtype == torch.bfloat16
+    # A master knows more than the weight that is cast from it
+    assert any(not torch.equal(m, m.bfloat16().float()) for m in masters)
+    resumed = main("apex_distributed", "--opt-level", "O2", "--resume", "auto")
+    assert resumed.amp.loaded == content["amp"]
+    assert not resumed.named("optimizer.step")  # it was complete
+    for master, saved in zip(resumed.amp.masters, masters, strict=True):
+        assert torch.equal(master, saved)
+
+
+def test_apex_saves_no_masters_where_there_are_none(main, tmp_path):
+    main("apex_distributed", "--opt-level", "O1")
+    content = read_checkpoint(tmp_path / "checkpoint.pt")
+    assert "masters" not in content and "amp" in content
