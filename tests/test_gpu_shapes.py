@@ -383,11 +383,12 @@ def wrapper(gpus: StandInGpus, name: str, made: list):
 class StandInHorovod:
     Sum, Compression = "sum", SimpleNamespace(none=None, fp16=None)
 
-    def __init__(self, gpus: StandInGpus, rank: int, world_size: int):
+    def __init__(self, gpus: StandInGpus, *place: int):
         self.gpus = gpus
         self.init = lambda: gpus.note("hvd.init")
-        self.rank = self.local_rank = lambda: rank
-        self.size = self.local_size = lambda: world_size
+        self.rank, self.size, self.local_rank, self.local_size = (
+            lambda number=number: number for number in place
+        )
         self.nccl_built = lambda: True
         self.broadcast_parameters = lambda weights, root_rank: None
         self.barrier = lambda: gpus.note("barrier")
@@ -482,60 +483,69 @@ def all_alike(sums):
 def main(gpus, monkeypatch, tmp_path):
     """A function that runs a script's main() on stand-ins, as one process of a job.
 
-    Returns the stand-ins, with `wrappers`, `amp` and `hvd` of this run.
+    Returns the stand-ins, with `wrappers` and `amp` of this run.
     """
 
-    def make(name, *flags, count=1, rank=0, world_size=1):
+    def make(name, *flags, count=1, machines=1, rank=0, world_size=1):
+        """`rank` of `world_size` processes on `machines`, each with `count` GPUs."""
         found = gpus(count)
-        script = importlib.import_module(name)
-        dist = torch.distributed
-        group = (dist, "init_process_group")
+        local_world_size = world_size // machines
+        node, local_rank = divmod(rank, local_world_size)
         for variable, number in {
             "RANK": rank,
-            "LOCAL_RANK": rank,
+            "LOCAL_RANK": local_rank,
             "WORLD_SIZE": world_size,
-            "LOCAL_WORLD_SIZE": world_size,
+            "LOCAL_WORLD_SIZE": local_world_size,
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": 1,
             "HOROVOD_GLOO_TIMEOUT_SECONDS": 1,
         }.items():
             monkeypatch.setenv(variable, str(number))
-        monkeypatch.setattr(
-            *group, lambda backend, *_: found.note("init_process_group", backend)
-        )
-        monkeypatch.setattr(dist, "all_reduce", all_alike)
-        monkeypatch.setattr(dist, "broadcast", lambda buffer, src: None)
-        monkeypatch.setattr(
-            dist, "barrier", lambda device_ids: found.note("barrier", device_ids)
-        )
-        monkeypatch.setattr(dist, "destroy_process_group", lambda: found.note("leave"))
-        found.wrappers = []
-        found.amp = StandInAmp(found)
-        found.hvd = StandInHorovod(found, rank, world_size)
-        ddp = wrapper(found, "wrap", found.wrappers)
-        stand_ins = {"DDP": ddp, "ApexDDP": ddp, "amp": found.amp, "hvd": found.hvd}
-        stand_ins["use_fork_server"] = lambda: None
-        stand_ins["build_model"] = lambda args, classes: Net(found, classes)
-        watchdog = SimpleNamespace(stop_requested=False, feed=lambda: None)
-        stand_ins["Watchdog"] = lambda timeout: watchdog  # no signal handlers
-        for attribute, stand_in in stand_ins.items():
-            monkeypatch.setattr(script, attribute, stand_in, raising=False)
-        monkeypatch.setattr(nn, "DataParallel", ddp)
-        make_scaler = SCALER
+
+        def init_process_group(backend, url, timeout, *place):
+            found.note("init_process_group", backend, *place)
 
         def scaler(device, enabled):
             found.note("GradScaler", device, enabled)
-            return make_scaler("cpu", enabled=enabled)
+            return SCALER("cpu", enabled=enabled)
 
-        monkeypatch.setattr(torch.amp, "GradScaler", scaler)
+        found.wrappers, found.amp = [], StandInAmp(found)
+        wrap = wrapper(found, "wrap", found.wrappers)
+        watchdog = SimpleNamespace(stop_requested=False, feed=lambda: None)
+        dist, script = torch.distributed, importlib.import_module(name)
+        for module, stand_ins in {
+            torch.amp: {"GradScaler": scaler},
+            nn: {"DataParallel": wrap},
+            dist: {
+                "init_process_group": init_process_group,
+                "all_reduce": all_alike,
+                "broadcast": lambda buffer, src: None,
+                "barrier": lambda device_ids: found.note("barrier", device_ids),
+                "destroy_process_group": lambda: found.note("leave"),
+            },
+            script: {
+                "DDP": wrap,
+                "ApexDDP": wrap,
+                "amp": found.amp,
+                "hvd": StandInHorovod(
+                    found, rank, world_size, local_rank, local_world_size
+                ),
+                "use_fork_server": lambda: None,
+                "build_model": lambda args, classes: Net(found, classes),
+                "Watchdog": lambda timeout: watchdog,  # no signal handlers
+            },
+        }.items():
+            for attribute, stand_in in stand_ins.items():
+                monkeypatch.setattr(module, attribute, stand_in, raising=False)
         # Two steps, then one validation image for each process
         words = ["--synthetic", 25 * world_size, "-b", 2 * world_size, "--max-steps", 2]
         words += ["--epochs", 1, "--output", tmp_path, "--warmup-epochs", 0, *flags]
         words += ["--image-size", 8, "--print-interval", 1, "--workers", 0]
         if name == "multiprocessing_distributed":
-            words += ["--nprocs", world_size]
+            words += ["--nprocs", local_world_size, "--nnodes", machines]
+            words += ["--node-rank", node, "--dist-url", "tcp://127.0.0.1:1"]
         args = script.arguments([str(word) for word in words])
-        args.local_rank = rank
+        args.local_rank = local_rank
         found.note("main")
         script.main(args)
         return found
@@ -548,14 +558,14 @@ SCALER = torch.amp.GradScaler
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_each_process_uses_its_gpu_from_the_first_call_to_the_last(main, name):
-    """Rank 1 of 2; nn.DataParallel's one process has both GPUs."""
+    """Local rank 1 of the second machine; nn.DataParallel's process has both GPUs."""
     alone = name == "dataparallel"
-    place = {} if alone else {"rank": 1, "world_size": 2}
+    place = {} if alone else {"machines": 2, "rank": 3, "world_size": 4}
     found = main(name, count=2, **place)
     device = torch.device("cuda", 0 if alone else 1)
     names = ("main", "set_device", "init_process_group", "hvd.init", "model.to")
     names += ("GradScaler", "amp.initialize", "wrap", "barrier", "leave")
-    group = [("init_process_group", "nccl")]
+    group = [("init_process_group", "nccl", 4, 3)]
     ddp = {"device_ids": [1], "gradient_as_bucket_view": True}
     before = [("set_device", device)]
     after = [("model.to", device), ("GradScaler", "cuda", False)]
@@ -595,7 +605,7 @@ def test_each_process_uses_its_gpu_from_the_first_call_to_the_last(main, name):
 def test_on_a_cpu_the_same_lines_name_no_gpu(main, name):
     found = main(name, "--device", "cpu", count=2, world_size=2, rank=1)
     assert found.named("set_device", "init_process_group", "wrap", "barrier") == [
-        ("init_process_group", "gloo"),
+        ("init_process_group", "gloo", 2, 1),
         ("wrap", {"device_ids": None, "gradient_as_bucket_view": True}),
         ("barrier", None),
     ]
@@ -606,7 +616,7 @@ def test_on_a_cpu_the_same_lines_name_no_gpu(main, name):
 def test_gloo_lets_processes_share_a_gpu(main, name):
     found = main(name, "--backend", "gloo", count=2, world_size=4, rank=3)
     assert found.named("init_process_group", "barrier") == [
-        ("init_process_group", "gloo"),
+        ("init_process_group", "gloo", 4, 3),
         ("barrier", [1]),
     ]
 
@@ -663,34 +673,13 @@ def test_dataparallel_refuses_to_compile_for_two_gpus(main):
 def test_a_horovod_without_nccl_is_refused_on_a_gpu(gpus, monkeypatch):
     import horovod_distributed
 
-    hvd = StandInHorovod(gpus(), 0, 1)
+    hvd = StandInHorovod(gpus(), 0, 1, 0, 1)
     monkeypatch.setattr(horovod_distributed, "hvd", hvd)
     horovod_distributed.arguments(["--data", "x"])
     hvd.nccl_built = lambda: False
     horovod_distributed.arguments(["--data", "x", "--device", "cpu"])
     with pytest.raises(UserError, match="this Horovod lacks NCCL"):
         horovod_distributed.arguments(["--data", "x"])
-
-
-def test_horovod_knows_the_gpu(main, monkeypatch):
-    """The second process of the second machine: rank 3, local rank 1."""
-    monkeypatch.setattr(StandInHorovod, "__init__", second_of_second(StandInHorovod))
-    found = main("horovod_distributed", count=2, world_size=4, rank=3)
-    device = torch.device("cuda", 1)
-    assert found.named("set_device", "model.to") == [
-        ("set_device", device),
-        ("model.to", device),
-    ]
-
-
-def second_of_second(cls):
-    init = cls.__init__
-
-    def make(self, gpus, rank, world_size):
-        init(self, gpus, rank, world_size)
-        self.local_rank, self.local_size = lambda: 1, lambda: 2
-
-    return make
 
 
 # --- Apex ---
