@@ -5,6 +5,7 @@ Also runs under horovodrun, which alone can start Horovod's processes:
 A task is a function of this file; what rank R returns is saved as FOLDER/result-R.pt.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import importlib
@@ -29,6 +30,7 @@ from torch.utils.data import Subset
 
 from common.arguments import build_parser, parse_arguments
 from common.checkpoint import TrainingState, lock_output, replace_file
+from common.errors import Stopped
 from common.launch import Watchdog
 from common.schedule import build_scheduler
 
@@ -170,7 +172,28 @@ class NormNet(nn.Sequential):
         )
 
 
-NETS = {"small": SmallNet, "norm": NormNet}
+class DropNet(nn.Sequential):
+    """With dropout, of which every process draws its own."""
+
+    def __init__(self, classes: int):
+        super().__init__(
+            nn.Conv2d(3, 8, 5, stride=3),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(),
+            nn.Dropout(0.4),
+            nn.Linear(32, classes),
+        )
+
+
+class LoudNet(DropNet):
+    """Its first gradients are infinite in fp16, until the loss scale is lower."""
+
+    def forward(self, images):
+        return 30 * super().forward(images)
+
+
+NETS = {"small": SmallNet, "norm": NormNet, "drop": DropNet, "loud": LoudNet}
 
 
 def load_script(name: str, net: str | None, root: str | None = None):
@@ -373,6 +396,67 @@ def batches(name: str, flags: list, net: str | None = None, root: str | None = N
     script.train_step = recorded
     start(script, flags)
     return seen
+
+
+def recorded(name: str, runs: list) -> list[dict]:
+    """Train for each (net, flags, stop) of `runs`, one after the other.
+
+    A run is asked to stop in its step `stop`, unless that is None. Returns what each
+    came to in this process: the learning rate and strides of each step, the crop box and
+    flip of each (epoch, index), and at the end weights, momenta and the loss scaler.
+    """
+    script = load_script(name, None)
+    common_data, common_images = (
+        sys.modules["common.data"],
+        sys.modules["common.images"],
+    )
+    build_model, train_step = script.build_model, script.train_step
+    seed, box = common_data.seed_augmentation, common_images.random_box
+    flip = common_images.F.horizontal_flip
+    key, found, end = None, {}, {}
+
+    def seed_augmentation(number, epoch, index):
+        nonlocal key
+        key = epoch, index
+        return seed(number, epoch, index)
+
+    def random_box(height, width, min_crop):
+        drawn = box(height, width, min_crop)
+        found["crops"][key] = [drawn, False, (height, width)]
+        return drawn
+
+    def horizontal_flip(pixels):
+        found["crops"][key][1] = True
+        return flip(pixels)
+
+    def recorded_step(args, model, state, images, labels):
+        found["rates"].append(state.optimizer.param_groups[0]["lr"])
+        found["strides"].append(images.stride())
+        if len(found["rates"]) == found["stop"]:
+            os.kill(os.getpid(), signal.SIGTERM)
+        end["state"] = state
+        return train_step(args, model, state, images, labels)
+
+    common_data.seed_augmentation = seed_augmentation
+    common_images.random_box = random_box
+    common_images.F.horizontal_flip = horizontal_flip
+    script.train_step = recorded_step
+    script.exit_status = lambda *_: contextlib.suppress(Stopped)  # not os._exit
+    came_to = []
+    for net, flags, stop in runs:
+        script.build_model = build_model
+        load_script(name, net)
+        found = {"crops": {}, "rates": [], "strides": [], "stop": stop}
+        start(script, flags)
+        state = end["state"]
+        momenta = state.optimizer.state_dict()["state"].values()
+        found["momenta"] = [one.get("momentum_buffer") for one in momenta]
+        found["weights"] = state.raw_model.state_dict()
+        found["scaler"] = state.scaler.state_dict()
+        came_to.append(found)
+        if hasattr(script, "use_fork_server"):
+            script.use_fork_server = lambda: None  # it can be called once
+    return came_to
 
 
 def validate_sizes(

@@ -1,0 +1,123 @@
+"""One training in plain PyTorch: what the five scripts have to come to.
+
+Nothing of the project is imported here. What only the project can know is data: the
+network, and the crop box and the flip that a run drew for each (epoch, index).
+"""
+
+import math
+from argparse import Namespace
+
+import numpy
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torchvision.io import ImageReadMode, decode_image
+from torchvision.transforms.v2 import functional as V
+
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]  # of pixels from 0 to 1
+
+
+def listing(folder):
+    """[(file, label), ...]: class folders by name, and the files of each by name."""
+    folders = enumerate(sorted(folder.iterdir()))
+    return [(file, label) for label, one in folders for file in sorted(one.iterdir())]
+
+
+def picture(r, file, crop):
+    """(3, S, S) as the network takes it; `crop` is (box, flip), None in validation."""
+    pil = r.decoder == "pil"
+    image = Image.open(file) if pil else decode_image(str(file), ImageReadMode.RGB)
+    image = image.convert("RGB") if pil else image
+    if crop is None:
+        image = V.resize(image, [r.image_size * 256 // 224])
+        image = V.center_crop(image, [r.image_size])
+    else:
+        image = V.resized_crop(image, *crop[0], [r.image_size] * 2)
+        image = V.horizontal_flip(image) if crop[1] and not r.no_flip else image
+    image = (V.pil_to_tensor(image) if pil else image).float()
+    mean, std = (torch.tensor([255 * x for x in xs]) for xs in (MEAN, STD))
+    return (image - mean.view(3, 1, 1)) / std.view(3, 1, 1)
+
+
+def learning_rate(r, step, steps):
+    """What step `step` of the run, counted from 0, is taken with; `steps` an epoch."""
+    full, warmup = r.lr * r.batch / 256, r.warmup_epochs * steps
+    if step + 1 < warmup:
+        return full * (step + 1) / warmup
+    if r.schedule == "step":
+        return full * 0.1 ** (step // (30 * steps))
+    done = max(0, step - warmup) / (r.epochs * steps - warmup)
+    return full * (1 + math.cos(math.pi * done)) / 2
+
+
+def forward(run, samples, smoothing=0.0):
+    """The loss of [(file, label, crop), ...], and [its sum, top-1, top-5, images]."""
+    r, labels = run.recipe, torch.tensor([label for _, label, _ in samples])
+    images = torch.stack([picture(r, file, crop) for file, _, crop in samples])
+    images = images.contiguous(memory_format=run.layout)
+    with torch.autocast("cpu", TYPES[r.precision], enabled=r.precision != "fp32"):
+        outputs = run.model(images).float()
+    loss = F.cross_entropy(outputs, labels, label_smoothing=smoothing)
+    hits = outputs.topk(5).indices == labels.view(-1, 1)
+    run.stride, size = images.stride(), len(labels)
+    return loss, numpy.array([loss.item() * size, hits[:, 0].sum(), hits.sum(), size])
+
+
+@torch.no_grad()
+def take_step(run, gradients, rate):
+    """SGD. In fp16 gradients are scaled; at an infinite one the scale halves instead."""
+    gradients = [gradient / run.scale for gradient in gradients]
+    if run.recipe.precision == "fp16":
+        if not all(gradient.isfinite().all() for gradient in gradients):
+            run.scale, run.growth = run.scale / 2, 0
+            return
+        run.growth += 1  # doubles the scale at 2,000, further than a test goes
+    for i, (weight, gradient) in enumerate(zip(run.weights, gradients, strict=True)):
+        step = gradient.add(weight, alpha=run.recipe.weight_decay)
+        if run.momenta[i] is not None:
+            step = run.momenta[i].mul(run.recipe.momentum).add(step)
+        run.momenta[i] = step
+        weight.add_(step, alpha=-rate)
+
+
+def train(data, build, crops, r, processes=1):
+    """Train build(classes) by recipe `r` as `processes` do that share each batch."""
+    train_set, val_set = listing(data / "train"), listing(data / "val")
+    run = Namespace(recipe=r, scale=2.0**16 if r.precision == "fp16" else 1.0, growth=0)
+    run.layout = torch.contiguous_format if r.no_channels_last else torch.channels_last
+    torch.manual_seed(r.seed)
+    model = run.model = build(1 + train_set[-1][1]).to(memory_format=run.layout)
+    run.weights = list(model.parameters())
+    run.momenta, run.rates, run.epochs = [None] * len(run.weights), [], []
+    steps = min(len(train_set) // r.batch, r.max_steps or len(train_set))
+    for epoch in range(r.epochs):
+        torch.manual_seed(r.seed + epoch)
+        order = torch.randperm(len(train_set)).tolist()
+        samples = [(*train_set[i], crops.get((epoch, i))) for i in order]
+        train_sums, val_sums = numpy.zeros(4), numpy.zeros(4)
+        for step in range(steps):
+            model.train()
+            gradients, buffers = [0] * len(run.weights), []
+            for rank in range(processes):
+                key = numpy.random.SeedSequence((r.seed, epoch, step + 1, rank))
+                torch.manual_seed(int(key.generate_state(1)[0]))  # for dropout
+                batch = samples[step * r.batch : (step + 1) * r.batch][rank::processes]
+                loss, sums = forward(run, batch, r.label_smoothing)
+                found = torch.autograd.grad(loss * run.scale, run.weights)
+                gradients = [a + b for a, b in zip(gradients, found, strict=True)]
+                train_sums += sums
+                buffers.append([buffer.clone() for buffer in model.buffers()])
+            run.rates.append(learning_rate(r, epoch * steps + step, steps))
+            take_step(run, [g / processes for g in gradients], run.rates[-1])
+            for buffer, first in zip(model.buffers(), buffers[0], strict=True):
+                buffer.copy_(first)  # rank 0's are kept
+        model.eval()
+        for rank in range(processes):
+            own, share = val_set[rank::processes], r.batch // processes
+            for first in range(0, len(own), share):
+                batch = [(*sample, None) for sample in own[first : first + share]]
+                val_sums += forward(run, batch)[1]
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        run.epochs.append((weights, train_sums, val_sums))
+    return run
