@@ -399,7 +399,7 @@ def batches(name: str, flags: list, net: str | None = None, root: str | None = N
 
 
 def recorded(name: str, runs: list) -> list[dict]:
-    """Train for each (net, flags, stop) of `runs`, one after the other.
+    """Train for each (net, flags, stop, port) of `runs`, one after the other.
 
     A run is asked to stop in its step `stop`, unless that is None. Returns what each
     came to in this process: the learning rate and strides of each step, the crop box and
@@ -422,7 +422,7 @@ def recorded(name: str, runs: list) -> list[dict]:
 
     def random_box(height, width, min_crop):
         drawn = box(height, width, min_crop)
-        found["crops"][key] = [drawn, False, (height, width)]
+        found["crops"][key] = [drawn, False]
         return drawn
 
     def horizontal_flip(pixels):
@@ -440,10 +440,13 @@ def recorded(name: str, runs: list) -> list[dict]:
     common_data.seed_augmentation = seed_augmentation
     common_images.random_box = random_box
     common_images.F.horizontal_flip = horizontal_flip
+    if name == "horovod_distributed":
+        script.hvd.shutdown = lambda: None
     script.train_step = recorded_step
     script.exit_status = lambda *_: contextlib.suppress(Stopped)  # not os._exit
     came_to = []
-    for net, flags, stop in runs:
+    for net, flags, stop, port in runs:
+        os.environ["MASTER_PORT"] = port  # the last one's store may be closing
         script.build_model = build_model
         load_script(name, net)
         found = {"crops": {}, "rates": [], "strides": [], "stop": stop}
@@ -454,8 +457,8 @@ def recorded(name: str, runs: list) -> list[dict]:
         found["weights"] = state.raw_model.state_dict()
         found["scaler"] = state.scaler.state_dict()
         came_to.append(found)
-        if hasattr(script, "use_fork_server"):
-            script.use_fork_server = lambda: None  # it can be called once
+        if name == "horovod_distributed":  # is started once in a process
+            script.use_fork_server = script.hvd.init = lambda: None
     return came_to
 
 

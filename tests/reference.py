@@ -15,7 +15,8 @@ from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms.v2 import functional as V
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]  # of pixels from 0 to 1
+MEAN = torch.tensor([255 * 0.485, 255 * 0.456, 255 * 0.406]).view(3, 1, 1)
+STD = torch.tensor([255 * 0.229, 255 * 0.224, 255 * 0.225]).view(3, 1, 1)
 
 
 def listing(folder):
@@ -35,9 +36,7 @@ def picture(r, file, crop):
     else:
         image = V.resized_crop(image, *crop[0], [r.image_size] * 2)
         image = V.horizontal_flip(image) if crop[1] and not r.no_flip else image
-    image = (V.pil_to_tensor(image) if pil else image).float()
-    mean, std = (torch.tensor([255 * x for x in xs]) for xs in (MEAN, STD))
-    return (image - mean.view(3, 1, 1)) / std.view(3, 1, 1)
+    return ((V.pil_to_tensor(image) if pil else image).float() - MEAN) / STD
 
 
 def learning_rate(r, step, steps):
@@ -51,8 +50,8 @@ def learning_rate(r, step, steps):
     return full * (1 + math.cos(math.pi * done)) / 2
 
 
-def forward(run, samples, smoothing=0.0):
-    """The loss of [(file, label, crop), ...], and [its sum, top-1, top-5, images]."""
+def forward(run, samples, sums, smoothing=0.0):
+    """The loss of [(file, label, crop), ...]; adds to sums: loss, top-1, top-5, images."""
     r, labels = run.recipe, torch.tensor([label for _, label, _ in samples])
     images = torch.stack([picture(r, file, crop) for file, _, crop in samples])
     images = images.contiguous(memory_format=run.layout)
@@ -61,7 +60,8 @@ def forward(run, samples, smoothing=0.0):
     loss = F.cross_entropy(outputs, labels, label_smoothing=smoothing)
     hits = outputs.topk(5).indices == labels.view(-1, 1)
     run.stride, size = images.stride(), len(labels)
-    return loss, numpy.array([loss.item() * size, hits[:, 0].sum(), hits.sum(), size])
+    sums += numpy.array([loss.item() * size, hits[:, 0].sum(), hits.sum(), size])
+    return loss
 
 
 @torch.no_grad()
@@ -92,32 +92,29 @@ def train(data, build, crops, r, processes=1):
     run.momenta, run.rates, run.epochs = [None] * len(run.weights), [], []
     steps = min(len(train_set) // r.batch, r.max_steps or len(train_set))
     for epoch in range(r.epochs):
-        torch.manual_seed(r.seed + epoch)
-        order = torch.randperm(len(train_set)).tolist()
-        samples = [(*train_set[i], crops.get((epoch, i))) for i in order]
+        shuffle = torch.manual_seed(r.seed + epoch)
+        order = torch.randperm(len(train_set), generator=shuffle).tolist()
+        samples = [(*train_set[i], crops[epoch, i]) for i in order[: steps * r.batch]]
         train_sums, val_sums = numpy.zeros(4), numpy.zeros(4)
         for step in range(steps):
-            model.train()
-            gradients, buffers = [0] * len(run.weights), []
+            model.train().zero_grad()
+            buffers = []
             for rank in range(processes):
                 key = numpy.random.SeedSequence((r.seed, epoch, step + 1, rank))
                 torch.manual_seed(int(key.generate_state(1)[0]))  # for dropout
                 batch = samples[step * r.batch : (step + 1) * r.batch][rank::processes]
-                loss, sums = forward(run, batch, r.label_smoothing)
-                found = torch.autograd.grad(loss * run.scale, run.weights)
-                gradients = [a + b for a, b in zip(gradients, found, strict=True)]
-                train_sums += sums
+                loss = forward(run, batch, train_sums, r.label_smoothing)
+                (loss * run.scale).backward()  # adds to what the other ranks found
                 buffers.append([buffer.clone() for buffer in model.buffers()])
             run.rates.append(learning_rate(r, epoch * steps + step, steps))
-            take_step(run, [g / processes for g in gradients], run.rates[-1])
+            take_step(run, [w.grad / processes for w in run.weights], run.rates[-1])
             for buffer, first in zip(model.buffers(), buffers[0], strict=True):
                 buffer.copy_(first)  # rank 0's are kept
         model.eval()
         for rank in range(processes):
-            own, share = val_set[rank::processes], r.batch // processes
-            for first in range(0, len(own), share):
-                batch = [(*sample, None) for sample in own[first : first + share]]
-                val_sums += forward(run, batch)[1]
+            own = [(*sample, None) for sample in val_set[rank::processes]]
+            for first in range(0, len(own), r.batch // processes):
+                forward(run, own[first:][: r.batch // processes], val_sums)
         weights = {name: value.clone() for name, value in model.state_dict().items()}
         run.epochs.append((weights, train_sums, val_sums))
     return run

@@ -4,6 +4,7 @@ Scripts that are compared with each other alone may all be wrong in the same way
 """
 
 import functools
+import json
 from argparse import Namespace
 
 import numpy
@@ -12,7 +13,7 @@ import reference
 import torch
 import torchvision
 from PIL import Image
-from ranks import NETS, recorded
+from ranks import NETS, free_port, recorded
 from test_equality import start
 
 # The recipe without flags, as README.md and --help have it
@@ -74,10 +75,13 @@ CASES = {
     "fp16": ("loud", {**FIRST, **FP16}),
     "bf16": ("norm", {**FIRST, **BF16}),
     "no momentum": ("small", {**FIRST, "epochs": 2, "momentum": 0, "weight_decay": 0}),
-    "mobilenet_v3_small": (None, {**FIRST, "epochs": 2, "seed": 5, "min_crop": 1}),
+    "mobilenet_v3_small": (None, {**FIRST, "epochs": 2, "seed": 5, "min_crop": 0.5}),
 }
 SHARED = ("all flags", "fp16", "bf16")  # by two processes
 STOPPED = {"fp16": 7}  # after step 2 of epoch 2
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -97,7 +101,7 @@ def photographs(tmp_path_factory):
     for part, count in (("train", 43), ("val", 17)):
         for number in range(count):
             label = number % 7
-            shape = (*numbers.integers(24, 64, 2), 3)
+            shape = (*numbers.integers(36, 64, 2), 3)
             pixels = numbers.integers(0, 160, shape) + 12 * label
             image = Image.fromarray(pixels.astype("uint8"))
             exif = Image.Exif()
@@ -135,9 +139,9 @@ def ran(photographs, tmp_path_factory):
                 flags += ["--arch", case]
             flags = [str(flag) for flag in flags]
             if case in STOPPED:
-                runs.append((case, net, flags, STOPPED[case]))
+                runs.append((case, net, flags, STOPPED[case], str(free_port())))
                 flags = [*flags, "--resume", "auto"]
-            runs.append((case, net, flags, None))
+            runs.append((case, net, flags, None, str(free_port())))
         processes = 1 if name == "dataparallel" else 2
         found = start(name)(
             folder, processes, recorded, name=name, runs=[run[1:] for run in runs]
@@ -200,18 +204,112 @@ NAMES = [
 ]
 
 
+def close(found, right):
+    """Sums of float64 in another grouping: up to 400 roundings of 2^-53 each."""
+    return found == pytest.approx(right, rel=1e-12)
+
+
 @pytest.mark.parametrize("name, processes, case", NAMES)
 def test_a_run_is_that_of_the_reference(ran, expected, name, processes, case):
+    """Bit by bit: one process, or two, whose sum of two is the same in either order."""
     found, output = ran(name)[case]
-    right = expected(case, found, processes)
+    recipe, right = CASES[case][1], expected(case, found, processes)
+    weights, *_ = right.epochs[-1]
+    momenta = right.momenta if recipe.get("momentum") != 0 else []
+    scaler = {"scale": right.scale, "_growth_tracker": right.growth}
+    fp16 = recipe["precision"] == "fp16"
     for rank in found:
+        assert close([rate for run in rank for rate in run["rates"]], right.rates)
+        assert {stride for run in rank for stride in run["strides"]} == {right.stride}
         end = rank[-1]
-        rates = sum((run["rates"] for run in rank), [])
-        assert rates == pytest.approx(right.rates, rel=1e-12)
-        assert end["strides"][-1] is not None
-        for key, weight in right.epochs[-1][0].items():
-            assert weight.stride() == end["weights"][key].stride()
-            assert torch.equal(weight, end["weights"][key]), (
-                key,
-                (weight - end["weights"][key]).abs().max(),
-            )
+        same(end["weights"], weights)
+        same(dict(enumerate(end["momenta"])), dict(enumerate(momenta)))
+        assert scaler.items() <= end["scaler"].items() if fp16 else not end["scaler"]
+    saved = torch.load(output / "checkpoint.pt", weights_only=True)
+    same(saved["state_dict"], weights)
+    records = [json.loads(line) for line in open(output / "epochs.jsonl")]
+    steps = len(right.rates) // recipe["epochs"]
+    for epoch, (_, train, val) in enumerate(right.epochs):
+        record = records[epoch]
+        assert (record["epoch"], record["steps"]) == (epoch, steps)
+        assert close(record["learning_rate"], right.rates[steps * (epoch + 1) - 1])
+        assert (record["images"], record["val_images"]) == (train[3], val[3])
+        names = ("train_loss", "train_top1", "val_loss", "val_top1", "val_top5")
+        figures = [train[0], 100 * train[1]], [val[0], 100 * val[1], 100 * val[2]]
+        figures = [*(figures[0] / train[3]), *(figures[1] / val[3])]
+        assert close([record[name] for name in names], figures)
+    assert len(records) == len(right.epochs)
+    hits = [val[1] for *_, val in right.epochs]
+    best = torch.load(output / "best.pt", weights_only=True)
+    assert best["epoch"] == 1 + hits.index(max(hits))
+    same(best["state_dict"], right.epochs[best["epoch"] - 1][0])
+    for content in (best, saved):
+        assert content["best_acc1"] == torch.tensor(100 * max(hits) / val[3]).float()
+
+
+def same(found, right):
+    """Equal tensors of equal names, in the same memory format."""
+    assert list(found) == list(right)
+    for name, tensor in right.items():
+        assert found[name].stride() == tensor.stride(), name
+        assert torch.equal(found[name], tensor), (
+            name,
+            (found[name] - tensor).abs().max(),
+        )
+
+
+def test_fp16_is_stopped_after_its_scale_has_changed(ran):
+    """Or a resumed run would have the right scale without having restored it."""
+    stopped, resumed = ran("dataparallel")["fp16"][0][0]
+    assert len(stopped["rates"]) == STOPPED["fp16"] and resumed["rates"]
+    assert stopped["scaler"]["scale"] < 2**16
+    assert stopped["scaler"]["_growth_tracker"] > 0
+
+
+def test_crops_are_random_within_their_bounds(ran, photographs):
+    """They are data for the reference, which would follow wherever they go."""
+    sizes = [
+        Image.open(file).size for file, _ in reference.listing(photographs / "train")
+    ]
+    drawn = {}  # (seed, epoch, image) -> box and flip, without --min-crop
+    for case, (_, flags) in CASES.items():
+        recipe, crops = {**DEFAULTS, **flags}, {}
+        for run in ran("dataparallel")[case][0][0]:
+            crops |= run["crops"]
+        flips = [flip for _, flip in crops.values()]
+        assert (
+            not any(flips)
+            if recipe["no_flip"]
+            else 0.25 < sum(flips) / len(flips) < 0.75
+        )
+        shares = []
+        for (epoch, index), ((_, _, height, width), _) in crops.items():
+            whole = sizes[index][0] * sizes[index][1]
+            # Sides are rounded to pixels
+            assert (height + 0.5) * (width + 0.5) >= recipe["min_crop"] * whole
+            shares.append(height * width / whole)
+            if recipe["min_crop"] == DEFAULTS["min_crop"]:
+                crop = drawn.setdefault(
+                    (recipe["seed"], epoch, index), crops[epoch, index]
+                )
+                assert crop == crops[epoch, index]  # whatever else the recipe has
+        assert min(shares) < recipe["min_crop"] + 0.1
+    assert len({str(crop) for crop in drawn.values()}) > 0.95 * len(drawn) > 300
+
+
+@pytest.mark.parametrize("flag", sorted(set(DEFAULTS) - {"min_crop"}))
+def test_each_flag_makes_another_run(photographs, flag):
+    """So a script that ignores the flag does not come to what the reference does."""
+    keys = [(epoch, index) for epoch in range(3) for index in range(43)]
+    changed = {flag: DEFAULTS[flag]}
+    crops = {key: ((1, 2, 30, 26), sum(key) % 2) for key in keys}
+    one, other = (
+        reference.train(photographs, NETS["drop"], crops, Namespace(**recipe))
+        for recipe in ({**DEFAULTS, **OTHER}, {**DEFAULTS, **OTHER, **changed})
+    )
+    (weights, *sums), (others, *other_sums) = one.epochs[-1], other.epochs[-1]
+    assert not (
+        one.stride == other.stride
+        and numpy.array_equal(sums, other_sums)
+        and all(torch.equal(weight, others[name]) for name, weight in weights.items())
+    )
