@@ -50,6 +50,7 @@ def arguments(folder: Path, decoder: str, workers: int = 0) -> Namespace:
         min_crop=0.08,
         no_flip=False,
         no_channels_last=False,
+        pretrained=False,
         evaluate=False,
         max_steps=None,
         seed=0,

@@ -9,7 +9,7 @@ from typing import NoReturn
 from common.device import PRECISIONS
 from common.errors import complain, speaks_for_machine
 from common.images import DECODERS
-from common.model import architectures
+from common.model import architectures, pretrained_image_size
 
 IMAGENET_TRAIN_IMAGES = 1281167
 
@@ -98,7 +98,7 @@ def build_parser(docstring: str) -> OneLineParser:
         help="torchvision model",
     )
     add("--pretrained", action="store_true", help="start from torchvision's weights")
-    add("--epochs", metavar="N", type=positive, default=90)
+    add("--epochs", metavar="N", type=positive, default=90, help="%(default)s")
     add("--max-steps", metavar="N", type=positive, help="end every epoch after N steps")
     add(
         "-b",
@@ -120,9 +120,16 @@ def build_parser(docstring: str) -> OneLineParser:
         metavar="X",
         type=not_negative,
         default=5.0,
-        help="%(default)s",
+        help="epochs in which the learning rate rises to --lr (%(default)s); a run of "
+        "up to 5 epochs never leaves the default warm-up",
     )
-    add("--schedule", choices=("step", "cosine"), default="step", help="%(default)s")
+    add(
+        "--schedule",
+        choices=("step", "cosine"),
+        default="step",
+        help="step: a tenth of the learning rate at epoch 30 and again at epoch 60, "
+        "whatever --epochs is; cosine: down to 0 at the last epoch (%(default)s)",
+    )
     add("--momentum", metavar="X", type=not_negative, default=0.9, help="%(default)s")
     add(
         "--weight-decay",
@@ -138,7 +145,12 @@ def build_parser(docstring: str) -> OneLineParser:
         default=0.0,
         help="%(default)s",
     )
-    add("--image-size", metavar="N", type=positive, default=224, help="%(default)s")
+    add(
+        "--image-size",
+        metavar="N",
+        type=positive,
+        help="224; with --pretrained the size on which the weights were validated",
+    )
     add(
         "--min-crop",
         metavar="X",
@@ -227,6 +239,8 @@ def parse_arguments(
         parser.error(f"argument --seed: {args.seed} is not 0 or above")
     if args.label_smoothing > 1:
         parser.error(f"argument --label-smoothing: {args.label_smoothing} is above 1")
+    if args.image_size is None:
+        args.image_size = pretrained_image_size(args.arch) if args.pretrained else 224
     if args.evaluate and not (args.resume or args.pretrained):
         parser.error("--evaluate needs --resume auto|PATH or --pretrained")
     args.strategy = strategy

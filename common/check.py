@@ -21,9 +21,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from common.agreement import images_of
 from common.checkpoint import (
-    check_images,
     check_recipe,
     find_checkpoint,
     lock_output,
@@ -31,7 +29,7 @@ from common.checkpoint import (
     recipe_of,
 )
 from common.cores import own_cores
-from common.data import build_datasets, share_out
+from common.data import check_datasets, share_out
 from common.device import (
     check_devices,
     device_and_backend,
@@ -70,8 +68,7 @@ def check(args: Namespace, processes: int, world_size: int | None = None) -> Non
         gpus = args.device != "cpu" and usable_gpus()
         if backend == "gloo" or (backend is None and not gpus):
             check_own_address()
-    train_set, val_set = build_datasets(args)
-    check_image_size(args, len(train_set.classes))
+    check_image_size(args, check_datasets(args))
     # On more machines than this one rank 0 can have the lock by now, for the same run
     if world_size == processes and not args.evaluate:
         lock = lock_output(Path(args.output))
@@ -80,13 +77,10 @@ def check(args: Namespace, processes: int, world_size: int | None = None) -> Non
     path = find_checkpoint(args)
     if path is not None:
         content = read_checkpoint(path)
-        recipe = {"arch": args.arch} if args.evaluate else recipe_of(args)
+        recipe = recipe_of(args)
         if args.precision is None:
             recipe.pop("precision", None)  # decided where the device is known
         check_recipe(path, content, recipe)
-        if not args.evaluate:
-            images = {"train": images_of(train_set), "val": images_of(val_set)}
-            check_images(path, content, images)
 
 
 def script_arguments(script: Path, flags: list[str]) -> Namespace:

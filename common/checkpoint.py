@@ -31,6 +31,7 @@ LOCK = "lock"
 # A resumed run is the same run only if these are the same
 RECIPE = (
     "arch",
+    "pretrained",  # torchvision builds some networks otherwise for its own weights
     "global_batch_size",
     "lr",
     "warmup_epochs",
@@ -53,6 +54,8 @@ def recipe_of(args: argparse.Namespace) -> dict:
     More epochs are welcome, but under the cosine they bend the whole curve. Of the
     decoders Pillow alone has other pixels, because it resizes them itself.
     """
+    if args.evaluate:  # the network alone
+        return {"arch": args.arch, "pretrained": args.pretrained}
     recipe = {name: getattr(args, name) for name in RECIPE}
     recipe["epochs"] = args.epochs if args.schedule == "cosine" else None
     recipe["decoder"] = "pil" if args.decoder == "pil" else "auto"
@@ -245,6 +248,7 @@ class TrainingState:
     def load_weights(self, path: Path) -> None:
         """Load a checkpoint's weights and nothing else, to validate them."""
         content = self._read(path)
+        check_recipe(path, content, self.recipe)
         try:
             self.raw_model.load_state_dict(content["state_dict"])
         except RuntimeError as error:

@@ -14,12 +14,17 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
-from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
+from torchvision.datasets.folder import (
+    IMG_EXTENSIONS,
+    has_file_allowed_extension,
+    make_dataset,
+)
 
 from common.cores import own_cores
 from common.errors import ImageError, UserError, end_children
@@ -31,7 +36,8 @@ from common.images import (
     read_image,
 )
 from common.launch import Watchdog
-from common.limits import check_limits
+from common.limits import PREFETCH, check_limits
+from common.model import pretrained_normalisation, validation_protocol
 from common.seeding import seed_augmentation
 
 # Mean and standard deviation of ImageNet's RGB values, for pixels between 0 and 255
@@ -121,9 +127,9 @@ class ImageFolder(Dataset):
         self.labels = numpy.arange(len(classes)).repeat(per_class)
         self.transform = transform
         self.decoder = decoder
-        if not per_class.all():
-            empty = [classes[label] for label in numpy.flatnonzero(per_class == 0)[:3]]
-            raise UserError(f"{root}: no image in class folder {', '.join(empty)}")
+        refuse_empty(
+            root, [classes[label] for label in numpy.flatnonzero(per_class == 0)]
+        )
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -161,16 +167,40 @@ def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
             low for the loader processes.
     """
     train_set, val_set = open_datasets(args)
-    if len(train_set) < args.global_batch_size and not args.evaluate:
+    check_counts(args, len(train_set), len(val_set))
+    return train_set, val_set
+
+
+def check_datasets(args: argparse.Namespace) -> int:
+    """Look for the mistakes that build_datasets finds; returns the number of classes.
+
+    Of each folder it lists no more than it has to: one image per class, and as many in
+    all as loader processes hold at a time. Comes after share_out().
+
+    Raises:
+        UserError: as build_datasets.
+    """
+    if args.synthetic:
+        return len(build_datasets(args)[0].classes)
+    folders, classes = open_folders(args)
+    enough = (PREFETCH * args.per_process_workers + 2) * args.global_batch_size
+    check_counts(args, *(count_images(root, classes, enough) for root in folders))
+    return len(classes)
+
+
+def check_counts(args: argparse.Namespace, train_images: int, val_images: int) -> None:
+    """Raise a UserError where there are too few images, or no room for their batches.
+
+    Counts of more than loader processes hold at a time make no difference.
+    """
+    if train_images < args.global_batch_size and not args.evaluate:
         raise UserError(
-            f"{len(train_set)} training images are less than one global batch of "
+            f"{train_images} training images are less than one global batch of "
             f"{args.global_batch_size}; lower --global-batch-size"
         )
     if not args.synthetic and "local_world_size" in args:  # from share_out()
-        most = (args.max_steps or len(train_set)) * args.global_batch_size
-        images = 0 if args.evaluate else min(len(train_set), most)
-        check_limits(args, images, len(val_set))
-    return train_set, val_set
+        most = (args.max_steps or train_images) * args.global_batch_size
+        check_limits(args, 0 if args.evaluate else min(train_images, most), val_images)
 
 
 def open_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
@@ -181,6 +211,21 @@ def open_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
         return RandomImages(args.synthetic, size), RandomImages(
             max(1, args.synthetic // 25), size
         )
+    (train_folder, val_folder), classes = open_folders(args)
+    train_transform = TrainTransform(size, args.min_crop, flip=not args.no_flip)
+    val_transform = ValTransform(*validation_protocol(args))
+    return (
+        ImageFolder(train_folder, classes, train_transform, args.decoder),
+        ImageFolder(val_folder, classes, val_transform, args.decoder),
+    )
+
+
+def open_folders(args: argparse.Namespace) -> tuple[tuple[Path, Path], list[str]]:
+    """The training and the validation folder, and their classes; settles the decoder.
+
+    Raises:
+        UserError: there is no such folder, or the classes or the decoder do not fit.
+    """
     train_folder, val_folder = Path(args.data, "train"), Path(args.data, "val")
     classes = class_folders(train_folder)
     different = sorted(set(classes) ^ set(class_folders(val_folder)))
@@ -191,11 +236,7 @@ def open_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
             f"{len(different)} are in one of them only: {names}"
         )
     args.decoder = choose_decoder(args.decoder)
-    train_transform = TrainTransform(size, args.min_crop, flip=not args.no_flip)
-    return (
-        ImageFolder(train_folder, classes, train_transform, args.decoder),
-        ImageFolder(val_folder, classes, ValTransform(size), args.decoder),
-    )
+    return (train_folder, val_folder), classes
 
 
 def class_folders(root: Path) -> list[str]:
@@ -214,6 +255,44 @@ def class_folders(root: Path) -> list[str]:
     if not classes:
         raise UserError(f"{root} has no class folders; expected {root}/CLASS/*.JPEG")
     return classes
+
+
+def count_images(root: Path, classes: Sequence[str], enough: int) -> int:
+    """The number of images in the class folders of `root`, counted up to `enough`.
+
+    Raises:
+        UserError: a class folder has no image.
+    """
+    count, empty = 0, []
+    for name in classes:
+        found = sum(1 for _ in islice(image_files(root / name), max(1, enough - count)))
+        count += found
+        if not found:
+            empty.append(name)
+    refuse_empty(root, empty)
+    return count
+
+
+def image_files(folder: str | Path) -> Iterator[str]:
+    """Paths of the images below a folder, listed no further than they are asked for."""
+    below = []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.is_dir():
+                    below.append(entry.path)
+                elif has_file_allowed_extension(entry.name, IMG_EXTENSIONS):
+                    yield entry.path
+    except OSError:  # make_dataset passes over such a folder too
+        return
+    for path in below:
+        yield from image_files(path)
+
+
+def refuse_empty(root: Path, classes: Sequence[str]) -> None:
+    """Raise a UserError that names the first of `classes`, if there are any."""
+    if classes:
+        raise UserError(f"{root}: no image in class folder {', '.join(classes[:3])}")
 
 
 # --- which image when ---
@@ -258,19 +337,54 @@ class SeededDataset(Dataset):
     def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int] | ImageError:
         epoch, index = key
         seed_augmentation(self.seed, epoch, index)
+        # Errors are raised in the training process, without the worker's traceback
         try:
-            return self.dataset[index]
+            item = self.dataset[index]
         except ImageError as error:
-            return (
-                error  # raised in the training process, without the worker's traceback
-            )
+            return error
+        if fits(item):
+            return item
+        return ImageError(
+            f"item {index} of {type(self.dataset).__name__} is {described(item)}, but "
+            "it has to be a pair of a uint8 tensor (3, S, S) and an int label: images "
+            "are normalised later, on the device"
+        )
+
+
+def fits(item: Any) -> bool:
+    """Whether an item of a data set is a (3, S, S) uint8 image with an int label."""
+    if not isinstance(item, tuple | list) or len(item) != 2:
+        return False
+    image, label = item
+    return (
+        isinstance(image, Tensor)
+        and image.dtype == torch.uint8
+        and image.shape == (3, image.shape[-1], image.shape[-1])
+        and isinstance(label, int | numpy.integer)
+    )
+
+
+def described(item: Any) -> str:
+    """What an item of a data set is, in words."""
+    if isinstance(item, Tensor):
+        return f"a {str(item.dtype).removeprefix('torch.')} tensor {tuple(item.shape)}"
+    if isinstance(item, tuple | list) and len(item) <= 3:
+        return f"({', '.join(map(described, item))})"
+    return f"of type {type(item).__name__}"
 
 
 def collate(samples: list) -> list[Tensor] | ImageError:
-    """Stack into (B, 3, H, W) uint8 images and (B,) int64 labels; errors go first."""
+    """Stack into (B, 3, S, S) uint8 images and (B,) int64 labels; errors go first."""
     errors = [sample for sample in samples if isinstance(sample, ImageError)]
     if errors:
         return errors[0]
+    sizes = {image.shape[-1] for image, _ in samples}
+    if len(sizes) > 1:
+        one, other, *_ = sorted(sizes)
+        return ImageError(
+            f"a batch has images of {one} and of {other} pixels: the data set has to "
+            "resize all of them to one size"
+        )
     # Decoders leave the three values of a pixel side by side. So does the batch: it is
     # copied faster, and is in channels_last format already
     pixels = [(image.permute(1, 2, 0), label) for image, label in samples]
@@ -439,7 +553,12 @@ def build_loader(
     )
     if args.per_process_workers:
         start_workers(loader, batches)
-    return DeviceLoader(loader, batches, device, layout)
+    on_device = DeviceLoader(loader, batches, device, layout)
+    if args.pretrained:
+        mean, std = pretrained_normalisation(args.arch)
+        on_device.mean.copy_(mean)
+        on_device.std.copy_(std)
+    return on_device
 
 
 def start_workers(loader: DataLoader, batches: EpochBatches) -> None:

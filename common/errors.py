@@ -47,7 +47,7 @@ class UserError(Exception):
 
 
 class ImageError(UserError):
-    """An image that cannot be read, met by the process that was to train on it."""
+    """An image that cannot be read or used, met by the process that needed it."""
 
     one_process_only = True
 

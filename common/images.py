@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_image
+from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
 from common.errors import ImageError, UserError
@@ -244,18 +245,20 @@ class TrainTransform:
 
 
 class ValTransform:
-    """The middle (3, size, size) of the picture with its shorter side at 8/7 of that.
+    """The middle (3, size, size) of the picture with its shorter side at `resized`.
 
-    For 224 that is Resize(256) and CenterCrop(224).
+    Resize(256) and CenterCrop(224) are (224, 256, InterpolationMode.BILINEAR).
     """
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, resized: int, interpolation: InterpolationMode):
         self.size = size
+        self.resized = resized
+        self.interpolation = interpolation
 
     def __call__(self, picture: Picture) -> Tensor:
         """Read and resize the whole: a (3, size, size) uint8 tensor."""
         whole = picture.read(0, 0, picture.height, picture.width)
-        pixels = F.resize(whole, [self.size * 256 // 224])
+        pixels = F.resize(whole, [self.resized], self.interpolation)
         return to_tensor(F.center_crop(pixels, [self.size]))
 
 

@@ -1,11 +1,17 @@
 """The network: any classification model of torchvision, a ResNet-18 by default."""
 
 import argparse
+import contextlib
+import fcntl
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
 import torchvision
 from torch import Tensor, nn
+from torchvision.models import WeightsEnum, get_model, get_model_weights
+from torchvision.transforms.v2 import InterpolationMode
 
 from common.errors import UserError
 
@@ -15,46 +21,119 @@ def architectures() -> list[str]:
     return torchvision.models.list_models(module=torchvision.models)
 
 
-def build_model(args: argparse.Namespace, classes: int) -> nn.Module:
+def build_model(
+    args: argparse.Namespace, classes: int, download: bool = True
+) -> nn.Module:
     """Build `args.arch`: (B, 3, S, S) images in, (B, classes) outputs.
 
     Its first weights depend on the seed alone, so they are the same in every process.
+    Pretrained weights are only read where no checkpoint will replace them.
+
+    Args:
+        download: False makes a pretrained model without its weights.
 
     Raises:
-        UserError: the pretrained weights are for another number of classes or cannot be
-            had, or the model cannot take images of this size.
+        UserError: the pretrained weights are for another number of classes or another
+            image size, or cannot be had.
     """
+    weights = pretrained_weights(args, classes) if args.pretrained else None
     options = {}
-    if args.arch in ("googlenet", "inception_v3") and not args.pretrained:
-        options = {"aux_logits": False, "init_weights": True}  # one output in training
-    if args.arch.startswith("vit_") and not args.pretrained:
+    if args.arch in ("googlenet", "inception_v3"):  # one output in training
+        options = {"aux_logits": False, "init_weights": True}
+        options["transform_input"] = args.pretrained  # as torchvision sets it
+    if args.arch.startswith("vit_"):
         options["image_size"] = args.image_size
-    weights = "DEFAULT" if args.pretrained else None
-    if args.pretrained:
-        known = len(
-            torchvision.models.get_model_weights(args.arch).DEFAULT.meta["categories"]
-        )
-        if known != classes:
-            raise UserError(
-                f"--pretrained: the weights of {args.arch} are for {known} classes, "
-                f"the data has {classes}"
-            )
     torch.manual_seed(args.seed)
-    try:
-        model = torchvision.models.get_model(
-            args.arch, weights=weights, num_classes=classes, **options
-        )
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"--pretrained: cannot have the weights of {args.arch}: {error}"
-        ) from None
-    if args.pretrained and args.arch == "inception_v3":
-        model.aux_logits, model.AuxLogits = False, None
+    if weights is None or not download or resumes(args):
+        model = get_model(args.arch, weights=None, num_classes=classes, **options)
+    else:
+        try:
+            download_once(weights)
+            model = get_model(args.arch, weights=weights)
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"--pretrained: cannot have the weights of {args.arch}: {error}"
+            ) from None
+        if args.arch == "inception_v3":
+            model.aux_logits, model.AuxLogits = False, None
     if not args.no_channels_last:
         model.to(memory_format=torch.channels_last)
     if args.compile:
         model.compile()
     return model
+
+
+def resumes(args: argparse.Namespace) -> bool:
+    """Whether the weights come from a checkpoint."""
+    if args.resume == "auto":
+        return Path(args.output, "checkpoint.pt").exists()
+    return args.resume is not None
+
+
+def pretrained_weights(args: argparse.Namespace, classes: int) -> WeightsEnum:
+    """torchvision's best weights for `args.arch`, not downloaded yet.
+
+    Raises:
+        UserError: they do not fit the number of classes or the image size.
+    """
+    weights = get_model_weights(args.arch).DEFAULT
+    known, size = len(weights.meta["categories"]), weights.meta["min_size"][0]
+    if known != classes:
+        raise UserError(
+            f"--pretrained: the weights of {args.arch} are for {known} classes, "
+            f"the data has {classes}"
+        )
+    if args.arch.startswith(("vit_", "maxvit")) and args.image_size != size:
+        raise UserError(
+            f"--pretrained: the weights of {args.arch} are for --image-size {size}, "
+            f"not {args.image_size}"
+        )
+    return weights
+
+
+def download_once(weights: WeightsEnum) -> None:
+    """Download weights unless the cache has them, one process at a time."""
+    folder = Path(torch.hub.get_dir())
+    file = folder / "checkpoints" / os.path.basename(weights.url)
+    if file.exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "download.lock", "w") as lock:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed, or this process ends
+        if not file.exists():
+            weights.get_state_dict(check_hash=True)
+
+
+def validation_protocol(args: argparse.Namespace) -> tuple[int, int, InterpolationMode]:
+    """How validation images are made: (crop, shorter side before it, interpolation).
+
+    Pretrained weights at their own image size have a protocol of their own, by which
+    torchvision measured their accuracy. Everything else has the 8/7 of ResNet's paper.
+
+    Source: https://docs.pytorch.org/vision/stable/models.html#using-the-pre-trained-models
+    """
+    size = args.image_size
+    if args.pretrained:
+        preset = get_model_weights(args.arch).DEFAULT.transforms()
+        if preset.crop_size == [size]:
+            return size, preset.resize_size[0], preset.interpolation
+    return size, size * 256 // 224, InterpolationMode.BILINEAR
+
+
+def pretrained_normalisation(arch: str) -> Tensor:
+    """(2, 3, 1, 1): mean and standard deviation that torchvision's weights expect.
+
+    For pixels between 0 and 255; they are ImageNet's in all but efficientnet_v2_l.
+    """
+    preset = get_model_weights(arch).DEFAULT.transforms()
+    values = torch.tensor([preset.mean, preset.std], dtype=torch.float64) * 255
+    return values.float().view(2, 3, 1, 1)
+
+
+def pretrained_image_size(arch: str) -> int:
+    """The size of the images on which torchvision validates its weights."""
+    return get_model_weights(arch).DEFAULT.transforms().crop_size[0]
 
 
 class AutocastModel(nn.Module):
@@ -116,13 +195,14 @@ def check_image_size(args: argparse.Namespace, classes: int) -> None:
     """Send two images without content through the model.
 
     Raises:
-        UserError: `args.arch` cannot take images of `args.image_size`.
+        UserError: `args.arch` cannot take images of `args.image_size`, or its
+            pretrained weights do not fit.
     """
-    fresh = argparse.Namespace(**{**vars(args), "pretrained": False, "compile": False})
+    fresh = argparse.Namespace(**{**vars(args), "compile": False})
     try:
         with torch.device("meta"):
             images = torch.empty(2, 3, args.image_size, args.image_size)
-            build_model(fresh, classes).train()(images)
+            build_model(fresh, classes, download=False).train()(images)
     except (RuntimeError, AssertionError, ValueError) as error:
         raise UserError(
             f"{args.arch} cannot train on images of --image-size {args.image_size}: "

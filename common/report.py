@@ -15,6 +15,7 @@ import torchvision
 from common.checkpoint import TrainingState, replace_file
 from common.device import describe
 from common.meters import Averages
+from common.model import validation_protocol
 from common.schedule import scaled_learning_rate
 
 SMALL_BATCH = 16  # batch norm errs more below it: https://arxiv.org/abs/1803.08494
@@ -49,6 +50,13 @@ def print_start(
         f"learning rate {lr:.4g}",
         flush=True,
     )
+    if args.pretrained:
+        crop, resized, interpolation = validation_protocol(args)
+        print(
+            f"pretrained weights, validated on the middle {crop} pixels of images "
+            f"resized to {resized} ({interpolation.value})",
+            flush=True,
+        )
     if args.per_process_batch_size < SMALL_BATCH and not args.evaluate:
         print(
             f"note: {args.per_process_batch_size} images per process and step are few: "

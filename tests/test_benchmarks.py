@@ -8,6 +8,7 @@ import torch
 from conftest import ROOT  # noqa: F401
 from PIL import Image
 from torchvision import transforms
+from torchvision.transforms import InterpolationMode
 
 from benchmarks import comparison, page, usual
 from benchmarks.photographs import BYTES, photograph, write_photographs
@@ -56,8 +57,9 @@ def test_the_usual_pipeline_is_our_pillow_pipeline_normalised(photographs):
     """Both do the same work, so that comparing their speeds means something."""
     folder, _ = photographs
     val = usual.val_set(folder / "val")
+    validation = images.ValTransform(224, 256, InterpolationMode.BILINEAR)
     for number, (path, _) in enumerate(val.samples):
-        ours = images.read_image(path, "pil", images.ValTransform(224))
+        ours = images.read_image(path, "pil", validation)
         normalised = usual.NORMALISE(ours.float() / 255)
         torch.testing.assert_close(val[number][0], normalised, rtol=0, atol=1e-6)
     crop = next(

@@ -32,6 +32,7 @@ def arguments(data, **changes):
         decoder="auto",
         seed=0,
         no_channels_last=False,
+        pretrained=False,
         max_steps=None,
         global_batch_size=4,
         evaluate=False,

@@ -14,12 +14,14 @@ from conftest import MISSING
 from PIL import Image
 from test_data import arguments, train_batches
 from torchvision import transforms as v1
-from torchvision.transforms.v2 import RandomResizedCrop
+from torchvision.transforms.v2 import InterpolationMode, RandomResizedCrop
 
 from common import images
 from common.data import build_datasets
 from common.errors import ImageError, UserError
 
+BILINEAR = InterpolationMode.BILINEAR
+VALIDATION = images.ValTransform(224, 256, BILINEAR)
 needs_nvimgcodec = pytest.mark.nvimgcodec
 EVERY_DECODER = [
     "torchvision",
@@ -136,7 +138,7 @@ def test_16_bits_keep_their_upper_half(tmp_path):
 def test_odd_files_train_and_validate(tmp_path, kind, decoder):
     path = tmp_path / "picture.JPEG"
     ODD_FILES[kind](path, Image.fromarray(pixels(64, 80)))
-    for transform in (images.TrainTransform(32, 0.08, True), images.ValTransform(32)):
+    for transform in (images.TrainTransform(32, 0.08, True), images.ValTransform(32, 36, BILINEAR)):
         image = images.read_image(str(path), decoder, transform)
         assert image.shape == (3, 32, 32) and image.dtype == torch.uint8
 
@@ -180,7 +182,7 @@ def seeded(path, decoder, transform, seed=0):
 def test_nvimgcodec_and_torchvision_train_and_validate_on_the_same_bits(photographs):
     train = images.TrainTransform(224, 0.08, True)
     for path in photographs:
-        for transform, seeds in ((train, range(10)), (images.ValTransform(224), [0])):
+        for transform, seeds in ((train, range(10)), (VALIDATION, [0])):
             for seed in seeds:
                 one = seeded(path, "torchvision", transform, seed)
                 assert torch.equal(one, seeded(path, "nvimgcodec", transform, seed))
@@ -193,7 +195,7 @@ def test_validation_is_within_one_level_of_what_pillow_makes(photographs, decode
     largest = 0
     for path in photographs:
         one, other = (
-            images.read_image(path, name, images.ValTransform(224)).int()
+            images.read_image(path, name, VALIDATION).int()
             for name in (decoder, "pil")
         )
         largest = max(largest, int((one - other).abs().max()))
@@ -205,7 +207,7 @@ def test_pil_feeds_the_bits_of_the_usual_transforms(photographs, monkeypatch):
     for path in photographs:
         image = Image.open(path).convert("RGB")
         assert torch.equal(
-            usual(image), images.read_image(path, "pil", images.ValTransform(224))
+            usual(image), images.read_image(path, "pil", VALIDATION)
         )
         random.seed(3)
         top, left, height, width = images.random_box(image.height, image.width, 0.08)
@@ -288,7 +290,7 @@ def test_an_unreadable_image_is_named_with_decoder_and_reason(
         path.write_bytes(content[:end])
     pattern = f"^cannot read the image {path} with {decoder}: .*({reason})"
     with pytest.raises(ImageError, match=pattern) as caught:
-        images.read_image(str(path), decoder, images.ValTransform(32))
+        images.read_image(str(path), decoder, images.ValTransform(32, 36, BILINEAR))
     assert "\n" not in str(caught.value) and ".cpp" not in str(caught.value)
     assert capfd.readouterr().err == ""  # no library adds remarks of its own
 
@@ -340,7 +342,7 @@ def test_a_decoder_that_cannot_be_made_is_no_secret(tmp_path, monkeypatch):
 
     monkeypatch.setattr(images, "nvimgcodec_decoder", fail)
     with pytest.raises(ImageError, match="with nvimgcodec: no decoder"):
-        images.read_image(str(path), "nvimgcodec", images.ValTransform(32))
+        images.read_image(str(path), "nvimgcodec", images.ValTransform(32, 36, BILINEAR))
 
 
 def test_auto_is_nvimgcodec_where_it_is_installed(pictures, monkeypatch):

@@ -202,6 +202,7 @@ def test_evaluate_needs_no_training_batch(pictures):
     args = Namespace(
         data=pictures, synthetic=None, image_size=32, min_crop=0.08, no_flip=False
     )
+    args.pretrained = False
     args.decoder, args.global_batch_size, args.evaluate = "auto", 256, True
     train_set, val_set = build_datasets(args)
     assert (len(train_set), len(val_set)) == (16, 8)
