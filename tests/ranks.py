@@ -32,6 +32,7 @@ from common.arguments import build_parser, parse_arguments
 from common.checkpoint import TrainingState, lock_output, replace_file
 from common.errors import Stopped
 from common.launch import Watchdog
+from common.model import build_model
 from common.schedule import build_scheduler
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -479,7 +480,7 @@ def validate_sizes(
     def all_sizes(args, loader, eval_model, meter):
         train_set, val_set = build_datasets(args)
         rank, world_size = place(name)
-        region = shard_region(script)
+        region = shard_region(Path(script.__file__))
         for size in sizes:
             generator = torch.Generator().manual_seed(1000 * size + rank)
             raw_model = script.raw_model
@@ -510,9 +511,26 @@ def validate_sizes(
     return found
 
 
-def shard_region(script) -> str:
+def download(file: str):
+    """Build the pretrained model whose weights FOLDER/ARCH.pth holds; returns them."""
+    arch = Path(file).stem
+    torchvision.models.get_model_weights(arch).DEFAULT.value.url = Path(file).as_uri()
+    torch.hub.set_dir(Path(file).parent / "hub")
+    fetch = torch.hub.download_url_to_file
+
+    def slowly(*arguments, **options):
+        time.sleep(0.5)  # for the others to come
+        fetch(*arguments, **options)
+
+    torch.hub.download_url_to_file = slowly
+    flags = ["--data", "x", "--arch", arch, "--pretrained"]
+    args = parse_arguments(build_parser("A test."), "test", flags)
+    return build_model(args, 1000).state_dict()
+
+
+def shard_region(script: Path) -> str:
     """The lines of the script that say which images are whose."""
-    lines = Path(script.__file__).read_text().splitlines()
+    lines = script.read_text().splitlines()
     first = next(i for i, line in enumerate(lines) if "# [2/6 shard]" in line)
     return textwrap.dedent("\n".join(lines[first : lines.index("    # [/shard]")]))
 

@@ -30,9 +30,11 @@ from common.check import check
 from common.checkpoint import (
     SavedTensors,
     TrainingState,
+    check_recipe,
     find_checkpoint,
     lock_output,
     read_checkpoint,
+    recipe_of,
     replace_file,
     resume,
 )
@@ -331,6 +333,7 @@ def saved(tmp_path, *flags):
     [
         (("--arch", "resnet50"), "made with --arch resnet18, now it is resnet50"),
         (("-b", "128"), "made with --global-batch-size 256, now it is 128"),
+        (("--pretrained",), "made with --pretrained False, now it is True"),
         (("--seed", "3"), "made with --seed 0, now it is 3"),
         (("--lr", "0.3"), "made with --lr 0.1, now it is 0.3"),
         (("--decoder", "pil"), "made with --decoder auto, now it is pil"),
@@ -341,6 +344,22 @@ def test_another_recipe_is_refused(tmp_path, flags, message):
     args, state = make(tmp_path / "run", "--resume", "auto", *flags)
     with pytest.raises(UserError, match=message):
         resume(args, state)
+
+
+def test_validation_builds_the_network_that_was_trained(tmp_path):
+    """GoogLeNet with pretrained weights scales its input; what is saved does not say so."""
+    path = saved(tmp_path, "--pretrained")
+    args, state = make(tmp_path / "new", "--resume", str(path), "--evaluate")
+    with pytest.raises(
+        UserError, match="with --pretrained True, now it is False: give"
+    ):
+        resume(args, state)
+    with pytest.raises(
+        UserError, match="with --pretrained True, now it is False: give"
+    ):
+        check_recipe(path, read_checkpoint(path), recipe_of(args))
+    flags = ("--resume", str(path), "--evaluate", "--pretrained", "--lr", "7")
+    resume(*make(tmp_path / "new", *flags))
 
 
 def test_more_epochs_are_allowed(tmp_path):

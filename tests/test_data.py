@@ -5,19 +5,23 @@ import hashlib
 import multiprocessing
 from argparse import Namespace
 
+import numpy
 import pytest
 import torch
-from conftest import ROOT  # noqa: F401
+from conftest import ROOT
+from ranks import shard_region
 from torch.utils.data.distributed import DistributedSampler
 
+from common import data, limits
 from common.data import (
     EpochBatches,
     ImageFolder,
     build_datasets,
     build_loader,
+    check_datasets,
     share_out,
 )
-from common.errors import UserError
+from common.errors import ImageError, UserError
 
 CPU = torch.device("cpu")
 
@@ -146,17 +150,25 @@ def test_a_resumed_epoch_goes_on_with_the_same_batches(pictures):
 
 
 @pytest.mark.parametrize("images", range(1, 12))
-@pytest.mark.parametrize("world_size", (1, 2, 3, 4))
-def test_validation_shards_count_each_image_once(images, world_size):
-    shards = [
-        [
-            index
-            for batch in EpochBatches(range(rank, images, world_size), 2, False, None)
-            for _, index in batch
-        ]
-        for rank in range(world_size)
-    ]
-    assert sorted(index for shard in shards for index in shard) == list(range(images))
+@pytest.mark.parametrize("name", [path.stem for path in sorted(ROOT.glob("*.py"))])
+def test_validation_shards_count_each_image_once(name, images):
+    """By the lines of the scripts themselves, whose region `shard` this runs."""
+    for world_size in (1,) if name == "dataparallel" else (1, 2, 3, 4):
+        counted = []
+        for rank in range(world_size):
+            names = {
+                "args": Namespace(seed=0),
+                "DistributedSampler": DistributedSampler,
+            }
+            names |= {"train_set": [0] * 8, "val_set": [0] * images}
+            exec(
+                shard_region(ROOT / f"{name}.py"),
+                names | {"rank": rank, "world_size": world_size},
+                names,
+            )
+            batches = EpochBatches(names["val_sampler"], 2, False, None)
+            counted += [index for batch in batches for _, index in batch]
+        assert sorted(counted) == list(range(images))
 
 
 def test_normalised_once_and_like_torchvision(pictures):
@@ -205,8 +217,41 @@ def test_paths_come_back_from_the_packed_index(pictures):
 )
 def test_bad_folders_are_refused(pictures, spoil, message):
     spoil(pictures)
-    with pytest.raises(UserError, match=message):
-        build_datasets(arguments(pictures))
+    for look in (build_datasets, check_datasets):
+        args = arguments(pictures)
+        share_out(args, 0, 1, 1)
+        with pytest.raises(UserError, match=message):
+            look(args)
+
+
+def test_the_check_before_a_launch_lists_few_images(pictures, monkeypatch):
+    """The processes of the training list all of them, 1.3 million in ImageNet."""
+    nested = pictures / "train" / "cat" / "more" / "cats"
+    nested.mkdir(parents=True)
+    for path in (pictures / "train" / "cat").glob("*.JPEG"):
+        path.rename(nested / path.name)
+    (pictures / "train" / "cat" / "notes.txt").touch()
+    needed, listed = [], []
+    monkeypatch.setattr(
+        limits, "check_shared_memory", lambda *what: needed.append(what)
+    )
+    is_image = data.has_file_allowed_extension
+    monkeypatch.setattr(
+        data,
+        "has_file_allowed_extension",
+        lambda *what: listed.append(what) or is_image(*what),
+    )
+    for batch, workers in ((1, 0), (1, 1), (2, 1), (1, 7)):
+        args = arguments(pictures, global_batch_size=batch, workers=workers)
+        share_out(args, 0, 1, 1)
+        build_datasets(args)
+        listed.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(data, "make_dataset", None)
+            assert check_datasets(args) == 2
+        assert needed[-1] == needed[-2]
+        enough = batch * (2 * workers + 2)
+        assert len(listed) <= 2 * (enough + 1) + 1
 
 
 def test_more_batch_than_images_is_refused(pictures):
@@ -234,6 +279,60 @@ def test_the_machine_has_the_same_loader_processes_whatever_the_strategy():
                 share_out(args, local_rank, processes, processes)
                 shares.append(args.per_process_workers)
             assert sum(shares) == workers and max(shares) - min(shares) <= 1
+
+
+class Items(torch.utils.data.Dataset):
+    """A data set of somebody else."""
+
+    def __init__(self, *items):
+        self.items = items
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, index):
+        return self.items[index]
+
+
+def loaded(dataset, workers):
+    args = arguments(None, workers=workers)
+    share_out(args, 0, 1, 1)
+    return list(build_loader(args, dataset, range(len(dataset)), CPU, training=False))
+
+
+IMAGE = torch.zeros(3, 4, 4, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("workers", (0, 1))
+@pytest.mark.parametrize(
+    "item, said",
+    [
+        ((IMAGE / 255, 1), r"(a float32 tensor (3, 4, 4), of type int)"),
+        ((IMAGE[0], 1), r"(a uint8 tensor (4, 4), of type int)"),
+        ((IMAGE[:, 1:], 1), r"(a uint8 tensor (3, 3, 4), of type int)"),
+        ((IMAGE, 1.0), r"(a uint8 tensor (3, 4, 4), of type float)"),
+        ((IMAGE, 1, 2), r"(a uint8 tensor (3, 4, 4), of type int, of type int)"),
+        ({"image": IMAGE, "label": 1}, "of type dict"),
+        (IMAGE, "a uint8 tensor (3, 4, 4)"),
+    ],
+)
+def test_items_of_another_kind_are_refused_in_one_line(item, said, workers):
+    """Normalised images above all, which the device would normalise again."""
+    with pytest.raises(ImageError) as raised:
+        loaded(Items((IMAGE, 0), item), workers)
+    assert str(raised.value) == (
+        f"item 1 of Items is {said}, but it has to be a pair of a uint8 tensor "
+        "(3, S, S) and an int label: images are normalised later, on the device"
+    )
+
+
+def test_images_of_a_batch_have_one_size():
+    small = torch.zeros(3, 2, 2, dtype=torch.uint8)
+    with pytest.raises(ImageError, match="a batch has images of 2 and of 4 pixels"):
+        loaded(Items((IMAGE, 0), (small, 0)), 0)
+    numbered = Items((IMAGE, numpy.int64(3)), [IMAGE, 4])
+    ((_, labels),) = loaded(numbered, 0)
+    assert labels.tolist() == [3, 4] and labels.dtype == torch.int64
 
 
 def test_synthetic_batches_are_on_the_device_and_of_any_number():

@@ -14,11 +14,19 @@ from conftest import MISSING
 from PIL import Image
 from test_data import arguments, train_batches
 from torchvision import transforms as v1
+from torchvision.io import ImageReadMode, decode_image
+from torchvision.models import get_model_weights
 from torchvision.transforms.v2 import InterpolationMode, RandomResizedCrop
 
 from common import images
-from common.data import build_datasets
+from common.arguments import build_parser, parse_arguments
+from common.data import build_datasets, build_loader, share_out
 from common.errors import ImageError, UserError
+from common.model import (
+    architectures,
+    pretrained_normalisation,
+    validation_protocol,
+)
 
 BILINEAR = InterpolationMode.BILINEAR
 VALIDATION = images.ValTransform(224, 256, BILINEAR)
@@ -138,7 +146,10 @@ def test_16_bits_keep_their_upper_half(tmp_path):
 def test_odd_files_train_and_validate(tmp_path, kind, decoder):
     path = tmp_path / "picture.JPEG"
     ODD_FILES[kind](path, Image.fromarray(pixels(64, 80)))
-    for transform in (images.TrainTransform(32, 0.08, True), images.ValTransform(32, 36, BILINEAR)):
+    for transform in (
+        images.TrainTransform(32, 0.08, True),
+        images.ValTransform(32, 36, BILINEAR),
+    ):
         image = images.read_image(str(path), decoder, transform)
         assert image.shape == (3, 32, 32) and image.dtype == torch.uint8
 
@@ -195,20 +206,65 @@ def test_validation_is_within_one_level_of_what_pillow_makes(photographs, decode
     largest = 0
     for path in photographs:
         one, other = (
-            images.read_image(path, name, VALIDATION).int()
-            for name in (decoder, "pil")
+            images.read_image(path, name, VALIDATION).int() for name in (decoder, "pil")
         )
         largest = max(largest, int((one - other).abs().max()))
     assert largest == 1  # 0 would mean that Pillow's own resize is not in use
+
+
+@pytest.mark.parametrize("decoder", ("pil", "torchvision"))
+def test_pretrained_weights_validate_as_torchvision_does(pictures, decoder):
+    """From the file to the normalised batch; all 80 architectures have 25 protocols."""
+    assert len(architectures()) >= 80
+    for path in pictures.glob("val/*/*"):
+        Image.fromarray(pixels(250, 330)).save(path, quality=92)
+    ours = {}
+    for arch in architectures():
+        words = f"--data {pictures} --pretrained --arch {arch} --decoder {decoder} -j 0"
+        args = parse_arguments(build_parser("A test."), "test", words.split())
+        args.global_batch_size = 1
+        preset = get_model_weights(arch).DEFAULT.transforms()
+        chosen = *validation_protocol(args), *pretrained_normalisation(arch).flatten()
+        if ours.setdefault(str(preset), chosen) is not chosen:
+            assert chosen == ours[str(preset)]
+            continue
+        share_out(args, 0, 1, 1)
+        _, val_set = build_datasets(args)
+        loader = build_loader(args, val_set, [0], torch.device("cpu"), training=False)
+        ((batch, _),) = loader
+        if decoder == "pil":
+            expected = preset(Image.open(val_set.paths[0]).convert("RGB"))
+        else:
+            expected = preset(decode_image(val_set.paths[0], ImageReadMode.RGB))
+        levels = (
+            (batch[0] - expected).abs() * 255 * torch.tensor(preset.std).view(3, 1, 1)
+        )
+        assert batch[0].shape == expected.shape, arch
+        assert levels.max() < (0.01 if decoder == "pil" else 1.01), arch
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        ("--pretrained --arch vit_h_14", (518, 518, "bicubic")),
+        ("--pretrained --image-size 224", (224, 256, "bilinear")),
+        ("--pretrained --arch resnet50", (224, 232, "bilinear")),
+        ("--pretrained --arch resnet50 --image-size 160", (160, 182, "bilinear")),
+        ("--arch vit_h_14", (224, 256, "bilinear")),
+    ],
+)
+def test_the_protocol_of_the_weights_is_for_their_own_image_size(flags, expected):
+    words = ["--data", "x", *flags.split()]
+    args = parse_arguments(build_parser("A test."), "test", words)
+    crop, resized, interpolation = validation_protocol(args)
+    assert (crop, resized, interpolation.value) == expected
 
 
 def test_pil_feeds_the_bits_of_the_usual_transforms(photographs, monkeypatch):
     usual = v1.Compose([v1.Resize(256), v1.CenterCrop(224), v1.PILToTensor()])
     for path in photographs:
         image = Image.open(path).convert("RGB")
-        assert torch.equal(
-            usual(image), images.read_image(path, "pil", VALIDATION)
-        )
+        assert torch.equal(usual(image), images.read_image(path, "pil", VALIDATION))
         random.seed(3)
         top, left, height, width = images.random_box(image.height, image.width, 0.08)
         mirrored = random.random() < 0.5
@@ -342,7 +398,9 @@ def test_a_decoder_that_cannot_be_made_is_no_secret(tmp_path, monkeypatch):
 
     monkeypatch.setattr(images, "nvimgcodec_decoder", fail)
     with pytest.raises(ImageError, match="with nvimgcodec: no decoder"):
-        images.read_image(str(path), "nvimgcodec", images.ValTransform(32, 36, BILINEAR))
+        images.read_image(
+            str(path), "nvimgcodec", images.ValTransform(32, 36, BILINEAR)
+        )
 
 
 def test_auto_is_nvimgcodec_where_it_is_installed(pictures, monkeypatch):

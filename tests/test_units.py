@@ -14,11 +14,13 @@ from datetime import timedelta
 import pytest
 import torch
 from conftest import ROOT, environment, run
-from ranks import free_port
+from ranks import Ranks, download, free_port
 from torch import nn
 from torch.distributed import HashStore, TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torchvision.models import WeightsEnum, get_model_builder
 
+from common import model
 from common.arguments import build_parser, parse_arguments
 from common.device import check_devices, processes_per_machine, select_device
 from common.errors import LOST_PROCESS, ImageError, MissingMachine, Stopped, UserError
@@ -35,6 +37,7 @@ from common.meters import EpochTimer, Meter, averages, percentile
 from common.model import (
     AutocastModel,
     InMemoryOrder,
+    architectures,
     build_model,
     check_image_size,
     contiguous_view,
@@ -540,6 +543,18 @@ def test_defaults_are_those_of_the_recipe():
     assert args.workers is None  # share_out() knows the number of processes
 
 
+def test_help_names_what_defaults_do_not_say(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    said = " ".join(build_parser("A test.").format_help().split())
+    for words in (
+        "--epochs N 90 ",
+        "at epoch 30 and again at epoch 60, whatever --epochs is",
+        "a run of up to 5 epochs never leaves the default warm-up",
+        "--image-size N 224; with --pretrained the size on which the weights were",
+    ):
+        assert words in said
+
+
 @pytest.mark.parametrize(
     "flags, message",
     [
@@ -820,7 +835,8 @@ def test_first_weights_depend_on_the_seed_alone():
 
 
 @pytest.mark.parametrize(
-    "arch", ("googlenet", "inception_v3", "vit_b_32", "mobilenet_v3_small")
+    "arch",
+    ("googlenet", "inception_v3", "vit_b_32", "mobilenet_v3_small", "regnet_y_400mf"),
 )
 def test_every_model_has_one_output(arch):
     size = 299 if arch == "inception_v3" else 224
@@ -835,6 +851,69 @@ def test_an_image_size_that_does_not_fit_is_refused(arch, size):
         check_image_size(model_arguments(arch=arch, image_size=size), 10)
 
 
-def test_pretrained_weights_for_other_classes_are_refused():
-    with pytest.raises(UserError, match="for 1000 classes, the data has 10"):
-        build_model(model_arguments(pretrained=True), 10)
+def test_pretrained_weights_that_do_not_fit_are_refused():
+    for build in (build_model, check_image_size):
+        with pytest.raises(UserError, match="for 1000 classes, the data has 10"):
+            build(model_arguments(pretrained=True), 10)
+        args = model_arguments(pretrained=True, arch="vit_b_16", image_size=192)
+        with pytest.raises(UserError, match="are for --image-size 224, not 192"):
+            build(args, 1000)
+
+
+def configuration(model):
+    """The settings of a model and of all its parts, and the shapes of its weights."""
+    plain = bool | int | float | str | tuple
+    parts = [
+        (
+            name,
+            type(part),
+            {k: v for k, v in vars(part).items() if isinstance(v, plain)},
+        )
+        for name, part in model.named_modules()
+    ]
+    return parts, {name: one.shape for name, one in model.state_dict().items()}
+
+
+def test_a_reloaded_pretrained_model_is_built_as_its_weights_were(monkeypatch):
+    """One of each family, without the weights: they are in the checkpoint."""
+    families = {get_model_builder(arch).__module__: arch for arch in architectures()}
+    downloads = []
+    monkeypatch.setattr(model, "download_once", downloads.append)
+    monkeypatch.setattr(WeightsEnum, "get_state_dict", lambda *_, **__: {})
+    monkeypatch.setattr(nn.Module, "load_state_dict", lambda *_: None)
+    for arch in families.values():
+        args = parse("--data", "x", "--pretrained", "--arch", arch)
+        with torch.device("cpu" if arch.startswith("regnet") else "meta"):
+            built = build_model(args, 1000)
+            args.resume = "checkpoint.pt"
+            again = build_model(args, 1000)
+        assert configuration(built) == configuration(again), arch
+        assert len(downloads) == 1, arch
+        downloads.clear()
+
+
+def test_auto_downloads_only_where_there_is_no_checkpoint(tmp_path, monkeypatch):
+    downloads = []
+
+    def download(weights):
+        downloads.append(weights)
+        raise OSError("no network")
+
+    monkeypatch.setattr(model, "download_once", download)
+    flags = ["--data", "x", "--pretrained", "--resume", "auto"]
+    args = parse(*flags, "--output", str(tmp_path))
+    with pytest.raises(UserError, match="the weights of resnet18: no network"):
+        build_model(args, 1000)
+    (tmp_path / "checkpoint.pt").touch()
+    build_model(args, 1000)
+    assert len(downloads) == 1
+
+
+def test_processes_of_a_machine_download_weights_once(tmp_path):
+    weights = build_model(model_arguments(arch="squeezenet1_1"), 1000).state_dict()
+    torch.save(weights, tmp_path / "squeezenet1_1.pth")
+    file = str(tmp_path / "squeezenet1_1.pth")
+    with Ranks(tmp_path, 4, download, file=file) as ranks:
+        for found in ranks.results():
+            assert all(torch.equal(found[name], weights[name]) for name in weights)
+        assert ranks.text().count("Downloading: ") == 1
