@@ -359,7 +359,8 @@ def fits(item: Any) -> bool:
     return (
         isinstance(image, Tensor)
         and image.dtype == torch.uint8
-        and image.shape == (3, image.shape[-1], image.shape[-1])
+        and image.ndim == 3
+        and image.shape == (3, image.shape[2], image.shape[2])
         and isinstance(label, int | numpy.integer)
     )
 

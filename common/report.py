@@ -50,11 +50,11 @@ def print_start(
         f"learning rate {lr:.4g}",
         flush=True,
     )
-    if args.pretrained:
+    if args.pretrained and not args.synthetic:
         crop, resized, interpolation = validation_protocol(args)
         print(
-            f"pretrained weights, validated on the middle {crop} pixels of images "
-            f"resized to {resized} ({interpolation.value})",
+            f"pretrained weights; validation resizes the shorter side to {resized} "
+            f"({interpolation.value}) and takes the middle {crop} pixels",
             flush=True,
         )
     if args.per_process_batch_size < SMALL_BATCH and not args.evaluate:

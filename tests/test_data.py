@@ -314,6 +314,7 @@ IMAGE = torch.zeros(3, 4, 4, dtype=torch.uint8)
         ((IMAGE, 1, 2), r"(a uint8 tensor (3, 4, 4), of type int, of type int)"),
         ({"image": IMAGE, "label": 1}, "of type dict"),
         (IMAGE, "a uint8 tensor (3, 4, 4)"),
+        ((IMAGE[0, 0, 0], 1), "(a uint8 tensor (), of type int)"),
     ],
 )
 def test_items_of_another_kind_are_refused_in_one_line(item, said, workers):

@@ -892,6 +892,23 @@ def test_a_reloaded_pretrained_model_is_built_as_its_weights_were(monkeypatch):
         downloads.clear()
 
 
+def test_a_pretrained_run_begins_with_its_protocol(capsys):
+    for flags, said in (
+        ((), ""),
+        (
+            ("--pretrained",),
+            "resizes the shorter side to 232 (bilinear) and takes the ",
+        ),
+        (("--pretrained", "--image-size", "448"), " to 512 (bilinear) and takes the "),
+    ):
+        args = parse("--data", "x", "--arch", "resnet50", *flags)
+        args.per_process_batch_size, state = 256, Namespace(epoch=0, step=0)
+        print_start(args, state, CPU, 1, 10)
+        printed = capsys.readouterr().out
+        assert said in printed and ("validation" in printed) == bool(said)
+    assert f"takes the middle {args.image_size} pixels\n" in printed
+
+
 def test_auto_downloads_only_where_there_is_no_checkpoint(tmp_path, monkeypatch):
     downloads = []
 
