@@ -426,6 +426,7 @@ def read_checkpoint(path: Path) -> dict:
         "sums",
         "records",
         "recipe",
+        "images",
         "world_size",
     )
     missing = [
@@ -463,7 +464,7 @@ def check_images(path: Path, content: dict, images: dict[str, list]) -> None:
         UserError: they differ; the text says which, and how many there were and are.
     """
     for name, now in images.items():
-        saved = content.get("images", {}).get(name, now)  # older files lack them
+        saved = content["images"].get(name, now)
         if saved != now:
             kind = "training" if name == "train" else "validation"
             others = " with other names" if saved[0] == now[0] else ""
