@@ -326,7 +326,7 @@ def test_killed_again_and_again_it_ends_with_the_same_bits(
     kills = []
     for _ in range(40):
         with Ranks(tmp_path, 2, train, name=name, flags=flags) as ranks:
-            for _ in range(moments.randrange(20)):  # of 32 in the whole run
+            for _ in range(moments.randrange(20)):  # of 24 in the whole run
                 wait_for_a_save(output, ranks)
             time.sleep(moments.uniform(0, 0.3))
             if not ranks.alive():
