@@ -46,7 +46,7 @@ def learning_rate(r, step, steps):
         return full * (step + 1) / warmup
     if r.schedule == "step":
         return full * 0.1 ** (step // (30 * steps))
-    done = max(0, step - warmup) / (r.epochs * steps - warmup)
+    done = max(0, step - warmup) / (r.epochs * steps - warmup or 1)
     return full * (1 + math.cos(math.pi * done)) / 2
 
 
