@@ -12,7 +12,6 @@ import importlib
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -197,13 +196,8 @@ class LoudNet(DropNet):
 NETS = {"small": SmallNet, "norm": NormNet, "drop": DropNet, "loud": LoudNet}
 
 
-def load_script(name: str, net: str | None, root: str | None = None):
+def load_script(name: str, net: str | None):
     """A script as a module, with one of our networks in the place of torchvision's."""
-    if root is not None:  # a copy that was changed
-        for module in list(sys.modules):
-            if module.split(".")[0] in ("common", name):
-                del sys.modules[module]
-        sys.path.insert(0, root)
     script = importlib.import_module(name)
     if net is not None:
 
@@ -233,9 +227,9 @@ def start(script, flags: list) -> None:
     script.worker(int(os.environ["RANK"]), args)
 
 
-def train(name: str, flags: list, net: str | None = None, root: str | None = None):
+def train(name: str, flags: list, net: str | None = None):
     """Train; whoever asks looks at the output folder."""
-    start(load_script(name, net, root), flags)
+    start(load_script(name, net), flags)
 
 
 def train_compiled(name: str, flags: list) -> int:
@@ -380,9 +374,9 @@ def suspended(seconds: int) -> None:
         time.sleep(0.1)
 
 
-def batches(name: str, flags: list, net: str | None = None, root: str | None = None):
+def batches(name: str, flags: list, net: str | None = None):
     """Train, and return for each step the digests of this process's (pixels, label)."""
-    script = load_script(name, net, root)
+    script = load_script(name, net)
     seen, train_step = [], script.train_step
 
     def recorded(args, model, state, images, labels):
@@ -463,15 +457,13 @@ def recorded(name: str, runs: list) -> list[dict]:
     return came_to
 
 
-def validate_sizes(
-    name: str, flags: list, sizes: list, output: str, root: str | None = None
-):
+def validate_sizes(name: str, flags: list, sizes: list, output: str):
     """Validate on N images for each N of `sizes`, and save as main() does.
 
     Every process begins with batch norm statistics of its own, as after its shard.
     Returns {N: (the averages, this process's buffers)}; rank 0 writes OUTPUT/N.pt.
     """
-    script = load_script(name, "norm", root)
+    script = load_script(name, "norm")
     data = sys.modules["common.data"]
     checkpoint = sys.modules["common.checkpoint"]
     found = {}
@@ -550,17 +542,6 @@ def place(name: str) -> tuple[int, int]:
 
         return hvd.rank(), hvd.size()
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-
-
-def changed_copy(folder: Path, file: str, old: str, new: str) -> str:
-    """A copy of the scripts in which `old` is replaced by `new`."""
-    shutil.copytree(ROOT / "common", folder / "common")
-    for script in ROOT.glob("*.py"):
-        shutil.copy(script, folder)
-    text = (folder / file).read_text()
-    assert text.count(old) == 1, (file, old, text.count(old))
-    (folder / file).write_text(text.replace(old, new))
-    return str(folder)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Tables of docs/reliability.md, from the figures that tests wrote down.
 
 bash scripts/test.sh --full --figures    # writes results/reliability.json
-python tests/reliability.py              # rewrites what stands between the markers
+bash scripts/test.sh --mutations         # writes results/mutations.json
+python tests/reliability.py              # rewrites what is between the markers
 """
 
 import json
@@ -16,6 +17,7 @@ from benchmarks.page import fill, markdown  # noqa: E402
 
 PAGE = ROOT / "docs" / "reliability.md"
 RESULTS = ROOT / "results" / "reliability.json"
+MUTATIONS = ROOT / "results" / "mutations.json"
 
 
 def machine(report: dict) -> str:
@@ -107,6 +109,28 @@ def ends(report: dict) -> str:
     return markdown(["", *ways], rows)
 
 
+def mutations(report: dict) -> str:
+    """The mistakes that were tried, and what became of them."""
+    tried = report["mutations"]
+    survived = sum(mutation["survived"] for mutation in tried)
+    rows = [
+        [
+            mutation["name"],
+            mutation["file"],
+            ", ".join(test.split("::")[-1].split("[")[0] for test in mutation["tests"]),
+            "survived" if mutation["survived"] else "seen",
+        ]
+        for mutation in tried
+    ]
+    return (
+        f"{len(tried)} mistakes, {survived} survived; {report['minutes']:.0f} minutes on "
+        f"{report['cpu_cores']} cores, commit {report['commit'][:12]}.\n\n"
+        "<details><summary>All of them</summary>\n\n"
+        + markdown(["mistake", "made in", "tests that have to see it", ""], rows)
+        + "\n</details>\n"
+    )
+
+
 TABLES: dict[str, Callable[[dict], str]] = {
     "machine": machine,
     "weights": weights,
@@ -117,8 +141,9 @@ TABLES: dict[str, Callable[[dict], str]] = {
 
 
 def filled(page: str, report: dict) -> str:
-    """The page with what stands between its markers made anew."""
-    return fill(page, {name: table(report) for name, table in TABLES.items()})
+    """The page with what is between its markers made again."""
+    page = fill(page, {name: table(report) for name, table in TABLES.items()})
+    return fill(page, {"mutations": mutations(json.loads(MUTATIONS.read_text()))})
 
 
 if __name__ == "__main__":

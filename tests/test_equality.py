@@ -11,7 +11,6 @@ from conftest import ROOT, run
 from ranks import (
     NormNet,
     batches,
-    changed_copy,
     chosen,
     results,
     run_ranks,
@@ -129,14 +128,12 @@ def trained(digits, tmp_path_factory):
     """Train 20 steps, once; returns the checkpoint."""
 
     @functools.cache
-    def of(name, world_size, *flags, root=None, **how):
+    def of(name, world_size, *flags, **how):
         folder = tmp_path_factory.mktemp("weights")
         argv = ["--data", digits, *FLAGS, "-b", 48, "--max-steps", 10, "--epochs", 2]
         argv += ["--lr", 0.1, "--warmup-epochs", 1, "-j", 0, "--output", folder / "out"]
         arguments = {"name": name, "flags": [str(flag) for flag in (*argv, *flags)]}
-        start(name)(
-            folder, world_size, train, net="small", root=root, **arguments, **how
-        )
+        start(name)(folder, world_size, train, net="small", **arguments, **how)
         return torch.load(folder / "out" / "checkpoint.pt", weights_only=True)
 
     return of
@@ -225,102 +222,6 @@ def test_one_process_has_the_bits_of_dataparallel(trained, whole_batch):
     assert difference(trained("distributed", 1), whole_batch) == (0, 0)
 
 
-STEP = "    state.scaler.step(state.optimizer)\n"
-WRONG = {
-    "a sum in the place of the mean": (
-        "distributed",
-        "distributed.py",
-        STEP,
-        "    [w.grad.mul_(dist.get_world_size()) for w in model.parameters()]\n" + STEP,
-    ),
-    "gradients of one process": (
-        "distributed",
-        "distributed.py",
-        "    outputs = forward(args, model, images)\n    loss",
-        "    outputs = forward(args, model.module, images)\n    loss",
-    ),
-    "metrics that were never reduced": (
-        "distributed",
-        "distributed.py",
-        "    dist.all_reduce(sums)\n",
-        # Tables are what processes compare at their start; they would not start
-        "    if sums.ndim == 2:\n        dist.all_reduce(sums)\n",
-    ),
-    "means of means": (
-        "distributed",
-        "distributed.py",
-        "    dist.all_reduce(sums)\n",
-        "    dist.all_reduce(sums if sums.ndim == 2 else sums[:1])\n",
-    ),
-    "an image normalised twice": (
-        "multiprocessing_distributed",
-        "multiprocessing_distributed.py",
-        "        seed_step(args.seed, state.epoch, step, rank)\n",
-        "        images = loader.normalise(images)\n",
-    ),
-    "a batch split unevenly": (
-        "distributed",
-        "common/data.py",
-        "EpochBatches(sampler, args.per_process_batch_size,",
-        "EpochBatches(sampler, args.per_process_batch_size + 1 - 2 * bool(sampler[0] if "
-        "isinstance(sampler, range) else sampler.rank),",
-    ),
-    "the same images in all processes": (
-        "distributed",
-        "distributed.py",
-        "num_replicas=world_size, rank=rank,",
-        "num_replicas=1, rank=0,",
-    ),
-    "an order of its own in each process": (
-        "distributed",
-        "distributed.py",
-        "rank=rank, seed=args.seed,",
-        "rank=rank, seed=args.seed + rank,",
-    ),
-    "the same order in every epoch": (
-        "distributed",
-        "distributed.py",
-        "        train_sampler.set_epoch(state.epoch)\n",
-        "",
-    ),
-    "a learning rate per process": (
-        "distributed",
-        "distributed.py",
-        "scaled_learning_rate(args.lr, args.global_batch_size)",
-        "scaled_learning_rate(args.lr, args.per_process_batch_size)",
-    ),
-}
-WRONG_HOROVOD = {
-    "a sum in the place of the mean": (
-        "raw_model.named_parameters(), InMemoryOrder(compression)",
-        "raw_model.named_parameters(), InMemoryOrder(compression), op=hvd.Sum",
-    ),
-    "a result that is thrown away": (
-        'return hvd.allreduce(sums, op=hvd.Sum, name="sums")',
-        'total = hvd.allreduce(sums, op=hvd.Sum, name="sums")\n'
-        "    return total if sums.ndim == 2 else sums",
-    ),
-}
-
-
-@pytest.mark.parametrize("mistake", WRONG)
-def test_a_wrong_reduction_is_seen(trained, whole_batch, tmp_path, mistake):
-    """What the tests above compare does tell a right run from these wrong ones."""
-    name, file, old, new = WRONG[mistake]
-    root = changed_copy(tmp_path, file, old, new)
-    assert not agree(trained(name, 2, root=root), whole_batch)
-
-
-@pytest.mark.horovod
-@pytest.mark.full
-@pytest.mark.parametrize("mistake", WRONG_HOROVOD)
-def test_a_wrong_reduction_under_horovod_is_seen(
-    trained, whole_batch, tmp_path, mistake
-):
-    root = changed_copy(tmp_path, "horovod_distributed.py", *WRONG_HOROVOD[mistake])
-    assert not agree(trained("horovod_distributed", 2, root=root), whole_batch)
-
-
 # --- the same validation ---
 
 SIZES = list(range(1, 42))
@@ -387,47 +288,6 @@ def score(digits, path, size):
         top1 += best[0] == label
         top5 += label in best
     return loss, top1, top5, size
-
-
-WRONG_VALIDATION = {
-    "padded shards": (
-        "val_sampler = range(rank, len(val_set), world_size)",
-        "val_sampler = DistributedSampler(val_set, world_size, rank, shuffle=False)",
-    ),
-    "buffers of each process": ("    share_buffers(eval_model)\n", ""),
-    "metrics that were never reduced": (
-        "    dist.all_reduce(sums)\n",
-        "    if sums.ndim == 2:\n        dist.all_reduce(sums)\n",
-    ),
-    "the dropout and statistics of training": ("    eval_model.eval()\n", ""),
-    "losses divided twice": (
-        "        meter.add(F.cross_entropy(outputs, labels), outputs, labels)\n",
-        "        meter.add(F.cross_entropy(outputs, labels) / len(labels), outputs, labels)\n",
-    ),
-}
-
-
-@pytest.mark.parametrize("mistake", WRONG_VALIDATION)
-def test_a_wrong_validation_is_seen(digits, tmp_path, mistake):
-    root = changed_copy(tmp_path / "copy", "distributed.py", *WRONG_VALIDATION[mistake])
-    flags = ["--data", digits, *FLAGS, "-b", 12, "-j", 0, "--evaluate", "--pretrained"]
-    found = run_ranks(
-        tmp_path,
-        2,
-        validate_sizes,
-        name="distributed",
-        flags=[*map(str, flags), "--output", str(tmp_path / "out")],
-        sizes=[7, 40],
-        output=str(tmp_path),
-        root=root,
-    )
-    right = []
-    for size in (7, 40):
-        loss, top1, top5, images = score(digits, tmp_path / f"{size}.pt", size)
-        expected = (100 * top1 / images, 100 * top5 / images, size)
-        for figures, _ in (one[size] for one in found):
-            right.append(figures[1:] == expected and abs(figures[0] - loss) <= 1e-5)
-    assert not all(right)
 
 
 @functools.cache
