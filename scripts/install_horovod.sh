@@ -13,6 +13,11 @@
 # fits PyTorch. The wheel is kept in the user's cache, so the next environment of the same kind
 # takes seconds. Exit status: 0 installed, 3 cannot be built here (one line says why), 1 the build failed.
 set -euo pipefail
+case " $* " in *" --help "* | *" -h "*)
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+    exit 0
+    ;;
+esac
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 PYTHON=${PYTHON:-$ROOT/.venv/bin/python}

@@ -1,6 +1,13 @@
 # shellcheck shell=bash
 # Sourced by quickstart.sh and test.sh, with ROOT set: makes or finds the environment.
 
+# What the first lines of the script say about it; nothing is set up for that
+case " $* " in *" --help "* | *" -h "*)
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+    exit 0
+    ;;
+esac
+
 say() { printf '%s\n' "$*"; }
 fail() {
     printf '%s: error: %s\n' "$(basename "$0")" "$*" >&2

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -247,6 +248,16 @@ def spoiled(pictures):
 def test_help_of_a_launcher(strategy):
     ended = launcher(strategy, "--help")
     assert ended.returncode == 0 and "--global-batch-size" in ended.stdout
+
+
+@pytest.mark.parametrize("name", ("quickstart", "test", "timings", "install_horovod"))
+def test_help_sets_nothing_up(name, tmp_path):
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    script = tmp_path / "scripts" / f"{name}.sh"
+    ended = run("bash", script, "--help", timeout=10, PYTHON="", HOME=str(tmp_path))
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert f"  bash scripts/{name}.sh" in ended.stdout and "#" not in ended.stdout[:60]
+    assert [file.name for file in tmp_path.iterdir()] == ["scripts"]
 
 
 def test_unknown_launcher(pictures):
