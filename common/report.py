@@ -57,11 +57,14 @@ def print_start(
             f"({interpolation.value}) and takes the middle {crop} pixels",
             flush=True,
         )
-    if args.per_process_batch_size < SMALL_BATCH and not args.evaluate:
+    size, one, fewer = args.per_process_batch_size, "process", "start fewer processes"
+    if args.strategy == "dataparallel" and device.type == "cuda":
+        size, one, fewer = size // torch.cuda.device_count(), "GPU", "use fewer GPUs"
+    if size < SMALL_BATCH and not args.evaluate:
         print(
-            f"note: {args.per_process_batch_size} images per process and step are few: "
-            f"below {SMALL_BATCH}, batch norm costs accuracy and GPUs idle; raise "
-            "--global-batch-size, or start fewer processes",
+            f"note: {size} images per {one} and step are few: below {SMALL_BATCH}, "
+            "batch norm costs accuracy and GPUs idle; raise --global-batch-size, or "
+            f"{fewer}",
             flush=True,
         )
     if state.epoch >= args.epochs and not args.evaluate:

@@ -688,6 +688,19 @@ def test_few_images_per_process_are_named_at_the_start(size, said, capsys):
     assert (note in capsys.readouterr().out) is said
 
 
+@pytest.mark.parametrize("gpus, said", [(32, True), (16, False)])
+def test_dataparallel_shares_its_batch_out_over_gpus(gpus, said, monkeypatch, capsys):
+    """256 images on 32 GPUs are 8 each, in one process; the GPUs are stand-ins."""
+    args = parse("--synthetic", "--precision", "fp32")
+    args.per_process_batch_size, args.strategy = 256, "dataparallel"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr("common.report.describe", lambda _: "a GPU")
+    device = torch.device("cuda", 0)
+    print_start(args, Namespace(epoch=0, step=0), device, 1, 10)
+    note = "note: 8 images per GPU and step are few"
+    assert (note in capsys.readouterr().out) is said
+
+
 def test_a_resumed_epoch_stays_out_of_the_medians():
     measured = ("seconds", "images_per_second", "step_milliseconds", "data_wait_share")
 
