@@ -364,6 +364,17 @@ def blocked() -> None:
     libc.pthread_mutex_lock(mutex)
 
 
+def signalled_twice() -> None:
+    """Finish batches, also between two signals."""
+    Watchdog.PATIENCE = 0.1
+    watchdog = Watchdog(timedelta(seconds=60))
+    for number in range(20):
+        watchdog.feed()
+        if number in (2, 17):
+            signal.raise_signal(signal.SIGTERM)
+        time.sleep(0.1)
+
+
 def suspended(seconds: int) -> None:
     """Finish batches for a few seconds."""
     Watchdog.GRACE = 1

@@ -17,6 +17,7 @@ from ranks import (
     Ranks,
     blocked,
     run_ranks,
+    signalled_twice,
     suspended,
     train,
     train_signalled,
@@ -482,6 +483,12 @@ def test_a_second_signal_ends_a_process_that_waits_in_c_code(tmp_path):
         ranks.signal(0, signal.SIGTERM)
         assert ranks.end(10) == [1]
         assert "finished no batch between two signals" in ranks.text()
+
+
+def test_a_second_signal_spares_a_process_that_trains(tmp_path):
+    """As SIGUSR1 of Slurm some time before its SIGTERM."""
+    with Ranks(tmp_path, 1, signalled_twice) as ranks:
+        assert ranks.end(20) == [0], ranks.text()
 
 
 def test_the_watchdog_spares_a_process_that_was_suspended(tmp_path):

@@ -686,6 +686,9 @@ def test_few_images_per_process_are_named_at_the_start(size, said, capsys):
     print_start(args, Namespace(epoch=0, step=0), CPU, 2, 10)
     note = f"note: {size} images per process and step are few"
     assert (note in capsys.readouterr().out) is said
+    args.evaluate = True
+    print_start(args, Namespace(epoch=0, step=0), CPU, 2, 10)
+    assert "note" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("gpus, said", [(32, True), (16, False)])
