@@ -289,7 +289,7 @@ def resume(
             `everyone` has another checkpoint, or none.
     """
     state.images = everyone.images
-    if not args.evaluate:  # and before the look at what other runs have written
+    if not args.evaluate:  # before anything in the folder is read
         problem = "none"
         if everyone.rank == 0:
             try:
