@@ -5,11 +5,13 @@ import contextlib
 import errno
 import fcntl
 import io
+import itertools
 import json
 import math
 import os
 import shutil
 import socket
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from common.agreement import ALONE, Processes
+from common.agreement import ALONE, Processes, shown
 from common.data import digest_of
 from common.errors import LOST_PROCESS, UserError, say
 from common.meters import Averages, averages
@@ -27,6 +29,7 @@ CHECKPOINT = "checkpoint.pt"
 BEST = "best.pt"
 RECORDS = "epochs.jsonl"
 LOCK = "lock"
+LEASE_SECONDS = 100
 
 # A resumed run is the same run only if these are the same
 RECIPE = (
@@ -350,7 +353,8 @@ def lock_output(folder: Path) -> io.FileIO | None:
     The lock is a POSIX record lock: it works over NFS, loader processes do not inherit
     it, and the kernel removes it when a process is killed. Once a process closes any
     descriptor of the file its lock is gone, so open it only here. The file remains:
-    another run may be waiting at it.
+    another run may be waiting at it. A lock that another machine holds is waited for:
+    if that machine died, an NFS server keeps its lock until a lease of 90 s ends.
 
     Returns:
         The file; None where the file system has no locks.
@@ -361,27 +365,35 @@ def lock_output(folder: Path) -> io.FileIO | None:
     Source: https://man7.org/linux/man-pages/man2/fcntl_locking.2.html
     """
     make_output_folder(folder)
-    path = folder / LOCK
+    path, host = folder / LOCK, socket.gethostname()
     try:
         file = io.FileIO(path, "a+")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
-        return file
-    except OSError as error:
-        with file:
-            file.seek(0)
-            owner = file.read().decode(errors="replace")
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            raise UserError(
-                f"another run ({owner}) is writing to {folder}; choose another --output"
-            ) from None
-        if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-            return None
-        raise UserError(f"cannot lock {path}: {error.strerror}") from None
+    for second in itertools.count():
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {host}".encode())
+            return file
+        except OSError as error:
+            problem = error
+        file.seek(0)
+        owner = file.read().decode(errors="replace")
+        taken = problem.errno in (errno.EACCES, errno.EAGAIN)
+        if not taken or owner.endswith(f" on {host}") or second == LEASE_SECONDS:
+            break
+        if second == 1:
+            say(f"waiting up to {LEASE_SECONDS} s for the lock of {owner} on {folder}")
+        time.sleep(1)
+    file.close()
+    if taken:
+        raise UserError(
+            f"another run ({owner}) is writing to {folder}; choose another --output"
+        )
+    if problem.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+        return None
+    raise UserError(f"cannot lock {path}: {problem.strerror}")
 
 
 def make_output_folder(folder: Path) -> None:
@@ -446,11 +458,12 @@ def check_recipe(path: Path, content: dict, recipe: dict) -> None:
         UserError: a value differs; the text has the flag and both values.
     """
     for name in recipe:
-        if content["recipe"].get(name) != recipe[name]:
+        saved = content["recipe"].get(name)
+        if saved != recipe[name]:
             flag = "--" + name.replace("_", "-")
             raise UserError(
-                f"{path} was made with {flag} {content['recipe'].get(name)}, now it is "
-                f"{recipe[name]}: give the same, or another --output for another run"
+                f"{path} was made with {flag} {shown(saved)}, now it is "
+                f"{shown(recipe[name])}: give the same, or another --output"
             )
 
 

@@ -356,6 +356,8 @@ def fits(item: Any) -> bool:
     if not isinstance(item, tuple | list) or len(item) != 2:
         return False
     image, label = item
+    if isinstance(label, Tensor) and label.dtype == torch.int64 and not label.ndim:
+        label = int(label)  # as in a TensorDataset
     return (
         isinstance(image, Tensor)
         and image.dtype == torch.uint8

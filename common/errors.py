@@ -26,7 +26,8 @@ LOST_PROCESS = re.compile(
     r"|(operations?( have failed or)?|client socket|socket \S+) (has )?timed out"
     r"|timed out (waiting|connecting|after|in (monitoredBarrier|blocking))"
     r"|(connect|read|write|wait|socket|nccl|application|barrier|operation) timeout"
-    r"|timeout waiting for key|nccl (remote|system|communicator)|unexpected status"
+    r"|timeout waiting for key|nccl ?(remote|system|communicator)|unexpected status"
+    r"|remote process exited"
     r"|horovod has been shut down|DataLoader worker \(pid",
     re.IGNORECASE,
 )

@@ -8,6 +8,7 @@ import pickle
 import random
 import signal
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from ranks import (
     train_and_print_saves,
 )
 
+from common import checkpoint
 from common.agreement import agree
 from common.arguments import build_parser, parse_arguments
 from common.check import check
@@ -279,6 +281,25 @@ def test_a_run_s_lock_ends_with_it_whatever_it_forked(pictures, tmp_path):
             os.kill(child, signal.SIGKILL)
 
 
+def test_the_lock_of_another_machine_is_waited_for(tmp_path, monkeypatch, capsys):
+    """It may have died: an NFS server then keeps its lock for some time."""
+    output = tmp_path / "run"
+    with Ranks(tmp_path, 1, lock_and_fork, output=str(output)) as ranks:
+        wait_until(lambda: "forked" in ranks.text(), 20, "the lock")
+        os.kill(int(ranks.text().split()[-1]), signal.SIGKILL)
+        (output / "lock").write_text("process 7 on another")
+        monkeypatch.setattr(checkpoint, "LEASE_SECONDS", 2)
+        with pytest.raises(
+            UserError, match=r"another run \(process 7 on another\) is w"
+        ):
+            lock_output(output)
+        said = f"waiting up to 2 s for the lock of process 7 on another on {output}\n"
+        assert capsys.readouterr().err.endswith(said)
+        monkeypatch.setattr(checkpoint, "LEASE_SECONDS", 60)
+        threading.Timer(1.5, ranks.signal, (0, signal.SIGKILL)).start()
+        lock_output(output).close()
+
+
 def test_without_locks_a_run_trains_and_warns_once(tmp_path, monkeypatch, capsys):
     def none(*what):
         raise OSError(number, "no locks")
@@ -333,7 +354,7 @@ def saved(tmp_path, *flags):
     [
         (("--arch", "resnet50"), "made with --arch resnet18, now it is resnet50"),
         (("-b", "128"), "made with --global-batch-size 256, now it is 128"),
-        (("--pretrained",), "made with --pretrained False, now it is True"),
+        (("--pretrained",), "made with --pretrained not given, now it is given"),
         (("--seed", "3"), "made with --seed 0, now it is 3"),
         (("--lr", "0.3"), "made with --lr 0.1, now it is 0.3"),
         (("--decoder", "pil"), "made with --decoder auto, now it is pil"),

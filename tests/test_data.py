@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import ROOT
 from ranks import shard_region
+from torch.utils.data import TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from common import data, limits
@@ -334,6 +335,9 @@ def test_images_of_a_batch_have_one_size():
     numbered = Items((IMAGE, numpy.int64(3)), [IMAGE, 4])
     ((_, labels),) = loaded(numbered, 0)
     assert labels.tolist() == [3, 4] and labels.dtype == torch.int64
+    tensors = TensorDataset(torch.stack([IMAGE, IMAGE]), torch.tensor([5, 6]))
+    ((_, labels),) = loaded(tensors, 0)
+    assert labels.tolist() == [5, 6] and labels.dtype == torch.int64
 
 
 def test_synthetic_batches_are_on_the_device_and_of_any_number():

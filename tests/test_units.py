@@ -381,6 +381,8 @@ def test_a_gpu_that_cannot_be_used_is_said_aloud(monkeypatch, capsys):
         "Some NCCL operations have failed or timed out. Due to the asynchronous nature",
         "Rank 1 timed out in monitoredBarrier after 3000 ms",
         "NCCL communicator was aborted on rank 3",
+        "ncclRemoteError: A call failed possibly due to a network error",
+        "a remote process exited or there was a network error",
         "[Errno 110] Connection timed out",
         "Horovod has been shut down. This was caused by an exception on one of the ranks",
     ],
