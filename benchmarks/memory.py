@@ -30,6 +30,11 @@ from common.errors import exit_status
 
 IMAGES, CLASSES, WORKERS, BATCH = 1_281_167, 1000, 4, 1024
 ROOT = "/data/imagenet/train"
+KINDS = {
+    "lists": "list of (path, label)",
+    "packed": "packed",
+    "unfrozen": "packed, without `gc.freeze()`",
+}
 NO_IMAGE = torch.zeros(3, 1, 1, dtype=torch.uint8)
 
 
@@ -108,7 +113,7 @@ def measure(kind: str, epochs: int) -> dict:
             if epoch == number == 0:
                 history.append(workers_mib())
         history.append(workers_mib())
-    return {**found, "worker_mib": history, "growth_mib": history[-1] - history[0]}
+    return {**found, "worker_mib": history}
 
 
 def workers_mib() -> float:
@@ -122,23 +127,23 @@ def main() -> None:
         print(json.dumps(measure(sys.argv[2], int(sys.argv[3]))))
         return
     epochs = int(sys.argv[1]) if len(sys.argv) > 1 else 8
-    results = {}
-    for kind in ("lists", "packed", "unfrozen"):
+    index, history = {}, {}
+    for kind, name in KINDS.items():
         command = [sys.executable, "-m", "benchmarks.memory", "--measure", kind]
         output = subprocess.run(
             [*command, str(epochs)], check=True, stdout=subprocess.PIPE, text=True
         ).stdout
-        results[kind] = json.loads(output)
-        print(
-            f"{kind:9}{results[kind]['parent_mib']:8.0f} MiB in the training process; "
-            f"each of {WORKERS} loader processes: "
-            + " -> ".join(f"{mib:.1f}" for mib in results[kind]["worker_mib"])
-            + f" MiB over {epochs} epochs",
-            flush=True,
-        )
-    write_results(
-        "memory", {"images": IMAGES, "workers": WORKERS, "epochs": epochs, **results}
-    )
+        history[name] = json.loads(output)
+        mib = history[name]["worker_mib"]
+        index[name] = {
+            "training process": history[name].pop("parent_mib"),
+            "loader process, first batch": mib[0],
+            f"after {epochs} shuffled epochs": mib[-1],
+            "growth": mib[-1] - mib[0],
+        }
+        print(f"{name}, MiB: {index[name]}", flush=True)
+    setup = {"images": IMAGES, "workers": WORKERS, "epochs": epochs}
+    write_results("memory", {**setup, "index": index, "history": history})
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 The first form checks the model on this machine: it trains a small network in 1 to 4 CPU
 processes, takes alpha and beta from all-reduces between two of them, and predicts the
 steps of the others. Prints the errors and writes results/scaling.json.
-`python -m benchmarks.scaling_page` then makes docs/scaling.md and its figure.
+`python docs/make.py` then puts them into docs/scaling.md.
 
 The second form prints the table for your own model and machines.
 """
@@ -216,23 +216,35 @@ def checked(report: dict) -> dict[int, dict]:
     return rows
 
 
-def print_check(report: dict) -> None:
-    """The table of errors."""
-    link = fitted(report)
-    print(f"\nalpha {link.alpha * 1e6:.0f} us, beta {link.beta / 1e9:.2f} GB/s")
-    header = ("milliseconds", "compute", "all-reduce", "step", "predicted")
-    print("{:14}{:>9}{:>12}{:>8}{:>18}   error".format(*header))
+def rows(report: dict) -> list[dict[str, object]]:
+    """The table of errors; times are in milliseconds."""
+    table = []
     for processes, row in checked(report).items():
-        alone = row.get("all_reduce", {"median": 0})["median"]
-        compute, step = (
-            f"{row[name]['median'] * 1e3:.1f}" for name in ("compute", "step")
+        alone = row.get("all_reduce", {"median": 0.0})["median"]
+        table.append(
+            {
+                "processes": processes,
+                "compute": 1e3 * row["compute"]["median"],
+                "all-reduce": 1e3 * alone,
+                "by the model": 1e3 * row["ring"],
+                "DDP step": 1e3 * row["step"]["median"],
+            }
         )
-        ends = [row[name] for name in ("all hidden", "nothing hidden")]
-        predicted = " to ".join(f"{end['seconds']['median'] * 1e3:.1f}" for end in ends)
-        error = " to ".join(f"{end['error']['median']:+.0%}" for end in ends)
+        for end in ("nothing hidden", "all hidden"):
+            error = "{median:+.0%} ({low:+.0%} to {high:+.0%})".format(
+                **row[end]["error"]
+            )
+            table[-1][f"error, {end}"] = error.replace("%", " %")
+    return table
+
+
+def print_check(report: dict) -> None:
+    """Print the table of errors."""
+    print("\nmilliseconds, and errors of the predicted step with quartiles")
+    for row in report["check"]:
+        values = row.items()
         print(
-            f"{processes:<14}{compute:>9}{alone * 1e3:12.1f}{step:>8}"
-            f"{predicted:>18}   {error}"
+            ", ".join(f"{k} {v:.0f}" if k[0] != "e" else f"{k} {v}" for k, v in values)
         )
 
 
@@ -333,6 +345,9 @@ def main() -> None:
     if any(word.startswith("-") for word in sys.argv[1:]):
         raise UserError("a table for your GPUs needs --step-milliseconds")
     report = measure(args.rounds or 9)
+    link = fitted(report)
+    report["alpha_ms"], report["beta_gb_per_s"] = link.alpha * 1e3, link.beta / 1e9
+    report["check"] = rows(report)
     print_check(report)
     write_results("scaling", report)
 

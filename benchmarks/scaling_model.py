@@ -5,13 +5,7 @@ m bytes takes alpha + m / beta. A ring of n processes sums a vector of M bytes i
 2 (n - 1) messages of M / n bytes each, one after the other, as every process has to
 see every part twice: once to add to it, once to receive the sum.
 
-- Cost of the ring: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective
-  Communication Operations in MPICH", 2005, https://doi.org/10.1177/1094342005051521
-- No algorithm sends less: P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce
-  algorithms for clusters of workstations", 2009,
-  https://doi.org/10.1016/j.jpdc.2008.09.002
-- What DDP hides behind the backward pass, and its buckets: S. Li et al., "PyTorch
-  Distributed", 2020, https://arxiv.org/abs/2006.15704
+Sources: docs/scaling.md.
 """
 
 import math
@@ -20,8 +14,7 @@ from typing import NamedTuple
 
 import numpy
 
-# Share of a step's computation that is backward pass: twice the forward's work, for a
-# layer has two products to make there, one for its input and one for its weights
+# Share of the backward pass in a step's computation: two products a layer, not one
 BACKWARD = 2 / 3
 MIB = 2**20
 BUCKET, FIRST_BUCKET = 25 * MIB, MIB  # DistributedDataParallel's defaults
@@ -42,14 +35,7 @@ class Range(NamedTuple):
 
 
 def ring_seconds(processes: int, size: float, link: Link, calls: int = 1) -> float:
-    """Time in which a ring all-reduces `size` bytes.
-
-    Args:
-        processes: in the ring; a single one has nothing to send.
-        size: bytes of the vector that each process holds.
-        link: from a process to the next.
-        calls: all-reduces that the vector is cut into.
-    """
+    """Time in which a ring all-reduces the `size` bytes of each process in `calls`."""
     messages = 2 * (processes - 1)
     return calls * messages * link.alpha + messages / processes * size / link.beta
 
@@ -105,11 +91,7 @@ class Cluster(NamedTuple):
 
 
 def step_seconds(compute: float, communication: float) -> tuple[float, float]:
-    """Longest and shortest time of a step.
-
-    Returns:
-        With nothing hidden, and with all hidden that fits behind the backward pass.
-    """
+    """Time of a step with nothing hidden; with all that fits behind the backward."""
     exposed = max(0.0, communication - BACKWARD * compute)
     return compute + communication, compute + exposed
 
@@ -124,12 +106,7 @@ def fit(processes: int, sizes: Sequence[float], seconds: Sequence[float]) -> Lin
     """The link that explains measured all-reduces of several sizes best.
 
     Least squares of the relative errors, so that small sizes, which alone tell
-    alpha, count as much as large ones.
-
-    Args:
-        processes: in the ring.
-        sizes: bytes, at least two different ones.
-        seconds: measured, one for each size.
+    alpha, count as much as large ones. At least two sizes have to differ.
     """
     sizes, seconds = numpy.asarray(sizes, float), numpy.asarray(seconds, float)
     messages = 2 * (processes - 1)

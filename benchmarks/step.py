@@ -210,7 +210,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         steps = compare_steps(2 * rounds, Path(folder))
         training = compare_training(rounds, Path(folder))
-    write_results("step", {"rounds": rounds, "steps": steps, "training": training})
+    write_results("step", {"rounds": rounds, **steps, "training": training})
 
 
 if __name__ == "__main__":

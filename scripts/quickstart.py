@@ -3,7 +3,7 @@
     python scripts/quickstart.py DATA OUTPUT       # what quickstart.sh calls
 
 Interrupted, it goes on where it was when it is started again. It leaves what the table
-is made of in OUTPUT/quickstart.json.
+is made of in OUTPUT/quickstart.json, and the table in quickstart.md.
 """
 
 import json
@@ -139,6 +139,7 @@ def main() -> None:
         sys.exit(130)
     output.mkdir(parents=True, exist_ok=True)
     (output / "quickstart.json").write_text(json.dumps(runs, indent=2) + "\n")
+    (output / "quickstart.md").write_text(render(runs))
     print(f"\n{render(runs)}\nThe runs are in {output}; delete it to train again.")
     sys.exit(any(run["status"].startswith("failed") for run in runs))
 

@@ -1,6 +1,6 @@
 """Make a table, a figure and a conclusion of the runs that scripts/timings.py measured.
 
-python scripts/report.py results/DIR    # report.md, timings.svg and timings.png
+python scripts/report.py results/DIR    # report.md, table.md, words.md, timings.svg
 """
 
 import json
@@ -711,29 +711,23 @@ def draw_scaling(timings: Timings, precision: str, axes, weak: bool) -> None:
     axes.set_title(title, fontsize=8, loc="left")
 
 
-def readme_table(timings: Timings, folder: Path) -> str:
-    """The figure and the table for README.md."""
-    precision = timings.settings["precision"][0]
-    return (
-        f'<img src="{folder}/timings.svg" width="560" alt="Seconds per epoch of each '
-        'strategy, and their speed-up over one device">\n\n'
-        f"{main_table(timings, precision, FIRST)}"
-    )
+def readme_table(timings: Timings) -> str:
+    """The table in README.md."""
+    return main_table(timings, timings.settings["precision"][0], FIRST)
 
 
-def readme_words(timings: Timings, folder: Path) -> str:
+def readme_words(timings: Timings) -> str:
     """What README.md says below its table."""
-    precision = timings.settings["precision"][0]
-    return (
-        f"{conclusion(timings, precision)}\n\n{notes(timings)}\n\n{hardware(timings)}\n"
-        f"All tables: [{folder}/report.md]({folder}/report.md), and one file a run.\n"
-    )
+    words = conclusion(timings, timings.settings["precision"][0])
+    return f"{words}\n\n{notes(timings)}\n\n{hardware(timings)}\n"
 
 
 def write(folder: Path) -> None:
-    """Write report.md and the figures."""
+    """Write report.md, what README.md shows of it, and the figures."""
     timings = Timings(folder)
     (folder / "report.md").write_text(markdown(timings))
+    (folder / "table.md").write_text(readme_table(timings))
+    (folder / "words.md").write_text(readme_words(timings))
     try:
         draw(timings, folder)
     except ImportError:

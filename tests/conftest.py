@@ -44,7 +44,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--figures",
         action="store_true",
-        help="write results/reliability.json and results/multinode.json",
+        help="write results/reliability.json, multinode.json and lessons/",
     )
 
 
@@ -77,10 +77,10 @@ def pytest_sessionfinish(session, exitstatus):
         "torch": torch.__version__,
         "horovod": None if MISSING["horovod"] else version("horovod"),
     }
-    hosts = {n: v for n, v in FIGURES.items() if n.startswith("multihost / ")}
+    hosts = {n: v for n, v in FIGURES.items() if n.startswith("hosts ")}
     others = {n: v for n, v in FIGURES.items() if n not in hosts}
-    complete = {"weights", "val loss", "kills in a write", "end"}
-    anew = complete <= {re.split(", | /", name)[0] for name in others}
+    complete = {"rounding", "val loss", "kills in a write", "end"}
+    anew = complete <= {name.split(" / ")[0] for name in others}
     write_figures("reliability", others, this_session, anew)
     path = ROOT / "results" / "multinode.json"
     old = json.loads(path.read_text())["figures"] if path.exists() else {}
@@ -95,9 +95,34 @@ def write_figures(name: str, figures: dict, this_session: dict, anew: bool) -> N
     report = {"sessions": [], "figures": {}}
     if path.exists() and not anew:
         report = json.loads(path.read_text())
-    report["sessions"].append(this_session)
+    counts = ("passed", "failed", "minutes")
+    for session in report["sessions"]:  # parts of one commit's run are one run
+        if {**session, **{c: this_session[c] for c in counts}} == this_session:
+            for count in counts:
+                session[count] = round(session[count] + this_session[count], 1)
+            break
+    else:
+        report["sessions"].append(this_session)
     report["figures"].update(figures)
+    if "kills in a write" in report["figures"]:
+        report["kills"] = kills(report["figures"])
     path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def kills(figures: dict) -> list[dict]:
+    """Sum up how often what was killed."""
+    saves, halves = figures["kills in a write"]
+    again, chains = (
+        [value for name, value in figures.items() if name.startswith(beginning)]
+        for beginning in ("killed again and again / ", "resumed to the bit / ")
+    )
+    rows = (
+        ("a process that only saves", 1, saves, halves),
+        ("a training, at random moments", len(again), sum(map(len, again)), None),
+        ("a training under its launcher, once", len(chains), len(chains), None),
+    )
+    header = ("killed", "runs", "kills", "of them while a file was half written")
+    return [dict(zip(header, row, strict=True)) for row in rows]
 
 
 def horovod_missing() -> str | None:

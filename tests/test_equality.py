@@ -205,8 +205,9 @@ TRAINED = {
 def test_same_weights_up_to_rounding(trained, whole_batch, name, world_size, figure):
     found = trained(name, world_size)
     weights, momenta = difference(found, whole_batch)
-    figure(f"weights, {name}, {world_size} processes", weights)
-    figure(f"momentum, {name}, {world_size} processes", momenta)
+    row = f"rounding / {name}, {world_size} processes"
+    figure(f"{row} / weights", weights)
+    figure(f"{row} / momentum", momenta)
     assert agree(found, whole_batch), (weights, momenta)
 
 
@@ -260,7 +261,8 @@ def test_validation_counts_every_image_once(
             for name_of, buffer in rank_0_buffers(size).items():
                 assert torch.equal(buffer, buffers[name_of])
         hits.add((top1, top5))
-    figure(f"val loss, {name}, {world_size} processes, batch {batch_size}", max(errors))
+    row = f"val loss / {name}, {world_size} processes"
+    figure(f"{row} / batch {batch_size}", max(errors))
     assert max(errors) <= 1e-5
     assert len(hits) > 10  # or equal counts would say little
 

@@ -113,7 +113,8 @@ def test_a_run_ends_and_leaves_nothing_behind(way, event, pictures, tmp_path, fi
         seconds = time.monotonic() - began
         text = job.text()
     saved = "stopped after step" in text or "stopped after epoch" in text
-    figure(f"end / {way} / {event}", [status, round(seconds, 1), saved])
+    ended = [status, f"{seconds:.1f} s", *["saved"] * saved]
+    figure(f"end / {event} / {way}", ended)
     assert status != 0, text
     assert text.count("stopped after") <= 1
     content = torch.load(output / "checkpoint.pt", weights_only=True)

@@ -318,7 +318,8 @@ def test_two_processes_on_each_host_differ_by_rounding(
     engine(job, flags, processes=2)
     assert set(job.end(180).values()) == {0}, job.text()
     difference = assert_same_weights(tmp_path / "out", one_host(4), ROUNDING)
-    keep(figure, "rounding", request, {}, difference)
+    name = re.search(r"\[(.*)\]", request.node.name)[1].split("-")[0]
+    figure(f"hosts rounding / {name} / largest difference", difference)
 
 
 @pytest.fixture(scope="module")
@@ -340,8 +341,13 @@ def training(job, output):
 def keep(figure, event, request, statuses, seconds):
     """Keep the launchers' exit statuses, and how long it took."""
     engine = re.search(r"\[(.*)\]", request.node.name)[1].split("-")[0]
-    values = [*statuses.values(), round(seconds, 1) if seconds > 1e-3 else seconds]
-    figure(f"multihost / {event} / {engine}", values)
+    figure(f"hosts failure / {event} / {engine}", ended(statuses, seconds))
+
+
+def ended(statuses, seconds):
+    """What a table shows of an end."""
+    codes = ("launcher stays" if code is None else code for code in statuses.values())
+    return [*codes, f"{seconds:.1f} s"]
 
 
 @pytest.mark.full
@@ -427,7 +433,8 @@ def test_torchrun_starts_a_killed_process_again(
     statuses = job.end(120)
     assert set(statuses.values()) == {0}, job.text()
     assert_same_weights(tmp_path / "out", uninterrupted)
-    figure("multihost / restart / a process is killed", [0, 0, seconds])
+    row = "hosts restart / a process is killed"
+    figure(f"{row} / ended with", ended(statuses, seconds))
 
 
 @pytest.mark.full
@@ -447,7 +454,8 @@ def test_torchrun_takes_a_host_back(job, digits, uninterrupted, tmp_path, figure
     statuses = job.end(120)
     assert set(statuses.values()) == {0}, job.text()
     assert_same_weights(tmp_path / "out", uninterrupted)
-    figure("multihost / restart / hostb dies and comes back", [0, 0, seconds])
+    row = "hosts restart / hostb dies and comes back"
+    figure(f"{row} / ended with", ended(statuses, seconds))
 
 
 @pytest.mark.full
@@ -464,7 +472,8 @@ def test_torchrun_gives_a_host_up_that_does_not_come_back(
     assert statuses["hosta"] == 1, job.text()
     assert "did not all meet" in job.text("hosta")
     assert "Traceback" not in job.text("hosta")
-    figure("multihost / restart / hostb dies for good", [*statuses.values(), seconds])
+    row = "hosts restart / hostb dies for good"
+    figure(f"{row} / ended with", ended(statuses, seconds))
 
 
 # Rank {rank} meets bad input; the other one hangs, or ends as it loses the first
@@ -582,7 +591,7 @@ def wrong(job, flags, start, figure, name, seconds=75):
     statuses = job.end(seconds)
     took = round(time.monotonic() - began, 1)
     assert not {0, None} & set(statuses.values()), job.text()
-    figure(f"multihost / wrong / {name}", [*statuses.values(), took])
+    figure(f"hosts wrong / {name} / ended with", ended(statuses, took))
     return job.text()
 
 

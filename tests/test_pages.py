@@ -16,13 +16,8 @@ from conftest import BROWSERS, ROOT, run
 from pages import PAGES
 from torch.distributed.run import get_args_parser
 
-sys.path.insert(0, str(ROOT / "scripts"))
-import six_places
-import sync_scripts
-
-from benchmarks.page import fill
-
-STRATEGIES = six_places.SCRIPTS
+STRATEGIES = ("dataparallel", "distributed", "multiprocessing_distributed")
+STRATEGIES += ("apex_distributed", "horovod_distributed")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
 PITFALLS = ROOT / "docs" / "pitfalls.md"
 
@@ -196,33 +191,91 @@ def test_every_pitfall_has_its_parts_and_its_test():
         assert len(re.findall(r"\(https://github\.com/\S+/\d+\)", text)) >= 2, title
 
 
-# --- docs/six_places.md ---
+# --- docs/make.py ---
+
+
+def make(root, *flags):
+    return run(sys.executable, root / "docs" / "make.py", *flags)
 
 
 @pytest.fixture
-def copies(tmp_path):
-    for script in STRATEGIES:
-        shutil.copy(ROOT / f"{script}.py", tmp_path)
+def project(tmp_path):
+    """A project with one page; returns what writes that page."""
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "results").mkdir()
+    shutil.copy(ROOT / "docs" / "make.py", tmp_path / "docs")
+    shutil.copy(ROOT / "distributed.py", tmp_path)
     return tmp_path
 
 
-def test_six_places_shows_the_scripts(copies):
-    page = six_places.PAGE.read_text()
-    marked = re.findall(r"<!-- (?!/)(.+?) -->", page)
-    assert sorted(marked) == sorted(six_places.parts()) and len(marked) == 40
-    assert fill(page, six_places.parts(copies)) == page
+def test_pages_show_what_scripts_lessons_and_results_are():
+    ended = make(ROOT, "--check")
+    assert (ended.returncode, ended.stdout + ended.stderr) == (0, "")
+    page = (ROOT / "docs" / "six_places.md").read_text()
+    assert page.count("<!-- region ") == 40
     assert page.count("```python") > 20 and page.count("The same lines as in") > 5
 
 
-@pytest.mark.parametrize("script", STRATEGIES)
-@pytest.mark.parametrize("place", sync_scripts.REGIONS)
-def test_six_places_follows_every_line(copies, script, place):
-    page, path = six_places.PAGE.read_text(), copies / f"{script}.py"
-    shared, regions = sync_scripts.split(path.read_text(), script)
-    regions[place].insert(-1, "# one more line\n")
-    path.write_text(sync_scripts.join(shared, regions))
-    changed = fill(page, six_places.parts(copies))
-    assert changed != page and "one more line" in changed
+def test_what_differs_is_named_and_then_written(project):
+    page = project / "README.md"
+    page.write_text(
+        "<!-- region distributed.py 6/6 finish -->\n<!-- /region -->\nend\n"
+    )
+    checked = make(project, "--check")
+    assert (checked.returncode, checked.stdout) == (1, "README.md differs\n")
+    assert make(project).stdout == "README.md written\n"
+    assert make(project, "--check").returncode == 0
+    text = page.read_text()
+    assert text.count("```python\n# [6/6 finish]") == 1 and text.endswith("-->\nend\n")
+    script = project / "distributed.py"
+    script.write_text(script.read_text().replace("# [/finish]", "# more\n# [/finish]"))
+    assert make(project, "--check").returncode == 1
+
+
+def test_tables_of_results(project):
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    tried = {"name": "a | b", "tests": ["x", "y"], "survived": False, "seconds": 2000.4}
+    figures = {"end / killed / torchrun": [1, "0.5 s"], "end / hangs / mpirun": 1e-9}
+    report = {"commit": commit, "cpu_cores": 2, "figures": figures, "tried": [tried]}
+    (project / "results" / "made.json").write_text(json.dumps(report))
+    page = project / "README.md"
+    for kind, expected in (
+        ("machine made", "commit 0123456789ab, cpu cores 2.\n"),
+        (
+            "table made tried",
+            "| name | tests | survived | seconds |\n| --- | --- | --- | --- |\n"
+            "| a \\| b | x, y | False | 2,000 |\n",
+        ),
+        (
+            "table made end",
+            "|  | torchrun | mpirun |\n| --- | --- | --- |\n"
+            "| killed | 1, 0.5 s | - |\n| hangs | - | 1e-09 |\n",
+        ),
+    ):
+        name = kind.split()[0]
+        page.write_text(f"<!-- {kind} -->\n<!-- /{name} -->\n")
+        make(project)
+        assert page.read_text() == f"<!-- {kind} -->\n{expected}<!-- /{name} -->\n"
+
+
+@pytest.mark.parametrize(
+    "text, problem",
+    (
+        ("<!-- tabel a b -->\n<!-- /tabel -->\n", "of no known kind"),
+        ("<!-- region distributed.py start -->\n", "not closed"),
+        ("<!-- file a -->\n<!-- file a -->\n<!-- /file -->\n", "not closed"),
+        ("<!-- /region -->\n", "not opened"),
+        ("<!-- region distributed.py 7/6 rest -->\n<!-- /region -->\n", "0 times"),
+        ("<!-- statement distributed.py import -->\n<!-- /statement -->\n", " times"),
+        ("<!-- table none rows -->\n<!-- /table -->\n", "No such file"),
+    ),
+)
+def test_a_wrong_marker_is_one_line(project, text, problem):
+    (project / "README.md").write_text(text)
+    ended = make(project, "--check")
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1
+    assert ended.stderr.startswith("docs/make.py: error: README.md: <!-- ")
+    assert problem in ended.stderr
 
 
 # --- how it looks ---

@@ -1,5 +1,6 @@
 """The model of docs/scaling.md, its page and its figure; no time is asserted here."""
 
+import json
 import re
 import sys
 
@@ -9,7 +10,7 @@ import torch.distributed as dist
 import torchvision
 from conftest import ROOT, run
 
-from benchmarks import scaling, scaling_model, scaling_page
+from benchmarks import scaling, scaling_expected, scaling_model
 from benchmarks.scaling_model import MIB, Cluster, Link, buckets, fit, ring_seconds
 from common.errors import UserError
 
@@ -146,69 +147,67 @@ def test_a_machine_that_follows_the_model_shows_no_error():
     assert hidden[4]["nothing hidden"]["error"]["median"] > 0.1
 
 
-def test_how_far_a_range_misses():
-    assert scaling_page.outside(0.8, 0.9, 0.85) == "inside"
-    assert scaling_page.outside(0.8, 0.9, 0.7) == "+10 points"
-    assert scaling_page.outside(0.8, 0.9, 0.95) == "-5 points"
-
-
-def test_a_published_case_by_hand():
+def test_published_cases_by_hand():
+    row, name = scaling_expected.compared, "[case](source)"
     case = next(
-        one for one in scaling_page.PUBLISHED if "VGG-16, P100, 128" in one.what
+        one for one in scaling_expected.PUBLISHED if "VGG-16, P100, 1" in one[0]
     )
     step = 64 / 154
     # 10 buffers of 64 MiB; 3 + 3 messages in a host of 4, 127 + 127 between 128 hosts
     size = 4 * 138.36e6
     communication = 10 * (6 * 5.7e-6 + 254 * 14e-6)
     communication += 6 / 4 * size / 12e9 + 254 / 128 * size / 3.125e9
-    low, high = scaling_page.predicted(case)
+    low, high = case[-1].weak(512)
     assert low == pytest.approx(step / (step + communication))
     assert high == pytest.approx(step / (step / 3 + communication))
+    for efficiency, off in ((low, "inside"), (low - 0.1, "+10 points")):
+        found = row("case", "source", 512, 1, efficiency, case[-1])
+        assert found["measured by others"] == name and found["off"] == off
+    assert row("case", "source", 512, 1, high + 0.05, case[-1])["off"] == "-5 points"
 
 
-def test_the_page_is_that_of_the_results():
-    text = scaling_page.PAGE.read_text()
-    assert text == scaling_page.filled(text)
-    report = scaling_page.results("scaling")
+PAGE = (ROOT / "docs" / "scaling.md").read_text()
+
+
+def test_tables_and_figure_are_those_of_the_model():
+    file = ROOT / "results" / "scaling_expected.json"
+    assert json.loads(file.read_text()) == scaling_expected.tables()
+    svg = scaling_expected.FIGURE.read_text()
+    assert svg == scaling_expected.drawn()
+    assert "prefers-color-scheme: dark" in svg and svg.count("<polyline") == 12
+    report = json.loads((ROOT / "results" / "scaling.json").read_text())
+    assert report["check"] == scaling.rows(report)
     assert report["argv"][2] == "benchmarks.scaling" and report["commit"]
     assert len(report["seconds"][scaling.named(scaling.STEP, 4)]) == report["rounds"]
 
 
+def test_the_words_of_the_page_are_those_of_the_model():
+    """What stands above the tables is written by hand."""
+    words = " ".join(PAGE.partition("![")[0].split())
+    hosts, slow = scaling_expected.a100(100), scaling_expected.a100(25)
+    batch = scaling_expected.GLOBAL_BATCH
+    amp, tf32 = (8 * case[4] for case in scaling_expected.PUBLISHED[1::-1])
+    best = max(scaling.GPUS, key=lambda gpus: gpus * hosts.strong(gpus, batch).low)
+    at_best, at_end = (
+        scaling.times(hosts.strong(gpus, batch), gpus) for gpus in (best, 1024)
+    )
+    for sentence in (
+        f"takes {hosts.all_reduce(8) * 1e3:.0f} ms of a step of {hosts.step * 1e3:.0f} ms",
+        f"would leave {scaling.times(hosts.weak(8), 8)} times",
+        f"measured {amp:.1f}, and {tf32:.1f} in TF32",
+        f"says {scaling.times(hosts.weak(1024), 1024)} times with 100 Gbit/s a host",
+        f"{scaling.times(slow.weak(1024), 1024)} with 25",
+        f"{256 * 1024:,} images a step",
+        f"With {batch:,} images a step:** {at_best} times on {best} GPUs, {at_end} on",
+    ):
+        assert sentence in words, sentence
+
+
 def test_links_of_the_page_lead_somewhere():
-    links = re.findall(r"\]\(([^)#]+)\)", scaling_page.PAGE.read_text())
+    links = re.findall(r"\]\(([^)#]+)\)", PAGE)
     assert len(links) > 10
     for link in links:
         assert link.startswith("https://") or (ROOT / "docs" / link).exists(), link
-
-
-def numbers(svg: str) -> tuple[str, list[float]]:
-    """The drawing without its numbers, and they alone; ids are made from numbers."""
-    svg = re.sub(r"\b[mp][0-9a-f]{10}\b", "id", svg)
-    pattern = r"-?\d+(?:\.\d+)?"
-    return re.sub(pattern, "0", svg), [float(one) for one in re.findall(pattern, svg)]
-
-
-def test_the_figure_is_that_of_the_model():
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    expected, figures = numbers(scaling_page.FIGURE.read_text())
-    found, drawn = numbers(scaling_page.drawn())
-    assert found == expected
-    assert drawn == pytest.approx(figures, abs=0.01)  # points, of 374
-
-
-def test_the_figure_suits_light_and_dark_pages():
-    svg = scaling_page.FIGURE.read_text()
-    assert "prefers-color-scheme:dark" in svg and "var(--ink)" in svg
-    # Colours stand in the style sheet alone; no background, no date
-    body = svg.split("</style>", 1)[1]
-    assert not re.search(r"(fill|stroke): #", body) and "<dc:date>" not in svg
-    assert ">Efficiency, 256 images per GPU</text>" in body
-
-
-def test_without_matplotlib_it_says_what_to_do(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UserError, match="pip install .* requirements-report.txt"):
-        scaling_page.drawn()
 
 
 def test_a_table_for_your_own_gpus(monkeypatch, capsys):

@@ -599,6 +599,8 @@ def test_a_folder_without_runs_is_refused(tmp_path):
 def test_the_report_is_made_of_its_runs(tmp_path):
     found = report.Timings(RESULTS)
     assert (RESULTS / "report.md").read_text() == report.markdown(found)
+    assert (RESULTS / "table.md").read_text() == report.readme_table(found)
+    assert (RESULTS / "words.md").read_text() == report.readme_words(found)
     done = {run["strategy"] for run in found.runs}
     assert len(done) >= 4 and set(LAUNCHERS) - done <= {
         kind.split()[0] for kind in found.problems

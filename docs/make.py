@@ -1,0 +1,197 @@
+"""Put code, output and tables into README*.md and docs/: nothing else writes there.
+
+    python docs/make.py            # write the pages that change
+    python docs/make.py --check    # name them instead; exit status 1 if there are any
+
+In a page, what stands between <!-- KIND ... --> and <!-- /KIND --> is made here:
+
+    region SCRIPT.py NAME      a marked region of one of the five scripts
+    statement FILE.py TEXT     the statement that begins with TEXT: a call, a function
+    paragraph FILE.py TEXT     the lines around TEXT, from one blank line to the next
+    diff ONE.py OTHER.py       the lines in which two scripts differ
+    output LESSON [TITLE]      what a lesson prints, or the parts that begin with TITLE
+    file PATH                  a text as it is
+    table RESULTS PART         a part of results/RESULTS.json: a list of rows, or rows
+                               by name, or figures whose names are PART / ROW / COLUMN
+    ratios UNIT RESULTS PART   measurements, and their ratios to the first of them
+    machine RESULTS            what results/RESULTS.json was measured on and with
+"""
+
+import ast
+import difflib
+import json
+import re
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+ROOT = Path(__file__).resolve().parent.parent
+SECTION = re.compile(r"^(<!-- (\w+) (.+?) -->\n)(.*?)^<!-- /\2 -->\n", re.M | re.S)
+
+
+def block(language: str, text: str) -> str:
+    """A fenced block."""
+    return f"```{language}\n{dedent(text).rstrip()}\n```\n"
+
+
+def python(found: list[str]) -> str:
+    """A fenced block of the only code that was found."""
+    if len(found) != 1:
+        raise ValueError(f"found {len(found)} times")
+    return block("python", found[0].strip("\n"))
+
+
+def region(source: str) -> str:
+    """A marked region of a script."""
+    script, _, name = source.partition(" ")
+    pattern = rf"^ *# \[{re.escape(name)}\].*?# \[/\w+\]\n"
+    return python(re.findall(pattern, (ROOT / script).read_text(), re.M | re.S))
+
+
+def statement(source: str) -> str:
+    """The statement of a program that begins with a text."""
+    file, _, beginning = source.partition(" ")
+    text = (ROOT / file).read_text()
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)]
+    lines = text.splitlines(keepends=True)
+    found = ["".join(lines[node.lineno - 1 : node.end_lineno]) for node in nodes]
+    return python([code for code in found if code.lstrip().startswith(beginning)])
+
+
+def paragraph(source: str) -> str:
+    """The lines around a text, from one blank line to the next."""
+    file, _, wanted = source.partition(" ")
+    parts = (ROOT / file).read_text().split("\n\n")
+    return python([part for part in parts if wanted in part])
+
+
+def diff(source: str) -> str:
+    """The lines in which two scripts differ, without their docstrings."""
+    names = source.split()
+    texts = ((ROOT / name).read_text().partition('"""\n\nfrom')[2] for name in names)
+    lines = (text.splitlines() for text in texts)
+    found = difflib.unified_diff(*lines, *names, n=0, lineterm="")
+    return block("diff", "\n".join(line for line in found if line[:2] != "@@"))
+
+
+def output(source: str) -> str:
+    """What a lesson prints."""
+    lesson, _, title = source.partition(" ")
+    text = (ROOT / "results" / "lessons" / f"{lesson}.txt").read_text()
+    pattern = rf"^{re.escape(title)}.*\n(?:[ \t]+.*\n)*"  # and what is indented below
+    text = "".join(re.findall(pattern, text, re.M))
+    if not text:
+        raise ValueError("found 0 times")
+    return f"```text\n{text}```\n"
+
+
+def file(source: str) -> str:
+    """A text as it is."""
+    return (ROOT / source).read_text()
+
+
+def results(source: str) -> dict | list:
+    """What was measured, or a part of it."""
+    name, _, part = source.partition(" ")
+    report, rows = json.loads((ROOT / "results" / f"{name}.json").read_text()), {}
+    if not part or part in report:
+        return report[part] if part else report
+    for key, value in report.get("figures", {}).items():
+        kind, row, column = (*key.split(" / "), "", "")[:3]
+        if kind == part:
+            rows.setdefault(row, {})[column] = value
+    if not rows:
+        raise ValueError(f"results/{name}.json has no such part")
+    return rows
+
+
+def cell(value: object) -> str:
+    """A value as a table shows it."""
+    if isinstance(value, list):
+        return ", ".join(map(cell, value))
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    text = "-" if value is None else str(value).replace("|", r"\|")
+    return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28}\b", r"\1", text)  # a commit
+
+
+def table(source: str) -> str:
+    """A list of rows, or rows by name."""
+    rows = results(source)
+    if isinstance(rows, dict):
+        rows = [{"": name, **row} for name, row in rows.items()]
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    lines = [[column.replace("_", " ") for column in columns], ["---"] * len(columns)]
+    lines += [[cell(row.get(column)) for column in columns] for row in rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def ratios(source: str) -> str:
+    """Candidates, their medians, and their ratios to the first of them."""
+    unit, _, source = source.partition(" ")
+    text = f"|  | {unit} | ratio (quartiles) |\n| --- | --- | --- |\n"
+    for name, row in results(source).items():
+        ratio = "**{median:.2f}** ({low:.2f} to {high:.2f})".format(**row["ratio"])
+        text += f"| {name} | {cell(row['value']['median'])} | {ratio} |\n"
+    return text
+
+
+def machine(source: str) -> str:
+    """Everything that is one value in the results."""
+    facts = []
+    for name, value in results(source).items():
+        if name == "argv":
+            facts.append(f"`{' '.join(value)}`")
+        elif not isinstance(value, list | dict):
+            facts.append(f"{name.replace('_', ' ')} {cell(value)}")
+    return ", ".join(facts) + ".\n"
+
+
+MAKERS = (region, statement, paragraph, diff, output, file, table, ratios, machine)
+KINDS = {make.__name__: make for make in MAKERS}
+
+
+def made(page: Path) -> str:
+    """A page with what its markers ask for; a ValueError where it cannot be made."""
+    shown: dict[str, str] = {}
+
+    def section(match: re.Match) -> str:
+        opening, kind, source, before = match.groups()
+        where = f"{page.relative_to(ROOT)}: {opening.strip()}"
+        if kind not in KINDS or "<!--" in before:
+            raise ValueError(f"{where}: not closed, or of no known kind")
+        try:
+            text = KINDS[kind](source)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{where}: {error}") from error
+        script = shown.setdefault(text, source.split()[0])
+        if kind == "region" and not source.startswith(script):
+            text = f"The same lines as in {script}, above.\n"
+        return f"{opening}{text}<!-- /{kind} -->\n"
+
+    text = SECTION.sub(section, page.read_text())
+    for line in re.findall(r"^<!--.*", SECTION.sub("", text), re.M):
+        raise ValueError(f"{page.relative_to(ROOT)}: {line}: not closed, or not opened")
+    return text
+
+
+def main(arguments: list[str]) -> int:
+    """Write or check all pages; returns the exit status."""
+    pages = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+    try:
+        if arguments not in ([], ["--check"]):
+            raise ValueError("usage: docs/make.py [--check]")
+        texts = {page: made(page) for page in pages}
+    except ValueError as error:
+        print(f"docs/make.py: error: {error}", file=sys.stderr)
+        return 2
+    changed = [page for page in pages if texts[page] != page.read_text()]
+    for page in changed:
+        print(f"{page.relative_to(ROOT)} {'differs' if arguments else 'written'}")
+        if not arguments:
+            page.write_text(texts[page])
+    return 1 if arguments and changed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,1 +1,0 @@
-"""Short lessons to run and read; their pages are docs/tutorial/*.md."""
