@@ -22,7 +22,7 @@ BLOCKS = re.findall(r"^```bash\n(.*?)^```$", "".join(PAGES.values()), re.M | re.
 
 def command(lesson):
     """How the pages say that a lesson is started."""
-    (found,) = (block for block in BLOCKS if f"tutorial/{lesson}" in block)
+    (found,) = {block for block in BLOCKS if f"tutorial/{lesson}" in block}
     return found
 
 
