@@ -1,4 +1,4 @@
-"""The lessons print what their pages quote, and stay short enough to be read."""
+"""The lessons print what their pages quote (--figures writes it), and stay short enough to be read."""
 
 import ast
 import functools
