@@ -85,7 +85,7 @@ def launch(data: Path) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as output:
         flags = ["--data", data, "--image-size", 64, "-b", 64, "--max-steps", 1]
         flags += ["--print-interval", 1, "--device", "cpu", "--output", output]
-        launcher = [__file__, 2, "torch.distributed.run", "--standalone", "--"]
+        launcher = [__file__, 2, "scripts.torch_launcher", "torchrun", "--"]
         command = [sys.executable, "-m", "common.check", *launcher, *flags]
         subprocess.run(
             list(map(str, command)),
