@@ -10,6 +10,7 @@ Apex themselves. scripts/gpu_check.sh is for machines that have GPUs.
 import contextlib
 import importlib
 import json
+import os
 from types import MethodType, SimpleNamespace
 
 import pytest
@@ -23,7 +24,7 @@ from common import seeding
 from common.checkpoint import read_checkpoint
 from common.data import MEAN, STD, build_loader, share_out
 from common.device import peak_memory_mib, select_device
-from common.errors import ImageError, UserError
+from common.errors import ImageError, Stopped, UserError
 from common.model import AutocastModel
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -254,6 +255,7 @@ def loader(monkeypatch):
 
         monkeypatch.setattr(common.data, "DataLoader", stand_in)
         args = SimpleNamespace(global_batch_size=1, workers=0, seed=0, max_steps=None)
+        args.pretrained = False
         args.no_channels_last = False
         share_out(args, 0, 1, 1)
         return build_loader(args, dataset, range(len(dataset)), device, training=True)
@@ -391,14 +393,31 @@ class StandInHorovod:
             lambda number=number: number for number in place
         )
         self.nccl_built = lambda: True
-        self.broadcast_parameters = lambda weights, root_rank: None
+        self.broadcast_parameters = lambda weights, root_rank: gpus.note(
+            "broadcast", list(weights), root_rank
+        )
         self.barrier = lambda: gpus.note("barrier")
         self.shutdown = lambda: gpus.note("leave")
 
     def DistributedOptimizer(self, optimizer, names, compression):
+        """Whose step() waits once more for averages, unless it is told to skip that."""
+        assert [weight for _, weight in names] == optimizer.param_groups[0]["params"]
         self.gpus.note("wrap")
-        optimizer.synchronize = lambda: None
-        optimizer.skip_synchronize = contextlib.nullcontext
+        waits, step = [True], optimizer.step
+
+        @contextlib.contextmanager
+        def skip_synchronize():
+            waits[0] = False
+            yield
+            waits[0] = True
+
+        def step_of_averages(_, *given):
+            self.gpus.note("optimizer.step", waits[0])
+            return step(*given)
+
+        optimizer.step = MethodType(step_of_averages, optimizer)
+        optimizer.synchronize = lambda: self.gpus.note("synchronize")
+        optimizer.skip_synchronize = skip_synchronize
         return optimizer
 
     def allreduce(self, sums, op, name):
@@ -487,7 +506,9 @@ def main(gpus, monkeypatch, tmp_path):
     Returns the stand-ins, with `wrappers` and `amp` of this run.
     """
 
-    def make(name, *flags, count=1, machines=1, rank=0, world_size=1):
+    def make(
+        name, *flags, count=1, machines=1, rank=0, world_size=1, stop_requested=False
+    ):
         """`rank` of `world_size` processes on `machines`, each with `count` GPUs."""
         found = gpus(count)
         local_world_size = world_size // machines
@@ -502,9 +523,11 @@ def main(gpus, monkeypatch, tmp_path):
             "HOROVOD_GLOO_TIMEOUT_SECONDS": 1,
         }.items():
             monkeypatch.setenv(variable, str(number))
+        monkeypatch.delenv("HOROVOD_GLOO_TIMEOUT_SECONDS")  # also afterwards
 
         def init_process_group(backend, url, timeout, *place):
             found.note("init_process_group", backend, *place)
+            found.note("meets", url, timeout.total_seconds())
 
         def scaler(device, enabled):
             found.note("GradScaler", device, enabled)
@@ -512,7 +535,7 @@ def main(gpus, monkeypatch, tmp_path):
 
         found.wrappers, found.amp = [], StandInAmp(found)
         wrap = wrapper(found, "wrap", found.wrappers)
-        watchdog = SimpleNamespace(stop_requested=False, feed=lambda: None)
+        watchdog = SimpleNamespace(stop_requested=stop_requested, feed=lambda: None)
         dist, script = torch.distributed, importlib.import_module(name)
         for module, stand_ins in {
             torch.amp: {"GradScaler": scaler},
@@ -600,6 +623,90 @@ def test_each_process_uses_its_gpu_from_the_first_call_to_the_last(main, name):
     assert found.named(*names) == [("main",), *expected[name]]
     if name in ("distributed", "multiprocessing_distributed"):
         assert found.wrappers[0].broadcast_buffers is False
+
+
+@pytest.mark.parametrize("name", STRATEGIES[1:])
+def test_the_first_process_of_the_second_machine_knows_its_place(
+    main, name, monkeypatch, capsys, tmp_path
+):
+    """Its local rank is 0, its rank 3: it neither prints nor writes."""
+    script, calls = importlib.import_module(name), []
+    of_rank_0, output = tmp_path / "of rank 0", tmp_path / "of rank 3"
+    flags = ("--synthetic", 300, "--checkpoint-steps", 1, "--timeout-seconds", 90)
+    job = {"count": 3, "machines": 2, "world_size": 6}
+    main(name, *flags, "--output", of_rank_0, **job)
+    printed = capsys.readouterr().out
+    assert "6 processes on stand-in cuda:0" in printed and "epoch 1/1: " in printed
+    for called in ("share_out", "DistributedSampler", "build_loader", "agree", "train"):
+        original = getattr(script, called)
+
+        def recorded(*given, original=original, called=called, **named):
+            calls.append((called, given, named))
+            return original(*given, **named)
+
+        monkeypatch.setattr(script, called, recorded)
+    keys, seed_step = [], script.seed_step
+    monkeypatch.setattr(script, "seed_step", lambda *k: keys.append(k) or seed_step(*k))
+    found = main(name, *flags, "--output", output, rank=3, **job)
+    evaluate = ("--evaluate", "--resume", of_rank_0 / "checkpoint.pt")
+    main(name, *flags, *evaluate, "--output", output, rank=3, **job)
+    assert not capsys.readouterr().out and not list(output.iterdir())
+
+    given = {called: (given, named) for called, given, named in reversed(calls)}
+    assert given["share_out"][0][1:] == (0, 6, 3)
+    shard = given["DistributedSampler"][1]
+    assert (shard["num_replicas"], shard["rank"]) == (6, 3)
+    loaders = [given[2] for called, given, _ in calls if called == "build_loader"]
+    assert loaders[1] == range(3, 12, 6)
+    assert given["agree"][0][1] == given["train"][0][1] == 3
+    assert keys == [(0, 0, 1, 3), (0, 0, 2, 3)]
+    url = "tcp://127.0.0.1:1" if name.startswith("mult") else None
+    if name == "horovod_distributed":
+        assert os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] == "90"
+        weights = read_checkpoint(of_rank_0 / "checkpoint.pt")["state_dict"]
+        buffers = [key for key in weights if "running" in key or "tracked" in key]
+        waits = [("synchronize",), ("optimizer.step", False)]
+        assert found.named("synchronize", "optimizer.step") == [*waits, *waits]
+        assert found.named("broadcast") == [
+            ("broadcast", list(weights), 0),  # before the first step
+            ("broadcast", buffers, 0),  # before validation
+        ]
+    else:
+        assert found.named("meets") == [("meets", url, 90)]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_run_that_is_stopped_and_resumed_is_the_same_run(
+    main, name, capsys, tmp_path
+):
+    flags = ("--max-steps", 3, "--epochs", 2, "--warmup-epochs", 1)
+    whole, output = tmp_path / "whole", tmp_path / "stopped"
+    main(name, *flags, "--output", whole)
+    flags = (*flags, "--output", output, "--resume", "auto")
+    with pytest.raises(Stopped, match="step 1 of epoch 1"):
+        main(name, *flags, stop_requested=True)
+    capsys.readouterr()
+    main(name, *flags)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[3] == (
+        "resumed at epoch 1, after step 1 of it (image 2 of its order), "
+        "saved by 1 process"
+    )
+    assert [
+        " from step 1 on" in line for line in lines[4:] if "train loss" in line
+    ] == [
+        True,
+        False,
+    ]
+    one, other = (read_checkpoint(run / "checkpoint.pt") for run in (whole, output))
+    for key, weight in one["state_dict"].items():
+        assert torch.equal(weight, other["state_dict"][key]), key
+    first_steps = []
+    for record, right in zip(other["records"], one["records"], strict=True):
+        first_steps.append(record["first_step"])
+        for key in ("epoch", "steps", "learning_rate", "train_loss", "val_loss"):
+            assert record[key] == right[key], key
+    assert first_steps == [1, 0]
 
 
 @pytest.mark.parametrize("name", ["distributed", "multiprocessing_distributed"])
