@@ -563,8 +563,8 @@ def main(gpus, monkeypatch, tmp_path):
                 monkeypatch.setattr(module, attribute, stand_in, raising=False)
         # Two steps, then one validation image for each process
         words = ["--synthetic", 25 * world_size, "-b", 2 * world_size, "--max-steps", 2]
-        words += ["--epochs", 1, "--output", tmp_path, "--warmup-epochs", 0, *flags]
-        words += ["--image-size", 8, "--print-interval", 1, "--workers", 0]
+        words += ["--epochs", 1, "--output", tmp_path, "--warmup-epochs", 0]
+        words += ["--image-size", 8, "--print-interval", 1, "--workers", 0, *flags]
         if name == "multiprocessing_distributed":
             words += ["--nprocs", local_world_size, "--nnodes", machines]
             words += ["--node-rank", node, "--dist-url", "tcp://127.0.0.1:1"]
@@ -679,21 +679,30 @@ def test_the_first_process_of_the_second_machine_knows_its_place(
 def test_a_run_that_is_stopped_and_resumed_is_the_same_run(
     main, name, capsys, tmp_path
 ):
-    flags = ("--max-steps", 3, "--epochs", 2, "--warmup-epochs", 1)
+    flags = (
+        "--max-steps",
+        3,
+        "--epochs",
+        2,
+        "--warmup-epochs",
+        1,
+        "--print-interval",
+        2,
+    )
     whole, output = tmp_path / "whole", tmp_path / "stopped"
     main(name, *flags, "--output", whole)
     flags = (*flags, "--output", output, "--resume", "auto")
-    with pytest.raises(Stopped, match="step 1 of epoch 1"):
+    with pytest.raises(Stopped, match="step 2 of epoch 1"):
         main(name, *flags, stop_requested=True)
     capsys.readouterr()
     main(name, *flags)
     lines = capsys.readouterr().out.splitlines()
     assert lines[3] == (
-        "resumed at epoch 1, after step 1 of it (image 2 of its order), "
+        "resumed at epoch 1, after step 2 of it (image 4 of its order), "
         "saved by 1 process"
     )
     assert [
-        " from step 1 on" in line for line in lines[4:] if "train loss" in line
+        " from step 2 on" in line for line in lines[4:] if "train loss" in line
     ] == [
         True,
         False,
@@ -706,7 +715,8 @@ def test_a_run_that_is_stopped_and_resumed_is_the_same_run(
         first_steps.append(record["first_step"])
         for key in ("epoch", "steps", "learning_rate", "train_loss", "val_loss"):
             assert record[key] == right[key], key
-    assert first_steps == [1, 0]
+        assert (record["steps"], record["images"]) == (3, 6)
+    assert first_steps == [2, 0]
 
 
 @pytest.mark.parametrize("name", ["distributed", "multiprocessing_distributed"])

@@ -33,7 +33,7 @@ from common.machines import (
     meet,
     slots_of_hosts,
 )
-from common.meters import EpochTimer, Meter, averages, percentile
+from common.meters import Averages, EpochTimer, Meter, averages, percentile
 from common.model import (
     AutocastModel,
     InMemoryOrder,
@@ -42,6 +42,7 @@ from common.model import (
     check_image_size,
     contiguous_view,
 )
+from common.progress import Progress
 from common.report import print_start, summarise
 from common.schedule import learning_rate_factor, scaled_learning_rate
 from common.seeding import seed_augmentation, seed_from, seed_step
@@ -678,6 +679,33 @@ def test_epoch_timer_waits_until_what_loaders_prepared_is_used_up(monkeypatch):
 )
 def test_percentile(share, value):
     assert percentile([float(number) for number in range(10, 0, -1)], share) == value
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_is_shown_by_rank_0(terminal, monkeypatch, capsys):
+    """A line now and then, or a bar; the figures are those since the epoch's first step."""
+    clock = Namespace(monotonic=lambda: clock.now)
+    monkeypatch.setattr("common.progress.time", clock)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    args = parse("--data", "x", "--epochs", "9")
+    args.per_process_workers = 3
+    for rank in (0, 1):
+        shown = Progress(args, rank)
+        shown.start(1, 4, 20)  # resumed
+        for step, clock.now in ((6, 100), (8, 110), (10, 131)):
+            shown.lap(step, Averages(0.5, 10.0, 20.0, 64), 0.0)
+        lines = capsys.readouterr().out.splitlines()
+        said = "loss 0.500, top-1 10.0 %, "
+        starts = [f"epoch 2/9, step {step}/20: {said}" for step in (6, 10)]
+        assert [
+            line[: len(start)] for line, start in zip(lines, starts, strict=False)
+        ] == (starts if rank == 0 and not terminal else [])
+        assert shown.bar.disable == (rank != 0 or not terminal)
+        assert shown.bar.disable or shown.bar.n == 10
+        shown.close()
+        figures = shown.figures(CPU)
+        assert (figures["first_step"], figures["warmup_steps"]) == (4, 6)
+        assert shown.timer.cold_steps == 0  # two batches for each loader process
 
 
 @pytest.mark.parametrize("size, said", [(15, True), (16, False)])
