@@ -43,7 +43,7 @@ from common.model import (
     contiguous_view,
 )
 from common.progress import Progress
-from common.report import print_start, summarise
+from common.report import print_epoch, print_start, summarise
 from common.schedule import learning_rate_factor, scaled_learning_rate
 from common.seeding import seed_augmentation, seed_from, seed_step
 from scripts.torch_launcher import root_cause
@@ -641,6 +641,7 @@ def test_averages_over_nothing():
         math.isnan(averages(torch.zeros(5)).loss)
         and averages(torch.zeros(5)).images == 0
     )
+    assert averages(torch.eye(5)[4]).stop and not averages(torch.zeros(5)).stop
 
 
 def test_epoch_timer_leaves_the_warm_up_out(monkeypatch):
@@ -672,6 +673,10 @@ def test_epoch_timer_waits_until_what_loaders_prepared_is_used_up(monkeypatch):
     timer.lap(10, 70, 0.0)
     figures = timer.summary(CPU)
     assert figures["warmup_steps"] == 5 and figures["images_per_second"] == 70
+    timer.start(0)
+    timer.lap(5, 30, 0.0)
+    figures = timer.summary(CPU)
+    assert figures["warmup_steps"] == 0 and figures["images_per_second"] == 30
 
 
 @pytest.mark.parametrize(
@@ -688,23 +693,23 @@ def test_progress_is_shown_by_rank_0(terminal, monkeypatch, capsys):
     monkeypatch.setattr("common.progress.time", clock)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     args = parse("--data", "x", "--epochs", "9")
-    args.per_process_workers = 3
+    args.per_process_workers = 4
     for rank in (0, 1):
         shown = Progress(args, rank)
         shown.start(1, 4, 20)  # resumed
-        for step, clock.now in ((6, 100), (8, 110), (10, 131)):
+        for step, clock.now in ((6, 100), (9, 110), (12, 131)):
             shown.lap(step, Averages(0.5, 10.0, 20.0, 64), 0.0)
         lines = capsys.readouterr().out.splitlines()
         said = "loss 0.500, top-1 10.0 %, "
-        starts = [f"epoch 2/9, step {step}/20: {said}" for step in (6, 10)]
+        starts = [f"epoch 2/9, step {step}/20: {said}" for step in (6, 12)]
         assert [
             line[: len(start)] for line, start in zip(lines, starts, strict=False)
         ] == (starts if rank == 0 and not terminal else [])
         assert shown.bar.disable == (rank != 0 or not terminal)
-        assert shown.bar.disable or shown.bar.n == 10
+        assert shown.bar.disable or shown.bar.n == 12
         shown.close()
         figures = shown.figures(CPU)
-        assert (figures["first_step"], figures["warmup_steps"]) == (4, 6)
+        assert (figures["first_step"], figures["warmup_steps"]) == (4, 8)
         assert shown.timer.cold_steps == 0  # two batches for each loader process
 
 
@@ -748,6 +753,26 @@ def test_a_resumed_epoch_stays_out_of_the_medians():
     assert summarise(records)["seconds"] == 3
     assert summarise(records[:1])["seconds"] == 9
     assert summarise([record(0, 9.0), record(7, 1.0)])["seconds"] == 5
+    for top1, one in zip((50.0, 70.0, 60.0), records, strict=False):
+        one["val_top1"] = top1
+    summary = summarise(records[:3])
+    assert (summary["val_top1"], summary["best_val_top1"]) == (60.0, 70.0)
+    assert summary["epochs"] == 3
+
+
+def test_an_epoch_is_printed_as_it_is_recorded(capsys):
+    figures = {"seconds": 8.04, "images_per_second": 99.6, "data_wait_share": 0.25}
+    train = {"epoch": 4, "train_loss": 1.5, "train_top1": 12.0, "first_step": 0}
+    val = {"val_loss": 2.5, "val_top1": 34.0, "val_top5": 56.0, "val_images": 78}
+    print_epoch({**train, **val, **figures}, 9)
+    said = (
+        "epoch 5/9: train loss 1.5000, top-1 12.00 %; val loss 2.5000, top-1 34.00 %, "
+    )
+    said += "top-5 56.00 %, 78 images; 8.0 s"
+    assert capsys.readouterr().out == f"{said}, 100 images/s, waited for data 25%\n"
+    figures["images_per_second"] = None
+    print_epoch({**train, **val, **figures, "first_step": 7}, 9)
+    assert capsys.readouterr().out == f"{said} from step 7 on (warm-up)\n"
 
 
 # --- schedule ----------------------------------------------------------------------------
