@@ -132,14 +132,14 @@ def test_keys_of_the_imagenet_example(tmp_path):
 
 def test_best_is_kept_when_the_next_epoch_is_worse(tmp_path):
     _, state = make(tmp_path)
-    for number, top1 in enumerate((60.0, 80.0, 70.0), start=1):
+    for number, top1 in enumerate((60.0, 80.0, 80.0, 70.0), start=1):
         step(state, number)
         finish(state, top1)
         state.save()
     best, last = (torch.load(tmp_path / name) for name in ("best.pt", "checkpoint.pt"))
     assert best["epoch"] == 2 and best["records"][-1]["val_top1"] == 80.0
     assert (
-        last["epoch"] == 3
+        last["epoch"] == 4
         and last["best_acc1"].item() == best["best_acc1"].item() == 80.0
     )
 
@@ -314,6 +314,16 @@ def test_without_locks_a_run_trains_and_warns_once(tmp_path, monkeypatch, capsys
     number = errno.EIO
     with pytest.raises(UserError, match="cannot lock .*/lock: no locks"):
         resume(*make(tmp_path / "broken"))
+
+
+def test_a_stop_during_validation_is_followed(tmp_path):
+    _, state = make(tmp_path)
+    step(state, 1)
+    state.finish_epoch(Averages(0.5, 50.0, 99.0, 40, stop=True), FIGURES)
+    assert state.stop_requested and state.position == "epoch 1"
+    step(state, 1)
+    finish(state, 50.0)
+    assert not state.stop_requested
 
 
 def test_epochs_jsonl_follows_the_checkpoint(tmp_path):

@@ -630,10 +630,13 @@ def test_sums_meet_no_tensor_of_another_float_type(monkeypatch, tmp_path):
 
 
 def test_meter_carries_the_stop_signal():
-    class Asked:
-        stop_requested = True
-
-    assert Meter(CPU, Asked()).take()[4] == 1
+    fed = []
+    watchdog = Namespace(stop_requested=True, feed=lambda: fed.append(1))
+    meter = Meter(CPU, watchdog)
+    assert meter.take()[4] == 1
+    for batches in (1, 2):  # the watchdog hears of each
+        meter.add(torch.tensor(2.0), torch.eye(4), torch.arange(4))
+        assert len(fed) == batches
 
 
 def test_averages_over_nothing():
@@ -675,8 +678,11 @@ def test_epoch_timer_waits_until_what_loaders_prepared_is_used_up(monkeypatch):
     assert figures["warmup_steps"] == 5 and figures["images_per_second"] == 70
     timer.start(0)
     timer.lap(5, 30, 0.0)
+    timer.lap(7, 30, 0.0)
     figures = timer.summary(CPU)
     assert figures["warmup_steps"] == 0 and figures["images_per_second"] == 30
+    assert figures["step_milliseconds"] == 350  # of steps of 200 and of 500
+    assert figures["step_milliseconds_p90"] == 500
 
 
 @pytest.mark.parametrize(
@@ -711,6 +717,8 @@ def test_progress_is_shown_by_rank_0(terminal, monkeypatch, capsys):
         figures = shown.figures(CPU)
         assert (figures["first_step"], figures["warmup_steps"]) == (4, 8)
         assert shown.timer.cold_steps == 0  # two batches for each loader process
+    args.synthetic = 1  # no loader processes
+    assert Progress(args, 0).timer.cold_steps == 1
 
 
 @pytest.mark.parametrize("size, said", [(15, True), (16, False)])
