@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -387,6 +388,28 @@ def test_another_recipe_is_refused(tmp_path, flags, message):
         resume(args, state)
 
 
+def test_the_check_before_a_launch_looks_at_all_processes_and_the_checkpoint(
+    pictures, tmp_path
+):
+    flags = ("--data", str(pictures), "-b", "4", "--image-size", "32", "-j", "0")
+    flags = (*flags, "--device", "cpu")
+    _, state = make(tmp_path, *flags)
+    step(state, 1)
+    state.save()
+    for given, processes, world_size, said in (
+        ((), 1, None, None),
+        (("--lr", "0.3"), 1, None, "made with --lr 0.1, now it is 0.3"),
+        ((), 2, None, "cannot be divided evenly by 6 processes"),  # on 3 machines
+        ((), 2, 8, "cannot be divided evenly by 8 processes"),
+        (("--image-size", "1", "--arch", "alexnet"), 1, None, "cannot train on images"),
+    ):
+        args, _ = make(tmp_path, *flags, "--resume", "auto", *given)
+        args.precision = None  # as without the flag: the device decides
+        args.nnodes = 3 if said and " 6 " in said else 1
+        with pytest.raises(UserError, match=said) if said else nullcontext():
+            check(args, processes, world_size)
+
+
 def test_validation_builds_the_network_that_was_trained(tmp_path):
     """GoogLeNet with pretrained weights scales its input; what is saved does not say so."""
     path = saved(tmp_path, "--pretrained")
@@ -429,6 +452,13 @@ def test_the_recorded_learning_rate_is_that_of_the_last_step(tmp_path):
 def test_weights_of_another_shape_are_refused(tmp_path):
     path = saved(tmp_path)
     args, state = make(tmp_path / "other", "--resume", str(path), outputs=5)
+    with pytest.raises(UserError, match="does not fit this model"):
+        resume(args, state)
+    args, state = make(tmp_path / "other", "--resume", str(path))
+    state.raw_model = torch.nn.Sequential(state.raw_model)  # has other names
+    with pytest.raises(UserError, match="does not fit this model"):
+        resume(args, state)
+    args.evaluate = True
     with pytest.raises(UserError, match="does not fit this model"):
         resume(args, state)
 
@@ -495,6 +525,10 @@ def test_a_run_is_never_overwritten(tmp_path):
         UserError, match="go on with --resume auto, or choose another --output"
     ):
         find_checkpoint(make(tmp_path / "run")[0])
+    evaluate = ("--evaluate", "--pretrained")
+    assert find_checkpoint(make(tmp_path / "run", *evaluate)[0]) is None
+    assert find_checkpoint(make(tmp_path / "new", *evaluate)[0]) is None
+    assert not (tmp_path / "new").exists()
     assert find_checkpoint(make(tmp_path / "new")[0]) is None
     assert find_checkpoint(make(tmp_path / "new", "--resume", "auto")[0]) is None
     assert find_checkpoint(make(tmp_path / "run", "--resume", "auto")[0]) == path

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from torchvision.models import WeightsEnum, get_model_builder
 
 from common import model
 from common.arguments import build_parser, parse_arguments
+from common.check import restart_flags
 from common.device import check_devices, processes_per_machine, select_device
 from common.errors import LOST_PROCESS, ImageError, MissingMachine, Stopped, UserError
 from common.launch import Watchdog, ranks_from_environment, rendezvous
@@ -206,6 +208,17 @@ def test_bad_machines_are_refused(environment, message):
         machines_from_environment(environment)
 
 
+def test_what_may_be_started_again_resumes_what_it_saved():
+    for flags, added in (
+        ((), ["--resume", "auto"]),
+        (("--resume", "auto"), []),
+        (("--evaluate", "--pretrained"), []),
+    ):
+        assert restart_flags(parse("--data", "x", *flags)) == added
+    with pytest.raises(UserError, match="not with --resume a.pt"):
+        restart_flags(parse("--data", "x", "--resume", "a.pt"))
+
+
 def test_slots_of_hosts():
     assert slots_of_hosts("a:4,b:2") == {"a": 4, "b": 2}
     for wrong in ("a", "a:4,", "a:x", "a:0", "a:1,a:1", ":4"):
@@ -295,6 +308,18 @@ def test_the_process_that_failed_by_itself(ended, status):
         failures[rank] = ProcessFailure(rank, 1, exitcode, "")
         failures[rank].timestamp = second
     assert root_cause(failures)[1].exitcode == status
+
+
+def test_machines_compare_pytorch(monkeypatch):
+    clock = Namespace(monotonic=time.monotonic, sleep=lambda _: None)
+    monkeypatch.setattr("common.machines.time", clock)
+    store, machines = HashStore(), Machines(2, None, "first:29400", 0, 45)
+    with pytest.raises(MissingMachine, match="1 of 2 machines came"):
+        _wait_for_all(store, machines, {}, time.monotonic() - 1)
+    right = torch.__version__
+    monkeypatch.setattr(torch, "__version__", "1.0")
+    with pytest.raises(UserError, match=f"PyTorch differs: {re.escape(right)} on"):
+        _wait_for_all(store, machines, {}, time.monotonic() + 9)
 
 
 def test_the_last_machine_may_come_at_the_last_moment():
@@ -745,6 +770,37 @@ def test_dataparallel_shares_its_batch_out_over_gpus(gpus, said, monkeypatch, ca
     print_start(args, Namespace(epoch=0, step=0), device, 1, 10)
     note = "note: 8 images per GPU and step are few"
     assert (note in capsys.readouterr().out) is said
+
+
+@pytest.mark.parametrize(
+    "epoch, step, flags, said",
+    [
+        (0, 0, (), []),
+        (
+            *(1, 3, ()),
+            [
+                "resumed at epoch 2, after step 3 of it (image 1536 of its order), "
+                "saved by 4 processes"
+            ],
+        ),
+        (9, 0, (), ["complete already: 9 of 9 epochs"]),
+        (9, 0, ("--evaluate", "--resume", "auto"), []),
+    ],
+)
+def test_a_run_begins_with_what_it_is(epoch, step, flags, said, capsys):
+    args = parse(
+        "--synthetic", "--precision", "fp32", "-b", "512", "--lr", "0.2", *flags
+    )
+    args.per_process_batch_size, args.epochs = 256, 9
+    print_start(args, Namespace(epoch=epoch, step=step, saved_by=4), CPU, 2, 10)
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith("test: 2 processes on ")
+    assert first.endswith(" (cpu), resnet18, fp32, seed 0")
+    assert lines == [
+        "10 steps an epoch of 512 images, 256 per process, synthetic images, "
+        "learning rate 0.4",
+        *said,
+    ]
 
 
 def test_a_resumed_epoch_stays_out_of_the_medians():
