@@ -66,7 +66,7 @@ def test_each_process_has_loaders_for_its_cores(
     monkeypatch.setattr("common.cores.cpu_quota", lambda _: None)
     for local_rank in range(processes):
         args = Namespace(global_batch_size=48, workers=None)
-        share_out(args, local_rank, processes, processes)
+        share_out(args, local_rank, 2 * processes, processes)  # on two machines
         assert args.per_process_workers == expected
         assert args.workers == processes * expected
 

@@ -260,6 +260,7 @@ def test_more_batch_than_images_is_refused(pictures):
         UserError, match="16 training images are less than one global batch of 32"
     ):
         train_batches(arguments(pictures, global_batch_size=32), 0)
+    assert len(train_batches(arguments(pictures, global_batch_size=16), 0)) == 1
 
 
 @pytest.mark.parametrize(
@@ -276,8 +277,9 @@ def test_the_machine_has_the_same_loader_processes_whatever_the_strategy():
         for processes in (1, 2, 3, 4):
             shares = []
             for local_rank in range(processes):
-                args = Namespace(global_batch_size=12, workers=workers)
-                share_out(args, local_rank, processes, processes)
+                args = Namespace(global_batch_size=24, workers=workers)
+                share_out(args, local_rank, 2 * processes, processes)
+                assert args.per_process_batch_size == 12 // processes
                 shares.append(args.per_process_workers)
             assert sum(shares) == workers and max(shares) - min(shares) <= 1
 

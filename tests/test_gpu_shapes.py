@@ -347,6 +347,8 @@ def test_the_wait_for_data_is_how_long_the_device_is_idle(
     total = sum(waits) + 1000 * batches.wait_seconds()
     assert total == pytest.approx(found.compute.idle)
     assert batches.wait_seconds() == 0
+    assert len([*batches, *batches]) == 12  # as in validation, where nobody asks
+    assert len(batches.waits) == 6
 
 
 # --- the scripts ---

@@ -449,11 +449,14 @@ def test_apex_missing_or_too_new(tmp_path, package, message):
     assert "NVIDIA/apex@25.05" in printed and printed.count("\n") == 1
 
 
-def test_apex_has_no_bf16(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "flags", [("--precision", "bf16"), ("--precision", "fp16", "--opt-level", "O1")]
+)
+def test_apex_has_no_bf16(flags, monkeypatch, capsys):
     import apex_distributed
 
     monkeypatch.setattr(apex_distributed, "require_gpu", lambda *args: None)
     with pytest.raises(SystemExit) as ended:
-        apex_distributed.arguments(["--data", "x", "--precision", "bf16"])
+        apex_distributed.arguments(["--data", "x", *flags])
     assert ended.value.code == 2
     assert "no bf16" in capsys.readouterr().err

@@ -8,7 +8,8 @@ from conftest import ROOT, run
 
 # One task after another, here; then, as srun does, the highest status of all
 SRUN = """
-while [[ $1 = --* ]]; do shift; done
+[ -z "${SIGNAL:-}" ] || kill -"$SIGNAL" "$PPID" # Slurm's, to the batch script
+while [[ $1 = --* ]]; do echo "$1" >>"$(dirname "$0")/options"; shift; done
 highest=0
 for SLURM_PROCID in 0 1; do
     export SLURM_PROCID
@@ -31,13 +32,14 @@ exit "${statuses[SLURM_PROCID]}"
 @pytest.fixture
 def sbatch(tmp_path):
     """Run the batch script: (status, what it printed)."""
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("python", PYTHON)):
+    stand_ins = {"srun": SRUN, "scontrol": SCONTROL, "python": PYTHON}
+    for name, text in {**stand_ins, "scancel": '\necho "scancel $*"'}.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash{text}")
         (tmp_path / name).chmod(0o755)
 
-    def start(statuses, *flags, restarts=0):
+    def start(statuses, *flags, restarts=0, folder=ROOT, **variables):
         ended = run(
-            *("env", f"PATH={tmp_path}:/usr/bin:/bin", "bash"),
+            *("env", "-C", folder, f"PATH={tmp_path}:/usr/bin:/bin", "bash"),
             *(ROOT / "scripts" / "slurm.sbatch", *flags),
             PYTHON=str(tmp_path / "python"),
             STATUSES=statuses,
@@ -47,6 +49,7 @@ def sbatch(tmp_path):
             SLURM_JOB_NODELIST="hosta",
             SLURM_NNODES="1",
             SLURM_NTASKS_PER_NODE="2",
+            **variables,
         )
         assert not ended.stderr
         return ended.returncode, ended.stdout
@@ -87,3 +90,31 @@ def test_the_next_run_resumes_what_the_job_has_saved(sbatch, flags, tmp_path):
     evaluated = f"{given} --evaluate"
     printed = sbatch("0 0", *flags, "--evaluate", restarts=1)[1]
     assert printed.splitlines()[1:] == [evaluated] * 2
+
+
+def test_the_next_run_finds_the_default_output(sbatch, tmp_path):
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    (tmp_path / "runs" / "distributed").mkdir(parents=True)
+    (tmp_path / "runs" / "distributed" / "checkpoint.pt").touch()
+    printed = sbatch("0 0", restarts=1, folder=tmp_path)[1]
+    assert printed.splitlines()[1:] == ["flags: --resume auto"] * 2
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_only_a_job_that_slurm_stops_for_the_time_limit_is_queued_again(
+    sbatch, restarts
+):
+    """However often that was; not one that somebody cancels."""
+    status, printed = sbatch("143 143", restarts=restarts, SIGNAL="USR1")
+    assert status == 0 and "scancel --signal=USR1 7.0\n" in printed
+    assert "stopped for the time limit, queued again\nscontrol requeue 7\n" in printed
+    status, printed = sbatch("143 143", restarts=restarts, SIGNAL="TERM")
+    assert status == 143 and "requeue" not in printed
+
+
+def test_tasks_have_their_cores_and_gpus_and_end_together(sbatch, tmp_path):
+    variables = {"SLURM_CPUS_PER_TASK": "3", "SLURM_GPUS_ON_NODE": "2"}
+    printed = sbatch("0 0", "--lr", "1", **variables)[1]
+    assert printed.splitlines()[1:] == ["flags: --device cuda --lr 1"] * 2
+    options = (tmp_path / "options").read_text().split()
+    assert options == ["--cpus-per-task=3", "--kill-on-bad-exit=1"]
