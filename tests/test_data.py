@@ -232,6 +232,7 @@ def test_the_check_before_a_launch_lists_few_images(pictures, monkeypatch):
     for path in (pictures / "train" / "cat").glob("*.JPEG"):
         path.rename(nested / path.name)
     (pictures / "train" / "cat" / "notes.txt").touch()
+    (pictures / "train" / "notes.txt").touch()  # is no class
     needed, listed = [], []
     monkeypatch.setattr(
         limits, "check_shared_memory", lambda *what: needed.append(what)
@@ -349,3 +350,7 @@ def test_synthetic_batches_are_on_the_device_and_of_any_number():
     batches = train_batches(args, 0)
     assert len(batches) == 2
     assert all(images.shape == (4, 3, 32, 32) for images, _ in batches)
+    args = arguments(None, synthetic=125, global_batch_size=4)
+    share_out(args, 0, 1, 1)
+    validation = build_loader(args, build_datasets(args)[1], range(5), CPU, False)
+    assert [len(images) for images, _ in validation] == [4, 1]

@@ -23,7 +23,12 @@ import common.data
 from common import seeding
 from common.checkpoint import read_checkpoint
 from common.data import MEAN, STD, build_loader, share_out
-from common.device import peak_memory_mib, select_device
+from common.device import (
+    device_and_backend,
+    peak_memory_mib,
+    processes_per_machine,
+    select_device,
+)
 from common.errors import ImageError, Stopped, UserError
 from common.model import AutocastModel
 
@@ -202,6 +207,16 @@ def test_the_cpu_is_left_alone_where_there_are_gpus(gpus):
     found = gpus(2)
     assert select_device("cpu", 1) == CPU
     assert not found.calls and not torch.backends.cudnn.benchmark
+    assert processes_per_machine("cpu") == 2
+    assert device_and_backend(SimpleNamespace(device="cpu")) == "cpu:gloo"
+
+
+def test_each_gpu_has_one_process(gpus):
+    gpus(3)
+    assert processes_per_machine("auto") == 3
+    assert device_and_backend(SimpleNamespace(device="auto")) == "cuda:nccl"
+    with pytest.raises(UserError, match="4 processes for 3 GPUs"):
+        select_device("auto", 3)
 
 
 def test_each_gpu_of_a_process_drops_other_units(gpus, monkeypatch):
