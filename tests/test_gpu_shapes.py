@@ -204,7 +204,7 @@ def test_the_device_is_that_of_the_local_rank(gpus, count, local_rank, backend, 
 
 
 def test_the_cpu_is_left_alone_where_there_are_gpus(gpus):
-    found = gpus(2)
+    found = gpus(3)
     assert select_device("cpu", 1) == CPU
     assert not found.calls and not torch.backends.cudnn.benchmark
     assert processes_per_machine("cpu") == 2
