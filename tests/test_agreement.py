@@ -206,6 +206,7 @@ def only_line(text):
     "flags, said",
     [
         (("--lr", "0.2"), "--lr 0.2 (rank 0: 0.1)"),
+        (("--seed", "1"), "--seed 1 (rank 0: 0)"),
         (("-b", "8"), "--global-batch-size 8 (rank 0: 4), --per-process-batch-size 4"),
         (("--image-size", "64"), "--image-size 64 (rank 0: 32)"),
         (("--arch", "resnet18"), "--arch resnet18 (rank 0: squeezenet1_1)"),
