@@ -88,10 +88,20 @@ class Own(Dataset):
         return len(self.paths)
 
 
-def test_one_process_agrees_with_itself(capsys):
+def test_one_process_agrees_with_itself(capsys, monkeypatch):
     args = Namespace(world_size=1, synthetic=8, decoder="auto", lr=0.1)
+    compare, compared = Processes.compare, {}
+
+    def recorded(everyone, facts):
+        compared.update(facts)
+        compare(everyone, facts)
+
+    monkeypatch.setattr(Processes, "compare", recorded)
     everyone = agree(args, 0, torch.device("cpu"), lambda sums: sums, Own(8), range(2))
     assert everyone.images == {"train": [8, None], "val": [2, None]}
+    assert (compared["--lr"], compared["--device"]) == (0.1, "cpu")
+    assert compared["PyTorch"] == torch.__version__.split("+")[0]
+    assert (compared["images in train:"], compared["images in val:"]) == (8, 2)
     assert capsys.readouterr().err == ""
 
 

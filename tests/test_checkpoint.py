@@ -408,6 +408,9 @@ def test_the_check_before_a_launch_looks_at_all_processes_and_the_checkpoint(
         args.nnodes = 3 if said and " 6 " in said else 1
         with pytest.raises(UserError, match=said) if said else nullcontext():
             check(args, processes, world_size)
+    args.backend = "nccl"
+    with pytest.raises(UserError, match="--backend nccl: it does not go with --dev"):
+        check(args, 1)
 
 
 def test_validation_builds_the_network_that_was_trained(tmp_path):

@@ -98,6 +98,8 @@ def test_the_quota_of_a_container(own, quotas, expected, tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     set_threads(2)
     assert int(os.environ["OMP_NUM_THREADS"]) == max(1, (expected or 32) // 2)
+    set_threads(1)  # leaves what is set
+    assert int(os.environ["OMP_NUM_THREADS"]) == max(1, (expected or 32) // 2)
 
 
 # Prints in one write what a process finds, without the seconds that PyTorch takes

@@ -340,6 +340,7 @@ def test_a_port_of_another_program_is_not_waited_at_for_ever():
 
 
 def test_signals_are_remembered():
+    assert set(Watchdog.SIGNALS) == {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
     before = {number: signal.getsignal(number) for number in Watchdog.SIGNALS}
     try:
         for number in Watchdog.SIGNALS:
