@@ -161,6 +161,8 @@ def main(words: list[str]) -> int:
             "minutes": round((time.monotonic() - began) / 60, 1),
             "cpu_cores": os.cpu_count(),
             "python": platform.python_version(),
+            "mistakes": len(results),
+            "survived": len(survived),
             "mutations": results,
         }
         path = ROOT / "results" / "mutations.json"
