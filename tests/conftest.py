@@ -46,6 +46,11 @@ def pytest_addoption(parser):
         action="store_true",
         help="write results/reliability.json, multinode.json and lessons/",
     )
+    parser.addoption(
+        "--rehearse-gpu",
+        action="store_true",
+        help="the rows of tests/gpu on the CPU, those that can run there",
+    )
 
 
 def pytest_configure(config):
@@ -59,6 +64,10 @@ def pytest_configure(config):
     for marker in MISSING:
         config.addinivalue_line("markers", f"{marker}: skipped where it is missing")
     config.addinivalue_line("markers", "full: runs with --full only")
+    if not config.pluginmanager.hasplugin("timeout"):
+        config.addinivalue_line("markers", "timeout: needs pytest-timeout")
+    if config.getoption("rehearse_gpu"):
+        MISSING["gpu"] = None
 
 
 def pytest_sessionfinish(session, exitstatus):

@@ -49,7 +49,9 @@ def free_port() -> int:
 
 def fork_server():
     """A process that has imported everything and forks the ranks, free of our threads."""
-    os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"  # the server's imports
+    own = f"{ROOT}:{ROOT / 'tests'}:"  # the server's imports
+    others = os.environ.get("PYTHONPATH", "").removeprefix(own)
+    os.environ["PYTHONPATH"] = own + others
     os.environ["OMP_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ranks", *SCRIPTS])
@@ -193,7 +195,15 @@ class LoudNet(DropNet):
         return 30 * super().forward(images)
 
 
+class SteepNet(SmallNet):
+    """Likewise, without dropout, which is another one on a GPU."""
+
+    def forward(self, images):
+        return 8 * super().forward(images)
+
+
 NETS = {"small": SmallNet, "norm": NormNet, "drop": DropNet, "loud": LoudNet}
+NETS["steep"] = SteepNet
 
 
 def load_script(name: str, net: str | None):
@@ -230,6 +240,49 @@ def start(script, flags: list) -> None:
 def train(name: str, flags: list, net: str | None = None):
     """Train; whoever asks looks at the output folder."""
     start(load_script(name, net), flags)
+
+
+def train_watched(
+    name: str, flags: list, net: str | None, skipped: int, gpus: str
+) -> list[torch.Tensor] | int:
+    """Train without TF32; returns what the first convolution got in the first epoch.
+
+    The first `skipped` steps leave the weights alone, as steps with infinite gradients
+    do. Of a compiled network returns how many graphs it has.
+    """
+    os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
+    script = load_script(name, net)
+    build, train_step, seen = script.build_model, script.train_step, []
+
+    def watched(args, classes):
+        model = build(args, classes)
+        first = next(part for part in model.modules() if isinstance(part, nn.Conv2d))
+
+        def keep(part, given):
+            if part.training and len(seen) < args.max_steps:
+                seen.append(given[0].detach().float().cpu())
+
+        if not args.compile:
+            first.register_forward_pre_hook(keep)
+        return model
+
+    def step(args, model, state, images, labels):
+        take = state.optimizer.step
+        if state.scheduler.last_epoch < skipped:
+            state.optimizer.step = lambda: None
+        returned = train_step(args, model, state, images, labels)
+        state.optimizer.step = take
+        return returned
+
+    script.build_model, script.train_step = watched, step
+    start(script, flags)
+    if "--compile" in flags:
+        from torch._dynamo.utils import counters
+
+        return counters["stats"]["unique_graphs"]
+    return seen
 
 
 def train_compiled(name: str, flags: list) -> int:

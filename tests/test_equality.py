@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import sys
 from itertools import product
 
@@ -28,13 +29,16 @@ ONE_TO_FOUR = [(1,), (2,), (3,), (4,)]
 FLAGS = "--image-size 32 --precision fp32 --min-crop 0.5 --print-interval 4".split()
 
 
-def horovod_ranks(folder, world_size, task, controller="gloo", **arguments):
+def horovod_ranks(
+    folder, world_size, task, controller="gloo", seconds=180, **arguments
+):
     """run_ranks for Horovod, whose processes horovodrun has to start."""
     folder.mkdir(parents=True, exist_ok=True)
     arguments = json.dumps({"folder": str(folder), **arguments}, default=str)
     command = ("horovodrun", "-np", world_size, "-H", f"localhost:{world_size}")
     probe = (sys.executable, ROOT / "tests" / "ranks.py", task.__name__, arguments)
-    ended = run(*command, f"--{controller}", *probe, PYTHONPATH=str(ROOT))
+    path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+    ended = run(*command, f"--{controller}", *probe, timeout=seconds, PYTHONPATH=path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return results(folder)
 
