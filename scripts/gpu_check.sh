@@ -1,17 +1,54 @@
 #!/usr/bin/env bash
-# Run every strategy on a real GPU, compare what comes out, and time it: results/GPU_DATE/summary.md.
+# Try every strategy on a real GPU (tests/gpu), then time them (benchmarks/gpu.py).
 #
-#   bash scripts/gpu_check.sh [flags of scripts/gpu_check.py]
-#   PYTHON=/path/to/python bash scripts/gpu_check.sh
+#   bash scripts/gpu_check.sh [arguments of pytest]
+#   bash scripts/gpu_check.sh --last-failed      # again what failed or was not run, then further timings
+#   bash scripts/gpu_check.sh --rehearse-gpu     # on the CPU, at small sizes, what can run there
 #
-# For a machine with a CUDA GPU and an environment with PyTorch and torchvision; needs no network and
-# installs nothing there. Horovod is built from horovod-*.tar.gz beside this folder where it is missing.
-# Takes at most 9 minutes; what did not fit in comes with the next call of it. Exit status: 1 where a row failed, else 0.
-GPU_CHECK_BEGAN=$(date +%s)
-PYTHON=${PYTHON:-} # .venv/bin/python, else python3
+# OUTPUT/summary.md says what came out; timings that are there are not taken again. Needs PyTorch with CUDA,
+# torchvision, tqdm and pytest, and no network: pure Python wheels that lie beside this folder are used (say of
+# tqdm, pytest-timeout), and Horovod is built from a horovod-*.tar.gz there where it is missing. Exit status: 1
+# where something failed or was not run.
+MINUTES=${MINUTES:-9} # for all of it
+OUTPUT=${OUTPUT:-}    # results/gpu; of a rehearsal runs/gpu_check/rehearsal
+GPU_TIMINGS=${GPU_TIMINGS:-yes} # no: the rows alone
+PYTHON=${PYTHON:-}    # .venv/bin/python, else python3
+began=$(date +%s)
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+horovod=$here/runs/gpu_check/horovod
+path=$horovod
+for wheel in "$here"/../*-none-any.whl; do
+    case $wheel in *"*"* | */setuptools-*) ;; *) path+=:$wheel ;; esac
+done
+export PYTHONPATH=$path${PYTHONPATH:+:$PYTHONPATH} PATH=$horovod/bin:$PATH
 # shellcheck source-path=SCRIPTDIR
-source "$(dirname "${BASH_SOURCE[0]}")/launcher.sh"
+source "$here/scripts/launcher.sh"
 
+rehearse=
+case " $* " in *" --rehearse-gpu "*) rehearse=--rehearse ;; esac
+if [ -z "$rehearse" ] && ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    echo "gpu_check.sh: error: PyTorch sees no CUDA GPU (--rehearse-gpu runs on the CPU)" >&2
+    exit 2
+fi
+folder=results/gpu
+[ -z "$rehearse" ] || folder=runs/gpu_check/rehearsal
+OUTPUT=$(realpath -m "${OUTPUT:-$ROOT/$folder}")
 cd "$ROOT"
-export PYTHON GPU_CHECK_BEGAN
-exec "$PYTHON" scripts/gpu_check.py "$@"
+
+archive=$(compgen -G "$ROOT/../horovod-*.tar.gz" | head -n 1 || :)
+if [ -n "$archive" ] && [ -z "$rehearse" ] && ! "$PYTHON" -c 'import horovod.torch' 2>/dev/null; then
+    version=${archive##*/horovod-}
+    capabilities=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | tr -d . | sort -u | paste -sd, -)
+    HOROVOD_SOURCE=$archive HOROVOD_VERSION=${version%.tar.gz} HOROVOD_TARGET=$horovod \
+        HOROVOD_CAPABILITIES=$capabilities timeout $((30 * MINUTES)) bash scripts/install_horovod.sh || :
+fi
+
+export GPU_CHECK_UNTIL=$((began + 60 * MINUTES - 20))
+status=0
+"$PYTHON" -m pytest tests/gpu -m gpu --last-failed-no-failures none -o junit_family=xunit1 \
+    --junitxml "$OUTPUT/rows-$(date +%s).xml" "$@" || status=$?
+[ "$status" != 5 ] || status=0 # no row is left
+timings=0
+[ "$GPU_TIMINGS" = no ] || "$PYTHON" -m benchmarks.gpu "$OUTPUT/timings.json" $rehearse || timings=$?
+"$PYTHON" -m tests.gpu.summary "$OUTPUT"
+exit $((status ? status : timings))

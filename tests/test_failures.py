@@ -85,7 +85,7 @@ echo $0 $* >> "$RECORD" # in one line
     [
         ("quickstart", "scripts/quickstart.py sample_data/digits runs/quickstart", 0),
         ("test", "-m pytest -k nothing", 0),
-        ("gpu_check", "scripts/gpu_check.py -k nothing", 0),
+        ("gpu_check", "-m tests.gpu.summary .*/results/gpu", 0),
         ("install_horovod", "-", 3),
         ("distributed", "-m common.check .* -k nothing", 0),
     ],

@@ -4,7 +4,7 @@ No test here uses a GPU. torch.cuda, the process group, DDP, nn.DataParallel, Ho
 Apex are replaced by objects that record how they are called, and tensors that are sent to a
 GPU stay on the CPU. The scripts' own lines run. So these tests prove which calls are made,
 in which order and with which arguments; they prove nothing about CUDA, NCCL, Horovod or
-Apex themselves. scripts/gpu_check.sh is for machines that have GPUs.
+Apex themselves. tests/gpu is for machines that have GPUs.
 """
 
 import contextlib

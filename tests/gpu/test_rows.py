@@ -30,8 +30,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(4 * LIMIT)]
 # this network and batch, the faster the larger the learning rate: on a CPU two memory
 # formats in fp32 were 0.015 apart at 0.1, 0.002 at 0.01 and 3e-5 at 0.001, which is
 # taken. There bf16 was 0.002 from fp32 (fp16 has 3 bits more), twice the learning rate
-# 0.02, and images that were normalised twice 0.002.
-LOSS_TOLERANCE = {"fp32": 3e-4, "bf16": 0.02, "fp16": 3e-3}
+# 0.02 at 32 pixels and 0.0012 at 64, and images that were normalised twice 0.002.
+# O3 was nowhere measured: its fp16 weights lose small updates, and 0.02 is what losing all
+# of them made.
+LOSS_TOLERANCE = {"fp32": 3e-4, "bf16": 0.02, "fp16": 3e-3, "O3": 0.05}
 # Of momenta and batch norm's statistics after a resume, relative to their norm, at
 # learning rate 0, where nothing grows. Momenta that begin at zero are 0.9 ** 8 = 0.43 off.
 STATE_TOLERANCE = {"fp32": 0.01, "bf16": 0.2, "fp16": 0.1}
@@ -44,7 +46,7 @@ RECIPE = f"-b {BATCH} --epochs {EPOCHS} --max-steps {STEPS} --lr 0.001"
 RECIPE += (
     f" --warmup-epochs 0 --print-interval {STEPS} --workers 2 --decoder torchvision"
 )
-COMPUTES = {"O0": "fp32", "O1": "fp16", "O2": "fp16", "O3": "fp16"}
+COMPUTES = {"O0": "fp32", "O1": "fp16", "O2": "fp16", "O3": "O3"}
 DDP, SPAWNED, REPLICAS = "distributed", "multiprocessing_distributed", "dataparallel"
 APEX, HOROVOD = "apex_distributed", "horovod_distributed"
 MARKS = {APEX: pytest.mark.apex, HOROVOD: pytest.mark.horovod}

@@ -1,0 +1,59 @@
+"""What the rows would take for a mistake; this needs no GPU."""
+
+import pytest
+import torch
+from conftest import run
+from summary import summary
+from test_rows import (  # noqa: F401
+    HALF,
+    LOSS_TOLERANCE,
+    difference,
+    here,
+    on_the_cpu,
+    photographs,
+    states_differ,
+)
+
+from common.data import MEAN, STD
+
+
+def test_the_tolerance_of_fp16_pixels():
+    """No value of no channel is further off, and some nearly are."""
+    values = torch.arange(256.0, dtype=torch.float64)
+    exact = torch.cat([(values - m) / s for m, s in zip(MEAN, STD, strict=True)])
+    most = (exact.half().double() - exact).abs().max().item()
+    assert 0.9 * HALF < most < HALF
+
+
+def test_differences_of_checkpoints():
+    def content(weight, mean, momentum, master):
+        model = {"w": [weight], "b.running_mean": [mean, 0]}
+        state = {0: {"momentum_buffer": torch.tensor([momentum, 0])}}
+        return {
+            "state_dict": {name: torch.tensor(one) for name, one in model.items()},
+            "optimizer": {"state": state},
+            "masters": {"tensors": [torch.tensor([master])]},
+        }
+
+    whole, parts = content(1.0, 2.0, 4.0, 8.0), content(1.5, 2.5, 3.0, 8.25)
+    expected = {"weights": 0.5, "masters": 0.25, "momenta": 0.25, "statistics": 0.25}
+    assert states_differ(whole, parts) == expected
+
+
+@pytest.mark.full
+def test_a_wrong_training_is_outside_the_tolerance(on_the_cpu):  # noqa: F811
+    right, wrong = on_the_cpu(1), on_the_cpu(1, 0, None, "--lr", 0.002)
+    assert difference(wrong, right) > LOSS_TOLERANCE["fp32"]
+    wrong.losses[0] = float("nan")
+    assert difference(wrong, right) == float("inf")
+
+
+@pytest.mark.full
+def test_a_rehearsal_writes_a_summary(tmp_path):
+    words = ["-k", "cpu_does and multiprocessing_distributed-1-bf16", "--rehearse-gpu"]
+    script = ("bash", "scripts/gpu_check.sh", *words)
+    ended = run(*script, OUTPUT=str(tmp_path), MINUTES="1", GPU_TIMINGS="no")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    text = (tmp_path / "summary.md").read_text()
+    assert text == summary(tmp_path) and "Rows: 1 passed, 0 failed" in text
+    assert "loss differs by" in text
