@@ -45,8 +45,8 @@ fi
 
 export GPU_CHECK_UNTIL=$((began + 60 * MINUTES - 20))
 status=0
-"$PYTHON" -m pytest tests/gpu -m gpu --last-failed-no-failures none -o junit_family=xunit1 \
-    --junitxml "$OUTPUT/rows-$(date +%s).xml" "$@" || status=$?
+"$PYTHON" -m pytest tests/gpu -m gpu --last-failed-no-failures none -o cache_dir="$OUTPUT/.cache" \
+    -o junit_family=xunit1 --junitxml "$OUTPUT/rows-$(date +%s).xml" "$@" || status=$?
 [ "$status" != 5 ] || status=0 # no row is left
 timings=0
 [ "$GPU_TIMINGS" = no ] || "$PYTHON" -m benchmarks.gpu "$OUTPUT/timings.json" $rehearse || timings=$?
