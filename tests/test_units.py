@@ -344,7 +344,7 @@ def test_signals_are_remembered():
     before = {number: signal.getsignal(number) for number in Watchdog.SIGNALS}
     try:
         for number in Watchdog.SIGNALS:
-            watchdog = Watchdog(timedelta(seconds=60))
+            watchdog = Watchdog(timedelta(days=1))  # its thread outlives this test
             assert not watchdog.stop_requested
             os.kill(os.getpid(), number)
             assert watchdog.stop_requested
