@@ -418,11 +418,11 @@ def test_validation_builds_the_network_that_was_trained(tmp_path):
     path = saved(tmp_path, "--pretrained")
     args, state = make(tmp_path / "new", "--resume", str(path), "--evaluate")
     with pytest.raises(
-        UserError, match="with --pretrained True, now it is False: give"
+        UserError, match="with --pretrained given, now it is not given: give"
     ):
         resume(args, state)
     with pytest.raises(
-        UserError, match="with --pretrained True, now it is False: give"
+        UserError, match="with --pretrained given, now it is not given: give"
     ):
         check_recipe(path, read_checkpoint(path), recipe_of(args))
     flags = ("--resume", str(path), "--evaluate", "--pretrained", "--lr", "7")
