@@ -171,9 +171,8 @@ def train_step(
     # [4/6 step] Horovod averages behind backward(); synchronize() waits for it
     state.scaler.scale(loss).backward()
     state.optimizer.synchronize()
-    state.scaler.unscale_(state.optimizer)  # finds infinities in the average: all skip
     with state.optimizer.skip_synchronize():
-        state.scaler.step(state.optimizer)
+        state.scaler.step(state.optimizer)  # an infinity is in the average: all skip
     state.scaler.update()
     # [/step]
     return loss, outputs
