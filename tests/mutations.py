@@ -5,7 +5,7 @@
 
 Each mistake is made in a copy of the project, where only the tests named beside it run: one
 of them has to fail. Before that, the same tests have to pass in a copy without a mistake.
-Writes results/mutations.json. Exit status 1 where a mistake survived or a test broke.
+Writes results/mutations.json, or brings it up to date. Exit status 1 where a mistake survived or a test broke.
 """
 
 import json
@@ -134,6 +134,28 @@ def attempt(mutation: Mutation) -> dict:
     }
 
 
+def write(results: list[dict], minutes: float) -> None:
+    """Write results/mutations.json; mistakes that were not tried keep their results."""
+    git = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout
+    path = ROOT / "results" / "mutations.json"
+    old = json.loads(path.read_text()) if path.exists() else {"mutations": []}
+    found = {result["name"]: result for result in old["mutations"]}
+    found |= {
+        result["name"]: {**result, "commit": commit.strip()} for result in results
+    }
+    listed = [found[one.name] for one in MUTATIONS if one.name in found]
+    report = {
+        "mistakes": len(listed),
+        "survived": sum(result["survived"] for result in listed),
+        "minutes of the last run": round(minutes, 1),
+        "cpu_cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "mutations": listed,
+    }
+    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
 def main(words: list[str]) -> int:
     """Try the mistakes whose names have one of `words`, or all; the exit status."""
     chosen = [m for m in MUTATIONS if not words or any(w in m.name for w in words)]
@@ -153,20 +175,7 @@ def main(words: list[str]) -> int:
         results = list(pool.map(attempt, chosen))
     survived = [result["name"] for result in results if result["survived"]]
     print(f"{len(results)} mistakes, {len(survived)} survived: {', '.join(survived)}")
-    if not words:
-        git = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-        commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout
-        report = {
-            "commit": commit.strip(),
-            "minutes": round((time.monotonic() - began) / 60, 1),
-            "cpu_cores": os.cpu_count(),
-            "python": platform.python_version(),
-            "mistakes": len(results),
-            "survived": len(survived),
-            "mutations": results,
-        }
-        path = ROOT / "results" / "mutations.json"
-        path.write_text(json.dumps(report, indent=1) + "\n")
+    write(results, (time.monotonic() - began) / 60)
     return 1 if survived else 0
 
 
