@@ -392,9 +392,11 @@ def wrapper(gpus: StandInGpus, name: str, made: list):
             super().__init__()
             gpus.note(name, *given, options)
             self.module = module
+            self.passes = []  # whether each was one of training
             made.append(self)
 
         def forward(self, images):
+            self.passes.append(self.training)
             return self.module(images)
 
     return Wrapper
@@ -638,6 +640,9 @@ def test_each_process_uses_its_gpu_from_the_first_call_to_the_last(main, name):
     }
     expected["multiprocessing_distributed"] = expected["distributed"]
     assert found.named(*names) == [("main",), *expected[name]]
+    # A bare model validates where the wrapped one communicates
+    for wrapped in found.wrappers:
+        assert wrapped.passes == [True, True] + [False] * alone
     if name in ("distributed", "multiprocessing_distributed"):
         assert found.wrappers[0].broadcast_buffers is False
 
@@ -777,6 +782,7 @@ def test_dataparallel_has_all_gpus_and_autocast_inside(main, count):
     assert isinstance(wrapped.module, AutocastModel)
     assert wrapped.module.dtype == torch.bfloat16  # the stand-in has it
     assert isinstance(wrapped.module.module, Net)
+    assert wrapped.passes == [True, True, False]  # validates on all of them, too
 
 
 def test_dataparallel_wraps_nothing_on_a_cpu(main):
