@@ -968,6 +968,8 @@ def test_first_weights_depend_on_the_seed_alone():
     assert not torch.equal(one["conv1.weight"], other["conv1.weight"])
     assert one["fc.weight"].shape == (10, 512)
     assert one["layer1.0.conv1.weight"].is_contiguous(memory_format=torch.channels_last)
+    plain = build_model(model_arguments(no_channels_last=True), 10).state_dict()
+    assert plain["layer1.0.conv1.weight"].is_contiguous()
 
 
 @pytest.mark.parametrize(
