@@ -134,7 +134,7 @@ def attempt(mutation: Mutation) -> dict:
     }
 
 
-def write(results: list[dict], minutes: float) -> None:
+def write(results: list[dict]) -> None:
     """Write results/mutations.json; mistakes that were not tried keep their results."""
     git = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout
@@ -148,7 +148,6 @@ def write(results: list[dict], minutes: float) -> None:
     report = {
         "mistakes": len(listed),
         "survived": sum(result["survived"] for result in listed),
-        "minutes of the last run": round(minutes, 1),
         "cpu_cores": os.cpu_count(),
         "python": platform.python_version(),
         "mutations": listed,
@@ -163,7 +162,6 @@ def main(words: list[str]) -> int:
     if problems or not chosen:
         print("\n".join(problems or [f"no mistake has {words} in its name"]))
         return 2
-    began = time.monotonic()
     tests = sorted({test for mutation in chosen for test in mutation.tests})
     print(f"{len(chosen)} mistakes; first, {len(tests)} tests without one", flush=True)
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
@@ -175,7 +173,7 @@ def main(words: list[str]) -> int:
         results = list(pool.map(attempt, chosen))
     survived = [result["name"] for result in results if result["survived"]]
     print(f"{len(results)} mistakes, {len(survived)} survived: {', '.join(survived)}")
-    write(results, (time.monotonic() - began) / 60)
+    write(results)
     return 1 if survived else 0
 
 
