@@ -468,7 +468,7 @@ def check_recipe(path: Path, content: dict, recipe: dict) -> None:
 
 
 def check_images(path: Path, content: dict, images: dict[str, list]) -> None:
-    """Refuse to go on with other images than the checkpoint's.
+    """Refuse to resume with other images than the checkpoint's.
 
     Args:
         images: what images_of() says of "train" and of "val".

@@ -3,7 +3,7 @@
     python docs/make.py            # write the pages that change
     python docs/make.py --check    # name them instead; exit status 1 if there are any
 
-In a page, what stands between <!-- KIND ... --> and <!-- /KIND --> is made here:
+In a page, the text between <!-- KIND ... --> and <!-- /KIND --> is made here:
 
     region SCRIPT.py NAME      a marked region of one of the five scripts
     statement FILE.py TEXT     the statement that begins with TEXT: a call, a function
