@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data.distributed import DistributedSampler
 
-from common.agreement import agree
+from launch.agreement import agree
 from common.arguments import build_parser, parse_arguments
 from common.checkpoint import TrainingState, resume
 from common.data import DeviceLoader, build_datasets, build_loader, share_out

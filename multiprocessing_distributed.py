@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data.distributed import DistributedSampler
 
-from common.agreement import agree
+from launch.agreement import agree
 from common.arguments import build_parser, parse_arguments
 from common.checkpoint import TrainingState, resume
 from common.data import DeviceLoader, build_datasets, build_loader, share_out
@@ -36,7 +36,7 @@ import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from common.arguments import positive
-from common.check import check, set_threads
+from launch.check import check, set_threads
 from common.device import processes_per_machine
 from common.launch import rendezvous, wait_for
 # [/imports]

@@ -37,7 +37,7 @@ from common.data import DeviceLoader
 from common.device import describe, peak_memory_mib
 from common.errors import exit_status
 from common.launch import Watchdog
-from common.machines import use_loopback
+from launch.machines import use_loopback
 from common.report import commit
 
 ROOT = Path(__file__).resolve().parent.parent

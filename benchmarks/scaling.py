@@ -40,7 +40,7 @@ from benchmarks.scaling_model import (
     step_seconds,
 )
 from common.errors import UserError, exit_status
-from common.machines import use_loopback
+from launch.machines import use_loopback
 
 # What NCCL reckons with for a ring: microseconds a message, in
 # https://github.com/NVIDIA/nccl/blob/b6475625fbcaa2c3c0e50eed2fa1255d7514d4a2/src/graph/tuning.cc

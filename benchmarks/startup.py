@@ -74,7 +74,7 @@ def watch() -> None:
 
 
 def arguments(argv: list[str] | None = None):
-    """Parse the command line, for common.check."""
+    """Parse the command line, for launch.check."""
     import distributed
 
     return distributed.arguments(argv)
@@ -85,8 +85,8 @@ def launch(data: Path) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as output:
         flags = ["--data", data, "--image-size", 64, "-b", 64, "--max-steps", 1]
         flags += ["--print-interval", 1, "--device", "cpu", "--output", output]
-        launcher = [__file__, 2, "scripts.torch_launcher", "torchrun", "--"]
-        command = [sys.executable, "-m", "common.check", *launcher, *flags]
+        launcher = [__file__, 2, "launch.torchrun", "torchrun", "--"]
+        command = [sys.executable, "-m", "launch.check", *launcher, *flags]
         subprocess.run(
             list(map(str, command)),
             check=True,
@@ -102,7 +102,7 @@ def launch(data: Path) -> dict[str, float]:
 def main() -> None:
     """Launch it some times."""
     from benchmarks.comparison import write_results
-    from common.sample_data import write_digits
+    from scripts.sample_data import write_digits
 
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
     with tempfile.TemporaryDirectory() as folder:

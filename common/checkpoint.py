@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from common.agreement import ALONE, Processes, shown
+from launch.agreement import ALONE, Processes, shown
 from common.data import digest_of
 from common.errors import LOST_PROCESS, UserError, say
 from common.meters import Averages, averages

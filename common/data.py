@@ -26,7 +26,7 @@ from torchvision.datasets.folder import (
     make_dataset,
 )
 
-from common.cores import own_cores
+from launch.cores import own_cores
 from common.errors import ImageError, UserError, end_children
 from common.images import (
     Picture,
@@ -36,7 +36,7 @@ from common.images import (
     read_image,
 )
 from common.launch import Watchdog
-from common.limits import PREFETCH, check_limits
+from launch.limits import PREFETCH, check_limits
 from common.model import pretrained_normalisation, validation_protocol
 from common.seeding import seed_augmentation
 

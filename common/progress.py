@@ -7,7 +7,7 @@ from argparse import Namespace
 import torch
 from tqdm import tqdm
 
-from common.limits import PREFETCH
+from launch.limits import PREFETCH
 from common.meters import Averages, EpochTimer
 
 SECONDS_BETWEEN_LINES = 30  # where there is no terminal, as under Slurm

@@ -28,7 +28,7 @@ esac
 here=${HOSTS:-localhost:$NPROC}
 here=${here%%,*}
 here=${here##*:}
-own_cores="from common.cores import own_cores; print(own_cores($here))"
+own_cores="from launch.cores import own_cores; print(own_cores($here))"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(cd "$ROOT" && "$PYTHON" -c "$own_cores")}
 # horovodrun starts further programs of the environment by their names
 PATH=$(dirname "$PYTHON"):$PATH

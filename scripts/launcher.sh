@@ -29,7 +29,7 @@ fi
 check() {
     local script=$ROOT/$1
     shift
-    PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} exec "$PYTHON" -m common.check "$script" "${NPROC:-}" "$@"
+    PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} exec "$PYTHON" -m launch.check "$script" "${NPROC:-}" "$@"
 }
 
 # preflight SCRIPT [FLAGS]: with PREFLIGHT=1, start what sees whether its processes reach one
@@ -37,7 +37,7 @@ check() {
 launch=()
 preflight() {
     case ${PREFLIGHT:-0} in 0) return ;; esac
-    "${launch[@]}" "$PYTHON" "$ROOT/scripts/preflight.py" "$ROOT/$1" "${@:2}" </dev/null
+    "${launch[@]}" "$PYTHON" "$ROOT/launch/preflight.py" "$ROOT/$1" "${@:2}" </dev/null
 }
 
 # run_distributed SCRIPT [FLAGS]: start it under the launcher of PyTorch that LAUNCHER names.
@@ -45,7 +45,7 @@ run_distributed() {
     local script=$1
     shift
     case $LAUNCHER in
-        torchrun | launch) check "$script" scripts.torch_launcher "$LAUNCHER" -- "$@" ;;
+        torchrun | launch) check "$script" launch.torchrun "$LAUNCHER" -- "$@" ;;
         *)
             echo "$(basename "$0"): error: LAUNCHER=$LAUNCHER; it is torchrun or launch" >&2
             exit 2

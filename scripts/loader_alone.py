@@ -19,7 +19,7 @@ from common.arguments import build_parser, parse_arguments
 from common.data import build_datasets, build_loader, share_out
 from common.device import select_device
 from common.errors import UserError, exit_status
-from common.limits import PREFETCH
+from launch.limits import PREFETCH
 
 
 def main() -> None:

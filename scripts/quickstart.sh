@@ -12,6 +12,6 @@ source "$ROOT/scripts/setup.sh"
 set_up requirements.txt requirements-nvimgcodec.txt requirements-sample.txt
 set_up_horovod
 cd "$ROOT"
-"$PYTHON" -m common.sample_data sample_data/digits
+"$PYTHON" -m scripts.sample_data sample_data/digits
 export PYTHON
 exec "$PYTHON" scripts/quickstart.py sample_data/digits runs/quickstart

@@ -39,11 +39,11 @@ from quickstart import LAUNCHERS, ROOT
 
 from benchmarks.photographs import write_photographs
 from common.arguments import OneLineParser, architecture, positive
-from common.cores import own_cores
+from launch.cores import own_cores
 from common.data import MOST_WORKERS, class_folders
 from common.device import PRECISIONS, best_precision, describe, usable_gpus
 from common.errors import UserError, exit_status, say
-from common.limits import PREFETCH
+from launch.limits import PREFETCH
 from common.report import commit
 
 try:

@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 from common.device import describe  # noqa: E402
 from common.images import import_nvimgcodec  # noqa: E402
 from common.report import commit  # noqa: E402
-from common.sample_data import write_digits  # noqa: E402
+from scripts.sample_data import write_digits  # noqa: E402
 
 # Flags of a run of seconds: two epochs of ten steps on tiny pictures of digits
 SHORT = (

@@ -119,7 +119,7 @@ def lesson(path: Path, variables: dict) -> None:
 
 
 def preflight(variables: dict, flags: list, fault: str | None) -> None:
-    """One process of scripts/preflight.py as a launcher starts it, maybe with a fault."""
+    """One process of launch/preflight.py as a launcher starts it, maybe with a fault."""
     sys.path.insert(0, str(ROOT / "scripts"))
     import preflight
 

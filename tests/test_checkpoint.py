@@ -27,9 +27,9 @@ from ranks import (
 )
 
 from common import checkpoint
-from common.agreement import agree
+from launch.agreement import agree
 from common.arguments import build_parser, parse_arguments
-from common.check import check
+from launch.check import check
 from common.checkpoint import (
     SavedTensors,
     TrainingState,

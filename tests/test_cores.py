@@ -7,8 +7,8 @@ from argparse import Namespace
 import pytest
 from conftest import ROOT, run
 
-from common.check import set_threads
-from common.cores import cpu_quota, own_cores
+from launch.check import set_threads
+from launch.cores import cpu_quota, own_cores
 from common.data import share_out
 
 TORCHRUN = {"LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "none"}
@@ -63,7 +63,7 @@ def test_each_process_has_loaders_for_its_cores(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(affinity)))
-    monkeypatch.setattr("common.cores.cpu_quota", lambda _: None)
+    monkeypatch.setattr("launch.cores.cpu_quota", lambda _: None)
     for local_rank in range(processes):
         args = Namespace(global_batch_size=48, workers=None)
         share_out(args, local_rank, 2 * processes, processes)  # on two machines
@@ -94,7 +94,7 @@ def test_the_quota_of_a_container(own, quotas, expected, tmp_path, monkeypatch):
     assert cpu_quota(tmp_path) == expected
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(32)))
     assert own_cores(2, tmp_path) == max(1, (expected or 32) // 2)
-    monkeypatch.setattr("common.cores.cpu_quota", lambda _: expected)
+    monkeypatch.setattr("launch.cores.cpu_quota", lambda _: expected)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     set_threads(2)
     assert int(os.environ["OMP_NUM_THREADS"]) == max(1, (expected or 32) // 2)
@@ -106,14 +106,14 @@ def test_the_quota_of_a_container(own, quotas, expected, tmp_path, monkeypatch):
 PROBE = f"""
 import os, sys
 sys.path.insert(0, {str(ROOT)!r})
-from common.cores import own_cores
+from launch.cores import own_cores
 
 def main(*_):
     child = os.environ.get("LAUNCHER_PID") == str(os.getppid())
     found = f"CORES {{own_cores(1)}} EACH {{own_cores(2)}} LAUNCHER {{child}}"
     os.write(1, f"{{found}}\\n".encode())
 """
-TORCH_LAUNCHER = (sys.executable, "-m", "scripts.torch_launcher")
+TORCH_LAUNCHER = (sys.executable, "-m", "launch.torchrun")
 TWO = ("cpu:gloo", "--nproc-per-node", "2")
 # As torch.multiprocessing.spawn does
 SPAWN = """from multiprocessing import get_context
@@ -151,6 +151,6 @@ def test_launchers_hand_the_affinity_down(command, tmp_path):
     on = ("taskset", "-c", ",".join(map(str, half)))
     ended = run(*on, *command, probe)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    ours = str("scripts.torch_launcher" in command)
+    ours = str("launch.torchrun" in command)
     found = f"CORES {len(half)} EACH {max(1, len(half) // 2)} LAUNCHER {ours}"
     assert ended.stdout.count(found) == 2, ended.stdout

@@ -38,9 +38,9 @@ def refusal(folder, strategy, *flags, **variables):
     """The one line that ends a run of scripts/STRATEGY.sh in its first process."""
     words = [ROOT / f"{strategy}.py"]
     if strategy not in ("dataparallel", "multiprocessing_distributed"):
-        words = ["-m", "common.check", *words, ""]
+        words = ["-m", "launch.check", *words, ""]
         if strategy != "horovod_distributed":
-            words += ["scripts.torch_launcher", "torchrun"]
+            words += ["launch.torchrun", "torchrun"]
         words.append("--")
     status, printed = run_python(folder, *words, *flags, **variables)
     assert status == 2 and printed.count("\n") == 1, printed
@@ -87,7 +87,7 @@ echo $0 $* >> "$RECORD" # in one line
         ("test", "-m pytest -k nothing", 0),
         ("gpu_check", "-m tests.gpu.summary .*/results/gpu", 0),
         ("install_horovod", "-", 3),
-        ("distributed", "-m common.check .* -k nothing", 0),
+        ("distributed", "-m launch.check .* -k nothing", 0),
     ],
 )
 def test_a_relative_interpreter_from_another_folder(
@@ -228,7 +228,7 @@ time.sleep(60)
 def test_torchrun_does_not_restart_bad_input(status, starts, tmp_path):
     script = tmp_path / "failing.py"
     script.write_text(FAILING.format(status=status))
-    words = ("-m", "scripts.torch_launcher", "torchrun", "cpu:gloo")
+    words = ("-m", "launch.torchrun", "torchrun", "cpu:gloo")
     words += ("--nproc-per-node", "2", script)
     ended, printed = run_python(tmp_path, *words, MAX_RESTARTS="1")
     lines = printed.splitlines()

@@ -511,7 +511,7 @@ def test_the_image_has_what_the_scripts_need(tmp_path):
                 shutil.copy(ROOT / source, tmp_path / source)
     flags = ("--synthetic", "64", "-b", "8", "--output", str(tmp_path / "out"))
     command = shlex.join(
-        ("python", "-m", "common.check", "distributed.py", "1", "--", *flags)
+        ("python", "-m", "launch.check", "distributed.py", "1", "--", *flags)
     )
     ended = run("bash", "-c", f"cd {tmp_path} && env -u PYTHONPATH {command}")
     assert (ended.returncode, ended.stdout.strip()) == (0, "1"), ended.stderr

@@ -282,7 +282,7 @@ def test_two_hosts_train_as_one_host_does(engine, job, digits, one_host, tmp_pat
 
 PROBE = """
 import os
-from common.cores import own_cores
+from launch.cores import own_cores
 
 os.write(1, f"CORES {len(os.sched_getaffinity(0))} EACH {own_cores(2)}\\n".encode())
 """
@@ -494,7 +494,7 @@ def test_torchrun_ends_on_all_hosts_at_bad_input(rank, lost, job, tmp_path):
     """Of which one serves the rendezvous. No training process is started again."""
     script, gone = tmp_path / "failing.py", tmp_path / "gone"
     script.write_text(FAILING.format(rank=rank, gone=gone, lost=lost))
-    words = (sys.executable, "-m", "scripts.torch_launcher", "torchrun", "cpu:gloo")
+    words = (sys.executable, "-m", "launch.torchrun", "torchrun", "cpu:gloo")
     common = {"NNODES": "2", "RDZV_ENDPOINT": f"hosta:{PORT}", "MAX_RESTARTS": "3"}
     for host in NAMES:
         job.start(host, *words, "--nproc-per-node", "1", script, **common)

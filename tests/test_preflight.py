@@ -17,7 +17,7 @@ import preflight as script
 
 from common import data, limits
 from common.arguments import build_parser, parse_arguments
-from common.check import check
+from launch.check import check
 from common.data import share_out
 from common.errors import UserError
 

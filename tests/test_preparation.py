@@ -143,7 +143,7 @@ def test_sample_data(digits):
 
 
 def test_sample_data_never_overwrites(digits, tmp_path):
-    command = ("-m", "common.sample_data")
+    command = ("-m", "scripts.sample_data")
     again = run_python(tmp_path, *command, digits)
     assert again == (0, f"1797 images in {digits}\n")
     (tmp_path / "mine").mkdir()

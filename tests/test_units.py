@@ -23,11 +23,11 @@ from torchvision.models import WeightsEnum, get_model_builder
 
 from common import model
 from common.arguments import build_parser, parse_arguments
-from common.check import restart_flags
+from launch.check import restart_flags
 from common.device import check_devices, processes_per_machine, select_device
 from common.errors import LOST_PROCESS, ImageError, MissingMachine, Stopped, UserError
 from common.launch import Watchdog, ranks_from_environment, rendezvous
-from common.machines import (
+from launch.machines import (
     Machines,
     _wait_for_all,
     check_address,
@@ -48,7 +48,7 @@ from common.progress import Progress
 from common.report import print_epoch, print_start, summarise
 from common.schedule import learning_rate_factor, scaled_learning_rate
 from common.seeding import seed_augmentation, seed_from, seed_step
-from scripts.torch_launcher import root_cause
+from launch.torchrun import root_cause
 
 CPU = torch.device("cpu")
 
@@ -312,7 +312,7 @@ def test_the_process_that_failed_by_itself(ended, status):
 
 def test_machines_compare_pytorch(monkeypatch):
     clock = Namespace(monotonic=time.monotonic, sleep=lambda _: None)
-    monkeypatch.setattr("common.machines.time", clock)
+    monkeypatch.setattr("launch.machines.time", clock)
     store, machines = HashStore(), Machines(2, None, "first:29400", 0, 45)
     with pytest.raises(MissingMachine, match="1 of 2 machines came"):
         _wait_for_all(store, machines, {}, time.monotonic() - 1)

@@ -1,6 +1,6 @@
 """A real data set without a download: scikit-learn's handwritten digits as JPEGs.
 
-    python -m common.sample_data DIR
+    python -m scripts.sample_data DIR
 
 Writes 1,797 scans of 8 x 8 pixels, enlarged to 64 x 64, as DIR/train/CLASS/*.JPEG and
 DIR/val/CLASS/*.JPEG. Of every five scans, in the order of the data set, the last one is
@@ -62,7 +62,7 @@ def write_digits(folder: Path) -> int:
 def main() -> None:
     """Write the data set into the folder named on the command line."""
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        raise UserError("usage: python -m common.sample_data DIR")
+        raise UserError("usage: python -m scripts.sample_data DIR")
     folder = Path(sys.argv[1])
     print(f"{write_digits(folder)} images in {folder}")
 

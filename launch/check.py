@@ -1,7 +1,7 @@
 """Look at a command line once, in one process, before a launcher starts the others.
 
-    python -m common.check SCRIPT [PROCESSES] -- FLAGS
-    python -m common.check SCRIPT [PROCESSES] MODULE [OPTIONS] -- FLAGS
+    python -m launch.check SCRIPT [PROCESSES] -- FLAGS
+    python -m launch.check SCRIPT [PROCESSES] MODULE [OPTIONS] -- FLAGS
 
 PROCESSES is their number on this machine, by default one per GPU, or 2 on a CPU. The
 first form prints the number on all machines; the second goes on as `python -m
@@ -9,7 +9,7 @@ MODULE OPTIONS` with `DEVICE:BACKEND --nproc-per-node PROCESSES SCRIPT FLAGS`, o
 the first is what this machine will use. NNODES, or HOSTS in the first form, tells of
 more machines (docs/multinode.md). A mistake in flags, data or checkpoint ends with
 status 2 and one line, where a launcher would wrap it into a page per process. With
-PREFLIGHT=1 the launcher starts scripts/preflight.py first.
+PREFLIGHT=1 the launcher starts launch/preflight.py first.
 """
 
 import importlib.util
@@ -28,7 +28,7 @@ from common.checkpoint import (
     read_checkpoint,
     recipe_of,
 )
-from common.cores import own_cores
+from launch.cores import own_cores
 from common.data import check_datasets, share_out
 from common.device import (
     check_devices,
@@ -37,7 +37,7 @@ from common.device import (
     usable_gpus,
 )
 from common.errors import UserError, exit_status
-from common.machines import (
+from launch.machines import (
     check_own_address,
     machines_from_environment,
     slots_of_hosts,
@@ -98,7 +98,7 @@ def set_threads(processes: int) -> None:
 
 
 def preflight(args: Namespace, launcher: list[str]) -> None:
-    """Start scripts/preflight.py in the place of the training; end where it fails.
+    """Start launch/preflight.py in the place of the training; end where it fails.
 
     Args:
         args: of the training.

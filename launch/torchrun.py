@@ -1,6 +1,6 @@
 """torchrun and torch.distributed.launch, as scripts/*.sh start them.
 
-    python -m common.check SCRIPT 4 scripts.torch_launcher torchrun -- FLAGS
+    python -m launch.check SCRIPT 4 launch.torchrun torchrun -- FLAGS
 
 On one machine nothing listens but on loopback: `torchrun --standalone` would open its
 store, from which it unpickles, on every network interface. On several machines
@@ -34,7 +34,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from common.errors import complain, exit_status, say
-from common.machines import (
+from launch.machines import (
     Machines,
     machines_from_environment,
     meet,

@@ -2,11 +2,11 @@
 
 Started as the training is, or without a launcher for one process per GPU (2 on a CPU):
 
-    python scripts/preflight.py [--nprocs 4]
-    torchrun --standalone --nproc-per-node=4 scripts/preflight.py
-    python -m torch.distributed.launch --nproc-per-node=4 scripts/preflight.py
-    horovodrun -np 4 -H localhost:4 python scripts/preflight.py --backend horovod
-    mpirun -np 4 --bind-to none python scripts/preflight.py --backend horovod
+    python launch/preflight.py [--nprocs 4]
+    torchrun --standalone --nproc-per-node=4 launch/preflight.py
+    python -m torch.distributed.launch --nproc-per-node=4 launch/preflight.py
+    horovodrun -np 4 -H localhost:4 python launch/preflight.py --backend horovod
+    mpirun -np 4 --bind-to none python launch/preflight.py --backend horovod
 
 Each process registers with rank 0, computes something on its device and takes part in
 an all-reduce. Rank 0 prints a line for each. One that does not register or answer
@@ -15,7 +15,7 @@ within --timeout-seconds is named, and all end with a status that is not 0.
 Behind its own flags may stand a training script with its flags, which then say device,
 backend and number of processes:
 
-    python scripts/preflight.py multiprocessing_distributed.py --data DIR --nprocs 4
+    python launch/preflight.py multiprocessing_distributed.py --data DIR --nprocs 4
 """
 
 import argparse
@@ -59,8 +59,8 @@ from common.errors import (  # noqa: E402
     told,
 )
 from common.launch import Ranks, ranks_from_environment, wait_for  # noqa: E402
-from common.limits import describe_limits  # noqa: E402
-from common.machines import use_loopback  # noqa: E402
+from launch.limits import describe_limits  # noqa: E402
+from launch.machines import use_loopback  # noqa: E402
 
 TORCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 # The same four of horovodrun and of Open MPI
@@ -645,7 +645,7 @@ def arguments(argv: list[str] | None = None) -> Namespace:
 
 def take_over(args: Namespace) -> None:
     """Set device, backend and processes as the flags of a training script do."""
-    from common.check import script_arguments  # imports what training needs
+    from launch.check import script_arguments  # imports what training needs
 
     me = sys.argv[0]
     training = script_arguments(Path(args.script), args.flags)

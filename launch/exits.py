@@ -1,0 +1,179 @@
+"""How a process ends: signals, a hang, and the exit status."""
+
+import contextlib
+import ctypes
+import os
+import re
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from datetime import timedelta
+
+from common.errors import SIGNALS, UserError, complain, end_children, forget_children, say, speaks_for_machine, this_process
+
+# What Gloo, NCCL, TCPStore, Horovod and DataLoader say when another process, or one of
+# the loader processes, is gone or silent. A GPU alone may time out too
+LOST_PROCESS = re.compile(
+    r"connection (was )?(closed|reset|refused|timed out)|broken pipe|failed to recv"
+    r"|(operations?( have failed or)?|client socket|socket \S+) (has )?timed out"
+    r"|timed out (waiting|connecting|after|in (monitoredBarrier|blocking))"
+    r"|(connect|read|write|wait|socket|nccl|application|barrier|operation) timeout"
+    r"|timeout waiting for key|nccl ?(remote|system|communicator)|unexpected status"
+    r"|remote process exited"
+    r"|horovod has been shut down|DataLoader worker \(pid",
+    re.IGNORECASE,
+)
+PORT_IN_USE = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
+
+
+class Stopped(Exception):
+    """A signal asked for the end, and what was reached has been saved: the text."""
+
+
+class Watchdog:
+    """Remembers that a signal asked for the end, and ends a process that hangs.
+
+    A signal only sets `stop_requested`, which the training loop reads where the sums
+    are combined, so that all processes stop after the same step. Make the watchdog once
+    training starts: until then a signal may end the process, there is nothing to save.
+
+    Not every communication library gives up on a process that is gone silent (Horovod
+    over MPI does not, and a GPU may wait in NCCL for a process that is dead). So a
+    thread of the watchdog ends this process, wherever its main thread waits:
+
+    - where no batch is finished for `timeout`, and `GRACE` seconds more, in which a
+      library may say what it knows; the first batch, which may compile, has three
+      times as long. Only seconds in which this process runs count: one that was
+      suspended continues.
+    - at a second signal, `PATIENCE` seconds or more after the first, if no batch was
+      finished between the two.
+    """
+
+    GRACE = 5
+    PATIENCE = 2  # launchers hand one Ctrl-C on several times
+
+    def __init__(self, timeout: timedelta):
+        self.stop_requested = False
+        self.limit = int(timeout.total_seconds()) + self.GRACE
+        self.fed = False
+        # Python runs a handler in the main thread; the pipe is written by any
+        arrived, written = os.pipe()
+        os.set_blocking(written, False)
+        for number in SIGNALS:
+            signal.signal(number, self._remember)
+        signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=(arrived,), daemon=True).start()
+
+    def feed(self) -> None:
+        """Say that a batch is finished."""
+        self.fed = True
+
+    def _remember(self, number: int, frame: object) -> None:
+        self.stop_requested = True
+
+    def _watch(self, arrived: int) -> None:
+        seconds, asked = -2 * self.limit, None
+        while seconds < self.limit:
+            signals = []
+            if select.select([arrived], [], [], 1)[0]:
+                signals = [n for n in os.read(arrived, 64) if n in SIGNALS]
+            else:
+                seconds += 1
+            if self.fed:
+                self.fed, seconds, asked = False, 0, None
+            if signals and asked is None:
+                asked = time.monotonic()
+            elif signals and time.monotonic() - asked > self.PATIENCE:
+                complain(f"{this_process()} finished no batch between two signals")
+                os._exit(1)
+        complain(
+            f"{this_process()} finished no batch for {self.limit} s, another process "
+            "or the data hangs (--timeout-seconds sets how long to wait)"
+        )
+        os._exit(1)
+
+
+@contextlib.contextmanager
+def exit_status(number: int | None = None) -> Iterator[None]:
+    """Turn the end of a script into its exit status.
+
+    0 done; 2 bad input or a missing dependency; 143 stopped by a signal after saving;
+    130 interrupted before there was anything to save; 1 everything else. Where another
+    process was lost this one says so in a line; what is left is a bug, and keeps its
+    traceback. `number` is this process's on its machine, where no launcher put it into
+    the environment.
+    """
+    end_with_launcher()
+    if number is not None:
+        os.environ["LOCAL_RANK"] = str(number)
+    try:
+        yield
+    except UserError as error:
+        if not error.said and (error.one_process_only or speaks_for_machine()):
+            complain(str(error))
+        leave(error.status)
+    except Stopped as stop:
+        if speaks_for_machine():
+            say(f"stopped after {stop}, which is saved; --resume auto goes on from it")
+        leave(143)
+    except KeyboardInterrupt:
+        leave(130)
+    except Exception as error:
+        forget_children()
+        if PORT_IN_USE.search(str(error)):
+            port = re.search(r"port: (\d+)", str(error))
+            complain(f"port {port[1] if port else ''} is in use: choose another one")
+            leave(2)
+        # A loader process that dies also closes what it sends its batches through
+        lost = isinstance(error, RuntimeError | ConnectionError)
+        if not lost or not LOST_PROCESS.search(str(error)):
+            traceback.print_exc()
+            leave(1)
+        complain(f"{this_process()} lost another: {told(error)}{hint(error)}")
+        leave(1)
+
+
+def told(error: Exception) -> str:
+    """What a library says, without its own file names and good wishes."""
+    line = str(error).strip().splitlines()[0]
+    return re.sub(r"^\[\S+:\d+\] | This is typically caused by .*", "", line)
+
+
+def hint(error: Exception) -> str:
+    """What to do where a machine told the others its loopback address."""
+    if "connectFullMesh" not in str(error) or "127.0." not in str(error):
+        return ""
+    return " (a host name leads to that address: set INTERFACE, see docs/multinode.md)"
+
+
+def end_with_launcher() -> None:
+    """Have torchrun's death end this process too, by SIGTERM, so that it saves before.
+
+    torchrun starts each process in a session of its own; killed, it leaves them
+    running. Our launch scripts tell their process id in LAUNCHER_PID: if that process
+    died before this one asked for the signal, this one ends here.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1  # https://man7.org/linux/man-pages/man2/prctl.2.html
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        launcher = os.environ.pop("LAUNCHER_PID", None)  # not for processes it starts
+        if launcher not in (None, str(os.getppid())):
+            os._exit(1)
+
+
+def leave(status: int) -> None:
+    """End this process now, with its loader workers.
+
+    An ordinary exit would wait for threads of a communication library that itself waits
+    for a process which is gone.
+    """
+    end_children()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
