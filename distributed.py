@@ -18,19 +18,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data.distributed import DistributedSampler
 
-from launch.agreement import agree
 from common.arguments import build_parser, parse_arguments
-from common.checkpoint import TrainingState, resume
-from common.data import DeviceLoader, build_datasets, build_loader, share_out
+from common.checkpoint import TrainingState
+from common.data import DeviceLoader, build_datasets, build_loader
 from common.device import autocast_dtype, best_precision, select_device
-from common.errors import Stopped, exit_status
-from common.launch import Watchdog
-from common.meters import Averages, Meter, averages
+from common.log import Log
+from common.meters import Meter, averages, batch_sums
 from common.model import build_model
-from common.progress import Progress
-from common.report import print_epoch, print_start, print_validation, write_report
-from common.schedule import build_scheduler, scaled_learning_rate
+from common.schedule import build_scheduler
 from common.seeding import seed_step
+from launch.agreement import agree
+from launch.exits import Stopped, Watchdog, exit_status
 
 # [imports]
 import os
@@ -38,8 +36,7 @@ import os
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from common.arguments import add_launcher_flags
-from common.launch import ranks_from_environment
+from launch.ranks import add_launcher_flags, ranks_from_environment
 # [/imports]
 
 
@@ -53,8 +50,9 @@ def main(args: Namespace) -> None:
     # [/launch]
 
     args.precision = args.precision or best_precision(device)
-    share_out(args, local_rank, world_size, local_world_size)
-    train_set, val_set = build_datasets(args)
+    batch_size = args.global_batch_size // world_size  # images of this process per step
+    workers = args.workers // local_world_size  # loader processes of this process
+    train_set, val_set = data = build_datasets(args)
 
     # [2/6 shard] each process takes every world_size-th image of one common shuffle
     train_sampler = DistributedSampler(
@@ -63,14 +61,18 @@ def main(args: Namespace) -> None:
     val_sampler = range(rank, len(val_set), world_size)  # no padding: each counts once
     # [/shard]
 
-    train_loader = build_loader(args, train_set, train_sampler, device, training=True)
-    val_loader = build_loader(args, val_set, val_sampler, device, training=False)
-    everyone = agree(args, rank, device, combine, train_set, val_set)
+    share = batch_size, workers, device
+    train_loader = build_loader(args, train_set, train_sampler, *share, training=True)
+    val_loader = build_loader(args, val_set, val_sampler, *share, training=False)
+    agree(args, rank, world_size, device, all_reduce, data)
 
-    raw_model = build_model(args, len(train_set.classes)).to(device)
+    layout = torch.contiguous_format if args.no_channels_last else torch.channels_last
+    raw_model = build_model(args, train_set).to(device, memory_format=layout)
+    if args.compile:
+        raw_model.compile()
     optimizer = torch.optim.SGD(
         raw_model.parameters(),
-        lr=scaled_learning_rate(args.lr, args.global_batch_size),
+        lr=args.lr * args.global_batch_size / 256,  # https://arxiv.org/abs/1706.02677
         momentum=args.momentum,
         weight_decay=args.weight_decay,
     )
@@ -79,33 +81,29 @@ def main(args: Namespace) -> None:
     # [3/6 wrap] a backward pass through `model` also averages the gradients
     gpus = [device.index] if device.type == "cuda" else None
     model = DDP(raw_model, device_ids=gpus, gradient_as_bucket_view=True)
-    model.broadcast_buffers = False  # not at each step: share_buffers() does it
+    model.broadcast_buffers = False  # not at each step: broadcast_buffers() does it
     eval_model = raw_model
-    extra_state = {}
+    extra = {}
     # [/wrap]
 
     scheduler = build_scheduler(args, optimizer, len(train_loader))
-    state = TrainingState(args, raw_model, optimizer, scheduler, scaler, **extra_state)
-    resume(args, state, everyone)
-    if rank == 0:
-        print_start(args, state, device, world_size, len(train_loader))
+    state = TrainingState(args, data, raw_model, optimizer, scheduler, scaler, **extra)
+    state.resume(args, rank)
+    log = Log(args, state, device, rank, world_size, workers)  # rank 0's prints
+    log.start(len(train_loader), batch_size)
 
+    # From here on a signal only asks for the end, except if there is nothing to save
+    watchdog = Watchdog(args.timeout, catch=not args.evaluate)
     if args.evaluate:
-        val = validate(args, val_loader, eval_model, Meter(device))
-        if rank == 0:
-            print_validation(val)
-
-    meter, progress = Meter(device, Watchdog(args.timeout)), Progress(args, rank)
+        log.validation(validate(args, val_loader, eval_model, watchdog))
     while state.epoch < args.epochs and not args.evaluate and not state.stop_requested:
         train_sampler.set_epoch(state.epoch)
-        train(args, rank, train_loader, model, state, meter, progress)
+        train(args, rank, train_loader, model, state, log, watchdog)
         if not state.stop_requested:
-            val = validate(args, val_loader, eval_model, meter)
-            record = state.finish_epoch(val, progress.figures(device))
-            if rank == 0:
-                print_epoch(record, args.epochs)
+            val = validate(args, val_loader, eval_model, watchdog)
+            log.epoch(state.finish_epoch(val, log.figures()))
         if rank == 0:
-            write_report(args, state, device, world_size)
+            log.write_report()
             state.save()
 
     # [6/6 finish] nobody leaves before rank 0 has saved
@@ -122,28 +120,31 @@ def train(
     loader: DeviceLoader,
     model: nn.Module,
     state: TrainingState,
-    meter: Meter,
-    progress: Progress,
+    log: Log,
+    watchdog: Watchdog,
 ) -> None:
     """Train one epoch, or the rest of it, and leave its sums in `state`."""
     model.train()
+    meter = Meter()
     loader.first_step = state.step
-    progress.start(state.epoch, state.step, len(loader))
+    log.start_epoch(len(loader))
     for step, (images, labels) in enumerate(loader, start=state.step + 1):
         seed_step(args.seed, state.epoch, step, rank)
         loss, outputs = train_step(args, model, state, images, labels)
+        state.learning_rate = state.optimizer.param_groups[0]["lr"]
         state.scheduler.step()
-        meter.add(loss, outputs, labels)
+        meter.add(**batch_sums(loss, outputs, labels))
+        watchdog.feed()
         # Between these moments metrics wait neither for the device nor for a process
         save = step % args.checkpoint_steps == 0 and step < len(loader)
         if save or step == len(loader) or step % args.print_interval == 0:
-            recent = state.add(step, combine(meter.take()))
-            progress.lap(step, recent, loader.wait_seconds())
+            sums = meter.reduce(all_reduce, stop=watchdog.stop_requested)
+            log.interval(step, state.add(step, sums), loader.wait_seconds())
             if state.stop_requested:
                 break  # main() saves, as it does after the last step
             if save and rank == 0:
                 state.save()
-    progress.close()
+    log.end_epoch()
 
 
 def train_step(
@@ -174,25 +175,27 @@ def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:
 
 @torch.no_grad()
 def validate(
-    args: Namespace, loader: DeviceLoader, eval_model: nn.Module, meter: Meter
-) -> Averages:
+    args: Namespace, loader: DeviceLoader, eval_model: nn.Module, watchdog: Watchdog
+) -> dict[str, float]:
     """Loss and accuracy over all validation images, the same in every process."""
-    share_buffers(eval_model)
+    broadcast_buffers(eval_model)
     eval_model.eval()
+    meter = Meter()
     for images, labels in loader:
         outputs = forward(args, eval_model, images)
-        meter.add(F.cross_entropy(outputs, labels), outputs, labels)
-    return averages(combine(meter.take()))
+        meter.add(**batch_sums(F.cross_entropy(outputs, labels), outputs, labels))
+        watchdog.feed()
+    return averages(meter.reduce(all_reduce, stop=watchdog.stop_requested))
 
 
 # [5/6 combine] sums over all processes, and rank 0's buffers for everybody
-def combine(sums: Tensor) -> Tensor:
+def all_reduce(sums: Tensor) -> Tensor:
     """Add up a tensor over all processes."""
     dist.all_reduce(sums)
     return sums
 
 
-def share_buffers(model: nn.Module) -> None:
+def broadcast_buffers(model: nn.Module) -> None:
     """Take over rank 0's batch norm statistics: they are what it saves."""
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)

@@ -4,94 +4,104 @@ import argparse
 import contextlib
 import errno
 import fcntl
-import io
-import itertools
 import json
 import math
 import os
 import shutil
-import socket
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
 
-from launch.agreement import ALONE, Processes, shown
-from common.data import digest_of
-from common.errors import LOST_PROCESS, UserError, say
-from common.meters import Averages, averages
+from common.data import digest_of, fingerprint
+from common.errors import UserError, say
+from common.meters import averages
 
 CHECKPOINT = "checkpoint.pt"
 BEST = "best.pt"
 RECORDS = "epochs.jsonl"
 LOCK = "lock"
-LEASE_SECONDS = 100
+BEST_METRIC = "val_top1"  # of which the highest is kept in best.pt
 
-# A resumed run is the same run only if these are the same
-RECIPE = (
-    "arch",
-    "pretrained",  # torchvision builds some networks otherwise for its own weights
-    "global_batch_size",
-    "lr",
-    "warmup_epochs",
-    "schedule",
-    "momentum",
-    "weight_decay",
-    "label_smoothing",
-    "image_size",
-    "min_crop",
-    "no_flip",
-    "precision",
-    "max_steps",
-    "seed",
-)
+# A resumed run is the same run if all flags are the same, except these
+MAY_CHANGE = {
+    *(
+        "data",
+        "synthetic",
+        "output",
+        "resume",
+        "evaluate",
+        "strategy",
+    ),  # data: by names
+    *("epochs", "decoder"),  # see recipe_of()
+    *("workers", "device", "timeout", "print_interval", "checkpoint_steps"),
+    *("compile", "no_channels_last", "fp16_allreduce", "opt_level"),
+    *("backend", "local_rank", "nprocs", "nnodes", "node_rank", "dist_url"),
+}
 
 
 def recipe_of(args: argparse.Namespace) -> dict:
-    """The values that two lives of one run have in common.
+    """The flags that decide what a run computes.
 
-    More epochs are welcome, but under the cosine they bend the whole curve. Of the
-    decoders Pillow alone has other pixels, because it resizes them itself.
+    More epochs are welcome, except under the cosine, whose whole curve they bend. Of
+    the decoders Pillow alone has other pixels, because it resizes them itself.
     """
     if args.evaluate:  # the network alone
         return {"arch": args.arch, "pretrained": args.pretrained}
-    recipe = {name: getattr(args, name) for name in RECIPE}
+    recipe = {name: v for name, v in vars(args).items() if name not in MAY_CHANGE}
     recipe["epochs"] = args.epochs if args.schedule == "cosine" else None
     recipe["decoder"] = "pil" if args.decoder == "pil" else "auto"
     return recipe
 
 
 class TrainingState:
-    """Everything that a run needs to go on, and how far it has come.
+    """Everything that a run needs to continue, and how far it has come.
 
     Attributes:
         epoch: finished epochs.
-        step: steps done in the epoch under way.
-        sums: (5,) float64, the Meter's sums over all processes in the epoch under way.
-        best_acc1: best validation top-1 so far, in percent.
+        step: steps done in the current epoch.
+        sums: the Meter's sums over all processes in the current epoch.
+        learning_rate: of the last step.
+        best: the highest BEST_METRIC so far.
         records: one dict for each finished epoch, as in epochs.jsonl.
-        stop_requested: whether any process was asked to stop when sums were last
-            combined.
-        saved_by: number of processes of the life that this one goes on from.
-        images: what agree() found: number and digest of the images of each part.
-        lock: what rank 0 got from lock_output().
-        origin: what was loaded, in words that no other checkpoint has.
+        stop_requested: whether any process was asked to stop when sums were last added.
+        arch: torchvision's name of the network, or its class's name.
     """
 
     def __init__(
         self,
         args: argparse.Namespace,
+        datasets: tuple[Dataset, Dataset],
         raw_model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        scheduler: LambdaLR,
+        scheduler: LRScheduler,
         scaler: torch.amp.GradScaler,
         **extra: Any,
     ):
-        """Collect what is to be saved; `extra` are more objects with a state_dict."""
+        """Collect what is to be saved.
+
+        Args:
+            datasets: for training and for validation, which a resumed run has to have.
+            extra: more objects with state_dict() and load_state_dict().
+
+        Raises:
+            UserError: --pretrained with a network that is not torchvision's.
+        """
+        self.arch, kind = args.arch, type(raw_model)
+        if not kind.__module__.startswith("torchvision."):
+            self.arch = kind.__name__
+            if args.pretrained:
+                raise UserError(
+                    f"--pretrained: torchvision has no weights of {self.arch}"
+                )
+        self.images = {
+            name: fingerprint(dataset)
+            for name, dataset in zip(("train", "val"), datasets, strict=True)
+        }
         self.raw_model = raw_model
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -106,28 +116,12 @@ class TrainingState:
         self.folder = Path(args.output)
         self.epoch = 0
         self.step = 0
-        self.sums = torch.zeros(5, dtype=torch.float64)
-        self.best_acc1 = 0.0
+        self.sums: dict[str, float] = {}
+        self.learning_rate = 0.0
+        self.best = 0.0
         self.records: list[dict] = []
         self.stop_requested = False
-        self.world_size = self.saved_by = args.world_size
-        self.images: dict[str, list] = {}
-        self.lock: io.FileIO | None = None
-        self.origin = "none"
-
-    def add(self, step: int, sums: Tensor) -> Averages:
-        """Take in the sums of all processes up to `step`; returns their averages.
-
-        Raises:
-            UserError: the loss is not finite any more.
-        """
-        self.step = step
-        self.sums += sums.to("cpu")
-        recent = averages(sums)
-        if not math.isfinite(recent.loss):
-            raise self.diverged(f"the loss became {recent.loss}")
-        self.stop_requested = recent.stop
-        return recent
+        self.lock: BinaryIO | None = None
 
     @property
     def position(self) -> str:
@@ -135,6 +129,21 @@ class TrainingState:
         if self.step:
             return f"step {self.step} of epoch {self.epoch + 1}"
         return f"epoch {self.epoch}"
+
+    def add(self, step: int, sums: dict[str, float]) -> dict[str, float]:
+        """Take in the sums of all processes up to `step`; returns their averages.
+
+        Raises:
+            UserError: the loss is not finite any more.
+        """
+        self.step = step
+        recent = averages(sums)
+        self.stop_requested = recent["stop"]
+        for name, value in sums.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+        if not math.isfinite(recent["loss"]):
+            raise self.diverged(f"the loss became {recent['loss']}")
+        return recent
 
     def diverged(self, what: str, earlier: str = CHECKPOINT) -> UserError:
         """The error that ends a run whose numbers are not finite any more.
@@ -149,46 +158,33 @@ class TrainingState:
             + (f" ({file} is from before)" if file.exists() else "")
         )
 
-    @property
-    def learning_rate(self) -> float:
-        """What the last step was taken with; the scheduler is one step ahead."""
-        factor = self.scheduler.lr_lambdas[0](max(0, self.scheduler.last_epoch - 1))
-        return self.scheduler.base_lrs[0] * factor
+    def finish_epoch(self, val: dict[str, float], figures: dict) -> dict:
+        """Close the current epoch; returns its record.
 
-    def finish_epoch(self, val: Averages, figures: dict) -> dict:
-        """Close the epoch under way; returns its record.
+        Args:
+            val: averages over the validation images.
+            figures: more for the record.
 
         Raises:
             UserError: the validation loss is not finite.
         """
-        if not math.isfinite(val.loss):
-            raise self.diverged(f"the validation loss became {val.loss}", BEST)
+        if not math.isfinite(val["loss"]):
+            what = f"the validation loss became {val['loss']}"
+            raise self.diverged(what, BEST)
         train = averages(self.sums)
-        record = {
-            "epoch": self.epoch,
-            "steps": self.step,
-            "images": train.images,
-            "train_loss": train.loss,
-            "train_top1": train.top1,
-            "val_loss": val.loss,
-            "val_top1": val.top1,
-            "val_top5": val.top5,
-            "val_images": val.images,
-            "learning_rate": self.learning_rate,
-            **figures,
-        }
+        record = {"epoch": self.epoch, "steps": self.step, "images": train["images"]}
+        for part, means in (("train", train), ("val", val)):
+            record |= {f"{part}_{n}": v for n, v in means.items() if n != "stop"}
+        del record["train_images"]
+        record |= {"learning_rate": self.learning_rate, **figures}
         self.records.append(record)
         self.epoch += 1
-        self.step = 0
-        self.sums.zero_()
-        self.stop_requested = val.stop
+        self.step, self.sums = 0, {}
+        self.stop_requested = val["stop"]
         return record
 
     def save(self) -> None:
-        """Write epochs.jsonl, best.pt if the last epoch is the best, and checkpoint.pt.
-
-        checkpoint.pt comes last: a run killed before it goes on from the earlier one
-        and writes the other two again. Where it is the best, it is a link to best.pt.
+        """Write epochs.jsonl, checkpoint.pt, and best.pt if the last epoch is the best.
 
         Raises:
             UserError: the folder cannot be written, or a weight is not finite; what was
@@ -197,73 +193,68 @@ class TrainingState:
         weights = self.raw_model.state_dict()
         if not all(tensor.isfinite().all() for tensor in weights.values()):
             raise self.diverged("a weight is not finite")
-        best, checkpoint = self.folder / BEST, self.folder / CHECKPOINT
         is_best = False
         if self.records and not self.step:
-            top1 = self.records[-1]["val_top1"]
-            is_best = top1 > self.best_acc1 or not best.exists()
-            self.best_acc1 = max(top1, self.best_acc1)
+            metric = self.records[-1][BEST_METRIC]
+            is_best = metric > self.best or not (self.folder / BEST).exists()
+            self.best = max(metric, self.best)
         content = {
             "epoch": self.epoch,
             "step": self.step,
-            "arch": self.recipe["arch"],
+            "arch": self.arch,
             "state_dict": weights,
-            "best_acc1": torch.tensor(self.best_acc1),
-            "sums": self.sums[:4].tolist(),
+            "best_acc1": torch.tensor(self.best),
+            "sums": self.sums,
             "records": self.records,
             "recipe": self.recipe,
             "images": self.images,
-            "world_size": self.world_size,
             **{name: part.state_dict() for name, part in self.parts.items()},
         }
         lines = "".join(json.dumps(record) + "\n" for record in self.records)
-        if is_best:
-            replace_file(best, lambda file: torch.save(content, file))
         replace_file(self.folder / RECORDS, lambda file: file.write(lines.encode()))
         replace_file(
-            checkpoint, best if is_best else lambda file: torch.save(content, file)
+            self.folder / CHECKPOINT,
+            lambda file: torch.save(content, file),
+            self.folder / BEST if is_best else None,
         )
 
-    def load(self, path: Path) -> None:
-        """Go on from a checkpoint; every process reads it by itself.
+    def resume(self, args: argparse.Namespace, rank: int) -> None:
+        """Continue where `--resume` says; every process reads the file.
 
         Raises:
-            UserError: the file is no checkpoint, or not one of this run.
+            UserError: see lock_output, find_checkpoint, read_checkpoint; or the file is
+                not of this run.
         """
-        content = self._read(path)
+        if rank == 0 and not args.evaluate:
+            self.lock = lock_output(self.folder)
+        path = find_checkpoint(args)
+        if path is None:
+            return
+        content = read_checkpoint(path)
         check_recipe(path, content, self.recipe)
-        check_images(path, content, self.images)
+        parts = self.parts
+        if args.evaluate:
+            parts = {}
+        elif content["images"] != self.images:
+            raise UserError(
+                f"{path} was made with other images ({counts(content['images'])}) than "
+                f"--data has now ({counts(self.images)}): give the same --data, or "
+                "another --output for another run"
+            )
         try:
             self.raw_model.load_state_dict(content["state_dict"])
-            for name, part in self.parts.items():
+            for name, part in parts.items():
                 part.load_state_dict(content[name])
         except (KeyError, RuntimeError, ValueError) as error:
             raise UserError(
                 f"{path} does not fit this model and strategy: {error}"
             ) from None
+        if args.evaluate:
+            return
         self.epoch, self.step = content["epoch"], content["step"]
-        self.sums[:4] = torch.tensor(content["sums"], dtype=torch.float64)
+        self.sums, self.records = content["sums"], content["records"]
         if (self.folder / BEST).exists():  # in a new folder a new best begins
-            self.best_acc1 = content["best_acc1"].item()
-        self.records = content["records"]
-        self.saved_by = content["world_size"]
-
-    def load_weights(self, path: Path) -> None:
-        """Load a checkpoint's weights and nothing else, to validate them."""
-        content = self._read(path)
-        check_recipe(path, content, self.recipe)
-        try:
-            self.raw_model.load_state_dict(content["state_dict"])
-        except RuntimeError as error:
-            raise UserError(f"{path} does not fit this model: {error}") from None
-
-    def _read(self, path: Path) -> dict:
-        content = read_checkpoint(path)
-        epoch, step = content["epoch"], content["step"]
-        # Sums and timings are those of one moment of one run; weights take long to hash
-        figures = digest_of(repr((content["sums"], content["records"])).encode())
-        self.origin = f"epoch {epoch}, step {step}, digest {figures:012x}"
-        return content
+            self.best = content["best_acc1"].item()
 
 
 class SavedTensors:
@@ -282,38 +273,9 @@ class SavedTensors:
             tensor.detach().copy_(saved)
 
 
-def resume(
-    args: argparse.Namespace, state: TrainingState, everyone: Processes = ALONE
-) -> None:
-    """Bring `state` to where `--resume` says; every process reads the file by itself.
-
-    Raises:
-        UserError: see lock_output, find_checkpoint and TrainingState.load; or one of
-            `everyone` has another checkpoint, or none.
-    """
-    state.images = everyone.images
-    if not args.evaluate:  # before anything in the folder is read
-        problem = "none"
-        if everyone.rank == 0:
-            try:
-                state.lock = lock_output(state.folder)
-                if state.lock is None:
-                    say(
-                        f"warning: the file system of {state.folder} has no locks, so "
-                        "a second run could overwrite this one"
-                    )
-            except UserError as error:
-                problem = str(error)
-        problem = everyone.texts(problem)[0]
-        if problem != "none":
-            raise UserError(problem)
-    with everyone.all_or_none():
-        path = find_checkpoint(args)
-        if path is not None and args.evaluate:
-            state.load_weights(path)
-        elif path is not None:
-            state.load(path)
-    everyone.compare({"checkpoint:": state.origin})
+def counts(images: dict[str, list]) -> str:
+    """The numbers of training and validation images, in words."""
+    return f"{images['train'][0]} and {images['val'][0]}"
 
 
 def find_checkpoint(args: argparse.Namespace) -> Path | None:
@@ -341,20 +303,46 @@ def find_checkpoint(args: argparse.Namespace) -> Path | None:
         return path
     if existing.exists() and not args.evaluate:
         raise UserError(
-            f"{args.output} holds a run's checkpoint: go on with --resume auto, "
+            f"{args.output} holds a run's checkpoint: continue it with --resume auto, "
             "or choose another --output"
         )
     return None
 
 
-def lock_output(folder: Path) -> io.FileIO | None:
+def checkpoint_digest(args: argparse.Namespace) -> int:
+    """48 bits for the moment of the run that `--resume` names; 0 for a fresh start.
+
+    Raises:
+        UserError: see find_checkpoint and read_checkpoint.
+    """
+    path = find_checkpoint(args)
+    if path is None:
+        return 0
+    content = read_checkpoint(path)
+    # Sums and timings belong to one moment of one run; weights take long to hash
+    moment = [content[name] for name in ("epoch", "step", "sums", "records")]
+    return digest_of(repr(moment).encode())
+
+
+def check_checkpoint(args: argparse.Namespace) -> None:
+    """Raise what a resumed run would, before it starts.
+
+    Raises:
+        UserError: see lock_output, find_checkpoint, read_checkpoint, check_recipe.
+    """
+    path = find_checkpoint(args)
+    if path is not None:
+        recipe = recipe_of(args)
+        if args.precision is None:
+            recipe.pop("precision", None)  # chosen where the device is known
+        check_recipe(path, read_checkpoint(path), recipe)
+
+
+def lock_output(folder: Path) -> BinaryIO | None:
     """Keep all other runs out of an output folder until the returned file is closed.
 
     The lock is a POSIX record lock: it works over NFS, loader processes do not inherit
-    it, and the kernel removes it when a process is killed. Once a process closes any
-    descriptor of the file its lock is gone, so open it only here. The file remains:
-    another run may be waiting at it. A lock that another machine holds is waited for:
-    if that machine died, an NFS server keeps its lock until a lease of 90 s ends.
+    it, and the kernel removes it when a process is killed.
 
     Returns:
         The file; None where the file system has no locks.
@@ -365,35 +353,23 @@ def lock_output(folder: Path) -> io.FileIO | None:
     Source: https://man7.org/linux/man-pages/man2/fcntl_locking.2.html
     """
     make_output_folder(folder)
-    path, host = folder / LOCK, socket.gethostname()
     try:
-        file = io.FileIO(path, "a+")
+        file = open(folder / LOCK, "ab")  # noqa: SIM115
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
-    for second in itertools.count():
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {host}".encode())
-            return file
-        except OSError as error:
-            problem = error
-        file.seek(0)
-        owner = file.read().decode(errors="replace")
-        taken = problem.errno in (errno.EACCES, errno.EAGAIN)
-        if not taken or owner.endswith(f" on {host}") or second == LEASE_SECONDS:
-            break
-        if second == 1:
-            say(f"waiting up to {LEASE_SECONDS} s for the lock of {owner} on {folder}")
-        time.sleep(1)
-    file.close()
-    if taken:
-        raise UserError(
-            f"another run ({owner}) is writing to {folder}; choose another --output"
+        raise UserError(f"cannot write {folder / LOCK}: {error.strerror}") from None
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            raise UserError(
+                f"another run is writing to {folder}; choose another --output"
+            ) from None
+        say(
+            f"warning: {folder} cannot be locked; a second run could overwrite this one"
         )
-    if problem.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
         return None
-    raise UserError(f"cannot lock {path}: {problem.strerror}")
+    return file
 
 
 def make_output_folder(folder: Path) -> None:
@@ -411,55 +387,38 @@ def make_output_folder(folder: Path) -> None:
 
 
 def read_checkpoint(path: Path) -> dict:
-    """Read a checkpoint onto the CPU; nothing in it is executed.
+    """Map a checkpoint into memory, on the CPU; nothing in it is executed.
 
     Raises:
         UserError: the file cannot be read or is no checkpoint of these scripts.
     """
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except OSError as error:
         raise UserError(
             f"cannot read the checkpoint {path}: {error.strerror}"
         ) from None
-    except Exception as error:  # whatever the unpickler makes of a file that is none
-        reason = (
-            str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        )
+    except Exception as error:  # whatever the unpickler makes of another file
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise UserError(
             f"{path} is no checkpoint, or a damaged one: {reason[:120]}"
         ) from None
-    needed = (
-        "epoch",
-        "step",
-        "arch",
-        "state_dict",
-        "best_acc1",
-        "sums",
-        "records",
-        "recipe",
-        "images",
-        "world_size",
-    )
-    missing = [
-        name for name in needed if not isinstance(content, dict) or name not in content
-    ]
+    needed = {"epoch", "step", "state_dict", "best_acc1", "sums", "records", "recipe"}
+    missing = (needed | {"images"}).difference(content if type(content) is dict else ())
     if missing:
-        raise UserError(
-            f"{path} is no checkpoint of these scripts: no {', '.join(missing)} in it"
-        )
+        names = ", ".join(sorted(missing))
+        raise UserError(f"{path} is no checkpoint of these scripts: it has no {names}")
     return content
 
 
 def check_recipe(path: Path, content: dict, recipe: dict) -> None:
-    """Refuse to go on with another recipe, or a part of one, than the checkpoint's.
+    """Refuse to continue with another recipe than the checkpoint's.
 
     Raises:
         UserError: a value differs; the text has the flag and both values.
     """
-    for name in recipe:
-        saved = content["recipe"].get(name)
-        if saved != recipe[name]:
+    for name, saved in content["recipe"].items():
+        if name in recipe and saved != recipe[name]:
             flag = "--" + name.replace("_", "-")
             raise UserError(
                 f"{path} was made with {flag} {shown(saved)}, now it is "
@@ -467,51 +426,40 @@ def check_recipe(path: Path, content: dict, recipe: dict) -> None:
             )
 
 
-def check_images(path: Path, content: dict, images: dict[str, list]) -> None:
-    """Refuse to resume with other images than the checkpoint's.
-
-    Args:
-        images: what images_of() says of "train" and of "val".
-
-    Raises:
-        UserError: they differ; the text says which, and how many there were and are.
-    """
-    for name, now in images.items():
-        saved = content["images"].get(name, now)
-        if saved != now:
-            kind = "training" if name == "train" else "validation"
-            others = " with other names" if saved[0] == now[0] else ""
-            raise UserError(
-                f"{path} was made with {saved[0]} {kind} images, now there are "
-                f"{now[0]}{others}: give the same --data, or another --output for "
-                "another run"
-            )
+def shown(value: Any) -> str:
+    """A flag's value in words."""
+    if value is None or value is False:
+        return "not given"
+    return "given" if value is True else str(value)
 
 
-def replace_file(path: Path, source: Callable[[BinaryIO], Any] | Path) -> None:
+def replace_file(
+    path: Path, write: Callable[[BinaryIO], Any], link: Path | None = None
+) -> None:
     """Write a file so that at any moment the old one or the whole new one is there.
 
     Args:
-        source: writes to an open binary file; or a file to link to, or else to copy.
+        link: a second name for the new file, which is replaced first.
 
     Raises:
-        UserError: writing failed; the old file is untouched.
-        RuntimeError: a loader process died meanwhile; the same holds.
+        UserError: writing failed; the old files are untouched.
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.unlink(missing_ok=True)  # a killed run's; it may be a link to best.pt
-        if isinstance(source, Path):
-            try:
-                os.link(source, temporary)
-            except OSError:  # the file system has no links
-                shutil.copyfile(source, temporary)
-        else:
-            with open(temporary, "wb") as file:
-                source(file)
-        with open(temporary, "rb") as file:
+        temporary.unlink(missing_ok=True)  # a killed run's
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
             os.fsync(file.fileno())
+        if link:
+            second = link.with_name(link.name + ".tmp")
+            second.unlink(missing_ok=True)
+            try:
+                os.link(temporary, second)
+            except OSError:  # the file system has no links
+                shutil.copyfile(temporary, second)
+            os.replace(second, link)
         os.replace(temporary, path)
         folder = os.open(path.parent, os.O_RDONLY)
         try:
@@ -522,11 +470,8 @@ def replace_file(path: Path, source: Callable[[BinaryIO], Any] | Path) -> None:
         with contextlib.suppress(OSError):  # it takes room on a full disk
             temporary.unlink(missing_ok=True)
         # torch.save, broken off, raises an error of its own on top of the first one
-        while isinstance(error, RuntimeError) and error.__context__ is not None:
-            error = error.__context__
-        if LOST_PROCESS.search(str(error)):  # noticed by a signal handler
-            raise error from None
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        cause = error.__context__ or error
+        reason = getattr(cause, "strerror", None) or str(cause).splitlines()[0]
         raise UserError(
             f"cannot write {path}: {reason}; what was there is untouched"
         ) from None

@@ -1,8 +1,11 @@
 """The device a process computes on, and what it can do."""
 
 import glob
+import math
+import os
+import resource
 import sys
-from argparse import Namespace
+from pathlib import Path
 
 import torch
 
@@ -28,9 +31,7 @@ def select_device(
     if name == "cpu" or not torch.cuda.is_available():
         problem = gpu_problem()
         if name == "auto" and problem and local_rank == 0:
-            print(
-                f"warning: {problem}; training on the CPU", file=sys.stderr, flush=True
-            )
+            print(f"warning: {problem}; training on the CPU", file=sys.stderr)
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
@@ -44,15 +45,8 @@ def usable_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def device_and_backend(args: Namespace) -> str:
-    """What this machine's processes will compute on and talk over, as "cuda:nccl"."""
-    device = "cuda" if args.device != "cpu" and usable_gpus() else "cpu"
-    backend = getattr(args, "backend", None)
-    return f"{device}:{backend or ('nccl' if device == 'cuda' else 'gloo')}"
-
-
 def check_devices(name: str, processes: int, backend: str | None) -> None:
-    """See that the GPUs are there for this many processes; none of them is touched.
+    """Check that there are GPUs for this many processes; none of them is touched.
 
     Raises:
         UserError: a GPU was asked for and cannot be used, or there are too few.
@@ -62,7 +56,7 @@ def check_devices(name: str, processes: int, backend: str | None) -> None:
     if name == "cuda" and not gpus:
         raise UserError(f"--device cuda: {problem}")
     if backend == "nccl" and not gpus:
-        problem = "it does not go with --device cpu" if name == "cpu" else problem
+        problem = "it does not work with --device cpu" if name == "cpu" else problem
         raise UserError(f"--backend nccl: {problem}")
     if 0 < gpus < processes and backend != "gloo":
         error = UserError(
@@ -74,24 +68,22 @@ def check_devices(name: str, processes: int, backend: str | None) -> None:
 
 
 def gpu_problem() -> str | None:
-    """Say why a GPU that is present cannot be used; None where there is none."""
+    """Tell why a GPU that is present cannot be used; None where there is none."""
     if torch.cuda.is_available() or not glob.glob("/dev/nvidia[0-9]*"):
         return None
     if torch.version.cuda is None:
-        return (
-            f"a GPU is present, but PyTorch {torch.__version__} is built without CUDA"
-        )
+        problem = f"PyTorch {torch.__version__} is built without CUDA"
+        return f"a GPU is present, but {problem}"
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
-        return (
-            f"a GPU is present, but PyTorch cannot use it: {str(error).splitlines()[0]}"
-        )
+        problem = str(error).splitlines()[0]
+        return f"a GPU is present, but PyTorch cannot use it: {problem}"
     return "a GPU is present, but CUDA_VISIBLE_DEVICES hides it"
 
 
 def require_gpu(name: str, who: str) -> None:
-    """See that there is a GPU to use.
+    """Check that there is a GPU to use.
 
     Args:
         name: the --device that was asked for.
@@ -105,16 +97,6 @@ def require_gpu(name: str, who: str) -> None:
         raise UserError(f"{who} needs a CUDA GPU: {problem or 'this machine has none'}")
 
 
-def has_bf16(device: torch.device) -> bool:
-    """Whether the device computes in bfloat16 itself instead of emulating it."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    capabilities = torch.cpu.get_capabilities()
-    return any(
-        capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16")
-    )
-
-
 def describe(device: torch.device) -> str:
     """Name the device as its maker does."""
     if device.type == "cuda":
@@ -126,21 +108,40 @@ def peak_memory_mib(device: torch.device) -> float:
     """Most memory used so far, in MiB: PyTorch's on the GPU, or this process's."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
-    import resource
-
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
 def best_precision(device: torch.device) -> str:
-    """The precision when none was asked for: bf16 where the device has it."""
-    return "bf16" if has_bf16(device) else "fp32"
-
-
-def processes_per_machine(device: str) -> int:
-    """Training processes of a machine by default: one per GPU, 2 on a CPU."""
-    return (usable_gpus() if device != "cpu" else 0) or 2
+    """bf16 where the device computes in it instead of emulating it, else fp32."""
+    if device.type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        able = torch.cpu.get_capabilities()
+        native = any(able.get(n) for n in ("avx512_bf16", "amx_bf16", "bf16"))
+    return "bf16" if native else "fp32"
 
 
 def autocast_dtype(precision: str) -> torch.dtype:
-    """What torch.autocast computes in; float32, off, for another library's name."""
+    """The dtype of torch.autocast; float32, off, for another library's name."""
     return PRECISIONS.get(precision, torch.float32)
+
+
+def machine_cores(root: Path = Path("/")) -> int:
+    """Cores of this machine that the job may use, at least 1.
+
+    Args:
+        root: holds sys/fs/cgroup, where a container finds its CPU quota.
+
+    Sources: https://slurm.schedmd.com/srun.html and
+    https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu-interface-files
+    """
+    # Under srun each task may be bound to its own share of the job's cores
+    slurm = os.environ.get("SLURM_CPUS_ON_NODE", "")
+    cores = int(slurm) if slurm.isdecimal() else len(os.sched_getaffinity(0))
+    try:
+        quota, period = (root / "sys/fs/cgroup/cpu.max").read_text().split()
+    except OSError:
+        return cores
+    if quota != "max":
+        cores = min(cores, math.ceil(int(quota) / int(period)))
+    return max(1, cores)

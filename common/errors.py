@@ -1,4 +1,4 @@
-"""Errors in one line, and which process says them."""
+"""Errors that end in one line, and the process that prints it."""
 
 import contextlib
 import multiprocessing
@@ -7,14 +7,13 @@ import signal
 import socket
 import sys
 
-# The launchers' names for "which of this machine's processes am I"
+# The launchers' names for this process's number on its machine
 LOCAL_RANK_VARIABLES = (
     "LOCAL_RANK",
     "HOROVOD_LOCAL_RANK",
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "SLURM_LOCALID",
 )
-
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # each asks for the end
 
 
@@ -22,25 +21,18 @@ class UserError(Exception):
     """Something the user can put right. The text is one line: what, where, what to do.
 
     Every process meets the same mistake, so only the first one of each machine prints
-    it, unless `one_process_only` says that this process alone knows, or `said` that
-    rank 0 has printed it for all. Nobody restarts what ended with status 2.
+    it, unless `one_process_only` tells that no other process knows. The exit status is
+    `status`; a launcher that could restart the job does not restart it after 2.
     """
 
     status = 2
     one_process_only = False
-    said = False
 
 
 class ImageError(UserError):
     """An image that cannot be read or used, met by the process that needed it."""
 
     one_process_only = True
-
-
-class MissingMachine(UserError):
-    """A machine did not come in time; the next time it may."""
-
-    status = 1
 
 
 def local_rank() -> str:
@@ -50,7 +42,7 @@ def local_rank() -> str:
 
 
 def this_process() -> str:
-    """Say which process this is."""
+    """Name this process."""
     return f"process {local_rank()} on {socket.gethostname()}"
 
 
@@ -81,11 +73,7 @@ def forget_children() -> None:
 
 
 def end_children() -> None:
-    """Kill this process's loader processes.
-
-    They ignore SIGTERM, so multiprocessing's own clean-up at exit would wait for ever
-    for one that a traceback or a test still refers to.
-    """
+    """Kill this process's loader processes: they ignore the signals that ask."""
     forget_children()
     for child in multiprocessing.active_children():
         child.kill()

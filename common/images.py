@@ -1,14 +1,10 @@
-"""Image files as uint8 RGB: three decoders, and the crops that are made of them."""
+"""Image files as uint8 RGB, and the crops that are made of them."""
 
-import functools
 import math
-import os
 import random
 import re
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy
 import torch
@@ -18,6 +14,7 @@ from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
+from common import nvimgcodec
 from common.errors import ImageError, UserError
 
 # What decoders raise when a file is no image, or a damaged one
@@ -44,9 +41,6 @@ class Picture(Protocol):
 
     def read(self, top: int, left: int, height: int, width: int) -> Pixels:
         """The pixels of one part."""
-
-
-# --- decoders ---
 
 
 class TorchvisionPicture:
@@ -79,77 +73,9 @@ class PillowPicture:
         return self.image.crop((left, top, left + width, top + height))
 
 
-class NvimgcodecPicture:
-    """Only the part that is read, decoded by NVIDIA nvImageCodec on the CPU.
-
-    Damage elsewhere in the file goes unseen. The library does not say what is wrong
-    with a file, so one that it cannot read goes to torchvision, which says so, or can.
-
-    Source: https://docs.nvidia.com/cuda/nvimagecodec/py_api.html
-    """
-
-    def __init__(self, path: str):
-        self.path = path
-        self.codec, self.decoder, self.params = nvimgcodec_decoder(os.getpid())
-        self.stream = self.codec.CodeStream(Path(path).read_bytes())
-        self.height, self.width = self.stream.height, self.stream.width
-
-    def read(self, top: int, left: int, height: int, width: int) -> Tensor:
-        """The pixels of one part: a (3, height, width) uint8 tensor."""
-        region = self.codec.Region(top, left, top + height, left + width)
-        part = self.stream.get_sub_code_stream(region=region)
-        image = self.decoder.decode(part, params=self.params)
-        if image is None:
-            return TorchvisionPicture(self.path).read(top, left, height, width)
-        return torch.from_numpy(numpy.asarray(image)).permute(2, 0, 1)
-
-
-def open_with_nvimgcodec(path: str) -> Picture:
-    """Open a file for nvImageCodec, or for torchvision if its kind is unknown there."""
-    nvimgcodec_decoder(os.getpid())  # a decoder that cannot be made is another matter
-    try:
-        return NvimgcodecPicture(path)
-    except RuntimeError:
-        return TorchvisionPicture(path)
-
-
-@functools.cache
-def import_nvimgcodec() -> ModuleType:
-    """Import nvImageCodec without its remarks on parts that need a GPU.
-
-    Raises:
-        ImportError: it is not installed, is too old, or not for this machine.
-    """
-    os.environ.setdefault("PYNVIMGCODEC_VERBOSITY", "0")  # what goes wrong, we say
-    stderr = os.dup(2)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        from nvidia import nvimgcodec
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
-        os.close(nowhere)
-    if not hasattr(nvimgcodec.CodeStream, "get_sub_code_stream"):
-        raise ImportError("this nvImageCodec is too old")
-    return nvimgcodec
-
-
-@functools.cache
-def nvimgcodec_decoder(pid: int) -> tuple[ModuleType, Any, Any]:
-    """The library, and a decoder with its parameters that no fork inherits."""
-    codec = import_nvimgcodec()
-    decoder = codec.Decoder(
-        device_id=codec.NVIMGCODEC_DEVICE_CPU_ONLY,
-        max_num_cpu_threads=1,
-        backends=[codec.Backend(codec.CPU_ONLY)],
-    )
-    return codec, decoder, codec.DecodeParams(apply_exif_orientation=False)
-
-
 DECODERS: dict[str, Callable[[str], Picture]] = {
     "torchvision": TorchvisionPicture,
-    "nvimgcodec": open_with_nvimgcodec,
+    "nvimgcodec": lambda path: nvimgcodec.open_picture(path, TorchvisionPicture),
     "pil": PillowPicture,
 }
 
@@ -163,7 +89,7 @@ def choose_decoder(name: str) -> str:
     if name not in ("auto", "nvimgcodec"):
         return name
     try:
-        import_nvimgcodec()
+        nvimgcodec.import_library()
     except ImportError as error:
         if name == "auto":
             return "torchvision"
@@ -190,9 +116,6 @@ def read_image(
         raise ImageError(
             f"cannot read the image {path} with {decoder}: {reason}"
         ) from error
-
-
-# --- crops ---
 
 
 def random_box(height: int, width: int, min_crop: float) -> tuple[int, int, int, int]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torchvision
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 from torchvision.models import WeightsEnum, get_model, get_model_weights
 from torchvision.transforms.v2 import InterpolationMode
 
@@ -21,22 +22,43 @@ def architectures() -> list[str]:
     return torchvision.models.list_models(module=torchvision.models)
 
 
-def build_model(
-    args: argparse.Namespace, classes: int, download: bool = True
-) -> nn.Module:
+def build_model(args: argparse.Namespace, dataset: Dataset) -> nn.Module:
     """Build `args.arch`: (B, 3, S, S) images in, (B, classes) outputs.
 
     Its first weights depend on the seed alone, so they are the same in every process.
     Pretrained weights are only read where no checkpoint will replace them.
 
     Args:
-        download: False makes a pretrained model without its weights.
+        dataset: its `classes` are as many as the outputs.
 
     Raises:
-        UserError: the pretrained weights are for another number of classes or another
-            image size, or cannot be had.
+        UserError: the data set has no `classes`; the pretrained weights are for another
+            number of classes or another image size, or cannot be had.
     """
-    weights = pretrained_weights(args, classes) if args.pretrained else None
+    if not hasattr(dataset, "classes"):
+        raise UserError(
+            f"{type(dataset).__name__} has no `classes`: a list of names, as many as "
+            "the network has outputs"
+        )
+    weights = None
+    if args.pretrained:
+        weights = pretrained_weights(args, len(dataset.classes))
+    if weights is None or resumes(args):
+        return bare_model(args, len(dataset.classes))
+    try:
+        download_once(weights)
+        model = get_model(args.arch, weights=weights)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"--pretrained: cannot have the weights of {args.arch}: {error}"
+        ) from None
+    if args.arch == "inception_v3":
+        model.aux_logits, model.AuxLogits = False, None
+    return model
+
+
+def bare_model(args: argparse.Namespace, classes: int) -> nn.Module:
+    """`args.arch` with the first weights that belong to `args.seed`."""
     options = {}
     if args.arch in ("googlenet", "inception_v3"):  # one output in training
         options = {"aux_logits": False, "init_weights": True}
@@ -44,23 +66,7 @@ def build_model(
     if args.arch.startswith("vit_"):
         options["image_size"] = args.image_size
     torch.manual_seed(args.seed)
-    if weights is None or not download or resumes(args):
-        model = get_model(args.arch, weights=None, num_classes=classes, **options)
-    else:
-        try:
-            download_once(weights)
-            model = get_model(args.arch, weights=weights)
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"--pretrained: cannot have the weights of {args.arch}: {error}"
-            ) from None
-        if args.arch == "inception_v3":
-            model.aux_logits, model.AuxLogits = False, None
-    if not args.no_channels_last:
-        model.to(memory_format=torch.channels_last)
-    if args.compile:
-        model.compile()
-    return model
+    return get_model(args.arch, weights=None, num_classes=classes, **options)
 
 
 def resumes(args: argparse.Namespace) -> bool:
@@ -198,11 +204,12 @@ def check_image_size(args: argparse.Namespace, classes: int) -> None:
         UserError: `args.arch` cannot take images of `args.image_size`, or its
             pretrained weights do not fit.
     """
-    fresh = argparse.Namespace(**{**vars(args), "compile": False})
+    if args.pretrained:
+        pretrained_weights(args, classes)
     try:
         with torch.device("meta"):
             images = torch.empty(2, 3, args.image_size, args.image_size)
-            build_model(fresh, classes, download=False).train()(images)
+            bare_model(args, classes).train()(images)
     except NotImplementedError:
         return  # RegNet reads numbers from tensors; it takes images of any size
     except (RuntimeError, AssertionError, ValueError) as error:

@@ -8,14 +8,6 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 
-def scaled_learning_rate(base: float, global_batch_size: int) -> float:
-    """Scale a learning rate for 256 images per step to another global batch.
-
-    Source: Goyal et al. 2017, https://arxiv.org/abs/1706.02677, section 2.1.
-    """
-    return base * global_batch_size / 256
-
-
 def learning_rate_factor(
     step: int, steps_per_epoch: int, epochs: int, warmup_epochs: float, schedule: str
 ) -> float:

@@ -1,1 +1,1 @@
-"""What stands between the shell and a script's main()."""
+"""What happens between the shell and a script's main()."""

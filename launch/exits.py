@@ -1,4 +1,4 @@
-"""How a process ends: signals, a hang, and the exit status."""
+"""How a process ends: by a signal, by its watchdog, and with which exit status."""
 
 import contextlib
 import ctypes
@@ -13,7 +13,16 @@ import traceback
 from collections.abc import Iterator
 from datetime import timedelta
 
-from common.errors import SIGNALS, UserError, complain, end_children, forget_children, say, speaks_for_machine, this_process
+from common.errors import (
+    SIGNALS,
+    UserError,
+    complain,
+    end_children,
+    forget_children,
+    say,
+    speaks_for_machine,
+    this_process,
+)
 
 # What Gloo, NCCL, TCPStore, Horovod and DataLoader say when another process, or one of
 # the loader processes, is gone or silent. A GPU alone may time out too
@@ -37,18 +46,17 @@ class Stopped(Exception):
 class Watchdog:
     """Remembers that a signal asked for the end, and ends a process that hangs.
 
-    A signal only sets `stop_requested`, which the training loop reads where the sums
-    are combined, so that all processes stop after the same step. Make the watchdog once
-    training starts: until then a signal may end the process, there is nothing to save.
+    A signal only sets `stop_requested`, which the training loop reads when the sums
+    are added up, so that all processes stop after the same step.
 
-    Not every communication library gives up on a process that is gone silent (Horovod
-    over MPI does not, and a GPU may wait in NCCL for a process that is dead). So a
-    thread of the watchdog ends this process, wherever its main thread waits:
+    Not every communication library gives up on a process that is silent (Horovod over
+    MPI does not, and a GPU may wait in NCCL for a process that is dead). So a thread
+    ends this process, wherever its main thread waits:
 
-    - where no batch is finished for `timeout`, and `GRACE` seconds more, in which a
-      library may say what it knows; the first batch, which may compile, has three
-      times as long. Only seconds in which this process runs count: one that was
-      suspended continues.
+    - when no batch is finished for `timeout`, and `GRACE` seconds more, in which a
+      library may report what it knows; the first batch, which may compile, has three
+      times as long. Only seconds in which this process runs count, so that one that
+      was suspended continues.
     - at a second signal, `PATIENCE` seconds or more after the first, if no batch was
       finished between the two.
     """
@@ -56,20 +64,27 @@ class Watchdog:
     GRACE = 5
     PATIENCE = 2  # launchers hand one Ctrl-C on several times
 
-    def __init__(self, timeout: timedelta):
+    def __init__(self, timeout: timedelta, catch: bool = True):
+        """Begin to watch.
+
+        Args:
+            timeout: longest time without a batch.
+            catch: False leaves signals alone, where there is nothing to save.
+        """
         self.stop_requested = False
         self.limit = int(timeout.total_seconds()) + self.GRACE
         self.fed = False
         # Python runs a handler in the main thread; the pipe is written by any
         arrived, written = os.pipe()
-        os.set_blocking(written, False)
-        for number in SIGNALS:
-            signal.signal(number, self._remember)
-        signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+        if catch:
+            os.set_blocking(written, False)
+            for number in SIGNALS:
+                signal.signal(number, self._remember)
+            signal.set_wakeup_fd(written, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(arrived,), daemon=True).start()
 
     def feed(self) -> None:
-        """Say that a batch is finished."""
+        """Tell that a batch is finished."""
         self.fed = True
 
     def _remember(self, number: int, frame: object) -> None:
@@ -102,10 +117,13 @@ def exit_status(number: int | None = None) -> Iterator[None]:
     """Turn the end of a script into its exit status.
 
     0 done; 2 bad input or a missing dependency; 143 stopped by a signal after saving;
-    130 interrupted before there was anything to save; 1 everything else. Where another
-    process was lost this one says so in a line; what is left is a bug, and keeps its
-    traceback. `number` is this process's on its machine, where no launcher put it into
-    the environment.
+    130 interrupted before there was anything to save; 1 everything else. If another
+    process was lost this one reports it in a line; what is left is a bug, and keeps its
+    traceback.
+
+    Args:
+        number: this process's on its machine, if no launcher put it into the
+            environment.
     """
     end_with_launcher()
     if number is not None:
@@ -113,12 +131,12 @@ def exit_status(number: int | None = None) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if not error.said and (error.one_process_only or speaks_for_machine()):
+        if error.one_process_only or speaks_for_machine():
             complain(str(error))
         leave(error.status)
     except Stopped as stop:
         if speaks_for_machine():
-            say(f"stopped after {stop}, which is saved; --resume auto goes on from it")
+            say(f"stopped after {stop}, which is saved; continue with --resume auto")
         leave(143)
     except KeyboardInterrupt:
         leave(130)
@@ -132,22 +150,15 @@ def exit_status(number: int | None = None) -> Iterator[None]:
         lost = isinstance(error, RuntimeError | ConnectionError)
         if not lost or not LOST_PROCESS.search(str(error)):
             traceback.print_exc()
-            leave(1)
-        complain(f"{this_process()} lost another: {told(error)}{hint(error)}")
+        else:
+            complain(f"{this_process()} lost another: {told(error)}")
         leave(1)
 
 
 def told(error: Exception) -> str:
-    """What a library says, without its own file names and good wishes."""
+    """What a library reports, without its own file names and good wishes."""
     line = str(error).strip().splitlines()[0]
     return re.sub(r"^\[\S+:\d+\] | This is typically caused by .*", "", line)
-
-
-def hint(error: Exception) -> str:
-    """What to do where a machine told the others its loopback address."""
-    if "connectFullMesh" not in str(error) or "127.0." not in str(error):
-        return ""
-    return " (a host name leads to that address: set INTERFACE, see docs/multinode.md)"
 
 
 def end_with_launcher() -> None:
@@ -166,14 +177,12 @@ def end_with_launcher() -> None:
 
 
 def leave(status: int) -> None:
-    """End this process now, with its loader workers.
+    """End this process now, with its loader processes.
 
     An ordinary exit would wait for threads of a communication library that itself waits
-    for a process which is gone.
+    for a process that is gone.
     """
     end_children()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-

@@ -1,38 +1,40 @@
-"""Loader processes that are no copies of this process: a fork server makes them.
+"""Loader processes that are no copies of a process that communicates."""
 
-Imported by the server itself, this module has it share what it imported, and makes it deaf: a signal to a whole process group, as mpirun and Slurm send it, is meant
-for the training process, which then saves.
-"""
-
-import atexit
-import gc
 import multiprocessing
+import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import signal
 from pathlib import Path
 
+from common.errors import SIGNALS
 
 
 def use_fork_server() -> None:
-    """Have loader processes forked by a server that is no copy of this process.
+    """Have loader processes forked by a server, which has imported what they need.
 
     Source:
     https://docs.python.org/3/library/multiprocessing.html#contexts-and-start-methods
     """
     root = str(Path(__file__).resolve().parent.parent)
-    # The server looks for modules there, wherever this process was started
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    own = {name: os.environ.get(name) for name in ("PYTHONPATH", "PYTHONWARNINGS")}
+    # The server looks for modules there, wherever this process was started; Python's
+    # tracker of shared memory need not report what a killed process left
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, own["PYTHONPATH"]]))
+    os.environ["PYTHONWARNINGS"] = (
+        "ignore::UserWarning:multiprocessing.resource_tracker"
+    )
     multiprocessing.set_start_method("forkserver")
-    multiprocessing.set_forkserver_preload(["common.forkserver"])
-    # The tracker removes what a process that ends at once leaves behind, and need not
-    # say so. And SIGUSR1, which mpirun hands to a whole process group, is not for it.
-    quiet = "ignore::UserWarning:multiprocessing.resource_tracker"
-    warnings, os.environ["PYTHONWARNINGS"] = os.environ.get("PYTHONWARNINGS"), quiet
-    handler = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    multiprocessing.set_forkserver_preload(["common.data"])
+    # Both inherit deafness: a signal to a whole process group, as mpirun and Slurm send
+    # it, is meant for the training process, which then saves
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
     multiprocessing.resource_tracker.ensure_running()
-    signal.signal(signal.SIGUSR1, handler)
-    del os.environ["PYTHONWARNINGS"]
-    if warnings is not None:
-        os.environ["PYTHONWARNINGS"] = warnings
+    multiprocessing.forkserver.ensure_running()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    for name, value in own.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value

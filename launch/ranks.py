@@ -1,10 +1,15 @@
-"""Who this process is, by a launcher's variables."""
+"""The place of this process in a job, by a launcher's variables."""
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, NoReturn
+from argparse import ArgumentParser
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from common.errors import UserError
+
+# In the order of Ranks: as torchrun and torch.distributed.launch name them, and srun
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_TASKS_PER_NODE")
 
 
 class Ranks(NamedTuple):
@@ -23,102 +28,53 @@ def ranks_from_environment(environment: Mapping[str, str]) -> Ranks:
         environment: os.environ, or a mapping like it.
 
     Raises:
-        UserError: a variable is missing, no number, out of range, or contradicts
-            another.
+        UserError: a variable is missing, no number, or out of range.
 
-    Source: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
+    Sources: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
+    and https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
     """
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    missing = [name for name in names if name not in environment]
-    if missing and "SLURM_STEP_ID" in environment:
-        return _ranks_from_slurm(environment, names)
-    if missing:
-        hint = "srun or " if "SLURM_JOB_ID" in environment else ""
+    names = TORCHRUN
+    if "RANK" not in environment and "SLURM_STEP_ID" in environment:
+        names = SLURM
+        missing = {"MASTER_ADDR", "MASTER_PORT"} - environment.keys()
+        if missing:
+            raise UserError(
+                f"srun started this task without {' and '.join(sorted(missing))} "
+                "(where rank 0 listens): scripts/slurm.sbatch sets them"
+            )
+    values = {name: environment.get(name, "") for name in names}
+    if not all(values.values()):
         raise UserError(
-            f"a launcher has to start this script, for example {hint}torchrun "
-            f"--standalone --nproc-per-node=2 SCRIPT --data DIR (no "
-            f"{', '.join(missing)} in the environment)"
+            "a launcher has to start this script, for example torchrun --standalone "
+            "--nproc-per-node=2 SCRIPT --data DIR (no "
+            f"{', '.join(name for name in names if not values[name])} is set)"
         )
-    ranks = Ranks(*_numbers(environment, names))
+    try:
+        *first, tasks = values.values()
+        ranks = Ranks(*map(int, first), _tasks(tasks, environment))
+    except (ValueError, IndexError):
+        ranks = Ranks(-1, -1, 0, 0)
     if not (
         0 <= ranks.rank < ranks.world_size
         and 0 <= ranks.local_rank < ranks.local_world_size <= ranks.world_size
     ):
-        values = ", ".join(f"{name}={environment[name]}" for name in names)
-        raise UserError(f"ranks from the launcher contradict each other: {values}")
+        shown = ", ".join(f"{name}={value}" for name, value in values.items())
+        raise UserError(f"ranks from the launcher do not fit together: {shown}")
     return ranks
 
 
-def _ranks_from_slurm(environment: Mapping[str, str], names: Sequence[str]) -> Ranks:
-    """Read the ranks of a task that srun started.
-
-    Source: https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
-    """
-    sources = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NODEID")
-    rank, local_rank, world_size, node = _numbers(environment, sources)
-    name, text = next(
-        (name, environment[name])
-        for name in (
-            *("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
-            *("SLURM_NTASKS_PER_NODE", "SLURM_NTASKS"),  # the last is always there
-        )
-        if name in environment
-    )
-    tasks = _tasks_per_node(name, text)
-    if name == "SLURM_NTASKS_PER_NODE":
-        tasks *= max(1, world_size // tasks[0])
-
-    def refuse(one: str, other: str) -> NoReturn:
-        raise UserError(
-            f"{one}={environment[one]} contradicts {other}={environment[other]}; "
-            "has srun started this task, and nothing between them changed a variable?"
-        )
-
-    if sum(tasks) != world_size:
-        refuse("SLURM_NTASKS", name)
-    if rank >= world_size:
-        refuse("SLURM_PROCID", "SLURM_NTASKS")
-    if node >= len(tasks):
-        refuse("SLURM_NODEID", name)
-    if local_rank >= tasks[node]:
-        refuse("SLURM_LOCALID", name)
-    ranks = Ranks(rank, local_rank, world_size, tasks[node])
-    slurm = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", name)
-    for variable, value, source in zip(names, ranks, slurm, strict=True):
-        if environment.get(variable, str(value)) != str(value):
-            refuse(variable, source)
-    missing = [v for v in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(v)]
-    if missing:
-        raise UserError(
-            f"srun started this task, and {' and '.join(missing)} say not where rank 0 "
-            "listens: scripts/slurm.sbatch sets them"
-        )
-    return ranks
-
-
-def _numbers(environment: Mapping[str, str], names: Sequence[str]) -> list[int]:
-    """The values of variables, as whole numbers from 0 on.
-
-    Raises:
-        UserError: one is none, or missing.
-    """
-    values = [environment.get(name, "") for name in names]
-    if not all(value.isdecimal() for value in values):
-        shown = ", ".join(f"{n}={v}" for n, v in zip(names, values, strict=True))
-        raise UserError(f"ranks from the launcher have to be numbers: {shown}")
-    return [int(value) for value in values]
-
-
-def _tasks_per_node(name: str, text: str) -> list[int]:
-    """Read Slurm's "2(x3),1": the number of tasks of each node.
-
-    Raises:
-        UserError: it is not of that form.
-    """
+def _tasks(text: str, environment: Mapping[str, str]) -> int:
+    """The number of tasks of this machine, of a number or Slurm's "2(x3),1"."""
+    if text.isdecimal():
+        return int(text)
     tasks = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if not match or not int(match[1]):
-            raise UserError(f"{name}={text} is not of the form 2(x3),1")
-        tasks += [int(match[1])] * int(match[2] or 1)
-    return tasks
+    for count, repeated in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        tasks += [int(count)] * int(repeated or 1)
+    return tasks[int(environment["SLURM_NODEID"])]
+
+
+def add_launcher_flags(parser: ArgumentParser) -> None:
+    """Add the flags of scripts under torchrun or torch.distributed.launch."""
+    parser.add_argument("--backend", choices=("nccl", "gloo"), help="by the device")
+    ignored = "accepted for older launchers"
+    parser.add_argument("--local-rank", "--local_rank", help=ignored)

@@ -1,0 +1,263 @@
+"""What a run prints, how long its steps took, and report.json."""
+
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import torch
+import torchvision
+from tqdm import tqdm
+
+from common.checkpoint import TrainingState, replace_file
+from common.data import PREFETCH
+from common.device import describe, peak_memory_mib
+from common.model import validation_protocol
+
+SECONDS_BETWEEN_LINES = 30  # without a terminal, as under Slurm
+SMALL_BATCH = 16  # batch norm errs more below it: https://arxiv.org/abs/1803.08494
+
+
+class Log:
+    """Shows and times a run. Every process times its steps; rank 0 prints."""
+
+    def __init__(
+        self,
+        args: Namespace,
+        state: TrainingState,
+        device: torch.device,
+        rank: int,
+        world_size: int,
+        workers: int,
+    ):
+        """Take note of what runs; `workers` are the loader processes of this one."""
+        self.args = args
+        self.state = state
+        self.device = device
+        self.rank = rank
+        self.world_size = world_size
+        self.line_at = 0.0  # the first interval of a run is shown immediately
+        # The first steps are slow, and the next use batches that loaders prepared then
+        self.cold_steps = 1 if args.synthetic else max(1, PREFETCH * workers)
+
+    def start(self, steps_per_epoch: int, batch_size: int) -> None:
+        """Print what is about to run.
+
+        Args:
+            batch_size: images per process and step.
+        """
+        if self.rank != 0:
+            return
+        args, state = self.args, self.state
+        data = "synthetic images"
+        if not args.synthetic:
+            data = f"{args.workers} loader processes ({args.decoder})"
+        rate = state.optimizer.param_groups[0].get("initial_lr", 0)
+        print(
+            f"{args.strategy}: {processes(self.world_size)} on "
+            f"{describe(self.device)} ({self.device.type}), {state.arch}, "
+            f"{args.precision}, seed {args.seed}\n"
+            f"{steps_per_epoch} steps an epoch of {args.global_batch_size} images, "
+            f"{batch_size} per process, {data}, learning rate {rate:.4g}"
+        )
+        if args.pretrained and not args.synthetic:
+            crop, resized, interpolation = validation_protocol(args)
+            print(
+                f"pretrained weights; validation resizes the shorter side to {resized} "
+                f"({interpolation.value}) and takes the middle {crop} pixels"
+            )
+        if batch_size < SMALL_BATCH and not args.evaluate:
+            print(
+                f"note: {batch_size} images per process and step are few: below "
+                f"{SMALL_BATCH}, batch norm costs accuracy and GPUs idle; raise "
+                "--global-batch-size, or start fewer processes"
+            )
+        if state.epoch >= args.epochs and not args.evaluate:
+            print(f"complete already: {state.epoch} of {args.epochs} epochs")
+        elif (state.epoch or state.step) and not args.evaluate:
+            print(
+                f"resumed at epoch {state.epoch + 1}, after step {state.step} of it "
+                f"(image {state.step * args.global_batch_size} of its order)"
+            )
+        sys.stdout.flush()
+
+    def start_epoch(self, steps: int) -> None:
+        """Begin to time an epoch of `steps` steps, wherever the state is in it."""
+        self.title = f"epoch {self.state.epoch + 1}/{self.args.epochs}"
+        self.steps, self.step = steps, self.state.step
+        self.first_step, self.warmup_steps, self.seconds = self.step, 0, 0.0
+        self.intervals: list[tuple[float, int, int, float]] = []
+        if self.line_at:
+            self.line_at = time.monotonic() + SECONDS_BETWEEN_LINES
+        self.bar = tqdm(
+            total=steps,
+            initial=self.step,
+            desc=self.title,
+            leave=False,
+            disable=self.rank != 0 or not sys.stderr.isatty(),
+        )
+        self.began = time.perf_counter()
+
+    def interval(self, step: int, recent: dict[str, float], wait: float) -> None:
+        """End an interval at `step`, a moment at which the device has caught up.
+
+        Args:
+            recent: averages over the interval's images.
+            wait: seconds of it in which the device waited for data.
+        """
+        now = time.perf_counter()
+        seconds, steps = now - self.began, step - self.step
+        self.began, self.step = now, step
+        self.seconds += seconds
+        if self.cold_steps > 0:
+            self.cold_steps -= steps
+            self.warmup_steps += steps
+        else:
+            self.intervals.append((seconds, steps, recent["images"], wait))
+        text = (
+            f"{in_words(recent)}, {recent['images'] / seconds:.0f} images/s, "
+            f"waited for data {wait / seconds:.0%}"
+        )
+        self.bar.set_postfix_str(text, refresh=False)
+        self.bar.update(steps)
+        if self.rank == 0 and self.bar.disable and time.monotonic() > self.line_at:
+            self.line_at = time.monotonic() + SECONDS_BETWEEN_LINES
+            print(f"{self.title}, step {step}/{self.steps}: {text}", flush=True)
+
+    def end_epoch(self) -> None:
+        """Take the progress bar away."""
+        self.bar.close()
+
+    def figures(self) -> dict[str, float | int | None]:
+        """Time and memory of the epoch from `first_step` on; None without a figure.
+
+        All but `seconds` leave the warm-up out. The two of a step are median and 90th
+        percentile over the intervals, of each interval the mean of its steps.
+        """
+        seconds = sum(interval[0] for interval in self.intervals)
+        images = sum(interval[2] for interval in self.intervals)
+        waited = sum(interval[3] for interval in self.intervals)
+        per_step = [1000 * interval[0] / interval[1] for interval in self.intervals]
+        return {
+            "first_step": self.first_step,
+            "seconds": self.seconds,
+            "warmup_steps": self.warmup_steps,
+            "images_per_second": images / seconds if seconds else None,
+            "step_milliseconds": statistics.median(per_step) if per_step else None,
+            "step_milliseconds_p90": percentile(per_step, 0.9) if per_step else None,
+            "data_wait_share": waited / seconds if seconds else None,
+            "peak_memory_mib": peak_memory_mib(self.device),
+        }
+
+    def epoch(self, record: dict) -> None:
+        """Print the record of a finished epoch in one line."""
+        train, val = (
+            {
+                name.removeprefix(part): value
+                for name, value in record.items()
+                if name.startswith(part)
+            }
+            for part in ("train_", "val_")
+        )
+        text = f"epoch {record['epoch'] + 1}/{self.args.epochs}: "
+        text += (
+            f"train {in_words(train)}; val {in_words(val)}, {val['images']} images; "
+        )
+        text += f"{record['seconds']:.1f} s"
+        if record["first_step"]:
+            text += f" from step {record['first_step']} on"
+        if record["images_per_second"]:
+            text += f", {record['images_per_second']:.0f} images/s"
+            text += f", waited for data {record['data_wait_share']:.0%}"
+        else:
+            text += " (warm-up)"
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def validation(self, val: dict[str, float]) -> None:
+        """Print what --evaluate found."""
+        if self.rank == 0:
+            print(f"val {in_words(val)}, {val['images']} images", flush=True)
+
+    def write_report(self) -> None:
+        """Write report.json: how the run was made, on what, and its figures."""
+        args, cuda = self.args, self.device.type == "cuda"
+        report = {
+            "strategy": args.strategy,
+            "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
+            "commit": commit(),
+            "world_size": self.world_size,
+            "device": self.device.type,
+            "device_name": describe(self.device),
+            "cpu_cores": os.cpu_count(),
+            "threads_per_process": torch.get_num_threads(),
+            "precision": args.precision,
+            "arch": self.state.arch,
+            "global_batch_size": args.global_batch_size,
+            "workers": args.workers,
+            "decoder": None if args.synthetic else args.decoder,
+            "seed": args.seed,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "torchvision": torchvision.__version__,
+            "cuda": torch.version.cuda if cuda else None,
+            **summarise(self.state.records),
+        }
+        text = json.dumps(report, indent=2, default=str) + "\n"
+        path = Path(args.output, "report.json")
+        replace_file(path, lambda file: file.write(text.encode()))
+
+
+def in_words(averages: dict[str, float]) -> str:
+    """The averages of a Meter's sums: "loss 1.2345, top-1 50.00 %, top-5 75.00 %"."""
+    words = []
+    for name, value in averages.items():
+        if name in ("top1", "top5"):
+            words.append(f"top-{name[3:]} {value:.2f} %")
+        elif name not in ("images", "stop"):
+            words.append(f"{name} {value:.4f}")
+    return ", ".join(words)
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The smallest of the values that no more than 1 - `share` of them exceed."""
+    return sorted(values)[math.ceil(share * len(values)) - 1]
+
+
+def processes(number: int) -> str:
+    """Count processes in words."""
+    return f"{number} process{'' if number == 1 else 'es'}"
+
+
+def commit() -> str | None:
+    """The project's commit, -dirty where files differ from it; None outside git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        here = Path(__file__).parent
+        found = subprocess.run(command, cwd=here, capture_output=True, text=True)
+    except OSError:
+        return None
+    return found.stdout.strip() or None
+
+
+def summarise(records: list[dict]) -> dict:
+    """Medians over the epochs after the first, which pays for start-up and warm-up.
+
+    Epochs that were resumed in the middle are left out too.
+    """
+    later = [one for one in records[1:] if not one.get("first_step")] or records
+    measured = ("seconds", "images_per_second", "step_milliseconds", "data_wait_share")
+    summary: dict = {"epochs": len(records)}
+    for name in measured:
+        values = [record[name] for record in later if record[name] is not None]
+        summary[name] = statistics.median(values) if values else None
+    accuracies = [record["val_top1"] for record in records]
+    summary["val_top1"] = accuracies[-1] if accuracies else None
+    summary["best_val_top1"] = max(accuracies, default=None)
+    return summary

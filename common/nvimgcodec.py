@@ -1,0 +1,81 @@
+"""JPEGs decoded by NVIDIA nvImageCodec on the CPU: only the part that is used."""
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+
+class NvimgcodecPicture:
+    """A file of which nvImageCodec decodes only what is read.
+
+    Damage elsewhere in the file goes unseen. The library does not report what is wrong
+    with a file, so one that it cannot read is left to `otherwise`.
+
+    Source: https://docs.nvidia.com/cuda/nvimagecodec/py_api.html
+    """
+
+    def __init__(self, path: str, otherwise: Callable):
+        self.path = path
+        self.otherwise = otherwise
+        self.codec, self.decoder, self.params = make_decoder(os.getpid())
+        self.stream = self.codec.CodeStream(Path(path).read_bytes())
+        self.height, self.width = self.stream.height, self.stream.width
+
+    def read(self, top: int, left: int, height: int, width: int) -> Tensor:
+        """The pixels of one part: a (3, height, width) uint8 tensor."""
+        region = self.codec.Region(top, left, top + height, left + width)
+        part = self.stream.get_sub_code_stream(region=region)
+        image = self.decoder.decode(part, params=self.params)
+        if image is None:
+            return self.otherwise(self.path).read(top, left, height, width)
+        return torch.from_numpy(numpy.asarray(image)).permute(2, 0, 1)
+
+
+def open_picture(path: str, otherwise: Callable) -> Any:
+    """Open a file, by `otherwise(path)` if nvImageCodec does not know its kind."""
+    make_decoder(os.getpid())  # a decoder that cannot be made is another matter
+    try:
+        return NvimgcodecPicture(path, otherwise)
+    except RuntimeError:
+        return otherwise(path)
+
+
+@functools.cache
+def import_library() -> ModuleType:
+    """Import nvImageCodec without its remarks on parts that need a GPU.
+
+    Raises:
+        ImportError: it is not installed, is too old, or not for this machine.
+    """
+    os.environ.setdefault("PYNVIMGCODEC_VERBOSITY", "0")
+    stderr = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        from nvidia import nvimgcodec
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nowhere)
+    if not hasattr(nvimgcodec.CodeStream, "get_sub_code_stream"):
+        raise ImportError("this nvImageCodec is too old")
+    return nvimgcodec
+
+
+@functools.cache
+def make_decoder(process: int) -> tuple[ModuleType, Any, Any]:
+    """The library, and a decoder with its parameters, of one process alone."""
+    codec = import_library()
+    decoder = codec.Decoder(
+        device_id=codec.NVIMGCODEC_DEVICE_CPU_ONLY,
+        max_num_cpu_threads=1,
+        backends=[codec.Backend(codec.CPU_ONLY)],
+    )
+    return codec, decoder, codec.DecodeParams(apply_exif_orientation=False)
