@@ -1,10 +1,15 @@
-"""torchrun and torch.distributed.launch, as scripts/*.sh start them.
+"""torchrun, as the launch scripts start it.
 
-    python -m launch.check SCRIPT 4 launch.torchrun torchrun -- FLAGS
+    python -m launch.torchrun --nproc-per-node 4 distributed.py --data DIR
 
-On one machine nothing listens but on loopback: `torchrun --standalone` would open its
-store, from which it unpickles, on every network interface. On several machines
-(NNODES, see docs/multinode.md) they first see that they were started alike.
+It is torchrun with four differences:
+
+- Flags, data and checkpoint are checked once, before any process starts.
+- On one machine nothing listens but on loopback: `torchrun --standalone` would open its
+  store, from which it unpickles, on every network interface.
+- A process that fails is one line, and bad input (status 2) is never restarted.
+- NNODES and its like come from the environment (docs/multinode.md). So does
+  LAUNCHER=launch, for the older torch.distributed.launch.
 """
 
 import contextlib
@@ -17,7 +22,7 @@ import sys
 import time
 from collections.abc import Mapping
 
-from torch.distributed import Store, TCPStore
+from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import (
@@ -26,125 +31,95 @@ from torch.distributed.elastic.multiprocessing.errors import (
 )
 from torch.distributed.elastic.rendezvous import (
     RendezvousError,
-    RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import (
+    StaticTCPRendezvous,
+)
 
-from common.errors import complain, exit_status, say
+from common.errors import UserError, complain, say
+from launch.check import check, load_script, number_of_processes, parser, set_threads
+from launch.exits import PORT_IN_USE, exit_status
 from launch.machines import (
     Machines,
     machines_from_environment,
-    meet,
     own_address,
-    serves,
+    reach,
     use_loopback,
 )
 
 SAID = (1, 2, 130, 143)  # the process has said why; see exit_status()
-USUAL = ("Sending process", "failed (exitcode")  # what torchrun logs at each failure
-FINAL, LEFT = "bad input", "machines that know"  # keys of the machines' store
+FINAL = "bad input"  # a key of the store that all machines see
 MODULES = {"torchrun": "torch.distributed.run", "launch": "torch.distributed.launch"}
 
 
-class LoopbackRendezvous(RendezvousHandler):
+class LoopbackRendezvous(StaticTCPRendezvous):
     """A rendezvous of one machine with itself, whose store listens on loopback.
 
     Source: https://docs.pytorch.org/docs/stable/elastic/rendezvous.html
     """
 
     def __init__(self, parameters: RendezvousParameters):
-        self.run_id = parameters.run_id
-        self.store = None
-        self.closed = False
-
-    @property
-    def use_agent_store(self) -> bool:
-        """The training processes connect to the same store."""
-        return True
+        super().__init__("127.0.0.1", 0, 0, 1, parameters.run_id, 0)
 
     def get_backend(self) -> str:
         """Name of this kind of rendezvous."""
         return "loopback"
-
-    def get_run_id(self) -> str:
-        """Name of the job."""
-        return self.run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Begin, or begin again after a restart, which needs an empty store.
 
         Source: https://github.com/pytorch/pytorch/issues/135712
         """
-        listener = socket.socket()
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
+        listener = socket.create_server(("127.0.0.1", 0))
         address = listener.getsockname()
-        # By itself a store listens on all networks
-        self.store = TCPStore(
-            *address,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+        # Without a listener of ours a store listens on all networks
+        fd = listener.detach()
+        options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": fd}
+        self.store = TCPStore(*address, **options)
         return RendezvousInfo(self.store, 0, 1, RendezvousStoreInfo(*address))
-
-    def num_nodes_waiting(self) -> int:
-        """Nobody else comes."""
-        return 0
-
-    def is_closed(self) -> bool:
-        """Whether it is over."""
-        return self.closed
-
-    def set_closed(self) -> None:
-        """Remember that it is over."""
-        self.closed = True
-
-    def shutdown(self) -> bool:
-        """Nothing is to be told to anybody."""
-        return True
 
 
 def options_for(machines: Machines) -> list[str]:
     """What torchrun is told about the machines."""
     options = ["--nnodes", str(machines.count)]
     options += ["--max-restarts", str(machines.max_restarts)]
-    if machines.address is None:
+    if machines.host is None:
         options += ["--rdzv-backend", "loopback", "--rdzv-id", "one-machine"]
         return [*options, "--rdzv-endpoint", "127.0.0.1"]  # without it torchrun warns
-    host, _, port = machines.address.rpartition(":")
+    host, port, seconds = machines.host, machines.port, machines.join_seconds
     if machines.rank is not None:
-        options += ["--node-rank", str(machines.rank)]
-        return [*options, "--master-addr", host, "--master-port", port]
-    options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", machines.address]
+        options += ["--node-rank", str(machines.rank), "--master-addr", host]
+        options += ["--master-port", str(port)]
+        return [*options, "--rdzv-conf", f"timeout={seconds}"]
+    options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host}:{port}"]
     options += ["--rdzv-id", os.environ.get("RDZV_ID") or "several-machines"]
-    # By itself torchrun tells the others this machine's name, which may lead nowhere
-    address = own_address(host, int(port))
+    # By default torchrun tells the others this machine's name, which may lead nowhere
+    address = own_address(host, port)
     options += ["--local-addr", address] if address else []
-    # After the loss of a machine, for its return
-    return [*options, "--rdzv-conf", f"join_timeout={machines.join_seconds}"]
+    conf = f"is_host={machines.serves},join_timeout={seconds},read_timeout={seconds}"
+    return [*options, "--rdzv-conf", conf]
 
 
-def end_at_bad_input(store: Store | None) -> None:
-    """Have torchrun end with status 2 when a training process does: no restart.
-
-    Args:
-        store: where the other machines are told, which would restart theirs; None
-            where there are no others or no restarts.
-    """
+def end_at_bad_input() -> None:
+    """Have the launchers of all machines end with status 2 when one process does."""
     monitor = LocalElasticAgent._monitor_workers
 
     def monitor_workers(agent, group):
-        result = monitor(agent, group)
-        found = any(failure.exitcode == 2 for failure in result.failures.values())
-        if found and store is not None:
-            with contextlib.suppress(RuntimeError):  # the store is gone
-                store.set(FINAL, "")
-        if found or told(store):
-            raise SystemExit(2)
+        result, others = monitor(agent, group), group.group_world_size > 1
+        final = any(failure.exitcode == 2 for failure in result.failures.values())
+        if result.failures and others and not final:
+            time.sleep(1)  # is it because another machine met bad input?
+        with contextlib.suppress(RuntimeError):  # the machine that serves it is gone
+            if final:
+                agent._store.set(FINAL, "")
+            if agent._store.check([FINAL]):
+                if final and others:
+                    time.sleep(3)  # until the others have looked
+                raise SystemExit(2)
         if result.failures and agent._remaining_restarts:
             left = f"{agent._remaining_restarts} of MAX_RESTARTS left"
             say(f"{how_ended(*root_cause(result.failures))}, {left}: starting again")
@@ -153,91 +128,38 @@ def end_at_bad_input(store: Store | None) -> None:
     LocalElasticAgent._monitor_workers = monitor_workers
 
 
-def told(store: Store | None) -> bool:
-    """Whether a machine has met bad input."""
-    with contextlib.suppress(RuntimeError):
-        return store is not None and store.check([FINAL])
-    return False
+def run(launcher: str, machines: Machines, arguments: list[str]) -> int:
+    """Run one of PyTorch's launchers in this process; returns the exit status.
 
-
-def leave_together(store: Store | None, machines: Machines) -> None:
-    """Keep the store, where this machine serves it, until all know; at most 10 s."""
-    until = time.monotonic() + 10
-    with contextlib.suppress(RuntimeError):
-        if told(store):
-            store.add(LEFT, 1)
-            while serves(machines) and store.add(LEFT, 0) < machines.count:
-                if time.monotonic() > until:
-                    return
-                time.sleep(0.1)
-
-
-def main(launcher: str, backend: str, arguments: list[str]) -> None:
-    """Run one of PyTorch's launchers in this process.
-
-    Args:
-        launcher: a name in MODULES.
-        backend: device and backend, the same on all machines: "cuda:nccl".
-        arguments: `--nproc-per-node N SCRIPT FLAGS`.
-
-    Raises:
-        UserError: machines are missing or were started otherwise.
+    That is 2 where a process met bad input, else the status of the training process
+    that failed, or 1 where a signal ended the process or the launcher, or a machine was
+    lost. PyTorch would raise a long traceback.
     """
-    sys.argv[0] = arguments[2]  # whose name stands before what is said
-    machines = machines_from_environment(os.environ)
-    if machines.address is None:
-        use_loopback()
-        rendezvous_handler_registry.register("loopback", LoopbackRendezvous)
-        store = None
-    else:
-        # Else a machine that comes back and those that stayed number their lives
-        # differently: https://github.com/pytorch/pytorch/issues/135712
-        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-        facts = {"NNODES": machines.count, "NPROC": int(arguments[1])}
-        facts["backend"] = backend
-        if machines.rank is not None:
-            facts["NODE_RANK"] = machines.rank
-        store = meet(TCPStore, machines, facts)
-    os.environ["LAUNCHER_PID"] = str(os.getpid())  # see end_with_launcher()
-    shared = store if machines.max_restarts else None
-    end_at_bad_input(shared)
-    status = run(launcher, [*options_for(machines), *arguments], machines, shared)
-    leave_together(shared, machines)
-    del store  # machine 0 has served it until here
-    sys.exit(status)
-
-
-def run(
-    launcher: str, options: list[str], machines: Machines, store: Store | None
-) -> int:
-    """Run the launcher; returns the exit status, where it would raise a long traceback.
-
-    That is 2 where a machine that shares `store` met bad input, else the one of the
-    training process that failed, or 1 where a signal ended the process or the launcher,
-    or a machine was lost.
-    """
-    module = importlib.import_module(MODULES[launcher])
-    logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
-    logger.addFilter(lambda record: not str(record.msg).startswith(USUAL))
+    # Its pages about each process that failed; we print one line about the first
+    api = "torch.distributed.elastic.multiprocessing.api"
+    logging.getLogger(api).setLevel(logging.CRITICAL)
     try:
-        module.main(options)
+        module = importlib.import_module(MODULES[launcher])
+        module.main([*options_for(machines), *arguments])
     except SystemExit as ended:  # of end_at_bad_input(), or of torchrun's own options
         return ended.code
     except ChildFailedError as error:
         rank, failure = root_cause(error.failures)
-        status = failure.exitcode
-        if status not in SAID:
+        if failure.exitcode not in SAID:
             complain(how_ended(rank, failure))
-        return max(status, 1)
+        return max(failure.exitcode, 1)
     except SignalException as error:
         say(f"{launcher} ended by signal {int(error.sigval)}")
         return 1
-    except RendezvousError as error:
-        if told(store):
-            return 2
+    except (RendezvousError, RuntimeError) as error:  # the second is of a store
+        cause = error.__cause__ or error
+        if machines.host is None or PORT_IN_USE.search(str(cause)):
+            raise cause from None
+        reason = (str(cause) or type(cause).__name__).splitlines()[0]
         complain(
-            f"{socket.gethostname()}: the machines did not all meet at "
-            f"{machines.address}: {str(error) or type(error).__name__}"
+            f"{socket.gethostname()}: {machines.count} machines did not meet at "
+            f"{machines.host}:{machines.port} within {machines.join_seconds} s "
+            f"(JOIN_SECONDS; PREFLIGHT=1 names who is missing): {reason}"
         )
         return 1
     return 0
@@ -251,7 +173,7 @@ def how_ended(rank: int, failure: ProcessFailure) -> str:
 
 
 def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """The rank that failed by itself.
+    """The rank that failed first.
 
     Among the others, of which torchrun notes the exit statuses too, are those that lost
     it (1), and those that torchrun ended: by SIGTERM, and 30 seconds later by SIGKILL.
@@ -267,6 +189,40 @@ def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFail
     return min(failures.items(), key=place)
 
 
+def main() -> None:
+    """Check the command line in sys.argv, then launch it."""
+    launch = parser(__doc__).parse_args()
+    script = load_script(launch.script)
+    args = script.arguments(launch.flags)
+    launcher = os.environ.get("LAUNCHER") or "torchrun"
+    if launcher not in MODULES:
+        raise UserError(f"LAUNCHER={launcher}; it is torchrun or launch")
+    machines = machines_from_environment(os.environ)
+    processes = number_of_processes(launch.nproc_per_node, args.device)
+    flags = launch.flags
+    if machines.max_restarts and args.resume not in (None, "auto"):
+        raise UserError(f"MAX_RESTARTS does not go with --resume {args.resume}")
+    if machines.max_restarts and not (args.resume or args.evaluate):
+        flags = [*flags, "--resume", "auto"]
+    check(args, processes, processes * machines.count, script)
+    set_threads(processes)
+    if machines.host is None:
+        use_loopback()
+        rendezvous_handler_registry.register("loopback", LoopbackRendezvous)
+    else:
+        if not machines.serves:
+            reach(machines.host, machines.port, machines.join_seconds)
+        # Else a machine that comes back and those that stayed number their runs
+        # differently: https://github.com/pytorch/pytorch/issues/135712
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    os.environ["LAUNCHER_PID"] = str(os.getpid())  # see end_with_launcher()
+    # torchrun would die of SIGUSR1, which Slurm can send; SIGTERM makes it end the job
+    signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    end_at_bad_input()
+    words = ["--nproc-per-node", str(processes), str(launch.script), *flags]
+    sys.exit(run(launcher, machines, words))
+
+
 if __name__ == "__main__":
     with exit_status():
-        main(sys.argv[1], sys.argv[2], sys.argv[3:])
+        main()

@@ -2,22 +2,11 @@
 # NVIDIA Apex (amp and its DistributedDataParallel) under torchrun, one process per GPU.
 #
 #   bash scripts/apex_distributed.sh --data /path/to/imagenet [flags of apex_distributed.py]
-NPROC=${NPROC:-}                     # one per GPU, 2 on a CPU
-LAUNCHER=${LAUNCHER:-torchrun}       # or launch: the older python -m torch.distributed.launch
-PYTHON=${PYTHON:-}                   # .venv/bin/python, else python3
-OMP_NUM_THREADS=${OMP_NUM_THREADS:-} # cores / NPROC
-PREFLIGHT=${PREFLIGHT:-}             # 1: first see that all processes meet; 6 s for 2 on two cores
-MAX_RESTARTS=${MAX_RESTARTS:-0}      # lives after a process died; each goes on from the last checkpoint
-# Several machines (docs/multinode.md), the same command on each:
-NNODES=${NNODES:-}                   # number of machines, with either
-RDZV_ENDPOINT=${RDZV_ENDPOINT:-}     #   HOST:PORT where they meet, or
-NODE_RANK=${NODE_RANK:-}             #   this machine's number, and
-MASTER_ADDR=${MASTER_ADDR:-}         #   the host of NODE_RANK=0, and
-MASTER_PORT=${MASTER_PORT:-}         #   29500
-JOIN_SECONDS=${JOIN_SECONDS:-45}     # how long they wait for each other
-INTERFACE=${INTERFACE:-}             # the network that joins them, for example eth0
-export MAX_RESTARTS NNODES RDZV_ENDPOINT NODE_RANK MASTER_ADDR MASTER_PORT JOIN_SECONDS
+#
+# Its settings are those of distributed.sh, for example NPROC=2 or NNODES=2 RDZV_ENDPOINT=a:29400.
+unset SCRIPT
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/launcher.sh"
 
-run_distributed apex_distributed.py "$@"
+preflight "$ROOT/apex_distributed.py" "$@"
+exec "$PYTHON" -m launch.torchrun --nproc-per-node "${NPROC:-auto}" "$ROOT/apex_distributed.py" "$@"

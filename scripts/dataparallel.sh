@@ -4,10 +4,8 @@
 #   bash scripts/dataparallel.sh --data /path/to/imagenet [flags of dataparallel.py]
 PYTHON=${PYTHON:-}                   # .venv/bin/python, else python3
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-} # cores
-PREFLIGHT=${PREFLIGHT:-}             # 1: first see that all processes meet; 6 s for 2 on two cores
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/launcher.sh"
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(nproc)}
-preflight dataparallel.py "$@"
 exec "$PYTHON" "$ROOT/dataparallel.py" "$@"

@@ -2,11 +2,11 @@
 # Horovod under horovodrun or mpirun, one process per GPU.
 #
 #   bash scripts/horovod_distributed.sh --data /path/to/imagenet [flags of horovod_distributed.py]
-NPROC=${NPROC:-}                     # one per GPU, 2 on a CPU
+NPROC=${NPROC:-auto}                 # one per GPU, 2 on a CPU
 CONTROLLER=${CONTROLLER:-gloo}       # gloo: horovodrun; mpi: Open MPI's mpirun
 PYTHON=${PYTHON:-}                   # .venv/bin/python, else python3
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-} # cores / NPROC
-PREFLIGHT=${PREFLIGHT:-}             # 1: first see that all processes meet; 6 s for 2 on two cores
+PREFLIGHT=${PREFLIGHT:-}             # 1: first check that all processes meet; 7 s for 2 on two cores
 # Several machines (docs/multinode.md), started from one that reaches the others by ssh; project,
 # environment and data have the same paths on all:
 HOSTS=${HOSTS:-}                     # machines and their numbers of processes: a:4,b:4
@@ -15,21 +15,13 @@ SSH_IDENTITY=${SSH_IDENTITY:-}       # file of the private key
 INTERFACE=${INTERFACE:-}             # the network that joins them, for example eth0
 export HOSTS
 [ -z "$HOSTS" ] || export MASTER_ADDR=${HOSTS%%:*} # rank 0's, where a preflight meets
-unset NNODES MAX_RESTARTS # torchrun's
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/launcher.sh"
 
-NPROC=$(check horovod_distributed.py -- "$@")
-case $NPROC in *[!0-9]*) # --help
-    printf '%s\n' "$NPROC"
-    exit 0
-    ;;
-esac
-here=${HOSTS:-localhost:$NPROC}
-here=${here%%,*}
-here=${here##*:}
-own_cores="from launch.cores import own_cores; print(own_cores($here))"
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(cd "$ROOT" && "$PYTHON" -c "$own_cores")}
+case " $* " in *" --help "* | *" -h "*) exec "$PYTHON" "$ROOT/horovod_distributed.py" --help ;; esac
+found=$("$PYTHON" -m launch.check --nproc-per-node "$NPROC" "$ROOT/horovod_distributed.py" "$@")
+read -r NPROC OMP_NUM_THREADS <<<"$found"
+export OMP_NUM_THREADS
 # horovodrun starts further programs of the environment by their names
 PATH=$(dirname "$PYTHON"):$PATH
 where=(-np "$NPROC" -H "${HOSTS:-localhost:$NPROC}")
@@ -67,15 +59,9 @@ case $CONTROLLER in
         exit 2
         ;;
 esac
-if command -v setpriv >/dev/null; then launch=(setpriv "--pdeathsig=$stop" "${launch[@]}"); fi
 
-preflight horovod_distributed.py "$@"
-
-set -m # a process group for the launcher: Ctrl-C reaches this script alone, which hands it on
-"${launch[@]}" "$PYTHON" "$ROOT/horovod_distributed.py" "$@" </dev/null &
-launcher=$! stopped=0
-trap 'stopped=1; kill "-$stop" "$launcher" 2>/dev/null || :' INT TERM USR1
-while kill -0 "$launcher" 2>/dev/null; do wait -f "$launcher" || :; done # signals end `wait`
-status=0
-wait "$launcher" || status=$?
-exit $((status ? status : stopped)) # horovodrun may end a stopped run with 0
+case ${PREFLIGHT:-0} in 0) ;; *)
+    "${launch[@]}" "$PYTHON" -m launch.preflight --backend horovod "$ROOT/horovod_distributed.py" "$@" </dev/null
+    ;;
+esac
+hand_on "$stop" "${launch[@]}" "$PYTHON" "$ROOT/horovod_distributed.py" "$@"

@@ -24,31 +24,30 @@ if [ -n "${INTERFACE:-}" ]; then # the network that joins several machines (ip -
     export GLOO_SOCKET_IFNAME=$INTERFACE NCCL_SOCKET_IFNAME="=$INTERFACE" # =: no other that begins so
 fi
 
-# check SCRIPT [MODULE [OPTIONS]] -- [FLAGS]: look at flags, data and checkpoint once, in one
-# process; then print the number of processes, or go on as the launcher MODULE.
-check() {
-    local script=$ROOT/$1
-    shift
-    PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} exec "$PYTHON" -m launch.check "$script" "${NPROC:-}" "$@"
-}
+PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
+if [ -n "${SCRIPT:-}" ]; then # its folder comes first, which may have a common/ of its own
+    SCRIPT=$(realpath -m "$SCRIPT")
+    PYTHONPATH=$(dirname "$SCRIPT"):$PYTHONPATH
+fi
+export PYTHONPATH
 
-# preflight SCRIPT [FLAGS]: with PREFLIGHT=1, start what sees whether its processes reach one
-# another, by the words in the array `launch`; exit where they do not. (check does it itself.)
-launch=()
+# preflight SCRIPT [FLAGS]: with PREFLIGHT=1, check that its processes reach one another; exit
+# where they do not.
 preflight() {
-    case ${PREFLIGHT:-0} in 0) return ;; esac
-    "${launch[@]}" "$PYTHON" "$ROOT/launch/preflight.py" "$ROOT/$1" "${@:2}" </dev/null
+    case ${PREFLIGHT:-0} in 0) ;; *) "$PYTHON" -m launch.preflight --nprocs "${NPROC:-auto}" "$@" </dev/null ;; esac
 }
 
-# run_distributed SCRIPT [FLAGS]: start it under the launcher of PyTorch that LAUNCHER names.
-run_distributed() {
-    local script=$1
+# hand_on SIGNAL COMMAND...: run it, and send it that signal for each that asks this script to end;
+# exit as it does. It has a process group of its own, so Ctrl-C reaches this script alone.
+hand_on() {
+    signal=$1 stopped=0 status=0
     shift
-    case $LAUNCHER in
-        torchrun | launch) check "$script" launch.torchrun "$LAUNCHER" -- "$@" ;;
-        *)
-            echo "$(basename "$0"): error: LAUNCHER=$LAUNCHER; it is torchrun or launch" >&2
-            exit 2
-            ;;
-    esac
+    if command -v setpriv >/dev/null; then set -- setpriv "--pdeathsig=$signal" "$@"; fi
+    set -m
+    "$@" </dev/null &
+    job=$!
+    trap 'stopped=1; kill "-$signal" "$job" 2>/dev/null || :' INT TERM USR1
+    while kill -0 "$job" 2>/dev/null; do wait -f "$job" || :; done # signals end `wait`
+    wait "$job" || status=$?
+    exit $((status ? status : stopped)) # horovodrun may end a stopped run with 0
 }

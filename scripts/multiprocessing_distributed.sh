@@ -7,12 +7,10 @@
 NPROC=${NPROC:-}                     # one per GPU, 2 on a CPU (or --nprocs)
 PYTHON=${PYTHON:-}                   # .venv/bin/python, else python3
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-} # cores / NPROC
-PREFLIGHT=${PREFLIGHT:-}             # 1: first see that all processes meet; 6 s for 2 on two cores
-JOIN_SECONDS=${JOIN_SECONDS:-45}     # how long machines wait for each other
-INTERFACE=${INTERFACE:-}             # the network that joins them, for example eth0
-export JOIN_SECONDS
+PREFLIGHT=${PREFLIGHT:-}             # 1: first check that all processes meet; 7 s for 2 on two cores
+INTERFACE=${INTERFACE:-}             # the network that joins machines, for example eth0
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/launcher.sh"
 
-preflight multiprocessing_distributed.py ${NPROC:+--nprocs "$NPROC"} "$@"
+preflight "$ROOT/multiprocessing_distributed.py" "$@"
 exec "$PYTHON" "$ROOT/multiprocessing_distributed.py" ${NPROC:+--nprocs "$NPROC"} "$@"
