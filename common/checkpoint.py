@@ -205,6 +205,7 @@ class TrainingState:
             "state_dict": weights,
             "best_acc1": torch.tensor(self.best),
             "sums": self.sums,
+            "learning_rate": self.learning_rate,
             "records": self.records,
             "recipe": self.recipe,
             "images": self.images,
@@ -253,6 +254,7 @@ class TrainingState:
             return
         self.epoch, self.step = content["epoch"], content["step"]
         self.sums, self.records = content["sums"], content["records"]
+        self.learning_rate = content["learning_rate"]
         if (self.folder / BEST).exists():  # in a new folder a new best begins
             self.best = content["best_acc1"].item()
 

@@ -133,7 +133,7 @@ def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
     size = args.image_size
     if args.synthetic:
         # ImageNet has 25.6 training images for each validation image
-        val_images = max(1, args.synthetic // 25)
+        val_images = max(args.global_batch_size, args.synthetic // 25)
         datasets = RandomImages(args.synthetic, size), RandomImages(val_images, size)
     else:
         (train_folder, val_folder), classes = open_folders(args)
