@@ -20,7 +20,7 @@ def args(tmp_path, monkeypatch):
     parsed = timings.parse([*words, "--precision", "fp32", "--output", str(tmp_path)])
     parsed.data, parsed.output = tmp_path / "data", tmp_path / "out"
     parsed.devices, parsed.threads, parsed.workers = [1, 2], 1, 2
-    parsed.lap, parsed.steps = 1, 3
+    parsed.lap, parsed.steps = 1, 6
     monkeypatch.setattr(timings, "parse", lambda: parsed)
     monkeypatch.setattr(timings, "short_validation", lambda data, folder: data)
     monkeypatch.setattr(timings, "loader_alone", lambda _: {"images_per_second": 9})
@@ -37,9 +37,9 @@ def test_a_run_on_two_processes_ends_with_the_table_of_its_file(
     timings.main()
     (file,) = args.output.glob("runs/*.json")
     found = json.loads(file.read_text())
-    assert (found["warmup_steps"], found["timed_steps"]) == (1, 3)
+    assert (found["warmup_steps"], found["timed_steps"]) == (1, 6)
     assert found["run"]["world_size"] == 2 and found["run"]["argv"]
-    assert 24 / found["images_per_second"] < found["seconds"]  # that is with warm-up
+    assert 48 / found["images_per_second"] < found["seconds"]  # that is with warm-up
     printed = capsys.readouterr().out
     assert f"{found['images_per_second']:.0f} images/s" in printed
     text = (args.output / "report.md").read_text()
