@@ -146,25 +146,21 @@ def gpus(monkeypatch):
 # --- the device ---
 
 
-@pytest.mark.parametrize(
-    "count, local_rank, backend, index",
-    [(4, 3, None, 3), (4, 0, "nccl", 0), (2, 3, "gloo", 1), (2, 4, "gloo", 0)],
-)
-def test_the_device_is_that_of_the_local_rank(gpus, count, local_rank, backend, index):
-    found = gpus(count)
-    device = select_device("auto", local_rank, backend)
-    assert device == torch.device("cuda", index)
-    assert found.calls == [("set_device", device)]
-    assert torch.backends.cudnn.benchmark
-
-
-def test_each_gpu_has_one_process_and_the_cpu_two(gpus):
-    found = gpus(3)
+def test_the_device_is_that_of_the_local_rank(gpus):
+    assert gpus(3) and select_device("cpu", 1) == CPU
+    assert not torch.backends.cudnn.benchmark
     assert processes_per_machine("auto") == 3 and processes_per_machine("cpu") == 2
     with pytest.raises(UserError, match="4 processes for 3 GPUs"):
         select_device("auto", 3)
-    assert select_device("cpu", 1) == CPU
-    assert not found.calls and not torch.backends.cudnn.benchmark
+    for count, local_rank, backend, index in (
+        *((4, 3, None, 3), (4, 0, "nccl", 0)),
+        *((2, 3, "gloo", 1), (2, 4, "gloo", 0)),  # shared by processes
+    ):
+        found = gpus(count)
+        device = select_device("auto", local_rank, backend)
+        assert device == torch.device("cuda", index)
+        assert found.calls == [("set_device", device)]
+        assert torch.backends.cudnn.benchmark
 
 
 def test_each_gpu_of_a_process_drops_other_units(gpus, monkeypatch):
@@ -426,15 +422,10 @@ def main(gpus, monkeypatch, tmp_path):
         found = gpus(count)
         local_world_size = world_size // machines
         node, local_rank = divmod(rank, local_world_size)
-        for variable, number in {
-            "RANK": rank,
-            "LOCAL_RANK": local_rank,
-            "WORLD_SIZE": world_size,
-            "LOCAL_WORLD_SIZE": local_world_size,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": 1,
-            "HOROVOD_GLOO_TIMEOUT_SECONDS": 1,
-        }.items():
+        numbers = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world_size}
+        numbers |= {"LOCAL_WORLD_SIZE": local_world_size, "MASTER_PORT": 1}
+        numbers |= {"MASTER_ADDR": "127.0.0.1", "HOROVOD_GLOO_TIMEOUT_SECONDS": 1}
+        for variable, number in numbers.items():
             monkeypatch.setenv(variable, str(number))
         monkeypatch.delenv("HOROVOD_GLOO_TIMEOUT_SECONDS")  # also afterwards
 
@@ -448,6 +439,8 @@ def main(gpus, monkeypatch, tmp_path):
 
         found.wrappers, found.amp = [], StandInAmp(found)
         wrap = partial(Wrapper, found)
+        place = (rank, world_size, local_rank, local_world_size)
+        horovod = StandInHorovod(found, *place)
         watchdog = SimpleNamespace(stop_requested=stop_requested, feed=lambda: None)
         dist, script = torch.distributed, importlib.import_module(name)
         for module, stand_ins in {
@@ -464,9 +457,7 @@ def main(gpus, monkeypatch, tmp_path):
                 "DDP": wrap,
                 "ApexDDP": wrap,
                 "amp": found.amp,
-                "hvd": StandInHorovod(
-                    found, rank, world_size, local_rank, local_world_size
-                ),
+                "hvd": horovod,
                 "use_fork_server": lambda: None,
                 "build_model": lambda args, images: Net(found, len(images.classes)),
                 "Watchdog": lambda timeout, catch: watchdog,  # no signal handlers
