@@ -56,29 +56,27 @@ def problems(root):
     taken = {"distributed"}
     for name in reversed(order):
         taken |= graph.get(name, set()) if name in taken else set()
-    counts = {
-        f: ([n for n in texts if n.startswith(f"{f}.")], n) for f, n in BUDGETS.items()
-    }
-    counts["launch, as imported"] = ([n for n in taken if n.startswith("launch.")], 250)
-    for what, (names, most) in counts.items():
-        lines = "".join(texts[name] for name in names if name not in REPLACED).count(
-            "\n"
-        )
+    counts = {f: [n for n in texts if n.startswith(f"{f}.")] for f in BUDGETS}
+    counts["launch, as imported"] = [n for n in taken if n.startswith("launch.")]
+    for what, names in counts.items():
+        names = [name for name in names if name not in REPLACED]
+        lines, most = "".join(map(texts.get, names)).count("\n"), BUDGETS.get(what, 250)
         found |= {f"{what}: {lines} lines of {most}"} if lines > most else set()
     for name in SCRIPTS:
-        regions = split(texts[name], name)[1]
-        strategy = [line for region in REGIONS for line in regions[region]]
-        strategy = [line for line in strategy if not re.match(r' *(#|"""|$)', line)]
+        regions, tree = split(texts[name], name)[1], ast.parse(texts[name])
+        strategy = "".join(line for region in REGIONS for line in regions[region])
+        strategy = re.findall(r'^ *(?! |#|""").+', strategy, re.M)
         ours = [
-            node.names
-            for node in ast.parse(texts[name]).body
-            if re.match("common|launch", getattr(node, "module", ""))
+            n for n in tree.body if re.match("common|launch", vars(n).get("module", ""))
         ]
         measured = [(texts[name].count("\n"), "lines", 180, 240)]
         measured += [(len(strategy), "strategy lines", 20, 75)]
         if f"{name}.py" == BASE:
-            measured += [(len(ours), "imports", 0, 12)]
-            measured += [(sum(map(len, ours)), "imported names", 0, 22)]
+            taken = sum(len(node.names) for node in ours)
+            measured += [
+                (len(ours), "imports", 0, 12),
+                (taken, "imported names", 0, 22),
+            ]
         for count, what, low, high in measured:
             found |= set() if low <= count <= high else {f"{name}: {count} {what}"}
     return found
