@@ -35,7 +35,7 @@ import os
 
 import torch.distributed as dist
 
-from launch.checkpoint import SavedTensors
+from common.checkpoint import SavedTensors
 from common.device import require_gpu
 from common.errors import UserError
 from launch.ranks import add_launcher_flags, ranks_from_environment

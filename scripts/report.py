@@ -12,11 +12,10 @@ from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from quickstart import LAUNCHERS, aligned
-
 from common.arguments import IMAGENET_TRAIN_IMAGES
-from common.errors import UserError, exit_status, say
+from common.errors import UserError, say
+from launch.exits import exit_status
+from scripts.quickstart import LAUNCHERS, aligned
 
 MEASURED = (
     "images_per_second",

@@ -5,7 +5,7 @@
 #   bash scripts/test.sh --mutations     # try known mistakes: does a test see each of them?
 #
 # --system (or CI=true) also installs system packages that some tests need, as root with apt-get:
-# Open MPI, Chromium, and for tests on two hosts sshd, Slurm, munge and ip. (Where systemd runs, some
+# Open MPI, and for tests on two hosts sshd, Slurm, munge and ip. (Where systemd runs, some
 # of these packages start daemons: it is meant for containers.) Elsewhere what needs them is skipped, and
 # counted.
 set -euo pipefail
@@ -20,7 +20,6 @@ if [ "${1:-}" = --system ]; then
 fi
 packages=()
 command -v mpicxx >/dev/null || packages+=(libopenmpi-dev openmpi-bin)
-command -v chromium >/dev/null || packages+=(chromium fonts-dejavu-core)
 command -v ip >/dev/null || packages+=(iproute2)
 [ -x /usr/sbin/sshd ] || packages+=(openssh-server openssh-client)
 [ -x /usr/sbin/slurmctld ] || packages+=(slurmctld slurmd slurm-client munge)

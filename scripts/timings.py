@@ -33,18 +33,26 @@ import torch
 from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import report
-from quickstart import LAUNCHERS, ROOT
-
 from benchmarks.photographs import write_photographs
-from common.arguments import OneLineParser, architecture, positive
-from launch.cores import own_cores
-from common.data import MOST_WORKERS, class_folders
-from common.device import PRECISIONS, best_precision, describe, usable_gpus
-from common.errors import UserError, exit_status, say
-from launch.limits import PREFETCH
-from common.report import commit
+from common.arguments import (
+    WORKERS_PER_GPU,
+    OneLineParser,
+    architecture,
+    positive,
+)
+from common.data import PREFETCH, class_folders
+from common.device import (
+    PRECISIONS,
+    best_precision,
+    describe,
+    machine_cores,
+    usable_gpus,
+)
+from common.errors import UserError, say
+from common.log import commit
+from launch.exits import exit_status
+from scripts import report
+from scripts.quickstart import LAUNCHERS, ROOT
 
 try:
     import pynvml  # nvidia-ml-py, of requirements-report.txt
@@ -130,14 +138,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if args.device == "cuda" and not gpus:
         parser.error("--device cuda: this machine shows no CUDA GPU")
     args.device_flag, args.device = args.device, "cuda" if gpus else "cpu"
-    cores = own_cores(1)
+    cores = machine_cores()
     most = gpus or min(2, cores)
     args.devices = [2**power for power in range(most.bit_length())]
     if args.devices[-1] != most:
         args.devices.append(most)
     largest = args.devices[-1]
-    args.workers = min(MOST_WORKERS, own_cores(largest)) * largest
-    args.threads = own_cores(largest)  # of each process
+    args.workers = min(WORKERS_PER_GPU, max(1, cores // largest)) * largest
+    args.threads = max(1, cores // largest)  # of each process
     best = best_precision(torch.device("cpu"))
     fast = best == "bf16"
     args.arch = args.arch or ("resnet50" if gpus else "resnet18")
@@ -435,7 +443,7 @@ def launch(args: argparse.Namespace, run: Run, log: Path) -> dict:
 
 def loader_alone(args: argparse.Namespace) -> dict:
     """Time the loader processes with nothing to compute beside them."""
-    words = [sys.executable, str(ROOT / "scripts" / "loader_alone.py")]
+    words = [sys.executable, "-m", "scripts.loader_alone"]
     batch = args.batch_size * args.devices[-1]
     flags = ["--data", args.data, "--image-size", args.image_size, "-b", batch]
     flags += ["--workers", args.workers, "--device", args.device_flag]

@@ -13,5 +13,5 @@ source "$ROOT/scripts/setup.sh"
 
 set_up requirements.txt requirements-nvimgcodec.txt requirements-report.txt
 set_up_horovod
-export PYTHON
-exec "$PYTHON" "$ROOT/scripts/timings.py" "$@"
+export PYTHON PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+exec "$PYTHON" -m scripts.timings "$@"

@@ -17,20 +17,17 @@ import pytest
 import torch
 from PIL import Image
 
+from common.device import describe
+from common.log import commit
+from common.nvimgcodec import import_library as import_nvimgcodec
+from scripts.sample_data import write_digits
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from common.device import describe  # noqa: E402
-from common.images import import_nvimgcodec  # noqa: E402
-from common.report import commit  # noqa: E402
-from scripts.sample_data import write_digits  # noqa: E402
-
 # Flags of a run of seconds: two epochs of ten steps on tiny pictures of digits
 SHORT = (
     "--image-size 32 --global-batch-size 64 --lr 0.2 --warmup-epochs 1 --schedule cosine "
     "--min-crop 0.5 --no-flip --epochs 2 --max-steps 10 --precision fp32"
 ).split()
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 # Steps of a few milliseconds
 TINY = "--image-size 32 -b 4 --arch squeezenet1_1 --precision fp32 --print-interval 1".split()
 
@@ -174,14 +171,7 @@ def nvimgcodec_missing() -> str | None:
     return None
 
 
-def chromium_missing() -> str | None:
-    if any(map(shutil.which, BROWSERS)):
-        return None
-    return "no Chromium (bash scripts/test.sh --system installs it)"
-
-
 MISSING = {
-    "chromium": chromium_missing(),
     "nvimgcodec": nvimgcodec_missing(),
     "horovod": horovod_missing(),
     "mpi": mpi_missing(),

@@ -11,10 +11,12 @@ def test_every_mistake_can_be_made():
 
 @pytest.mark.parametrize(
     "test, survived",
-    [("test_percentile", True), ("test_learning_rate_is_scaled_linearly", False)],
+    [
+        ("test_auto_is_nvimgcodec_where_it_is_installed", True),
+        ("test_half_of_the_images_are_mirrored", False),
+    ],
 )
 def test_a_mistake_that_no_test_sees_survives(test, survived):
-    mistake = ("common/schedule.py", [f"test_units.py::{test}"], "/ 256", "/ 128")
-    assert (
-        attempt(Mutation("twice the learning rate", *mistake))["survived"] is survived
-    )
+    tests, line = [f"test_images.py::{test}"], "random.random() < 0.5"
+    mistake = Mutation("no mirroring", "common/images.py", tests, line, "False")
+    assert attempt(mistake)["survived"] is survived
