@@ -19,7 +19,7 @@ import torch
 import torchvision
 
 from common.device import describe
-from common.report import commit
+from common.log import commit
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 

@@ -2,12 +2,11 @@
 
     python -m benchmarks.startup [ROUNDS]
 
-Launches distributed.py on the sample data in two CPU processes, as
-scripts/distributed.sh does, and writes down when each part of its way to the end of the
+Launches distributed.py on small images in two CPU processes through
+scripts/distributed.sh, and writes down when each part of its way to the end of the
 first step was done. Prints medians and writes results/startup.json.
 """
 
-import importlib
 import json
 import os
 import statistics
@@ -19,14 +18,13 @@ from pathlib import Path
 
 LAUNCHED = "BENCHMARK_LAUNCHED_AT"  # set for the processes that are watched
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = (
-    ("build_datasets", "open the data set"),
-    ("build_loader", "start the loader processes"),
-    ("build_model", "build the model"),
-    ("DDP", "wrap it"),
-    ("resume", "look for a checkpoint"),
-    ("train_step", "first batch and first step"),
-)
+PARTS = {
+    "build_datasets": "open the data set",
+    "build_loader": "start the loader processes",
+    "build_model": "build the model",
+    "DDP": "wrap it",
+    "train_step": "look for a checkpoint, first batch and first step",
+}
 marks: dict[str, float] = {}  # seconds since the launch, in order
 
 
@@ -48,36 +46,19 @@ def watched(name: str, function):
 
 def watch() -> None:
     """One of the two processes: train one step, marking what is done."""
-    mark("launcher: start Python, import torch, check, start the processes")
-    for name in ("torch", "torchvision"):
-        importlib.import_module(name)
-        mark(f"import {name}")
-    import torch.distributed as dist
-
-    import distributed
-
-    mark("import the rest")
-    dist.init_process_group = watched("meet the other process", dist.init_process_group)
-    for name, what in PARTS:
-        setattr(distributed, name, watched(what, getattr(distributed, name)))
-    train = distributed.train
+    for name, what in PARTS.items():
+        setattr(script, name, watched(what, getattr(script, name)))
+    train = script.train
 
     def train_and_leave(args, rank, *others) -> None:
         train(args, rank, *others)
         if rank == 0:
             Path(args.output, "marks.json").write_text(json.dumps(marks))
-        dist.barrier()
+        script.dist.barrier()
         os._exit(0)
 
-    distributed.train = train_and_leave
-    distributed.main(distributed.arguments())
-
-
-def arguments(argv: list[str] | None = None):
-    """Parse the command line, for launch.check."""
-    import distributed
-
-    return distributed.arguments(argv)
+    script.train = train_and_leave
+    script.main(arguments())
 
 
 def launch(data: Path) -> dict[str, float]:
@@ -85,13 +66,13 @@ def launch(data: Path) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as output:
         flags = ["--data", data, "--image-size", 64, "-b", 64, "--max-steps", 1]
         flags += ["--print-interval", 1, "--device", "cpu", "--output", output]
-        launcher = [__file__, 2, "launch.torchrun", "torchrun", "--"]
-        command = [sys.executable, "-m", "launch.check", *launcher, *flags]
+        variables = {"SCRIPT": __file__, "NPROC": 2, "PYTHON": sys.executable}
+        variables[LAUNCHED] = time.time()
         subprocess.run(
-            list(map(str, command)),
+            ["bash", "scripts/distributed.sh", *map(str, flags)],
             check=True,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), LAUNCHED: str(time.time())},
+            env=os.environ | {name: str(value) for name, value in variables.items()},
             stdout=subprocess.DEVNULL,
         )
         done = json.loads(Path(output, "marks.json").read_text())
@@ -102,26 +83,35 @@ def launch(data: Path) -> dict[str, float]:
 def main() -> None:
     """Launch it some times."""
     from benchmarks.comparison import write_results
-    from scripts.sample_data import write_digits
+    from benchmarks.photographs import write_photographs
 
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
     with tempfile.TemporaryDirectory() as folder:
-        data = Path(folder, "digits")
-        write_digits(data)
-        launches = [launch(data) for _ in range(rounds)]
+        write_photographs(Path(folder), 128, 16)
+        launches = [launch(Path(folder)) for _ in range(rounds)]
     parts = {
         name: statistics.median(one[name] for one in launches) for name in launches[0]
     }
-    total = statistics.median(sum(one.values()) for one in launches)
-    parts["in all"] = total
+    parts["in all"] = statistics.median(sum(one.values()) for one in launches)
     for name, seconds in parts.items():
         print(f"{name:68}{seconds:7.2f} s")
     rows = {name: {"seconds": seconds} for name, seconds in parts.items()}
     write_results("startup", {"rounds": rounds, "parts": rows})
 
 
-if __name__ == "__main__":
-    if LAUNCHED in os.environ:
+if LAUNCHED in os.environ:  # in the place of distributed.py, which it imports in parts
+    mark("launcher: start Python, import torch, check, start the processes")
+    import torch  # noqa: F401
+
+    mark("import torch")
+    import torchvision  # noqa: F401
+
+    mark("import torchvision")
+    import distributed as script
+    from distributed import arguments, build_datasets, build_model  # noqa: F401
+
+    mark("import the rest")
+    if __name__ == "__main__":
         watch()
-    else:
-        main()
+elif __name__ == "__main__":
+    main()

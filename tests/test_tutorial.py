@@ -2,7 +2,6 @@
 
 import ast
 import functools
-import json
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +10,6 @@ import pytest
 from conftest import ROOT, run
 from played import Played, lesson, run_python
 from ranks import free_port
-
-from benchmarks import overlap
 
 LESSONS = sorted(path.name for path in (ROOT / "tutorial").glob("*.py"))
 FOLDER = ROOT / "docs" / "tutorial"
@@ -127,15 +124,6 @@ def test_without_horovod_a_lesson_says_so_in_one_line(name, tmp_path):
     (tmp_path / "horovod.py").write_text("raise ImportError('not here')")
     copy = shutil.copy(ROOT / "tutorial" / name, tmp_path)  # looks beside itself first
     assert run_python(tmp_path, copy) == (2, f"{name} needs Horovod: not here\n")
-
-
-def test_the_picture_is_that_of_the_results():
-    steps = json.loads(overlap.RESULTS.read_text())["steps"]
-    assert overlap.PICTURE.read_text() == overlap.draw(steps)
-    sent = [
-        sum(what == "gloo:all_reduce" for what, *_ in spans) for spans in steps.values()
-    ]
-    assert sent == [6, 1]
 
 
 def test_the_pages_lead_from_one_to_the_next():
