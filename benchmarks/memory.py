@@ -42,10 +42,9 @@ class Index(Dataset):
     def __init__(self, packed: bool):
         """Keep them in arrays, as common.data does, or as torchvision's folder does."""
         labels = [number * CLASSES // IMAGES for number in range(IMAGES)]
-        names = (f"n{1440764 + 13 * label:08d}" for label in labels)
         paths = [
-            f"/data/imagenet/train/{name}/{name}_{number % 100000}.JPEG"
-            for number, name in enumerate(names)
+            f"/data/imagenet/train/n{label:08d}/n{label:08d}_{number % 100000}.JPEG"
+            for number, label in enumerate(labels)
         ]
         self.samples = None if packed else list(zip(paths, labels, strict=True))
         if packed:
@@ -75,27 +74,23 @@ def loader_of(kind: str) -> Iterable:
     return build_loader(args, index, RandomSampler(index), *share, training=True)
 
 
-def unique_mib(pid: int) -> float:
-    """Memory that one process shares with no other, in MiB."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if "Private_" in line) / 1024
+def unique_mib() -> float:
+    """Memory that a loader process shares with no other, in MiB: the median."""
+    found = []
+    for child in active_children():
+        lines = Path(f"/proc/{child.pid}/smaps_rollup").read_text().splitlines()
+        found.append(sum(int(one.split()[1]) for one in lines if "Private_" in one))
+    return statistics.median(found) / 1024
 
 
 def measure(kind: str, epochs: int) -> list[float]:
     """MiB of a loader process after the first batch, and after each of `epochs`."""
-    history = []
-    loader = loader_of(kind)
-    for epoch in range(epochs):
-        for number, _ in enumerate(loader):
-            if epoch == number == 0:
-                history.append(workers_mib())
-        history.append(workers_mib())
+    history, loader = [], loader_of(kind)
+    for _ in range(epochs):
+        for _ in loader:
+            history = history or [unique_mib()]
+        history.append(unique_mib())
     return history
-
-
-def workers_mib() -> float:
-    """Median of the loader processes' own memory."""
-    return statistics.median(unique_mib(child.pid) for child in active_children())
 
 
 def main() -> None:
@@ -115,8 +110,8 @@ def main() -> None:
             "growth": last - first,
         }
         print(f"{name}, MiB: {index[name]}", flush=True)
-    setup = {"images": IMAGES, "workers": WORKERS, "epochs": epochs}
-    write_results("memory", {**setup, "index": index, "history": history})
+    results = {"images": IMAGES, "workers": WORKERS, "epochs": epochs, "index": index}
+    write_results("memory", {**results, "history": history})
 
 
 if __name__ == "__main__":

@@ -57,6 +57,7 @@ def launch(checkout: Path, *flags: object) -> tuple[float, dict]:
         subprocess.run(
             list(map(str, command)),
             check=True,
+            cwd=checkout,
             env=environment(checkout),
             stdout=subprocess.DEVNULL,
         )
