@@ -64,9 +64,7 @@ def test_ratios_are_taken_within_a_round():
     drift = [random.uniform(1, 3) for _ in range(9)]
     found = {"base": drift, "twice": [2 * value for value in drift]}
     rows = comparison.compared(found, "base")
-    assert rows["base"]["ratio"] == {"median": 1, "low": 1, "high": 1}
     assert rows["twice"]["ratio"] == {"median": 2, "low": 2, "high": 2}
-    assert rows["twice"]["value"]["median"] == 2 * sorted(drift)[4]
 
 
 def test_the_figures_of_the_performance_page_are_of_a_commit_and_a_command():

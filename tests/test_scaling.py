@@ -75,10 +75,3 @@ def test_a_table_for_your_own_gpus(capsys):
     # 100 MB through two hosts' 10 GB/s, 5 buckets of 2 messages of 14 us, and the host
     by_hand = ring_seconds(4, 100e6, Link(3.4e-6, 235e9), 5) + 0.01 + 10 * 14e-6
     assert lines[2].split()[:2] == ["8", f"{by_hand * 1e3:.1f}"]
-
-
-@pytest.mark.parametrize("flags", ("--step-milliseconds 0", "--gpus-per-host 2.5"))
-def test_bad_input_is_one_line(flags, capsys):
-    with pytest.raises(SystemExit) as ended:
-        scaling.arguments(flags.split())
-    assert ended.value.code == 2 and capsys.readouterr().err.count("\n") == 1
