@@ -19,7 +19,7 @@ import torch
 import torchvision
 
 from common.device import describe
-from common.report import commit
+from common.log import commit
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 
@@ -50,8 +50,7 @@ def interleave(
 
 def spread(values: list[float]) -> dict[str, float]:
     """Median and quartiles."""
-    if len(values) < 2:
-        return {"median": values[0], "low": values[0], "high": values[0]}
+    values = values * 2 if len(values) == 1 else values
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
     return {"median": median, "low": low, "high": high}
 

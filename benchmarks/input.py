@@ -2,9 +2,9 @@
 
     python -m benchmarks.input [ROUNDS]
 
-On one core: single images, training and validation, and decoding alone, the limit for
-that decoder. On all cores: a DataLoader with one process per core. Makes its own
-JPEG files; prints median ratios with their quartiles and writes results/input.json.
+On one core: single images, training and validation. On all cores: a DataLoader with one
+process per core. Makes its own JPEG files; prints median ratios with their quartiles
+and writes results/input.json.
 """
 
 import os
@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -28,20 +28,19 @@ from common.data import (
     SeededDataset,
     build_datasets,
     build_loader,
-    share_out,
 )
-from common.errors import exit_status
-from common.images import DECODERS, choose_decoder, random_box
+from common.images import choose_decoder
+from launch.exits import exit_status
 
 TRAIN, VAL, BATCH = 384, 256, 64
+DECODERS = ("torchvision", "nvimgcodec", "pil")
 USUAL = "usual: Pillow, v1 transforms, float"
 NORMALISED = "--decoder nvimgcodec, normalised on the CPU"
-PART = "nvimgcodec, cropped part"
 CPU = torch.device("cpu")
 
 
-def arguments(folder: Path, decoder: str, workers: int = 0) -> Namespace:
-    """What the scripts hand to common.data."""
+def arguments(folder: Path, decoder: str) -> Namespace:
+    """What common.data reads of the command line."""
     return Namespace(
         data=str(folder),
         synthetic=None,
@@ -55,59 +54,40 @@ def arguments(folder: Path, decoder: str, workers: int = 0) -> Namespace:
         max_steps=None,
         seed=0,
         global_batch_size=BATCH,
-        workers=workers,
     )
 
 
-def speed(work: Callable[[int], object], images: int) -> Callable[[], float]:
-    """Measures images per second of work(0), work(1), ..."""
+def speed(dataset: Dataset, images: int) -> Callable[[], float]:
+    """Measures images per second of dataset[0], dataset[1], ..."""
 
     def measure() -> float:
         began = time.perf_counter()
         for index in range(images):
-            work(index)
+            dataset[index]
         return images / (time.perf_counter() - began)
 
     return measure
 
 
-def epochs(dataset: Dataset) -> Callable[[int], object]:
+class Training(SeededDataset):
     """Reads from a new epoch whenever it comes to image 0, as training does."""
-    seeded = SeededDataset(dataset, seed=0)
+
     epoch = 0
 
-    def read(index: int) -> object:
-        nonlocal epoch
-        epoch += index == 0
-        return seeded[epoch, index]
-
-    return read
+    def __getitem__(self, index: int) -> tuple:
+        self.epoch += index == 0
+        return super().__getitem__((self.epoch, index))
 
 
-def whole(open_picture: Callable, paths: Sequence[str]) -> Callable[[int], object]:
-    """Decodes whole files."""
+class Normalised(Dataset):
+    """Makes normalised float32 of it immediately, as the usual pipeline does."""
 
-    def read(index: int) -> object:
-        picture = open_picture(paths[index])
-        return picture.read(0, 0, picture.height, picture.width)
+    def __init__(self, dataset: Dataset):
+        self.dataset = dataset
+        self.mean, self.std = (torch.tensor(x).view(3, 1, 1) for x in (MEAN, STD))
 
-    return read
-
-
-def parts(open_picture: Callable, paths: Sequence[str]) -> Callable[[int], object]:
-    """Draws and decodes the parts that training takes."""
-
-    def read(index: int) -> object:
-        picture = open_picture(paths[index])
-        return picture.read(*random_box(picture.height, picture.width, 0.08))
-
-    return read
-
-
-def normalised(read: Callable[[int], tuple]) -> Callable[[int], object]:
-    """Makes normalised float32 of it at once, as the usual pipeline does."""
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, STD))
-    return lambda index: read(index)[0].float().sub_(mean).div_(std)
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.dataset[index][0].float().sub_(self.mean).div_(self.std)
 
 
 def one_core(folder: Path, rounds: int) -> dict[str, dict]:
@@ -115,36 +95,22 @@ def one_core(folder: Path, rounds: int) -> dict[str, dict]:
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     torch.set_num_threads(1)
-    train, val = usual.train_set(folder / "train"), usual.val_set(folder / "val")
-    training = {USUAL: speed(train.__getitem__, TRAIN)}
-    validation = {USUAL: speed(val.__getitem__, VAL)}
+    train_set = usual.folder(folder / "train", usual.TRAIN)
+    val_set = usual.folder(folder / "val", usual.VAL)
+    training = {USUAL: speed(train_set, TRAIN)}
+    validation = {USUAL: speed(val_set, VAL)}
     # What the rows below leave to the device, and the usual pipeline does not
     train_set, val_set = build_datasets(arguments(folder, "nvimgcodec"))
-    training[NORMALISED] = speed(normalised(epochs(train_set)), TRAIN)
-    validation[NORMALISED] = speed(normalised(epochs(val_set)), VAL)
-    decoding = {}
-    for name, open_picture in DECODERS.items():
+    training[NORMALISED] = speed(Normalised(Training(train_set, 0)), TRAIN)
+    validation[NORMALISED] = speed(Normalised(val_set), VAL)
+    for name in DECODERS:
         train_set, val_set = build_datasets(arguments(folder, name))
-        paths = list(train_set.paths)
-        training[f"--decoder {name}"] = speed(epochs(train_set), TRAIN)
-        validation[f"--decoder {name}"] = speed(val_set.__getitem__, VAL)
-        decoding[f"{name}, whole image"] = speed(whole(open_picture, paths), TRAIN)
-    decoding[PART] = speed(parts(DECODERS["nvimgcodec"], paths), TRAIN)
+        training[f"--decoder {name}"] = speed(Training(train_set, 0), TRAIN)
+        validation[f"--decoder {name}"] = speed(val_set, VAL)
     results = {}
-    floors = {f"decoding alone: {name}": work for name, work in decoding.items()}
-    for title, candidates in (
-        ("training", {**training, **floors}),
-        ("validation", validation),
-    ):
-        found = interleave(candidates, rounds)
-        rows = compared(found, USUAL)
-        print_rows(f"{title}, one core", "images/s", rows)
-        results[title] = rows
-        if title == "training":
-            floor = f"decoding alone: {PART}"
-            name = "--decoder nvimgcodec"
-            shares = compared({floor: found[floor], name: found[name]}, floor)
-            results["share_of_floor"] = shares[name]["ratio"]
+    for title, works in (("training", training), ("validation", validation)):
+        results[title] = compared(interleave(works, rounds), USUAL)
+        print_rows(f"{title}, one core", "images/s", results[title])
     os.sched_setaffinity(0, cores)
     return results
 
@@ -153,13 +119,6 @@ def all_cores(folder: Path, rounds: int) -> dict[str, dict]:
     """Batches from one loader process per core; this process only receives them."""
     cores = len(os.sched_getaffinity(0))
     indices = [*range(TRAIN)] * 3
-    usual_loader = DataLoader(
-        usual.train_set(folder / "train"),
-        BATCH,
-        sampler=indices,
-        num_workers=cores,
-        persistent_workers=True,
-    )
 
     def epoch_of(loader: Iterable) -> Callable[[], float]:
         def measure() -> float:
@@ -169,26 +128,22 @@ def all_cores(folder: Path, rounds: int) -> dict[str, dict]:
 
         return measure
 
-    candidates = {USUAL: epoch_of(usual_loader)}
-    loader = own_loader(folder, "nvimgcodec", indices, cores)
-    candidates[NORMALISED] = epoch_of(loader)
+    def own_loader(decoder: str) -> DeviceLoader:
+        args = arguments(folder, decoder)
+        data, share = build_datasets(args)[0], (BATCH, cores, CPU)
+        return build_loader(args, data, indices, *share, training=True)
+
+    data = usual.folder(folder / "train", usual.TRAIN)
+    options = {"num_workers": cores, "persistent_workers": True}
+    candidates = {USUAL: epoch_of(DataLoader(data, BATCH, sampler=indices, **options))}
+    candidates[NORMALISED] = epoch_of(own_loader("nvimgcodec"))
     for name in DECODERS:
-        loader = own_loader(folder, name, indices, cores)
+        loader = own_loader(name)
         loader.normalise = lambda images: images  # left to the device
         candidates[f"--decoder {name}"] = epoch_of(loader)
     rows = compared(interleave(candidates, rounds), USUAL)
     print_rows(f"training, {cores} loader processes on {cores} cores", "images/s", rows)
     return {"loader": rows}
-
-
-def own_loader(
-    folder: Path, decoder: str, indices: list[int], workers: int
-) -> DeviceLoader:
-    """The loader of the five scripts."""
-    args = arguments(folder, decoder, workers)
-    share_out(args, 0, 1, 1)
-    train_set, _ = build_datasets(args)
-    return build_loader(args, train_set, indices, CPU, training=True)
 
 
 def main() -> None:
@@ -198,8 +153,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         images = write_photographs(Path(folder), TRAIN, VAL)
         print(f"{images}, {rounds} rounds")
-        results = one_core(Path(folder), rounds)
-        results |= all_cores(Path(folder), rounds)
+        results = one_core(Path(folder), rounds) | all_cores(Path(folder), rounds)
     write_results("input", {"rounds": rounds, "photographs": [images], **results})
 
 

@@ -13,8 +13,7 @@ import json
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from multiprocessing import active_children
 from pathlib import Path
 
@@ -25,104 +24,77 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from benchmarks.comparison import write_results
 from benchmarks.input import CPU, arguments
-from common.data import PackedPaths, build_loader, share_out
-from common.errors import exit_status
+from common.data import build_loader
+from launch.exits import exit_status
 
 IMAGES, CLASSES, WORKERS, BATCH = 1_281_167, 1000, 4, 1024
-ROOT = "/data/imagenet/train"
 KINDS = {
     "lists": "list of (path, label)",
-    "packed": "packed",
-    "unfrozen": "packed, without `gc.freeze()`",
+    "packed": "array",
+    "unfrozen": "array, without `gc.freeze()`",
 }
 NO_IMAGE = torch.zeros(3, 1, 1, dtype=torch.uint8)
 
 
-def samples() -> Iterator[tuple[str, int]]:
-    """Paths as long as ImageNet's, and labels."""
-    for number in range(IMAGES):
-        label = number * CLASSES // IMAGES
-        name = f"n{1440764 + 13 * label:08d}"
-        yield f"{ROOT}/{name}/{name}_{number % 100000}.JPEG", label
+class Index(Dataset):
+    """Paths as long as ImageNet's, and labels; no pixels."""
 
-
-class Listed(Dataset):
-    """Keeps its index as torchvision's ImageFolder does."""
-
-    def __init__(self) -> None:
-        self.samples = list(samples())
+    def __init__(self, packed: bool):
+        """Keep them in arrays, as common.data does, or as torchvision's folder does."""
+        labels = [number * CLASSES // IMAGES for number in range(IMAGES)]
+        paths = [
+            f"/data/imagenet/train/n{label:08d}/n{label:08d}_{number % 100000}.JPEG"
+            for number, label in enumerate(labels)
+        ]
+        self.samples = None if packed else list(zip(paths, labels, strict=True))
+        if packed:
+            self.paths = numpy.array([path.encode() for path in paths])
+            self.labels = numpy.array(labels)
 
     def __len__(self) -> int:
-        return len(self.samples)
+        return IMAGES
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        path, label = self.samples[index]
+        if self.samples is None:
+            path, label = self.paths[index].decode(), int(self.labels[index])
+        else:
+            path, label = self.samples[index]
         return NO_IMAGE[: len(path)], label
-
-
-class Packed(Dataset):
-    """Keeps its index as common.data.ImageFolder does."""
-
-    def __init__(self) -> None:
-        self.paths = PackedPaths(ROOT, (path for path, _ in samples()))
-        self.labels = numpy.fromiter((label for _, label in samples()), numpy.int64)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return NO_IMAGE[: len(self.paths[index])], int(self.labels[index])
 
 
 def loader_of(kind: str) -> Iterable:
     """The usual loader of lists, or that of the five scripts."""
     if kind == "unfrozen":
         gc.freeze = lambda: None
+    index = Index(packed=kind != "lists")
     if kind == "lists":
-        return DataLoader(
-            Listed(), BATCH, True, num_workers=WORKERS, persistent_workers=True
-        )
-    args = arguments(Path(), "auto", WORKERS)
-    args.global_batch_size = BATCH
-    share_out(args, 0, 1, 1)
-    packed = Packed()
-    return build_loader(args, packed, RandomSampler(packed), CPU, training=True)
+        options = {"num_workers": WORKERS, "persistent_workers": True}
+        return DataLoader(index, BATCH, shuffle=True, **options)
+    args, share = arguments(Path(), "auto"), (BATCH, WORKERS, CPU)
+    return build_loader(args, index, RandomSampler(index), *share, training=True)
 
 
-def unique_mib(pid: int) -> float:
-    """Memory that one process shares with no other, in MiB."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if "Private_" in line) / 1024
+def unique_mib() -> float:
+    """Memory that a loader process shares with no other, in MiB: the median."""
+    found = []
+    for child in active_children():
+        lines = Path(f"/proc/{child.pid}/smaps_rollup").read_text().splitlines()
+        found.append(sum(int(one.split()[1]) for one in lines if "Private_" in one))
+    return statistics.median(found) / 1024
 
 
-def resident_mib() -> float:
-    """Memory of this process, in MiB."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmRSS:")[1].split()[0]) / 1024
-
-
-def measure(kind: str, epochs: int) -> dict:
-    """Read all entries `epochs` times; a fresh process calls this."""
-    before, began = resident_mib(), time.perf_counter()
-    loader = loader_of(kind)
-    seconds = time.perf_counter() - began
-    found = {"parent_mib": resident_mib() - before, "index_seconds": seconds}
-    history = []
-    for epoch in range(epochs):
-        for number, _ in enumerate(loader):
-            if epoch == number == 0:
-                history.append(workers_mib())
-        history.append(workers_mib())
-    return {**found, "worker_mib": history}
-
-
-def workers_mib() -> float:
-    """Median of the loader processes' own memory."""
-    return statistics.median(unique_mib(child.pid) for child in active_children())
+def measure(kind: str, epochs: int) -> list[float]:
+    """MiB of a loader process after the first batch, and after each of `epochs`."""
+    history, loader = [], loader_of(kind)
+    for _ in range(epochs):
+        for _ in loader:
+            history = history or [unique_mib()]
+        history.append(unique_mib())
+    return history
 
 
 def main() -> None:
-    """Measure both, each in a process of its own."""
+    """Measure all KINDS, each in a process of its own."""
     if sys.argv[1:2] == ["--measure"]:
         print(json.dumps(measure(sys.argv[2], int(sys.argv[3]))))
         return
@@ -130,20 +102,16 @@ def main() -> None:
     index, history = {}, {}
     for kind, name in KINDS.items():
         command = [sys.executable, "-m", "benchmarks.memory", "--measure", kind]
-        output = subprocess.run(
-            [*command, str(epochs)], check=True, stdout=subprocess.PIPE, text=True
-        ).stdout
-        history[name] = json.loads(output)
-        mib = history[name]["worker_mib"]
+        history[name] = json.loads(subprocess.check_output([*command, str(epochs)]))
+        first, *_, last = history[name]
         index[name] = {
-            "training process": history[name].pop("parent_mib"),
-            "loader process, first batch": mib[0],
-            f"after {epochs} shuffled epochs": mib[-1],
-            "growth": mib[-1] - mib[0],
+            "loader process, first batch": first,
+            f"after {epochs} shuffled epochs": last,
+            "growth": last - first,
         }
         print(f"{name}, MiB: {index[name]}", flush=True)
-    setup = {"images": IMAGES, "workers": WORKERS, "epochs": epochs}
-    write_results("memory", {**setup, "index": index, "history": history})
+    results = {"images": IMAGES, "workers": WORKERS, "epochs": epochs, "index": index}
+    write_results("memory", {**results, "history": history})
 
 
 if __name__ == "__main__":

@@ -9,10 +9,7 @@ Sources: docs/scaling.md.
 """
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
-
-import numpy
 
 # Share of the backward pass in a step's computation: two products a layer, not one
 BACKWARD = 2 / 3
@@ -35,7 +32,7 @@ class Range(NamedTuple):
 
 
 def ring_seconds(processes: int, size: float, link: Link, calls: int = 1) -> float:
-    """Time in which a ring all-reduces the `size` bytes of each process in `calls`."""
+    """Time of a ring for `size` bytes of each process, in `calls` all-reduces."""
     messages = 2 * (processes - 1)
     return calls * messages * link.alpha + messages / processes * size / link.beta
 
@@ -84,36 +81,13 @@ class Cluster(NamedTuple):
     def strong(self, gpus: int, global_batch: int) -> Range:
         """Efficiency when the global batch stays and each GPU takes its share.
 
-        Few images are reckoned to take as long each as many do.
+        An image takes as long in a small batch as in a large one.
         """
         compute = self.step / self.images * global_batch / gpus
         return efficiency(compute, self.all_reduce(gpus))
 
 
-def step_seconds(compute: float, communication: float) -> tuple[float, float]:
-    """Time of a step with nothing hidden; with all that fits behind the backward."""
-    exposed = max(0.0, communication - BACKWARD * compute)
-    return compute + communication, compute + exposed
-
-
 def efficiency(compute: float, communication: float) -> Range:
     """Share of the time in which a GPU computes."""
-    longest, shortest = step_seconds(compute, communication)
-    return Range(compute / longest, compute / shortest)
-
-
-def fit(processes: int, sizes: Sequence[float], seconds: Sequence[float]) -> Link:
-    """The link that explains measured all-reduces of several sizes best.
-
-    Least squares of the relative errors, so that small sizes, which alone tell
-    alpha, count as much as large ones. At least two sizes have to differ.
-    """
-    sizes, seconds = numpy.asarray(sizes, float), numpy.asarray(seconds, float)
-    messages = 2 * (processes - 1)
-    columns = numpy.stack(
-        [numpy.full(len(sizes), float(messages)), messages / processes * sizes], axis=1
-    )
-    (alpha, per_byte), *_ = numpy.linalg.lstsq(
-        columns / seconds[:, None], numpy.ones(len(sizes)), rcond=None
-    )
-    return Link(float(alpha), float(1 / per_byte))
+    exposed = max(0.0, communication - BACKWARD * compute)
+    return Range(compute / (compute + communication), compute / (compute + exposed))

@@ -2,17 +2,13 @@
 
     python -m benchmarks.step [ROUNDS]
 
-1. Against a bare DistributedDataParallel loop with the same model, precision, memory
-   format and data: what metrics, schedule, seeds, progress and readiness to stop cost.
-2. Training from JPEG files, after the first steps, against the usual script in fp32.
-
-Both are measured in turns. Prints median ratios with their quartiles and writes
-results/step.json. Takes a quarter of an hour.
+In turns: train() of distributed.py, a bare DistributedDataParallel loop over the same
+model, and what usual scripts do (fp32, NCHW, host reads at each step). Prints median
+ratios with their quartiles and writes results/step.json. Takes five minutes.
 """
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,117 +16,48 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torchvision
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import distributed
 from benchmarks.comparison import compared, interleave, print_rows, write_results
-from benchmarks.photographs import write_photographs
 from common.data import DeviceLoader
 from common.device import autocast_dtype
-from common.errors import exit_status
-from common.launch import Watchdog
+from launch.check import load_script
+from launch.exits import exit_status
 
 PROCESSES = 2
 STEPS = 10  # of a measurement, one print interval
 # (image size, global batch): overhead shows at small ones
 CASES = ((64, 64), (224, 32))
-BARE, OURS = "bare DDP loop", "distributed.py"
-AGAIN = "bare DDP loop, a second one"  # shows what the place in memory makes
-USUAL = "usual script, fp32"
+BARE, USUAL = "bare loop", "usual loop: fp32, NCHW"
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def torchrun(module: str, *arguments: object) -> None:
-    """Run a module in two processes of one thread each."""
-    launcher = ["-m", "torch.distributed.run", "--standalone"]
-    launcher += ["--nproc-per-node", str(PROCESSES), "-m", module]
-    subprocess.run(
-        [sys.executable, *launcher, *map(str, arguments)],
-        check=True,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-    )
-
-
-# --- 1. the step ---
-
-
-def steps_in_turns(output: str, rounds: str, *flags: str) -> None:
-    """One of the two processes: runs main() of distributed.py up to its train().
-
-    In the place of train() it measures train(), and a bare loop, one after the other.
-    """
-    train = distributed.train
-
-    def measure(args: Namespace, rank: int, loader: DeviceLoader, *others) -> None:
-        for number in Watchdog.SIGNALS:  # a benchmark just ends
-            signal.signal(number, signal.SIG_DFL)
-        state = others[1]
-        bare = bare_loop(args, loader, args.precision)
-        # Saving is not part of a step; on its own it is measured by nobody here
-        state.save = lambda: None
-
-        def ours() -> None:
-            state.step = 0
-            train(args, rank, loader, *others)
-
-        again = bare_loop(args, loader, args.precision)
-        loops = {BARE: timed(bare), AGAIN: timed(again), OURS: timed(ours)}
-        found = interleave(loops, int(rounds))
-        if rank == 0:
-            Path(output).write_text(json.dumps(found))
-        dist.barrier()
-        os._exit(0)
-
-    distributed.train = measure
-    distributed.main(distributed.arguments(list(flags)))
-
-
-def timed(work):
-    """Measures steps per second of work(), which does STEPS of them."""
-
-    def measure() -> float:
-        dist.barrier()
-        began = time.perf_counter()
-        work()
-        dist.barrier()
-        return STEPS / (time.perf_counter() - began)
-
-    return measure
+# glibc returns freed activations to the system at each step, some thousand pages of
+# them, depending on what else is in memory: 10 to 20 % of a step, which would decide
+# every comparison. With these it keeps them.
+KEEP_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+    "MALLOC_TRIM_THRESHOLD_": str(2**33),
+    "MALLOC_TOP_PAD_": str(2**28),
+}
 
 
 def bare_loop(
-    args: Namespace,
-    loader: DeviceLoader,
-    precision: str,
-    layout: torch.memory_format = torch.channels_last,
-    wrap: bool = True,
+    args: Namespace, loader: DeviceLoader, model: nn.Module, precision: str
 ) -> Callable[[], None]:
-    """The least that trains this model, with DistributedDataParallel or without.
-
-    Args:
-        layout: of the weights; images have the script's.
-    """
-    torch.manual_seed(args.seed)
-    model = torchvision.models.get_model(args.arch)
-    model.to(loader.device, memory_format=layout)
-    if args.compile:
-        model.compile()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9, weight_decay=1e-4)
-    if wrap:
-        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        model.broadcast_buffers = False
+    """The least that trains a model."""
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3, 0.9, weight_decay=1e-4)
     images, labels = loader.images, loader.labels
     kind, dtype = images.device.type, autocast_dtype(precision)
     scaler = torch.amp.GradScaler(kind, enabled=precision == "fp16")
 
     def run() -> None:
+        model.train()
         for _ in range(STEPS):
             with torch.autocast(kind, dtype, enabled=dtype != torch.float32):
                 outputs = model(images)
@@ -143,74 +70,134 @@ def bare_loop(
     return run
 
 
-def compare_steps(rounds: int, folder: Path) -> dict[str, dict]:
-    """Measure all CASES."""
-    results = {}
-    for size, batch in CASES:
-        flags = ["--synthetic", batch * STEPS, "--image-size", size, "-b", batch]
-        flags += ["--output", folder / f"run-{size}", "--device", "cpu"]
-        output = folder / f"{size}.json"
-        torchrun("benchmarks.step", "--process", output, rounds, *flags)
-        rows = compared(json.loads(output.read_text()), BARE)
-        title = f"resnet18 at {size} px, {batch // PROCESSES} images per process"
-        print_rows(f"step, {title}", "steps/s", rows)
-        results[title] = rows
-    return results
+def usual_loop(args: Namespace, loader: DeviceLoader) -> Callable[[], None]:
+    """Steps as usual scripts take them: fp32, figures read at once."""
+    device = loader.device
+    model = torchvision.models.get_model(args.arch).to(device)
+    if dist.is_initialized():
+        gpus = [device.index] if device.type == "cuda" else None
+        model = DistributedDataParallel(model, device_ids=gpus)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3, 0.9, weight_decay=1e-4)
+    host = loader.images.cpu().contiguous(), loader.labels.cpu()
+    if device.type == "cuda":
+        host = host[0].pin_memory(), host[1].pin_memory()
+
+    def run() -> None:
+        for _ in range(STEPS):
+            images, labels = host[0].to(device), host[1].to(device)
+            outputs = model(images)
+            loss = F.cross_entropy(outputs, labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            hits = outputs.topk(5, dim=1).indices == labels.unsqueeze(1)
+            loss.item(), hits[:, 0].float().mean().item(), hits.any(1).sum().item()
+
+    return run
 
 
-# --- 2. the whole training ---
+def timed(
+    work: Callable[[], None], images: int, device: torch.device
+) -> Callable[[], float]:
+    """Measures images per second of work(), all processes together."""
+
+    def settle() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        elif dist.is_initialized():
+            dist.barrier()
+
+    def measure() -> float:
+        settle()
+        began = time.perf_counter()
+        work()
+        settle()
+        return images / (time.perf_counter() - began)
+
+    return measure
 
 
-def compare_training(rounds: int, folder: Path) -> dict[str, dict]:
-    """Launch both scripts in turns."""
-    batch, steps, warmup, workers = 64, 10, 2, PROCESSES
-    images = write_photographs(folder, batch * steps, batch, classes=8)
-    print(images)
+def measure_in_turns(
+    script: ModuleType, rounds: int, loops: Callable[..., dict], start: Callable
+) -> dict[str, dict]:
+    """Run main() of a script up to its train(), and measure in the place of that.
 
-    def usual() -> float:
-        output = folder / "usual.txt"
-        arguments = [folder, batch, steps, warmup, workers, output]
-        torchrun("benchmarks.usual_training", *arguments)
-        return float(output.read_text())
+    Args:
+        loops: loops(args, loader, model) returns what to compare train() with; the
+            first one is the baseline.
+        start: calls main() with the arguments of one process.
+    """
+    train, found = script.train, {}
 
-    def ours(*flags: str) -> float:
-        output = Path(tempfile.mkdtemp(dir=folder))
-        launch = ["bash", "scripts/distributed.sh", "--data", folder, "-b", batch]
-        launch += ["--epochs", 1, "--workers", workers, "--print-interval", warmup]
-        launch += ["--output", output, "--device", "cpu", *flags]
-        environment = {**os.environ, "PYTHON": sys.executable, "NPROC": str(PROCESSES)}
-        environment["OMP_NUM_THREADS"] = "1"  # as torchrun() gives the other script
-        subprocess.run(
-            map(str, launch),
-            check=True,
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.DEVNULL,
-        )
-        record = json.loads((output / "epochs.jsonl").read_text())
-        assert record["warmup_steps"] == warmup
-        return record["images_per_second"]
+    class Measured(Exception):
+        pass
 
-    candidates = {
-        USUAL: usual,
-        "distributed.py": ours,
-        "distributed.py --precision fp32": lambda: ours("--precision", "fp32"),
-    }
-    rows = compared(interleave(candidates, rounds), USUAL)
-    print_rows("training, resnet18 at 224 px, JPEG files", "images/s", rows)
-    return rows
+    def measure(args, rank, loader, model, state, *others) -> None:
+        state.save = lambda: None  # no part of a step
+
+        def ours() -> None:
+            state.step = 0
+            train(args, rank, loader, model, state, *others)
+
+        works = {**loops(args, loader, model), f"{script.__name__}.py": ours}
+        images = STEPS * args.global_batch_size
+        measured = {
+            name: timed(work, images, loader.device) for name, work in works.items()
+        }
+        found.update(compared(interleave(measured, rounds), next(iter(works))))
+        raise Measured
+
+    script.train = measure
+    try:
+        start()
+    except Measured:
+        return found
+    raise RuntimeError(f"{script.__name__}.py has not come to its train()")
+
+
+def one_process(output: str, rounds: str, *flags: str) -> None:
+    """One of the two processes."""
+    script = load_script(ROOT / "distributed.py")
+
+    def loops(args: Namespace, loader: DeviceLoader, model: nn.Module) -> dict:
+        # The same model: another one's place in memory can make 5 % on a CPU
+        bare = bare_loop(args, loader, model, args.precision)
+        return {BARE: bare, USUAL: usual_loop(args, loader)}
+
+    rows = measure_in_turns(
+        script, int(rounds), loops, lambda: script.main(script.arguments(list(flags)))
+    )
+    if dist.get_rank() == 0:
+        Path(output).write_text(json.dumps(rows))
+    dist.barrier()
+    os._exit(0)
 
 
 def main() -> None:
-    """Measure both."""
+    """Measure all CASES."""
     if sys.argv[1:2] == ["--process"]:
-        steps_in_turns(*sys.argv[2:])
-        return
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
+        one_process(*sys.argv[2:])
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 10
+    results = {}
     with tempfile.TemporaryDirectory() as folder:
-        steps = compare_steps(2 * rounds, Path(folder))
-        training = compare_training(rounds, Path(folder))
-    write_results("step", {"rounds": rounds, **steps, "training": training})
+        for size, batch in CASES:
+            output = Path(folder, f"{size}.json")
+            words = ["torch.distributed.run", "--standalone"]
+            words += ["--nproc-per-node", PROCESSES, "-m", "benchmarks.step"]
+            words += ["--process", output, rounds, "--synthetic", batch * STEPS]
+            words += ["--image-size", size, "-b", batch, "--device", "cpu"]
+            words += ["--output", Path(folder, f"run-{size}")]
+            subprocess.run(
+                [sys.executable, "-m", *map(str, words)],
+                check=True,
+                cwd=ROOT,
+                env={**os.environ, **KEEP_MEMORY, "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.DEVNULL,
+            )
+            title = f"resnet18 at {size} px, {batch // PROCESSES} images per process"
+            results[title] = json.loads(output.read_text())
+            print_rows(title, "images/s", results[title])
+    write_results("step", {"rounds": rounds, **results})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The lessons print what their pages quote (--figures writes it), and are short and alone."""
 
 import ast
-import json
 import re
 import shutil
 
@@ -9,8 +8,6 @@ import pytest
 from conftest import ROOT, run
 from played import Played, lesson, run_python
 from ranks import free_port
-
-from benchmarks import overlap
 
 LESSONS = {path.stem: path for path in sorted((ROOT / "tutorial").glob("*.py"))}
 PAGES = "".join(path.read_text() for path in (ROOT / "docs/tutorial").glob("*.md"))
@@ -79,8 +76,3 @@ def test_without_horovod_a_lesson_says_so_in_one_line(tmp_path):
         copy = shutil.copy(LESSONS[name], tmp_path)  # looks beside itself first
         said = f"{name}.py needs Horovod: not here\n"
         assert run_python(tmp_path, copy) == (2, said)
-
-
-def test_the_picture_is_that_of_the_results():
-    steps = json.loads(overlap.RESULTS.read_text())["steps"]
-    assert overlap.PICTURE.read_text() == overlap.draw(steps)

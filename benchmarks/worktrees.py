@@ -1,0 +1,94 @@
+"""Speed of two checkouts of this project, in turns.
+
+    python -m benchmarks.worktrees OLD NEW [ROUNDS]
+
+Prints median ratios with their quartiles of the input pipeline (one process), a step at
+64 px (two CPU processes), and the start-up: launches that end after their first step.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.comparison import compared, interleave, print_rows
+from benchmarks.input import TRAIN, arguments
+from benchmarks.photographs import write_photographs
+from benchmarks.step import KEEP_MEMORY
+from launch.exits import exit_status
+
+# Runs in either checkout
+INPUT = """
+import sys, time
+from argparse import Namespace
+from common.data import SeededDataset, build_datasets
+train_set = SeededDataset(build_datasets(Namespace(**eval(sys.argv[1])))[0], 0)
+for epoch in range(2):
+    began = time.perf_counter()
+    for index in range(len(train_set.dataset)):
+        train_set[epoch, index]
+print(len(train_set.dataset) / (time.perf_counter() - began))
+"""
+
+
+def environment(checkout: Path) -> dict[str, str]:
+    """Two processes of one thread each."""
+    variables = {"PYTHON": sys.executable, "NPROC": "2", "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **KEEP_MEMORY, **variables, "PYTHONPATH": str(checkout)}
+
+
+def images_per_second(checkout: Path, data: Path) -> float:
+    """The input pipeline."""
+    values = str(vars(arguments(data, "auto")))
+    command = [sys.executable, "-c", INPUT, values]
+    options = {"cwd": checkout, "env": environment(checkout)}
+    return float(subprocess.check_output(command, **options))
+
+
+def launch(checkout: Path, *flags: object) -> tuple[float, dict]:
+    """Launches per minute, and the last epoch's record."""
+    with tempfile.TemporaryDirectory() as output:
+        command = ["bash", checkout / "scripts" / "distributed.sh", *flags]
+        command += ["-b", 64, "--image-size", 64, "--device", "cpu", "--output", output]
+        began = time.monotonic()
+        subprocess.run(
+            list(map(str, command)),
+            check=True,
+            cwd=checkout,
+            env=environment(checkout),
+            stdout=subprocess.DEVNULL,
+        )
+        minutes = (time.monotonic() - began) / 60
+        records = Path(output, "epochs.jsonl").read_text().splitlines()
+        return 1 / minutes, json.loads(records[-1])
+
+
+def main() -> None:
+    """Measure both."""
+    checkouts = [Path(path).resolve() for path in sys.argv[1:3]]
+    rounds = int(sys.argv[3]) if len(sys.argv) > 3 else 10
+    steps = ("--synthetic", 64 * 60, "--epochs", 1)
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder)
+        write_photographs(data, TRAIN, 16)
+        start = ("--data", data, "--epochs", 1, "--max-steps", 1, "--print-interval", 1)
+        for title, unit, measure in (
+            ("input", "images/s", lambda one: images_per_second(one, data)),
+            (
+                "step",
+                "images/s",
+                lambda one: launch(one, *steps)[1]["images_per_second"],
+            ),
+            ("start-up", "launches/min", lambda one: launch(one, *start)[0]),
+        ):
+            works = {str(one): lambda one=one, m=measure: m(one) for one in checkouts}
+            rows = compared(interleave(works, rounds), str(checkouts[0]))
+            print_rows(title, unit, rows)
+
+
+if __name__ == "__main__":
+    with exit_status():
+        main()
