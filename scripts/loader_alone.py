@@ -18,7 +18,8 @@ from torch.utils.data.distributed import DistributedSampler
 from common.arguments import build_parser, parse_arguments
 from common.data import build_datasets, build_loader, share_out
 from common.device import select_device
-from common.errors import UserError, exit_status
+from common.errors import UserError
+from launch.exits import exit_status
 from launch.limits import PREFETCH
 
 

@@ -10,4 +10,4 @@ PYTHON=${PYTHON:-} # .venv/bin/python, else python3
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/launcher.sh"
 
-exec "$PYTHON" "$ROOT/scripts/prepare_imagenet.py" "$@"
+exec "$PYTHON" -m scripts.prepare_imagenet "$@"

@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from quickstart import LAUNCHERS, aligned
 
 from common.arguments import IMAGENET_TRAIN_IMAGES
-from common.errors import UserError, exit_status, say
+from common.errors import UserError
+from launch.exits import exit_status, say
 
 MEASURED = (
     "images_per_second",

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from common.errors import UserError, exit_status
+from common.errors import UserError
+from launch.exits import exit_status
 
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 SIZE = 64

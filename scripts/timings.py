@@ -42,7 +42,8 @@ from common.arguments import OneLineParser, architecture, positive
 from launch.cores import own_cores
 from common.data import MOST_WORKERS, class_folders
 from common.device import PRECISIONS, best_precision, describe, usable_gpus
-from common.errors import UserError, exit_status, say
+from common.errors import UserError
+from launch.exits import exit_status, say
 from launch.limits import PREFETCH
 from common.report import commit
 
