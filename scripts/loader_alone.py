@@ -1,26 +1,23 @@
 """Time the loader processes of a machine alone, with nothing to compute beside them.
 
-    python scripts/loader_alone.py --data DIR [-b N] [--workers N] [--max-steps N]
+    python -m scripts.loader_alone --data DIR [-b N] [--workers N] [--max-steps N]
 
 Takes the flags of the training scripts; prints JSON. What the loader processes prepare
 while they start, two batches of each, does not count.
 """
 
 import json
-import sys
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch.utils.data.distributed import DistributedSampler
 
 from common.arguments import build_parser, parse_arguments
-from common.data import build_datasets, build_loader, share_out
+from common.data import build_datasets, build_loader
 from common.device import select_device
 from common.errors import UserError
+from launch.check import PREFETCH
 from launch.exits import exit_status
-from launch.limits import PREFETCH
 
 
 def main() -> None:
@@ -28,10 +25,10 @@ def main() -> None:
     args = parse_arguments(build_parser(__doc__), "loader_alone", None)
     device = select_device(args.device)
     torch.set_num_threads(1)
-    share_out(args, 0, 1, 1)
     train_set, _ = build_datasets(args)
     sampler = DistributedSampler(train_set, 1, 0, seed=args.seed, drop_last=True)
-    loader = build_loader(args, train_set, sampler, device, training=True)
+    size, workers = args.global_batch_size, args.workers
+    loader = build_loader(args, train_set, sampler, size, workers, device, True)
     warmup = PREFETCH * args.workers
     if len(loader) <= warmup:
         raise UserError(

@@ -7,7 +7,6 @@ whose classes stand in the development kit.
 
 import argparse
 import shutil
-import sys
 import tarfile
 from pathlib import Path
 

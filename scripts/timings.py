@@ -39,13 +39,18 @@ from quickstart import LAUNCHERS, ROOT
 
 from benchmarks.photographs import write_photographs
 from common.arguments import OneLineParser, architecture, positive
-from launch.cores import own_cores
-from common.data import MOST_WORKERS, class_folders
-from common.device import PRECISIONS, best_precision, describe, usable_gpus
-from common.errors import UserError
-from launch.exits import exit_status, say
-from launch.limits import PREFETCH
-from common.report import commit
+from common.data import class_folders
+from common.device import (
+    PRECISIONS,
+    best_precision,
+    describe,
+    machine_cores,
+    usable_gpus,
+)
+from common.errors import UserError, say
+from common.log import commit
+from launch.check import PREFETCH
+from launch.exits import exit_status
 
 try:
     import pynvml  # nvidia-ml-py, of requirements-report.txt
@@ -131,14 +136,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if args.device == "cuda" and not gpus:
         parser.error("--device cuda: this machine shows no CUDA GPU")
     args.device_flag, args.device = args.device, "cuda" if gpus else "cpu"
-    cores = own_cores(1)
+    cores = machine_cores()
     most = gpus or min(2, cores)
     args.devices = [2**power for power in range(most.bit_length())]
     if args.devices[-1] != most:
         args.devices.append(most)
     largest = args.devices[-1]
-    args.workers = min(MOST_WORKERS, own_cores(largest)) * largest
-    args.threads = own_cores(largest)  # of each process
+    args.workers = min(machine_cores(), 16 * largest)
+    args.threads = max(1, machine_cores() // largest)  # of each process
     best = best_precision(torch.device("cpu"))
     fast = best == "bf16"
     args.arch = args.arch or ("resnet50" if gpus else "resnet18")
@@ -436,7 +441,7 @@ def launch(args: argparse.Namespace, run: Run, log: Path) -> dict:
 
 def loader_alone(args: argparse.Namespace) -> dict:
     """Time the loader processes with nothing to compute beside them."""
-    words = [sys.executable, str(ROOT / "scripts" / "loader_alone.py")]
+    words = [sys.executable, "-m", "scripts.loader_alone"]
     batch = args.batch_size * args.devices[-1]
     flags = ["--data", args.data, "--image-size", args.image_size, "-b", batch]
     flags += ["--workers", args.workers, "--device", args.device_flag]
@@ -444,7 +449,13 @@ def loader_alone(args: argparse.Namespace) -> dict:
     words += map(str, flags)
     limit = None if args.full else SECONDS
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=limit)
+        done = subprocess.run(
+            words,
+            capture_output=True,
+            text=True,
+            timeout=limit,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
     except subprocess.TimeoutExpired:
         raise Failed(f"not over after {limit} s", unavailable=False) from None
     if done.returncode:
