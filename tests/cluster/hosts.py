@@ -21,7 +21,7 @@ ADDRESSES = {"hosta": "10.77.0.1", "hostb": "10.77.0.2"}
 SSH_PORT = 2222
 NAMED = "/run/netns"  # where ip-netns keeps them
 
-# Runs "$@" as if on another host. `ip netns exec` would mount /sys anew, which slurmd
+# Runs "$@" as if on another host. `ip netns exec` would mount /sys again, which slurmd
 # does not survive.
 ENTER = """
 scratch=$1 namespace=$2 host=$3
@@ -38,19 +38,10 @@ def hosts_missing() -> str | None:
     """Why hosts cannot be made here."""
     if os.geteuid() != 0:
         return "making hosts of network namespaces takes root"
-    for program in ("ip", "ss", "unshare", "nsenter"):
-        if not shutil.which(program):
-            return f"{program} is not installed (bash scripts/test.sh --system does)"
-    probe = f"probe{os.getpid()}"
-    for command in (
-        ["ip", "netns", "add", probe],
-        ["ip", "netns", "delete", probe],
-        ["unshare", "--mount", "--uts", "mount", "--bind", "/etc/hosts", "/etc/hosts"],
-    ):
-        ended = subprocess.run(command, capture_output=True, text=True)
-        if ended.returncode:
-            return f"{' '.join(command)}: {ended.stderr.strip()}"
-    return None
+    probe = f"ip netns add probe{os.getpid()} && ip netns delete probe{os.getpid()}"
+    probe += " && unshare --mount --uts mount --bind /etc/hosts /etc/hosts"
+    ended = subprocess.run(["sh", "-c", probe], capture_output=True, text=True)
+    return ended.stderr.strip() or None
 
 
 def programs_missing(*programs: str) -> str | None:
@@ -71,7 +62,6 @@ class Hosts:
         self.made_sshd_folder = False
 
     def __enter__(self) -> "Hosts":
-        remove_leftovers()
         self.folder.mkdir(parents=True)
         self.folder.chmod(0o755)
         try:
@@ -127,15 +117,7 @@ class Hosts:
 
     def command(self, host: str, *command) -> list[str]:
         """What runs `command` on `host`."""
-        enter = [
-            "unshare",
-            "--mount",
-            "--uts",
-            "--propagation",
-            "private",
-            "bash",
-            "-ec",
-        ]
+        enter = "unshare --mount --uts --propagation private bash -ec".split()
         where = [str(self.folder), self.namespaces[host], host]
         return [*enter, ENTER, "enter", *where, *map(str, command)]
 
@@ -187,13 +169,9 @@ class Hosts:
             "IdentityAgent none\nIdentitiesOnly yes\n"
         )
         for host in NAMES:
-            self.start_sshd(host)
-
-    def start_sshd(self, host: str) -> None:
-        """Start a host's sshd, again after its death."""
-        folder = self.folder / "ssh"
-        config, log = folder / "sshd_config", folder / f"{host}.log"
-        call(*self.command(host, "/usr/sbin/sshd", "-f", config, "-E", log))
+            log = folder / f"{host}.log"
+            daemon = ("/usr/sbin/sshd", "-f", folder / "sshd_config", "-E", log)
+            call(*self.command(host, *daemon))
 
     @property
     def ssh_variables(self) -> dict[str, str]:
@@ -209,33 +187,33 @@ class Hosts:
         key = folder / "munge" / "key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
-        options = {
-            "ClusterName": "test",
-            "SlurmctldHost": f"hosta({ADDRESSES['hosta']})",
-            **dict.fromkeys(("SlurmUser", "SlurmdUser"), "root"),
-            "AuthType": "auth/munge",
-            "AuthInfo": f"socket={folder}/munge/socket",
-            "CryptoType": "crypto/munge",
-            "MpiDefault": "none",
-            # No cgroups: they would be the machine's
-            "ProctrackType": "proctrack/linuxproc",
-            "TaskPlugin": "task/none",
-            "JobAcctGatherType": "jobacct_gather/none",
-            "SelectType": "select/cons_tres",
-            "SelectTypeParameters": "CR_CPU",
-            "SchedulerParameters": "batch_sched_delay=0,sched_interval=1,bf_interval=1",
-            "StateSaveLocation": folder / "state",
-            "SlurmdSpoolDir": folder / "spool.%n",
-            "SlurmctldPidFile": folder / "slurmctld.pid",
-            "SlurmdPidFile": folder / "slurmd.%n.pid",
-            "SlurmctldLogFile": folder / "slurmctld.log",
-            "SlurmdLogFile": folder / "slurmd.%n.log",
-            "SlurmdParameters": "config_overrides",
-            "ReturnToService": 2,
-            "SlurmdTimeout": 15,
-            "KillWait": 10,
-        }
-        lines = [f"{name}={value}" for name, value in options.items()]
+        # No cgroups: they would be the machine's
+        lines = f"""
+            ClusterName=test
+            SlurmctldHost=hosta({ADDRESSES["hosta"]})
+            SlurmUser=root
+            SlurmdUser=root
+            AuthType=auth/munge
+            AuthInfo=socket={folder}/munge/socket
+            CryptoType=crypto/munge
+            MpiDefault=none
+            ProctrackType=proctrack/linuxproc
+            TaskPlugin=task/none
+            JobAcctGatherType=jobacct_gather/none
+            SelectType=select/cons_tres
+            SelectTypeParameters=CR_CPU
+            SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
+            StateSaveLocation={folder}/state
+            SlurmdSpoolDir={folder}/spool.%n
+            SlurmctldPidFile={folder}/slurmctld.pid
+            SlurmdPidFile={folder}/slurmd.%n.pid
+            SlurmctldLogFile={folder}/slurmctld.log
+            SlurmdLogFile={folder}/slurmd.%n.log
+            SlurmdParameters=config_overrides
+            ReturnToService=2
+            SlurmdTimeout=15
+            KillWait=10
+        """.split()
         for host in NAMES:
             where = f"NodeName={host} NodeAddr={ADDRESSES[host]}"
             lines.append(f"{where} CPUs=4 RealMemory=4000")
@@ -247,15 +225,11 @@ class Hosts:
         call(*self.command("hosta", *munged))
         call(*self.command("hosta", "slurmctld"), **self.slurm_variables)
         for host in NAMES:
-            self.start_slurmd(host)
+            call(*self.command(host, "slurmd", "-N", host), **self.slurm_variables)
         end = time.monotonic() + 60
         while self.slurm("sinfo", "-h", "-N", "-o", "%t").split() != ["idle"] * 2:
             assert time.monotonic() < end, self.slurm("sinfo", "-N", "-l")
             time.sleep(0.2)
-
-    def start_slurmd(self, host: str) -> None:
-        """Start a host's slurmd, again after its death."""
-        call(*self.command(host, "slurmd", "-N", host), **self.slurm_variables)
 
     @property
     def slurm_variables(self) -> dict[str, str]:
@@ -273,11 +247,7 @@ def call(*command, check: bool = True, **variables: str) -> str:
     """Run a command that ends soon; its output, or all it said where it failed."""
     ended = subprocess.run(
         [str(word) for word in command],
-        env={
-            **os.environ,
-            "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin",
-            **variables,
-        },
+        env=os.environ | {"PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"} | variables,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -285,14 +255,3 @@ def call(*command, check: bool = True, **variables: str) -> str:
     )
     assert not check or ended.returncode == 0, f"{command}\n{ended.stderr}"
     return ended.stdout
-
-
-def remove_leftovers() -> None:
-    """Remove hosts of test sessions that were killed before they could."""
-    for path in Path(NAMED).glob("host[ab]-*"):
-        pid = path.name.partition("-")[2]
-        if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
-            leftover = Hosts(Path("unused"))
-            leftover.namespaces = {path.name: path.name}
-            leftover.kill(path.name)
-            subprocess.run(["ip", "netns", "delete", path.name], capture_output=True)

@@ -1,0 +1,463 @@
+"""Training over two hosts, on every engine; the hosts are network namespaces (hosts.py).
+
+bash scripts/test.sh -m cluster                     # one process on each host, each engine
+bash scripts/test.sh -m cluster --full --figures    # failures too; writes results/multinode.json
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import MISSING, ROOT, environment, launcher, wait_until
+from hosts import NAMES, Hosts, hosts_missing, programs_missing
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(bool(hosts_missing()), reason=str(hosts_missing())),
+]
+
+COURSE = "--image-size 32 --arch squeezenet1_1 --precision fp32 --lr 0.02 -j 1 "
+COURSE += "--warmup-epochs 0 --print-interval 1 --device cpu --schedule cosine "
+COURSE = COURSE.split()
+# A run of seconds
+SHORT = [*COURSE, *"-b 16 --epochs 2 --max-steps 6".split()]
+# Long enough to be killed in between
+RESUMED = [*COURSE, *"-b 16 --epochs 6 --max-steps 20 --checkpoint-steps 5".split()]
+PORT = 29400
+# Of four summands, each addition loses up to eps = 1.2e-7 of a weight's change; dropout
+# and 12 steps amplify that (see docs/reliability.md for a bound)
+ROUNDING = 2e-5
+
+
+class Job:
+    """Commands under way on the hosts, with what they print."""
+
+    def __init__(self, hosts: Hosts, folder: Path):
+        self.hosts = hosts
+        self.folder = folder
+        self.processes: dict[str, subprocess.Popen] = {}
+
+    def start(self, host: str, *command, **variables: str) -> None:
+        with open(self.folder / f"{host}.log", "ab") as log:
+            self.processes[host] = subprocess.Popen(
+                self.hosts.command(host, *command),
+                cwd=ROOT,
+                env=environment(**variables),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def text(self) -> str:
+        files = [self.folder / f"{host}.log" for host in NAMES]
+        return "".join(f.read_text(errors="replace") for f in files if f.exists())
+
+    def left(self) -> list[int]:
+        """Processes that are neither the hosts' daemons nor gone."""
+        found = {pid for host in NAMES for pid in self.hosts.processes(host)}
+        found -= set(self.hosts.daemons)
+        # Over a cut network an sshd cannot tell its client that its session is over
+        return [pid for pid in found if not command_of(pid).startswith("sshd: ")]
+
+    def trainers(self, host: str) -> list[int]:
+        """Training processes of a host, maybe with their loaders behind them."""
+        script = r"\S*python\S* (-u )?(?!\S*/multiproc)\S*distributed\.py --"
+        trainer = re.compile(rf"{script}|\S*python\S* .*spawn_main")
+        pids = sorted(self.hosts.processes(host))
+        return [pid for pid in pids if trainer.match(command_of(pid))]
+
+    def end(self, seconds: float) -> dict[str, int]:
+        """Wait until every process of both hosts is gone; the launchers' statuses."""
+        until = time.monotonic() + seconds
+        while self.left() or any(p.poll() is None for p in self.processes.values()):
+            if time.monotonic() > until:
+                left = {pid: command_of(pid) for pid in self.left()}
+                pytest.fail(f"left after {seconds} s: {left}\n{self.text()[-5000:]}")
+            time.sleep(0.1)
+        return {host: p.returncode for host, p in self.processes.items()}
+
+    def kill(self) -> None:
+        for host in NAMES:
+            self.hosts.kill(host, self.hosts.daemons)
+        for process in self.processes.values():
+            process.wait(timeout=20)
+
+
+def command_of(pid: int) -> str:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return ""
+    return words.replace(b"\0", b" ").decode()
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory) -> Iterator[Hosts]:
+    """The two hosts, with ssh and Slurm where they are installed."""
+    with Hosts(tmp_path_factory.mktemp("multihost") / "hosts") as hosts:
+        if not SSH:
+            hosts.start_ssh()
+        if not SLURM:
+            hosts.start_slurm()
+        hosts.daemons = tuple(pid for host in NAMES for pid in hosts.processes(host))
+        yield hosts
+
+
+@pytest.fixture
+def job(both, tmp_path) -> Iterator[Job]:
+    job = Job(both, tmp_path)
+    yield job
+    if "slurm" in job.processes:
+        both.slurm("scancel", "--user=root", check=False)
+    job.kill()
+
+
+# --- engines: how a script is started on both hosts ---
+
+
+def torchrun(job, flags, processes=1, **variables):
+    """The same command on both hosts; they find their numbers themselves."""
+    common = {"NNODES": "2", "NPROC": str(processes), "RDZV_ENDPOINT": f"hosta:{PORT}"}
+    for host in NAMES:
+        command = ("bash", ROOT / "scripts" / "distributed.sh", *flags)
+        job.start(host, *command, **{**common, **variables})
+
+
+def static(job, flags, processes=1, **variables):
+    """torchrun with numbered hosts."""
+    common = {"NNODES": "2", "NPROC": str(processes), "MASTER_ADDR": "hosta"}
+    for number, host in enumerate(NAMES):
+        command = ("bash", ROOT / "scripts" / "distributed.sh", *flags)
+        job.start(host, *command, **{**common, "NODE_RANK": str(number), **variables})
+
+
+def spawn(job, flags, processes=1, **variables):
+    script = ROOT / "scripts" / "multiprocessing_distributed.sh"
+    where = ("--nnodes", 2, "--dist-url", f"tcp://hosta:{PORT}", "--nprocs", processes)
+    for number, host in enumerate(NAMES):
+        command = ("bash", script, *flags, *where, "--node-rank", number)
+        job.start(host, *command, **variables)
+
+
+def horovodrun(job, flags, processes=1, **variables):
+    """Started on hosta, which reaches hostb by ssh."""
+    hosts = {"HOSTS": f"hosta:{processes},hostb:{processes}", **job.hosts.ssh_variables}
+    command = ("bash", ROOT / "scripts" / "horovod_distributed.sh", *flags)
+    job.start("hosta", *command, **{**hosts, **variables})
+
+
+def mpirun(job, flags, processes=1, **variables):
+    variables = {"INTERFACE": "eth0", **variables}
+    horovodrun(job, flags, processes, CONTROLLER="mpi", **variables)
+
+
+# Submits a job and ends as it does; sbatch --wait looks at it too seldom
+SUBMIT = """
+job=$(sbatch --parsable "$@") || exit
+while [ -n "$(squeue --noheader --jobs="$job" 2>/dev/null)" ]; do sleep 0.3; done
+exit "$(scontrol --oneliner show job "$job" | sed 's/.* ExitCode=\\([0-9]*\\):.*/\\1/')"
+"""
+
+
+def sbatch(job, flags, processes=1, **variables):
+    """scripts/slurm.sbatch, its EDIT lines given as options."""
+    edited = ("--gpus-per-node=0", "--cpus-per-task=1", "--time=10")
+    job.processes["slurm"] = subprocess.Popen(
+        job.hosts.command(
+            *("hosta", "bash", "-c", SUBMIT, "submit", *edited),
+            *(f"--ntasks-per-node={processes}", f"--output={job.folder}/hosta.log"),
+            *("scripts/slurm.sbatch", *flags),
+        ),
+        cwd=ROOT,
+        env=environment(**job.hosts.slurm_variables, **variables),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=open(job.folder / "hostb.log", "ab"),
+    )
+
+
+def sbatch_torchrun(job, flags, processes=1, **variables):
+    sbatch(job, flags, processes, LAUNCHER="torchrun", **variables)
+
+
+SSH = programs_missing("sshd", "ssh", "ssh-keygen")
+SLURM = programs_missing("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
+
+
+def skip(reason):
+    return (pytest.mark.skipif(bool(reason), reason=str(reason)),)
+
+
+ENGINES = {
+    "torchrun": (torchrun, ()),
+    "torchrun, numbered": (static, ()),
+    "mp.spawn": (spawn, ()),
+    "horovodrun": (horovodrun, skip(SSH or MISSING["horovod"])),
+    "mpirun": (mpirun, skip(SSH or MISSING["mpi"])),
+    "srun": (sbatch, skip(SLURM)),
+    "torchrun in Slurm": (sbatch_torchrun, skip(SLURM)),
+}
+
+
+def engines(*names):
+    return [
+        pytest.param(ENGINES[name][0], id=name, marks=ENGINES[name][1])
+        for name in names or ENGINES
+    ]
+
+
+@pytest.fixture(scope="module")
+def one_host(digits, tmp_path_factory):
+    """The output of a run on a single host; strategies have the same bits."""
+    done = {}
+
+    def of(processes, course=SHORT):
+        key = processes, *course
+        if key not in done:
+            done[key] = tmp_path_factory.mktemp("one") / "out"
+            flags = ("--data", digits, *course, "--output", done[key])
+            ended = launcher("distributed", *flags, NPROC=str(processes))
+            assert ended.returncode == 0, ended.stderr
+        return done[key]
+
+    return of
+
+
+def assert_same_weights(output, expected, bound=0.0) -> float:
+    """Within a bound; returns the largest difference of a weight."""
+    one, other = (
+        torch.load(folder / "checkpoint.pt", weights_only=True)
+        for folder in (output, expected)
+    )
+    assert (one["epoch"], one["step"]) == (other["epoch"], other["step"])
+    pairs = [(one["state_dict"][n], other["state_dict"][n]) for n in one["state_dict"]]
+    momenta = (content["optimizer"]["state"] for content in (one, other))
+    pairs += [
+        (mine["momentum_buffer"] / 3, theirs["momentum_buffer"] / 3)
+        for mine, theirs in zip(*(m.values() for m in momenta), strict=True)
+    ]
+    largest = max((a - b).abs().max().item() for a, b in pairs)
+    assert largest <= bound
+    return largest
+
+
+DEFAULT = ("torchrun", "mp.spawn", "horovodrun", "mpirun", "srun", "torchrun in Slurm")
+
+
+@pytest.mark.parametrize("engine", engines(*DEFAULT))
+def test_two_hosts_train_as_one_host_does(engine, job, digits, one_host, tmp_path):
+    flags = ["--data", digits, *SHORT, "--output", tmp_path / "out"]
+    engine(job, flags)
+    assert set(job.end(120).values()) == {0}, job.text()
+    assert_same_weights(tmp_path / "out", one_host(2))
+
+
+# Rank {rank} meets bad input; the other one hangs, or ends as it loses the first
+FAILING = """
+import os, sys, time
+from distributed import arguments
+if __name__ == "__main__":
+    print("started", flush=True)
+    if os.environ["RANK"] == "{rank}":
+        open("{gone}", "w").close()
+        sys.exit(2)
+    while not ({lost} and os.path.exists("{gone}")):
+        time.sleep(0.01)
+    sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize("rank, lost", [(0, True), (1, False)])
+def test_torchrun_ends_on_all_hosts_at_bad_input(rank, lost, job, tmp_path):
+    """Of which one serves the rendezvous. No training process is started again."""
+    script, gone = tmp_path / "failing.py", tmp_path / "gone"
+    script.write_text(FAILING.format(rank=rank, gone=gone, lost=lost))
+    flags = ("--synthetic", 8, "-b", 2, "-j", 1, "--device", "cpu")
+    torchrun(job, flags, SCRIPT=str(script), MAX_RESTARTS="3")
+    assert job.end(60) == {"hosta": 2, "hostb": 2}, job.text()
+    assert job.text().count("started\n") == 2 and "error: " not in job.text()
+
+
+@pytest.mark.parametrize("there", NAMES)
+def test_a_preflight_names_who_is_missing(there, job, tmp_path):
+    """Before torchrun, which only knows that somebody is."""
+    flags = ("--synthetic", 8, "-b", 2, "-j", 1, "--device", "cpu")
+    common = {"NNODES": "2", "NPROC": "1", "RDZV_ENDPOINT": f"hosta:{PORT}"}
+    command = (sys.executable, "-m", "launch.preflight", "--timeout-seconds", 5)
+    job.start(there, *command, ROOT / "distributed.py", *flags, **common)
+    assert job.end(60) == {there: 1}
+    lines = {
+        "hosta": "rank 1 (host ?) did not register within 5 s",
+        "hostb": f"hostb could not reach hosta:{PORT} in 5 s: Connection refused",
+    }
+    assert job.text() == f"preflight.py: error: {lines[there]}\n"
+
+
+# --- what --full adds: four processes, failures, wrong use ---
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", engines())
+def test_two_processes_on_each_host_differ_by_rounding(
+    engine, job, digits, one_host, tmp_path, figure, request
+):
+    flags = ["--data", digits, *SHORT, "--output", tmp_path / "out"]
+    engine(job, flags, processes=2)
+    assert set(job.end(180).values()) == {0}, job.text()
+    difference = assert_same_weights(tmp_path / "out", one_host(4), ROUNDING)
+    name = engine_of(request)
+    figure(f"hosts rounding / {name} / largest difference", difference)
+
+
+def engine_of(request):
+    return re.search(r"\[(.*)\]", request.node.name)[1].split("-")[0]
+
+
+def training(job, output):
+    """Wait until a job trains on both hosts and has saved once; the time then."""
+    wait_until((output / "checkpoint.pt").exists, 120, "the first checkpoint")
+    for host in NAMES:
+        assert job.trainers(host), job.text()
+    return time.monotonic()
+
+
+def ended(statuses, seconds):
+    """What a table shows of an end: the launchers' exit statuses, and how long it took."""
+    codes = ("launcher stays" if code is None else code for code in statuses.values())
+    return [*codes, f"{seconds:.1f} s"]
+
+
+FAILURES = {
+    "a process is killed": lambda job: os.kill(
+        job.trainers("hostb")[0], signal.SIGKILL
+    ),
+    "hostb dies": lambda job: job.hosts.kill("hostb", job.hosts.daemons),
+    "hosta dies": lambda job: job.hosts.kill("hosta", job.hosts.daemons),
+    "the network is cut": lambda job: job.hosts.cut(),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("event", FAILURES)
+@pytest.mark.parametrize("engine", engines())
+def test_a_failure_ends_the_job_and_a_relaunch_resumes(
+    engine, event, job, digits, one_host, tmp_path, figure, request
+):
+    if engine in (sbatch, sbatch_torchrun) and event != "a process is killed":
+        pytest.skip("Slurm's own daemons notice")
+    flags = ["--data", digits, *RESUMED, "--output", tmp_path / "out"]
+    flags += ["--timeout-seconds", 15]
+    engine(job, flags)
+    began = training(job, tmp_path / "out")
+    # mpirun and its daemon, or torchrun and the rendezvous on the other host, wait for
+    # each other until TCP gives up
+    stays = engine in (mpirun, torchrun) and event == "the network is cut"
+    try:
+        FAILURES[event](job)
+        if stays:
+            wait_until(lambda: not any(map(job.trainers, NAMES)), 100, "training ends")
+            time.sleep(3)
+            statuses = {host: p.poll() for host, p in job.processes.items()}
+        else:
+            statuses = job.end(100)
+        seconds = time.monotonic() - began
+    finally:
+        job.hosts.mend()
+    assert not {0, *([] if stays else [None])} & set(statuses.values()), job.text()
+    content = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)
+    assert content["epoch"] < 6, "too late to say anything"
+    figure(f"hosts failure / {event} / {engine_of(request)}", ended(statuses, seconds))
+    job.kill()
+    for log in tmp_path.glob("*.log"):
+        log.unlink()
+    engine(job, [*flags, "--resume", "auto"])
+    assert set(job.end(120).values()) == {0}, job.text()
+    assert "resumed at epoch" in job.text()
+    assert_same_weights(tmp_path / "out", one_host(2, RESUMED))
+
+
+RESTARTS = ("a process is killed", "hostb dies and comes back", "hostb dies for good")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("event", RESTARTS)
+def test_torchrun_starts_again(event, job, digits, one_host, tmp_path, figure):
+    """After the loss of a process, or of a host that is started again; else it gives up."""
+    output = tmp_path / "out"
+    flags = ["--data", digits, *RESUMED, "--output", output]
+    torchrun(job, flags, MAX_RESTARTS="3", JOIN_SECONDS="20")
+    began = training(job, output)
+    if event == "a process is killed":
+        os.kill(job.trainers("hostb")[0], signal.SIGKILL)
+    else:
+        job.hosts.kill("hostb", job.hosts.daemons)
+        time.sleep(2)
+    if event == "hostb dies and comes back":
+        common = {"NNODES": "2", "NPROC": "1", "RDZV_ENDPOINT": f"hosta:{PORT}"}
+        command = ("bash", ROOT / "scripts" / "distributed.sh", *flags)
+        job.start("hostb", *command, "--resume", "auto", MAX_RESTARTS="3", **common)
+    if event == "hostb dies for good":
+        statuses = job.end(100)
+        seconds = time.monotonic() - began
+        assert statuses["hosta"] == 1 and "did not meet" in job.text(), job.text()
+    else:
+        wait_until(lambda: "resumed at epoch" in job.text(), 90, "the second run")
+        seconds = time.monotonic() - began
+        statuses = job.end(120)
+        assert set(statuses.values()) == {0}, job.text()
+        assert_same_weights(output, one_host(2, RESUMED))
+    figure(f"hosts restart / {event} / ended with", ended(statuses, seconds))
+
+
+def waits(job) -> bool:
+    """Whether the job waits for its second run."""
+    return job.hosts.slurm("squeue", "-h", "-o", "%t").split() == ["PD"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", engines("srun", "torchrun in Slurm"))
+def test_slurm_saves_before_the_time_limit_and_resumes(
+    engine, job, digits, one_host, tmp_path, figure, request
+):
+    """The signal of --signal=B:USR1@120, sent by hand."""
+    output = tmp_path / "out"
+    engine(job, ["--data", digits, *RESUMED, "--output", output])
+    began = training(job, output)
+    identity = job.hosts.slurm("squeue", "-h", "-o", "%A").split()[0]
+    job.hosts.slurm("scancel", "--batch", "--signal=USR1", identity)
+    wait_until(lambda: waits(job), 90, "the job is queued again")
+    seconds = time.monotonic() - began
+    assert "stopped after" in job.text(), job.text()
+    # Slurm would start the second run in two minutes
+    update = ("scontrol", "update", f"JobId={identity}", "StartTime=now")
+    job.hosts.slurm(*update)
+    assert job.end(150) == {"slurm": 0}, job.text()
+    assert "resumed at epoch" in job.text(), job.text()
+    assert_same_weights(output, one_host(2, RESUMED))
+    row = f"hosts failure / Slurm's time limit / {engine_of(request)}"
+    figure(row, ended({}, seconds))
+
+
+@pytest.mark.full
+def test_a_host_name_that_leads_to_loopback(job, digits, tmp_path):
+    """As Debian's installer writes it: 127.0.1.1 for the machine's own name."""
+    flags = ["--data", digits, *SHORT, "--output", tmp_path / "out"]
+    for host in NAMES:
+        job.hosts.name_hosts(host, trap=True)
+    try:
+        torchrun(job, flags)
+        assert job.end(60) == {"hosta": 2, "hostb": 2}, job.text()
+        assert job.text().count("set INTERFACE") == 2
+        torchrun(job, flags, INTERFACE="eth0")
+        assert set(job.end(120).values()) == {0}, job.text()
+    finally:
+        for host in NAMES:
+            job.hosts.name_hosts(host)
