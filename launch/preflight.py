@@ -16,6 +16,7 @@ and its like (docs/multinode.md): several machines then need no other launcher.
 import argparse
 import os
 import socket
+import sys
 import threading
 import time
 from argparse import Namespace
@@ -237,7 +238,9 @@ def arguments() -> Namespace:
     args = parser.parse_args()
     args.machines = None
     if args.script:
+        own_name = sys.argv[0]
         training = load_script(args.script).arguments(args.flags)
+        sys.argv[0] = own_name
         args.device = training.device
         args.backend = args.backend or getattr(training, "backend", None)
         if args.nprocs == "auto":

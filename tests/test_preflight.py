@@ -75,7 +75,7 @@ def test_one_line_says_what_is_wrong_and_all_end(name, tmp_path):
     )
     if name == "missing":
         started = started.partition("&")[0] + "&"
-    command = f"{started} wait -n; echo $?; wait"
+    command = f"{started} wait -n; echo $?; kill $(jobs -p) 2>/dev/null; wait"
     ended = run("bash", "-c", command, PYTHONPATH=str(ROOT), **ranks)
     assert ended.stdout == "1\n"
     assert ended.stderr == f"preflight.py: error: {line}\n"
