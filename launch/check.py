@@ -18,10 +18,11 @@ from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
 
-from common import data, model
 from common.checkpoint import check_checkpoint, lock_output
+from common.data import build_datasets, check_datasets
 from common.device import check_devices, machine_cores, usable_gpus
 from common.errors import UserError
+from common.model import build_model, check_image_size
 from launch.agreement import check_batch
 from launch.exits import exit_status
 from launch.machines import check_own_address
@@ -42,15 +43,9 @@ def check(
 
     Args:
         args: of the script.
-        processes: number of them on this machine.
-        world_size: number of them on all machines, if not `processes` on each of
-            `args.nnodes`.
-        script: the script, if it may read its data or build its model in its own way;
-            then those are not looked at.
-
-    Raises:
-        UserError: too few GPUs, bad data, a batch that cannot be divided, a checkpoint
-            that cannot be used.
+        processes: on this machine.
+        world_size: processes on all machines, by default `args.nnodes` times as many.
+        script: if given, data and model are only checked if their functions are ours.
     """
     backend = getattr(args, "backend", "no process group")
     check_devices(args.device, processes, backend)
@@ -61,10 +56,11 @@ def check(
         gpus = args.device != "cpu" and usable_gpus()
         if backend == "gloo" or (backend is None and not gpus):
             check_own_address()
-    if _uses(script, data, "build_datasets"):
-        classes = data.check_datasets(args)
-        if _uses(script, model, "build_model"):
-            model.check_image_size(args, classes)
+    own = vars(script) if script else {}
+    if own.get("build_datasets", build_datasets) is build_datasets:
+        classes = check_datasets(args)
+        if own.get("build_model", build_model) is build_model:
+            check_image_size(args, classes)
     # On more machines than this one rank 0 can have the lock by now, for the same run
     if world_size == processes and not args.evaluate:
         lock = lock_output(Path(args.output))
@@ -73,16 +69,10 @@ def check(
     check_checkpoint(args)
 
 
-def _uses(script: ModuleType | None, module: ModuleType, name: str) -> bool:
-    """Whether the script's function of this name is ours."""
-    return script is None or getattr(script, name, None) is getattr(module, name)
-
-
 def check_shared_memory(args: Namespace, batch_size: int) -> None:
     """Check that there is room for the batches which loader processes prepare.
 
-    Without it a loader process would crash in the middle of an epoch:
-    https://docs.pytorch.org/docs/stable/multiprocessing.html#sharing-strategies
+    Source: https://docs.pytorch.org/docs/stable/multiprocessing.html#sharing-strategies
     """
     needed = args.workers * PREFETCH * batch_size * 3 * args.image_size**2
     try:
@@ -98,11 +88,7 @@ def check_shared_memory(args: Namespace, batch_size: int) -> None:
 
 
 def load_script(script: Path) -> ModuleType:
-    """Import a training script, without running it.
-
-    Raises:
-        UserError: it is not there, or has no arguments().
-    """
+    """Import a training script, without running it."""
     if not script.is_file():
         raise UserError(f"{script}: there is no such script")
     sys.argv[0] = str(script)  # whose name mistakes are reported under
@@ -120,11 +106,7 @@ def processes_per_machine(device: str) -> int:
 
 
 def number_of_processes(text: str, device: str) -> int:
-    """Read the number of processes on this machine; "auto" is the default number.
-
-    Raises:
-        UserError: it is no number.
-    """
+    """Read the number of processes on this machine; "auto" is the default number."""
     if text == "auto":
         return processes_per_machine(device)
     if not text.isdecimal() or not int(text):
@@ -140,11 +122,8 @@ def set_threads(processes: int) -> None:
 
 def parser(description: str) -> argparse.ArgumentParser:
     """The command line: options, a script, and the script's flags."""
-    parser = argparse.ArgumentParser(
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=raw)
     parser.add_argument("--nproc-per-node", metavar="N", default="auto")
     parser.add_argument("script", type=Path)
     parser.add_argument("flags", nargs=argparse.REMAINDER)

@@ -69,11 +69,7 @@ def machines_from_environment(environment: Mapping[str, str]) -> Machines:
 def host_and_port(
     text: str, setting: str, default: int | None = None
 ) -> tuple[str, int]:
-    """Read HOST:PORT, or HOST where there is a default.
-
-    Raises:
-        UserError: it is not of that form; the text begins with `setting`.
-    """
+    """Read HOST:PORT, or HOST where there is a default; `setting` is for the error."""
     host, colon, port = text.rpartition(":")
     if not colon and default:
         return text, default
@@ -111,8 +107,7 @@ def own_address(host: str, port: int) -> str | None:
 def check_own_address() -> None:
     """Check that others can reach this machine by its own name, which Gloo tells them.
 
-    Raises:
-        UserError: the name leads to loopback, as Debian's installer has it.
+    Debian's installer has the name lead to loopback.
     """
     name = socket.gethostname()
     if "GLOO_SOCKET_IFNAME" not in os.environ and own_address(name, 1) is None:

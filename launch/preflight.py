@@ -55,8 +55,7 @@ STAGES = {
 def ranks_of_launcher(environment: Mapping[str, str], slurm: bool) -> Ranks | None:
     """Read the ranks that a launcher handed down; None where there was no launcher.
 
-    Sources: https://horovod.readthedocs.io/en/stable/api.html and
-    https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html
+    Source: https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html
     """
     for prefix in ("HOROVOD_", "OMPI_COMM_WORLD_"):
         if prefix + "RANK" in environment:
@@ -104,11 +103,8 @@ def open_store(host: str, port: int, serve: bool, seconds: int) -> dist.TCPStore
     """Serve the store, on loopback alone where all meet there, or connect to it."""
     options = {"timeout": timedelta(seconds=6 * seconds), "wait_for_workers": False}
     if serve:
-        try:
-            address = (LOOPBACK if host == LOOPBACK else "", port)
-            listener = socket.create_server(address)
-        except OSError as error:
-            raise UserError(f"{host}:{port}: {error.strerror}") from None
+        address = (LOOPBACK if host == LOOPBACK else "", port)
+        listener = socket.create_server(address)
         port = listener.getsockname()[1]
         options |= {"is_master": True, "master_listen_fd": listener.detach()}
     else:
@@ -150,8 +146,7 @@ def take_part(
     except Exception as error:  # of any library; rank 0 prints it
         store.set(f"problem {rank}", told(error) if str(error) else repr(error))
     problem = store.get("end")
-    if rank == 0:
-        time.sleep(1)  # it may serve the store
+    time.sleep(0 if rank else 1)  # rank 0 may serve the store
     leave(1 if problem else 0)  # no destructor of a library waits for anybody
 
 
@@ -211,8 +206,8 @@ def judge(store: dist.Store, world_size: int, seconds: int) -> None:
     for rank in range(world_size):
         print(f"rank {rank}: {hosts[rank]}, {devices[rank]}")
     slowest = max(map(float, done.values()))
-    text = f"preflight: {world_size} processes, all-reduce correct, {slowest} ms"
-    print(text, flush=True)
+    print(f"preflight: {world_size} processes, all-reduce correct, {slowest} ms")
+    sys.stdout.flush()
     store.set("end", "")
 
 
@@ -224,15 +219,13 @@ def read(store: dist.Store, key: str, world_size: int) -> dict[int, str]:
 
 def arguments() -> Namespace:
     """Parse the command line, and that of the training script behind it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
     add("--backend", choices=("nccl", "gloo", "horovod"), help="by the device")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--nprocs", metavar="N", default="auto", help="without a launcher")
     add("--timeout-seconds", metavar="N", dest="seconds", type=int, default=30)
-    add("--local-rank", "--local_rank", help="accepted for older launchers")
     add("script", nargs="?", type=Path, help="a training script, its flags behind it")
     add("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     args = parser.parse_args()

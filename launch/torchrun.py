@@ -57,10 +57,7 @@ MODULES = {"torchrun": "torch.distributed.run", "launch": "torch.distributed.lau
 
 
 class LoopbackRendezvous(StaticTCPRendezvous):
-    """A rendezvous of one machine with itself, whose store listens on loopback.
-
-    Source: https://docs.pytorch.org/docs/stable/elastic/rendezvous.html
-    """
+    """A rendezvous of one machine with itself, whose store listens on loopback."""
 
     def __init__(self, parameters: RendezvousParameters):
         super().__init__("127.0.0.1", 0, 0, 1, parameters.run_id, 0)
@@ -131,9 +128,8 @@ def end_at_bad_input() -> None:
 def run(launcher: str, machines: Machines, arguments: list[str]) -> int:
     """Run one of PyTorch's launchers in this process; returns the exit status.
 
-    That is 2 where a process met bad input, else the status of the training process
-    that failed, or 1 where a signal ended the process or the launcher, or a machine was
-    lost. PyTorch would raise a long traceback.
+    That is the status of the process that failed first, 2 where any met bad input, and
+    1 where a signal ended it or the launcher, or a machine was lost.
     """
     # Its pages about each process that failed; we print one line about the first
     api = "torch.distributed.elastic.multiprocessing.api"

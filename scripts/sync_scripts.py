@@ -1,14 +1,12 @@
 """Keep the shared lines of the five scripts byte-identical.
 
-    python scripts/sync_scripts.py            # copy distributed.py's shared lines to
-    the others python scripts/sync_scripts.py --check    # exit status 1 and a diff
-    where they differ
+    python -m scripts.sync_scripts            # copy distributed.py's to the others
+    python -m scripts.sync_scripts --check    # exit status 1 and a diff where they differ
 
-What may differ is the module docstring and what stands between `# [name]` and `#
-[/name]`, for the eight names in REGIONS.
+What may differ is the module docstring, and the lines between `# [name]` and
+`# [/name]` for the eight names in REGIONS.
 """
 
-import ast
 import difflib
 import re
 import sys
@@ -22,7 +20,7 @@ SIBLINGS = (
     "apex_distributed.py",
     "horovod_distributed.py",
 )
-# In the order of the file: main, with the end of the run, stands before its functions
+# In the order of the file: main, with the end of the run, comes before its functions
 REGIONS = (
     "imports",
     "1/6 launch",
@@ -33,9 +31,10 @@ REGIONS = (
     "5/6 combine",
     "start",
 )
-PLACE = "\0"  # begins the line that stands for a region among the shared lines
+PLACE = "\0"  # begins the line that takes the place of a region in the shared lines
 OPENING = re.compile(r"\s*# \[(?!/)([^\]]+)\]")
 CLOSING = re.compile(r"\s*# \[/([^\]]+)\]$")
+DOCSTRING = re.compile(r'""".*?"""\n', re.DOTALL)
 
 
 class LayoutError(Exception):
@@ -53,72 +52,48 @@ def split(text: str, name: str) -> tuple[list[str], dict[str, list[str]]]:
     Raises:
         LayoutError: the regions are not as REGIONS says.
     """
-    docstring = ast.parse(text).body[0]
-    if not (
-        isinstance(docstring, ast.Expr) and isinstance(docstring.value, ast.Constant)
-    ):
+    docstring = DOCSTRING.match(text)
+    if not docstring:
         raise LayoutError(f"{name} has no module docstring")
-    lines = text.splitlines(keepends=True)
-    regions = {"docstring": lines[: docstring.end_lineno]}
-    shared = [PLACE + "docstring"]
-    current: str | None = None
-    for number, line in enumerate(
-        lines[docstring.end_lineno :], docstring.end_lineno + 1
-    ):
+    shared, regions = [PLACE + "docstring"], {"docstring": [docstring[0]]}
+    found, current = [], None
+    for line in text[docstring.end() :].splitlines(keepends=True):
         opening, closing = OPENING.match(line), CLOSING.match(line.rstrip("\n"))
         if opening:
             if current:
-                raise LayoutError(f"{name}:{number}: [{current}] is still open")
+                raise LayoutError(f"{name}: [{current}] is still open at {line}")
             current = opening[1]
-            if current not in REGIONS or current in regions:
-                raise LayoutError(
-                    f"{name}:{number}: [{current}] is no region, or opens twice"
-                )
-            regions[current] = [line]
+            found.append(current)
+            regions[current] = []
             shared.append(PLACE + current)
-        elif closing:
-            if current is None or current.split()[-1] != closing[1]:
-                raise LayoutError(
-                    f"{name}:{number}: [/{closing[1]}] closes what is not open"
-                )
-            regions[current].append(line)
+        (regions[current] if current else shared).append(line)
+        if closing:
+            if not current or current.split()[-1] != closing[1]:
+                raise LayoutError(f"{name}: [/{closing[1]}] closes what is not open")
             current = None
-        elif current:
-            regions[current].append(line)
-        else:
-            shared.append(line)
-    if current:
-        raise LayoutError(f"{name}: [{current}] is never closed")
-    if tuple(region for region in regions if region != "docstring") != REGIONS:
-        raise LayoutError(f"{name}: the regions are not {', '.join(REGIONS)}")
+    if current or tuple(found) != REGIONS:
+        raise LayoutError(f"{name}: the regions are not {', '.join(REGIONS)}, closed")
     return shared, regions
-
-
-def join(shared: list[str], regions: dict[str, list[str]]) -> str:
-    """Put a script together again."""
-    lines: list[str] = []
-    for line in shared:
-        lines.extend(regions[line[1:]] if line.startswith(PLACE) else [line])
-    return "".join(lines)
 
 
 def synchronised(base: str, sibling: str, name: str) -> str:
     """A sibling's text with the shared lines of the base."""
     shared, _ = split(base, BASE)
     _, regions = split(sibling, name)
-    return join(shared, regions)
+    lines = (regions[s[1:]] if s.startswith(PLACE) else [s] for s in shared)
+    return "".join(line for part in lines for line in part)
 
 
 def main(arguments: list[str], root: Path = ROOT) -> int:
     """Check or write the siblings below `root`; returns the exit status."""
     if arguments not in ([], ["--check"]):
-        print("usage: sync_scripts.py [--check]", file=sys.stderr)
+        print("usage: python -m scripts.sync_scripts [--check]", file=sys.stderr)
         return 2
     base = (root / BASE).read_text()
     different = 0
     for name in SIBLINGS:
+        before = (root / name).read_text()
         try:
-            before = (root / name).read_text()
             after = synchronised(base, before, name)
         except LayoutError as error:
             print(error, file=sys.stderr)
@@ -127,17 +102,8 @@ def main(arguments: list[str], root: Path = ROOT) -> int:
             continue
         different += 1
         if arguments:
-            diff = difflib.unified_diff(
-                before.splitlines(),
-                after.splitlines(),
-                name,
-                f"{name} from {BASE}",
-                "",
-                "",
-                1,
-                "",
-            )
-            print("\n".join(diff))
+            versions = before.splitlines(), after.splitlines()
+            print(*difflib.unified_diff(*versions, name, BASE, n=1), sep="\n")
         else:
             (root / name).write_text(after)
             print(f"{name} brought up to date")

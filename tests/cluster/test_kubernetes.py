@@ -161,6 +161,7 @@ def test_the_image_has_what_the_scripts_need(tmp_path):
         for source in words[:-1]:
             top = "!" + source.split("/")[0]
             assert any(fnmatch(top, one.rstrip("/")) for one in ignored), source
+            (tmp_path / source).parent.mkdir(exist_ok=True)
             if (ROOT / source).is_dir():
                 shutil.copytree(ROOT / source, tmp_path / source, dirs_exist_ok=True)
             else:

@@ -290,8 +290,9 @@ def test_torchrun_ends_on_all_hosts_at_bad_input(rank, lost, job, tmp_path):
 def test_a_preflight_names_who_is_missing(there, job, tmp_path):
     """Before torchrun, which only knows that somebody is."""
     flags = ("--synthetic", 8, "-b", 2, "-j", 1, "--device", "cpu")
-    common = {"NNODES": "2", "NPROC": "1", "RDZV_ENDPOINT": f"hosta:{PORT}"}
+    common = {"NNODES": "2", "RDZV_ENDPOINT": f"hosta:{PORT}"}
     command = (sys.executable, "-m", "launch.preflight", "--timeout-seconds", 5)
+    command += ("--nprocs", 1)
     job.start(there, *command, ROOT / "distributed.py", *flags, **common)
     assert job.end(60) == {there: 1}
     lines = {

@@ -1,12 +1,10 @@
 """scripts/slurm.sbatch: what it does after an end, with stand-ins for Slurm's programs.
 
-test_multihost.py runs it under Slurm itself.
+cluster/test_multihost.py runs it under Slurm itself.
 """
 
 import pytest
 from conftest import ROOT, run
-
-pytestmark = pytest.mark.cluster
 
 # One task after another, here; then, as srun does, the highest status of all
 SRUN = """
