@@ -1,7 +1,7 @@
 """Keep the shared lines of the five scripts byte-identical.
 
     python -m scripts.sync_scripts            # copy distributed.py's to the others
-    python -m scripts.sync_scripts --check    # exit status 1 and a diff where they differ
+    python -m scripts.sync_scripts --check    # diff and exit status 1 where they differ
 
 What may differ is the module docstring, and the lines between `# [name]` and
 `# [/name]` for the eight names in REGIONS.
