@@ -299,7 +299,8 @@ def test_a_preflight_names_who_is_missing(there, job, tmp_path):
         "hosta": "rank 1 (host ?) did not register within 5 s",
         "hostb": f"hostb could not reach hosta:{PORT} in 5 s: Connection refused",
     }
-    assert job.text() == f"preflight.py: error: {lines[there]}\n"
+    assert job.text().endswith(f"preflight.py: error: {lines[there]}\n")
+    assert job.text().count("error: ") == 1  # PyTorch may warn that it knows no names
 
 
 # --- what --full adds: four processes, failures, wrong use ---
