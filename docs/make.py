@@ -11,8 +11,8 @@ In a page, the text between <!-- KIND ... --> and <!-- /KIND --> is made here:
     diff ONE.py OTHER.py       the lines in which two scripts differ
     output LESSON [TITLE]      what a lesson prints, or the parts that begin with TITLE
     file PATH                  a text as it is
-    table RESULTS PART         a part of results/RESULTS.json: a list of rows, or rows
-                               by name, or figures whose names are PART / ROW / COLUMN
+    table RESULTS PART         a part of results/RESULTS.json: rows, or figures whose
+                               names are PART / ROW / COLUMN; "by COLUMN" counts rows
     ratios UNIT RESULTS PART   measurements, and their ratios to the first of them
     machine RESULTS            what results/RESULTS.json was measured on and with
 """
@@ -22,6 +22,7 @@ import difflib
 import json
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 from textwrap import dedent
 
@@ -53,8 +54,7 @@ def statement(source: str) -> str:
     file, _, beginning = source.partition(" ")
     text = (ROOT / file).read_text()
     nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)]
-    lines = text.splitlines(keepends=True)
-    found = ["".join(lines[node.lineno - 1 : node.end_lineno]) for node in nodes]
+    found = [ast.get_source_segment(text, node, padded=True) for node in nodes]
     return python([code for code in found if code.lstrip().startswith(beginning)])
 
 
@@ -69,8 +69,7 @@ def diff(source: str) -> str:
     """The lines in which two scripts differ, without their docstrings."""
     names = source.split()
     texts = ((ROOT / name).read_text().partition('"""\n\nfrom')[2] for name in names)
-    lines = (text.splitlines() for text in texts)
-    found = difflib.unified_diff(*lines, *names, n=0, lineterm="")
+    found = difflib.unified_diff(*map(str.splitlines, texts), *names, n=0, lineterm="")
     return block("diff", "\n".join(line for line in found if line[:2] != "@@"))
 
 
@@ -116,9 +115,13 @@ def cell(value: object) -> str:
 
 
 def table(source: str) -> str:
-    """A list of rows, or rows by name."""
+    """A list of rows, or rows by name, or how many rows have each value of a column."""
+    source, _, column = source.partition(" by ")
     rows = results(source)
-    if isinstance(rows, dict):
+    if column:
+        counts = Counter(row[column] for row in rows)
+        rows = [{column: value, "number": n} for value, n in counts.items()]
+    elif isinstance(rows, dict):
         rows = [{"": name, **row} for name, row in rows.items()]
     columns = list(dict.fromkeys(column for row in rows for column in row))
     lines = [[column.replace("_", " ") for column in columns], ["---"] * len(columns)]
