@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from common.device import PRECISIONS, machine_cores, usable_gpus
 from common.errors import complain, speaks_for_machine
-from common.images import DECODERS
+from common.images import DECODERS, choose_decoder
 from common.model import architectures, pretrained_image_size
 
 IMAGENET_TRAIN_IMAGES = 1281167
@@ -170,6 +170,9 @@ def parse_arguments(
     """Parse the command line and fill in defaults that depend on others.
 
     Mistakes end the process with status 2 and one line.
+
+    Raises:
+        UserError: the decoder is not installed.
     """
     args = parser.parse_args(argv)
     if (args.data is None) == (args.synthetic is None):
@@ -181,6 +184,7 @@ def parse_arguments(
     if args.workers is None:
         most = WORKERS_PER_GPU * max(1, usable_gpus())
         args.workers = min(machine_cores(), most)
+    args.decoder = choose_decoder(args.decoder)
     args.strategy = strategy
     args.output = args.output or Path("runs", strategy)
     return args

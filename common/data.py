@@ -27,18 +27,12 @@ from torchvision.datasets.folder import (
 )
 
 from common.errors import SIGNALS, ImageError, UserError, end_children
-from common.images import (
-    Picture,
-    TrainTransform,
-    ValTransform,
-    choose_decoder,
-    read_image,
-)
+from common.images import Picture, TrainTransform, ValTransform, read_image
 from common.model import pretrained_normalisation, validation_protocol
 from common.seeding import seed_augmentation
 
-# Mean and standard deviation of ImageNet's RGB values, for pixels between 0 and 255
-MEAN = (123.675, 116.28, 103.53)
+# Mean and standard deviation of the RGB values, for pixels between 0 and 255
+MEAN = (123.675, 116.28, 103.53)  # ImageNet's
 STD = (58.395, 57.12, 57.375)
 PREFETCH = 2  # batches that DataLoader asks of each worker ahead of time
 MOST_OPEN_FILES = 65536  # each batch from a loader process takes two
@@ -127,8 +121,7 @@ def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
     """Open the training and the validation images that the arguments name.
 
     Raises:
-        UserError: a folder is missing or empty, the classes differ, or there are fewer
-            training images than one global batch.
+        UserError: a folder is missing or empty, or the classes differ.
     """
     size = args.image_size
     if args.synthetic:
@@ -142,11 +135,6 @@ def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
         datasets = (
             ImageFolder(train_folder, classes, train_transform, args.decoder),
             ImageFolder(val_folder, classes, val_transform, args.decoder),
-        )
-    if len(datasets[0]) < args.global_batch_size and not args.evaluate:
-        raise UserError(
-            f"{len(datasets[0])} training images are less than one global batch of "
-            f"{args.global_batch_size}; lower --global-batch-size"
         )
     return datasets
 
@@ -178,10 +166,10 @@ def has_image(folder: Path) -> bool:
 
 
 def open_folders(args: argparse.Namespace) -> tuple[tuple[Path, Path], list[str]]:
-    """The training and the validation folder, and their classes; settles the decoder.
+    """The training and the validation folder, and their classes.
 
     Raises:
-        UserError: there is no such folder, or the classes or the decoder do not fit.
+        UserError: there is no such folder, or the classes differ.
     """
     folders = Path(args.data, "train"), Path(args.data, "val")
     classes, val_classes = map(class_folders, folders)
@@ -192,7 +180,6 @@ def open_folders(args: argparse.Namespace) -> tuple[tuple[Path, Path], list[str]
             f"{args.data}: train/ and val/ must have the same class folders; "
             f"{len(different)} are in one of them only: {names}"
         )
-    args.decoder = choose_decoder(args.decoder)
     return folders, classes
 
 
@@ -453,7 +440,15 @@ def build_loader(
         workers: loader processes of this process; 0 loads in the process itself.
         device: where batches go.
         training: drop the last incomplete batch, and end after --max-steps batches.
+
+    Raises:
+        UserError: there are fewer training images than one global batch.
     """
+    if training and len(dataset) < args.global_batch_size and not args.evaluate:
+        raise UserError(
+            f"{len(dataset)} training images are less than one global batch of "
+            f"{args.global_batch_size}; lower --global-batch-size"
+        )
     layout = torch.contiguous_format if args.no_channels_last else torch.channels_last
     most = args.max_steps if training else None
     batches = EpochBatches(sampler, batch_size, training, most)

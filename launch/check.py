@@ -45,7 +45,7 @@ def check(
         args: of the script.
         processes: on this machine.
         world_size: processes on all machines, by default `args.nnodes` times as many.
-        script: if given, data and model are only checked if their functions are ours.
+        script: if given, data and model are only checked if it has our functions.
     """
     backend = getattr(args, "backend", "no process group")
     check_devices(args.device, processes, backend)
@@ -56,10 +56,10 @@ def check(
         gpus = args.device != "cpu" and usable_gpus()
         if backend == "gloo" or (backend is None and not gpus):
             check_own_address()
-    own = vars(script) if script else {}
-    if own.get("build_datasets", build_datasets) is build_datasets:
+    used = vars(script).values() if script else (build_datasets, build_model)
+    if build_datasets in used:
         classes = check_datasets(args)
-        if own.get("build_model", build_model) is build_model:
+        if build_model in used:
             check_image_size(args, classes)
     # On more machines than this one rank 0 can have the lock by now, for the same run
     if world_size == processes and not args.evaluate:
