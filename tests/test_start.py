@@ -1,0 +1,138 @@
+"""distributed.py as the start of another project, by the patch in start/."""
+
+import shutil
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from conftest import ROOT, environment, processes_of, run, wait_until
+from PIL import Image
+from start.project.model import Net
+from torch.utils._pytree import tree_leaves
+
+from common.checkpoint import TrainingState
+from common.data import build_loader
+from common.errors import UserError
+from common.model import build_model
+from launch.check import check, load_script
+
+START = Path(__file__).parent / "start"
+FLAGS = (
+    "--data pictures --image-size 64 -b 8 --lr 0.064 --warmup-epochs 0 --epochs 2 -j 2 "
+    "--precision fp32 --device cpu --print-interval 1 --checkpoint-steps 5"
+).split()
+CLASSES = ("red", "green", "blue")
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """What README says to take along, patched, with pictures and a finished run."""
+    folder = tmp_path_factory.mktemp("project")
+    shutil.copy(ROOT / "distributed.py", folder / "train.py")
+    for source in (ROOT / "common", ROOT / "launch", START / "project"):
+        shutil.copytree(source, folder / source.name)
+    launchers = shutil.ignore_patterns("[!dl]*", "*.py", "dataparallel.sh")
+    shutil.copytree(ROOT / "scripts", folder / "scripts", ignore=launchers)
+    run("git", "-C", folder, "apply", START / "distributed.patch")
+    for part, number in (("train", 322), ("val", 25)):
+        draw = numpy.random.default_rng(number)
+        (folder / "pictures" / part).mkdir(parents=True)
+        lines = "path,label\n"
+        for index in range(number):
+            pixels = draw.integers(0, 192, (64, 64, 3), dtype="uint8")
+            pixels[..., index % 3] += 16
+            lines += f"{part}/{index}.png,{CLASSES[index % 3]}\n"
+            Image.fromarray(pixels).save(folder / "pictures" / part / f"{index}.png")
+        (folder / "pictures" / f"{part}.csv").write_text(lines)
+    whole = run(*command(folder, "whole"))
+    assert whole.returncode == 0, whole.stderr
+    assert "2 processes on" in whole.stdout and ", Net, fp32" in whole.stdout
+    return folder
+
+
+def command(folder, output, *flags):
+    words = ("env", "-C", folder, "SCRIPT=train.py", "bash", "scripts/distributed.sh")
+    return [str(word) for word in (*words, *FLAGS, "--output", output, *flags)]
+
+
+def numbers(path):
+    """Everything in a checkpoint but timings."""
+    found = torch.load(path)
+    figures = (item for record in found.pop("records") for item in record.items())
+    own = [value for name, value in figures if name.startswith(("train_", "val_"))]
+    leaves = tree_leaves([found, own])
+    return [leaf.tolist() if torch.is_tensor(leaf) else leaf for leaf in leaves]
+
+
+def test_few_lines_are_changed():
+    """A replaced line counts twice: as removed and as added."""
+    changed = Counter()
+    for file in (START / "distributed.patch").read_text().split("--- a/")[1:]:
+        lines = [line for line in file.splitlines()[2:] if line[0] in "+-"]
+        changed[file.split()[0].split("/")[0]] += len(lines)
+    assert changed.keys() == {"train.py", "common"}
+    assert changed["train.py"] <= 30 and changed["common"] <= 5, changed
+
+
+def test_a_killed_run_ends_as_the_whole_one(project):
+    saved = project / "killed" / "checkpoint.pt"
+    mark = {"env": environment(TEST_RUN=str(saved)), "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command(project, "killed"), **mark)
+    wait_until(saved.exists, 90, "first checkpoint", interval=0.005)
+    while found := processes_of(str(saved)):
+        subprocess.run(["kill", "-KILL", *map(str, found)], stderr=subprocess.DEVNULL)
+    assert process.wait(timeout=30) != 0 and torch.load(saved)["step"] > 0
+    again = run(*command(project, "killed", "--resume", "auto"))
+    assert again.returncode == 0 and "after step" in again.stdout, again.stderr
+    whole, killed = map(numbers, (project / "whole" / "checkpoint.pt", saved))
+    assert whole == killed and len(whole) > 50
+
+
+@pytest.mark.parametrize("name", ("checkpoint.pt", "best.pt"))
+def test_validation_counts_each_picture_once(project, name):
+    found = torch.load(project / "whole" / name)
+    net, record, sums = Net(0, 3).eval(), found["records"][-1], Counter()
+    net.load_state_dict(found["state_dict"])
+    for line in (project / "pictures" / "val.csv").read_text().splitlines()[1:]:
+        path, label = line.split(",")
+        pixels = torch.tensor(numpy.array(Image.open(project / "pictures" / path)))
+        with torch.no_grad():
+            outputs = net((pixels.permute(2, 0, 1)[None] - 127.5) / 73.6)
+        target = CLASSES.index(label)
+        sums["val_loss"] += -outputs.log_softmax(1)[0, target].item() / 25
+        sums["val_top1"] += 4 * (outputs.argmax().item() == target)
+        sums["val_confidence"] += outputs.softmax(1).max().item() / 25
+    assert record["val_images"] == 25 and record["val_top1"] > 50
+    assert {name: record[name] for name in sums} == pytest.approx(sums, rel=1e-5)
+    weight = found["state_dict"]["layers.4.weight"]
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_mistakes_are_one_line(project, monkeypatch):
+    """Each UserError is a line, and status 2."""
+    monkeypatch.syspath_prepend(project)
+    monkeypatch.chdir(project)
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    script = load_script(project / "train.py")
+    check(script.arguments([*FLAGS, "--output", "new"]), 2, script=script)
+    flags = [*FLAGS, "--resume", "whole/checkpoint.pt", "--z-loss", "0.01"]
+    with pytest.raises(UserError, match="made with --z-loss 0.001, now it is 0.01"):
+        check(script.arguments([*flags, "--output", "new"]), 2, script=script)
+    args = script.arguments([*FLAGS, "-b", "400", "--pretrained"])
+    data, net = script.build_datasets(args), Net(0, 3)
+    with pytest.raises(UserError, match="322 training images are less than"):
+        build_loader(args, data[0], range(322), 400, 0, torch.device("cpu"), True)
+    with pytest.raises(UserError, match="--pretrained: .* no weights of Net"):
+        TrainingState(args, data, net, None, None, None)
+    del data[0].classes
+    with pytest.raises(UserError, match="Pictures has no `classes`"):
+        build_model(args, data[0])
+
+
+@pytest.mark.full
+def test_the_own_model_is_compiled(project):
+    ended = run(*command(project, "compiled", "--compile"), TORCH_LOGS="dynamo")
+    assert ended.returncode == 0 and "start tracing" in ended.stderr, ended.stderr
