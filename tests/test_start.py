@@ -1,5 +1,6 @@
 """distributed.py as the start of another project, by the patch in start/."""
 
+import re
 import shutil
 import subprocess
 from collections import Counter
@@ -24,7 +25,6 @@ FLAGS = (
     "--data pictures --image-size 64 -b 8 --lr 0.064 --warmup-epochs 0 --epochs 2 -j 2 "
     "--precision fp32 --device cpu --print-interval 1 --checkpoint-steps 5"
 ).split()
-CLASSES = ("red", "green", "blue")
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +44,11 @@ def project(tmp_path_factory):
         for index in range(number):
             pixels = draw.integers(0, 192, (64, 64, 3), dtype="uint8")
             pixels[..., index % 3] += 16
-            lines += f"{part}/{index}.png,{CLASSES[index % 3]}\n"
+            lines += f"{part}/{index}.png,{index % 3}\n"
             Image.fromarray(pixels).save(folder / "pictures" / part / f"{index}.png")
         (folder / "pictures" / f"{part}.csv").write_text(lines)
     whole = run(*command(folder, "whole"))
-    assert whole.returncode == 0, whole.stderr
-    assert "2 processes on" in whole.stdout and ", Net, fp32" in whole.stdout
+    assert re.match("train: 2 processes on .*, Net, fp32", whole.stdout), whole.stderr
     return folder
 
 
@@ -71,8 +70,8 @@ def test_few_lines_are_changed():
     """A replaced line counts twice: as removed and as added."""
     changed = Counter()
     for file in (START / "distributed.patch").read_text().split("--- a/")[1:]:
-        lines = [line for line in file.splitlines()[2:] if line[0] in "+-"]
-        changed[file.split()[0].split("/")[0]] += len(lines)
+        lines = sum(line[:1] in ("+", "-") for line in file.splitlines()[2:])
+        changed[file.split()[0].split("/")[0]] += lines
     assert changed.keys() == {"train.py", "common"}
     assert changed["train.py"] <= 30 and changed["common"] <= 5, changed
 
@@ -99,16 +98,13 @@ def test_validation_counts_each_picture_once(project, name):
     for line in (project / "pictures" / "val.csv").read_text().splitlines()[1:]:
         path, label = line.split(",")
         pixels = torch.tensor(numpy.array(Image.open(project / "pictures" / path)))
-        with torch.no_grad():
-            outputs = net((pixels.permute(2, 0, 1)[None] - 127.5) / 73.6)
-        target = CLASSES.index(label)
-        sums["val_loss"] += -outputs.log_softmax(1)[0, target].item() / 25
-        sums["val_top1"] += 4 * (outputs.argmax().item() == target)
+        outputs = net((pixels.permute(2, 0, 1)[None] - 127.5) / 73.6)
+        sums["val_loss"] += -outputs.log_softmax(1)[0, int(label)].item() / 25
+        sums["val_top1"] += 4 * (outputs.argmax().item() == int(label))
         sums["val_confidence"] += outputs.softmax(1).max().item() / 25
     assert record["val_images"] == 25 and record["val_top1"] > 50
     assert {name: record[name] for name in sums} == pytest.approx(sums, rel=1e-5)
-    weight = found["state_dict"]["layers.4.weight"]
-    assert weight.is_contiguous(memory_format=torch.channels_last)
+    assert found["state_dict"]["layers.4.weight"].stride(1) == 1  # channels_last
 
 
 def test_mistakes_are_one_line(project, monkeypatch):
@@ -118,15 +114,16 @@ def test_mistakes_are_one_line(project, monkeypatch):
     monkeypatch.setattr("sys.argv", ["train.py"])
     script = load_script(project / "train.py")
     check(script.arguments([*FLAGS, "--output", "new"]), 2, script=script)
-    flags = [*FLAGS, "--resume", "whole/checkpoint.pt", "--z-loss", "0.01"]
+    args = script.arguments([*FLAGS, "--output", "whole", "--resume", "auto"])
+    args.z_loss = 0.01
     with pytest.raises(UserError, match="made with --z-loss 0.001, now it is 0.01"):
-        check(script.arguments([*flags, "--output", "new"]), 2, script=script)
+        check(args, 2, script=script)
     args = script.arguments([*FLAGS, "-b", "400", "--pretrained"])
-    data, net = script.build_datasets(args), Net(0, 3)
+    data = script.build_datasets(args)
     with pytest.raises(UserError, match="322 training images are less than"):
         build_loader(args, data[0], range(322), 400, 0, torch.device("cpu"), True)
     with pytest.raises(UserError, match="--pretrained: .* no weights of Net"):
-        TrainingState(args, data, net, None, None, None)
+        TrainingState(args, data, Net(0, 3), None, None, None)
     del data[0].classes
     with pytest.raises(UserError, match="Pictures has no `classes`"):
         build_model(args, data[0])
