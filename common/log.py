@@ -15,7 +15,7 @@ import torch
 import torchvision
 from tqdm import tqdm
 
-from common.checkpoint import TrainingState, replace_file
+from common.checkpoint import BEST_METRIC, TrainingState, replace_file
 from common.data import PREFETCH
 from common.device import describe, peak_memory_mib
 from common.model import validation_protocol
@@ -257,7 +257,7 @@ def summarise(records: list[dict]) -> dict:
     for name in measured:
         values = [record[name] for record in later if record[name] is not None]
         summary[name] = statistics.median(values) if values else None
-    accuracies = [record["val_top1"] for record in records]
-    summary["val_top1"] = accuracies[-1] if accuracies else None
-    summary["best_val_top1"] = max(accuracies, default=None)
+    metrics = [record[BEST_METRIC] for record in records]
+    summary[BEST_METRIC] = metrics[-1] if metrics else None
+    summary[f"best_{BEST_METRIC}"] = max(metrics, default=None)
     return summary
