@@ -7,7 +7,7 @@ gradients. Tag 25.05 is the last Apex that has the two, and they need CUDA GPUs.
     torchrun --nproc-per-node=4 apex_distributed.py --data /path/to/imagenet
     bash scripts/apex_distributed.sh --data /path/to/imagenet --opt-level O2
 
-What stands between `# [name]` and `# [/name]` is this strategy; the other lines are the
+The lines between `# [name]` and `# [/name]` belong to this strategy; all others are the
 same in all five scripts.
 """
 

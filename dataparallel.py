@@ -7,7 +7,7 @@ outputs on the first one. It needs no launcher; without a GPU it is one plain pr
     CUDA_VISIBLE_DEVICES=0,1 python dataparallel.py --data /path/to/imagenet
     bash scripts/dataparallel.sh --data /path/to/imagenet
 
-What stands between `# [name]` and `# [/name]` is this strategy; the other lines are the
+The lines between `# [name]` and `# [/name]` belong to this strategy; all others are the
 same in all five scripts.
 """
 

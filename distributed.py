@@ -7,7 +7,7 @@ while the backward pass is still running.
     python -m torch.distributed.launch --nproc-per-node=4 distributed.py --data ...
     bash scripts/distributed.sh --data /path/to/imagenet    # one process per GPU
 
-What stands between `# [name]` and `# [/name]` is this strategy; the other lines are the
+The lines between `# [name]` and `# [/name]` belong to this strategy; all others are the
 same in all five scripts.
 """
 

@@ -7,7 +7,7 @@ gradients while the backward pass is still running, over NCCL, MPI or Gloo.
     mpirun -np 4 --bind-to none python horovod_distributed.py --data /path/to/imagenet
     bash scripts/horovod_distributed.sh --data /path/to/imagenet   # one process per GPU
 
-What stands between `# [name]` and `# [/name]` is this strategy; the other lines are the
+The lines between `# [name]` and `# [/name]` belong to this strategy; all others are the
 same in all five scripts.
 """
 

@@ -5,7 +5,7 @@ The script is its own launcher: mp.spawn starts one process per GPU and numbers 
     python multiprocessing_distributed.py --data /path/to/imagenet [--nprocs 2]
     bash scripts/multiprocessing_distributed.sh --data /path/to/imagenet
 
-What stands between `# [name]` and `# [/name]` is this strategy; the other lines are the
+The lines between `# [name]` and `# [/name]` belong to this strategy; all others are the
 same in all five scripts.
 """
 

@@ -434,7 +434,7 @@ def build_loader(
     """Make the loader of one process.
 
     Args:
-        dataset: stock data set; its items are (3, S, S) uint8 image and int label.
+        dataset: its items are a (3, S, S) uint8 image and an int label.
         sampler: this process's indices; DistributedSampler, or any sequence.
         batch_size: images of this process per step.
         workers: loader processes of this process; 0 loads in the process itself.

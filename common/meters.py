@@ -44,6 +44,8 @@ def batch_sums(
 ) -> dict[str, Tensor | int]:
     """The sums of one batch: loss, hits of top-1 and of top-5 in percent, and images.
 
+    One more name and its sum make one more metric, averaged over all images.
+
     Args:
         loss: mean over the batch.
         outputs: (B, classes).
