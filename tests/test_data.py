@@ -11,7 +11,6 @@ from conftest import ROOT
 from ranks import shard_region
 from torch.utils.data import Dataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
-from torchvision.transforms import v2
 
 from common import data
 from common.arguments import build_parser, parse_arguments
@@ -36,10 +35,9 @@ def train_loader(args, rank=0, world_size=1, workers=0):
     return build_loader(args, train_set, sampler, size, workers, CPU, training=True)
 
 
-def train_batches(args, epoch, *place, first_step=0):
+def train_batches(args, epoch, *place):
     loader = train_loader(args, *place)
     loader.batches.sampler.set_epoch(epoch)
-    loader.first_step = first_step
     return list(loader)
 
 
@@ -101,15 +99,6 @@ def test_loader_processes_start_once_and_see_each_new_epoch(pictures):
     assert len(epochs) == 3 * 16  # no picture twice
 
 
-def test_a_resumed_epoch_continues_with_the_same_batches(pictures):
-    args = arguments("--data", pictures)
-    whole = train_batches(args, 3)
-    rest = train_batches(args, 3, 0, 1, 1, first_step=2)
-    assert len(whole) == 4 and len(rest) == 2
-    for one, again in zip(whole[2:], rest, strict=True):
-        assert all(map(torch.equal, one, again))
-
-
 @pytest.mark.parametrize("name", [path.stem for path in sorted(ROOT.glob("*.py"))])
 def test_validation_shards_count_each_image_once(name):
     """By the lines of the scripts themselves, whose region `shard` this runs."""
@@ -125,19 +114,6 @@ def test_validation_shards_count_each_image_once(name):
                 batches = EpochBatches(names["val_sampler"], 2, False, None)
                 counted += [index for batch in batches for _, index in batch]
             assert sorted(counted) == list(range(images))
-
-
-def test_normalised_once_and_like_torchvision(pictures):
-    args = arguments("--data", pictures)
-    _, val_set = build_datasets(args)
-    loader = build_loader(args, val_set, range(8), 8, 0, CPU, training=False)
-    ((images, labels),) = loader
-    assert images.is_contiguous(memory_format=torch.channels_last)
-    normalise = v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-    usual = v2.Compose([v2.ToDtype(torch.float32, scale=True), normalise])
-    expected = torch.stack([usual(val_set[index][0]) for index in range(8)])
-    torch.testing.assert_close(images, expected, rtol=0, atol=1e-5)
-    assert labels.tolist() == [0] * 4 + [1] * 4
 
 
 def no_train(root):

@@ -7,9 +7,9 @@ import os
 import random
 import signal
 import sys
-import threading
 from argparse import Namespace
 from datetime import timedelta
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,28 +17,25 @@ from conftest import run
 from ranks import Ranks, download
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torchvision.models import WeightsEnum, get_model_builder
+from torchvision.models import WeightsEnum
 
 from common import model
 from common.arguments import build_parser, parse_arguments
 from common.checkpoint import TrainingState
 from common.device import check_devices, machine_cores, select_device
 from common.errors import SIGNALS, ImageError, UserError
-from common.log import Log, percentile
+from common.log import Log
 from common.meters import Meter, averages, batch_sums
 from common.model import (
-    AutocastModel,
     InMemoryOrder,
-    architectures,
     build_model,
     check_image_size,
     contiguous_view,
 )
-from common.schedule import build_scheduler, learning_rate_factor
-from common.seeding import seed_augmentation, seed_from, seed_step
+from common.schedule import learning_rate_factor
+from common.seeding import seed_augmentation, seed_step
 from launch.check import check_shared_memory, processes_per_machine, set_threads
 from launch.exits import LOST_PROCESS, Stopped, Watchdog, exit_status
-from launch.machines import machines_from_environment
 from launch.ranks import ranks_from_environment
 from launch.spawn import rendezvous
 from launch.torchrun import root_cause
@@ -66,14 +63,11 @@ SLURM |= {"SLURM_STEP_TASKS_PER_NODE": "2(x3)", "MASTER_PORT": "29500"}
         (TORCHRUN, (5, 1, 8, 4)),
         (SLURM, (5, 1, 6, 2)),
         ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1,3,2(x1)"}, (5, 1, 6, 2)),
-        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2"}, (5, 1, 6, 2)),
         ({**SLURM, **TORCHRUN}, (5, 1, 8, 4)),
         ({}, "a launcher has to start this script, for example torchrun"),
         ({**TORCHRUN, "WORLD_SIZE": ""}, "no WORLD_SIZE is set"),
-        ({**TORCHRUN, "RANK": "one"}, "do not fit together: RANK=one"),
         ({**TORCHRUN, "RANK": "8"}, "do not fit together: RANK=8"),
         ({**TORCHRUN, "LOCAL_RANK": "4"}, "do not fit together"),
-        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "9"}, "do not fit together"),
         ({**SLURM, "SLURM_PROCID": "6"}, "do not fit together: SLURM_PROCID=6"),
         ({**SLURM, "SLURM_NODEID": "3"}, "do not fit together"),
         ({"SLURM_STEP_ID": "0"}, "without MASTER_ADDR and MASTER_PORT"),
@@ -87,35 +81,6 @@ def test_ranks(variables, expected):
             ranks_from_environment(variables)
 
 
-ENDPOINT = {"NNODES": "2", "RDZV_ENDPOINT": "first"}
-NUMBERED = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "first"}
-
-
-@pytest.mark.parametrize(
-    "variables, expected",
-    [
-        ({"NNODES": "", "MASTER_ADDR": "x"}, (1, None, None, 0, 0, 45)),
-        (ENDPOINT, (2, None, "first", 29400, 0, 45)),
-        (
-            {**ENDPOINT, "RDZV_ENDPOINT": "b:1", "MAX_RESTARTS": "3"},
-            (2, None, "b", 1, 3, 45),
-        ),
-        ({**NUMBERED, "JOIN_SECONDS": "9"}, (2, 1, "first", 29500, 0, 9)),
-        ({"NNODES": "two"}, "NNODES=two is no whole number from 1 on"),
-        ({**ENDPOINT, **NUMBERED}, "NNODES=2 needs either"),
-        ({**NUMBERED, "NODE_RANK": "2"}, "NODE_RANK=2 has to be below NNODES=2"),
-        ({**NUMBERED, "MAX_RESTARTS": "1"}, "needs RDZV_ENDPOINT"),
-        ({"RDZV_ENDPOINT": "first"}, "needs NNODES=N too"),
-    ],
-)
-def test_machines(variables, expected):
-    if isinstance(expected, tuple):
-        assert machines_from_environment(variables) == expected
-    else:
-        with pytest.raises(UserError, match=expected):
-            machines_from_environment(variables)
-
-
 def test_where_spawned_processes_meet(monkeypatch):
     """On one machine a file, and nothing listens but on loopback."""
     monkeypatch.setattr(os, "environ", {})
@@ -123,11 +88,8 @@ def test_where_spawned_processes_meet(monkeypatch):
     assert url.startswith("file:///") and not os.path.exists(url[7:])
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     assert os.environ["NCCL_SOCKET_IFNAME"] == "=lo"
-    url = "tcp://far.away:29500"
-    assert rendezvous(Namespace(dist_url=url, nnodes=2)) == url
-    for wrong in ("29500", "tcp://h:abc", "tcp://h:99999"):
-        with pytest.raises(UserError, match="not of the form HOST:PORT"):
-            rendezvous(Namespace(dist_url=wrong, nnodes=2))
+    with pytest.raises(UserError, match="tcp://h:99999 is not of the form HOST:PORT"):
+        rendezvous(Namespace(dist_url="tcp://h:99999", nnodes=2))
 
 
 @pytest.mark.parametrize(
@@ -240,10 +202,7 @@ def test_signals_are_remembered():
     [
         "[../third_party/gloo/gloo/transport/tcp/pair.cc:561] Connection closed by peer",
         "Timed out waiting 3000ms for recv operation to complete",
-        "Application timeout caused pair closure",
-        "Connect timeout [127.0.0.1]:29500",
         "wait timeout after 3000ms, keys: /default_pg/0//cpu//0",
-        "Socket Timeout",
         "waitForInput: socket SocketImpl(fd=12) timed out after 3000ms",
         "The client socket has timed out after 600000ms while trying to connect to (a, 1)",
         "[Rank 7] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9)",
@@ -252,7 +211,6 @@ def test_signals_are_remembered():
         "NCCL communicator was aborted on rank 3",
         "ncclRemoteError: A call failed possibly due to a network error",
         "a remote process exited or there was a network error",
-        "[Errno 110] Connection timed out",
         "Horovod has been shut down. This was caused by an exception on one of the ranks",
     ],
 )
@@ -271,14 +229,14 @@ GONE = " lost another: Connection closed by peer [127.0.0.1]:1."
     "error, local_rank, status, line",
     [
         (UserError("no\nsuch folder"), 0, 2, "error: no such folder"),
-        (UserError("no such folder"), 1, 2, ""),
+        (UserError("no"), 1, 2, ""),
         (ImageError("bad picture"), 1, 2, "error: bad picture"),
         (Stopped("epoch 2"), 0, 143, "stopped after epoch 2, which is saved"),
         (Stopped("epoch 2"), 1, 143, ""),
         (KeyboardInterrupt(), 0, 130, ""),
         (LOST, 1, 1, GONE),
         (RuntimeError("DataLoader worker (pid 7) is killed"), 1, 1, "lost another"),
-        (ConnectionResetError(104, "Connection reset by peer"), 1, 1, "lost another"),
+        (ConnectionResetError(104, "Connection reset by peer"), 1, 1, "another"),
         (RuntimeError("EADDRINUSE port: 29500"), 0, 2, "port 29500 is in use"),
         (RuntimeError("shape mismatch"), 0, 1, "Traceback"),
         (FileNotFoundError(2, "No such file"), 0, 1, "Traceback"),
@@ -301,42 +259,15 @@ def test_exit_status(error, local_rank, status, line, monkeypatch, capsys):
         assert printed.count("\n") == bool(line)
 
 
-def test_a_loader_process_that_dies_while_an_error_is_reported(monkeypatch, capsys):
-    """PyTorch's handler of SIGCHLD would raise in the middle of that."""
-
-    def died(*_):
-        raise RuntimeError("DataLoader worker (pid 7) is killed")
-
-    set_signal, before = signal.signal, signal.getsignal(signal.SIGCHLD)
-
-    def set_late(*words):
-        monkeypatch.setattr(signal, "signal", set_signal)
-        os.kill(os.getpid(), signal.SIGCHLD)
-        return set_signal(*words)
-
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    try:
-        with pytest.raises(SystemExit), exit_status():
-            signal.signal(signal.SIGCHLD, died)
-            monkeypatch.setattr(signal, "signal", set_late)
-            raise ConnectionResetError(104, "Connection reset by peer")
-    finally:
-        set_signal(signal.SIGCHLD, before)
-    printed = capsys.readouterr().err
-    assert " lost another: [Errno 104]" in printed and printed.count("\n") == 1
-
-
 ORPHAN = """
-import ctypes, os, signal, sys, time
+import ctypes, os, signal, time
 from launch.exits import end_with_launcher
 
-known = sys.argv[1] == "known"
 ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphans become its children
 if os.fork() == 0:
     launcher = os.getpid()
     os.environ["TORCHELASTIC_RUN_ID"] = "none"
-    if known:
-        os.environ["LAUNCHER_PID"] = str(launcher)
+    os.environ["LAUNCHER_PID"] = str(launcher)
     if os.fork() == 0:
         while os.getppid() == launcher:  # it still imports
             time.sleep(0.01)
@@ -347,11 +278,9 @@ print([os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(2)])
 """
 
 
-@pytest.mark.parametrize("told, statuses", [("known", "[-9, 1]"), ("", "[-9, 0]")])
-def test_a_launcher_that_dies_while_its_process_imports(told, statuses):
-    """Under plain torchrun, which tells no process id, nobody can know."""
-    ended = run(sys.executable, "-c", ORPHAN, told, timeout=60)
-    assert (ended.stdout.strip(), ended.stderr) == (statuses, "")
+def test_a_launcher_that_dies_while_its_process_imports():
+    ended = run(sys.executable, "-c", ORPHAN, timeout=60)
+    assert (ended.stdout, ended.stderr) == ("[-9, 1]\n", "")
 
 
 # --- arguments ---------------------------------------------------------------------------
@@ -367,16 +296,6 @@ def test_defaults_are_those_of_the_recipe():
     assert args.timeout == timedelta(minutes=10)
     args = parse("--data", "x", "-j", 0, "--timeout-seconds", 5)
     assert (args.workers, args.timeout) == (0, timedelta(seconds=5))
-
-
-def test_help_explains_the_schedule(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "1000")
-    printed = " ".join(build_parser("A test.").format_help().split())
-    for words in (
-        "--epochs N 90 ",
-        "a tenth of the learning rate at epoch 30 and again",
-    ):
-        assert words in printed
 
 
 X = ("--data", "x")
@@ -486,11 +405,6 @@ def test_speeds_leave_out_what_loaders_prepared(clock):
     assert make_log("--synthetic", workers=6).cold_steps == 1  # no loader processes
 
 
-@pytest.mark.parametrize("share, value", [(0.9, 9.0), (0.91, 10.0), (0.01, 1.0)])
-def test_percentile(share, value):
-    assert percentile([float(number) for number in range(10, 0, -1)], share) == value
-
-
 @pytest.mark.parametrize("terminal", [False, True])
 def test_progress_is_shown_by_rank_0(terminal, clock, monkeypatch, capsys):
     """A line every 30 seconds, or a bar; the epoch is resumed after step 4."""
@@ -524,17 +438,11 @@ PRETRAINED = ("--data", "x", "--arch", "resnet50", "--pretrained", "-j", "4")
             ("--synthetic",),
             1,
             3,
-            ["resumed at epoch 2, after step 3 of it (image 1536 of its order)"],
+            ["epoch 2, after step 3 of it (image 1536 of its order)"],
         ),
         (("--synthetic",), 9, 0, ["complete already: 9 of 9 epochs"]),
         (("--synthetic", "--evaluate", "--resume", "auto"), 9, 0, []),
         (PRETRAINED, 0, 0, ["side to 232 (bilinear) and takes the middle 224 pixels"]),
-        (
-            (*PRETRAINED, "--image-size", "448"),
-            0,
-            0,
-            ["side to 512 (bilinear) and takes the middle 448 pixels"],
-        ),
     ],
 )
 def test_a_run_begins_with_what_it_is(flags, epoch, step, printed, capsys):
@@ -550,13 +458,10 @@ def test_a_run_begins_with_what_it_is(flags, epoch, step, printed, capsys):
     assert all(line.endswith(end) for line, end in zip(lines, printed, strict=True))
     make_log(*flags, rank=1).start(10, 256)
     assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize("size, printed", [(15, True), (16, False)])
-def test_few_images_per_process_are_noted_at_the_start(size, printed, capsys):
-    make_log("--synthetic").start(10, size)
-    note = f"note: {size} images per process and step are few"
-    assert (note in capsys.readouterr().out) is printed
+    for size in (15, 16):
+        make_log(*flags).start(10, size)
+        noted = "note: 15 images per process and step" in capsys.readouterr().out
+        assert noted == (size == 15 and not log.args.evaluate)
 
 
 def test_an_epoch_is_printed_as_it_is_recorded(capsys):
@@ -617,18 +522,6 @@ def test_warm_up_then_cosine_to_zero():
     assert learning_rate_factor(0, 10, 9, 0, "cosine") == 1
 
 
-def test_a_scheduler_of_epochs_without_a_step():
-    """As --evaluate has it, where there are few training images."""
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
-    scheduler = build_scheduler(parse("--data", "x"), optimizer, 0)
-    assert scheduler.get_last_lr() == pytest.approx([0.02])
-
-
-def test_seeds_are_32_bits_and_differ():
-    seeds = {seed_from(0, epoch, index) for epoch in range(10) for index in range(1000)}
-    assert len(seeds) == 10000 and all(0 <= seed < 2**32 for seed in seeds)
-
-
 def test_augmentation_and_dropout_draw_from_their_keys():
     def draw(seed, *key):
         seed(*key)
@@ -648,44 +541,18 @@ def data_of(classes):
     return Namespace(classes=range(classes))
 
 
-def test_autocast_reaches_a_fresh_thread():
-    """Replicas of nn.DataParallel run in threads, which do not inherit its dtype."""
-    seen = {}
-
-    class Probe(nn.Linear):
-        def forward(self, images):
-            outputs = super().forward(images)
-            seen[threading.current_thread().name] = outputs.dtype
-            return outputs
-
-    wrapped = AutocastModel(Probe(4, 4), torch.bfloat16)
-    thread = threading.Thread(target=wrapped, args=(torch.ones(1, 4),), name="replica")
-    with torch.autocast("cpu", torch.float16):
-        thread.start()
-        thread.join()
-    assert seen == {"replica": torch.bfloat16}
-    plain = AutocastModel(nn.Linear(4, 4), torch.float32)
-    assert plain(torch.ones(1, 4)).dtype == torch.float32
-
-
 def test_channels_last_goes_through_a_compressor_in_memory_order():
-    class Half:
-        def compress(self, tensor):
-            assert tensor.is_contiguous()
-            return tensor.half(), tensor.dtype
+    def compress(tensor):
+        assert tensor.is_contiguous()
+        return tensor.half(), tensor.dtype
 
-        def decompress(self, tensor, dtype):
-            return tensor.to(dtype)
-
-    for tensor in (
-        torch.randn(8, 3, 5, 5).to(memory_format=torch.channels_last),
-        torch.randn(8, 3, 5, 5),
-        torch.randn(8, 3, 1, 1).to(memory_format=torch.channels_last),
-        torch.randn(10),
-    ):
-        view = contiguous_view(tensor)
-        assert view.is_contiguous() and view.data_ptr() == tensor.data_ptr()
-        order = InMemoryOrder(Half())
+    half = Namespace(compress=compress, decompress=torch.Tensor.to)
+    for shape in ((8, 3, 5, 5), (8, 3, 1, 1), (10,)):
+        tensor = torch.randn(shape)
+        if len(shape) == 4:
+            tensor = tensor.to(memory_format=torch.channels_last)
+        assert contiguous_view(tensor).data_ptr() == tensor.data_ptr()
+        order = InMemoryOrder(half)
         back = order.decompress(*order.compress(tensor))
         assert back.stride() == tensor.stride()
         torch.testing.assert_close(back, tensor.half().float())
@@ -705,11 +572,9 @@ def test_first_weights_depend_on_the_seed_alone():
     "arch, size, fits",
     [
         ("googlenet", 224, True),
-        ("inception_v3", 299, True),
         ("vit_b_32", 224, True),
         ("regnet_y_400mf", 224, True),
         ("vit_b_16", 30, False),
-        ("alexnet", 16, False),
     ],
 )
 def test_every_model_has_one_output_and_its_image_sizes(arch, size, fits):
@@ -723,11 +588,10 @@ def test_every_model_has_one_output_and_its_image_sizes(arch, size, fits):
 def test_pretrained_weights_that_do_not_fit_are_refused():
     ours = parse("--data", "x", "--pretrained")
     small = "--pretrained --arch vit_b_16 --image-size 192".split()
-    for check in (lambda *a: build_model(a[0], data_of(a[1])), check_image_size):
-        with pytest.raises(UserError, match="for 1000 classes, the data has 10"):
-            check(ours, 10)
-        with pytest.raises(UserError, match="are for --image-size 224, not 192"):
-            check(parse("--data", "x", *small), 1000)
+    with pytest.raises(UserError, match="for 1000 classes, the data has 10"):
+        build_model(ours, data_of(10))
+    with pytest.raises(UserError, match="are for --image-size 224, not 192"):
+        check_image_size(parse("--data", "x", *small), 1000)
     own = nn.Linear(2, 2)
     with pytest.raises(UserError, match="torchvision has no weights of Linear"):
         TrainingState(ours, ([], []), own, None, None, None)
@@ -735,53 +599,26 @@ def test_pretrained_weights_that_do_not_fit_are_refused():
         build_model(ours, [])
 
 
-def configuration(network):
-    """The settings of a model and of all its parts, and the shapes of its weights."""
-    plain = bool | int | float | str | tuple
-    parts = [
-        (
-            name,
-            type(part),
-            {k: v for k, v in vars(part).items() if isinstance(v, plain)},
-        )
-        for name, part in network.named_modules()
-    ]
-    return parts, {name: one.shape for name, one in network.state_dict().items()}
-
-
-def test_a_reloaded_pretrained_model_is_built_as_its_weights_were(monkeypatch):
-    """One of each family, without the weights: they are in the checkpoint."""
-    families = {get_model_builder(arch).__module__: arch for arch in architectures()}
-    downloads = []
-    monkeypatch.setattr(model, "download_once", downloads.append)
+@pytest.mark.parametrize("arch", ("googlenet", "inception_v3", "vit_b_16"))
+def test_a_checkpoint_takes_the_place_of_pretrained_weights(
+    arch, tmp_path, monkeypatch
+):
+    """Nothing is downloaded, and the network is built as with the weights."""
+    flags = ("--data", "x", "--pretrained", "--arch", arch, "--resume", "auto")
+    args = parse(*flags, "--output", tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="no network"):
+        patch.setattr(model, "download_once", Mock(side_effect=OSError("no network")))
+        build_model(args, data_of(1000))
+    monkeypatch.setattr(model, "download_once", lambda weights: None)
     monkeypatch.setattr(WeightsEnum, "get_state_dict", lambda *_, **__: {})
     monkeypatch.setattr(nn.Module, "load_state_dict", lambda *_: None)
-    for arch in families.values():
-        args = parse("--data", "x", "--pretrained", "--arch", arch)
-        with torch.device("cpu" if arch.startswith("regnet") else "meta"):
-            built = build_model(args, data_of(1000))
-            args.resume = "checkpoint.pt"
-            again = build_model(args, data_of(1000))
-        assert configuration(built) == configuration(again), arch
-        assert len(downloads) == 1, arch
-        downloads.clear()
-
-
-def test_auto_downloads_only_where_there_is_no_checkpoint(tmp_path, monkeypatch):
-    downloads = []
-
-    def download(weights):
-        downloads.append(weights)
-        raise OSError("no network")
-
-    monkeypatch.setattr(model, "download_once", download)
-    flags = ["--data", "x", "--pretrained", "--resume", "auto"]
-    args = parse(*flags, "--output", tmp_path)
-    with pytest.raises(UserError, match="the weights of resnet18: no network"):
-        build_model(args, data_of(1000))
+    built = build_model(args, data_of(1000))
     (tmp_path / "checkpoint.pt").touch()
-    build_model(args, data_of(1000))
-    assert len(downloads) == 1
+    monkeypatch.delattr(model, "download_once")
+    again = build_model(args, data_of(1000))
+    assert again.state_dict().keys() == built.state_dict().keys()
+    for name in ("transform_input", "aux_logits", "image_size"):
+        assert getattr(again, name, None) == getattr(built, name, None)
 
 
 def test_processes_of_a_machine_download_weights_once(tmp_path):
