@@ -120,21 +120,6 @@ def test_evaluate_finds_what_was_recorded(trained, digits, tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-def test_a_finished_run_is_not_overwritten(trained, digits, tmp_path):
-    output = trained("torchrun")
-    before = (output / "checkpoint.pt").read_bytes()
-    flags = ["--data", digits, *SHORT, "--output", output]
-    for more, status, printed in (
-        ([], 2, "continue it with --resume auto"),
-        (["--resume", "auto"], 0, "complete already: 2 of 2 epochs"),
-    ):
-        arguments = {"name": "distributed", "flags": flags + more}
-        with Ranks(tmp_path, 2, train, **arguments) as ranks:
-            assert ranks.end() == [status] * 2
-            assert printed in ranks.text()
-    assert (output / "checkpoint.pt").read_bytes() == before
-
-
 def test_validation_records_no_gradients(monkeypatch):
     """A graph of every batch would take memory, and the wrapped model would average."""
     seen, fed = [], []
