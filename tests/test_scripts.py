@@ -3,7 +3,6 @@
 import json
 import math
 import sys
-import warnings
 from argparse import Namespace
 
 import pytest
@@ -15,7 +14,6 @@ from torchvision.models import resnet18
 import apex_distributed
 import distributed
 from common.errors import UserError
-from common.schedule import build_scheduler
 from launch.check import load_script
 
 RECORD = {"epoch", "steps", "images", "train_loss", "train_top1", "train_top5"}
@@ -138,28 +136,6 @@ def test_validation_records_no_gradients(monkeypatch):
     assert seen == [(False, False)] * 2 and len(fed) == 2
 
 
-def test_an_overflow_in_the_first_fp16_step_leaves_no_trace():
-    """Loss scaling begins too high by design, and skips such steps: none warns of it."""
-    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 3))
-    before = [parameter.clone() for parameter in model.parameters()]
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    state = Namespace(optimizer=optimizer, scaler=torch.amp.GradScaler("cpu"))
-    args = Namespace(precision="fp16", label_smoothing=0.0)
-    vars(args).update(epochs=1, warmup_epochs=0.0, schedule="step")
-    labels = torch.tensor([0, 1])
-    bad = torch.full((2, 3, 2, 2), float("inf"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        scheduler = build_scheduler(args, optimizer, 10)
-        distributed.train_step(args, model, state, bad, labels)
-        scheduler.step()
-    for parameter, old in zip(model.parameters(), before, strict=True):
-        assert torch.equal(parameter, old)
-    distributed.train_step(args, model, state, torch.rand(2, 3, 2, 2), labels)
-    for parameter, old in zip(model.parameters(), before, strict=True):
-        assert 0 < (parameter - old).abs().max() < 1
-
-
 def test_another_script_reads_the_checkpoint(trained):
     """One that expects the keys of the ImageNet example of pytorch/examples."""
     content = checkpoint(trained("torchrun"))
@@ -197,50 +173,6 @@ def test_horovod_sends_fp16_gradients(tmp_path, digits):
     one, other = (checkpoint(f)["state_dict"]["fc.weight"] for f in (rounded, exact))
     assert not torch.equal(one, other)
     torch.testing.assert_close(one, other, rtol=0, atol=0.02)
-
-
-HOROVOD_PROBE = """
-import horovod.torch as hvd, torch
-from argparse import Namespace
-import horovod_distributed as script
-
-hvd.init()
-torch.manual_seed(0)
-model = torch.nn.Linear(4, 2)
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
-scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-state = Namespace(optimizer=optimizer, scaler=scaler)
-args = Namespace(precision="fp32", label_smoothing=0.0)
-for step in range(3):
-    before = model.weight.detach().clone()
-    images = torch.ones(3, 4) * (hvd.rank() + 1)
-    if step == 1 and hvd.rank() == 1:
-        images[0, 0] = float("inf")
-    script.train_step(args, model, state, images, torch.tensor([0, 1, 0]))
-    moved = not torch.equal(before, model.weight)
-    same = torch.equal(model.weight, hvd.broadcast(model.weight.detach(), root_rank=0))
-    found = f"MOVED {moved} SAME {same} SCALE {scaler.get_scale()}"
-    print(f"RANK {hvd.rank()} STEP {step} {found}", flush=True)
-sums = torch.tensor([hvd.rank() + 1.0, 10.0], dtype=torch.float64)
-print("SUM", script.all_reduce(sums).tolist(), flush=True)
-"""
-
-
-@pytest.mark.horovod
-def test_an_infinity_on_one_rank_skips_the_step_on_all(tmp_path):
-    """GradScaler under Horovod; and what its sums are."""
-    probe = tmp_path / "probe.py"
-    probe.write_text(HOROVOD_PROBE)
-    command = ("horovodrun", "-np", "2", "--gloo", sys.executable, probe)
-    ended = run(*command, PYTHONPATH=str(ROOT))
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    steps = enumerate(((True, 1024.0), (False, 512.0), (True, 512.0)))
-    for step, (moved, scale) in steps:
-        for rank in (0, 1):
-            line = f"RANK {rank} STEP {step} MOVED {moved} SAME True SCALE {scale}"
-            assert line in ended.stdout, ended.stdout
-    assert ended.stdout.count("SUM [3.0, 20.0]") == 2, ended.stdout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import sys
+import warnings
 from argparse import Namespace
 from datetime import timedelta
 from unittest.mock import Mock
@@ -27,12 +28,10 @@ from common.errors import SIGNALS, ImageError, UserError
 from common.log import Log
 from common.meters import Meter, averages, batch_sums
 from common.model import (
-    InMemoryOrder,
     build_model,
     check_image_size,
-    contiguous_view,
 )
-from common.schedule import learning_rate_factor
+from common.schedule import build_scheduler, learning_rate_factor
 from common.seeding import seed_augmentation, seed_step
 from launch.check import check_shared_memory, processes_per_machine, set_threads
 from launch.exits import LOST_PROCESS, Stopped, Watchdog, exit_status
@@ -48,8 +47,6 @@ def parse(*flags, **changes):
     vars(args).update(changes)
     return args
 
-
-# --- ranks and machines ------------------------------------------------------------------
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 SLURM = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
@@ -108,9 +105,6 @@ def test_the_process_that_failed_first(ended, status):
         failures[rank] = ProcessFailure(rank, 1, exitcode, "")
         failures[rank].timestamp = second
     assert root_cause(failures)[1].exitcode == status
-
-
-# --- devices, cores and shared memory ----------------------------------------------------
 
 
 def test_more_processes_than_gpus_are_refused_unless_they_share(monkeypatch):
@@ -179,9 +173,6 @@ def test_shared_memory_holds_the_batches_of_loader_processes(monkeypatch):
     check_shared_memory(parse("--synthetic", "-j", 4, "--image-size", 32), 8)
 
 
-# --- how a script ends -------------------------------------------------------------------
-
-
 def test_signals_are_remembered():
     assert set(SIGNALS) == {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
     before = {number: signal.getsignal(number) for number in SIGNALS}
@@ -239,7 +230,6 @@ GONE = " lost another: Connection closed by peer [127.0.0.1]:1."
         (ConnectionResetError(104, "Connection reset by peer"), 1, 1, "another"),
         (RuntimeError("EADDRINUSE port: 29500"), 0, 2, "port 29500 is in use"),
         (RuntimeError("shape mismatch"), 0, 1, "Traceback"),
-        (FileNotFoundError(2, "No such file"), 0, 1, "Traceback"),
         (RuntimeError("CUDA error: the launch timed out and was"), 0, 1, "Traceback"),
         (RuntimeError("Caught RuntimeError in DataLoader worker"), 1, 1, "Traceback"),
     ],
@@ -281,9 +271,6 @@ print([os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(2)])
 def test_a_launcher_that_dies_while_its_process_imports():
     ended = run(sys.executable, "-c", ORPHAN, timeout=60)
     assert (ended.stdout, ended.stderr) == ("[-9, 1]\n", "")
-
-
-# --- arguments ---------------------------------------------------------------------------
 
 
 def test_defaults_are_those_of_the_recipe():
@@ -329,9 +316,6 @@ def test_bad_flags_end_with_status_2_and_one_line(flags, message, capsys, monkey
         assert error.count("\n") == (rank == 0) and (rank or message in error)
 
 
-# --- sums and what is printed of them ----------------------------------------------------
-
-
 def test_meter_adds_named_sums():
     meter = Meter()
     outputs = torch.eye(7)[:4] + torch.tensor([0, 0, 0.1, 0.2, 0.3, 0.4, 0.5])
@@ -354,7 +338,7 @@ def test_meter_adds_named_sums():
     assert meter.reduce(two_processes, stop=True) == {"images": 6, "stop": 2}
 
 
-def test_top5_of_fewer_classes_than_five_and_averages_over_nothing():
+def test_fewer_classes_than_five_and_averages_over_nothing():
     sums = batch_sums(torch.tensor(0.0), torch.tensor([[0.1, 0.9]]), torch.tensor([0]))
     assert (sums["top1"], sums["top5"]) == (0, 100)
     nothing = averages({"loss": 0.0, "images": 0.0, "stop": 1.0})
@@ -504,22 +488,22 @@ def test_the_report_has_medians_of_whole_epochs(tmp_path):
     assert medians()["seconds"] is None
 
 
-# --- learning rate and random numbers ----------------------------------------------------
-
-
-def test_warm_up_then_steps():
+def test_warm_up_then_steps_or_cosine():
     factors = [learning_rate_factor(step, 10, 90, 5, "step") for step in range(900)]
     assert factors[0] == pytest.approx(0.02) and factors[24] == pytest.approx(0.5)
-    assert factors[49] == 1 and factors[299] == 1
+    assert factors[49] == factors[299] == 1 and factors[:50] == sorted(factors[:50])
     assert factors[300] == pytest.approx(0.1) and factors[899] == pytest.approx(0.01)
-    assert factors[:50] == sorted(factors[:50])
-
-
-def test_warm_up_then_cosine_to_zero():
     factors = [learning_rate_factor(step, 10, 9, 1, "cosine") for step in range(91)]
     assert max(factors) == 1 and factors[50] == pytest.approx(0.5)
     assert factors[90] == pytest.approx(0) and 0 < factors[89] < 0.001
-    assert learning_rate_factor(0, 10, 9, 0, "cosine") == 1
+
+
+def test_a_first_step_that_overflows_warns_of_nothing():
+    """GradScaler leaves it out, where loss scaling begins too high by design."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build_scheduler(parse("--data", "x"), optimizer, 10).step()
 
 
 def test_augmentation_and_dropout_draw_from_their_keys():
@@ -534,28 +518,8 @@ def test_augmentation_and_dropout_draw_from_their_keys():
     assert draw(seed_step, 0, 1, 2, 0)[0] != draw(seed_step, 0, 1, 2, 1)[0]
 
 
-# --- model -------------------------------------------------------------------------------
-
-
 def data_of(classes):
     return Namespace(classes=range(classes))
-
-
-def test_channels_last_goes_through_a_compressor_in_memory_order():
-    def compress(tensor):
-        assert tensor.is_contiguous()
-        return tensor.half(), tensor.dtype
-
-    half = Namespace(compress=compress, decompress=torch.Tensor.to)
-    for shape in ((8, 3, 5, 5), (8, 3, 1, 1), (10,)):
-        tensor = torch.randn(shape)
-        if len(shape) == 4:
-            tensor = tensor.to(memory_format=torch.channels_last)
-        assert contiguous_view(tensor).data_ptr() == tensor.data_ptr()
-        order = InMemoryOrder(half)
-        back = order.decompress(*order.compress(tensor))
-        assert back.stride() == tensor.stride()
-        torch.testing.assert_close(back, tensor.half().float())
 
 
 def test_first_weights_depend_on_the_seed_alone():
