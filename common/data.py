@@ -285,7 +285,7 @@ def is_image_and_label(item: Any) -> bool:
         return False
     if isinstance(label, Tensor) and label.dtype == torch.int64 and not label.ndim:
         label = int(label)  # as in a TensorDataset
-    square = tuple(image.shape) == (3, image.shape[-1], image.shape[-1])
+    square = tuple(image.shape) == (3, *2 * image.shape[-1:])
     return square and isinstance(label, int | numpy.integer)
 
 

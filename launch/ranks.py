@@ -52,7 +52,7 @@ def ranks_from_environment(environment: Mapping[str, str]) -> Ranks:
     try:
         *first, tasks = values.values()
         ranks = Ranks(*map(int, first), _tasks(tasks, environment))
-    except (ValueError, IndexError):
+    except (ValueError, LookupError):
         ranks = Ranks(-1, -1, 0, 0)
     if not (
         0 <= ranks.rank < ranks.world_size

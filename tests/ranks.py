@@ -27,12 +27,15 @@ import torchvision
 from torch import nn
 from torch.utils.data import Subset
 
+import common.data
+import common.images
+import common.model
 from common.arguments import build_parser, parse_arguments
 from common.checkpoint import TrainingState, lock_output, replace_file
-from common.errors import Stopped
-from common.launch import Watchdog
+from common.data import RandomImages
 from common.model import build_model
 from common.schedule import build_scheduler
+from launch.exits import Stopped, Watchdog
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("dataparallel", "distributed", "multiprocessing_distributed")
@@ -207,16 +210,13 @@ NETS["steep"] = SteepNet
 
 
 def load_script(name: str, net: str | None):
-    """A script as a module, with one of our networks in the place of torchvision's."""
+    """A script as a module, with one of our networks in place of torchvision's."""
     script = importlib.import_module(name)
     if net is not None:
 
-        def build(args: Namespace, classes: int) -> nn.Module:
+        def build(args: Namespace, dataset) -> nn.Module:
             torch.manual_seed(args.seed)
-            layout = torch.channels_last
-            if args.no_channels_last:
-                layout = torch.contiguous_format
-            script.raw_model = NETS[net](classes).to(memory_format=layout)
+            script.raw_model = NETS[net](len(dataset.classes))
             return script.raw_model
 
         script.build_model = build
@@ -232,9 +232,19 @@ def start(script, flags: list) -> None:
             script.main(script.arguments(flags))
         return
     args = script.arguments([*flags, "--nprocs", os.environ["WORLD_SIZE"]])
-    port = os.environ["MASTER_PORT"]
-    args.dist_url = f"tcp://127.0.0.1:{port}"
+    args.dist_url = f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}"
     script.worker(int(os.environ["RANK"]), args)
+
+
+def before_each_step(script, act) -> None:
+    """Have act(state, images, labels) called before each training step."""
+    train_step = script.train_step
+
+    def step(args, model, state, images, labels):
+        act(state, images, labels)
+        return train_step(args, model, state, images, labels)
+
+    script.train_step = step
 
 
 def train(name: str, flags: list, net: str | None = None):
@@ -256,8 +266,8 @@ def train_watched(
     script = load_script(name, net)
     build, train_step, seen = script.build_model, script.train_step, []
 
-    def watched(args, classes):
-        model = build(args, classes)
+    def watched(args, dataset):
+        model = build(args, dataset)
         first = next(part for part in model.modules() if isinstance(part, nn.Conv2d))
 
         def keep(part, given):
@@ -294,7 +304,7 @@ def train_compiled(name: str, flags: list) -> int:
     from torch._inductor import config
 
     config.compile_threads = 1  # in this process
-    torchvision.models.get_model = lambda arch, num_classes, **_: nn.Sequential(
+    common.model.get_model = lambda arch, num_classes, **_: nn.Sequential(
         nn.Conv2d(3, 4, 3, stride=4), nn.Flatten(), nn.Linear(256, num_classes)
     )
     train(name, flags)
@@ -307,51 +317,28 @@ def train_unlike(name: str, flags: list, own: list[list]):
     start(load_script(name, None), [*flags, *own[rank]])
 
 
-def train_with_nan(name: str, flags: list, at: tuple[int, int]):
-    """Train; in step `at` of (epoch, step) the loss of rank 1 is no number."""
-    script = load_script(name, None)
-    train_step = script.train_step
+def train_disturbed(name: str, flags: list, at: int, what: str, net: str | None = None):
+    """Train; in step `at` of the run rank 1 gets a signal, or a loss that is no number.
 
-    def spoiled(args, model, state, images, labels):
-        loss, outputs = train_step(args, model, state, images, labels)
-        position = state.epoch, state.scheduler.last_epoch - state.epoch * 12 + 1
-        if position == at and os.environ["RANK"] == "1":
-            loss = loss * float("nan")
-        return loss, outputs
+    With one process that is rank 0. Prints (epoch, step) of each torch.save.
+    """
+    script, save = load_script(name, net), torch.save
+    last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"] != "1"))
 
-    script.train_step = spoiled
-    start(script, flags)
-
-
-def train_signalled(name: str, flags: list, step: int):
-    """Train; in step `step` of the first epoch rank 1 gets a SIGTERM."""
-    script = load_script(name, "small")
-    train_step = script.train_step
-
-    def signalled(args, model, state, images, labels):
-        if os.environ["RANK"] == "1" and state.scheduler.last_epoch == step - 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return train_step(args, model, state, images, labels)
-
-    script.train_step = signalled
-    start(script, flags)
-
-
-def train_and_print_saves(name: str, flags: list, stop_at: int | None):
-    """Train; print (epoch, step) of each torch.save; a signal comes at step `stop_at`."""
-    script = load_script(name, "small")
-    train_step, save = script.train_step, torch.save
-
-    def stopped(args, model, state, images, labels):
-        if state.scheduler.last_epoch + 1 == stop_at:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return train_step(args, model, state, images, labels)
+    def act(state, images, labels):
+        if last and state.scheduler.last_epoch + 1 == at:
+            if what == "nan":
+                with torch.no_grad():
+                    images.fill_(float("nan"))
+            else:
+                os.kill(os.getpid(), getattr(signal, what))
 
     def printed(content, file):
         print("torch.save", content["epoch"], content["step"], flush=True)
         save(content, file)
 
-    script.train_step, torch.save = stopped, printed
+    before_each_step(script, act)
+    torch.save = printed
     start(script, flags)
     torch.save = save
 
@@ -375,17 +362,17 @@ def save_for_ever(output: str) -> None:
     """
     argv = ["--data", "x", "--output", output, "--precision", "fp32"]
     args = parse_arguments(build_parser("A test."), "test", argv)
-    args.world_size = 1
     model = nn.Linear(512, 256)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     scheduler = build_scheduler(args, optimizer, 10)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    state = TrainingState(args, model, optimizer, scheduler, scaler)
+    images = RandomImages(8, 8), RandomImages(8, 8)
+    state = TrainingState(args, images, model, optimizer, scheduler, scaler)
     for weight in model.parameters():
         optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     acknowledged = Path(output, "acknowledged")
     number = int(acknowledged.read_text()) if acknowledged.exists() else 0
-    state.best_acc1 = float(number - 1 + number % 2)
+    state.best = float(number - 1 + number % 2)
     while True:
         number += 1
         with torch.no_grad():
@@ -400,59 +387,38 @@ def save_for_ever(output: str) -> None:
         replace_file(acknowledged, lambda file, text=text: file.write(text))
 
 
-def wait_for_ever(seconds: int) -> None:
-    """Finish a batch, and then never another."""
-    Watchdog.GRACE = 1
-    Watchdog(timedelta(seconds=seconds)).feed()
-    threading.Event().wait()
-
-
-def blocked() -> None:
-    """Wait in C code, as in a CUDA synchronisation: no Python handler runs any more."""
-    Watchdog.PATIENCE = 0.5
-    Watchdog(timedelta(seconds=60)).feed()
-    mutex, libc = (ctypes.c_char * 64)(), ctypes.CDLL(None)
-    libc.pthread_mutex_lock(mutex)
+def watched(how: str, limit: int = 60) -> None:
+    """Finish batches under a Watchdog of `limit` seconds, or none."""
+    Watchdog.GRACE, Watchdog.PATIENCE = 1, 0.1 if how == "signalled twice" else 0.5
+    watchdog = Watchdog(timedelta(seconds=limit))
+    watchdog.feed()
     print("begins", flush=True)
-    libc.pthread_mutex_lock(mutex)
-
-
-def signalled_twice() -> None:
-    """Finish batches, also between two signals."""
-    Watchdog.PATIENCE = 0.1
-    watchdog = Watchdog(timedelta(seconds=60))
+    if how == "waits":
+        threading.Event().wait()
+    if how == "waits in C":  # as for a GPU: no Python handler runs any more
+        mutex, libc = (ctypes.c_char * 64)(), ctypes.CDLL(None)
+        libc.pthread_mutex_lock(mutex)
+        libc.pthread_mutex_lock(mutex)
     for number in range(20):
         watchdog.feed()
-        if number in (2, 17):
+        if how == "signalled twice" and number in (2, 17):
             signal.raise_signal(signal.SIGTERM)
-        time.sleep(0.1)
-
-
-def suspended(seconds: int) -> None:
-    """Finish batches for a few seconds."""
-    Watchdog.GRACE = 1
-    watchdog = Watchdog(timedelta(seconds=seconds))
-    for _ in range(15):
-        watchdog.feed()
-        print("begins", flush=True)
         time.sleep(0.1)
 
 
 def batches(name: str, flags: list, net: str | None = None):
     """Train, and return for each step the digests of this process's (pixels, label)."""
-    script = load_script(name, net)
-    seen, train_step = [], script.train_step
+    script, seen = load_script(name, net), []
 
-    def recorded(args, model, state, images, labels):
+    def act(state, images, labels):
         digests = [
             hashlib.sha256(image.contiguous().numpy().tobytes()).hexdigest()[:16]
             + f"-{label}"
             for image, label in zip(images, labels.tolist(), strict=True)
         ]
         seen.append((state.epoch, digests))
-        return train_step(args, model, state, images, labels)
 
-    script.train_step = recorded
+    before_each_step(script, act)
     start(script, flags)
     return seen
 
@@ -465,13 +431,8 @@ def recorded(name: str, runs: list) -> list[dict]:
     flip of each (epoch, index), and at the end weights, momenta and the loss scaler.
     """
     script = load_script(name, None)
-    common_data, common_images = (
-        sys.modules["common.data"],
-        sys.modules["common.images"],
-    )
-    build_model, train_step = script.build_model, script.train_step
-    seed, box = common_data.seed_augmentation, common_images.random_box
-    flip = common_images.F.horizontal_flip
+    build, seed = script.build_model, common.data.seed_augmentation
+    box, flip = common.images.random_box, common.images.F.horizontal_flip
     key, found, end = None, {}, {}
 
     def seed_augmentation(number, epoch, index):
@@ -488,25 +449,24 @@ def recorded(name: str, runs: list) -> list[dict]:
         found["crops"][key][1] = True
         return flip(pixels)
 
-    def recorded_step(args, model, state, images, labels):
+    def act(state, images, labels):
         found["rates"].append(state.optimizer.param_groups[0]["lr"])
         found["strides"].append(images.stride())
         if len(found["rates"]) == found["stop"]:
             os.kill(os.getpid(), signal.SIGTERM)
         end["state"] = state
-        return train_step(args, model, state, images, labels)
 
-    common_data.seed_augmentation = seed_augmentation
-    common_images.random_box = random_box
-    common_images.F.horizontal_flip = horizontal_flip
+    common.data.seed_augmentation = seed_augmentation
+    common.images.random_box = random_box
+    common.images.F.horizontal_flip = horizontal_flip
     if name == "horovod_distributed":
         script.hvd.shutdown = lambda: None
-    script.train_step = recorded_step
+    before_each_step(script, act)
     script.exit_status = lambda *_: contextlib.suppress(Stopped)  # not os._exit
     came_to = []
     for net, flags, stop, port in runs:
         os.environ["MASTER_PORT"] = port  # the last one's store may be closing
-        script.build_model = build_model
+        script.build_model = build
         load_script(name, net)
         found = {"crops": {}, "rates": [], "strides": [], "stop": stop}
         start(script, flags)
@@ -522,19 +482,16 @@ def recorded(name: str, runs: list) -> list[dict]:
 
 
 def validate_sizes(name: str, flags: list, sizes: list, output: str):
-    """Validate on N images for each N of `sizes`, and save as main() does.
+    """Train, then validate on N images for each N of `sizes`, and save as main() does.
 
     Every process begins with batch norm statistics of its own, as after its shard.
     Returns {N: (the averages, this process's buffers)}; rank 0 writes OUTPUT/N.pt.
     """
-    script = load_script(name, "norm")
-    data = sys.modules["common.data"]
-    checkpoint = sys.modules["common.checkpoint"]
-    found = {}
-    validate, build_datasets = script.validate, script.build_datasets
+    script, found = load_script(name, "norm"), {}
+    validate = script.validate
 
-    def all_sizes(args, loader, eval_model, meter):
-        train_set, val_set = build_datasets(args)
+    def all_sizes(args, loader, eval_model, watchdog):
+        train_set, val_set = script.build_datasets(args)
         rank, world_size = place(name)
         region = shard_region(Path(script.__file__))
         for size in sizes:
@@ -547,20 +504,16 @@ def validate_sizes(name: str, flags: list, sizes: list, output: str):
             names = {"args": args, "train_set": train_set, "val_set": subset}
             names |= {"rank": rank, "world_size": world_size}
             exec(region, vars(script), names)  # the script's own choice of images
-            sampler = names["val_sampler"]
-            one = data.build_loader(args, subset, sampler, loader.device, False)
-            figures = validate(args, one, eval_model, script.Meter(loader.device))
-            buffers = {
-                name: buffer.clone() for name, buffer in raw_model.named_buffers()
-            }
-            found[size] = tuple(figures[:4]), buffers
+            share = args.global_batch_size // world_size, 0, loader.device
+            one = common.data.build_loader(
+                args, subset, names["val_sampler"], *share, training=False
+            )
+            figures = validate(args, one, eval_model, watchdog)
+            buffers = {n: buffer.clone() for n, buffer in raw_model.named_buffers()}
+            found[size] = figures, buffers
             if rank == 0:
-                content = {"state_dict": raw_model.state_dict()}
-                checkpoint.replace_file(
-                    Path(output, f"{size}.pt"),
-                    lambda file, content=content: torch.save(content, file),
-                )
-        return validate(args, loader, eval_model, meter)
+                torch.save(raw_model.state_dict(), Path(output, f"{size}.pt"))
+        return validate(args, loader, eval_model, watchdog)
 
     script.validate = all_sizes
     start(script, flags)
@@ -581,7 +534,7 @@ def download(file: str):
     torch.hub.download_url_to_file = slowly
     flags = ["--data", "x", "--arch", arch, "--pretrained"]
     args = parse_arguments(build_parser("A test."), "test", flags)
-    return build_model(args, 1000).state_dict()
+    return build_model(args, RandomImages(8, 8)).state_dict()
 
 
 def shard_region(script: Path) -> str:
