@@ -88,9 +88,8 @@ def main(args: Namespace) -> None:
 
     # [3/6 wrap] amp first, then Apex's DDP, whose backward pass averages gradients
     raw_model.to(memory_format=torch.contiguous_format)  # amp_C takes no other
-    raw_model, optimizer = amp.initialize(
-        raw_model, optimizer, opt_level=args.opt_level
-    )
+    prepared = amp.initialize(raw_model, optimizer, opt_level=args.opt_level)
+    raw_model, optimizer = prepared
     model = ApexDDP(raw_model)
     eval_model = raw_model  # as amp prepared it, so in the precision it trains in
     extra = {"amp": amp}

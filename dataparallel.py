@@ -32,7 +32,6 @@ from launch.exits import Stopped, Watchdog, exit_status
 
 # [imports]
 from common.errors import UserError
-from common.model import AutocastModel
 # [/imports]
 
 
@@ -197,6 +196,26 @@ def broadcast_buffers(model: nn.Module) -> None:
 
 
 # [start]
+class AutocastModel(nn.Module):
+    """A model that enters autocast in its own forward.
+
+    nn.DataParallel runs its replicas in threads, and autocast's dtype is per thread:
+    with autocast around it only, bf16 on two GPUs would silently compute in fp16
+    (torch/nn/parallel/parallel_apply.py hands on that autocast is on, not its dtype).
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype):
+        super().__init__()
+        self.module = module
+        self.dtype = dtype
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(B, 3, S, S) images -> (B, classes) outputs in `dtype`."""
+        enabled = self.dtype != torch.float32
+        with torch.autocast(images.device.type, self.dtype, enabled=enabled):
+            return self.module(images)
+
+
 def arguments(argv: list[str] | None = None) -> Namespace:
     """Parse the command line."""
     return parse_arguments(build_parser(__doc__), "dataparallel", argv)

@@ -142,26 +142,6 @@ def pretrained_image_size(arch: str) -> int:
     return get_model_weights(arch).DEFAULT.transforms().crop_size[0]
 
 
-class AutocastModel(nn.Module):
-    """A model that enters autocast in its own forward.
-
-    nn.DataParallel runs its replicas in threads, and autocast's dtype is per thread:
-    with autocast around it only, bf16 on two GPUs would silently compute in fp16
-    (torch/nn/parallel/parallel_apply.py hands on that autocast is on, not its dtype).
-    """
-
-    def __init__(self, module: nn.Module, dtype: torch.dtype):
-        super().__init__()
-        self.module = module
-        self.dtype = dtype
-
-    def forward(self, images: Tensor) -> Tensor:
-        """(B, 3, S, S) images -> (B, classes) outputs in `dtype`."""
-        enabled = self.dtype != torch.float32
-        with torch.autocast(images.device.type, self.dtype, enabled=enabled):
-            return self.module(images)
-
-
 def contiguous_view(tensor: Tensor) -> Tensor:
     """The same memory as a contiguous tensor: channels_last as (O, H, W, I).
 

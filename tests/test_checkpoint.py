@@ -27,9 +27,7 @@ from ranks import (
 )
 
 from common import checkpoint
-from launch.agreement import agree
 from common.arguments import build_parser, parse_arguments
-from launch.check import check
 from common.checkpoint import (
     SavedTensors,
     TrainingState,
@@ -46,6 +44,8 @@ from common.errors import UserError
 from common.meters import Averages
 from common.model import build_model
 from common.schedule import build_scheduler
+from launch.agreement import agree
+from launch.check import check
 
 FIGURES = {"seconds": 1.0, "first_step": 0}
 HOST = socket.gethostname()

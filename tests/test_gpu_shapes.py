@@ -27,7 +27,6 @@ from common.checkpoint import read_checkpoint
 from common.data import MEAN, STD, build_loader
 from common.device import select_device
 from common.errors import ImageError, UserError
-from common.model import AutocastModel
 from launch.check import processes_per_machine
 from launch.exits import Stopped
 
@@ -634,7 +633,7 @@ def test_gradients_are_scaled_in_fp16_only(main, name, flags, scaler):
 
 def test_dataparallel_has_all_gpus_and_autocast_inside(main, tmp_path):
     (wrapped,) = main("dataparallel", "--compile", count=1).wrappers
-    assert isinstance(wrapped.module, AutocastModel)
+    assert type(wrapped.module).__name__ == "AutocastModel"
     assert wrapped.module.dtype == torch.bfloat16  # the stand-in has it
     assert isinstance(wrapped.module.module, Net)
     assert wrapped.passes == [True, True, False]  # validates on all of them, too

@@ -435,7 +435,9 @@ def test_a_run_begins_with_what_it_is(flags, epoch, step, printed, capsys):
     first, second, *lines = capsys.readouterr().out.splitlines()
     assert first.startswith("test: 2 processes on ")
     assert first.endswith(f" (cpu), {log.state.arch}, fp32, seed 0")
-    data = "synthetic images" if log.args.synthetic else "4 loader processes (auto)"
+    data = "synthetic images"
+    if not log.args.synthetic:
+        data = f"4 loader processes ({log.args.decoder})"
     images = f"10 steps an epoch of 512 images, 256 per process, {data}"
     assert second == f"{images}, learning rate 0.4"
     assert len(lines) == len(printed)
