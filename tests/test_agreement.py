@@ -15,10 +15,10 @@ from conftest import ROOT, TINY, environment, run
 from ranks import Ranks, free_port, run_ranks, train, train_unlike
 from torch.utils.data import Dataset
 
-from launch.agreement import Processes, agree
 from common.arguments import build_parser, parse_arguments
 from common.data import PackedPaths, build_datasets, share_out
 from common.errors import UserError
+from launch.agreement import Processes, agree
 
 HOST = socket.gethostname()
 EPOCH = [*TINY, "--epochs", "1", "--max-steps", "2", "-j", "0"]

@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from conftest import TINY, Running, launcher, wait_until
+from conftest import MISSING, TINY, Running, launcher, wait_until
 from ranks import Ranks, run_ranks, train, train_disturbed, watched
 from test_loopback import assert_loopback
 
@@ -24,6 +24,7 @@ WAYS = {
     "horovodrun": ("horovod_distributed", {"CONTROLLER": "gloo"}),
     "mpirun": ("horovod_distributed", {"CONTROLLER": "mpi"}),
 }
+LAUNCHERS = ("torchrun", "mp.spawn", "horovodrun", "mpirun")
 NEEDS = {"horovodrun": pytest.mark.horovod, "mpirun": pytest.mark.mpi}
 
 # --- what ends a run ---
@@ -88,9 +89,13 @@ def test_a_run_ends_and_leaves_nothing_behind(way, event, pictures, tmp_path, fi
 
 
 def end_by(event, way, job):
-    """End a run by an event, and look at how it ended."""
-    began = time.monotonic()
+    """End a run by an event, and look at how it ends."""
     EVENTS[event](job)
+    return ended_by(event, way, job)
+
+
+def ended_by(event, way, job):
+    began = time.monotonic()
     status = job.end(90)
     seconds, text = time.monotonic() - began, job.text()
     saved = "stopped after step" in text or "stopped after epoch" in text
@@ -113,6 +118,22 @@ def end_by(event, way, job):
     if event not in STOPS and way != "mpirun" and "launcher" not in event:
         assert " lost another: " in text or "finished no batch for" in text
     return [status, f"{seconds:.1f} s", *["saved"] * saved]
+
+
+def test_a_process_that_hangs_ends_its_job(pictures, tmp_path):
+    """Launchers wait up to 30 s before they kill it, here all at the same time."""
+    event, jobs = "one process hangs", {}
+    flags = (*TINY, "--epochs", "5000", "--timeout-seconds", "10")
+    with contextlib.ExitStack() as stack:
+        for way in LAUNCHERS:
+            if way not in NEEDS or MISSING[NEEDS[way].name] is None:
+                where = pictures, tmp_path / f"{way}-out"
+                job = Running(WAYS[way][0], *where, *flags, **WAYS[way][1])
+                jobs[way] = stack.enter_context(job)
+                assert_loopback(job, way)
+                EVENTS[event](job)
+        for way, job in jobs.items():
+            ended_by(event, way, job)
 
 
 # --- to the bit ---
@@ -143,19 +164,10 @@ def small_digits(digits, tmp_path_factory):
 @pytest.fixture(scope="module")
 def uninterrupted(small_digits, tmp_path_factory):
     """The output of a run that nothing disturbed; strategies have the same bits."""
-    done = {}
-
-    def of(world_size):
-        if world_size not in done:
-            folder = tmp_path_factory.mktemp("whole")
-            name = "dataparallel" if world_size == 1 else "distributed"
-            flags = ["--data", small_digits, *COURSE, "-j", 2]
-            flags += ["--output", folder / "out"]
-            run_ranks(folder, world_size, train, name=name, flags=flags)
-            done[world_size] = folder / "out"
-        return done[world_size]
-
-    return of
+    folder = tmp_path_factory.mktemp("whole")
+    flags = ["--data", small_digits, *COURSE, "-j", 2, "--output", folder / "out"]
+    run_ranks(folder, 2, train, name="distributed", flags=flags)
+    return folder / "out"
 
 
 def assert_same_run(output, expected):
@@ -218,62 +230,38 @@ def figures_of(records):
     ]
 
 
-LIVES = {
-    "dataparallel": ("SIGTERM to the launcher",),
-    "torchrun": (
-        "one process hangs",
-        "SIGKILL to one process",
-        "SIGTERM to one process",
-    ),
-    "mp.spawn": (
-        "one process hangs",
-        "SIGKILL to one process",
-        "SIGTERM to the launcher",
-    ),
-    "mpirun": (
-        "one process hangs",
-        "SIGKILL to one process",
-        "SIGTERM to the launcher",
-    ),
-}
-LIVES["launch"] = LIVES["horovodrun"] = LIVES["torchrun"]
-
-
 @pytest.mark.parametrize(
-    "way",
+    "way, end",
     [
-        pytest.param("dataparallel", marks=pytest.mark.full),
-        pytest.param("launch", marks=pytest.mark.full),
-        *("torchrun", "mp.spawn"),
-        *(pytest.param(way, marks=mark) for way, mark in NEEDS.items()),
+        pytest.param("launch", "SIGTERM to one process", marks=pytest.mark.full),
+        ("torchrun", "SIGTERM to one process"),
+        ("mp.spawn", "SIGTERM to the launcher"),
+        pytest.param("horovodrun", "SIGTERM to one process", marks=pytest.mark.horovod),
+        pytest.param("mpirun", "SIGTERM to the launcher", marks=pytest.mark.mpi),
     ],
 )
-def test_ended_in_every_way_it_comes_to_the_same_bits(
-    way, small_digits, uninterrupted, tmp_path, figure
+def test_killed_and_stopped_it_ends_with_the_same_bits(
+    way, end, small_digits, uninterrupted, tmp_path, figure
 ):
     """What is left is trained by another strategy."""
     strategy, variables = WAYS[way]
     moments, positions = random.Random(way), []
-    output, flags = tmp_path / "out", [*COURSE, "--timeout-seconds", 5]
-    for event in LIVES[way]:
+    output, flags = tmp_path / "out", [*COURSE]
+    for event in ("SIGKILL to one process", end):
         with Running(strategy, small_digits, output, *flags, **variables) as job:
             if positions:
                 wait_until(lambda job=job: "resumed at" in job.text(), 90, "a resume")
                 wait_for_epochs(output, positions[-1][0] + 1)
-            else:
-                wait_until(lambda job=job: job.trainers(), 20, "training processes")
-                assert_loopback(job, way)
             time.sleep(moments.uniform(0, 0.3))
             figure(f"end / {event} / {way}", end_by(event, way, job))
         positions.append(position(output))
         assert positions[-1][0] < EPOCHS, f"{event} came too late to show anything"
-        flags = [*COURSE, "--timeout-seconds", 5, "--resume", "auto"]
+        flags = [*COURSE, "--resume", "auto"]
     assert positions == sorted(positions)
     flags = ["--data", small_digits, *flags, "-j", 2, "--output", output]
-    processes = 1 if way == "dataparallel" else 2
-    name = "dataparallel" if way == "dataparallel" else "multiprocessing_distributed"
-    run_ranks(tmp_path / "last", processes, train, name=name, flags=flags)
-    assert_same_run(output, uninterrupted(processes))
+    name = "multiprocessing_distributed"
+    run_ranks(tmp_path / "last", 2, train, name=name, flags=flags)
+    assert_same_run(output, uninterrupted)
     figure(f"resumed to the bit / {way}", positions)
 
 
@@ -303,7 +291,7 @@ def test_killed_again_and_again_it_ends_with_the_same_bits(
             kills.append(position(output))
     else:
         pytest.fail(f"not finished after 40 runs: {kills}")
-    assert_same_run(output, uninterrupted(2))
+    assert_same_run(output, uninterrupted)
     figure(f"killed again and again / {name} / {seed}", kills)
 
 

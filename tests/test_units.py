@@ -14,6 +14,9 @@ from datetime import timedelta
 
 import pytest
 import torch
+from common.launch import Watchdog, ranks_from_environment, rendezvous
+from common.progress import Progress
+from common.report import print_epoch, print_start, summarise
 from conftest import ROOT, environment, run
 from ranks import Ranks, download, free_port
 from torch import nn
@@ -23,18 +26,8 @@ from torchvision.models import WeightsEnum, get_model_builder
 
 from common import model
 from common.arguments import build_parser, parse_arguments
-from launch.check import restart_flags
 from common.device import check_devices, processes_per_machine, select_device
 from common.errors import LOST_PROCESS, ImageError, MissingMachine, Stopped, UserError
-from common.launch import Watchdog, ranks_from_environment, rendezvous
-from launch.machines import (
-    Machines,
-    _wait_for_all,
-    check_address,
-    machines_from_environment,
-    meet,
-    slots_of_hosts,
-)
 from common.meters import Averages, EpochTimer, Meter, averages, percentile
 from common.model import (
     AutocastModel,
@@ -44,10 +37,17 @@ from common.model import (
     check_image_size,
     contiguous_view,
 )
-from common.progress import Progress
-from common.report import print_epoch, print_start, summarise
 from common.schedule import learning_rate_factor, scaled_learning_rate
 from common.seeding import seed_augmentation, seed_from, seed_step
+from launch.check import restart_flags
+from launch.machines import (
+    Machines,
+    _wait_for_all,
+    check_address,
+    machines_from_environment,
+    meet,
+    slots_of_hosts,
+)
 from launch.torchrun import root_cause
 
 CPU = torch.device("cpu")
