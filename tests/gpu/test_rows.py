@@ -14,12 +14,12 @@ from argparse import Namespace
 
 import pytest
 import torch
-from common.report import commit
 from conftest import launcher
 from ranks import train_watched
 from test_equality import start
 
 from benchmarks.photographs import write_photographs
+from common.log import commit
 
 LIMIT = 150  # seconds for the processes of a row
 RESERVE = 15  # seconds in which a row could not do anything
