@@ -1,6 +1,7 @@
 """Shared fixtures: data, and running scripts through their real launchers."""
 
 import contextlib
+import importlib
 import json
 import os
 import platform
@@ -41,7 +42,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--figures",
         action="store_true",
-        help="write results/reliability.json, multinode.json and lessons/",
+        help="write results/reliability.json and multinode.json, and lessons/",
     )
     parser.addoption(
         "--rehearse-gpu",
@@ -68,7 +69,7 @@ def pytest_configure(config):
 
 
 def pytest_sessionfinish(session, exitstatus):
-    """Write down what a long run measured."""
+    """Write results/reliability.json and multinode.json, or add to them."""
     if not session.config.getoption("figures"):
         return
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
@@ -85,34 +86,24 @@ def pytest_sessionfinish(session, exitstatus):
     }
     hosts = {n: v for n, v in FIGURES.items() if n.startswith("hosts ")}
     others = {n: v for n, v in FIGURES.items() if n not in hosts}
-    complete = {"rounding", "val loss", "kills in a write", "end"}
-    anew = complete <= {name.split(" / ")[0] for name in others}
-    write_figures("reliability", others, this_session, anew)
-    path = ROOT / "results" / "multinode.json"
-    old = json.loads(path.read_text())["figures"] if path.exists() else {}
-    write_figures("multinode", hosts, this_session, old.keys() <= hosts.keys())
+    for name, figures in (("reliability", others), ("multinode", hosts)):
+        path = ROOT / "results" / f"{name}.json"
+        old = json.loads(path.read_text())
+        if not figures:
+            continue
+        if kinds(old["figures"]) <= kinds(figures):
+            old = {"sessions": [], "figures": {}}
+        report = {
+            "sessions": [*old["sessions"], this_session],
+            "figures": {**old["figures"], **figures},
+        }
+        if "kills in a write" in report["figures"]:
+            report["kills"] = kills(report["figures"])
+        path.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def write_figures(name: str, figures: dict, this_session: dict, anew: bool) -> None:
-    """Write results/NAME.json, or, where some tests were run again, add to it."""
-    if not figures:
-        return
-    path = ROOT / "results" / f"{name}.json"
-    report = {"sessions": [], "figures": {}}
-    if path.exists() and not anew:
-        report = json.loads(path.read_text())
-    counts = ("passed", "failed", "minutes")
-    for session in report["sessions"]:  # parts of one commit's run are one run
-        if {**session, **{c: this_session[c] for c in counts}} == this_session:
-            for count in counts:
-                session[count] = round(session[count] + this_session[count], 1)
-            break
-    else:
-        report["sessions"].append(this_session)
-    report["figures"].update(figures)
-    if "kills in a write" in report["figures"]:
-        report["kills"] = kills(report["figures"])
-    path.write_text(json.dumps(report, indent=1) + "\n")
+def kinds(figures: dict) -> set[str]:
+    return {name.split(" / ")[0] for name in figures}
 
 
 def kills(figures: dict) -> list[dict]:
@@ -131,52 +122,28 @@ def kills(figures: dict) -> list[dict]:
     return [dict(zip(header, row, strict=True)) for row in rows]
 
 
-def horovod_missing() -> str | None:
+def problem_of(use) -> str | None:
     try:
-        import horovod.torch  # noqa: F401
+        use()
     except ImportError as error:
-        return (
-            os.environ.get("HOROVOD_PROBLEM") or f"Horovod cannot be imported: {error}"
-        )
+        return f"cannot be imported: {error}"
     return None
 
 
 def mpi_missing() -> str | None:
-    if horovod_missing():
-        return horovod_missing()
-    import horovod.torch as hvd
-
-    if not hvd.mpi_built():
+    if not sys.modules["horovod.torch"].mpi_built():
         return "Horovod was built without MPI (bash scripts/test.sh --system installs Open MPI)"
     return None if shutil.which("mpirun") else "mpirun is not installed"
 
 
-def gpu_missing() -> str | None:
-    return None if torch.cuda.is_available() else "no CUDA GPU"
-
-
-def apex_missing() -> str | None:
-    try:
-        from apex import amp  # noqa: F401
-    except ImportError as error:
-        return f"Apex with amp cannot be imported: {error}"
-    return gpu_missing()
-
-
-def nvimgcodec_missing() -> str | None:
-    try:
-        import_nvimgcodec()
-    except ImportError as error:
-        return f"nvImageCodec cannot be imported: {error}"
-    return None
-
-
+NO_HOROVOD = problem_of(lambda: importlib.import_module("horovod.torch"))
+NO_GPU = None if torch.cuda.is_available() else "no CUDA GPU"
 MISSING = {
-    "nvimgcodec": nvimgcodec_missing(),
-    "horovod": horovod_missing(),
-    "mpi": mpi_missing(),
-    "gpu": gpu_missing(),
-    "apex": apex_missing(),
+    "nvimgcodec": problem_of(import_nvimgcodec),
+    "horovod": NO_HOROVOD and (os.environ.get("HOROVOD_PROBLEM") or NO_HOROVOD),
+    "mpi": NO_HOROVOD or mpi_missing(),
+    "gpu": NO_GPU,
+    "apex": problem_of(lambda: importlib.import_module("apex.amp")) or NO_GPU,
 }
 
 
@@ -239,24 +206,18 @@ def launcher(strategy: str, *flags, **extra) -> subprocess.CompletedProcess:
 
 def processes_of(run: str) -> dict[int, tuple[int, str]]:
     """Living processes that inherited the variable TEST_RUN=run: {pid: (parent, command)}."""
-    found = {}
+    found, mark = {}, f"TEST_RUN={run}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"TEST_RUN={run}".encode() not in (
-                folder / "environ"
-            ).read_bytes().split(b"\0"):
+        with contextlib.suppress(OSError):
+            if mark not in (folder / "environ").read_bytes().split(b"\0"):
                 continue
-            command = (
-                (folder / "cmdline")
-                .read_bytes()
-                .replace(b"\0", b" ")
-                .decode("utf-8", "replace")
-            )
+            command = (folder / "cmdline").read_bytes().decode("utf-8", "replace")
             state, parent = (folder / "stat").read_text().rsplit(")", 1)[1].split()[:2]
-        except OSError:
-            continue
-        if state != "Z":
-            found[int(folder.name)] = int(parent), command.strip()
+            if state != "Z":
+                found[int(folder.name)] = (
+                    int(parent),
+                    command.replace("\0", " ").strip(),
+                )
     return found
 
 
@@ -275,17 +236,11 @@ class Running:
     def __init__(self, strategy, data, output, *flags, **variables):
         self.output = output
         self.run = str(output)  # marks its processes
-        command = [
-            "bash",
-            ROOT / "scripts" / f"{strategy}.sh",
-            "--data",
-            data,
-            "-j",
-            "2",
-        ]
+        command = ["bash", ROOT / "scripts" / f"{strategy}.sh", "--data", data]
+        command += ["-j", "2", "--output", output, *flags]
         self.log = open(output.with_suffix(".log"), "wb")
         self.process = subprocess.Popen(
-            [str(word) for word in (*command, "--output", output, *flags)],
+            [str(word) for word in command],
             cwd=ROOT,
             env=environment(TEST_RUN=self.run, **variables),
             stdin=subprocess.DEVNULL,

@@ -19,7 +19,7 @@ from ranks import train_watched
 from test_equality import start
 
 from benchmarks.photographs import write_photographs
-from common.report import commit
+from common.log import commit
 
 LIMIT = 150  # seconds for the processes of a row
 RESERVE = 15  # seconds in which a row could not do anything
