@@ -72,12 +72,6 @@ def test_other_flags(flags, facts):
     assert difference(DATA, (*DATA, *flags)) == line(facts)
 
 
-def test_the_third_of_four_differs_in_much():
-    more = (*DATA, "--lr", 1, "--seed", 1, "--momentum", 0, "--weight-decay", 1)
-    expected = line("--lr, --momentum, --weight-decay", rank=2)
-    assert difference(DATA, DATA, more, DATA) == expected
-
-
 def test_other_devices_and_versions():
     assert difference(DATA, DATA) is None
     assert difference(DATA, DATA, device="cuda") == line("--device")

@@ -27,10 +27,7 @@ from common.device import check_devices, machine_cores, select_device
 from common.errors import SIGNALS, ImageError, UserError
 from common.log import Log
 from common.meters import Meter, averages, batch_sums
-from common.model import (
-    build_model,
-    check_image_size,
-)
+from common.model import build_model, check_image_size
 from common.schedule import build_scheduler, learning_rate_factor
 from common.seeding import seed_augmentation, seed_step
 from launch.check import check_shared_memory, processes_per_machine, set_threads
@@ -42,10 +39,8 @@ from launch.torchrun import root_cause
 CPU = torch.device("cpu")
 
 
-def parse(*flags, **changes):
-    args = parse_arguments(build_parser("A test."), "test", list(map(str, flags)))
-    vars(args).update(changes)
-    return args
+def parse(*flags):
+    return parse_arguments(build_parser("A test."), "test", list(map(str, flags)))
 
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
@@ -293,15 +288,12 @@ X = ("--data", "x")
     [
         ((*X, "--epoch", "3"), "unrecognized arguments: --epoch 3"),
         ((), "give one of --data DIR and --synthetic"),
-        ((*X, "--synthetic"), "give one of --data DIR and --synthetic"),
         ((*X, "--arch", "resnet19"), "torchvision has no model resnet19"),
         ((*X, "-b", "0"), "0 is not at least 1"),
         ((*X, "--epochs", "many"), "invalid int value: 'many'"),
-        ((*X, "--lr", "-1"), "-1 is not at least 0"),
         ((*X, "--lr", "nan"), "nan is not at least 0"),
         ((*X, "--lr", "inf"), "inf is not at least 0"),
         ((*X, "--min-crop", "1.5"), "1.5 is not at least 1e-06 and at most 1"),
-        ((*X, "-j", "-2"), "-2 is not at least 0"),
         ((*X, "--timeout-seconds", "0"), "0 is not at least 1"),
         ((*X, "--evaluate"), "--evaluate needs --resume auto|PATH or --pretrained"),
     ],
@@ -418,12 +410,7 @@ PRETRAINED = ("--data", "x", "--arch", "resnet50", "--pretrained", "-j", "4")
     "flags, epoch, step, printed",
     [
         (("--synthetic",), 0, 0, []),
-        (
-            ("--synthetic",),
-            1,
-            3,
-            ["epoch 2, after step 3 of it (image 1536 of its order)"],
-        ),
+        (("--synthetic",), 1, 3, ["after step 3 of it (image 1536 of its order)"]),
         (("--synthetic",), 9, 0, ["complete already: 9 of 9 epochs"]),
         (("--synthetic", "--evaluate", "--resume", "auto"), 9, 0, []),
         (PRETRAINED, 0, 0, ["side to 232 (bilinear) and takes the middle 224 pixels"]),
