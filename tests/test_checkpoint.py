@@ -184,7 +184,10 @@ def test_the_first_epoch_in_a_new_folder_is_its_best(tmp_path):
     args, state = make(tmp_path / "new", "--resume", str(saved(tmp_path)))
     state.resume(args, 0)
     for top1, best in ((0.0, 2), (30.0, 3), (20.0, 3)):
-        train_epochs(state, top1)
+        step(state, 1)
+        state.save()
+        finish(state, top1)
+        state.save()
         assert read_checkpoint(tmp_path / "new" / "best.pt")["epoch"] == best
     assert state.best == 30.0
 
@@ -390,6 +393,10 @@ def test_weights_of_another_shape_are_refused(tmp_path):
     for flags in ((), ("--evaluate",)):
         with pytest.raises(UserError, match="does not fit this model"):
             resumed(tmp_path / "run", *flags, outputs=5)
+        args, state = make(tmp_path / "run", "--resume", "auto", *flags)
+        state.raw_model = torch.nn.Sequential(state.raw_model)  # has other names
+        with pytest.raises(UserError, match="does not fit this model"):
+            state.resume(args, 0)
 
 
 def test_a_network_of_one_s_own_has_no_pretrained_weights(tmp_path):
@@ -429,7 +436,7 @@ def test_a_run_is_never_overwritten(tmp_path):
     for folder, flags, found in (
         ("run", (), "continue it with --resume auto, or choose another --output"),
         ("run", evaluate, None),
-        ("new", evaluate, None),
+        ("only read", evaluate, None),
         ("new", (), None),
         ("new", ("--resume", "auto"), None),
         ("run", ("--resume", "auto"), path),
@@ -444,6 +451,7 @@ def test_a_run_is_never_overwritten(tmp_path):
                 find_checkpoint(args)
         else:
             assert find_checkpoint(args) == found
+    assert not (tmp_path / "only read").exists()
 
 
 class Evil:
