@@ -32,6 +32,7 @@ from launch.exits import Stopped, Watchdog, exit_status
 
 # [imports]
 from common.errors import UserError
+from launch.check import check
 # [/imports]
 
 
@@ -57,7 +58,7 @@ def main(args: Namespace) -> None:
     share = batch_size, workers, device
     train_loader = build_loader(args, train_set, train_sampler, *share, training=True)
     val_loader = build_loader(args, val_set, val_sampler, *share, training=False)
-    agree(args, rank, world_size, device, all_reduce, data)
+    checkpoint = agree(args, rank, world_size, device, all_reduce, data)
 
     layout = torch.contiguous_format if args.no_channels_last else torch.channels_last
     raw_model = build_model(args, train_set).to(device, memory_format=layout)
@@ -84,7 +85,7 @@ def main(args: Namespace) -> None:
 
     scheduler = build_scheduler(args, optimizer, len(train_loader))
     state = TrainingState(args, data, raw_model, optimizer, scheduler, scaler, **extra)
-    state.resume(args, rank)
+    state.resume(args, rank, checkpoint)
     log = Log(args, state, device, rank, world_size, workers)  # rank 0's prints
     log.start(len(train_loader), batch_size)
 
@@ -223,5 +224,7 @@ def arguments(argv: list[str] | None = None) -> Namespace:
 
 if __name__ == "__main__":
     with exit_status():
-        main(arguments())
+        args = arguments()
+        check(args, 1)
+        main(args)
 # [/start]

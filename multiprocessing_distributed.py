@@ -65,7 +65,7 @@ def main(args: Namespace) -> None:
     share = batch_size, workers, device
     train_loader = build_loader(args, train_set, train_sampler, *share, training=True)
     val_loader = build_loader(args, val_set, val_sampler, *share, training=False)
-    agree(args, rank, world_size, device, all_reduce, data)
+    checkpoint = agree(args, rank, world_size, device, all_reduce, data)
 
     layout = torch.contiguous_format if args.no_channels_last else torch.channels_last
     raw_model = build_model(args, train_set).to(device, memory_format=layout)
@@ -89,7 +89,7 @@ def main(args: Namespace) -> None:
 
     scheduler = build_scheduler(args, optimizer, len(train_loader))
     state = TrainingState(args, data, raw_model, optimizer, scheduler, scaler, **extra)
-    state.resume(args, rank)
+    state.resume(args, rank, checkpoint)
     log = Log(args, state, device, rank, world_size, workers)  # rank 0's prints
     log.start(len(train_loader), batch_size)
 

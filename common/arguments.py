@@ -40,13 +40,13 @@ def number(kind: type, least: float, most: float = float("inf")) -> Callable:
     return parse
 
 
-positive = number(int, 1)
+positive = number(int, 1, 2**40)
 not_negative = number(float, 0)
 
 
 def seconds(text: str) -> timedelta:
     """Parse a whole number of seconds above 0."""
-    return timedelta(seconds=positive(text))
+    return timedelta(seconds=number(int, 1, 2**31)(text))
 
 
 def architecture(text: str) -> str:
@@ -69,7 +69,7 @@ def build_parser(docstring: str) -> OneLineParser:
             options.setdefault("metavar", "N" if options["type"] in ints else "X")
         parser.add_argument(*names, **options)
 
-    ints = (positive, seconds, at_least_0 := number(int, 0))
+    ints = (positive, seconds, not_less_than_0 := number(int, 0, 2**63 - 1))
     folder = "folder with train/CLASS/*.JPEG and val/CLASS/*.JPEG"
     add("--data", metavar="DIR", help=folder)
     add(
@@ -125,7 +125,7 @@ def build_parser(docstring: str) -> OneLineParser:
     add("--no-flip", action="store_true", help="do not mirror training images")
     add(
         *("-j", "--workers"),
-        type=at_least_0,
+        type=not_less_than_0,
         help="loader processes per machine, divided by its training processes (one per "
         f"core, at most {WORKERS_PER_GPU} per GPU)",
     )
@@ -139,7 +139,7 @@ def build_parser(docstring: str) -> OneLineParser:
     add("--precision", choices=tuple(PRECISIONS), help=bf16)
     add("--no-channels-last", action="store_true", help="keep NCHW memory format")
     add("--compile", action="store_true", help="torch.compile the model")
-    add("--seed", type=at_least_0, default=0, help="%(default)s")
+    add("--seed", type=not_less_than_0, default=0, help="%(default)s")
     last = "continue from the output folder's checkpoint, or from PATH"
     add("--resume", metavar="auto|PATH", help=last)
     add("--evaluate", action="store_true", help="only validate")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from common.data import digest_of, fingerprint
+from common.data import fingerprint
 from common.errors import UserError, say
 from common.meters import averages
 
@@ -203,7 +203,7 @@ class TrainingState:
             "step": self.step,
             "arch": self.arch,
             "state_dict": weights,
-            "best_acc1": torch.tensor(self.best),
+            "best_acc1": torch.tensor(self.best, dtype=torch.float64),
             "sums": self.sums,
             "learning_rate": self.learning_rate,
             "records": self.records,
@@ -219,19 +219,19 @@ class TrainingState:
             self.folder / BEST if is_best else None,
         )
 
-    def resume(self, args: argparse.Namespace, rank: int) -> None:
-        """Continue where `--resume` says; every process reads the file.
+    def resume(
+        self, args: argparse.Namespace, rank: int, checkpoint: tuple[Path, dict] | None
+    ) -> None:
+        """Continue from what open_checkpoint() found, or start if that is None.
 
         Raises:
-            UserError: see lock_output, find_checkpoint, read_checkpoint; or the file is
-                not of this run.
+            UserError: see lock_output; or the checkpoint is not of this run.
         """
         if rank == 0 and not args.evaluate:
             self.lock = lock_output(self.folder)
-        path = find_checkpoint(args)
-        if path is None:
+        if checkpoint is None:
             return
-        content = read_checkpoint(path)
+        path, content = checkpoint
         check_recipe(path, content, self.recipe)
         parts = self.parts
         if args.evaluate:
@@ -311,19 +311,16 @@ def find_checkpoint(args: argparse.Namespace) -> Path | None:
     return None
 
 
-def checkpoint_digest(args: argparse.Namespace) -> int:
-    """48 bits for the moment of the run that `--resume` names; 0 for a fresh start.
+def open_checkpoint(args: argparse.Namespace) -> tuple[Path, dict] | None:
+    """The checkpoint that `--resume` names and its content; None for a fresh start.
+
+    The content stays what it is, also when a run replaces the file.
 
     Raises:
         UserError: see find_checkpoint and read_checkpoint.
     """
     path = find_checkpoint(args)
-    if path is None:
-        return 0
-    content = read_checkpoint(path)
-    # Sums and timings belong to one moment of one run; weights take long to hash
-    moment = [content[name] for name in ("epoch", "step", "sums", "records")]
-    return digest_of(repr(moment).encode())
+    return None if path is None else (path, read_checkpoint(path))
 
 
 def check_checkpoint(args: argparse.Namespace) -> None:
@@ -332,12 +329,12 @@ def check_checkpoint(args: argparse.Namespace) -> None:
     Raises:
         UserError: see lock_output, find_checkpoint, read_checkpoint, check_recipe.
     """
-    path = find_checkpoint(args)
-    if path is not None:
+    checkpoint = open_checkpoint(args)
+    if checkpoint is not None:
         recipe = recipe_of(args)
         if args.precision is None:
             recipe.pop("precision", None)  # chosen where the device is known
-        check_recipe(path, read_checkpoint(path), recipe)
+        check_recipe(*checkpoint, recipe)
 
 
 def lock_output(folder: Path) -> BinaryIO | None:
@@ -405,8 +402,9 @@ def read_checkpoint(path: Path) -> dict:
         raise UserError(
             f"{path} is no checkpoint, or a damaged one: {reason[:120]}"
         ) from None
-    needed = {"epoch", "step", "state_dict", "best_acc1", "sums", "records", "recipe"}
-    missing = (needed | {"images"}).difference(content if type(content) is dict else ())
+    needed = {"epoch", "step", "state_dict", "best_acc1", "sums", "learning_rate"}
+    needed |= {"records", "recipe", "images"}
+    missing = needed.difference(content if type(content) is dict else ())
     if missing:
         names = ", ".join(sorted(missing))
         raise UserError(f"{path} is no checkpoint of these scripts: it has no {names}")

@@ -3,12 +3,13 @@
 import argparse
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from common.checkpoint import checkpoint_digest
+from common.checkpoint import open_checkpoint
 from common.data import digest_of, fingerprint
 from common.errors import UserError, speaks_for_machine
 
@@ -27,7 +28,7 @@ def agree(
     device: torch.device,
     all_reduce: Callable[[Tensor], Tensor],
     datasets: tuple[Dataset, Dataset],
-) -> None:
+) -> tuple[Path, dict] | None:
     """Check that all processes were started alike; otherwise they could hang.
 
     Each process fills its own row of a table of zeros with a digest of each fact, and
@@ -37,6 +38,9 @@ def agree(
     Args:
         all_reduce: returns the sum of a float64 tensor over all processes.
         datasets: for training and for validation.
+
+    Returns:
+        The checkpoint to resume, the same in all processes; None for a fresh start.
 
     Raises:
         UserError: the batch or the validation images are not enough for all processes,
@@ -60,7 +64,10 @@ def agree(
     facts["the training images"], facts["the validation images"] = map(
         fingerprint, datasets
     )
-    facts["the checkpoint"] = checkpoint_digest(args)
+    checkpoint = open_checkpoint(args)
+    # Sums and timings belong to one moment of one run; weights take long to digest
+    moment = ("epoch", "step", "sums", "records") if checkpoint else ()
+    facts["the checkpoint"] = [checkpoint[1][name] for name in moment]
     table = torch.zeros(world_size, len(facts), dtype=torch.float64)
     digests = [digest_of(repr(fact).encode()) for fact in facts.values()]
     table[rank] = torch.tensor(digests, dtype=torch.float64)
@@ -75,6 +82,7 @@ def agree(
             f"rank {other} differs from rank 0 in {', '.join(names[:3])}: start all "
             "processes alike"
         )
+    return checkpoint
 
 
 def check_batch(global_batch_size: int, world_size: int) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 from common.checkpoint import check_checkpoint, lock_output
-from common.data import build_datasets, check_datasets
+from common.data import PREFETCH, build_datasets, check_datasets
 from common.device import check_devices, machine_cores, usable_gpus
 from common.errors import UserError
 from common.model import build_model, check_image_size
@@ -28,7 +28,6 @@ from launch.exits import exit_status
 from launch.machines import check_own_address
 
 SHARED_MEMORY = "/dev/shm"  # where loader processes put their batches
-PREFETCH = 2  # batches that DataLoader asks of each loader process ahead of time
 
 
 def check(
@@ -141,7 +140,10 @@ def main() -> None:
         slots = [host.rpartition(":")[2] for host in hosts.split(",")]
         if not all(slot.isdecimal() and int(slot) for slot in slots):
             raise UserError(f"HOSTS={hosts} is not of the form a:4,b:4")
-        processes, world_size = max(map(int, slots)), sum(map(int, slots))
+        if launch.nproc_per_node != "auto":
+            raise UserError("NPROC does not go with HOSTS, which tells the processes")
+        # Of which entry this machine is, if of any, is not known
+        processes, world_size = min(map(int, slots)), sum(map(int, slots))
     else:
         processes = number_of_processes(launch.nproc_per_node, args.device)
         world_size = processes * launch.nnodes

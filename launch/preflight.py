@@ -189,6 +189,7 @@ def judge(store: dist.Store, world_size: int, seconds: int) -> None:
             if read(store, "problem", world_size):
                 time.sleep(1)  # others may only tell that they lost the one to blame
                 told = read(store, "problem", world_size)
+                hosts = read(store, "host", world_size)
                 rank = min(told, key=lambda rank: bool(LOST_PROCESS.search(told[rank])))
                 problem = f"rank {rank} ({hosts[rank]}): {told[rank]}"
             elif time.monotonic() > until:

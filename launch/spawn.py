@@ -27,6 +27,8 @@ def rendezvous(args: Namespace) -> str:
     """
     if args.nnodes == 1:
         use_loopback()
+    for number in SIGNALS:  # until wait_for(), so that the folder below is removed
+        signal.signal(number, lambda *_: sys.exit(130))
     if args.dist_url is None:
         folder = tempfile.TemporaryDirectory(prefix="rendezvous-")
         atexit.register(folder.cleanup)

@@ -9,6 +9,11 @@
 # torchvision, tqdm and pytest, and no network: pure Python wheels that lie beside this folder are used (say of
 # tqdm, pytest-timeout), and Horovod is built from a horovod-*.tar.gz there where it is missing. Exit status: 1
 # where something failed or was not run.
+case " $* " in *" --help "* | *" -h "*)
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+    exit 0
+    ;;
+esac
 MINUTES=${MINUTES:-9} # for all of it
 OUTPUT=${OUTPUT:-}    # results/gpu; of a rehearsal runs/gpu_check/rehearsal
 GPU_TIMINGS=${GPU_TIMINGS:-yes} # no: the rows alone

@@ -29,7 +29,7 @@ if [ -n "${SCRIPT:-}" ]; then # its folder comes first, which may have a common/
     SCRIPT=$(realpath -m "$SCRIPT")
     PYTHONPATH=$(dirname "$SCRIPT"):$PYTHONPATH
 fi
-export PYTHONPATH
+export PYTHONPATH PYTHONSAFEPATH=1 # not the current folder, which may have a common/ too
 
 # preflight SCRIPT [FLAGS]: with PREFLIGHT=1, check that its processes reach one another; exit
 # where they do not.

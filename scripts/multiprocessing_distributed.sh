@@ -12,5 +12,6 @@ INTERFACE=${INTERFACE:-}             # the network that joins machines, for exam
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/launcher.sh"
 
+[ "${NPROC:-auto}" != auto ] || NPROC=
 preflight "$ROOT/multiprocessing_distributed.py" "$@"
 exec "$PYTHON" "$ROOT/multiprocessing_distributed.py" ${NPROC:+--nprocs "$NPROC"} "$@"

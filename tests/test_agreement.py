@@ -105,8 +105,11 @@ def test_images_of_another_machine(pictures, tmp_path, spoil, facts):
     assert difference(here, own) == (line(facts) if facts else None)
 
 
+NEEDED = ("state_dict", "best_acc1", "learning_rate", "recipe", "images", "step")
+
+
 def test_checkpoints_of_another_machine(tmp_path):
-    content = dict.fromkeys(("state_dict", "best_acc1", "recipe", "images", "step"), 0)
+    content = dict.fromkeys(NEEDED, 0)
     for name, loss in (("a", 1.0), ("b", 2.0), ("again", 1.0)):
         (tmp_path / name).mkdir()
         moment = {**content, "epoch": 1, "sums": {"loss": loss}, "records": []}

@@ -1,5 +1,6 @@
 """Checkpoints: complete, refused where they do not fit, never half written."""
 
+import copy
 import errno
 import fcntl
 import json
@@ -22,6 +23,7 @@ from common.checkpoint import (
     TrainingState,
     find_checkpoint,
     lock_output,
+    open_checkpoint,
     read_checkpoint,
     replace_file,
 )
@@ -60,7 +62,7 @@ def make(output, *flags, outputs=3, images=IMAGES):
 def resumed(output, *flags, **how):
     """The state of another process that continues the run."""
     args, state = make(output, "--resume", "auto", *flags, **how)
-    state.resume(args, 0)
+    state.resume(args, 0, open_checkpoint(args))
     return state
 
 
@@ -182,7 +184,7 @@ def test_the_best_checkpoint_is_one_file_with_two_names_or_a_copy(
 def test_the_first_epoch_in_a_new_folder_is_its_best(tmp_path):
     """Whatever the best was in the folder that it is resumed from."""
     args, state = make(tmp_path / "new", "--resume", str(saved(tmp_path)))
-    state.resume(args, 0)
+    state.resume(args, 0, open_checkpoint(args))
     for top1, best in ((0.0, 2), (30.0, 3), (20.0, 3)):
         step(state, 1)
         state.save()
@@ -190,6 +192,34 @@ def test_the_first_epoch_in_a_new_folder_is_its_best(tmp_path):
         state.save()
         assert read_checkpoint(tmp_path / "new" / "best.pt")["epoch"] == best
     assert state.best == 30.0
+
+
+def test_a_checkpoint_replaced_since_the_agreement_is_not_loaded(tmp_path):
+    """Processes that load it later would load another one than those before."""
+    saved(tmp_path)
+    args, state = make(tmp_path, "--resume", "auto")
+    agreed = open_checkpoint(args)
+    other = resumed(tmp_path)
+    epoch, weights = other.epoch, copy.deepcopy(other.raw_model.state_dict())
+    step(other, 5)
+    finish(other, 99.0)
+    other.save()
+    other.lock.close()
+    state.resume(args, 0, agreed)
+    assert (
+        state.epoch == epoch == read_checkpoint(tmp_path / "checkpoint.pt")["epoch"] - 1
+    )
+    assert all(w.equal(weights[n]) for n, w in state.raw_model.state_dict().items())
+
+
+def test_equal_epochs_after_a_resume_leave_best_as_it_is(tmp_path):
+    """As in the whole run: 100 / 3 is another number in float32."""
+    _, state = make(tmp_path)
+    train_epochs(state, 100 / 3)
+    state.lock = None
+    state = resumed(tmp_path)
+    train_epochs(state, 100 / 3)
+    assert read_checkpoint(tmp_path / "best.pt")["epoch"] == 1
 
 
 @pytest.mark.parametrize(
@@ -236,8 +266,8 @@ def test_of_two_runs_at_the_same_time_one_is_refused(digits, tmp_path):
         assert refused.end(10)[0] == 2, refused.text()
         (line,) = (refused.folder / "0.log").read_text().splitlines()
         assert f"another run is writing to {output}; choose another" in line
-        lines = output / "epochs.jsonl"
-        wait_until(lambda: lines.exists() or not trains.alive(), 60, "an epoch")
+        saved = output / "checkpoint.pt"
+        wait_until(lambda: saved.exists() or not trains.alive(), 60, "an epoch")
         assert trains.alive(0) and trains.alive(1), trains.text()
         for rank in (0, 1):
             trains.signal(rank, signal.SIGKILL)
@@ -258,14 +288,14 @@ def test_a_run_s_lock_ends_with_it_whatever_it_forked(pictures, tmp_path):
         child = int(ranks.text().split()[-1])
         try:
             with pytest.raises(UserError, match="another run"):
-                state.resume(args, 0)
-            state.resume(args, 1)  # rank 0 has the lock for all
+                state.resume(args, 0, open_checkpoint(args))
+            state.resume(args, 1, open_checkpoint(args))  # rank 0 has the lock for all
             with pytest.raises(UserError, match="another run"):
                 check(args, 1)
             check(args, 1, world_size=2)  # rank 0 may be elsewhere, and of this run
             args.evaluate = True
             check(args, 1)
-            state.resume(args, 0)
+            state.resume(args, 0, open_checkpoint(args))
             ranks.signal(0, signal.SIGKILL)
             wait_until(lambda: free(output), 10, "the lock's end")
             os.kill(child, 0)  # is still there
@@ -396,7 +426,7 @@ def test_weights_of_another_shape_are_refused(tmp_path):
         args, state = make(tmp_path / "run", "--resume", "auto", *flags)
         state.raw_model = torch.nn.Sequential(state.raw_model)  # has other names
         with pytest.raises(UserError, match="does not fit this model"):
-            state.resume(args, 0)
+            state.resume(args, 0, open_checkpoint(args))
 
 
 def test_a_network_of_one_s_own_has_no_pretrained_weights(tmp_path):

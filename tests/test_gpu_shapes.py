@@ -202,7 +202,7 @@ def loader(monkeypatch):
         monkeypatch.setattr(common.data, "DataLoader", stand_in)
         args = SimpleNamespace(seed=0, max_steps=None, no_channels_last=False)
         args.pretrained = args.synthetic = False
-        args.global_batch_size = 1
+        args.global_batch_size, args.evaluate = 1, True
         return build_loader(args, dataset, range(len(dataset)), 1, 0, device, True)
 
     return make

@@ -36,7 +36,8 @@ def project(tmp_path_factory):
         shutil.copytree(source, folder / source.name)
     launchers = shutil.ignore_patterns("[!dl]*", "*.py", "dataparallel.sh")
     shutil.copytree(ROOT / "scripts", folder / "scripts", ignore=launchers)
-    run("git", "-C", folder, "apply", START / "distributed.patch")
+    patched = run("git", "-C", folder, "apply", START / "distributed.patch")
+    assert patched.returncode == 0, patched.stderr
     for part, number in (("train", 322), ("val", 25)):
         draw = numpy.random.default_rng(number)
         (folder / "pictures" / part).mkdir(parents=True)

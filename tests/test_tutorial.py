@@ -3,10 +3,11 @@
 import ast
 import re
 import shutil
+import sys
 
 import pytest
 from conftest import ROOT, run
-from played import Played, lesson, run_python
+from played import Played, lesson
 from ranks import free_port
 
 LESSONS = {path.stem: path for path in sorted((ROOT / "tutorial").glob("*.py"))}
@@ -74,5 +75,6 @@ def test_without_horovod_a_lesson_says_so_in_one_line(tmp_path):
     (tmp_path / "horovod.py").write_text("raise ImportError('not here')")
     for name in filter(re.compile("horovod").search, LESSONS):
         copy = shutil.copy(LESSONS[name], tmp_path)  # looks beside itself first
-        said = f"{name}.py needs Horovod: not here\n"
-        assert run_python(tmp_path, copy) == (2, said)
+        ended = run(sys.executable, copy)
+        assert (ended.returncode, ended.stdout) == (2, "")
+        assert ended.stderr == f"{name}.py needs Horovod: not here\n"
