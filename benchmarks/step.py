@@ -71,7 +71,7 @@ def bare_loop(
 
 
 def usual_loop(args: Namespace, loader: DeviceLoader) -> Callable[[], None]:
-    """Steps as usual scripts take them: fp32, figures read at once."""
+    """Steps as usual scripts take them: fp32, figures read immediately."""
     device = loader.device
     model = torchvision.models.get_model(args.arch).to(device)
     if dist.is_initialized():
@@ -120,7 +120,7 @@ def timed(
 def measure_in_turns(
     script: ModuleType, rounds: int, loops: Callable[..., dict], start: Callable
 ) -> dict[str, dict]:
-    """Run main() of a script up to its train(), and measure in the place of that.
+    """Run main() of a script up to its train(), and measure instead.
 
     Args:
         loops: loops(args, loader, model) returns what to compare train() with; the

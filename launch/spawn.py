@@ -10,6 +10,7 @@ from argparse import Namespace
 import torch.multiprocessing
 
 from common.errors import SIGNALS, complain
+from launch.exits import leave
 from launch.machines import host_and_port, use_loopback
 
 
@@ -27,11 +28,16 @@ def rendezvous(args: Namespace) -> str:
     """
     if args.nnodes == 1:
         use_loopback()
-    for number in SIGNALS:  # until wait_for(), so that the folder below is removed
-        signal.signal(number, lambda *_: sys.exit(130))
     if args.dist_url is None:
         folder = tempfile.TemporaryDirectory(prefix="rendezvous-")
         atexit.register(folder.cleanup)
+
+        def end(number: int, frame: object) -> None:
+            folder.cleanup()
+            leave(130)  # an ordinary exit would wait for the processes
+
+        for number in SIGNALS:  # until wait_for() hands them on
+            signal.signal(number, end)
         return f"file://{folder.name}/store"
     host_and_port(args.dist_url.removeprefix("tcp://"), f"--dist-url {args.dist_url}")
     return args.dist_url
