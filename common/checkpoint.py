@@ -7,7 +7,6 @@ import fcntl
 import json
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,15 +28,9 @@ BEST_METRIC = "val_top1"  # of which the highest is kept in best.pt
 
 # A resumed run is the same run if all flags are the same, except these
 MAY_CHANGE = {
-    *(
-        "data",
-        "synthetic",
-        "output",
-        "resume",
-        "evaluate",
-        "strategy",
-    ),  # data: by names
+    *("data", "synthetic"),  # the images are compared, not their folder
     *("epochs", "decoder"),  # see recipe_of()
+    *("output", "resume", "evaluate", "strategy"),
     *("workers", "device", "timeout", "print_interval", "checkpoint_steps"),
     *("compile", "no_channels_last", "fp16_allreduce", "opt_level"),
     *("backend", "local_rank", "nprocs", "nnodes", "node_rank", "dist_url"),
@@ -213,11 +206,8 @@ class TrainingState:
         }
         lines = "".join(json.dumps(record) + "\n" for record in self.records)
         replace_file(self.folder / RECORDS, lambda file: file.write(lines.encode()))
-        replace_file(
-            self.folder / CHECKPOINT,
-            lambda file: torch.save(content, file),
-            self.folder / BEST if is_best else None,
-        )
+        for name in [BEST, CHECKPOINT] if is_best else [CHECKPOINT]:
+            replace_file(self.folder / name, lambda file: torch.save(content, file))
 
     def resume(
         self, args: argparse.Namespace, rank: int, checkpoint: tuple[Path, dict] | None
@@ -433,16 +423,11 @@ def shown(value: Any) -> str:
     return "given" if value is True else str(value)
 
 
-def replace_file(
-    path: Path, write: Callable[[BinaryIO], Any], link: Path | None = None
-) -> None:
+def replace_file(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     """Write a file so that at any moment the old one or the whole new one is there.
 
-    Args:
-        link: a second name for the new file, which is replaced first.
-
     Raises:
-        UserError: writing failed; the old files are untouched.
+        UserError: writing failed; the old file is untouched.
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -452,14 +437,6 @@ def replace_file(
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        if link:
-            second = link.with_name(link.name + ".tmp")
-            second.unlink(missing_ok=True)
-            try:
-                os.link(temporary, second)
-            except OSError:  # the file system has no links
-                shutil.copyfile(temporary, second)
-            os.replace(second, link)
         os.replace(temporary, path)
         folder = os.open(path.parent, os.O_RDONLY)
         try:

@@ -20,11 +20,7 @@ import numpy
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
-from torchvision.datasets.folder import (
-    IMG_EXTENSIONS,
-    has_file_allowed_extension,
-    make_dataset,
-)
+from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
 from common.errors import SIGNALS, ImageError, UserError, end_children
 from common.images import Picture, TrainTransform, ValTransform, read_image
@@ -89,7 +85,10 @@ class ImageFolder(Dataset):
         self.transform = transform
         self.decoder = decoder
         per_class = numpy.bincount(self.labels, minlength=len(classes))
-        refuse_empty(root, [classes[label] for label in (per_class == 0).nonzero()[0]])
+        empty = [classes[label] for label in (per_class == 0).nonzero()[0]]
+        if empty:
+            names = ", ".join(empty[:3])
+            raise UserError(f"{root}: there is no image in class folder {names}")
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -139,32 +138,6 @@ def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
     return datasets
 
 
-def check_datasets(args: argparse.Namespace) -> int:
-    """Raise what build_datasets would, without a list of all images.
-
-    Returns:
-        The number of classes.
-
-    Raises:
-        UserError: a folder is missing, a class has no image, or the classes differ.
-    """
-    if args.synthetic:
-        return len(build_datasets(args)[0].classes)
-    folders, classes = open_folders(args)
-    for root in folders:
-        refuse_empty(root, [name for name in classes if not has_image(root / name)])
-    return len(classes)
-
-
-def has_image(folder: Path) -> bool:
-    """Whether there is an image in a folder, or a folder that may have one."""
-    with os.scandir(folder) as entries:
-        return any(
-            entry.is_dir() or has_file_allowed_extension(entry.name, IMG_EXTENSIONS)
-            for entry in entries
-        )
-
-
 def open_folders(args: argparse.Namespace) -> tuple[tuple[Path, Path], list[str]]:
     """The training and the validation folder, and their classes.
 
@@ -199,12 +172,6 @@ def class_folders(root: Path) -> list[str]:
     if not classes:
         raise UserError(f"{root} has no class folders; expected {root}/CLASS/*.JPEG")
     return classes
-
-
-def refuse_empty(root: Path, classes: Sequence[str]) -> None:
-    """Raise a UserError that names the first of `classes`, if there are any."""
-    if classes:
-        raise UserError(f"{root}: no image in class folder {', '.join(classes[:3])}")
 
 
 # --- which image when ---

@@ -1,7 +1,6 @@
 """What a run prints, how long its steps took, and report.json."""
 
 import json
-import math
 import os
 import platform
 import statistics
@@ -137,8 +136,8 @@ class Log:
     def figures(self) -> dict[str, float | int | None]:
         """Time and memory of the epoch from `first_step` on; None without a figure.
 
-        All but `seconds` leave the warm-up out. The two of a step are median and 90th
-        percentile over the intervals, of each interval the mean of its steps.
+        All but `seconds` leave the warm-up out. That of a step is the median over the
+        intervals of the mean over an interval's steps.
         """
         seconds = sum(interval[0] for interval in self.intervals)
         images = sum(interval[2] for interval in self.intervals)
@@ -150,7 +149,6 @@ class Log:
             "warmup_steps": self.warmup_steps,
             "images_per_second": images / seconds if seconds else None,
             "step_milliseconds": statistics.median(per_step) if per_step else None,
-            "step_milliseconds_p90": percentile(per_step, 0.9) if per_step else None,
             "data_wait_share": waited / seconds if seconds else None,
             "peak_memory_mib": peak_memory_mib(self.device),
         }
@@ -223,11 +221,6 @@ def in_words(averages: dict[str, float]) -> str:
         elif name not in ("images", "stop"):
             words.append(f"{name} {value:.4f}")
     return ", ".join(words)
-
-
-def percentile(values: list[float], share: float) -> float:
-    """The smallest of the values that no more than 1 - `share` of them exceed."""
-    return sorted(values)[math.ceil(share * len(values)) - 1]
 
 
 def processes(number: int) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 from common.checkpoint import check_checkpoint, lock_output
-from common.data import PREFETCH, build_datasets, check_datasets
+from common.data import PREFETCH, build_datasets, open_folders
 from common.device import check_devices, machine_cores, usable_gpus
 from common.errors import UserError
 from common.model import build_model, check_image_size
@@ -57,9 +57,10 @@ def check(
             check_own_address()
     used = vars(script).values() if script else (build_datasets, build_model)
     if build_datasets in used:
-        classes = check_datasets(args)
+        images = build_datasets(args)[0] if args.synthetic else None
+        classes = images.classes if images else open_folders(args)[1]
         if build_model in used:
-            check_image_size(args, classes)
+            check_image_size(args, len(classes))
     # On more machines than this one rank 0 can have the lock by now, for the same run
     if world_size == processes and not args.evaluate:
         lock = lock_output(Path(args.output))
