@@ -7,6 +7,7 @@ model, and what usual scripts do (fp32, NCHW, host reads at each step). Prints m
 ratios with their quartiles and writes results/step.json. Takes five minutes.
 """
 
+import argparse
 import json
 import os
 import subprocess
@@ -177,7 +178,9 @@ def main() -> None:
     """Measure all CASES."""
     if sys.argv[1:2] == ["--process"]:
         one_process(*sys.argv[2:])
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 10
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("rounds", nargs="?", type=int, default=10)
+    rounds = parser.parse_args().rounds
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         for size, batch in CASES:
