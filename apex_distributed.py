@@ -171,7 +171,8 @@ def train_step(
     for x, y, last in micro_batches(images, labels, args.accumulate):
         # [4/6 step] amp scales the loss; Apex's DDP averages in the last backward()
         model.enable_allreduce() if last else model.disable_allreduce()
-        loss, outputs = forward_loss(args, model, x, y)
+        outputs = forward(args, model, x)
+        loss = F.cross_entropy(outputs, y, label_smoothing=args.label_smoothing)
         share, delay = loss / args.accumulate, not last
         with amp.scale_loss(share, state.optimizer, delay_unscale=delay) as scaled_loss:
             scaled_loss.backward()
@@ -179,15 +180,6 @@ def train_step(
             state.optimizer.step()
         # [/step]
         meter.add(**batch_sums(loss, outputs, y))
-
-
-def forward_loss(
-    args: Namespace, model: nn.Module, images: Tensor, labels: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The mean loss of these images, and their outputs."""
-    outputs = forward(args, model, images)
-    loss = F.cross_entropy(outputs, labels, label_smoothing=args.label_smoothing)
-    return loss, outputs
 
 
 def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:

@@ -153,22 +153,14 @@ def train_step(
     state.optimizer.zero_grad()
     for x, y, last in micro_batches(images, labels, args.accumulate):
         # [4/6 step] backward() adds the replicas' gradients up on the first GPU
-        loss, outputs = forward_loss(args, model, x, y)
+        outputs = forward(args, model, x)
+        loss = F.cross_entropy(outputs, y, label_smoothing=args.label_smoothing)
         state.scaler.scale(loss / args.accumulate).backward()
         if last:
             state.scaler.step(state.optimizer)
             state.scaler.update()
         # [/step]
         meter.add(**batch_sums(loss, outputs, y))
-
-
-def forward_loss(
-    args: Namespace, model: nn.Module, images: Tensor, labels: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The mean loss of these images, and their outputs."""
-    outputs = forward(args, model, images)
-    loss = F.cross_entropy(outputs, labels, label_smoothing=args.label_smoothing)
-    return loss, outputs
 
 
 def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:
