@@ -35,6 +35,7 @@ import os
 from contextlib import nullcontext
 
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from launch.ranks import add_launcher_flags, ranks_from_environment
@@ -83,6 +84,9 @@ def main(args: Namespace) -> None:
     gpus = [device.index] if device.type == "cuda" else None
     model = DDP(raw_model, device_ids=gpus, gradient_as_bucket_view=True)
     model.broadcast_buffers = False  # not at each step: broadcast_buffers() does it
+    if args.compress_gradients:
+        hook = getattr(default_hooks, f"{args.compress_gradients}_compress_hook")
+        model.register_comm_hook(None, hook)
     eval_model = raw_model
     extra = {}
     # [/wrap]
@@ -213,6 +217,7 @@ def arguments(argv: list[str] | None = None) -> Namespace:
     """Parse the command line."""
     parser = build_parser(__doc__)
     add_launcher_flags(parser)
+    parser.add_argument("--compress-gradients", choices=("fp16", "bf16"))
     return parse_arguments(parser, "distributed", argv)
 
 

@@ -86,7 +86,7 @@ def main(args: Namespace) -> None:
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
 
     # [3/6 wrap] the optimizer's hooks average in backward(), contiguous tensors only
-    compression = hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none
+    compression = getattr(hvd.Compression, args.compress_gradients or "none")
     optimizer = hvd.DistributedOptimizer(
         optimizer,
         raw_model.named_parameters(),
@@ -225,7 +225,7 @@ def broadcast_buffers(model: nn.Module) -> None:
 def arguments(argv: list[str] | None = None) -> Namespace:
     """Parse the command line and see that Horovod is there."""
     parser = build_parser(__doc__)
-    parser.add_argument("--fp16-allreduce", action="store_true", help="fp16 gradients")
+    parser.add_argument("--compress-gradients", choices=("fp16",))
     args = parse_arguments(parser, "horovod_distributed", argv)
     if hvd is None:
         raise UserError(

@@ -33,6 +33,7 @@ from contextlib import nullcontext
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from common.arguments import positive
@@ -85,6 +86,9 @@ def main(args: Namespace) -> None:
     gpus = [device.index] if device.type == "cuda" else None
     model = DDP(raw_model, device_ids=gpus, gradient_as_bucket_view=True)
     model.broadcast_buffers = False  # not at each step: broadcast_buffers() does it
+    if args.compress_gradients:
+        hook = getattr(default_hooks, f"{args.compress_gradients}_compress_hook")
+        model.register_comm_hook(None, hook)
     eval_model = raw_model
     extra = {}
     # [/wrap]
@@ -216,6 +220,7 @@ def arguments(argv: list[str] | None = None) -> Namespace:
     parser = build_parser(__doc__)
     add = parser.add_argument
     add("--backend", choices=("nccl", "gloo"), help="nccl on GPUs, gloo on CPUs")
+    add("--compress-gradients", choices=("fp16", "bf16"))
     add("--nprocs", type=positive, help="processes here (one per GPU, 2 on a CPU)")
     add("--nnodes", type=positive, default=1, help="machines (%(default)s)")
     add("--node-rank", type=int, default=0, help="number of this machine (%(default)s)")
