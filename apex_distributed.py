@@ -20,7 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from common.arguments import build_parser, parse_arguments
 from common.checkpoint import TrainingState
-from common.data import DeviceLoader, build_datasets, build_loader
+from common.data import DeviceLoader, build_datasets, build_loader, micro_batches
 from common.device import autocast_dtype, best_precision, select_device
 from common.log import Log
 from common.meters import Meter, averages, batch_sums
@@ -142,10 +142,9 @@ def train(
     log.start_epoch(len(loader))
     for step, (images, labels) in enumerate(loader, start=state.step + 1):
         seed_step(args.seed, state.epoch, step, rank)
-        loss, outputs = train_step(args, model, state, images, labels)
+        train_step(args, model, state, meter, images, labels)
         state.learning_rate = state.optimizer.param_groups[0]["lr"]
         state.scheduler.step()
-        meter.add(**batch_sums(loss, outputs, labels))
         watchdog.feed()
         # Between these moments metrics wait neither for the device nor for a process
         save = step % args.checkpoint_steps == 0 and step < len(loader)
@@ -163,19 +162,24 @@ def train_step(
     args: Namespace,
     model: nn.Module,
     state: TrainingState,
+    meter: Meter,
     images: Tensor,
     labels: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """One optimizer step; returns this process's mean loss and its outputs."""
-    outputs = forward(args, model, images)
-    loss = F.cross_entropy(outputs, labels, label_smoothing=args.label_smoothing)
+) -> None:
+    """One optimizer step, whose gradients --accumulate micro-batches add up to."""
     state.optimizer.zero_grad()
-    # [4/6 step] amp scales the loss; Apex's DDP averages inside backward()
-    with amp.scale_loss(loss, state.optimizer) as scaled_loss:
-        scaled_loss.backward()
-    state.optimizer.step()
-    # [/step]
-    return loss, outputs
+    for x, y, last in micro_batches(images, labels, args.accumulate):
+        # [4/6 step] amp scales the loss; Apex's DDP averages in the last backward()
+        model.enable_allreduce() if last else model.disable_allreduce()
+        outputs = forward(args, model, x)
+        loss = F.cross_entropy(outputs, y, label_smoothing=args.label_smoothing)
+        share, delay = loss / args.accumulate, not last
+        with amp.scale_loss(share, state.optimizer, delay_unscale=delay) as scaled_loss:
+            scaled_loss.backward()
+        if last:
+            state.optimizer.step()
+        # [/step]
+        meter.add(**batch_sums(loss, outputs, y))
 
 
 def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:

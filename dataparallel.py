@@ -20,7 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from common.arguments import build_parser, parse_arguments
 from common.checkpoint import TrainingState
-from common.data import DeviceLoader, build_datasets, build_loader
+from common.data import DeviceLoader, build_datasets, build_loader, micro_batches
 from common.device import autocast_dtype, best_precision, select_device
 from common.log import Log
 from common.meters import Meter, averages, batch_sums
@@ -125,10 +125,9 @@ def train(
     log.start_epoch(len(loader))
     for step, (images, labels) in enumerate(loader, start=state.step + 1):
         seed_step(args.seed, state.epoch, step, rank)
-        loss, outputs = train_step(args, model, state, images, labels)
+        train_step(args, model, state, meter, images, labels)
         state.learning_rate = state.optimizer.param_groups[0]["lr"]
         state.scheduler.step()
-        meter.add(**batch_sums(loss, outputs, labels))
         watchdog.feed()
         # Between these moments metrics wait neither for the device nor for a process
         save = step % args.checkpoint_steps == 0 and step < len(loader)
@@ -146,19 +145,22 @@ def train_step(
     args: Namespace,
     model: nn.Module,
     state: TrainingState,
+    meter: Meter,
     images: Tensor,
     labels: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """One optimizer step; returns this process's mean loss and its outputs."""
-    outputs = forward(args, model, images)
-    loss = F.cross_entropy(outputs, labels, label_smoothing=args.label_smoothing)
+) -> None:
+    """One optimizer step, whose gradients --accumulate micro-batches add up to."""
     state.optimizer.zero_grad()
-    # [4/6 step] backward() adds the replicas' gradients up on the first GPU
-    state.scaler.scale(loss).backward()
-    state.scaler.step(state.optimizer)
-    state.scaler.update()
-    # [/step]
-    return loss, outputs
+    for x, y, last in micro_batches(images, labels, args.accumulate):
+        # [4/6 step] backward() adds the replicas' gradients up on the first GPU
+        outputs = forward(args, model, x)
+        loss = F.cross_entropy(outputs, y, label_smoothing=args.label_smoothing)
+        state.scaler.scale(loss / args.accumulate).backward()
+        if last:
+            state.scaler.step(state.optimizer)
+            state.scaler.update()
+        # [/step]
+        meter.add(**batch_sums(loss, outputs, y))
 
 
 def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from common.arguments import build_parser, parse_arguments
 from common.checkpoint import TrainingState
-from common.data import DeviceLoader, build_datasets, build_loader
+from common.data import DeviceLoader, build_datasets, build_loader, micro_batches
 from common.device import autocast_dtype, best_precision, select_device
 from common.log import Log
 from common.meters import Meter, averages, batch_sums
@@ -32,8 +32,10 @@ from launch.exits import Stopped, Watchdog, exit_status
 
 # [imports]
 import os
+from contextlib import nullcontext
 
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from launch.ranks import add_launcher_flags, ranks_from_environment
@@ -82,6 +84,9 @@ def main(args: Namespace) -> None:
     gpus = [device.index] if device.type == "cuda" else None
     model = DDP(raw_model, device_ids=gpus, gradient_as_bucket_view=True)
     model.broadcast_buffers = False  # not at each step: broadcast_buffers() does it
+    if args.compress_gradients:
+        hook = getattr(default_hooks, f"{args.compress_gradients}_compress_hook")
+        model.register_comm_hook(None, hook)
     eval_model = raw_model
     extra = {}
     # [/wrap]
@@ -130,10 +135,9 @@ def train(
     log.start_epoch(len(loader))
     for step, (images, labels) in enumerate(loader, start=state.step + 1):
         seed_step(args.seed, state.epoch, step, rank)
-        loss, outputs = train_step(args, model, state, images, labels)
+        train_step(args, model, state, meter, images, labels)
         state.learning_rate = state.optimizer.param_groups[0]["lr"]
         state.scheduler.step()
-        meter.add(**batch_sums(loss, outputs, labels))
         watchdog.feed()
         # Between these moments metrics wait neither for the device nor for a process
         save = step % args.checkpoint_steps == 0 and step < len(loader)
@@ -151,19 +155,23 @@ def train_step(
     args: Namespace,
     model: nn.Module,
     state: TrainingState,
+    meter: Meter,
     images: Tensor,
     labels: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """One optimizer step; returns this process's mean loss and its outputs."""
-    outputs = forward(args, model, images)
-    loss = F.cross_entropy(outputs, labels, label_smoothing=args.label_smoothing)
+) -> None:
+    """One optimizer step, whose gradients --accumulate micro-batches add up to."""
     state.optimizer.zero_grad()
-    # [4/6 step] DDP averages the gradients inside backward()
-    state.scaler.scale(loss).backward()
-    state.scaler.step(state.optimizer)
-    state.scaler.update()
-    # [/step]
-    return loss, outputs
+    for x, y, last in micro_batches(images, labels, args.accumulate):
+        # [4/6 step] DDP averages the gradients inside the last backward() alone
+        with nullcontext() if last else model.no_sync():
+            outputs = forward(args, model, x)
+            loss = F.cross_entropy(outputs, y, label_smoothing=args.label_smoothing)
+            state.scaler.scale(loss / args.accumulate).backward()
+        if last:
+            state.scaler.step(state.optimizer)
+            state.scaler.update()
+        # [/step]
+        meter.add(**batch_sums(loss, outputs, y))
 
 
 def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:
@@ -209,6 +217,7 @@ def arguments(argv: list[str] | None = None) -> Namespace:
     """Parse the command line."""
     parser = build_parser(__doc__)
     add_launcher_flags(parser)
+    parser.add_argument("--compress-gradients", choices=("fp16", "bf16"))
     return parse_arguments(parser, "distributed", argv)
 
 

@@ -20,7 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from common.arguments import build_parser, parse_arguments
 from common.checkpoint import TrainingState
-from common.data import DeviceLoader, build_datasets, build_loader
+from common.data import DeviceLoader, build_datasets, build_loader, micro_batches
 from common.device import autocast_dtype, best_precision, select_device
 from common.log import Log
 from common.meters import Meter, averages, batch_sums
@@ -86,9 +86,12 @@ def main(args: Namespace) -> None:
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
 
     # [3/6 wrap] the optimizer's hooks average in backward(), contiguous tensors only
-    compression = hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none
+    compression = getattr(hvd.Compression, args.compress_gradients or "none")
     optimizer = hvd.DistributedOptimizer(
-        optimizer, raw_model.named_parameters(), InMemoryOrder(compression)
+        optimizer,
+        raw_model.named_parameters(),
+        InMemoryOrder(compression),
+        backward_passes_per_step=args.accumulate,
     )
     weights = {name: contiguous_view(w) for name, w in raw_model.state_dict().items()}
     hvd.broadcast_parameters(weights, root_rank=0)
@@ -142,10 +145,9 @@ def train(
     log.start_epoch(len(loader))
     for step, (images, labels) in enumerate(loader, start=state.step + 1):
         seed_step(args.seed, state.epoch, step, rank)
-        loss, outputs = train_step(args, model, state, images, labels)
+        train_step(args, model, state, meter, images, labels)
         state.learning_rate = state.optimizer.param_groups[0]["lr"]
         state.scheduler.step()
-        meter.add(**batch_sums(loss, outputs, labels))
         watchdog.feed()
         # Between these moments metrics wait neither for the device nor for a process
         save = step % args.checkpoint_steps == 0 and step < len(loader)
@@ -163,21 +165,24 @@ def train_step(
     args: Namespace,
     model: nn.Module,
     state: TrainingState,
+    meter: Meter,
     images: Tensor,
     labels: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """One optimizer step; returns this process's mean loss and its outputs."""
-    outputs = forward(args, model, images)
-    loss = F.cross_entropy(outputs, labels, label_smoothing=args.label_smoothing)
+) -> None:
+    """One optimizer step, whose gradients --accumulate micro-batches add up to."""
     state.optimizer.zero_grad()
-    # [4/6 step] Horovod averages behind backward(); synchronize() waits for it
-    state.scaler.scale(loss).backward()
-    state.optimizer.synchronize()
-    with state.optimizer.skip_synchronize():
-        state.scaler.step(state.optimizer)  # an infinity is in the average: all skip
-    state.scaler.update()
-    # [/step]
-    return loss, outputs
+    for x, y, last in micro_batches(images, labels, args.accumulate):
+        # [4/6 step] Horovod averages behind the last backward(); synchronize() waits
+        outputs = forward(args, model, x)
+        loss = F.cross_entropy(outputs, y, label_smoothing=args.label_smoothing)
+        state.scaler.scale(loss / args.accumulate).backward()
+        if last:
+            state.optimizer.synchronize()
+            with state.optimizer.skip_synchronize():
+                state.scaler.step(state.optimizer)  # all skip an infinite average
+            state.scaler.update()
+        # [/step]
+        meter.add(**batch_sums(loss, outputs, y))
 
 
 def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:
@@ -220,7 +225,7 @@ def broadcast_buffers(model: nn.Module) -> None:
 def arguments(argv: list[str] | None = None) -> Namespace:
     """Parse the command line and see that Horovod is there."""
     parser = build_parser(__doc__)
-    parser.add_argument("--fp16-allreduce", action="store_true", help="fp16 gradients")
+    parser.add_argument("--compress-gradients", choices=("fp16",))
     args = parse_arguments(parser, "horovod_distributed", argv)
     if hvd is None:
         raise UserError(

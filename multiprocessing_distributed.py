@@ -18,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from common.arguments import build_parser, parse_arguments
 from common.checkpoint import TrainingState
-from common.data import DeviceLoader, build_datasets, build_loader
+from common.data import DeviceLoader, build_datasets, build_loader, micro_batches
 from common.device import autocast_dtype, best_precision, select_device
 from common.log import Log
 from common.meters import Meter, averages, batch_sums
@@ -29,8 +29,11 @@ from launch.agreement import agree
 from launch.exits import Stopped, Watchdog, exit_status
 
 # [imports]
+from contextlib import nullcontext
+
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from common.arguments import positive
@@ -83,6 +86,9 @@ def main(args: Namespace) -> None:
     gpus = [device.index] if device.type == "cuda" else None
     model = DDP(raw_model, device_ids=gpus, gradient_as_bucket_view=True)
     model.broadcast_buffers = False  # not at each step: broadcast_buffers() does it
+    if args.compress_gradients:
+        hook = getattr(default_hooks, f"{args.compress_gradients}_compress_hook")
+        model.register_comm_hook(None, hook)
     eval_model = raw_model
     extra = {}
     # [/wrap]
@@ -131,10 +137,9 @@ def train(
     log.start_epoch(len(loader))
     for step, (images, labels) in enumerate(loader, start=state.step + 1):
         seed_step(args.seed, state.epoch, step, rank)
-        loss, outputs = train_step(args, model, state, images, labels)
+        train_step(args, model, state, meter, images, labels)
         state.learning_rate = state.optimizer.param_groups[0]["lr"]
         state.scheduler.step()
-        meter.add(**batch_sums(loss, outputs, labels))
         watchdog.feed()
         # Between these moments metrics wait neither for the device nor for a process
         save = step % args.checkpoint_steps == 0 and step < len(loader)
@@ -152,19 +157,23 @@ def train_step(
     args: Namespace,
     model: nn.Module,
     state: TrainingState,
+    meter: Meter,
     images: Tensor,
     labels: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """One optimizer step; returns this process's mean loss and its outputs."""
-    outputs = forward(args, model, images)
-    loss = F.cross_entropy(outputs, labels, label_smoothing=args.label_smoothing)
+) -> None:
+    """One optimizer step, whose gradients --accumulate micro-batches add up to."""
     state.optimizer.zero_grad()
-    # [4/6 step] DDP averages the gradients inside backward()
-    state.scaler.scale(loss).backward()
-    state.scaler.step(state.optimizer)
-    state.scaler.update()
-    # [/step]
-    return loss, outputs
+    for x, y, last in micro_batches(images, labels, args.accumulate):
+        # [4/6 step] DDP averages the gradients inside the last backward() alone
+        with nullcontext() if last else model.no_sync():
+            outputs = forward(args, model, x)
+            loss = F.cross_entropy(outputs, y, label_smoothing=args.label_smoothing)
+            state.scaler.scale(loss / args.accumulate).backward()
+        if last:
+            state.scaler.step(state.optimizer)
+            state.scaler.update()
+        # [/step]
+        meter.add(**batch_sums(loss, outputs, y))
 
 
 def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:
@@ -211,6 +220,7 @@ def arguments(argv: list[str] | None = None) -> Namespace:
     parser = build_parser(__doc__)
     add = parser.add_argument
     add("--backend", choices=("nccl", "gloo"), help="nccl on GPUs, gloo on CPUs")
+    add("--compress-gradients", choices=("fp16", "bf16"))
     add("--nprocs", type=positive, help="processes here (one per GPU, 2 on a CPU)")
     add("--nnodes", type=positive, default=1, help="machines (%(default)s)")
     add("--node-rank", type=int, default=0, help="number of this machine (%(default)s)")

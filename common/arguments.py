@@ -92,6 +92,13 @@ def build_parser(docstring: str) -> OneLineParser:
         help="images per optimizer step, over all processes (%(default)s)",
     )
     add(
+        "--accumulate",
+        type=positive,
+        default=1,
+        help="micro-batches of a step, whose gradients are averaged once; each process "
+        "has the memory of one (%(default)s)",
+    )
+    add(
         "--lr",
         type=not_negative,
         default=0.1,

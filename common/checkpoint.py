@@ -32,7 +32,7 @@ MAY_CHANGE = {
     *("epochs", "decoder"),  # see recipe_of()
     *("output", "resume", "evaluate", "strategy"),
     *("workers", "device", "timeout", "print_interval", "checkpoint_steps"),
-    *("compile", "no_channels_last", "fp16_allreduce", "opt_level"),
+    *("compile", "no_channels_last", "compress_gradients", "opt_level"),
     *("backend", "local_rank", "nprocs", "nnodes", "node_rank", "dist_url"),
 }
 

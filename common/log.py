@@ -58,12 +58,14 @@ class Log:
         if not args.synthetic:
             data = f"{args.workers} loader processes ({args.decoder})"
         rate = state.optimizer.param_groups[0].get("initial_lr", 0)
+        parts = args.accumulate
+        micro = f" in {parts} micro-batches" if parts > 1 else ""
         print(
             f"{args.strategy}: {processes(self.world_size)} on "
             f"{describe(self.device)} ({self.device.type}), {state.arch}, "
             f"{args.precision}, seed {args.seed}\n"
             f"{steps_per_epoch} steps an epoch of {args.global_batch_size} images, "
-            f"{batch_size} per process, {data}, learning rate {rate:.4g}"
+            f"{batch_size} per process{micro}, {data}, learning rate {rate:.4g}"
         )
         if args.pretrained and not args.synthetic:
             crop, resized, interpolation = validation_protocol(args)
@@ -71,9 +73,10 @@ class Log:
                 f"pretrained weights; validation resizes the shorter side to {resized} "
                 f"({interpolation.value}) and takes the middle {crop} pixels"
             )
-        if batch_size < SMALL_BATCH and not args.evaluate:
+        at_once = batch_size // parts
+        if at_once < SMALL_BATCH and not args.evaluate:
             print(
-                f"note: {batch_size} images per process and step are few: below "
+                f"note: {at_once} images at a time per process are few: below "
                 f"{SMALL_BATCH}, batch norm costs accuracy and GPUs idle; raise "
                 "--global-batch-size, or start fewer processes"
             )

@@ -47,7 +47,7 @@ def agree(
             or a fact differs: a flag, the kind of device, PyTorch's version, names and
             order of the images, the checkpoint.
     """
-    check_batch(args.global_batch_size, world_size)
+    check_batch(args, world_size)
     if len(datasets[1]) < world_size:
         raise UserError(
             f"{len(datasets[1])} validation images are less than {world_size}, the "
@@ -85,11 +85,13 @@ def agree(
     return checkpoint
 
 
-def check_batch(global_batch_size: int, world_size: int) -> None:
+def check_batch(args: argparse.Namespace, world_size: int) -> None:
     """Raise a UserError if the processes cannot divide the global batch evenly."""
-    if global_batch_size % world_size:
-        nearest = max(1, round(global_batch_size / world_size)) * world_size
+    batch, parts = args.global_batch_size, world_size * args.accumulate
+    if batch % parts:
+        each = "" if args.accumulate == 1 else f" of {args.accumulate} micro-batches"
         raise UserError(
-            f"--global-batch-size {global_batch_size} cannot be divided evenly by "
-            f"{world_size} processes; the nearest that can is {nearest}"
+            f"--global-batch-size {batch} cannot be divided evenly by {world_size} "
+            f"processes{each}; the nearest that can is "
+            f"{max(1, round(batch / parts)) * parts}"
         )

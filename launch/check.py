@@ -49,7 +49,7 @@ def check(
     backend = getattr(args, "backend", "no process group")
     check_devices(args.device, processes, backend)
     world_size = world_size or processes * getattr(args, "nnodes", 1)
-    check_batch(args.global_batch_size, world_size)
+    check_batch(args, world_size)
     check_shared_memory(args, args.global_batch_size // world_size)
     if world_size > processes:
         gpus = args.device != "cpu" and usable_gpus()
