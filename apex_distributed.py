@@ -20,7 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from common.arguments import build_parser, parse_arguments
 from common.checkpoint import TrainingState
-from common.data import DeviceLoader, build_datasets, build_loader, micro_batches
+from common.data import DeviceLoader, build_datasets, build_loader
 from common.device import autocast_dtype, best_precision, select_device
 from common.log import Log
 from common.meters import Meter, averages, batch_sums
@@ -168,12 +168,15 @@ def train_step(
 ) -> None:
     """One optimizer step, whose gradients --accumulate micro-batches add up to."""
     state.optimizer.zero_grad()
-    for x, y, last in micro_batches(images, labels, args.accumulate):
+    number = args.accumulate
+    parts = zip(images.chunk(number), labels.chunk(number), strict=True)
+    for part, (x, y) in enumerate(parts, start=1):
+        last = part == number
         # [4/6 step] amp scales the loss; Apex's DDP averages in the last backward()
         model.enable_allreduce() if last else model.disable_allreduce()
         outputs = forward(args, model, x)
         loss = F.cross_entropy(outputs, y, label_smoothing=args.label_smoothing)
-        share, delay = loss / args.accumulate, not last
+        share, delay = loss / number, not last
         with amp.scale_loss(share, state.optimizer, delay_unscale=delay) as scaled_loss:
             scaled_loss.backward()
         if last:

@@ -20,7 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from common.arguments import build_parser, parse_arguments
 from common.checkpoint import TrainingState
-from common.data import DeviceLoader, build_datasets, build_loader, micro_batches
+from common.data import DeviceLoader, build_datasets, build_loader
 from common.device import autocast_dtype, best_precision, select_device
 from common.log import Log
 from common.meters import Meter, averages, batch_sums
@@ -151,11 +151,14 @@ def train_step(
 ) -> None:
     """One optimizer step, whose gradients --accumulate micro-batches add up to."""
     state.optimizer.zero_grad()
-    for x, y, last in micro_batches(images, labels, args.accumulate):
+    number = args.accumulate
+    parts = zip(images.chunk(number), labels.chunk(number), strict=True)
+    for part, (x, y) in enumerate(parts, start=1):
+        last = part == number
         # [4/6 step] backward() adds the replicas' gradients up on the first GPU
         outputs = forward(args, model, x)
         loss = F.cross_entropy(outputs, y, label_smoothing=args.label_smoothing)
-        state.scaler.scale(loss / args.accumulate).backward()
+        state.scaler.scale(loss / number).backward()
         if last:
             state.scaler.step(state.optimizer)
             state.scaler.update()

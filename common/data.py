@@ -440,15 +440,6 @@ def build_loader(
     return on_device
 
 
-def micro_batches(
-    images: Tensor, labels: Tensor, number: int
-) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """Divide a batch into `number` equal parts; each tells whether it is the last."""
-    parts = zip(images.chunk(number), labels.chunk(number), strict=True)
-    for index, (some_images, some_labels) in enumerate(parts, start=1):
-        yield some_images, some_labels, index == number
-
-
 def start_workers(loader: DataLoader, batches: EpochBatches) -> None:
     """Start the loader processes now, with nothing to load yet.
 
