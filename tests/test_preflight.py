@@ -1,16 +1,20 @@
 """launch/preflight.py: all processes are there and reach one another, or who does not."""
 
+import contextlib
 import re
 import socket
 import sys
 
 import pytest
-from conftest import ROOT, TINY, launcher, run
+from conftest import ROOT, TINY, environment, launcher, run
+from played import Played, python
+from ranks import free_port
 
 from launch.preflight import ranks_of_launcher
 
-HOST = re.escape(socket.gethostname())
-MODULE = ("-m", "launch.preflight", "--device", "cpu", "--timeout-seconds", "4")
+HOST = socket.gethostname()
+FLAGS = ("--device", "cpu", "--timeout-seconds", "5")
+MODULE = ("-m", "launch.preflight", *FLAGS)
 HOROVOD = ("python", *MODULE, "--backend", "horovod")
 STARTED = {
     "python": (sys.executable, *MODULE, "--nprocs", "2"),
@@ -18,10 +22,15 @@ STARTED = {
     "horovodrun": ("horovodrun", "--gloo", "-np", "2", *HOROVOD),
     "mpirun": ("mpirun", "-np", "2", "--oversubscribe", "--bind-to", "none", *HOROVOD),
 }
-NEEDS = {"horovodrun": pytest.mark.horovod}
-NEEDS["mpirun"] = [pytest.mark.mpi, pytest.mark.full]
+NEEDS = {"horovodrun": pytest.mark.horovod, "mpirun": pytest.mark.mpi}
 
 
+def all_there(backend):
+    rows = [rf"rank {rank}: {re.escape(HOST)}, cpu .*{backend}\n" for rank in range(2)]
+    return "".join(rows) + r"preflight: 2 processes, all-reduce correct, [\d.]+ ms\n"
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     "way", [pytest.param(way, marks=NEEDS.get(way, ())) for way in STARTED]
 )
@@ -29,17 +38,15 @@ def test_under_every_launcher(way):
     ended = run(*STARTED[way], PYTHONPATH=str(ROOT))
     assert ended.returncode == 0, ended.stdout + ended.stderr
     text = re.sub(r"^\[[\d,]+\]<stdout>: ?", "", ended.stdout, flags=re.MULTILINE)
-    backend = "horovod" if "run" in way and way != "torchrun" else "gloo"
-    rows = [rf"rank {rank}: {HOST}, cpu .*{backend}\n" for rank in range(2)]
-    last = r"preflight: 2 processes, all-reduce correct, [\d.]+ ms\n"
-    assert re.fullmatch("".join(rows) + last, text), text
+    assert re.fullmatch(all_there("horovod" if way in NEEDS else "gloo"), text), text
 
 
 FAULTS = {
-    "missing": ("True", "rank 1 (host ?) did not register within 4 s"),
+    "none": ("True", None),
+    "missing": ("os._exit(0)", "rank 1 (host ?) did not register within 5 s"),
     "device hangs": (
         "preflight.describe = lambda _: time.sleep(99)",
-        f"rank 1 ({HOST}) registered, but its device did not answer within 4 s",
+        f"rank 1 ({HOST}) registered, but its device did not answer within 5 s",
     ),
     "device fails": (
         "preflight.describe = lambda _: 1 / 0",
@@ -47,7 +54,7 @@ FAULTS = {
     ),
     "network hangs": (
         "preflight.all_reduce = lambda *_: time.sleep(99)",
-        f"rank 0 ({HOST}), rank 1 ({HOST}) did not finish the all-reduce within 4 s",
+        f"rank 0 ({HOST}), rank 1 ({HOST}) did not finish the all-reduce within 5 s",
     ),
 }
 # Process 1 of 2 with a fault
@@ -62,23 +69,26 @@ with exit_status():
 """
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_one_line_says_what_is_wrong_and_all_end(name, tmp_path):
-    fault, line = FAULTS[name]
-    script = tmp_path / "preflight.py"
-    script.write_text(FAULTY.format(fault=fault))
+def test_one_line_says_what_is_wrong(tmp_path):
+    """Or that nothing is; all pairs of processes at the same time."""
     ranks = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        ranks["MASTER_PORT"] = str(listener.getsockname()[1])
-    started = " ".join(
-        f"RANK={n} python {script} {' '.join(MODULE[2:])} &" for n in (0, 1)
-    )
-    if name == "missing":
-        started = started.partition("&")[0] + "&"
-    command = f"{started} wait -n; echo $?; kill $(jobs -p) 2>/dev/null; wait"
-    ended = run("bash", "-c", command, PYTHONPATH=str(ROOT), **ranks)
-    assert ended.stdout == "1\n"
-    assert ended.stderr == f"preflight.py: error: {line}\n"
+    with contextlib.ExitStack() as stack:
+        pairs = {}
+        for name, (fault, _) in FAULTS.items():
+            script = tmp_path / name / "preflight.py"
+            script.parent.mkdir()
+            script.write_text(FAULTY.format(fault=fault))
+            pairs[name] = stack.enter_context(Played(script.parent))
+            ranks["MASTER_PORT"] = str(free_port())
+            for rank in "01":
+                variables = environment(RANK=rank, **ranks)
+                pairs[name].start(python, (script, *FLAGS), variables)
+        for name, (_, line) in FAULTS.items():
+            assert pairs[name].end(0) == [bool(line)], name
+            if line is None:
+                assert re.fullmatch(all_there("gloo"), pairs[name].log(0))
+            else:
+                assert pairs[name].log(0) == f"preflight.py: error: {line}\n"
 
 
 def test_ranks_of_launchers():
@@ -96,6 +106,6 @@ def test_no_training_after_a_preflight_that_failed(tmp_path):
     variables = {"PREFLIGHT": "1", "GLOO_SOCKET_IFNAME": "none0"}
     ended = launcher("distributed", *flags, **variables)
     assert (ended.returncode, ended.stdout) == (1, "")
-    line = rf"preflight.py: error: rank [01] \({HOST}\): .*none0.*\n"
+    line = rf"preflight.py: error: rank [01] \({re.escape(HOST)}\): .*none0.*\n"
     assert re.fullmatch(line, ended.stderr)
     assert not (tmp_path / "out").exists()
