@@ -465,7 +465,7 @@ def recorded(name: str, runs: list) -> list[dict]:
     script.exit_status = lambda *_: contextlib.suppress(Stopped)  # not os._exit
     came_to = []
     for net, flags, stop, port in runs:
-        os.environ["MASTER_PORT"] = port  # the last one's store may be closing
+        os.environ["MASTER_PORT"] = str(port)  # the last one's store may be closing
         script.build_model = build
         load_script(name, net)
         found = {"crops": {}, "rates": [], "strides": [], "stop": stop}
