@@ -3,7 +3,6 @@
 import gc
 import multiprocessing
 import subprocess
-from functools import partial
 from unittest.mock import Mock
 
 import numpy
@@ -100,7 +99,7 @@ def test_loader_processes_start_once_and_see_each_new_epoch(pictures):
     [
         ("mv train training", "cannot open the folder .*train: No such file"),
         ("mv val/dog val/wolf", "in one of them only: dog, wolf"),
-        ("mkdir val/wolf", "in one of them only: wolf"),
+        ("mkdir val/wolf", "in one of them only: wolf"),  # dog and cat are in both
         ("rm -r train/* val/*", "train has no class folders"),
         ("rm val/cat/*", "no image in class folder cat"),
     ],
@@ -129,20 +128,17 @@ def test_the_check_before_a_launch_lists_few_images(pictures, monkeypatch):
     assert is_image.call_count == 3  # one for each class folder that has images
 
 
-@pytest.mark.parametrize(
-    "batch, more, said",
-    [(16, (), None), (17, (), "lower"), (17, ("--evaluate",), None)],
-)
-def test_more_batch_than_images_is_refused(pictures, batch, more, said):
-    args = arguments("--data", pictures, "-b", batch, "--pretrained", *more)
-    train_set, val_set = build_datasets(args)
-    assert (len(train_set), len(val_set)) == (16, 8)
-    load = partial(build_loader, args, train_set, range(16), batch, 0, CPU, True)
-    if said is None:
-        load()
-    else:
-        with pytest.raises(UserError, match="16 training images are less than one gl"):
-            load()
+def test_more_batch_than_images_is_refused(pictures):
+    def load(batch, *flags):
+        args = arguments("--data", pictures, "-b", batch, "--pretrained", *flags)
+        train_set, val_set = build_datasets(args)
+        assert (len(train_set), len(val_set)) == (16, 8)
+        build_loader(args, train_set, range(16), batch, 0, CPU, training=True)
+
+    load(16)
+    load(17, "--evaluate")
+    with pytest.raises(UserError, match="16 training images are less than one global"):
+        load(17)
 
 
 def loaded(dataset, workers=0):
@@ -160,18 +156,14 @@ IMAGE = torch.zeros(3, 4, 4, dtype=torch.uint8)
         ((IMAGE / 255, 1), "(a float32 tensor (3, 4, 4), of type int)"),
         ((IMAGE[:, 1:], 1), "(a uint8 tensor (3, 3, 4), of type int)"),
         ((IMAGE, 1.0), "(a uint8 tensor (3, 4, 4), of type float)"),
-        ((IMAGE, 1, 2), "(a uint8 tensor (3, 4, 4), of type int, of type int)"),
         ({"image": IMAGE, "label": 1}, "of type dict"),
-        (IMAGE, "a uint8 tensor (3, 4, 4)"),
-        ((IMAGE[0, 0, 0], 1), "(a uint8 tensor (), of type int)"),
     ],
 )
 def test_items_of_another_kind_are_refused_in_one_line(item, described):
     """Normalised images above all, which the device would normalise again."""
-    for workers in (0, 1):
-        with pytest.raises(ImageError) as raised:
-            loaded([(IMAGE, 0), item], workers)
-        assert f"an item of the data set is {described}, but" in str(raised.value)
+    with pytest.raises(ImageError) as raised:
+        loaded([(IMAGE, 0), item], workers=1)
+    assert f"an item of the data set is {described}, but" in str(raised.value)
 
 
 def test_items_of_other_people_s_data_sets():
