@@ -11,7 +11,8 @@ import pytest
 import reference
 import torch
 from conftest import ROOT, run
-from ranks import NormNet, batches, chosen, results, run_ranks, train, validate_sizes
+from played import free_port
+from ranks import norm, recorded, results, run_ranks, train
 from torch.nn.functional import cross_entropy
 
 FLAGS = "--image-size 32 --precision fp32 --min-crop 0.5 --print-interval 4".split()
@@ -62,16 +63,16 @@ LOADERS = {  # processes, and loader processes of each
 def digests(digits, tmp_path_factory):
     """Global batches of a run: [(epoch, the digests of its pixels and labels), ...]."""
 
-    def of(name, world_size, workers, *flags):
+    def of(name, world_size, workers):
         """`workers` loader processes for each training process."""
         folder = tmp_path_factory.mktemp("batches")
-        argv = ["--data", digits, *FLAGS, "-b", 48, "--max-steps", 4, "--epochs", 2]
-        argv += ["--output", folder / "out", "-j", workers * world_size, *flags]
-        arguments = {"name": name, "flags": list(map(str, argv)), "net": "small"}
-        shards = start(name)(folder, world_size, batches, **arguments)
-        assert len(shards) == world_size
+        flags = ["--data", digits, *FLAGS, "-b", 48, "--max-steps", 4, "--epochs", 2]
+        flags += ["--output", folder / "out", "-j", workers * world_size]
+        runs = [("small", list(map(str, flags)), None, free_port())]
+        found = start(name)(folder, world_size, recorded, name=name, runs=runs)
+        assert len(found) == world_size
         steps = []
-        for parts in zip(*shards, strict=True):
+        for parts in zip(*(rank[0]["steps"] for rank in found), strict=True):
             assert {len(images) for _, images in parts} == {48 // world_size}
             assert len({epoch for epoch, _ in parts}) == 1
             steps.append((parts[0][0], sorted(sum((part[1] for part in parts), []))))
@@ -181,59 +182,62 @@ VALIDATED = {
 }
 
 
+@pytest.fixture(scope="module")
+def of_sizes(digits, tmp_path_factory):
+    """Data sets with 10 to 41 validation images, of all classes."""
+    folder, files = tmp_path_factory.mktemp("sizes"), {}
+    for file, label in reference.listing(digits / "val"):
+        files.setdefault(label, []).append(file)
+    turns = [file for turn in zip(*files.values()) for file in turn]  # noqa: B905
+    for size in (10, 11, 12, 13, 23, 24, 25, 35, 36, 37, 41):
+        for file in turns[:size]:
+            copy = folder / str(size) / "val" / file.parent.name / file.name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.symlink_to(file)
+        (folder / str(size) / "train").symlink_to(digits / "train")
+    return sorted(folder.iterdir())
+
+
 @pytest.mark.parametrize("name, world_size", cases(VALIDATED))
-def test_validation_counts_every_image_once(digits, tmp_path, name, world_size, figure):
-    """On up to 41 images: what all processes found is what the saved file scores."""
-    sizes = list(range(world_size, 42))
-    flags = ["--data", digits, *FLAGS, "-b", 12, "-j", 0, "--epochs", 1]
-    flags += ["--max-steps", 1, "--output", tmp_path / "out"]
-    arguments = {"name": name, "flags": list(map(str, flags)), "sizes": sizes}
-    arguments["output"] = str(tmp_path)
-    found = start(name)(tmp_path, world_size, validate_sizes, **arguments)
-    assert len(found) == world_size and all(list(one) == sizes for one in found)
+def test_validation_counts_every_image_once(
+    of_sizes, tmp_path, name, world_size, figure
+):
+    """What all processes found is what the saved file scores, image by image."""
+    runs = []
+    for data in of_sizes:
+        flags = ["--data", data, *FLAGS, "-b", 12, "-j", 0, "--epochs", 1]
+        flags += ["--max-steps", 1, "--output", tmp_path / data.name]
+        runs.append(("norm", list(map(str, flags)), None, free_port()))
+    found = start(name)(tmp_path, world_size, recorded, name=name, runs=runs)
+    assert len(found) == world_size
     errors, hits = [], set()
-    for size in sizes:
-        loss, top1, top5 = score(digits, tmp_path / f"{size}.pt", size)
-        right = {"top1": 100 * top1 / size, "top5": 100 * top5 / size, "images": size}
-        for figures, buffers in (rank[size] for rank in found):
-            errors.append(abs(figures["loss"] - loss))
-            assert {name: figures[name] for name in right} == right
-            for one, buffer in rank_0_buffers(size).items():
-                assert torch.equal(buffer, buffers[one])
+    for data, *processes in zip(of_sizes, *found, strict=True):
+        record = json.loads((tmp_path / data.name / "epochs.jsonl").read_text())
+        path = tmp_path / data.name / "checkpoint.pt"
+        weights = torch.load(path, weights_only=True)["state_dict"]
+        for process in processes:  # also batch norm's statistics
+            assert all(torch.equal(process["weights"][n], weights[n]) for n in weights)
+        size, (loss, top1, top5) = int(data.name), score(data / "val", weights)
+        counted = record["val_images"], record["val_top1"], record["val_top5"]
+        assert counted == (size, 100 * top1 / size, 100 * top5 / size)
+        errors.append(abs(record["val_loss"] - loss))
         hits.add((top1, top5))
     figure(f"val loss / {name}, {world_size} processes / batch 12", max(errors))
     assert max(errors) <= 1e-5
-    assert len(hits) > 10  # or equal counts would say little
+    assert len(hits) > 5  # or equal counts would say little
 
 
-def rank_0_buffers(size):
-    """What validate_sizes() put into the batch norm of rank 0 alone."""
-    generator = torch.Generator().manual_seed(1000 * size)
-    norm = NormNet(10)[1]
-    norm.running_mean.normal_(generator=generator)
-    norm.running_var.uniform_(0.5, 2, generator=generator)
-    return {"1.running_mean": norm.running_mean, "1.running_var": norm.running_var}
-
-
-def score(digits, path, size):
+def score(folder, weights):
     """Loss and hits of one process, in plain PyTorch, one image after the other."""
-    model = NormNet(10).eval()
-    model.load_state_dict(torch.load(path, weights_only=True))
+    recipe = Namespace(decoder="torchvision", image_size=32)
+    model = norm(10).eval()
+    model.load_state_dict(weights)
     loss = top1 = top5 = 0
-    for index in chosen(359, size):
-        image, label = val_image(digits, index)
+    for file, label in (images := reference.listing(folder)):
         with torch.no_grad():
-            outputs = model(image.unsqueeze(0))
-        loss += cross_entropy(outputs, torch.tensor([label])).item() / size
+            outputs = model(reference.picture(recipe, file, None).unsqueeze(0))
+        loss += cross_entropy(outputs, torch.tensor([label])).item() / len(images)
         best = outputs[0].topk(5).indices.tolist()
         top1 += best[0] == label
         top5 += label in best
     return loss, top1, top5
-
-
-@functools.cache
-def val_image(digits, index):
-    """One image as the network takes it, and its label."""
-    file, label = reference.listing(digits / "val")[index]
-    recipe = Namespace(decoder="torchvision", image_size=32)
-    return reference.picture(recipe, file, None), label

@@ -14,7 +14,8 @@ import reference
 import torch
 import torchvision
 from PIL import Image
-from ranks import NETS, free_port, recorded
+from played import free_port
+from ranks import NETS, recorded
 from test_equality import start
 
 # The recipe without flags, as README.md and --help have it

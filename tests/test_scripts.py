@@ -7,7 +7,7 @@ from argparse import Namespace
 import pytest
 import torch
 from conftest import ROOT, SHORT, launcher, run
-from ranks import Ranks, free_port, run_ranks, train, train_compiled
+from ranks import Ranks, free_port, run_ranks, train, train_watched
 from torchvision.models import resnet18
 
 import apex_distributed
@@ -144,7 +144,8 @@ def test_a_compiled_network_and_synthetic_images(tmp_path):
     flags += ["--max-steps", 3, "--compile", "--output", tmp_path / "out"]
     name = "multiprocessing_distributed"
     # A compiler's first start may take minutes on a busy machine
-    (graphs,) = run_ranks(tmp_path, 1, train_compiled, 300, name=name, flags=flags)
+    how = {"name": name, "flags": flags, "net": "flat", "skipped": 0, "gpus": ""}
+    (graphs,) = run_ranks(tmp_path, 1, train_watched, 300, **how)
     assert graphs >= 1
     assert records(tmp_path / "out")[0]["images"] == 24
 
