@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torchvision
 from played import Played, free_port
 from torch import nn
 
@@ -29,7 +28,6 @@ import common.images
 from common.arguments import build_parser, parse_arguments
 from common.checkpoint import TrainingState, lock_output, replace_file
 from common.data import RandomImages, digest_of
-from common.model import build_model
 from common.schedule import build_scheduler
 from launch.exits import Stopped, Watchdog
 
@@ -360,27 +358,11 @@ def recorded(name: str, runs: list) -> list[dict]:
         found["momenta"] = [one.get("momentum_buffer") for one in momenta]
         found["weights"] = state.raw_model.state_dict()
         found["scaler"] = state.scaler.state_dict()
+        found["losses"] = [record["train_loss"] for record in state.records]
         came_to.append(found)
         if name == "horovod_distributed":  # is started once in a process
             script.use_fork_server = script.hvd.init = lambda: None
     return came_to
-
-
-def download(file: str):
-    """Build the pretrained model whose weights FOLDER/ARCH.pth holds; returns them."""
-    arch = Path(file).stem
-    torchvision.models.get_model_weights(arch).DEFAULT.value.url = Path(file).as_uri()
-    torch.hub.set_dir(Path(file).parent / "hub")
-    fetch = torch.hub.download_url_to_file
-
-    def slowly(*arguments, **options):
-        time.sleep(0.5)  # for the others to come
-        fetch(*arguments, **options)
-
-    torch.hub.download_url_to_file = slowly
-    flags = ["--data", "x", "--arch", arch, "--pretrained"]
-    args = parse_arguments(build_parser("A test."), "test", flags)
-    return build_model(args, RandomImages(8, 8)).state_dict()
 
 
 if __name__ == "__main__":

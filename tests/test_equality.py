@@ -12,7 +12,7 @@ import reference
 import torch
 from conftest import ROOT, run
 from played import free_port
-from ranks import norm, recorded, results, run_ranks, train
+from ranks import norm, recorded, results, run_ranks
 from torch.nn.functional import cross_entropy
 
 FLAGS = "--image-size 32 --precision fp32 --min-crop 0.5 --print-interval 4".split()
@@ -49,91 +49,14 @@ def cases(short, *numbers):
     return found
 
 
-# --- the same images ---
+# --- the same images, the same weights ---
 
-LOADERS = {  # processes, and loader processes of each
+TRAINED = {  # processes, and loader processes of each
     "dataparallel": [(1, 1)],
     "distributed": [(1, 3), (2, 1), (3, 0)],
     "multiprocessing_distributed": [(4, 1)],
     "horovod_distributed": [],
 }
-
-
-@pytest.fixture(scope="module")
-def digests(digits, tmp_path_factory):
-    """Global batches of a run: [(epoch, the digests of its pixels and labels), ...]."""
-
-    def of(name, world_size, workers):
-        """`workers` loader processes for each training process."""
-        folder = tmp_path_factory.mktemp("batches")
-        flags = ["--data", digits, *FLAGS, "-b", 48, "--max-steps", 4, "--epochs", 2]
-        flags += ["--output", folder / "out", "-j", workers * world_size]
-        runs = [("small", list(map(str, flags)), None, free_port())]
-        found = start(name)(folder, world_size, recorded, name=name, runs=runs)
-        assert len(found) == world_size
-        steps = []
-        for parts in zip(*(rank[0]["steps"] for rank in found), strict=True):
-            assert {len(images) for _, images in parts} == {48 // world_size}
-            assert len({epoch for epoch, _ in parts}) == 1
-            steps.append((parts[0][0], sorted(sum((part[1] for part in parts), []))))
-        return steps
-
-    return of
-
-
-@pytest.fixture(scope="module")
-def one_process(digests):
-    """What one process without loader processes trains on."""
-    steps = digests("dataparallel", 1, 0)
-    assert [epoch for epoch, _ in steps] == [0] * 4 + [1] * 4
-    assert len({digest for _, images in steps for digest in images}) == 8 * 48
-    return steps
-
-
-@pytest.mark.parametrize("name, world_size, workers", cases(LOADERS, (0, 1, 3)))
-def test_every_step_has_the_same_images(
-    digests, one_process, name, world_size, workers
-):
-    """Pixels and labels, after augmentation, over two epochs of persistent workers."""
-    assert digests(name, world_size, workers) == one_process
-
-
-# --- the same weights ---
-
-
-@pytest.fixture(scope="module")
-def trained(digits, tmp_path_factory):
-    """Train 20 steps, once; returns the checkpoint."""
-
-    @functools.cache
-    def of(name, world_size):
-        folder = tmp_path_factory.mktemp("weights")
-        argv = ["--data", digits, *FLAGS, "-b", 48, "--max-steps", 10, "--epochs", 2]
-        argv += ["--lr", 0.1, "--warmup-epochs", 1, "-j", 0, "--output", folder / "out"]
-        arguments = {"name": name, "flags": list(map(str, argv)), "net": "small"}
-        start(name)(folder, world_size, train, **arguments)
-        return torch.load(folder / "out" / "checkpoint.pt", weights_only=True)
-
-    return of
-
-
-@pytest.fixture(scope="module")
-def whole_batch(trained):
-    """dataparallel, which sees the whole batch in one process."""
-    return trained("dataparallel", 1)
-
-
-def difference(one, other):
-    """Largest difference of a weight, and of a momentum."""
-    numbers = []
-    for content in (one, other):
-        momenta = content["optimizer"]["state"].values()
-        momenta = [state["momentum_buffer"].flatten() for state in momenta]
-        weights = [weight.flatten() for weight in content["state_dict"].values()]
-        numbers.append((torch.cat(weights), torch.cat(momenta)))
-    return tuple((a - b).abs().max().item() for a, b in zip(*numbers, strict=True))
-
-
 # Where a bound comes from: a gradient is a sum, and every way to split the batch adds it
 # up in another order. A float32 sum of terms whose absolute values add up to A is off by at
 # most about eps * A a level of the addition tree; A is a few times the gradient here. SGD adds
@@ -145,30 +68,59 @@ MOMENTUM_BOUND = LEVELS * EPS / (1 - MOMENTUM)
 WEIGHT_BOUND = STEPS * RATE * MOMENTUM_BOUND
 
 
-TRAINED = {
-    "distributed": [(1,), (2,), (3,), (4,)],
-    "multiprocessing_distributed": [],
-    "horovod_distributed": [],
-}
+ALONE = ("dataparallel", 1, 0)
 
 
-@pytest.mark.parametrize("name, world_size", cases(TRAINED))
-def test_same_weights_up_to_rounding(trained, whole_batch, name, world_size, figure):
-    """Of a run that is stable and learns; one process has the very bits."""
-    found = trained(name, world_size)
-    weights, momenta = difference(found, whole_batch)
+@pytest.fixture(scope="module")
+def trained(digits, tmp_path_factory):
+    """What each process of a run came to, with `workers` loader processes for each."""
+
+    @functools.cache
+    def of(name, world_size, workers):
+        folder = tmp_path_factory.mktemp("trained")
+        flags = ["--data", digits, *FLAGS, "-b", 48, "--max-steps", 10, "--epochs", 2]
+        flags += ["--lr", 0.1, "--warmup-epochs", 1, "--output", folder / "out"]
+        flags += ["-j", workers * world_size]
+        runs = [("small", list(map(str, flags)), None, free_port())]
+        found = start(name)(folder, world_size, recorded, name=name, runs=runs)
+        assert len(found) == world_size
+        return [rank for (rank,) in found]
+
+    return of
+
+
+@pytest.mark.parametrize("name, world_size, workers", cases(TRAINED, (0, 1, 3)))
+def test_same_images_and_weights(trained, name, world_size, workers, figure):
+    """Pixels and labels of each step, over two epochs of persistent loader processes.
+
+    Weights and momenta up to rounding; one process has the very bits.
+    """
+    processes, (whole,) = trained(name, world_size, workers), trained(*ALONE)
+    for *shards, (epoch, images) in zip(
+        *(rank["steps"] for rank in processes), whole["steps"], strict=True
+    ):
+        assert all(len(own) == 48 // world_size for _, own in shards)
+        assert {one for one, _ in shards} == {epoch}
+        assert sorted(sum((own for _, own in shards), [])) == sorted(images)
+    weights, momenta = (
+        max((a - b).abs().max().item() for a, b in zip(*pair, strict=True))
+        for pair in (
+            (processes[0]["weights"].values(), whole["weights"].values()),
+            (processes[0]["momenta"], whole["momenta"]),
+        )
+    )
     row = f"rounding / {name}, {world_size} processes"
     figure(f"{row} / weights", weights)
     figure(f"{row} / momentum", momenta)
     assert weights <= WEIGHT_BOUND * (world_size > 1), weights
     assert momenta <= MOMENTUM_BOUND * (world_size > 1), momenta
-    for one, other in zip(found["records"], whole_batch["records"], strict=True):
-        for key in ("train_loss", "val_loss", "images", "val_images"):
-            assert one[key] == pytest.approx(other[key], abs=1e-5)
-    losses = [record["train_loss"] for record in found["records"]]
-    assert losses[1] < losses[0] < 2.4
-    states = found["optimizer"]["state"].values()
-    largest = max(state["momentum_buffer"].abs().max().item() for state in states)
+
+
+def test_the_run_is_a_stable_one_that_learns(trained):
+    (whole,) = trained(*ALONE)
+    assert len({image for _, images in whole["steps"] for image in images}) == 20 * 48
+    assert whole["losses"][1] < whole["losses"][0] < 2.4
+    largest = max(momentum.abs().max().item() for momentum in whole["momenta"])
     assert 0.01 < largest < 1 / (1 - MOMENTUM)
 
 

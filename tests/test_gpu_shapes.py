@@ -38,7 +38,7 @@ STRATEGIES += ["horovod_distributed", "apex_distributed"]
 
 
 class StandInStream:
-    """Arrivals of batches are numbered."""
+    """Notes what it waits for. Arrivals of batches are numbered."""
 
     def __init__(self, gpus, name: str):
         self.gpus, self.name = gpus, name
@@ -53,14 +53,11 @@ class StandInStream:
 
 
 class StandInMoment:
-    """Each is 1 ms after another."""
-
-    def __init__(self, gpus):
-        self.gpus = gpus
+    """A timed event, 1 ms after the one before."""
 
     def record(self, stream) -> None:
-        self.gpus.note("moment", stream.name)
-        self.at = len(self.gpus.named("moment"))
+        stream.gpus.note("moment", stream.name)
+        self.at = len(stream.gpus.named("moment"))
 
     def elapsed_time(self, other) -> float:
         return other.at - self.at
@@ -99,10 +96,10 @@ class StandInGpus(TorchFunctionMode):
         return func(*(CPU if type(a) is torch.device else a for a in args), **on_cpu)
 
 
-def number_of(tensor: torch.Tensor) -> int:
-    """Of a batch of numbered(), by its images or its labels."""
+def number_of(batch: torch.Tensor) -> int:
+    """The number that images, or labels, of numbered() are full of."""
     with torch._C.DisableTorchFunction():
-        return int(tensor.flatten()[0])
+        return int(batch.flatten()[0])
 
 
 @pytest.fixture
@@ -125,7 +122,7 @@ def gpus(monkeypatch):
                 "current_stream": lambda device: found.current,
                 "stream": found.stream,
                 "Stream": lambda device: StandInStream(found, "copies"),
-                "Event": lambda enable_timing: StandInMoment(found),
+                "Event": lambda enable_timing: StandInMoment(),
             }.items():
                 monkeypatch.setattr(torch.cuda, name, value)
             monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
@@ -252,9 +249,6 @@ class Net(nn.Sequential):
             nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, classes)
         )
         self.gpus = gpus
-
-    def compile(self):
-        """Takes long."""
 
     def to(self, *given, **named):
         if given:
@@ -388,12 +382,10 @@ def main(gpus, monkeypatch, tmp_path):
         found = gpus(count)
         local_world_size = world_size // machines
         node, local_rank = divmod(rank, local_world_size)
-        numbers = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world_size}
-        numbers |= {"LOCAL_WORLD_SIZE": local_world_size, "MASTER_PORT": 1}
-        numbers |= {"MASTER_ADDR": "127.0.0.1", "HOROVOD_GLOO_TIMEOUT_SECONDS": 1}
-        for variable, number in numbers.items():
-            monkeypatch.setenv(variable, str(number))
-        monkeypatch.delenv("HOROVOD_GLOO_TIMEOUT_SECONDS")  # also afterwards
+        place = (rank, world_size, local_rank, local_world_size)
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        ranks = dict(zip(names, map(str, place), strict=True))
+        monkeypatch.setattr(os, "environ", {**os.environ, **ranks})
 
         def init_process_group(backend, url, timeout, *place):
             found.note("init_process_group", backend, *place)
@@ -405,7 +397,6 @@ def main(gpus, monkeypatch, tmp_path):
 
         found.wrappers, found.amp = [], StandInAmp(found)
         wrap = partial(Wrapper, found)
-        place = (rank, world_size, local_rank, local_world_size)
         watchdog = SimpleNamespace(stop_requested=stop, feed=lambda: None)
         dist, script = torch.distributed, importlib.import_module(name)
         for module, stand_ins in {
@@ -579,7 +570,7 @@ def test_a_cpu_gloo_and_scaled_gradients(main):
 
 
 def test_dataparallel_has_all_gpus_and_autocast_inside(main, tmp_path):
-    (wrapped,) = main("dataparallel", "--compile", count=1).wrappers
+    (wrapped,) = main("dataparallel", count=1).wrappers
     assert type(wrapped.module).__name__ == "AutocastModel"
     assert wrapped.module.dtype == torch.bfloat16  # the stand-in has it
     assert isinstance(wrapped.module.module, Net)

@@ -4,17 +4,17 @@ import itertools
 import json
 import math
 import os
-import random
 import sys
+import time
 import warnings
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from unittest.mock import Mock
 
 import pytest
 import torch
 from conftest import run
-from ranks import Ranks, download
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torchvision.models import WeightsEnum
@@ -27,7 +27,6 @@ from common.log import Log
 from common.meters import Meter, averages, batch_sums
 from common.model import build_model, check_image_size
 from common.schedule import build_scheduler
-from common.seeding import seed_augmentation, seed_step
 from launch.check import check_shared_memory, set_threads
 from launch.exits import LOST_PROCESS, Stopped, exit_status
 from launch.ranks import ranks_from_environment
@@ -150,7 +149,6 @@ def test_shared_memory_holds_the_batches_of_loader_processes(monkeypatch):
 @pytest.mark.parametrize(
     "message",
     [
-        "[../third_party/gloo/gloo/transport/tcp/pair.cc:561] Connection closed by peer",
         "Timed out waiting 3000ms for recv operation to complete",
         "wait timeout after 3000ms, keys: /default_pg/0//cpu//0",
         "waitForInput: socket SocketImpl(fd=12) timed out after 3000ms",
@@ -170,7 +168,6 @@ LOST = RuntimeError(
     "[/a/b/pair.cc:561] Connection closed by peer [127.0.0.1]:1. This is typically "
     "caused by a remote worker crashing. GLHF"
 )
-GONE = " lost another: Connection closed by peer [127.0.0.1]:1."
 
 
 @pytest.mark.parametrize(
@@ -182,7 +179,7 @@ GONE = " lost another: Connection closed by peer [127.0.0.1]:1."
         (Stopped("epoch 2"), 0, 143, "stopped after epoch 2, which is saved"),
         (Stopped("epoch 2"), 1, 143, ""),
         (KeyboardInterrupt(), 0, 130, ""),
-        (LOST, 1, 1, GONE),
+        (LOST, 1, 1, " lost another: Connection closed by peer [127.0.0.1]:1."),
         (RuntimeError("DataLoader worker (pid 7) is killed"), 1, 1, "lost another"),
         (ConnectionResetError(104, "Connection reset by peer"), 1, 1, "another"),
         (RuntimeError("EADDRINUSE port: 29500"), 0, 2, "port 29500 is in use"),
@@ -254,9 +251,7 @@ X = ("--data", "x")
         ((*X, "-b", "0"), "0 is not at least 1"),
         ((*X, "--epochs", "many"), "invalid int value: 'many'"),
         ((*X, "--lr", "nan"), "nan is not at least 0"),
-        ((*X, "--lr", "inf"), "inf is not at least 0"),
         ((*X, "--min-crop", "1.5"), "1.5 is not at least 1e-06 and at most 1"),
-        ((*X, "--timeout-seconds", "0"), "0 is not at least 1"),
         ((*X, "--evaluate"), "--evaluate needs --resume auto|PATH or --pretrained"),
     ],
 )
@@ -339,24 +334,20 @@ def test_speeds_leave_out_what_loaders_prepared(clock):
     assert make_log("--synthetic", workers=6).cold_steps == 1  # no loader processes
 
 
-@pytest.mark.parametrize("terminal", [False, True])
-def test_progress_is_shown_by_rank_0(terminal, clock, monkeypatch, capsys):
+@pytest.mark.parametrize("rank, terminal", [(0, False), (0, True), (1, False)])
+def test_progress_is_shown_by_rank_0(rank, terminal, clock, monkeypatch, capsys):
     """A line every 30 seconds, or a bar; the epoch is resumed after step 4."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    for rank in (0, 1):
-        log = make_log("--data", "x", rank=rank, epoch=1, step=4)
-        log.start_epoch(20)
-        for step, clock.now in ((6, 100), (9, 110), (12, 131)):
-            log.interval(step, recent(64), 0.25)
-        lines = capsys.readouterr().out.splitlines()
-        assert len(lines) == (2 if rank == 0 and not terminal else 0)
-        for step, line in zip((6, 12), lines):  # noqa: B905
-            assert line == (
-                f"epoch 2/9, step {step}/20: loss 0.5000, top-1 10.00 %, "
-                "top-5 20.00 %, 64 images/s, waited for data 25%"
-            )
-        assert log.bar.disable == (rank != 0 or not terminal)
-        assert (log.figures()["first_step"], log.figures()["warmup_steps"]) == (4, 2)
+    log = make_log("--data", "x", rank=rank, epoch=1, step=4)
+    log.start_epoch(20)
+    for step, clock.now in ((6, 100), (9, 110), (12, 131)):
+        log.interval(step, recent(64), 0.25)
+    text = "loss 0.5000, top-1 10.00 %, top-5 20.00 %, 64 images/s, waited for data 25%"
+    lines = [f"epoch 2/9, step {step}/20: {text}" for step in (6, 12)]
+    shown = capsys.readouterr().out.splitlines()
+    assert shown == (lines if rank == 0 and not terminal else [])
+    assert log.bar.disable == (not terminal)
+    assert (log.figures()["first_step"], log.figures()["warmup_steps"]) == (4, 2)
 
 
 PRETRAINED = ("--data", "x", "--arch", "resnet50", "--pretrained", "-j", "4")
@@ -376,11 +367,8 @@ def test_a_run_begins_with_what_it_is(flags, epoch, step, printed, capsys):
     log = make_log(*flags, "-b", 512, epoch=epoch, step=step)
     log.start(10, 256)
     first, second, *lines = capsys.readouterr().out.splitlines()
-    assert first.startswith("test: 2 processes on ")
-    assert first.endswith(" (cpu), resnet18, fp32, seed 0")
+    assert first.startswith("test: 2 processes on ") and ", seed 0" in first
     assert second.startswith("10 steps an epoch of 512 images, 256 per process, ")
-    loaders = f"4 loader processes ({log.args.decoder})"
-    assert (loaders in second) == (not log.args.synthetic)
     assert second.endswith(", learning rate 0.4")
     assert len(lines) == bool(printed) and all(x.endswith(printed) for x in lines)
     for size in (15, 16):
@@ -434,30 +422,8 @@ def test_a_first_step_that_overflows_warns_of_nothing():
         build_scheduler(parse("--data", "x"), optimizer, 10).step()
 
 
-def test_augmentation_and_dropout_draw_from_their_keys():
-    def draw(seed, *key):
-        seed(*key)
-        return torch.rand(3).tolist(), random.random()
-
-    first, again, other = (
-        draw(seed_augmentation, *key) for key in ((0, 1, 2), (0, 1, 2), (0, 1, 3))
-    )
-    assert first == again and first[0] != other[0] and first[1] != other[1]
-    assert draw(seed_step, 0, 1, 2, 0)[0] != draw(seed_step, 0, 1, 2, 1)[0]
-
-
 def data_of(classes):
     return Namespace(classes=range(classes))
-
-
-def test_first_weights_depend_on_the_seed_alone():
-    one, again, other = (
-        build_model(parse("--data", "x", "--seed", seed), data_of(10)).state_dict()
-        for seed in (1, 1, 2)
-    )
-    assert all(torch.equal(one[name], again[name]) for name in one)
-    assert not torch.equal(one["conv1.weight"], other["conv1.weight"])
-    assert one["fc.weight"].shape == (10, 512)
 
 
 def test_every_model_has_one_output_and_its_image_sizes():
@@ -499,12 +465,18 @@ def test_a_checkpoint_takes_the_place_of_pretrained_weights(
         assert getattr(again, name, None) == getattr(built, name, None)
 
 
-def test_processes_of_a_machine_download_weights_once(tmp_path):
-    args = parse("--data", "x", "--arch", "squeezenet1_1")
-    weights = build_model(args, data_of(1000)).state_dict()
-    file = tmp_path / "squeezenet1_1.pth"
-    torch.save(weights, file)
-    with Ranks(tmp_path, 4, download, file=str(file)) as ranks:
-        for found in ranks.results():
-            assert all(torch.equal(found[name], weights[name]) for name in weights)
-        assert ranks.text().count("Downloading: ") == 1
+def test_processes_of_a_machine_download_weights_once(tmp_path, monkeypatch):
+    """Threads here: each opens the file that they lock."""
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: tmp_path)
+    downloads = []
+
+    def fetch(check_hash):
+        downloads.append(check_hash)
+        time.sleep(0.2)  # for the others to come
+        (tmp_path / "checkpoints").mkdir()
+        (tmp_path / "checkpoints" / "net.pth").touch()
+
+    weights = Namespace(url="https://pytorch/net.pth", get_state_dict=fetch)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(model.download_once, 4 * [weights]))
+    assert downloads == [True]
