@@ -18,58 +18,33 @@ from played import free_port
 from ranks import NETS, recorded
 from test_equality import start
 
-# The recipe without flags, as README.md and --help have it
-DEFAULTS = {
-    "lr": 0.1,
-    "warmup_epochs": 5,
-    "schedule": "step",
-    "momentum": 0.9,
-    "weight_decay": 1e-4,
-    "label_smoothing": 0,
-    "image_size": 224,
-    "min_crop": 0.08,
-    "no_flip": False,
-    "max_steps": None,
-    "seed": 0,
-    "decoder": "torchvision",
-    "no_channels_last": False,
+FLAGS = {  # the default, as README.md and --help have it, and another value
+    "lr": (0.1, 0.7),
+    "warmup_epochs": (5, 0.5),
+    "schedule": ("step", "cosine"),
+    "momentum": (0.9, 0.5),
+    "weight_decay": (1e-4, 0.05),
+    "label_smoothing": (0, 0.1),
+    "image_size": (224, 32),
+    "min_crop": (0.08, 0.6),
+    "no_flip": (False, True),
+    "max_steps": (None, 2),
+    "seed": (0, 7),
+    "decoder": ("torchvision", "pil"),
+    "no_channels_last": (False, True),
 }
-# The network, and what differs from the defaults: each flag has two values or more.
+DEFAULTS = {flag: default for flag, (default, _) in FLAGS.items()}
+OTHER = {flag: other for flag, (_, other) in FLAGS.items()}
+OTHER |= {"epochs": 3, "batch": 12, "precision": "fp32"}
 # A batch of 8 leaves 7 of the 47 images over, which two processes would pad to 48
 FIRST = {"image_size": 20, "batch": 8, "precision": "fp32"}
-OTHER = {
-    "lr": 0.7,
-    "warmup_epochs": 0.5,
-    "schedule": "cosine",
-    "momentum": 0.5,
-    "weight_decay": 0.05,
-    "label_smoothing": 0.1,
-    "image_size": 32,
-    "min_crop": 0.6,
-    "no_flip": True,
-    "epochs": 3,
-    "batch": 12,
-    "max_steps": 2,
-    "seed": 7,
-    "decoder": "pil",
-    "no_channels_last": True,
-    "precision": "fp32",
-}
-FP16 = {
-    "precision": "fp16",
-    "epochs": 3,
-    "lr": 0.02,
-    "warmup_epochs": 1.5,
-    "schedule": "cosine",
-    "label_smoothing": 0.2,
-    "weight_decay": 0.01,
-    "seed": 3,
-}
+FP16 = {"precision": "fp16", "epochs": 3, "lr": 0.02, "warmup_epochs": 1.5, "seed": 3}
+FP16 |= {"schedule": "cosine", "label_smoothing": 0.2, "weight_decay": 0.01}
 BF16 = {"precision": "bf16", "epochs": 2, "warmup_epochs": 0, "seed": 1, "lr": 0.5}
 # Past epoch 30 and 60, and past epoch 30 on the cosine
 LONG = {**FIRST, "epochs": 61, "batch": 4, "max_steps": 1}
 LONG_COSINE = {**LONG, "epochs": 33, "schedule": "cosine", "warmup_epochs": 2, "lr": 1}
-CASES = {
+CASES = {  # the network, and what differs from the defaults
     "the default recipe": ("small", LONG),
     "the cosine": ("small", LONG_COSINE),
     "images of 224": ("small", {**FIRST, "image_size": 224, "epochs": 1}),
