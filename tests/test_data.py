@@ -25,53 +25,17 @@ def arguments(*flags):
     return parse_arguments(build_parser("A test."), "test", flags)
 
 
-def train_loader(args, rank=0, world_size=1, workers=0):
+def train_loader(args, workers=0):
     train_set, _ = build_datasets(args)
-    sampler = DistributedSampler(
-        train_set, world_size, rank, seed=args.seed, drop_last=True
-    )
-    size = args.global_batch_size // world_size
-    return build_loader(args, train_set, sampler, size, workers, CPU, training=True)
+    sampler = DistributedSampler(train_set, 1, 0, seed=args.seed, drop_last=True)
+    return build_loader(args, train_set, sampler, 4, workers, CPU, training=True)
 
 
-def train_batches(args, epoch, *place):
-    loader = train_loader(args, *place)
+def pixels_of(loader, epoch):
     loader.batches.sampler.set_epoch(epoch)
-    return list(loader)
-
-
-def content(image):
-    return image.contiguous().numpy().tobytes()
-
-
-def global_batches(args, world_size=1, workers=0, epoch=1):
-    """Per step the set of (pixels, label) over all ranks."""
-    ranks = range(world_size)
-    shards = [train_batches(args, epoch, rank, world_size, workers) for rank in ranks]
     return [
-        {
-            (content(image), int(label))
-            for images, labels in step
-            for image, label in zip(images, labels, strict=True)
-        }
-        for step in zip(*shards, strict=True)
+        image.contiguous().numpy().tobytes() for images, _ in loader for image in images
     ]
-
-
-def test_global_batch_and_pixels_do_not_depend_on_world_size_or_workers(pictures):
-    args = arguments("--data", pictures)
-    expected = global_batches(args)
-    assert len(expected) == 4 and all(len(step) == 4 for step in expected)
-    for place in ((2, 0), (4, 0), (1, 3), (2, 1)):
-        assert global_batches(args, *place) == expected, place
-
-
-def test_pixels_depend_on_seed_and_epoch(pictures):
-    epochs = []  # all images of each, whatever their order
-    for seed, epoch in ((0, 0), (0, 1), (1, 0)):
-        args = arguments("--data", pictures, "--seed", seed)
-        epochs.append(set().union(*global_batches(args, epoch=epoch)))
-    assert len(set().union(*epochs)) == 3 * 16
 
 
 def test_loader_processes_start_once_and_see_each_new_epoch(pictures):
@@ -85,13 +49,13 @@ def test_loader_processes_start_once_and_see_each_new_epoch(pictures):
     assert gc.get_freeze_count() > 10_000  # or the collector un-shares their memory
     epochs = set()
     for epoch in range(3):
-        loader.batches.sampler.set_epoch(epoch)
-        seen = [content(image) for images, _ in loader for image in images]
-        fresh = train_batches(args, epoch)
-        assert seen == [content(image) for images, _ in fresh for image in images]
+        seen = pixels_of(loader, epoch)
+        assert seen == pixels_of(train_loader(args), epoch)
         epochs |= set(seen)
         assert set(multiprocessing.active_children()) - before == started
-    assert len(epochs) == 3 * 16  # no picture twice
+    other = train_loader(arguments("--data", pictures, "--seed", 1))
+    epochs |= set(pixels_of(other, epoch=0))
+    assert len(epochs) == 4 * 16  # no picture twice
 
 
 @pytest.mark.parametrize(
@@ -179,8 +143,8 @@ def test_items_of_other_people_s_data_sets():
 def test_synthetic_batches_are_on_the_device_and_of_any_number():
     args = arguments("--synthetic", 11)
     assert [len(one) for one in build_datasets(args)] == [11, 4]
-    batches = train_batches(args, 0)
-    assert [tuple(images.shape) for images, _ in batches] == [(4, 3, 32, 32)] * 2
+    shapes = [tuple(images.shape) for images, _ in train_loader(args)]
+    assert shapes == [(4, 3, 32, 32)] * 2
     _, val_set = build_datasets(arguments("--synthetic", 125))
     validation = build_loader(args, val_set, range(5), 4, 0, CPU, training=False)
     assert [len(images) for images, _ in validation] == [4, 1]
