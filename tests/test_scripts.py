@@ -19,7 +19,7 @@ SAME = "images train_loss train_top1 train_top5 val_loss val_top1 val_top5".spli
 SAME += ["val_images", "learning_rate"]
 TIMED = "first_step seconds warmup_steps images_per_second step_milliseconds".split()
 TIMED += ["step_milliseconds_p90", "data_wait_share", "peak_memory_mib"]
-FLAGS = (*SHORT, "--max-steps", "2")
+FLAGS = (*SHORT, "--max-steps", "2", "-j", "0")
 
 FULL = pytest.mark.full
 # Without our launch scripts, with the flag that launchers gave before torch 2.0
@@ -41,7 +41,7 @@ WAYS = {
 def trained(digits, tmp_path_factory):
     """The output folder of two processes that no launcher started."""
     folder = tmp_path_factory.mktemp("trained")
-    flags = ["--data", digits, *FLAGS, "-j", 0, "--output", folder / "out"]
+    flags = ["--data", digits, *FLAGS, "--output", folder / "out"]
     run_ranks(folder, 2, train, name="distributed", flags=flags)
     return folder / "out"
 
