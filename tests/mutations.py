@@ -5,7 +5,7 @@
 
 Each mistake is made in a copy of the project, where only the tests named beside it run: one
 of them has to fail. Before that, the same tests have to pass in a copy without a mistake.
-Writes results/mutations.json, or brings it up to date. Exit status 1 where a mistake survived or a test broke.
+Brings results/mutations.json up to date. Exit status 1 where a mistake survived or a test broke.
 """
 
 import json
@@ -17,21 +17,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-FIVE = (
-    "dataparallel.py",
-    "distributed.py",
-    "multiprocessing_distributed.py",
-    "apex_distributed.py",
-    "horovod_distributed.py",
-)
-NO_TEST_FAILED, A_TEST_FAILED = 0, 1  # pytest's exit statuses; others are no verdict
+SCRIPTS = "dataparallel distributed multiprocessing_distributed".split()
+SCRIPTS += ["apex_distributed", "horovod_distributed"]
 
 
 class Mutation(NamedTuple):
@@ -43,6 +36,11 @@ class Mutation(NamedTuple):
     old: str
     new: str
 
+    def files(self, root: Path) -> list[Path]:
+        """The files that it is made in."""
+        scripts = [root / f"{name}.py" for name in SCRIPTS]
+        return scripts if self.file == "scripts" else [root / self.file]
+
 
 def read_mutations(text: str) -> list[Mutation]:
     """Read the blocks of mutations.txt, whose first lines say what they are made of."""
@@ -50,12 +48,9 @@ def read_mutations(text: str) -> list[Mutation]:
     for block in re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).strip().split("\n\n"):
         name, where, *lines = block.strip("\n").split("\n")
         file, _, tests = where.partition(": ")
-        old = [line[2:] for line in lines if line[0] == "-"]
-        new = [line[2:] for line in lines if line[0] == "+"]
-        end = "" if new else "\n"
-        mutation = Mutation(
-            name, file, shlex.split(tests), "\n".join(old) + end, "\n".join(new)
-        )
+        old, new = ([x[2:] for x in lines if x[0] == sign] for sign in "-+")
+        text = "\n".join(old) + ("" if new else "\n")
+        mutation = Mutation(name, file, shlex.split(tests), text, "\n".join(new))
         mutations.append(mutation)
     return mutations
 
@@ -63,15 +58,9 @@ def read_mutations(text: str) -> list[Mutation]:
 MUTATIONS = read_mutations(Path(__file__).with_suffix(".txt").read_text())
 
 
-def files_of(mutation: Mutation, root: Path) -> list[Path]:
-    """The files that a mistake is made in."""
-    names = FIVE if mutation.file == "scripts" else (mutation.file,)
-    return [root / name for name in names]
-
-
 def problem(mutation: Mutation) -> str | None:
     """Say why a mistake cannot be made in the project as it is; None where it can."""
-    for path in files_of(mutation, ROOT):
+    for path in mutation.files(ROOT):
         found = path.read_text().count(mutation.old)
         if found != 1:
             return f"{mutation.name}: {found} times in {path.name}: {mutation.old!r}"
@@ -83,55 +72,43 @@ def problem(mutation: Mutation) -> str | None:
     return None if mutation.tests else f"{mutation.name}: no test is named"
 
 
-def copy_project(folder: Path) -> Path:
-    """Copy what git knows of the project, as the files are now."""
-    names = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    for name in names:
-        if (ROOT / name).exists():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / name)
-    return folder
+def run_tests(tests: Iterable[str], mistake: Mutation | None = None) -> tuple[int, str]:
+    """Run tests in a copy of what git knows of the project, until one fails.
 
-
-def run_tests(root: Path, tests: Iterable[str]) -> tuple[int, str]:
-    """Run tests of a copy until one fails; pytest's exit status and its last lines."""
+    Returns:
+        pytest's exit status and its last lines.
+    """
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True)
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-    ended = subprocess.run(
-        [*command, *(f"tests/{test}" for test in tests)],
-        cwd=root,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
+        for name in listed.stdout.decode().split("\0")[:-1]:
+            if (ROOT / name).exists():
+                copy = Path(folder, name)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / name, copy)
+        for path in mistake.files(Path(folder)) if mistake else ():
+            path.write_text(path.read_text().replace(mistake.old, mistake.new))
+        ended = subprocess.run(
+            [*command, *(f"tests/{test}" for test in tests)],
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
     return ended.returncode, ended.stdout[-2000:]
 
 
 def attempt(mutation: Mutation) -> dict:
     """Make one mistake in a copy, and run the tests that have to see it."""
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
-        root = copy_project(Path(folder))
-        for path in files_of(mutation, root):
-            path.write_text(path.read_text().replace(mutation.old, mutation.new))
-        status, text = run_tests(root, mutation.tests)
+    status, text = run_tests(mutation.tests, mutation)
     seen = re.search(r"^(?:FAILED|ERROR) tests/(\S+)", text, re.MULTILINE)
-    verdict = {NO_TEST_FAILED: "SURVIVED", A_TEST_FAILED: "seen"}.get(status, "BROKEN")
-    print(
-        f"{verdict:9}{mutation.name} ({time.monotonic() - began:.0f} s)"
-        + (f"  by {seen[1]}" if seen and verdict == "seen" else ""),
-        flush=True,
-    )
-    if verdict == "BROKEN":
-        print(text, flush=True)
-    return {
-        "name": mutation.name,
-        "file": mutation.file,
-        "tests": list(mutation.tests),
-        "survived": verdict != "seen",
-    }
+    # pytest's other exit statuses are no verdict
+    verdict = {0: "SURVIVED", 1: "seen"}.get(status, f"BROKEN\n{text}\n")
+    by = f" by {seen[1]}" if seen and verdict == "seen" else ""
+    print(f"{verdict:9}{mutation.name}{by}", flush=True)
+    what = {"name": mutation.name, "file": mutation.file, "tests": mutation.tests}
+    return {**what, "survived": verdict != "seen"}
 
 
 def write(results: list[dict]) -> None:
@@ -139,11 +116,8 @@ def write(results: list[dict]) -> None:
     git = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout
     path = ROOT / "results" / "mutations.json"
-    old = json.loads(path.read_text()) if path.exists() else {"mutations": []}
-    found = {result["name"]: result for result in old["mutations"]}
-    found |= {
-        result["name"]: {**result, "commit": commit.strip()} for result in results
-    }
+    found = {old["name"]: old for old in json.loads(path.read_text())["mutations"]}
+    found |= {one["name"]: {**one, "commit": commit.strip()} for one in results}
     listed = [found[one.name] for one in MUTATIONS if one.name in found]
     report = {
         "mistakes": len(listed),
@@ -164,12 +138,11 @@ def main(words: list[str]) -> int:
         return 2
     tests = sorted({test for mutation in chosen for test in mutation.tests})
     print(f"{len(chosen)} mistakes; first, {len(tests)} tests without one", flush=True)
-    with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
-        status, text = run_tests(copy_project(Path(folder)), tests)
-    if status != NO_TEST_FAILED or " skipped" in text:
+    status, text = run_tests(tests)
+    if status or " skipped" in text:
         print(f"the tests have to pass without a mistake, none skipped:\n{text}")
         return 1
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1))) as pool:
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         results = list(pool.map(attempt, chosen))
     survived = [result["name"] for result in results if result["survived"]]
     print(f"{len(results)} mistakes, {len(survived)} survived: {', '.join(survived)}")

@@ -1,22 +1,44 @@
-"""Programs that a fork server starts; what process N prints goes to N.log of a folder."""
+"""Processes that a fork server starts, which has imported PyTorch; and any program in one."""
 
 import multiprocessing
 import os
 import runpy
+import socket
 import sys
 import time
 from functools import partial
 from pathlib import Path
 
 import torch
-from ranks import fork_server
 from torch.multiprocessing import start_processes
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ("dataparallel", "distributed", "multiprocessing_distributed")
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens at."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def fork_server():
+    """A process that has imported everything and forks others, free of our threads."""
+    own = f"{ROOT}:{ROOT / 'tests'}:"  # the server's imports
+    others = os.environ.get("PYTHONPATH", "").removeprefix(own)
+    os.environ["PYTHONPATH"] = own + others
+    os.environ["OMP_NUM_THREADS"] = "1"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["ranks", *SCRIPTS])
+    return context
 
 
 class Played:
-    """Processes with a log each; killed when the block is left."""
+    """Processes; what number N prints goes to N.log. Killed when the block is left."""
 
     def __init__(self, folder: Path):
+        folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.processes = []
 
@@ -29,26 +51,27 @@ class Played:
             process.join()
 
     def start(self, task, *arguments) -> None:
-        """Run a function of this file in a new process."""
+        """Run a function of a file of tests/ in a new process."""
         log = self.folder / f"{len(self.processes)}.log"
         process = fork_server().Process(target=_run, args=(log, task, arguments))
         process.start()
         self.processes.append(process)
 
-    def end(self, *numbers: int, seconds: float = 40) -> list[int]:
-        """Wait for processes; their exit statuses."""
-        chosen = [self.processes[number] for number in numbers] or self.processes
+    def end(self, seconds: float = 60) -> list[int]:
+        """Wait for all; their exit statuses, a killed one's below zero."""
         until = time.monotonic() + seconds
-        for process in chosen:
+        for process in self.processes:
             process.join(max(0, until - time.monotonic()))
-        assert all(process.exitcode is not None for process in chosen), self.text()
-        return [process.exitcode for process in chosen]
+        statuses = [process.exitcode for process in self.processes]
+        assert None not in statuses, f"{statuses} after {seconds} s:\n{self.text()}"
+        return statuses
 
     def log(self, number: int) -> str:
         return (self.folder / f"{number}.log").read_text()
 
     def text(self) -> str:
-        return "\n".join(self.log(number) for number in range(len(self.processes)))
+        """What all printed."""
+        return "\n".join(file.read_text() for file in sorted(self.folder.glob("*.log")))
 
 
 def _run(log: Path, task, arguments: tuple) -> None:
@@ -58,9 +81,6 @@ def _run(log: Path, task, arguments: tuple) -> None:
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # as in a launched script
     task(*arguments)
-
-
-# --- any program ---
 
 
 def run_python(folder: Path, *words, **variables: str) -> tuple[int, str]:
@@ -83,9 +103,6 @@ def python(words: tuple, variables: dict) -> None:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-# --- lessons ---
 
 
 def lesson(path: Path, variables: dict) -> None:

@@ -7,90 +7,43 @@ A task is a function of this file; what rank R returns is saved as FOLDER/result
 
 import contextlib
 import ctypes
-import hashlib
 import importlib
 import json
-import multiprocessing
 import os
 import signal
-import socket
 import sys
-import textwrap
 import threading
 import time
 from argparse import Namespace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
-import torchvision
+from played import Played, free_port
 from torch import nn
-from torch.utils.data import Subset
 
 import common.data
 import common.images
-import common.model
 from common.arguments import build_parser, parse_arguments
 from common.checkpoint import TrainingState, lock_output, replace_file
-from common.data import RandomImages
-from common.model import build_model
+from common.data import RandomImages, digest_of
 from common.schedule import build_scheduler
 from launch.exits import Stopped, Watchdog
-
-ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ("dataparallel", "distributed", "multiprocessing_distributed")
 
 # --- starting processes ---
 
 
-def free_port() -> int:
-    """A port of this machine that nobody listens at."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def fork_server():
-    """A process that has imported everything and forks the ranks, free of our threads."""
-    own = f"{ROOT}:{ROOT / 'tests'}:"  # the server's imports
-    others = os.environ.get("PYTHONPATH", "").removeprefix(own)
-    os.environ["PYTHONPATH"] = own + others
-    os.environ["OMP_NUM_THREADS"] = "1"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ranks", *SCRIPTS])
-    return context
-
-
-class Ranks:
-    """Processes 0 to world_size - 1 that run a task; killed when the block is left."""
+class Ranks(Played):
+    """Processes 0 to world_size - 1 of a job, which run a task."""
 
     def __init__(self, folder: Path, world_size: int, task, **arguments):
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
-        port = str(free_port())
-        self.processes = []
-        for rank in range(world_size):
-            variables = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world_size),
-                "LOCAL_WORLD_SIZE": str(world_size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-            }
-            process = fork_server().Process(
-                target=_run, args=(folder, variables, task.__name__, arguments)
-            )
-            process.start()
-            self.processes.append(process)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        for process in self.processes:
-            process.kill()
-            process.join()
+        super().__init__(folder)
+        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        job |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
+        for rank in map(str, range(world_size)):
+            place = {**job, "RANK": rank, "LOCAL_RANK": rank}
+            self.start(_rank, folder, place, task, arguments)
 
     def alive(self, *ranks: int) -> bool:
         """Whether any of these ranks, or of all, still runs."""
@@ -99,20 +52,6 @@ class Ranks:
 
     def signal(self, rank: int, number: int) -> None:
         os.kill(self.processes[rank].pid, number)
-
-    def end(self, seconds: float = 60) -> list[int]:
-        """Wait for all; their exit statuses, a killed one's below zero."""
-        until = time.monotonic() + seconds
-        for process in self.processes:
-            process.join(max(0, until - time.monotonic()))
-        assert all(process.exitcode is not None for process in self.processes), (
-            f"still running after {seconds} s:\n{self.text()}"
-        )
-        return [process.exitcode for process in self.processes]
-
-    def text(self) -> str:
-        """What all ranks printed."""
-        return "\n".join(file.read_text() for file in sorted(self.folder.glob("*.log")))
 
     def results(self, seconds: float = 60) -> list:
         """What each rank's task returned."""
@@ -131,82 +70,56 @@ def run_ranks(folder: Path, world_size: int, task, seconds: float = 90, **argume
         return ranks.results(seconds)
 
 
-def _run(folder: Path, variables: dict, task: str, arguments: dict) -> None:
+def _rank(folder: Path, place: dict, task, arguments: dict) -> None:
     """What a started process does."""
-    os.environ.update(variables)
-    rank = int(variables["RANK"])
-    log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    torch.set_num_threads(1)
-    multiprocessing.set_start_method("fork", force=True)  # as in a launched script
+    os.environ.update(place)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    returned = globals()[task](**arguments)
-    torch.save(returned, folder / f"result-{rank}.pt")
+    torch.save(task(**arguments), folder / f"result-{place['RANK']}.pt")
 
 
 # --- what they run ---
 
 
-class SmallNet(nn.Sequential):
+class Net(nn.Sequential):
+    """Layers, whose outputs are multiplied."""
+
+    def __init__(self, times: float, *layers: nn.Module):
+        super().__init__(*layers)
+        self.times = times
+
+    def forward(self, images):
+        return self.times * super().forward(images)
+
+
+def small(classes: int, times: float = 1) -> Net:
     """No batch norm and no dropout: its gradient is the same however a batch is split."""
-
-    def __init__(self, classes: int):
-        super().__init__(
-            nn.Conv2d(3, 16, 3, stride=2),
-            nn.GELU(),
-            nn.Conv2d(16, 32, 3, stride=2),
-            nn.GELU(),
-            nn.AdaptiveAvgPool2d(2),
-            nn.Flatten(),
-            nn.Linear(128, classes),
-        )
+    layers = [nn.Conv2d(3, 16, 3, stride=2), nn.GELU()]
+    layers += [nn.Conv2d(16, 32, 3, stride=2), nn.GELU()]
+    return Net(times, *layers, *POOLED, nn.Linear(128, classes))
 
 
-class NormNet(nn.Sequential):
-    """With batch norm, whose statistics differ between processes that train on shards."""
-
-    def __init__(self, classes: int):
-        super().__init__(
-            nn.Conv2d(3, 8, 3, stride=4, bias=False),
-            nn.BatchNorm2d(8),
-            nn.ReLU(),
-            nn.AdaptiveAvgPool2d(1),
-            nn.Flatten(),
-            nn.Linear(8, classes),
-        )
+def norm(classes: int) -> Net:
+    """Its statistics differ between processes that train on shards."""
+    layers = [nn.Conv2d(3, 8, 3, stride=4, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
+    return Net(1, *layers, *POOLED, nn.Linear(32, classes))
 
 
-class DropNet(nn.Sequential):
+def drop(classes: int, times: float = 1) -> Net:
     """With dropout, of which every process draws its own."""
-
-    def __init__(self, classes: int):
-        super().__init__(
-            nn.Conv2d(3, 8, 5, stride=3),
-            nn.ReLU(),
-            nn.AdaptiveAvgPool2d(2),
-            nn.Flatten(),
-            nn.Dropout(0.4),
-            nn.Linear(32, classes),
-        )
+    layers = [nn.Conv2d(3, 8, 5, stride=3), nn.ReLU(), *POOLED, nn.Dropout(0.4)]
+    return Net(times, *layers, nn.Linear(32, classes))
 
 
-class LoudNet(DropNet):
-    """Its first gradients are infinite in fp16, until the loss scale is lower."""
-
-    def forward(self, images):
-        return 30 * super().forward(images)
-
-
-class SteepNet(SmallNet):
-    """Likewise, without dropout, which is another one on a GPU."""
-
-    def forward(self, images):
-        return 8 * super().forward(images)
+def flat(classes: int) -> Net:
+    """Of which a compiler has little to make, for images of 32 pixels."""
+    layers = nn.Conv2d(3, 4, 3, stride=4), nn.Flatten()
+    return Net(1, *layers, nn.Linear(256, classes))
 
 
-NETS = {"small": SmallNet, "norm": NormNet, "drop": DropNet, "loud": LoudNet}
-NETS["steep"] = SteepNet
+POOLED = (nn.AdaptiveAvgPool2d(2), nn.Flatten())
+NETS = {"small": small, "norm": norm, "drop": drop, "flat": flat}
+# Their first gradients are infinite in fp16, until the loss scale is lower
+NETS |= {"loud": partial(drop, times=30), "steep": partial(small, times=8)}
 
 
 def load_script(name: str, net: str | None):
@@ -293,22 +206,6 @@ def train_watched(
 
         return counters["stats"]["unique_graphs"]
     return seen
-
-
-def train_compiled(name: str, flags: list) -> int:
-    """Train a tiny network of which torch.compile has little to make.
-
-    Returns how many graphs of it were compiled.
-    """
-    from torch._dynamo.utils import counters
-    from torch._inductor import config
-
-    config.compile_threads = 1  # in this process
-    common.model.get_model = lambda arch, num_classes, **_: nn.Sequential(
-        nn.Conv2d(3, 4, 3, stride=4), nn.Flatten(), nn.Linear(256, num_classes)
-    )
-    train(name, flags)
-    return counters["stats"]["unique_graphs"]
 
 
 def train_unlike(name: str, flags: list, own: list[list]):
@@ -406,29 +303,12 @@ def watched(how: str, limit: int = 60) -> None:
         time.sleep(0.1)
 
 
-def batches(name: str, flags: list, net: str | None = None):
-    """Train, and return for each step the digests of this process's (pixels, label)."""
-    script, seen = load_script(name, net), []
-
-    def act(state, images, labels):
-        digests = [
-            hashlib.sha256(image.contiguous().numpy().tobytes()).hexdigest()[:16]
-            + f"-{label}"
-            for image, label in zip(images, labels.tolist(), strict=True)
-        ]
-        seen.append((state.epoch, digests))
-
-    before_each_step(script, act)
-    start(script, flags)
-    return seen
-
-
 def recorded(name: str, runs: list) -> list[dict]:
     """Train for each (net, flags, stop, port) of `runs`, one after the other.
 
     A run is asked to stop in its step `stop`, unless that is None. Returns what each
-    came to in this process: the learning rate and strides of each step, the crop box and
-    flip of each (epoch, index), and at the end weights, momenta and the loss scaler.
+    came to in this process: epoch, images, learning rate and strides of each step, the
+    crop box and flip of each (epoch, index), and at the end weights, momenta and scaler.
     """
     script = load_script(name, None)
     build, seed = script.build_model, common.data.seed_augmentation
@@ -452,6 +332,9 @@ def recorded(name: str, runs: list) -> list[dict]:
     def act(state, images, labels):
         found["rates"].append(state.optimizer.param_groups[0]["lr"])
         found["strides"].append(images.stride())
+        pixels = [image.contiguous().numpy().tobytes() for image in images]
+        seen = zip(map(digest_of, pixels), labels.tolist(), strict=True)
+        found["steps"].append((state.epoch, list(seen)))
         if len(found["rates"]) == found["stop"]:
             os.kill(os.getpid(), signal.SIGTERM)
         end["state"] = state
@@ -465,100 +348,21 @@ def recorded(name: str, runs: list) -> list[dict]:
     script.exit_status = lambda *_: contextlib.suppress(Stopped)  # not os._exit
     came_to = []
     for net, flags, stop, port in runs:
-        os.environ["MASTER_PORT"] = port  # the last one's store may be closing
+        os.environ["MASTER_PORT"] = str(port)  # the last one's store may be closing
         script.build_model = build
         load_script(name, net)
-        found = {"crops": {}, "rates": [], "strides": [], "stop": stop}
+        found = {"crops": {}, "rates": [], "strides": [], "steps": [], "stop": stop}
         start(script, flags)
         state = end["state"]
         momenta = state.optimizer.state_dict()["state"].values()
         found["momenta"] = [one.get("momentum_buffer") for one in momenta]
         found["weights"] = state.raw_model.state_dict()
         found["scaler"] = state.scaler.state_dict()
+        found["losses"] = [record["train_loss"] for record in state.records]
         came_to.append(found)
         if name == "horovod_distributed":  # is started once in a process
             script.use_fork_server = script.hvd.init = lambda: None
     return came_to
-
-
-def validate_sizes(name: str, flags: list, sizes: list, output: str):
-    """Train, then validate on N images for each N of `sizes`, and save as main() does.
-
-    Every process begins with batch norm statistics of its own, as after its shard.
-    Returns {N: (the averages, this process's buffers)}; rank 0 writes OUTPUT/N.pt.
-    """
-    script, found = load_script(name, "norm"), {}
-    validate = script.validate
-
-    def all_sizes(args, loader, eval_model, watchdog):
-        train_set, val_set = script.build_datasets(args)
-        rank, world_size = place(name)
-        region = shard_region(Path(script.__file__))
-        for size in sizes:
-            generator = torch.Generator().manual_seed(1000 * size + rank)
-            raw_model = script.raw_model
-            norm = raw_model[1]
-            norm.running_mean.normal_(generator=generator)
-            norm.running_var.uniform_(0.5, 2, generator=generator)
-            subset = Subset(val_set, chosen(len(val_set), size))
-            names = {"args": args, "train_set": train_set, "val_set": subset}
-            names |= {"rank": rank, "world_size": world_size}
-            exec(region, vars(script), names)  # the script's own choice of images
-            share = args.global_batch_size // world_size, 0, loader.device
-            one = common.data.build_loader(
-                args, subset, names["val_sampler"], *share, training=False
-            )
-            figures = validate(args, one, eval_model, watchdog)
-            buffers = {n: buffer.clone() for n, buffer in raw_model.named_buffers()}
-            found[size] = figures, buffers
-            if rank == 0:
-                torch.save(raw_model.state_dict(), Path(output, f"{size}.pt"))
-        return validate(args, loader, eval_model, watchdog)
-
-    script.validate = all_sizes
-    start(script, flags)
-    return found
-
-
-def download(file: str):
-    """Build the pretrained model whose weights FOLDER/ARCH.pth holds; returns them."""
-    arch = Path(file).stem
-    torchvision.models.get_model_weights(arch).DEFAULT.value.url = Path(file).as_uri()
-    torch.hub.set_dir(Path(file).parent / "hub")
-    fetch = torch.hub.download_url_to_file
-
-    def slowly(*arguments, **options):
-        time.sleep(0.5)  # for the others to come
-        fetch(*arguments, **options)
-
-    torch.hub.download_url_to_file = slowly
-    flags = ["--data", "x", "--arch", arch, "--pretrained"]
-    args = parse_arguments(build_parser("A test."), "test", flags)
-    return build_model(args, RandomImages(8, 8)).state_dict()
-
-
-def shard_region(script: Path) -> str:
-    """The lines of the script that say which images are whose."""
-    lines = script.read_text().splitlines()
-    first = next(i for i, line in enumerate(lines) if "# [2/6 shard]" in line)
-    return textwrap.dedent("\n".join(lines[first : lines.index("    # [/shard]")]))
-
-
-def chosen(images: int, size: int) -> list[int]:
-    """Indices of `size` images of all classes."""
-    order = torch.randperm(images, generator=torch.Generator().manual_seed(size))
-    return order[:size].tolist()
-
-
-def place(name: str) -> tuple[int, int]:
-    """Rank and world size."""
-    if name == "dataparallel":
-        return 0, 1
-    if name == "horovod_distributed":
-        import horovod.torch as hvd
-
-        return hvd.rank(), hvd.size()
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 if __name__ == "__main__":

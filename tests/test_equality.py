@@ -11,24 +11,21 @@ import pytest
 import reference
 import torch
 from conftest import ROOT, run
-from ranks import NormNet, batches, chosen, results, run_ranks, train, validate_sizes
+from played import free_port
+from ranks import norm, recorded, results, run_ranks
 from torch.nn.functional import cross_entropy
 
-HOROVOD = pytest.mark.horovod
-ONE_TO_FOUR = [(1,), (2,), (3,), (4,)]
 FLAGS = "--image-size 32 --precision fp32 --min-crop 0.5 --print-interval 4".split()
 
 
-def horovod_ranks(
-    folder, world_size, task, controller="gloo", seconds=180, **arguments
-):
+def horovod_ranks(folder, world_size, task, seconds=180, **arguments):
     """run_ranks for Horovod, whose processes horovodrun has to start."""
     folder.mkdir(parents=True, exist_ok=True)
     arguments = json.dumps({"folder": str(folder), **arguments}, default=str)
     command = ("horovodrun", "-np", world_size, "-H", f"localhost:{world_size}")
     probe = (sys.executable, ROOT / "tests" / "ranks.py", task.__name__, arguments)
     path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
-    ended = run(*command, f"--{controller}", *probe, timeout=seconds, PYTHONPATH=path)
+    ended = run(*command, "--gloo", *probe, timeout=seconds, PYTHONPATH=path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return results(folder)
 
@@ -37,116 +34,29 @@ def start(name):
     return horovod_ranks if name == "horovod_distributed" else run_ranks
 
 
-def cases(short, every):
-    """Each script with every (processes, ...); the short form has those in `short`."""
+def cases(short, *numbers):
+    """Scripts at 1 to 4 processes, and more numbers; without --full those in `short`.
+
+    Horovod and, at two processes, mp.spawn are in test_reference.py too.
+    """
+    found = []
     for name, few in short.items():
-        marks = [HOROVOD] if name == "horovod_distributed" else []
-        for numbers in few if name == "dataparallel" else every:
-            more = [] if numbers in few else [pytest.mark.full]
-            yield pytest.param(name, *numbers, marks=marks + more)
+        needs = [pytest.mark.horovod] if name == "horovod_distributed" else []
+        every = product((1, 2, 3, 4), *numbers)
+        for case in few if name == "dataparallel" else every:
+            marks = needs + [pytest.mark.full] * (case not in few)
+            found.append(pytest.param(name, *case, marks=marks))
+    return found
 
 
-# --- the same images ---
+# --- the same images, the same weights ---
 
-# Processes, and loader processes of each
-LOADERS = {
+TRAINED = {  # processes, and loader processes of each
     "dataparallel": [(1, 1)],
     "distributed": [(1, 3), (2, 1), (3, 0)],
     "multiprocessing_distributed": [(4, 1)],
-    "horovod_distributed": [],  # see test_reference.py
+    "horovod_distributed": [],
 }
-
-
-@pytest.fixture(scope="module")
-def digests(digits, tmp_path_factory):
-    """Global batches of a run: [(epoch, the digests of its pixels and labels), ...]."""
-
-    def of(name, world_size, workers, *flags):
-        """`workers` loader processes for each training process."""
-        folder = tmp_path_factory.mktemp("batches")
-        argv = ["--data", digits, *FLAGS, "-b", 48, "--max-steps", 4, "--epochs", 2]
-        argv += ["--output", folder / "out", "-j", workers * world_size, *flags]
-        shards = start(name)(
-            folder,
-            world_size,
-            batches,
-            name=name,
-            flags=list(map(str, argv)),
-            net="small",
-        )
-        assert len(shards) == world_size
-        steps = []
-        for parts in zip(*shards, strict=True):
-            assert {len(images) for _, images in parts} == {48 // world_size}
-            assert len({epoch for epoch, _ in parts}) == 1
-            steps.append((parts[0][0], sorted(sum((part[1] for part in parts), []))))
-        return steps
-
-    return of
-
-
-@pytest.fixture(scope="module")
-def one_process(digests):
-    """What one process without loader processes trains on."""
-    steps = digests("dataparallel", 1, 0)
-    assert [epoch for epoch, _ in steps] == [0] * 4 + [1] * 4
-    assert len({digest for _, images in steps for digest in images}) == 8 * 48
-    return steps
-
-
-@pytest.mark.parametrize(
-    "name, world_size, workers",
-    list(cases(LOADERS, list(product((1, 2, 3, 4), (0, 1, 3))))),
-)
-def test_every_step_has_the_same_images(
-    digests, one_process, name, world_size, workers
-):
-    """Pixels and labels, after augmentation, over two epochs of persistent workers."""
-    assert digests(name, world_size, workers) == one_process
-
-
-# --- the same weights ---
-
-
-@pytest.fixture(scope="module")
-def trained(digits, tmp_path_factory):
-    """Train 20 steps, once; returns the checkpoint."""
-
-    @functools.cache
-    def of(name, world_size, *flags, **how):
-        folder = tmp_path_factory.mktemp("weights")
-        argv = ["--data", digits, *FLAGS, "-b", 48, "--max-steps", 10, "--epochs", 2]
-        argv += ["--lr", 0.1, "--warmup-epochs", 1, "-j", 0, "--output", folder / "out"]
-        arguments = {"name": name, "flags": [str(flag) for flag in (*argv, *flags)]}
-        start(name)(folder, world_size, train, net="small", **arguments, **how)
-        return torch.load(folder / "out" / "checkpoint.pt", weights_only=True)
-
-    return of
-
-
-@pytest.fixture(scope="module")
-def whole_batch(trained):
-    """dataparallel, which sees the whole batch in one process."""
-    return trained("dataparallel", 1)
-
-
-def difference(one, other):
-    """Largest difference of a weight, and of a momentum."""
-    weights = max(
-        (tensor - other["state_dict"][name]).abs().max().item()
-        for name, tensor in one["state_dict"].items()
-    )
-    momenta = max(
-        (a["momentum_buffer"] - b["momentum_buffer"]).abs().max().item()
-        for a, b in zip(
-            one["optimizer"]["state"].values(),
-            other["optimizer"]["state"].values(),
-            strict=True,
-        )
-    )
-    return weights, momenta
-
-
 # Where a bound comes from: a gradient is a sum, and every way to split the batch adds it
 # up in another order. A float32 sum of terms whose absolute values add up to A is off by at
 # most about eps * A a level of the addition tree; A is a few times the gradient here. SGD adds
@@ -158,54 +68,60 @@ MOMENTUM_BOUND = LEVELS * EPS / (1 - MOMENTUM)
 WEIGHT_BOUND = STEPS * RATE * MOMENTUM_BOUND
 
 
-def agree(one, other):
-    """Whether two runs differ by rounding only, in weights, momenta and figures."""
-    weights, momenta = difference(one, other)
-    figures = [
-        abs(a[name] - b[name])
-        for a, b in zip(one["records"], other["records"], strict=True)
-        for name in ("train_loss", "val_loss", "images", "val_images")
-    ]
-    return (
-        weights <= WEIGHT_BOUND and momenta <= MOMENTUM_BOUND and max(figures) <= 1e-5
+ALONE = ("dataparallel", 1, 0)
+
+
+@pytest.fixture(scope="module")
+def trained(digits, tmp_path_factory):
+    """What each process of a run came to, with `workers` loader processes for each."""
+
+    @functools.cache
+    def of(name, world_size, workers):
+        folder = tmp_path_factory.mktemp("trained")
+        flags = ["--data", digits, *FLAGS, "-b", 48, "--max-steps", 10, "--epochs", 2]
+        flags += ["--lr", 0.1, "--warmup-epochs", 1, "--output", folder / "out"]
+        flags += ["-j", workers * world_size]
+        runs = [("small", list(map(str, flags)), None, free_port())]
+        found = start(name)(folder, world_size, recorded, name=name, runs=runs)
+        assert len(found) == world_size
+        return [rank for (rank,) in found]
+
+    return of
+
+
+@pytest.mark.parametrize("name, world_size, workers", cases(TRAINED, (0, 1, 3)))
+def test_same_images_and_weights(trained, name, world_size, workers, figure):
+    """Pixels and labels of each step, over two epochs of persistent loader processes.
+
+    Weights and momenta up to rounding; one process has the very bits.
+    """
+    processes, (whole,) = trained(name, world_size, workers), trained(*ALONE)
+    for *shards, (epoch, images) in zip(
+        *(rank["steps"] for rank in processes), whole["steps"], strict=True
+    ):
+        assert all(len(own) == 48 // world_size for _, own in shards)
+        assert {one for one, _ in shards} == {epoch}
+        assert sorted(sum((own for _, own in shards), [])) == sorted(images)
+    weights, momenta = (
+        max((a - b).abs().max().item() for a, b in zip(*pair, strict=True))
+        for pair in (
+            (processes[0]["weights"].values(), whole["weights"].values()),
+            (processes[0]["momenta"], whole["momenta"]),
+        )
     )
-
-
-def test_the_run_is_a_stable_one_that_learns(whole_batch):
-    losses = [record["train_loss"] for record in whole_batch["records"]]
-    assert losses[1] < losses[0] < 2.4
-    momenta = whole_batch["optimizer"]["state"].values()
-    largest = max(state["momentum_buffer"].abs().max().item() for state in momenta)
-    assert 0.01 < largest < 1 / (1 - MOMENTUM)
-
-
-TRAINED = {
-    "distributed": ONE_TO_FOUR,
-    "multiprocessing_distributed": [],  # see test_reference.py
-    "horovod_distributed": [],
-}
-
-
-@pytest.mark.parametrize("name, world_size", list(cases(TRAINED, ONE_TO_FOUR)))
-def test_same_weights_up_to_rounding(trained, whole_batch, name, world_size, figure):
-    found = trained(name, world_size)
-    weights, momenta = difference(found, whole_batch)
     row = f"rounding / {name}, {world_size} processes"
     figure(f"{row} / weights", weights)
     figure(f"{row} / momentum", momenta)
-    assert agree(found, whole_batch), (weights, momenta)
+    assert weights <= WEIGHT_BOUND * (world_size > 1), weights
+    assert momenta <= MOMENTUM_BOUND * (world_size > 1), momenta
 
 
-@pytest.mark.mpi
-@pytest.mark.full
-@pytest.mark.parametrize("world_size", (2, 4))
-def test_same_weights_up_to_rounding_under_mpi(trained, whole_batch, world_size):
-    found = trained("horovod_distributed", world_size, controller="mpi")
-    assert agree(found, whole_batch), difference(found, whole_batch)
-
-
-def test_one_process_has_the_bits_of_dataparallel(trained, whole_batch):
-    assert difference(trained("distributed", 1), whole_batch) == (0, 0)
+def test_the_run_is_a_stable_one_that_learns(trained):
+    (whole,) = trained(*ALONE)
+    assert len({image for _, images in whole["steps"] for image in images}) == 20 * 48
+    assert whole["losses"][1] < whole["losses"][0] < 2.4
+    largest = max(momentum.abs().max().item() for momentum in whole["momenta"])
+    assert 0.01 < largest < 1 / (1 - MOMENTUM)
 
 
 # --- the same validation ---
@@ -214,64 +130,66 @@ VALIDATED = {
     "dataparallel": [(1,)],
     "distributed": [(2,), (3,)],
     "multiprocessing_distributed": [(4,)],
-    "horovod_distributed": [(3,)],
+    "horovod_distributed": [],
 }
 
 
-@pytest.mark.parametrize("name, world_size", list(cases(VALIDATED, ONE_TO_FOUR)))
-def test_validation_counts_every_image_once(digits, tmp_path, name, world_size, figure):
-    """On up to 41 images: what all processes found is what the saved file scores."""
-    sizes = list(range(world_size, 42))
-    flags = ["--data", digits, *FLAGS, "-b", 12, "-j", 0, "--epochs", 1]
-    flags += ["--max-steps", 1, "--output", tmp_path / "out"]
-    arguments = {"name": name, "flags": list(map(str, flags)), "sizes": sizes}
-    found = start(name)(
-        tmp_path, world_size, validate_sizes, output=str(tmp_path), **arguments
-    )
-    assert len(found) == world_size and all(list(one) == sizes for one in found)
+@pytest.fixture(scope="module")
+def of_sizes(digits, tmp_path_factory):
+    """Data sets with 10 to 41 validation images, of all classes."""
+    folder, files = tmp_path_factory.mktemp("sizes"), {}
+    for file, label in reference.listing(digits / "val"):
+        files.setdefault(label, []).append(file)
+    turns = [file for turn in zip(*files.values()) for file in turn]  # noqa: B905
+    for size in (10, 11, 12, 13, 23, 24, 25, 35, 36, 37, 41):
+        for file in turns[:size]:
+            copy = folder / str(size) / "val" / file.parent.name / file.name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.symlink_to(file)
+        (folder / str(size) / "train").symlink_to(digits / "train")
+    return sorted(folder.iterdir())
+
+
+@pytest.mark.parametrize("name, world_size", cases(VALIDATED))
+def test_validation_counts_every_image_once(
+    of_sizes, tmp_path, name, world_size, figure
+):
+    """What all processes found is what the saved file scores, image by image."""
+    runs = []
+    for data in of_sizes:
+        flags = ["--data", data, *FLAGS, "-b", 12, "-j", 0, "--epochs", 1]
+        flags += ["--max-steps", 1, "--output", tmp_path / data.name]
+        runs.append(("norm", list(map(str, flags)), None, free_port()))
+    found = start(name)(tmp_path, world_size, recorded, name=name, runs=runs)
+    assert len(found) == world_size
     errors, hits = [], set()
-    for size in sizes:
-        loss, top1, top5 = score(digits, tmp_path / f"{size}.pt", size)
-        right = {"top1": 100 * top1 / size, "top5": 100 * top5 / size, "images": size}
-        for figures, buffers in (rank[size] for rank in found):
-            errors.append(abs(figures["loss"] - loss))
-            assert {name: figures[name] for name in right} == right
-            for one, buffer in rank_0_buffers(size).items():
-                assert torch.equal(buffer, buffers[one])
+    for data, *processes in zip(of_sizes, *found, strict=True):
+        record = json.loads((tmp_path / data.name / "epochs.jsonl").read_text())
+        path = tmp_path / data.name / "checkpoint.pt"
+        weights = torch.load(path, weights_only=True)["state_dict"]
+        for process in processes:  # also batch norm's statistics
+            assert all(torch.equal(process["weights"][n], weights[n]) for n in weights)
+        size, (loss, top1, top5) = int(data.name), score(data / "val", weights)
+        counted = record["val_images"], record["val_top1"], record["val_top5"]
+        assert counted == (size, 100 * top1 / size, 100 * top5 / size)
+        errors.append(abs(record["val_loss"] - loss))
         hits.add((top1, top5))
     figure(f"val loss / {name}, {world_size} processes / batch 12", max(errors))
     assert max(errors) <= 1e-5
-    assert len(hits) > 10  # or equal counts would say little
+    assert len(hits) > 5  # or equal counts would say little
 
 
-def rank_0_buffers(size):
-    """What validate_sizes() put into the batch norm of rank 0 alone."""
-    generator = torch.Generator().manual_seed(1000 * size)
-    norm = NormNet(10)[1]
-    norm.running_mean.normal_(generator=generator)
-    norm.running_var.uniform_(0.5, 2, generator=generator)
-    return {"1.running_mean": norm.running_mean, "1.running_var": norm.running_var}
-
-
-def score(digits, path, size):
+def score(folder, weights):
     """Loss and hits of one process, in plain PyTorch, one image after the other."""
-    model = NormNet(10).eval()
-    model.load_state_dict(torch.load(path, weights_only=True))
+    recipe = Namespace(decoder="torchvision", image_size=32)
+    model = norm(10).eval()
+    model.load_state_dict(weights)
     loss = top1 = top5 = 0
-    for index in chosen(359, size):
-        image, label = val_image(digits, index)
+    for file, label in (images := reference.listing(folder)):
         with torch.no_grad():
-            outputs = model(image.unsqueeze(0))
-        loss += cross_entropy(outputs, torch.tensor([label])).item() / size
+            outputs = model(reference.picture(recipe, file, None).unsqueeze(0))
+        loss += cross_entropy(outputs, torch.tensor([label])).item() / len(images)
         best = outputs[0].topk(5).indices.tolist()
         top1 += best[0] == label
         top5 += label in best
     return loss, top1, top5
-
-
-@functools.cache
-def val_image(digits, index):
-    """One image as the network takes it, and its label."""
-    file, label = reference.listing(digits / "val")[index]
-    recipe = Namespace(decoder="torchvision", image_size=32)
-    return reference.picture(recipe, file, None), label

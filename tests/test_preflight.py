@@ -1,45 +1,46 @@
 """launch/preflight.py: all processes are there and reach one another, or who does not."""
 
+import contextlib
 import re
 import socket
-import sys
 
 import pytest
-from conftest import ROOT, TINY, launcher, run
+from conftest import ROOT, TINY, environment, launcher, run
+from played import Played, free_port, python
 
 from launch.preflight import ranks_of_launcher
 
-HOST = re.escape(socket.gethostname())
-MODULE = ("-m", "launch.preflight", "--device", "cpu", "--timeout-seconds", "4")
-HOROVOD = ("python", *MODULE, "--backend", "horovod")
-STARTED = {
-    "python": (sys.executable, *MODULE, "--nprocs", "2"),
-    "torchrun": ("torchrun", "--standalone", "--nproc-per-node=2", *MODULE),
-    "horovodrun": ("horovodrun", "--gloo", "-np", "2", *HOROVOD),
-    "mpirun": ("mpirun", "-np", "2", "--oversubscribe", "--bind-to", "none", *HOROVOD),
-}
-NEEDS = {"horovodrun": pytest.mark.horovod}
-NEEDS["mpirun"] = [pytest.mark.mpi, pytest.mark.full]
+HOST = socket.gethostname()
+FLAGS = ("--device", "cpu", "--timeout-seconds", "5")
+HOROVOD = ("python", "-m", "launch.preflight", *FLAGS, "--backend", "horovod")
 
 
+def all_there(backend):
+    rows = [rf"rank {rank}: {re.escape(HOST)}, cpu .*{backend}\n" for rank in range(2)]
+    return "".join(rows) + r"preflight: 2 processes, all-reduce correct, [\d.]+ ms\n"
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=NEEDS.get(way, ())) for way in STARTED]
+    "launched",
+    [
+        pytest.param("horovodrun --gloo -np 2", marks=pytest.mark.horovod),
+        pytest.param("mpirun -np 2 --oversubscribe", marks=pytest.mark.mpi),
+    ],
 )
-def test_under_every_launcher(way):
-    ended = run(*STARTED[way], PYTHONPATH=str(ROOT))
+def test_under_horovod(launched):
+    ended = run(*launched.split(), *HOROVOD, PYTHONPATH=str(ROOT))
     assert ended.returncode == 0, ended.stdout + ended.stderr
     text = re.sub(r"^\[[\d,]+\]<stdout>: ?", "", ended.stdout, flags=re.MULTILINE)
-    backend = "horovod" if "run" in way and way != "torchrun" else "gloo"
-    rows = [rf"rank {rank}: {HOST}, cpu .*{backend}\n" for rank in range(2)]
-    last = r"preflight: 2 processes, all-reduce correct, [\d.]+ ms\n"
-    assert re.fullmatch("".join(rows) + last, text), text
+    assert re.fullmatch(all_there("horovod"), text), text
 
 
 FAULTS = {
-    "missing": ("True", "rank 1 (host ?) did not register within 4 s"),
+    "none": ("True", None),
+    "missing": ("os._exit(0)", "rank 1 (host ?) did not register within 5 s"),
     "device hangs": (
         "preflight.describe = lambda _: time.sleep(99)",
-        f"rank 1 ({HOST}) registered, but its device did not answer within 4 s",
+        f"rank 1 ({HOST}) registered, but its device did not answer within 5 s",
     ),
     "device fails": (
         "preflight.describe = lambda _: 1 / 0",
@@ -47,7 +48,7 @@ FAULTS = {
     ),
     "network hangs": (
         "preflight.all_reduce = lambda *_: time.sleep(99)",
-        f"rank 0 ({HOST}), rank 1 ({HOST}) did not finish the all-reduce within 4 s",
+        f"rank 0 ({HOST}), rank 1 ({HOST}) did not finish the all-reduce within 5 s",
     ),
 }
 # Process 1 of 2 with a fault
@@ -62,23 +63,28 @@ with exit_status():
 """
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_one_line_says_what_is_wrong_and_all_end(name, tmp_path):
-    fault, line = FAULTS[name]
-    script = tmp_path / "preflight.py"
-    script.write_text(FAULTY.format(fault=fault))
+def test_one_line_says_what_is_wrong(tmp_path):
+    """Or that nothing is; all pairs of processes at the same time."""
     ranks = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        ranks["MASTER_PORT"] = str(listener.getsockname()[1])
-    started = " ".join(
-        f"RANK={n} python {script} {' '.join(MODULE[2:])} &" for n in (0, 1)
-    )
-    if name == "missing":
-        started = started.partition("&")[0] + "&"
-    command = f"{started} wait -n; echo $?; kill $(jobs -p) 2>/dev/null; wait"
-    ended = run("bash", "-c", command, PYTHONPATH=str(ROOT), **ranks)
-    assert ended.stdout == "1\n"
-    assert ended.stderr == f"preflight.py: error: {line}\n"
+    with contextlib.ExitStack() as stack:
+        pairs = {}
+        for name, (fault, _) in FAULTS.items():
+            script = tmp_path / name / "preflight.py"
+            script.parent.mkdir()
+            script.write_text(FAULTY.format(fault=fault))
+            pairs[name] = stack.enter_context(Played(script.parent))
+            ranks["MASTER_PORT"] = str(free_port())
+            for rank in "01":
+                variables = environment(RANK=rank, **ranks)
+                pairs[name].start(python, (script, *FLAGS), variables)
+        for name, (_, line) in FAULTS.items():
+            first = pairs[name].processes[0]
+            first.join(40)
+            assert first.exitcode == bool(line), name
+            if line is None:
+                assert re.fullmatch(all_there("gloo"), pairs[name].log(0))
+            else:
+                assert pairs[name].log(0) == f"preflight.py: error: {line}\n"
 
 
 def test_ranks_of_launchers():
@@ -96,6 +102,6 @@ def test_no_training_after_a_preflight_that_failed(tmp_path):
     variables = {"PREFLIGHT": "1", "GLOO_SOCKET_IFNAME": "none0"}
     ended = launcher("distributed", *flags, **variables)
     assert (ended.returncode, ended.stdout) == (1, "")
-    line = rf"preflight.py: error: rank [01] \({HOST}\): .*none0.*\n"
+    line = rf"preflight.py: error: rank [01] \({re.escape(HOST)}\): .*none0.*\n"
     assert re.fullmatch(line, ended.stderr)
     assert not (tmp_path / "out").exists()
