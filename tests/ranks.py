@@ -153,9 +153,9 @@ def before_each_step(script, act) -> None:
     """Have act(state, images, labels) called before each training step."""
     train_step = script.train_step
 
-    def step(args, model, state, images, labels):
+    def step(args, model, state, meter, images, labels):
         act(state, images, labels)
-        return train_step(args, model, state, images, labels)
+        train_step(args, model, state, meter, images, labels)
 
     script.train_step = step
 
@@ -191,13 +191,12 @@ def train_watched(
             first.register_forward_pre_hook(keep)
         return model
 
-    def step(args, model, state, images, labels):
+    def step(args, model, state, *batch):
         take = state.optimizer.step
         if state.scheduler.last_epoch < skipped:
             state.optimizer.step = lambda: None
-        returned = train_step(args, model, state, images, labels)
+        train_step(args, model, state, *batch)
         state.optimizer.step = take
-        return returned
 
     script.build_model, script.train_step = watched, step
     start(script, flags)
@@ -303,12 +302,42 @@ def watched(how: str, limit: int = 60) -> None:
         time.sleep(0.1)
 
 
-def recorded(name: str, runs: list) -> list[dict]:
+def count_bytes(script) -> list[int]:
+    """A list to which the bytes of each all-reduce of gradients will be added."""
+    sent = []
+
+    def counted(send):
+        def call(tensor, *others, **options):
+            result = send(tensor, *others, **options)
+            first = result[0] if isinstance(result, tuple) else tensor
+            sent.extend([first.nbytes] * (tensor.dtype != torch.float64))
+            return result
+
+        return call
+
+    if hasattr(script, "hvd"):
+        for kind in (script.hvd.Compression.none, script.hvd.Compression.fp16):
+            kind.compress = staticmethod(counted(kind.compress))
+    else:
+        wrap = script.DDP
+
+        def wrapped(*parts, **options):
+            model = wrap(*parts, **options)
+            if "--compress-gradients" not in sys.argv:
+                model.register_comm_hook(None, script.default_hooks.allreduce_hook)
+            return model
+
+        script.DDP, script.dist.all_reduce = wrapped, counted(script.dist.all_reduce)
+    return sent
+
+
+def recorded(name: str, runs: list, counted: bool = False) -> list[dict]:
     """Train for each (net, flags, stop, port) of `runs`, one after the other.
 
     A run is asked to stop in its step `stop`, unless that is None. Returns what each
     came to in this process: epoch, images, learning rate and strides of each step, the
-    crop box and flip of each (epoch, index), and at the end weights, momenta and scaler.
+    crop box and flip of each (epoch, index), and at the end weights, momenta and scaler;
+    if `counted`, also the bytes of each all-reduce of gradients.
     """
     script = load_script(name, None)
     build, seed = script.build_model, common.data.seed_augmentation
@@ -346,13 +375,15 @@ def recorded(name: str, runs: list) -> list[dict]:
         script.hvd.shutdown = lambda: None
     before_each_step(script, act)
     script.exit_status = lambda *_: contextlib.suppress(Stopped)  # not os._exit
-    came_to = []
+    came_to, sent = [], count_bytes(script) if counted else []
     for net, flags, stop, port in runs:
         os.environ["MASTER_PORT"] = str(port)  # the last one's store may be closing
         script.build_model = build
         load_script(name, net)
         found = {"crops": {}, "rates": [], "strides": [], "steps": [], "stop": stop}
         start(script, flags)
+        found["sent"] = sent.copy()
+        sent.clear()
         state = end["state"]
         momenta = state.optimizer.state_dict()["state"].values()
         found["momenta"] = [one.get("momentum_buffer") for one in momenta]

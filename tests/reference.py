@@ -97,17 +97,22 @@ def train(data, build, crops, r, processes=1):
         samples = [(*train_set[i], crops[epoch, i]) for i in order[: steps * r.batch]]
         train_sums, val_sums = numpy.zeros(4), numpy.zeros(4)
         for step in range(steps):
-            model.train().zero_grad()
-            buffers = []
+            gradients, buffers = [], []
             for rank in range(processes):
                 key = numpy.random.SeedSequence((r.seed, epoch, step + 1, rank))
                 torch.manual_seed(int(key.generate_state(1)[0]))  # for dropout
                 batch = samples[step * r.batch : (step + 1) * r.batch][rank::processes]
-                loss = forward(run, batch, train_sums, r.label_smoothing)
-                (loss * run.scale).backward()  # adds to what the other ranks found
+                model.train().zero_grad()
+                size = len(batch) // r.accumulate
+                for first in range(0, len(batch), size):
+                    part = batch[first : first + size]
+                    loss = forward(run, part, train_sums, r.label_smoothing)
+                    (loss / r.accumulate * run.scale).backward()
+                gradients.append([weight.grad for weight in run.weights])
                 buffers.append([buffer.clone() for buffer in model.buffers()])
             run.rates.append(learning_rate(r, epoch * steps + step, steps))
-            take_step(run, [w.grad / processes for w in run.weights], run.rates[-1])
+            means = [sum(own) / processes for own in zip(*gradients, strict=True)]
+            take_step(run, means, run.rates[-1])
             for buffer, first in zip(model.buffers(), buffers[0], strict=True):
                 buffer.copy_(first)  # rank 0's are kept
         model.eval()

@@ -12,7 +12,7 @@ import reference
 import torch
 from conftest import ROOT, run
 from played import free_port
-from ranks import norm, recorded, results, run_ranks
+from ranks import norm, recorded, results, run_ranks, small
 from torch.nn.functional import cross_entropy
 
 FLAGS = "--image-size 32 --precision fp32 --min-crop 0.5 --print-interval 4".split()
@@ -122,6 +122,42 @@ def test_the_run_is_a_stable_one_that_learns(trained):
     assert whole["losses"][1] < whole["losses"][0] < 2.4
     largest = max(momentum.abs().max().item() for momentum in whole["momenta"])
     assert 0.01 < largest < 1 / (1 - MOMENTUM)
+
+
+# --- micro-batches, and half the bytes ---
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "distributed",
+        "multiprocessing_distributed",
+        pytest.param("horovod_distributed", marks=pytest.mark.horovod),
+    ],
+)
+def test_a_step_sends_its_gradients_once(tmp_path, digits, name):
+    """In four bytes a weight, or two, however many micro-batches there are."""
+    flags = ["--data", digits, *FLAGS, "-b", 48, "--max-steps", 2, "--epochs", 1]
+    cases = [], ["--accumulate", 4], ["--compress-gradients", "fp16", "--accumulate", 2]
+    runs = []
+    for number, more in enumerate(cases):
+        own = [*flags, *more, "-j", 0, "--output", tmp_path / str(number)]
+        runs.append(("small", list(map(str, own)), None, free_port()))
+    options = {"name": name, "runs": runs, "counted": True}
+    ranks = start(name)(tmp_path, 2, recorded, **options)
+    whole, parts, fp16 = ranks[0]
+    assert [run["sent"] for run in ranks[0]] == [run["sent"] for run in ranks[1]]
+    assert sum(whole["sent"]) == 2 * 4 * sum(w.numel() for w in small(10).parameters())
+    assert parts["sent"] == whole["sent"]
+    assert fp16["sent"] == [size // 2 for size in whole["sent"]]
+    torch.manual_seed(0)
+    ends = small(10).state_dict(), *(run["weights"] for run in ranks[0])
+    first, whole, parts, fp16 = (
+        torch.cat([weight.flatten() for weight in end.values()]) for end in ends
+    )
+    moved = (whole - first).abs().max()
+    assert 0 < (parts - whole).abs().max() < 1e-4 * moved
+    assert 0 < (fp16 - whole).abs().max() < 1e-2 * moved
 
 
 # --- the same validation ---

@@ -32,6 +32,7 @@ FLAGS = {  # the default, as README.md and --help have it, and another value
     "seed": (0, 7),
     "decoder": ("torchvision", "pil"),
     "no_channels_last": (False, True),
+    "accumulate": (1, 3),
 }
 DEFAULTS = {flag: default for flag, (default, _) in FLAGS.items()}
 OTHER = {flag: other for flag, (_, other) in FLAGS.items()}
@@ -40,6 +41,7 @@ OTHER |= {"epochs": 3, "batch": 12, "precision": "fp32"}
 FIRST = {"image_size": 20, "batch": 8, "precision": "fp32"}
 FP16 = {"precision": "fp16", "epochs": 3, "lr": 0.02, "warmup_epochs": 1.5, "seed": 3}
 FP16 |= {"schedule": "cosine", "label_smoothing": 0.2, "weight_decay": 0.01}
+FP16 |= {"accumulate": 2}
 BF16 = {"precision": "bf16", "epochs": 2, "warmup_epochs": 0, "seed": 1, "lr": 0.5}
 # Past epoch 30 and 60, and past epoch 30 on the cosine
 LONG = {**FIRST, "epochs": 61, "batch": 4, "max_steps": 1}
