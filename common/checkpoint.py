@@ -448,6 +448,8 @@ def replace_file(path: Path, write: Callable[[BinaryIO], Any]) -> None:
             temporary.unlink(missing_ok=True)
         # torch.save, broken off, raises an error of its own on top of the first one
         cause = error.__context__ or error
+        if not isinstance(cause, OSError):
+            raise  # of something else that ended meanwhile
         reason = getattr(cause, "strerror", None) or str(cause).splitlines()[0]
         raise UserError(
             f"cannot write {path}: {reason}; what was there is untouched"

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 
 # The launchers' names for this process's number on its machine
 LOCAL_RANK_VARIABLES = (
@@ -74,6 +75,7 @@ def forget_children() -> None:
 
 def end_children() -> None:
     """Kill this process's loader processes: they ignore the signals that ask."""
-    forget_children()
+    if threading.current_thread() is threading.main_thread():
+        forget_children()  # the handler runs there alone
     for child in multiprocessing.active_children():
         child.kill()

@@ -104,11 +104,13 @@ class Watchdog:
                 asked = time.monotonic()
             elif signals and time.monotonic() - asked > self.PATIENCE:
                 complain(f"{this_process()} finished no batch between two signals")
+                end_children()
                 os._exit(1)
         complain(
             f"{this_process()} finished no batch for {self.limit} s, another process "
             "or the data hangs (--timeout-seconds sets how long to wait)"
         )
+        end_children()
         os._exit(1)
 
 

@@ -580,7 +580,7 @@ def test_dataparallel_has_all_gpus_and_autocast_inside(main, tmp_path):
 
 
 def test_horovod_sends_fp16_and_needs_nccl_on_a_gpu(main, monkeypatch):
-    found = main("horovod_distributed", "--fp16-allreduce")
+    found = main("horovod_distributed", "--compress-gradients", "fp16")
     assert found.named("wrap") == [("wrap", "fp16")]
     script = importlib.import_module("horovod_distributed")
     script.hvd.nccl_built = lambda: False
