@@ -1,5 +1,6 @@
 """Checkpoints: complete, refused where they do not fit, never half written."""
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -15,7 +16,7 @@ import pytest
 import torch
 import torchvision
 from conftest import wait_until
-from ranks import Ranks, lock_and_fork, run_ranks, save_for_ever, train, train_disturbed
+from ranks import Ranks, lock_and_fork, save_for_ever, train_disturbed
 
 from common.arguments import build_parser, parse_arguments
 from common.checkpoint import (
@@ -228,37 +229,9 @@ def test_nothing_is_written_twice(tmp_path, digits, stop_at, saves):
 
 def free(output):
     """Whether a run could begin there."""
-    try:
+    with contextlib.suppress(UserError):
         lock_output(output).close()
-    except UserError:
-        return False
-    return True
-
-
-def test_of_two_runs_at_the_same_time_one_is_refused(digits, tmp_path):
-    """And the other one trains; killed, it is no obstacle to the next."""
-    output = tmp_path / "out"
-    flags = "--image-size 32 -b 48 --precision fp32 -j 2 --epochs".split()
-    flags = ["--data", digits, "--output", output, "--resume", "auto", *flags]
-    how = {"name": "distributed", "net": "small", "flags": [*flags, 10_000]}
-    with (
-        Ranks(tmp_path / "a", 2, train, **how) as one,
-        Ranks(tmp_path / "b", 2, train, **how) as other,
-    ):
-        wait_until(lambda: not (one.alive() and other.alive()), 60, "the end of one")
-        refused, trains = sorted((one, other), key=Ranks.alive)
-        assert refused.end(10)[0] == 2, refused.text()
-        (line,) = (refused.folder / "0.log").read_text().splitlines()
-        assert f"another run is writing to {output}; choose another" in line
-        saved = output / "checkpoint.pt"
-        wait_until(lambda: saved.exists() or not trains.alive(), 60, "an epoch")
-        assert trains.alive(0) and trains.alive(1), trains.text()
-        for rank in (0, 1):
-            trains.signal(rank, signal.SIGKILL)
-        trains.end()
-    epochs = read_checkpoint(output / "checkpoint.pt")["epoch"]
-    run_ranks(tmp_path / "c", 2, train, **{**how, "flags": [*flags, epochs + 1]})
-    assert read_checkpoint(output / "checkpoint.pt")["epoch"] == epochs + 1
+        return True
 
 
 def test_a_run_s_lock_ends_with_it_whatever_it_forked(pictures, tmp_path):
@@ -271,7 +244,7 @@ def test_a_run_s_lock_ends_with_it_whatever_it_forked(pictures, tmp_path):
         wait_until(lambda: "forked" in ranks.text(), 20, "the lock")
         child = int(ranks.text().split()[-1])
         try:
-            with pytest.raises(UserError, match="another run"):
+            with pytest.raises(UserError, match=f"another run is writing to {output}"):
                 state.resume(args, 0, open_checkpoint(args))
             state.resume(args, 1, open_checkpoint(args))  # rank 0 has the lock for all
             with pytest.raises(UserError, match="another run"):
@@ -506,25 +479,20 @@ def whole(content):
 
 def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     """What a power failure needs: fsync of the file, rename, fsync of the folder."""
-    calls, fsync, replace = [], os.fsync, os.replace
-
-    def recorded_fsync(descriptor):
-        calls.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}")))
-        fsync(descriptor)
+    calls, replace = [], os.replace
 
     def recorded_replace(source, target):
-        calls.append(("replace", str(source), str(target)))
+        calls.append(f"{source} becomes {target}")
         replace(source, target)
 
-    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    def name_of(descriptor):
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+
+    monkeypatch.setattr(os, "fsync", lambda file: calls.append(name_of(file)))
     monkeypatch.setattr(os, "replace", recorded_replace)
     target = tmp_path / "file"
     replace_file(target, lambda file: file.write(b"new"))
-    assert calls == [
-        ("fsync", f"{target}.tmp"),
-        ("replace", f"{target}.tmp", str(target)),
-        ("fsync", str(tmp_path)),
-    ]
+    assert calls == [f"{target}.tmp", f"{target}.tmp becomes {target}", str(tmp_path)]
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path):
@@ -538,8 +506,6 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
     with pytest.raises(UserError, match="No space left on device; what was there is"):
         replace_file(target, full_disk)
     assert target.read_text() == "old" and len(list(tmp_path.iterdir())) == 1
-    with pytest.raises(UserError, match="cannot write .*file/sub/x"):
-        replace_file(target / "sub" / "x", full_disk)
 
 
 def test_plain_torchvision_takes_the_weights(tmp_path):

@@ -1,16 +1,12 @@
 """kubernetes/*.yaml and docker/Dockerfile, without cluster and daemon."""
 
-import contextlib
-import os
 import shlex
-import signal
-import subprocess
 import sys
 
 import kubernetes_validate
 import pytest
 import yaml
-from conftest import ROOT, TINY, environment, run, wait_until
+from conftest import ROOT, TINY, run
 from dockerfile_parse import DockerfileParser
 from ranks import free_port
 
@@ -84,15 +80,12 @@ def job_script(data, output, *flags):
     return script
 
 
-# The last one, as this machine's name may lead to loopback
-POD = {"NNODES": "2", "NPROC": "1", "MASTER_ADDR": "127.0.0.1"}
-POD["GLOO_SOCKET_IFNAME"] = "lo"
-
-
 def two_pods(script):
     """The Job's script twice, as in two pods; exit statuses and what was printed."""
+    pod = {"NNODES": "2", "NPROC": "1", "MASTER_ADDR": "127.0.0.1"}
+    pod["GLOO_SOCKET_IFNAME"] = "lo"  # this machine's name may lead elsewhere
     both = f"(JOB_COMPLETION_INDEX=0; {script}) & (JOB_COMPLETION_INDEX=1; {script})"
-    ended = run("bash", "-c", f"{both}; other=$?; wait $!; echo $? $other", **POD)
+    ended = run("bash", "-c", f"{both}; other=$?; wait $!; echo $? $other", **pod)
     return ended.stdout.splitlines()[-1], ended.stdout + ended.stderr
 
 
@@ -116,24 +109,11 @@ def test_the_launchers_command_trains_and_saves_when_it_is_drained(pictures, tmp
     places |= {"/data": pictures, "/runs/horovod": output}
     words = [*mpirun["command"], *(places.get(one, one) for one in mpirun["args"])]
     flags = [*TINY, "--epochs", "1000", "-j", "0", "--device", "cpu"]
-    with open(tmp_path / "log", "wb") as log:
-        pod = subprocess.Popen(
-            [str(word) for word in (*words, *flags)],
-            env=environment(OMPI_MCA_rmaps_base_oversubscribe="1"),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    try:
-        wait_until((output / "checkpoint.pt").exists, 90, "a checkpoint")
-        pod.terminate()
-        status = pod.wait(60)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pod.pid, signal.SIGKILL)
-    text = (tmp_path / "log").read_text()
-    assert status == 143 and "horovod_distributed.py: stopped after" in text, text
+    kubelet = f'"$@" & until [ -e {output}/checkpoint.pt ]; do sleep 0.1; done; '
+    command = ("bash", "-c", kubelet + "kill $!; wait $!", "kubelet", *words, *flags)
+    ended = run(*command, OMPI_MCA_rmaps_base_oversubscribe="1")
+    assert ended.returncode == 143, ended.stderr
+    assert "horovod_distributed.py: stopped after" in ended.stdout + ended.stderr
 
 
 def test_the_image_has_what_the_scripts_need(tmp_path):

@@ -6,12 +6,12 @@ bash scripts/test.sh -m cluster --full    # two, and failures
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from signal import SIGKILL
 
 import pytest
 import torch
@@ -114,7 +114,7 @@ def both(tmp_path_factory) -> Iterator[Hosts]:
 def job(both, tmp_path) -> Iterator[Job]:
     job = Job(both, tmp_path)
     yield job
-    if "slurm" in job.processes:
+    if not SLURM:
         both.slurm("scancel", "--user=root", check=False)
     job.kill()
 
@@ -169,18 +169,9 @@ exit "$(scontrol --oneliner show job "$job" | sed 's/.* ExitCode=\\([0-9]*\\):.*
 def sbatch(job, flags, processes=1, **variables):
     """scripts/slurm.sbatch, its EDIT lines given as options."""
     edited = ("--gpus-per-node=0", "--cpus-per-task=1", "--time=10")
-    job.processes["slurm"] = subprocess.Popen(
-        job.hosts.command(
-            *("hosta", "bash", "-c", SUBMIT, "submit", *edited),
-            *(f"--ntasks-per-node={processes}", f"--output={job.folder}/hosta.log"),
-            *("scripts/slurm.sbatch", *flags),
-        ),
-        cwd=ROOT,
-        env=environment(**job.hosts.slurm_variables, **variables),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=open(job.folder / "hostb.log", "ab"),
-    )
+    edited += (f"--ntasks-per-node={processes}", f"--output={job.folder}/hostb.log")
+    command = ("bash", "-c", SUBMIT, "submit", *edited, "scripts/slurm.sbatch", *flags)
+    job.start("hosta", *command, **job.hosts.slurm_variables, **variables)
 
 
 def sbatch_torchrun(job, flags, processes=1, **variables):
@@ -246,9 +237,7 @@ def assert_same_weights(output, expected, bound=0.0) -> float:
     return largest
 
 
-@pytest.mark.parametrize(
-    "processes", [1, pytest.param(2, marks=pytest.mark.full)], ids="on each: {}".format
-)
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.parametrize("engine", engines())
 def test_two_hosts_train_as_one_host_does(
     engine, processes, job, digits, one_host, tmp_path, figure, request
@@ -260,7 +249,8 @@ def test_two_hosts_train_as_one_host_does(
     bound = 0 if processes == 1 else ROUNDING
     found = assert_same_weights(tmp_path / "out", one_host(2 * processes), bound)
     if processes == 2:
-        figure(f"hosts rounding / {engine_of(request)} / largest difference", found)
+        name = request.node.callspec.id.split("-")[0]
+        figure(f"hosts rounding / {name} / largest difference", found)
 
 
 # Rank {rank} meets bad input; the other one hangs, or ends as it loses the first
@@ -307,10 +297,6 @@ def test_a_preflight_names_who_is_missing(there, job, tmp_path):
 
 
 # --- what --full adds: failures, wrong use ---
-def engine_of(request):
-    return re.search(r"\[(.*)\]", request.node.name)[1].split("-")[0]
-
-
 def training(job, output):
     """Wait until a job trains on both hosts and has saved once; the time then."""
     wait_until((output / "checkpoint.pt").exists, 120, "the first checkpoint")
@@ -326,9 +312,7 @@ def ended(statuses, seconds):
 
 
 FAILURES = {
-    "a process is killed": lambda job: os.kill(
-        job.trainers("hostb")[0], signal.SIGKILL
-    ),
+    "a process is killed": lambda job: os.kill(job.trainers("hostb")[0], SIGKILL),
     "hostb dies": lambda job: job.hosts.kill("hostb", job.hosts.daemons),
     "hosta dies": lambda job: job.hosts.kill("hosta", job.hosts.daemons),
     "the network is cut": lambda job: job.hosts.cut(),
@@ -364,7 +348,8 @@ def test_a_failure_ends_the_job_and_a_relaunch_resumes(
     assert not {0, *([] if stays else [None])} & set(statuses.values()), job.text()
     content = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)
     assert content["epoch"] < 6, "too late to say anything"
-    figure(f"hosts failure / {event} / {engine_of(request)}", ended(statuses, seconds))
+    name = f"hosts failure / {event} / {request.node.callspec.id.split('-')[0]}"
+    figure(name, ended(statuses, seconds))
     job.kill()
     for log in tmp_path.glob("*.log"):
         log.unlink()
@@ -404,27 +389,22 @@ def test_torchrun_starts_again(back, job, digits, one_host, tmp_path, figure):
 @pytest.mark.full
 @pytest.mark.parametrize("engine", engines("srun", "torchrun in Slurm"))
 def test_slurm_saves_before_the_time_limit_and_resumes(
-    engine, job, digits, one_host, tmp_path, figure, request
+    engine, job, digits, one_host, tmp_path
 ):
     """The signal of --signal=B:USR1@120, sent by hand."""
-    output = tmp_path / "out"
+    output, queued = tmp_path / "out", "the job is queued again"
     engine(job, ["--data", digits, *RESUMED, "--output", output])
-    began = training(job, output)
+    training(job, output)
     identity = job.hosts.slurm("squeue", "-h", "-o", "%A").split()[0]
     job.hosts.slurm("scancel", "--batch", "--signal=USR1", identity)
     state = ("squeue", "-h", "-o", "%t")
-    queued = "the job is queued again"
     wait_until(lambda: job.hosts.slurm(*state).split() == ["PD"], 90, queued)
-    seconds = time.monotonic() - began
     assert "stopped after" in job.text(), job.text()
     # Slurm would start the second run in two minutes
-    update = ("scontrol", "update", f"JobId={identity}", "StartTime=now")
-    job.hosts.slurm(*update)
-    assert job.end(150) == {"slurm": 0}, job.text()
-    assert "resumed at epoch" in job.text(), job.text()
+    job.hosts.slurm("scontrol", "update", f"JobId={identity}", "StartTime=now")
+    assert job.end(150) == {"hosta": 0}, job.text()
+    assert "resumed at epoch" in job.text()
     assert_same_weights(output, one_host(2, RESUMED))
-    row = f"hosts failure / Slurm's time limit / {engine_of(request)}"
-    figure(row, ended({}, seconds))
 
 
 @pytest.mark.full
