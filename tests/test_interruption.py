@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from conftest import MISSING, TINY, Running, wait_until
+from conftest import TINY, Running, wait_until
 from ranks import Ranks, run_ranks, train, train_disturbed, watched
 from test_loopback import assert_loopback
 from torch.utils._pytree import tree_leaves
@@ -56,17 +56,16 @@ def to_loader(number):
 EVENTS = {
     "Ctrl-C": lambda job: os.killpg(job.process.pid, signal.SIGINT),
     "SIGTERM to the launcher": to_launcher(signal.SIGTERM),
+    "SIGTERM to the launcher's group": lambda job: os.killpg(job.process.pid, 15),
     "SIGUSR1 to the launcher": to_launcher(signal.SIGUSR1),
     "SIGKILL to the launcher": to_launcher(signal.SIGKILL),
     "SIGTERM to one process": to_one_process(signal.SIGTERM),
-    "SIGUSR1 to one process": to_one_process(signal.SIGUSR1),
     "SIGKILL to one process": to_one_process(signal.SIGKILL),
     "SIGKILL to a loader process": to_loader(signal.SIGKILL),
     "one process hangs": to_one_process(signal.SIGSTOP),
 }
 # What saves before it ends
-STOPS = {"Ctrl-C", "SIGTERM to the launcher", "SIGUSR1 to the launcher"}
-STOPS |= {"SIGTERM to one process", "SIGUSR1 to one process"}
+STOPS = [one for one in EVENTS if "SIGKILL" not in one and "hangs" not in one]
 
 
 def events_of(way):
@@ -171,13 +170,15 @@ def position(output):
 @pytest.fixture(scope="module")
 def hanging(small_digits, tmp_path_factory, request):
     """A run of each way in which a process hangs; launchers wait up to 30 s then."""
-    full, jobs = request.config.getoption("full"), {}
+    users = [item for item in request.session.items if "hanging" in item.fixturenames]
+    chosen = [one for one in users if not one.get_closest_marker("skip")]
+    jobs = {}
     with contextlib.ExitStack() as stack:
-        for way, (strategy, variables, needed) in WAYS.items():
-            if not MISSING.get(needed) and (full or way not in LONG):
-                output = tmp_path_factory.mktemp("hangs") / "out"
-                job = Running(strategy, small_digits, output, *COURSE, **variables)
-                jobs[way] = stack.enter_context(job)
+        for way in (item.callspec.params["way"] for item in chosen):
+            strategy, variables, _ = WAYS[way]
+            output = tmp_path_factory.mktemp("hangs") / "out"
+            job = Running(strategy, small_digits, output, *COURSE, **variables)
+            jobs[way] = stack.enter_context(job)
         run = set(jobs)
         while run:
             wait_until(lambda: any(jobs[way].has_saved() for way in run), 120, "a save")
@@ -189,15 +190,21 @@ def hanging(small_digits, tmp_path_factory, request):
         yield jobs
 
 
-def chain(way):
-    if way == "dataparallel":
-        return ("SIGKILL to the launcher", "SIGTERM to the launcher", "Ctrl-C")
-    whom = "one process" if way in ("launch", "horovodrun") else "the launcher"
-    return ("SIGKILL to one process", f"SIGTERM to {whom}")
+# After a hang; under torchrun test_start.py kills a process
+CHAINS = {
+    "dataparallel": ("SIGKILL to the launcher", "SIGTERM to the launcher's group"),
+    "torchrun": ("SIGTERM to the launcher",),
+    "mp.spawn": ("SIGKILL to one process", "SIGTERM to the launcher"),
+    "horovodrun": ("SIGKILL to one process", "SIGTERM to one process"),
+    "launch": ("SIGKILL to one process", "SIGTERM to one process"),
+    "mpirun": ("SIGKILL to one process", "SIGTERM to the launcher"),
+}
 
 
 # A way whose launcher waits longer comes later
-@pytest.mark.parametrize("way, events", sorted(cases(chain), key=lambda case: case.id))
+@pytest.mark.parametrize(
+    "way, events", sorted(cases(CHAINS.get), key=lambda case: case.id)
+)
 def test_killed_stopped_or_hanging_it_ends_with_the_same_bits(
     way, events, hanging, small_digits, uninterrupted, tmp_path
 ):
