@@ -2,10 +2,10 @@
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import random
+import resource
 import signal
 import time
 from contextlib import nullcontext
@@ -260,15 +260,6 @@ def test_a_run_s_lock_ends_with_it_whatever_it_forked(pictures, tmp_path):
             os.kill(child, signal.SIGKILL)
 
 
-def test_without_locks_a_run_trains_and_warns(tmp_path, monkeypatch, capsys):
-    def none(*what):
-        raise OSError(errno.ENOLCK, "no locks")
-
-    monkeypatch.setattr(fcntl, "lockf", none)
-    assert resumed(tmp_path).lock is None
-    assert f"warning: {tmp_path} cannot be locked" in capsys.readouterr().err
-
-
 # --- what ends a run ---
 
 
@@ -495,17 +486,19 @@ def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     assert calls == [f"{target}.tmp", f"{target}.tmp becomes {target}", str(tmp_path)]
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path):
-    target = tmp_path / "file"
-    target.write_text("old")
-
-    def full_disk(file):
-        file.write(b"ne")
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(UserError, match="No space left on device; what was there is"):
-        replace_file(target, full_disk)
-    assert target.read_text() == "old" and len(list(tmp_path.iterdir())) == 1
+def test_a_full_disk_leaves_the_old_checkpoint(tmp_path):
+    before = saved(tmp_path).read_bytes()
+    state = resumed(tmp_path / "run")
+    step(state, 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(UserError, match="File too large; what was there is"):
+            state.save()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / "run" / "checkpoint.pt").read_bytes() == before
+    assert not list(tmp_path.rglob("*.tmp"))
 
 
 def test_plain_torchvision_takes_the_weights(tmp_path):
