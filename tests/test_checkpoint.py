@@ -111,22 +111,12 @@ def test_a_run_continues_in_the_middle_of_an_epoch(tmp_path):
         train_epochs(state, 50.0)
         step(state, 1)
     first.save()
-    step(whole, 2)
     second = resumed(tmp_path / "run")
     assert (second.epoch, second.step) == (1, 1)
+    assert content_of(whole) == content_of(second)
+    step(whole, 2)
     step(second, 2)
     assert content_of(whole) == content_of(second)
-
-
-def test_an_epoch_resumed_without_a_step_left_keeps_its_learning_rate(tmp_path):
-    """It was stopped after its last step, before validation."""
-    _, state = make(tmp_path, "--warmup-epochs", "1")
-    step(state, 1)
-    state.save()
-    rate = state.learning_rate
-    assert 0 < rate < state.optimizer.param_groups[0]["lr"]  # of the next step
-    state = resumed(tmp_path, "--warmup-epochs", "1")
-    assert finish(state, 50.0)["learning_rate"] == rate
 
 
 def test_keys_of_the_imagenet_example(tmp_path):
@@ -190,7 +180,6 @@ def test_the_first_epoch_in_a_new_folder_is_its_best(tmp_path):
         finish(state, top1)
         state.save()
         assert read_checkpoint(tmp_path / "new" / "best.pt")["epoch"] == best
-    assert state.best == 30.0
 
 
 def test_a_checkpoint_replaced_since_the_agreement_is_not_loaded(tmp_path):
@@ -265,25 +254,17 @@ def test_a_run_s_lock_ends_with_it_whatever_it_forked(pictures, tmp_path):
 
 def test_a_stop_during_validation_is_followed(tmp_path):
     _, state = make(tmp_path)
-    step(state, 1)
-    finish(state, 50.0, stop=True)
-    assert state.stop_requested and state.position == "epoch 1"
-    step(state, 1)
-    finish(state, 50.0)
-    assert not state.stop_requested
+    for stop in (True, False):
+        step(state, 1)
+        finish(state, 50.0, stop=stop)
+        assert state.stop_requested == stop
 
 
 def test_numbers_that_are_not_finite_end_the_run(tmp_path):
-    _, state = make(tmp_path)
-    step(state, 3)
-    with pytest.raises(UserError, match="validation loss became nan by step 3") as e:
-        finish(state, 10.0, loss=float("nan"))
-    assert "from before" not in str(e.value)  # there is no earlier file
-    finish(state, 50.0)
-    state.save()
-    before = (tmp_path / "checkpoint.pt").read_bytes()
+    before = saved(tmp_path).read_bytes()
+    state = resumed(tmp_path / "run")
     step(state, 4)
-    with pytest.raises(UserError, match=r"best.pt is from before"):
+    with pytest.raises(UserError, match="validation loss became inf by step 4 .* from"):
         finish(state, 10.0, loss=float("inf"))
     with pytest.raises(UserError, match="the loss became nan by step 7 of epoch 2"):
         state.add(7, {"loss": float("nan"), "images": 8})
@@ -291,7 +272,7 @@ def test_numbers_that_are_not_finite_end_the_run(tmp_path):
         state.raw_model.weight[0, 0] = float("inf")
     with pytest.raises(UserError, match="a weight is not finite by step 7"):
         state.save()
-    assert (tmp_path / "checkpoint.pt").read_bytes() == before
+    assert (tmp_path / "run" / "checkpoint.pt").read_bytes() == before
 
 
 # --- refusals ---
@@ -370,9 +351,6 @@ def test_other_images_are_refused(pictures, tmp_path):
     assert resumed(output, images=images_of(moved)).epoch == 1
     (moved / "val" / "cat" / "3.JPEG").rename(moved / "val" / "cat" / "4.JPEG")
     with pytest.raises(UserError, match=r"other images \(16 and 8\) than --data has"):
-        resumed(output, images=images_of(moved))
-    (moved / "train" / "cat" / "3.JPEG").unlink()
-    with pytest.raises(UserError, match=r"\(16 and 8\) than --data has now \(15 and 8"):
         resumed(output, images=images_of(moved))
     resumed(output, "--evaluate", images=images_of(moved))
     with pytest.raises(UserError, match=r"now \(50 and 20\)"):
