@@ -151,6 +151,8 @@ def test_no_page_or_result_names_a_path_of_this_machine():
 
 
 # --- what other files hold ---
+
+
 def test_pages_show_what_scripts_lessons_and_results_are(tmp_path):
     ended = run(sys.executable, "docs/make.py", "--check")
     assert (ended.returncode, ended.stdout + ended.stderr) == (0, "")

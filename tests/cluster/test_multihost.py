@@ -287,6 +287,8 @@ def test_a_preflight_names_who_is_missing(there, job, tmp_path):
 
 
 # --- what --full adds: failures, wrong use ---
+
+
 def training(job, output):
     """Wait until a job trains on both hosts and has saved once; the time then."""
     wait_until((output / "checkpoint.pt").exists, 120, "the first checkpoint")
