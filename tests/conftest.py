@@ -139,19 +139,23 @@ def environment(**extra: str) -> dict[str, str]:
     return {**clean, **extra}
 
 
-def run(*command, timeout: float = 180, **extra: str) -> subprocess.CompletedProcess:
-    """Run a command from the project's folder; after `timeout` seconds it is killed."""
-    process = subprocess.Popen(
+def start(command, output, variables, **options) -> subprocess.Popen:
+    """Start a command from the project's folder, in a session of its own."""
+    return subprocess.Popen(
         [str(word) for word in command],
         cwd=ROOT,
-        env=environment(**extra),
+        env=environment(**variables),
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
+        stdout=output,
+        stderr=output,
         start_new_session=True,
+        **options,
     )
+
+
+def run(*command, timeout: float = 180, **extra: str) -> subprocess.CompletedProcess:
+    """Run a command from the project's folder; after `timeout` seconds it is killed."""
+    process = start(command, subprocess.PIPE, extra, text=True, errors="replace")
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -201,15 +205,8 @@ class Running:
         command = ["bash", ROOT / "scripts" / f"{strategy}.sh", "--data", data]
         command += ["-j", "2", "--output", output, *flags]
         self.log = open(output.with_suffix(".log"), "wb")
-        self.process = subprocess.Popen(
-            [str(word) for word in command],
-            cwd=ROOT,
-            env=environment(TEST_RUN=self.run, **variables),
-            stdin=subprocess.DEVNULL,
-            stdout=self.log,
-            stderr=self.log,
-            start_new_session=True,
-        )
+        variables["TEST_RUN"] = self.run
+        self.process = start(command, self.log, variables)
 
     def __enter__(self):
         return self

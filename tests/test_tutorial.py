@@ -11,7 +11,6 @@ from ranks import free_port
 LESSONS = {path.stem: path for path in sorted((ROOT / "tutorial").glob("*.py"))}
 PAGES = "".join(path.read_text() for path in (ROOT / "docs/tutorial").glob("*.md"))
 BLOCKS = re.findall(r"^```bash\n(.*?)^```$", PAGES, re.M | re.S)
-FULL = ("ranks_spawn", "ranks_horovod", "gradients_horovod", "accumulation_horovod")
 
 
 def command(name):
@@ -21,9 +20,9 @@ def command(name):
 
 
 def marks(name):
-    needed = [pytest.mark.full] if name in FULL else []
-    needed += [pytest.mark.horovod] if "horovod" in name else []
-    return needed + ([pytest.mark.mpi] if "mpirun" in command(name) else [])
+    found = [pytest.mark.full] if "horovod" in name or name == "ranks_spawn" else []
+    found += [pytest.mark.horovod] if "horovod" in name else []
+    return found + ([pytest.mark.mpi] if "mpirun" in command(name) else [])
 
 
 def by_command(name):
@@ -51,7 +50,7 @@ def in_forks(name, folder):
 @pytest.mark.parametrize("name", [pytest.param(n, marks=marks(n)) for n in LESSONS])
 def test_a_lesson_prints_what_its_page_quotes(name, request, tmp_path):
     """To the letter: nothing in it depends on time or chance."""
-    launched = "horovod" in name or request.config.getoption("full")
+    launched = request.config.getoption("full")
     printed = by_command(name) if launched else in_forks(name, tmp_path)
     file = ROOT / "results" / "lessons" / f"{name}.txt"
     if request.config.getoption("figures"):

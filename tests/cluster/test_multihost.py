@@ -16,7 +16,7 @@ from signal import SIGKILL
 
 import pytest
 import torch
-from conftest import MISSING, ROOT, environment, launcher, wait_until
+from conftest import MISSING, ROOT, launcher, start, wait_until
 from hosts import NAMES, Hosts, hosts_missing, programs_missing
 from torch.utils._pytree import tree_leaves
 
@@ -45,16 +45,9 @@ class Job:
         self.processes: dict[str, subprocess.Popen] = {}
 
     def start(self, host: str, *command, **variables: str) -> None:
+        command = self.hosts.command(host, *command)
         with open(self.folder / f"{host}.log", "ab") as log:
-            self.processes[host] = subprocess.Popen(
-                self.hosts.command(host, *command),
-                cwd=ROOT,
-                env=environment(**variables),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+            self.processes[host] = start(command, log, variables)
 
     def text(self) -> str:
         files = [self.folder / f"{host}.log" for host in NAMES]
