@@ -4,14 +4,12 @@ import contextlib
 import importlib
 import json
 import os
-import platform
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -41,8 +39,9 @@ def pytest_addoption(parser):
     )
     parser.addoption(
         "--figures",
-        action="store_true",
-        help="write results/reliability.json and multinode.json, and lessons/",
+        metavar="FILE",
+        help="add what was measured to FILE, for example results/reliability.json; "
+        "lessons write theirs to results/lessons/",
     )
     parser.addoption(
         "--rehearse-gpu",
@@ -68,58 +67,18 @@ def pytest_configure(config):
         MISSING["gpu"] = None
 
 
-def pytest_sessionfinish(session, exitstatus):
-    """Write results/reliability.json and multinode.json, or add to them."""
-    if not session.config.getoption("figures"):
+def pytest_sessionfinish(session):
+    """Add the figures of this session to a file of results/."""
+    if (name := session.config.getoption("figures")) is None:
         return
-    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    this_session = {
-        "form": "long" if session.config.getoption("full") else "short",
-        "commit": commit(),
-        **{name: len(reporter.stats.get(name, [])) for name in ("passed", "failed")},
-        "minutes": round((time.monotonic() - BEGAN) / 60, 1),
-        "cpu": describe(torch.device("cpu")),
-        "cpu_cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "horovod": None if MISSING["horovod"] else version("horovod"),
-    }
-    hosts = {n: v for n, v in FIGURES.items() if n.startswith("hosts ")}
-    others = {n: v for n, v in FIGURES.items() if n not in hosts}
-    for name, figures in (("reliability", others), ("multinode", hosts)):
-        path = ROOT / "results" / f"{name}.json"
-        old = json.loads(path.read_text())
-        if not figures:
-            continue
-        if kinds(old["figures"]) <= kinds(figures):
-            old = {"sessions": [], "figures": {}}
-        report = {
-            "sessions": [*old["sessions"], this_session],
-            "figures": {**old["figures"], **figures},
-        }
-        if "kills in a write" in report["figures"]:
-            report["kills"] = kills(report["figures"])
-        path.write_text(json.dumps(report, indent=1) + "\n")
-
-
-def kinds(figures: dict) -> set[str]:
-    return {name.split(" / ")[0] for name in figures}
-
-
-def kills(figures: dict) -> list[dict]:
-    """Sum up how often what was killed."""
-    saves, halves = figures["kills in a write"]
-    again, chains = (
-        [value for name, value in figures.items() if name.startswith(beginning)]
-        for beginning in ("killed again and again / ", "resumed to the bit / ")
-    )
-    rows = (
-        ("a process that only saves", 1, saves, halves),
-        ("a training, at random moments", len(again), sum(map(len, again)), None),
-        ("a training under its launcher, once", len(chains), len(chains), None),
-    )
-    header = ("killed", "runs", "kills", "of them while a file was half written")
-    return [dict(zip(header, row, strict=True)) for row in rows]
+    report = json.loads((ROOT / name).read_text())
+    stats = session.config.pluginmanager.get_plugin("terminalreporter").stats
+    counts = {status: len(stats.get(status, [])) for status in ("passed", "failed")}
+    machine = {"cpu": describe(torch.device("cpu")), "cpu_cores": os.cpu_count()}
+    this = {"commit": commit(), **counts, **machine, "torch": torch.__version__}
+    report["sessions"].append(this)
+    report["figures"] |= FIGURES
+    (ROOT / name).write_text(json.dumps(report, indent=1) + "\n")
 
 
 def problem_of(use) -> str | None:
@@ -148,15 +107,14 @@ MISSING = {
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("full"):
-        long = [item for item in items if item.get_closest_marker("full")]
-        items[:] = [item for item in items if item not in long]
-        config.hook.pytest_deselected(items=long)
-    chosen = config.getoption("full") or "cluster" in config.getoption("markexpr")
-    if not chosen and os.environ.get("CI", "false") in ("", "false"):
-        long = [item for item in items if item.get_closest_marker("cluster")]
-        items[:] = [item for item in items if item not in long]
-        config.hook.pytest_deselected(items=long)
+    full = config.getoption("full")
+    cluster = full or "cluster" in config.getoption("markexpr")
+    cluster = cluster or os.environ.get("CI", "false") not in ("", "false")
+    chosen = {"full": full, "cluster": cluster}
+    for marker in (name for name in chosen if not chosen[name]):
+        left_out = [item for item in items if item.get_closest_marker(marker)]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
     for item in items:
         for marker, reason in MISSING.items():
             if reason and item.get_closest_marker(marker):
@@ -168,10 +126,11 @@ def environment(**extra: str) -> dict[str, str]:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NPROC", "LAUNCHER", "CONTROLLER")
     names += ("NNODES", "NODE_RANK", "RDZV_ENDPOINT", "MASTER_ADDR", "MASTER_PORT")
     names += ("HOSTS", "INTERFACE", "MAX_RESTARTS", "JOIN_SECONDS")
+    others = ("SLURM_", "GLOO_", "NCCL_")
     clean = {
         name: value
         for name, value in os.environ.items()
-        if name not in names and not name.startswith(("SLURM_", "GLOO_", "NCCL_"))
+        if name not in names and not name.startswith(others)
     }
     clean["PATH"] = f"{Path(sys.executable).parent}:{clean['PATH']}"
     clean["PYTHON"] = sys.executable
@@ -180,27 +139,29 @@ def environment(**extra: str) -> dict[str, str]:
     return {**clean, **extra}
 
 
-def run(*command, timeout: float = 180, **extra: str) -> subprocess.CompletedProcess:
-    """Run a command from the project's folder; after `timeout` seconds it is killed."""
-    process = subprocess.Popen(
+def start(command, output, variables, **options) -> subprocess.Popen:
+    """Start a command from the project's folder, in a session of its own."""
+    return subprocess.Popen(
         [str(word) for word in command],
         cwd=ROOT,
-        env=environment(**extra),
+        env=environment(**variables),
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
+        stdout=output,
+        stderr=output,
         start_new_session=True,
+        **options,
     )
+
+
+def run(*command, timeout: float = 180, **extra: str) -> subprocess.CompletedProcess:
+    """Run a command from the project's folder; after `timeout` seconds it is killed."""
+    process = start(command, subprocess.PIPE, extra, text=True, errors="replace")
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        stdout, stderr = process.communicate(timeout=30)
-        pytest.fail(
-            f"{command} did not end in {timeout} s\n{stdout[-3000:]}\n{stderr[-3000:]}"
-        )
+        printed = "\n".join(process.communicate(timeout=30))
+        pytest.fail(f"{command} did not end in {timeout} s\n{printed[-5000:]}")
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
@@ -216,13 +177,11 @@ def processes_of(run: str) -> dict[int, tuple[int, str]]:
         with contextlib.suppress(OSError):
             if mark not in (folder / "environ").read_bytes().split(b"\0"):
                 continue
-            command = (folder / "cmdline").read_bytes().decode("utf-8", "replace")
+            words = (folder / "cmdline").read_bytes().decode(errors="replace")
             state, parent = (folder / "stat").read_text().rsplit(")", 1)[1].split()[:2]
             if state != "Z":
-                found[int(folder.name)] = (
-                    int(parent),
-                    command.replace("\0", " ").strip(),
-                )
+                command = words.replace("\0", " ").strip()
+                found[int(folder.name)] = int(parent), command
     return found
 
 
@@ -241,36 +200,30 @@ class Running:
     def __init__(self, strategy, data, output, *flags, **variables):
         self.output = output
         self.run = str(output)  # marks its processes
+        self.saved = output / "checkpoint.pt"
+        self.before = self.saved.exists() and self.saved.stat().st_mtime_ns
         command = ["bash", ROOT / "scripts" / f"{strategy}.sh", "--data", data]
         command += ["-j", "2", "--output", output, *flags]
         self.log = open(output.with_suffix(".log"), "wb")
-        self.process = subprocess.Popen(
-            [str(word) for word in command],
-            cwd=ROOT,
-            env=environment(TEST_RUN=self.run, **variables),
-            stdin=subprocess.DEVNULL,
-            stdout=self.log,
-            stderr=self.log,
-            start_new_session=True,
-        )
+        variables["TEST_RUN"] = self.run
+        self.process = start(command, self.log, variables)
 
     def __enter__(self):
-        wait_until(
-            lambda: (self.output / "checkpoint.pt").exists(), 90, "first checkpoint"
-        )
         return self
 
     def __exit__(self, *_):
-        self.kill()
-        self.process.wait()
-        self.log.close()
-
-    def kill(self):
-        """SIGKILL for every process of the run at once."""
         while found := processes_of(self.run):
             for pid in found:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        self.log.close()
+
+    def has_saved(self):
+        return self.saved.exists() and self.saved.stat().st_mtime_ns != self.before
+
+    def wait_for_a_save(self):
+        wait_until(self.has_saved, 90, "a save")
 
     def text(self):
         return self.output.with_suffix(".log").read_text(errors="replace")
@@ -279,13 +232,12 @@ class Running:
         """Ids of the training processes: no launcher, and no loader (a fork of a trainer)."""
         processes = processes_of(self.run)
         spawned = "multiprocessing_distributed" in self.process.args[1]
-        script = re.compile(
-            r"\S*python\S* (-u )?\S*(distributed|dataparallel)\.py (--local-rank=\d )?--data"
-        )
+        script = r"\S*python\S* (-u )?\S*(distributed|dataparallel)\.py "
+        pattern = r".*spawn_main" if spawned else rf"{script}(--local-rank=\d )?--data"
         return [
             pid
             for pid, (parent, command) in processes.items()
-            if ("spawn_main" in command if spawned else script.match(command))
+            if re.match(pattern, command)
             and processes.get(parent, (0, ""))[1] != command
         ]
 
@@ -296,9 +248,7 @@ class Running:
         return [
             pid
             for pid, (_, command) in processes.items()
-            if pid not in parents
-            and "python" in command
-            and "resource_tracker" not in command
+            if pid not in parents and re.search("python(?!.*resource_tracker)", command)
         ]
 
     def end(self, seconds):
@@ -311,17 +261,12 @@ class Running:
 
 
 FIGURES: dict = {}
-BEGAN = time.monotonic()
 
 
 @pytest.fixture
 def figure():
-    """Keep a measured figure; --full writes them down."""
-
-    def keep(name: str, value: float) -> None:
-        FIGURES[name] = value
-
-    return keep
+    """Call it with the name and value of what was measured, for --figures."""
+    return FIGURES.__setitem__
 
 
 @pytest.fixture(scope="session")
@@ -340,8 +285,7 @@ def pictures(tmp_path) -> Path:
             folder = tmp_path / "pictures" / part / name
             folder.mkdir(parents=True)
             for number in range(count):
-                pixels = torch.randint(
-                    256, (40, 48, 3), dtype=torch.uint8, generator=generator
-                )
-                Image.fromarray(pixels.numpy()).save(folder / f"{number}.JPEG")
+                pixels = torch.randint(256, (40, 48, 3), generator=generator)
+                image = Image.fromarray(pixels.byte().numpy())
+                image.save(folder / f"{number}.JPEG")
     return tmp_path / "pictures"

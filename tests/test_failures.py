@@ -2,9 +2,7 @@
 
 import os
 import shutil
-import socket
 import sys
-import time
 
 import pytest
 from conftest import ROOT, TINY, launcher, processes_of, run, wait_until
@@ -13,10 +11,9 @@ from common.errors import UserError
 from launch import check, torchrun
 
 HOROVOD = pytest.param("horovod_distributed", marks=pytest.mark.horovod)
-PARALLEL = ("distributed", "multiprocessing_distributed", HOROVOD)
 
 
-@pytest.mark.parametrize("strategy", ("dataparallel", *PARALLEL))
+@pytest.mark.parametrize("strategy", ("dataparallel", HOROVOD))
 def test_missing_data(strategy, tmp_path):
     ended = launcher(strategy, "--data", tmp_path / "nowhere")
     assert (ended.returncode, ended.stdout) == (2, "")
@@ -24,15 +21,12 @@ def test_missing_data(strategy, tmp_path):
 
 
 FLAGS = [
+    (("--data", "nowhere"), {}, "nowhere/train"),
     (("-b", "7"), {}, "the nearest that can is 8"),
     (("--resume", "no.pt"), {}, "--resume no.pt: there is no such file"),
     (("--output", "/proc/nowhere"), {}, "--output /proc/nowhere: "),
     (("--resume", str(ROOT / "LICENSE")), {}, "LICENSE is no checkpoint"),
-    (
-        ("--image-size", "9999", "-j", "99999"),
-        {},
-        "/dev/shm has .* free, and the batches",
-    ),
+    (("--image-size=9999", "-j", "99999"), {}, "/dev/shm has .* free, and the batches"),
     ((), {"NNODES": "2"}, "NNODES=2 needs either RDZV_ENDPOINT="),
     ((), {"NNODES": "3", "RDZV_ENDPOINT": "a:1"}, "divided evenly by 6 processes"),
     ((), {"NNODES": "2", "RDZV_ENDPOINT": "a:b"}, "is not of the form HOST:PORT"),
@@ -91,56 +85,18 @@ def test_an_interpreter_without_pytorch(tmp_path):
         ended = launcher("distributed", PYTHON=python)
         assert (ended.returncode, ended.stdout) == (2, "")
         assert ended.stderr.startswith(f"distributed.sh: error: {line}")
-        assert ended.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("script", ("distributed", "quickstart", "test"))
-def test_a_relative_interpreter_from_another_folder(script, tmp_path):
-    """PYTHON is a stub, which records how it was called and runs nothing."""
-    stub = tmp_path / "recorder"
-    stub.write_text('#!/bin/sh\nset -f\necho $0 $* >> "$RECORD" # in one line\n')
-    stub.chmod(0o755)
-    variables = {"PYTHON": "./recorder", "CI": "false", "RECORD": f"{tmp_path}/record"}
-    command = f"cd {tmp_path} && bash {ROOT}/scripts/{script}.sh -k nothing"
-    ended = run("bash", "-c", command, **variables)
-    assert ended.returncode == 0, ended.stderr
-    calls = (tmp_path / "record").read_text().splitlines()
-    assert len(calls) > 1 and all("/recorder " in f"{call} " for call in calls)
-    assert all(call.startswith("/") for call in calls)
+LAUNCHED = pytest.param(*HOROVOD.values, marks=[*HOROVOD.marks, pytest.mark.full])
 
 
-def test_bad_input_without_the_launch_scripts(pictures):
-    """Under torchrun itself our line comes once, not once for each process."""
-    words = ("torchrun", "--standalone", "--nproc-per-node=2", ROOT / "distributed.py")
-    ended = run(*words, "--data", pictures, "-b", "7")
-    assert ended.returncode != 0
-    assert ended.stderr.count("cannot be divided evenly by 2 processes") == 1
-
-
-def test_a_port_that_is_in_use(pictures, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        url = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-        flags = ("--data", pictures, *TINY, "--output", tmp_path / "out")
-        ended = launcher("multiprocessing_distributed", *flags, "--dist-url", url)
-    assert ended.returncode == 2 and "is in use: choose another" in ended.stderr
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "multiprocessing_distributed",
-        pytest.param("distributed", marks=pytest.mark.full),
-        pytest.param("horovod_distributed", marks=[*HOROVOD.marks, pytest.mark.full]),
-    ],
-)
+@pytest.mark.parametrize("strategy", ("multiprocessing_distributed", LAUNCHED))
 def test_an_unreadable_image_ends_the_job(strategy, pictures, tmp_path):
     broken = pictures / "train" / "dog" / "3.JPEG"
     broken.write_bytes(broken.read_bytes()[:200])
     flags = ("--data", pictures, *TINY, "--output", tmp_path / "out")
-    began = time.monotonic()
     ended = launcher(strategy, *flags, timeout=90, TEST_RUN=str(tmp_path))
     assert ended.returncode == (1 if strategy == "horovod_distributed" else 2)
-    assert time.monotonic() - began < 60
     everything = ended.stdout + ended.stderr
     assert everything.count(f"cannot read the image {broken}") == 1
     wait_until(lambda: not processes_of(str(tmp_path)), 15, "every process gone")
@@ -158,7 +114,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("status, starts", [(2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    "status, starts", [(2, 1), pytest.param(1, 2, marks=pytest.mark.full)]
+)
 def test_torchrun_does_not_restart_bad_input(status, starts, tmp_path):
     """The script is one of the user's own, elsewhere."""
     (tmp_path / "own.py").write_text(OWN_SCRIPT.format(status=status))
@@ -173,9 +131,8 @@ def test_torchrun_does_not_restart_bad_input(status, starts, tmp_path):
     assert all("rank 0 on " in line and "starting again" in line for line in lines)
 
 
-@pytest.mark.parametrize("strategy", ("distributed", HOROVOD))
-def test_help_of_a_launcher(strategy):
-    ended = launcher(strategy, "--help")
+def test_help_of_a_launcher():
+    ended = launcher("distributed", "--help")
     assert ended.returncode == 0 and "--global-batch-size" in ended.stdout
 
 

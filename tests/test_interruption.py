@@ -6,26 +6,37 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import time
+from functools import partial
 
 import pytest
 import torch
-from conftest import MISSING, TINY, Running, launcher, wait_until
+from conftest import TINY, Running, wait_until
 from ranks import Ranks, run_ranks, train, train_disturbed, watched
 from test_loopback import assert_loopback
+from torch.utils._pytree import tree_leaves
 
-# How a run is launched: script of scripts/ and its settings
+# How a run is launched: script of scripts/, its settings, and what that needs
 WAYS = {
-    "dataparallel": ("dataparallel", {}),
-    "torchrun": ("distributed", {}),
-    "launch": ("distributed", {"LAUNCHER": "launch"}),
-    "mp.spawn": ("multiprocessing_distributed", {}),
-    "horovodrun": ("horovod_distributed", {"CONTROLLER": "gloo"}),
-    "mpirun": ("horovod_distributed", {"CONTROLLER": "mpi"}),
+    "dataparallel": ("dataparallel", {}, None),
+    "torchrun": ("distributed", {}, None),
+    "mp.spawn": ("multiprocessing_distributed", {}, None),
+    "horovodrun": ("horovod_distributed", {"CONTROLLER": "gloo"}, "horovod"),
+    "launch": ("distributed", {"LAUNCHER": "launch"}, None),
+    "mpirun": ("horovod_distributed", {"CONTROLLER": "mpi"}, "mpi"),
 }
-LAUNCHERS = ("torchrun", "mp.spawn", "horovodrun", "mpirun")
-NEEDS = {"horovodrun": pytest.mark.horovod, "mpirun": pytest.mark.mpi}
+LONG = ("launch", "mpirun")  # with --full only
+
+
+def cases(events_of):
+    """Parameters (way, events_of(way)) for each way."""
+    found = []
+    for way, (_, _, needed) in WAYS.items():
+        marks = [getattr(pytest.mark, needed)] if needed else []
+        marks += [pytest.mark.full] if way in LONG else []
+        found.append(pytest.param(way, events_of(way), marks=marks, id=way))
+    return found
+
 
 # --- what ends a run ---
 
@@ -45,56 +56,40 @@ def to_loader(number):
 EVENTS = {
     "Ctrl-C": lambda job: os.killpg(job.process.pid, signal.SIGINT),
     "SIGTERM to the launcher": to_launcher(signal.SIGTERM),
+    "SIGTERM to the launcher's group": lambda job: os.killpg(job.process.pid, 15),
     "SIGUSR1 to the launcher": to_launcher(signal.SIGUSR1),
     "SIGKILL to the launcher": to_launcher(signal.SIGKILL),
     "SIGTERM to one process": to_one_process(signal.SIGTERM),
-    "SIGUSR1 to one process": to_one_process(signal.SIGUSR1),
     "SIGKILL to one process": to_one_process(signal.SIGKILL),
     "SIGKILL to a loader process": to_loader(signal.SIGKILL),
     "one process hangs": to_one_process(signal.SIGSTOP),
 }
 # What saves before it ends
-STOPS = {"Ctrl-C", "SIGTERM to the launcher", "SIGUSR1 to the launcher"}
-STOPS |= {"SIGTERM to one process", "SIGUSR1 to one process"}
-SHORT = {
-    ("dataparallel", "Ctrl-C"),
-    ("dataparallel", "SIGKILL to a loader process"),
-    ("torchrun", "SIGKILL to the launcher"),
-}
+STOPS = [one for one in EVENTS if "SIGKILL" not in one and "hangs" not in one]
 
 
-def cases():
-    for way in WAYS:
-        for event in EVENTS:
-            if way == "dataparallel" and "one process" in event:
-                continue  # the process is the launcher
-            marks = [NEEDS[way]] if way in NEEDS else []
-            if (way, event) not in SHORT:
-                marks.append(pytest.mark.full)
-            yield pytest.param(way, event, marks=marks)
+def events_of(way):
+    """All; the process of dataparallel is the launcher."""
+    alone = way == "dataparallel"
+    return [one for one in EVENTS if not (alone and "one process" in one)]
 
 
-@pytest.mark.parametrize("way, event", list(cases()))
-def test_a_run_ends_and_leaves_nothing_behind(way, event, pictures, tmp_path, figure):
-    """And listens, while it runs, on loopback only."""
-    strategy, variables = WAYS[way]
+@pytest.mark.full
+@pytest.mark.parametrize("way, events", cases(events_of))
+def test_a_run_ends_and_leaves_nothing_behind(way, events, pictures, tmp_path, figure):
+    strategy, variables, _ = WAYS[way]
     flags = (*TINY, "--epochs", "500", "--timeout-seconds", "5")
-    with Running(strategy, pictures, tmp_path / "out", *flags, **variables) as job:
-        if way != "dataparallel":
-            wait_until(lambda: len(job.trainers()) == 2, 20, "two training processes")
-        assert_loopback(job, way)
-        figure(f"end / {event} / {way}", end_by(event, way, job))
-    content = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)
-    assert content["epoch"] < 500
+    for number, event in enumerate(events):
+        output = tmp_path / str(number)
+        with Running(strategy, pictures, output, *flags, **variables) as job:
+            job.wait_for_a_save()
+            EVENTS[event](job)
+            figure(f"end / {event} / {way}", end(event, way, job))
+        assert position(output) < [500, 0]
 
 
-def end_by(event, way, job):
-    """End a run by an event, and look at how it ends."""
-    EVENTS[event](job)
-    return ended_by(event, way, job)
-
-
-def ended_by(event, way, job):
+def end(event, way, job):
+    """Wait for the end of a run that something happened to, and look at how it ends."""
     began = time.monotonic()
     status = job.end(90)
     seconds, text = time.monotonic() - began, job.text()
@@ -120,33 +115,14 @@ def ended_by(event, way, job):
     return [status, f"{seconds:.1f} s", *["saved"] * saved]
 
 
-def test_a_process_that_hangs_ends_its_job(pictures, tmp_path):
-    """Launchers wait up to 30 s before they kill it, here all at the same time."""
-    event, jobs = "one process hangs", {}
-    flags = (*TINY, "--epochs", "5000", "--timeout-seconds", "10")
-    with contextlib.ExitStack() as stack:
-        for way in LAUNCHERS:
-            if way not in NEEDS or MISSING[NEEDS[way].name] is None:
-                where = pictures, tmp_path / f"{way}-out"
-                job = Running(WAYS[way][0], *where, *flags, **WAYS[way][1])
-                jobs[way] = stack.enter_context(job)
-                assert_loopback(job, way)
-                EVENTS[event](job)
-        for way, job in jobs.items():
-            ended_by(event, way, job)
-
-
 # --- to the bit ---
 
-EPOCHS, STEPS = 8, 12
+EPOCHS, STEPS = 6, 12
 COURSE = "--arch mobilenet_v3_small --image-size 32 -b 8 --precision fp32 --lr 0.4 "
 COURSE += f"--min-crop 0.5 --warmup-epochs 1 --epochs {EPOCHS} --max-steps {STEPS} "
-COURSE = (COURSE + "--print-interval 2 --checkpoint-steps 5").split()
-TIMES = {
-    *("first_step", "seconds", "warmup_steps"),
-    *("images_per_second", "step_milliseconds", "step_milliseconds_p90"),
-    *("data_wait_share", "peak_memory_mib"),
-}
+COURSE += "--print-interval 2 --checkpoint-steps 5 --timeout-seconds 5"
+COURSE = COURSE.split()
+MEASURED = ("loss", "top1", "top5", "images", "epoch", "learning_rate")
 
 
 @pytest.fixture(scope="module")
@@ -163,200 +139,164 @@ def small_digits(digits, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def uninterrupted(small_digits, tmp_path_factory):
-    """The output of a run that nothing disturbed; strategies have the same bits."""
-    folder = tmp_path_factory.mktemp("whole")
-    flags = ["--data", small_digits, *COURSE, "-j", 2, "--output", folder / "out"]
-    run_ranks(folder, 2, train, name="distributed", flags=flags)
-    return folder / "out"
+    """What runs of one and of two processes come to that nothing disturbs."""
+    found = {}
+    for name, processes in (("dataparallel", 1), ("distributed", 2)):
+        folder = tmp_path_factory.mktemp("whole")
+        flags = ["--data", small_digits, *COURSE, "-j", 2, "--output", folder / "out"]
+        run_ranks(folder, processes, train, name=name, flags=flags)
+        found[processes] = came_to(folder / "out")
+    return found
 
 
-def assert_same_run(output, expected):
-    """Both files of weights, the optimizer, the schedule and the figures, to the bit."""
-    for name in ("checkpoint.pt", "best.pt"):
-        one, other = (
-            torch.load(folder / name, weights_only=True)
-            for folder in (output, expected)
-        )
-        for key, tensor in one["state_dict"].items():
-            assert torch.equal(tensor, other["state_dict"][key]), key
-        states = one["optimizer"]["state"]
-        assert states and states.keys() == other["optimizer"]["state"].keys()
-        for number, state in states.items():
-            other_state = other["optimizer"]["state"][number]
-            assert torch.equal(state["momentum_buffer"], other_state["momentum_buffer"])
-        for key in ("epoch", "step", "best_acc1", "scheduler", "scaler", "sums"):
-            assert one[key] == other[key], key
-        assert one["optimizer"]["param_groups"] == other["optimizer"]["param_groups"]
-        assert figures_of(one["records"]) == figures_of(other["records"])
-    figures, others = (
-        figures_of(map(json.loads, (folder / "epochs.jsonl").read_text().splitlines()))
-        for folder in (output, expected)
-    )
-    assert figures == others and len(figures) == EPOCHS
+def came_to(output):
+    """All that a run leaves, but times and speeds."""
+    names = ("checkpoint.pt", "best.pt")
+    found = [torch.load(output / name, weights_only=True) for name in names]
+    lines = (output / "epochs.jsonl").read_text().splitlines()
+    for records in (*(one.pop("records") for one in found), map(json.loads, lines)):
+        items = [item for record in records for item in record.items()]
+        found += [item for item in items if item[0].endswith(MEASURED)]
+    leaves = tree_leaves(found)
+    return [leaf.tolist() if torch.is_tensor(leaf) else leaf for leaf in leaves]
 
 
 def position(output):
-    """Epoch and step that a checkpoint goes on from."""
+    """Epoch and step that a checkpoint continues from."""
     content = torch.load(output / "checkpoint.pt", weights_only=True)
     return [content["epoch"], content["step"]]
 
 
-def wait_for_epochs(output, epochs):
-    lines = output / "epochs.jsonl"
-    wait_until(
-        lambda: lines.exists() and len(lines.read_text().splitlines()) >= epochs,
-        60,
-        f"{epochs} epochs",
-    )
+@pytest.fixture(scope="module")
+def hanging(small_digits, tmp_path_factory, request):
+    """A run of each way in which a process hangs; launchers wait up to 30 s then."""
+    users = [item for item in request.session.items if "hanging" in item.fixturenames]
+    chosen = [one for one in users if not one.get_closest_marker("skip")]
+    jobs = {}
+    with contextlib.ExitStack() as stack:
+        for way in (item.callspec.params["way"] for item in chosen):
+            strategy, variables, _ = WAYS[way]
+            output = tmp_path_factory.mktemp("hangs") / "out"
+            job = Running(strategy, small_digits, output, *COURSE, **variables)
+            jobs[way] = stack.enter_context(job)
+        run = set(jobs)
+        while run:
+            wait_until(lambda: any(jobs[way].has_saved() for way in run), 120, "a save")
+            way = next(way for way in run if jobs[way].has_saved())
+            run.remove(way)
+            assert_loopback(jobs[way], way)
+            whom = to_loader if way == "dataparallel" else to_one_process
+            whom(signal.SIGSTOP)(jobs[way])
+        yield jobs
+
+
+# After a hang; under torchrun test_start.py kills a process
+CHAINS = {
+    "dataparallel": ("SIGKILL to the launcher", "SIGTERM to the launcher's group"),
+    "torchrun": ("SIGTERM to the launcher",),
+    "mp.spawn": ("SIGKILL to one process", "SIGTERM to the launcher"),
+    "horovodrun": ("SIGKILL to one process", "SIGTERM to one process"),
+    "launch": ("SIGKILL to one process", "SIGTERM to one process"),
+    "mpirun": ("SIGKILL to one process", "SIGTERM to the launcher"),
+}
+
+
+# A way whose launcher waits longer comes later
+@pytest.mark.parametrize(
+    "way, events", sorted(cases(CHAINS.get), key=lambda case: case.id)
+)
+def test_killed_stopped_or_hanging_it_ends_with_the_same_bits(
+    way, events, hanging, small_digits, uninterrupted, tmp_path
+):
+    """What is left is trained by another strategy."""
+    job, (strategy, variables, _) = hanging[way], WAYS[way]
+    if way == "dataparallel":  # a loader, which can end as soon as it hangs no more
+        job.process.wait(60)
+        to_loader(signal.SIGCONT)(job)
+    end("one process hangs", way, job)
+    output = job.output
+    positions, flags = [position(output)], [*COURSE, "--resume", "auto"]
+    flags += ["-j", 2 if way == "dataparallel" else 0]  # none to start: it is faster
+    for event in events:
+        with Running(strategy, small_digits, output, *flags, **variables) as job:
+            job.wait_for_a_save()
+            EVENTS[event](job)
+            end(event, way, job)
+            assert "resumed at" in job.text()
+        positions.append(position(output))
+    assert positions == sorted(positions) and positions[-1] < [EPOCHS, 0]
+    processes = 1 if way == "dataparallel" else 2
+    name = ("dataparallel", "multiprocessing_distributed")[processes - 1]
+    flags = ["--data", small_digits, *flags, "-j", 2, "--output", output]
+    run_ranks(tmp_path, processes, train, name=name, flags=flags)
+    assert came_to(output) == uninterrupted[processes]
+
+
+@pytest.mark.parametrize(
+    "seeds", [[4], pytest.param(range(25), marks=pytest.mark.full)], ids=len
+)
+def test_killed_again_and_again_it_ends_with_the_same_bits(
+    seeds, small_digits, uninterrupted, tmp_path, figure
+):
+    """SIGKILL at random moments, from the first step to the last write."""
+    kills = 0
+    for seed in seeds:
+        moments = random.Random(seed)
+        name = ("distributed", "multiprocessing_distributed")[seed % 2]
+        output = tmp_path / str(seed)
+        flags = ["--data", small_digits, *COURSE, "-j", 2, "--output", output]
+        flags += ["--resume", "auto"]
+        ended = False
+        while not ended:
+            with Ranks(tmp_path, 2, train, name=name, flags=flags) as ranks:
+                for _ in range(moments.randrange(1, 10)):  # of 18 in the whole run
+                    wait_for_a_save(output, ranks)
+                time.sleep(moments.uniform(0, 0.3))
+                ended = not ranks.alive()
+                assert not ended or ranks.end() == [0, 0], ranks.text()
+            kills += not ended
+            assert kills < 20 * len(seeds)
+        assert came_to(output) == uninterrupted[2]
+    assert kills
+    figure("kills / a training, at random moments / runs", len(seeds))
+    figure("kills / a training, at random moments / kills", kills)
 
 
 def wait_for_a_save(output, ranks):
     """Or for the end."""
-    path = output / "checkpoint.pt"
 
     def saved():
-        return path.stat().st_mtime_ns if path.exists() else 0
+        path = output / "checkpoint.pt"
+        return path.exists() and path.stat().st_mtime_ns
 
     before = saved()
-    wait_until(
-        lambda: saved() > before or not ranks.alive(), 60, "a save", interval=0.005
-    )
+    ended = partial(lambda before: saved() != before or not ranks.alive(), before)
+    wait_until(ended, 60, "a save", interval=0.005)
 
 
-def figures_of(records):
-    return [
-        {name: value for name, value in record.items() if name not in TIMES}
-        for record in records
-    ]
-
-
-@pytest.mark.parametrize(
-    "way, end",
-    [
-        pytest.param("launch", "SIGTERM to one process", marks=pytest.mark.full),
-        ("torchrun", "SIGTERM to one process"),
-        ("mp.spawn", "SIGTERM to the launcher"),
-        pytest.param("horovodrun", "SIGTERM to one process", marks=pytest.mark.horovod),
-        pytest.param("mpirun", "SIGTERM to the launcher", marks=pytest.mark.mpi),
-    ],
-)
-def test_killed_and_stopped_it_ends_with_the_same_bits(
-    way, end, small_digits, uninterrupted, tmp_path, figure
-):
-    """What is left is trained by another strategy."""
-    strategy, variables = WAYS[way]
-    moments, positions = random.Random(way), []
-    output, flags = tmp_path / "out", [*COURSE]
-    for event in ("SIGKILL to one process", end):
-        with Running(strategy, small_digits, output, *flags, **variables) as job:
-            if positions:
-                wait_until(lambda job=job: "resumed at" in job.text(), 90, "a resume")
-                wait_for_epochs(output, positions[-1][0] + 1)
-            time.sleep(moments.uniform(0, 0.3))
-            figure(f"end / {event} / {way}", end_by(event, way, job))
-        positions.append(position(output))
-        assert positions[-1][0] < EPOCHS, f"{event} came too late to show anything"
-        flags = [*COURSE, "--resume", "auto"]
-    assert positions == sorted(positions)
-    flags = ["--data", small_digits, *flags, "-j", 2, "--output", output]
-    name = "multiprocessing_distributed"
-    run_ranks(tmp_path / "last", 2, train, name=name, flags=flags)
-    assert_same_run(output, uninterrupted)
-    figure(f"resumed to the bit / {way}", positions)
-
-
-@pytest.mark.parametrize(
-    "seed",
-    [*range(2), *(pytest.param(n, marks=pytest.mark.full) for n in range(2, 25))],
-)
-def test_killed_again_and_again_it_ends_with_the_same_bits(
-    seed, small_digits, uninterrupted, tmp_path, figure
-):
-    """SIGKILL at random moments, from the first step to the last write."""
-    moments = random.Random(seed)
-    name = ("distributed", "multiprocessing_distributed")[seed % 2]
-    output = tmp_path / "out"
-    flags = ["--data", small_digits, *COURSE, "-j", 2, "--output", output]
-    flags += ["--resume", "auto"]
-    kills = []
-    for _ in range(40):
-        with Ranks(tmp_path, 2, train, name=name, flags=flags) as ranks:
-            for _ in range(moments.randrange(20)):  # of 24 in the whole run
-                wait_for_a_save(output, ranks)
-            time.sleep(moments.uniform(0, 0.3))
-            if not ranks.alive():
-                assert ranks.end() == [0, 0], ranks.text()
-                break
-        with contextlib.suppress(FileNotFoundError):
-            kills.append(position(output))
-    else:
-        pytest.fail(f"not finished after 40 runs: {kills}")
-    assert_same_run(output, uninterrupted)
-    figure(f"killed again and again / {name} / {seed}", kills)
-
-
-def without_norm(digits, folder, processes, *flags):
-    """Processes that train a network without batch norm for four epochs."""
-    course = "--image-size 32 -b 48 --precision fp32 --lr 0.1 --warmup-epochs 1 -j 0 "
-    course += "--max-steps 10 --epochs 4 --print-interval 1 --checkpoint-steps 4"
-    flags = ["--data", digits, *course.split(), "--output", folder / "out", *flags]
-    return Ranks(folder, processes, train, name="distributed", flags=flags, net="small")
-
-
-@pytest.fixture(scope="module")
-def whole_and_stopped(digits, tmp_path_factory):
-    """The outputs of two processes that trained to the end, and of two that did not."""
-    whole, stopped = (tmp_path_factory.mktemp(name) for name in ("whole", "stopped"))
-    with without_norm(digits, whole, 2) as ranks:
-        assert ranks.end() == [0, 0]
-    with without_norm(digits, stopped, 2) as ranks:
-        wait_until((stopped / "out" / "checkpoint.pt").exists, 60, "first checkpoint")
-        ranks.signal(1, signal.SIGTERM)
-        assert ranks.end() == [143, 143], ranks.text()
-    return whole / "out", stopped / "out"
-
-
-@pytest.mark.parametrize("world_size", (1, 3))
-def test_another_number_of_processes_continues_at_the_same_image(
-    world_size, whole_and_stopped, digits, tmp_path
-):
+def test_another_number_of_processes_continues_at_the_same_image(digits, tmp_path):
     """The network has no batch norm, so what is left is rounding (see test_equality)."""
-    whole, stopped = whole_and_stopped
-    epoch, step = position(stopped)
-    assert epoch < 4
-    shutil.copytree(stopped, tmp_path / "out")
-    with without_norm(digits, tmp_path, world_size, "--resume", "auto") as ranks:
-        assert ranks.end() == [0] * world_size, ranks.text()
-        assert f"(image {48 * step} of its order)" in ranks.text()
-    one, other = (
-        torch.load(output / "checkpoint.pt", weights_only=True)
-        for output in (tmp_path / "out", whole)
-    )
+    course = "--image-size 32 -b 48 --precision fp32 --lr 0.1 --warmup-epochs 1 -j 0 "
+    course += "--max-steps 10 --epochs 3 --print-interval 1 --checkpoint-steps 4"
+    how = {"name": "distributed", "net": "small"}
+    flags = ["--data", digits, *course.split(), "--resume", "auto", "--output"]
+    whole, other = tmp_path / "whole", tmp_path / "other"
+    run_ranks(tmp_path, 2, train, flags=[*flags, whole], **how)
+    how["flags"] = [*flags, other]
+    with Ranks(tmp_path, 2, train_disturbed, at=16, what="SIGTERM", **how) as ranks:
+        assert ranks.end() == [143, 143], ranks.text()
+    with Ranks(tmp_path, 3, train, **how) as ranks:
+        assert ranks.end() == [0, 0, 0], ranks.text()
+        assert f"(image {48 * 6} of its order)" in ranks.text()
+    one, two = (torch.load(output / "checkpoint.pt") for output in (whole, other))
     for key, tensor in one["state_dict"].items():
-        torch.testing.assert_close(tensor, other["state_dict"][key], rtol=0, atol=4e-6)
-    for record, expected in zip(one["records"], other["records"], strict=True):
+        torch.testing.assert_close(tensor, two["state_dict"][key], rtol=0, atol=4e-6)
+    for record, expected in zip(one["records"], two["records"], strict=True):
         assert record["images"] == expected["images"] == 480
-        assert record["train_loss"] == pytest.approx(expected["train_loss"], abs=1e-5)
+        assert abs(record["train_loss"] - expected["train_loss"]) < 1e-5
 
 
 # --- all processes agree ---
-
-
-@pytest.mark.parametrize(
-    "number, rank", [("SIGTERM", 0), ("SIGUSR1", 2), ("SIGINT", 0)]
-)
-def test_a_signal_to_any_process_stops_all_after_the_same_step(
-    number, rank, small_digits, tmp_path
-):
-    flags = ["--data", small_digits, *COURSE, "-j", 2, "--output", tmp_path / "out"]
-    flags += ["-b", 12, "--max-steps", 8]
-    name = "multiprocessing_distributed" if rank else "distributed"
-    with Ranks(tmp_path, 3, train, name=name, flags=flags) as ranks:
-        wait_until((tmp_path / "out" / "checkpoint.pt").exists, 60, "first checkpoint")
-        ranks.signal(rank, getattr(signal, number))
-        assert ranks.end() == [143] * 3, ranks.text()
-        assert ranks.text().count("stopped after") == 1
-        assert "Traceback" not in ranks.text()
 
 
 def test_a_signal_stops_all_where_the_sums_are_combined_next(small_digits, tmp_path):
@@ -366,7 +306,10 @@ def test_a_signal_stops_all_where_the_sums_are_combined_next(small_digits, tmp_p
     how = {"name": "distributed", "flags": flags, "net": "small", "at": 3}
     with Ranks(tmp_path, 2, train_disturbed, what="SIGTERM", **how) as ranks:
         assert ranks.end() == [143] * 2, ranks.text()
-        assert "stopped after step 4 of epoch 1, which is saved" in ranks.text()
+        assert (
+            ranks.text().count("stopped after step 4 of epoch 1, which is saved") == 1
+        )
+        assert "Traceback" not in ranks.text()
     content = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)
     assert (content["epoch"], content["step"], content["sums"]["images"]) == (0, 4, 48)
 
@@ -382,31 +325,14 @@ def test_a_loss_that_is_not_finite_stops_all_and_spares_the_checkpoint(
         assert ranks.end() == [2, 2], ranks.text()
         text = ranks.text()
     assert text.count("loss became nan by step 7 of epoch 2 at learning rate 0.0") == 1
-    content = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)
-    assert (content["epoch"], content["step"]) == (1, 6)
-    assert all(tensor.isfinite().all() for tensor in content["state_dict"].values())
+    assert position(tmp_path / "out") == [1, 6]
 
 
-# --- hangs ---
+# --- the watchdog ---
 
 
-def test_a_process_that_hangs_ends_the_others(small_digits, tmp_path):
-    flags = ["--data", small_digits, *COURSE, "-j", 0, "--output", tmp_path / "out"]
-    flags += ["-b", 12, "--max-steps", 8, "--timeout-seconds", 3]
-    with Ranks(tmp_path, 3, train, name="distributed", flags=flags) as ranks:
-        wait_until((tmp_path / "out" / "checkpoint.pt").exists, 60, "first checkpoint")
-        ranks.signal(1, signal.SIGSTOP)
-        began = time.monotonic()
-        wait_until(lambda: not ranks.alive(0, 2), 12, "the others end")
-        assert 2 < time.monotonic() - began
-        assert [ranks.processes[rank].exitcode for rank in (0, 2)] == [1, 1]
-        assert ranks.text().count(" lost another: ") == 2
-        assert "Traceback" not in ranks.text()
-
-
-@pytest.mark.parametrize("how", ("waits", "waits in C"))
-def test_the_watchdog_ends_a_process_that_waits_without_end(how, tmp_path):
-    with Ranks(tmp_path, 1, watched, how=how, limit=1) as ranks:
+def test_the_watchdog_ends_a_process_that_waits_without_end(tmp_path):
+    with Ranks(tmp_path, 1, watched, how="waits", limit=1) as ranks:
         assert ranks.end(10) == [1]
         assert "process 0 on " in ranks.text()
         assert "finished no batch for 2 s" in ranks.text()
@@ -439,55 +365,3 @@ def test_the_watchdog_spares_a_process_that_was_suspended(tmp_path):
         time.sleep(3)
         ranks.signal(0, signal.SIGCONT)
         assert ranks.end(10) == [0], ranks.text()
-
-
-# --- a full disk, a read-only one ---
-
-
-@pytest.fixture
-def disk(tmp_path):
-    """A disk of 1 MiB in memory."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    mounted = subprocess.run(command, capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a disk: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-def test_a_full_disk_ends_the_run_and_spares_the_checkpoint(disk, digits, tmp_path):
-    flags = "--image-size 32 -b 48 --precision fp32 -j 0 --max-steps 5 --epochs 200"
-    flags = ["--data", digits, *flags.split(), "--output", disk / "out"]
-    with Ranks(
-        tmp_path, 2, train, name="distributed", flags=flags, net="small"
-    ) as ranks:
-        wait_until((disk / "out" / "checkpoint.pt").exists, 60, "first checkpoint")
-        with contextlib.suppress(OSError):
-            (disk / "filling").write_bytes(bytes(2**20))
-        first, second = ranks.end()
-        assert first == 2 and second != 0, ranks.text()
-        assert ranks.text().count("No space left on device; what was there is") == 1
-        assert "Traceback" not in ranks.text()
-    assert not list((disk / "out").glob("*.tmp"))
-    for file in (disk / "out").glob("*.pt"):
-        content = torch.load(file, weights_only=True)
-        assert content["state_dict"] and content["epoch"] < 200
-    (disk / "filling").unlink()
-    path = disk / "out" / "checkpoint.pt"
-    more = torch.load(path, weights_only=True)["epoch"] + 3
-    flags = [*flags, "--epochs", more, "--resume", "auto"]
-    run_ranks(tmp_path, 2, train, name="distributed", flags=flags, net="small")
-    assert torch.load(path, weights_only=True)["epoch"] == more
-
-
-def test_a_read_only_disk_is_refused_before_the_launch(disk, digits, tmp_path):
-    (disk / "out").mkdir()
-    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-    flags = ("--data", digits, *TINY, "--output", disk / "out")
-    ended = launcher("distributed", *flags)
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr == (
-        f"distributed.py: error: --output {disk / 'out'} cannot be written to\n"
-    )

@@ -98,13 +98,10 @@ def test_the_layout(now):
     [
         ("common/model.py", "\n" * BUDGETS["common"], "common: "),
         ("launch/agreement.py", "\n" * BUDGETS[IMPORTED], "launch, as imported: "),
-        ("scripts/setup.sh", "\n" * BUDGETS["scripts"], "scripts: "),
         ("common/model.py", "from torch import distributed", "torch.distributed"),
         ("common/model.py", "import launch.ranks", "imports launch.ranks"),
         ("common/errors.py", "def f():\n    import common.data", "a circle: "),
         ("launch/ranks.py", "import horovod_distributed", "imports horovod_"),
-        ("apex_distributed.py", "import distributed", "imports distributed"),
-        ("scripts/quickstart.py", "from benchmarks import step", "imports bench"),
         ("docs/make.py", "sys.path.insert(0, '')", "docs.make changes"),
         ("distributed.py", "from common.data import a, b\n" * 12, "imported names"),
         ("distributed.py", "import common\n" * 76, "strategy lines"),

@@ -49,21 +49,19 @@ def test_efficiency_by_hand():
     assert slow.strong(64, 2048).low == pytest.approx(0.0125 / (0.0125 + communication))
 
 
-@pytest.mark.parametrize("name", ("resnet18", "resnet50"))
-def test_buckets_are_those_of_ddp(name):
-    parameters = list(torchvision.models.get_model(name).parameters())
-    limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * MIB]
-    assigned, _ = dist._compute_bucket_assignment_by_size(
-        parameters[::-1], limits, [False] * len(parameters)
-    )
-    assert buckets(sum(4 * one.numel() for one in parameters)) == len(assigned)
+def test_buckets_are_those_of_ddp():
+    for name in ("resnet18", "resnet50"):
+        parameters = list(torchvision.models.get_model(name).parameters())
+        limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * MIB]
+        assigned, _ = dist._compute_bucket_assignment_by_size(
+            parameters[::-1], limits, [False] * len(parameters)
+        )
+        assert buckets(sum(4 * one.numel() for one in parameters)) == len(assigned)
 
 
 def test_tables_are_those_of_the_model():
     file = ROOT / "results" / "scaling.json"
     assert json.loads(file.read_text()) == scaling.tables()
-    found = [row["off"] for row in scaling.tables()["published"]]
-    assert found[1] == "+15 points" and found[-1] == "inside"
 
 
 def test_a_table_for_your_own_gpus(capsys):
@@ -72,6 +70,3 @@ def test_a_table_for_your_own_gpus(capsys):
     lines = capsys.readouterr().out.splitlines()[2:]
     counts = [int(line.split()[0]) for line in lines]
     assert counts == [1, *(4 * 2**power for power in range(9))]
-    # 100 MB through two hosts' 10 GB/s, 5 buckets of 2 messages of 14 us, and the host
-    by_hand = ring_seconds(4, 100e6, Link(3.4e-6, 235e9), 5) + 0.01 + 10 * 14e-6
-    assert lines[2].split()[:2] == ["8", f"{by_hand * 1e3:.1f}"]

@@ -2,8 +2,6 @@
 
 import ast
 import re
-import shutil
-import sys
 
 import pytest
 from conftest import ROOT, run
@@ -13,7 +11,6 @@ from ranks import free_port
 LESSONS = {path.stem: path for path in sorted((ROOT / "tutorial").glob("*.py"))}
 PAGES = "".join(path.read_text() for path in (ROOT / "docs/tutorial").glob("*.md"))
 BLOCKS = re.findall(r"^```bash\n(.*?)^```$", PAGES, re.M | re.S)
-FULL = ("ranks_spawn", "ranks_horovod", "gradients_horovod", "accumulation_horovod")
 
 
 def command(name):
@@ -23,9 +20,9 @@ def command(name):
 
 
 def marks(name):
-    needed = [pytest.mark.full] if name in FULL else []
-    needed += [pytest.mark.horovod] if "horovod" in name else []
-    return needed + ([pytest.mark.mpi] if "mpirun" in command(name) else [])
+    found = [pytest.mark.full] if "horovod" in name or name == "ranks_spawn" else []
+    found += [pytest.mark.horovod] if "horovod" in name else []
+    return found + ([pytest.mark.mpi] if "mpirun" in command(name) else [])
 
 
 def by_command(name):
@@ -36,12 +33,12 @@ def by_command(name):
 
 def in_forks(name, folder):
     """What it prints in a fork, or eight, of a process that has imported PyTorch."""
-    processes, port = [{}], str(free_port())
+    processes = [{}]
     if name == "ranks":  # as torchrun starts four processes on each of two hosts
+        job = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}
+        job["MASTER_PORT"] = str(free_port())
+        places = [(str(r), str(r % 4), str(r // 4)) for r in range(8)]
         names = ("RANK", "LOCAL_RANK", "GROUP_RANK")
-        places = (map(str, (rank, rank % 4, rank // 4)) for rank in range(8))
-        job = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_PORT": port}
-        job |= {"MASTER_ADDR": "127.0.0.1"}
         processes = [{**job, **dict(zip(names, p, strict=True))} for p in places]
     with Played(folder) as played:
         for variables in processes:
@@ -53,7 +50,7 @@ def in_forks(name, folder):
 @pytest.mark.parametrize("name", [pytest.param(n, marks=marks(n)) for n in LESSONS])
 def test_a_lesson_prints_what_its_page_quotes(name, request, tmp_path):
     """To the letter: nothing in it depends on time or chance."""
-    launched = "horovod" in name or request.config.getoption("full")
+    launched = request.config.getoption("full")
     printed = by_command(name) if launched else in_forks(name, tmp_path)
     file = ROOT / "results" / "lessons" / f"{name}.txt"
     if request.config.getoption("figures"):
@@ -69,12 +66,3 @@ def test_lessons_are_short_and_need_nothing_of_this_project():
         assert text.count("\n") < 80 and ast.get_docstring(ast.parse(text)), name
         modules = re.findall(r"^ *(?:import|from) (\w+)", text, re.M)
         assert modules and not ours & set(modules), name
-
-
-def test_without_horovod_a_lesson_says_so_in_one_line(tmp_path):
-    (tmp_path / "horovod.py").write_text("raise ImportError('not here')")
-    for name in filter(re.compile("horovod").search, LESSONS):
-        copy = shutil.copy(LESSONS[name], tmp_path)  # looks beside itself first
-        ended = run(sys.executable, copy)
-        assert (ended.returncode, ended.stdout) == (2, "")
-        assert ended.stderr == f"{name}.py needs Horovod: not here\n"

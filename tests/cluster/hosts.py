@@ -2,8 +2,7 @@
 
 A host has its own network, host name, /etc/hosts and ssh settings; files and process ids
 are the machine's. Outside the scratch folder there are, until the hosts are gone, two
-namespaces in /run/netns, Open MPI's folders in the temporary one and, while sshd runs,
-the empty folder /run/sshd.
+namespaces in /run/netns and Open MPI's folders, and from then on the empty /run/sshd.
 """
 
 import contextlib
@@ -59,26 +58,21 @@ class Hosts:
     def __init__(self, folder: Path):
         self.folder = folder
         self.namespaces = {name: f"{name}-{os.getpid()}" for name in NAMES}
-        self.made_sshd_folder = False
 
     def __enter__(self) -> "Hosts":
         self.folder.mkdir(parents=True)
         self.folder.chmod(0o755)
-        try:
-            for name, namespace in self.namespaces.items():
-                call("ip", "netns", "add", namespace)
-                self.name_hosts(name)
-            a, b = self.namespaces.values()
-            link = ("ip", "link", "add", "eth0", "netns", a, "type", "veth")
-            call(*link, "peer", "name", "eth0", "netns", b)
-            for name, namespace in self.namespaces.items():
-                ip = ("ip", "-n", namespace)
-                call(*ip, "link", "set", "lo", "up")
-                call(*ip, "addr", "add", f"{ADDRESSES[name]}/24", "dev", "eth0")
-                call(*ip, "link", "set", "eth0", "up")
-        except BaseException:
-            self.__exit__()
-            raise
+        for name, namespace in self.namespaces.items():
+            call("ip", "netns", "add", namespace)
+            self.name_hosts(name)
+        a, b = self.namespaces.values()
+        link = ("ip", "link", "add", "eth0", "netns", a, "type", "veth")
+        call(*link, "peer", "name", "eth0", "netns", b)
+        for name, namespace in self.namespaces.items():
+            ip = ("ip", "-n", namespace)
+            call(*ip, "link", "set", "lo", "up")
+            call(*ip, "addr", "add", f"{ADDRESSES[name]}/24", "dev", "eth0")
+            call(*ip, "link", "set", "eth0", "up")
         return self
 
     def __exit__(self, *_) -> None:
@@ -86,9 +80,6 @@ class Hosts:
             self.kill(name)
         for namespace in self.namespaces.values():
             subprocess.run(["ip", "netns", "delete", namespace], capture_output=True)
-        if self.made_sshd_folder:
-            with contextlib.suppress(OSError):
-                os.rmdir("/run/sshd")
         for name in NAMES:  # of mpirun and its daemons that were killed
             for left in Path(tempfile.gettempdir()).glob(f"ompi.{name}.*"):
                 shutil.rmtree(left, ignore_errors=True)
@@ -102,18 +93,19 @@ class Hosts:
 
     def cut(self) -> None:
         """From now on nothing arrives, and nobody is told: as after a power failure."""
-        for name, namespace in self.namespaces.items():
-            (other,) = (address for host, address in ADDRESSES.items() if host != name)
-            nobody = ("lladdr", "02:00:00:00:00:99", "nud", "permanent")
-            neighbour = ("ip", "-n", namespace, "neighbour", "replace", other)
-            call(*neighbour, "dev", "eth0", *nobody)
+        self._neighbours("replace", *"lladdr 02:00:00:00:00:99 nud permanent".split())
 
     def mend(self) -> None:
         """Undo cut()."""
-        for name, namespace in self.namespaces.items():
-            (other,) = (address for host, address in ADDRESSES.items() if host != name)
-            neighbour = ("ip", "-n", namespace, "neighbour", "delete", other)
-            call(*neighbour, "dev", "eth0", check=False)
+        self._neighbours("delete")
+
+    def _neighbours(self, verb: str, *address: str) -> None:
+        places = zip(
+            self.namespaces.values(), reversed(ADDRESSES.values()), strict=True
+        )
+        for namespace, other in places:
+            neighbour = ("ip", "-n", namespace, "neighbour", verb, other)
+            call(*neighbour, "dev", "eth0", *address, check=verb == "replace")
 
     def command(self, host: str, *command) -> list[str]:
         """What runs `command` on `host`."""
@@ -149,9 +141,7 @@ class Hosts:
 
     def start_ssh(self) -> None:
         """One sshd on each host, with keys of its own; ssh finds both without options."""
-        if not os.path.exists("/run/sshd"):
-            os.mkdir("/run/sshd", 0o755)
-            self.made_sshd_folder = True
+        os.makedirs("/run/sshd", 0o755, exist_ok=True)
         folder = self.folder / "ssh"
         folder.mkdir(mode=0o700)
         for key in ("host_key", "user_key"):
@@ -161,7 +151,6 @@ class Hosts:
             f"Port {SSH_PORT}\nHostKey {folder}/host_key\nPidFile none\n"
             f"AuthorizedKeysFile {folder}/authorized_keys\nStrictModes no\nUsePAM no\n"
             "PasswordAuthentication no\nPermitRootLogin prohibit-password\n"
-            "MaxStartups 100\n"
         )
         # The port and the key are left to SSH_PORT and SSH_IDENTITY
         (self.folder / "ssh_config").write_text(
@@ -214,11 +203,12 @@ class Hosts:
             SlurmdTimeout=15
             KillWait=10
         """.split()
-        for host in NAMES:
-            where = f"NodeName={host} NodeAddr={ADDRESSES[host]}"
-            lines.append(f"{where} CPUs=4 RealMemory=4000")
-        lines.append(f"PartitionName=all Nodes={','.join(NAMES)} Default=YES State=UP")
-        (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
+        nodes = [
+            f"NodeName={host} NodeAddr={address} CPUs=4 RealMemory=4000"
+            for host, address in ADDRESSES.items()
+        ]
+        partition = f"PartitionName=all Nodes={','.join(NAMES)} Default=YES State=UP"
+        (folder / "slurm.conf").write_text("\n".join([*lines, *nodes, partition, ""]))
         munged = ["munged", "--force", f"--key-file={key}", "--num-threads=2"]
         for option in ("socket", "pid-file", "seed-file", "log-file"):
             munged.append(f"--{option}={folder}/munge/{option.split('-')[0]}")

@@ -18,18 +18,12 @@ def rows(folder):
         for suite in ElementTree.parse(file).iter("testsuite"):
             commit = suite.find("properties/property[@name='commit']")
             for case in suite.iter("testcase"):
-                ended = next(
-                    (case.find(tag) for tag in STATUSES if case.find(tag) is not None),
-                    None,
-                )
-                status, text = "passed", []
+                ended = [part for part in case if part.tag in STATUSES]
+                text = [part.get("message", "").partition("\n")[0] for part in ended]
                 for one in case.iter("property"):
                     text.append(f"{one.get('name')} {shortened(one.get('value'))}")
-                if ended is not None:
-                    status = STATUSES[ended.tag]
-                    text = [ended.get("message", "").partition("\n")[0], *text]
                 found[case.get("name")] = (
-                    status,
+                    STATUSES[ended[0].tag] if ended else "passed",
                     float(case.get("time")),
                     "; ".join(text),
                     commit.get("value") if commit is not None else "",
@@ -44,40 +38,31 @@ def shortened(text):
     except ValueError:
         return text
     values = value if isinstance(value, list) else [value]
-    return ", ".join(
-        f"{one:.3g}" if isinstance(one, float) else str(one) for one in values
-    )
+    return ", ".join(f"{x:.3g}" if isinstance(x, float) else str(x) for x in values)
 
 
 def table(found):
-    lines = [
-        "| row | status | s | what came out | commit |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for name, (status, seconds, text, commit) in found.items():
-        text = text.replace("|", "/")
-        lines.append(f"| {name} | {status} | {seconds:.0f} | {text} | {commit[:12]} |")
-    return "\n".join(lines)
+    text = "| row | status | s | what came out | commit |\n| --- | --- | --- | --- | --- |\n"
+    for name, (status, seconds, out, commit) in found.items():
+        out = out.replace("|", "/")
+        text += f"| {name} | {status} | {seconds:.0f} | {out} | {commit[:12]} |\n"
+    return text
 
 
 def summary(folder):
     """The page."""
     found = rows(folder)
-    counts = [
-        f"{sum(one[0] == status for one in found.values())} {status}"
-        for status in ("passed", *STATUSES.values())
-    ]
-    path = folder / "timings.json"
-    timed = (
-        json.loads(path.read_text())
-        if path.exists()
-        else {"rows": [], "device": "", "versions": {}}
-    )
+    statuses = [status for status, *_ in found.values()]
+    names = ("passed", *STATUSES.values())
+    counts = ", ".join(f"{statuses.count(name)} {name}" for name in names)
+    path, timed = folder / "timings.json", {"rows": [], "device": "", "versions": {}}
+    if path.exists():
+        timed = json.loads(path.read_text())
     versions = ", ".join(f"{name} {value}" for name, value in timed["versions"].items())
-    names = ("status", "seconds", "line", "commit")
-    timings = {one["name"]: [one[name] for name in names] for one in timed["rows"]}
-    text = f"# {timed['device']}\n\nRows: {', '.join(counts)}. {versions}\n\n"
-    return f"{text}{table(found)}\n\n## Timings\n\n{table(timings)}\n"
+    parts = ("status", "seconds", "line", "commit")
+    timings = {one["name"]: [one[part] for part in parts] for one in timed["rows"]}
+    text = f"# {timed['device']}\n\nRows: {counts}. {versions}\n\n"
+    return f"{text}{table(found)}\n## Timings\n\n{table(timings)}"
 
 
 if __name__ == "__main__":
