@@ -129,8 +129,7 @@ def load_script(name: str, net: str | None):
 
         def build(args: Namespace, dataset) -> nn.Module:
             torch.manual_seed(args.seed)
-            script.raw_model = NETS[net](len(dataset.classes))
-            return script.raw_model
+            return NETS[net](len(dataset.classes))
 
         script.build_model = build
     return script

@@ -66,8 +66,6 @@ EPS = torch.finfo(torch.float32).eps
 STEPS, RATE, MOMENTUM, LEVELS = 20, 0.1 * 48 / 256, 0.9, 4
 MOMENTUM_BOUND = LEVELS * EPS / (1 - MOMENTUM)
 WEIGHT_BOUND = STEPS * RATE * MOMENTUM_BOUND
-
-
 ALONE = ("dataparallel", 1, 0)
 
 
@@ -81,7 +79,7 @@ def trained(digits, tmp_path_factory):
         flags = ["--data", digits, *FLAGS, "-b", 48, "--max-steps", 10, "--epochs", 2]
         flags += ["--lr", 0.1, "--warmup-epochs", 1, "--output", folder / "out"]
         flags += ["-j", workers * world_size]
-        runs = [("small", list(map(str, flags)), None, free_port())]
+        runs = [("small", flags, None, free_port())]
         found = start(name)(folder, world_size, recorded, name=name, runs=runs)
         assert len(found) == world_size
         return [rank for (rank,) in found]
@@ -195,7 +193,7 @@ def test_validation_counts_every_image_once(
     for data in of_sizes:
         flags = ["--data", data, *FLAGS, "-b", 12, "-j", 0, "--epochs", 1]
         flags += ["--max-steps", 1, "--output", tmp_path / data.name]
-        runs.append(("norm", list(map(str, flags)), None, free_port()))
+        runs.append(("norm", flags, None, free_port()))
     found = start(name)(tmp_path, world_size, recorded, name=name, runs=runs)
     assert len(found) == world_size
     errors, hits = [], set()

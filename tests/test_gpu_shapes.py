@@ -270,7 +270,7 @@ class Wrapper(nn.Module):
         return self.module(images)
 
 
-def stand_in_horovod(gpus, rank: int, size: int, local_rank: int, local_size: int):
+def stand_in_horovod(gpus: StandInGpus, *place: int) -> Mock:
     def wrap(optimizer, names, compression):
         assert [weight for _, weight in names] == optimizer.param_groups[0]["params"]
         gpus.note("wrap", compression.compressor)
@@ -291,23 +291,19 @@ def stand_in_horovod(gpus, rank: int, size: int, local_rank: int, local_size: in
         optimizer.skip_synchronize = skip_synchronize
         return optimizer
 
-    return SimpleNamespace(
-        Sum="sum",
-        Compression=SimpleNamespace(none="none", fp16="fp16"),
-        nccl_built=lambda: True,
-        init=partial(gpus.note, "hvd.init"),
-        rank=lambda: rank,
-        size=lambda: size,
-        local_rank=lambda: local_rank,
-        local_size=lambda: local_size,
-        DistributedOptimizer=wrap,
-        broadcast_parameters=lambda weights, root_rank: gpus.note(
-            "broadcast", list(weights), root_rank
-        ),
-        allreduce=lambda sums, op, name: all_alike(sums),
-        barrier=partial(gpus.note, "barrier"),
-        shutdown=partial(gpus.note, "leave"),
+    hvd = Mock(DistributedOptimizer=wrap, allreduce=lambda sums, **_: all_alike(sums))
+    hvd.Compression = SimpleNamespace(none="none", fp16="fp16")
+    hvd.broadcast_parameters = lambda weights, root_rank: gpus.note(
+        "broadcast", list(weights), root_rank
     )
+    for name in ("init", "barrier", "shutdown"):
+        setattr(hvd, name, partial(gpus.note, name))
+    for name, number in zip(PLACE, place, strict=True):
+        getattr(hvd, name).return_value = number
+    return hvd
+
+
+PLACE = ("rank", "size", "local_rank", "local_size")
 
 
 def all_alike(sums):
@@ -450,12 +446,12 @@ def test_each_process_uses_its_gpu_from_the_first_call_to_the_last(
     # amp prepares the model, in plain memory format, before Apex's DDP wraps it
     amp = [("amp.initialize", "O1", True), ("wrap", {})]
     end = [("barrier", [1]), ("leave",)]
-    hvd = ("hvd.init",), ("wrap", "none"), ("barrier",)
+    hvd = ("init",), ("wrap", "none"), ("barrier",), ("shutdown",)
     expected = {
         "dataparallel": [use, *model, both],
         "distributed": [use, group, *model, wrap, *end],
         "multiprocessing_distributed": [use, group, *model, wrap, *end],
-        "horovod_distributed": [hvd[0], use, *model, *hvd[1:], ("leave",)],
+        "horovod_distributed": [hvd[0], use, *model, *hvd[1:]],
         "apex_distributed": [use, group, *model, *amp, *end],
     }
     names = {name for calls in expected.values() for name, *_ in calls}

@@ -98,7 +98,7 @@ def words(recipe):
     for name, value in recipe.items():
         flag = {"batch": "-b"}.get(name, "--" + name.replace("_", "-"))
         if value is not False:
-            yield from [flag] if value is True else [flag, str(value)]
+            yield from [flag] if value is True else [flag, value]
 
 
 @pytest.fixture(scope="module")
@@ -122,16 +122,16 @@ def ran(photographs, tmp_path_factory):
                 flags = [*flags, "--resume", "auto"]
             runs.append((case, net, flags, None, free_port()))
         processes = 1 if name == "dataparallel" else 2
-        given = [(net, list(map(str, flags)), *rest) for _, net, flags, *rest in runs]
-        found = start(name)(folder, processes, recorded, name=name, runs=given)
-        cases = {}
-        for rank in found:
-            by_case = {}
-            for (case, *_), one in zip(runs, rank, strict=True):
-                by_case.setdefault(case, []).append(one)
-            for case, own in by_case.items():
-                cases.setdefault(case, ([], folder / case))[0].append(own)
-        return cases
+        arguments = {"name": name, "runs": [run[1:] for run in runs]}
+        found = start(name)(folder, processes, recorded, **arguments)
+
+        def came_to(case):
+            return [
+                [one for run, one in zip(runs, rank, strict=True) if run[0] == case]
+                for rank in found
+            ]
+
+        return {case: (came_to(case), folder / case) for case, *_ in runs}
 
     return of
 
