@@ -264,6 +264,8 @@ class Wrapper(nn.Module):
         gpus.note("wrap", *given, options)
         gpus.wrappers.append(self)
         self.module, self.passes = module, []
+        self.enable_allreduce = partial(gpus.note, "all-reduces")
+        self.disable_allreduce = partial(gpus.note, "no all-reduce")
 
     def forward(self, images):
         self.passes.append(self.training)
@@ -271,7 +273,7 @@ class Wrapper(nn.Module):
 
 
 def stand_in_horovod(gpus: StandInGpus, *place: int) -> Mock:
-    def wrap(optimizer, names, compression):
+    def wrap(optimizer, names, compression, backward_passes_per_step):
         assert [weight for _, weight in names] == optimizer.param_groups[0]["params"]
         gpus.note("wrap", compression.compressor)
         step = optimizer.step
@@ -347,11 +349,13 @@ class StandInAmp:
         return iter(optimizer.param_groups[0]["params"])
 
     @contextlib.contextmanager
-    def scale_loss(self, loss, optimizer):
+    def scale_loss(self, loss, optimizer, delay_unscale):
         self.gpus.note("scale_loss")
         scaled = loss * self.SCALE
         scaled.register_hook(lambda _: self.gpus.note("backward of the scaled loss"))
         yield scaled
+        if delay_unscale:
+            return
         self.gpus.note("unscale")
         for weight, own in zip(self.weights, self.masters or self.weights, strict=True):
             own.grad = weight.grad / self.SCALE
@@ -583,6 +587,13 @@ def test_horovod_sends_fp16_and_needs_nccl_on_a_gpu(main, monkeypatch):
     script.arguments(["--data", "x", "--device", "cpu"])
     with pytest.raises(UserError, match="this Horovod lacks NCCL"):
         script.arguments(["--data", "x"])
+
+
+def test_apex_unscales_and_averages_micro_batches_once(main):
+    found = main("apex_distributed", "--accumulate", 2)
+    parts = ("no all-reduce", "scale_loss", "all-reduces", "scale_loss", "unscale")
+    names = (*parts, "optimizer.step")
+    assert [call[0] for call in found.named(*names)] == [*names, *names]
 
 
 def test_apex_scales_the_loss_once_and_saves_masters_and_scale(main, tmp_path):
