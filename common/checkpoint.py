@@ -89,7 +89,7 @@ class TrainingState:
             self.arch = kind.__name__
             if args.pretrained:
                 raise UserError(
-                    f"--pretrained: torchvision has no weights for {self.arch}"
+                    f"--pretrained: torchvision has no weights of {self.arch}"
                 )
         self.images = {
             name: fingerprint(dataset)

@@ -225,14 +225,14 @@ def collate(items: list) -> list[Tensor] | ImageError:
             return item
         if not is_image_and_label(item):
             return ImageError(
-                f"an item of the dataset is {described(item)}, but it has to be a "
+                f"an item of the data set is {described(item)}, but it has to be a "
                 "pair of a uint8 tensor (3, S, S) and an int label; images are "
                 "normalised later, on the device"
             )
     sizes = sorted({image.shape[-1] for image, _ in items})
     if len(sizes) > 1:
         return ImageError(
-            f"a batch has images of {sizes[0]} and of {sizes[1]} pixels: the dataset "
+            f"a batch has images of {sizes[0]} and of {sizes[1]} pixels: the data set "
             "has to resize all images to one size"
         )
     # Decoders store a pixel's three values next to each other. A batch that keeps this
@@ -355,7 +355,7 @@ class DeviceLoader:
     def _receive(
         self, images: Tensor, labels: Tensor, arrival
     ) -> tuple[Tensor, Tensor]:
-        """Make what the device computes next wait for this batch, not for later ones."""
+        """Make what the device computes next wait for this batch, but no later one."""
         if arrival is not None:
             compute = torch.cuda.current_stream(self.device)
             compute.wait_event(arrival)

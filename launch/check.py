@@ -81,7 +81,7 @@ def check_shared_memory(args: Namespace, batch_size: int) -> None:
         return
     if args.data and size and free < needed:
         raise UserError(
-            f"{SHARED_MEMORY} has {free >> 20} MiB free, but the batches of "
+            f"{SHARED_MEMORY} has {free >> 20} MiB free, and the batches of "
             f"{args.workers} loader processes need {needed >> 20} MiB: make it larger "
             "(docker run --shm-size), or lower --workers"
         )
