@@ -64,8 +64,8 @@ class Log:
             f"{args.strategy}: {processes(self.world_size)} on "
             f"{describe(self.device)} ({self.device.type}), {state.arch}, "
             f"{args.precision}, seed {args.seed}\n"
-            f"{steps_per_epoch} steps an epoch of {args.global_batch_size} images, "
-            f"{batch_size} per process{micro}, {data}, learning rate {rate:.4g}"
+            f"{steps_per_epoch} steps per epoch, {args.global_batch_size} images per "
+            f"step, {batch_size} per process{micro}, {data}, learning rate {rate:.4g}"
         )
         if args.pretrained and not args.synthetic:
             crop, resized, interpolation = validation_protocol(args)
@@ -76,7 +76,7 @@ class Log:
         at_once = batch_size // parts
         if at_once < SMALL_BATCH and not args.evaluate:
             print(
-                f"note: only {at_once} images at a time per process: below "
+                f"note: {at_once} images at a time per process are few: below "
                 f"{SMALL_BATCH}, batch norm loses accuracy and GPUs are partly idle; "
                 "raise --global-batch-size, or start fewer processes"
             )
