@@ -106,12 +106,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add, count, positive = parser.add_argument, number(int, 1), number(float, 1e-9)
     add("--step-milliseconds", type=positive, help="of one GPU; prints the table")
     add("--images-per-gpu", type=count, default=256, help="in that step (256)")
-    add(
-        "--global-batch-size",
-        type=count,
-        default=8192,
-        help="of the last column (8192)",
-    )
+    add("--global-batch-size", type=count, default=8192, help="if fixed (8192)")
     add("--parameters", type=positive, default=25.6e6, help="of the model (25.6e6)")
     add("--gpus-per-host", type=count, default=8, help="(8)")
     add("--link-gigabytes", type=positive, default=A100_NVLINK / 1e9, help="GB/s (235)")
