@@ -46,8 +46,8 @@ def ranks_from_environment(environment: Mapping[str, str]) -> Ranks:
     if not all(values.values()):
         raise UserError(
             "a launcher has to start this script, for example torchrun --standalone "
-            "--nproc-per-node=2 SCRIPT --data DIR (not set: "
-            f"{', '.join(name for name in names if not values[name])})"
+            "--nproc-per-node=2 SCRIPT --data DIR (no "
+            f"{', '.join(name for name in names if not values[name])} is set)"
         )
     try:
         *first, tasks = values.values()
