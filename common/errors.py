@@ -73,7 +73,7 @@ def forget_children() -> None:
 
 
 def end_children() -> None:
-    """Kill this process's loader processes, which ignore the gentler signals."""
+    """Kill this process's loader processes: they ignore the signals that ask."""
     forget_children()
     for child in multiprocessing.active_children():
         child.kill()
