@@ -2,7 +2,7 @@
 
 amp.initialize prepares model and optimizer for an --opt-level: O0 is fp32, O1 casts
 operations, O2 casts the model and keeps fp32 master weights. Apex's DDP averages the
-gradients. Tag 25.05 is the last Apex that has the two, and they need CUDA GPUs.
+gradients. Tag 25.05 is the last Apex that has amp and DDP. Both need CUDA GPUs.
 
     torchrun --nproc-per-node=4 apex_distributed.py --data /path/to/imagenet
     bash scripts/apex_distributed.sh --data /path/to/imagenet --opt-level O2
@@ -50,7 +50,7 @@ except ImportError as error:
 
 def main(args: Namespace) -> None:
     """Train and validate; every process runs this function."""
-    # [1/6 launch] the launcher put this process's rank into the environment
+    # [1/6 launch] the launcher has put this process's rank into the environment
     rank, local_rank, world_size, local_world_size = ranks_from_environment(os.environ)
     device = select_device(args.device, local_rank, args.backend)
     backend = args.backend or "nccl"
@@ -62,11 +62,11 @@ def main(args: Namespace) -> None:
     workers = args.workers // local_world_size  # loader processes of this process
     train_set, val_set = data = build_datasets(args)
 
-    # [2/6 shard] each process takes every world_size-th image of one common shuffle
+    # [2/6 shard] each process takes every world_size-th image of a common shuffle
     train_sampler = DistributedSampler(
         train_set, num_replicas=world_size, rank=rank, seed=args.seed, drop_last=True
     )
-    val_sampler = range(rank, len(val_set), world_size)  # no padding: each counts once
+    val_sampler = range(rank, len(val_set), world_size)  # no padding, no duplicates
     # [/shard]
 
     share = batch_size, workers, device
@@ -91,7 +91,7 @@ def main(args: Namespace) -> None:
     prepared = amp.initialize(raw_model, optimizer, opt_level=args.opt_level)
     raw_model, optimizer = prepared
     model = ApexDDP(raw_model)
-    eval_model = raw_model  # as amp prepared it, so in the precision it trains in
+    eval_model = raw_model  # prepared by amp: validates in the training precision
     extra = {"amp": amp}
     if args.opt_level == "O2":
         optimizer.zero_grad()  # makes the fp32 master weights that a checkpoint fills
@@ -101,10 +101,10 @@ def main(args: Namespace) -> None:
     scheduler = build_scheduler(args, optimizer, len(train_loader))
     state = TrainingState(args, data, raw_model, optimizer, scheduler, scaler, **extra)
     state.resume(args, rank, checkpoint)
-    log = Log(args, state, device, rank, world_size, workers)  # rank 0's prints
+    log = Log(args, state, device, rank, world_size, workers)  # rank 0 prints
     log.start(len(train_loader), batch_size)
 
-    # From here on a signal only asks for the end, except if there is nothing to save
+    # From here on, a signal only asks the run to stop, unless there is nothing to save
     watchdog = Watchdog(args.timeout, catch=not args.evaluate)
     if args.evaluate:
         log.validation(validate(args, val_loader, eval_model, watchdog))
@@ -118,7 +118,7 @@ def main(args: Namespace) -> None:
             log.write_report()
             state.save()
 
-    # [6/6 finish] nobody leaves before rank 0 has saved
+    # [6/6 finish] every process waits until rank 0 has saved
     dist.barrier(device_ids=[device.index])
     dist.destroy_process_group()
     # [/finish]
@@ -135,7 +135,7 @@ def train(
     log: Log,
     watchdog: Watchdog,
 ) -> None:
-    """Train one epoch, or the rest of it, and leave its sums in `state`."""
+    """Train one epoch, or the rest of it, and add its sums to `state`."""
     model.train()
     meter = Meter()
     loader.first_step = state.step
@@ -146,7 +146,7 @@ def train(
         state.learning_rate = state.optimizer.param_groups[0]["lr"]
         state.scheduler.step()
         watchdog.feed()
-        # Between these moments metrics wait neither for the device nor for a process
+        # Only here do metrics wait for the device and for the other processes
         save = step % args.checkpoint_steps == 0 and step < len(loader)
         if save or step == len(loader) or step % args.print_interval == 0:
             sums = meter.reduce(all_reduce, stop=watchdog.stop_requested)
@@ -207,15 +207,15 @@ def validate(
     return averages(meter.reduce(all_reduce, stop=watchdog.stop_requested))
 
 
-# [5/6 combine] sums over all processes, and rank 0's buffers for everybody
+# [5/6 combine] sums over all processes, and rank 0's buffers in every process
 def all_reduce(sums: Tensor) -> Tensor:
-    """Add up a tensor over all processes."""
+    """Sum a tensor over all processes."""
     dist.all_reduce(sums)
     return sums
 
 
 def broadcast_buffers(model: nn.Module) -> None:
-    """Take over rank 0's batch norm statistics: they are what it saves."""
+    """Copy rank 0's batch norm statistics, because rank 0 saves its own."""
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
 
@@ -225,16 +225,16 @@ def broadcast_buffers(model: nn.Module) -> None:
 
 # [start]
 def arguments(argv: list[str] | None = None) -> Namespace:
-    """Parse the command line and see that Apex can run."""
+    """Parse the command line and check that Apex can run."""
     parser = build_parser(__doc__)
     add_launcher_flags(parser)
     parser.add_argument("--opt-level", choices=("O0", "O1", "O2", "O3"), help="O1")
     args = parse_arguments(parser, "apex_distributed", argv)
     require_gpu(args.device, "Apex")
     if args.precision == "bf16" or (args.precision and args.opt_level):
-        parser.error("Apex has --opt-level in place of --precision, and no bf16")
+        parser.error("Apex has --opt-level instead of --precision, and no bf16")
     args.opt_level = args.opt_level or ("O0" if args.precision == "fp32" else "O1")
-    args.precision = args.opt_level  # amp casts, in place of torch.autocast
+    args.precision = args.opt_level  # amp casts, not torch.autocast
     if amp is None:
         install = "pip install --no-build-isolation git+https://github.com/NVIDIA/apex"
         raise UserError(f"Apex's amp or DDP is missing ({problem}): {install}@25.05")

@@ -38,7 +38,7 @@ from launch.check import check
 
 def main(args: Namespace) -> None:
     """Train and validate; every process runs this function."""
-    # [1/6 launch] there is one process, whatever the number of GPUs
+    # [1/6 launch] there is only one process, whatever the number of GPUs
     rank, world_size, local_world_size = 0, 1, 1
     device = select_device(args.device)
     # [/launch]
@@ -86,10 +86,10 @@ def main(args: Namespace) -> None:
     scheduler = build_scheduler(args, optimizer, len(train_loader))
     state = TrainingState(args, data, raw_model, optimizer, scheduler, scaler, **extra)
     state.resume(args, rank, checkpoint)
-    log = Log(args, state, device, rank, world_size, workers)  # rank 0's prints
+    log = Log(args, state, device, rank, world_size, workers)  # rank 0 prints
     log.start(len(train_loader), batch_size)
 
-    # From here on a signal only asks for the end, except if there is nothing to save
+    # From here on, a signal only asks the run to stop, unless there is nothing to save
     watchdog = Watchdog(args.timeout, catch=not args.evaluate)
     if args.evaluate:
         log.validation(validate(args, val_loader, eval_model, watchdog))
@@ -103,7 +103,7 @@ def main(args: Namespace) -> None:
             log.write_report()
             state.save()
 
-    # [6/6 finish] nothing to take down: there is no other process
+    # [6/6 finish] nothing to shut down: there is no other process
     # [/finish]
     if state.stop_requested:
         raise Stopped(state.position)
@@ -118,7 +118,7 @@ def train(
     log: Log,
     watchdog: Watchdog,
 ) -> None:
-    """Train one epoch, or the rest of it, and leave its sums in `state`."""
+    """Train one epoch, or the rest of it, and add its sums to `state`."""
     model.train()
     meter = Meter()
     loader.first_step = state.step
@@ -129,7 +129,7 @@ def train(
         state.learning_rate = state.optimizer.param_groups[0]["lr"]
         state.scheduler.step()
         watchdog.feed()
-        # Between these moments metrics wait neither for the device nor for a process
+        # Only here do metrics wait for the device and for the other processes
         save = step % args.checkpoint_steps == 0 and step < len(loader)
         if save or step == len(loader) or step % args.print_interval == 0:
             sums = meter.reduce(all_reduce, stop=watchdog.stop_requested)
@@ -188,14 +188,14 @@ def validate(
     return averages(meter.reduce(all_reduce, stop=watchdog.stop_requested))
 
 
-# [5/6 combine] one process has all sums and buffers already
+# [5/6 combine] the one process already has all sums and buffers
 def all_reduce(sums: Tensor) -> Tensor:
-    """Add up a tensor over all processes."""
+    """Sum a tensor over all processes."""
     return sums
 
 
 def broadcast_buffers(model: nn.Module) -> None:
-    """Take over rank 0's batch norm statistics: they are what it saves."""
+    """Copy rank 0's batch norm statistics, because rank 0 saves its own."""
 
 
 # [/combine]
@@ -205,9 +205,9 @@ def broadcast_buffers(model: nn.Module) -> None:
 class AutocastModel(nn.Module):
     """A model that enters autocast in its own forward.
 
-    nn.DataParallel runs its replicas in threads, and autocast's dtype is per thread:
-    with autocast around it only, bf16 on two GPUs would silently compute in fp16
-    (torch/nn/parallel/parallel_apply.py hands on that autocast is on, not its dtype).
+    nn.DataParallel runs its replicas in threads, and autocast's dtype is per thread. If
+    autocast were only outside, bf16 on two GPUs would silently become fp16, because
+    torch/nn/parallel/parallel_apply.py passes on that autocast is on, not its dtype.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype):

@@ -44,7 +44,7 @@ from launch.ranks import add_launcher_flags, ranks_from_environment
 
 def main(args: Namespace) -> None:
     """Train and validate; every process runs this function."""
-    # [1/6 launch] the launcher put this process's rank into the environment
+    # [1/6 launch] the launcher has put this process's rank into the environment
     rank, local_rank, world_size, local_world_size = ranks_from_environment(os.environ)
     device = select_device(args.device, local_rank, args.backend)
     backend = args.backend or ("nccl" if device.type == "cuda" else "gloo")
@@ -56,11 +56,11 @@ def main(args: Namespace) -> None:
     workers = args.workers // local_world_size  # loader processes of this process
     train_set, val_set = data = build_datasets(args)
 
-    # [2/6 shard] each process takes every world_size-th image of one common shuffle
+    # [2/6 shard] each process takes every world_size-th image of a common shuffle
     train_sampler = DistributedSampler(
         train_set, num_replicas=world_size, rank=rank, seed=args.seed, drop_last=True
     )
-    val_sampler = range(rank, len(val_set), world_size)  # no padding: each counts once
+    val_sampler = range(rank, len(val_set), world_size)  # no padding, no duplicates
     # [/shard]
 
     share = batch_size, workers, device
@@ -94,10 +94,10 @@ def main(args: Namespace) -> None:
     scheduler = build_scheduler(args, optimizer, len(train_loader))
     state = TrainingState(args, data, raw_model, optimizer, scheduler, scaler, **extra)
     state.resume(args, rank, checkpoint)
-    log = Log(args, state, device, rank, world_size, workers)  # rank 0's prints
+    log = Log(args, state, device, rank, world_size, workers)  # rank 0 prints
     log.start(len(train_loader), batch_size)
 
-    # From here on a signal only asks for the end, except if there is nothing to save
+    # From here on, a signal only asks the run to stop, unless there is nothing to save
     watchdog = Watchdog(args.timeout, catch=not args.evaluate)
     if args.evaluate:
         log.validation(validate(args, val_loader, eval_model, watchdog))
@@ -111,7 +111,7 @@ def main(args: Namespace) -> None:
             log.write_report()
             state.save()
 
-    # [6/6 finish] nobody leaves before rank 0 has saved
+    # [6/6 finish] every process waits until rank 0 has saved
     dist.barrier(device_ids=gpus)
     dist.destroy_process_group()
     # [/finish]
@@ -128,7 +128,7 @@ def train(
     log: Log,
     watchdog: Watchdog,
 ) -> None:
-    """Train one epoch, or the rest of it, and leave its sums in `state`."""
+    """Train one epoch, or the rest of it, and add its sums to `state`."""
     model.train()
     meter = Meter()
     loader.first_step = state.step
@@ -139,7 +139,7 @@ def train(
         state.learning_rate = state.optimizer.param_groups[0]["lr"]
         state.scheduler.step()
         watchdog.feed()
-        # Between these moments metrics wait neither for the device nor for a process
+        # Only here do metrics wait for the device and for the other processes
         save = step % args.checkpoint_steps == 0 and step < len(loader)
         if save or step == len(loader) or step % args.print_interval == 0:
             sums = meter.reduce(all_reduce, stop=watchdog.stop_requested)
@@ -199,15 +199,15 @@ def validate(
     return averages(meter.reduce(all_reduce, stop=watchdog.stop_requested))
 
 
-# [5/6 combine] sums over all processes, and rank 0's buffers for everybody
+# [5/6 combine] sums over all processes, and rank 0's buffers in every process
 def all_reduce(sums: Tensor) -> Tensor:
-    """Add up a tensor over all processes."""
+    """Sum a tensor over all processes."""
     dist.all_reduce(sums)
     return sums
 
 
 def broadcast_buffers(model: nn.Module) -> None:
-    """Take over rank 0's batch norm statistics: they are what it saves."""
+    """Copy rank 0's batch norm statistics, because rank 0 saves its own."""
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
 

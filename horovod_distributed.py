@@ -46,7 +46,7 @@ except ImportError as error:
 
 def main(args: Namespace) -> None:
     """Train and validate; every process runs this function."""
-    # [1/6 launch] Horovod asks horovodrun or MPI who this process is
+    # [1/6 launch] Horovod gets this process's rank from horovodrun or MPI
     use_fork_server()  # for loader processes: fork would copy Horovod's and MPI's state
     timeout = int(args.timeout.total_seconds())
     os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(timeout))
@@ -61,11 +61,11 @@ def main(args: Namespace) -> None:
     workers = args.workers // local_world_size  # loader processes of this process
     train_set, val_set = data = build_datasets(args)
 
-    # [2/6 shard] each process takes every world_size-th image of one common shuffle
+    # [2/6 shard] each process takes every world_size-th image of a common shuffle
     train_sampler = DistributedSampler(
         train_set, num_replicas=world_size, rank=rank, seed=args.seed, drop_last=True
     )
-    val_sampler = range(rank, len(val_set), world_size)  # no padding: each counts once
+    val_sampler = range(rank, len(val_set), world_size)  # no padding, no duplicates
     # [/shard]
 
     share = batch_size, workers, device
@@ -85,7 +85,7 @@ def main(args: Namespace) -> None:
     )
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
 
-    # [3/6 wrap] the optimizer's hooks average in backward(), contiguous tensors only
+    # [3/6 wrap] hooks of the optimizer average contiguous gradients in backward()
     compression = getattr(hvd.Compression, args.compress_gradients or "none")
     optimizer = hvd.DistributedOptimizer(
         optimizer,
@@ -95,8 +95,8 @@ def main(args: Namespace) -> None:
     )
     weights = {name: contiguous_view(w) for name, w in raw_model.state_dict().items()}
     hvd.broadcast_parameters(weights, root_rank=0)
-    # hvd.broadcast_optimizer_state(optimizer, root_rank=0) is for state that the others
-    # lack. Here each process loads it, and on a fresh SGD the call takes a hidden step.
+    # hvd.broadcast_optimizer_state(optimizer, root_rank=0) sends state that only rank 0
+    # has. Here each process loads it, and with a new SGD the call makes a hidden step.
     model = eval_model = raw_model
     extra = {}
     # [/wrap]
@@ -104,10 +104,10 @@ def main(args: Namespace) -> None:
     scheduler = build_scheduler(args, optimizer, len(train_loader))
     state = TrainingState(args, data, raw_model, optimizer, scheduler, scaler, **extra)
     state.resume(args, rank, checkpoint)
-    log = Log(args, state, device, rank, world_size, workers)  # rank 0's prints
+    log = Log(args, state, device, rank, world_size, workers)  # rank 0 prints
     log.start(len(train_loader), batch_size)
 
-    # From here on a signal only asks for the end, except if there is nothing to save
+    # From here on, a signal only asks the run to stop, unless there is nothing to save
     watchdog = Watchdog(args.timeout, catch=not args.evaluate)
     if args.evaluate:
         log.validation(validate(args, val_loader, eval_model, watchdog))
@@ -121,7 +121,7 @@ def main(args: Namespace) -> None:
             log.write_report()
             state.save()
 
-    # [6/6 finish] nobody leaves before rank 0 has saved
+    # [6/6 finish] every process waits until rank 0 has saved
     hvd.barrier()
     hvd.shutdown()
     # [/finish]
@@ -138,7 +138,7 @@ def train(
     log: Log,
     watchdog: Watchdog,
 ) -> None:
-    """Train one epoch, or the rest of it, and leave its sums in `state`."""
+    """Train one epoch, or the rest of it, and add its sums to `state`."""
     model.train()
     meter = Meter()
     loader.first_step = state.step
@@ -149,7 +149,7 @@ def train(
         state.learning_rate = state.optimizer.param_groups[0]["lr"]
         state.scheduler.step()
         watchdog.feed()
-        # Between these moments metrics wait neither for the device nor for a process
+        # Only here do metrics wait for the device and for the other processes
         save = step % args.checkpoint_steps == 0 and step < len(loader)
         if save or step == len(loader) or step % args.print_interval == 0:
             sums = meter.reduce(all_reduce, stop=watchdog.stop_requested)
@@ -210,14 +210,14 @@ def validate(
     return averages(meter.reduce(all_reduce, stop=watchdog.stop_requested))
 
 
-# [5/6 combine] sums over all processes, and rank 0's buffers for everybody
+# [5/6 combine] sums over all processes, and rank 0's buffers in every process
 def all_reduce(sums: Tensor) -> Tensor:
-    """Add up a tensor over all processes."""
+    """Sum a tensor over all processes."""
     return hvd.allreduce(sums, op=hvd.Sum, name="sums")  # out of place: it returns
 
 
 def broadcast_buffers(model: nn.Module) -> None:
-    """Take over rank 0's batch norm statistics: they are what it saves."""
+    """Copy rank 0's batch norm statistics, because rank 0 saves its own."""
     hvd.broadcast_parameters(dict(model.named_buffers()), root_rank=0)
 
 
@@ -226,7 +226,7 @@ def broadcast_buffers(model: nn.Module) -> None:
 
 # [start]
 def arguments(argv: list[str] | None = None) -> Namespace:
-    """Parse the command line and see that Horovod is there."""
+    """Parse the command line and check that Horovod is installed."""
     parser = build_parser(__doc__)
     parser.add_argument("--compress-gradients", choices=("fp16",))
     args = parse_arguments(parser, "horovod_distributed", argv)

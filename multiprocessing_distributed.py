@@ -44,7 +44,7 @@ from launch.spawn import rendezvous, wait_for
 
 def main(args: Namespace) -> None:
     """Train and validate; every process runs this function."""
-    # [1/6 launch] worker() got this process's number from mp.spawn, and tells the group
+    # [1/6 launch] mp.spawn gave worker() this process's number, its local rank
     local_rank, local_world_size = args.local_rank, args.nprocs
     rank = args.node_rank * args.nprocs + local_rank
     world_size = args.nnodes * args.nprocs
@@ -58,11 +58,11 @@ def main(args: Namespace) -> None:
     workers = args.workers // local_world_size  # loader processes of this process
     train_set, val_set = data = build_datasets(args)
 
-    # [2/6 shard] each process takes every world_size-th image of one common shuffle
+    # [2/6 shard] each process takes every world_size-th image of a common shuffle
     train_sampler = DistributedSampler(
         train_set, num_replicas=world_size, rank=rank, seed=args.seed, drop_last=True
     )
-    val_sampler = range(rank, len(val_set), world_size)  # no padding: each counts once
+    val_sampler = range(rank, len(val_set), world_size)  # no padding, no duplicates
     # [/shard]
 
     share = batch_size, workers, device
@@ -96,10 +96,10 @@ def main(args: Namespace) -> None:
     scheduler = build_scheduler(args, optimizer, len(train_loader))
     state = TrainingState(args, data, raw_model, optimizer, scheduler, scaler, **extra)
     state.resume(args, rank, checkpoint)
-    log = Log(args, state, device, rank, world_size, workers)  # rank 0's prints
+    log = Log(args, state, device, rank, world_size, workers)  # rank 0 prints
     log.start(len(train_loader), batch_size)
 
-    # From here on a signal only asks for the end, except if there is nothing to save
+    # From here on, a signal only asks the run to stop, unless there is nothing to save
     watchdog = Watchdog(args.timeout, catch=not args.evaluate)
     if args.evaluate:
         log.validation(validate(args, val_loader, eval_model, watchdog))
@@ -113,7 +113,7 @@ def main(args: Namespace) -> None:
             log.write_report()
             state.save()
 
-    # [6/6 finish] nobody leaves before rank 0 has saved
+    # [6/6 finish] every process waits until rank 0 has saved
     dist.barrier(device_ids=gpus)
     dist.destroy_process_group()
     # [/finish]
@@ -130,7 +130,7 @@ def train(
     log: Log,
     watchdog: Watchdog,
 ) -> None:
-    """Train one epoch, or the rest of it, and leave its sums in `state`."""
+    """Train one epoch, or the rest of it, and add its sums to `state`."""
     model.train()
     meter = Meter()
     loader.first_step = state.step
@@ -141,7 +141,7 @@ def train(
         state.learning_rate = state.optimizer.param_groups[0]["lr"]
         state.scheduler.step()
         watchdog.feed()
-        # Between these moments metrics wait neither for the device nor for a process
+        # Only here do metrics wait for the device and for the other processes
         save = step % args.checkpoint_steps == 0 and step < len(loader)
         if save or step == len(loader) or step % args.print_interval == 0:
             sums = meter.reduce(all_reduce, stop=watchdog.stop_requested)
@@ -201,15 +201,15 @@ def validate(
     return averages(meter.reduce(all_reduce, stop=watchdog.stop_requested))
 
 
-# [5/6 combine] sums over all processes, and rank 0's buffers for everybody
+# [5/6 combine] sums over all processes, and rank 0's buffers in every process
 def all_reduce(sums: Tensor) -> Tensor:
-    """Add up a tensor over all processes."""
+    """Sum a tensor over all processes."""
     dist.all_reduce(sums)
     return sums
 
 
 def broadcast_buffers(model: nn.Module) -> None:
-    """Take over rank 0's batch norm statistics: they are what it saves."""
+    """Copy rank 0's batch norm statistics, because rank 0 saves its own."""
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
 
@@ -236,8 +236,8 @@ def arguments(argv: list[str] | None = None) -> Namespace:
 
 
 def worker(local_rank: int, args: Namespace) -> None:
-    """What each spawned process runs."""
-    mp.set_start_method("fork", force=True)  # or its loader processes spawn, slowly
+    """The body of each spawned process."""
+    mp.set_start_method("fork", force=True)  # else loader processes would spawn, slowly
     args.local_rank = local_rank
     with exit_status(local_rank):
         main(args)

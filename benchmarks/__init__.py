@@ -1,1 +1,1 @@
-"""Speed and memory against the usual way, side by side in one run."""
+"""Compares speed and memory with the usual way, side by side in one run."""

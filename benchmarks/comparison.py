@@ -1,8 +1,8 @@
-"""Timing things against each other, interleaved, and writing down what came out.
+"""Measures candidates in turns, compares them, and writes the results.
 
-Speed drifts on shared machines, so a ratio counts only between two measurements that
-were made side by side: each round measures everything once, in another order, and
-ratios are taken within a round.
+Speed drifts on shared machines, so a ratio is valid only between two measurements that
+were made side by side: each round measures every candidate once, in another order, and
+each ratio is of two measurements of one round.
 """
 
 import json
@@ -27,11 +27,11 @@ RESULTS = Path(__file__).resolve().parent.parent / "results"
 def interleave(
     candidates: dict[str, Callable[[], float]], rounds: int
 ) -> dict[str, list[float]]:
-    """Measure each candidate once a round.
+    """Measure each candidate once per round.
 
     Args:
-        candidates: functions that do the work and return what is measured.
-        rounds: how often; one more at the beginning is a warm-up and does not count.
+        candidates: functions that do the work and return the measurement.
+        rounds: their number; an additional first round is a warm-up and does not count.
 
     Returns:
         The measurements of each candidate, round by round.
@@ -67,7 +67,7 @@ def compared(found: dict[str, list[float]], baseline: str) -> dict[str, dict]:
 
 
 def print_rows(title: str, unit: str, rows: dict[str, dict]) -> None:
-    """A table: median, ratio, and the quartiles of the ratio."""
+    """Print a table: median, ratio, and the quartiles of the ratio."""
     print(f"\n{title}\n{'':44}{unit:>12}{'ratio':>8}   quartiles")
     for name, row in rows.items():
         ratio = row["ratio"]
@@ -79,7 +79,7 @@ def print_rows(title: str, unit: str, rows: dict[str, dict]) -> None:
 
 
 def write_results(name: str, results: dict) -> None:
-    """Write results/NAME.json: the results, and what they were measured with."""
+    """Write results/NAME.json: the results, with the machine and the versions."""
     report = {
         "argv": ["python", "-m", f"benchmarks.{name}", *sys.argv[1:]],
         "commit": commit(),

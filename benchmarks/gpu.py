@@ -1,10 +1,10 @@
 """Speed on one GPU: the scripts against bare and usual loops.
 
-    python -m benchmarks.gpu FILE [--rehearse]    # all of it; on a CPU at tiny sizes
+    python -m benchmarks.gpu FILE [--rehearse]    # everything; tiny sizes on a CPU
     python -m benchmarks.gpu FILE SCRIPT ROUNDS FLAGS...
 
-Each measurement has a process of its own; the most important ones come first. FILE
-keeps what was measured at this commit; nothing begins after the second GPU_CHECK_UNTIL.
+Each measurement has its own process; the most important ones come first. FILE keeps the
+measurements of this commit; none starts after the second GPU_CHECK_UNTIL.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ from launch.machines import use_loopback
 
 
 def start_alone(script: ModuleType, flags: list[str]) -> None:
-    """Run main() of a script in this process, the only one of its job."""
+    """Run main() of a script in this process, the only process of its job."""
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -84,7 +84,7 @@ def compare_speed(name: str, rounds: str, *flags: str) -> dict[str, dict]:
 
 
 def without_amp(work: Callable[[], None]) -> Callable[[], None]:
-    """The work as it is where Apex's O1 has not patched PyTorch's functions."""
+    """The work without the casts that Apex's O1 patches into PyTorch's functions."""
     from apex import amp
 
     def run() -> None:
@@ -95,7 +95,7 @@ def without_amp(work: Callable[[], None]) -> Callable[[], None]:
 
 
 def plan(tiny: bool) -> list[tuple[str, int, list]]:
-    """(name, most seconds, arguments of a call) of each measurement, in their order."""
+    """(name, limit in seconds, arguments of a call) of each measurement, in order."""
     device, size = ("cpu", 32) if tiny else ("cuda", 224)
 
     def speed(script: str, arch: str, kind: str, batch: int, *more: str) -> tuple:
@@ -122,7 +122,7 @@ def plan(tiny: bool) -> list[tuple[str, int, list]]:
 
 
 def measured(words: list, seconds: float) -> dict:
-    """Have a process of its own measure."""
+    """Measure in a separate process."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         file, log = Path(folder, "found.json"), Path(folder, "log")
@@ -148,7 +148,7 @@ def measured(words: list, seconds: float) -> dict:
 
 
 def in_words(rows: dict[str, dict]) -> str:
-    """What was found, on one line."""
+    """The measurements, on one line."""
     words = []
     for title, row in rows.items():
         ratio = "{median:.3f} ({low:.3f} to {high:.3f})".format(**row["ratio"])
@@ -157,7 +157,7 @@ def in_words(rows: dict[str, dict]) -> str:
 
 
 def everything(file: Path, tiny: bool) -> None:
-    """Measure what is missing in FILE, and write it after each measurement."""
+    """Measure the rows that FILE lacks, and write FILE after each measurement."""
     old = json.loads(file.read_text())["rows"] if file.exists() else []
     here, until = commit(), float(os.environ.get("GPU_CHECK_UNTIL", "inf"))
     kept = {one["name"]: one for one in old if one["commit"] == here}
@@ -180,14 +180,14 @@ def everything(file: Path, tiny: bool) -> None:
 
 
 def main() -> None:
-    """Do what the command line asks for."""
+    """Run the measurements that the command line names."""
     file, *words = sys.argv[1:]
     if words in ([], ["--rehearse"]):
         everything(Path(file), bool(words))
     found = compare_speed(*words)
     Path(file).write_text(json.dumps(found, indent=1) + "\n")
     sys.stdout.flush()
-    os._exit(0)  # libraries of a job that was left half-way need not clean up
+    os._exit(0)  # the libraries need not clean up a job that was left half-way
 
 
 if __name__ == "__main__":

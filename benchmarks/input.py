@@ -1,10 +1,10 @@
-"""Images per second of the input pipeline against the usual one.
+"""Images per second of the input pipeline, compared with the usual one.
 
     python -m benchmarks.input [ROUNDS]
 
-On one core: single images, training and validation. On all cores: a DataLoader with one
-process per core. Makes its own JPEG files; prints median ratios with their quartiles
-and writes results/input.json.
+On one core, it reads single images for training and validation; on all cores, batches
+from a DataLoader with one process per core. It makes its own JPEG files, prints median
+ratios with their quartiles and writes results/input.json.
 """
 
 import os
@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
 
 
 def arguments(folder: Path, decoder: str) -> Namespace:
-    """What common.data reads of the command line."""
+    """The flags that common.data reads."""
     return Namespace(
         data=str(folder),
         synthetic=None,
@@ -58,7 +58,7 @@ def arguments(folder: Path, decoder: str) -> Namespace:
 
 
 def speed(dataset: Dataset, images: int) -> Callable[[], float]:
-    """Measures images per second of dataset[0], dataset[1], ..."""
+    """Make a function that measures images per second of dataset[0], dataset[1], ..."""
 
     def measure() -> float:
         began = time.perf_counter()
@@ -70,7 +70,7 @@ def speed(dataset: Dataset, images: int) -> Callable[[], float]:
 
 
 class Training(SeededDataset):
-    """Reads from a new epoch whenever it comes to image 0, as training does."""
+    """Starts a new epoch at each image 0, as training does."""
 
     epoch = 0
 
@@ -80,7 +80,7 @@ class Training(SeededDataset):
 
 
 class Normalised(Dataset):
-    """Makes normalised float32 of it immediately, as the usual pipeline does."""
+    """Normalises each image as float32 immediately, as the usual pipeline does."""
 
     def __init__(self, dataset: Dataset):
         self.dataset = dataset
@@ -91,7 +91,7 @@ class Normalised(Dataset):
 
 
 def one_core(folder: Path, rounds: int) -> dict[str, dict]:
-    """Single images in this process."""
+    """Measure single images in this process."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     torch.set_num_threads(1)
@@ -99,7 +99,7 @@ def one_core(folder: Path, rounds: int) -> dict[str, dict]:
     val_set = usual.folder(folder / "val", usual.VAL)
     training = {USUAL: speed(train_set, TRAIN)}
     validation = {USUAL: speed(val_set, VAL)}
-    # What the rows below leave to the device, and the usual pipeline does not
+    # The rows below leave normalisation to the device; these two and the usual do not
     train_set, val_set = build_datasets(arguments(folder, "nvimgcodec"))
     training[NORMALISED] = speed(Normalised(Training(train_set, 0)), TRAIN)
     validation[NORMALISED] = speed(Normalised(val_set), VAL)
@@ -116,7 +116,7 @@ def one_core(folder: Path, rounds: int) -> dict[str, dict]:
 
 
 def all_cores(folder: Path, rounds: int) -> dict[str, dict]:
-    """Batches from one loader process per core; this process only receives them."""
+    """Measure batches of one loader process per core; this process only gets them."""
     cores = len(os.sched_getaffinity(0))
     indices = [*range(TRAIN)] * 3
 
@@ -148,7 +148,7 @@ def all_cores(folder: Path, rounds: int) -> dict[str, dict]:
 
 def main() -> None:
     """Measure everything."""
-    choose_decoder("nvimgcodec")  # or say what is missing before it takes minutes
+    choose_decoder("nvimgcodec")  # if it is missing, fail before the long part
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 9
     with tempfile.TemporaryDirectory() as folder:
         images = write_photographs(Path(folder), TRAIN, VAL)

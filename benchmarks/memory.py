@@ -1,11 +1,11 @@
-"""Memory of the index of ImageNet in loader processes, against the usual lists.
+"""Memory of ImageNet's index in loader processes, compared with the usual lists.
 
     python -m benchmarks.memory [EPOCHS]
 
 Four loader processes read 1,281,167 entries in random order, without decoding, through
 the DataLoader of the five scripts, with and without its gc.freeze(), and through the
-usual one, whose data set holds a list of (path, label). Prints the memory that a loader
-process shares with no other, and writes results/memory.json. Takes some minutes.
+usual one, whose data set holds a list of (path, label). It prints the memory that a
+loader process shares with no other, and writes results/memory.json, in a few minutes.
 """
 
 import gc
@@ -40,7 +40,7 @@ class Index(Dataset):
     """Paths as long as ImageNet's, and labels; no pixels."""
 
     def __init__(self, packed: bool):
-        """Keep them in arrays, as common.data does, or as torchvision's folder does."""
+        """Keep them in arrays like common.data, or in a list like torchvision."""
         labels = [number * CLASSES // IMAGES for number in range(IMAGES)]
         paths = [
             f"/data/imagenet/train/n{label:08d}/n{label:08d}_{number % 100000}.JPEG"
@@ -63,7 +63,7 @@ class Index(Dataset):
 
 
 def loader_of(kind: str) -> Iterable:
-    """The usual loader of lists, or that of the five scripts."""
+    """The usual loader of lists, or the loader of the five scripts."""
     if kind == "unfrozen":
         gc.freeze = lambda: None
     index = Index(packed=kind != "lists")
@@ -75,7 +75,7 @@ def loader_of(kind: str) -> Iterable:
 
 
 def unique_mib() -> float:
-    """Memory that a loader process shares with no other, in MiB: the median."""
+    """Median of the memory that a loader process shares with no other, in MiB."""
     found = []
     for child in active_children():
         lines = Path(f"/proc/{child.pid}/smaps_rollup").read_text().splitlines()
@@ -94,7 +94,7 @@ def measure(kind: str, epochs: int) -> list[float]:
 
 
 def main() -> None:
-    """Measure all KINDS, each in a process of its own."""
+    """Measure all KINDS, each in its own process."""
     if sys.argv[1:2] == ["--measure"]:
         print(json.dumps(measure(sys.argv[2], int(sys.argv[3]))))
         return

@@ -1,9 +1,9 @@
 """JPEG files like ImageNet's in size and bytes, made from a seed.
 
 ImageNet's training images have about 500 x 375 pixels and 110 KB. These are noise with
-the spectrum of photographs, an amplitude that falls with 1/frequency
-(Field 1987, https://doi.org/10.1364/JOSAA.4.002379), brightness rich and colour poor in
-contrast, 4:2:0, at the quality that makes them 100 KB.
+the spectrum of photographs: the amplitude falls with 1/frequency
+(Field 1987, https://doi.org/10.1364/JOSAA.4.002379). Brightness has more contrast than
+colour. The files have 4:2:0 subsampling and a quality that gives about 100 KB.
 """
 
 from pathlib import Path
@@ -36,7 +36,7 @@ def write_photographs(folder: Path, train: int, val: int, classes: int = 4) -> d
     """Write folder/train/CLASS/*.JPEG and folder/val/CLASS/*.JPEG.
 
     Returns:
-        What the set is like: images, mean pixels and bytes of an image, quality.
+        Facts about the images: their number, mean pixels, mean bytes and quality.
     """
     generator = numpy.random.default_rng(0)
     sizes, pixels = [], 0

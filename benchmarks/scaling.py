@@ -1,4 +1,4 @@
-"""What docs/scaling.md expects of ResNet-50 on A100, and what others measured.
+"""The model's predictions for ResNet-50 on A100, and published measurements.
 
     python -m benchmarks.scaling    # results/scaling.json
     python -m benchmarks.scaling --step-milliseconds 100 --parameters 25.6e6
@@ -14,14 +14,14 @@ from benchmarks.scaling_model import MIB, Cluster, Link, Range
 from common.arguments import OneLineParser, number
 from launch.exits import exit_status
 
-# What NCCL reckons with for a ring: microseconds a message, in
+# NCCL's own estimates for a ring: seconds per message, in
 # https://github.com/NVIDIA/nccl/blob/b6475625fbcaa2c3c0e50eed2fa1255d7514d4a2/src/graph/tuning.cc
 NVLINK_ALPHA, PCI_ALPHA, NETWORK_ALPHA = 3.4e-6, 5.7e-6, 14e-6
-# and the most bytes per second that it expects of eight A100 through NVLink, in
+# and the maximum of bytes per second that it expects of eight A100 with NVLink, in
 # https://github.com/NVIDIA/nccl/blob/01afd20a77b5804e0ecf1042509dd9d20ebf9e93/src/graph/tuning.cc
 A100_NVLINK = 235e9
 GPUS = (2, 4, 8, 16, 64, 256, 512, 1024)
-GLOBAL_BATCH = 8192  # images a step; ResNet-50 trains as well as with few (GOYAL)
+GLOBAL_BATCH = 8192  # images per step, without a loss of accuracy (GOYAL)
 RESNET50, INCEPTION, VGG16 = 4 * 25.56e6, 4 * 23.83e6, 4 * 138.36e6  # bytes, fp32
 A100, P100 = Link(NVLINK_ALPHA, A100_NVLINK), Link(NVLINK_ALPHA, 4 * 18e9)
 PCI = Link(PCI_ALPHA, 12e9)
@@ -35,17 +35,17 @@ HOROVOD = f"{GITHUB}horovod/horovod/blob/master/docs/benchmarks.rst"
 
 
 def network(gigabits: float) -> Link:
-    """What hosts are connected by."""
+    """The link between hosts."""
     return Link(NETWORK_ALPHA, gigabits / 8 * 1e9)
 
 
 def a100(gigabits: float, speed: float = 2470) -> Cluster:
-    """Hosts of eight A100 as fast as NVIDIA says that one is with ResNet-50 in AMP."""
+    """Hosts of eight A100, each as fast as NVIDIA measured one (ResNet-50, AMP)."""
     return Cluster(256 / speed, 256, RESNET50, 8, A100, network(gigabits))
 
 
 def horovod(speed: float, size: float) -> Cluster:
-    """Hosts of Horovod's benchmark; its fusion buffer is 64 MiB."""
+    """The hosts of Horovod's benchmark; its fusion buffer is 64 MiB."""
     return Cluster(64 / speed, 64, size, 4, PCI, network(25), 64 * MIB)
 
 
@@ -53,7 +53,7 @@ HOSTS = {"25 Gbit/s": a100(25), "100 Gbit/s": a100(100), "8 x 200 Gbit/s": a100(
 VGG = Cluster(64 / 154, 64, VGG16, 8, P100, network(100))
 GOYALS = Cluster(32 / 195, 32, RESNET50, 8, P100, network(50))
 FAR = "P100, 128 hosts, 25 Gbit/s"
-# What, where, GPUs, against how many, efficiency, and what the model is told
+# Name, source, GPUs, GPUs of the baseline, efficiency, and the model's input
 PUBLISHED = (
     ("ResNet-50, TF32, A100", NVIDIA, 8, 1, 7248 / 938 / 8, a100(1600, 938)),
     ("ResNet-50, AMP, A100", NVIDIA, 8, 1, 16621 / 2470 / 8, a100(1600)),
@@ -65,7 +65,7 @@ PUBLISHED = (
 
 
 def times(factor: Range, gpus: int) -> str:
-    """How many times as fast as one GPU."""
+    """Format the speed as a multiple of one GPU's."""
     low, high = (f"{share * gpus:,.{1 if gpus < 10 else 0}f}" for share in factor)
     return low if low == high else f"{low} to {high}"
 
@@ -73,7 +73,7 @@ def times(factor: Range, gpus: int) -> str:
 def compared(
     what: str, source: str, gpus: int, base: int, measured: float, hosts: Cluster
 ) -> dict[str, str]:
-    """A measurement of others, what the model says, and how far its range misses."""
+    """A published measurement, the model's range, and the distance between them."""
     low, high = (a / b for a, b in zip(hosts.weak(gpus), hosts.weak(base), strict=True))
     points = 100 * (max(low - measured, 0) + min(high - measured, 0))
     ends = dict.fromkeys(f"{100 * share:.0f}" for share in (low, high))
@@ -87,7 +87,7 @@ def compared(
 
 
 def expected(gpus: int) -> dict[str, str]:
-    """Times as fast as one GPU; last, where the global batch stays."""
+    """Speed as a multiple of one GPU's; the last column keeps the global batch."""
     row = {"GPUs": f"{gpus:,}"}
     row |= {name: times(hosts.weak(gpus), gpus) for name, hosts in HOSTS.items()}
     strong = times(a100(100).strong(gpus, GLOBAL_BATCH), gpus)
@@ -95,7 +95,7 @@ def expected(gpus: int) -> dict[str, str]:
 
 
 def tables() -> dict[str, list[dict[str, str]]]:
-    """The tables."""
+    """The tables of docs/scaling.md."""
     published = [compared(*case) for case in PUBLISHED]
     return {"expected": [expected(gpus) for gpus in GPUS], "published": published}
 
@@ -104,26 +104,24 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = OneLineParser(prog="python -m benchmarks.scaling")
     add, count, positive = parser.add_argument, number(int, 1), number(float, 1e-9)
-    add("--step-milliseconds", type=positive, help="of one GPU: prints the table")
-    add("--images-per-gpu", type=count, default=256, help="of that step (256)")
-    add("--global-batch-size", type=count, default=8192, help="kept fixed (8192)")
+    add("--step-milliseconds", type=positive, help="of one GPU; prints the table")
+    add("--images-per-gpu", type=count, default=256, help="in that step (256)")
+    add("--global-batch-size", type=count, default=8192, help="if fixed (8192)")
     add("--parameters", type=positive, default=25.6e6, help="of the model (25.6e6)")
     add("--gpus-per-host", type=count, default=8, help="(8)")
     add("--link-gigabytes", type=positive, default=A100_NVLINK / 1e9, help="GB/s (235)")
-    add("--network-gigabits", type=positive, default=100, help="Gbit/s a host (100)")
+    add("--network-gigabits", type=positive, default=100, help="per host (100)")
     return parser.parse_args(argv)
 
 
 def print_table(args: argparse.Namespace) -> None:
-    """What to expect of the reader's GPUs, up to 1,024."""
+    """Print the predictions for the reader's GPUs, up to 1,024."""
     inside = Link(NVLINK_ALPHA, args.link_gigabytes * 1e9)
     per_gpu = args.step_milliseconds / 1e3, args.images_per_gpu, 4 * args.parameters
     hosts = Cluster(
         *per_gpu, args.gpus_per_host, inside, network(args.network_gigabits)
     )
-    print(
-        "times as fast as one GPU: nothing of the all-reduce hidden, to all that fits"
-    )
+    print("times as fast as one GPU: from no overlap to full overlap of the all-reduce")
     batches = (
         f"{hosts.images} images per GPU",
         f"{args.global_batch_size} images in all",

@@ -1,9 +1,9 @@
-"""How long a training step should take on many GPUs: the usual alpha-beta model.
+"""Predicts the time of a training step on many GPUs: the usual alpha-beta model.
 
-Pure functions of plain numbers; times are in seconds, sizes in bytes. A message of
-m bytes takes alpha + m / beta. A ring of n processes sums a vector of M bytes in
-2 (n - 1) messages of M / n bytes each, one after the other, as every process has to
-see every part twice: once to add to it, once to receive the sum.
+Times are in seconds, sizes in bytes. A message of m bytes takes alpha + m / beta. A
+ring of n processes sums a vector of M bytes in 2 (n - 1) messages of M / n bytes each,
+one after the other, because every process needs every part twice: once to add to it,
+once to receive the sum.
 
 Sources: docs/scaling.md.
 """
@@ -11,24 +11,24 @@ Sources: docs/scaling.md.
 import math
 from typing import NamedTuple
 
-# Share of the backward pass in a step's computation: two products a layer, not one
+# Share of the backward pass in a step's computation: two products per layer, not one
 BACKWARD = 2 / 3
 MIB = 2**20
 BUCKET, FIRST_BUCKET = 25 * MIB, MIB  # DistributedDataParallel's defaults
 
 
 class Link(NamedTuple):
-    """What messages go through."""
+    """A connection."""
 
     alpha: float  # seconds before the first byte arrives
     beta: float  # bytes per second
 
 
 class Range(NamedTuple):
-    """The model's two ends."""
+    """The range of a prediction."""
 
-    low: float  # nothing of the communication is hidden
-    high: float  # as much as fits is hidden behind the backward pass
+    low: float  # no communication overlaps with computation
+    high: float  # as much as possible overlaps with the backward pass
 
 
 def ring_seconds(processes: int, size: float, link: Link, calls: int = 1) -> float:
@@ -38,9 +38,9 @@ def ring_seconds(processes: int, size: float, link: Link, calls: int = 1) -> flo
 
 
 def buckets(size: float, bucket: float = BUCKET, first: float = FIRST_BUCKET) -> int:
-    """All-reduces that gradients of `size` bytes are cut into.
+    """The number of all-reduces for gradients of `size` bytes.
 
-    As if no parameter were larger than a bucket; DDP does not cut those.
+    It assumes that no parameter is larger than a bucket; DDP does not split one.
     """
     return 1 + math.ceil(max(0, size - first) / bucket)
 
@@ -48,19 +48,19 @@ def buckets(size: float, bucket: float = BUCKET, first: float = FIRST_BUCKET) ->
 class Cluster(NamedTuple):
     """Hosts of equal GPUs, and the model that they train."""
 
-    step: float  # seconds of a step of one GPU that has nobody to talk to
-    images: int  # of that step
+    step: float  # seconds of a step on one GPU without communication
+    images: int  # in that step
     size: float  # bytes of its gradients
     gpus_per_host: int
     inside: Link  # between GPUs of a host
-    network: Link  # between hosts; beta is that of a whole host
+    network: Link  # between hosts; beta is for a whole host
     bucket: float = BUCKET
 
     def all_reduce(self, gpus: int) -> float:
-        """Seconds in which the gradients are summed.
+        """Seconds to sum the gradients.
 
-        Rings inside the hosts add up first, rings of hosts then, each on its share, and
-        the first ones hand the sums out.
+        Rings inside the hosts add up first; then rings of hosts, each on its share; and
+        the rings inside the hosts distribute the sums.
 
         Raises:
             ValueError: the hosts would not be full.
@@ -79,9 +79,9 @@ class Cluster(NamedTuple):
         return efficiency(self.step, self.all_reduce(gpus))
 
     def strong(self, gpus: int, global_batch: int) -> Range:
-        """Efficiency when the global batch stays and each GPU takes its share.
+        """Efficiency when the global batch is fixed and each GPU takes its share.
 
-        An image takes as long in a small batch as in a large one.
+        It assumes that an image takes as long in a small batch as in a large one.
         """
         compute = self.step / self.images * global_batch / gpus
         return efficiency(compute, self.all_reduce(gpus))

@@ -2,9 +2,9 @@
 
     python -m benchmarks.step [ROUNDS]
 
-In turns: train() of distributed.py, a bare DistributedDataParallel loop over the same
-model, and what usual scripts do (fp32, NCHW, host reads at each step). Prints median
-ratios with their quartiles and writes results/step.json. Takes five minutes.
+It measures in turns train() of distributed.py, a bare DistributedDataParallel loop over
+the same model, and a usual loop (fp32, NCHW, host reads at each step). It prints median
+ratios with their quartiles and writes results/step.json, in five minutes.
 """
 
 import argparse
@@ -33,14 +33,14 @@ from launch.check import load_script
 from launch.exits import exit_status
 
 PROCESSES = 2
-STEPS = 10  # of a measurement, one print interval
-# (image size, global batch): overhead shows at small ones
+STEPS = 10  # per measurement, one print interval
+# (image size, global batch): small ones show the overhead
 CASES = ((64, 64), (224, 32))
 BARE, USUAL = "bare loop", "usual loop: fp32, NCHW"
 ROOT = Path(__file__).resolve().parent.parent
-# glibc returns freed activations to the system at each step, some thousand pages of
-# them, depending on what else is in memory: 10 to 20 % of a step, which would decide
-# every comparison. With these it keeps them.
+# At each step, glibc returns freed activations to the system, some thousand pages. That
+# depends on what else is in memory and takes 10 to 20 % of a step, enough to decide any
+# comparison. With these settings glibc keeps the pages.
 KEEP_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(2**30),
     "MALLOC_TRIM_THRESHOLD_": str(2**33),
@@ -51,7 +51,7 @@ KEEP_MEMORY = {
 def bare_loop(
     args: Namespace, loader: DeviceLoader, model: nn.Module, precision: str
 ) -> Callable[[], None]:
-    """The least that trains a model."""
+    """The minimal loop that trains a model."""
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, 0.9, weight_decay=1e-4)
     images, labels = loader.images, loader.labels
     kind, dtype = images.device.type, autocast_dtype(precision)
@@ -72,7 +72,7 @@ def bare_loop(
 
 
 def usual_loop(args: Namespace, loader: DeviceLoader) -> Callable[[], None]:
-    """Steps as usual scripts take them: fp32, figures read immediately."""
+    """The loop of usual scripts: fp32, and the host reads the metrics at each step."""
     device = loader.device
     model = torchvision.models.get_model(args.arch).to(device)
     if dist.is_initialized():
@@ -100,7 +100,7 @@ def usual_loop(args: Namespace, loader: DeviceLoader) -> Callable[[], None]:
 def timed(
     work: Callable[[], None], images: int, device: torch.device
 ) -> Callable[[], float]:
-    """Measures images per second of work(), all processes together."""
+    """Make a function that measures images per second of work() in all processes."""
 
     def settle() -> None:
         if device.type == "cuda":
@@ -121,10 +121,10 @@ def timed(
 def measure_in_turns(
     script: ModuleType, rounds: int, loops: Callable[..., dict], start: Callable
 ) -> dict[str, dict]:
-    """Run main() of a script up to its train(), and measure instead.
+    """Run main() of a script up to its train(), then measure instead of training.
 
     Args:
-        loops: loops(args, loader, model) returns what to compare train() with; the
+        loops: loops(args, loader, model) returns the loops to compare with train(); the
             first one is the baseline.
         start: calls main() with the arguments of one process.
     """
@@ -134,7 +134,7 @@ def measure_in_turns(
         pass
 
     def measure(args, rank, loader, model, state, *others) -> None:
-        state.save = lambda: None  # no part of a step
+        state.save = lambda: None  # not a part of a step
 
         def ours() -> None:
             state.step = 0
@@ -153,15 +153,15 @@ def measure_in_turns(
         start()
     except Measured:
         return found
-    raise RuntimeError(f"{script.__name__}.py has not come to its train()")
+    raise RuntimeError(f"{script.__name__}.py did not call its train()")
 
 
 def one_process(output: str, rounds: str, *flags: str) -> None:
-    """One of the two processes."""
+    """Measure, as one of the two processes."""
     script = load_script(ROOT / "distributed.py")
 
     def loops(args: Namespace, loader: DeviceLoader, model: nn.Module) -> dict:
-        # The same model: another one's place in memory can make 5 % on a CPU
+        # The same model: the place of another one in memory can cost 5 % on a CPU
         bare = bare_loop(args, loader, model, args.precision)
         return {BARE: bare, USUAL: usual_loop(args, loader)}
 

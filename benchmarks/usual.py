@@ -1,7 +1,7 @@
 """The usual ImageNet input pipeline.
 
 Pillow decodes, torchvision's v1 transforms crop, and the loader process makes
-normalised float32 tensors of it.
+normalised float32 tensors.
 """
 
 from pathlib import Path

@@ -1,9 +1,9 @@
-"""Speed of two checkouts of this project, in turns.
+"""Speed of two checkouts of this project, measured in turns.
 
     python -m benchmarks.worktrees OLD NEW [ROUNDS]
 
-Prints median ratios with their quartiles of the input pipeline (one process), a step at
-64 px (two CPU processes), and the start-up: launches that end after their first step.
+It prints median ratios, with their quartiles, for the input pipeline (one process), a
+step at 64 px (two CPU processes), and launches that end after their first step.
 """
 
 import json
@@ -20,7 +20,7 @@ from benchmarks.photographs import write_photographs
 from benchmarks.step import KEEP_MEMORY
 from launch.exits import exit_status
 
-# Runs in either checkout
+# This code runs in either checkout
 INPUT = """
 import sys, time
 from argparse import Namespace
@@ -35,13 +35,13 @@ print(len(train_set.dataset) / (time.perf_counter() - began))
 
 
 def environment(checkout: Path) -> dict[str, str]:
-    """Two processes of one thread each."""
+    """The environment for two processes with one thread each."""
     variables = {"PYTHON": sys.executable, "NPROC": "2", "OMP_NUM_THREADS": "1"}
     return {**os.environ, **KEEP_MEMORY, **variables, "PYTHONPATH": str(checkout)}
 
 
 def images_per_second(checkout: Path, data: Path) -> float:
-    """The input pipeline."""
+    """Measure the input pipeline."""
     values = str(vars(arguments(data, "auto")))
     command = [sys.executable, "-c", INPUT, values]
     options = {"cwd": checkout, "env": environment(checkout)}
@@ -67,7 +67,7 @@ def launch(checkout: Path, *flags: object) -> tuple[float, dict]:
 
 
 def main() -> None:
-    """Measure both."""
+    """Measure both checkouts."""
     checkouts = [Path(path).resolve() for path in sys.argv[1:3]]
     rounds = int(sys.argv[3]) if len(sys.argv) > 3 else 10
     steps = ("--synthetic", 64 * 60, "--epochs", 1)

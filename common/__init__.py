@@ -1,5 +1,5 @@
-"""What the five scripts share: nouns only, no strategy.
+"""What the five scripts share: data, model, checkpoint and log, but no strategy.
 
 Nothing in this package imports torch.distributed, Horovod, Apex or torch.nn.parallel;
-it is told rank and world size as plain integers.
+its callers pass rank and world size as plain integers.
 """

@@ -13,7 +13,7 @@ from common.images import DECODERS, choose_decoder
 from common.model import architectures, pretrained_image_size
 
 IMAGENET_TRAIN_IMAGES = 1281167
-WORKERS_PER_GPU = 16  # most loader processes by default
+WORKERS_PER_GPU = 16  # limit of the default number of loader processes
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -27,7 +27,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def number(kind: type, least: float, most: float = float("inf")) -> Callable:
-    """A parser of numbers from `least` to `most`, infinity excluded."""
+    """Make a parser of finite numbers from `least` to `most`."""
 
     def parse(text: str) -> int | float:
         value = kind(text)
@@ -77,13 +77,13 @@ def build_parser(docstring: str) -> OneLineParser:
         nargs="?",
         type=positive,
         const=IMAGENET_TRAIN_IMAGES,
-        help="random images already on the device, in place of --data; "
-        "how many make an epoch (%(const)s)",
+        help="train on random images that are already on the device, instead of "
+        "--data; N images make an epoch (%(const)s)",
     )
     name = "torchvision model (%(default)s)"
     add("--arch", metavar="NAME", type=architecture, default="resnet18", help=name)
     add("--pretrained", action="store_true", help="start from torchvision's weights")
-    add("--epochs", type=positive, default=90, help="%(default)s")
+    add("--epochs", type=positive, default=90, help="number of epochs (%(default)s)")
     add("--max-steps", type=positive, help="end every epoch after N steps")
     add(
         *("-b", "--global-batch-size"),
@@ -95,8 +95,8 @@ def build_parser(docstring: str) -> OneLineParser:
         "--accumulate",
         type=positive,
         default=1,
-        help="micro-batches of a step, whose gradients are averaged once; each process "
-        "has the memory of one (%(default)s)",
+        help="micro-batches per step; gradients are averaged once per step, and each "
+        "process needs the memory of one micro-batch (%(default)s)",
     )
     add(
         "--lr",
@@ -109,19 +109,19 @@ def build_parser(docstring: str) -> OneLineParser:
         type=not_negative,
         default=5.0,
         help="epochs in which the learning rate rises to --lr (%(default)s); a run of "
-        "up to 5 epochs never leaves the default warm-up",
+        "at most 5 epochs is all warm-up by default",
     )
     add(
         "--schedule",
         choices=("step", "cosine"),
         default="step",
-        help="step: a tenth of the learning rate at epoch 30 and again at epoch 60, "
-        "whatever --epochs is; cosine: down to 0 at the last epoch (%(default)s)",
+        help="step: divide the learning rate by 10 every 30 epochs, whatever --epochs "
+        "is; cosine: lower it to 0 by the end of the run (%(default)s)",
     )
-    add("--momentum", type=not_negative, default=0.9, help="%(default)s")
-    add("--weight-decay", type=not_negative, default=1e-4, help="%(default)s")
+    add("--momentum", type=not_negative, default=0.9, help="of SGD (%(default)s)")
+    add("--weight-decay", type=not_negative, default=1e-4, help="of SGD (%(default)s)")
     add("--label-smoothing", type=number(float, 0, 1), default=0.0, help="%(default)s")
-    size = "224; with --pretrained the size on which the weights were validated"
+    size = "default 224; with --pretrained, the image size of torchvision's validation"
     add("--image-size", type=positive, help=size)
     add(
         "--min-crop",
@@ -133,32 +133,32 @@ def build_parser(docstring: str) -> OneLineParser:
     add(
         *("-j", "--workers"),
         type=not_less_than_0,
-        help="loader processes per machine, divided by its training processes (one per "
-        f"core, at most {WORKERS_PER_GPU} per GPU)",
+        help="loader processes per machine, divided among its training processes (one "
+        f"per core, at most {WORKERS_PER_GPU} per GPU)",
     )
     add(
         "--decoder",
         choices=("auto", *DECODERS),
         default="auto",
-        help="of images; auto is nvimgcodec where it is installed, else torchvision",
+        help="image decoder; auto is nvimgcodec if it is installed, else torchvision",
     )
-    bf16 = "bf16 where the device has it, else fp32"
+    bf16 = "default: bf16 if the device supports it, otherwise fp32"
     add("--precision", choices=tuple(PRECISIONS), help=bf16)
     add("--no-channels-last", action="store_true", help="keep NCHW memory format")
     add("--compile", action="store_true", help="torch.compile the model")
-    add("--seed", type=not_less_than_0, default=0, help="%(default)s")
-    last = "continue from the output folder's checkpoint, or from PATH"
+    add("--seed", type=not_less_than_0, default=0, help="random seed (%(default)s)")
+    last = "resume from the output folder's checkpoint (auto) or from PATH"
     add("--resume", metavar="auto|PATH", help=last)
     add("--evaluate", action="store_true", help="only validate")
-    also = "also save every N steps of an epoch"
+    also = "also save every N steps within an epoch"
     add("--checkpoint-steps", type=positive, default=sys.maxsize, help=also)
-    add("--output", metavar="DIR", type=Path, help="runs/STRATEGY")
+    add("--output", metavar="DIR", type=Path, help="output folder (runs/STRATEGY)")
     add(
         "--print-interval",
         type=positive,
         default=10,
-        help="steps between two moments at which processes add up their figures, show "
-        "them and notice a signal (%(default)s)",
+        help="every N steps, processes add up their metrics, show them and check for "
+        "a signal to stop (%(default)s)",
     )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add(
@@ -166,7 +166,7 @@ def build_parser(docstring: str) -> OneLineParser:
         dest="timeout",
         type=seconds,
         default=timedelta(seconds=600),
-        help="longest wait for another process (600)",
+        help="how long a process waits for another one (600)",
     )
     return parser
 
@@ -176,7 +176,7 @@ def parse_arguments(
 ) -> argparse.Namespace:
     """Parse the command line and fill in defaults that depend on others.
 
-    Mistakes end the process with status 2 and one line.
+    A mistake ends the process with one line and status 2.
 
     Raises:
         UserError: the decoder is not installed.
@@ -189,8 +189,8 @@ def parse_arguments(
     if args.image_size is None:
         args.image_size = pretrained_image_size(args.arch) if args.pretrained else 224
     if args.workers is None:
-        most = WORKERS_PER_GPU * max(1, usable_gpus())
-        args.workers = min(machine_cores(), most)
+        limit = WORKERS_PER_GPU * max(1, usable_gpus())
+        args.workers = min(machine_cores(), limit)
     args.decoder = choose_decoder(args.decoder)
     args.strategy = strategy
     args.output = args.output or Path("runs", strategy)

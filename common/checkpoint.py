@@ -1,4 +1,4 @@
-"""The state of a run: what a checkpoint holds, and how it is written and read."""
+"""The state of a run: the contents of a checkpoint, and how to write and read it."""
 
 import argparse
 import contextlib
@@ -24,9 +24,9 @@ CHECKPOINT = "checkpoint.pt"
 BEST = "best.pt"
 RECORDS = "epochs.jsonl"
 LOCK = "lock"
-BEST_METRIC = "val_top1"  # of which the highest is kept in best.pt
+BEST_METRIC = "val_top1"  # best.pt holds the epoch in which it is highest
 
-# A resumed run is the same run if all flags are the same, except these
+# Flags that a resumed run may change; all others have to stay the same
 MAY_CHANGE = {
     *("data", "synthetic"),  # the images are compared, not their folder
     *("epochs", "decoder"),  # see recipe_of()
@@ -40,10 +40,10 @@ MAY_CHANGE = {
 def recipe_of(args: argparse.Namespace) -> dict:
     """The flags that decide what a run computes.
 
-    More epochs are welcome, except under the cosine, whose whole curve they bend. Of
-    the decoders Pillow alone has other pixels, because it resizes them itself.
+    --epochs may change, except with the cosine schedule, whose curve depends on it.
+    Only the Pillow decoder gives different pixels, because Pillow also resizes them.
     """
-    if args.evaluate:  # the network alone
+    if args.evaluate:  # only the model matters
         return {"arch": args.arch, "pretrained": args.pretrained}
     recipe = {name: v for name, v in vars(args).items() if name not in MAY_CHANGE}
     recipe["epochs"] = args.epochs if args.schedule == "cosine" else None
@@ -52,7 +52,7 @@ def recipe_of(args: argparse.Namespace) -> dict:
 
 
 class TrainingState:
-    """Everything that a run needs to continue, and how far it has come.
+    """Everything that a run needs in order to resume, and its progress.
 
     Attributes:
         epoch: finished epochs.
@@ -62,7 +62,7 @@ class TrainingState:
         best: the highest BEST_METRIC so far.
         records: one dict for each finished epoch, as in epochs.jsonl.
         stop_requested: whether any process was asked to stop when sums were last added.
-        arch: torchvision's name of the network, or its class's name.
+        arch: torchvision's name of the model, or the name of its class.
     """
 
     def __init__(
@@ -75,14 +75,14 @@ class TrainingState:
         scaler: torch.amp.GradScaler,
         **extra: Any,
     ):
-        """Collect what is to be saved.
+        """Collect the objects to save.
 
         Args:
-            datasets: for training and for validation, which a resumed run has to have.
+            datasets: for training and for validation; a resumed run needs the same.
             extra: more objects with state_dict() and load_state_dict().
 
         Raises:
-            UserError: --pretrained with a network that is not torchvision's.
+            UserError: --pretrained with a model that is not torchvision's.
         """
         self.arch, kind = args.arch, type(raw_model)
         if not kind.__module__.startswith("torchvision."):
@@ -118,16 +118,16 @@ class TrainingState:
 
     @property
     def position(self) -> str:
-        """How far the run has come, in words."""
+        """The progress of the run, in words."""
         if self.step:
             return f"step {self.step} of epoch {self.epoch + 1}"
         return f"epoch {self.epoch}"
 
     def add(self, step: int, sums: dict[str, float]) -> dict[str, float]:
-        """Take in the sums of all processes up to `step`; returns their averages.
+        """Add the sums of all processes up to `step`; returns their averages.
 
         Raises:
-            UserError: the loss is not finite any more.
+            UserError: the loss is no longer finite.
         """
         self.step = step
         recent = averages(sums)
@@ -139,15 +139,15 @@ class TrainingState:
         return recent
 
     def diverged(self, what: str, earlier: str = CHECKPOINT) -> UserError:
-        """The error that ends a run whose numbers are not finite any more.
+        """The error that ends a run whose numbers are no longer finite.
 
         Args:
-            earlier: the file that holds finite ones, if the run has written it.
+            earlier: a file with finite numbers, if the run has written it.
         """
         file = self.folder / earlier
         return UserError(
             f"{what} by {self.position} at learning rate {self.learning_rate:.4g}; "
-            "begin again with a lower --lr or more --warmup-epochs"
+            "start again with a lower --lr or more --warmup-epochs"
             + (f" ({file} is from before)" if file.exists() else "")
         )
 
@@ -156,7 +156,7 @@ class TrainingState:
 
         Args:
             val: averages over the validation images.
-            figures: more for the record.
+            figures: further entries of the record.
 
         Raises:
             UserError: the validation loss is not finite.
@@ -180,8 +180,8 @@ class TrainingState:
         """Write epochs.jsonl, checkpoint.pt, and best.pt if the last epoch is the best.
 
         Raises:
-            UserError: the folder cannot be written, or a weight is not finite; what was
-                there before is untouched.
+            UserError: the folder cannot be written to, or a weight is not finite; the
+                existing files are unchanged.
         """
         weights = self.raw_model.state_dict()
         if not all(tensor.isfinite().all() for tensor in weights.values()):
@@ -212,10 +212,10 @@ class TrainingState:
     def resume(
         self, args: argparse.Namespace, rank: int, checkpoint: tuple[Path, dict] | None
     ) -> None:
-        """Continue from what open_checkpoint() found, or start if that is None.
+        """Resume from the result of open_checkpoint(), or start if that is None.
 
         Raises:
-            UserError: see lock_output; or the checkpoint is not of this run.
+            UserError: see lock_output; or the checkpoint belongs to another run.
         """
         if rank == 0 and not args.evaluate:
             self.lock = lock_output(self.folder)
@@ -229,7 +229,7 @@ class TrainingState:
         elif content["images"] != self.images:
             raise UserError(
                 f"{path} was made with other images ({counts(content['images'])}) than "
-                f"--data has now ({counts(self.images)}): give the same --data, or "
+                f"--data has now ({counts(self.images)}): use the same --data, or "
                 "another --output for another run"
             )
         try:
@@ -245,7 +245,7 @@ class TrainingState:
         self.epoch, self.step = content["epoch"], content["step"]
         self.sums, self.records = content["sums"], content["records"]
         self.learning_rate = content["learning_rate"]
-        if (self.folder / BEST).exists():  # in a new folder a new best begins
+        if (self.folder / BEST).exists():  # a new folder has no best yet
             self.best = content["best_acc1"].item()
 
 
@@ -271,11 +271,11 @@ def counts(images: dict[str, list]) -> str:
 
 
 def find_checkpoint(args: argparse.Namespace) -> Path | None:
-    """The checkpoint that the arguments ask to start from; None for a fresh start.
+    """Find the checkpoint that the flags name; None for a fresh start.
 
     Raises:
-        UserError: the output folder cannot be written to, or holds a run that is
-            neither resumed nor validated.
+        UserError: the output folder cannot be written to, or holds a run that the flags
+            neither resume nor validate.
     """
     existing = Path(args.output, CHECKPOINT)
     if not args.evaluate:
@@ -302,9 +302,9 @@ def find_checkpoint(args: argparse.Namespace) -> Path | None:
 
 
 def open_checkpoint(args: argparse.Namespace) -> tuple[Path, dict] | None:
-    """The checkpoint that `--resume` names and its content; None for a fresh start.
+    """The path and the content of `--resume`'s checkpoint; None for a fresh start.
 
-    The content stays what it is, also when a run replaces the file.
+    The content stays valid even if a run replaces the file.
 
     Raises:
         UserError: see find_checkpoint and read_checkpoint.
@@ -314,7 +314,7 @@ def open_checkpoint(args: argparse.Namespace) -> tuple[Path, dict] | None:
 
 
 def check_checkpoint(args: argparse.Namespace) -> None:
-    """Raise what a resumed run would, before it starts.
+    """Raise the errors of a resumed run before it starts.
 
     Raises:
         UserError: see lock_output, find_checkpoint, read_checkpoint, check_recipe.
@@ -334,7 +334,7 @@ def lock_output(folder: Path) -> BinaryIO | None:
     it, and the kernel removes it when a process is killed.
 
     Returns:
-        The file; None where the file system has no locks.
+        The file; None if the file system has no locks.
 
     Raises:
         UserError: another run has the lock, or the folder cannot be written to.
@@ -362,10 +362,10 @@ def lock_output(folder: Path) -> BinaryIO | None:
 
 
 def make_output_folder(folder: Path) -> None:
-    """Make the folder of a run, before there is something to lose.
+    """Create a run's folder before it trains, so that a mistake costs nothing.
 
     Raises:
-        UserError: it cannot be made or written to.
+        UserError: the folder cannot be created or written to.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -376,10 +376,10 @@ def make_output_folder(folder: Path) -> None:
 
 
 def read_checkpoint(path: Path) -> dict:
-    """Map a checkpoint into memory, on the CPU; nothing in it is executed.
+    """Map a checkpoint into CPU memory, without executing anything in it.
 
     Raises:
-        UserError: the file cannot be read or is no checkpoint of these scripts.
+        UserError: the file cannot be read, or is not a checkpoint of these scripts.
     """
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -387,10 +387,10 @@ def read_checkpoint(path: Path) -> dict:
         raise UserError(
             f"cannot read the checkpoint {path}: {error.strerror}"
         ) from None
-    except Exception as error:  # whatever the unpickler makes of another file
+    except Exception as error:  # the unpickler raises errors of many kinds
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise UserError(
-            f"{path} is no checkpoint, or a damaged one: {reason[:120]}"
+            f"{path} is no checkpoint, or it is damaged: {reason[:120]}"
         ) from None
     needed = {"epoch", "step", "state_dict", "best_acc1", "sums", "learning_rate"}
     needed |= {"records", "recipe", "images"}
@@ -402,17 +402,17 @@ def read_checkpoint(path: Path) -> dict:
 
 
 def check_recipe(path: Path, content: dict, recipe: dict) -> None:
-    """Refuse to continue with another recipe than the checkpoint's.
+    """Refuse to resume with flags that differ from the checkpoint's.
 
     Raises:
-        UserError: a value differs; the text has the flag and both values.
+        UserError: a value differs; the message has the flag and both values.
     """
     for name, saved in content["recipe"].items():
         if name in recipe and saved != recipe[name]:
             flag = "--" + name.replace("_", "-")
             raise UserError(
                 f"{path} was made with {flag} {shown(saved)}, now it is "
-                f"{shown(recipe[name])}: give the same, or another --output"
+                f"{shown(recipe[name])}: use the same value, or another --output"
             )
 
 
@@ -424,15 +424,15 @@ def shown(value: Any) -> str:
 
 
 def replace_file(path: Path, write: Callable[[BinaryIO], Any]) -> None:
-    """Write a file so that at any moment the old one or the whole new one is there.
+    """Replace a file so that at every moment the old or the complete new one exists.
 
     Raises:
-        UserError: writing failed; the old file is untouched.
+        UserError: writing failed; the old file is unchanged.
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.unlink(missing_ok=True)  # a killed run's
+        temporary.unlink(missing_ok=True)  # left by a run that was killed
         with open(temporary, "wb") as file:
             write(file)
             file.flush()
@@ -446,11 +446,11 @@ def replace_file(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     except (OSError, RuntimeError) as error:
         with contextlib.suppress(OSError):  # it takes room on a full disk
             temporary.unlink(missing_ok=True)
-        # torch.save, broken off, raises an error of its own on top of the first one
+        # When a write fails, torch.save raises a second error on top of the first
         cause = error.__context__ or error
         if not isinstance(cause, OSError):
             raise  # of something else that ended meanwhile
         reason = getattr(cause, "strerror", None) or str(cause).splitlines()[0]
         raise UserError(
-            f"cannot write {path}: {reason}; what was there is untouched"
+            f"cannot write {path}: {reason}; what was there is unchanged"
         ) from None

@@ -1,4 +1,4 @@
-"""Data sets, and batches of them on the device."""
+"""Datasets, and their batches on the device."""
 
 import argparse
 import atexit
@@ -38,13 +38,13 @@ MOST_OPEN_FILES = 65536  # each batch from a loader process takes two
 
 
 def digest_of(content: Any) -> int:
-    """48 bits that represent the content of a buffer; a float64 can hold them."""
+    """A 48-bit digest of a buffer, which a float64 holds exactly."""
     digest = hashlib.blake2b(content, digest_size=6).digest()
     return int.from_bytes(digest, "big")
 
 
 def fingerprint(dataset: Dataset) -> list[int | None]:
-    """Number of the images, and a digest of their names if it is an ImageFolder."""
+    """The number of images, and a digest of their names if it is an ImageFolder."""
     names = dataset.paths if isinstance(dataset, ImageFolder) else None
     return [len(dataset), None if names is None else digest_of(names.view("uint8"))]
 
@@ -77,8 +77,8 @@ class ImageFolder(Dataset):
         samples = make_dataset(str(root), labels, IMG_EXTENSIONS, allow_empty=True)
         self.root = str(root)
         self.classes = classes
-        # Arrays: loader processes would copy 1.3 million strings page by page, as their
-        # reference counts change (https://github.com/pytorch/pytorch/issues/13246)
+        # Arrays: loader processes would copy lists of 1.3 million strings page by page,
+        # with its reference counts (https://github.com/pytorch/pytorch/issues/13246)
         names = [os.fsencode(path[len(self.root) :]) for path, _ in samples]
         self.paths = numpy.array(names)
         self.labels = numpy.array([label for _, label in samples], dtype=numpy.int64)
@@ -99,7 +99,7 @@ class ImageFolder(Dataset):
 
 
 class RandomImages(Dataset):
-    """Random (3, S, S) uint8 images in place of a folder, always the same."""
+    """Random (3, S, S) uint8 images instead of a folder, the same in every run."""
 
     def __init__(self, length: int, image_size: int):
         self.classes = [str(number) for number in range(1000)]
@@ -142,7 +142,7 @@ def open_folders(args: argparse.Namespace) -> tuple[tuple[Path, Path], list[str]
     """The training and the validation folder, and their classes.
 
     Raises:
-        UserError: there is no such folder, or the classes differ.
+        UserError: a folder does not exist, or the classes differ.
     """
     folders = Path(args.data, "train"), Path(args.data, "val")
     classes, val_classes = map(class_folders, folders)
@@ -160,7 +160,7 @@ def class_folders(root: Path) -> list[str]:
     """Names of the class folders below `root`, sorted.
 
     Raises:
-        UserError: there is no such folder, or nothing in it.
+        UserError: the folder does not exist, or has no class folders.
     """
     try:
         classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
@@ -174,13 +174,13 @@ def class_folders(root: Path) -> list[str]:
     return classes
 
 
-# --- which image when ---
+# --- the order of the images ---
 
 
 class EpochBatches:
     """Batches of (epoch, index) keys from a stock sampler, from batch `first` on.
 
-    The keys carry the epoch to loader processes that live longer than one.
+    The keys tell the epoch to loader processes, which run for several epochs.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class EpochBatches:
 
 
 class SeededDataset(Dataset):
-    """Looks a data set up by (epoch, index), the augmentation seeded by that key."""
+    """A dataset whose keys are (epoch, index); a key also seeds the augmentation."""
 
     def __init__(self, dataset: Dataset, seed: int):
         self.dataset = dataset
@@ -219,7 +219,7 @@ class SeededDataset(Dataset):
 
 
 def collate(items: list) -> list[Tensor] | ImageError:
-    """Stack into (B, 3, S, S) uint8 images and (B,) int64 labels; errors go first."""
+    """Stack (B, 3, S, S) uint8 images and (B,) int64 labels, or return an error."""
     for item in items:
         if isinstance(item, ImageError):
             return item
@@ -233,10 +233,10 @@ def collate(items: list) -> list[Tensor] | ImageError:
     if len(sizes) > 1:
         return ImageError(
             f"a batch has images of {sizes[0]} and of {sizes[1]} pixels: the data set "
-            "has to resize all of them to one size"
+            "has to resize all images to one size"
         )
-    # Decoders leave the three values of a pixel side by side. So does the batch: it is
-    # copied faster, and is in channels_last format already
+    # Decoders store a pixel's three values next to each other. A batch that keeps this
+    # order is copied faster, and is already in channels_last format
     images, labels = default_collate(
         [(i.permute(1, 2, 0), label) for i, label in items]
     )
@@ -257,7 +257,7 @@ def is_image_and_label(item: Any) -> bool:
 
 
 def described(item: Any) -> str:
-    """What an item of a data set is, in words."""
+    """Describe an item of a dataset in words."""
     if isinstance(item, Tensor):
         return f"a {str(item.dtype).removeprefix('torch.')} tensor {tuple(item.shape)}"
     if isinstance(item, tuple | list):
@@ -266,19 +266,19 @@ def described(item: Any) -> str:
 
 
 def settle_worker(worker: int) -> None:
-    """Tie a loader process to its training process: it lives as long, and no longer.
+    """Make a loader process end when its training process ends, and not before.
 
-    Signals are left to the training process, which saves and then ends. If that one is
-    killed, a worker that a fork server made would not notice: its parent is the server.
+    It ignores signals: the training process saves first. If that process is killed, a
+    worker that a fork server started would not notice: its parent is the server.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    sys.excepthook = lambda *_: None  # connections break when the trainer is killed
+    sys.excepthook = lambda *_: None  # no traceback when the trainer is killed
     threading.Thread(target=end_with_trainer, daemon=True).start()
 
 
 def end_with_trainer() -> None:
-    """Wait for the end of the training process, then end this one."""
+    """Wait until the training process ends, then end this process."""
     multiprocessing.parent_process().join()
     os._exit(1)
 
@@ -304,10 +304,10 @@ class DeviceLoader:
         self.std = torch.tensor(STD, device=device).view(1, 3, 1, 1)
         self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.waits: list = []
-        self.first_step = 0  # batches to skip, where a resumed epoch continues
+        self.first_step = 0  # batches to skip when an epoch is resumed
 
     def __len__(self) -> int:
-        """Batches of a whole epoch, wherever iteration begins."""
+        """The batches of a whole epoch, even if iteration begins in the middle."""
         return len(self.batches)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -315,8 +315,8 @@ class DeviceLoader:
         self.waits.clear()
         batches = map(self._send, self.loader)
         if self.copies is not None:
-            # The copy of the next batch begins before this one is handed out: a step
-            # that the host waits for would delay it
+            # The copy of the next batch starts before this batch is yielded; otherwise
+            # a step that blocks the host would delay it
             batches = (batch for batch, _ in pairwise(chain(batches, [None])))
         while True:
             idle_from = self._now()
@@ -340,13 +340,13 @@ class DeviceLoader:
         return sum(end - start for start, end in waits)
 
     def _send(self, batch: list[Tensor] | ImageError) -> tuple:
-        """Begin to copy a batch; returns (images, labels, event of their arrival)."""
+        """Start to copy a batch; returns (images, labels, event of their arrival)."""
         if isinstance(batch, ImageError):
             raise batch
         images, labels = batch
         if self.copies is None:
             return images, labels, None
-        # A stream of its own lets the copy run while the step before it computes
+        # On its own stream, the copy overlaps with the previous step
         with torch.cuda.stream(self.copies):
             images = images.to(self.device, non_blocking=True)
             labels = labels.to(self.device, non_blocking=True)
@@ -355,17 +355,17 @@ class DeviceLoader:
     def _receive(
         self, images: Tensor, labels: Tensor, arrival
     ) -> tuple[Tensor, Tensor]:
-        """Have what the device computes next wait for a batch, and for no later one."""
+        """Make what the device computes next wait for this batch, but no later one."""
         if arrival is not None:
             compute = torch.cuda.current_stream(self.device)
             compute.wait_event(arrival)
-            # Their memory is not to be used again before the step is done
+            # The allocator must not reuse their memory before the step is done
             images.record_stream(compute)
             labels.record_stream(compute)
         return images, labels
 
     def _now(self) -> Any:
-        """A moment as the device sees it: between two kernels, or on the clock."""
+        """The current time: a CUDA event on a GPU, the clock on a CPU."""
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -441,22 +441,22 @@ def build_loader(
 
 
 def start_workers(loader: DataLoader, batches: EpochBatches) -> None:
-    """Start the loader processes now, with nothing to load yet.
+    """Start the loader processes now, before there is anything to load.
 
-    Later they could hang: a fork while a thread of a communication library holds the
-    interpreter's lock makes a child that waits for that lock without end
+    A later fork can deadlock: if a thread of a communication library holds a lock of
+    the interpreter at that moment, the child waits for the lock and never gets it
     (https://github.com/python/cpython/issues/112275).
 
-    What is in memory by then is taken out of the garbage collector's rounds, which
-    write into every object: pages that are never written stay shared
+    gc.freeze() exempts all existing objects from garbage collection, which would write
+    to each of them; memory pages that are never written stay shared
     (https://docs.python.org/3/library/gc.html#gc.freeze).
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else hard
-    wanted = max(soft, min(most, MOST_OPEN_FILES))
+    limit = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else hard
+    wanted = max(soft, min(limit, MOST_OPEN_FILES))
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     batches.first = len(batches)
     gc.freeze()
-    atexit.register(gc.unfreeze)  # or libraries report leaks at the end
-    iter(loader)  # persistent workers: the next iter() continues with the same ones
+    atexit.register(gc.unfreeze)  # otherwise libraries report leaks at exit
+    iter(loader)  # persistent workers: the next iter() uses the same ones
     atexit.register(end_children)

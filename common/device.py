@@ -1,4 +1,4 @@
-"""The device a process computes on, and what it can do."""
+"""The device that a process computes on, and what it can do."""
 
 import glob
 import math
@@ -20,12 +20,12 @@ def select_device(
     """Choose this process's device and make it the current one.
 
     Args:
-        name: "cpu", "cuda", or "auto" for a GPU where PyTorch can use one.
+        name: "cpu", "cuda", or "auto" for a GPU if PyTorch can use one.
         local_rank: the GPU's number.
         backend: with "gloo", processes beyond the number of GPUs share them.
 
     Raises:
-        UserError: a GPU was asked for and cannot be used, or there are too few.
+        UserError: the requested GPU cannot be used, or there are too few GPUs.
     """
     check_devices(name, local_rank + 1, backend)
     if name == "cpu" or not torch.cuda.is_available():
@@ -41,18 +41,18 @@ def select_device(
 
 
 def usable_gpus() -> int:
-    """GPUs that PyTorch can use; device_count alone also counts those it cannot."""
+    """The number of GPUs that PyTorch can use; device_count() also counts others."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def check_devices(name: str, processes: int, backend: str | None) -> None:
-    """Check that there are GPUs for this many processes; none of them is touched.
+    """Check that there are GPUs for this many processes, without initialising any.
 
     Raises:
-        UserError: a GPU was asked for and cannot be used, or there are too few.
+        UserError: the requested GPU cannot be used, or there are too few GPUs.
     """
     gpus = 0 if name == "cpu" else usable_gpus()
-    problem = gpu_problem() or "this machine shows no CUDA GPU"
+    problem = gpu_problem() or "this machine has no CUDA GPU"
     if name == "cuda" and not gpus:
         raise UserError(f"--device cuda: {problem}")
     if backend == "nccl" and not gpus:
@@ -63,12 +63,12 @@ def check_devices(name: str, processes: int, backend: str | None) -> None:
             f"{processes} processes for {gpus} GPUs: start one process per GPU "
             "(--backend gloo lets processes share one)"
         )
-        error.one_process_only = True  # the first ones have their GPU
+        error.one_process_only = True  # the first processes have a GPU
         raise error
 
 
 def gpu_problem() -> str | None:
-    """Tell why a GPU that is present cannot be used; None where there is none."""
+    """Why a GPU that is present cannot be used; None if it can, or if there is none."""
     if torch.cuda.is_available() or not glob.glob("/dev/nvidia[0-9]*"):
         return None
     if torch.version.cuda is None:
@@ -86,8 +86,8 @@ def require_gpu(name: str, who: str) -> None:
     """Check that there is a GPU to use.
 
     Args:
-        name: the --device that was asked for.
-        who: what needs the GPU.
+        name: the value of --device.
+        who: the library that needs the GPU.
 
     Raises:
         UserError: there is none, or --device cpu forbids it.
@@ -98,21 +98,21 @@ def require_gpu(name: str, who: str) -> None:
 
 
 def describe(device: torch.device) -> str:
-    """Name the device as its maker does."""
+    """The device's name, as its manufacturer gives it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return torch.cpu.get_capabilities().get("cpu_name") or "CPU"
 
 
 def peak_memory_mib(device: torch.device) -> float:
-    """Most memory used so far, in MiB: PyTorch's on the GPU, or this process's."""
+    """Peak memory in MiB: PyTorch's on the GPU, or this process's on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
 def best_precision(device: torch.device) -> str:
-    """bf16 where the device computes in it instead of emulating it, else fp32."""
+    """bf16 if the device supports it without emulation, otherwise fp32."""
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
@@ -122,7 +122,7 @@ def best_precision(device: torch.device) -> str:
 
 
 def autocast_dtype(precision: str) -> torch.dtype:
-    """The dtype of torch.autocast; float32, off, for another library's name."""
+    """The dtype of torch.autocast; float32 (no autocast) for Apex's opt levels."""
     return PRECISIONS.get(precision, torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""Errors that end in one line, and the process that prints it."""
+"""Errors that print one line, and the process that prints it."""
 
 import contextlib
 import multiprocessing
@@ -8,22 +8,22 @@ import socket
 import sys
 import threading
 
-# The launchers' names for this process's number on its machine
+# The names that launchers give to this process's number on its machine
 LOCAL_RANK_VARIABLES = (
     "LOCAL_RANK",
     "HOROVOD_LOCAL_RANK",
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "SLURM_LOCALID",
 )
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # each asks for the end
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # each asks a run to stop
 
 
 class UserError(Exception):
-    """Something the user can put right. The text is one line: what, where, what to do.
+    """A mistake that the user can fix. The text is one line: what, where, what to do.
 
     Every process meets the same mistake, so only the first one of each machine prints
-    it, unless `one_process_only` tells that no other process knows. The exit status is
-    `status`; a launcher that could restart the job does not restart it after 2.
+    it, unless `one_process_only` is set because no other process meets it. The exit
+    status is `status`; after 2, our launchers do not restart the job.
     """
 
     status = 2
@@ -31,19 +31,19 @@ class UserError(Exception):
 
 
 class ImageError(UserError):
-    """An image that cannot be read or used, met by the process that needed it."""
+    """An image that cannot be read or used; only the process that loads it knows."""
 
     one_process_only = True
 
 
 def local_rank() -> str:
-    """This process's number on its machine, by the launcher's variables."""
+    """This process's number on its machine, from the launcher's variables."""
     found = (os.environ.get(name) for name in LOCAL_RANK_VARIABLES)
     return next((value for value in found if value is not None), "0")
 
 
 def this_process() -> str:
-    """Name this process."""
+    """This process's number and machine, in words."""
     return f"process {local_rank()} on {socket.gethostname()}"
 
 
@@ -67,9 +67,9 @@ def complain(message: str) -> None:
 
 
 def forget_children() -> None:
-    """Take away PyTorch's handler, which raises where a loader process has died."""
+    """Remove PyTorch's SIGCHLD handler, which raises if a loader process has died."""
     while signal.getsignal(signal.SIGCHLD) != signal.SIG_DFL:
-        with contextlib.suppress(RuntimeError):  # it died just now
+        with contextlib.suppress(RuntimeError):  # one died at this moment
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 

@@ -1,4 +1,4 @@
-"""Image files as uint8 RGB, and the crops that are made of them."""
+"""Reads image files as uint8 RGB, and crops them."""
 
 import math
 import random
@@ -17,7 +17,7 @@ from torchvision.transforms.v2 import functional as F
 from common import nvimgcodec
 from common.errors import ImageError, UserError
 
-# What decoders raise when a file is no image, or a damaged one
+# What decoders raise when a file is damaged or not an image
 READ_ERRORS = (
     RuntimeError,
     OSError,
@@ -32,15 +32,15 @@ Pixels = Tensor | Image.Image  # (3, H, W) uint8, or Pillow's RGB image
 class Picture(Protocol):
     """An image file that has been opened; all decoders read the same pixels from it.
 
-    They leave an EXIF orientation alone, as ImageNet scripts do, and of 16-bit samples
-    they keep the upper 8 bits.
+    They ignore the EXIF orientation, as ImageNet scripts do, and keep the upper 8 bits
+    of 16-bit samples.
     """
 
     height: int
     width: int
 
     def read(self, top: int, left: int, height: int, width: int) -> Pixels:
-        """The pixels of one part."""
+        """Read the pixels of a rectangle."""
 
 
 class TorchvisionPicture:
@@ -48,18 +48,18 @@ class TorchvisionPicture:
 
     def __init__(self, path: str):
         pixels = decode_image(path, mode=ImageReadMode.RGB)
-        if pixels.dtype == torch.uint16:  # which has few operations
+        if pixels.dtype == torch.uint16:  # few operations support it
             pixels = (pixels.to(torch.int32) >> 8).to(torch.uint8)
         self.pixels = pixels
         _, self.height, self.width = pixels.shape
 
     def read(self, top: int, left: int, height: int, width: int) -> Tensor:
-        """The pixels of one part: a (3, height, width) uint8 view."""
+        """Read the pixels of a rectangle: a (3, height, width) uint8 view."""
         return self.pixels[:, top : top + height, left : left + width]
 
 
 class PillowPicture:
-    """The whole file, decoded by Pillow and left to Pillow's resize: what most feed."""
+    """The whole file, decoded and resized by Pillow, as most training scripts do."""
 
     def __init__(self, path: str):
         with Image.open(path) as image:
@@ -69,7 +69,7 @@ class PillowPicture:
         self.width, self.height = self.image.size
 
     def read(self, top: int, left: int, height: int, width: int) -> Image.Image:
-        """The pixels of one part."""
+        """Read the pixels of a rectangle."""
         return self.image.crop((left, top, left + width, top + height))
 
 
@@ -81,10 +81,10 @@ DECODERS: dict[str, Callable[[str], Picture]] = {
 
 
 def choose_decoder(name: str) -> str:
-    """Turn "auto" into nvimgcodec where it is installed, else torchvision.
+    """Replace "auto" by nvimgcodec if it is installed, otherwise by torchvision.
 
     Raises:
-        UserError: nvimgcodec was asked for and cannot be used.
+        UserError: the requested nvimgcodec cannot be used.
     """
     if name not in ("auto", "nvimgcodec"):
         return name
@@ -105,13 +105,13 @@ def read_image(
     """Open a file with one of DECODERS and transform it.
 
     Raises:
-        ImageError: it cannot be read; the text says which file, with what, and why.
+        ImageError: it cannot be read; the message has the path, decoder and reason.
     """
     try:
         return transform(DECODERS[decoder](path))
     except READ_ERRORS as error:
         lines = str(error).strip().splitlines() or [repr(error)]
-        # Without the place in torchvision's source that raised it
+        # Drop the location in torchvision's source
         reason = re.sub(r"^\w+, \S+\.cpp:\d+, ", "", lines[0])
         raise ImageError(
             f"cannot read the image {path} with {decoder}: {reason}"
@@ -119,13 +119,13 @@ def read_image(
 
 
 def random_box(height: int, width: int, min_crop: float) -> tuple[int, int, int, int]:
-    """Draw a box of random area, shape and place: (top, left, height, width).
+    """Draw a box of random area, shape and position: (top, left, height, width).
 
-    Its area is between `min_crop` and all of the image, its width between 3/4 and 4/3
-    of its height. After ten boxes that do not fit it is the middle of the image. The
-    distribution is that of torchvision's RandomResizedCrop, the generator Python's: its
-    numbers cost next to nothing, those of one-element tensors a few percent of the time
-    that an image takes (docs/performance.md).
+    Its area is at least `min_crop` of the image's, its width between 3/4 and 4/3 of its
+    height. After ten boxes that do not fit, it is the middle of the image. The
+    distribution is that of torchvision's RandomResizedCrop. The numbers come from
+    Python's generator: one-element tensors would take a few percent of the time per
+    image (docs/performance.md).
 
     Source: Szegedy et al. 2014, https://arxiv.org/abs/1409.4842, section 6;
     https://docs.pytorch.org/vision/stable/generated/torchvision.transforms.v2.RandomResizedCrop.html
@@ -151,7 +151,7 @@ def random_box(height: int, width: int, min_crop: float) -> tuple[int, int, int,
 
 
 class TrainTransform:
-    """A random part, resized to (3, size, size) and half the time mirrored."""
+    """A random crop, resized to (3, size, size) and mirrored half the time."""
 
     def __init__(self, size: int, min_crop: float, flip: bool):
         self.size = size
@@ -168,7 +168,7 @@ class TrainTransform:
 
 
 class ValTransform:
-    """The middle (3, size, size) of the picture with its shorter side at `resized`.
+    """The central (3, size, size) crop after resizing the shorter side to `resized`.
 
     Resize(256) and CenterCrop(224) are (224, 256, InterpolationMode.BILINEAR).
     """
@@ -179,12 +179,12 @@ class ValTransform:
         self.interpolation = interpolation
 
     def __call__(self, picture: Picture) -> Tensor:
-        """Read and resize the whole: a (3, size, size) uint8 tensor."""
+        """Read, resize and crop: a (3, size, size) uint8 tensor."""
         whole = picture.read(0, 0, picture.height, picture.width)
         pixels = F.resize(whole, [self.resized], self.interpolation)
         return to_tensor(F.center_crop(pixels, [self.size]))
 
 
 def to_tensor(pixels: Pixels) -> Tensor:
-    """(3, H, W) uint8, whatever the decoder works with."""
+    """Convert the decoder's pixels to a (3, H, W) uint8 tensor."""
     return pixels if isinstance(pixels, Tensor) else F.pil_to_tensor(pixels)

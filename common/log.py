@@ -1,4 +1,4 @@
-"""What a run prints, how long its steps took, and report.json."""
+"""Prints the progress of a run, times its steps and writes report.json."""
 
 import json
 import os
@@ -19,8 +19,8 @@ from common.data import PREFETCH
 from common.device import describe, peak_memory_mib
 from common.model import validation_protocol
 
-SECONDS_BETWEEN_LINES = 30  # without a terminal, as under Slurm
-SMALL_BATCH = 16  # batch norm errs more below it: https://arxiv.org/abs/1803.08494
+SECONDS_BETWEEN_LINES = 30  # if stderr is not a terminal, for example under Slurm
+SMALL_BATCH = 16  # batch norm's error grows below it: https://arxiv.org/abs/1803.08494
 
 
 class Log:
@@ -35,18 +35,18 @@ class Log:
         world_size: int,
         workers: int,
     ):
-        """Take note of what runs; `workers` are the loader processes of this one."""
+        """Remember the run; `workers` is the number of this process's loaders."""
         self.args = args
         self.state = state
         self.device = device
         self.rank = rank
         self.world_size = world_size
         self.line_at = 0.0  # the first interval of a run is shown immediately
-        # The first steps are slow, and the next use batches that loaders prepared then
+        # The first steps are slow; the next ones use batches that were prepared then
         self.cold_steps = 1 if args.synthetic else max(1, PREFETCH * workers)
 
     def start(self, steps_per_epoch: int, batch_size: int) -> None:
-        """Print what is about to run.
+        """Print a summary of the run.
 
         Args:
             batch_size: images per process and step.
@@ -64,8 +64,8 @@ class Log:
             f"{args.strategy}: {processes(self.world_size)} on "
             f"{describe(self.device)} ({self.device.type}), {state.arch}, "
             f"{args.precision}, seed {args.seed}\n"
-            f"{steps_per_epoch} steps an epoch of {args.global_batch_size} images, "
-            f"{batch_size} per process{micro}, {data}, learning rate {rate:.4g}"
+            f"{steps_per_epoch} steps per epoch, {args.global_batch_size} images per "
+            f"step, {batch_size} per process{micro}, {data}, learning rate {rate:.4g}"
         )
         if args.pretrained and not args.synthetic:
             crop, resized, interpolation = validation_protocol(args)
@@ -77,8 +77,8 @@ class Log:
         if at_once < SMALL_BATCH and not args.evaluate:
             print(
                 f"note: {at_once} images at a time per process are few: below "
-                f"{SMALL_BATCH}, batch norm costs accuracy and GPUs idle; raise "
-                "--global-batch-size, or start fewer processes"
+                f"{SMALL_BATCH}, batch norm loses accuracy and GPUs are partly idle; "
+                "raise --global-batch-size, or start fewer processes"
             )
         if state.epoch >= args.epochs and not args.evaluate:
             print(f"complete already: {state.epoch} of {args.epochs} epochs")
@@ -90,7 +90,7 @@ class Log:
         sys.stdout.flush()
 
     def start_epoch(self, steps: int) -> None:
-        """Begin to time an epoch of `steps` steps, wherever the state is in it."""
+        """Start to time an epoch of `steps` steps, perhaps resumed in the middle."""
         self.title = f"epoch {self.state.epoch + 1}/{self.args.epochs}"
         self.steps, self.step = steps, self.state.step
         self.first_step, self.warmup_steps, self.seconds = self.step, 0, 0.0
@@ -107,11 +107,11 @@ class Log:
         self.began = time.perf_counter()
 
     def interval(self, step: int, recent: dict[str, float], wait: float) -> None:
-        """End an interval at `step`, a moment at which the device has caught up.
+        """End an interval at `step`; the device must have finished its work.
 
         Args:
             recent: averages over the interval's images.
-            wait: seconds of it in which the device waited for data.
+            wait: seconds in which the device waited for data.
         """
         now = time.perf_counter()
         seconds, steps = now - self.began, step - self.step
@@ -133,14 +133,14 @@ class Log:
             print(f"{self.title}, step {step}/{self.steps}: {text}", flush=True)
 
     def end_epoch(self) -> None:
-        """Take the progress bar away."""
+        """Remove the progress bar."""
         self.bar.close()
 
     def figures(self) -> dict[str, float | int | None]:
-        """Time and memory of the epoch from `first_step` on; None without a figure.
+        """Time and memory of the epoch from `first_step` on; None if not measured.
 
-        All but `seconds` leave the warm-up out. That of a step is the median over the
-        intervals of the mean over an interval's steps.
+        Speed and waits exclude the warm-up steps, `seconds` includes them. The time of
+        a step is the median of the intervals' means.
         """
         seconds = sum(interval[0] for interval in self.intervals)
         images = sum(interval[2] for interval in self.intervals)
@@ -182,12 +182,12 @@ class Log:
             print(text, flush=True)
 
     def validation(self, val: dict[str, float]) -> None:
-        """Print what --evaluate found."""
+        """Print the result of --evaluate."""
         if self.rank == 0:
             print(f"val {in_words(val)}, {val['images']} images", flush=True)
 
     def write_report(self) -> None:
-        """Write report.json: how the run was made, on what, and its figures."""
+        """Write report.json: the run's command, machine, versions and figures."""
         args, cuda = self.args, self.device.type == "cuda"
         report = {
             "strategy": args.strategy,
@@ -216,7 +216,7 @@ class Log:
 
 
 def in_words(averages: dict[str, float]) -> str:
-    """The averages of a Meter's sums: "loss 1.2345, top-1 50.00 %, top-5 75.00 %"."""
+    """Format averages: "loss 1.2345, top-1 50.00 %, top-5 75.00 %"."""
     words = []
     for name, value in averages.items():
         if name in ("top1", "top5"):
@@ -227,12 +227,12 @@ def in_words(averages: dict[str, float]) -> str:
 
 
 def processes(number: int) -> str:
-    """Count processes in words."""
+    """The number of processes, in words."""
     return f"{number} process{'' if number == 1 else 'es'}"
 
 
 def commit() -> str | None:
-    """The project's commit, -dirty where files differ from it; None outside git."""
+    """The project's commit, with -dirty if files were changed; None outside git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         here = Path(__file__).parent
@@ -243,9 +243,9 @@ def commit() -> str | None:
 
 
 def summarise(records: list[dict]) -> dict:
-    """Medians over the epochs after the first, which pays for start-up and warm-up.
+    """Medians over the epochs after the first, which includes start-up and warm-up.
 
-    Epochs that were resumed in the middle are left out too.
+    Epochs that were resumed in the middle are excluded too.
     """
     later = [one for one in records[1:] if not one.get("first_step")] or records
     measured = ("seconds", "images_per_second", "step_milliseconds", "data_wait_share")

@@ -10,7 +10,7 @@ COUNTS = ("images", "stop")  # sums that are not averages over images
 
 
 class Meter:
-    """Adds up named numbers on the device, which nobody waits for before `reduce`."""
+    """Adds up named numbers on the device; the host waits for it only in `reduce`."""
 
     def __init__(self):
         self.sums: dict[str, Tensor | float] = {}
@@ -42,9 +42,9 @@ class Meter:
 def batch_sums(
     loss: Tensor, outputs: Tensor, labels: Tensor
 ) -> dict[str, Tensor | int]:
-    """The sums of one batch: loss, hits of top-1 and of top-5 in percent, and images.
+    """The sums of one batch: loss, top-1 and top-5 hits times 100, and images.
 
-    One more name and its sum make one more metric, averaged over all images.
+    To add a metric, add its name and its sum; `averages` divides it by the images.
 
     Args:
         loss: mean over the batch.
@@ -62,7 +62,7 @@ def batch_sums(
 
 
 def averages(sums: dict[str, float]) -> dict[str, float]:
-    """Divide sums of all processes by their images; the counts stay as they are."""
+    """Divide the sums of all processes by the number of images, except COUNTS."""
     images = sums["images"]
     means = {
         name: value / images if images else math.nan

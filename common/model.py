@@ -1,4 +1,4 @@
-"""The network: any classification model of torchvision, a ResNet-18 by default."""
+"""The model: any classification model of torchvision, a ResNet-18 by default."""
 
 import argparse
 import contextlib
@@ -25,20 +25,20 @@ def architectures() -> list[str]:
 def build_model(args: argparse.Namespace, dataset: Dataset) -> nn.Module:
     """Build `args.arch`: (B, 3, S, S) images in, (B, classes) outputs.
 
-    Its first weights depend on the seed alone, so they are the same in every process.
-    Pretrained weights are only read where no checkpoint will replace them.
+    Its initial weights depend only on the seed, so they are the same in every process.
+    Pretrained weights are read only if no checkpoint will replace them.
 
     Args:
-        dataset: its `classes` are as many as the outputs.
+        dataset: its `classes` give the number of outputs.
 
     Raises:
-        UserError: the data set has no `classes`; the pretrained weights are for another
-            number of classes or another image size, or cannot be had.
+        UserError: the dataset has no `classes`; the pretrained weights are for another
+            number of classes or another image size, or cannot be downloaded.
     """
     if not hasattr(dataset, "classes"):
         raise UserError(
-            f"{type(dataset).__name__} has no `classes`: a list of names, as many as "
-            "the network has outputs"
+            f"{type(dataset).__name__} has no `classes`: a list of class names, one "
+            "for each output of the model"
         )
     weights = None
     if args.pretrained:
@@ -50,7 +50,7 @@ def build_model(args: argparse.Namespace, dataset: Dataset) -> nn.Module:
         model = get_model(args.arch, weights=weights)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"--pretrained: cannot have the weights of {args.arch}: {error}"
+            f"--pretrained: cannot get the weights of {args.arch}: {error}"
         ) from None
     if args.arch == "inception_v3":
         model.aux_logits, model.AuxLogits = False, None
@@ -58,7 +58,7 @@ def build_model(args: argparse.Namespace, dataset: Dataset) -> nn.Module:
 
 
 def bare_model(args: argparse.Namespace, classes: int) -> nn.Module:
-    """`args.arch` with the first weights that belong to `args.seed`."""
+    """Build `args.arch` with the initial weights for `args.seed`."""
     options = {}
     if args.arch in ("googlenet", "inception_v3"):  # one output in training
         options = {"aux_logits": False, "init_weights": True}
@@ -70,7 +70,7 @@ def bare_model(args: argparse.Namespace, classes: int) -> nn.Module:
 
 
 def resumes(args: argparse.Namespace) -> bool:
-    """Whether the weights come from a checkpoint."""
+    """Whether a checkpoint will replace the weights."""
     if args.resume == "auto":
         return Path(args.output, "checkpoint.pt").exists()
     return args.resume is not None
@@ -112,10 +112,10 @@ def download_once(weights: WeightsEnum) -> None:
 
 
 def validation_protocol(args: argparse.Namespace) -> tuple[int, int, InterpolationMode]:
-    """How validation images are made: (crop, shorter side before it, interpolation).
+    """How to crop validation images: (crop, shorter side before it, interpolation).
 
-    Pretrained weights at their own image size have a protocol of their own, by which
-    torchvision measured their accuracy. Everything else has the 8/7 of ResNet's paper.
+    Pretrained weights at their own image size use the protocol by which torchvision
+    measured their accuracy. Everything else resizes to 8/7, as ResNet's paper does.
 
     Source: https://docs.pytorch.org/vision/stable/models.html#using-the-pre-trained-models
     """
@@ -130,7 +130,7 @@ def validation_protocol(args: argparse.Namespace) -> tuple[int, int, Interpolati
 def pretrained_normalisation(arch: str) -> Tensor:
     """(2, 3, 1, 1): mean and standard deviation that torchvision's weights expect.
 
-    For pixels between 0 and 255; they are ImageNet's in all but efficientnet_v2_l.
+    For pixels between 0 and 255; all but efficientnet_v2_l use ImageNet's.
     """
     preset = get_model_weights(arch).DEFAULT.transforms()
     values = torch.tensor([preset.mean, preset.std], dtype=torch.float64) * 255
@@ -138,15 +138,15 @@ def pretrained_normalisation(arch: str) -> Tensor:
 
 
 def pretrained_image_size(arch: str) -> int:
-    """The size of the images on which torchvision validates its weights."""
+    """The image size at which torchvision validates its weights."""
     return get_model_weights(arch).DEFAULT.transforms().crop_size[0]
 
 
 def contiguous_view(tensor: Tensor) -> Tensor:
     """The same memory as a contiguous tensor: channels_last as (O, H, W, I).
 
-    For libraries that take contiguous tensors only. A tensor of another kind comes back
-    as it is.
+    For libraries that accept only contiguous tensors. Other tensors are returned
+    unchanged.
     """
     if tensor.dim() == 4 and not tensor.is_contiguous():
         return tensor.permute(0, 2, 3, 1)
@@ -154,10 +154,10 @@ def contiguous_view(tensor: Tensor) -> Tensor:
 
 
 class InMemoryOrder:
-    """Puts contiguous views of gradients through a compressor, and gradients out of it.
+    """Passes gradients to a compressor as contiguous views, and restores their format.
 
     The compressor has `compress(tensor) -> (tensor, context)` and its reverse,
-    `decompress`, as Horovod's have
+    `decompress`, like those of Horovod
     (https://horovod.readthedocs.io/en/stable/api.html#horovod.torch.Compressor).
     """
 
@@ -178,7 +178,7 @@ class InMemoryOrder:
 
 
 def check_image_size(args: argparse.Namespace, classes: int) -> None:
-    """Send two images without content through the model.
+    """Run the model on two images without content.
 
     Raises:
         UserError: `args.arch` cannot take images of `args.image_size`, or its

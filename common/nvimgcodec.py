@@ -13,10 +13,10 @@ from torch import Tensor
 
 
 class NvimgcodecPicture:
-    """A file of which nvImageCodec decodes only what is read.
+    """A file of which nvImageCodec decodes only the part that is read.
 
-    Damage elsewhere in the file goes unseen. The library does not report what is wrong
-    with a file, so one that it cannot read is left to `otherwise`.
+    Damage elsewhere in the file goes unnoticed. The library does not report why it
+    cannot read a file, so `otherwise` then reads it or raises the error.
 
     Source: https://docs.nvidia.com/cuda/nvimagecodec/py_api.html
     """
@@ -29,7 +29,7 @@ class NvimgcodecPicture:
         self.height, self.width = self.stream.height, self.stream.width
 
     def read(self, top: int, left: int, height: int, width: int) -> Tensor:
-        """The pixels of one part: a (3, height, width) uint8 tensor."""
+        """Read the pixels of a rectangle: a (3, height, width) uint8 tensor."""
         region = self.codec.Region(top, left, top + height, left + width)
         part = self.stream.get_sub_code_stream(region=region)
         image = self.decoder.decode(part, params=self.params)
@@ -39,8 +39,8 @@ class NvimgcodecPicture:
 
 
 def open_picture(path: str, otherwise: Callable) -> Any:
-    """Open a file, by `otherwise(path)` if nvImageCodec does not know its kind."""
-    make_decoder(os.getpid())  # a decoder that cannot be made is another matter
+    """Open a file, with `otherwise(path)` if nvImageCodec does not know its format."""
+    make_decoder(os.getpid())  # raises the error if no decoder can be created
     try:
         return NvimgcodecPicture(path, otherwise)
     except RuntimeError:
@@ -49,10 +49,10 @@ def open_picture(path: str, otherwise: Callable) -> Any:
 
 @functools.cache
 def import_library() -> ModuleType:
-    """Import nvImageCodec without its remarks on parts that need a GPU.
+    """Import nvImageCodec without its warnings about parts that need a GPU.
 
     Raises:
-        ImportError: it is not installed, is too old, or not for this machine.
+        ImportError: it is not installed, is too old, or does not support this machine.
     """
     os.environ.setdefault("PYNVIMGCODEC_VERBOSITY", "0")
     stderr = os.dup(2)
@@ -71,7 +71,7 @@ def import_library() -> ModuleType:
 
 @functools.cache
 def make_decoder(process: int) -> tuple[ModuleType, Any, Any]:
-    """The library, and a decoder with its parameters, of one process alone."""
+    """The library, and a decoder with its parameters, one per process."""
     codec = import_library()
     decoder = codec.Decoder(
         device_id=codec.NVIMGCODEC_DEVICE_CPU_ONLY,

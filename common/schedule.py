@@ -11,10 +11,10 @@ from torch.optim.lr_scheduler import LambdaLR
 def learning_rate_factor(
     step: int, steps_per_epoch: int, epochs: int, warmup_epochs: float, schedule: str
 ) -> float:
-    """What the scaled learning rate is multiplied with at a step of the whole run.
+    """The factor of the scaled learning rate at a step, counted from the run's start.
 
     A linear warm-up reaches 1 after `warmup_epochs` (Goyal et al., section 2.2); then
-    either x0.1 every 30 epochs ("step") or half a cosine down to 0 at the end
+    it is multiplied by 0.1 every 30 epochs ("step") or follows half a cosine down to 0
     ("cosine").
     """
     epoch = (step + 1) / steps_per_epoch
@@ -31,8 +31,8 @@ def learning_rate_factor(
 def build_scheduler(
     args: argparse.Namespace, optimizer: torch.optim.Optimizer, steps_per_epoch: int
 ) -> LambdaLR:
-    """Scheduler to be stepped after every optimizer step."""
-    # An fp16 step that overflows is left out, and the scheduler takes it for missing
+    """Make the scheduler; call its step() after every optimizer step."""
+    # An fp16 step that overflows is skipped, and the scheduler warns that it is missing
     warnings.filterwarnings(
         "ignore", r"Detected call of `lr_scheduler\.step\(\)` before"
     )

@@ -1,4 +1,4 @@
-"""Random numbers that depend on a key and on nothing else."""
+"""Random numbers that depend only on a key."""
 
 import random
 
@@ -16,10 +16,10 @@ def seed_from(*key: int) -> int:
 
 
 def seed_augmentation(seed: int, epoch: int, index: int) -> None:
-    """Make what is drawn next for one image a function of (seed, epoch, index) alone.
+    """Make the augmentation of one image depend only on (seed, epoch, index).
 
-    Seeds Python's generator, which the crops draw from, and PyTorch's, which
-    torchvision's transforms do.
+    Seeds Python's generator, which the crops use, and PyTorch's, which torchvision's
+    transforms use.
     """
     number = seed_from(seed, epoch, index)
     torch.default_generator.manual_seed(number)
@@ -27,14 +27,14 @@ def seed_augmentation(seed: int, epoch: int, index: int) -> None:
 
 
 def seed_step(seed: int, epoch: int, step: int, rank: int) -> None:
-    """Make the dropout of one training step a function of (seed, epoch, step, rank).
+    """Make the dropout of one training step depend only on (seed, epoch, step, rank).
 
-    With it a resumed run draws what the uninterrupted one drew. The generators are
-    seeded one by one because torch.manual_seed takes 100 times as long.
+    A resumed run then draws the same numbers as an uninterrupted one. Each generator is
+    seeded separately, because torch.manual_seed takes 100 times as long.
     """
     number = seed_from(seed, epoch, step, rank)
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():
-        # Each GPU of one process its own: nn.DataParallel's replicas drop other units
+        # A different seed per GPU, so that nn.DataParallel's replicas drop other units
         for device, generator in enumerate(torch.cuda.default_generators):
             generator.manual_seed((number + device) % 2**32)

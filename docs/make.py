@@ -1,20 +1,20 @@
-"""Put code, output and tables into README*.md and docs/: nothing else writes there.
+"""Put code, output and tables into README*.md and docs/.
 
     python docs/make.py            # write the pages that change
-    python docs/make.py --check    # name them instead; exit status 1 if there are any
+    python docs/make.py --check    # only name them; exit status 1 if there are any
 
-In a page, the text between <!-- KIND ... --> and <!-- /KIND --> is made here:
+In a page, this script writes the text between <!-- KIND ... --> and <!-- /KIND -->:
 
     region SCRIPT.py NAME      a marked region of one of the five scripts
     statement FILE.py TEXT     the statement that begins with TEXT: a call, a function
     paragraph FILE.py TEXT     the lines around TEXT, from one blank line to the next
     diff ONE.py OTHER.py       the lines in which two scripts differ
-    output LESSON [TITLE]      what a lesson prints, or the parts that begin with TITLE
-    file PATH                  a text as it is
+    output LESSON [TITLE]      a lesson's output, or the parts that begin with TITLE
+    file PATH                  the unchanged text of a file
     table RESULTS PART         a part of results/RESULTS.json: rows, or figures whose
                                names are PART / ROW / COLUMN; "by COLUMN" counts rows
-    ratios UNIT RESULTS PART   measurements, and their ratios to the first of them
-    machine RESULTS            what results/RESULTS.json was measured on and with
+    ratios UNIT RESULTS PART   measurements, and their ratios to the first one
+    machine RESULTS            machine and versions of results/RESULTS.json
 """
 
 import ast
@@ -36,7 +36,7 @@ def block(language: str, text: str) -> str:
 
 
 def python(found: list[str]) -> str:
-    """A fenced block of the only code that was found."""
+    """A fenced block of the code that was found, if it was found once."""
     if len(found) != 1:
         raise ValueError(f"found {len(found)} times")
     return block("python", found[0].strip("\n"))
@@ -74,10 +74,10 @@ def diff(source: str) -> str:
 
 
 def output(source: str) -> str:
-    """What a lesson prints."""
+    """The output of a lesson."""
     lesson, _, title = source.partition(" ")
     text = (ROOT / "results" / "lessons" / f"{lesson}.txt").read_text()
-    pattern = rf"^{re.escape(title)}.*\n(?:[ \t]+.*\n)*"  # and what is indented below
+    pattern = rf"^{re.escape(title)}.*\n(?:[ \t]+.*\n)*"  # and the indented lines below
     text = "".join(re.findall(pattern, text, re.M))
     if not text:
         raise ValueError("found 0 times")
@@ -85,12 +85,12 @@ def output(source: str) -> str:
 
 
 def file(source: str) -> str:
-    """A text as it is."""
+    """The unchanged text of a file."""
     return (ROOT / source).read_text()
 
 
 def results(source: str) -> dict | list:
-    """What was measured, or a part of it."""
+    """The measurements of a file in results/, or a part of them."""
     name, _, part = source.partition(" ")
     report, rows = json.loads((ROOT / "results" / f"{name}.json").read_text()), {}
     if not part or part in report:
@@ -105,7 +105,7 @@ def results(source: str) -> dict | list:
 
 
 def cell(value: object) -> str:
-    """A value as a table shows it."""
+    """Format a value for a table."""
     if isinstance(value, list):
         return ", ".join(map(cell, value))
     if isinstance(value, float):
@@ -115,7 +115,7 @@ def cell(value: object) -> str:
 
 
 def table(source: str) -> str:
-    """A list of rows, or rows by name, or how many rows have each value of a column."""
+    """A table of rows, of rows by name, or of the number of rows per value."""
     source, _, column = source.partition(" by ")
     rows = results(source)
     if column:
@@ -130,7 +130,7 @@ def table(source: str) -> str:
 
 
 def ratios(source: str) -> str:
-    """Candidates, their medians, and their ratios to the first of them."""
+    """A table of candidates, their medians, and their ratios to the first one."""
     unit, _, source = source.partition(" ")
     text = f"|  | {unit} | ratio (quartiles) |\n| --- | --- | --- |\n"
     for name, row in results(source).items():
@@ -140,7 +140,7 @@ def ratios(source: str) -> str:
 
 
 def machine(source: str) -> str:
-    """Everything that is one value in the results."""
+    """All single values in the results, in one sentence."""
     facts = []
     for name, value in results(source).items():
         if name == "argv":
@@ -155,7 +155,7 @@ KINDS = {make.__name__: make for make in MAKERS}
 
 
 def made(page: Path) -> str:
-    """A page with what its markers ask for; a ValueError where it cannot be made."""
+    """A page with the content of its markers; a ValueError if one cannot be made."""
     shown: dict[str, str] = {}
 
     def section(match: re.Match) -> str:

@@ -1,1 +1,1 @@
-"""What happens between the shell and a script's main()."""
+"""The steps between the shell and a script's main()."""

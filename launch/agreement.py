@@ -1,4 +1,4 @@
-"""What all processes of a run must have in common, compared before they train."""
+"""Checks before training that all processes of a run were started alike."""
 
 import argparse
 import time
@@ -13,8 +13,8 @@ from common.checkpoint import open_checkpoint
 from common.data import digest_of, fingerprint
 from common.errors import UserError, speaks_for_machine
 
-# A process's place in the job, how long it waits, where its machine has its folders
-# (their content is compared), and how many loader processes it has
+# A process's place in the job, its timeout, its machine's folders (their content is
+# compared) and its number of loader processes
 MAY_DIFFER = {
     *("local_rank", "node_rank", "dist_url", "timeout"),
     *("data", "output", "resume", "workers"),
@@ -31,9 +31,9 @@ def agree(
 ) -> tuple[Path, dict] | None:
     """Check that all processes were started alike; otherwise they could hang.
 
-    Each process fills its own row of a table of zeros with a digest of each fact, and
-    the sum over all processes is the table of all. Call it after build_loader, whose
-    loader processes are better not forked from a process that communicates.
+    Each process writes a digest of each fact into its row of a table of zeros; the sum
+    over all processes is the complete table. Call it after build_loader: a process that
+    communicates should not fork loader processes.
 
     Args:
         all_reduce: returns the sum of a float64 tensor over all processes.
@@ -43,9 +43,9 @@ def agree(
         The checkpoint to resume, the same in all processes; None for a fresh start.
 
     Raises:
-        UserError: the batch or the validation images are not enough for all processes,
-            or a fact differs: a flag, the kind of device, PyTorch's version, names and
-            order of the images, the checkpoint.
+        UserError: there are too few images in the batch or the validation set, or a
+            fact differs: a flag, the kind of device, PyTorch's version, names and order
+            of the images, the checkpoint.
     """
     check_batch(args, world_size)
     if len(datasets[1]) < world_size:
@@ -58,14 +58,14 @@ def agree(
         for name, value in vars(args).items()
         if name not in MAY_DIFFER
     }
-    facts["--decoder"] = args.decoder == "pil"  # the two others have the same pixels
+    facts["--decoder"] = args.decoder == "pil"  # the others give the same pixels
     facts["--device"] = device.type
     facts["PyTorch's version"] = torch.__version__.split("+")[0]
     facts["the training images"], facts["the validation images"] = map(
         fingerprint, datasets
     )
     checkpoint = open_checkpoint(args)
-    # Sums and timings belong to one moment of one run; weights take long to digest
+    # Sums and timings identify one moment of one run; hashing weights would take long
     moment = ("epoch", "step", "sums", "records") if checkpoint else ()
     facts["the checkpoint"] = [checkpoint[1][name] for name in moment]
     table = torch.zeros(world_size, len(facts), dtype=torch.float64)

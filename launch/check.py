@@ -1,12 +1,12 @@
-"""Look at a command line once, in one process, before a launcher starts the others.
+"""Check a command line once, in one process, before a launcher starts the others.
 
     python -m launch.check [--nproc-per-node N] [--nnodes N] SCRIPT FLAGS
 
-A mistake in flags, data or checkpoint ends with status 2 and one line, where a launcher
-would wrap it into a page per process. Else this prints the number of processes on all
+A mistake in flags, data or checkpoint ends with one line and status 2, instead of the
+launcher's page per process. Otherwise this prints the number of processes on all
 machines, and the compute threads of each: `8 4`. By default there is one process per
-GPU, or 2 on a CPU. HOSTS=a:4,b:4 in the environment gives machines and processes.
-launch/torchrun.py does the same before it starts processes.
+GPU, or 2 on a CPU. HOSTS=a:4,b:4 in the environment names machines and their processes.
+launch/torchrun.py makes the same checks before it starts processes.
 """
 
 import argparse
@@ -36,15 +36,15 @@ def check(
     world_size: int | None = None,
     script: ModuleType | None = None,
 ) -> None:
-    """Raise what training with these arguments would stumble over.
+    """Raise the errors that training with these arguments would raise.
 
-    Leaves the GPUs alone: the caller only starts the processes that use them.
+    This initialises no GPU: the caller only starts the processes that use GPUs.
 
     Args:
-        args: of the script.
-        processes: on this machine.
-        world_size: processes on all machines, by default `args.nnodes` times as many.
-        script: if given, data and model are only checked if it has our functions.
+        args: the script's arguments.
+        processes: the number on this machine.
+        world_size: the number on all machines, by default `args.nnodes` times as many.
+        script: if given, data and model are checked only if it uses our functions.
     """
     backend = getattr(args, "backend", "no process group")
     check_devices(args.device, processes, backend)
@@ -61,7 +61,7 @@ def check(
         classes = images.classes if images else open_folders(args)[1]
         if build_model in used:
             check_image_size(args, len(classes))
-    # On more machines than this one rank 0 can have the lock by now, for the same run
+    # On several machines, rank 0 of the same run may already hold the lock
     if world_size == processes and not args.evaluate:
         lock = lock_output(Path(args.output))
         if lock is not None:
@@ -70,7 +70,7 @@ def check(
 
 
 def check_shared_memory(args: Namespace, batch_size: int) -> None:
-    """Check that there is room for the batches which loader processes prepare.
+    """Check that shared memory has room for the batches of loader processes.
 
     Source: https://docs.pytorch.org/docs/stable/multiprocessing.html#sharing-strategies
     """
@@ -82,7 +82,7 @@ def check_shared_memory(args: Namespace, batch_size: int) -> None:
     if args.data and size and free < needed:
         raise UserError(
             f"{SHARED_MEMORY} has {free >> 20} MiB free, and the batches of "
-            f"{args.workers} loader processes take {needed >> 20} MiB: make it larger "
+            f"{args.workers} loader processes need {needed >> 20} MiB: make it larger "
             "(docker run --shm-size), or lower --workers"
         )
 
@@ -91,17 +91,17 @@ def load_script(script: Path) -> ModuleType:
     """Import a training script, without running it."""
     if not script.is_file():
         raise UserError(f"{script}: there is no such script")
-    sys.argv[0] = str(script)  # whose name mistakes are reported under
+    sys.argv[0] = str(script)  # error messages begin with this name
     spec = importlib.util.spec_from_file_location(script.stem, script)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     if not hasattr(module, "arguments"):
-        raise UserError(f"{script} has no arguments(), which parses its flags")
+        raise UserError(f"{script} has no arguments(), a function that parses flags")
     return module
 
 
 def processes_per_machine(device: str) -> int:
-    """Training processes of a machine by default: one per GPU, 2 on a CPU."""
+    """The default number of processes on a machine: one per GPU, 2 on a CPU."""
     return (usable_gpus() if device != "cpu" else 0) or 2
 
 
@@ -110,12 +110,12 @@ def number_of_processes(text: str, device: str) -> int:
     if text == "auto":
         return processes_per_machine(device)
     if not text.isdecimal() or not int(text):
-        raise UserError(f"NPROC={text} is no number of processes")
+        raise UserError(f"NPROC={text} is not a number of processes")
     return int(text)
 
 
 def set_threads(processes: int) -> None:
-    """Share this machine's cores evenly, as compute threads of its processes."""
+    """Divide this machine's cores evenly among its processes, as compute threads."""
     threads = max(1, machine_cores() // processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
 
@@ -142,8 +142,8 @@ def main() -> None:
         if not all(slot.isdecimal() and int(slot) for slot in slots):
             raise UserError(f"HOSTS={hosts} is not of the form a:4,b:4")
         if launch.nproc_per_node != "auto":
-            raise UserError("NPROC does not go with HOSTS, which tells the processes")
-        # Of which entry this machine is, if of any, is not known
+            raise UserError("NPROC cannot be combined with HOSTS, which has numbers")
+        # Which entry is this machine, if any, is not known
         processes, world_size = min(map(int, slots)), sum(map(int, slots))
     else:
         processes = number_of_processes(launch.nproc_per_node, args.device)

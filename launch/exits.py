@@ -24,8 +24,8 @@ from common.errors import (
     this_process,
 )
 
-# What Gloo, NCCL, TCPStore, Horovod and DataLoader say when another process, or one of
-# the loader processes, is gone or silent. A GPU alone may time out too
+# Messages of Gloo, NCCL, TCPStore, Horovod and DataLoader when another process or a
+# loader process died or hangs. A single GPU can time out too
 LOST_PROCESS = re.compile(
     r"connection (was )?(closed|reset|refused|timed out)|broken pipe|failed to recv"
     r"|(operations?( have failed or)?|client socket|socket \S+) (has )?timed out"
@@ -40,41 +40,40 @@ PORT_IN_USE = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 
 
 class Stopped(Exception):
-    """A signal asked for the end, and what was reached has been saved: the text."""
+    """A signal asked the run to stop, and it was saved; the text is its position."""
 
 
 class Watchdog:
-    """Remembers that a signal asked for the end, and ends a process that hangs.
+    """Remembers that a signal asked the run to stop, and ends a process that hangs.
 
-    A signal only sets `stop_requested`, which the training loop reads when the sums
-    are added up, so that all processes stop after the same step.
+    A signal only sets `stop_requested`. The training loop reads it when the sums are
+    added up, so that all processes stop after the same step.
 
-    Not every communication library gives up on a process that is silent (Horovod over
-    MPI does not, and a GPU may wait in NCCL for a process that is dead). So a thread
-    ends this process, wherever its main thread waits:
+    Not every communication library gives up on a process that does not answer (Horovod
+    over MPI does not, and a GPU may wait in NCCL for a dead process). So a thread ends
+    this process, whatever its main thread waits for:
 
-    - when no batch is finished for `timeout`, and `GRACE` seconds more, in which a
-      library may report what it knows; the first batch, which may compile, has three
-      times as long. Only seconds in which this process runs count, so that one that
-      was suspended continues.
-    - at a second signal, `PATIENCE` seconds or more after the first, if no batch was
-      finished between the two.
+    - if it finishes no batch within `timeout` plus `GRACE` seconds, in which a library
+      may report the reason. The first batch, which may compile, may take three times
+      as long. Time in which the process is suspended does not count.
+    - at a second signal, `PATIENCE` seconds or more after the first, if it finished no
+      batch between the two.
     """
 
     GRACE = 5
-    PATIENCE = 2  # launchers hand one Ctrl-C on several times
+    PATIENCE = 2  # launchers pass one Ctrl-C on several times
 
     def __init__(self, timeout: timedelta, catch: bool = True):
-        """Begin to watch.
+        """Start to watch.
 
         Args:
-            timeout: longest time without a batch.
-            catch: False leaves signals alone, where there is nothing to save.
+            timeout: the longest time without a batch.
+            catch: whether to handle signals; False if there is nothing to save.
         """
         self.stop_requested = False
         self.limit = int(timeout.total_seconds()) + self.GRACE
         self.fed = False
-        # Python runs a handler in the main thread; the pipe is written by any
+        # Python runs handlers in the main thread, which may hang; any thread fills this
         arrived, written = os.pipe()
         if catch:
             os.set_blocking(written, False)
@@ -84,7 +83,7 @@ class Watchdog:
         threading.Thread(target=self._watch, args=(arrived,), daemon=True).start()
 
     def feed(self) -> None:
-        """Tell that a batch is finished."""
+        """Report that a batch is finished."""
         self.fed = True
 
     def _remember(self, number: int, frame: object) -> None:
@@ -107,8 +106,8 @@ class Watchdog:
                 end_children()
                 os._exit(1)
         complain(
-            f"{this_process()} finished no batch for {self.limit} s, another process "
-            "or the data hangs (--timeout-seconds sets how long to wait)"
+            f"{this_process()} finished no batch for {self.limit} s: another process "
+            "or the data loading hangs (--timeout-seconds sets the limit)"
         )
         end_children()
         os._exit(1)
@@ -120,12 +119,11 @@ def exit_status(number: int | None = None) -> Iterator[None]:
 
     0 done; 2 bad input or a missing dependency; 143 stopped by a signal after saving;
     130 interrupted before there was anything to save; 1 everything else. If another
-    process was lost this one reports it in a line; what is left is a bug, and keeps its
-    traceback.
+    process died, this one reports it in one line; any other exception is a bug and
+    keeps its traceback.
 
     Args:
-        number: this process's on its machine, if no launcher put it into the
-            environment.
+        number: the local rank, if no launcher put it into the environment.
     """
     end_with_launcher()
     if number is not None:
@@ -138,7 +136,7 @@ def exit_status(number: int | None = None) -> Iterator[None]:
         leave(error.status)
     except Stopped as stop:
         if speaks_for_machine():
-            say(f"stopped after {stop}, which is saved; continue with --resume auto")
+            say(f"stopped after {stop}, which is saved; resume with --resume auto")
         leave(143)
     except KeyboardInterrupt:
         leave(130)
@@ -148,7 +146,7 @@ def exit_status(number: int | None = None) -> Iterator[None]:
             port = re.search(r"port: (\d+)", str(error))
             complain(f"port {port[1] if port else ''} is in use: choose another one")
             leave(2)
-        # A loader process that dies also closes what it sends its batches through
+        # A loader process that dies also closes the connection for its batches
         lost = isinstance(error, RuntimeError | ConnectionError)
         if not lost or not LOST_PROCESS.search(str(error)):
             traceback.print_exc()
@@ -158,22 +156,22 @@ def exit_status(number: int | None = None) -> Iterator[None]:
 
 
 def told(error: Exception) -> str:
-    """What a library reports, without its own file names and good wishes."""
+    """A library's message, without its source location and advice."""
     line = str(error).strip().splitlines()[0]
     return re.sub(r"^\[\S+:\d+\] | This is typically caused by .*", "", line)
 
 
 def end_with_launcher() -> None:
-    """Have torchrun's death end this process too, by SIGTERM, so that it saves before.
+    """Make the kernel send this process SIGTERM when torchrun dies, so that it saves.
 
-    torchrun starts each process in a session of its own; killed, it leaves them
-    running. Our launch scripts tell their process id in LAUNCHER_PID: if that process
+    torchrun starts each process in its own session, so they keep running if torchrun is
+    killed. Our launch scripts put their process id into LAUNCHER_PID: if that process
     died before this one asked for the signal, this one ends here.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         PR_SET_PDEATHSIG = 1  # https://man7.org/linux/man-pages/man2/prctl.2.html
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        launcher = os.environ.pop("LAUNCHER_PID", None)  # not for processes it starts
+        launcher = os.environ.pop("LAUNCHER_PID", None)  # not for its children
         if launcher not in (None, str(os.getppid())):
             os._exit(1)
 

@@ -14,14 +14,14 @@ LOOPBACK = "lo"
 
 
 class Machines(NamedTuple):
-    """What a launch script is told about the machines of its job."""
+    """The machines of a job, as the environment describes them."""
 
     count: int = 1
-    rank: int | None = None  # of this one; None where the rendezvous numbers them
+    rank: int | None = None  # of this machine; None if the rendezvous numbers them
     host: str | None = None  # where they meet; None on a single machine
     port: int = 0
     max_restarts: int = 0
-    join_seconds: int = 45  # how long one waits for the others
+    join_seconds: int = 45  # how long a machine waits for the others
 
     @property
     def serves(self) -> bool:
@@ -33,13 +33,13 @@ def machines_from_environment(environment: Mapping[str, str]) -> Machines:
     """Read NNODES and the variables that belong to it.
 
     Raises:
-        UserError: a value is missing, no number, or contradicts another.
+        UserError: a value is missing, is not a number, or contradicts another.
     """
 
     def number(name: str, default: int, smallest: int) -> int:
         text = environment.get(name) or str(default)
         if not text.isdecimal() or int(text) < smallest:
-            raise UserError(f"{name}={text} is no whole number from {smallest} on")
+            raise UserError(f"{name}={text} is not a whole number from {smallest} up")
         return int(text)
 
     count, restarts = number("NNODES", 1, 1), number("MAX_RESTARTS", 0, 0)
@@ -69,7 +69,7 @@ def machines_from_environment(environment: Mapping[str, str]) -> Machines:
 def host_and_port(
     text: str, setting: str, default: int | None = None
 ) -> tuple[str, int]:
-    """Read HOST:PORT, or HOST where there is a default; `setting` is for the error."""
+    """Read HOST:PORT, or HOST if there is a default; `setting` is for the error."""
     host, colon, port = text.rpartition(":")
     if not colon and default:
         return text, default
@@ -79,9 +79,9 @@ def host_and_port(
 
 
 def use_loopback() -> None:
-    """Have Gloo and NCCL listen on loopback alone, unless told otherwise.
+    """Make Gloo and NCCL listen only on loopback, unless their variables are set.
 
-    The default is the interface that the host name leads to, or any but loopback:
+    By default Gloo uses the host name's interface, and NCCL any except loopback:
     https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname
     """
     if Path("/sys/class/net", LOOPBACK).exists():
@@ -92,7 +92,7 @@ def use_loopback() -> None:
 def own_address(host: str, port: int) -> str | None:
     """The address of this machine on the network over which it reaches `host`.
 
-    None where it is loopback, as of a host name that leads there, or unknown.
+    None if it is loopback or unknown.
     """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
@@ -105,15 +105,15 @@ def own_address(host: str, port: int) -> str | None:
 
 
 def check_own_address() -> None:
-    """Check that others can reach this machine by its own name, which Gloo tells them.
+    """Check that others can reach this machine by its host name, which Gloo sends them.
 
-    Debian's installer has the name lead to loopback.
+    Debian's installer makes that name resolve to loopback.
     """
     name = socket.gethostname()
     if "GLOO_SOCKET_IFNAME" not in os.environ and own_address(name, 1) is None:
         raise UserError(
             f"the host name {name} leads to loopback or nowhere, where other machines "
-            "cannot reach this one: set INTERFACE to the network that joins them, for "
+            "cannot reach this one: set INTERFACE to the network between them, for "
             "example INTERFACE=eth0 (ip -brief addr lists them)"
         )
 
@@ -130,7 +130,7 @@ def belongs_here(host: str) -> bool:
 
 
 def reach(host: str, port: int, seconds: int) -> None:
-    """Wait until somebody listens at a port; end this process where nobody does."""
+    """Wait until something listens at a port; end this process if nothing does."""
     until = time.monotonic() + seconds
     while True:
         try:

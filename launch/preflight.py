@@ -1,4 +1,4 @@
-"""Check that all processes of a job are there and reach one another, before it runs.
+"""Check before a run that all its processes exist and can reach each other.
 
     python -m launch.preflight [--nprocs 4]      # one process per GPU, or 2 on a CPU
     torchrun --standalone --nproc-per-node=4 -m launch.preflight
@@ -8,9 +8,9 @@
 
 Each process registers with rank 0, computes something on its device and takes part in
 an all-reduce. Rank 0 prints a line for each, or names those that did not get that far
-within --timeout-seconds; then all end with status 1. Device, backend and number of
-processes can be given as a training script and its flags. The first form reads NNODES
-and its like (docs/multinode.md): several machines then need no other launcher.
+within --timeout-seconds; then all end with status 1. Instead of options, you can give a
+training script and its flags. The first form also reads NNODES and the related
+variables (docs/multinode.md), so several machines need no other launcher.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from launch.spawn import wait_for
 
 PORT = 29511
 LOOPBACK = "127.0.0.1"
-# What each process does, and what it did not do where it does not get that far
+# The stages of each process, and the message if it does not finish one
 STAGES = {
     "host": "did not register",
     "device": "registered, but its device did not answer",
@@ -53,7 +53,7 @@ STAGES = {
 
 
 def ranks_of_launcher(environment: Mapping[str, str], slurm: bool) -> Ranks | None:
-    """Read the ranks that a launcher handed down; None where there was no launcher.
+    """Read the ranks that a launcher set; None without a launcher.
 
     Source: https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html
     """
@@ -93,14 +93,14 @@ def main() -> None:
 def worker(
     local_rank: int, args: Namespace, number: int, count: int, host: str, port: int
 ) -> None:
-    """What each process runs that was started without a launcher."""
+    """The body of each process, without a launcher."""
     with exit_status(local_rank):
         rank, size = number * args.nprocs + local_rank, count * args.nprocs
         take_part(args, Ranks(rank, local_rank, size, args.nprocs), host, port)
 
 
 def open_store(host: str, port: int, serve: bool, seconds: int) -> dist.TCPStore:
-    """Serve the store, on loopback alone where all meet there, or connect to it."""
+    """Serve the store (only on loopback, if all meet there), or connect to it."""
     options = {"timeout": timedelta(seconds=6 * seconds), "wait_for_workers": False}
     if serve:
         address = (LOOPBACK if host == LOOPBACK else "", port)
@@ -109,14 +109,14 @@ def open_store(host: str, port: int, serve: bool, seconds: int) -> dist.TCPStore
         options |= {"is_master": True, "master_listen_fd": listener.detach()}
     else:
         reach(host, port, seconds)
-    timer = end_after(seconds, f"what listens at {host}:{port} is not rank 0")
+    timer = end_after(seconds, f"the listener at {host}:{port} is not rank 0")
     store = dist.TCPStore(host, port, **options)
     timer.cancel()
     return store
 
 
 def end_after(seconds: float, problem: str) -> threading.Timer:
-    """End this process with a line, unless the timer is cancelled before."""
+    """End this process with one line, unless the timer is cancelled first."""
     timer = threading.Timer(seconds, lambda: (complain(problem), os._exit(1)))
     timer.daemon = True
     timer.start()
@@ -126,7 +126,7 @@ def end_after(seconds: float, problem: str) -> threading.Timer:
 def take_part(
     args: Namespace, ranks: Ranks, host: str, port: int, serve: bool = False
 ) -> None:
-    """Go through all stages, and end as rank 0 says."""
+    """Go through all stages, and exit with the status that rank 0 decides."""
     rank, size, seconds = ranks.rank, ranks.world_size, args.seconds
     end_after(5 * seconds, f"rank {rank}: rank 0 did not answer")
     store = open_store(host, port, serve, seconds)
@@ -147,13 +147,13 @@ def take_part(
         store.set(f"problem {rank}", told(error) if str(error) else repr(error))
     problem = store.get("end")
     time.sleep(0 if rank else 1)  # rank 0 may serve the store
-    leave(1 if problem else 0)  # no destructor of a library waits for anybody
+    leave(1 if problem else 0)  # skip the libraries' destructors, which could wait
 
 
 def all_reduce(
     store: dist.Store, ranks: Ranks, backend: str, device: torch.device, seconds: int
 ) -> float:
-    """Sum over all processes, twice; returns milliseconds of the second time."""
+    """Sum over all processes, twice; returns the milliseconds of the second sum."""
     if backend == "horovod":
         import horovod.torch as hvd
 
@@ -179,7 +179,7 @@ def all_reduce(
 
 
 def judge(store: dist.Store, world_size: int, seconds: int) -> None:
-    """Follow all processes, print what comes of it, and tell them the end."""
+    """Follow all processes, print the result, and tell them that it is over."""
     problem = ""
     for stage, failure in STAGES.items():
         until = time.monotonic() + seconds
@@ -187,7 +187,7 @@ def judge(store: dist.Store, world_size: int, seconds: int) -> None:
             time.sleep(0.1)
             hosts = read(store, "host", world_size)
             if read(store, "problem", world_size):
-                time.sleep(1)  # others may only tell that they lost the one to blame
+                time.sleep(1)  # others may report only that they lost the culprit
                 told = read(store, "problem", world_size)
                 hosts = read(store, "host", world_size)
                 rank = min(told, key=lambda rank: bool(LOST_PROCESS.search(told[rank])))
@@ -213,21 +213,21 @@ def judge(store: dist.Store, world_size: int, seconds: int) -> None:
 
 
 def read(store: dist.Store, key: str, world_size: int) -> dict[int, str]:
-    """What the processes have stored under a key, by rank."""
+    """The values that the processes have stored under a key, by rank."""
     found = [rank for rank in range(world_size) if store.check([f"{key} {rank}"])]
     return {rank: store.get(f"{key} {rank}").decode() for rank in found}
 
 
 def arguments() -> Namespace:
-    """Parse the command line, and that of the training script behind it."""
+    """Parse the command line, and the training script's flags that follow it."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
-    add("--backend", choices=("nccl", "gloo", "horovod"), help="by the device")
+    add("--backend", choices=("nccl", "gloo", "horovod"), help="default: by device")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--nprocs", metavar="N", default="auto", help="without a launcher")
+    add("--nprocs", metavar="N", default="auto", help="if no launcher starts them")
     add("--timeout-seconds", metavar="N", dest="seconds", type=int, default=30)
-    add("script", nargs="?", type=Path, help="a training script, its flags behind it")
+    add("script", nargs="?", type=Path, help="a training script, followed by its flags")
     add("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.machines = None

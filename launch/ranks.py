@@ -1,4 +1,4 @@
-"""The place of this process in a job, by a launcher's variables."""
+"""The place of this process in a job, from the launcher's variables."""
 
 import re
 from argparse import ArgumentParser
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from common.errors import UserError
 
-# In the order of Ranks: as torchrun and torch.distributed.launch name them, and srun
+# The variables of torchrun and torch.distributed.launch, and of srun, in Ranks' order
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_TASKS_PER_NODE")
 
@@ -22,13 +22,13 @@ class Ranks(NamedTuple):
 
 
 def ranks_from_environment(environment: Mapping[str, str]) -> Ranks:
-    """Read the ranks that torchrun, torch.distributed.launch or srun hand down.
+    """Read the ranks that torchrun, torch.distributed.launch or srun have set.
 
     Args:
         environment: os.environ, or a mapping like it.
 
     Raises:
-        UserError: a variable is missing, no number, or out of range.
+        UserError: a variable is missing, not a number, or out of range.
 
     Sources: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
     and https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
@@ -64,7 +64,7 @@ def ranks_from_environment(environment: Mapping[str, str]) -> Ranks:
 
 
 def _tasks(text: str, environment: Mapping[str, str]) -> int:
-    """The number of tasks of this machine, of a number or Slurm's "2(x3),1"."""
+    """The number of tasks on this machine, from a number or Slurm's "2(x3),1"."""
     if text.isdecimal():
         return int(text)
     tasks = []
@@ -75,6 +75,6 @@ def _tasks(text: str, environment: Mapping[str, str]) -> int:
 
 def add_launcher_flags(parser: ArgumentParser) -> None:
     """Add the flags of scripts under torchrun or torch.distributed.launch."""
-    parser.add_argument("--backend", choices=("nccl", "gloo"), help="by the device")
-    ignored = "accepted for older launchers"
-    parser.add_argument("--local-rank", "--local_rank", help=ignored)
+    backends = "default: nccl on GPUs, gloo on CPUs"
+    parser.add_argument("--backend", choices=("nccl", "gloo"), help=backends)
+    parser.add_argument("--local-rank", "--local_rank", help="for older launchers")

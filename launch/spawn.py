@@ -15,10 +15,10 @@ from launch.machines import host_and_port, use_loopback
 
 
 def rendezvous(args: Namespace) -> str:
-    """Where the processes of multiprocessing_distributed.py are to meet.
+    """Where the processes of multiprocessing_distributed.py meet.
 
-    On a single machine that is a file, so that nothing listens for it; on several it
-    is `--dist-url`, where rank 0 waits for the others as long as --timeout-seconds.
+    On a single machine that is a file, so no port is opened; on several it is
+    `--dist-url`, where rank 0 waits up to --timeout-seconds for the others.
 
     Args:
         args: with dist_url, nnodes.
@@ -36,7 +36,7 @@ def rendezvous(args: Namespace) -> str:
             folder.cleanup()
             leave(130)  # an ordinary exit would wait for the processes
 
-        for number in SIGNALS:  # until wait_for() hands them on
+        for number in SIGNALS:  # until wait_for() passes them on
             signal.signal(number, end)
         return f"file://{folder.name}/store"
     host_and_port(args.dist_url.removeprefix("tcp://"), f"--dist-url {args.dist_url}")
@@ -44,11 +44,11 @@ def rendezvous(args: Namespace) -> str:
 
 
 def wait_for(children: torch.multiprocessing.ProcessContext) -> None:
-    """Wait for the processes of torch.multiprocessing.spawn, and end as they end.
+    """Wait for the processes of torch.multiprocessing.spawn; exit with their status.
 
-    Signals are handed on, so that the children can save and this process outlives them;
+    Signals are passed on, so that the children can save before this process ends;
     otherwise it would die or hang and leave them behind. When one child fails, the
-    others get 10 seconds to notice, then SIGTERM, then SIGKILL.
+    others have 10 seconds to end, then get SIGTERM, then SIGKILL.
     """
 
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)

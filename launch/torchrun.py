@@ -5,11 +5,11 @@
 It is torchrun with four differences:
 
 - Flags, data and checkpoint are checked once, before any process starts.
-- On one machine nothing listens but on loopback: `torchrun --standalone` would open its
-  store, from which it unpickles, on every network interface.
-- A process that fails is one line, and bad input (status 2) is never restarted.
-- NNODES and its like come from the environment (docs/multinode.md). So does
-  LAUNCHER=launch, for the older torch.distributed.launch.
+- On one machine, it listens only on loopback. `torchrun --standalone` would open its
+  store, whose content it unpickles, on every network interface.
+- A process that fails prints one line; bad input (status 2) does not restart the job.
+- NNODES and the related variables come from the environment (docs/multinode.md), and so
+  does LAUNCHER=launch, for the older torch.distributed.launch.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ from launch.machines import (
     use_loopback,
 )
 
-SAID = (1, 2, 130, 143)  # the process has said why; see exit_status()
+SAID = (1, 2, 130, 143)  # the process has printed the reason; see exit_status()
 FINAL = "bad input"  # a key of the store that all machines see
 MODULES = {"torchrun": "torch.distributed.run", "launch": "torch.distributed.launch"}
 
@@ -67,13 +67,13 @@ class LoopbackRendezvous(StaticTCPRendezvous):
         return "loopback"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Begin, or begin again after a restart, which needs an empty store.
+        """Start, or restart, with an empty store.
 
         Source: https://github.com/pytorch/pytorch/issues/135712
         """
         listener = socket.create_server(("127.0.0.1", 0))
         address = listener.getsockname()
-        # Without a listener of ours a store listens on all networks
+        # Without our own listener, the store would listen on all interfaces
         fd = listener.detach()
         options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": fd}
         self.store = TCPStore(*address, **options)
@@ -81,7 +81,7 @@ class LoopbackRendezvous(StaticTCPRendezvous):
 
 
 def options_for(machines: Machines) -> list[str]:
-    """What torchrun is told about the machines."""
+    """torchrun's options for the machines."""
     options = ["--nnodes", str(machines.count)]
     options += ["--max-restarts", str(machines.max_restarts)]
     if machines.host is None:
@@ -94,7 +94,7 @@ def options_for(machines: Machines) -> list[str]:
         return [*options, "--rdzv-conf", f"timeout={seconds}"]
     options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host}:{port}"]
     options += ["--rdzv-id", os.environ.get("RDZV_ID") or "several-machines"]
-    # By default torchrun tells the others this machine's name, which may lead nowhere
+    # By default torchrun sends the others this machine's name, which may not resolve
     address = own_address(host, port)
     options += ["--local-addr", address] if address else []
     conf = f"is_host={machines.serves},join_timeout={seconds},read_timeout={seconds}"
@@ -102,7 +102,7 @@ def options_for(machines: Machines) -> list[str]:
 
 
 def end_at_bad_input() -> None:
-    """Have the launchers of all machines end with status 2 when one process does."""
+    """Make the launchers of all machines exit with status 2 when one process does."""
     monitor = LocalElasticAgent._monitor_workers
 
     def monitor_workers(agent, group):
@@ -115,7 +115,7 @@ def end_at_bad_input() -> None:
                 agent._store.set(FINAL, "")
             if agent._store.check([FINAL]):
                 if final and others:
-                    time.sleep(3)  # until the others have looked
+                    time.sleep(3)  # so that the others can read it
                 raise SystemExit(2)
         if result.failures and agent._remaining_restarts:
             left = f"{agent._remaining_restarts} of MAX_RESTARTS left"
@@ -128,16 +128,16 @@ def end_at_bad_input() -> None:
 def run(launcher: str, machines: Machines, arguments: list[str]) -> int:
     """Run one of PyTorch's launchers in this process; returns the exit status.
 
-    That is the status of the process that failed first, 2 where any met bad input, and
-    1 where a signal ended it or the launcher, or a machine was lost.
+    That is the status of the process that failed first; 2 if any process met bad input;
+    1 if a signal ended the process or the launcher, or if a machine was lost.
     """
-    # Its pages about each process that failed; we print one line about the first
+    # torchrun logs a page per failed process; we print one line about the first
     api = "torch.distributed.elastic.multiprocessing.api"
     logging.getLogger(api).setLevel(logging.CRITICAL)
     try:
         module = importlib.import_module(MODULES[launcher])
         module.main([*options_for(machines), *arguments])
-    except SystemExit as ended:  # of end_at_bad_input(), or of torchrun's own options
+    except SystemExit as ended:  # from end_at_bad_input(), or torchrun's own parser
         return ended.code
     except ChildFailedError as error:
         rank, failure = root_cause(error.failures)
@@ -147,7 +147,7 @@ def run(launcher: str, machines: Machines, arguments: list[str]) -> int:
     except SignalException as error:
         say(f"{launcher} ended by signal {int(error.sigval)}")
         return 1
-    except (RendezvousError, RuntimeError) as error:  # the second is of a store
+    except (RendezvousError, RuntimeError) as error:  # a store raises the second
         cause = error.__cause__ or error
         if machines.host is None or PORT_IN_USE.search(str(cause)):
             raise cause from None
@@ -162,7 +162,7 @@ def run(launcher: str, machines: Machines, arguments: list[str]) -> int:
 
 
 def how_ended(rank: int, failure: ProcessFailure) -> str:
-    """Name the rank and its exit status or signal."""
+    """The rank, and its exit status or signal, in words."""
     status = failure.exitcode
     how = f"by {failure.signal_name()}" if status < 0 else f"with status {status}"
     return f"rank {rank} on {socket.gethostname()} ended {how}"
@@ -171,8 +171,8 @@ def how_ended(rank: int, failure: ProcessFailure) -> str:
 def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
     """The rank that failed first.
 
-    Among the others, of which torchrun notes the exit statuses too, are those that lost
-    it (1), and those that torchrun ended: by SIGTERM, and 30 seconds later by SIGKILL.
+    The others are processes that lost it (status 1), or that torchrun ended by SIGTERM
+    and, 30 seconds later, by SIGKILL.
     """
     first = min(failure.timestamp for failure in failures.values())
 
@@ -208,11 +208,11 @@ def main() -> None:
     else:
         if not machines.serves:
             reach(machines.host, machines.port, machines.join_seconds)
-        # Else a machine that comes back and those that stayed number their runs
-        # differently: https://github.com/pytorch/pytorch/issues/135712
+        # Otherwise a machine that comes back numbers its runs differently from those
+        # that stayed: https://github.com/pytorch/pytorch/issues/135712
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ["LAUNCHER_PID"] = str(os.getpid())  # see end_with_launcher()
-    # torchrun would die of SIGUSR1, which Slurm can send; SIGTERM makes it end the job
+    # SIGUSR1, which Slurm can send, would kill torchrun; SIGTERM makes it end the job
     signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     end_at_bad_input()
     words = ["--nproc-per-node", str(processes), str(launch.script), *flags]

@@ -2,22 +2,22 @@
 # Try every strategy on a real GPU (tests/gpu), then time them (benchmarks/gpu.py).
 #
 #   bash scripts/gpu_check.sh [arguments of pytest]
-#   bash scripts/gpu_check.sh --last-failed      # again what failed or was not run, then further timings
-#   bash scripts/gpu_check.sh --rehearse-gpu     # on the CPU, at small sizes, what can run there
+#   bash scripts/gpu_check.sh --last-failed      # only what failed or was not run, then further timings
+#   bash scripts/gpu_check.sh --rehearse-gpu     # what a CPU can run, at small sizes
 #
-# OUTPUT/summary.md says what came out; timings that are there are not taken again. Needs PyTorch with CUDA,
-# torchvision, tqdm and pytest, and no network: pure Python wheels that lie beside this folder are used (say of
-# tqdm, pytest-timeout), and Horovod is built from a horovod-*.tar.gz there where it is missing. Exit status: 1
-# where something failed or was not run.
+# The results are in OUTPUT/summary.md; existing timings are kept. It needs PyTorch with CUDA, torchvision, tqdm
+# and pytest, but no network: it uses pure Python wheels in the folder that contains this project (tqdm or
+# pytest-timeout, for example). If Horovod is missing, it is built from a horovod-*.tar.gz in the same place.
+# The exit status is 1 if something failed or was not run.
 case " $* " in *" --help "* | *" -h "*)
     sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
     exit 0
     ;;
 esac
 MINUTES=${MINUTES:-9} # for all of it
-OUTPUT=${OUTPUT:-}    # results/gpu; of a rehearsal runs/gpu_check/rehearsal
-GPU_TIMINGS=${GPU_TIMINGS:-yes} # no: the rows alone
-PYTHON=${PYTHON:-}    # .venv/bin/python, else python3
+OUTPUT=${OUTPUT:-}    # results/gpu; for a rehearsal runs/gpu_check/rehearsal
+GPU_TIMINGS=${GPU_TIMINGS:-yes} # no: only the tests
+PYTHON=${PYTHON:-}    # .venv/bin/python, or python3 without it
 began=$(date +%s)
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 horovod=$here/runs/gpu_check/horovod
@@ -52,7 +52,7 @@ export GPU_CHECK_UNTIL=$((began + 60 * MINUTES - 20))
 status=0
 "$PYTHON" -m pytest tests/gpu -m gpu --last-failed-no-failures none -o cache_dir="$OUTPUT/.cache" \
     -o junit_family=xunit1 --junitxml "$OUTPUT/rows-$(date +%s).xml" "$@" || status=$?
-[ "$status" != 5 ] || status=0 # no row is left
+[ "$status" != 5 ] || status=0 # no test is left
 timings=0
 [ "$GPU_TIMINGS" = no ] || "$PYTHON" -m benchmarks.gpu "$OUTPUT/timings.json" $rehearse || timings=$?
 "$PYTHON" -m tests.gpu.summary "$OUTPUT"

@@ -4,17 +4,17 @@
 #   bash scripts/horovod_distributed.sh --data /path/to/imagenet [flags of horovod_distributed.py]
 NPROC=${NPROC:-auto}                 # one per GPU, 2 on a CPU
 CONTROLLER=${CONTROLLER:-gloo}       # gloo: horovodrun; mpi: Open MPI's mpirun
-PYTHON=${PYTHON:-}                   # .venv/bin/python, else python3
+PYTHON=${PYTHON:-}                   # .venv/bin/python, or python3 without it
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-} # cores / NPROC
-PREFLIGHT=${PREFLIGHT:-}             # 1: first check that all processes meet; 7 s for 2 on two cores
-# Several machines (docs/multinode.md), started from one that reaches the others by ssh; project,
-# environment and data have the same paths on all:
+PREFLIGHT=${PREFLIGHT:-}             # 1: first check that all processes meet; takes 7 s for 2 on two cores
+# Several machines (docs/multinode.md): start it on one that reaches the others by ssh. Project,
+# environment and data have the same paths on all machines:
 HOSTS=${HOSTS:-}                     # machines and their numbers of processes: a:4,b:4
 SSH_PORT=${SSH_PORT:-}               # 22
 SSH_IDENTITY=${SSH_IDENTITY:-}       # file of the private key
-INTERFACE=${INTERFACE:-}             # the network that joins them, for example eth0
+INTERFACE=${INTERFACE:-}             # the network that connects them, for example eth0
 export HOSTS
-[ -z "$HOSTS" ] || export MASTER_ADDR=${HOSTS%%:*} # rank 0's, where a preflight meets
+[ -z "$HOSTS" ] || export MASTER_ADDR=${HOSTS%%:*} # rank 0's machine, where a preflight meets
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/launcher.sh"
 
@@ -22,7 +22,7 @@ case " $* " in *" --help "* | *" -h "*) exec "$PYTHON" "$ROOT/horovod_distribute
 found=$("$PYTHON" -m launch.check --nproc-per-node "$NPROC" "$ROOT/horovod_distributed.py" "$@")
 read -r NPROC OMP_NUM_THREADS <<<"$found"
 export OMP_NUM_THREADS
-# horovodrun starts further programs of the environment by their names
+# horovodrun starts other programs of the environment by name
 PATH=$(dirname "$PYTHON"):$PATH
 where=(-np "$NPROC" -H "${HOSTS:-localhost:$NPROC}")
 case $CONTROLLER in
@@ -37,25 +37,25 @@ case $CONTROLLER in
             echo "$(basename "$0"): error: CONTROLLER=mpi needs Open MPI's mpirun" >&2
             exit 2
         fi
-        # Not horovodrun --mpi: a shell of its stands before mpirun and keeps signals from it.
-        # mpirun hands SIGUSR1 on and waits; at other signals it soon kills.
+        # Not horovodrun --mpi, which runs mpirun in a shell that does not pass signals on.
+        # mpirun passes SIGUSR1 on and waits; after other signals it soon kills the processes.
         launch=(mpirun --allow-run-as-root "${where[@]}" --bind-to none) stop=USR1
         if [ -n "$HOSTS" ]; then
             launch+=(--mca plm_rsh_args
                 "-o BatchMode=yes -o ConnectTimeout=15 ${SSH_PORT:+-p $SSH_PORT} ${SSH_IDENTITY:+-i $SSH_IDENTITY}")
             [ -z "$INTERFACE" ] ||
                 launch+=(--mca oob_tcp_if_include "$INTERFACE" --mca btl_tcp_if_include "$INTERFACE")
-            # What the processes on other machines need of this environment
+            # The variables that the processes on other machines need
             for name in $(compgen -e | grep -E '^(PATH|PYTHONPATH|LD_LIBRARY_PATH|OMP_NUM_THREADS|MASTER_ADDR|MASTER_PORT|(HOROVOD|NCCL|GLOO)_.*)$'); do
                 launch+=(-x "$name")
             done
-        else # one machine: shared memory, and nothing listens but on loopback
+        else # one machine: use shared memory, and listen only on loopback
             launch+=(--mca oob_tcp_if_include lo --mca btl "self,vader")
             export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-=lo}"
         fi
         ;;
     *)
-        echo "$(basename "$0"): error: CONTROLLER=$CONTROLLER; it is gloo or mpi" >&2
+        echo "$(basename "$0"): error: CONTROLLER=$CONTROLLER; choose gloo or mpi" >&2
         exit 2
         ;;
 esac

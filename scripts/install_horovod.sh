@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Builds Horovod from its PyPI source against the PyTorch of one environment, and installs it there.
+# Build Horovod from its PyPI source for the PyTorch of one environment, and install it there.
 #
 #   bash scripts/install_horovod.sh                  # into .venv
 #   PYTHON=/path/to/python bash scripts/install_horovod.sh
 #
-# Without a network: HOROVOD_SOURCE names the source archive. Wheels that lie beside it are used to
-# build ('setuptools<81' is needed, wheel, cmake, ninja, ... where the environment lacks them).
-# HOROVOD_TARGET names a folder to install into in place of the environment, for PYTHONPATH and PATH.
-# HOROVOD_CAPABILITIES=90 builds for GPUs of compute capability 9.0 alone, which is faster.
+# Without a network, HOROVOD_SOURCE names the source archive. The build uses the wheels in the same
+# folder: 'setuptools<81', and wheel, cmake, ninja, ... if the environment lacks them.
+# HOROVOD_TARGET names a folder to install into instead of the environment, for PYTHONPATH and PATH.
+# HOROVOD_CAPABILITIES=90 builds only for GPUs of compute capability 9.0, which is faster.
 #
-# Gloo is always built in, MPI where mpicxx is found, NCCL where a CUDA toolkit is found that
-# fits PyTorch. The wheel is kept in the user's cache, so the next environment of the same kind
-# takes seconds. Exit status: 0 installed, 3 cannot be built here (one line says why), 1 the build failed.
+# Gloo is always built in, MPI if mpicxx is found, NCCL if a CUDA toolkit is found that fits
+# PyTorch. The wheel stays in the user's cache, so the next environment of the same kind takes
+# seconds. Exit status: 0 installed, 3 cannot be built here (one line gives the reason), 1 the build failed.
 set -euo pipefail
 case " $* " in *" --help "* | *" -h "*)
     sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
@@ -62,7 +62,7 @@ if [ -z "$cxx" ]; then
     exit 3
 fi
 
-# What goes in, found by looking
+# The operations to build in: those whose libraries are found
 operations=gloo
 mpi="HOROVOD_WITHOUT_MPI=1"
 if command -v mpicxx >/dev/null; then
@@ -79,7 +79,7 @@ fi
 
 wheels=$CACHE/torch$torch_version-$python_tag-$machine-$operations
 if compgen -G "$wheels/horovod-$HOROVOD_VERSION-*.whl" >/dev/null; then
-    say "installing the wheel kept in $wheels"
+    say "installing the wheel from $wheels"
     install_wheel "$wheels"/horovod-"$HOROVOD_VERSION"-*.whl
     exit 0
 fi
@@ -90,8 +90,8 @@ trap 'rm -rf "$work"' EXIT
 log=$work/build.log
 
 build() {
-    # Build tools live beside the environment, not in it. setuptools 81 dropped pkg_resources,
-    # which Horovod's CMake files import.
+    # Build tools go into their own folder, not into the environment. setuptools 81 dropped
+    # pkg_resources, which Horovod's CMake files import.
     if [ -z "$HOROVOD_SOURCE" ]; then
         install_into_environment --target "$work/tools" pip 'setuptools<81' wheel packaging \
             cloudpickle psutil pyyaml cffi cmake ninja
@@ -108,22 +108,22 @@ build() {
     tar -xzf "$work/horovod-$HOROVOD_VERSION.tar.gz" -C "$work"
     source_dir=$work/horovod-$HOROVOD_VERSION
 
-    # PyTorch's headers need C++20 today; the release asks for 14. CUDA 13's nvcc needs 17, not 11.
+    # PyTorch's headers need C++20 now, but the release sets 14. CUDA 13's nvcc needs 17, not 11.
     sed -i 's/CMAKE_CXX_STANDARD 14/CMAKE_CXX_STANDARD 20/' \
         "$source_dir/CMakeLists.txt" "$source_dir/horovod/torch/CMakeLists.txt"
     sed -i 's/CMAKE_CUDA_STANDARD 11/CMAKE_CUDA_STANDARD 17/' \
         "$source_dir/horovod/common/ops/cuda/CMakeLists.txt"
 
-    # Python 3.12 has no distutils any more.
+    # Python 3.12 no longer has distutils.
     sed -i "s/from distutils.sysconfig import get_python_inc; print(get_python_inc())/import sysconfig; \
 print(sysconfig.get_path('include'))/" "$source_dir/horovod/torch/CMakeLists.txt"
     sed -i 's/from distutils.spawn import find_executable/from shutil import which as find_executable/' \
         "$source_dir/horovod/runner/js_run.py"
 
-    # They are there already, or need not be for a build; pip would look for them in the network.
+    # They are installed already, or the build does not need them; pip would download them.
     sed -i 's/setup_requires=.*/setup_requires=[],/' "$source_dir/setup.py"
 
-    # Ninja comes from PyPI, make may be missing; it has no VERBOSE=1.
+    # Use Ninja, which comes from PyPI, because make may be missing. Ninja has no VERBOSE=1.
     sed -i "s/'VERBOSE=1'/'-j$JOBS'/" "$source_dir/setup.py"
 
     if [ ${#cuda[@]} -gt 0 ]; then
@@ -148,17 +148,17 @@ print(sysconfig.get_path('include'))/" "$source_dir/horovod/torch/CMakeLists.txt
         "$PYTHON" -m pip wheel --no-deps --no-build-isolation -w "$work/wheel" "$source_dir"
 }
 
-set +e # a subshell in a condition would go on after an error
+set +e # in a condition, a subshell would continue after an error
 (set -e && build) >"$log" 2>&1
 status=$?
 set -e
 if [ $status != 0 ]; then
     mkdir -p "$CACHE"
     cp "$log" "$CACHE/failed-build.log"
-    say "the build failed: $(grep -m1 -iE '(^|[^a-z])error' "$log" | cut -c1-200); all of it in $CACHE/failed-build.log" >&2
+    say "the build failed: $(grep -m1 -iE '(^|[^a-z])error' "$log" | cut -c1-200); the log is $CACHE/failed-build.log" >&2
     exit 1
 fi
 mkdir -p "$wheels"
 mv "$work"/wheel/horovod-*.whl "$wheels/"
 install_wheel "$wheels"/horovod-"$HOROVOD_VERSION"-*.whl
-say "installed; the wheel is kept in $wheels"
+say "installed; the wheel is in $wheels"

@@ -20,25 +20,25 @@ scripts/quickstart.sh make .venv" >&2
     exit 2
 fi
 [ -n "${OMP_NUM_THREADS:-}" ] || unset OMP_NUM_THREADS
-if [ -n "${INTERFACE:-}" ]; then # the network that joins several machines (ip -brief addr)
-    export GLOO_SOCKET_IFNAME=$INTERFACE NCCL_SOCKET_IFNAME="=$INTERFACE" # =: no other that begins so
+if [ -n "${INTERFACE:-}" ]; then # the network that connects several machines (ip -brief addr)
+    export GLOO_SOCKET_IFNAME=$INTERFACE NCCL_SOCKET_IFNAME="=$INTERFACE" # =: exactly this name
 fi
 
 PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
-if [ -n "${SCRIPT:-}" ]; then # its folder comes first, which may have a common/ of its own
+if [ -n "${SCRIPT:-}" ]; then # its folder comes first, because it may have its own common/
     SCRIPT=$(realpath -m "$SCRIPT")
     PYTHONPATH=$(dirname "$SCRIPT"):$PYTHONPATH
 fi
 export PYTHONPATH PYTHONSAFEPATH=1 # not the current folder, which may have a common/ too
 
-# preflight SCRIPT [FLAGS]: with PREFLIGHT=1, check that its processes reach one another; exit
-# where they do not.
+# preflight SCRIPT [FLAGS]: with PREFLIGHT=1, check that its processes reach each other; exit if
+# they do not.
 preflight() {
     case ${PREFLIGHT:-0} in 0) ;; *) "$PYTHON" -m launch.preflight --nprocs "${NPROC:-auto}" "$@" </dev/null ;; esac
 }
 
-# hand_on SIGNAL COMMAND...: run it, and send it that signal for each that asks this script to end;
-# exit as it does. It has a process group of its own, so Ctrl-C reaches this script alone.
+# hand_on SIGNAL COMMAND...: run the command, send it SIGNAL whenever a signal asks this script to
+# end, and exit with its status. It has its own process group, so Ctrl-C reaches only this script.
 hand_on() {
     signal=$1 stopped=0 status=0
     shift

@@ -1,8 +1,8 @@
 """Turn the official ILSVRC2012 archives into train/CLASS/*.JPEG and val/CLASS/*.JPEG.
 
-Called by prepare_imagenet.sh. The archives are those of https://image-net.org/download:
-the training archive holds one archive per class, the validation archive 50,000 images
-whose classes stand in the development kit.
+prepare_imagenet.sh calls this. The archives are from https://image-net.org/download.
+The training archive holds one archive per class, the validation archive 50,000 images
+whose classes are in the development kit.
 """
 
 import argparse
@@ -16,27 +16,25 @@ from launch.exits import exit_status
 TRAIN = "ILSVRC2012_img_train.tar"
 VAL = "ILSVRC2012_img_val.tar"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
-PARTIAL = ".partial"  # ends the name of what is not complete yet
+PARTIAL = ".partial"  # suffix of files and folders that are not complete yet
 
 
 def open_archive(path: Path) -> tarfile.TarFile:
     """Open an archive for reading.
 
     Raises:
-        UserError: it is missing or damaged.
+        UserError: the archive is missing or damaged.
     """
     try:
         return tarfile.open(path)
     except FileNotFoundError:
-        raise UserError(
-            f"{path} is missing; it is to be had from image-net.org"
-        ) from None
+        raise UserError(f"{path} is missing; download it from image-net.org") from None
     except tarfile.TarError as error:
         raise UserError(f"{path} is damaged, download it again: {error}") from None
 
 
 def write_member(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
-    """Copy one image out of an archive, unless it is there in full."""
+    """Copy one image out of an archive, unless the complete file exists."""
     if path.exists() and path.stat().st_size == member.size:
         return
     temporary = path.with_name(path.name + PARTIAL)
@@ -46,7 +44,7 @@ def write_member(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) 
 
 
 def images_in(archive: tarfile.TarFile) -> list[tarfile.TarInfo]:
-    """The images of an archive; what is no plain file stays out."""
+    """The images of an archive; members that are not plain files are left out."""
     return [
         member
         for member in archive
@@ -55,7 +53,7 @@ def images_in(archive: tarfile.TarFile) -> list[tarfile.TarInfo]:
 
 
 def extract_train(path: Path, target: Path) -> None:
-    """Unpack the archive of class archives; finished class folders are passed over."""
+    """Unpack the archive of class archives, except for class folders that exist."""
     with open_archive(path) as outer:
         for number, class_archive in enumerate(outer, start=1):
             folder = target / Path(class_archive.name).stem
@@ -71,7 +69,7 @@ def extract_train(path: Path, target: Path) -> None:
 
 
 def val_classes(path: Path) -> list[str]:
-    """Class folder of each validation image, in their order, from the development kit.
+    """The class folder of each validation image, in order, from the development kit.
 
     Raises:
         UserError: the kit lacks one of the two files, or SciPy is not installed.
@@ -101,7 +99,7 @@ def val_classes(path: Path) -> list[str]:
 
 
 def extract_val(path: Path, target: Path, classes: list[str]) -> None:
-    """Unpack the validation images into class folders; images that are there stay."""
+    """Unpack the validation images into class folders, except for those that exist."""
     with open_archive(path) as archive:
         members = sorted(images_in(archive), key=lambda member: member.name)
         if len(members) != len(classes):
@@ -130,7 +128,7 @@ def check_counts(target: Path, expected: dict[str, int], classes: int) -> None:
         if (len(folders), found) != (classes, images):
             raise UserError(
                 f"{target / part} has {found} images in {len(folders)} class folders, "
-                f"it should have {images} in {classes}: an archive is not complete, or "
+                f"it should have {images} in {classes}: an archive is incomplete, or "
                 "the folder had other files before"
             )
 

@@ -5,8 +5,8 @@
 #
 # ARCHIVES holds ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and
 # ILSVRC2012_devkit_t12.tar.gz; TARGET gets train/CLASS/*.JPEG and val/CLASS/*.JPEG, 150 GB.
-# Started again, it goes on where it stopped. It deletes nothing.
-PYTHON=${PYTHON:-} # .venv/bin/python, else python3
+# If you start it again, it continues where it stopped. It deletes nothing.
+PYTHON=${PYTHON:-} # .venv/bin/python, or python3 without it
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/launcher.sh"
 

@@ -1,9 +1,9 @@
-"""Train the sample data with every strategy through its launcher, and print a table.
+"""Train on the sample data with every strategy and its launcher, and print a table.
 
-    python scripts/quickstart.py DATA OUTPUT       # what quickstart.sh calls
+    python scripts/quickstart.py DATA OUTPUT       # quickstart.sh calls this
 
-Interrupted, it goes on where it was when it is started again. It leaves what the table
-is made of in OUTPUT/quickstart.json, and the table in quickstart.md.
+If you interrupt it, the same command continues where it stopped. The results are in
+OUTPUT/quickstart.json, and the table is in OUTPUT/quickstart.md.
 """
 
 import json
@@ -22,7 +22,7 @@ LAUNCHERS = {
     "apex_distributed": "torchrun",
     "horovod_distributed": "horovodrun",
 }
-# Mirrored digits are other digits; --lr is per 256 images, so 0.05 at this batch
+# A mirrored digit is another character; --lr is per 256 images, so 0.05 at this batch
 RECIPE = shlex.split(
     "--image-size 64 --global-batch-size 64 --lr 0.2 --warmup-epochs 1 "
     "--schedule cosine --min-crop 0.5 --no-flip --epochs 8"
@@ -32,7 +32,7 @@ HEADER = [*HEADER.split(","), "status"]
 
 
 def train(strategy: str, data: str, output: Path) -> str:
-    """Run one strategy to its end; returns "done", or why not."""
+    """Run one strategy to its end; returns "done", or the reason why it is not."""
     print(f"\n== {strategy}", flush=True)
     problem = os.environ.get("HOROVOD_PROBLEM")
     if strategy == "horovod_distributed" and problem:
@@ -46,10 +46,10 @@ def train(strategy: str, data: str, output: Path) -> str:
     def listen() -> int:
         nonlocal stopped
         for line in process.stderr:
-            says_so = ": stopped after " in line
-            if says_so or not stopped:  # what follows is the launcher's traceback
+            reports_stop = ": stopped after " in line
+            if reports_stop or not stopped:  # the launcher's traceback follows
                 print(line, end="", file=sys.stderr, flush=True)
-            stopped |= says_so
+            stopped |= reports_stop
             if ": error: " in line:
                 errors.append(line.split(": error: ", 1)[1].strip())
         return process.wait()
@@ -57,15 +57,15 @@ def train(strategy: str, data: str, output: Path) -> str:
     try:
         status = listen()
     except KeyboardInterrupt:
-        # The terminal has sent it to the children too; they save and leave
+        # The terminal has sent the signal to the children too; they save and end
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         listen()
         raise
-    if stopped:  # by a signal to the children alone
+    if stopped:  # by a signal to the children only
         raise KeyboardInterrupt
     if status == 0:
         return "done"
-    reason = errors[0] if errors else "no line says why"
+    reason = errors[0] if errors else "no reason was printed"
     missing = status == 2 and strategy in ("apex_distributed", "horovod_distributed")
     return reason if missing else f"failed ({status}): {reason}"
 
@@ -89,7 +89,7 @@ def row(run: dict) -> list[str]:
 
 
 def aligned(lines: list[list[str]]) -> str:
-    """Lay a header and its rows out as a Markdown table that reads well as text."""
+    """Format a header and its rows as a Markdown table with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     table = ""
     for line in [lines[0], ["-" * width for width in widths], *lines[1:]]:
@@ -99,7 +99,7 @@ def aligned(lines: list[list[str]]) -> str:
 
 
 def render(runs: list[dict]) -> str:
-    """The table of the runs, and what they were made with."""
+    """The table of the runs, and the machine, versions and settings below it."""
     table = aligned([HEADER, *map(row, runs)])
     report = next((run["report"] for run in runs if run["report"]), None)
     if report is None:
@@ -126,7 +126,7 @@ def main() -> None:
             run = {"strategy": strategy, "launcher": launcher, "status": status}
             runs.append({**run, "report": report})
     except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on from here", file=sys.stderr)
+        print("\ninterrupted; the same command continues from here", file=sys.stderr)
         sys.exit(130)
     output.mkdir(parents=True, exist_ok=True)
     (output / "quickstart.json").write_text(json.dumps(runs, indent=2) + "\n")

@@ -3,9 +3,7 @@
     python -m scripts.sample_data DIR
 
 Writes 1,797 scans of 8 x 8 pixels, enlarged to 64 x 64, as DIR/train/CLASS/*.JPEG and
-DIR/val/CLASS/*.JPEG. Of every five scans, in the order of the data set, the last one is
-for
-validation: 1,438 and 359 images.
+DIR/val/CLASS/*.JPEG. Every fifth scan is for validation: 1,438 and 359 images.
 
 Source:
 https://scikit-learn.org/stable/modules/generated/sklearn.datasets.load_digits.html
@@ -25,7 +23,7 @@ SIZE = 64
 
 
 def write_digits(folder: Path) -> int:
-    """Write the images unless they are there; returns how many there are.
+    """Write the images unless they exist; returns their number.
 
     Raises:
         UserError: the folder holds something else, or scikit-learn is not installed.
@@ -56,7 +54,7 @@ def write_digits(folder: Path) -> int:
         image.resize((SIZE, SIZE), Image.Resampling.BICUBIC).save(
             path, "JPEG", quality=95
         )
-    temporary.rename(folder)  # only whole
+    temporary.rename(folder)  # only when it is complete
     return len(digits.images)
 
 

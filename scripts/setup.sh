@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # Sourced by quickstart.sh and test.sh, with ROOT set: makes or finds the environment.
 
-# What the first lines of the script say about it; nothing is set up for that
+# --help prints the first lines of the script and sets up nothing
 case " $* " in *" --help "* | *" -h "*)
     sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
     exit 0
@@ -16,15 +16,15 @@ fail() {
 
 # set_up REQUIREMENTS...: sets PYTHON to an interpreter that has them all.
 #
-# Where PYTHON names an interpreter already, that environment is used as it is and nothing is
-# installed into it. Else .venv is made, with uv where it is there (seconds), or with pip.
+# If PYTHON already names an interpreter, that environment is used and nothing is installed into
+# it. Otherwise .venv is made, with uv if it is installed (takes seconds), or with pip.
 set_up() {
     local file files=() key marker modules=torch,torchvision,tqdm python
     for file in "$@"; do files+=(-r "$ROOT/$file"); done
     if [ -n "${PYTHON:-}" ]; then
         PYTHON=$(command -v "$PYTHON") || fail "PYTHON names no interpreter"
         case $PYTHON in /*) ;; *) PYTHON=$PWD/$PYTHON ;; esac
-        say "using $PYTHON as it is"
+        say "using $PYTHON without installing anything"
         case "$*" in *requirements-sample.txt*) modules+=,sklearn ;; esac
         "$PYTHON" -c "import $modules" 2>/dev/null ||
             fail "$PYTHON lacks something: $PYTHON -m pip install ${files[*]}"
@@ -42,7 +42,7 @@ set_up() {
         [ -x "$PYTHON" ] || uv venv --quiet --seed --python "$python" "$ROOT/.venv"
         uv pip install --quiet --python "$PYTHON" -c "$ROOT/constraints.txt" "${files[@]}"
     else
-        # A venv without pip is what a failed attempt leaves behind
+        # A failed attempt leaves a venv without pip behind
         "$PYTHON" -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear "$ROOT/.venv" ||
             fail "$python cannot make environments (Debian and Ubuntu: apt-get install python3-venv)"
         "$PYTHON" -m pip install --quiet --disable-pip-version-check --progress-bar off \
@@ -63,8 +63,8 @@ find_python() {
     return 1
 }
 
-# set_up_horovod: builds Horovod into the environment unless it is there or cannot be had;
-# then HOROVOD_PROBLEM says why.
+# set_up_horovod: builds Horovod into the environment unless it is installed. If that fails,
+# HOROVOD_PROBLEM has the reason.
 set_up_horovod() {
     local log
     export HOROVOD_PROBLEM=

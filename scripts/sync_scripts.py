@@ -1,10 +1,10 @@
 """Keep the shared lines of the five scripts byte-identical.
 
     python -m scripts.sync_scripts            # copy distributed.py's to the others
-    python -m scripts.sync_scripts --check    # diff and exit status 1 where they differ
+    python -m scripts.sync_scripts --check    # diff, and exit status 1 if they differ
 
-What may differ is the module docstring, and the lines between `# [name]` and
-`# [/name]` for the eight names in REGIONS.
+Only the module docstring and the lines between `# [name]` and `# [/name]` may differ,
+for the eight names in REGIONS.
 """
 
 import difflib
@@ -20,7 +20,7 @@ SIBLINGS = (
     "apex_distributed.py",
     "horovod_distributed.py",
 )
-# In the order of the file: main, with the end of the run, comes before its functions
+# In the order of the file: main, with the end of the run, comes before the functions
 REGIONS = (
     "imports",
     "1/6 launch",
@@ -31,26 +31,26 @@ REGIONS = (
     "5/6 combine",
     "start",
 )
-PLACE = "\0"  # begins the line that takes the place of a region in the shared lines
+PLACE = "\0"  # begins the line that replaces a region in the shared lines
 OPENING = re.compile(r"\s*# \[(?!/)([^\]]+)\]")
 CLOSING = re.compile(r"\s*# \[/([^\]]+)\]$")
 DOCSTRING = re.compile(r'""".*?"""\n', re.DOTALL)
 
 
 class LayoutError(Exception):
-    """A script does not have the eight regions, each once, closed, and in order."""
+    """A script does not have each of the eight regions once, closed, and in order."""
 
 
 def split(text: str, name: str) -> tuple[list[str], dict[str, list[str]]]:
     """Split a script into its shared lines and its regions.
 
     Returns:
-        The lines outside the regions, with one line (PLACE and the name) where the
-        docstring or a region was; and those lines by name, with their opening and
-        closing comments.
+        The shared lines, with one line (PLACE and the name) for the docstring and for
+        each region; and the lines of each region by name, with its opening and closing
+        comments.
 
     Raises:
-        LayoutError: the regions are not as REGIONS says.
+        LayoutError: the regions are not those of REGIONS.
     """
     docstring = DOCSTRING.match(text)
     if not docstring:
@@ -69,7 +69,7 @@ def split(text: str, name: str) -> tuple[list[str], dict[str, list[str]]]:
         (regions[current] if current else shared).append(line)
         if closing:
             if not current or current.split()[-1] != closing[1]:
-                raise LayoutError(f"{name}: [/{closing[1]}] closes what is not open")
+                raise LayoutError(f"{name}: [/{closing[1]}] closes no open region")
             current = None
     if current or tuple(found) != REGIONS:
         raise LayoutError(f"{name}: the regions are not {', '.join(REGIONS)}, closed")
@@ -106,7 +106,7 @@ def main(arguments: list[str], root: Path = ROOT) -> int:
             print(*difflib.unified_diff(*versions, name, BASE, n=1), sep="\n")
         else:
             (root / name).write_text(after)
-            print(f"{name} brought up to date")
+            print(f"{name} updated")
     return 1 if arguments and different else 0
 
 
