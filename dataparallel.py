@@ -155,7 +155,7 @@ def train_step(
     parts = zip(images.chunk(number), labels.chunk(number), strict=True)
     for part, (x, y) in enumerate(parts, start=1):
         last = part == number
-        # [4/6 step] backward() adds the replicas' gradients up on the first GPU
+        # [4/6 step] backward() adds up the replicas' gradients on the first GPU
         outputs = forward(args, model, x)
         loss = F.cross_entropy(outputs, y, label_smoothing=args.label_smoothing)
         state.scaler.scale(loss / number).backward()

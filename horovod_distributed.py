@@ -175,7 +175,7 @@ def train_step(
     parts = zip(images.chunk(number), labels.chunk(number), strict=True)
     for part, (x, y) in enumerate(parts, start=1):
         last = part == number
-        # [4/6 step] Horovod averages behind the last backward(); synchronize() waits
+        # [4/6 step] Horovod averages during the last backward(); synchronize() waits
         outputs = forward(args, model, x)
         loss = F.cross_entropy(outputs, y, label_smoothing=args.label_smoothing)
         state.scaler.scale(loss / number).backward()

@@ -167,7 +167,7 @@ def train_step(
     parts = zip(images.chunk(number), labels.chunk(number), strict=True)
     for part, (x, y) in enumerate(parts, start=1):
         last = part == number
-        # [4/6 step] DDP averages the gradients inside the last backward() alone
+        # [4/6 step] DDP averages the gradients in the last backward() only
         with nullcontext() if last else model.no_sync():
             outputs = forward(args, model, x)
             loss = F.cross_entropy(outputs, y, label_smoothing=args.label_smoothing)

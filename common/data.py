@@ -88,7 +88,7 @@ class ImageFolder(Dataset):
         empty = [classes[label] for label in (per_class == 0).nonzero()[0]]
         if empty:
             names = ", ".join(empty[:3])
-            raise UserError(f"{root}: there is no image in class folder {names}")
+            raise UserError(f"{root}: no image in class folder {names}")
 
     def __len__(self) -> int:
         return len(self.labels)

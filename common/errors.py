@@ -74,7 +74,7 @@ def forget_children() -> None:
 
 
 def end_children() -> None:
-    """Kill this process's loader processes: they ignore the signals that ask."""
+    """Kill this process's loader processes: which ignore gentler signals."""
     if threading.current_thread() is threading.main_thread():
         forget_children()  # the handler runs there alone
     for child in multiprocessing.active_children():

@@ -1,6 +1,7 @@
 """Processes that were started unlike end immediately, and one line tells why."""
 
 import shutil
+from argparse import Namespace
 from unittest.mock import patch
 
 import pytest
@@ -111,9 +112,11 @@ def test_checkpoints_of_another_machine(tmp_path):
     "batch, processes, nearest", ((63, 2, 64), (10, 4, 8), (1, 4, 4), (100, 3, 99))
 )
 def test_a_batch_that_cannot_be_divided_is_refused(batch, processes, nearest):
-    check_batch(nearest, processes)
-    with pytest.raises(UserError, match=f"the nearest that can is {nearest}$"):
-        check_batch(batch, processes)
+    check_batch(Namespace(global_batch_size=nearest, accumulate=1), processes)
+    for parts in {1, processes}:
+        args = Namespace(global_batch_size=batch, accumulate=parts)
+        with pytest.raises(UserError, match=f"the nearest that can is {nearest}$"):
+            check_batch(args, processes // parts)
 
 
 def test_each_process_has_to_have_an_image_to_validate(pictures):
