@@ -215,7 +215,7 @@ def train_unlike(name: str, flags: list, own: list[list]):
 def train_disturbed(name: str, flags: list, at: int, what: str, net: str | None = None):
     """Train; in step `at` of the run rank 1 gets a signal, or a loss that is no number.
 
-    With one process that is rank 0. Prints (epoch, step) of each torch.save.
+    With one process that is rank 0. Prints (epoch, step) of each save.
     """
     script, save = load_script(name, net), torch.save
     last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"] != "1"))
@@ -229,7 +229,8 @@ def train_disturbed(name: str, flags: list, at: int, what: str, net: str | None 
                 os.kill(os.getpid(), getattr(signal, what))
 
     def printed(content, file):
-        print("torch.save", content["epoch"], content["step"], flush=True)
+        if "best.pt" not in file.name:
+            print("torch.save", content["epoch"], content["step"], flush=True)
         save(content, file)
 
     before_each_step(script, act)
