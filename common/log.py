@@ -18,6 +18,7 @@ from tqdm import tqdm
 from common.checkpoint import BEST_METRIC, TrainingState, replace_file
 from common.data import PREFETCH
 from common.device import describe, peak_memory_mib
+from common.gate import gate_from_environment
 from common.model import validation_protocol
 
 SECONDS_BETWEEN_LINES = 30  # without a terminal, as under Slurm
@@ -42,6 +43,7 @@ class Log:
         self.device = device
         self.rank = rank
         self.world_size = world_size
+        self.gate = gate_from_environment(rank, world_size)
         self.line_at = 0.0  # the first interval of a run is shown immediately
         # The first steps are slow, and the next use batches that loaders prepared then
         self.cold_steps = 1 if args.synthetic else max(1, PREFETCH * workers)
@@ -129,6 +131,9 @@ class Log:
         if self.rank == 0 and self.bar.disable and time.monotonic() > self.line_at:
             self.line_at = time.monotonic() + SECONDS_BETWEEN_LINES
             print(f"{self.title}, step {step}/{self.steps}: {text}", flush=True)
+        if self.gate is not None:
+            self.gate.wait(step, seconds, recent["images"], wait)
+            self.began = time.perf_counter()
 
     def end_epoch(self) -> None:
         """Take the progress bar away."""

@@ -1,6 +1,6 @@
 """Time the loader processes of a machine alone, with nothing to compute beside them.
 
-    python -m scripts.loader_alone --data DIR [-b N] [--workers N] [--max-steps N]
+    python -m timings.loader_alone --data DIR [-b N] [--workers N] [--max-steps N]
 
 Takes the flags of the training scripts; prints JSON. What the loader processes prepare
 while they start, two batches of each, does not count.
