@@ -2,9 +2,9 @@
 
     python -m timings.processes FOLDER
 
-waits for the end of its standard input, then ends all processes whose gate is in FOLDER,
-and removes it. So nothing outlives the process that measures, whatever ends that one:
-SIGKILL also ends processes that SIGSTOP has stopped.
+waits for the end of its standard input, then ends all processes whose gate is in
+FOLDER, and removes it. So nothing outlives the process that measures, whatever ends
+that one: SIGKILL also ends processes that SIGSTOP has stopped.
 """
 
 import contextlib

@@ -49,14 +49,17 @@ def orders(names: Sequence[str], draw: random.Random) -> Iterator[list[str]]:
             yield [names[n] for n in row]
 
 
-def means(cohort: dict) -> dict[str, float]:
+def means(cohort: dict, without: Sequence[str] = ()) -> dict[str, float]:
     """The mean of each candidate's log(seconds per image) in a cohort.
 
     Args:
         cohort: its "turns" are pairs of a name and the seconds per image of intervals.
+        without: candidates that are left out.
     """
     logs: dict[str, list[float]] = {}
     for name, intervals in cohort["turns"]:
+        if name in without:
+            continue
         logs.setdefault(name, []).append(float(numpy.log(intervals).mean()))
     return {name: sum(values) / len(values) for name, values in logs.items()}
 
@@ -151,29 +154,33 @@ class Decision(NamedTuple):
         return self.honest and not any(v.verdict == "undecided" for v in self.verdicts)
 
 
-def decide(cohorts: Sequence[dict], minutes: float, base: str, last: bool) -> Decision:
+def decide(cohorts: Sequence[dict], settings: dict, last: bool) -> Decision:
     """Look at the cohorts of a mode, as it was planned before the first of them.
 
-    Looks are after every LOOKS cohorts and at the end, and share out ERROR.
+    Looks are after every LOOKS cohorts of all candidates, and at the end. They share
+    out ERROR.
 
     Args:
-        cohorts: "turns", and "ended", the minutes in which this and all before ran.
-        minutes: planned for all.
-        base: the candidate that each other one is compared with first.
+        cohorts: "turns"; "ended", the minutes in which this and all before ran; and
+            "groups", in how many cohorts all candidates take part.
+        settings: "minutes" planned, "base", which others are compared with first, and
+            the candidates only "shown".
         last: whether no cohort follows.
     """
-    looks = [c["ended"] / minutes for c in cohorts[LOOKS - 1 :: LOOKS]]
+    every = LOOKS * cohorts[0]["groups"] if cohorts else 1
+    planned = len(cohorts) // every * every
+    looks = [one["ended"] / settings["minutes"] for one in cohorts[every - 1 :: every]]
     if last and cohorts:
-        before = len(looks) - (len(cohorts) % LOOKS == 0)
-        looks = [*looks[:before], 1.0]
+        looks = [*looks[: (len(cohorts) - 1) // every], 1.0]
+        planned = len(cohorts)
     if not looks:
         return Decision([], [], None)
-    if not last:
-        cohorts = cohorts[: len(cohorts) // LOOKS * LOOKS]
     error = spent(looks[-1]) - (spent(looks[-2]) if len(looks) > 1 else 0)
-    fit = Fit([means(cohort) for cohort in cohorts])
+    cells = [means(one, settings["shown"]) for one in cohorts[:planned]]
+    fit = Fit(cells)
     names = [name for name in fit.names if not name.endswith(AGAIN)]
-    names.sort(key=lambda name: name != base)
+    names.sort(key=lambda name: name != settings["base"])
     pairs = [(other, one) for n, one in enumerate(names) for other in names[n + 1 :]]
     copies = [(n, n.removesuffix(AGAIN)) for n in fit.names if n.endswith(AGAIN)]
+    copies = [pair for pair in copies if pair[1] in names]
     return Decision(judge(fit, pairs, error), judge(fit, copies, error), fit)
