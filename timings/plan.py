@@ -51,9 +51,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--processes", metavar="N", type=positive, help="one per GPU; 2 on a CPU")
     add("--arch", metavar="NAME", type=architecture, help="resnet50, CPU resnet18")
     add("--image-size", metavar="N", type=positive, help="224, CPU 64")
-    add(
-        "--batch-size", metavar="N", type=positive, help="per process (64, CPU 32)"
-    )
+    add("--batch-size", metavar="N", type=positive, help="per process (64, CPU 32)")
     add("--precision", choices=PRECISIONS, help="fp16, which all have; on a CPU bf16")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     args = parser.parse_args(argv)
