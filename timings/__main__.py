@@ -4,11 +4,9 @@ import argparse
 import contextlib
 import json
 import os
-import random
 import signal
 import sys
 import time
-from pathlib import Path
 
 from common.errors import UserError
 from common.log import commit
@@ -21,29 +19,24 @@ SETTINGS = ("minutes", "modes", "strategies", "processes", "threads", "workers")
 SETTINGS += ("arch", "image_size", "batch_size", "precision", "device", "base", "shown")
 
 
-def settings(args: argparse.Namespace) -> dict:
-    """What has to be equal where an interrupted command is continued."""
-    chosen = {name: getattr(args, name) for name in SETTINGS}
-    data = {"data": str(args.data) if args.data else None, "commit": commit()}
-    return json.loads(json.dumps({**chosen, **data, **report.machine(args.device)}))
-
-
 def open_output(args: argparse.Namespace) -> list[dict]:
     """Make the folder, or read the cohorts that an earlier command has left there.
 
     Raises:
         UserError: they were measured with other settings.
     """
+    now = {name: getattr(args, name) for name in SETTINGS}
+    now |= {"data": str(args.data), "commit": commit(), **report.machine(args.device)}
+    now = json.loads(json.dumps(now))
     args.output.mkdir(parents=True, exist_ok=True)
-    file, now = args.output / "settings.json", settings(args)
-    if file.exists():
-        before = json.loads(file.read_text())
-        for name, value in now.items():
-            if before.get(name) != value:
-                raise UserError(
-                    f"{args.output} holds timings with {name} {before.get(name)}, now "
-                    f"it is {value}: choose another --output, or delete it"
-                )
+    file = args.output / "settings.json"
+    before = json.loads(file.read_text()) if file.exists() else now
+    for name, value in now.items():
+        if before.get(name) != value:
+            raise UserError(
+                f"{args.output} holds timings with {name} {before.get(name)}, now it "
+                f"is {value}: choose another --output, or delete it"
+            )
     file.write_text(json.dumps(now, indent=1) + "\n")
     return report.read_cohorts(args.output)
 
@@ -67,70 +60,62 @@ class Session:
         return [one for one in self.cohorts if one["mode"] == mode]
 
     def problems(self) -> dict[str, str]:
-        """Why candidates have stopped taking part."""
-        found = {n: text for c in self.cohorts for n, text in c["problems"].items()}
-        text = os.environ.get("HOROVOD_PROBLEM")  # of scripts/setup.sh
-        return {**found, **({"horovod_distributed": text} if text else {})}
+        """Why candidates no longer take part."""
+        found = {n: text for one in self.cohorts for n, text in one["problems"].items()}
+        if text := os.environ.get("HOROVOD_PROBLEM"):  # of scripts/setup.sh
+            found["horovod_distributed"] = text
+        return found
 
     def next_mode(self) -> str | None:
         """The mode with the fewest cohorts, unless all is decided or time is over."""
-        left = [mode for mode in self.args.modes if not self.decided(mode)]
+        settings = vars(self.args)
+        left = [
+            mode
+            for mode in self.args.modes
+            if mode == "scaling" or not decide(self.of(mode), settings, last=False).over
+        ]
         mode = min(left, key=lambda mode: len(self.of(mode)), default=None)
         longest = max((one["seconds"] for one in self.of(mode)), default=0.0)
-        if longest and self.minutes() + longest / 60 > self.args.minutes:
-            return None
-        return mode
-
-    def decided(self, mode: str) -> bool:
-        """Whether the last look that was due left nothing open."""
-        cohorts = self.of(mode)
-        if mode == "scaling" or not cohorts:
-            return False
-        return decide(cohorts, vars(self.args), last=False).over
+        late = longest and self.minutes() + longest / 60 > self.args.minutes
+        return None if late else mode
 
     def measure(self, mode: str) -> None:
-        """Add one cohort."""
+        """Add one cohort.
+
+        Raises:
+            UserError: no candidate could be timed.
+        """
         args, number, problems = self.args, len(self.of(mode)), self.problems()
         if mode not in self.groups:
             self.groups[mode] = plan.groups(args, mode)
         group = self.groups[mode][number % len(self.groups[mode])]
-        group = [
-            one
-            for one in group
-            if one.name not in problems and (one.name not in args.shown or not number)
-        ]
-        found = cohort(group, random.Random(), between=plan.gpus)
-        group_size = len(self.groups[mode])
-        found |= {"mode": mode, "ended": self.minutes(), "groups": group_size}
-        found["problems"] |= problems
+        absent = {*problems, *(args.shown if number else ())}
+        found = cohort(
+            [one for one in group if one.name not in absent], after_turn=plan.gpus
+        )
+        found |= {"mode": mode, "groups": len(self.groups[mode])}
+        found |= {"problems": problems | found["problems"], "ended": self.minutes()}
+        if not found["turns"]:
+            texts = "; ".join(dict.fromkeys(found["problems"].values()))
+            raise UserError(f"nothing is left to be timed: {texts}")
         self.cohorts.append(found)
         with (args.output / "cohorts.jsonl").open("a") as file:
             file.write(json.dumps(found) + "\n")
-        names = ", ".join(one.name for one in group if one.name in found["waits"])
         print(
-            f"{self.minutes():5.1f} min: {mode} cohort {number + 1}: started in "
-            f"{found['start_seconds']:.0f} s, {len(found['turns'])} turns of {names}",
+            f"{self.minutes():5.1f} min: {mode}, cohort {number + 1}: started in "
+            f"{found['start_seconds']:.0f} s, then {len(found['turns'])} turns",
             flush=True,
         )
-        for name, text in found["problems"].items():
-            print(f"           {name}: {text}", flush=True)
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Measure until all is decided or the time is over.
-
-    Raises:
-        UserError: no candidate could be started.
-    """
+    """Measure until all is decided or the time is over."""
     session = Session(args, open_output(args))
     with contextlib.ExitStack() as stack:
         if {"jpeg", "scaling"} & {*args.modes} and session.next_mode():
             args.data = stack.enter_context(plan.images(args))
         while mode := session.next_mode():
             session.measure(mode)
-            if not session.cohorts[-1]["waits"]:
-                problems = "; ".join(dict.fromkeys(session.problems().values()))
-                raise UserError(f"nothing is left to be timed: {problems}")
 
 
 def main() -> None:
@@ -155,7 +140,7 @@ def main() -> None:
     except OSError as error:
         where = error.filename or "writing"
         raise UserError(f"{where}: {error.strerror or error}") from None
-    print(f"It is in {Path(args.output)}; delete that to measure again.")
+    print(f"It is in {args.output}; delete that to measure again.")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,8 +22,8 @@ from timings.processes import end, send
 from timings.statistics import orders
 
 ROOT = Path(__file__).resolve().parent.parent
-START_SECONDS = 300  # in which a candidate has to start, and make its first interval
-TURN_SECONDS = 120  # the longest turn, where intervals are not longer than usual
+START_SECONDS = 300  # in which a candidate starts and makes its first interval
+TURN_SECONDS = 120  # in which a turn is over, unless intervals are longer than usual
 KEPT = 2  # intervals of a turn, after the first, which is thrown away
 # Settings of the launch scripts with which a run would be another one
 LAUNCH_SETTINGS = (
@@ -33,96 +33,89 @@ LAUNCH_SETTINGS = (
 
 
 class Candidate(NamedTuple):
-    """One setting of one strategy."""
+    """One setting of one strategy, as it is started."""
 
     name: str
     command: list[str]
     variables: dict[str, str]
-    first_steps: int  # of an epoch, which do not count: loaders start anew
+    interval: int  # steps
 
 
 class Job:
     """The processes of a candidate. They are stopped except when it is their turn."""
 
     def __init__(self, candidate: Candidate, folder: Path):
-        """Start them; they find the gate by their environment."""
-        self.candidate, self.name = candidate, candidate.name
+        """Start them; they find their gate in the environment."""
+        self.name, self.interval = candidate.name, candidate.interval
         self.gate = folder / re.sub(r"\W", "-", self.name)
         self.listener = socket.socket(socket.AF_UNIX)
         self.listener.bind(str(self.gate))
         self.listener.listen(1024)
         self.log = self.gate.with_suffix(".log")
-        output = ["--output", str(self.gate.with_suffix(".run"))]
         variables = {n: v for n, v in os.environ.items() if n not in LAUNCH_SETTINGS}
-        variables |= {**candidate.variables, VARIABLE: str(self.gate)}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [*candidate.command, *output],
-                env=variables,
+                [*candidate.command, "--output", str(self.gate.with_suffix(".run"))],
+                env={**variables, **candidate.variables, VARIABLE: str(self.gate)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
-        self.connections: dict = {}  # readers by the sockets of processes
-        self.arrived: dict[int, list] = {}  # intervals of a turn by rank
+        self.readers: dict = {}  # by the connections of processes
+        self.arrived: dict[int, list] = {}  # the intervals of a turn by rank
         self.world_size = math.inf
-        self.slowest = 0.0  # seconds of an interval
         self.problem: str | None = None
 
     def listen(self, handle: socket.socket) -> None:
         """Take a connection, or what a process reports at the end of its turn."""
         if handle is self.listener:
             connection, _ = handle.accept()
-            self.connections[connection] = connection.makefile()
-        elif line := self.connections[handle].readline():
+            self.readers[connection] = connection.makefile()
+        elif line := self.readers[handle].readline():
             report = json.loads(line)
             self.world_size = report["world_size"]
             self.arrived[report["rank"]] = report["intervals"]
         else:
-            self.connections.pop(handle)  # it died, and soon its launcher ends
+            del self.readers[handle]  # the process died, and soon its launcher ends
 
-    def go(self, intervals: int) -> None:
-        """Begin a turn."""
+    def turn(self, seconds: float) -> list[tuple[float, float]]:
+        """Seconds per image and share that waited for data, of the intervals kept."""
         self.arrived.clear()
         send(self.gate, signal.SIGCONT)
-        for connection in self.connections:
+        for connection in self.readers:
             with contextlib.suppress(OSError):
-                connection.sendall(f"{intervals}\n".encode())
+                connection.sendall(f"{1 + KEPT}\n".encode())
+        wait([self], seconds)
+        found = []
+        for ranks in [*zip(*self.arrived.values(), strict=False)][1:]:
+            step, _, images, _ = ranks[0]
+            seconds = max(rank[1] for rank in ranks)
+            waited = sum(rank[3] for rank in ranks) / len(ranks)
+            if step > self.interval:  # else loaders have just begun an epoch
+                found.append((seconds / images, waited / seconds))
+        return [] if self.problem else found
 
-    def fail(self, problem: str | None = None) -> None:
+    def fail(self, problem: str = "") -> None:
         """Note why there are no more turns, and kill what is left."""
+        self.close()
         lines = self.log.read_text(errors="replace").strip().splitlines()
         errors = [line.partition("error: ")[2] for line in lines if "error: " in line]
-        last = (errors or lines or ["it printed nothing"])[0 if errors else -1]
-        self.problem = f"{problem}: {last}" if problem else last
-        self.close()
+        self.problem = problem + (errors or lines[-1:] or ["it printed nothing"])[0]
 
     def close(self) -> None:
         """Kill all processes."""
         end(self.gate)
         self.process.wait()
-        for handle in (self.listener, *self.connections):
+        for handle in (self.listener, *self.readers):
             handle.close()
-
-    def turn(self) -> list[tuple[float, float]]:
-        """Seconds per image, and share of them that waited for data, per interval."""
-        found = []
-        for ranks in zip(*self.arrived.values(), strict=True):
-            step, _, images, _ = ranks[0]
-            seconds = max(rank[1] for rank in ranks)
-            waited = sum(rank[3] for rank in ranks) / len(ranks)
-            self.slowest = max(self.slowest, seconds)
-            if step > self.candidate.first_steps:
-                found.append((seconds / images, waited / seconds))
-        return found
 
 
 def wait(jobs: Sequence[Job], seconds: float) -> None:
     """Wait until all processes of each job are at the gate, and stop them there."""
     deadline, left = time.monotonic() + seconds, list(jobs)
     while left:
-        owners = {handle: job for job in left for handle in job.connections}
+        owners = {handle: job for job in left for handle in job.readers}
         owners |= {job.listener: job for job in left}
         for handle in select.select(list(owners), [], [], 0.2)[0]:
             owners[handle].listen(handle)
@@ -132,7 +125,7 @@ def wait(jobs: Sequence[Job], seconds: float) -> None:
             elif job.process.poll() is not None:
                 job.fail()
             elif time.monotonic() > deadline:
-                job.fail(f"no answer within {seconds:.0f} s")
+                job.fail(f"no answer within {seconds:.0f} s: ")
             else:
                 continue
             left.remove(job)
@@ -141,15 +134,13 @@ def wait(jobs: Sequence[Job], seconds: float) -> None:
 @contextlib.contextmanager
 def gates() -> Iterator[Path]:
     """A folder for gates. Whatever ends this process, all at them die with it."""
-    folder = Path(tempfile.mkdtemp(prefix="timings-"))
+    folder = tempfile.mkdtemp(prefix="timings-")
+    words = [sys.executable, "-m", "timings.processes", folder]
     guard = subprocess.Popen(
-        [sys.executable, "-m", "timings.processes", str(folder)],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        start_new_session=True,
+        words, cwd=ROOT, stdin=subprocess.PIPE, start_new_session=True
     )
     try:
-        yield folder
+        yield Path(folder)
     finally:
         guard.stdin.close()
         guard.wait()
@@ -157,53 +148,41 @@ def gates() -> Iterator[Path]:
 
 def cohort(
     candidates: Sequence[Candidate],
-    draw: random.Random,
     seconds: float | None = None,
-    blocks: int | None = None,
-    between=lambda: None,
+    after_turn: Callable[[], list] = list,
 ) -> dict:
-    """Start candidates, let them take turns, and kill them.
+    """Start candidates, let them take turns in whole blocks, and kill them.
 
     Args:
-        draw: of the order.
         seconds: of all turns; by default as long as the start took.
-        blocks: in place of `seconds`, how many turns each has.
-        between: called after each turn; what it returns is kept with the turn.
+        after_turn: what it returns is kept with the turn.
 
     Returns:
-        "turns", each with a name and the seconds per image of its intervals; "waits",
-        the share that waited for data; "problems" by name; "seconds" and
-        "start_seconds".
+        "turns", each with a name, the seconds per image of its intervals, the share
+        that waited for data, and what after_turn() gave; "problems" by name;
+        "start_seconds" and "seconds".
     """
-    began = time.monotonic()
-    found: dict = {"turns": [], "waits": {}, "problems": {}, "between": []}
+    began, turns = time.monotonic(), []
     with gates() as folder:
-        jobs = {c.name: Job(c, folder) for c in candidates}
+        jobs = {one.name: Job(one, folder) for one in candidates}
         wait(list(jobs.values()), START_SECONDS)
         started = time.monotonic()
-        found["start_seconds"] = started - began
-        seconds = seconds or max(20.0, started - began)
-        waits: dict[str, list[float]] = {name: [] for name in jobs}
-        for job in jobs.values():
-            job.turn()  # the first, for the length of its interval
-        for number, order in enumerate(orders(list(jobs), draw)):
+        first = [rank[0][1] for job in jobs.values() for rank in job.arrived.values()]
+        limit = max([TURN_SECONDS, *(10 * KEPT * seconds for seconds in first)])
+        until = started + (seconds or started - began)
+        for order in orders(list(jobs), random.Random()):
             alive = [jobs[name] for name in order if not jobs[name].problem]
-            over = time.monotonic() - started > seconds and number > 1
-            if not alive or (number == blocks if blocks else over):
+            if not alive or time.monotonic() > until:
                 break
             for job in alive:
-                limit = max(TURN_SECONDS, 10 * job.slowest * (1 + KEPT))
-                job.go(1 + KEPT)
-                wait([job], limit)
-                if not job.problem and (kept := job.turn()[1:]):
-                    found["turns"].append([job.name, [one for one, _ in kept]])
-                    waits[job.name] += [share for _, share in kept]
-                    found["between"].append(between())
-        for job in jobs.values():
-            if job.problem:
-                found["problems"][job.name] = job.problem
-            elif waits[job.name]:
-                found["waits"][job.name] = sum(waits[job.name]) / len(waits[job.name])
-        dead = found["problems"]
-        found["turns"] = [turn for turn in found["turns"] if turn[0] not in dead]
-    return {**found, "seconds": time.monotonic() - began}
+                if kept := job.turn(limit):
+                    times, waits = zip(*kept, strict=True)
+                    waited = sum(waits) / len(waits)
+                    turns.append([job.name, list(times), waited, after_turn()])
+    problems = {name: job.problem for name, job in jobs.items() if job.problem}
+    return {
+        "turns": [turn for turn in turns if turn[0] not in problems],
+        "problems": problems,
+        "start_seconds": started - began,
+        "seconds": time.monotonic() - began,
+    }

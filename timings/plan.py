@@ -42,7 +42,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         description="Compare the strategies by turns; see scripts/timings.sh.",
     )
     add = parser.add_argument
-    add("--minutes", type=number(float, 1), default=10.0, help="in all (10)")
+    add("--minutes", type=number(float, 0.01), default=10.0, help="in all (10)")
     modes = "synthetic: images on the device; jpeg: files; scaling: 1, 2, 4 ... devices"
     add("--modes", choices=MODES, nargs="+", default=["synthetic", "jpeg"], help=modes)
     add("--strategies", choices=STRATEGIES, nargs="+", default=STRATEGIES)

@@ -11,49 +11,43 @@ from pathlib import Path
 import torch
 
 from common.device import describe
-from timings.statistics import AGAIN, ERROR, Decision, Verdict, decide, means
+from timings.statistics import ERROR, MARGIN, Verdict, decide, means
 
-WHERE = {"synthetic": "with images on the device", "jpeg": "from JPEG files"}
+WHERE = {"synthetic": "With images on the device", "jpeg": "From JPEG files"}
 INPUT_BOUND = 0.1  # share of the time that waits for data
-WIDTH, LEFT, LINE = 390, 12, 40  # of the figure, in pixels
+WIDTH, EDGE, LINE = 390, 12, 40  # of the figure, in pixels
 STYLE = """<style>
-svg{--ink:#1f2328;--paper:#ffffff;--band:#dbe9f6;--dot:#1f6feb}
-@media (prefers-color-scheme:dark){svg{--ink:#e6edf3;--paper:#161b22;--band:#27384d;
---dot:#79c0ff}}
+svg{--ink:#1f2328;--paper:#ffffff;--band:#dbe9f6;--dot:#0969da}
+@media (prefers-color-scheme:dark){
+svg{--ink:#e6edf3;--paper:#161b22;--band:#27384d;--dot:#79c0ff}}
 text{font:13px sans-serif;fill:var(--ink)}line{stroke:var(--ink)}
 .interval{stroke:var(--dot);stroke-width:3}circle{fill:var(--dot)}
-</style>
-"""
+</style>"""
 
 
 def machine(device: str) -> dict:
     """Hardware and versions."""
     facts: dict = {
-        "cpu": describe(torch.device("cpu")),
+        "device_name": describe(torch.device(device)),
         "cpu_cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
-    for package in ("torchvision", "horovod", "apex"):
+    for package in ("horovod", "apex"):
         try:
             facts[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             facts[package] = None
-    if device == "cuda":
-        facts["gpu"] = describe(torch.device("cuda", 0))
-        facts["cuda"] = torch.version.cuda
     return facts
 
 
 def setting(settings: dict) -> str:
     """One line about what all candidates do."""
-    kind = "GPU" if settings["device"] == "cuda" else "CPU process"
     return (
-        f"{settings['arch']} at {settings['image_size']} px, {settings['precision']}, "
-        f"{settings['batch_size']} images per {kind}, {settings['processes']} of them "
-        f"with {settings['threads']} compute threads each, {settings['workers']} "
-        f"loader processes in all; {settings['minutes']:g} minutes"
-    )
+        "{arch} at {image_size} px, {precision}, {batch_size} images for each of "
+        "{processes} processes with {threads} compute threads, {workers} loader "
+        "processes in all; {minutes:g} minutes"
+    ).format(**settings)
 
 
 def read_cohorts(folder: Path) -> list[dict]:
@@ -63,14 +57,13 @@ def read_cohorts(folder: Path) -> list[dict]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def table(rows: list[list[str]]) -> str:
-    """A Markdown table that reads well as text; the first row is its head."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    text = ""
-    for row in [rows[0], ["-" * width for width in widths], *rows[1:]]:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        text += f"| {' | '.join(cells)} |\n"
-    return text
+def table(head: str, rows: list[list[str]]) -> str:
+    """A Markdown table that reads well as text."""
+    lines = [head.split(", "), *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    padded = [map(str.ljust, line, widths) for line in lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in padded)
 
 
 def interval(verdict: Verdict) -> str:
@@ -85,10 +78,10 @@ def in_words(verdict: Verdict) -> str:
     one, other = verdict.pair
     if verdict.verdict == "equal":
         return f"{one} and {other} are equal within 3 %"
-    percents = sorted(abs(1 - end) * 100 for end in (verdict.low, verdict.high))
+    percent, *ends = (abs(1 - n) * 100 for n in (verdict.ratio, *verdict[3:]))
     return (
-        f"{one} is {abs(1 - verdict.ratio) * 100:.1f} % {verdict.verdict} than {other} "
-        f"({percents[0]:.1f} to {percents[1]:.1f})"
+        f"{one} is {percent:.1f} % {verdict.verdict} than {other} "
+        f"({min(ends):.1f} to {max(ends):.1f})"
     )
 
 
@@ -97,180 +90,141 @@ class Mode:
 
     def __init__(self, name: str, cohorts: list[dict], settings: dict, last: bool):
         self.name, self.cohorts, self.settings = name, cohorts, settings
-        self.decision: Decision = decide(cohorts, settings, last)
+        self.decision = decide(cohorts, settings, last)
         self.verdicts = self.decision.verdicts
         if not self.decision.honest:
             self.verdicts = [v._replace(verdict="undecided") for v in self.verdicts]
+        halves = [math.sqrt(v.high / v.low) - 1 for v in self.verdicts if v.low]
+        self.half_width = max(halves, default=None)
 
     def headline(self) -> str:
         """The part of the headline that is about this mode."""
-        where = WHERE[self.name]
-        decided = [v for v in self.verdicts if v.verdict != "undecided"]
-        if decided:
-            return f"{where}, {'; '.join(map(in_words, decided))}"
-        if self.decision.copies and not self.decision.honest:
-            seen = in_words(self.decision.copies[0]).replace(AGAIN, " started again")
-            return f"{where}, nothing can be decided, for {seen}"
-        return f"{where}, nothing was decided"
+        decided = [in_words(v) for v in self.verdicts if v.verdict != "undecided"]
+        text = "; ".join(decided) or "nothing was decided"
+        for copy in self.decision.copies:
+            if not self.decision.honest:
+                text = "nothing can be decided, for two copies of "
+                text += f"{copy.pair[1]} differ: {interval(copy)}"
+        return f"{WHERE[self.name]}, {text}."
 
-    def speed(self, name: str) -> tuple[float, float | None]:
-        """Images per second, and the standard deviation over cohorts as a share."""
-        logs = [-means(one)[name] for one in self.cohorts if name in one["waits"]]
-        spread = statistics.stdev(logs) if len(logs) > 1 else None
-        return math.exp(statistics.mean(logs)), spread
+    def speeds(self) -> list[list[str]]:
+        """The table of the candidates."""
+        rows, turns = [], [turn for one in self.cohorts for turn in one["turns"]]
+        for name in dict.fromkeys(turn[0] for turn in turns):
+            found = [means(one) for one in self.cohorts]
+            logs = [one[name] for one in found if name in one]
+            waited = statistics.mean(turn[2] for turn in turns if turn[0] == name)
+            spread = f"{statistics.stdev(logs):.1%}" if len(logs) > 1 else "-"
+            bound = " (input-bound)" if waited > INPUT_BOUND else ""
+            speed = f"{math.exp(-statistics.mean(logs)):.1f}"
+            rows.append([name, speed, spread, f"{waited:.0%}{bound}"])
+        return rows
 
-    def rows(self, problems: dict[str, str]) -> list[list[str]]:
-        """The table of the strategies, or of the settings of one."""
-        head = ["candidate", "images/s", "± over launches", "waited for data"]
-        rows, to_base = [], {v.pair: v for v in self.verdicts}
-        names = dict.fromkeys(n for one in self.cohorts for n in one["waits"])
-        for name in sorted(names):
-            speed, spread = self.speed(name)
-            waits = [one["waits"].get(name) for one in self.cohorts]
-            waited = statistics.mean(one for one in waits if one is not None)
-            cells = [name, f"{speed:.1f}", "-" if spread is None else f"{spread:.1%}"]
-            cells.append(f"{waited:.0%}{', input-bound' * (waited > INPUT_BOUND)}")
-            if self.name != "scaling":
-                verdict = to_base.get((name, self.settings["base"]))
-                cells += ["-", "-"]
-                if verdict:
-                    cells[-2:] = [interval(verdict), verdict.verdict]
-                elif name in self.settings["shown"]:
-                    cells[-1] = "shown, not judged: one process, no replicas"
-            rows.append(cells)
-        if self.name != "scaling":
-            head += [f"ratio to {self.settings['base']}", "verdict"]
-            for name in self.settings["strategies"]:
-                if name not in names:
-                    reason = problems.get(name, "not measured")
-                    rows.append([name, "-", "-", "-", "-", reason])
-        return [head, *rows]
-
-    def needed(self) -> float | None:
-        """Minutes after which the rest would be decided, if nothing else changes."""
-        factors = []
+    def minutes_needed(self) -> float:
+        """Minutes that would decide the rest, if nothing else changes."""
+        needed = 0.0
         for verdict in self.verdicts:
+            log, half = math.log(verdict.ratio), math.log(verdict.high / verdict.ratio)
             if verdict.verdict == "undecided":
-                log, half = (math.log(n) for n in (verdict.ratio, verdict.high))
-                half -= log
-                factors.append((half / max(abs(log), math.log(1.03) - abs(log))) ** 2)
-        minutes = max(factors, default=0.0) * self.cohorts[-1]["ended"]
-        return math.ceil(minutes / 10) * 10 if math.isfinite(minutes) else None
+                needed = max(needed, (half / max(abs(log), MARGIN - abs(log))) ** 2)
+        return math.ceil(needed * self.settings["minutes"] / 10) * 10
 
-    def half_width(self) -> float | None:
-        """The widest half of an interval of a judged pair, as a share."""
-        halves = [math.sqrt(v.high / v.low) - 1 for v in self.verdicts if v.low > 0]
-        return max(halves, default=None)
-
-    def markdown(self, problems: dict[str, str]) -> str:
+    def markdown(self) -> str:
         """The section of this mode."""
-        text = f"\n## {self.name}\n\n{table(self.rows(problems))}"
+        head = "candidate, images/s, varies over launches by, waited for data"
+        text = f"\n## {self.name}\n\n{table(head, self.speeds())}\n"
         if self.name == "scaling":
             return text + self.scaling()
-        pairs = [[" : ".join(v.pair), interval(v), v.verdict] for v in self.verdicts]
-        if pairs:
-            text += "\n" + table([["pair", "ratio of images/s", "verdict"], *pairs])
-        for copy in self.decision.copies:
-            text += f"\n{self.settings['base']} against itself: {interval(copy)}"
-            text += ", as it has to be.\n" if self.decision.honest else ": NOT EQUAL.\n"
-        half, needed = self.half_width(), self.needed()
-        if half is not None:
-            text += (
-                f"\nIntervals are ±{half:.1%} at most, of {len(self.cohorts)} cohorts"
-            )
-            if needed:
-                text += f"; to decide the rest would take about `--minutes {needed}`"
-            text += ".\n"
+        rows = [[" : ".join(v.pair), interval(v), v.verdict] for v in self.verdicts]
+        alike = (
+            "not different, as it has to be" if self.decision.honest else "DIFFERENT"
+        )
+        for one in self.decision.copies:
+            rows.append([" : ".join(one.pair), interval(one), alike])
+        text += table("pair, ratio of images/s, verdict", rows)
+        if self.half_width is not None:
+            text += f"\nThe widest interval is ±{self.half_width:.1%}, of "
+            text += f"{len(self.cohorts)} cohorts."
+            if needed := self.minutes_needed():
+                text += f" About `--minutes {needed}` would decide the rest."
+            text += "\n"
         return text
 
     def scaling(self) -> str:
         """Efficiency against one device, and what a step is made of."""
-        fit, n = self.decision.fit, self.settings["processes"]
-        each = self.settings["batch_size"]
+        fit, each = self.decision.fit, self.settings["batch_size"]
+        most = self.settings["processes"]
         if fit is None:
-            return "\nTwo cohorts are needed.\n"
-        rows = [["devices x images", "efficiency (standard error)", "compared with"]]
-        sizes = [one for one in fit.names if "JPEG" not in one and AGAIN not in one]
-        for name in sizes:
-            count, batch = map(int, name.split(" x "))
-            for alone in (f"1 x {batch}", f"1 x {count * batch}"):
-                if count > 1 and alone in sizes:
+            return "Two cohorts are needed.\n"
+        logs = dict(zip(fit.names, fit.effects, strict=True))
+        rows = []
+        for name in logs:
+            count, _, batch = name.partition(" x ")
+            if count == "1" or not batch.isdecimal():
+                continue
+            for alone in (f"1 x {batch}", f"1 x {int(count) * int(batch)}"):
+                if alone in logs:
                     log, error = fit.compare(name, alone)
-                    scale = 1 if alone == f"1 x {batch}" else 1
-                    efficiency = math.exp(log) / count * scale
-                    cell = f"{efficiency:.1%} (±{efficiency * error:.1%})"
-                    rows.append([name, cell, alone])
-        text = f"\n{table(rows)}"
-        names = (f"1 x {each}", f"{n} x {each}", f"{n} x {each} JPEG")
-        if set(names) <= set(fit.names):
-            # seconds of a step, the batch per device being the same
-            times = [
-                math.exp(fit.effects[fit.names.index(name)]) * (n if k else 1)
-                for k, name in enumerate(names)
-            ]
-            parts = [times[0], times[1] - times[0], times[2] - times[1]]
-            shares = [part / times[2] for part in parts]
-            text += (
-                f"\nA step from JPEG files on {n} devices: computing {shares[0]:.0%}, "
-                f"what more devices cost {shares[1]:.0%}, data {shares[2]:.0%}; "
-                f"in all {sum(shares):.0%}.\n"
-            )
-        return text
+                    share = math.exp(log) / int(count)
+                    rows.append([name, alone, f"{share:.1%} ± {share * error:.1%}"])
+        text = table("devices x images, against, efficiency ± standard error", rows)
+        names = [f"1 x {each}", f"{most} x {each}", f"{most} x {each} JPEG"]
+        if not {*names} <= logs.keys():
+            return text
+        one, several, whole = (math.exp(logs[name]) for name in names)
+        shares = one / most / whole, (several - one / most) / whole, 1 - several / whole
+        return text + (
+            "\nA step from JPEG files on {} devices: computing {:.0%}, what more "
+            "devices cost {:.0%}, data {:.0%}.\n"
+        ).format(most, *shares)
 
 
 def draw(modes: list[Mode], base: str) -> str:
     """The figure: ratios to the base with their intervals, and a band at 3 %."""
-    drawn = [
-        (mode, [v for v in mode.verdicts if v.pair[1] == base and v.low > 0])
+    drawn = {
+        WHERE[mode.name]: [v for v in mode.verdicts if v.pair[1] == base and v.low]
         for mode in modes
-        if mode.name != "scaling"
-    ]
-    ends = [end for _, found in drawn for v in found for end in (v.low, v.high)]
-    reach = max([0.06, *(abs(end - 1) for end in ends)]) * 1.1
-    middle, scale = WIDTH / 2, (WIDTH / 2 - LEFT) / reach
-    y, body = 22, ""
+        if mode.name in WHERE
+    }
+    ends = [abs(1 - n) for found in drawn.values() for v in found for n in v[3:]]
+    reach = max([0.06, *ends])
+    scale = (WIDTH / 2 - 2 * EDGE) / reach
+    parts, y = [], 22
 
     def x(ratio: float) -> float:
-        return round(middle + (ratio - 1) * scale, 1)
+        return round(WIDTH / 2 + (ratio - 1) * scale, 1)
 
-    for mode, found in drawn:
-        body += f'<text x="{LEFT}" y="{y}" font-weight="bold">'
-        body += f"{WHERE[mode.name].capitalize()}</text>\n"
-        top, bottom = y + 10, y + 10 + LINE * len(found)
-        body += f'<rect x="{x(0.97)}" y="{top}" width="{round(0.06 * scale, 1)}" '
-        body += f'height="{bottom - top}" fill="var(--band)"/>\n'
-        body += f'<line x1="{middle}" x2="{middle}" y1="{top}" y2="{bottom}"/>\n'
+    for where, found in drawn.items():
+        top, height = y + 10, LINE * len(found)
+        parts += [
+            f'<text x="{EDGE}" y="{y}" font-weight="bold">{where}</text>',
+            f'<rect x="{x(0.97)}" y="{top}" width="{round(x(1.03) - x(0.97), 1)}" '
+            f'height="{height}" fill="var(--band)"/>',
+            f'<line x1="{x(1)}" x2="{x(1)}" y1="{top}" y2="{top + height}"/>',
+        ]
         for number, verdict in enumerate(found):
-            level = top + LINE * number
-            body += f'<text x="{LEFT}" y="{level + 14}">{verdict.pair[0]}: '
-            body += f"{verdict.verdict}</text>\n"
-            places = f'x1="{x(verdict.low)}" x2="{x(verdict.high)}" '
-            places += f'y1="{level + 26}" y2="{level + 26}"'
-            body += f'<line class="interval" {places}/>\n'
-            body += f'<circle cx="{x(verdict.ratio)}" cy="{level + 26}" r="5"/>\n'
-        y = bottom + 34
-    y -= 14
-    for ratio in (1 - reach / 1.1, 0.97, 1, 1.03, 1 + reach / 1.1):
-        if ratio in (1, 1 - reach / 1.1, 1 + reach / 1.1) or reach < 0.2:
-            body += f'<text x="{x(ratio)}" y="{y}" text-anchor="middle">'
-            body += f"{ratio:.2f}</text>\n"
-    body += f'<text x="{LEFT}" y="{y + 20}">Speed over that of {base}; band: ±3 %'
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 32}" '
-        f'width="{WIDTH}" height="{y + 32}">\n{STYLE}<rect width="100%" height="100%" '
-        f'fill="var(--paper)"/>\n{body}</text>\n</svg>\n'
+            y = top + LINE * number
+            parts += [
+                f'<text x="{EDGE}" y="{y + 14}">{verdict.pair[0]}: '
+                f"{verdict.verdict}</text>",
+                f'<line class="interval" x1="{x(verdict.low)}" x2="{x(verdict.high)}" '
+                f'y1="{y + 26}" y2="{y + 26}"/>',
+                f'<circle cx="{x(verdict.ratio)}" cy="{y + 26}" r="5"/>',
+            ]
+        y = top + height + 34
+    for ratio in (1 - reach, 1, 1 + reach):
+        parts.append(f'<text x="{x(ratio)}" y="{y - 14}" text-anchor="middle">')
+        parts[-1] += f"{ratio:.2f}</text>"
+    parts.append(f'<text x="{EDGE}" y="{y + 8}">Speed over that of {base}; band: ±3 %')
+    size = f'viewBox="0 0 {WIDTH} {y + 20}" width="{WIDTH}" height="{y + 20}"'
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{STYLE}',
+            '<rect width="100%" height="100%" fill="var(--paper)"/>',
+            *parts,
+            "</text></svg>\n",
+        ]
     )
-
-
-def gpu_log(cohorts: list[dict]) -> str:
-    """Clock, power and temperature over all turns, where there are GPUs."""
-    turns = [gpu for one in cohorts for gpus in one["between"] for gpu in gpus]
-    lines = ""
-    for name in ("clocks.sm", "power.draw", "temperature.gpu"):
-        values = [gpu[name] for gpu in turns]
-        if values:
-            lines += f"- {name}: {min(values):g} to {max(values):g}\n"
-    return f"\nAfter turns, of all GPUs:\n\n{lines}" if lines else ""
 
 
 def write(folder: Path, last: bool) -> str:
@@ -281,50 +235,49 @@ def write(folder: Path, last: bool) -> str:
     """
     settings = json.loads((folder / "settings.json").read_text())
     cohorts = read_cohorts(folder)
-    modes = [
-        Mode(name, found, settings, last)
-        for name in settings["modes"]
-        if (found := [one for one in cohorts if one["mode"] == name])
-    ]
     problems = {n: text for one in cohorts for n, text in one["problems"].items()}
-    parts = [mode.headline() for mode in modes if mode.name != "scaling"]
-    headline = ". ".join(part[0].upper() + part[1:] for part in parts)
+    modes = []
+    for name in settings["modes"]:
+        if found := [one for one in cohorts if one["mode"] == name]:
+            modes.append(Mode(name, found, settings, last))
+    headline = " ".join(mode.headline() for mode in modes if mode.name in WHERE)
+    text = f"# Timings\n\n**{headline}**\n\n![Ratios](timings.svg)\n"
+    text += "".join(mode.markdown() for mode in modes)
+    text += "".join(f"\nNot timed: {n}: {why}\n" for n, why in problems.items())
+    for name in settings["shown"]:
+        text += f"\n{name} is one process with all the threads here: not judged.\n"
+    gpus = [gpu for one in cohorts for turn in one["turns"] for gpu in turn[3]]
+    for name in gpus[0] if gpus else ():
+        values = [gpu[name] for gpu in gpus]
+        text += f"\nAfter turns, {name}: {min(values):g} to {max(values):g}.\n"
     minutes = cohorts[-1]["ended"] if cohorts else 0.0
-    text = f"# Timings\n\n**{headline}.**\n\n![Ratios](timings.svg)\n"
-    text += "".join(mode.markdown(problems) for mode in modes)
-    versions = ("torch", "torchvision", "horovod", "apex", "python", "commit")
-    named = ", ".join(f"{n} {settings[n]}" for n in versions if settings.get(n))
-    device = settings.get("gpu") or f"{settings['cpu']}, {settings['cpu_cores']} cores"
+    facts = (
+        "{device_name}, {cpu_cores} cores; Python {python}, PyTorch {torch}, "
+        "Horovod {horovod}, Apex {apex}; commit {commit}"
+    ).format(**settings)
     text += (
-        f"{gpu_log(cohorts)}\n{setting(settings)}, of which {minutes:.1f} were used.\n"
-        f"{device}; {named}.\n\nAn interval is what Student's t gives over launches; "
-        f"all verdicts of a mode are right but for a chance of {ERROR:.0%} (Holm's "
-        "method, shared out over the planned looks).\n"
+        f"\n{setting(settings)}, of which {minutes:.1f} were used.\n{facts}.\n\n"
+        "Intervals are of Student's t over cohorts, which are launches. All verdicts "
+        f"of a mode are\nright except by a chance of {ERROR:.0%} (Holm's method; "
+        "planned looks share it out).\n"
     )
-    (folder / "report.md").write_text(text)
-    (folder / "timings.svg").write_text(draw(modes, settings["base"]))
     report = {
         "minutes": minutes,
-        "device": device,
+        "device": settings["device_name"],
         "headline": headline,
-        "verdicts": [
-            {**v._asdict(), "mode": mode.name, "low": v.low, "high": finite(v.high)}
-            for mode in modes
-            for v in mode.verdicts
-        ],
-        "copies": [
-            {**v._asdict(), "mode": mode.name, "high": finite(v.high)}
-            for mode in modes
-            for v in mode.decision.copies
-        ],
-        "half_widths": {mode.name: mode.half_width() for mode in modes},
+        "verdicts": [as_json(v, mode) for mode in modes for v in mode.verdicts],
+        "copies": [as_json(v, mode) for mode in modes for v in mode.decision.copies],
+        "half_widths": {mode.name: mode.half_width for mode in modes},
         "problems": problems,
         "settings": settings,
     }
+    (folder / "report.md").write_text(text)
     (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    (folder / "timings.svg").write_text(draw(modes, settings["base"]))
     return text
 
 
-def finite(number: float) -> float | None:
-    """A number as JSON can hold it."""
-    return number if math.isfinite(number) else None
+def as_json(verdict: Verdict, mode: Mode) -> dict:
+    """A verdict without infinities, which JSON does not have."""
+    high = verdict.high if math.isfinite(verdict.high) else None
+    return {**verdict._asdict(), "high": high, "mode": mode.name}

@@ -53,14 +53,13 @@ def means(cohort: dict, without: Sequence[str] = ()) -> dict[str, float]:
     """The mean of each candidate's log(seconds per image) in a cohort.
 
     Args:
-        cohort: its "turns" are pairs of a name and the seconds per image of intervals.
+        cohort: its "turns" begin with a name and the seconds per image of intervals.
         without: candidates that are left out.
     """
     logs: dict[str, list[float]] = {}
-    for name, intervals in cohort["turns"]:
-        if name in without:
-            continue
-        logs.setdefault(name, []).append(float(numpy.log(intervals).mean()))
+    for name, intervals, *_ in cohort["turns"]:
+        if name not in without:
+            logs.setdefault(name, []).append(float(numpy.log(intervals).mean()))
     return {name: sum(values) / len(values) for name, values in logs.items()}
 
 
