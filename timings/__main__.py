@@ -1,7 +1,6 @@
 """Compare the strategies by turns, and report what was decided."""
 
 import argparse
-import contextlib
 import json
 import os
 import signal
@@ -12,7 +11,7 @@ from common.errors import UserError
 from common.log import commit
 from launch.exits import exit_status
 from timings import plan, report
-from timings.measure import Candidate, cohort
+from timings.measure import cohort
 from timings.statistics import decide
 
 SETTINGS = ("minutes", "modes", "strategies", "processes", "threads", "workers")
@@ -41,81 +40,54 @@ def open_output(args: argparse.Namespace) -> list[dict]:
     return report.read_cohorts(args.output)
 
 
-class Session:
-    """The cohorts of all modes, those of an interrupted command included."""
+def next_mode(args: argparse.Namespace, cohorts: list[dict], now: float) -> str | None:
+    """The mode with the fewest cohorts, unless all is decided or the time is over.
 
-    def __init__(self, args: argparse.Namespace, cohorts: list[dict]):
-        """Continue after `cohorts`."""
-        self.args, self.cohorts = args, cohorts
-        used = cohorts[-1]["ended"] if cohorts else 0.0
-        self.began = time.monotonic() - 60 * used
-        self.groups: dict[str, list[list[Candidate]]] = {}
-
-    def minutes(self) -> float:
-        """Minutes in which this command ran, and the one that it continues."""
-        return (time.monotonic() - self.began) / 60
-
-    def of(self, mode: str) -> list[dict]:
-        """The cohorts of a mode."""
-        return [one for one in self.cohorts if one["mode"] == mode]
-
-    def problems(self) -> dict[str, str]:
-        """Why candidates no longer take part."""
-        found = {n: text for one in self.cohorts for n, text in one["problems"].items()}
-        if text := os.environ.get("HOROVOD_PROBLEM"):  # of scripts/setup.sh
-            found["horovod_distributed"] = text
-        return found
-
-    def next_mode(self) -> str | None:
-        """The mode with the fewest cohorts, unless all is decided or time is over."""
-        settings = vars(self.args)
-        left = [
-            mode
-            for mode in self.args.modes
-            if mode == "scaling" or not decide(self.of(mode), settings, last=False).over
-        ]
-        mode = min(left, key=lambda mode: len(self.of(mode)), default=None)
-        longest = max((one["seconds"] for one in self.of(mode)), default=0.0)
-        late = longest and self.minutes() + longest / 60 > self.args.minutes
-        return None if late else mode
-
-    def measure(self, mode: str) -> None:
-        """Add one cohort.
-
-        Raises:
-            UserError: no candidate could be timed.
-        """
-        args, number, problems = self.args, len(self.of(mode)), self.problems()
-        if mode not in self.groups:
-            self.groups[mode] = plan.groups(args, mode)
-        group = self.groups[mode][number % len(self.groups[mode])]
-        absent = {*problems, *(args.shown if number else ())}
-        found = cohort(
-            [one for one in group if one.name not in absent], after_turn=plan.gpus
-        )
-        found |= {"mode": mode, "groups": len(self.groups[mode])}
-        found |= {"problems": problems | found["problems"], "ended": self.minutes()}
-        if not found["turns"]:
-            texts = "; ".join(dict.fromkeys(found["problems"].values()))
-            raise UserError(f"nothing is left to be timed: {texts}")
-        self.cohorts.append(found)
-        with (args.output / "cohorts.jsonl").open("a") as file:
-            file.write(json.dumps(found) + "\n")
-        print(
-            f"{self.minutes():5.1f} min: {mode}, cohort {number + 1}: started in "
-            f"{found['start_seconds']:.0f} s, then {len(found['turns'])} turns",
-            flush=True,
-        )
+    Args:
+        now: minutes in which this command ran, and the one that it continues.
+    """
+    of = {mode: [one for one in cohorts if one["mode"] == mode] for mode in args.modes}
+    for mode, found in [*of.items()]:
+        if mode != "scaling" and decide(found, vars(args), last=False).over:
+            del of[mode]
+    mode = min(of, key=lambda mode: len(of[mode]), default=None)
+    longest = max((one["seconds"] for one in of.get(mode, ())), default=0.0)
+    return None if longest and now + longest / 60 > args.minutes else mode
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Measure until all is decided or the time is over."""
-    session = Session(args, open_output(args))
-    with contextlib.ExitStack() as stack:
-        if {"jpeg", "scaling"} & {*args.modes} and session.next_mode():
-            args.data = stack.enter_context(plan.images(args))
-        while mode := session.next_mode():
-            session.measure(mode)
+    """Add cohorts until all is decided or the time is over.
+
+    Raises:
+        UserError: no candidate can be timed.
+    """
+    cohorts, groups = open_output(args), {}
+    began = time.monotonic() - 60 * (cohorts[-1]["ended"] if cohorts else 0)
+    problems = {n: text for one in cohorts for n, text in one["problems"].items()}
+    if text := os.environ.get("HOROVOD_PROBLEM"):  # of scripts/setup.sh
+        problems["horovod_distributed"] = text
+    with plan.images(args) as args.data:
+        while mode := next_mode(args, cohorts, (time.monotonic() - began) / 60):
+            groups[mode] = groups.get(mode) or plan.groups(args, mode)
+            number = sum(one["mode"] == mode for one in cohorts)
+            group = groups[mode][number % len(groups[mode])]
+            absent = {*problems, *(args.shown if number else ())}
+            group = [one for one in group if one.name not in absent]
+            found = {"mode": mode, "groups": len(groups[mode])}
+            found |= cohort(group, after_turn=plan.gpus)
+            problems |= found["problems"]
+            if not found["turns"]:
+                texts = "; ".join(dict.fromkeys(problems.values()))
+                raise UserError(f"nothing is left to be timed: {texts}")
+            minutes = (time.monotonic() - began) / 60
+            cohorts.append({**found, "problems": problems, "ended": minutes})
+            with (args.output / "cohorts.jsonl").open("a") as file:
+                file.write(json.dumps(cohorts[-1]) + "\n")
+            print(
+                f"{minutes:5.1f} min: {mode}, cohort {number + 1}: started in "
+                f"{found['start_seconds']:.0f} s, then {len(found['turns'])} turns",
+                flush=True,
+            )
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from common.arguments import (
 )
 from common.device import PRECISIONS, best_precision, machine_cores, usable_gpus
 from common.errors import UserError
-from timings.measure import ROOT, Candidate, Job, gates, wait
+from timings.measure import ROOT, START_SECONDS, Candidate, Job, gates, wait
 from timings.statistics import AGAIN
 
 STRATEGIES = (
@@ -32,15 +32,13 @@ MODES = ("synthetic", "jpeg", "scaling")
 IMAGES = 64  # different ones among the JPEG files that are made here
 CLASSES = 1000  # as of random images, so that both modes train the same network
 STEPS = 400  # of an epoch of these files; the next epoch begins after it
-GPU = ("memory.used", "memory.total", "clocks.sm", "power.draw", "temperature.gpu")
+USED, TOTAL = "memory.used", "memory.total"
+GPU = (USED, TOTAL, "clocks.sm", "power.draw", "temperature.gpu")  # of nvidia-smi
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line, and fill in sizes that suit the machine."""
-    parser = OneLineParser(
-        prog="timings",
-        description="Compare the strategies by turns; see scripts/timings.sh.",
-    )
+    parser = OneLineParser(prog="timings", description="Compare strategies by turns.")
     add = parser.add_argument
     add("--minutes", type=number(float, 0.01), default=10.0, help="in all (10)")
     modes = "synthetic: images on the device; jpeg: files; scaling: 1, 2, 4 ... devices"
@@ -82,28 +80,26 @@ def candidate(
     strategy: str,
     mode: str,
     name: str | None = None,
-    processes: int | None = None,
-    batch_size: int | None = None,
+    size: tuple[int, int] | None = None,
 ) -> Candidate:
-    """The command line of a training; by default on all devices.
+    """The command line of a training.
 
     Args:
-        batch_size: per process.
+        size: processes, and images of each; by default as `args` has them.
     """
-    processes = processes or args.processes
-    batch = (batch_size or args.batch_size) * processes
-    interval = 10 if args.device == "cuda" else 2
-    flags = ["--synthetic", batch * 10**4] if mode == "synthetic" else []
-    flags = flags or ["--data", args.data]
+    processes, share = size or (args.processes, args.batch_size)
+    interval, batch = 10 if args.device == "cuda" else 2, processes * share
+    flags = ["--data", args.data]
+    if mode == "synthetic":
+        flags = ["--synthetic", batch * 10**4]
     flags += ["--arch", args.arch, "--image-size", args.image_size]
     flags += ["--global-batch-size", batch, "--precision", args.precision]
     flags += ["--workers", args.workers, "--device", args.device]
     # A training waits at its gate longer than the others' turns take
     flags += ["--print-interval", interval, "--timeout-seconds", 1800]
-    alone = strategy == "dataparallel"
-    variables = {"OMP_NUM_THREADS": str(args.threads * (processes if alone else 1))}
-    if not alone:
-        variables["NPROC"] = str(processes)
+    variables = {"OMP_NUM_THREADS": str(args.threads), "NPROC": str(processes)}
+    if strategy == "dataparallel":
+        variables["OMP_NUM_THREADS"] = str(args.threads * processes)
     if args.device == "cuda":
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_names()[:processes])
     words = ["bash", ROOT / "scripts" / f"{strategy}.sh", *flags]
@@ -115,25 +111,20 @@ def candidates(args: argparse.Namespace, mode: str) -> list[Candidate]:
     if mode != "scaling":
         found = [candidate(args, strategy, mode) for strategy in args.strategies]
         return [*found, candidate(args, args.base, mode, args.base + AGAIN)]
-    counts = [2**power for power in range(args.processes.bit_length())]
-    counts = sorted({n for n in counts if n <= args.processes} | {args.processes})
-    together = args.batch_size * args.processes
-    sizes = [(n, args.batch_size) for n in counts]  # the same batch per device
-    sizes += [(n, together // n) for n in counts if not together % n]  # and in all
-    most, found = (args.processes, args.batch_size), []
-    for size in dict.fromkeys(sizes):
-        name = "{} x {}".format(*size)
-        found.append(candidate(args, args.base, "synthetic", name, *size))
-    again = "{} x {}".format(*most) + AGAIN
-    found.append(candidate(args, args.base, "synthetic", again, *most))
-    jpeg = "{} x {} JPEG".format(*most)
-    return [*found, candidate(args, args.base, "jpeg", jpeg, *most)]
+    most, each = args.processes, args.batch_size
+    counts = [2**n for n in range(most.bit_length()) if 2**n < most] + [most]
+    sizes = [(n, each) for n in counts]  # the same batch per device, and in all
+    sizes += [(n, each * most // n) for n in counts if not each * most % n]
+    named = {f"{n} x {share}": (n, share) for n, share in sizes}
+    named[f"{most} x {each}{AGAIN}"] = (most, each)
+    found = [candidate(args, args.base, "synthetic", *one) for one in named.items()]
+    return [*found, candidate(args, args.base, "jpeg", f"{most} x {each} JPEG")]
 
 
 def groups(args: argparse.Namespace, mode: str) -> list[list[Candidate]]:
-    """Those that are resident together: all, or pairs with the first of them.
+    """Those that are resident together: all, or each with the one that is there twice.
 
-    GPU memory may not hold all. That is asked of one of them.
+    GPU memory may not hold all. That is asked of the one with the most images.
 
     Raises:
         UserError: it does not hold two.
@@ -141,15 +132,15 @@ def groups(args: argparse.Namespace, mode: str) -> list[list[Candidate]]:
     every = candidates(args, mode)
     if args.device == "cpu":
         return [every]
-    heaviest = max(every, key=lambda one: len(one.variables["CUDA_VISIBLE_DEVICES"]))
-    before = gpus()
+    before, heaviest = gpus(), every[0]
+    if mode == "scaling":
+        heaviest = next(one for one in every[1:] if one.name.startswith("1 x "))
     with gates() as folder:
         job = Job(heaviest, folder)
-        wait([job], 300)
-        after = gpus()
-    pairs = zip(before, after, strict=True)
-    needed = max(b["memory.used"] - a["memory.used"] for a, b in pairs)
-    free = min(one["memory.total"] * 0.95 - one["memory.used"] for one in before)
+        wait([job], START_SECONDS)
+        pairs = zip(before, gpus(), strict=True)
+        needed = max((b[USED] - a[USED] for a, b in pairs), default=0)
+    free = min((one[TOTAL] * 0.95 - one[USED] for one in before), default=0)
     if job.problem or free >= needed * len(every):
         return [every]
     if free < 2 * needed:
@@ -183,7 +174,7 @@ def images(args: argparse.Namespace) -> Iterator[Path]:
 
     A loader reads and decodes each again. Those for validation are small.
     """
-    if args.data:
+    if args.data or args.modes == ["synthetic"]:
         yield args.data
         return
     with tempfile.TemporaryDirectory(prefix="images-") as name:

@@ -18,24 +18,16 @@ from pathlib import Path
 from common.gate import VARIABLE
 
 
-def processes_of(where: Path) -> list[int]:
-    """Ids of the processes whose gate is `where`, or below it."""
-    mark, found = f"{VARIABLE}={where}/".encode(), []
+def send(where: Path, number: int) -> bool:
+    """Send a signal to the processes whose gate is `where` or below; were there any?"""
+    mark, found = f"{VARIABLE}={where}/".encode(), False
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended, or is another user's
             variables = (folder / "environ").read_bytes().split(b"\0")
             if any((one + b"/").startswith(mark) for one in variables):
-                found.append(int(folder.name))
+                os.kill(int(folder.name), number)
+                found = True
     return found
-
-
-def send(where: Path, number: int) -> bool:
-    """Send a signal to the processes at a gate; returns whether there were any."""
-    found = processes_of(where)
-    for process in found:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process, number)
-    return bool(found)
 
 
 def end(where: Path) -> None:

@@ -90,7 +90,9 @@ class Mode:
 
     def __init__(self, name: str, cohorts: list[dict], settings: dict, last: bool):
         self.name, self.cohorts, self.settings = name, cohorts, settings
-        self.decision = decide(cohorts, settings, last)
+        self.decision = decide(cohorts, settings, last=False)
+        if last and not self.decision.over:
+            self.decision = decide(cohorts, settings, last)
         self.verdicts = self.decision.verdicts
         if not self.decision.honest:
             self.verdicts = [v._replace(verdict="undecided") for v in self.verdicts]
