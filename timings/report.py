@@ -101,8 +101,9 @@ class Mode:
 
     def headline(self) -> str:
         """The part of the headline that is about this mode."""
-        decided = [in_words(v) for v in self.verdicts if v.verdict != "undecided"]
-        text = "; ".join(decided) or "nothing was decided"
+        decided = [v for v in self.verdicts if v.verdict != "undecided"]
+        with_base = [v for v in decided if v.pair[1] == self.settings["base"]]
+        text = "; ".join(map(in_words, with_base or decided)) or "nothing was decided"
         for copy in self.decision.copies:
             if not self.decision.honest:
                 text = "nothing can be decided, for two copies of "
@@ -112,7 +113,7 @@ class Mode:
     def speeds(self) -> list[list[str]]:
         """The table of the candidates."""
         rows, turns = [], [turn for one in self.cohorts for turn in one["turns"]]
-        for name in dict.fromkeys(turn[0] for turn in turns):
+        for name in sorted({turn[0] for turn in turns}):
             found = [means(one) for one in self.cohorts]
             logs = [one[name] for one in found if name in one]
             waited = statistics.mean(turn[2] for turn in turns if turn[0] == name)
@@ -199,7 +200,7 @@ def draw(modes: list[Mode], base: str) -> str:
     for where, found in drawn.items():
         top, height = y + 10, LINE * len(found)
         parts += [
-            f'<text x="{EDGE}" y="{y}" font-weight="bold">{where}</text>',
+            f'<text x="{EDGE}" y="{y}" style="font-weight:bold">{where}</text>',
             f'<rect x="{x(0.97)}" y="{top}" width="{round(x(1.03) - x(0.97), 1)}" '
             f'height="{height}" fill="var(--band)"/>',
             f'<line x1="{x(1)}" x2="{x(1)}" y1="{top}" y2="{top + height}"/>',
