@@ -14,9 +14,6 @@ from timings import plan, report
 from timings.measure import cohort
 from timings.statistics import decide
 
-SETTINGS = ("minutes", "modes", "strategies", "processes", "threads", "workers")
-SETTINGS += ("arch", "image_size", "batch_size", "precision", "device", "base", "shown")
-
 
 def open_output(args: argparse.Namespace) -> list[dict]:
     """Make the folder, or read the cohorts that an earlier command has left there.
@@ -24,9 +21,8 @@ def open_output(args: argparse.Namespace) -> list[dict]:
     Raises:
         UserError: they were measured with other settings.
     """
-    now = {name: getattr(args, name) for name in SETTINGS}
-    now |= {"data": str(args.data), "commit": commit(), **report.machine(args.device)}
-    now = json.loads(json.dumps(now))
+    now = {**vars(args), "commit": commit(), **report.machine(args.device)}
+    now = json.loads(json.dumps(now, default=str))
     args.output.mkdir(parents=True, exist_ok=True)
     file = args.output / "settings.json"
     before = json.loads(file.read_text()) if file.exists() else now

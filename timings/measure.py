@@ -25,11 +25,6 @@ ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 300  # in which a candidate starts and makes its first interval
 TURN_SECONDS = 120  # in which a turn is over, unless intervals are longer than usual
 KEPT = 2  # intervals of a turn, after the first, which is thrown away
-# Settings of the launch scripts with which a run would be another one
-LAUNCH_SETTINGS = (
-    *("LAUNCHER", "CONTROLLER", "HOSTS", "NNODES", "NODE_RANK", "NPROC", "SCRIPT"),
-    *("RDZV_ENDPOINT", "RDZV_ID", "MAX_RESTARTS", "PREFLIGHT", "INTERFACE"),
-)
 
 
 class Candidate(NamedTuple):
@@ -38,7 +33,6 @@ class Candidate(NamedTuple):
     name: str
     command: list[str]
     variables: dict[str, str]
-    interval: int  # steps
 
 
 class Job:
@@ -46,17 +40,16 @@ class Job:
 
     def __init__(self, candidate: Candidate, folder: Path):
         """Start them; they find their gate in the environment."""
-        self.name, self.interval = candidate.name, candidate.interval
+        self.name = candidate.name
         self.gate = folder / re.sub(r"\W", "-", self.name)
         self.listener = socket.socket(socket.AF_UNIX)
         self.listener.bind(str(self.gate))
         self.listener.listen(1024)
         self.log = self.gate.with_suffix(".log")
-        variables = {n: v for n, v in os.environ.items() if n not in LAUNCH_SETTINGS}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [*candidate.command, "--output", str(self.gate.with_suffix(".run"))],
-                env={**variables, **candidate.variables, VARIABLE: str(self.gate)},
+                env={**os.environ, **candidate.variables, VARIABLE: str(self.gate)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -64,7 +57,7 @@ class Job:
             )
         self.readers: dict = {}  # by the connections of processes
         self.arrived: dict[int, list] = {}  # the intervals of a turn by rank
-        self.world_size = math.inf
+        self.world_size, self.interval = math.inf, 0  # processes; steps
         self.problem: str | None = None
 
     def listen(self, handle: socket.socket) -> None:
@@ -76,6 +69,7 @@ class Job:
             report = json.loads(line)
             self.world_size = report["world_size"]
             self.arrived[report["rank"]] = report["intervals"]
+            self.interval = self.interval or report["intervals"][0][0]
         else:
             del self.readers[handle]  # the process died, and soon its launcher ends
 

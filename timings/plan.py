@@ -24,10 +24,8 @@ from common.errors import UserError
 from timings.measure import ROOT, START_SECONDS, Candidate, Job, gates, wait
 from timings.statistics import AGAIN
 
-STRATEGIES = (
-    *("dataparallel", "distributed", "multiprocessing_distributed"),
-    *("apex_distributed", "horovod_distributed"),
-)
+STRATEGIES = ("dataparallel", "distributed", "multiprocessing_distributed")
+STRATEGIES += ("apex_distributed", "horovod_distributed")
 MODES = ("synthetic", "jpeg", "scaling")
 IMAGES = 64  # different ones among the JPEG files that are made here
 CLASSES = 1000  # as of random images, so that both modes train the same network
@@ -68,7 +66,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.batch_size = args.batch_size or (64 if gpus else 32)
     cpu = torch.device("cpu")
     args.precision = args.precision or ("fp16" if gpus else best_precision(cpu))
-    names = args.strategies
+    args.interval, names = 10 if gpus else 2, args.strategies
     args.base = "distributed" if "distributed" in names else names[0]
     # One process with all the threads, and no replicas: there is nothing to compare
     args.shown = [] if gpus else [name for name in names if name == "dataparallel"]
@@ -88,7 +86,7 @@ def candidate(
         size: processes, and images of each; by default as `args` has them.
     """
     processes, share = size or (args.processes, args.batch_size)
-    interval, batch = 10 if args.device == "cuda" else 2, processes * share
+    batch = processes * share
     flags = ["--data", args.data]
     if mode == "synthetic":
         flags = ["--synthetic", batch * 10**4]
@@ -96,14 +94,14 @@ def candidate(
     flags += ["--global-batch-size", batch, "--precision", args.precision]
     flags += ["--workers", args.workers, "--device", args.device]
     # A training waits at its gate longer than the others' turns take
-    flags += ["--print-interval", interval, "--timeout-seconds", 1800]
+    flags += ["--print-interval", args.interval, "--timeout-seconds", 1800]
     variables = {"OMP_NUM_THREADS": str(args.threads), "NPROC": str(processes)}
     if strategy == "dataparallel":
         variables["OMP_NUM_THREADS"] = str(args.threads * processes)
     if args.device == "cuda":
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_names()[:processes])
     words = ["bash", ROOT / "scripts" / f"{strategy}.sh", *flags]
-    return Candidate(name or strategy, [*map(str, words)], variables, interval)
+    return Candidate(name or strategy, [*map(str, words)], variables)
 
 
 def candidates(args: argparse.Namespace, mode: str) -> list[Candidate]:

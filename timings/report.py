@@ -5,7 +5,7 @@ import math
 import os
 import platform
 import statistics
-from importlib import metadata
+from importlib import metadata, util
 from pathlib import Path
 
 import torch
@@ -27,18 +27,14 @@ text{font:13px sans-serif;fill:var(--ink)}line{stroke:var(--ink)}
 
 def machine(device: str) -> dict:
     """Hardware and versions."""
-    facts: dict = {
+    found = {one: util.find_spec(one) for one in ("horovod", "apex")}
+    return {
         "device_name": describe(torch.device(device)),
         "cpu_cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        **{one: metadata.version(one) if found[one] else None for one in found},
     }
-    for package in ("horovod", "apex"):
-        try:
-            facts[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            facts[package] = None
-    return facts
 
 
 def setting(settings: dict) -> str:
@@ -93,7 +89,7 @@ class Mode:
         self.decision = decide(cohorts, settings, last=False)
         if last and not self.decision.over:
             self.decision = decide(cohorts, settings, last)
-        self.verdicts = self.decision.verdicts
+        self.verdicts, self.copies = self.decision.verdicts, self.decision.copies
         if not self.decision.honest:
             self.verdicts = [v._replace(verdict="undecided") for v in self.verdicts]
         halves = [math.sqrt(v.high / v.low) - 1 for v in self.verdicts if v.low]
@@ -104,7 +100,7 @@ class Mode:
         decided = [v for v in self.verdicts if v.verdict != "undecided"]
         with_base = [v for v in decided if v.pair[1] == self.settings["base"]]
         text = "; ".join(map(in_words, with_base or decided)) or "nothing was decided"
-        for copy in self.decision.copies:
+        for copy in self.copies:
             if not self.decision.honest:
                 text = "nothing can be decided, for two copies of "
                 text += f"{copy.pair[1]} differ: {interval(copy)}"
@@ -142,7 +138,7 @@ class Mode:
         alike = (
             "not different, as it has to be" if self.decision.honest else "DIFFERENT"
         )
-        for one in self.decision.copies:
+        for one in self.copies:
             rows.append([" : ".join(one.pair), interval(one), alike])
         text += table("pair, ratio of images/s, verdict", rows)
         if self.half_width is not None:
@@ -264,23 +260,21 @@ def write(folder: Path, last: bool) -> str:
         f"of a mode are\nright except by a chance of {ERROR:.0%} (Holm's method; "
         "planned looks share it out).\n"
     )
+    listed = {
+        kind: [{**v._asdict(), "mode": m.name} for m in modes for v in getattr(m, kind)]
+        for kind in ("verdicts", "copies")
+    }
     report = {
         "minutes": minutes,
         "device": settings["device_name"],
         "headline": headline,
-        "verdicts": [as_json(v, mode) for mode in modes for v in mode.verdicts],
-        "copies": [as_json(v, mode) for mode in modes for v in mode.decision.copies],
+        **listed,
         "half_widths": {mode.name: mode.half_width for mode in modes},
         "problems": problems,
         "settings": settings,
     }
     (folder / "report.md").write_text(text)
-    (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    written = json.dumps(report, indent=1).replace("Infinity", "null")
+    (folder / "report.json").write_text(written + "\n")
     (folder / "timings.svg").write_text(draw(modes, settings["base"]))
     return text
-
-
-def as_json(verdict: Verdict, mode: Mode) -> dict:
-    """A verdict without infinities, which JSON does not have."""
-    high = verdict.high if math.isfinite(verdict.high) else None
-    return {**verdict._asdict(), "high": high, "mode": mode.name}
