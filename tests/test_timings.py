@@ -123,11 +123,13 @@ def test_at_the_gate_all_wait_and_no_bit_changes(tmp_path):
     gate = socket.socket(socket.AF_UNIX)
     gate.bind(str(tmp_path / "gate"))
     gate.listen()
-    gate.settimeout(60)
     flags += ["--output", tmp_path / "b"]
     how = {"gate": str(tmp_path / "gate"), "name": "distributed", "flags": flags}
     with Ranks(tmp_path / "held", 2, train_at_gate, **how) as ranks:
-        lines = [gate.accept()[0].makefile("rw") for _ in range(2)]
+        connections = [gate.accept()[0] for _ in range(2)]
+        for connection in connections:
+            connection.settimeout(20)
+        lines = [connection.makefile("rw") for connection in connections]
         counts = []
         for _ in range(3):
             reports = [json.loads(line.readline()) for line in lines]
@@ -178,10 +180,14 @@ def test_nothing_outlives_a_killed_measurement(digits, tmp_path):
             states.append(stat.rpartition(")")[2].split()[0])
         return states.count("T") > 4
 
-    wait_until(stopped, 90, "a training with its loaders is stopped")
-    os.kill(measuring.pid, signal.SIGKILL)
-    measuring.wait()
-    wait_until(lambda: not processes_of(str(tmp_path)), 20, "every process gone")
+    try:
+        wait_until(stopped, 90, "a training with its loaders is stopped")
+        measuring.kill()
+        measuring.wait()
+        wait_until(lambda: not processes_of(str(tmp_path)), 20, "every process gone")
+    finally:
+        for process in processes_of(str(tmp_path)):
+            os.kill(process, signal.SIGKILL)
 
 
 # --- the command ---
