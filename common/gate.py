@@ -38,9 +38,3 @@ class Gate:
         except (OSError, ValueError):
             os._exit(1)
         self.intervals.clear()
-
-
-def gate_from_environment(rank: int, world_size: int) -> Gate | None:
-    """The gate that the environment names; None in every ordinary run."""
-    path = os.environ.get(VARIABLE)
-    return Gate(path, rank, world_size) if path else None

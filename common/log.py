@@ -18,7 +18,7 @@ from tqdm import tqdm
 from common.checkpoint import BEST_METRIC, TrainingState, replace_file
 from common.data import PREFETCH
 from common.device import describe, peak_memory_mib
-from common.gate import gate_from_environment
+from common.gate import VARIABLE, Gate
 from common.model import validation_protocol
 
 SECONDS_BETWEEN_LINES = 30  # without a terminal, as under Slurm
@@ -43,7 +43,8 @@ class Log:
         self.device = device
         self.rank = rank
         self.world_size = world_size
-        self.gate = gate_from_environment(rank, world_size)
+        path = os.environ.get(VARIABLE)  # where timings/ measures this run
+        self.gate = Gate(path, rank, world_size) if path else None
         self.line_at = 0.0  # the first interval of a run is shown immediately
         # The first steps are slow, and the next use batches that loaders prepared then
         self.cold_steps = 1 if args.synthetic else max(1, PREFETCH * workers)
