@@ -17,6 +17,7 @@ from tqdm import tqdm
 from common.checkpoint import BEST_METRIC, TrainingState, replace_file
 from common.data import PREFETCH
 from common.device import describe, peak_memory_mib
+from common.gate import VARIABLE, Gate
 from common.model import validation_protocol
 
 SECONDS_BETWEEN_LINES = 30  # if stderr is not a terminal, for example under Slurm
@@ -41,6 +42,8 @@ class Log:
         self.device = device
         self.rank = rank
         self.world_size = world_size
+        path = os.environ.get(VARIABLE)  # where timings/ measures this run
+        self.gate = Gate(path, rank, world_size) if path else None
         self.line_at = 0.0  # the first interval of a run is shown immediately
         # The first steps are slow; the next ones use batches that were prepared then
         self.cold_steps = 1 if args.synthetic else max(1, PREFETCH * workers)
@@ -131,6 +134,9 @@ class Log:
         if self.rank == 0 and self.bar.disable and time.monotonic() > self.line_at:
             self.line_at = time.monotonic() + SECONDS_BETWEEN_LINES
             print(f"{self.title}, step {step}/{self.steps}: {text}", flush=True)
+        if self.gate is not None:
+            self.gate.wait(step, seconds, recent["images"], wait)
+            self.began = time.perf_counter()
 
     def end_epoch(self) -> None:
         """Remove the progress bar."""

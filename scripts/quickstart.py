@@ -27,8 +27,8 @@ RECIPE = shlex.split(
     "--image-size 64 --global-batch-size 64 --lr 0.2 --warmup-epochs 1 "
     "--schedule cosine --min-crop 0.5 --no-flip --epochs 8"
 )
-HEADER = "strategy,launcher,processes,precision,s/epoch,images/s,data wait,val top-1"
-HEADER = [*HEADER.split(","), "status"]
+HEADER = ["strategy", "launcher", "processes", "precision", "minutes", "val top-1"]
+HEADER += ["status"]
 
 
 def train(strategy: str, data: str, output: Path) -> str:
@@ -75,14 +75,12 @@ def row(run: dict) -> list[str]:
     cells = [run["strategy"], run["launcher"]]
     report = run["report"]
     if report is None:
-        return [*cells, *["-"] * 6, run["status"]]
+        return [*cells, *["-"] * 4, run["status"]]
     return [
         *cells,
         str(report["world_size"]),
         report["precision"],
-        f"{report['seconds']:.1f}",
-        f"{report['images_per_second']:.0f}",
-        f"{report['data_wait_share']:.0%}",
+        f"{report['seconds'] * report['epochs'] / 60:.1f}",
         f"{report['val_top1']:.1f} %",
         run["status"],
     ]
@@ -108,9 +106,8 @@ def render(runs: list[dict]) -> str:
         f"{table}\n{report['device_name']}, {report['cpu_cores']} cores; Python "
         f"{report['python']}, PyTorch {report['torch']}, torchvision "
         f"{report['torchvision']}.\n{report['arch']} at 64 px, global batch "
-        f"{report['global_batch_size']}, {report['epochs']} epochs; seconds (training, "
-        "without validation), images/s and\nwaiting are medians of the epochs after "
-        "the first.\n"
+        f"{report['global_batch_size']}, {report['epochs']} epochs; minutes are of "
+        "training alone, without start and validation.\n"
     )
 
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Time every strategy that this machine can run, under equal rules, and print a table.
+# Compare the strategies that this machine can run: which is faster, which are equal within 3 %?
 #
-#   bash scripts/timings.sh                      # JPEGs of its own; no data set needed
-#   bash scripts/timings.sh --data /path/to/imagenet [--full] [flags of scripts/timings.py]
+#   bash scripts/timings.sh                      # ten minutes; --minutes 40 decides more
+#   bash scripts/timings.sh --data /path/to/imagenet [flags of python -m timings]
 #   PYTHON=/path/to/python bash scripts/timings.sh
 #
-# Sets up .venv where PYTHON names no environment. Interrupted, the same command goes on.
+# Sets up .venv where PYTHON names no environment. Interrupted, the same command continues.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source-path=SCRIPTDIR
@@ -14,4 +14,4 @@ source "$ROOT/scripts/setup.sh"
 set_up requirements.txt requirements-nvimgcodec.txt requirements-report.txt
 set_up_horovod
 export PYTHON PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
-exec "$PYTHON" -m scripts.timings "$@"
+exec "$PYTHON" -m timings "$@"

@@ -164,6 +164,12 @@ def train(name: str, flags: list, net: str | None = None):
     start(load_script(name, net), flags)
 
 
+def train_at_gate(gate: str, name: str, flags: list):
+    """Train, and wait for turns."""
+    os.environ["TIMINGS_GATE"] = gate
+    train(name, flags)
+
+
 def train_watched(
     name: str, flags: list, net: str | None, skipped: int, gpus: str
 ) -> list[torch.Tensor] | int:

@@ -95,6 +95,8 @@ def flags_of(script):
         files += [ROOT / f"{path.stem}.py", ROOT / "common" / "arguments.py"]
     if path.name == "test.sh":
         files.append(ROOT / "tests" / "conftest.py")
+    if path.name == "timings.sh":
+        files.append(ROOT / "timings" / "plan.py")
     if path.parent.name == "benchmarks":
         files += path.parent.glob("comparison.py")
     text = "".join(file.read_text() for file in files if file.exists())
@@ -108,7 +110,7 @@ def unknown(words):
     launcher = launcher and [*get_args_parser()._option_string_actions]
     for before, word in zip(["", *words], words, strict=False):
         flag = word.split("=")[0]
-        if before == "-m" and word.startswith(("benchmarks.", "scripts.", "launch.")):
+        if before == "-m" and re.match(r"(benchmarks|scripts|launch|tests)\.", word):
             word = word.replace(".", "/") + ".py"
         if word == "train.py":  # the reader's
             known = ""

@@ -1,131 +1,254 @@
-"""Timings: equal rules, nothing lost, and no difference claimed that chance explains."""
+"""Timings: fair turns, no verdict by chance, and nothing left running."""
 
 import json
+import math
+import os
+import random
 import re
 import signal
+import socket
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
+import torch
+from conftest import TINY, environment, processes_of, run, wait_until
+from ranks import Ranks, run_ranks, train, train_at_gate
+from trial import NAMES, SETTINGS, invented, simulated
 
 from common.errors import UserError
-from scripts import report, timings
-from scripts.quickstart import LAUNCHERS
+from timings import __main__ as command
+from timings import plan, report, statistics
+from timings.statistics import Fit, decide, judge, orders, williams
 
-SPEEDS = {("device", 1, 4): 100, ("device", 1, 8): 110}
-SPEEDS |= {("device", 2, 8): 190, ("data", 1, 4): 99, ("data", 2, 8): 186}
+TRUTH = dict.fromkeys(NAMES, 0.0)
+
+
+def session(cohorts, truth=TRUTH, launch=0.001, **more):
+    found = [invented(truth, launch, 8, f"{n}") for n in range(1, cohorts + 1)]
+    return [c | {"ended": n / cohorts, **more} for n, c in enumerate(found, 1)]
+
+
+# --- statistics ---
+
+
+@pytest.mark.parametrize("number", (2, 3, 4, 5))
+def test_each_follows_each_other_equally_often_in_an_order_drawn_anew(number):
+    names, rows = "abcdef"[:number], len(williams(number))
+    drawn = [orders(names, random.Random(seed)) for seed in range(20)]
+    blocks = [[next(one) for _ in range(rows)] for one in drawn]
+    for cohort in blocks:
+        followed = [pair for row in cohort for pair in zip(row, row[1:], strict=False)]
+        counts = {pair: followed.count(pair) for pair in followed}
+        assert len(counts) == number * (number - 1) and len({*counts.values()}) == 1
+    assert len({str(cohort) for cohort in blocks}) > 1
+
+
+def test_two_way_residuals_and_the_mean_of_two_copies():
+    logs = {"a": [1, 2, 3], "b": [1.3, 2.1, 3.2], "a again": [1.1, 2.0, 3.2]}
+    fit = Fit([{name: logs[name][c] for name in logs} for c in range(3)])
+    table = torch.tensor([*logs.values()], dtype=torch.float64)
+    residuals = table - table.mean(0) - table.mean(1, keepdim=True) + table.mean()
+    assert fit.freedom == 4
+    variance = residuals.square().sum().item() / 4
+    assert fit.compare("b", "a") == pytest.approx((-0.15, math.sqrt(variance / 2)))
+    error = math.sqrt(variance * 2 / 3)
+    assert fit.compare("a again", "a") == pytest.approx((-0.1, error))
+    some = Fit([{"a": 1.0, "b": 2.0}, {"a": 5.0, "c": 4.0}, {"a": 0.0, "b": 1.2}])
+    assert some.compare("c", "b")[0] == pytest.approx(2.1)  # both by way of "a"
+
+
+def test_verdicts_by_holm_and_equal_only_within_three_percent():
+    """t for 0.02 / 3 and many degrees of freedom is 2.71, for 0.02 / 2 it is 2.58."""
+    errors = {"ab": (0.1, 0.01), "ac": (-0.0264, 0.01), "bc": (0.012, 0.01)}
+    fit = Namespace(freedom=10**6, compare=lambda *pair: errors["".join(pair)])
+    pairs = [tuple(name) for name in errors]
+    verdicts = [v.verdict for v in judge(fit, pairs, 0.02)]
+    assert verdicts == ["faster", "slower", "undecided"]
+    errors["ab"] = (0.02, 0.01)
+    assert {v.verdict for v in judge(fit, pairs, 0.02)} == {"undecided"}
+    errors["ab"] = (0.001, 0.01)
+    assert judge(fit, pairs[:1], 0.02)[0].verdict == "equal"
+    errors["ab"] = (0.007, 0.01)
+    (verdict,) = judge(fit, pairs[:1], 0.02)
+    assert verdict.verdict == "undecided" and verdict.low < 1 < 1.03 < verdict.high
+
+
+@pytest.mark.parametrize("cohorts", (1, 2, 5, 6))
+def test_planned_looks_share_out_the_error(monkeypatch, cohorts):
+    spent = []
+    monkeypatch.setattr(statistics, "judge", lambda *all: spent.append(all[2]) or [])
+    found = session(cohorts)
+    for number in range(1, cohorts + 1):
+        if number == cohorts or number % 2 == 0:  # decide() looks only there
+            decide(found[:number], SETTINGS, last=number == cohorts)
+    assert sum(spent[::2]) == pytest.approx(statistics.ERROR) and min(spent) > 0
+
+
+def test_two_copies_that_differ_forbid_all_verdicts():
+    truth = TRUTH | {"second copy": 0.2, "distributed again": 0.1}
+    mode = report.Mode("synthetic", session(6, truth), SETTINGS, last=True)
+    assert {v.verdict for v in mode.verdicts} == {"undecided"}
+    assert "two copies of distributed differ" in mode.headline()
+    good = TRUTH | {"second copy": 0.2}
+    mode = report.Mode("synthetic", session(6, good), SETTINGS, last=True)
+    assert re.search(r"second copy is 1\d.\d % slower than distr", mode.headline())
+
+
+@pytest.mark.parametrize("slower, launch", [(0.0, 0.02), (0.05, 0.005)])
+def test_verdicts_are_right_and_a_slowdown_is_found(slower, launch):
+    found = simulated(slower, launch, 8, draws=150)
+    assert found["with_a_wrong_verdict"] + found["without_verdicts"] < 0.1
+    assert not slower or found["decided"] > 0.5  # three of six pairs differ
+
+
+# --- measuring ---
+
+
+def test_at_the_gate_all_wait_and_no_bit_changes(tmp_path):
+    flags = [*TINY, "--synthetic", 24, "--epochs", 1, "--device", "cpu", "--output"]
+    how = {"name": "distributed", "flags": [*flags, tmp_path / "a"]}
+    run_ranks(tmp_path / "free", 2, train, **how)
+    gate = socket.socket(socket.AF_UNIX)
+    gate.bind(str(tmp_path / "gate"))
+    gate.listen()
+    how |= {"flags": [*flags, tmp_path / "b"], "gate": str(tmp_path / "gate")}
+    with Ranks(tmp_path / "held", 2, train_at_gate, **how) as ranks:
+        connections, counts = [gate.accept()[0] for _ in range(2)], []
+        for _ in range(3):
+            for one in connections:
+                one.settimeout(20)
+                counts.append(len(json.loads(one.recv(10**5))["intervals"]))
+            time.sleep(0.3)
+            assert ranks.alive(0) and ranks.alive(1)
+            for one in connections:
+                one.sendall(b"2\n")
+        ranks.results()
+    assert counts == [1, 1, 2, 2, 2, 2]
+    one, other = (torch.load(tmp_path / name / "checkpoint.pt") for name in "ab")
+    for name, tensor in one["state_dict"].items():
+        assert torch.equal(tensor, other["state_dict"][name]), name
+
+
+SMALL = "--arch squeezenet1_1 --image-size 32 --batch-size 4 --precision fp32".split()
+SMALL += "--modes jpeg --strategies distributed apex_distributed --device cpu".split()
+
+
+def test_a_cohort_ends_with_a_report(digits, tmp_path):
+    words = ["--minutes", "0.1", "--data", digits, "--output", tmp_path, *SMALL]
+    ended = run(sys.executable, "-m", "timings", *words, TEST_RUN=str(tmp_path))
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert found["minutes"] > 0 and found["device"] and found["verdicts"] == []
+    assert "CUDA GPU" in found["problems"]["apex_distributed"]
+    (cohort,) = report.read_cohorts(tmp_path)
+    names = [turn[0] for turn in cohort["turns"]]
+    assert names.count("distributed") == names.count("distributed again") > 1
+    assert "nothing was decided" in ended.stdout
+    ElementTree.parse(tmp_path / "timings.svg")
+    assert not processes_of(str(tmp_path))
+
+
+def test_nothing_outlives_a_killed_measurement(digits, tmp_path):
+    words = ["--data", str(digits), "--output", str(tmp_path / "out"), *SMALL]
+    measuring = subprocess.Popen(
+        [sys.executable, "-m", "timings", *words],
+        env=environment(TEST_RUN=str(tmp_path)),
+        stdout=subprocess.DEVNULL,
+    )
+
+    def stopped():
+        stats = [Path(f"/proc/{p}/stat") for p in processes_of(str(tmp_path))]
+        return sum(") T " in stat.read_text() for stat in stats) > 4
+
+    try:
+        wait_until(stopped, 90, "a training with its loaders is stopped")
+        measuring.kill()
+        measuring.wait()
+        wait_until(lambda: not processes_of(str(tmp_path)), 20, "every process gone")
+    finally:
+        for process in processes_of(str(tmp_path)):
+            os.kill(process, signal.SIGKILL)
+
+
+# --- the command ---
 
 
 @pytest.fixture
 def args(tmp_path, monkeypatch):
-    words = ["--device", "cpu", "--batch-size", "4", "--image-size", "32"]
-    parsed = timings.parse([*words, "--precision", "fp32", "--output", str(tmp_path)])
-    parsed.data, parsed.output = tmp_path / "data", tmp_path / "out"
-    parsed.devices, parsed.threads, parsed.workers = [1, 2], 1, 2
-    parsed.lap, parsed.steps = 1, 6
-    monkeypatch.setattr(timings, "parse", lambda: parsed)
-    monkeypatch.setattr(timings, "short_validation", lambda data, folder: data)
-    monkeypatch.setattr(timings, "loader_alone", lambda _: {"images_per_second": 9})
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    return parsed
-
-
-def test_a_run_on_two_processes_ends_with_the_table_of_its_file(
-    args, monkeypatch, capsys
-):
-    cell = timings.Cell("device", 2, 8, "fp32")
-    runs = [timings.Run(cell, "distributed", 1)]
-    monkeypatch.setattr(timings, "plan", lambda args: runs)
-    timings.main()
-    (file,) = args.output.glob("runs/*.json")
-    found = json.loads(file.read_text())
-    assert (found["warmup_steps"], found["timed_steps"]) == (1, 6)
-    assert found["run"]["world_size"] == 2 and found["run"]["argv"]
-    assert 48 / found["images_per_second"] < found["seconds"]  # that is with warm-up
-    printed = capsys.readouterr().out
-    assert f"{found['images_per_second']:.0f} images/s" in printed
-    text = (args.output / "report.md").read_text()
-    assert text in printed
-    row = rf"\| distributed +\| - +\| {found['images_per_second']:.0f} "
-    assert re.search(row, text), text
-
-
-def test_strategies_of_a_setting_have_equal_flags_and_threads(args):
-    by_cell = {}
-    for run in timings.plan(args):
-        words, added = timings.command(args, run, "out")
-        assert words[1].endswith(f"scripts/{run.strategy}.sh")
-        threads = int(added.get("NPROC", 1)) * int(added["OMP_NUM_THREADS"])
-        by_cell.setdefault(run.cell, set()).add((threads, *words[2:]))
-    assert len(by_cell) == 4 and all(len(same) == 1 for same in by_cell.values())
-
-
-def made(run, speed):
-    """What launch() would have found."""
-    step = 1000 * run.cell.global_batch_size / speed
-    return {
-        **run.cell._asdict(),
-        **{"strategy": run.strategy, "repeat": run.repeat, "images_per_second": speed},
-        **{"step_milliseconds": step, "step_milliseconds_p90": step},
-        **{"data_wait_share": 0, "peak_memory_mib": 100, "seconds": 1, "later_loss": 7},
-        **{"wall_seconds": 30, "gpu_utilisation": None, "steps_between_looks": 2},
-        **{"timed_steps": 8, "run": {"world_size": run.cell.devices}},
-        "machine": {"torch": "2", "python": "3", "cpu": "CPU", "cpu_cores": 2},
-    }
-
-
-def test_ctrl_c_and_the_same_command_again_make_each_run_once(args, monkeypatch):
-    done = []
-
-    def launch(args, run, log):
-        if len(done) == 6:
-            done.append(None)
-            raise KeyboardInterrupt
-        done.append(run)
-        return made(run, 100)
-
-    monkeypatch.setattr(timings, "launch", launch)
-    with pytest.raises(SystemExit, match="130"):
-        timings.main()
-    timings.main()
-    done.remove(None)
-    assert sorted(done) == sorted(timings.plan(args))
-    args.batch_size = 8
-    with pytest.raises(UserError, match="batch_size 4, now it is 8"):
-        timings.main()
-
-
-def test_a_wrong_flag_ends_with_status_2(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        timings.parse(["--batch-size", "none"])
-    assert "--batch-size: " in capsys.readouterr().err.splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    "change, verdict",
-    [
-        ({}, "compute-bound"),
-        ({("data", 2, 8): 150}, "input-bound"),  # loaders take the cores
-        ({("device", 2, 8): 160, ("data", 2, 8): 159}, "communication-bound"),
-    ],
-)
-def test_only_a_difference_beyond_the_spread_is_claimed(
-    args, monkeypatch, change, verdict
-):
-    """Two repeats, 1 % apart, one way for some strategies, the other for others."""
-    factors = {"distributed": 1.015, "horovod_distributed": 0.9}
-
-    def launch(args, run, log):
-        up = (run.repeat + list(LAUNCHERS).index(run.strategy)) % 2
-        speed = (SPEEDS | change)[run.cell[:3]] * factors.get(run.strategy, 1)
-        return made(run, speed * (1.005 if up else 0.995))
-
-    monkeypatch.setattr(timings, "launch", launch)
-    timings.open_output(args)
-    timings.measure(args)
-    found = report.Timings(args.output)
-    fast, middle, slow = (
-        found.rows["data", 2, 8, "fp32", name]
-        for name in ("distributed", "apex_distributed", "horovod_distributed")
+    args = plan.parse(
+        ["--modes", "synthetic", "--output", str(tmp_path), "--device", "cpu"]
     )
-    assert found.verdict(middle) == verdict
-    assert found.differ(fast, slow) and found.differ(middle, slow)
-    assert not found.differ(fast, middle)
+    args.minutes, args.strategies, args.shown = 1, NAMES[:-1], []
+    monkeypatch.setattr(plan, "parse", lambda: args)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(command.time, "monotonic", iter(range(10**6)).__next__)
+    return args
+
+
+def test_ctrl_c_and_the_same_command_again(args, monkeypatch, capsys):
+    made = []
+
+    def cohort(candidates, after_turn):
+        made.append([one.name for one in candidates])
+        if len(made) == 4:
+            raise KeyboardInterrupt
+        truth = TRUTH | {"third copy": 0.0 if len(made) < 4 else 0.01}
+        turns = invented(truth, 0.03, 8, f"{len(made)}")["turns"]
+        turns = [[*turn, 0.0, []] for turn in turns]
+        return {"turns": turns, "problems": {}, "start_seconds": 1, "seconds": 6}
+
+    monkeypatch.setattr(command, "cohort", cohort)
+    with pytest.raises(SystemExit, match="130"):
+        command.main()
+    assert "the same command continues" in capsys.readouterr().err
+    assert len(report.read_cohorts(args.output)) == 3
+    command.main()
+    cohorts = report.read_cohorts(args.output)
+    assert len(cohorts) == len(made) - 1 > 4
+    ended = [one["ended"] for one in cohorts]
+    assert ended == sorted(ended) and 0.7 < ended[-1] <= 1
+    args.batch_size = 8
+    with pytest.raises(UserError, match="batch_size 32, now it is 8"):
+        command.main()
+
+
+def test_strategies_have_equal_flags_and_threads(args):
+    every = plan.candidates(args, "jpeg")
+    assert [one.name for one in every] == [*args.strategies, "distributed again"]
+    assert len({str(one.command[2:]) for one in every}) == 1
+    assert len({one.variables["OMP_NUM_THREADS"] for one in every}) == 1
+    alone = plan.candidate(args, "dataparallel", "jpeg")
+    assert int(alone.variables["OMP_NUM_THREADS"]) == args.processes * args.threads
+
+
+@pytest.mark.parametrize("total, groups", [(90, 1), (30, 3)])
+def test_gpu_memory_decides_whether_all_are_resident(args, monkeypatch, total, groups):
+    args.device, used = "cuda", iter([0, 10])
+    asked = {"memory.total": total}
+    monkeypatch.setattr(plan, "gpu_names", lambda: ["0", "1"])
+    monkeypatch.setattr(plan, "gpus", lambda: [{"memory.used": next(used), **asked}])
+    monkeypatch.setattr(plan, "Job", lambda *_: Namespace(problem=None))
+    monkeypatch.setattr(plan, "wait", lambda *_: None)
+    found = plan.groups(args, "synthetic")
+    assert len(found) == groups and all(one[0].name == "distributed" for one in found)
+
+
+def test_a_step_is_split_into_parts_that_add_up(args):
+    args.processes = 2
+    names = [one.name for one in plan.candidates(args, "scaling")]
+    times = dict(zip(names, (0.0, -0.5, 0.0, -0.5, -0.3), strict=True))
+    mode = report.Mode("scaling", session(4, times), vars(args), last=True)
+    shares = re.findall(r"(\d+)%[,.]", mode.scaling().rpartition("A step")[2])
+    assert len(shares) == 3 and abs(sum(map(int, shares)) - 100) <= 2
+
+
+@pytest.mark.parametrize("words", ["--minutes none", "--modes fast", "--device tpu"])
+def test_bad_flags_are_one_line(words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        plan.parse(words.split())
+    assert len(capsys.readouterr().err.splitlines()) == 1

@@ -1,0 +1,184 @@
+"""Whether the timings can be trusted, in numbers.
+
+    python -m tests.trial simulation [DRAWS]    # 2,000 sessions per row; 3 minutes
+    python -m tests.trial copies [SESSIONS] [COHORTS]    # 10 of 9: 2 hours
+    python -m tests.trial power    # sessions of 10, 10, 10 and 30 minutes
+
+simulation: the analysis, on invented turns of which the truth is known.
+copies: four copies of distributed, of which no verdict is right, and one that sleeps for
+5 % of each step and has to be found. power: how wide intervals are, and whether sessions
+contradict each other. The last two need an idle machine; interrupted, they continue.
+Each writes results/timings_NAME.json.
+"""
+
+import json
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+from itertools import combinations
+
+from common.log import commit
+from launch.exits import exit_status
+from timings import plan, report
+from timings.measure import ROOT, cohort
+from timings.statistics import AGAIN, decide, orders
+
+NAMES = ("distributed", "second copy", "third copy", "distributed" + AGAIN)
+SETTINGS = {"minutes": 1, "base": "distributed", "shown": []}
+NOISE, DRIFT = 0.05, 0.02  # of an interval; of the machine's speed from turn to turn
+SLOW = '''"""distributed.py, of which each step takes 5 % longer."""
+import time
+
+import distributed
+from distributed import *
+
+step = distributed.train_step
+
+
+def slow_step(*arguments):
+    began = time.perf_counter()
+    result = step(*arguments)
+    time.sleep(0.05 * (time.perf_counter() - began))
+    return result
+
+
+distributed.train_step = slow_step
+if __name__ == "__main__":
+    with exit_status():
+        main(distributed.arguments())
+'''
+
+
+def invented(truth: dict[str, float], launch: float, blocks: int, seed: str) -> dict:
+    """A cohort as measure.cohort() returns it.
+
+    Args:
+        truth: log of each candidate's seconds per image.
+        launch: standard deviation of what a launch adds to it.
+    """
+    draw, order = random.Random(seed), orders([*truth], random.Random(f"{seed} too"))
+    launched = {name: log + draw.gauss(0, launch) for name, log in truth.items()}
+    machine, slope, turns = 0.0, draw.gauss(0, DRIFT / 4), []
+    for _ in range(blocks):
+        for name in next(order):
+            machine += slope + draw.gauss(0, DRIFT)
+            level = launched[name] + machine
+            turns.append([name, [math.exp(level + draw.gauss(0, NOISE))] * 2])
+    return {"turns": turns, "groups": 1}
+
+
+def simulated(
+    slower: float, launch: float, cohorts: int, draws: int, blocks: int = 8
+) -> dict:
+    """Error rates over sessions in which the third candidate is slower."""
+    truth = dict.fromkeys(NAMES, 0.0) | {NAMES[2]: math.log1p(slower)}
+    wrong, silent, halves, verdicts = 0, 0, [], []
+    for draw in range(draws):
+        found: list[dict] = []
+        for number in range(1, cohorts + 1):
+            found.append(invented(truth, launch, blocks, f"{draw} {number}"))
+            found[-1]["ended"] = number / cohorts
+            decision = decide(found, SETTINGS, last=number == cohorts)
+            if decision.over:
+                break
+        if not decision.honest:
+            silent += 1
+            continue
+        halves.append(max(math.sqrt(v.high / v.low) - 1 for v in decision.verdicts))
+        logs = [truth[v.pair[1]] - truth[v.pair[0]] for v in decision.verdicts]
+        right = [
+            {"faster": log > 0, "slower": log < 0, "equal": abs(log) <= math.log(1.03)}
+            for log in logs
+        ]
+        found_here = [v.verdict for v in decision.verdicts]
+        wrong += not all(r.get(v, True) for r, v in zip(right, found_here, strict=True))
+        verdicts += found_here
+    return {
+        "third_is_slower_by": slower,
+        "launch_effect": launch,
+        "cohorts": cohorts,
+        "sessions": draws,
+        "with_a_wrong_verdict": wrong / draws,
+        "without_verdicts": silent / draws,
+        "half_width": statistics.median(halves),
+        "decided": 1 - verdicts.count("undecided") / len(verdicts),
+    }
+
+
+def simulation(draws: int = 2000) -> None:
+    """Error rates for a known truth, drift, and launches that vary."""
+    rows = []
+    for slower in (0.0, 0.0301, 0.05):
+        for launch in (0.0, 0.01, 0.02):
+            rows.append(simulated(slower, launch, 6, draws))
+            print(rows[-1], flush=True)
+    write("simulation", {"interval_noise": NOISE, "drift": DRIFT, "rows": rows})
+
+
+def copies(sessions: int = 10, cohorts: int = 9) -> None:
+    """Measure copies of one script, and judge them as if they were strategies."""
+    folder = ROOT / "runs" / "timings-copies"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "slow.py").write_text(SLOW)
+    args, done = plan.parse([]), report.read_cohorts(folder)
+    every = [plan.candidate(args, "distributed", "synthetic", name) for name in NAMES]
+    slow = every[0].variables | {"SCRIPT": str(folder / "slow.py")}
+    every.append(every[0]._replace(name="slow", variables=slow))
+    while len(done) < sessions * cohorts:
+        done.append(cohort(every))
+        with (folder / "cohorts.jsonl").open("a") as lines:
+            lines.write(json.dumps(done[-1]) + "\n")
+        print(f"{len(done)} of {sessions * cohorts}", done[-1]["problems"], flush=True)
+    rows = []
+    for session in range(sessions):
+        part = done[session * cohorts : (session + 1) * cohorts]
+        minutes = sum(one["seconds"] for one in part) / 60
+        part = [c | {"ended": n / cohorts, "groups": 1} for n, c in enumerate(part, 1)]
+        decision = decide(part, SETTINGS, last=True)
+        same = [v for v in decision.verdicts if "slow" not in v.pair]
+        row = {"minutes": minutes, "comparisons": len(same)}
+        row["false"] = sum(v.verdict in ("faster", "slower") for v in same)
+        slow_pair = next(v for v in decision.verdicts if v.pair == ("slow", NAMES[0]))
+        row |= {"honest": decision.honest, "found": slow_pair.verdict == "slower"}
+        verdicts = [v._asdict() for v in (*decision.verdicts, *decision.copies)]
+        rows.append({**row, "verdicts": verdicts})
+    names = ("comparisons", "false", "honest", "found")
+    write("copies", {n: sum(row[n] for row in rows) for n in names} | {"rows": rows})
+
+
+def power() -> None:
+    """Run the command, three times for ten minutes and once for thirty."""
+    rows, decided = [], {}
+    for number, minutes in enumerate((10, 10, 10, 30), start=1):
+        folder = ROOT / "runs" / f"timings-power-{number}"
+        words = [sys.executable, "-m", "timings", "--minutes", str(minutes)]
+        subprocess.run([*words, "--output", str(folder)], cwd=ROOT, check=True)
+        rows.append(json.loads((folder / "report.json").read_text()))
+        for one in rows[-1]["verdicts"]:
+            if one["verdict"] != "undecided":
+                decided.setdefault((one["mode"], *one["pair"]), []).append(one)
+    apart = [
+        pair
+        for pair, found in decided.items()
+        for one, other in combinations(found, 2)
+        if one["low"] > other["high"] or other["low"] > one["high"]
+    ]
+    write("power", {"contradictions": apart, "rows": rows})
+
+
+def write(name: str, found: dict) -> None:
+    """Write results/timings_NAME.json."""
+    about = {"argv": ["python", "-m", "tests.trial", *sys.argv[1:]]}
+    about |= {"commit": commit(), **report.machine("cpu")}
+    path = ROOT / "results" / f"timings_{name}.json"
+    path.write_text(json.dumps(about | found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    with exit_status():
+        os.environ.setdefault("PYTHON", sys.executable)
+        commands = {one.__name__: one for one in (simulation, copies, power)}
+        commands[sys.argv[1]](*map(int, sys.argv[2:]))

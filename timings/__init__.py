@@ -1,0 +1,1 @@
+"""Timings that decide: strategies take turns, and chance is counted."""

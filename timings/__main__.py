@@ -1,0 +1,116 @@
+"""Compare the strategies by turns, and report what was decided."""
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+
+from common.errors import UserError
+from common.log import commit
+from launch.exits import exit_status
+from timings import plan, report
+from timings.measure import cohort
+from timings.statistics import decide
+
+
+def open_output(args: argparse.Namespace) -> list[dict]:
+    """Make the folder, or read the cohorts that an earlier command has left there.
+
+    Raises:
+        UserError: they were measured with other settings.
+    """
+    now = {**vars(args), "commit": commit(), **report.machine(args.device)}
+    now = json.loads(json.dumps(now, default=str))
+    args.output.mkdir(parents=True, exist_ok=True)
+    file = args.output / "settings.json"
+    before = json.loads(file.read_text()) if file.exists() else now
+    for name, value in now.items():
+        if before.get(name) != value:
+            raise UserError(
+                f"{args.output} holds timings with {name} {before.get(name)}, now it "
+                f"is {value}: choose another --output, or delete it"
+            )
+    file.write_text(json.dumps(now, indent=1) + "\n")
+    return report.read_cohorts(args.output)
+
+
+def next_mode(args: argparse.Namespace, cohorts: list[dict], now: float) -> str | None:
+    """The mode with the fewest cohorts, unless all is decided or the time is over.
+
+    Args:
+        now: minutes in which this command ran, and the one that it continues.
+    """
+    of = {mode: [one for one in cohorts if one["mode"] == mode] for mode in args.modes}
+    for mode, found in [*of.items()]:
+        if mode != "scaling" and decide(found, vars(args), last=False).over:
+            del of[mode]
+    mode = min(of, key=lambda mode: len(of[mode]), default=None)
+    longest = max((one["seconds"] for one in of.get(mode, ())), default=0.0)
+    return None if longest and now + longest / 60 > args.minutes else mode
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Add cohorts until all is decided or the time is over.
+
+    Raises:
+        UserError: no candidate can be timed.
+    """
+    cohorts, groups = open_output(args), {}
+    began = time.monotonic() - 60 * (cohorts[-1]["ended"] if cohorts else 0)
+    problems = {n: text for one in cohorts for n, text in one["problems"].items()}
+    if text := os.environ.get("HOROVOD_PROBLEM"):  # of scripts/setup.sh
+        problems["horovod_distributed"] = text
+    with plan.images(args) as args.data:
+        while mode := next_mode(args, cohorts, (time.monotonic() - began) / 60):
+            groups[mode] = groups.get(mode) or plan.groups(args, mode)
+            number = sum(one["mode"] == mode for one in cohorts)
+            group = groups[mode][number % len(groups[mode])]
+            absent = {*problems, *(args.shown if number else ())}
+            group = [one for one in group if one.name not in absent]
+            found = {"mode": mode, "groups": len(groups[mode])}
+            found |= cohort(group, after_turn=plan.gpus)
+            problems |= found["problems"]
+            if not found["turns"]:
+                texts = "; ".join(dict.fromkeys(problems.values()))
+                raise UserError(f"nothing is left to be timed: {texts}")
+            minutes = (time.monotonic() - began) / 60
+            cohorts.append({**found, "problems": problems, "ended": minutes})
+            with (args.output / "cohorts.jsonl").open("a") as file:
+                file.write(json.dumps(cohorts[-1]) + "\n")
+            print(
+                f"{minutes:5.1f} min: {mode}, cohort {number + 1}: started in "
+                f"{found['start_seconds']:.0f} s, then {len(found['turns'])} turns",
+                flush=True,
+            )
+
+
+def main() -> None:
+    """Measure and report.
+
+    Raises:
+        UserError: of bad flags or folders, a full disk ...
+    """
+    args = plan.parse()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    os.environ.setdefault("PYTHON", sys.executable)
+    print(report.setting(vars(args)), flush=True)
+    try:
+        measure(args)
+        print("\n" + report.write(args.output, last=True))
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if (args.output / "cohorts.jsonl").exists():
+            print("\n" + report.write(args.output, last=False))
+        print("interrupted; the same command continues", file=sys.stderr)
+        sys.exit(130)
+    except OSError as error:
+        where = error.filename or "writing"
+        raise UserError(f"{where}: {error.strerror or error}") from None
+    print(f"It is in {args.output}; delete that to measure again.")
+
+
+if __name__ == "__main__":
+    with exit_status():
+        main()

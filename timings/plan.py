@@ -1,0 +1,191 @@
+"""Which trainings are compared, under which equal rules, and from which images."""
+
+import argparse
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+from benchmarks.photographs import write_photographs
+from common.arguments import (
+    WORKERS_PER_GPU,
+    OneLineParser,
+    architecture,
+    number,
+    positive,
+)
+from common.device import PRECISIONS, best_precision, machine_cores, usable_gpus
+from common.errors import UserError
+from timings.measure import ROOT, START_SECONDS, Candidate, Job, gates, wait
+from timings.statistics import AGAIN
+
+STRATEGIES = ("dataparallel", "distributed", "multiprocessing_distributed")
+STRATEGIES += ("apex_distributed", "horovod_distributed")
+MODES = ("synthetic", "jpeg", "scaling")
+IMAGES = 64  # different ones among the JPEG files that are made here
+CLASSES = 1000  # as of random images, so that both modes train the same network
+STEPS = 400  # of an epoch of these files; the next epoch begins after it
+USED, TOTAL = "memory.used", "memory.total"
+GPU = (USED, TOTAL, "clocks.sm", "power.draw", "temperature.gpu")  # of nvidia-smi
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line, and fill in sizes that suit the machine."""
+    parser = OneLineParser(prog="timings", description="Compare strategies by turns.")
+    add = parser.add_argument
+    add("--minutes", type=number(float, 0.01), default=10.0, help="in all (10)")
+    modes = "synthetic: images on the device; jpeg: files; scaling: 1, 2, 4 ... devices"
+    add("--modes", choices=MODES, nargs="+", default=["synthetic", "jpeg"], help=modes)
+    add("--strategies", choices=STRATEGIES, nargs="+", default=STRATEGIES)
+    add("--data", metavar="DIR", type=Path, help="train/ and val/ (makes JPEG files)")
+    add("--output", metavar="DIR", type=Path, default=Path("runs/timings"))
+    add("--processes", metavar="N", type=positive, help="one per GPU; 2 on a CPU")
+    add("--arch", metavar="NAME", type=architecture, help="resnet50, CPU resnet18")
+    add("--image-size", metavar="N", type=positive, help="224, CPU 64")
+    add("--batch-size", metavar="N", type=positive, help="per process (64, CPU 32)")
+    add("--precision", choices=PRECISIONS, help="fp16, which all have; on a CPU bf16")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    args = parser.parse_args(argv)
+    gpus = usable_gpus() if args.device != "cpu" else 0
+    if args.device == "cuda" and not gpus:
+        parser.error("--device cuda: this machine shows no CUDA GPU")
+    if gpus and (args.processes or 0) > gpus:
+        parser.error(f"--processes {args.processes}: there are {gpus} GPUs")
+    args.device = "cuda" if gpus else "cpu"
+    cores = machine_cores()
+    args.processes = args.processes or gpus or min(2, cores)
+    args.threads = max(1, cores // args.processes)  # of each process
+    args.workers = min(WORKERS_PER_GPU, args.threads) * args.processes
+    args.arch = args.arch or ("resnet50" if gpus else "resnet18")
+    args.image_size = args.image_size or (224 if gpus else 64)
+    args.batch_size = args.batch_size or (64 if gpus else 32)
+    cpu = torch.device("cpu")
+    args.precision = args.precision or ("fp16" if gpus else best_precision(cpu))
+    args.interval, names = 10 if gpus else 2, args.strategies
+    args.base = "distributed" if "distributed" in names else names[0]
+    # One process with all the threads, and no replicas: there is nothing to compare
+    args.shown = [] if gpus else [name for name in names if name == "dataparallel"]
+    return args
+
+
+def candidate(
+    args: argparse.Namespace,
+    strategy: str,
+    mode: str,
+    name: str | None = None,
+    size: tuple[int, int] | None = None,
+) -> Candidate:
+    """The command line of a training.
+
+    Args:
+        size: processes, and images of each; by default as `args` has them.
+    """
+    processes, share = size or (args.processes, args.batch_size)
+    batch = processes * share
+    flags = ["--data", args.data]
+    if mode == "synthetic":
+        flags = ["--synthetic", batch * 10**4]
+    flags += ["--arch", args.arch, "--image-size", args.image_size]
+    flags += ["--global-batch-size", batch, "--precision", args.precision]
+    flags += ["--workers", args.workers, "--device", args.device]
+    # A training waits at its gate longer than the others' turns take
+    flags += ["--print-interval", args.interval, "--timeout-seconds", 1800]
+    variables = {"OMP_NUM_THREADS": str(args.threads), "NPROC": str(processes)}
+    if strategy == "dataparallel":
+        variables["OMP_NUM_THREADS"] = str(args.threads * processes)
+    if args.device == "cuda":
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_names()[:processes])
+    words = ["bash", ROOT / "scripts" / f"{strategy}.sh", *flags]
+    return Candidate(name or strategy, [*map(str, words)], variables)
+
+
+def candidates(args: argparse.Namespace, mode: str) -> list[Candidate]:
+    """All that take turns in a mode, one of them twice."""
+    if mode != "scaling":
+        found = [candidate(args, strategy, mode) for strategy in args.strategies]
+        return [*found, candidate(args, args.base, mode, args.base + AGAIN)]
+    most, each = args.processes, args.batch_size
+    counts = [2**n for n in range(most.bit_length()) if 2**n < most] + [most]
+    sizes = [(n, each) for n in counts]  # the same batch per device, and in all
+    sizes += [(n, each * most // n) for n in counts if not each * most % n]
+    named = {f"{n} x {share}": (n, share) for n, share in sizes}
+    named[f"{most} x {each}{AGAIN}"] = (most, each)
+    found = [candidate(args, args.base, "synthetic", *one) for one in named.items()]
+    return [*found, candidate(args, args.base, "jpeg", f"{most} x {each} JPEG")]
+
+
+def groups(args: argparse.Namespace, mode: str) -> list[list[Candidate]]:
+    """Those that are resident together: all, or each with the one that is there twice.
+
+    GPU memory may not hold all. That is asked of the one with the most images.
+
+    Raises:
+        UserError: it does not hold two.
+    """
+    every = candidates(args, mode)
+    if args.device == "cpu":
+        return [every]
+    before, heaviest = gpus(), every[0]
+    if mode == "scaling":
+        heaviest = next(one for one in every[1:] if one.name.startswith("1 x "))
+    with gates() as folder:
+        job = Job(heaviest, folder)
+        wait([job], START_SECONDS)
+        pairs = zip(before, gpus(), strict=True)
+        needed = max((b[USED] - a[USED] for a, b in pairs), default=0)
+    free = min((one[TOTAL] * 0.95 - one[USED] for one in before), default=0)
+    if job.problem or free >= needed * len(every):
+        return [every]
+    if free < 2 * needed:
+        text = f"a training takes {needed:.0f} MiB of {free:.0f}: lower --batch-size"
+        raise UserError(f"GPU memory holds no two trainings ({text})")
+    base = next(one for one in every if one.name + AGAIN in {c.name for c in every})
+    return [[base, other] for other in every if other is not base]
+
+
+def gpu_names() -> list[str]:
+    """The GPUs that the user lets this command see."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return names if names[0] else [str(one) for one in range(usable_gpus())]
+
+
+def gpus() -> list[dict[str, float]]:
+    """What nvidia-smi knows of the GPUs in use; nothing where it does not answer."""
+    words = ["nvidia-smi", "-i", ",".join(gpu_names()), f"--query-gpu={','.join(GPU)}"]
+    words += ["--format=csv,noheader,nounits"]
+    try:
+        asked = subprocess.run(words, capture_output=True, text=True, timeout=30)
+        rows = [map(float, line.split(",")) for line in asked.stdout.splitlines()]
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return []
+    return [dict(zip(GPU, row, strict=True)) for row in rows]
+
+
+@contextmanager
+def images(args: argparse.Namespace) -> Iterator[Path]:
+    """A folder of JPEG files: the user's, or few files under many names.
+
+    A loader reads and decodes each again. Those for validation are small.
+    """
+    if args.data or args.modes == ["synthetic"]:
+        yield args.data
+        return
+    with tempfile.TemporaryDirectory(prefix="images-") as name:
+        folder = Path(name)
+        write_photographs(folder / "different", train=IMAGES, val=0)
+        files = sorted(folder.glob("different/train/*/*"))
+        small = folder / "different" / "small.JPEG"
+        Image.new("RGB", (32, 32)).save(small)
+        for one in range(CLASSES):
+            for part in ("train", "val"):
+                (folder / part / f"{one:03d}").mkdir(parents=True)
+            os.link(small, folder / "val" / f"{one:03d}" / small.name)
+        for one in range(max(CLASSES, args.batch_size * args.processes * STEPS)):
+            name = f"train/{one % CLASSES:03d}/{one}.JPEG"
+            os.link(files[one % IMAGES], folder / name)
+        yield folder

@@ -1,0 +1,280 @@
+"""What was decided: one sentence, tables, and a figure, in Markdown, JSON and SVG."""
+
+import json
+import math
+import os
+import platform
+import statistics
+from importlib import metadata, util
+from pathlib import Path
+
+import torch
+
+from common.device import describe
+from timings.statistics import ERROR, MARGIN, Verdict, decide, means
+
+WHERE = {"synthetic": "With images on the device", "jpeg": "From JPEG files"}
+INPUT_BOUND = 0.1  # share of the time that waits for data
+WIDTH, EDGE, LINE = 390, 12, 40  # of the figure, in pixels
+STYLE = """<style>
+svg{--ink:#1f2328;--paper:#ffffff;--band:#dbe9f6;--dot:#0969da}
+@media (prefers-color-scheme:dark){
+svg{--ink:#e6edf3;--paper:#161b22;--band:#27384d;--dot:#79c0ff}}
+text{font:13px sans-serif;fill:var(--ink)}line{stroke:var(--ink)}
+.interval{stroke:var(--dot);stroke-width:3}circle{fill:var(--dot)}
+</style>"""
+
+
+def machine(device: str) -> dict:
+    """Hardware and versions."""
+    found = {one: util.find_spec(one) for one in ("horovod", "apex")}
+    return {
+        "device_name": describe(torch.device(device)),
+        "cpu_cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **{one: metadata.version(one) if found[one] else None for one in found},
+    }
+
+
+def setting(settings: dict) -> str:
+    """One line about what all candidates do."""
+    return (
+        "{arch} at {image_size} px, {precision}, {batch_size} images for each of "
+        "{processes} processes with {threads} compute threads, {workers} loader "
+        "processes in all; {minutes:g} minutes"
+    ).format(**settings)
+
+
+def read_cohorts(folder: Path) -> list[dict]:
+    """The whole cohorts of a folder; the last line may be cut off."""
+    file = folder / "cohorts.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def table(head: str, rows: list[list[str]]) -> str:
+    """A Markdown table that reads well as text."""
+    lines = [head.split(", "), *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    padded = [map(str.ljust, line, widths) for line in lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in padded)
+
+
+def interval(verdict: Verdict) -> str:
+    """A ratio and its interval."""
+    if math.isinf(verdict.high):
+        return f"{verdict.ratio:.3f} (one cohort: no interval)"
+    return f"{verdict.ratio:.3f} ({verdict.low:.3f} to {verdict.high:.3f})"
+
+
+def in_words(verdict: Verdict) -> str:
+    """What was decided of a pair."""
+    one, other = verdict.pair
+    if verdict.verdict == "equal":
+        return f"{one} and {other} are equal within 3 %"
+    percent, *ends = (abs(1 - n) * 100 for n in (verdict.ratio, *verdict[3:]))
+    return (
+        f"{one} is {percent:.1f} % {verdict.verdict} than {other} "
+        f"({min(ends):.1f} to {max(ends):.1f})"
+    )
+
+
+class Mode:
+    """The cohorts of a mode, and what they decide."""
+
+    def __init__(self, name: str, cohorts: list[dict], settings: dict, last: bool):
+        self.name, self.cohorts, self.settings = name, cohorts, settings
+        self.decision = decide(cohorts, settings, last=False)
+        if last and not self.decision.over:
+            self.decision = decide(cohorts, settings, last)
+        self.verdicts, self.copies = self.decision.verdicts, self.decision.copies
+        if not self.decision.honest:
+            self.verdicts = [v._replace(verdict="undecided") for v in self.verdicts]
+        halves = [math.sqrt(v.high / v.low) - 1 for v in self.verdicts if v.low]
+        self.half_width = max(halves, default=None)
+
+    def headline(self) -> str:
+        """The part of the headline that is about this mode."""
+        decided = [v for v in self.verdicts if v.verdict != "undecided"]
+        with_base = [v for v in decided if v.pair[1] == self.settings["base"]]
+        text = "; ".join(map(in_words, with_base or decided)) or "nothing was decided"
+        for copy in self.copies:
+            if not self.decision.honest:
+                text = "nothing can be decided, for two copies of "
+                text += f"{copy.pair[1]} differ: {interval(copy)}"
+        return f"{WHERE[self.name]}, {text}."
+
+    def speeds(self) -> list[list[str]]:
+        """The table of the candidates."""
+        rows, turns = [], [turn for one in self.cohorts for turn in one["turns"]]
+        for name in sorted({turn[0] for turn in turns}):
+            found = [means(one) for one in self.cohorts]
+            logs = [one[name] for one in found if name in one]
+            waited = statistics.mean(turn[2] for turn in turns if turn[0] == name)
+            spread = f"{statistics.stdev(logs):.1%}" if len(logs) > 1 else "-"
+            bound = " (input-bound)" if waited > INPUT_BOUND else ""
+            speed = f"{math.exp(-statistics.mean(logs)):.1f}"
+            rows.append([name, speed, spread, f"{waited:.0%}{bound}"])
+        return rows
+
+    def minutes_needed(self) -> float:
+        """Minutes that would decide the rest, if nothing else changes."""
+        needed = 0.0
+        for verdict in self.verdicts:
+            log, half = math.log(verdict.ratio), math.log(verdict.high / verdict.ratio)
+            if verdict.verdict == "undecided":
+                needed = max(needed, (half / max(abs(log), MARGIN - abs(log))) ** 2)
+        return math.ceil(needed * self.settings["minutes"] / 10) * 10
+
+    def markdown(self) -> str:
+        """The section of this mode."""
+        head = "candidate, images/s, varies over launches by, waited for data"
+        text = f"\n## {self.name}\n\n{table(head, self.speeds())}\n"
+        if self.name == "scaling":
+            return text + self.scaling()
+        rows = [[" : ".join(v.pair), interval(v), v.verdict] for v in self.verdicts]
+        alike = (
+            "not different, as it has to be" if self.decision.honest else "DIFFERENT"
+        )
+        for one in self.copies:
+            rows.append([" : ".join(one.pair), interval(one), alike])
+        text += table("pair, ratio of images/s, verdict", rows)
+        if self.half_width is not None:
+            text += f"\nThe widest interval is ±{self.half_width:.1%}, of "
+            text += f"{len(self.cohorts)} cohorts."
+            if needed := self.minutes_needed():
+                text += f" About `--minutes {needed}` would decide the rest."
+            text += "\n"
+        return text
+
+    def scaling(self) -> str:
+        """Efficiency against one device, and what a step is made of."""
+        fit, each = self.decision.fit, self.settings["batch_size"]
+        most = self.settings["processes"]
+        if fit is None:
+            return "Two cohorts are needed.\n"
+        logs = dict(zip(fit.names, fit.effects, strict=True))
+        rows = []
+        for name in logs:
+            count, _, batch = name.partition(" x ")
+            if count == "1" or not batch.isdecimal():
+                continue
+            for alone in (f"1 x {batch}", f"1 x {int(count) * int(batch)}"):
+                if alone in logs:
+                    log, error = fit.compare(name, alone)
+                    share = math.exp(log) / int(count)
+                    rows.append([name, alone, f"{share:.1%} ± {share * error:.1%}"])
+        text = table("devices x images, against, efficiency ± standard error", rows)
+        names = [f"1 x {each}", f"{most} x {each}", f"{most} x {each} JPEG"]
+        if not {*names} <= logs.keys():
+            return text
+        one, several, whole = (math.exp(logs[name]) for name in names)
+        shares = one / most / whole, (several - one / most) / whole, 1 - several / whole
+        return text + (
+            "\nA step from JPEG files on {} devices: computing {:.0%}, what more "
+            "devices cost {:.0%}, data {:.0%}.\n"
+        ).format(most, *shares)
+
+
+def draw(modes: list[Mode], base: str) -> str:
+    """The figure: ratios to the base with their intervals, and a band at 3 %."""
+    drawn = {
+        WHERE[mode.name]: [v for v in mode.verdicts if v.pair[1] == base and v.low]
+        for mode in modes
+        if mode.name in WHERE
+    }
+    ends = [abs(1 - n) for found in drawn.values() for v in found for n in v[3:]]
+    reach = max([0.06, *ends])
+    scale = (WIDTH / 2 - 2 * EDGE) / reach
+    parts, y = [], 22
+
+    def x(ratio: float) -> float:
+        return round(WIDTH / 2 + (ratio - 1) * scale, 1)
+
+    for where, found in drawn.items():
+        top, height = y + 10, LINE * len(found)
+        parts += [
+            f'<text x="{EDGE}" y="{y}" style="font-weight:bold">{where}</text>',
+            f'<rect x="{x(0.97)}" y="{top}" width="{round(x(1.03) - x(0.97), 1)}" '
+            f'height="{height}" fill="var(--band)"/>',
+            f'<line x1="{x(1)}" x2="{x(1)}" y1="{top}" y2="{top + height}"/>',
+        ]
+        for number, verdict in enumerate(found):
+            y = top + LINE * number
+            parts += [
+                f'<text x="{EDGE}" y="{y + 14}">{verdict.pair[0]}: '
+                f"{verdict.verdict}</text>",
+                f'<line class="interval" x1="{x(verdict.low)}" x2="{x(verdict.high)}" '
+                f'y1="{y + 26}" y2="{y + 26}"/>',
+                f'<circle cx="{x(verdict.ratio)}" cy="{y + 26}" r="5"/>',
+            ]
+        y = top + height + 34
+    for ratio in (1 - reach, 1, 1 + reach):
+        parts.append(f'<text x="{x(ratio)}" y="{y - 14}" text-anchor="middle">')
+        parts[-1] += f"{ratio:.2f}</text>"
+    parts.append(f'<text x="{EDGE}" y="{y + 8}">Speed over that of {base}; band: ±3 %')
+    size = f'viewBox="0 0 {WIDTH} {y + 20}" width="{WIDTH}" height="{y + 20}"'
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{STYLE}',
+            '<rect width="100%" height="100%" fill="var(--paper)"/>',
+            *parts,
+            "</text></svg>\n",
+        ]
+    )
+
+
+def write(folder: Path, last: bool) -> str:
+    """Write report.md, report.json and timings.svg; returns the first of them.
+
+    Args:
+        last: whether the time is over, or all is decided.
+    """
+    settings = json.loads((folder / "settings.json").read_text())
+    cohorts = read_cohorts(folder)
+    problems = {n: text for one in cohorts for n, text in one["problems"].items()}
+    modes = []
+    for name in settings["modes"]:
+        if found := [one for one in cohorts if one["mode"] == name]:
+            modes.append(Mode(name, found, settings, last))
+    headline = " ".join(mode.headline() for mode in modes if mode.name in WHERE)
+    text = f"# Timings\n\n**{headline}**\n\n![Ratios](timings.svg)\n"
+    text += "".join(mode.markdown() for mode in modes)
+    text += "".join(f"\nNot timed: {n}: {why}\n" for n, why in problems.items())
+    for name in settings["shown"]:
+        text += f"\n{name} is one process with all the threads here: not judged.\n"
+    gpus = [gpu for one in cohorts for turn in one["turns"] for gpu in turn[3]]
+    for name in gpus[0] if gpus else ():
+        values = [gpu[name] for gpu in gpus]
+        text += f"\nAfter turns, {name}: {min(values):g} to {max(values):g}.\n"
+    minutes = cohorts[-1]["ended"] if cohorts else 0.0
+    facts = (
+        "{device_name}, {cpu_cores} cores; Python {python}, PyTorch {torch}, "
+        "Horovod {horovod}, Apex {apex}; commit {commit}"
+    ).format(**settings)
+    text += (
+        f"\n{setting(settings)}, of which {minutes:.1f} were used.\n{facts}.\n\n"
+        "Intervals are of Student's t over cohorts, which are launches. All verdicts "
+        f"of a mode are\nright except by a chance of {ERROR:.0%} (Holm's method; "
+        "planned looks share it out).\n"
+    )
+    listed = {
+        kind: [{**v._asdict(), "mode": m.name} for m in modes for v in getattr(m, kind)]
+        for kind in ("verdicts", "copies")
+    }
+    report = {
+        "minutes": minutes,
+        "device": settings["device_name"],
+        "headline": headline,
+        **listed,
+        "half_widths": {mode.name: mode.half_width for mode in modes},
+        "problems": problems,
+        "settings": settings,
+    }
+    (folder / "report.md").write_text(text)
+    written = json.dumps(report, indent=1).replace("Infinity", "null")
+    (folder / "report.json").write_text(written + "\n")
+    (folder / "timings.svg").write_text(draw(modes, settings["base"]))
+    return text
