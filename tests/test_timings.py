@@ -12,12 +12,13 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import torch
-from conftest import TINY, environment, processes_of, run, wait_until
+from conftest import TINY, environment, processes_of, wait_until
 from ranks import Ranks, run_ranks, train, train_at_gate
 from trial import NAMES, SETTINGS, invented, simulated
 
@@ -139,17 +140,20 @@ SMALL = "--arch squeezenet1_1 --image-size 32 --batch-size 4 --precision fp32".s
 SMALL += "--modes jpeg --strategies distributed apex_distributed --device cpu".split()
 
 
-def test_a_cohort_ends_with_a_report(digits, tmp_path):
-    words = ["--minutes", "0.1", "--data", digits, "--output", tmp_path, *SMALL]
-    ended = run(sys.executable, "-m", "timings", *words, TEST_RUN=str(tmp_path))
-    assert ended.returncode == 0, ended.stderr
+def test_a_cohort_ends_with_a_report(digits, tmp_path, monkeypatch, capsys):
+    words = ["--minutes", "0.1", "--data", str(digits), "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["timings", *words, *SMALL])
+    monkeypatch.setattr(command, "cohort", partial(command.cohort, seconds=3))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setenv("TEST_RUN", str(tmp_path))
+    command.main()
     found = json.loads((tmp_path / "report.json").read_text())
     assert found["minutes"] > 0 and found["device"] and found["verdicts"] == []
     assert "CUDA GPU" in found["problems"]["apex_distributed"]
     (cohort,) = report.read_cohorts(tmp_path)
     names = [turn[0] for turn in cohort["turns"]]
     assert names.count("distributed") == names.count("distributed again") > 1
-    assert "nothing was decided" in ended.stdout
+    assert "nothing was decided" in capsys.readouterr().out
     ElementTree.parse(tmp_path / "timings.svg")
     assert not processes_of(str(tmp_path))
 

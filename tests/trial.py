@@ -138,13 +138,13 @@ def copies(sessions: int = 10, cohorts: int = 9) -> None:
         minutes = sum(one["seconds"] for one in part) / 60
         part = [c | {"ended": n / cohorts, "groups": 1} for n, c in enumerate(part, 1)]
         decision = decide(part, SETTINGS, last=True)
-        same = [v for v in decision.verdicts if "slow" not in v.pair]
+        judged = (*decision.verdicts, *decision.copies)
+        same = [v for v in judged if "slow" not in v.pair]
         row = {"minutes": minutes, "comparisons": len(same)}
         row["false"] = sum(v.verdict in ("faster", "slower") for v in same)
         slow_pair = next(v for v in decision.verdicts if v.pair == ("slow", NAMES[0]))
         row |= {"honest": decision.honest, "found": slow_pair.verdict == "slower"}
-        verdicts = [v._asdict() for v in (*decision.verdicts, *decision.copies)]
-        rows.append({**row, "verdicts": verdicts})
+        rows.append({**row, "verdicts": [v._asdict() for v in judged]})
     names = ("comparisons", "false", "honest", "found")
     write("copies", {n: sum(row[n] for row in rows) for n in names} | {"rows": rows})
 

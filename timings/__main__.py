@@ -112,5 +112,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sys.argv[0] = "timings"  # what mistakes are reported under
     with exit_status():
         main()

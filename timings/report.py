@@ -97,6 +97,8 @@ class Mode:
 
     def headline(self) -> str:
         """The part of the headline that is about this mode."""
+        if self.name == "scaling":
+            return self.split()
         decided = [v for v in self.verdicts if v.verdict != "undecided"]
         with_base = [v for v in decided if v.pair[1] == self.settings["base"]]
         text = "; ".join(map(in_words, with_base or decided)) or "nothing was decided"
@@ -151,30 +153,32 @@ class Mode:
 
     def scaling(self) -> str:
         """Efficiency against one device, and what a step is made of."""
-        fit, each = self.decision.fit, self.settings["batch_size"]
-        most = self.settings["processes"]
-        if fit is None:
-            return "Two cohorts are needed.\n"
-        logs = dict(zip(fit.names, fit.effects, strict=True))
-        rows = []
-        for name in logs:
+        fit, rows = self.decision.fit, []
+        for name in fit.names if fit else ():
             count, _, batch = name.partition(" x ")
             if count == "1" or not batch.isdecimal():
                 continue
             for alone in (f"1 x {batch}", f"1 x {int(count) * int(batch)}"):
-                if alone in logs:
+                if alone in fit.names:
                     log, error = fit.compare(name, alone)
                     share = math.exp(log) / int(count)
                     rows.append([name, alone, f"{share:.1%} ± {share * error:.1%}"])
-        text = table("devices x images, against, efficiency ± standard error", rows)
-        names = [f"1 x {each}", f"{most} x {each}", f"{most} x {each} JPEG"]
+        head = "devices x images, against, efficiency ± standard error"
+        return f"{table(head, rows)}\n{self.split()}\n"
+
+    def split(self) -> str:
+        """What a step from JPEG files on all devices is made of."""
+        fit, most = self.decision.fit, self.settings["processes"]
+        logs = dict(zip(fit.names, fit.effects, strict=True)) if fit else {}
+        names = [f"{n} x {self.settings['batch_size']}" for n in (1, most)]
+        names.append(f"{names[1]} JPEG")
         if not {*names} <= logs.keys():
-            return text
+            return "A step was not split: that takes two cohorts."
         one, several, whole = (math.exp(logs[name]) for name in names)
         shares = one / most / whole, (several - one / most) / whole, 1 - several / whole
-        return text + (
-            "\nA step from JPEG files on {} devices: computing {:.0%}, what more "
-            "devices cost {:.0%}, data {:.0%}.\n"
+        return (
+            "A step from JPEG files on {} devices: computing {:.0%}, what more devices "
+            "cost {:.0%}, data {:.0%}."
         ).format(most, *shares)
 
 
@@ -239,7 +243,7 @@ def write(folder: Path, last: bool) -> str:
     for name in settings["modes"]:
         if found := [one for one in cohorts if one["mode"] == name]:
             modes.append(Mode(name, found, settings, last))
-    headline = " ".join(mode.headline() for mode in modes if mode.name in WHERE)
+    headline = " ".join(mode.headline() for mode in modes)
     text = f"# Timings\n\n**{headline}**\n\n![Ratios](timings.svg)\n"
     text += "".join(mode.markdown() for mode in modes)
     text += "".join(f"\nNot timed: {n}: {why}\n" for n, why in problems.items())

@@ -127,14 +127,6 @@ def judge(fit: Fit, pairs: Sequence[tuple[str, str]], error: float) -> list[Verd
     return [found[pair] for pair in pairs]
 
 
-def spent(share: float) -> float:
-    """The part of ERROR that looks may use until this share of the time is over.
-
-    Source: Lan and DeMets 1983, https://doi.org/10.1093/biomet/70.3.659
-    """
-    return ERROR * min(1, share) ** 3
-
-
 class Decision(NamedTuple):
     """What a mode's cohorts decide at a look."""
 
@@ -157,7 +149,7 @@ def decide(cohorts: Sequence[dict], settings: dict, last: bool) -> Decision:
     """Look at the cohorts of a mode, as it was planned before the first of them.
 
     Looks are after every LOOKS cohorts of all candidates, and at the end. They share
-    out ERROR.
+    out ERROR by the cube of the time (https://doi.org/10.1093/biomet/70.3.659).
 
     Args:
         cohorts: "turns"; "ended", the minutes in which this and all before ran; and
@@ -168,13 +160,14 @@ def decide(cohorts: Sequence[dict], settings: dict, last: bool) -> Decision:
     """
     every = LOOKS * cohorts[0]["groups"] if cohorts else 1
     planned = len(cohorts) // every * every
-    looks = [one["ended"] / settings["minutes"] for one in cohorts[every - 1 :: every]]
+    times = [one["ended"] / settings["minutes"] for one in cohorts[every - 1 :: every]]
     if last and cohorts:
-        looks = [*looks[: (len(cohorts) - 1) // every], 1.0]
+        times = [*times[: (len(cohorts) - 1) // every], 1.0]
         planned = len(cohorts)
-    if not looks:
+    if not times:
         return Decision([], [], None)
-    error = spent(looks[-1]) - (spent(looks[-2]) if len(looks) > 1 else 0)
+    before, now = (min(1, time) ** 3 for time in [0.0, *times][-2:])
+    error = ERROR * (now - before)
     cells = [means(one, settings["shown"]) for one in cohorts[:planned]]
     fit = Fit(cells)
     names = [name for name in fit.names if not name.endswith(AGAIN)]
