@@ -12,7 +12,7 @@ In a page, this script writes the text between <!-- KIND ... --> and <!-- /KIND 
     output LESSON [TITLE]      a lesson's output, or the parts that begin with TITLE
     file PATH                  the unchanged text of a file
     table RESULTS PART         a part of results/RESULTS.json: rows, or figures whose
-                               names are PART / ROW / COLUMN; "by COLUMN" counts rows
+                               names are PART / ROW / COLUMN
     ratios UNIT RESULTS PART   measurements, and their ratios to the first one
     machine RESULTS            machine and versions of results/RESULTS.json
 """
@@ -22,7 +22,6 @@ import difflib
 import json
 import re
 import sys
-from collections import Counter
 from pathlib import Path
 from textwrap import dedent
 
@@ -115,13 +114,9 @@ def cell(value: object) -> str:
 
 
 def table(source: str) -> str:
-    """A table of rows, of rows by name, or of the number of rows per value."""
-    source, _, column = source.partition(" by ")
+    """A table of rows, or of rows by name."""
     rows = results(source)
-    if column:
-        counts = Counter(row[column] for row in rows)
-        rows = [{column: value, "number": n} for value, n in counts.items()]
-    elif isinstance(rows, dict):
+    if isinstance(rows, dict):
         rows = [{"": name, **row} for name, row in rows.items()]
     columns = list(dict.fromkeys(column for row in rows for column in row))
     lines = [[column.replace("_", " ") for column in columns], ["---"] * len(columns)]
