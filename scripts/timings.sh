@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Time every strategy that this machine can run, under equal rules, and print a table.
 #
-#   bash scripts/timings.sh                      # JPEGs of its own; no data set needed
+#   bash scripts/timings.sh                      # generates JPEGs; needs no dataset
 #   bash scripts/timings.sh --data /path/to/imagenet [--full] [flags of scripts/timings.py]
 #   PYTHON=/path/to/python bash scripts/timings.sh
 #
-# Sets up .venv where PYTHON names no environment. Interrupted, the same command goes on.
+# Without PYTHON, the script sets up .venv. After an interruption, run the same command to continue.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source-path=SCRIPTDIR
