@@ -126,7 +126,7 @@ def test_mistakes_are_one_line(project, monkeypatch):
     data = script.build_datasets(args)
     with pytest.raises(UserError, match="322 training images do not fill"):
         build_loader(args, data[0], range(322), 400, 0, torch.device("cpu"), True)
-    with pytest.raises(UserError, match="--pretrained: .* no weights of Net"):
+    with pytest.raises(UserError, match="--pretrained: .* no weights for Net"):
         TrainingState(args, data, Net(0, 3), None, None, None)
     del data[0].classes
     with pytest.raises(UserError, match="Pictures has no `classes`"):

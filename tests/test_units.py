@@ -51,7 +51,7 @@ SLURM |= {"SLURM_STEP_TASKS_PER_NODE": "2(x3)", "MASTER_PORT": "29500"}
         ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1,3,2(x1)"}, (5, 1, 6, 2)),
         ({**SLURM, **TORCHRUN}, (5, 1, 8, 4)),
         ({}, "start this script with a launcher, for example torchrun"),
-        ({**TORCHRUN, "WORLD_SIZE": ""}, "no WORLD_SIZE is set"),
+        ({**TORCHRUN, "WORLD_SIZE": ""}, "not set: WORLD_SIZE"),
         ({**TORCHRUN, "RANK": "8"}, "are inconsistent: RANK=8"),
         ({**TORCHRUN, "LOCAL_RANK": "4"}, "are inconsistent"),
         ({**SLURM, "SLURM_PROCID": "6"}, "are inconsistent: SLURM_PROCID=6"),
@@ -382,9 +382,9 @@ def test_every_model_has_one_output_and_its_image_sizes():
 def test_pretrained_weights_that_do_not_fit_are_refused():
     ours = parse("--data", "x", "--pretrained")
     small = "--pretrained --arch vit_b_16 --image-size 192".split()
-    with pytest.raises(UserError, match="for 1000 classes, the data has 10"):
+    with pytest.raises(UserError, match="have 1000 classes, but the data has 10"):
         build_model(ours, data_of(10))
-    with pytest.raises(UserError, match="are for --image-size 224, not 192"):
+    with pytest.raises(UserError, match="need --image-size 224, not 192"):
         check_image_size(parse("--data", "x", *small), 1000)
 
 
