@@ -50,7 +50,7 @@ except ImportError as error:
 
 def main(args: Namespace) -> None:
     """Train and validate; every process runs this function."""
-    # [1/6 launch] the launcher has put this process's rank into the environment
+    # [1/6 launch] the launcher has set this process's rank in the environment
     rank, local_rank, world_size, local_world_size = ranks_from_environment(os.environ)
     device = select_device(args.device, local_rank, args.backend)
     backend = args.backend or "nccl"

@@ -83,7 +83,7 @@ def main(args: Namespace) -> None:
     # [3/6 wrap] a backward pass through `model` also averages the gradients
     gpus = [device.index] if device.type == "cuda" else None
     model = DDP(raw_model, device_ids=gpus, gradient_as_bucket_view=True)
-    model.broadcast_buffers = False  # not every step: validate() broadcasts them
+    model.broadcast_buffers = False  # validate() broadcasts buffers instead
     if args.compress_gradients:
         hook = getattr(default_hooks, f"{args.compress_gradients}_compress_hook")
         model.register_comm_hook(None, hook)

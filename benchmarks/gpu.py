@@ -148,7 +148,7 @@ def measured(words: list, seconds: float) -> dict:
 
 
 def in_words(rows: dict[str, dict]) -> str:
-    """The measurements on one line."""
+    """Format the measurements on one line."""
     words = []
     for title, row in rows.items():
         ratio = "{median:.3f} ({low:.3f} to {high:.3f})".format(**row["ratio"])

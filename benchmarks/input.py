@@ -80,7 +80,7 @@ class Training(SeededDataset):
 
 
 class Normalised(Dataset):
-    """A dataset that normalizes each image as float32, as conventional pipelines do."""
+    """A dataset that normalizes images in float32, as conventional pipelines do."""
 
     def __init__(self, dataset: Dataset):
         self.dataset = dataset
@@ -91,7 +91,7 @@ class Normalised(Dataset):
 
 
 def one_core(folder: Path, rounds: int) -> dict[str, dict]:
-    """Measure reading of single images in this process."""
+    """Measure how fast this process reads single images."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     torch.set_num_threads(1)

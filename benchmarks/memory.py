@@ -1,4 +1,4 @@
-"""Memory for ImageNet's index in loader processes, compared with conventional lists.
+"""Memory of loader processes for ImageNet's index, in arrays and conventional lists.
 
     python -m benchmarks.memory [EPOCHS]
 
@@ -84,7 +84,7 @@ def unique_mib() -> float:
 
 
 def measure(kind: str, epochs: int) -> list[float]:
-    """Return a loader process's MiB after the first batch and after each epoch."""
+    """Return a loader process's memory in MiB after the first batch and each epoch."""
     history, loader = [], loader_of(kind)
     for _ in range(epochs):
         for _ in loader:

@@ -73,7 +73,7 @@ def times(factor: Range, gpus: int) -> str:
 def compared(
     what: str, source: str, gpus: int, base: int, measured: float, hosts: Cluster
 ) -> dict[str, str]:
-    """Return a published measurement, the model's range, and their distance."""
+    """Return a published measurement, the model's range, and the gap between them."""
     low, high = (a / b for a, b in zip(hosts.weak(gpus), hosts.weak(base), strict=True))
     points = 100 * (max(low - measured, 0) + min(high - measured, 0))
     ends = dict.fromkeys(f"{100 * share:.0f}" for share in (low, high))
@@ -104,7 +104,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = OneLineParser(prog="python -m benchmarks.scaling")
     add, count, positive = parser.add_argument, number(int, 1), number(float, 1e-9)
-    add("--step-milliseconds", type=positive, help="on one GPU; prints the table")
+    add("--step-milliseconds", type=positive, help="on one GPU; prints a table")
     add("--images-per-gpu", type=count, default=256, help="in that step (256)")
     add("--global-batch-size", type=count, default=8192, help="if fixed (8192)")
     add("--parameters", type=positive, default=25.6e6, help="of the model (25.6e6)")

@@ -59,8 +59,8 @@ class Cluster(NamedTuple):
     def all_reduce(self, gpus: int) -> float:
         """Seconds to sum the gradients.
 
-        First, rings inside the hosts add up. Then rings across hosts add up one share
-        each. Finally, the rings inside the hosts distribute the sums.
+        First, rings inside the hosts add up. Then rings across hosts each add up
+        one share. Finally, the rings inside the hosts distribute the sums.
 
         Raises:
             ValueError: the GPUs do not fill every host.

@@ -77,8 +77,8 @@ class ImageFolder(Dataset):
         samples = make_dataset(str(root), labels, IMG_EXTENSIONS, allow_empty=True)
         self.root = str(root)
         self.classes = classes
-        # Arrays, because reading a list changes its items' reference counts, so that
-        # loader processes copy it (https://github.com/pytorch/pytorch/issues/13246)
+        # Not lists: reading an item changes its reference count, so each loader process
+        # would copy the list (https://github.com/pytorch/pytorch/issues/13246)
         names = [os.fsencode(path[len(self.root) :]) for path, _ in samples]
         self.paths = numpy.array(names)
         self.labels = numpy.array([label for _, label in samples], dtype=numpy.int64)
@@ -236,7 +236,7 @@ def collate(items: list) -> list[Tensor] | ImageError:
             "resize all images to the same size"
         )
     # Decoders store a pixel's three values next to each other. A batch that keeps this
-    # order is copied faster, and is already in channels_last format
+    # order can be copied faster, and is already in channels_last format
     images, labels = default_collate(
         [(i.permute(1, 2, 0), label) for i, label in items]
     )
@@ -269,7 +269,7 @@ def settle_worker(worker: int) -> None:
     """Make a loader process end with its training process, and not earlier.
 
     It ignores signals, because the training process saves first. It also watches the
-    training process, because a fork server may be its parent process instead.
+    training process, because its parent process may be a fork server.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -333,7 +333,7 @@ class DeviceLoader:
         return images.sub_(self.mean).div_(self.std)
 
     def wait_seconds(self) -> float:
-        """Seconds that the device, now idle, waited for data since the last call."""
+        """Seconds that the device waited for data since the last call; it must be idle."""
         waits, self.waits = self.waits, []
         if self.device.type == "cuda":
             return sum(start.elapsed_time(end) for start, end in waits) / 1000
@@ -405,7 +405,7 @@ def build_loader(
         sampler: this process's indices, as a DistributedSampler or any sequence.
         batch_size: this process's images per step.
         workers: this process's loader processes; with 0, it loads the data itself.
-        device: destination of the batches.
+        device: the device to copy batches to.
         training: drop the last incomplete batch, and end after --max-steps batches.
 
     Raises:
@@ -448,7 +448,7 @@ def start_workers(loader: DataLoader, batches: EpochBatches) -> None:
     (https://github.com/python/cpython/issues/112275).
 
     gc.freeze() exempts existing objects from garbage collection, which would write to
-    each of them; processes share memory pages until one of them writes to a page
+    each of them; processes share memory pages that none of them writes to
     (https://docs.python.org/3/library/gc.html#gc.freeze).
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -83,7 +83,7 @@ def gpu_problem() -> str | None:
 
 
 def require_gpu(name: str, who: str) -> None:
-    """Check that there is a GPU to use.
+    """Check that a GPU is usable.
 
     Args:
         name: the value of --device.
@@ -130,7 +130,7 @@ def machine_cores(root: Path = Path("/")) -> int:
     """The number of this machine's cores that the job may use, at least 1.
 
     Args:
-        root: contains sys/fs/cgroup, which has the CPU quota of a container.
+        root: contains sys/fs/cgroup, which has a container's CPU quota.
 
     Sources: https://slurm.schedmd.com/srun.html and
     https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu-interface-files

@@ -1,4 +1,4 @@
-"""One-line errors, and the choice of the process that prints them."""
+"""One-line errors, and which process prints them."""
 
 import contextlib
 import multiprocessing

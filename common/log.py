@@ -232,7 +232,7 @@ def processes(number: int) -> str:
 
 
 def commit() -> str | None:
-    """The project's commit, with -dirty after uncommitted changes; None outside git."""
+    """The commit, with -dirty if there are uncommitted changes; None outside git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         here = Path(__file__).parent

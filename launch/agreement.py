@@ -58,7 +58,7 @@ def agree(
         for name, value in vars(args).items()
         if name not in MAY_DIFFER
     }
-    facts["--decoder"] = args.decoder == "pil"  # the others give the same pixels
+    facts["--decoder"] = args.decoder == "pil"  # other decoders give the same pixels
     facts["--device"] = device.type
     facts["PyTorch's version"] = torch.__version__.split("+")[0]
     facts["the training images"], facts["the validation images"] = map(

@@ -142,7 +142,7 @@ def main() -> None:
         if not all(slot.isdecimal() and int(slot) for slot in slots):
             raise UserError(f"HOSTS={hosts} is not of the form a:4,b:4")
         if launch.nproc_per_node != "auto":
-            raise UserError("use either NPROC or HOSTS, which has process counts")
+            raise UserError("use either NPROC or HOSTS, which sets process counts")
         # It is unknown which entry, if any, is this machine
         processes, world_size = min(map(int, slots)), sum(map(int, slots))
     else:

@@ -40,7 +40,7 @@ PORT_IN_USE = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 
 
 class Stopped(Exception):
-    """A signal stopped the run, which was saved; the text is the run's position."""
+    """A signal stopped the run after a save; the text is the run's position."""
 
 
 class Watchdog:
@@ -55,7 +55,7 @@ class Watchdog:
 
     - if no batch finishes within `timeout` plus `GRACE` seconds, which give a library
       time to report the reason. The first batch may take three times as long, because
-      it may compile the model. Time while the process is suspended does not count.
+      it may compile the model. Time spent suspended does not count.
     - at a second signal, at least `PATIENCE` seconds after the first, if no batch
       finished between the two signals.
     """

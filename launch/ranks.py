@@ -13,7 +13,7 @@ SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_TASKS_PER_
 
 
 class Ranks(NamedTuple):
-    """A process's ranks, and the numbers of processes."""
+    """A process's ranks and the process counts."""
 
     rank: int  # among all processes
     local_rank: int  # among the processes of this machine

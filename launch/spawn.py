@@ -46,9 +46,9 @@ def rendezvous(args: Namespace) -> str:
 def wait_for(children: torch.multiprocessing.ProcessContext) -> None:
     """Wait for the processes of torch.multiprocessing.spawn; exit with their status.
 
-    This function forwards signals, so that the children can save before this process
-    ends instead of being left behind. When one child fails, the others have 10 seconds
-    to end, then get SIGTERM, then SIGKILL.
+    This function forwards signals and keeps waiting, so that the children can save
+    first. When one child fails, the others have 10 seconds to end, then get SIGTERM,
+    then SIGKILL.
     """
 
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)

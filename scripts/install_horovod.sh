@@ -139,7 +139,7 @@ print(sysconfig.get_path('include'))/" "$source_dir/horovod/torch/CMakeLists.txt
             HOROVOD_NCCL_HOME="$work/nccl" HOROVOD_NCCL_LINK=SHARED
             HOROVOD_BUILD_CUDA_CC_LIST="$capabilities" PATH="$CUDA_HOME/bin:$PATH")
     else
-        # If Horovod finds a toolkit, it assumes a CUDA build of PyTorch and requires every CUDA part.
+        # If Horovod finds a toolkit, it assumes a CUDA build of PyTorch and requires all CUDA components.
         cuda=(CUDA_HOME= HOROVOD_CPU_OPERATIONS=GLOO)
         [ "$mpi" = HOROVOD_WITHOUT_MPI=1 ] || cuda=(CUDA_HOME=)
     fi
