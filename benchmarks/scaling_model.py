@@ -11,7 +11,7 @@ Sources: docs/scaling.md.
 import math
 from typing import NamedTuple
 
-# Backward share of a step's computation: it has two matrix products per layer, not one
+# The backward pass has two of a layer's three matrix products
 BACKWARD = 2 / 3
 MIB = 2**20
 BUCKET, FIRST_BUCKET = 25 * MIB, MIB  # DistributedDataParallel's defaults

@@ -411,8 +411,8 @@ def check_recipe(path: Path, content: dict, recipe: dict) -> None:
         if name in recipe and saved != recipe[name]:
             flag = "--" + name.replace("_", "-")
             raise UserError(
-                f"{path}: {flag} was {shown(saved)} when it was saved, and is now "
-                f"{shown(recipe[name])}; use the same value, or another --output"
+                f"{flag} was {shown(saved)} when {path} was saved, and is now "
+                f"{shown(recipe[name])}: use the same value, or another --output"
             )
 
 

@@ -333,7 +333,7 @@ class DeviceLoader:
         return images.sub_(self.mean).div_(self.std)
 
     def wait_seconds(self) -> float:
-        """Seconds that the device waited for data since the last call; it must be idle."""
+        """Seconds of waiting for data since the last call; the device must be idle."""
         waits, self.waits = self.waits, []
         if self.device.type == "cuda":
             return sum(start.elapsed_time(end) for start, end in waits) / 1000

@@ -155,7 +155,7 @@ KINDS = {make.__name__: make for make in MAKERS}
 
 
 def made(page: Path) -> str:
-    """Return a page with filled markers; raise ValueError if one cannot be filled."""
+    """Fill in the blocks of a page; raise ValueError if one cannot be filled in."""
     shown: dict[str, str] = {}
 
     def section(match: re.Match) -> str:

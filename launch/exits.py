@@ -73,7 +73,7 @@ class Watchdog:
         self.stop_requested = False
         self.limit = int(timeout.total_seconds()) + self.GRACE
         self.fed = False
-        # Python runs handlers in the main thread, which may hang; a thread reads this
+        # The main thread runs Python's handlers and may hang; a thread reads this pipe
         arrived, written = os.pipe()
         if catch:
             os.set_blocking(written, False)

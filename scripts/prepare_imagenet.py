@@ -128,7 +128,7 @@ def check_counts(target: Path, expected: dict[str, int], classes: int) -> None:
         if (len(folders), found) != (classes, images):
             raise UserError(
                 f"{target / part} has {found} images in {len(folders)} class folders, "
-                f"but needs {images} in {classes}: an archive is incomplete, or "
+                f"but should have {images} in {classes}: an archive is incomplete, or "
                 "the folder had other files before"
             )
 
