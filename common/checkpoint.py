@@ -397,7 +397,7 @@ def read_checkpoint(path: Path) -> dict:
     missing = needed.difference(content if type(content) is dict else ())
     if missing:
         names = ", ".join(sorted(missing))
-        raise UserError(f"{path} is not from these scripts: it lacks {names}")
+        raise UserError(f"{path} is not a checkpoint: it lacks {names}")
     return content
 
 
