@@ -1,4 +1,4 @@
-"""Generated JPEG files with image and file sizes like ImageNet's.
+"""Generates JPEG files with dimensions and file sizes like ImageNet's.
 
 ImageNet's training images average about 500 x 375 pixels and 110 KB. The generated
 images are noise with the spectrum of photographs: the amplitude falls as 1/frequency

@@ -77,8 +77,8 @@ def build_parser(docstring: str) -> OneLineParser:
         nargs="?",
         type=positive,
         const=IMAGENET_TRAIN_IMAGES,
-        help="train on random images that are already on the device instead of --data, "
-        "with N images per epoch (%(const)s)",
+        help="instead of --data, train on N random images per epoch (%(const)s), which "
+        "are already on the device",
     )
     name = "torchvision model (%(default)s)"
     add("--arch", metavar="NAME", type=architecture, default="resnet18", help=name)

@@ -81,7 +81,7 @@ DECODERS: dict[str, Callable[[str], Picture]] = {
 
 
 def choose_decoder(name: str) -> str:
-    """Replace "auto" by nvimgcodec if it is installed, otherwise by torchvision.
+    """Replace "auto" with nvimgcodec if it is installed, otherwise with torchvision.
 
     Raises:
         UserError: the requested nvimgcodec cannot be used.
