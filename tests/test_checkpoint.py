@@ -359,7 +359,7 @@ def test_a_run_is_never_overwritten(tmp_path):
         ("new", ("--resume", "auto"), None),
         ("run", ("--resume", "auto"), path),
         ("run", ("--resume", str(path)), path),
-        ("new", ("--resume", "auto", "--evaluate"), "new/checkpoint.pt does not exist"),
+        ("new", ("--resume", "auto", "--evaluate"), "checkpoint.pt does not exist"),
         ("run", ("--resume", str(other)), "holds another run's checkpoint"),
         ("new", ("--resume", str(tmp_path / "no.pt")), "there is no such file"),
     ):
