@@ -1,8 +1,8 @@
 """Train an ImageNet classifier with NVIDIA Apex: amp mixed precision and Apex's DDP.
 
-amp.initialize prepares model and optimizer for an --opt-level: O0 is fp32, O1 casts
+amp.initialize prepares the model and optimizer for --opt-level: O0 is fp32, O1 casts
 operations, O2 casts the model and keeps fp32 master weights. Apex's DDP averages the
-gradients. Tag 25.05 is the last Apex that has amp and DDP. Both need CUDA GPUs.
+gradients. Tag 25.05 is the last Apex release with amp and DDP. Both need CUDA GPUs.
 
     torchrun --nproc-per-node=4 apex_distributed.py --data /path/to/imagenet
     bash scripts/apex_distributed.sh --data /path/to/imagenet --opt-level O2
@@ -50,7 +50,7 @@ except ImportError as error:
 
 def main(args: Namespace) -> None:
     """Train and validate; every process runs this function."""
-    # [1/6 launch] the launcher has put this process's rank into the environment
+    # [1/6 launch] the launcher has set this process's rank in the environment
     rank, local_rank, world_size, local_world_size = ranks_from_environment(os.environ)
     device = select_device(args.device, local_rank, args.backend)
     backend = args.backend or "nccl"
@@ -58,11 +58,11 @@ def main(args: Namespace) -> None:
     # [/launch]
 
     args.precision = args.precision or best_precision(device)
-    batch_size = args.global_batch_size // world_size  # images of this process per step
-    workers = args.workers // local_world_size  # loader processes of this process
+    batch_size = args.global_batch_size // world_size  # this process's images per step
+    workers = args.workers // local_world_size  # this process's loader processes
     train_set, val_set = data = build_datasets(args)
 
-    # [2/6 shard] each process takes every world_size-th image of a common shuffle
+    # [2/6 shard] each process takes every world_size-th image of the same shuffle
     train_sampler = DistributedSampler(
         train_set, num_replicas=world_size, rank=rank, seed=args.seed, drop_last=True
     )
@@ -87,14 +87,14 @@ def main(args: Namespace) -> None:
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
 
     # [3/6 wrap] amp first, then Apex's DDP, whose backward pass averages gradients
-    raw_model.to(memory_format=torch.contiguous_format)  # amp_C takes no other
+    raw_model.to(memory_format=torch.contiguous_format)  # required by amp_C
     prepared = amp.initialize(raw_model, optimizer, opt_level=args.opt_level)
     raw_model, optimizer = prepared
     model = ApexDDP(raw_model)
-    eval_model = raw_model  # prepared by amp: validates in the training precision
+    eval_model = raw_model  # amp also casts it in validation
     extra = {"amp": amp}
     if args.opt_level == "O2":
-        optimizer.zero_grad()  # makes the fp32 master weights that a checkpoint fills
+        optimizer.zero_grad()  # creates the fp32 master weights for resume()
         extra["masters"] = SavedTensors(amp.master_params(optimizer))
     # [/wrap]
 
@@ -104,7 +104,7 @@ def main(args: Namespace) -> None:
     log = Log(args, state, device, rank, world_size, workers)  # rank 0 prints
     log.start(len(train_loader), batch_size)
 
-    # From here on, a signal only asks the run to stop, unless there is nothing to save
+    # From here on, a signal only requests a stop, unless there is nothing to save
     watchdog = Watchdog(args.timeout, catch=not args.evaluate)
     if args.evaluate:
         log.validation(validate(args, val_loader, eval_model, watchdog))
@@ -135,7 +135,7 @@ def train(
     log: Log,
     watchdog: Watchdog,
 ) -> None:
-    """Train one epoch, or the rest of it, and add its sums to `state`."""
+    """Train one epoch, or the rest of a resumed one; add its sums to `state`."""
     model.train()
     meter = Meter()
     loader.first_step = state.step
@@ -146,7 +146,7 @@ def train(
         state.learning_rate = state.optimizer.param_groups[0]["lr"]
         state.scheduler.step()
         watchdog.feed()
-        # Only here do metrics wait for the device and for the other processes
+        # Metrics wait for the device and for the other processes only here
         save = step % args.checkpoint_steps == 0 and step < len(loader)
         if save or step == len(loader) or step % args.print_interval == 0:
             sums = meter.reduce(all_reduce, stop=watchdog.stop_requested)
@@ -166,7 +166,7 @@ def train_step(
     images: Tensor,
     labels: Tensor,
 ) -> None:
-    """One optimizer step, whose gradients --accumulate micro-batches add up to."""
+    """Take one optimizer step on the gradients of --accumulate micro-batches."""
     state.optimizer.zero_grad()
     number = args.accumulate
     parts = zip(images.chunk(number), labels.chunk(number), strict=True)
@@ -186,7 +186,7 @@ def train_step(
 
 
 def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:
-    """(B, 3, S, S) normalised images -> (B, classes) float32 outputs."""
+    """(B, 3, S, S) normalized images -> (B, classes) float32 outputs."""
     dtype = autocast_dtype(args.precision)
     with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
         return model(images).float()
@@ -196,7 +196,7 @@ def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:
 def validate(
     args: Namespace, loader: DeviceLoader, eval_model: nn.Module, watchdog: Watchdog
 ) -> dict[str, float]:
-    """Loss and accuracy over all validation images, the same in every process."""
+    """Return the averages over all validation images, the same in every process."""
     broadcast_buffers(eval_model)
     eval_model.eval()
     meter = Meter()
@@ -215,7 +215,7 @@ def all_reduce(sums: Tensor) -> Tensor:
 
 
 def broadcast_buffers(model: nn.Module) -> None:
-    """Copy rank 0's batch norm statistics, because rank 0 saves its own."""
+    """Copy rank 0's batch norm statistics to all processes; rank 0 saves them."""
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
 
@@ -232,9 +232,9 @@ def arguments(argv: list[str] | None = None) -> Namespace:
     args = parse_arguments(parser, "apex_distributed", argv)
     require_gpu(args.device, "Apex")
     if args.precision == "bf16" or (args.precision and args.opt_level):
-        parser.error("Apex has --opt-level instead of --precision, and no bf16")
+        parser.error("Apex takes --opt-level, not --precision, and has no bf16")
     args.opt_level = args.opt_level or ("O0" if args.precision == "fp32" else "O1")
-    args.precision = args.opt_level  # amp casts, not torch.autocast
+    args.precision = args.opt_level  # amp casts instead of torch.autocast
     if amp is None:
         install = "pip install --no-build-isolation git+https://github.com/NVIDIA/apex"
         raise UserError(f"Apex's amp or DDP is missing ({problem}): {install}@25.05")

@@ -1,7 +1,7 @@
 """Train an ImageNet classifier with nn.DataParallel: one process, all GPUs.
 
-Every step copies the model to all GPUs, scatters the batch over them and gathers the
-outputs on the first one. It needs no launcher; without a GPU it is one plain process.
+Every step copies the model to all GPUs, scatters the batch across them and gathers the
+outputs on the first GPU. The script needs no launcher. Without a GPU, it uses the CPU.
 
     python dataparallel.py --data /path/to/imagenet
     CUDA_VISIBLE_DEVICES=0,1 python dataparallel.py --data /path/to/imagenet
@@ -38,17 +38,17 @@ from launch.check import check
 
 def main(args: Namespace) -> None:
     """Train and validate; every process runs this function."""
-    # [1/6 launch] there is only one process, whatever the number of GPUs
+    # [1/6 launch] one process uses all GPUs
     rank, world_size, local_world_size = 0, 1, 1
     device = select_device(args.device)
     # [/launch]
 
     args.precision = args.precision or best_precision(device)
-    batch_size = args.global_batch_size // world_size  # images of this process per step
-    workers = args.workers // local_world_size  # loader processes of this process
+    batch_size = args.global_batch_size // world_size  # this process's images per step
+    workers = args.workers // local_world_size  # this process's loader processes
     train_set, val_set = data = build_datasets(args)
 
-    # [2/6 shard] one process takes every image
+    # [2/6 shard] the only process takes every image
     train_sampler = DistributedSampler(
         train_set, num_replicas=world_size, rank=rank, seed=args.seed, drop_last=True
     )
@@ -72,7 +72,7 @@ def main(args: Namespace) -> None:
     )
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
 
-    # [3/6 wrap] a forward pass through `model` also divides the batch over the GPUs
+    # [3/6 wrap] a forward pass through `model` also splits the batch across the GPUs
     gpus = list(range(torch.cuda.device_count())) if device.type == "cuda" else []
     if args.compile and len(gpus) > 1:
         raise UserError("--compile: nn.DataParallel's replicas cannot be compiled")
@@ -89,7 +89,7 @@ def main(args: Namespace) -> None:
     log = Log(args, state, device, rank, world_size, workers)  # rank 0 prints
     log.start(len(train_loader), batch_size)
 
-    # From here on, a signal only asks the run to stop, unless there is nothing to save
+    # From here on, a signal only requests a stop, unless there is nothing to save
     watchdog = Watchdog(args.timeout, catch=not args.evaluate)
     if args.evaluate:
         log.validation(validate(args, val_loader, eval_model, watchdog))
@@ -118,7 +118,7 @@ def train(
     log: Log,
     watchdog: Watchdog,
 ) -> None:
-    """Train one epoch, or the rest of it, and add its sums to `state`."""
+    """Train one epoch, or the rest of a resumed one; add its sums to `state`."""
     model.train()
     meter = Meter()
     loader.first_step = state.step
@@ -129,7 +129,7 @@ def train(
         state.learning_rate = state.optimizer.param_groups[0]["lr"]
         state.scheduler.step()
         watchdog.feed()
-        # Only here do metrics wait for the device and for the other processes
+        # Metrics wait for the device and for the other processes only here
         save = step % args.checkpoint_steps == 0 and step < len(loader)
         if save or step == len(loader) or step % args.print_interval == 0:
             sums = meter.reduce(all_reduce, stop=watchdog.stop_requested)
@@ -149,7 +149,7 @@ def train_step(
     images: Tensor,
     labels: Tensor,
 ) -> None:
-    """One optimizer step, whose gradients --accumulate micro-batches add up to."""
+    """Take one optimizer step on the gradients of --accumulate micro-batches."""
     state.optimizer.zero_grad()
     number = args.accumulate
     parts = zip(images.chunk(number), labels.chunk(number), strict=True)
@@ -167,7 +167,7 @@ def train_step(
 
 
 def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:
-    """(B, 3, S, S) normalised images -> (B, classes) float32 outputs."""
+    """(B, 3, S, S) normalized images -> (B, classes) float32 outputs."""
     dtype = autocast_dtype(args.precision)
     with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
         return model(images).float()
@@ -177,7 +177,7 @@ def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:
 def validate(
     args: Namespace, loader: DeviceLoader, eval_model: nn.Module, watchdog: Watchdog
 ) -> dict[str, float]:
-    """Loss and accuracy over all validation images, the same in every process."""
+    """Return the averages over all validation images, the same in every process."""
     broadcast_buffers(eval_model)
     eval_model.eval()
     meter = Meter()
@@ -188,14 +188,14 @@ def validate(
     return averages(meter.reduce(all_reduce, stop=watchdog.stop_requested))
 
 
-# [5/6 combine] the one process already has all sums and buffers
+# [5/6 combine] the only process already has all sums and buffers
 def all_reduce(sums: Tensor) -> Tensor:
     """Sum a tensor over all processes."""
     return sums
 
 
 def broadcast_buffers(model: nn.Module) -> None:
-    """Copy rank 0's batch norm statistics, because rank 0 saves its own."""
+    """Copy rank 0's batch norm statistics to all processes; rank 0 saves them."""
 
 
 # [/combine]
@@ -205,9 +205,9 @@ def broadcast_buffers(model: nn.Module) -> None:
 class AutocastModel(nn.Module):
     """A model that enters autocast in its own forward.
 
-    nn.DataParallel runs its replicas in threads, and autocast's dtype is per thread. If
-    autocast were only outside, bf16 on two GPUs would silently become fp16, because
-    torch/nn/parallel/parallel_apply.py passes on that autocast is on, not its dtype.
+    nn.DataParallel runs its replicas in threads, and autocast's dtype is per thread.
+    torch/nn/parallel/parallel_apply.py tells the threads that autocast is on, but not
+    its dtype. Autocast outside the wrapper would silently turn bf16 into fp16.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype):

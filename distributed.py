@@ -44,7 +44,7 @@ from launch.ranks import add_launcher_flags, ranks_from_environment
 
 def main(args: Namespace) -> None:
     """Train and validate; every process runs this function."""
-    # [1/6 launch] the launcher has put this process's rank into the environment
+    # [1/6 launch] the launcher has set this process's rank in the environment
     rank, local_rank, world_size, local_world_size = ranks_from_environment(os.environ)
     device = select_device(args.device, local_rank, args.backend)
     backend = args.backend or ("nccl" if device.type == "cuda" else "gloo")
@@ -52,11 +52,11 @@ def main(args: Namespace) -> None:
     # [/launch]
 
     args.precision = args.precision or best_precision(device)
-    batch_size = args.global_batch_size // world_size  # images of this process per step
-    workers = args.workers // local_world_size  # loader processes of this process
+    batch_size = args.global_batch_size // world_size  # this process's images per step
+    workers = args.workers // local_world_size  # this process's loader processes
     train_set, val_set = data = build_datasets(args)
 
-    # [2/6 shard] each process takes every world_size-th image of a common shuffle
+    # [2/6 shard] each process takes every world_size-th image of the same shuffle
     train_sampler = DistributedSampler(
         train_set, num_replicas=world_size, rank=rank, seed=args.seed, drop_last=True
     )
@@ -83,7 +83,7 @@ def main(args: Namespace) -> None:
     # [3/6 wrap] a backward pass through `model` also averages the gradients
     gpus = [device.index] if device.type == "cuda" else None
     model = DDP(raw_model, device_ids=gpus, gradient_as_bucket_view=True)
-    model.broadcast_buffers = False  # not at each step: broadcast_buffers() does it
+    model.broadcast_buffers = False  # validate() broadcasts buffers instead
     if args.compress_gradients:
         hook = getattr(default_hooks, f"{args.compress_gradients}_compress_hook")
         model.register_comm_hook(None, hook)
@@ -97,7 +97,7 @@ def main(args: Namespace) -> None:
     log = Log(args, state, device, rank, world_size, workers)  # rank 0 prints
     log.start(len(train_loader), batch_size)
 
-    # From here on, a signal only asks the run to stop, unless there is nothing to save
+    # From here on, a signal only requests a stop, unless there is nothing to save
     watchdog = Watchdog(args.timeout, catch=not args.evaluate)
     if args.evaluate:
         log.validation(validate(args, val_loader, eval_model, watchdog))
@@ -128,7 +128,7 @@ def train(
     log: Log,
     watchdog: Watchdog,
 ) -> None:
-    """Train one epoch, or the rest of it, and add its sums to `state`."""
+    """Train one epoch, or the rest of a resumed one; add its sums to `state`."""
     model.train()
     meter = Meter()
     loader.first_step = state.step
@@ -139,7 +139,7 @@ def train(
         state.learning_rate = state.optimizer.param_groups[0]["lr"]
         state.scheduler.step()
         watchdog.feed()
-        # Only here do metrics wait for the device and for the other processes
+        # Metrics wait for the device and for the other processes only here
         save = step % args.checkpoint_steps == 0 and step < len(loader)
         if save or step == len(loader) or step % args.print_interval == 0:
             sums = meter.reduce(all_reduce, stop=watchdog.stop_requested)
@@ -159,13 +159,13 @@ def train_step(
     images: Tensor,
     labels: Tensor,
 ) -> None:
-    """One optimizer step, whose gradients --accumulate micro-batches add up to."""
+    """Take one optimizer step on the gradients of --accumulate micro-batches."""
     state.optimizer.zero_grad()
     number = args.accumulate
     parts = zip(images.chunk(number), labels.chunk(number), strict=True)
     for part, (x, y) in enumerate(parts, start=1):
         last = part == number
-        # [4/6 step] DDP averages the gradients in the last backward() only
+        # [4/6 step] DDP averages the gradients only in the last backward()
         with nullcontext() if last else model.no_sync():
             outputs = forward(args, model, x)
             loss = F.cross_entropy(outputs, y, label_smoothing=args.label_smoothing)
@@ -178,7 +178,7 @@ def train_step(
 
 
 def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:
-    """(B, 3, S, S) normalised images -> (B, classes) float32 outputs."""
+    """(B, 3, S, S) normalized images -> (B, classes) float32 outputs."""
     dtype = autocast_dtype(args.precision)
     with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
         return model(images).float()
@@ -188,7 +188,7 @@ def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:
 def validate(
     args: Namespace, loader: DeviceLoader, eval_model: nn.Module, watchdog: Watchdog
 ) -> dict[str, float]:
-    """Loss and accuracy over all validation images, the same in every process."""
+    """Return the averages over all validation images, the same in every process."""
     broadcast_buffers(eval_model)
     eval_model.eval()
     meter = Meter()
@@ -207,7 +207,7 @@ def all_reduce(sums: Tensor) -> Tensor:
 
 
 def broadcast_buffers(model: nn.Module) -> None:
-    """Copy rank 0's batch norm statistics, because rank 0 saves its own."""
+    """Copy rank 0's batch norm statistics to all processes; rank 0 saves them."""
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
 

@@ -47,7 +47,7 @@ except ImportError as error:
 def main(args: Namespace) -> None:
     """Train and validate; every process runs this function."""
     # [1/6 launch] Horovod gets this process's rank from horovodrun or MPI
-    use_fork_server()  # for loader processes: fork would copy Horovod's and MPI's state
+    use_fork_server()  # a forked loader process would copy the state of Horovod and MPI
     timeout = int(args.timeout.total_seconds())
     os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(timeout))
     hvd.init()
@@ -57,11 +57,11 @@ def main(args: Namespace) -> None:
     # [/launch]
 
     args.precision = args.precision or best_precision(device)
-    batch_size = args.global_batch_size // world_size  # images of this process per step
-    workers = args.workers // local_world_size  # loader processes of this process
+    batch_size = args.global_batch_size // world_size  # this process's images per step
+    workers = args.workers // local_world_size  # this process's loader processes
     train_set, val_set = data = build_datasets(args)
 
-    # [2/6 shard] each process takes every world_size-th image of a common shuffle
+    # [2/6 shard] each process takes every world_size-th image of the same shuffle
     train_sampler = DistributedSampler(
         train_set, num_replicas=world_size, rank=rank, seed=args.seed, drop_last=True
     )
@@ -85,7 +85,7 @@ def main(args: Namespace) -> None:
     )
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
 
-    # [3/6 wrap] hooks of the optimizer average contiguous gradients in backward()
+    # [3/6 wrap] optimizer hooks average contiguous gradients in backward()
     compression = getattr(hvd.Compression, args.compress_gradients or "none")
     optimizer = hvd.DistributedOptimizer(
         optimizer,
@@ -95,8 +95,8 @@ def main(args: Namespace) -> None:
     )
     weights = {name: contiguous_view(w) for name, w in raw_model.state_dict().items()}
     hvd.broadcast_parameters(weights, root_rank=0)
-    # hvd.broadcast_optimizer_state(optimizer, root_rank=0) sends state that only rank 0
-    # has. Here each process loads it, and with a new SGD the call makes a hidden step.
+    # hvd.broadcast_optimizer_state() is for state that only rank 0 has. Here every rank
+    # loads the checkpoint, and with a new SGD optimizer the call takes a hidden step.
     model = eval_model = raw_model
     extra = {}
     # [/wrap]
@@ -107,7 +107,7 @@ def main(args: Namespace) -> None:
     log = Log(args, state, device, rank, world_size, workers)  # rank 0 prints
     log.start(len(train_loader), batch_size)
 
-    # From here on, a signal only asks the run to stop, unless there is nothing to save
+    # From here on, a signal only requests a stop, unless there is nothing to save
     watchdog = Watchdog(args.timeout, catch=not args.evaluate)
     if args.evaluate:
         log.validation(validate(args, val_loader, eval_model, watchdog))
@@ -138,7 +138,7 @@ def train(
     log: Log,
     watchdog: Watchdog,
 ) -> None:
-    """Train one epoch, or the rest of it, and add its sums to `state`."""
+    """Train one epoch, or the rest of a resumed one; add its sums to `state`."""
     model.train()
     meter = Meter()
     loader.first_step = state.step
@@ -149,7 +149,7 @@ def train(
         state.learning_rate = state.optimizer.param_groups[0]["lr"]
         state.scheduler.step()
         watchdog.feed()
-        # Only here do metrics wait for the device and for the other processes
+        # Metrics wait for the device and for the other processes only here
         save = step % args.checkpoint_steps == 0 and step < len(loader)
         if save or step == len(loader) or step % args.print_interval == 0:
             sums = meter.reduce(all_reduce, stop=watchdog.stop_requested)
@@ -169,7 +169,7 @@ def train_step(
     images: Tensor,
     labels: Tensor,
 ) -> None:
-    """One optimizer step, whose gradients --accumulate micro-batches add up to."""
+    """Take one optimizer step on the gradients of --accumulate micro-batches."""
     state.optimizer.zero_grad()
     number = args.accumulate
     parts = zip(images.chunk(number), labels.chunk(number), strict=True)
@@ -182,14 +182,14 @@ def train_step(
         if last:
             state.optimizer.synchronize()
             with state.optimizer.skip_synchronize():
-                state.scaler.step(state.optimizer)  # all skip an infinite average
+                state.scaler.step(state.optimizer)  # every process skips overflows
             state.scaler.update()
         # [/step]
         meter.add(**batch_sums(loss, outputs, y))
 
 
 def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:
-    """(B, 3, S, S) normalised images -> (B, classes) float32 outputs."""
+    """(B, 3, S, S) normalized images -> (B, classes) float32 outputs."""
     dtype = autocast_dtype(args.precision)
     with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
         return model(images).float()
@@ -199,7 +199,7 @@ def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:
 def validate(
     args: Namespace, loader: DeviceLoader, eval_model: nn.Module, watchdog: Watchdog
 ) -> dict[str, float]:
-    """Loss and accuracy over all validation images, the same in every process."""
+    """Return the averages over all validation images, the same in every process."""
     broadcast_buffers(eval_model)
     eval_model.eval()
     meter = Meter()
@@ -213,11 +213,11 @@ def validate(
 # [5/6 combine] sums over all processes, and rank 0's buffers in every process
 def all_reduce(sums: Tensor) -> Tensor:
     """Sum a tensor over all processes."""
-    return hvd.allreduce(sums, op=hvd.Sum, name="sums")  # out of place: it returns
+    return hvd.allreduce(sums, op=hvd.Sum, name="sums")  # a new tensor
 
 
 def broadcast_buffers(model: nn.Module) -> None:
-    """Copy rank 0's batch norm statistics, because rank 0 saves its own."""
+    """Copy rank 0's batch norm statistics to all processes; rank 0 saves them."""
     hvd.broadcast_parameters(dict(model.named_buffers()), root_rank=0)
 
 

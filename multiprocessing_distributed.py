@@ -1,6 +1,6 @@
 """Train an ImageNet classifier with DistributedDataParallel and torch.multiprocessing.
 
-The script is its own launcher: mp.spawn starts one process per GPU and numbers them.
+The script is its own launcher: mp.spawn starts one process per GPU.
 
     python multiprocessing_distributed.py --data /path/to/imagenet [--nprocs 2]
     bash scripts/multiprocessing_distributed.sh --data /path/to/imagenet
@@ -44,7 +44,7 @@ from launch.spawn import rendezvous, wait_for
 
 def main(args: Namespace) -> None:
     """Train and validate; every process runs this function."""
-    # [1/6 launch] mp.spawn gave worker() this process's number, its local rank
+    # [1/6 launch] mp.spawn passed this process's local rank to worker()
     local_rank, local_world_size = args.local_rank, args.nprocs
     rank = args.node_rank * args.nprocs + local_rank
     world_size = args.nnodes * args.nprocs
@@ -54,11 +54,11 @@ def main(args: Namespace) -> None:
     # [/launch]
 
     args.precision = args.precision or best_precision(device)
-    batch_size = args.global_batch_size // world_size  # images of this process per step
-    workers = args.workers // local_world_size  # loader processes of this process
+    batch_size = args.global_batch_size // world_size  # this process's images per step
+    workers = args.workers // local_world_size  # this process's loader processes
     train_set, val_set = data = build_datasets(args)
 
-    # [2/6 shard] each process takes every world_size-th image of a common shuffle
+    # [2/6 shard] each process takes every world_size-th image of the same shuffle
     train_sampler = DistributedSampler(
         train_set, num_replicas=world_size, rank=rank, seed=args.seed, drop_last=True
     )
@@ -85,7 +85,7 @@ def main(args: Namespace) -> None:
     # [3/6 wrap] a backward pass through `model` also averages the gradients
     gpus = [device.index] if device.type == "cuda" else None
     model = DDP(raw_model, device_ids=gpus, gradient_as_bucket_view=True)
-    model.broadcast_buffers = False  # not at each step: broadcast_buffers() does it
+    model.broadcast_buffers = False  # validate() broadcasts buffers instead
     if args.compress_gradients:
         hook = getattr(default_hooks, f"{args.compress_gradients}_compress_hook")
         model.register_comm_hook(None, hook)
@@ -99,7 +99,7 @@ def main(args: Namespace) -> None:
     log = Log(args, state, device, rank, world_size, workers)  # rank 0 prints
     log.start(len(train_loader), batch_size)
 
-    # From here on, a signal only asks the run to stop, unless there is nothing to save
+    # From here on, a signal only requests a stop, unless there is nothing to save
     watchdog = Watchdog(args.timeout, catch=not args.evaluate)
     if args.evaluate:
         log.validation(validate(args, val_loader, eval_model, watchdog))
@@ -130,7 +130,7 @@ def train(
     log: Log,
     watchdog: Watchdog,
 ) -> None:
-    """Train one epoch, or the rest of it, and add its sums to `state`."""
+    """Train one epoch, or the rest of a resumed one; add its sums to `state`."""
     model.train()
     meter = Meter()
     loader.first_step = state.step
@@ -141,7 +141,7 @@ def train(
         state.learning_rate = state.optimizer.param_groups[0]["lr"]
         state.scheduler.step()
         watchdog.feed()
-        # Only here do metrics wait for the device and for the other processes
+        # Metrics wait for the device and for the other processes only here
         save = step % args.checkpoint_steps == 0 and step < len(loader)
         if save or step == len(loader) or step % args.print_interval == 0:
             sums = meter.reduce(all_reduce, stop=watchdog.stop_requested)
@@ -161,13 +161,13 @@ def train_step(
     images: Tensor,
     labels: Tensor,
 ) -> None:
-    """One optimizer step, whose gradients --accumulate micro-batches add up to."""
+    """Take one optimizer step on the gradients of --accumulate micro-batches."""
     state.optimizer.zero_grad()
     number = args.accumulate
     parts = zip(images.chunk(number), labels.chunk(number), strict=True)
     for part, (x, y) in enumerate(parts, start=1):
         last = part == number
-        # [4/6 step] DDP averages the gradients in the last backward() only
+        # [4/6 step] DDP averages the gradients only in the last backward()
         with nullcontext() if last else model.no_sync():
             outputs = forward(args, model, x)
             loss = F.cross_entropy(outputs, y, label_smoothing=args.label_smoothing)
@@ -180,7 +180,7 @@ def train_step(
 
 
 def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:
-    """(B, 3, S, S) normalised images -> (B, classes) float32 outputs."""
+    """(B, 3, S, S) normalized images -> (B, classes) float32 outputs."""
     dtype = autocast_dtype(args.precision)
     with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
         return model(images).float()
@@ -190,7 +190,7 @@ def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:
 def validate(
     args: Namespace, loader: DeviceLoader, eval_model: nn.Module, watchdog: Watchdog
 ) -> dict[str, float]:
-    """Loss and accuracy over all validation images, the same in every process."""
+    """Return the averages over all validation images, the same in every process."""
     broadcast_buffers(eval_model)
     eval_model.eval()
     meter = Meter()
@@ -209,7 +209,7 @@ def all_reduce(sums: Tensor) -> Tensor:
 
 
 def broadcast_buffers(model: nn.Module) -> None:
-    """Copy rank 0's batch norm statistics, because rank 0 saves its own."""
+    """Copy rank 0's batch norm statistics to all processes; rank 0 saves them."""
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
 
@@ -224,10 +224,10 @@ def arguments(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument
     add("--backend", choices=("nccl", "gloo"), help="nccl on GPUs, gloo on CPUs")
     add("--compress-gradients", choices=("fp16", "bf16"))
-    add("--nprocs", type=positive, help="processes here (one per GPU, 2 on a CPU)")
+    add("--nprocs", type=positive, help="local processes (one per GPU, 2 on a CPU)")
     add("--nnodes", type=positive, default=1, help="machines (%(default)s)")
-    add("--node-rank", type=int, default=0, help="number of this machine (%(default)s)")
-    add("--dist-url", help="where rank 0 listens (one machine: a file)")
+    add("--node-rank", type=int, default=0, help="rank of this machine (%(default)s)")
+    add("--dist-url", help="tcp://HOST:PORT of rank 0 (one machine: a file)")
     args = parse_arguments(parser, "multiprocessing_distributed", argv)
     args.nprocs = args.nprocs or processes_per_machine(args.device)
     if not 0 <= args.node_rank < args.nnodes or args.nnodes > 1 and not args.dist_url:
@@ -236,8 +236,8 @@ def arguments(argv: list[str] | None = None) -> Namespace:
 
 
 def worker(local_rank: int, args: Namespace) -> None:
-    """The body of each spawned process."""
-    mp.set_start_method("fork", force=True)  # else loader processes would spawn, slowly
+    """Run main() in a spawned process."""
+    mp.set_start_method("fork", force=True)  # spawned loader processes start slowly
     args.local_rank = local_rank
     with exit_status(local_rank):
         main(args)

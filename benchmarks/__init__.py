@@ -1,1 +1,1 @@
-"""Compares speed and memory with the usual way, side by side in one run."""
+"""Compare speed and memory with conventional code, side by side in one run."""

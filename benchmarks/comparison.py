@@ -1,8 +1,8 @@
-"""Measures candidates in turns, compares them, and writes the results.
+"""Measures candidates alternately, compares them, and writes the results.
 
-Speed drifts on shared machines, so a ratio is valid only between two measurements that
-were made side by side: each round measures every candidate once, in another order, and
-each ratio is of two measurements of one round.
+Speed drifts on shared machines, so a ratio is valid only for two measurements that were
+made at nearly the same time. Each round measures every candidate once, in random order,
+and each ratio compares two measurements from the same round.
 """
 
 import json
@@ -31,7 +31,7 @@ def interleave(
 
     Args:
         candidates: functions that do the work and return the measurement.
-        rounds: their number; an additional first round is a warm-up and does not count.
+        rounds: number of rounds; an additional warm-up round does not count.
 
     Returns:
         The measurements of each candidate, round by round.
@@ -56,7 +56,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def compared(found: dict[str, list[float]], baseline: str) -> dict[str, dict]:
-    """Each candidate's measurements, and their ratios to the baseline's."""
+    """Return each candidate's measurements, and their ratios to the baseline's."""
     rows = {}
     for name, values in found.items():
         ratios = [
@@ -79,7 +79,7 @@ def print_rows(title: str, unit: str, rows: dict[str, dict]) -> None:
 
 
 def write_results(name: str, results: dict) -> None:
-    """Write results/NAME.json: the results, with the machine and the versions."""
+    """Write the results, the machine and the versions to results/NAME.json."""
     report = {
         "argv": ["python", "-m", f"benchmarks.{name}", *sys.argv[1:]],
         "commit": commit(),

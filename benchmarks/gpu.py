@@ -1,10 +1,10 @@
-"""Speed on one GPU: the scripts against bare and usual loops.
+"""Speed on one GPU: the scripts compared with minimal and conventional loops.
 
-    python -m benchmarks.gpu FILE [--rehearse]    # everything; tiny sizes on a CPU
+    python -m benchmarks.gpu FILE [--rehearse]    # --rehearse: tiny sizes on a CPU
     python -m benchmarks.gpu FILE SCRIPT ROUNDS FLAGS...
 
-Each measurement has its own process; the most important ones come first. FILE keeps the
-measurements of this commit; none starts after the second GPU_CHECK_UNTIL.
+Each measurement has its own process; the most important measurements come first. FILE
+keeps this commit's measurements. None starts after GPU_CHECK_UNTIL (Unix time).
 """
 
 import contextlib
@@ -43,7 +43,7 @@ from launch.machines import use_loopback
 
 
 def start_alone(script: ModuleType, flags: list[str]) -> None:
-    """Run main() of a script in this process, the only process of its job."""
+    """Run a script's main() in this process, the only process of the job."""
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -59,7 +59,7 @@ def start_alone(script: ModuleType, flags: list[str]) -> None:
 
 
 def compare_speed(name: str, rounds: str, *flags: str) -> dict[str, dict]:
-    """Images per second of a script's train() and of loops that do the same."""
+    """Measure images per second for a script's train() and for equivalent loops."""
     script = load_script(ROOT / f"{name}.py")
 
     def loops(args: Namespace, loader: DeviceLoader, model: nn.Module) -> dict:
@@ -84,7 +84,7 @@ def compare_speed(name: str, rounds: str, *flags: str) -> dict[str, dict]:
 
 
 def without_amp(work: Callable[[], None]) -> Callable[[], None]:
-    """The work without the casts that Apex's O1 patches into PyTorch's functions."""
+    """Wrap work to run without the casts that Apex O1 patches into PyTorch."""
     from apex import amp
 
     def run() -> None:
@@ -95,7 +95,7 @@ def without_amp(work: Callable[[], None]) -> Callable[[], None]:
 
 
 def plan(tiny: bool) -> list[tuple[str, int, list]]:
-    """(name, limit in seconds, arguments of a call) of each measurement, in order."""
+    """Return (name, time limit in seconds, arguments) for each measurement in order."""
     device, size = ("cpu", 32) if tiny else ("cuda", 224)
 
     def speed(script: str, arch: str, kind: str, batch: int, *more: str) -> tuple:
@@ -143,12 +143,12 @@ def measured(words: list, seconds: float) -> dict:
     if status == "passed":
         line = in_words(found)
     elif status == "failed" and taken >= seconds:
-        status, line = "not run", f"{seconds:.0f} s were not enough"
+        status, line = "not run", f"not finished in {seconds:.0f} s"
     return {"status": status, "line": line, "seconds": taken, "found": found}
 
 
 def in_words(rows: dict[str, dict]) -> str:
-    """The measurements, on one line."""
+    """Format the measurements on one line."""
     words = []
     for title, row in rows.items():
         ratio = "{median:.3f} ({low:.3f} to {high:.3f})".format(**row["ratio"])
@@ -157,7 +157,7 @@ def in_words(rows: dict[str, dict]) -> str:
 
 
 def everything(file: Path, tiny: bool) -> None:
-    """Measure the rows that FILE lacks, and write FILE after each measurement."""
+    """Measure the rows that FILE lacks; write FILE after each measurement."""
     old = json.loads(file.read_text())["rows"] if file.exists() else []
     here, until = commit(), float(os.environ.get("GPU_CHECK_UNTIL", "inf"))
     kept = {one["name"]: one for one in old if one["commit"] == here}
@@ -180,14 +180,14 @@ def everything(file: Path, tiny: bool) -> None:
 
 
 def main() -> None:
-    """Run the measurements that the command line names."""
+    """Run the measurements given on the command line."""
     file, *words = sys.argv[1:]
     if words in ([], ["--rehearse"]):
         everything(Path(file), bool(words))
     found = compare_speed(*words)
     Path(file).write_text(json.dumps(found, indent=1) + "\n")
     sys.stdout.flush()
-    os._exit(0)  # the libraries need not clean up a job that was left half-way
+    os._exit(0)  # the job stopped halfway, so skip the libraries' cleanup
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Images per second of the input pipeline, compared with the usual one.
+"""Images per second from the input pipeline, compared with a conventional pipeline.
 
     python -m benchmarks.input [ROUNDS]
 
-On one core, it reads single images for training and validation; on all cores, batches
-from a DataLoader with one process per core. It makes its own JPEG files, prints median
-ratios with their quartiles and writes results/input.json.
+On one core, it reads single images for training and validation. On all cores, it reads
+batches from a DataLoader with one process per core. It creates its own JPEG files,
+prints median ratios with their quartiles and writes results/input.json.
 """
 
 import os
@@ -58,7 +58,7 @@ def arguments(folder: Path, decoder: str) -> Namespace:
 
 
 def speed(dataset: Dataset, images: int) -> Callable[[], float]:
-    """Make a function that measures images per second of dataset[0], dataset[1], ..."""
+    """Return a function that measures the speed of reading single images in order."""
 
     def measure() -> float:
         began = time.perf_counter()
@@ -70,7 +70,7 @@ def speed(dataset: Dataset, images: int) -> Callable[[], float]:
 
 
 class Training(SeededDataset):
-    """Starts a new epoch at each image 0, as training does."""
+    """A dataset that starts a new epoch at each image 0, as training does."""
 
     epoch = 0
 
@@ -80,7 +80,7 @@ class Training(SeededDataset):
 
 
 class Normalised(Dataset):
-    """Normalises each image as float32 immediately, as the usual pipeline does."""
+    """A dataset that normalizes images in float32, as conventional pipelines do."""
 
     def __init__(self, dataset: Dataset):
         self.dataset = dataset
@@ -91,7 +91,7 @@ class Normalised(Dataset):
 
 
 def one_core(folder: Path, rounds: int) -> dict[str, dict]:
-    """Measure single images in this process."""
+    """Measure how fast this process reads single images."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     torch.set_num_threads(1)
@@ -99,7 +99,7 @@ def one_core(folder: Path, rounds: int) -> dict[str, dict]:
     val_set = usual.folder(folder / "val", usual.VAL)
     training = {USUAL: speed(train_set, TRAIN)}
     validation = {USUAL: speed(val_set, VAL)}
-    # The rows below leave normalisation to the device; these two and the usual do not
+    # These two rows and the conventional ones normalize on the CPU; the others do not
     train_set, val_set = build_datasets(arguments(folder, "nvimgcodec"))
     training[NORMALISED] = speed(Normalised(Training(train_set, 0)), TRAIN)
     validation[NORMALISED] = speed(Normalised(val_set), VAL)
@@ -116,7 +116,7 @@ def one_core(folder: Path, rounds: int) -> dict[str, dict]:
 
 
 def all_cores(folder: Path, rounds: int) -> dict[str, dict]:
-    """Measure batches of one loader process per core; this process only gets them."""
+    """Measure batches from one loader process per core; this process only gets them."""
     cores = len(os.sched_getaffinity(0))
     indices = [*range(TRAIN)] * 3
 
@@ -147,8 +147,8 @@ def all_cores(folder: Path, rounds: int) -> dict[str, dict]:
 
 
 def main() -> None:
-    """Measure everything."""
-    choose_decoder("nvimgcodec")  # if it is missing, fail before the long part
+    """Run all measurements."""
+    choose_decoder("nvimgcodec")  # fail early if it is missing
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 9
     with tempfile.TemporaryDirectory() as folder:
         images = write_photographs(Path(folder), TRAIN, VAL)

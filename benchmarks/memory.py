@@ -1,11 +1,11 @@
-"""Memory of ImageNet's index in loader processes, compared with the usual lists.
+"""Memory of loader processes for ImageNet's index, in arrays and conventional lists.
 
     python -m benchmarks.memory [EPOCHS]
 
-Four loader processes read 1,281,167 entries in random order, without decoding, through
-the DataLoader of the five scripts, with and without its gc.freeze(), and through the
-usual one, whose data set holds a list of (path, label). It prints the memory that a
-loader process shares with no other, and writes results/memory.json, in a few minutes.
+Four loader processes read 1,281,167 entries in random order, without decoding. They
+belong to the five scripts' DataLoader, with and without gc.freeze(), or to a DataLoader
+whose dataset holds a conventional list of (path, label). This benchmark prints a loader
+process's private memory and writes results/memory.json in a few minutes.
 """
 
 import gc
@@ -37,10 +37,10 @@ NO_IMAGE = torch.zeros(3, 1, 1, dtype=torch.uint8)
 
 
 class Index(Dataset):
-    """Paths as long as ImageNet's, and labels; no pixels."""
+    """A dataset with labels and paths as long as ImageNet's, but without pixels."""
 
     def __init__(self, packed: bool):
-        """Keep them in arrays like common.data, or in a list like torchvision."""
+        """Store entries in arrays, like common.data, or in a list, like torchvision."""
         labels = [number * CLASSES // IMAGES for number in range(IMAGES)]
         paths = [
             f"/data/imagenet/train/n{label:08d}/n{label:08d}_{number % 100000}.JPEG"
@@ -63,7 +63,7 @@ class Index(Dataset):
 
 
 def loader_of(kind: str) -> Iterable:
-    """The usual loader of lists, or the loader of the five scripts."""
+    """Build a conventional loader with lists, or the five scripts' loader."""
     if kind == "unfrozen":
         gc.freeze = lambda: None
     index = Index(packed=kind != "lists")
@@ -75,7 +75,7 @@ def loader_of(kind: str) -> Iterable:
 
 
 def unique_mib() -> float:
-    """Median of the memory that a loader process shares with no other, in MiB."""
+    """Return the loader processes' median private memory in MiB."""
     found = []
     for child in active_children():
         lines = Path(f"/proc/{child.pid}/smaps_rollup").read_text().splitlines()
@@ -84,7 +84,7 @@ def unique_mib() -> float:
 
 
 def measure(kind: str, epochs: int) -> list[float]:
-    """MiB of a loader process after the first batch, and after each of `epochs`."""
+    """Return a loader process's memory in MiB after the first batch and each epoch."""
     history, loader = [], loader_of(kind)
     for _ in range(epochs):
         for _ in loader:

@@ -1,9 +1,9 @@
-"""JPEG files like ImageNet's in size and bytes, made from a seed.
+"""Generates JPEG files with dimensions and file sizes like ImageNet's.
 
-ImageNet's training images have about 500 x 375 pixels and 110 KB. These are noise with
-the spectrum of photographs: the amplitude falls with 1/frequency
+ImageNet's training images average about 500 x 375 pixels and 110 KB. The generated
+images are noise with the spectrum of photographs: the amplitude falls as 1/frequency
 (Field 1987, https://doi.org/10.1364/JOSAA.4.002379). Brightness has more contrast than
-colour. The files have 4:2:0 subsampling and a quality that gives about 100 KB.
+color. The files use 4:2:0 subsampling and a quality that gives about 100 KB.
 """
 
 from pathlib import Path
@@ -13,13 +13,13 @@ from PIL import Image
 
 SIZES = ((375, 500), (375, 500), (500, 375), (333, 500), (500, 500), (280, 420))
 QUALITY = 85
-CONTRAST = (52, 14, 14)  # standard deviations of brightness and two colours
+CONTRAST = (52, 14, 14)  # standard deviations of brightness and the two color channels
 
 
 def photograph(
     generator: numpy.random.Generator, height: int, width: int
 ) -> Image.Image:
-    """One picture in YCbCr, as JPEG stores it."""
+    """Generate an image in YCbCr, JPEG's color space."""
     rows, columns = numpy.fft.fftfreq(height)[:, None], numpy.fft.rfftfreq(width)
     frequency = numpy.hypot(rows, columns)
     frequency[0, 0] = 1 / max(height, width)
@@ -36,7 +36,7 @@ def write_photographs(folder: Path, train: int, val: int, classes: int = 4) -> d
     """Write folder/train/CLASS/*.JPEG and folder/val/CLASS/*.JPEG.
 
     Returns:
-        Facts about the images: their number, mean pixels, mean bytes and quality.
+        The number of images, their mean pixels and file size, and the JPEG quality.
     """
     generator = numpy.random.default_rng(0)
     sizes, pixels = [], 0

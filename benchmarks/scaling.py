@@ -1,6 +1,6 @@
-"""The model's predictions for ResNet-50 on A100, and published measurements.
+"""Predicted speedups of ResNet-50 on A100s, and published measurements.
 
-    python -m benchmarks.scaling    # results/scaling.json
+    python -m benchmarks.scaling    # writes results/scaling.json
     python -m benchmarks.scaling --step-milliseconds 100 --parameters 25.6e6
 
 The second form prints the table for your own model and machines.
@@ -14,14 +14,14 @@ from benchmarks.scaling_model import MIB, Cluster, Link, Range
 from common.arguments import OneLineParser, number
 from launch.exits import exit_status
 
-# NCCL's own estimates for a ring: seconds per message, in
+# NCCL's own estimates for a ring, in seconds per message:
 # https://github.com/NVIDIA/nccl/blob/b6475625fbcaa2c3c0e50eed2fa1255d7514d4a2/src/graph/tuning.cc
 NVLINK_ALPHA, PCI_ALPHA, NETWORK_ALPHA = 3.4e-6, 5.7e-6, 14e-6
-# and the maximum of bytes per second that it expects of eight A100 with NVLink, in
+# and NCCL's maximum for eight A100s with NVLink, in bytes per second:
 # https://github.com/NVIDIA/nccl/blob/01afd20a77b5804e0ecf1042509dd9d20ebf9e93/src/graph/tuning.cc
 A100_NVLINK = 235e9
 GPUS = (2, 4, 8, 16, 64, 256, 512, 1024)
-GLOBAL_BATCH = 8192  # images per step, without a loss of accuracy (GOYAL)
+GLOBAL_BATCH = 8192  # images per step that cost no accuracy (GOYAL)
 RESNET50, INCEPTION, VGG16 = 4 * 25.56e6, 4 * 23.83e6, 4 * 138.36e6  # bytes, fp32
 A100, P100 = Link(NVLINK_ALPHA, A100_NVLINK), Link(NVLINK_ALPHA, 4 * 18e9)
 PCI = Link(PCI_ALPHA, 12e9)
@@ -40,12 +40,12 @@ def network(gigabits: float) -> Link:
 
 
 def a100(gigabits: float, speed: float = 2470) -> Cluster:
-    """Hosts of eight A100, each as fast as NVIDIA measured one (ResNet-50, AMP)."""
+    """Hosts with eight A100s, at NVIDIA's measured speed for one (ResNet-50, AMP)."""
     return Cluster(256 / speed, 256, RESNET50, 8, A100, network(gigabits))
 
 
 def horovod(speed: float, size: float) -> Cluster:
-    """The hosts of Horovod's benchmark; its fusion buffer is 64 MiB."""
+    """The hosts in Horovod's benchmark, which uses a fusion buffer of 64 MiB."""
     return Cluster(64 / speed, 64, size, 4, PCI, network(25), 64 * MIB)
 
 
@@ -65,7 +65,7 @@ PUBLISHED = (
 
 
 def times(factor: Range, gpus: int) -> str:
-    """Format the speed as a multiple of one GPU's."""
+    """Format the speedup over one GPU."""
     low, high = (f"{share * gpus:,.{1 if gpus < 10 else 0}f}" for share in factor)
     return low if low == high else f"{low} to {high}"
 
@@ -73,7 +73,7 @@ def times(factor: Range, gpus: int) -> str:
 def compared(
     what: str, source: str, gpus: int, base: int, measured: float, hosts: Cluster
 ) -> dict[str, str]:
-    """A published measurement, the model's range, and the distance between them."""
+    """Return a published measurement, the model's range, and the gap between them."""
     low, high = (a / b for a, b in zip(hosts.weak(gpus), hosts.weak(base), strict=True))
     points = 100 * (max(low - measured, 0) + min(high - measured, 0))
     ends = dict.fromkeys(f"{100 * share:.0f}" for share in (low, high))
@@ -87,7 +87,7 @@ def compared(
 
 
 def expected(gpus: int) -> dict[str, str]:
-    """Speed as a multiple of one GPU's; the last column keeps the global batch."""
+    """Return speedups over one GPU; the last column has a fixed global batch size."""
     row = {"GPUs": f"{gpus:,}"}
     row |= {name: times(hosts.weak(gpus), gpus) for name, hosts in HOSTS.items()}
     strong = times(a100(100).strong(gpus, GLOBAL_BATCH), gpus)
@@ -104,7 +104,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = OneLineParser(prog="python -m benchmarks.scaling")
     add, count, positive = parser.add_argument, number(int, 1), number(float, 1e-9)
-    add("--step-milliseconds", type=positive, help="of one GPU; prints the table")
+    add("--step-milliseconds", type=positive, help="on one GPU; prints a table")
     add("--images-per-gpu", type=count, default=256, help="in that step (256)")
     add("--global-batch-size", type=count, default=8192, help="if fixed (8192)")
     add("--parameters", type=positive, default=25.6e6, help="of the model (25.6e6)")
@@ -115,13 +115,13 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def print_table(args: argparse.Namespace) -> None:
-    """Print the predictions for the reader's GPUs, up to 1,024."""
+    """Print the predictions for the user's GPUs, up to 1,024."""
     inside = Link(NVLINK_ALPHA, args.link_gigabytes * 1e9)
     per_gpu = args.step_milliseconds / 1e3, args.images_per_gpu, 4 * args.parameters
     hosts = Cluster(
         *per_gpu, args.gpus_per_host, inside, network(args.network_gigabits)
     )
-    print("times as fast as one GPU: from no overlap to full overlap of the all-reduce")
+    print("speedup over one GPU, from no overlap to full overlap of the all-reduce")
     batches = (
         f"{hosts.images} images per GPU",
         f"{args.global_batch_size} images in all",
@@ -136,7 +136,7 @@ def print_table(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Write the page's tables, or print the reader's table."""
+    """Write the tables of docs/scaling.md, or print the user's table."""
     args = arguments()
     if args.step_milliseconds:
         print_table(args)

@@ -1,9 +1,9 @@
-"""Predicts the time of a training step on many GPUs: the usual alpha-beta model.
+"""Predicts training step times on many GPUs with the standard alpha-beta model.
 
 Times are in seconds, sizes in bytes. A message of m bytes takes alpha + m / beta. A
-ring of n processes sums a vector of M bytes in 2 (n - 1) messages of M / n bytes each,
-one after the other, because every process needs every part twice: once to add to it,
-once to receive the sum.
+ring of n processes sums a vector of M bytes in 2 (n - 1) sequential messages of M / n
+bytes each, because every part travels around the ring twice: once to add up its values,
+once to distribute the sum.
 
 Sources: docs/scaling.md.
 """
@@ -11,59 +11,59 @@ Sources: docs/scaling.md.
 import math
 from typing import NamedTuple
 
-# Share of the backward pass in a step's computation: two products per layer, not one
+# The backward pass has two of a layer's three matrix products
 BACKWARD = 2 / 3
 MIB = 2**20
 BUCKET, FIRST_BUCKET = 25 * MIB, MIB  # DistributedDataParallel's defaults
 
 
 class Link(NamedTuple):
-    """A connection."""
+    """A network connection."""
 
     alpha: float  # seconds before the first byte arrives
     beta: float  # bytes per second
 
 
 class Range(NamedTuple):
-    """The range of a prediction."""
+    """A prediction's range."""
 
     low: float  # no communication overlaps with computation
-    high: float  # as much as possible overlaps with the backward pass
+    high: float  # communication overlaps with the backward pass
 
 
 def ring_seconds(processes: int, size: float, link: Link, calls: int = 1) -> float:
-    """Time of a ring for `size` bytes of each process, in `calls` all-reduces."""
+    """Return a ring's time for `size` bytes per process, in `calls` all-reduces."""
     messages = 2 * (processes - 1)
     return calls * messages * link.alpha + messages / processes * size / link.beta
 
 
 def buckets(size: float, bucket: float = BUCKET, first: float = FIRST_BUCKET) -> int:
-    """The number of all-reduces for gradients of `size` bytes.
+    """Return how many all-reduces DDP needs for gradients of `size` bytes.
 
-    It assumes that no parameter is larger than a bucket; DDP does not split one.
+    No parameter may be larger than a bucket, because DDP does not split parameters.
     """
     return 1 + math.ceil(max(0, size - first) / bucket)
 
 
 class Cluster(NamedTuple):
-    """Hosts of equal GPUs, and the model that they train."""
+    """Hosts with identical GPUs, and the model that they train."""
 
-    step: float  # seconds of a step on one GPU without communication
+    step: float  # seconds per step on one GPU without communication
     images: int  # in that step
-    size: float  # bytes of its gradients
+    size: float  # bytes of gradients
     gpus_per_host: int
-    inside: Link  # between GPUs of a host
+    inside: Link  # between GPUs on a host
     network: Link  # between hosts; beta is for a whole host
     bucket: float = BUCKET
 
     def all_reduce(self, gpus: int) -> float:
         """Seconds to sum the gradients.
 
-        Rings inside the hosts add up first; then rings of hosts, each on its share; and
-        the rings inside the hosts distribute the sums.
+        First, rings inside the hosts add up. Then rings across hosts each add up
+        one share. Finally, the rings inside the hosts distribute the sums.
 
         Raises:
-            ValueError: the hosts would not be full.
+            ValueError: the GPUs do not fill every host.
         """
         hosts, rest = divmod(gpus, self.gpus_per_host)
         if rest and hosts:
@@ -75,19 +75,19 @@ class Cluster(NamedTuple):
         return inside + ring_seconds(max(1, hosts), self.size, self.network, calls)
 
     def weak(self, gpus: int) -> Range:
-        """Efficiency when each GPU keeps its batch: 1 is n times as fast on n GPUs."""
+        """Return the efficiency at a fixed batch size per GPU; 1 is perfect scaling."""
         return efficiency(self.step, self.all_reduce(gpus))
 
     def strong(self, gpus: int, global_batch: int) -> Range:
-        """Efficiency when the global batch is fixed and each GPU takes its share.
+        """Return the efficiency at a fixed global batch size, divided among the GPUs.
 
-        It assumes that an image takes as long in a small batch as in a large one.
+        This assumes that the time per image does not depend on the batch size.
         """
         compute = self.step / self.images * global_batch / gpus
         return efficiency(compute, self.all_reduce(gpus))
 
 
 def efficiency(compute: float, communication: float) -> Range:
-    """Share of the time in which a GPU computes."""
+    """Return the fraction of the time in which a GPU computes."""
     exposed = max(0.0, communication - BACKWARD * compute)
     return Range(compute / (compute + communication), compute / (compute + exposed))

@@ -1,10 +1,10 @@
-"""Speed of a training step of distributed.py on two CPU processes.
+"""Training step speed of distributed.py with two CPU processes.
 
     python -m benchmarks.step [ROUNDS]
 
-It measures in turns train() of distributed.py, a bare DistributedDataParallel loop over
-the same model, and a usual loop (fp32, NCHW, host reads at each step). It prints median
-ratios with their quartiles and writes results/step.json, in five minutes.
+It alternately measures distributed.py's train(), a minimal DDP loop with the same model
+and a conventional loop (fp32, NCHW, the host reads metrics at each step). In about five
+minutes, it prints median ratios with their quartiles and writes results/step.json.
 """
 
 import argparse
@@ -34,13 +34,13 @@ from launch.exits import exit_status
 
 PROCESSES = 2
 STEPS = 10  # per measurement, one print interval
-# (image size, global batch): small ones show the overhead
+# (image size, global batch size); small sizes show the overhead
 CASES = ((64, 64), (224, 32))
 BARE, USUAL = "bare loop", "usual loop: fp32, NCHW"
 ROOT = Path(__file__).resolve().parent.parent
-# At each step, glibc returns freed activations to the system, some thousand pages. That
-# depends on what else is in memory and takes 10 to 20 % of a step, enough to decide any
-# comparison. With these settings glibc keeps the pages.
+# By default, glibc returns thousands of freed pages to the system at each step. This
+# takes 10 to 20 % of a step, depending on what else is in memory, and would decide any
+# comparison. With these settings, glibc keeps the pages.
 KEEP_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(2**30),
     "MALLOC_TRIM_THRESHOLD_": str(2**33),
@@ -51,7 +51,7 @@ KEEP_MEMORY = {
 def bare_loop(
     args: Namespace, loader: DeviceLoader, model: nn.Module, precision: str
 ) -> Callable[[], None]:
-    """The minimal loop that trains a model."""
+    """Return a minimal training loop."""
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, 0.9, weight_decay=1e-4)
     images, labels = loader.images, loader.labels
     kind, dtype = images.device.type, autocast_dtype(precision)
@@ -72,7 +72,7 @@ def bare_loop(
 
 
 def usual_loop(args: Namespace, loader: DeviceLoader) -> Callable[[], None]:
-    """The loop of usual scripts: fp32, and the host reads the metrics at each step."""
+    """Return a conventional loop: fp32, and the host reads the metrics at each step."""
     device = loader.device
     model = torchvision.models.get_model(args.arch).to(device)
     if dist.is_initialized():
@@ -100,7 +100,7 @@ def usual_loop(args: Namespace, loader: DeviceLoader) -> Callable[[], None]:
 def timed(
     work: Callable[[], None], images: int, device: torch.device
 ) -> Callable[[], float]:
-    """Make a function that measures images per second of work() in all processes."""
+    """Return a function that measures work() in images per second, over all ranks."""
 
     def settle() -> None:
         if device.type == "cuda":
@@ -121,12 +121,12 @@ def timed(
 def measure_in_turns(
     script: ModuleType, rounds: int, loops: Callable[..., dict], start: Callable
 ) -> dict[str, dict]:
-    """Run main() of a script up to its train(), then measure instead of training.
+    """Run a script's main(), but measure instead of calling its train().
 
     Args:
         loops: loops(args, loader, model) returns the loops to compare with train(); the
             first one is the baseline.
-        start: calls main() with the arguments of one process.
+        start: calls main() with one process's arguments.
     """
     train, found = script.train, {}
 
@@ -134,7 +134,7 @@ def measure_in_turns(
         pass
 
     def measure(args, rank, loader, model, state, *others) -> None:
-        state.save = lambda: None  # not a part of a step
+        state.save = lambda: None  # not part of a step
 
         def ours() -> None:
             state.step = 0
@@ -157,11 +157,11 @@ def measure_in_turns(
 
 
 def one_process(output: str, rounds: str, *flags: str) -> None:
-    """Measure, as one of the two processes."""
+    """Measure as one of the two processes."""
     script = load_script(ROOT / "distributed.py")
 
     def loops(args: Namespace, loader: DeviceLoader, model: nn.Module) -> dict:
-        # The same model: the place of another one in memory can cost 5 % on a CPU
+        # The same model: on a CPU, another model's place in memory can cost 5 %
         bare = bare_loop(args, loader, model, args.precision)
         return {BARE: bare, USUAL: usual_loop(args, loader)}
 

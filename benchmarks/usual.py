@@ -1,7 +1,7 @@
-"""The usual ImageNet input pipeline.
+"""A conventional ImageNet input pipeline.
 
-Pillow decodes, torchvision's v1 transforms crop, and the loader process makes
-normalised float32 tensors.
+Pillow decodes the images, torchvision's v1 transforms crop them, and the loader process
+converts them to normalized float32 tensors.
 """
 
 from pathlib import Path
@@ -14,6 +14,6 @@ VAL = (transforms.Resize(256), transforms.CenterCrop(224))
 
 
 def folder(root: Path, steps: tuple) -> datasets.ImageFolder:
-    """Images as (3, 224, 224) float32 tensors; `steps` are TRAIN or VAL."""
+    """A dataset of (3, 224, 224) float32 images; `steps` is TRAIN or VAL."""
     chain = transforms.Compose([*steps, transforms.ToTensor(), NORMALISE])
     return datasets.ImageFolder(str(root), chain)

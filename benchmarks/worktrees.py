@@ -1,4 +1,4 @@
-"""Speed of two checkouts of this project, measured in turns.
+"""Speed of two checkouts of this project, measured alternately.
 
     python -m benchmarks.worktrees OLD NEW [ROUNDS]
 
@@ -20,7 +20,7 @@ from benchmarks.photographs import write_photographs
 from benchmarks.step import KEEP_MEMORY
 from launch.exits import exit_status
 
-# This code runs in either checkout
+# This code runs in each checkout
 INPUT = """
 import sys, time
 from argparse import Namespace
@@ -49,7 +49,7 @@ def images_per_second(checkout: Path, data: Path) -> float:
 
 
 def launch(checkout: Path, *flags: object) -> tuple[float, dict]:
-    """Launches per minute, and the last epoch's record."""
+    """Return launches per minute, and the last epoch's record."""
     with tempfile.TemporaryDirectory() as output:
         command = ["bash", checkout / "scripts" / "distributed.sh", *flags]
         command += ["-b", 64, "--image-size", 64, "--device", "cpu", "--output", output]

@@ -1,5 +1,5 @@
-"""What the five scripts share: data, model, checkpoint and log, but no strategy.
+"""Code that all five scripts share: data, model, checkpoint and log, but no strategy.
 
 Nothing in this package imports torch.distributed, Horovod, Apex or torch.nn.parallel;
-its callers pass rank and world size as plain integers.
+callers pass rank and world size as plain integers.
 """

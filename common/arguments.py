@@ -1,4 +1,4 @@
-"""The command line, the same in all five scripts."""
+"""The command-line flags that all five scripts share."""
 
 import argparse
 import sys
@@ -13,7 +13,7 @@ from common.images import DECODERS, choose_decoder
 from common.model import architectures, pretrained_image_size
 
 IMAGENET_TRAIN_IMAGES = 1281167
-WORKERS_PER_GPU = 16  # limit of the default number of loader processes
+WORKERS_PER_GPU = 16  # limits the default number of loader processes
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -27,13 +27,13 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def number(kind: type, least: float, most: float = float("inf")) -> Callable:
-    """Make a parser of finite numbers from `least` to `most`."""
+    """Return a parser for finite numbers from `least` to `most`."""
 
     def parse(text: str) -> int | float:
         value = kind(text)
         if not least <= value <= most or value == float("inf"):
-            limit = "" if most == float("inf") else f" and at most {most:g}"
-            raise argparse.ArgumentTypeError(f"{text} is not at least {least:g}{limit}")
+            limit = "" if most == float("inf") else f" and <= {most:g}"
+            raise argparse.ArgumentTypeError(f"{text} is not >= {least:g}{limit}")
         return value
 
     parse.__name__ = kind.__name__  # argparse: "invalid int value: 'x'"
@@ -45,7 +45,7 @@ not_negative = number(float, 0)
 
 
 def seconds(text: str) -> timedelta:
-    """Parse a whole number of seconds above 0."""
+    """Parse a positive whole number of seconds."""
     return timedelta(seconds=number(int, 1, 2**31)(text))
 
 
@@ -57,7 +57,7 @@ def architecture(text: str) -> str:
 
 
 def build_parser(docstring: str) -> OneLineParser:
-    """Make the parser with the flags that all scripts share; each adds its own."""
+    """Build the parser with the shared flags; each script adds its own."""
     parser = OneLineParser(
         description=docstring,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -77,59 +77,59 @@ def build_parser(docstring: str) -> OneLineParser:
         nargs="?",
         type=positive,
         const=IMAGENET_TRAIN_IMAGES,
-        help="train on random images that are already on the device, instead of "
-        "--data; N images make an epoch (%(const)s)",
+        help="instead of --data, train on N random images per epoch (%(const)s), which "
+        "are already on the device",
     )
     name = "torchvision model (%(default)s)"
     add("--arch", metavar="NAME", type=architecture, default="resnet18", help=name)
-    add("--pretrained", action="store_true", help="start from torchvision's weights")
+    add("--pretrained", action="store_true", help="use torchvision's weights")
     add("--epochs", type=positive, default=90, help="number of epochs (%(default)s)")
     add("--max-steps", type=positive, help="end every epoch after N steps")
     add(
         *("-b", "--global-batch-size"),
         type=positive,
         default=256,
-        help="images per optimizer step, over all processes (%(default)s)",
+        help="images per optimizer step, across all processes (%(default)s)",
     )
     add(
         "--accumulate",
         type=positive,
         default=1,
-        help="micro-batches per step; gradients are averaged once per step, and each "
-        "process needs the memory of one micro-batch (%(default)s)",
+        help="micro-batches per step; processes average gradients once per step and "
+        "need memory for only one micro-batch (%(default)s)",
     )
     add(
         "--lr",
         type=not_negative,
         default=0.1,
-        help="learning rate per 256 images, scaled with the global batch (%(default)s)",
+        help="learning rate at global batch size 256; scaled linearly (%(default)s)",
     )
     add(
         "--warmup-epochs",
         type=not_negative,
         default=5.0,
-        help="epochs in which the learning rate rises to --lr (%(default)s); a run of "
-        "at most 5 epochs is all warm-up by default",
+        help="epochs in which the learning rate rises to --lr (%(default)s); by "
+        "default, a run of up to 5 epochs is all warm-up",
     )
     add(
         "--schedule",
         choices=("step", "cosine"),
         default="step",
-        help="step: divide the learning rate by 10 every 30 epochs, whatever --epochs "
-        "is; cosine: lower it to 0 by the end of the run (%(default)s)",
+        help="step: divide the learning rate by 10 every 30 epochs, regardless of "
+        "--epochs; cosine: lower it to 0 by the end of the run (%(default)s)",
     )
-    add("--momentum", type=not_negative, default=0.9, help="of SGD (%(default)s)")
-    add("--weight-decay", type=not_negative, default=1e-4, help="of SGD (%(default)s)")
+    add("--momentum", type=not_negative, default=0.9, help="for SGD (%(default)s)")
+    add("--weight-decay", type=not_negative, default=1e-4, help="for SGD (%(default)s)")
     add("--label-smoothing", type=number(float, 0, 1), default=0.0, help="%(default)s")
-    size = "default 224; with --pretrained, the image size of torchvision's validation"
+    size = "default: 224; with --pretrained, torchvision's validation size"
     add("--image-size", type=positive, help=size)
     add(
         "--min-crop",
         type=number(float, 1e-6, 1),
         default=0.08,
-        help="smallest share of the image's area in a training crop (%(default)s)",
+        help="smallest fraction of the image's area in a training crop (%(default)s)",
     )
-    add("--no-flip", action="store_true", help="do not mirror training images")
+    add("--no-flip", action="store_true", help="no random horizontal flips")
     add(
         *("-j", "--workers"),
         type=not_less_than_0,
@@ -144,12 +144,12 @@ def build_parser(docstring: str) -> OneLineParser:
     )
     bf16 = "default: bf16 if the device supports it, otherwise fp32"
     add("--precision", choices=tuple(PRECISIONS), help=bf16)
-    add("--no-channels-last", action="store_true", help="keep NCHW memory format")
+    add("--no-channels-last", action="store_true", help="keep the NCHW memory format")
     add("--compile", action="store_true", help="torch.compile the model")
     add("--seed", type=not_less_than_0, default=0, help="random seed (%(default)s)")
     last = "resume from the output folder's checkpoint (auto) or from PATH"
     add("--resume", metavar="auto|PATH", help=last)
-    add("--evaluate", action="store_true", help="only validate")
+    add("--evaluate", action="store_true", help="validate without training")
     also = "also save every N steps within an epoch"
     add("--checkpoint-steps", type=positive, default=sys.maxsize, help=also)
     add("--output", metavar="DIR", type=Path, help="output folder (runs/STRATEGY)")
@@ -157,8 +157,8 @@ def build_parser(docstring: str) -> OneLineParser:
         "--print-interval",
         type=positive,
         default=10,
-        help="every N steps, processes add up their metrics, show them and check for "
-        "a signal to stop (%(default)s)",
+        help="every N steps, sum the metrics over all processes, print them and check "
+        "for stop signals (%(default)s)",
     )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add(
@@ -166,7 +166,7 @@ def build_parser(docstring: str) -> OneLineParser:
         dest="timeout",
         type=seconds,
         default=timedelta(seconds=600),
-        help="how long a process waits for another one (600)",
+        help="how long a process waits for another process (600)",
     )
     return parser
 
@@ -174,16 +174,16 @@ def build_parser(docstring: str) -> OneLineParser:
 def parse_arguments(
     parser: argparse.ArgumentParser, strategy: str, argv: list[str] | None
 ) -> argparse.Namespace:
-    """Parse the command line and fill in defaults that depend on others.
+    """Parse the command line and fill in defaults that depend on other flags.
 
-    A mistake ends the process with one line and status 2.
+    Invalid flags end the process with one line and exit status 2.
 
     Raises:
         UserError: the decoder is not installed.
     """
     args = parser.parse_args(argv)
     if (args.data is None) == (args.synthetic is None):
-        parser.error("give one of --data DIR and --synthetic")
+        parser.error("give either --data DIR or --synthetic")
     if args.evaluate and not (args.resume or args.pretrained):
         parser.error("--evaluate needs --resume auto|PATH or --pretrained")
     if args.image_size is None:

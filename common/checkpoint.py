@@ -1,4 +1,4 @@
-"""The state of a run: the contents of a checkpoint, and how to write and read it."""
+"""The state of a run, and the checkpoints that hold it."""
 
 import argparse
 import contextlib
@@ -24,11 +24,11 @@ CHECKPOINT = "checkpoint.pt"
 BEST = "best.pt"
 RECORDS = "epochs.jsonl"
 LOCK = "lock"
-BEST_METRIC = "val_top1"  # best.pt holds the epoch in which it is highest
+BEST_METRIC = "val_top1"  # best.pt is from the epoch with the highest value
 
-# Flags that a resumed run may change; all others have to stay the same
+# Flags that a resumed run may change; all others must stay the same
 MAY_CHANGE = {
-    *("data", "synthetic"),  # the images are compared, not their folder
+    *("data", "synthetic"),  # images are compared, not paths
     *("epochs", "decoder"),  # see recipe_of()
     *("output", "resume", "evaluate", "strategy"),
     *("workers", "device", "timeout", "print_interval", "checkpoint_steps"),
@@ -38,10 +38,10 @@ MAY_CHANGE = {
 
 
 def recipe_of(args: argparse.Namespace) -> dict:
-    """The flags that decide what a run computes.
+    """Return the flags that determine what a run computes.
 
     --epochs may change, except with the cosine schedule, whose curve depends on it.
-    Only the Pillow decoder gives different pixels, because Pillow also resizes them.
+    Only the Pillow decoder gives different pixels, because Pillow also resizes images.
     """
     if args.evaluate:  # only the model matters
         return {"arch": args.arch, "pretrained": args.pretrained}
@@ -52,17 +52,17 @@ def recipe_of(args: argparse.Namespace) -> dict:
 
 
 class TrainingState:
-    """Everything that a run needs in order to resume, and its progress.
+    """The progress of a run, and everything else that it needs to resume.
 
     Attributes:
-        epoch: finished epochs.
-        step: steps done in the current epoch.
-        sums: the Meter's sums over all processes in the current epoch.
-        learning_rate: of the last step.
+        epoch: number of finished epochs.
+        step: number of finished steps in the current epoch.
+        sums: the Meter's sums for the current epoch, over all processes.
+        learning_rate: the last step's learning rate.
         best: the highest BEST_METRIC so far.
         records: one dict for each finished epoch, as in epochs.jsonl.
-        stop_requested: whether any process was asked to stop when sums were last added.
-        arch: torchvision's name of the model, or the name of its class.
+        stop_requested: whether any process had a stop signal before the last add().
+        arch: torchvision's name for the model, or its class name.
     """
 
     def __init__(
@@ -78,18 +78,18 @@ class TrainingState:
         """Collect the objects to save.
 
         Args:
-            datasets: for training and for validation; a resumed run needs the same.
+            datasets: for training and validation; a resumed run needs the same images.
             extra: more objects with state_dict() and load_state_dict().
 
         Raises:
-            UserError: --pretrained with a model that is not torchvision's.
+            UserError: --pretrained is set, but the model is not from torchvision.
         """
         self.arch, kind = args.arch, type(raw_model)
         if not kind.__module__.startswith("torchvision."):
             self.arch = kind.__name__
             if args.pretrained:
                 raise UserError(
-                    f"--pretrained: torchvision has no weights of {self.arch}"
+                    f"--pretrained: torchvision has no weights for {self.arch}"
                 )
         self.images = {
             name: fingerprint(dataset)
@@ -118,13 +118,13 @@ class TrainingState:
 
     @property
     def position(self) -> str:
-        """The progress of the run, in words."""
+        """The run's progress in words."""
         if self.step:
             return f"step {self.step} of epoch {self.epoch + 1}"
         return f"epoch {self.epoch}"
 
     def add(self, step: int, sums: dict[str, float]) -> dict[str, float]:
-        """Add the sums of all processes up to `step`; returns their averages.
+        """Add the sums over all processes up to `step`; return their averages.
 
         Raises:
             UserError: the loss is no longer finite.
@@ -139,24 +139,24 @@ class TrainingState:
         return recent
 
     def diverged(self, what: str, earlier: str = CHECKPOINT) -> UserError:
-        """The error that ends a run whose numbers are no longer finite.
+        """Return the error that ends a run with infinite or NaN values.
 
         Args:
-            earlier: a file with finite numbers, if the run has written it.
+            earlier: name of a file with finite values, if the run has written it.
         """
         file = self.folder / earlier
         return UserError(
             f"{what} by {self.position} at learning rate {self.learning_rate:.4g}; "
             "start again with a lower --lr or more --warmup-epochs"
-            + (f" ({file} is from before)" if file.exists() else "")
+            + (f" ({file} was saved earlier)" if file.exists() else "")
         )
 
     def finish_epoch(self, val: dict[str, float], figures: dict) -> dict:
-        """Close the current epoch; returns its record.
+        """Finish the current epoch and return its record.
 
         Args:
             val: averages over the validation images.
-            figures: further entries of the record.
+            figures: further entries for the record.
 
         Raises:
             UserError: the validation loss is not finite.
@@ -181,11 +181,11 @@ class TrainingState:
 
         Raises:
             UserError: the folder cannot be written to, or a weight is not finite; the
-                existing files are unchanged.
+                existing files stay unchanged.
         """
         weights = self.raw_model.state_dict()
         if not all(tensor.isfinite().all() for tensor in weights.values()):
-            raise self.diverged("a weight is not finite")
+            raise self.diverged("a weight became infinite or NaN")
         is_best = False
         if self.records and not self.step:
             metric = self.records[-1][BEST_METRIC]
@@ -212,10 +212,10 @@ class TrainingState:
     def resume(
         self, args: argparse.Namespace, rank: int, checkpoint: tuple[Path, dict] | None
     ) -> None:
-        """Resume from the result of open_checkpoint(), or start if that is None.
+        """Resume from open_checkpoint()'s result, or start a new run if it is None.
 
         Raises:
-            UserError: see lock_output; or the checkpoint belongs to another run.
+            UserError: see lock_output, or the checkpoint belongs to another run.
         """
         if rank == 0 and not args.evaluate:
             self.lock = lock_output(self.folder)
@@ -228,9 +228,9 @@ class TrainingState:
             parts = {}
         elif content["images"] != self.images:
             raise UserError(
-                f"{path} was made with other images ({counts(content['images'])}) than "
-                f"--data has now ({counts(self.images)}): use the same --data, or "
-                "another --output for another run"
+                f"{path} was saved with images ({counts(content['images'])}) that "
+                f"differ from those in --data ({counts(self.images)}): use the same "
+                "--data, or another --output for a new run"
             )
         try:
             self.raw_model.load_state_dict(content["state_dict"])
@@ -238,25 +238,25 @@ class TrainingState:
                 part.load_state_dict(content[name])
         except (KeyError, RuntimeError, ValueError) as error:
             raise UserError(
-                f"{path} does not fit this model and strategy: {error}"
+                f"{path} does not match this model and strategy: {error}"
             ) from None
         if args.evaluate:
             return
         self.epoch, self.step = content["epoch"], content["step"]
         self.sums, self.records = content["sums"], content["records"]
         self.learning_rate = content["learning_rate"]
-        if (self.folder / BEST).exists():  # a new folder has no best yet
+        if (self.folder / BEST).exists():  # a new folder has no best.pt yet
             self.best = content["best_acc1"].item()
 
 
 class SavedTensors:
-    """Tensors of an optimizer that its own state_dict does not hold."""
+    """Optimizer tensors that are not in the optimizer's own state_dict."""
 
     def __init__(self, tensors: Iterable[Tensor]):
         self.tensors = list(tensors)
 
     def state_dict(self) -> dict[str, list[Tensor]]:
-        """The tensors, in their order."""
+        """The tensors in order."""
         return {"tensors": [tensor.detach() for tensor in self.tensors]}
 
     def load_state_dict(self, content: dict[str, list[Tensor]]) -> None:
@@ -266,23 +266,23 @@ class SavedTensors:
 
 
 def counts(images: dict[str, list]) -> str:
-    """The numbers of training and validation images, in words."""
-    return f"{images['train'][0]} and {images['val'][0]}"
+    """The numbers of training and validation images in words."""
+    return f"{images['train'][0]} training, {images['val'][0]} validation"
 
 
 def find_checkpoint(args: argparse.Namespace) -> Path | None:
-    """Find the checkpoint that the flags name; None for a fresh start.
+    """Return the path of the checkpoint to load, or None for a fresh start.
 
     Raises:
-        UserError: the output folder cannot be written to, or holds a run that the flags
-            neither resume nor validate.
+        UserError: the checkpoint does not exist, or the output folder is not writable
+            or holds another run.
     """
     existing = Path(args.output, CHECKPOINT)
     if not args.evaluate:
         make_output_folder(Path(args.output))
     if args.resume == "auto":
         if args.evaluate and not existing.exists():
-            raise UserError(f"--resume auto: there is no {existing}")
+            raise UserError(f"--resume auto: {existing} does not exist")
         return existing if existing.exists() else None
     if args.resume is not None:
         path = Path(args.resume)
@@ -295,14 +295,14 @@ def find_checkpoint(args: argparse.Namespace) -> Path | None:
         return path
     if existing.exists() and not args.evaluate:
         raise UserError(
-            f"{args.output} holds a run's checkpoint: continue it with --resume auto, "
+            f"{args.output} already holds a checkpoint: resume it with --resume auto, "
             "or choose another --output"
         )
     return None
 
 
 def open_checkpoint(args: argparse.Namespace) -> tuple[Path, dict] | None:
-    """The path and the content of `--resume`'s checkpoint; None for a fresh start.
+    """Return the checkpoint's path and content, or None for a fresh start.
 
     The content stays valid even if a run replaces the file.
 
@@ -314,16 +314,16 @@ def open_checkpoint(args: argparse.Namespace) -> tuple[Path, dict] | None:
 
 
 def check_checkpoint(args: argparse.Namespace) -> None:
-    """Raise the errors of a resumed run before it starts.
+    """Check that a run can start or resume with these flags.
 
     Raises:
-        UserError: see lock_output, find_checkpoint, read_checkpoint, check_recipe.
+        UserError: see find_checkpoint, read_checkpoint and check_recipe.
     """
     checkpoint = open_checkpoint(args)
     if checkpoint is not None:
         recipe = recipe_of(args)
         if args.precision is None:
-            recipe.pop("precision", None)  # chosen where the device is known
+            recipe.pop("precision", None)  # chosen later, for the device
         check_recipe(*checkpoint, recipe)
 
 
@@ -331,13 +331,13 @@ def lock_output(folder: Path) -> BinaryIO | None:
     """Keep all other runs out of an output folder until the returned file is closed.
 
     The lock is a POSIX record lock: it works over NFS, loader processes do not inherit
-    it, and the kernel removes it when a process is killed.
+    it, and the kernel releases it when a process is killed.
 
     Returns:
-        The file; None if the file system has no locks.
+        The file; None if the file system does not support locks.
 
     Raises:
-        UserError: another run has the lock, or the folder cannot be written to.
+        UserError: another run holds the lock, or the folder is not writable.
 
     Source: https://man7.org/linux/man-pages/man2/fcntl_locking.2.html
     """
@@ -362,24 +362,24 @@ def lock_output(folder: Path) -> BinaryIO | None:
 
 
 def make_output_folder(folder: Path) -> None:
-    """Create a run's folder before it trains, so that a mistake costs nothing.
+    """Create a run's folder before training, so that errors appear early.
 
     Raises:
-        UserError: the folder cannot be created or written to.
+        UserError: the folder cannot be created or is not writable.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--output {folder}: {error.strerror}") from None
     if not os.access(folder, os.W_OK):
-        raise UserError(f"--output {folder} cannot be written to")
+        raise UserError(f"--output {folder} is not writable")
 
 
 def read_checkpoint(path: Path) -> dict:
-    """Map a checkpoint into CPU memory, without executing anything in it.
+    """Map a checkpoint into CPU memory without executing code from it.
 
     Raises:
-        UserError: the file cannot be read, or is not a checkpoint of these scripts.
+        UserError: the file cannot be read, or is not a checkpoint from these scripts.
     """
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -387,17 +387,17 @@ def read_checkpoint(path: Path) -> dict:
         raise UserError(
             f"cannot read the checkpoint {path}: {error.strerror}"
         ) from None
-    except Exception as error:  # the unpickler raises errors of many kinds
+    except Exception as error:  # the unpickler raises many kinds of errors
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise UserError(
-            f"{path} is no checkpoint, or it is damaged: {reason[:120]}"
+            f"{path} is not a checkpoint, or is damaged: {reason[:120]}"
         ) from None
     needed = {"epoch", "step", "state_dict", "best_acc1", "sums", "learning_rate"}
     needed |= {"records", "recipe", "images"}
     missing = needed.difference(content if type(content) is dict else ())
     if missing:
         names = ", ".join(sorted(missing))
-        raise UserError(f"{path} is no checkpoint of these scripts: it has no {names}")
+        raise UserError(f"{path} is not a checkpoint: it lacks {names}")
     return content
 
 
@@ -411,20 +411,20 @@ def check_recipe(path: Path, content: dict, recipe: dict) -> None:
         if name in recipe and saved != recipe[name]:
             flag = "--" + name.replace("_", "-")
             raise UserError(
-                f"{path} was made with {flag} {shown(saved)}, now it is "
+                f"{flag} was {shown(saved)} when {path} was saved, and is now "
                 f"{shown(recipe[name])}: use the same value, or another --output"
             )
 
 
 def shown(value: Any) -> str:
-    """A flag's value in words."""
+    """Format a flag's value for a message."""
     if value is None or value is False:
         return "not given"
     return "given" if value is True else str(value)
 
 
 def replace_file(path: Path, write: Callable[[BinaryIO], Any]) -> None:
-    """Replace a file so that at every moment the old or the complete new one exists.
+    """Replace a file atomically: a crash leaves the old or the complete new file.
 
     Raises:
         UserError: writing failed; the old file is unchanged.
@@ -444,13 +444,13 @@ def replace_file(path: Path, write: Callable[[BinaryIO], Any]) -> None:
         finally:
             os.close(folder)
     except (OSError, RuntimeError) as error:
-        with contextlib.suppress(OSError):  # it takes room on a full disk
+        with contextlib.suppress(OSError):  # the disk may be full
             temporary.unlink(missing_ok=True)
-        # When a write fails, torch.save raises a second error on top of the first
+        # After a failed write, torch.save raises a second error that hides the first
         cause = error.__context__ or error
         if not isinstance(cause, OSError):
-            raise  # of something else that ended meanwhile
+            raise  # not a failed write; perhaps a loader process died
         reason = getattr(cause, "strerror", None) or str(cause).splitlines()[0]
         raise UserError(
-            f"cannot write {path}: {reason}; what was there is unchanged"
+            f"cannot write {path}: {reason}; any existing file is unchanged"
         ) from None

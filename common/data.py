@@ -1,4 +1,4 @@
-"""Datasets, and their batches on the device."""
+"""Datasets, and loaders that copy batches to the device."""
 
 import argparse
 import atexit
@@ -34,23 +34,23 @@ PREFETCH = 2  # batches that DataLoader asks of each worker ahead of time
 MOST_OPEN_FILES = 65536  # each batch from a loader process takes two
 
 
-# --- data sets ---
+# --- datasets ---
 
 
 def digest_of(content: Any) -> int:
-    """A 48-bit digest of a buffer, which a float64 holds exactly."""
+    """A buffer's 48-bit digest, which a float64 represents exactly."""
     digest = hashlib.blake2b(content, digest_size=6).digest()
     return int.from_bytes(digest, "big")
 
 
 def fingerprint(dataset: Dataset) -> list[int | None]:
-    """The number of images, and a digest of their names if it is an ImageFolder."""
+    """The number of images and, for an ImageFolder, a digest of their names."""
     names = dataset.paths if isinstance(dataset, ImageFolder) else None
     return [len(dataset), None if names is None else digest_of(names.view("uint8"))]
 
 
 class ImageFolder(Dataset):
-    """Images in one sub-folder per class, decoded to RGB and transformed.
+    """Images in one subfolder per class, decoded to RGB and transformed.
 
     An item is (image, label): a (3, H, W) uint8 tensor and an int.
     """
@@ -65,20 +65,20 @@ class ImageFolder(Dataset):
         """Index the folder.
 
         Args:
-            root: holds one folder for each of `classes`.
-            classes: folder names; the position of a name is its label.
+            root: contains one folder for each of `classes`.
+            classes: folder names; the index of a name is its label.
             transform: maps an opened picture to a tensor of fixed size.
             decoder: "torchvision", "nvimgcodec" or "pil".
 
         Raises:
-            UserError: a class folder has no image.
+            UserError: a class folder has no images.
         """
         labels = {name: label for label, name in enumerate(classes)}
         samples = make_dataset(str(root), labels, IMG_EXTENSIONS, allow_empty=True)
         self.root = str(root)
         self.classes = classes
-        # Arrays: loader processes would copy lists of 1.3 million strings page by page,
-        # with its reference counts (https://github.com/pytorch/pytorch/issues/13246)
+        # Not lists: reading an item changes its reference count, so each loader process
+        # would copy the list (https://github.com/pytorch/pytorch/issues/13246)
         names = [os.fsencode(path[len(self.root) :]) for path, _ in samples]
         self.paths = numpy.array(names)
         self.labels = numpy.array([label for _, label in samples], dtype=numpy.int64)
@@ -88,7 +88,7 @@ class ImageFolder(Dataset):
         empty = [classes[label] for label in (per_class == 0).nonzero()[0]]
         if empty:
             names = ", ".join(empty[:3])
-            raise UserError(f"{root}: no image in class folder {names}")
+            raise UserError(f"{root}: class folders without images: {names}")
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -99,7 +99,7 @@ class ImageFolder(Dataset):
 
 
 class RandomImages(Dataset):
-    """Random (3, S, S) uint8 images instead of a folder, the same in every run."""
+    """Random (3, S, S) uint8 images that are the same in every run."""
 
     def __init__(self, length: int, image_size: int):
         self.classes = [str(number) for number in range(1000)]
@@ -117,7 +117,7 @@ class RandomImages(Dataset):
 
 
 def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
-    """Open the training and the validation images that the arguments name.
+    """Open the training and validation datasets.
 
     Raises:
         UserError: a folder is missing or empty, or the classes differ.
@@ -139,7 +139,7 @@ def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
 
 
 def open_folders(args: argparse.Namespace) -> tuple[tuple[Path, Path], list[str]]:
-    """The training and the validation folder, and their classes.
+    """Return the training and validation folders and their classes.
 
     Raises:
         UserError: a folder does not exist, or the classes differ.
@@ -151,13 +151,13 @@ def open_folders(args: argparse.Namespace) -> tuple[tuple[Path, Path], list[str]
         names = ", ".join(different[:3]) + (" ..." if len(different) > 3 else "")
         raise UserError(
             f"{args.data}: train/ and val/ must have the same class folders; "
-            f"{len(different)} are in one of them only: {names}"
+            f"{len(different)} found in only one of them: {names}"
         )
     return folders, classes
 
 
 def class_folders(root: Path) -> list[str]:
-    """Names of the class folders below `root`, sorted.
+    """Return the sorted names of the class folders in `root`.
 
     Raises:
         UserError: the folder does not exist, or has no class folders.
@@ -166,7 +166,7 @@ def class_folders(root: Path) -> list[str]:
         classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
     except OSError as error:
         raise UserError(
-            f"cannot open the folder {root}: {error.strerror}; --data names a folder "
+            f"cannot open the folder {root}: {error.strerror}; --data must be a folder "
             "with train/CLASS/*.JPEG and val/CLASS/*.JPEG"
         ) from None
     if not classes:
@@ -178,9 +178,9 @@ def class_folders(root: Path) -> list[str]:
 
 
 class EpochBatches:
-    """Batches of (epoch, index) keys from a stock sampler, from batch `first` on.
+    """Batches of (epoch, index) keys from a PyTorch sampler, starting at batch `first`.
 
-    The keys tell the epoch to loader processes, which run for several epochs.
+    The keys carry the epoch to loader processes, which run for several epochs.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class EpochBatches:
 
 
 class SeededDataset(Dataset):
-    """A dataset whose keys are (epoch, index); a key also seeds the augmentation."""
+    """A dataset with (epoch, index) keys; a key also seeds the augmentation."""
 
     def __init__(self, dataset: Dataset, seed: int):
         self.dataset = dataset
@@ -215,28 +215,28 @@ class SeededDataset(Dataset):
         try:
             return self.dataset[index]
         except ImageError as error:
-            return error  # raised in the training process, without a worker's traceback
+            return error  # _send() raises it, without the worker's traceback
 
 
 def collate(items: list) -> list[Tensor] | ImageError:
-    """Stack (B, 3, S, S) uint8 images and (B,) int64 labels, or return an error."""
+    """Return (B, 3, S, S) uint8 images and (B,) int64 labels, or an error."""
     for item in items:
         if isinstance(item, ImageError):
             return item
         if not is_image_and_label(item):
             return ImageError(
-                f"an item of the data set is {described(item)}, but it has to be a "
-                "pair of a uint8 tensor (3, S, S) and an int label; images are "
-                "normalised later, on the device"
+                f"a dataset item is {described(item)}, but it must be a pair of a "
+                "uint8 tensor (3, S, S) and an int label; images are normalized "
+                "later, on the device"
             )
     sizes = sorted({image.shape[-1] for image, _ in items})
     if len(sizes) > 1:
         return ImageError(
-            f"a batch has images of {sizes[0]} and of {sizes[1]} pixels: the data set "
-            "has to resize all images to one size"
+            f"a batch has images of {sizes[0]} px and {sizes[1]} px: the dataset must "
+            "resize all images to the same size"
         )
     # Decoders store a pixel's three values next to each other. A batch that keeps this
-    # order is copied faster, and is already in channels_last format
+    # order can be copied faster, and is already in channels_last format
     images, labels = default_collate(
         [(i.permute(1, 2, 0), label) for i, label in items]
     )
@@ -257,7 +257,7 @@ def is_image_and_label(item: Any) -> bool:
 
 
 def described(item: Any) -> str:
-    """Describe an item of a dataset in words."""
+    """Describe a dataset item in words."""
     if isinstance(item, Tensor):
         return f"a {str(item.dtype).removeprefix('torch.')} tensor {tuple(item.shape)}"
     if isinstance(item, tuple | list):
@@ -266,14 +266,14 @@ def described(item: Any) -> str:
 
 
 def settle_worker(worker: int) -> None:
-    """Make a loader process end when its training process ends, and not before.
+    """Make a loader process end with its training process, and not earlier.
 
-    It ignores signals: the training process saves first. If that process is killed, a
-    worker that a fork server started would not notice: its parent is the server.
+    It ignores signals, because the training process saves first. It also watches the
+    training process, because its parent process may be a fork server.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    sys.excepthook = lambda *_: None  # no traceback when the trainer is killed
+    sys.excepthook = lambda *_: None  # no traceback if the trainer is killed
     threading.Thread(target=end_with_trainer, daemon=True).start()
 
 
@@ -287,7 +287,7 @@ def end_with_trainer() -> None:
 
 
 class DeviceLoader:
-    """Batches on the device: (B, 3, S, S) normalised float32 and (B,) int64 labels."""
+    """Batches on the device: (B, 3, S, S) normalized float32 and (B,) int64 labels."""
 
     def __init__(
         self,
@@ -307,7 +307,7 @@ class DeviceLoader:
         self.first_step = 0  # batches to skip when an epoch is resumed
 
     def __len__(self) -> int:
-        """The batches of a whole epoch, even if iteration begins in the middle."""
+        """The number of batches in a whole epoch, even in a resumed one."""
         return len(self.batches)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -315,8 +315,8 @@ class DeviceLoader:
         self.waits.clear()
         batches = map(self._send, self.loader)
         if self.copies is not None:
-            # The copy of the next batch starts before this batch is yielded; otherwise
-            # a step that blocks the host would delay it
+            # Start copying the next batch before yielding this one; otherwise a step
+            # that blocks the host would delay the copy
             batches = (batch for batch, _ in pairwise(chain(batches, [None])))
         while True:
             idle_from = self._now()
@@ -333,14 +333,14 @@ class DeviceLoader:
         return images.sub_(self.mean).div_(self.std)
 
     def wait_seconds(self) -> float:
-        """Seconds the device waited for data since the last call; call it when idle."""
+        """Seconds of waiting for data since the last call; the device must be idle."""
         waits, self.waits = self.waits, []
         if self.device.type == "cuda":
             return sum(start.elapsed_time(end) for start, end in waits) / 1000
         return sum(end - start for start, end in waits)
 
     def _send(self, batch: list[Tensor] | ImageError) -> tuple:
-        """Start to copy a batch; returns (images, labels, event of their arrival)."""
+        """Start copying a batch; return (images, labels, arrival event)."""
         if isinstance(batch, ImageError):
             raise batch
         images, labels = batch
@@ -355,11 +355,11 @@ class DeviceLoader:
     def _receive(
         self, images: Tensor, labels: Tensor, arrival
     ) -> tuple[Tensor, Tensor]:
-        """Make what the device computes next wait for this batch, but no later one."""
+        """Make subsequent work on the device wait for this batch."""
         if arrival is not None:
             compute = torch.cuda.current_stream(self.device)
             compute.wait_event(arrival)
-            # The allocator must not reuse their memory before the step is done
+            # The allocator must not reuse the batch's memory before the step ends
             images.record_stream(compute)
             labels.record_stream(compute)
         return images, labels
@@ -374,11 +374,11 @@ class DeviceLoader:
 
 
 class RepeatedBatch(DeviceLoader):
-    """The first batch of a sampler again and again, on the device from the start."""
+    """The sampler's first batch, repeated, on the device from the start."""
 
     def __init__(self, dataset: Dataset, batches: EpochBatches, *where: Any):
         super().__init__(dataset, batches, *where)
-        first = next(iter(batches), [(0, 0)])  # of epoch 0, also in a resumed run
+        first = next(iter(batches), [(0, 0)])  # of epoch 0, even in a resumed run
         images, labels = collate([dataset[index] for _, index in first])
         self.images = self.normalise(images.to(self.device))
         self.labels = labels.to(self.device)
@@ -398,22 +398,22 @@ def build_loader(
     device: torch.device,
     training: bool,
 ) -> DeviceLoader:
-    """Make the loader of one process.
+    """Build one process's loader.
 
     Args:
-        dataset: its items are a (3, S, S) uint8 image and an int label.
-        sampler: this process's indices; DistributedSampler, or any sequence.
-        batch_size: images of this process per step.
-        workers: loader processes of this process; 0 loads in the process itself.
-        device: where batches go.
+        dataset: each item is a (3, S, S) uint8 image and an int label.
+        sampler: this process's indices, as a DistributedSampler or any sequence.
+        batch_size: this process's images per step.
+        workers: this process's loader processes; with 0, it loads the data itself.
+        device: the device to copy batches to.
         training: drop the last incomplete batch, and end after --max-steps batches.
 
     Raises:
-        UserError: there are fewer training images than one global batch.
+        UserError: the training images do not fill one global batch.
     """
     if training and len(dataset) < args.global_batch_size and not args.evaluate:
         raise UserError(
-            f"{len(dataset)} training images are less than one global batch of "
+            f"{len(dataset)} training images do not fill one global batch of "
             f"{args.global_batch_size}; lower --global-batch-size"
         )
     layout = torch.contiguous_format if args.no_channels_last else torch.channels_last
@@ -443,12 +443,12 @@ def build_loader(
 def start_workers(loader: DataLoader, batches: EpochBatches) -> None:
     """Start the loader processes now, before there is anything to load.
 
-    A later fork can deadlock: if a thread of a communication library holds a lock of
-    the interpreter at that moment, the child waits for the lock and never gets it
+    A later fork can deadlock: if another thread, for example a communication library's,
+    holds an interpreter lock during the fork, the child process never gets the lock
     (https://github.com/python/cpython/issues/112275).
 
-    gc.freeze() exempts all existing objects from garbage collection, which would write
-    to each of them; memory pages that are never written stay shared
+    gc.freeze() exempts existing objects from garbage collection, which would write to
+    each of them; processes share memory pages that none of them writes to
     (https://docs.python.org/3/library/gc.html#gc.freeze).
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -458,5 +458,5 @@ def start_workers(loader: DataLoader, batches: EpochBatches) -> None:
     batches.first = len(batches)
     gc.freeze()
     atexit.register(gc.unfreeze)  # otherwise libraries report leaks at exit
-    iter(loader)  # persistent workers: the next iter() uses the same ones
+    iter(loader)  # persistent workers: the next iter() reuses them
     atexit.register(end_children)

@@ -1,4 +1,4 @@
-"""The device that a process computes on, and what it can do."""
+"""The device that a process computes on, and its capabilities."""
 
 import glob
 import math
@@ -21,8 +21,8 @@ def select_device(
 
     Args:
         name: "cpu", "cuda", or "auto" for a GPU if PyTorch can use one.
-        local_rank: the GPU's number.
-        backend: with "gloo", processes beyond the number of GPUs share them.
+        local_rank: the GPU's index.
+        backend: with "gloo", several processes can share a GPU.
 
     Raises:
         UserError: the requested GPU cannot be used, or there are too few GPUs.
@@ -35,18 +35,18 @@ def select_device(
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    # All batches have one size, so the search for the fastest convolution pays off
+    # All batches have the same size, so finding the fastest convolution pays off
     torch.backends.cudnn.benchmark = True
     return device
 
 
 def usable_gpus() -> int:
-    """The number of GPUs that PyTorch can use; device_count() also counts others."""
+    """The number of GPUs that PyTorch can use; device_count() may be higher."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def check_devices(name: str, processes: int, backend: str | None) -> None:
-    """Check that there are GPUs for this many processes, without initialising any.
+    """Check that there are enough GPUs for the processes, without initializing any.
 
     Raises:
         UserError: the requested GPU cannot be used, or there are too few GPUs.
@@ -61,14 +61,14 @@ def check_devices(name: str, processes: int, backend: str | None) -> None:
     if 0 < gpus < processes and backend != "gloo":
         error = UserError(
             f"{processes} processes for {gpus} GPUs: start one process per GPU "
-            "(--backend gloo lets processes share one)"
+            "(--backend gloo lets processes share a GPU)"
         )
         error.one_process_only = True  # the first processes have a GPU
         raise error
 
 
 def gpu_problem() -> str | None:
-    """Why a GPU that is present cannot be used; None if it can, or if there is none."""
+    """Say why PyTorch cannot use a GPU; None if it can, or if there is none."""
     if torch.cuda.is_available() or not glob.glob("/dev/nvidia[0-9]*"):
         return None
     if torch.version.cuda is None:
@@ -83,29 +83,29 @@ def gpu_problem() -> str | None:
 
 
 def require_gpu(name: str, who: str) -> None:
-    """Check that there is a GPU to use.
+    """Check that a GPU is usable.
 
     Args:
         name: the value of --device.
-        who: the library that needs the GPU.
+        who: the name of the library that needs the GPU.
 
     Raises:
-        UserError: there is none, or --device cpu forbids it.
+        UserError: no GPU is usable, or --device is cpu.
     """
     if name == "cpu" or not torch.cuda.is_available():
-        problem = gpu_problem() if name != "cpu" else "--device cpu forbids it"
+        problem = gpu_problem() if name != "cpu" else "--device cpu excludes it"
         raise UserError(f"{who} needs a CUDA GPU: {problem or 'this machine has none'}")
 
 
 def describe(device: torch.device) -> str:
-    """The device's name, as its manufacturer gives it."""
+    """The device's product name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return torch.cpu.get_capabilities().get("cpu_name") or "CPU"
 
 
 def peak_memory_mib(device: torch.device) -> float:
-    """Peak memory in MiB: PyTorch's on the GPU, or this process's on the CPU."""
+    """Peak memory in MiB: PyTorch's GPU memory, or this process's memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
@@ -122,20 +122,20 @@ def best_precision(device: torch.device) -> str:
 
 
 def autocast_dtype(precision: str) -> torch.dtype:
-    """The dtype of torch.autocast; float32 (no autocast) for Apex's opt levels."""
+    """The dtype for torch.autocast; float32 (no autocast) for Apex's opt levels."""
     return PRECISIONS.get(precision, torch.float32)
 
 
 def machine_cores(root: Path = Path("/")) -> int:
-    """Cores of this machine that the job may use, at least 1.
+    """The number of this machine's cores that the job may use, at least 1.
 
     Args:
-        root: holds sys/fs/cgroup, where a container finds its CPU quota.
+        root: contains sys/fs/cgroup, which has a container's CPU quota.
 
     Sources: https://slurm.schedmd.com/srun.html and
     https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu-interface-files
     """
-    # Under srun each task may be bound to its own share of the job's cores
+    # srun may bind each task to its own share of the job's cores
     slurm = os.environ.get("SLURM_CPUS_ON_NODE", "")
     cores = int(slurm) if slurm.isdecimal() else len(os.sched_getaffinity(0))
     try:

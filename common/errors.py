@@ -1,4 +1,4 @@
-"""Errors that print one line, and the process that prints it."""
+"""One-line errors, and which process prints them."""
 
 import contextlib
 import multiprocessing
@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 
-# The names that launchers give to this process's number on its machine
+# The environment variables in which launchers pass the local rank
 LOCAL_RANK_VARIABLES = (
     "LOCAL_RANK",
     "HOROVOD_LOCAL_RANK",
@@ -19,11 +19,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # each asks a run to 
 
 
 class UserError(Exception):
-    """A mistake that the user can fix. The text is one line: what, where, what to do.
+    """An error that the user can fix. Its text is one line: what, where, what to do.
 
-    Every process meets the same mistake, so only the first one of each machine prints
-    it, unless `one_process_only` is set because no other process meets it. The exit
-    status is `status`; after 2, our launchers do not restart the job.
+    Usually all processes raise the same error, and only the first process on each
+    machine prints it. If only one process can raise it, `one_process_only` makes that
+    process print it. The exit status is `status`; launchers do not restart after 2.
     """
 
     status = 2
@@ -31,51 +31,51 @@ class UserError(Exception):
 
 
 class ImageError(UserError):
-    """An image that cannot be read or used; only the process that loads it knows."""
+    """An unusable image; only the process that loads the image raises this error."""
 
     one_process_only = True
 
 
 def local_rank() -> str:
-    """This process's number on its machine, from the launcher's variables."""
+    """This process's local rank, from the launcher's environment variables."""
     found = (os.environ.get(name) for name in LOCAL_RANK_VARIABLES)
     return next((value for value in found if value is not None), "0")
 
 
 def this_process() -> str:
-    """This process's number and machine, in words."""
+    """This process's local rank and machine in words."""
     return f"process {local_rank()} on {socket.gethostname()}"
 
 
 def speaks_for_machine() -> bool:
-    """Whether this process is the first of its machine."""
+    """Whether this process is the first on its machine."""
     return local_rank() == "0"
 
 
 def say(message: str) -> None:
-    """Print one line to stderr, with the script's name in front."""
+    """Print one line to stderr, prefixed with the script's name."""
     line = " ".join(str(message).split())
     name = os.path.basename(sys.argv[0]) or "python"
-    # One write call, so that lines of several processes do not mix
+    # One write call, so that lines from several processes do not mix
     sys.stderr.write(f"{name}: {line}\n")
     sys.stderr.flush()
 
 
 def complain(message: str) -> None:
-    """Print an error in one line to stderr."""
+    """Print a one-line error to stderr."""
     say(f"error: {message}")
 
 
 def forget_children() -> None:
     """Remove PyTorch's SIGCHLD handler, which raises if a loader process has died."""
     while signal.getsignal(signal.SIGCHLD) != signal.SIG_DFL:
-        with contextlib.suppress(RuntimeError):  # one died at this moment
+        with contextlib.suppress(RuntimeError):  # one has just died
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def end_children() -> None:
-    """Kill this process's loader processes: which ignore gentler signals."""
+    """Kill this process's loader processes, which ignore other signals."""
     if threading.current_thread() is threading.main_thread():
-        forget_children()  # the handler runs there alone
+        forget_children()  # the handler runs only there
     for child in multiprocessing.active_children():
         child.kill()

@@ -1,4 +1,4 @@
-"""Reads image files as uint8 RGB, and crops them."""
+"""Reads image files as uint8 RGB and crops them."""
 
 import math
 import random
@@ -17,7 +17,7 @@ from torchvision.transforms.v2 import functional as F
 from common import nvimgcodec
 from common.errors import ImageError, UserError
 
-# What decoders raise when a file is damaged or not an image
+# Errors that decoders raise if a file is damaged or not an image
 READ_ERRORS = (
     RuntimeError,
     OSError,
@@ -26,21 +26,21 @@ READ_ERRORS = (
     EOFError,
     Image.DecompressionBombError,
 )
-Pixels = Tensor | Image.Image  # (3, H, W) uint8, or Pillow's RGB image
+Pixels = Tensor | Image.Image  # (3, H, W) uint8, or an RGB image from Pillow
 
 
 class Picture(Protocol):
-    """An image file that has been opened; all decoders read the same pixels from it.
+    """An open image file.
 
-    They ignore the EXIF orientation, as ImageNet scripts do, and keep the upper 8 bits
-    of 16-bit samples.
+    All decoders ignore the EXIF orientation, as ImageNet scripts do, and keep the upper
+    8 bits of 16-bit samples.
     """
 
     height: int
     width: int
 
     def read(self, top: int, left: int, height: int, width: int) -> Pixels:
-        """Read the pixels of a rectangle."""
+        """Read a rectangle of pixels."""
 
 
 class TorchvisionPicture:
@@ -54,7 +54,7 @@ class TorchvisionPicture:
         _, self.height, self.width = pixels.shape
 
     def read(self, top: int, left: int, height: int, width: int) -> Tensor:
-        """Read the pixels of a rectangle: a (3, height, width) uint8 view."""
+        """Read a rectangle of pixels: a (3, height, width) uint8 view."""
         return self.pixels[:, top : top + height, left : left + width]
 
 
@@ -69,7 +69,7 @@ class PillowPicture:
         self.width, self.height = self.image.size
 
     def read(self, top: int, left: int, height: int, width: int) -> Image.Image:
-        """Read the pixels of a rectangle."""
+        """Read a rectangle of pixels."""
         return self.image.crop((left, top, left + width, top + height))
 
 
@@ -81,7 +81,7 @@ DECODERS: dict[str, Callable[[str], Picture]] = {
 
 
 def choose_decoder(name: str) -> str:
-    """Replace "auto" by nvimgcodec if it is installed, otherwise by torchvision.
+    """Replace "auto" with nvimgcodec if it is installed, otherwise with torchvision.
 
     Raises:
         UserError: the requested nvimgcodec cannot be used.
@@ -105,13 +105,13 @@ def read_image(
     """Open a file with one of DECODERS and transform it.
 
     Raises:
-        ImageError: it cannot be read; the message has the path, decoder and reason.
+        ImageError: the file is unreadable; the text has the path, decoder and reason.
     """
     try:
         return transform(DECODERS[decoder](path))
     except READ_ERRORS as error:
         lines = str(error).strip().splitlines() or [repr(error)]
-        # Drop the location in torchvision's source
+        # Remove the location in torchvision's source code
         reason = re.sub(r"^\w+, \S+\.cpp:\d+, ", "", lines[0])
         raise ImageError(
             f"cannot read the image {path} with {decoder}: {reason}"
@@ -121,11 +121,11 @@ def read_image(
 def random_box(height: int, width: int, min_crop: float) -> tuple[int, int, int, int]:
     """Draw a box of random area, shape and position: (top, left, height, width).
 
-    Its area is at least `min_crop` of the image's, its width between 3/4 and 4/3 of its
-    height. After ten boxes that do not fit, it is the middle of the image. The
-    distribution is that of torchvision's RandomResizedCrop. The numbers come from
-    Python's generator: one-element tensors would take a few percent of the time per
-    image (docs/performance.md).
+    The box has at least `min_crop` of the image's area, and its width is 3/4 to 4/3 of
+    its height. If ten boxes do not fit, the result is a central box. The distribution
+    matches torchvision's RandomResizedCrop. The code uses Python's random numbers,
+    because one-element tensors would add a few percent to the time per image
+    (docs/performance.md).
 
     Source: Szegedy et al. 2014, https://arxiv.org/abs/1409.4842, section 6;
     https://docs.pytorch.org/vision/stable/generated/torchvision.transforms.v2.RandomResizedCrop.html
@@ -151,7 +151,7 @@ def random_box(height: int, width: int, min_crop: float) -> tuple[int, int, int,
 
 
 class TrainTransform:
-    """A random crop, resized to (3, size, size) and mirrored half the time."""
+    """A random crop, resized to (3, size, size) and flipped half of the time."""
 
     def __init__(self, size: int, min_crop: float, flip: bool):
         self.size = size
@@ -159,7 +159,7 @@ class TrainTransform:
         self.flip = flip
 
     def __call__(self, picture: Picture) -> Tensor:
-        """Draw, read and resize: a (3, size, size) uint8 tensor."""
+        """Crop and resize an image to a (3, size, size) uint8 tensor."""
         box = random_box(picture.height, picture.width, self.min_crop)
         pixels = F.resize(picture.read(*box), [self.size, self.size])
         if self.flip and random.random() < 0.5:
@@ -168,9 +168,9 @@ class TrainTransform:
 
 
 class ValTransform:
-    """The central (3, size, size) crop after resizing the shorter side to `resized`.
+    """The central (3, size, size) crop of an image with shorter side `resized`.
 
-    Resize(256) and CenterCrop(224) are (224, 256, InterpolationMode.BILINEAR).
+    (224, 256, InterpolationMode.BILINEAR) matches Resize(256) and CenterCrop(224).
     """
 
     def __init__(self, size: int, resized: int, interpolation: InterpolationMode):
@@ -179,7 +179,7 @@ class ValTransform:
         self.interpolation = interpolation
 
     def __call__(self, picture: Picture) -> Tensor:
-        """Read, resize and crop: a (3, size, size) uint8 tensor."""
+        """Resize and crop an image to a (3, size, size) uint8 tensor."""
         whole = picture.read(0, 0, picture.height, picture.width)
         pixels = F.resize(whole, [self.resized], self.interpolation)
         return to_tensor(F.center_crop(pixels, [self.size]))

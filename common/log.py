@@ -1,4 +1,4 @@
-"""Prints the progress of a run, times its steps and writes report.json."""
+"""Prints a run's progress, times its steps and writes report.json."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from common.gate import VARIABLE, Gate
 from common.model import validation_protocol
 
 SECONDS_BETWEEN_LINES = 30  # if stderr is not a terminal, for example under Slurm
-SMALL_BATCH = 16  # batch norm's error grows below it: https://arxiv.org/abs/1803.08494
+SMALL_BATCH = 16  # below it, batch norm's error grows: https://arxiv.org/abs/1803.08494
 
 
 class Log:
@@ -36,7 +36,7 @@ class Log:
         world_size: int,
         workers: int,
     ):
-        """Remember the run; `workers` is the number of this process's loaders."""
+        """Store the run; `workers` is this process's number of loader processes."""
         self.args = args
         self.state = state
         self.device = device
@@ -45,7 +45,7 @@ class Log:
         path = os.environ.get(VARIABLE)  # where timings/ measures this run
         self.gate = Gate(path, rank, world_size) if path else None
         self.line_at = 0.0  # the first interval of a run is shown immediately
-        # The first steps are slow; the next ones use batches that were prepared then
+        # The first steps are slow; the next ones use batches that were loaded meanwhile
         self.cold_steps = 1 if args.synthetic else max(1, PREFETCH * workers)
 
     def start(self, steps_per_epoch: int, batch_size: int) -> None:
@@ -74,26 +74,26 @@ class Log:
             crop, resized, interpolation = validation_protocol(args)
             print(
                 f"pretrained weights; validation resizes the shorter side to {resized} "
-                f"({interpolation.value}) and takes the middle {crop} pixels"
+                f"({interpolation.value}) and crops the central {crop} pixels"
             )
         at_once = batch_size // parts
         if at_once < SMALL_BATCH and not args.evaluate:
             print(
-                f"note: {at_once} images at a time per process are few: below "
-                f"{SMALL_BATCH}, batch norm loses accuracy and GPUs are partly idle; "
+                f"note: each process computes only {at_once} images at a time; below "
+                f"{SMALL_BATCH}, batch norm loses accuracy and GPUs are partly idle: "
                 "raise --global-batch-size, or start fewer processes"
             )
         if state.epoch >= args.epochs and not args.evaluate:
-            print(f"complete already: {state.epoch} of {args.epochs} epochs")
+            print(f"already complete: {state.epoch} of {args.epochs} epochs")
         elif (state.epoch or state.step) and not args.evaluate:
             print(
-                f"resumed at epoch {state.epoch + 1}, after step {state.step} of it "
-                f"(image {state.step * args.global_batch_size} of its order)"
+                f"resumed in epoch {state.epoch + 1} after step {state.step} "
+                f"(image {state.step * args.global_batch_size} of the epoch)"
             )
         sys.stdout.flush()
 
     def start_epoch(self, steps: int) -> None:
-        """Start to time an epoch of `steps` steps, perhaps resumed in the middle."""
+        """Start timing an epoch of `steps` steps, or the rest of a resumed one."""
         self.title = f"epoch {self.state.epoch + 1}/{self.args.epochs}"
         self.steps, self.step = steps, self.state.step
         self.first_step, self.warmup_steps, self.seconds = self.step, 0, 0.0
@@ -114,7 +114,7 @@ class Log:
 
         Args:
             recent: averages over the interval's images.
-            wait: seconds in which the device waited for data.
+            wait: seconds that the device waited for data.
         """
         now = time.perf_counter()
         seconds, steps = now - self.began, step - self.step
@@ -143,10 +143,10 @@ class Log:
         self.bar.close()
 
     def figures(self) -> dict[str, float | int | None]:
-        """Time and memory of the epoch from `first_step` on; None if not measured.
+        """The epoch's time and memory from `first_step` on; None if not measured.
 
-        Speed and waits exclude the warm-up steps, `seconds` includes them. The time of
-        a step is the median of the intervals' means.
+        Speed and waits exclude the warm-up steps; `seconds` includes them. The time per
+        step is the median of the intervals' means.
         """
         seconds = sum(interval[0] for interval in self.intervals)
         images = sum(interval[2] for interval in self.intervals)
@@ -163,7 +163,7 @@ class Log:
         }
 
     def epoch(self, record: dict) -> None:
-        """Print the record of a finished epoch in one line."""
+        """Print a finished epoch's record on one line."""
         train, val = (
             {
                 name.removeprefix(part): value
@@ -233,12 +233,12 @@ def in_words(averages: dict[str, float]) -> str:
 
 
 def processes(number: int) -> str:
-    """The number of processes, in words."""
+    """The number of processes in words."""
     return f"{number} process{'' if number == 1 else 'es'}"
 
 
 def commit() -> str | None:
-    """The project's commit, with -dirty if files were changed; None outside git."""
+    """The commit, with -dirty if there are uncommitted changes; None outside git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         here = Path(__file__).parent
@@ -249,9 +249,9 @@ def commit() -> str | None:
 
 
 def summarise(records: list[dict]) -> dict:
-    """Medians over the epochs after the first, which includes start-up and warm-up.
+    """Medians over all epochs except the first, which includes start-up and warm-up.
 
-    Epochs that were resumed in the middle are excluded too.
+    Epochs that were resumed midway are also excluded.
     """
     later = [one for one in records[1:] if not one.get("first_step")] or records
     measured = ("seconds", "images_per_second", "step_milliseconds", "data_wait_share")

@@ -10,23 +10,23 @@ COUNTS = ("images", "stop")  # sums that are not averages over images
 
 
 class Meter:
-    """Adds up named numbers on the device; the host waits for it only in `reduce`."""
+    """Adds up named numbers on the device; the host waits for them only in `reduce`."""
 
     def __init__(self):
         self.sums: dict[str, Tensor | float] = {}
 
     def add(self, **values: Tensor | float) -> None:
-        """Add to each name's sum; a value is a number or a tensor of one element."""
+        """Add each value, a number or a one-element tensor, to the sum of that name."""
         for name, value in values.items():
             self.sums[name] = self.sums.get(name, 0) + value
 
     def reduce(
         self, all_reduce: Callable[[Tensor], Tensor], **more: float
     ) -> dict[str, float]:
-        """Add `more`, then return the sums of all processes since the last call.
+        """Add `more`, then return the sums over all processes since the last call.
 
         Args:
-            all_reduce: returns the sum of a (N,) float64 tensor over all processes.
+            all_reduce: sums an (N,) float64 tensor over all processes.
         """
         self.add(**more)
         sums, self.sums = self.sums, {}
@@ -42,9 +42,9 @@ class Meter:
 def batch_sums(
     loss: Tensor, outputs: Tensor, labels: Tensor
 ) -> dict[str, Tensor | int]:
-    """The sums of one batch: loss, top-1 and top-5 hits times 100, and images.
+    """Sums over one batch: loss, top-1 and top-5 hits times 100, and images.
 
-    To add a metric, add its name and its sum; `averages` divides it by the images.
+    To add a metric, add its name and sum; `averages` divides the sum by the images.
 
     Args:
         loss: mean over the batch.
@@ -62,7 +62,7 @@ def batch_sums(
 
 
 def averages(sums: dict[str, float]) -> dict[str, float]:
-    """Divide the sums of all processes by the number of images, except COUNTS."""
+    """Divide all sums except COUNTS by the number of images."""
     images = sums["images"]
     means = {
         name: value / images if images else math.nan

@@ -1,4 +1,4 @@
-"""The model: any classification model of torchvision, a ResNet-18 by default."""
+"""The model: any torchvision classification model, by default a ResNet-18."""
 
 import argparse
 import contextlib
@@ -29,15 +29,15 @@ def build_model(args: argparse.Namespace, dataset: Dataset) -> nn.Module:
     Pretrained weights are read only if no checkpoint will replace them.
 
     Args:
-        dataset: its `classes` give the number of outputs.
+        dataset: the model has one output for each of its `classes`.
 
     Raises:
-        UserError: the dataset has no `classes`; the pretrained weights are for another
-            number of classes or another image size, or cannot be downloaded.
+        UserError: the dataset has no `classes`, or the pretrained weights cannot be
+            downloaded or do not match the number of classes or the image size.
     """
     if not hasattr(dataset, "classes"):
         raise UserError(
-            f"{type(dataset).__name__} has no `classes`: a list of class names, one "
+            f"{type(dataset).__name__} has no `classes`, a list with one class name "
             "for each output of the model"
         )
     weights = None
@@ -50,7 +50,7 @@ def build_model(args: argparse.Namespace, dataset: Dataset) -> nn.Module:
         model = get_model(args.arch, weights=weights)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"--pretrained: cannot get the weights of {args.arch}: {error}"
+            f"--pretrained: cannot load the weights for {args.arch}: {error}"
         ) from None
     if args.arch == "inception_v3":
         model.aux_logits, model.AuxLogits = False, None
@@ -58,11 +58,11 @@ def build_model(args: argparse.Namespace, dataset: Dataset) -> nn.Module:
 
 
 def bare_model(args: argparse.Namespace, classes: int) -> nn.Module:
-    """Build `args.arch` with the initial weights for `args.seed`."""
+    """Build `args.arch` with random initial weights from `args.seed`."""
     options = {}
-    if args.arch in ("googlenet", "inception_v3"):  # one output in training
+    if args.arch in ("googlenet", "inception_v3"):  # no auxiliary outputs
         options = {"aux_logits": False, "init_weights": True}
-        options["transform_input"] = args.pretrained  # as torchvision sets it
+        options["transform_input"] = args.pretrained  # as in torchvision
     if args.arch.startswith("vit_"):
         options["image_size"] = args.image_size
     torch.manual_seed(args.seed)
@@ -77,28 +77,28 @@ def resumes(args: argparse.Namespace) -> bool:
 
 
 def pretrained_weights(args: argparse.Namespace, classes: int) -> WeightsEnum:
-    """torchvision's best weights for `args.arch`, not downloaded yet.
+    """Choose torchvision's best weights for `args.arch`, without downloading them.
 
     Raises:
-        UserError: they do not fit the number of classes or the image size.
+        UserError: the weights do not match the number of classes or the image size.
     """
     weights = get_model_weights(args.arch).DEFAULT
     known, size = len(weights.meta["categories"]), weights.meta["min_size"][0]
     if known != classes:
         raise UserError(
-            f"--pretrained: the weights of {args.arch} are for {known} classes, "
+            f"--pretrained: the weights for {args.arch} have {known} classes, but "
             f"the data has {classes}"
         )
     if args.arch.startswith(("vit_", "maxvit")) and args.image_size != size:
         raise UserError(
-            f"--pretrained: the weights of {args.arch} are for --image-size {size}, "
+            f"--pretrained: the weights for {args.arch} need --image-size {size}, "
             f"not {args.image_size}"
         )
     return weights
 
 
 def download_once(weights: WeightsEnum) -> None:
-    """Download weights unless the cache has them, one process at a time."""
+    """Download weights that are not in the cache, one process at a time."""
     folder = Path(torch.hub.get_dir())
     file = folder / "checkpoints" / os.path.basename(weights.url)
     if file.exists():
@@ -106,16 +106,16 @@ def download_once(weights: WeightsEnum) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "download.lock", "w") as lock:
         with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed, or this process ends
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
         if not file.exists():
             weights.get_state_dict(check_hash=True)
 
 
 def validation_protocol(args: argparse.Namespace) -> tuple[int, int, InterpolationMode]:
-    """How to crop validation images: (crop, shorter side before it, interpolation).
+    """Return (crop size, shorter side before cropping, interpolation) for validation.
 
-    Pretrained weights at their own image size use the protocol by which torchvision
-    measured their accuracy. Everything else resizes to 8/7, as ResNet's paper does.
+    Pretrained weights at their own image size use torchvision's validation protocol.
+    Otherwise, the shorter side is 8/7 of the crop size, as in the ResNet paper.
 
     Source: https://docs.pytorch.org/vision/stable/models.html#using-the-pre-trained-models
     """
@@ -128,9 +128,9 @@ def validation_protocol(args: argparse.Namespace) -> tuple[int, int, Interpolati
 
 
 def pretrained_normalisation(arch: str) -> Tensor:
-    """(2, 3, 1, 1): mean and standard deviation that torchvision's weights expect.
+    """The mean and standard deviation that torchvision's weights expect: (2, 3, 1, 1).
 
-    For pixels between 0 and 255; all but efficientnet_v2_l use ImageNet's.
+    Pixels are from 0 to 255. All models except efficientnet_v2_l use ImageNet's values.
     """
     preset = get_model_weights(arch).DEFAULT.transforms()
     values = torch.tensor([preset.mean, preset.std], dtype=torch.float64) * 255
@@ -138,14 +138,14 @@ def pretrained_normalisation(arch: str) -> Tensor:
 
 
 def pretrained_image_size(arch: str) -> int:
-    """The image size at which torchvision validates its weights."""
+    """The image size at which torchvision validates the model's weights."""
     return get_model_weights(arch).DEFAULT.transforms().crop_size[0]
 
 
 def contiguous_view(tensor: Tensor) -> Tensor:
-    """The same memory as a contiguous tensor: channels_last as (O, H, W, I).
+    """View a channels_last tensor as a contiguous (O, H, W, I) tensor.
 
-    For libraries that accept only contiguous tensors. Other tensors are returned
+    Some libraries accept only contiguous tensors. Tensors in other formats are returned
     unchanged.
     """
     if tensor.dim() == 4 and not tensor.is_contiguous():
@@ -156,8 +156,8 @@ def contiguous_view(tensor: Tensor) -> Tensor:
 class InMemoryOrder:
     """Passes gradients to a compressor as contiguous views, and restores their format.
 
-    The compressor has `compress(tensor) -> (tensor, context)` and its reverse,
-    `decompress`, like those of Horovod
+    The compressor has `compress(tensor) -> (tensor, context)` and its inverse,
+    `decompress`, like Horovod's compressors
     (https://horovod.readthedocs.io/en/stable/api.html#horovod.torch.Compressor).
     """
 
@@ -178,11 +178,11 @@ class InMemoryOrder:
 
 
 def check_image_size(args: argparse.Namespace, classes: int) -> None:
-    """Run the model on two images without content.
+    """Run the model on two dummy images.
 
     Raises:
-        UserError: `args.arch` cannot take images of `args.image_size`, or its
-            pretrained weights do not fit.
+        UserError: `args.arch` does not support `args.image_size`, or its pretrained
+            weights do not match.
     """
     if args.pretrained:
         pretrained_weights(args, classes)
@@ -191,9 +191,8 @@ def check_image_size(args: argparse.Namespace, classes: int) -> None:
             images = torch.empty(2, 3, args.image_size, args.image_size)
             bare_model(args, classes).train()(images)
     except NotImplementedError:
-        return  # RegNet reads numbers from tensors; it takes images of any size
+        return  # RegNet reads values, which meta tensors lack; it supports any size
     except (RuntimeError, AssertionError, ValueError) as error:
         raise UserError(
-            f"{args.arch} cannot train on images of --image-size {args.image_size}: "
-            f"{error}"
+            f"{args.arch} does not support --image-size {args.image_size}: {error}"
         ) from None

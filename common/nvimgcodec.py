@@ -1,4 +1,4 @@
-"""JPEGs decoded by NVIDIA nvImageCodec on the CPU: only the part that is used."""
+"""Decodes only the needed part of a JPEG, with NVIDIA nvImageCodec on the CPU."""
 
 import functools
 import os
@@ -13,10 +13,10 @@ from torch import Tensor
 
 
 class NvimgcodecPicture:
-    """A file of which nvImageCodec decodes only the part that is read.
+    """An image file; nvImageCodec decodes only the rectangle that is read.
 
     Damage elsewhere in the file goes unnoticed. The library does not report why it
-    cannot read a file, so `otherwise` then reads it or raises the error.
+    cannot read a file, so `otherwise` then reads the file or raises an error.
 
     Source: https://docs.nvidia.com/cuda/nvimagecodec/py_api.html
     """
@@ -29,7 +29,7 @@ class NvimgcodecPicture:
         self.height, self.width = self.stream.height, self.stream.width
 
     def read(self, top: int, left: int, height: int, width: int) -> Tensor:
-        """Read the pixels of a rectangle: a (3, height, width) uint8 tensor."""
+        """Read a rectangle of pixels: a (3, height, width) uint8 tensor."""
         region = self.codec.Region(top, left, top + height, left + width)
         part = self.stream.get_sub_code_stream(region=region)
         image = self.decoder.decode(part, params=self.params)
@@ -39,7 +39,7 @@ class NvimgcodecPicture:
 
 
 def open_picture(path: str, otherwise: Callable) -> Any:
-    """Open a file, with `otherwise(path)` if nvImageCodec does not know its format."""
+    """Open a file; call `otherwise(path)` if nvImageCodec does not know the format."""
     make_decoder(os.getpid())  # raises the error if no decoder can be created
     try:
         return NvimgcodecPicture(path, otherwise)
@@ -71,7 +71,7 @@ def import_library() -> ModuleType:
 
 @functools.cache
 def make_decoder(process: int) -> tuple[ModuleType, Any, Any]:
-    """The library, and a decoder with its parameters, one per process."""
+    """Return the library, this process's decoder, and the decoder's parameters."""
     codec = import_library()
     decoder = codec.Decoder(
         device_id=codec.NVIMGCODEC_DEVICE_CPU_ONLY,

@@ -11,11 +11,11 @@ from torch.optim.lr_scheduler import LambdaLR
 def learning_rate_factor(
     step: int, steps_per_epoch: int, epochs: int, warmup_epochs: float, schedule: str
 ) -> float:
-    """The factor of the scaled learning rate at a step, counted from the run's start.
+    """The multiplier for the learning rate at a step, counted from the run's start.
 
-    A linear warm-up reaches 1 after `warmup_epochs` (Goyal et al., section 2.2); then
-    it is multiplied by 0.1 every 30 epochs ("step") or follows half a cosine down to 0
-    ("cosine").
+    It rises linearly to 1 in `warmup_epochs` (Goyal et al., section 2.2). Then it falls
+    by a factor of 10 every 30 epochs of the run ("step"), or follows half a cosine down
+    to 0 ("cosine").
     """
     epoch = (step + 1) / steps_per_epoch
     if epoch < warmup_epochs:
@@ -31,8 +31,8 @@ def learning_rate_factor(
 def build_scheduler(
     args: argparse.Namespace, optimizer: torch.optim.Optimizer, steps_per_epoch: int
 ) -> LambdaLR:
-    """Make the scheduler; call its step() after every optimizer step."""
-    # An fp16 step that overflows is skipped, and the scheduler warns that it is missing
+    """Build the scheduler; call its step() after every optimizer step."""
+    # The scaler skips fp16 steps that overflow; the scheduler would warn about them
     warnings.filterwarnings(
         "ignore", r"Detected call of `lr_scheduler\.step\(\)` before"
     )

@@ -7,7 +7,7 @@ import torch
 
 
 def seed_from(*key: int) -> int:
-    """Hash a key of non-negative integers to a 32-bit seed (PyTorch uses no more bits).
+    """Hash a key of non-negative integers to a 32-bit seed; PyTorch uses only 32 bits.
 
     Source:
     https://numpy.org/doc/stable/reference/random/bit_generators/generated/numpy.random.SeedSequence.html
@@ -18,8 +18,8 @@ def seed_from(*key: int) -> int:
 def seed_augmentation(seed: int, epoch: int, index: int) -> None:
     """Make the augmentation of one image depend only on (seed, epoch, index).
 
-    Seeds Python's generator, which the crops use, and PyTorch's, which torchvision's
-    transforms use.
+    This function seeds Python's generator, which draws crops, and PyTorch's generator,
+    which torchvision's transforms use.
     """
     number = seed_from(seed, epoch, index)
     torch.default_generator.manual_seed(number)
@@ -27,7 +27,7 @@ def seed_augmentation(seed: int, epoch: int, index: int) -> None:
 
 
 def seed_step(seed: int, epoch: int, step: int, rank: int) -> None:
-    """Make the dropout of one training step depend only on (seed, epoch, step, rank).
+    """Make one training step's dropout depend only on (seed, epoch, step, rank).
 
     A resumed run then draws the same numbers as an uninterrupted one. Each generator is
     seeded separately, because torch.manual_seed takes 100 times as long.
@@ -35,6 +35,6 @@ def seed_step(seed: int, epoch: int, step: int, rank: int) -> None:
     number = seed_from(seed, epoch, step, rank)
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():
-        # A different seed per GPU, so that nn.DataParallel's replicas drop other units
+        # One seed per GPU, so that nn.DataParallel's replicas drop different units
         for device, generator in enumerate(torch.cuda.default_generators):
             generator.manual_seed((number + device) % 2**32)

@@ -1,20 +1,20 @@
 """Put code, output and tables into README*.md and docs/.
 
     python docs/make.py            # write the pages that change
-    python docs/make.py --check    # only name them; exit status 1 if there are any
+    python docs/make.py --check    # only list them; exit with 1 if there are any
 
 In a page, this script writes the text between <!-- KIND ... --> and <!-- /KIND -->:
 
     region SCRIPT.py NAME      a marked region of one of the five scripts
     statement FILE.py TEXT     the statement that begins with TEXT: a call, a function
     paragraph FILE.py TEXT     the lines around TEXT, from one blank line to the next
-    diff ONE.py OTHER.py       the lines in which two scripts differ
+    diff ONE.py OTHER.py       the lines that differ between two scripts
     output LESSON [TITLE]      a lesson's output, or the parts that begin with TITLE
     file PATH                  the unchanged text of a file
     table RESULTS PART         a part of results/RESULTS.json: rows, or figures whose
                                names are PART / ROW / COLUMN
     ratios UNIT RESULTS PART   measurements, and their ratios to the first one
-    machine RESULTS            machine and versions of results/RESULTS.json
+    machine RESULTS            machine and versions in results/RESULTS.json
 """
 
 import ast
@@ -35,7 +35,7 @@ def block(language: str, text: str) -> str:
 
 
 def python(found: list[str]) -> str:
-    """A fenced block of the code that was found, if it was found once."""
+    """A fenced block of the code, if it was found exactly once."""
     if len(found) != 1:
         raise ValueError(f"found {len(found)} times")
     return block("python", found[0].strip("\n"))
@@ -49,7 +49,7 @@ def region(source: str) -> str:
 
 
 def statement(source: str) -> str:
-    """The statement of a program that begins with a text."""
+    """The statement in a file that begins with a given text."""
     file, _, beginning = source.partition(" ")
     text = (ROOT / file).read_text()
     nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)]
@@ -58,14 +58,14 @@ def statement(source: str) -> str:
 
 
 def paragraph(source: str) -> str:
-    """The lines around a text, from one blank line to the next."""
+    """The lines around a given text, from one blank line to the next."""
     file, _, wanted = source.partition(" ")
     parts = (ROOT / file).read_text().split("\n\n")
     return python([part for part in parts if wanted in part])
 
 
 def diff(source: str) -> str:
-    """The lines in which two scripts differ, without their docstrings."""
+    """The lines that differ between two scripts, without their docstrings."""
     names = source.split()
     texts = ((ROOT / name).read_text().partition('"""\n\nfrom')[2] for name in names)
     found = difflib.unified_diff(*map(str.splitlines, texts), *names, n=0, lineterm="")
@@ -73,7 +73,7 @@ def diff(source: str) -> str:
 
 
 def output(source: str) -> str:
-    """The output of a lesson."""
+    """A lesson's output."""
     lesson, _, title = source.partition(" ")
     text = (ROOT / "results" / "lessons" / f"{lesson}.txt").read_text()
     pattern = rf"^{re.escape(title)}.*\n(?:[ \t]+.*\n)*"  # and the indented lines below
@@ -84,12 +84,12 @@ def output(source: str) -> str:
 
 
 def file(source: str) -> str:
-    """The unchanged text of a file."""
+    """A file's unchanged text."""
     return (ROOT / source).read_text()
 
 
 def results(source: str) -> dict | list:
-    """The measurements of a file in results/, or a part of them."""
+    """The measurements from a file in results/, or a part of them."""
     name, _, part = source.partition(" ")
     report, rows = json.loads((ROOT / "results" / f"{name}.json").read_text()), {}
     if not part or part in report:
@@ -135,7 +135,7 @@ def ratios(source: str) -> str:
 
 
 def machine(source: str) -> str:
-    """All single values in the results, in one sentence."""
+    """All scalar values in the results, in one sentence."""
     facts = []
     for name, value in results(source).items():
         if name == "argv":
@@ -150,14 +150,14 @@ KINDS = {make.__name__: make for make in MAKERS}
 
 
 def made(page: Path) -> str:
-    """A page with the content of its markers; a ValueError if one cannot be made."""
+    """Fill in the blocks of a page; raise ValueError if one cannot be filled in."""
     shown: dict[str, str] = {}
 
     def section(match: re.Match) -> str:
         opening, kind, source, before = match.groups()
         where = f"{page.relative_to(ROOT)}: {opening.strip()}"
         if kind not in KINDS or "<!--" in before:
-            raise ValueError(f"{where}: not closed, or of no known kind")
+            raise ValueError(f"{where}: not closed, or of an unknown kind")
         try:
             text = KINDS[kind](source)
         except (OSError, ValueError) as error:
@@ -174,7 +174,7 @@ def made(page: Path) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write or check all pages; returns the exit status."""
+    """Write or check all pages; return the exit status."""
     pages = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
     try:
         if arguments not in ([], ["--check"]):

@@ -1,4 +1,4 @@
-"""Checks before training that all processes of a run were started alike."""
+"""Checks before training that all processes of a run have the same settings."""
 
 import argparse
 import time
@@ -13,8 +13,8 @@ from common.checkpoint import open_checkpoint
 from common.data import digest_of, fingerprint
 from common.errors import UserError, speaks_for_machine
 
-# A process's place in the job, its timeout, its machine's folders (their content is
-# compared) and its number of loader processes
+# A process's ranks and timeout, its machine's folders (their content is compared), and
+# its number of loader processes
 MAY_DIFFER = {
     *("local_rank", "node_rank", "dist_url", "timeout"),
     *("data", "output", "resume", "workers"),
@@ -29,43 +29,43 @@ def agree(
     all_reduce: Callable[[Tensor], Tensor],
     datasets: tuple[Dataset, Dataset],
 ) -> tuple[Path, dict] | None:
-    """Check that all processes were started alike; otherwise they could hang.
+    """Check that all processes have the same settings; otherwise they could hang.
 
-    Each process writes a digest of each fact into its row of a table of zeros; the sum
-    over all processes is the complete table. Call it after build_loader: a process that
-    communicates should not fork loader processes.
+    Each process writes digests of its settings into its row of a table of zeros; the
+    sum over all processes is the complete table. Call this after build_loader():
+    a process that communicates should not fork loader processes.
 
     Args:
         all_reduce: returns the sum of a float64 tensor over all processes.
-        datasets: for training and for validation.
+        datasets: for training and validation.
 
     Returns:
         The checkpoint to resume, the same in all processes; None for a fresh start.
 
     Raises:
-        UserError: there are too few images in the batch or the validation set, or a
-            fact differs: a flag, the kind of device, PyTorch's version, names and order
-            of the images, the checkpoint.
+        UserError: the batch or validation set is too small, the batch cannot be divided
+            evenly, or a setting differs: a flag, the device type, PyTorch's version,
+            the names or order of the images, or the checkpoint.
     """
     check_batch(args, world_size)
     if len(datasets[1]) < world_size:
         raise UserError(
-            f"{len(datasets[1])} validation images are less than {world_size}, the "
-            "number of processes"
+            f"{len(datasets[1])} validation images are too few for {world_size} "
+            "processes; each one needs an image"
         )
     facts = {
         "--" + name.replace("_", "-"): value
         for name, value in vars(args).items()
         if name not in MAY_DIFFER
     }
-    facts["--decoder"] = args.decoder == "pil"  # the others give the same pixels
+    facts["--decoder"] = args.decoder == "pil"  # other decoders give the same pixels
     facts["--device"] = device.type
     facts["PyTorch's version"] = torch.__version__.split("+")[0]
     facts["the training images"], facts["the validation images"] = map(
         fingerprint, datasets
     )
     checkpoint = open_checkpoint(args)
-    # Sums and timings identify one moment of one run; hashing weights would take long
+    # Sums and timings identify one moment of one run; hashing weights would be slow
     moment = ("epoch", "step", "sums", "records") if checkpoint else ()
     facts["the checkpoint"] = [checkpoint[1][name] for name in moment]
     table = torch.zeros(world_size, len(facts), dtype=torch.float64)
@@ -77,10 +77,10 @@ def agree(
         other = different[0][0]
         names = [list(facts)[column] for row, column in different if row == other]
         if not speaks_for_machine():
-            time.sleep(1)  # a launcher ends the others when the first process ends
+            time.sleep(1)  # a launcher ends all processes when the first one exits
         raise UserError(
-            f"rank {other} differs from rank 0 in {', '.join(names[:3])}: start all "
-            "processes alike"
+            f"rank {other} differs from rank 0 in {', '.join(names[:3])}; all "
+            "processes need the same settings"
         )
     return checkpoint
 
@@ -89,9 +89,9 @@ def check_batch(args: argparse.Namespace, world_size: int) -> None:
     """Raise a UserError if the processes cannot divide the global batch evenly."""
     batch, parts = args.global_batch_size, world_size * args.accumulate
     if batch % parts:
-        each = "" if args.accumulate == 1 else f" of {args.accumulate} micro-batches"
+        each = "" if args.accumulate == 1 else f" with {args.accumulate} micro-batches"
         raise UserError(
-            f"--global-batch-size {batch} cannot be divided evenly by {world_size} "
-            f"processes{each}; the nearest that can is "
+            f"--global-batch-size {batch} cannot be divided evenly among {world_size} "
+            f"processes{each}; the nearest size that can is "
             f"{max(1, round(batch / parts)) * parts}"
         )

@@ -1,11 +1,11 @@
-"""Check a command line once, in one process, before a launcher starts the others.
+"""Check a command line once, in one process, before a launcher starts the processes.
 
     python -m launch.check [--nproc-per-node N] [--nnodes N] SCRIPT FLAGS
 
-A mistake in flags, data or checkpoint ends with one line and status 2, instead of the
-launcher's page per process. Otherwise this prints the number of processes on all
-machines, and the compute threads of each: `8 4`. By default there is one process per
-GPU, or 2 on a CPU. HOSTS=a:4,b:4 in the environment names machines and their processes.
+Bad flags, data or checkpoints cause a one-line error and exit status 2, instead of a
+long message per process. Otherwise this program prints the total number of processes
+and the compute threads of each process: `8 4`. The default is one process per GPU, or 2
+on a CPU. HOSTS=a:4,b:4 in the environment lists machines and process counts.
 launch/torchrun.py makes the same checks before it starts processes.
 """
 
@@ -38,13 +38,13 @@ def check(
 ) -> None:
     """Raise the errors that training with these arguments would raise.
 
-    This initialises no GPU: the caller only starts the processes that use GPUs.
+    This initializes no GPU, because the caller only starts the processes that use GPUs.
 
     Args:
         args: the script's arguments.
-        processes: the number on this machine.
-        world_size: the number on all machines, by default `args.nnodes` times as many.
-        script: if given, data and model are checked only if it uses our functions.
+        processes: the number of processes on this machine.
+        world_size: the total number; by default, `processes` times `args.nnodes`.
+        script: if given, check data and model only if the script uses our functions.
     """
     backend = getattr(args, "backend", "no process group")
     check_devices(args.device, processes, backend)
@@ -81,47 +81,47 @@ def check_shared_memory(args: Namespace, batch_size: int) -> None:
         return
     if args.data and size and free < needed:
         raise UserError(
-            f"{SHARED_MEMORY} has {free >> 20} MiB free, and the batches of "
+            f"{SHARED_MEMORY} has {free >> 20} MiB free, but the batches of "
             f"{args.workers} loader processes need {needed >> 20} MiB: make it larger "
             "(docker run --shm-size), or lower --workers"
         )
 
 
 def load_script(script: Path) -> ModuleType:
-    """Import a training script, without running it."""
+    """Import a training script without running its main()."""
     if not script.is_file():
         raise UserError(f"{script}: there is no such script")
-    sys.argv[0] = str(script)  # error messages begin with this name
+    sys.argv[0] = str(script)  # error messages start with this name
     spec = importlib.util.spec_from_file_location(script.stem, script)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     if not hasattr(module, "arguments"):
-        raise UserError(f"{script} has no arguments(), a function that parses flags")
+        raise UserError(f"{script} has no arguments() function to parse flags")
     return module
 
 
 def processes_per_machine(device: str) -> int:
-    """The default number of processes on a machine: one per GPU, 2 on a CPU."""
+    """The default number of processes on a machine: one per GPU, or 2 on a CPU."""
     return (usable_gpus() if device != "cpu" else 0) or 2
 
 
 def number_of_processes(text: str, device: str) -> int:
-    """Read the number of processes on this machine; "auto" is the default number."""
+    """Parse the number of processes on this machine; "auto" means the default."""
     if text == "auto":
         return processes_per_machine(device)
     if not text.isdecimal() or not int(text):
-        raise UserError(f"NPROC={text} is not a number of processes")
+        raise UserError(f"NPROC={text} is not a positive whole number")
     return int(text)
 
 
 def set_threads(processes: int) -> None:
-    """Divide this machine's cores evenly among its processes, as compute threads."""
+    """Divide this machine's cores evenly among its processes as compute threads."""
     threads = max(1, machine_cores() // processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """The command line: options, a script, and the script's flags."""
+    """Build a parser for options, a script, and the script's flags."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=description, formatter_class=raw)
     parser.add_argument("--nproc-per-node", metavar="N", default="auto")
@@ -142,8 +142,8 @@ def main() -> None:
         if not all(slot.isdecimal() and int(slot) for slot in slots):
             raise UserError(f"HOSTS={hosts} is not of the form a:4,b:4")
         if launch.nproc_per_node != "auto":
-            raise UserError("NPROC cannot be combined with HOSTS, which has numbers")
-        # Which entry is this machine, if any, is not known
+            raise UserError("use either NPROC or HOSTS, which sets process counts")
+        # It is unknown which entry, if any, is this machine
         processes, world_size = min(map(int, slots)), sum(map(int, slots))
     else:
         processes = number_of_processes(launch.nproc_per_node, args.device)

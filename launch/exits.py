@@ -1,4 +1,4 @@
-"""How a process ends: by a signal, by its watchdog, and with which exit status."""
+"""How a process ends: signals, the watchdog and the exit status."""
 
 import contextlib
 import ctypes
@@ -24,8 +24,8 @@ from common.errors import (
     this_process,
 )
 
-# Messages of Gloo, NCCL, TCPStore, Horovod and DataLoader when another process or a
-# loader process died or hangs. A single GPU can time out too
+# Messages from Gloo, NCCL, TCPStore, Horovod and DataLoader after another process or a
+# loader process died or hung. An operation on a single GPU can also time out
 LOST_PROCESS = re.compile(
     r"connection (was )?(closed|reset|refused|timed out)|broken pipe|failed to recv"
     r"|(operations?( have failed or)?|client socket|socket \S+) (has )?timed out"
@@ -40,31 +40,31 @@ PORT_IN_USE = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 
 
 class Stopped(Exception):
-    """A signal asked the run to stop, and it was saved; the text is its position."""
+    """A signal stopped the run after a save; the text is the run's position."""
 
 
 class Watchdog:
-    """Remembers that a signal asked the run to stop, and ends a process that hangs.
+    """Records stop signals, and ends a process that hangs.
 
-    A signal only sets `stop_requested`. The training loop reads it when the sums are
-    added up, so that all processes stop after the same step.
+    A signal only sets `stop_requested`. The training loop reads it together with the
+    metrics, so that all processes stop after the same step.
 
-    Not every communication library gives up on a process that does not answer (Horovod
-    over MPI does not, and a GPU may wait in NCCL for a dead process). So a thread ends
-    this process, whatever its main thread waits for:
+    Some communication libraries wait for a dead process without a timeout (Horovod over
+    MPI does, and NCCL may). Therefore a thread ends this process, even if the main
+    thread hangs:
 
-    - if it finishes no batch within `timeout` plus `GRACE` seconds, in which a library
-      may report the reason. The first batch, which may compile, may take three times
-      as long. Time in which the process is suspended does not count.
-    - at a second signal, `PATIENCE` seconds or more after the first, if it finished no
-      batch between the two.
+    - if no batch finishes within `timeout` plus `GRACE` seconds, which give a library
+      time to report the reason. The first batch may take three times as long, because
+      it may compile the model. Time spent suspended does not count.
+    - at a second signal, at least `PATIENCE` seconds after the first, if no batch
+      finished between the two signals.
     """
 
     GRACE = 5
-    PATIENCE = 2  # launchers pass one Ctrl-C on several times
+    PATIENCE = 2  # launchers may forward one Ctrl-C several times
 
     def __init__(self, timeout: timedelta, catch: bool = True):
-        """Start to watch.
+        """Start watching.
 
         Args:
             timeout: the longest time without a batch.
@@ -73,7 +73,7 @@ class Watchdog:
         self.stop_requested = False
         self.limit = int(timeout.total_seconds()) + self.GRACE
         self.fed = False
-        # Python runs handlers in the main thread, which may hang; any thread fills this
+        # The main thread runs Python's handlers and may hang; a thread reads this pipe
         arrived, written = os.pipe()
         if catch:
             os.set_blocking(written, False)
@@ -107,7 +107,7 @@ class Watchdog:
                 os._exit(1)
         complain(
             f"{this_process()} finished no batch for {self.limit} s: another process "
-            "or the data loading hangs (--timeout-seconds sets the limit)"
+            "or data loading hangs (--timeout-seconds sets the limit)"
         )
         end_children()
         os._exit(1)
@@ -115,15 +115,14 @@ class Watchdog:
 
 @contextlib.contextmanager
 def exit_status(number: int | None = None) -> Iterator[None]:
-    """Turn the end of a script into its exit status.
+    """Exit with a status that tells how the script ended.
 
-    0 done; 2 bad input or a missing dependency; 143 stopped by a signal after saving;
-    130 interrupted before there was anything to save; 1 everything else. If another
-    process died, this one reports it in one line; any other exception is a bug and
-    keeps its traceback.
+    0: done; 2: bad input or a missing dependency; 143: stopped by a signal and saved;
+    130: interrupted with nothing to save; 1: everything else. If another process died,
+    this process prints one line. Any other exception is a bug and prints a traceback.
 
     Args:
-        number: the local rank, if no launcher put it into the environment.
+        number: the local rank, if no launcher set it in the environment.
     """
     end_with_launcher()
     if number is not None:
@@ -136,7 +135,7 @@ def exit_status(number: int | None = None) -> Iterator[None]:
         leave(error.status)
     except Stopped as stop:
         if speaks_for_machine():
-            say(f"stopped after {stop}, which is saved; resume with --resume auto")
+            say(f"stopped after {stop} and saved; resume with --resume auto")
         leave(143)
     except KeyboardInterrupt:
         leave(130)
@@ -146,41 +145,41 @@ def exit_status(number: int | None = None) -> Iterator[None]:
             port = re.search(r"port: (\d+)", str(error))
             complain(f"port {port[1] if port else ''} is in use: choose another one")
             leave(2)
-        # A loader process that dies also closes the connection for its batches
+        # A loader process that dies also closes its connection
         lost = isinstance(error, RuntimeError | ConnectionError)
         if not lost or not LOST_PROCESS.search(str(error)):
             traceback.print_exc()
         else:
-            complain(f"{this_process()} lost another: {told(error)}")
+            complain(f"{this_process()} lost another process: {told(error)}")
         leave(1)
 
 
 def told(error: Exception) -> str:
-    """A library's message, without its source location and advice."""
+    """Return a library's message without its source location and advice."""
     line = str(error).strip().splitlines()[0]
     return re.sub(r"^\[\S+:\d+\] | This is typically caused by .*", "", line)
 
 
 def end_with_launcher() -> None:
-    """Make the kernel send this process SIGTERM when torchrun dies, so that it saves.
+    """Make the kernel send SIGTERM when torchrun dies, so that this process saves.
 
-    torchrun starts each process in its own session, so they keep running if torchrun is
-    killed. Our launch scripts put their process id into LAUNCHER_PID: if that process
-    died before this one asked for the signal, this one ends here.
+    torchrun starts each process in its own session, so the processes outlive a killed
+    torchrun. Our launch scripts store their process ID in LAUNCHER_PID: if the launcher
+    died before this process requested the signal, this process ends here.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         PR_SET_PDEATHSIG = 1  # https://man7.org/linux/man-pages/man2/prctl.2.html
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        launcher = os.environ.pop("LAUNCHER_PID", None)  # not for its children
+        launcher = os.environ.pop("LAUNCHER_PID", None)  # hide it from child processes
         if launcher not in (None, str(os.getppid())):
             os._exit(1)
 
 
 def leave(status: int) -> None:
-    """End this process now, with its loader processes.
+    """End this process and its loader processes immediately.
 
-    An ordinary exit would wait for threads of a communication library that itself waits
-    for a process that is gone.
+    A normal exit would wait for a communication library's threads, which may wait for a
+    dead process.
     """
     end_children()
     sys.stdout.flush()

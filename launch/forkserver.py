@@ -18,16 +18,16 @@ def use_fork_server() -> None:
     """
     root = str(Path(__file__).resolve().parent.parent)
     own = {name: os.environ.get(name) for name in ("PYTHONPATH", "PYTHONWARNINGS")}
-    # The server finds our modules wherever this process was started; the warnings are
-    # those of Python's resource tracker about memory that a killed process left
+    # The server must find our modules from every working folder. The ignored warnings
+    # come from Python's resource tracker, about memory that a killed process has left
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, own["PYTHONPATH"]]))
     os.environ["PYTHONWARNINGS"] = (
         "ignore::UserWarning:multiprocessing.resource_tracker"
     )
     multiprocessing.set_start_method("forkserver")
     multiprocessing.set_forkserver_preload(["common.data"])
-    # Both inherit the ignored signals: mpirun and Slurm send a signal to the whole
-    # process group, but only the training process has to react, by saving
+    # Both inherit the ignored signals: mpirun and Slurm signal the whole process group,
+    # but only the training process should react, by saving
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
     multiprocessing.resource_tracker.ensure_running()
     multiprocessing.forkserver.ensure_running()

@@ -1,4 +1,4 @@
-"""The machines of a job: how many, where they meet, over which network."""
+"""A job's machines: their number, their rendezvous and their network."""
 
 import os
 import socket
@@ -14,23 +14,23 @@ LOOPBACK = "lo"
 
 
 class Machines(NamedTuple):
-    """The machines of a job, as the environment describes them."""
+    """A job's machines, as described by the environment."""
 
     count: int = 1
-    rank: int | None = None  # of this machine; None if the rendezvous numbers them
-    host: str | None = None  # where they meet; None on a single machine
+    rank: int | None = None  # this machine's; None if the rendezvous assigns it
+    host: str | None = None  # of the rendezvous; None on a single machine
     port: int = 0
     max_restarts: int = 0
     join_seconds: int = 45  # how long a machine waits for the others
 
     @property
     def serves(self) -> bool:
-        """Whether this machine is the one that listens at the common address."""
+        """Whether this machine hosts the rendezvous."""
         return self.rank == 0 or self.rank is None and belongs_here(self.host)
 
 
 def machines_from_environment(environment: Mapping[str, str]) -> Machines:
-    """Read NNODES and the variables that belong to it.
+    """Read NNODES and the related environment variables.
 
     Raises:
         UserError: a value is missing, is not a number, or contradicts another.
@@ -39,7 +39,7 @@ def machines_from_environment(environment: Mapping[str, str]) -> Machines:
     def number(name: str, default: int, smallest: int) -> int:
         text = environment.get(name) or str(default)
         if not text.isdecimal() or int(text) < smallest:
-            raise UserError(f"{name}={text} is not a whole number from {smallest} up")
+            raise UserError(f"{name}={text} is not a whole number >= {smallest}")
         return int(text)
 
     count, restarts = number("NNODES", 1, 1), number("MAX_RESTARTS", 0, 0)
@@ -47,10 +47,10 @@ def machines_from_environment(environment: Mapping[str, str]) -> Machines:
     endpoint, host = environment.get("RDZV_ENDPOINT"), environment.get("MASTER_ADDR")
     rank = number("NODE_RANK", 0, 0) if environment.get("NODE_RANK") else None
     if rank is not None and rank >= count:
-        raise UserError(f"NODE_RANK={rank} has to be below NNODES={count}")
+        raise UserError(f"NODE_RANK={rank} must be less than NNODES={count}")
     if count == 1:
         if endpoint and not environment.get("NNODES"):
-            raise UserError(f"RDZV_ENDPOINT={endpoint} needs NNODES=N too")
+            raise UserError(f"RDZV_ENDPOINT={endpoint} also needs NNODES=N")
         return Machines(max_restarts=restarts, join_seconds=seconds)
     if bool(endpoint) == (rank is not None) or not (endpoint or host):
         raise UserError(
@@ -69,7 +69,7 @@ def machines_from_environment(environment: Mapping[str, str]) -> Machines:
 def host_and_port(
     text: str, setting: str, default: int | None = None
 ) -> tuple[str, int]:
-    """Read HOST:PORT, or HOST if there is a default; `setting` is for the error."""
+    """Parse HOST:PORT, or HOST if there is a default; an error quotes `setting`."""
     host, colon, port = text.rpartition(":")
     if not colon and default:
         return text, default
@@ -81,7 +81,7 @@ def host_and_port(
 def use_loopback() -> None:
     """Make Gloo and NCCL listen only on loopback, unless their variables are set.
 
-    By default Gloo uses the host name's interface, and NCCL any except loopback:
+    By default, Gloo uses the host name's interface, and NCCL avoids loopback:
     https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname
     """
     if Path("/sys/class/net", LOOPBACK).exists():
@@ -90,9 +90,9 @@ def use_loopback() -> None:
 
 
 def own_address(host: str, port: int) -> str | None:
-    """The address of this machine on the network over which it reaches `host`.
+    """Return the local address from which this machine reaches `host`.
 
-    None if it is loopback or unknown.
+    Return None if the address is loopback or unknown.
     """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
@@ -105,21 +105,21 @@ def own_address(host: str, port: int) -> str | None:
 
 
 def check_own_address() -> None:
-    """Check that others can reach this machine by its host name, which Gloo sends them.
+    """Check that other machines can reach this one by its host name, as Gloo does.
 
-    Debian's installer makes that name resolve to loopback.
+    Debian's installer makes this name resolve to loopback.
     """
     name = socket.gethostname()
     if "GLOO_SOCKET_IFNAME" not in os.environ and own_address(name, 1) is None:
         raise UserError(
-            f"the host name {name} leads to loopback or nowhere, where other machines "
-            "cannot reach this one: set INTERFACE to the network between them, for "
-            "example INTERFACE=eth0 (ip -brief addr lists them)"
+            f"the host name {name} does not resolve to an address that other machines "
+            "can reach: set INTERFACE to the network interface that connects them, for "
+            "example INTERFACE=eth0 (ip -brief addr lists the interfaces)"
         )
 
 
 def belongs_here(host: str) -> bool:
-    """Whether a host name or address is this machine's."""
+    """Whether a host name or address belongs to this machine."""
     try:
         family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family) as probe:
@@ -130,7 +130,7 @@ def belongs_here(host: str) -> bool:
 
 
 def reach(host: str, port: int, seconds: int) -> None:
-    """Wait until something listens at a port; end this process if nothing does."""
+    """Wait for a server on a port; end this process if none answers in time."""
     until = time.monotonic() + seconds
     while True:
         try:

@@ -6,11 +6,11 @@
     mpirun -np 4 --bind-to none python -m launch.preflight --backend horovod
     srun python -m launch.preflight              # with MASTER_ADDR and MASTER_PORT
 
-Each process registers with rank 0, computes something on its device and takes part in
-an all-reduce. Rank 0 prints a line for each, or names those that did not get that far
-within --timeout-seconds; then all end with status 1. Instead of options, you can give a
-training script and its flags. The first form also reads NNODES and the related
-variables (docs/multinode.md), so several machines need no other launcher.
+Each process registers with rank 0, uses its device and takes part in an all-reduce.
+Rank 0 prints one line per process. If a process does not finish within
+--timeout-seconds, rank 0 names it, and all processes exit with status 1. Instead of
+options, you can pass a training script and its flags. The first command also reads
+NNODES and the related variables, so several machines need no launcher.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from launch.spawn import wait_for
 
 PORT = 29511
 LOOPBACK = "127.0.0.1"
-# The stages of each process, and the message if it does not finish one
+# Each process's stages, and the message if it does not finish one
 STAGES = {
     "host": "did not register",
     "device": "registered, but its device did not answer",
@@ -53,7 +53,7 @@ STAGES = {
 
 
 def ranks_of_launcher(environment: Mapping[str, str], slurm: bool) -> Ranks | None:
-    """Read the ranks that a launcher set; None without a launcher.
+    """Read the ranks that a launcher has set; None without a launcher.
 
     Source: https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html
     """
@@ -68,7 +68,7 @@ def ranks_of_launcher(environment: Mapping[str, str], slurm: bool) -> Ranks | No
 
 
 def main() -> None:
-    """Take part as the process that a launcher started, or start the processes."""
+    """Take part, if a launcher started this process; otherwise start the processes."""
     args = arguments()
     ranks = ranks_of_launcher(os.environ, slurm=not args.script)
     if ranks is not None:
@@ -77,7 +77,7 @@ def main() -> None:
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         take_part(args, ranks, host, port, serve=ranks.rank == 0 and not agent)
     if args.backend == "horovod":
-        raise UserError("--backend horovod needs horovodrun or mpirun to start it")
+        raise UserError("use horovodrun or mpirun to start --backend horovod")
     machines = args.machines or machines_from_environment(os.environ)
     args.nprocs = number_of_processes(args.nprocs, args.device)
     check_devices(args.device, args.nprocs, args.backend)
@@ -93,14 +93,14 @@ def main() -> None:
 def worker(
     local_rank: int, args: Namespace, number: int, count: int, host: str, port: int
 ) -> None:
-    """The body of each process, without a launcher."""
+    """Take part as a process that main() started."""
     with exit_status(local_rank):
         rank, size = number * args.nprocs + local_rank, count * args.nprocs
         take_part(args, Ranks(rank, local_rank, size, args.nprocs), host, port)
 
 
 def open_store(host: str, port: int, serve: bool, seconds: int) -> dist.TCPStore:
-    """Serve the store (only on loopback, if all meet there), or connect to it."""
+    """Serve the store (on loopback only, for one machine), or connect to it."""
     options = {"timeout": timedelta(seconds=6 * seconds), "wait_for_workers": False}
     if serve:
         address = (LOOPBACK if host == LOOPBACK else "", port)
@@ -109,7 +109,7 @@ def open_store(host: str, port: int, serve: bool, seconds: int) -> dist.TCPStore
         options |= {"is_master": True, "master_listen_fd": listener.detach()}
     else:
         reach(host, port, seconds)
-    timer = end_after(seconds, f"the listener at {host}:{port} is not rank 0")
+    timer = end_after(seconds, f"the server at {host}:{port} is not rank 0")
     store = dist.TCPStore(host, port, **options)
     timer.cancel()
     return store
@@ -126,7 +126,7 @@ def end_after(seconds: float, problem: str) -> threading.Timer:
 def take_part(
     args: Namespace, ranks: Ranks, host: str, port: int, serve: bool = False
 ) -> None:
-    """Go through all stages, and exit with the status that rank 0 decides."""
+    """Go through all stages and exit with the status that rank 0 sends."""
     rank, size, seconds = ranks.rank, ranks.world_size, args.seconds
     end_after(5 * seconds, f"rank {rank}: rank 0 did not answer")
     store = open_store(host, port, serve, seconds)
@@ -143,17 +143,17 @@ def take_part(
         store.wait(["all have a device"])
         milliseconds = all_reduce(store, ranks, backend, device, seconds)
         store.set(f"all-reduce {rank}", f"{milliseconds:.1f}")
-    except Exception as error:  # of any library; rank 0 prints it
+    except Exception as error:  # from any library; rank 0 prints it
         store.set(f"problem {rank}", told(error) if str(error) else repr(error))
     problem = store.get("end")
     time.sleep(0 if rank else 1)  # rank 0 may serve the store
-    leave(1 if problem else 0)  # skip the libraries' destructors, which could wait
+    leave(1 if problem else 0)  # skip the libraries' destructors, which could hang
 
 
 def all_reduce(
     store: dist.Store, ranks: Ranks, backend: str, device: torch.device, seconds: int
 ) -> float:
-    """Sum over all processes, twice; returns the milliseconds of the second sum."""
+    """Sum over all processes twice; return the second sum's time in milliseconds."""
     if backend == "horovod":
         import horovod.torch as hvd
 
@@ -172,14 +172,14 @@ def all_reduce(
         found = tensor[-1].item()
         milliseconds = 1000 * (time.perf_counter() - began)
         if found != ranks.world_size * (ranks.world_size + 1) / 2:
-            raise RuntimeError(f"the sum is {found}")
+            raise RuntimeError(f"the all-reduce sum {found} is wrong")
     if backend == "horovod":
         hvd.shutdown()
     return milliseconds
 
 
 def judge(store: dist.Store, world_size: int, seconds: int) -> None:
-    """Follow all processes, print the result, and tell them that it is over."""
+    """Monitor all processes, print the result and tell the processes to exit."""
     problem = ""
     for stage, failure in STAGES.items():
         until = time.monotonic() + seconds
@@ -187,7 +187,7 @@ def judge(store: dist.Store, world_size: int, seconds: int) -> None:
             time.sleep(0.1)
             hosts = read(store, "host", world_size)
             if read(store, "problem", world_size):
-                time.sleep(1)  # others may report only that they lost the culprit
+                time.sleep(1)  # others may report only the lost connection
                 told = read(store, "problem", world_size)
                 hosts = read(store, "host", world_size)
                 rank = min(told, key=lambda rank: bool(LOST_PROCESS.search(told[rank])))
@@ -213,19 +213,19 @@ def judge(store: dist.Store, world_size: int, seconds: int) -> None:
 
 
 def read(store: dist.Store, key: str, world_size: int) -> dict[int, str]:
-    """The values that the processes have stored under a key, by rank."""
+    """Return the values that processes have stored under a key, by rank."""
     found = [rank for rank in range(world_size) if store.check([f"{key} {rank}"])]
     return {rank: store.get(f"{key} {rank}").decode() for rank in found}
 
 
 def arguments() -> Namespace:
-    """Parse the command line, and the training script's flags that follow it."""
+    """Parse the command line, and a training script's flags if they follow."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
     add("--backend", choices=("nccl", "gloo", "horovod"), help="default: by device")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--nprocs", metavar="N", default="auto", help="if no launcher starts them")
+    add("--nprocs", metavar="N", default="auto", help="processes, without a launcher")
     add("--timeout-seconds", metavar="N", dest="seconds", type=int, default=30)
     add("script", nargs="?", type=Path, help="a training script, followed by its flags")
     add("flags", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)

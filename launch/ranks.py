@@ -1,4 +1,4 @@
-"""The place of this process in a job, from the launcher's variables."""
+"""This process's ranks, from the launcher's environment variables."""
 
 import re
 from argparse import ArgumentParser
@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 from common.errors import UserError
 
-# The variables of torchrun and torch.distributed.launch, and of srun, in Ranks' order
+# The variables that torchrun (or torch.distributed.launch) and srun set, as in Ranks
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_TASKS_PER_NODE")
 
 
 class Ranks(NamedTuple):
-    """The four numbers that place a process in a job."""
+    """A process's ranks and the process counts."""
 
     rank: int  # among all processes
     local_rank: int  # among the processes of this machine
@@ -40,14 +40,14 @@ def ranks_from_environment(environment: Mapping[str, str]) -> Ranks:
         if missing:
             raise UserError(
                 f"srun started this task without {' and '.join(sorted(missing))} "
-                "(where rank 0 listens): scripts/slurm.sbatch sets them"
+                "(rank 0's address): scripts/slurm.sbatch sets them"
             )
     values = {name: environment.get(name, "") for name in names}
     if not all(values.values()):
         raise UserError(
-            "a launcher has to start this script, for example torchrun --standalone "
-            "--nproc-per-node=2 SCRIPT --data DIR (no "
-            f"{', '.join(name for name in names if not values[name])} is set)"
+            "start this script with a launcher, for example torchrun --standalone "
+            "--nproc-per-node=2 SCRIPT --data DIR (not set: "
+            f"{', '.join(name for name in names if not values[name])})"
         )
     try:
         *first, tasks = values.values()
@@ -59,12 +59,12 @@ def ranks_from_environment(environment: Mapping[str, str]) -> Ranks:
         and 0 <= ranks.local_rank < ranks.local_world_size <= ranks.world_size
     ):
         shown = ", ".join(f"{name}={value}" for name, value in values.items())
-        raise UserError(f"ranks from the launcher do not fit together: {shown}")
+        raise UserError(f"the launcher's ranks are inconsistent: {shown}")
     return ranks
 
 
 def _tasks(text: str, environment: Mapping[str, str]) -> int:
-    """The number of tasks on this machine, from a number or Slurm's "2(x3),1"."""
+    """Parse this machine's number of tasks, from a number or Slurm's "2(x3),1"."""
     if text.isdecimal():
         return int(text)
     tasks = []
@@ -74,7 +74,7 @@ def _tasks(text: str, environment: Mapping[str, str]) -> int:
 
 
 def add_launcher_flags(parser: ArgumentParser) -> None:
-    """Add the flags of scripts under torchrun or torch.distributed.launch."""
+    """Add the flags for scripts under torchrun or torch.distributed.launch."""
     backends = "default: nccl on GPUs, gloo on CPUs"
     parser.add_argument("--backend", choices=("nccl", "gloo"), help=backends)
     parser.add_argument("--local-rank", "--local_rank", help="for older launchers")

@@ -15,16 +15,16 @@ from launch.machines import host_and_port, use_loopback
 
 
 def rendezvous(args: Namespace) -> str:
-    """Where the processes of multiprocessing_distributed.py meet.
+    """Return the rendezvous URL for multiprocessing_distributed.py.
 
-    On a single machine that is a file, so no port is opened; on several it is
-    `--dist-url`, where rank 0 waits up to --timeout-seconds for the others.
+    On one machine, the default is a file, so no port is opened. On several machines,
+    `--dist-url` is where rank 0 waits up to --timeout-seconds for the others.
 
     Args:
-        args: with dist_url, nnodes.
+        args: the flags, with dist_url and nnodes.
 
     Raises:
-        UserError: a malformed address.
+        UserError: the address is malformed.
     """
     if args.nnodes == 1:
         use_loopback()
@@ -34,9 +34,9 @@ def rendezvous(args: Namespace) -> str:
 
         def end(number: int, frame: object) -> None:
             folder.cleanup()
-            leave(130)  # an ordinary exit would wait for the processes
+            leave(130)  # a normal exit would wait for the processes
 
-        for number in SIGNALS:  # until wait_for() passes them on
+        for number in SIGNALS:  # until wait_for() forwards them
             signal.signal(number, end)
         return f"file://{folder.name}/store"
     host_and_port(args.dist_url.removeprefix("tcp://"), f"--dist-url {args.dist_url}")
@@ -46,9 +46,9 @@ def rendezvous(args: Namespace) -> str:
 def wait_for(children: torch.multiprocessing.ProcessContext) -> None:
     """Wait for the processes of torch.multiprocessing.spawn; exit with their status.
 
-    Signals are passed on, so that the children can save before this process ends;
-    otherwise it would die or hang and leave them behind. When one child fails, the
-    others have 10 seconds to end, then get SIGTERM, then SIGKILL.
+    This function forwards signals and keeps waiting, so that the children can save
+    first. When one child fails, the others have 10 seconds to end, then get SIGTERM,
+    then SIGKILL.
     """
 
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)

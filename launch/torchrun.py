@@ -1,15 +1,15 @@
-"""torchrun, as the launch scripts start it.
+"""Run torchrun for the launch scripts.
 
     python -m launch.torchrun --nproc-per-node 4 distributed.py --data DIR
 
-It is torchrun with four differences:
+It differs from torchrun in four ways:
 
 - Flags, data and checkpoint are checked once, before any process starts.
-- On one machine, it listens only on loopback. `torchrun --standalone` would open its
-  store, whose content it unpickles, on every network interface.
+- On one machine, it listens only on loopback. `torchrun --standalone` would serve its
+  store, from which it unpickles data, on every network interface.
 - A process that fails prints one line; bad input (status 2) does not restart the job.
-- NNODES and the related variables come from the environment (docs/multinode.md), and so
-  does LAUNCHER=launch, for the older torch.distributed.launch.
+- It reads NNODES and the related environment variables (docs/multinode.md), including
+  LAUNCHER=launch, which selects the older torch.distributed.launch.
 """
 
 import contextlib
@@ -52,18 +52,18 @@ from launch.machines import (
 )
 
 SAID = (1, 2, 130, 143)  # the process has printed the reason; see exit_status()
-FINAL = "bad input"  # a key of the store that all machines see
+FINAL = "bad input"  # a key in the store that all machines share
 MODULES = {"torchrun": "torch.distributed.run", "launch": "torch.distributed.launch"}
 
 
 class LoopbackRendezvous(StaticTCPRendezvous):
-    """A rendezvous of one machine with itself, whose store listens on loopback."""
+    """A single-machine rendezvous whose store listens on loopback."""
 
     def __init__(self, parameters: RendezvousParameters):
         super().__init__("127.0.0.1", 0, 0, 1, parameters.run_id, 0)
 
     def get_backend(self) -> str:
-        """Name of this kind of rendezvous."""
+        """The name of this rendezvous backend."""
         return "loopback"
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -81,12 +81,12 @@ class LoopbackRendezvous(StaticTCPRendezvous):
 
 
 def options_for(machines: Machines) -> list[str]:
-    """torchrun's options for the machines."""
+    """Return torchrun's options for the machines."""
     options = ["--nnodes", str(machines.count)]
     options += ["--max-restarts", str(machines.max_restarts)]
     if machines.host is None:
         options += ["--rdzv-backend", "loopback", "--rdzv-id", "one-machine"]
-        return [*options, "--rdzv-endpoint", "127.0.0.1"]  # without it torchrun warns
+        return [*options, "--rdzv-endpoint", "127.0.0.1"]  # or torchrun warns
     host, port, seconds = machines.host, machines.port, machines.join_seconds
     if machines.rank is not None:
         options += ["--node-rank", str(machines.rank), "--master-addr", host]
@@ -94,7 +94,7 @@ def options_for(machines: Machines) -> list[str]:
         return [*options, "--rdzv-conf", f"timeout={seconds}"]
     options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host}:{port}"]
     options += ["--rdzv-id", os.environ.get("RDZV_ID") or "several-machines"]
-    # By default torchrun sends the others this machine's name, which may not resolve
+    # By default, torchrun sends the others this machine's name, which may not resolve
     address = own_address(host, port)
     options += ["--local-addr", address] if address else []
     conf = f"is_host={machines.serves},join_timeout={seconds},read_timeout={seconds}"
@@ -102,15 +102,15 @@ def options_for(machines: Machines) -> list[str]:
 
 
 def end_at_bad_input() -> None:
-    """Make the launchers of all machines exit with status 2 when one process does."""
+    """Make the launchers on all machines exit with status 2 when one process does."""
     monitor = LocalElasticAgent._monitor_workers
 
     def monitor_workers(agent, group):
         result, others = monitor(agent, group), group.group_world_size > 1
         final = any(failure.exitcode == 2 for failure in result.failures.values())
         if result.failures and others and not final:
-            time.sleep(1)  # is it because another machine met bad input?
-        with contextlib.suppress(RuntimeError):  # the machine that serves it is gone
+            time.sleep(1)  # did another machine find bad input?
+        with contextlib.suppress(RuntimeError):  # the store's machine is gone
             if final:
                 agent._store.set(FINAL, "")
             if agent._store.check([FINAL]):
@@ -118,20 +118,20 @@ def end_at_bad_input() -> None:
                     time.sleep(3)  # so that the others can read it
                 raise SystemExit(2)
         if result.failures and agent._remaining_restarts:
-            left = f"{agent._remaining_restarts} of MAX_RESTARTS left"
-            say(f"{how_ended(*root_cause(result.failures))}, {left}: starting again")
+            left = f"restarts left: {agent._remaining_restarts}"
+            say(f"{how_ended(*root_cause(result.failures))}; restarting ({left})")
         return result
 
     LocalElasticAgent._monitor_workers = monitor_workers
 
 
 def run(launcher: str, machines: Machines, arguments: list[str]) -> int:
-    """Run one of PyTorch's launchers in this process; returns the exit status.
+    """Run one of PyTorch's launchers in this process and return the exit status.
 
-    That is the status of the process that failed first; 2 if any process met bad input;
-    1 if a signal ended the process or the launcher, or if a machine was lost.
+    The status is 2 if any process found bad input; 1 if a signal ended the process or
+    the launcher, or if a machine was lost; otherwise the first failed process's status.
     """
-    # torchrun logs a page per failed process; we print one line about the first
+    # torchrun logs a long message per failed process; we print one line
     api = "torch.distributed.elastic.multiprocessing.api"
     logging.getLogger(api).setLevel(logging.CRITICAL)
     try:
@@ -145,34 +145,34 @@ def run(launcher: str, machines: Machines, arguments: list[str]) -> int:
             complain(how_ended(rank, failure))
         return max(failure.exitcode, 1)
     except SignalException as error:
-        say(f"{launcher} ended by signal {int(error.sigval)}")
+        say(f"signal {int(error.sigval)} ended {launcher}")
         return 1
-    except (RendezvousError, RuntimeError) as error:  # a store raises the second
+    except (RendezvousError, RuntimeError) as error:  # stores raise the second
         cause = error.__cause__ or error
         if machines.host is None or PORT_IN_USE.search(str(cause)):
             raise cause from None
         reason = (str(cause) or type(cause).__name__).splitlines()[0]
         complain(
-            f"{socket.gethostname()}: {machines.count} machines did not meet at "
+            f"{socket.gethostname()}: not all {machines.count} machines connected to "
             f"{machines.host}:{machines.port} within {machines.join_seconds} s "
-            f"(JOIN_SECONDS; PREFLIGHT=1 names who is missing): {reason}"
+            f"(JOIN_SECONDS; PREFLIGHT=1 lists missing processes): {reason}"
         )
         return 1
     return 0
 
 
 def how_ended(rank: int, failure: ProcessFailure) -> str:
-    """The rank, and its exit status or signal, in words."""
+    """Describe a rank and its exit status or signal in words."""
     status = failure.exitcode
     how = f"by {failure.signal_name()}" if status < 0 else f"with status {status}"
     return f"rank {rank} on {socket.gethostname()} ended {how}"
 
 
 def root_cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """The rank that failed first.
+    """Find the rank that failed first.
 
-    The others are processes that lost it (status 1), or that torchrun ended by SIGTERM
-    and, 30 seconds later, by SIGKILL.
+    Other ranks lost contact with it (status 1), or torchrun ended them with SIGTERM or,
+    30 seconds later, SIGKILL.
     """
     first = min(failure.timestamp for failure in failures.values())
 
@@ -192,12 +192,12 @@ def main() -> None:
     args = script.arguments(launch.flags)
     launcher = os.environ.get("LAUNCHER") or "torchrun"
     if launcher not in MODULES:
-        raise UserError(f"LAUNCHER={launcher}; it is torchrun or launch")
+        raise UserError(f"LAUNCHER={launcher}; choose torchrun or launch")
     machines = machines_from_environment(os.environ)
     processes = number_of_processes(launch.nproc_per_node, args.device)
     flags = launch.flags
     if machines.max_restarts and args.resume not in (None, "auto"):
-        raise UserError(f"MAX_RESTARTS does not go with --resume {args.resume}")
+        raise UserError(f"MAX_RESTARTS needs --resume auto, not {args.resume}")
     if machines.max_restarts and not (args.resume or args.evaluate):
         flags = [*flags, "--resume", "auto"]
     check(args, processes, processes * machines.count, script)
@@ -208,8 +208,8 @@ def main() -> None:
     else:
         if not machines.serves:
             reach(machines.host, machines.port, machines.join_seconds)
-        # Otherwise a machine that comes back numbers its runs differently from those
-        # that stayed: https://github.com/pytorch/pytorch/issues/135712
+        # Otherwise a machine that rejoins numbers its runs differently from the others:
+        # https://github.com/pytorch/pytorch/issues/135712
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ["LAUNCHER_PID"] = str(os.getpid())  # see end_with_launcher()
     # SIGUSR1, which Slurm can send, would kill torchrun; SIGTERM makes it end the job

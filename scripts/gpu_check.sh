@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
-# Try every strategy on a real GPU (tests/gpu), then time them (benchmarks/gpu.py).
+# Test every strategy on a real GPU (tests/gpu), then time them (benchmarks/gpu.py).
 #
 #   bash scripts/gpu_check.sh [arguments of pytest]
-#   bash scripts/gpu_check.sh --last-failed      # only what failed or was not run, then further timings
-#   bash scripts/gpu_check.sh --rehearse-gpu     # what a CPU can run, at small sizes
+#   bash scripts/gpu_check.sh --last-failed      # only tests that failed or did not run, then missing timings
+#   bash scripts/gpu_check.sh --rehearse-gpu     # the parts that run on a CPU, at small sizes
 #
-# The results are in OUTPUT/summary.md; existing timings are kept. It needs PyTorch with CUDA, torchvision, tqdm
-# and pytest, but no network: it uses pure Python wheels in the folder that contains this project (tqdm or
-# pytest-timeout, for example). If Horovod is missing, it is built from a horovod-*.tar.gz in the same place.
-# The exit status is 1 if something failed or was not run.
+# The results are in OUTPUT/summary.md; existing timings are kept. The script needs PyTorch with CUDA, torchvision,
+# tqdm and pytest, but no network: it uses pure Python wheels (tqdm or pytest-timeout, for example) from the folder
+# that contains this project. If Horovod is missing, it is built from a horovod-*.tar.gz in that folder.
+# The exit status is 1 if something failed or did not run.
 case " $* " in *" --help "* | *" -h "*)
     sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
     exit 0
     ;;
 esac
-MINUTES=${MINUTES:-9} # for all of it
-OUTPUT=${OUTPUT:-}    # results/gpu; for a rehearsal runs/gpu_check/rehearsal
-GPU_TIMINGS=${GPU_TIMINGS:-yes} # no: only the tests
-PYTHON=${PYTHON:-}    # .venv/bin/python, or python3 without it
+MINUTES=${MINUTES:-9} # time limit
+OUTPUT=${OUTPUT:-}    # default: results/gpu, or runs/gpu_check/rehearsal for a rehearsal
+GPU_TIMINGS=${GPU_TIMINGS:-yes} # no: run only the tests
+PYTHON=${PYTHON:-}    # default: .venv/bin/python, or python3 if it does not exist
 began=$(date +%s)
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 horovod=$here/runs/gpu_check/horovod
@@ -52,7 +52,7 @@ export GPU_CHECK_UNTIL=$((began + 60 * MINUTES - 20))
 status=0
 "$PYTHON" -m pytest tests/gpu -m gpu --last-failed-no-failures none -o cache_dir="$OUTPUT/.cache" \
     -o junit_family=xunit1 --junitxml "$OUTPUT/rows-$(date +%s).xml" "$@" || status=$?
-[ "$status" != 5 ] || status=0 # no test is left
+[ "$status" != 5 ] || status=0 # no tests are left
 timings=0
 [ "$GPU_TIMINGS" = no ] || "$PYTHON" -m benchmarks.gpu "$OUTPUT/timings.json" $rehearse || timings=$?
 "$PYTHON" -m tests.gpu.summary "$OUTPUT"

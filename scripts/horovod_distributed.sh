@@ -2,19 +2,19 @@
 # Horovod under horovodrun or mpirun, one process per GPU.
 #
 #   bash scripts/horovod_distributed.sh --data /path/to/imagenet [flags of horovod_distributed.py]
-NPROC=${NPROC:-auto}                 # one per GPU, 2 on a CPU
+NPROC=${NPROC:-auto}                 # processes; auto: one per GPU, or 2 on a CPU
 CONTROLLER=${CONTROLLER:-gloo}       # gloo: horovodrun; mpi: Open MPI's mpirun
-PYTHON=${PYTHON:-}                   # .venv/bin/python, or python3 without it
-OMP_NUM_THREADS=${OMP_NUM_THREADS:-} # cores / NPROC
-PREFLIGHT=${PREFLIGHT:-}             # 1: first check that all processes meet; takes 7 s for 2 on two cores
-# Several machines (docs/multinode.md): start it on one that reaches the others by ssh. Project,
-# environment and data have the same paths on all machines:
-HOSTS=${HOSTS:-}                     # machines and their numbers of processes: a:4,b:4
-SSH_PORT=${SSH_PORT:-}               # 22
-SSH_IDENTITY=${SSH_IDENTITY:-}       # file of the private key
-INTERFACE=${INTERFACE:-}             # the network that connects them, for example eth0
+PYTHON=${PYTHON:-}                   # default: .venv/bin/python, or python3 if it does not exist
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-} # default: cores / NPROC
+PREFLIGHT=${PREFLIGHT:-}             # 1: first check that all processes can connect (7 s for 2 processes on 2 cores)
+# For several machines (docs/multinode.md), run this on one that reaches the others by ssh. The
+# project, environment and data must have the same paths on all machines:
+HOSTS=${HOSTS:-}                     # machines and the number of processes on each: a:4,b:4
+SSH_PORT=${SSH_PORT:-}               # default: 22
+SSH_IDENTITY=${SSH_IDENTITY:-}       # private key file
+INTERFACE=${INTERFACE:-}             # the network interface that connects them, for example eth0
 export HOSTS
-[ -z "$HOSTS" ] || export MASTER_ADDR=${HOSTS%%:*} # rank 0's machine, where a preflight meets
+[ -z "$HOSTS" ] || export MASTER_ADDR=${HOSTS%%:*} # rank 0's machine, for the preflight
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/launcher.sh"
 
@@ -22,7 +22,7 @@ case " $* " in *" --help "* | *" -h "*) exec "$PYTHON" "$ROOT/horovod_distribute
 found=$("$PYTHON" -m launch.check --nproc-per-node "$NPROC" "$ROOT/horovod_distributed.py" "$@")
 read -r NPROC OMP_NUM_THREADS <<<"$found"
 export OMP_NUM_THREADS
-# horovodrun starts other programs of the environment by name
+# horovodrun starts other programs in the environment by name
 PATH=$(dirname "$PYTHON"):$PATH
 where=(-np "$NPROC" -H "${HOSTS:-localhost:$NPROC}")
 case $CONTROLLER in
@@ -37,8 +37,8 @@ case $CONTROLLER in
             echo "$(basename "$0"): error: CONTROLLER=mpi needs Open MPI's mpirun" >&2
             exit 2
         fi
-        # Not horovodrun --mpi, which runs mpirun in a shell that does not pass signals on.
-        # mpirun passes SIGUSR1 on and waits; after other signals it soon kills the processes.
+        # Not horovodrun --mpi, which runs mpirun in a shell that does not forward signals.
+        # mpirun forwards SIGUSR1 and waits; after other signals, it soon kills the processes.
         launch=(mpirun --allow-run-as-root "${where[@]}" --bind-to none) stop=USR1
         if [ -n "$HOSTS" ]; then
             launch+=(--mca plm_rsh_args

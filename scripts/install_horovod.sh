@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Build Horovod from its PyPI source for the PyTorch of one environment, and install it there.
+# Build Horovod from its PyPI source for an environment's PyTorch, and install it there.
 #
 #   bash scripts/install_horovod.sh                  # into .venv
 #   PYTHON=/path/to/python bash scripts/install_horovod.sh
 #
-# Without a network, HOROVOD_SOURCE names the source archive. The build uses the wheels in the same
-# folder: 'setuptools<81', and wheel, cmake, ninja, ... if the environment lacks them.
-# HOROVOD_TARGET names a folder to install into instead of the environment, for PYTHONPATH and PATH.
-# HOROVOD_CAPABILITIES=90 builds only for GPUs of compute capability 9.0, which is faster.
+# Without a network, set HOROVOD_SOURCE to the source archive. The build uses the wheels in the
+# archive's folder: 'setuptools<81', and wheel, cmake, ninja, ... if the environment lacks them.
+# Set HOROVOD_TARGET to install into a folder for PYTHONPATH and PATH instead of the environment.
+# HOROVOD_CAPABILITIES=90 builds faster, but only for GPUs of compute capability 9.0.
 #
-# Gloo is always built in, MPI if mpicxx is found, NCCL if a CUDA toolkit is found that fits
-# PyTorch. The wheel stays in the user's cache, so the next environment of the same kind takes
-# seconds. Exit status: 0 installed, 3 cannot be built here (one line gives the reason), 1 the build failed.
+# The build always includes Gloo, MPI if mpicxx is found, and NCCL if a CUDA toolkit matches
+# PyTorch. The wheel is cached for the user, so the next similar environment takes seconds.
+# Exit status: 0: installed; 3: cannot be built here (one line gives the reason); 1: the build failed.
 set -euo pipefail
 case " $* " in *" --help "* | *" -h "*)
     sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
@@ -51,7 +51,7 @@ import platform, sys, torch
 print(torch.__version__, torch.version.cuda or "none", f"cp{sys.version_info[0]}{sys.version_info[1]}", platform.machine())
 PY
 ); then
-    say "$PYTHON has no working PyTorch; install it first (bash scripts/quickstart.sh does)" >&2
+    say "$PYTHON has no working PyTorch; install it first (bash scripts/quickstart.sh does this)" >&2
     exit 3
 fi
 read -r torch_version torch_cuda python_tag machine <<<"$facts"
@@ -62,7 +62,7 @@ if [ -z "$cxx" ]; then
     exit 3
 fi
 
-# The operations to build in: those whose libraries are found
+# Build in the operations whose libraries are found
 operations=gloo
 mpi="HOROVOD_WITHOUT_MPI=1"
 if command -v mpicxx >/dev/null; then
@@ -108,7 +108,7 @@ build() {
     tar -xzf "$work/horovod-$HOROVOD_VERSION.tar.gz" -C "$work"
     source_dir=$work/horovod-$HOROVOD_VERSION
 
-    # PyTorch's headers need C++20 now, but the release sets 14. CUDA 13's nvcc needs 17, not 11.
+    # PyTorch's headers now need C++20, but Horovod sets C++14. CUDA 13's nvcc needs C++17, not C++11.
     sed -i 's/CMAKE_CXX_STANDARD 14/CMAKE_CXX_STANDARD 20/' \
         "$source_dir/CMakeLists.txt" "$source_dir/horovod/torch/CMakeLists.txt"
     sed -i 's/CMAKE_CUDA_STANDARD 11/CMAKE_CUDA_STANDARD 17/' \
@@ -120,26 +120,26 @@ print(sysconfig.get_path('include'))/" "$source_dir/horovod/torch/CMakeLists.txt
     sed -i 's/from distutils.spawn import find_executable/from shutil import which as find_executable/' \
         "$source_dir/horovod/runner/js_run.py"
 
-    # They are installed already, or the build does not need them; pip would download them.
+    # pip would download these requirements, which are already installed or unnecessary.
     sed -i 's/setup_requires=.*/setup_requires=[],/' "$source_dir/setup.py"
 
     # Use Ninja, which comes from PyPI, because make may be missing. Ninja has no VERBOSE=1.
     sed -i "s/'VERBOSE=1'/'-j$JOBS'/" "$source_dir/setup.py"
 
     if [ ${#cuda[@]} -gt 0 ]; then
-        # The NCCL wheel has libnccl.so.2 only; the linker wants the plain name beside it.
+        # The NCCL wheel has only libnccl.so.2; the linker also needs libnccl.so.
         mkdir -p "$work/nccl/lib"
         ln -s "$nccl/include" "$work/nccl/include"
         ln -s "$nccl/lib/libnccl.so.2" "$work/nccl/lib/libnccl.so"
         ln -s "$nccl/lib/libnccl.so.2" "$work/nccl/lib/libnccl.so.2"
-        # Compute capabilities that this toolkit still knows
+        # Compute capabilities that this toolkit still supports
         capabilities=${HOROVOD_CAPABILITIES:-$("$CUDA_HOME/bin/nvcc" --list-gpu-code |
             grep -oE 'sm_(70|75|80|86|89|90|100|120)$' | sed 's/sm_//' | paste -sd, -)}
         cuda+=(CUDA_HOME="$CUDA_HOME" CUDAToolkit_ROOT="$CUDA_HOME" HOROVOD_CUDA_HOME="$CUDA_HOME"
             HOROVOD_NCCL_HOME="$work/nccl" HOROVOD_NCCL_LINK=SHARED
             HOROVOD_BUILD_CUDA_CC_LIST="$capabilities" PATH="$CUDA_HOME/bin:$PATH")
     else
-        # With a toolkit in sight Horovod would take PyTorch for a CUDA build and ask for all of it.
+        # If Horovod finds a toolkit, it assumes a CUDA build of PyTorch and requires all CUDA components.
         cuda=(CUDA_HOME= HOROVOD_CPU_OPERATIONS=GLOO)
         [ "$mpi" = HOROVOD_WITHOUT_MPI=1 ] || cuda=(CUDA_HOME=)
     fi
@@ -148,7 +148,7 @@ print(sysconfig.get_path('include'))/" "$source_dir/horovod/torch/CMakeLists.txt
         "$PYTHON" -m pip wheel --no-deps --no-build-isolation -w "$work/wheel" "$source_dir"
 }
 
-set +e # in a condition, a subshell would continue after an error
+set +e # not `if (...)`: in a condition, the subshell would ignore set -e
 (set -e && build) >"$log" 2>&1
 status=$?
 set -e

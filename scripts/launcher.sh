@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced by the launchers. Afterwards ROOT is this project and PYTHON the interpreter.
+# Sourced by the launch scripts: sets ROOT to this project and PYTHON to the interpreter.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -8,19 +8,19 @@ if [ -z "${PYTHON:-}" ]; then
     [ -x "$PYTHON" ] || PYTHON=python3
 fi
 if ! found=$(command -v "$PYTHON"); then
-    echo "$(basename "$0"): error: PYTHON=$PYTHON names no interpreter" >&2
+    echo "$(basename "$0"): error: PYTHON=$PYTHON is not an interpreter" >&2
     exit 2
 fi
 case $found in /*) PYTHON=$found ;; *) PYTHON=$PWD/$found ;; esac
 missing=$("$PYTHON" -c 'from importlib.util import find_spec
 print(*(name for name in ("torch", "torchvision", "tqdm", "numpy", "PIL") if not find_spec(name)))')
 if [ -n "$missing" ]; then
-    echo "$(basename "$0"): error: $PYTHON lacks $missing; name an interpreter that has them in PYTHON, or let \
-scripts/quickstart.sh make .venv" >&2
+    echo "$(basename "$0"): error: $PYTHON lacks $missing; set PYTHON to an interpreter that has them, or let \
+scripts/quickstart.sh create .venv" >&2
     exit 2
 fi
 [ -n "${OMP_NUM_THREADS:-}" ] || unset OMP_NUM_THREADS
-if [ -n "${INTERFACE:-}" ]; then # the network that connects several machines (ip -brief addr)
+if [ -n "${INTERFACE:-}" ]; then # the network interface that connects several machines (ip -brief addr)
     export GLOO_SOCKET_IFNAME=$INTERFACE NCCL_SOCKET_IFNAME="=$INTERFACE" # =: exactly this name
 fi
 
@@ -31,14 +31,14 @@ if [ -n "${SCRIPT:-}" ]; then # its folder comes first, because it may have its 
 fi
 export PYTHONPATH PYTHONSAFEPATH=1 # not the current folder, which may have a common/ too
 
-# preflight SCRIPT [FLAGS]: with PREFLIGHT=1, check that its processes reach each other; exit if
-# they do not.
+# preflight SCRIPT [FLAGS]: with PREFLIGHT=1, check that the processes can reach each other; exit if
+# they cannot.
 preflight() {
     case ${PREFLIGHT:-0} in 0) ;; *) "$PYTHON" -m launch.preflight --nprocs "${NPROC:-auto}" "$@" </dev/null ;; esac
 }
 
 # hand_on SIGNAL COMMAND...: run the command, send it SIGNAL whenever a signal asks this script to
-# end, and exit with its status. It has its own process group, so Ctrl-C reaches only this script.
+# end, and exit with its status. COMMAND has its own process group: Ctrl-C reaches only this script.
 hand_on() {
     signal=$1 stopped=0 status=0
     shift
@@ -47,7 +47,7 @@ hand_on() {
     "$@" </dev/null &
     job=$!
     trap 'stopped=1; kill "-$signal" "$job" 2>/dev/null || :' INT TERM USR1
-    while kill -0 "$job" 2>/dev/null; do wait -f "$job" || :; done # signals end `wait`
+    while kill -0 "$job" 2>/dev/null; do wait -f "$job" || :; done # signals interrupt `wait`
     wait "$job" || status=$?
-    exit $((status ? status : stopped)) # horovodrun may end a stopped run with 0
+    exit $((status ? status : stopped)) # horovodrun may exit with 0 after a stop
 }

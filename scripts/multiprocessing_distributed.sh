@@ -3,12 +3,12 @@
 #
 #   bash scripts/multiprocessing_distributed.sh --data /path/to/imagenet [flags]
 #
-# Several machines (docs/multinode.md): --dist-url tcp://HOST:PORT --nnodes N --node-rank R
-NPROC=${NPROC:-}                     # one per GPU, 2 on a CPU (or --nprocs)
-PYTHON=${PYTHON:-}                   # .venv/bin/python, or python3 without it
-OMP_NUM_THREADS=${OMP_NUM_THREADS:-} # cores / NPROC
-PREFLIGHT=${PREFLIGHT:-}             # 1: first check that all processes meet; takes 7 s for 2 on two cores
-INTERFACE=${INTERFACE:-}             # the network that connects machines, for example eth0
+# For several machines (docs/multinode.md), add --dist-url tcp://HOST:PORT --nnodes N --node-rank R
+NPROC=${NPROC:-}                     # processes (or --nprocs); default: one per GPU, or 2 on a CPU
+PYTHON=${PYTHON:-}                   # default: .venv/bin/python, or python3 if it does not exist
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-} # default: cores / NPROC
+PREFLIGHT=${PREFLIGHT:-}             # 1: first check that all processes can connect (7 s for 2 processes on 2 cores)
+INTERFACE=${INTERFACE:-}             # the network interface that connects machines, for example eth0
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/launcher.sh"
 

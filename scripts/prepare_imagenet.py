@@ -1,8 +1,8 @@
 """Turn the official ILSVRC2012 archives into train/CLASS/*.JPEG and val/CLASS/*.JPEG.
 
 prepare_imagenet.sh calls this. The archives are from https://image-net.org/download.
-The training archive holds one archive per class, the validation archive 50,000 images
-whose classes are in the development kit.
+The training archive contains one archive per class. The validation archive contains
+50,000 images; the development kit lists their classes.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from launch.exits import exit_status
 TRAIN = "ILSVRC2012_img_train.tar"
 VAL = "ILSVRC2012_img_val.tar"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
-PARTIAL = ".partial"  # suffix of files and folders that are not complete yet
+PARTIAL = ".partial"  # suffix of incomplete files and folders
 
 
 def open_archive(path: Path) -> tarfile.TarFile:
@@ -30,11 +30,11 @@ def open_archive(path: Path) -> tarfile.TarFile:
     except FileNotFoundError:
         raise UserError(f"{path} is missing; download it from image-net.org") from None
     except tarfile.TarError as error:
-        raise UserError(f"{path} is damaged, download it again: {error}") from None
+        raise UserError(f"{path} is damaged; download it again: {error}") from None
 
 
 def write_member(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
-    """Copy one image out of an archive, unless the complete file exists."""
+    """Extract one image from an archive, unless the complete file exists."""
     if path.exists() and path.stat().st_size == member.size:
         return
     temporary = path.with_name(path.name + PARTIAL)
@@ -44,7 +44,7 @@ def write_member(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) 
 
 
 def images_in(archive: tarfile.TarFile) -> list[tarfile.TarInfo]:
-    """The images of an archive; members that are not plain files are left out."""
+    """Return the images in an archive, without members that are not plain files."""
     return [
         member
         for member in archive
@@ -53,7 +53,7 @@ def images_in(archive: tarfile.TarFile) -> list[tarfile.TarInfo]:
 
 
 def extract_train(path: Path, target: Path) -> None:
-    """Unpack the archive of class archives, except for class folders that exist."""
+    """Unpack the class archives, except those whose class folders exist."""
     with open_archive(path) as outer:
         for number, class_archive in enumerate(outer, start=1):
             folder = target / Path(class_archive.name).stem
@@ -69,10 +69,10 @@ def extract_train(path: Path, target: Path) -> None:
 
 
 def val_classes(path: Path) -> list[str]:
-    """The class folder of each validation image, in order, from the development kit.
+    """Return each validation image's class folder, in order, from the development kit.
 
     Raises:
-        UserError: the kit lacks one of the two files, or SciPy is not installed.
+        UserError: the kit lacks a file, or SciPy is not installed.
     """
     try:
         from scipy.io import loadmat
@@ -92,20 +92,20 @@ def val_classes(path: Path) -> list[str]:
                     numbers = [int(line) for line in files[name].read().split()]
     if len(files) != 2:
         raise UserError(
-            f"{path} is not the development kit of ILSVRC2012 tasks 1 and 2"
+            f"{path} is not the development kit for ILSVRC2012 tasks 1 and 2"
         )
     folders = {int(synset["ILSVRC2012_ID"]): str(synset["WNID"]) for synset in synsets}
     return [folders[number] for number in numbers]
 
 
 def extract_val(path: Path, target: Path, classes: list[str]) -> None:
-    """Unpack the validation images into class folders, except for those that exist."""
+    """Unpack the validation images that do not exist yet into class folders."""
     with open_archive(path) as archive:
         members = sorted(images_in(archive), key=lambda member: member.name)
         if len(members) != len(classes):
             raise UserError(
-                f"{path} has {len(members)} images, the development kit "
-                f"{len(classes)} labels: one of the two is not the official archive"
+                f"{path} has {len(members)} images, but the development kit has "
+                f"{len(classes)} labels: one of them is not the official archive"
             )
         for number, (member, folder) in enumerate(
             zip(members, classes, strict=True), start=1
@@ -120,7 +120,7 @@ def check_counts(target: Path, expected: dict[str, int], classes: int) -> None:
     """Count images and class folders.
 
     Raises:
-        UserError: a count is not the official one.
+        UserError: a count differs from the official one.
     """
     for part, images in expected.items():
         folders = [entry for entry in (target / part).iterdir() if entry.is_dir()]
@@ -128,18 +128,18 @@ def check_counts(target: Path, expected: dict[str, int], classes: int) -> None:
         if (len(folders), found) != (classes, images):
             raise UserError(
                 f"{target / part} has {found} images in {len(folders)} class folders, "
-                f"it should have {images} in {classes}: an archive is incomplete, or "
+                f"but should have {images} in {classes}: an archive is incomplete, or "
                 "the folder had other files before"
             )
 
 
 def main() -> None:
-    """Unpack and count."""
+    """Unpack the archives and count the images."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "archives", type=Path, help=f"folder with {TRAIN}, {VAL} and {DEVKIT}"
     )
-    parser.add_argument("target", type=Path, help="folder to fill")
+    parser.add_argument("target", type=Path, help="output folder")
     parser.add_argument("--train-images", type=int, default=1281167, help="%(default)s")
     parser.add_argument("--val-images", type=int, default=50000, help="%(default)s")
     parser.add_argument("--classes", type=int, default=1000, help="%(default)s")
@@ -149,7 +149,7 @@ def main() -> None:
         extract_val(args.archives / VAL, args.target / "val", classes)
         extract_train(args.archives / TRAIN, args.target / "train")
     except OSError as error:
-        raise UserError(f"cannot write below {args.target}: {error.strerror}") from None
+        raise UserError(f"cannot write to {args.target}: {error.strerror}") from None
     except tarfile.TarError as error:
         raise UserError(f"an archive in {args.archives} is damaged: {error}") from None
     expected = {"train": args.train_images, "val": args.val_images}

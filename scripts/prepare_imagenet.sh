@@ -4,9 +4,9 @@
 #   bash scripts/prepare_imagenet.sh ARCHIVES TARGET
 #
 # ARCHIVES holds ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and
-# ILSVRC2012_devkit_t12.tar.gz; TARGET gets train/CLASS/*.JPEG and val/CLASS/*.JPEG, 150 GB.
-# If you start it again, it continues where it stopped. It deletes nothing.
-PYTHON=${PYTHON:-} # .venv/bin/python, or python3 without it
+# ILSVRC2012_devkit_t12.tar.gz. The script writes train/CLASS/*.JPEG and val/CLASS/*.JPEG to
+# TARGET (150 GB). Run it again to continue after an interruption. It deletes nothing.
+PYTHON=${PYTHON:-} # default: .venv/bin/python, or python3 if it does not exist
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/launcher.sh"
 

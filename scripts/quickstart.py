@@ -22,7 +22,7 @@ LAUNCHERS = {
     "apex_distributed": "torchrun",
     "horovod_distributed": "horovodrun",
 }
-# A mirrored digit is another character; --lr is per 256 images, so 0.05 at this batch
+# A mirrored digit is a different character; --lr is per 256 images, so 0.05 per 64
 RECIPE = shlex.split(
     "--image-size 64 --global-batch-size 64 --lr 0.2 --warmup-epochs 1 "
     "--schedule cosine --min-crop 0.5 --no-flip --epochs 8"
@@ -32,7 +32,7 @@ HEADER += ["status"]
 
 
 def train(strategy: str, data: str, output: Path) -> str:
-    """Run one strategy to its end; returns "done", or the reason why it is not."""
+    """Run one strategy; return "done", or the reason that it did not finish."""
     print(f"\n== {strategy}", flush=True)
     problem = os.environ.get("HOROVOD_PROBLEM")
     if strategy == "horovod_distributed" and problem:
@@ -57,7 +57,7 @@ def train(strategy: str, data: str, output: Path) -> str:
     try:
         status = listen()
     except KeyboardInterrupt:
-        # The terminal has sent the signal to the children too; they save and end
+        # The terminal also sent the signal to the children, which save and exit
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         listen()
         raise
@@ -71,7 +71,7 @@ def train(strategy: str, data: str, output: Path) -> str:
 
 
 def row(run: dict) -> list[str]:
-    """One line of the table."""
+    """Return one row of the table."""
     cells = [run["strategy"], run["launcher"]]
     report = run["report"]
     if report is None:
@@ -97,7 +97,7 @@ def aligned(lines: list[list[str]]) -> str:
 
 
 def render(runs: list[dict]) -> str:
-    """The table of the runs, and the machine, versions and settings below it."""
+    """Return the table of runs, followed by the machine, versions and settings."""
     table = aligned([HEADER, *map(row, runs)])
     report = next((run["report"] for run in runs if run["report"]), None)
     if report is None:
@@ -123,7 +123,7 @@ def main() -> None:
             run = {"strategy": strategy, "launcher": launcher, "status": status}
             runs.append({**run, "report": report})
     except KeyboardInterrupt:
-        print("\ninterrupted; the same command continues from here", file=sys.stderr)
+        print("\ninterrupted; run the same command to continue", file=sys.stderr)
         sys.exit(130)
     output.mkdir(parents=True, exist_ok=True)
     (output / "quickstart.json").write_text(json.dumps(runs, indent=2) + "\n")

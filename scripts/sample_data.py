@@ -1,9 +1,9 @@
-"""A real data set without a download: scikit-learn's handwritten digits as JPEGs.
+"""A real dataset without a download: scikit-learn's handwritten digits as JPEGs.
 
     python -m scripts.sample_data DIR
 
-Writes 1,797 scans of 8 x 8 pixels, enlarged to 64 x 64, as DIR/train/CLASS/*.JPEG and
-DIR/val/CLASS/*.JPEG. Every fifth scan is for validation: 1,438 and 359 images.
+The script enlarges 1,797 scans from 8 x 8 to 64 x 64 pixels. It writes 1,438 of them to
+DIR/train/CLASS/*.JPEG and every fifth scan, 359 in all, to DIR/val/CLASS/*.JPEG.
 
 Source:
 https://scikit-learn.org/stable/modules/generated/sklearn.datasets.load_digits.html
@@ -23,10 +23,10 @@ SIZE = 64
 
 
 def write_digits(folder: Path) -> int:
-    """Write the images unless they exist; returns their number.
+    """Write the images unless they exist; return their number.
 
     Raises:
-        UserError: the folder holds something else, or scikit-learn is not installed.
+        UserError: the folder contains something else, or scikit-learn is not installed.
     """
     try:
         from sklearn.datasets import load_digits
@@ -40,7 +40,7 @@ def write_digits(folder: Path) -> int:
         if present == len(digits.images):
             return present
         raise UserError(
-            f"{folder} exists and is not this data set; name another folder"
+            f"{folder} exists but is not this dataset; choose another folder"
         )
     temporary = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -59,7 +59,7 @@ def write_digits(folder: Path) -> int:
 
 
 def main() -> None:
-    """Write the data set into the folder named on the command line."""
+    """Write the dataset to the folder given on the command line."""
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         raise UserError("usage: python -m scripts.sample_data DIR")
     folder = Path(sys.argv[1])

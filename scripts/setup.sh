@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced by quickstart.sh and test.sh, with ROOT set: makes or finds the environment.
+# Sourced by quickstart.sh and test.sh, which set ROOT: creates or finds the environment.
 
 # --help prints the first lines of the script and sets up nothing
 case " $* " in *" --help "* | *" -h "*)
@@ -16,18 +16,18 @@ fail() {
 
 # set_up REQUIREMENTS...: sets PYTHON to an interpreter that has them all.
 #
-# If PYTHON already names an interpreter, that environment is used and nothing is installed into
-# it. Otherwise .venv is made, with uv if it is installed (takes seconds), or with pip.
+# If PYTHON is already set, the function uses that environment and installs nothing. Otherwise it
+# creates .venv, with uv if it is installed (in seconds), or with pip.
 set_up() {
     local file files=() key marker modules=torch,torchvision,tqdm python
     for file in "$@"; do files+=(-r "$ROOT/$file"); done
     if [ -n "${PYTHON:-}" ]; then
-        PYTHON=$(command -v "$PYTHON") || fail "PYTHON names no interpreter"
+        PYTHON=$(command -v "$PYTHON") || fail "PYTHON is not an interpreter"
         case $PYTHON in /*) ;; *) PYTHON=$PWD/$PYTHON ;; esac
         say "using $PYTHON without installing anything"
         case "$*" in *requirements-sample.txt*) modules+=,sklearn ;; esac
         "$PYTHON" -c "import $modules" 2>/dev/null ||
-            fail "$PYTHON lacks something: $PYTHON -m pip install ${files[*]}"
+            fail "$PYTHON lacks requirements: $PYTHON -m pip install ${files[*]}"
         return
     fi
 
@@ -36,7 +36,7 @@ set_up() {
     marker=$ROOT/.venv/installed-$key
     [ ! -e "$marker" ] || return 0
 
-    python=$(find_python) || fail "no Python 3.10 to 3.13 found; install one, or name it in PYTHON"
+    python=$(find_python) || fail "no Python 3.10 to 3.13 found; install one, or set PYTHON"
     say "setting up $ROOT/.venv with $("$python" --version)"
     if command -v uv >/dev/null; then
         [ -x "$PYTHON" ] || uv venv --quiet --seed --python "$python" "$ROOT/.venv"
@@ -44,14 +44,14 @@ set_up() {
     else
         # A failed attempt leaves a venv without pip behind
         "$PYTHON" -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear "$ROOT/.venv" ||
-            fail "$python cannot make environments (Debian and Ubuntu: apt-get install python3-venv)"
+            fail "$python cannot create environments (Debian and Ubuntu: apt-get install python3-venv)"
         "$PYTHON" -m pip install --quiet --disable-pip-version-check --progress-bar off \
             -c "$ROOT/constraints.txt" "${files[@]}"
     fi
     : >"$marker"
 }
 
-# The first Python on PATH of a version that PyTorch has wheels for
+# Prints the first Python on PATH whose version has PyTorch wheels
 find_python() {
     local name
     for name in python3 python3.13 python3.12 python3.11 python3.10 python; do
@@ -64,7 +64,7 @@ find_python() {
 }
 
 # set_up_horovod: builds Horovod into the environment unless it is installed. If that fails,
-# HOROVOD_PROBLEM has the reason.
+# HOROVOD_PROBLEM gives the reason.
 set_up_horovod() {
     local log
     export HOROVOD_PROBLEM=

@@ -1,7 +1,7 @@
 """Keep the shared lines of the five scripts byte-identical.
 
-    python -m scripts.sync_scripts            # copy distributed.py's to the others
-    python -m scripts.sync_scripts --check    # diff, and exit status 1 if they differ
+    python -m scripts.sync_scripts            # copy them from distributed.py
+    python -m scripts.sync_scripts --check    # show a diff; exit with 1 if they differ
 
 Only the module docstring and the lines between `# [name]` and `# [/name]` may differ,
 for the eight names in REGIONS.
@@ -20,7 +20,7 @@ SIBLINGS = (
     "apex_distributed.py",
     "horovod_distributed.py",
 )
-# In the order of the file: main, with the end of the run, comes before the functions
+# In file order: main(), which ends the run, comes before the other functions
 REGIONS = (
     "imports",
     "1/6 launch",
@@ -31,26 +31,26 @@ REGIONS = (
     "5/6 combine",
     "start",
 )
-PLACE = "\0"  # begins the line that replaces a region in the shared lines
+PLACE = "\0"  # starts a line that replaces a region in the shared lines
 OPENING = re.compile(r"\s*# \[(?!/)([^\]]+)\]")
 CLOSING = re.compile(r"\s*# \[/([^\]]+)\]$")
 DOCSTRING = re.compile(r'""".*?"""\n', re.DOTALL)
 
 
 class LayoutError(Exception):
-    """A script does not have each of the eight regions once, closed, and in order."""
+    """A script does not have all eight regions once, closed and in order."""
 
 
 def split(text: str, name: str) -> tuple[list[str], dict[str, list[str]]]:
     """Split a script into its shared lines and its regions.
 
     Returns:
-        The shared lines, with one line (PLACE and the name) for the docstring and for
-        each region; and the lines of each region by name, with its opening and closing
-        comments.
+        The shared lines, in which one line (PLACE and the name) replaces the docstring
+        and each region; and each region's lines by name, including its opening and
+        closing comments.
 
     Raises:
-        LayoutError: the regions are not those of REGIONS.
+        LayoutError: the regions differ from REGIONS.
     """
     docstring = DOCSTRING.match(text)
     if not docstring:
@@ -77,7 +77,7 @@ def split(text: str, name: str) -> tuple[list[str], dict[str, list[str]]]:
 
 
 def synchronised(base: str, sibling: str, name: str) -> str:
-    """A sibling's text with the shared lines of the base."""
+    """Return a sibling's text with the base's shared lines."""
     shared, _ = split(base, BASE)
     _, regions = split(sibling, name)
     lines = (regions[s[1:]] if s.startswith(PLACE) else [s] for s in shared)
@@ -85,7 +85,7 @@ def synchronised(base: str, sibling: str, name: str) -> str:
 
 
 def main(arguments: list[str], root: Path = ROOT) -> int:
-    """Check or write the siblings below `root`; returns the exit status."""
+    """Check or write the siblings in `root`; return the exit status."""
     if arguments not in ([], ["--check"]):
         print("usage: python -m scripts.sync_scripts [--check]", file=sys.stderr)
         return 2

@@ -60,10 +60,10 @@ def test_loader_processes_start_once_and_see_each_new_epoch(pictures):
     "command, message",
     [
         ("mv train training", "cannot open the folder .*train: No such file"),
-        ("mv val/dog val/wolf", "in one of them only: dog, wolf"),
-        ("mkdir val/wolf", "in one of them only: wolf"),  # dog and cat are in both
+        ("mv val/dog val/wolf", "2 found in only one of them: dog, wolf"),
+        ("mkdir val/wolf", "in only one of them: wolf"),  # dog and cat are in both
         ("rm -r train/* val/*", "train has no class folders"),
-        ("rm val/cat/*", "no image in class folder cat"),
+        ("rm val/cat/*", "class folders without images: cat"),
     ],
 )
 def test_bad_folders_are_refused(pictures, command, message):
@@ -92,7 +92,7 @@ def test_more_batch_than_images_is_refused(pictures):
 
     load(16)
     load(17, "--evaluate")
-    with pytest.raises(UserError, match="16 training images are less than one global"):
+    with pytest.raises(UserError, match="16 training images do not fill one global"):
         load(17)
 
 
@@ -118,12 +118,12 @@ def test_items_of_another_kind_are_refused_in_one_line(item, described):
     """Normalised images above all, which the device would normalise again."""
     with pytest.raises(ImageError) as raised:
         loaded([(IMAGE, 0), item], workers=1)
-    assert f"an item of the data set is {described}, but" in str(raised.value)
+    assert f"a dataset item is {described}, but" in str(raised.value)
 
 
 def test_items_of_other_people_s_data_sets():
     small = torch.zeros(3, 2, 2, dtype=torch.uint8)
-    with pytest.raises(ImageError, match="a batch has images of 2 and of 4 pixels"):
+    with pytest.raises(ImageError, match="a batch has images of 2 px and 4 px"):
         loaded([(IMAGE, 0), (small, 0)])
     tensors = TensorDataset(torch.stack([IMAGE, IMAGE]), torch.tensor([3, 4]))
     for dataset in ([(IMAGE, numpy.int64(3)), [IMAGE, 4]], tensors):

@@ -22,16 +22,16 @@ def test_missing_data(strategy, tmp_path):
 
 FLAGS = [
     (("--data", "nowhere"), {}, "nowhere/train"),
-    (("-b", "7"), {}, "the nearest that can is 8"),
+    (("-b", "7"), {}, "the nearest size that can is 8"),
     (("--resume", "no.pt"), {}, "--resume no.pt: there is no such file"),
     (("--output", "/proc/nowhere"), {}, "--output /proc/nowhere: "),
-    (("--resume", str(ROOT / "LICENSE")), {}, "LICENSE is no checkpoint"),
-    (("--image-size=9999", "-j", "99999"), {}, "/dev/shm has .* free, and the batches"),
+    (("--resume", str(ROOT / "LICENSE")), {}, "LICENSE is not a checkpoint"),
+    (("--image-size=9999", "-j", "99999"), {}, "/dev/shm has .* free, but the batches"),
     ((), {"NNODES": "2"}, "NNODES=2 needs either RDZV_ENDPOINT="),
-    ((), {"NNODES": "3", "RDZV_ENDPOINT": "a:1"}, "divided evenly by 6 processes"),
+    ((), {"NNODES": "3", "RDZV_ENDPOINT": "a:1"}, "evenly among 6 processes"),
     ((), {"NNODES": "2", "RDZV_ENDPOINT": "a:b"}, "is not of the form HOST:PORT"),
-    (("--resume", "x.pt"), {"MAX_RESTARTS": "1"}, "MAX_RESTARTS does not go with"),
-    ((), {"LAUNCHER": "mpirun"}, "LAUNCHER=mpirun; it is torchrun or launch"),
+    (("--resume", "x.pt"), {"MAX_RESTARTS": "1"}, "MAX_RESTARTS needs --resume auto"),
+    ((), {"LAUNCHER": "mpirun"}, "LAUNCHER=mpirun; choose torchrun or launch"),
 ]
 
 
@@ -55,7 +55,7 @@ def test_bad_input_before_torchrun(
         ("nowhere.py", "", "nowhere.py: there is no such script"),
         ("launch/ranks.py", "", "ranks.py has no arguments"),
         ("distributed.py", "a:2,b", "HOSTS=a:2,b is not of the form a:4,b:4"),
-        ("distributed.py", "a:2,b:1", "cannot be divided evenly by 3 processes"),
+        ("distributed.py", "a:2,b:1", "cannot be divided evenly among 3 processes"),
         ("distributed.py", "a:2,b:2", None),
     ],
 )
@@ -80,7 +80,7 @@ def test_an_interpreter_without_pytorch(tmp_path):
     bare.chmod(0o755)
     for python, line in {
         str(bare): f"{bare} lacks torch torchvision tqdm numpy PIL; ",
-        "/no/python": "PYTHON=/no/python names no interpreter",
+        "/no/python": "PYTHON=/no/python is not an interpreter",
     }.items():
         ended = launcher("distributed", PYTHON=python)
         assert (ended.returncode, ended.stdout) == (2, "")
@@ -128,7 +128,7 @@ def test_torchrun_does_not_restart_bad_input(status, starts, tmp_path):
     assert ended.stdout.count("started") == 2 * starts, ended.stderr
     lines = ended.stderr.splitlines()
     assert len(lines) == starts - 1, lines  # the script says what is wrong
-    assert all("rank 0 on " in line and "starting again" in line for line in lines)
+    assert all("rank 0 on " in line and "restarting" in line for line in lines)
 
 
 def test_help_of_a_launcher():

@@ -532,7 +532,7 @@ def test_a_run_that_is_stopped_and_resumed_is_the_same_run(
     capsys.readouterr()
     main(name, *flags)
     printed = capsys.readouterr().out
-    assert "resumed at epoch 1, after step 2 of it (image 4 of its order)" in printed
+    assert "resumed in epoch 1 after step 2 (image 4 of the epoch)" in printed
     assert printed.count(" from step 2 on") == 1
     one, other = (read_checkpoint(run / "checkpoint.pt") for run in (whole, output))
     for key, weight in one["state_dict"].items():

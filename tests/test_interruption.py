@@ -111,7 +111,7 @@ def end(event, way, job):
     if torchrun or way == "mp.spawn" and "hangs" not in event:
         assert ("SIGKILL" in text) == (event == "SIGKILL to one process"), text
     if event not in STOPS and way != "mpirun" and "launcher" not in event:
-        assert " lost another: " in text or "finished no batch for" in text
+        assert " lost another process: " in text or "finished no batch for" in text
     return [status, f"{seconds:.1f} s", *["saved"] * saved]
 
 
@@ -284,7 +284,7 @@ def test_another_number_of_processes_continues_at_the_same_image(digits, tmp_pat
         assert ranks.end() == [143, 143], ranks.text()
     with Ranks(tmp_path, 3, train, **how) as ranks:
         assert ranks.end() == [0, 0, 0], ranks.text()
-        assert f"(image {48 * 6} of its order)" in ranks.text()
+        assert f"(image {48 * 6} of the epoch)" in ranks.text()
     one, two = (torch.load(output / "checkpoint.pt") for output in (whole, other))
     for key, tensor in one["state_dict"].items():
         torch.testing.assert_close(tensor, two["state_dict"][key], rtol=0, atol=4e-6)
@@ -303,9 +303,7 @@ def test_a_signal_stops_all_where_the_sums_are_combined_next(small_digits, tmp_p
     how = {"name": "distributed", "flags": flags, "net": "small", "at": 3}
     with Ranks(tmp_path, 2, train_disturbed, what="SIGUSR1", **how) as ranks:
         assert ranks.end() == [143] * 2, ranks.text()
-        assert (
-            ranks.text().count("stopped after step 4 of epoch 1, which is saved") == 1
-        )
+        assert ranks.text().count("stopped after step 4 of epoch 1 and saved") == 1
         assert "Traceback" not in ranks.text()
     content = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)
     assert (content["epoch"], content["step"], content["sums"]["images"]) == (0, 4, 48)

@@ -84,7 +84,7 @@ def test_archives_become_folders_and_a_second_time_what_is_missing(archives, tmp
 def test_wrong_counts_and_missing_archives_are_one_line(archives, tmp_path):
     ended = prepare(archives, tmp_path / "a", "--train-images", "13")
     assert ended.returncode == 2
-    assert "has 12 images in 3 class folders, it should have 13 in 3" in ended.stderr
+    assert "has 12 images in 3 class folders, but should have 13 in 3" in ended.stderr
     (archives / "ILSVRC2012_img_val.tar").unlink()
     ended = prepare(archives, tmp_path / "b")
     assert ended.returncode == 2 and "ILSVRC2012_img_val.tar is missing" in ended.stderr
@@ -100,4 +100,4 @@ def test_sample_data_is_never_overwritten(digits, tmp_path):
     assert again == (0, f"1797 images in {digits}\n")
     (tmp_path / "mine").mkdir()
     status, printed = run_python(tmp_path, *command, tmp_path / "mine")
-    assert status == 2 and "is not this data set" in printed
+    assert status == 2 and "is not this dataset" in printed

@@ -96,7 +96,7 @@ def test_only_a_job_that_slurm_stops_for_the_time_limit_is_queued_again(
     """However often that was; not one that somebody cancels."""
     status, printed = sbatch("143 143", restarts=restarts, SIGNAL="USR1")
     assert status == 0 and "scancel --signal=USR1 7.0\n" in printed
-    assert "stopped for the time limit, queued again\nscontrol requeue 7\n" in printed
+    assert "stopped for the time limit, requeued\nscontrol requeue 7\n" in printed
     status, printed = sbatch("143 143", restarts=restarts, SIGNAL="TERM")
     assert status == 143 and "requeue" not in printed
 

@@ -50,11 +50,11 @@ SLURM |= {"SLURM_STEP_TASKS_PER_NODE": "2(x3)", "MASTER_PORT": "29500"}
         (SLURM, (5, 1, 6, 2)),
         ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1,3,2(x1)"}, (5, 1, 6, 2)),
         ({**SLURM, **TORCHRUN}, (5, 1, 8, 4)),
-        ({}, "a launcher has to start this script, for example torchrun"),
-        ({**TORCHRUN, "WORLD_SIZE": ""}, "no WORLD_SIZE is set"),
-        ({**TORCHRUN, "RANK": "8"}, "do not fit together: RANK=8"),
-        ({**TORCHRUN, "LOCAL_RANK": "4"}, "do not fit together"),
-        ({**SLURM, "SLURM_PROCID": "6"}, "do not fit together: SLURM_PROCID=6"),
+        ({}, "start this script with a launcher, for example torchrun"),
+        ({**TORCHRUN, "WORLD_SIZE": ""}, "not set: WORLD_SIZE"),
+        ({**TORCHRUN, "RANK": "8"}, "are inconsistent: RANK=8"),
+        ({**TORCHRUN, "LOCAL_RANK": "4"}, "are inconsistent"),
+        ({**SLURM, "SLURM_PROCID": "6"}, "are inconsistent: SLURM_PROCID=6"),
         ({"SLURM_STEP_ID": "0"}, "without MASTER_ADDR and MASTER_PORT"),
     ],
 )
@@ -173,10 +173,10 @@ LOST = RuntimeError(
         (UserError("no\nsuch folder"), 0, 2, "error: no such folder"),
         (UserError("no"), 1, 2, ""),
         (ImageError("bad picture"), 1, 2, "error: bad picture"),
-        (Stopped("epoch 2"), 0, 143, "stopped after epoch 2, which is saved"),
+        (Stopped("epoch 2"), 0, 143, "stopped after epoch 2 and saved"),
         (Stopped("epoch 2"), 1, 143, ""),
         (KeyboardInterrupt(), 0, 130, ""),
-        (LOST, 1, 1, " lost another: Connection closed by peer [127.0.0.1]:1."),
+        (LOST, 1, 1, " lost another process: Connection closed by peer [127.0.0.1]:1."),
         (RuntimeError("DataLoader worker (pid 7) is killed"), 1, 1, "lost another"),
         (ConnectionResetError(104, "Connection reset by peer"), 1, 1, "another"),
         (RuntimeError("EADDRINUSE port: 29500"), 0, 2, "port 29500 is in use"),
@@ -228,12 +228,12 @@ X = ("--data", "x")
     "flags, message",
     [
         ((*X, "--epoch", "3"), "unrecognized arguments: --epoch 3"),
-        ((), "give one of --data DIR and --synthetic"),
+        ((), "give either --data DIR or --synthetic"),
         ((*X, "--arch", "resnet19"), "torchvision has no model resnet19"),
-        ((*X, "-b", "0"), "0 is not at least 1"),
+        ((*X, "-b", "0"), "0 is not >= 1"),
         ((*X, "--epochs", "many"), "invalid int value: 'many'"),
-        ((*X, "--lr", "nan"), "nan is not at least 0"),
-        ((*X, "--min-crop", "1.5"), "1.5 is not at least 1e-06 and at most 1"),
+        ((*X, "--lr", "nan"), "nan is not >= 0"),
+        ((*X, "--min-crop", "1.5"), "1.5 is not >= 1e-06 and <= 1"),
         ((*X, "--evaluate"), "--evaluate needs --resume auto|PATH or --pretrained"),
     ],
 )
@@ -310,10 +310,10 @@ PRETRAINED = ("--data", "x", "--arch", "resnet50", "--pretrained")
     "flags, epoch, step, printed",
     [
         (("--synthetic",), 0, 0, ""),
-        (("--synthetic",), 1, 3, "after step 3 of it (image 1536 of its order)\n"),
-        (("--synthetic",), 9, 0, "complete already: 9 of 9 epochs\n"),
+        (("--synthetic",), 1, 3, "after step 3 (image 1536 of the epoch)\n"),
+        (("--synthetic",), 9, 0, "already complete: 9 of 9 epochs\n"),
         (("--synthetic", "--evaluate", "--resume", "auto"), 9, 0, ""),
-        (PRETRAINED, 0, 0, "to 232 (bilinear) and takes the middle 224 pixels\n"),
+        (PRETRAINED, 0, 0, "to 232 (bilinear) and crops the central 224 pixels\n"),
     ],
 )
 def test_a_run_begins_with_what_it_is(flags, epoch, step, printed, capsys):
@@ -324,7 +324,7 @@ def test_a_run_begins_with_what_it_is(flags, epoch, step, printed, capsys):
     assert "2 processes" in text and "learning rate 0.4\n" in text
     for size in (15, 16):
         log.start(10, size)
-        noted = "note: 15 images at a time per process" in capsys.readouterr().out
+        noted = "note: each process computes only 15 images" in capsys.readouterr().out
         assert noted == (size == 15 and not log.args.evaluate)
 
 
@@ -375,16 +375,16 @@ def test_every_model_has_one_output_and_its_image_sizes():
     for arch in ("googlenet", "vit_b_32", "regnet_y_400mf"):
         check_image_size(parse("--data", "x", "--arch", arch), 10)
     args = parse("--data", "x", "--arch", "vit_b_16", "--image-size", 30)
-    with pytest.raises(UserError, match="vit_b_16 cannot train on images of .* 30"):
+    with pytest.raises(UserError, match="vit_b_16 does not support --image-size 30"):
         check_image_size(args, 10)
 
 
 def test_pretrained_weights_that_do_not_fit_are_refused():
     ours = parse("--data", "x", "--pretrained")
     small = "--pretrained --arch vit_b_16 --image-size 192".split()
-    with pytest.raises(UserError, match="for 1000 classes, the data has 10"):
+    with pytest.raises(UserError, match="have 1000 classes, but the data has 10"):
         build_model(ours, data_of(10))
-    with pytest.raises(UserError, match="are for --image-size 224, not 192"):
+    with pytest.raises(UserError, match="need --image-size 224, not 192"):
         check_image_size(parse("--data", "x", *small), 1000)
 
 

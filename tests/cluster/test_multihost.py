@@ -340,7 +340,7 @@ def test_a_failure_ends_the_job_and_a_relaunch_resumes(
         log.unlink()
     engine(job, [*flags, "--resume", "auto"])
     assert set(job.end(120).values()) == {0}, job.text()
-    assert "resumed at epoch" in job.text()
+    assert "resumed in epoch" in job.text()
     assert_same_weights(tmp_path / "out", one_host(2, RESUMED))
 
 
@@ -356,7 +356,7 @@ def test_torchrun_starts_again(job, digits, one_host, tmp_path, figure):
     common = {"NNODES": "2", "NPROC": "1", "RDZV_ENDPOINT": f"hosta:{PORT}"}
     command = ("bash", ROOT / "scripts" / "distributed.sh", *flags)
     job.start("hostb", *command, "--resume", "auto", MAX_RESTARTS="3", **common)
-    wait_until(lambda: "resumed at epoch" in job.text(), 90, "the second run")
+    wait_until(lambda: "resumed in epoch" in job.text(), 90, "the second run")
     seconds, statuses = time.monotonic() - began, job.end(120)
     assert set(statuses.values()) == {0}, job.text()
     assert_same_weights(output, one_host(2, RESUMED))
@@ -370,7 +370,7 @@ def test_slurm_saves_before_the_time_limit_and_resumes(
     engine, job, digits, one_host, tmp_path
 ):
     """The signal of --signal=B:USR1@120, sent by hand."""
-    output, queued = tmp_path / "out", "the job is queued again"
+    output, queued = tmp_path / "out", "the job is requeued"
     engine(job, ["--data", digits, *RESUMED, "--output", output])
     training(job, output)
     identity = job.hosts.slurm("squeue", "-h", "-o", "%A").split()[0]
@@ -381,7 +381,7 @@ def test_slurm_saves_before_the_time_limit_and_resumes(
     # Slurm would start the second run in two minutes
     job.hosts.slurm("scontrol", "update", f"JobId={identity}", "StartTime=now")
     assert job.end(150) == {"hosta": 0}, job.text()
-    assert "resumed at epoch" in job.text()
+    assert "resumed in epoch" in job.text()
     assert_same_weights(output, one_host(2, RESUMED))
 
 
