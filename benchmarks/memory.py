@@ -1,4 +1,4 @@
-"""Memory of loader processes for ImageNet's index, in arrays and conventional lists.
+"""Memory that loader processes need for ImageNet's index, in arrays or Python lists.
 
     python -m benchmarks.memory [EPOCHS]
 

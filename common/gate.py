@@ -15,7 +15,7 @@ class Gate:
     """
 
     def __init__(self, path: str, rank: int, world_size: int):
-        """Connect; the first turn is one interval, which warms up."""
+        """Connect; the first turn is a single warm-up interval."""
         self.connection = socket.socket(socket.AF_UNIX)
         self.connection.connect(path)
         self.answers = self.connection.makefile()

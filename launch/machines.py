@@ -1,4 +1,4 @@
-"""A job's machines: their number, their rendezvous and their network."""
+"""A job's machines: how many, where they meet, and over which network."""
 
 import os
 import socket
