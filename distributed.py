@@ -220,7 +220,8 @@ def arguments(argv: list[str] | None = None) -> Namespace:
     """Parse the command line."""
     parser = build_parser(__doc__)
     add_launcher_flags(parser)
-    parser.add_argument("--compress-gradients", choices=("fp16", "bf16"))
+    half = "round gradients before they are averaged"
+    parser.add_argument("--compress-gradients", choices=("fp16", "bf16"), help=half)
     return parse_arguments(parser, "distributed", argv)
 
 

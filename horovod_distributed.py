@@ -228,7 +228,8 @@ def broadcast_buffers(model: nn.Module) -> None:
 def arguments(argv: list[str] | None = None) -> Namespace:
     """Parse the command line and check that Horovod is installed."""
     parser = build_parser(__doc__)
-    parser.add_argument("--compress-gradients", choices=("fp16",))
+    half = "round gradients before they are averaged"
+    parser.add_argument("--compress-gradients", choices=("fp16",), help=half)
     args = parse_arguments(parser, "horovod_distributed", argv)
     if hvd is None:
         raise UserError(

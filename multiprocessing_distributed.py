@@ -223,7 +223,8 @@ def arguments(argv: list[str] | None = None) -> Namespace:
     parser = build_parser(__doc__)
     add = parser.add_argument
     add("--backend", choices=("nccl", "gloo"), help="nccl on GPUs, gloo on CPUs")
-    add("--compress-gradients", choices=("fp16", "bf16"))
+    half = "round gradients before they are averaged"
+    add("--compress-gradients", choices=("fp16", "bf16"), help=half)
     add("--nprocs", type=positive, help="local processes (one per GPU, 2 on a CPU)")
     add("--nnodes", type=positive, default=1, help="machines (%(default)s)")
     add("--node-rank", type=int, default=0, help="rank of this machine (%(default)s)")

@@ -449,7 +449,7 @@ def replace_file(path: Path, write: Callable[[BinaryIO], Any]) -> None:
         # After a failed write, torch.save raises a second error that hides the first
         cause = error.__context__ or error
         if not isinstance(cause, OSError):
-            raise  # not a failed write; perhaps a loader process died
+            raise cause from None  # perhaps a loader process died meanwhile
         reason = getattr(cause, "strerror", None) or str(cause).splitlines()[0]
         raise UserError(
             f"cannot write {path}: {reason}; any existing file is unchanged"

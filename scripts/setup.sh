@@ -26,6 +26,7 @@ set_up() {
         case $PYTHON in /*) ;; *) PYTHON=$PWD/$PYTHON ;; esac
         say "using $PYTHON without installing anything"
         case "$*" in *requirements-sample.txt*) modules+=,sklearn ;; esac
+        case "$*" in *requirements-report.txt*) modules+=,scipy ;; esac
         "$PYTHON" -c "import $modules" 2>/dev/null ||
             fail "$PYTHON lacks requirements: $PYTHON -m pip install ${files[*]}"
         return

@@ -1,6 +1,8 @@
 """Checkpoints: complete, refused where they do not fit, never half written."""
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import random
@@ -10,6 +12,7 @@ import time
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -453,6 +456,23 @@ def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     target = tmp_path / "file"
     replace_file(target, lambda file: file.write(b"new"))
     assert calls == [f"{target}.tmp", f"{target}.tmp becomes {target}", str(tmp_path)]
+
+
+def test_a_loader_that_dies_in_a_save_is_not_a_full_disk(tmp_path):
+    class Content:
+        def __reduce__(self):
+            raise RuntimeError("DataLoader worker (pid 7) is killed by signal")
+
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
+        replace_file(tmp_path / "file", lambda file: torch.save(Content(), file))
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_locks_a_run_trains_and_warns(tmp_path, monkeypatch, capsys):
+    refused = OSError(errno.ENOLCK, "no locks")
+    monkeypatch.setattr(fcntl, "lockf", Mock(side_effect=refused))
+    assert resumed(tmp_path).lock is None
+    assert f"warning: {tmp_path} cannot be locked" in capsys.readouterr().err
 
 
 def test_a_full_disk_leaves_the_old_checkpoint(tmp_path):

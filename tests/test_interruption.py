@@ -219,7 +219,7 @@ def test_killed_stopped_or_hanging_it_ends_with_the_same_bits(
             job.wait_for_a_save()
             EVENTS[event](job)
             end(event, way, job)
-            assert "resumed at" in job.text()
+            assert "resumed in epoch" in job.text()
         positions.append(position(output))
     assert positions == sorted(positions) and positions[-1] < [EPOCHS, 0]
     processes = 1 if way == "dataparallel" else 2

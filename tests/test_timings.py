@@ -118,6 +118,7 @@ def test_at_the_gate_all_wait_and_no_bit_changes(tmp_path):
     gate = socket.socket(socket.AF_UNIX)
     gate.bind(str(tmp_path / "gate"))
     gate.listen()
+    gate.settimeout(60)
     how |= {"flags": [*flags, tmp_path / "b"], "gate": str(tmp_path / "gate")}
     with Ranks(tmp_path / "held", 2, train_at_gate, **how) as ranks:
         connections, counts = [gate.accept()[0] for _ in range(2)], []
@@ -180,7 +181,8 @@ def test_nothing_outlives_a_killed_measurement(digits, tmp_path):
         wait_until(lambda: not processes_of(str(tmp_path)), 20, "every process gone")
     finally:
         for process in processes_of(str(tmp_path)):
-            os.kill(process, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
 
 
 # --- the command ---

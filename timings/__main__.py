@@ -73,8 +73,10 @@ def measure(args: argparse.Namespace) -> None:
             found |= cohort(group, after_turn=plan.gpus)
             problems |= found["problems"]
             if not found["turns"]:
+                if cohorts:
+                    break
                 texts = "; ".join(dict.fromkeys(problems.values()))
-                raise UserError(f"nothing is left to be timed: {texts}")
+                raise UserError(f"there is nothing to time: {texts}")
             minutes = (time.monotonic() - began) / 60
             cohorts.append({**found, "problems": problems, "ended": minutes})
             with (args.output / "cohorts.jsonl").open("a") as file:
@@ -108,7 +110,7 @@ def main() -> None:
     except OSError as error:
         where = error.filename or "writing"
         raise UserError(f"{where}: {error.strerror or error}") from None
-    print(f"It is in {args.output}; delete that to measure again.")
+    print(f"The report is in {args.output}; delete this folder to measure again.")
 
 
 if __name__ == "__main__":

@@ -145,7 +145,7 @@ def cohort(
     seconds: float | None = None,
     after_turn: Callable[[], list] = list,
 ) -> dict:
-    """Start candidates, let them take turns in whole blocks, and kill them.
+    """Start candidates, let them take turns, and kill them.
 
     Args:
         seconds: of all turns; by default as long as the start took.

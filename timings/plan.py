@@ -130,9 +130,8 @@ def groups(args: argparse.Namespace, mode: str) -> list[list[Candidate]]:
     every = candidates(args, mode)
     if args.device == "cpu":
         return [every]
-    before, heaviest = gpus(), every[0]
-    if mode == "scaling":
-        heaviest = next(one for one in every[1:] if one.name.startswith("1 x "))
+    before, begins = gpus(), "1 x " if mode == "scaling" else args.base
+    heaviest = next(one for one in reversed(every[:-1]) if one.name.startswith(begins))
     with gates() as folder:
         job = Job(heaviest, folder)
         wait([job], START_SECONDS)
@@ -160,7 +159,8 @@ def gpus() -> list[dict[str, float]]:
     words += ["--format=csv,noheader,nounits"]
     try:
         asked = subprocess.run(words, capture_output=True, text=True, timeout=30)
-        rows = [map(float, line.split(",")) for line in asked.stdout.splitlines()]
+        numbers = asked.stdout.replace("[N/A]", "nan").splitlines()
+        rows = [map(float, line.split(",")) for line in numbers]
     except (OSError, ValueError, subprocess.TimeoutExpired):
         return []
     return [dict(zip(GPU, row, strict=True)) for row in rows]

@@ -106,6 +106,9 @@ class Mode:
             if not self.decision.honest:
                 text = "nothing can be decided, for two copies of "
                 text += f"{copy.pair[1]} differ: {interval(copy)}"
+        if self.verdicts and not self.copies:
+            base = self.settings["base"]
+            text = f"nothing can be decided without two copies of {base}"
         return f"{WHERE[self.name]}, {text}."
 
     def speeds(self) -> list[list[str]]:
@@ -132,14 +135,12 @@ class Mode:
 
     def markdown(self) -> str:
         """The section of this mode."""
-        head = "candidate, images/s, varies over launches by, waited for data"
+        head = "candidate, images/s, spread over launches, waited for data"
         text = f"\n## {self.name}\n\n{table(head, self.speeds())}\n"
         if self.name == "scaling":
             return text + self.scaling()
         rows = [[" : ".join(v.pair), interval(v), v.verdict] for v in self.verdicts]
-        alike = (
-            "not different, as it has to be" if self.decision.honest else "DIFFERENT"
-        )
+        alike = "no significant difference" if self.decision.honest else "DIFFERENT"
         for one in self.copies:
             rows.append([" : ".join(one.pair), interval(one), alike])
         text += table("pair, ratio of images/s, verdict", rows)
@@ -147,7 +148,8 @@ class Mode:
             text += f"\nThe widest interval is ±{self.half_width:.1%}, of "
             text += f"{len(self.cohorts)} cohorts."
             if needed := self.minutes_needed():
-                text += f" About `--minutes {needed}` would decide the rest."
+                text += f" About `--minutes {needed}`, with another `--output`, would"
+                text += " decide the rest."
             text += "\n"
         return text
 
