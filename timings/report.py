@@ -148,8 +148,7 @@ class Mode:
             text += f"\nThe widest interval is ±{self.half_width:.1%}, of "
             text += f"{len(self.cohorts)} cohorts."
             if needed := self.minutes_needed():
-                text += f" About `--minutes {needed}`, with another `--output`, would"
-                text += " decide the rest."
+                text += f" About `--minutes {needed} --output DIR` decides the rest."
             text += "\n"
         return text
 
