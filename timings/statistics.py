@@ -104,7 +104,7 @@ class Fit:
 
 
 def judge(fit: Fit, pairs: Sequence[tuple[str, str]], error: float) -> list[Verdict]:
-    """Verdicts on pairs, all of them right but for the chance `error` (Holm's method).
+    """Verdicts on pairs; the chance that any is wrong is `error` (Holm's method).
 
     Source: https://en.wikipedia.org/wiki/Holm%E2%80%93Bonferroni_method
     """
