@@ -84,7 +84,7 @@ def compare_speed(name: str, rounds: str, *flags: str) -> dict[str, dict]:
 
 
 def without_amp(work: Callable[[], None]) -> Callable[[], None]:
-    """Wrap work to run without the casts that Apex O1 patches into PyTorch."""
+    """Wrap `work` so that it runs without the casts that Apex O1 adds to PyTorch."""
     from apex import amp
 
     def run() -> None:

@@ -37,7 +37,7 @@ NO_IMAGE = torch.zeros(3, 1, 1, dtype=torch.uint8)
 
 
 class Index(Dataset):
-    """A dataset with labels and paths as long as ImageNet's, but without pixels."""
+    """As many labels and paths as ImageNet's, equally long, but no pixels."""
 
     def __init__(self, packed: bool):
         """Store entries in arrays, like common.data, or in a list, like torchvision."""

@@ -67,7 +67,7 @@ class ImageFolder(Dataset):
         Args:
             root: contains one folder for each of `classes`.
             classes: folder names; the index of a name is its label.
-            transform: maps an opened picture to a tensor of fixed size.
+            transform: maps a Picture to a tensor of fixed size.
             decoder: "torchvision", "nvimgcodec" or "pil".
 
         Raises:
@@ -266,7 +266,7 @@ def described(item: Any) -> str:
 
 
 def settle_worker(worker: int) -> None:
-    """Make a loader process end with its training process, and not earlier.
+    """Make a loader process exit when its training process does, and not before.
 
     It ignores signals, because the training process saves first. It also watches the
     training process, because its parent process may be a fork server.

@@ -121,7 +121,7 @@ def read_image(
 def random_box(height: int, width: int, min_crop: float) -> tuple[int, int, int, int]:
     """Draw a box of random area, shape and position: (top, left, height, width).
 
-    The box has at least `min_crop` of the image's area, and its width is 3/4 to 4/3 of
+    The box covers at least a share `min_crop` of the image; its width is 3/4 to 4/3 of
     its height. If ten boxes do not fit, the result is a central box. The distribution
     matches torchvision's RandomResizedCrop. The code uses Python's random numbers,
     because one-element tensors would add a few percent to the time per image

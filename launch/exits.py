@@ -155,7 +155,7 @@ def exit_status(number: int | None = None) -> Iterator[None]:
 
 
 def told(error: Exception) -> str:
-    """Return a library's message without its source location and advice."""
+    """Return a library's message without its source location or advice."""
     line = str(error).strip().splitlines()[0]
     return re.sub(r"^\[\S+:\d+\] | This is typically caused by .*", "", line)
 

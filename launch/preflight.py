@@ -93,7 +93,7 @@ def main() -> None:
 def worker(
     local_rank: int, args: Namespace, number: int, count: int, host: str, port: int
 ) -> None:
-    """Take part as a process that main() started."""
+    """Run the check in a process that main() started."""
     with exit_status(local_rank):
         rank, size = number * args.nprocs + local_rank, count * args.nprocs
         take_part(args, Ranks(rank, local_rank, size, args.nprocs), host, port)

@@ -3,8 +3,8 @@
     python -m scripts.sync_scripts            # copy them from distributed.py
     python -m scripts.sync_scripts --check    # show a diff; exit with 1 if they differ
 
-Only the module docstring and the lines between `# [name]` and `# [/name]` may differ,
-for the eight names in REGIONS.
+Only the module docstring and the eight REGIONS may differ: the lines between `# [name]`
+and `# [/name]`.
 """
 
 import difflib
