@@ -105,7 +105,7 @@ def describe(device: torch.device) -> str:
 
 
 def peak_memory_mib(device: torch.device) -> float:
-    """Peak memory in MiB: Peak memory: PyTorch's on the GPU, or this process's on a CPU."""
+    """Peak memory in MiB: PyTorch's on the GPU, or this process's on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
