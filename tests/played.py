@@ -105,7 +105,12 @@ def python(words: tuple, variables: dict) -> None:
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def lesson(path: Path, variables: dict) -> None:
-    """Run a lesson of tutorial/; the processes that it starts are forks too."""
+def lesson(path: Path, variables: dict, errors: Path) -> None:
+    """Run a lesson of tutorial/; the processes that it starts are forks too.
+
+    Args:
+        errors: takes what it prints on its standard error, such as times.
+    """
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
     torch.multiprocessing.spawn = partial(start_processes, start_method="fork")
     python((path,), {**os.environ, **variables})

@@ -1,4 +1,7 @@
-"""The lessons print what their pages quote (--figures writes it), and are short and alone."""
+"""The lessons' pages quote what the programs print, and their exercises have answers.
+
+Programs, changed programs and answers are run. `--figures` writes results/lessons/.
+"""
 
 import ast
 import re
@@ -9,8 +12,13 @@ from played import Played, lesson
 from ranks import free_port
 
 LESSONS = {path.stem: path for path in sorted((ROOT / "tutorial").glob("*.py"))}
-PAGES = "".join(path.read_text() for path in (ROOT / "docs/tutorial").glob("*.md"))
+TEXTS = {p.stem: p.read_text() for p in sorted((ROOT / "docs/tutorial").glob("*.md"))}
+PAGES = "".join(TEXTS.values())
 BLOCKS = re.findall(r"^```bash\n(.*?)^```$", PAGES, re.M | re.S)
+CHANGE = r"^```diff\n--- tutorial/(\w+)\.py\n(.*?)^```\n.*?<!-- output (\w+)"
+CHANGES = {name: one for *one, name in re.findall(CHANGE, PAGES, re.M | re.S)}
+ANSWER = r"<details>.*?</details>"
+WORDS = 1200
 
 
 def command(name):
@@ -20,18 +28,33 @@ def command(name):
 
 
 def marks(name):
-    found = [pytest.mark.full] if "horovod" in name or name == "ranks_spawn" else []
-    found += [pytest.mark.horovod] if "horovod" in name else []
-    return found + ([pytest.mark.mpi] if "mpirun" in command(name) else [])
+    program = CHANGES.get(name, [name])[0]
+    if "horovod" not in program:
+        return []
+    found = [pytest.mark.full, pytest.mark.horovod]
+    return found + ([pytest.mark.mpi] if "mpirun" in command(program) else [])
 
 
-def by_command(name):
-    ended = run("bash", "-c", command(name).replace("29500", str(free_port())))
+def programs(names):
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=marks(name)) for name in names]
+    )
+
+
+def launched(name):
+    """Whether it needs its launcher. Ranks get their numbers from in_forks()."""
+    return "horovod" in name or ("torchrun" in command(name) and name != "ranks")
+
+
+def by_command(name, path):
+    """What it prints when it is started as its page says."""
+    words = command(name).replace("29500", str(free_port()))
+    ended = run("bash", "-c", words.replace(f"tutorial/{name}.py", str(path)))
     assert ended.returncode == 0, ended.stderr[-3000:]
     return ended.stdout
 
 
-def in_forks(name, folder):
+def in_forks(name, path, folder):
     """What it prints in a fork, or eight, of a process that has imported PyTorch."""
     processes = [{}]
     if name == "ranks":  # as torchrun starts four processes on each of two hosts
@@ -41,22 +64,77 @@ def in_forks(name, folder):
         names = ("RANK", "LOCAL_RANK", "GROUP_RANK")
         processes = [{**job, **dict(zip(names, p, strict=True))} for p in places]
     with Played(folder) as played:
-        for variables in processes:
-            played.start(lesson, LESSONS[name], variables)
+        for number, variables in enumerate(processes):
+            played.start(lesson, path, variables, folder / f"errors{number}.log")
         assert not any(played.end(seconds=100)), played.text()
         return played.log(0)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=marks(n)) for n in LESSONS])
-def test_a_lesson_prints_what_its_page_quotes(name, request, tmp_path):
-    """To the letter: nothing in it depends on time or chance."""
-    launched = request.config.getoption("full")
-    printed = by_command(name) if launched else in_forks(name, tmp_path)
+def compare(name, printed, request):
     file = ROOT / "results" / "lessons" / f"{name}.txt"
     if request.config.getoption("figures"):
         file.write_text(printed)
     assert printed == file.read_text()
-    assert re.search(f"<!-- output {name}[ /]", PAGES)
+    assert re.search(rf"<!-- output {name}[ /-]", PAGES)
+
+
+@programs(LESSONS)
+def test_a_lesson_prints_what_its_page_quotes(name, request, tmp_path):
+    """To the letter: nothing in it depends on time or chance."""
+    if launched(name) or request.config.getoption("full"):
+        printed = by_command(name, LESSONS[name])
+    else:
+        printed = in_forks(name, LESSONS[name], tmp_path)
+    compare(name, printed, request)
+
+
+@programs(CHANGES)
+def test_a_changed_lesson_prints_what_its_page_quotes(name, request, tmp_path):
+    program, diff = CHANGES[name]
+    text = LESSONS[program].read_text()
+    for hunk in re.split(r"^@@.*\n", diff, flags=re.M):
+        lines = [(line[:1], line[1:]) for line in hunk.splitlines(keepends=True)]
+        old = "".join(rest for sign, rest in lines if sign != "+")
+        assert text.count(old) == 1, f"{program}.py has this {text.count(old)} times"
+        text = text.replace(old, "".join(rest for sign, rest in lines if sign != "-"))
+    path = tmp_path / f"{program}.py"
+    path.write_text(text)
+    if launched(program):
+        printed = by_command(program, path)
+    else:
+        printed = in_forks(program, path, tmp_path)
+    compare(name, printed, request)
+    assert printed != (ROOT / "results" / "lessons" / f"{program}.txt").read_text()
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_answers_that_are_code_hold(page, tmp_path):
+    for number, answer in enumerate(re.findall(ANSWER, TEXTS[page], re.S)):
+        answer = re.sub(r"<!-- (\w+) .*?<!-- /\1 -->", "", answer, flags=re.S)
+        for code in re.findall(r"^```python\n(.*?)^```$", answer, re.M | re.S):
+            path = tmp_path / f"{number}.py"
+            path.write_text(code)
+            assert "assert " in code
+            with Played(tmp_path) as played:
+                played.start(lesson, path, {}, tmp_path / "errors.log")
+                assert played.end(seconds=60) == [0], played.text()
+
+
+NUMBERED = [name for name, text in TEXTS.items() if re.match(r"# \d+\. ", text)]
+
+
+@pytest.mark.parametrize("page", NUMBERED)
+def test_a_lesson_is_short_and_asks_something(page):
+    """Words of code, output and links' targets do not count."""
+    text = re.sub(
+        r"^```.*?^```$|<!--.*?-->|\]\(.*?\)", "", TEXTS[page], flags=re.M | re.S
+    )
+    assert len(re.findall(r"\w[\w'-]*", text)) <= WORDS
+    assert re.search(r'<img src="[\w./]+\.svg" width="\d+" alt=".{20,}">', TEXTS[page])
+    changes, _, rest = text.partition("\n## Change one thing\n")[2].partition("\n## ")
+    assert changes.count("<details>") == 1
+    exercises = rest.removeprefix("Exercises\n").partition("\n## ")[0]
+    assert exercises.count("<details>") == 2
 
 
 def test_lessons_are_short_and_need_nothing_of_this_project():
