@@ -31,7 +31,7 @@ def main() -> None:
         large = steps(weights, batch=256, lr=lr)
         print(f"1 step,  batch 256, lr {lr}: moved {(large - weights).norm():.2f}")
 
-    print("\nimages a step, learning rate (0.1 for 256), and its first steps")
+    print("\nsamples per step, learning rate (0.1 for 256), and its first steps")
     for batch in (32, 256, 1024):
         optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1 * batch / 256)
         warm_up = LambdaLR(optimizer, lambda step: min(1, (step + 1) / 4))

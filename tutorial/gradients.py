@@ -1,4 +1,4 @@
-"""Is the average of the shards' gradients that of the whole batch? Not always.
+"""Is the average of the shards' gradients the gradient of the whole batch?
 
 python tutorial/gradients.py
 """
@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -18,12 +17,10 @@ def build(norm: type[nn.Module] = nn.Identity) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), norm(8), nn.Tanh(), nn.Linear(8, 3))
 
 
-def gradients(
-    model: nn.Module, x: Tensor, y: Tensor, weight: float = 1.0, parts: int = 1
-) -> Tensor:
+def gradients(model: nn.Module, x: Tensor, y: Tensor, factor: float = 1.0) -> Tensor:
     """One backward pass of the mean loss; returns all gradients as one vector."""
-    outputs = torch.cat([model(part) for part in x.chunk(parts)])
-    (weight * F.cross_entropy(outputs, y)).backward()
+    loss = F.cross_entropy(model(x), y)
+    (factor * loss).backward()
     return torch.cat([w.grad.flatten() for w in model.parameters()])
 
 
@@ -55,19 +52,12 @@ def main(rank: int, port: int) -> None:
     six_or_two = slice(0, 6) if rank == 0 else slice(6, 8)
     few_x, few_y = x[six_or_two], y[six_or_two]
     report("DDP, shards of six and two", gradients(DDP(build()), few_x, few_y), right)
-    weighted = gradients(DDP(build()), few_x, few_y, weight=len(few_x) / 4)
-    report("  the same, each loss weighted by its share", weighted, right)
-
-    in_parts = gradients(build(), x, y, parts=3)  # of three, three and two
-    report("as nn.DataParallel: one loss of all outputs", in_parts, right)
+    weighted = gradients(DDP(build()), few_x, few_y, factor=len(few_x) / 4)
+    report("  the same, each loss times its size / 4", weighted, right)
 
     with_norm = gradients(build(nn.BatchNorm1d), x, y)
     shards = gradients(DDP(build(nn.BatchNorm1d)), my_x, my_y)
     report("DDP, a model with batch norm", shards, with_norm)
-
-    model = DDP(build())
-    model.register_comm_hook(None, fp16_compress_hook)
-    report("DDP, gradients sent in fp16", gradients(model, my_x, my_y), right)
     dist.destroy_process_group()
 
 

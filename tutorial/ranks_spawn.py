@@ -1,31 +1,29 @@
-"""The same without a launcher: mp.spawn gives a number, the rest is arithmetic.
+"""Processes share no variables; and how the other lessons start their processes.
 
-MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python tutorial/ranks_spawn.py 0
-
-and the same with 1 on the second host (or in a second terminal).
+python tutorial/ranks_spawn.py
 """
-
-import sys
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-HOSTS, PROCESSES_PER_HOST = 2, 4
+visits = []  # every process has its own list of this name
 
 
-def main(local_rank: int, node: int) -> None:
-    """Each process runs this function; mp.spawn passes its number as the first word."""
-    rank = node * PROCESSES_PER_HOST + local_rank
-    world_size = HOSTS * PROCESSES_PER_HOST
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+def main(rank: int, port: int) -> None:
+    """Both processes run this function; mp.spawn passes the rank and `args`."""
+    store = dist.TCPStore("127.0.0.1", port)  # where the two find each other
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 
-    line = f"host {node}: rank {rank} of {world_size}, local rank {local_rank}"
-    lines = [None] * world_size if rank == 0 else None
-    dist.gather_object(line, lines)
-    if lines:
-        print(*lines, sep="\n")
+    visits.append(rank)
+    lists = [None, None]
+    dist.all_gather_object(lists, visits)
+    if rank == 0:
+        print(f"visits in rank 0: {lists[0]}")
+        print(f"visits in rank 1: {lists[1]}")
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    mp.spawn(main, args=(int(sys.argv[1]),), nprocs=PROCESSES_PER_HOST)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    mp.spawn(main, args=(store.port,), nprocs=2)
+    print(f"visits in the process that started them: {visits}")
