@@ -8,6 +8,7 @@ import sys
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parameters_to_vector
 
 try:
     import horovod.torch as hvd
@@ -63,11 +64,12 @@ def main() -> None:
         say(f"gradients equal {factor} x those of all 32 samples: {equal}")
 
     nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.1)
-    before = model.weight.detach().clone()
+    before = parameters_to_vector(model.parameters())
     with optimizer.skip_synchronize():
         optimizer.step()
     say(f"after step: {Counting.tensors} tensors all-reduced")
-    say(f"the weight moved by {(model.weight - before).norm():.3f}")
+    moved = (parameters_to_vector(model.parameters()) - before).norm()
+    say(f"the parameters moved by {moved:.3f}")
 
 
 if __name__ == "__main__":

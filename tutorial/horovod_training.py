@@ -8,6 +8,7 @@ import sys
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parameters_to_vector
 
 try:
     import horovod.torch as hvd
@@ -24,7 +25,7 @@ def build(seed: int) -> nn.Module:
 
 def weights(model: nn.Module) -> Tensor:
     """All weights as one vector."""
-    return torch.cat([w.detach().flatten() for w in model.parameters()])
+    return parameters_to_vector(model.parameters()).detach()
 
 
 def equal(model: nn.Module) -> bool:
