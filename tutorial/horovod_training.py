@@ -6,7 +6,7 @@ mpirun -np 2 --bind-to none --oversubscribe python tutorial/horovod_training.py
 import sys
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector
 
@@ -34,7 +34,7 @@ def equal(model: nn.Module) -> bool:
     return (found == found[0]).all().item()
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor):
+def train(model: nn.Module, optimizer: optim.Optimizer, x: Tensor, y: Tensor) -> None:
     """Take three steps."""
     for _ in range(3):
         optimizer.zero_grad()
@@ -61,13 +61,13 @@ def main() -> None:
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     say("equal weights before training:", equal(model))
 
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
     train(model, optimizer, x[hvd.rank() :: hvd.size()], y[hvd.rank() :: hvd.size()])
     say("equal weights after training:", equal(model))
 
     alone = build(seed=0)
-    train(alone, torch.optim.SGD(alone.parameters(), lr=0.1), x, y)
+    train(alone, optim.SGD(alone.parameters(), lr=0.1), x, y)
     same = torch.allclose(weights(model), weights(alone), atol=1e-6)
     say("like one process with all samples:", same)
 
