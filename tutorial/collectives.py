@@ -1,4 +1,4 @@
-"""The collective operations: what each of four processes holds before and after.
+"""The other collectives: what each of four processes holds before and after.
 
 python tutorial/collectives.py
 """
@@ -6,56 +6,52 @@ python tutorial/collectives.py
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.distributed import ReduceOp
 
 
 def main(rank: int, port: int) -> None:
     """Each of the four processes runs this function; only `rank` differs."""
     store = dist.TCPStore("127.0.0.1", port)  # where the four find each other
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
-    root, four = rank == 0, range(4)
+    root = rank == 0
+    one = torch.tensor([rank + 1])
+    four = 10 * rank + torch.arange(4)  # rank 0: [0, 1, 2, 3], rank 1: [10, 11, ...
 
-    mine = [10 * rank + i for i in four]  # rank 0: [0, 1, 2, 3], rank 1: [10, 11, ...
-    x = torch.tensor(mine)
+    x = one.clone()
+    dist.reduce(x, dst=0)
+    show("reduce: rank 0 gets the sum", one, x if root else "undefined")
+
+    x = torch.zeros_like(one)
+    dist.scatter(x, list(four.split(1)) if root else None, src=0)
+    show("scatter: rank 0 gives each process one part", four if root else "nothing", x)
+
+    parts = [torch.zeros_like(one) for _ in four] if root else None
+    dist.gather(one, parts, dst=0)
+    x = torch.cat(parts) if root else "nothing"
+    show("gather: rank 0 collects all parts", one, x)
+
+    x = torch.zeros_like(four)
+    dist.all_gather_into_tensor(x, one)
+    show("all-gather: every process collects all parts", one, x)
+
+    part = torch.zeros_like(one)
+    dist.reduce_scatter_tensor(part, four)
+    show("reduce-scatter: every process gets one part of the sum", four, part)
+
+    x = torch.zeros_like(four)
+    dist.all_to_all_single(x, four)
+    show("all-to-all: every process gives each process one part", four, x)
+
+    x = four.clone()
     if rank == 0:
         dist.send(x, dst=3)
     if rank == 3:
         dist.recv(x, src=0)
-    show("send and recv: from rank 0 to rank 3", mine, x)
+    show("send and recv: rank 0 sends, rank 3 receives", four, x)
 
-    x = torch.tensor(mine)
-    dist.broadcast(x, src=0)
-    show("broadcast: rank 0 gives everybody what it has", mine, x)
-
-    x = torch.zeros(1, dtype=torch.long)
-    dist.scatter(x, list(torch.tensor(mine).split(1)) if root else None, src=0)
-    show("scatter: rank 0 gives everybody a part", mine if root else "nothing", x)
-
-    x = torch.tensor([rank + 1])
-    parts = [torch.zeros_like(x) for _ in four] if root else None
-    dist.gather(x, parts, dst=0)
-    show("gather: rank 0 collects", x, torch.cat(parts) if root else "nothing")
-
-    for op in (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.PRODUCT):
-        x = torch.tensor([rank + 1])
-        dist.reduce(x, dst=0, op=op)
-        show(f"reduce, {op.name}: rank 0 combines", [rank + 1], x if root else "?")
-
-    x = torch.tensor([rank + 1])
-    dist.all_reduce(x)
-    show("all-reduce: everybody gets the sum", [rank + 1], x)
-
-    x = torch.zeros(4, dtype=torch.long)
-    dist.all_gather_into_tensor(x, torch.tensor([rank + 1]))
-    show("all-gather: everybody collects", [rank + 1], x)
-
-    x = torch.zeros(1, dtype=torch.long)
-    dist.reduce_scatter_tensor(x, torch.tensor(mine))
-    show("reduce-scatter: everybody gets one part of the sum", mine, x)
-
-    store.add("arrived", 1)  # how many have come this far is a matter of chance
+    store.add("arrived", 1)  # other processes may arrive earlier or later
     dist.barrier()
-    show("barrier: who goes on knows that all arrived", "?", store.add("arrived", 0))
+    arrived = store.add("arrived", 0)
+    show("barrier: nobody continues until everybody has arrived", "unknown", arrived)
     dist.destroy_process_group()
 
 

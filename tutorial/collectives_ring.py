@@ -19,16 +19,16 @@ def ring_all_reduce(x: torch.Tensor, rank: int, n: int, look=lambda title: None)
         dist.recv(got, left)
         sending.wait()
         sent += mine.nbytes
-        if step < n - 1:  # reduce-scatter: add, and send the sum on in the next step
+        if step < n - 1:  # reduce-scatter: add, and send the sum in the next step
             theirs += got
-        else:  # all-gather: every process has one complete part, and they go round
+        else:  # all-gather: every process has one complete part and passes it on
             theirs.copy_(got)
         look(f"after step {step + 1}, {'adding' if step < n - 1 else 'replacing'}")
     return sent
 
 
 def root_all_reduce(x: torch.Tensor, rank: int, n: int) -> int:
-    """The same the obvious way: rank 0 adds everything up and sends it to everybody."""
+    """The same the simple way: rank 0 adds everything and sends it to everybody."""
     if rank > 0:
         dist.send(x, 0)
         dist.recv(x, 0)
@@ -56,6 +56,8 @@ def main(rank: int, port: int) -> None:
     ring_all_reduce(digits, rank, 4, look)
 
     data = torch.randn(300_000, generator=torch.Generator().manual_seed(rank))
+    print_once = print if rank == 0 else lambda *words: None
+    print_once(f"bytes that the busiest process sends; each has {data.nbytes:,}")
     for n in (2, 3, 4):
         group = dist.new_group(range(n))  # the first n processes; all four call this
         if rank >= n:
@@ -66,10 +68,7 @@ def main(rank: int, port: int) -> None:
             sent[i] = by_hand(x := data.clone(), rank, n)
             assert torch.allclose(x, library, atol=1e-5)
         dist.all_reduce(sent, dist.ReduceOp.MAX, group)
-        if rank == 0:
-            print(f"{n} processes, {data.nbytes:,} bytes each; sent by the busiest:")
-            print(f"  in the ring    {sent[0]:9,} = {2 * (n - 1) * data.nbytes // n:,}")
-            print(f"  through rank 0 {sent[1]:9,}")
+        print_once(f"  {n} processes: ring {sent[0]:,}, through rank 0 {sent[1]:,}")
     dist.destroy_process_group()
 
 
