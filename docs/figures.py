@@ -282,13 +282,13 @@ def formats(draw: Picture) -> float:
 def hang(draw: Picture) -> float:
     """Rank 0 waits in an all-reduce that rank 1 never calls."""
     steps = [cell for n in "12" for cell in (("a", 36, n), ("b", 16, ""))]
-    waits = ("a", 36, "3"), ("line b dashed", 142, "waits in all_reduce")
-    never = ("empty", 178, "never calls all_reduce")
-    draw.row(8, 34, [*steps, *waits, ("d", 62, "error")], title="rank 0")
-    draw.row(8, 110, [*steps, never, ("d", 62, "stopped")], title="rank 1")
-    draw.line(289, 26, 289, 150, kind="dashed")
-    draw.text(289, 164, "timeout: 10 minutes with NCCL,", "note end")
-    draw.text(289, 180, "30 with Gloo, unless you change it", "note end")
+    waits = ("a", 36, "3"), ("line b dashed", 138, "waits in all_reduce")
+    never = ("empty", 174, "never calls all_reduce")
+    draw.row(8, 34, [*steps, *waits, ("d", 66, "error")], title="rank 0")
+    draw.row(8, 110, [*steps, never, ("d", 66, "stopped")], title="rank 1")
+    draw.line(285, 26, 285, 150, kind="dashed")
+    draw.text(285, 164, "timeout: 10 minutes with NCCL,", "note end")
+    draw.text(285, 180, "30 with Gloo, unless you change it", "note end")
     draw.line(8, 192, 352, 192)
     draw.legend(214, a="forward and backward", b="all-reduce", d="the end")
     return 226
@@ -297,10 +297,10 @@ def hang(draw: Picture) -> float:
 def restarts(draw: Picture) -> float:
     """Rank 1 is killed in step 5; both processes load the checkpoint of step 4."""
     for rank, (saved, last) in enumerate((("c", 26), ("", 14))):
-        steps = [cell for n in "234" for cell in (("a", 26, n), (saved, 10, ""))]
-        again = [cell for n in "567" for cell in (("a", 26, n), (saved, 10, ""))]
-        cells = [*steps, ("b", last, "5"), ("", 50 - last, ""), ("empty", 46, "start")]
-        cells += [("c", 10, ""), ("b", 26, "5"), *again[1:]]
+        steps = [cell for n in "23467" for cell in (("a", 26, n), (saved, 10, ""))]
+        killed = ("b", last, "5"), ("", 50 - last, "")
+        again = ("empty", 46, "start"), ("c", 10, ""), ("b", 26, "5"), steps[1]
+        cells = [*steps[:6], *killed, *again, *steps[6:]]
         draw.row(8, 34 + 76 * rank, cells, title=f"rank {rank}")
     draw.text(104, 24, "torchrun stops it", "ink small")
     draw.text(104, 100, "killed", "ink small")
@@ -310,7 +310,7 @@ def restarts(draw: Picture) -> float:
     draw.line(216, 80, 216, 108)
     draw.text(164, 76, "checkpoint", "note middle")
     draw.line(8, 154, 352, 154)
-    draw.legend(176, a="a step", b="a step computed twice", c="checkpoint")
+    draw.legend(176, a="a step", b="a repeated step", c="checkpoint")
     return 188
 
 
