@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from urllib.parse import unquote
 from conftest import ROOT, run
 from markdown_it import MarkdownIt
 from torch.distributed.run import get_args_parser
+from torch.utils.data.distributed import DistributedSampler
 
 from scripts import quickstart
 from scripts.sync_scripts import BASE, SIBLINGS
@@ -51,6 +53,7 @@ def anchors(text):
 def missing_links(page):
     text = page.read_text()
     links = [token.attrs.get("href", token.attrs.get("src")) for token in tokens(text)]
+    links += re.findall(r'<img src="([^"]+)"', text)
     for link in filter(None, links):
         if not re.match(r"\w+:", link):
             path, _, anchor = unquote(link).partition("#")
@@ -173,6 +176,19 @@ def test_pages_show_what_scripts_lessons_and_results_are(tmp_path):
         ended = run(sys.executable, make, "--check")
         assert ended.returncode == status
         assert (ended.stdout + ended.stderr).endswith(printed)
+
+
+def test_the_pictures_are_drawn_from_what_is_there_now():
+    ended = run(sys.executable, "docs/figures.py", "--check")
+    assert (ended.returncode, ended.stdout + ended.stderr) == (0, "")
+    ended = run(sys.executable, "docs/figures.py", "--list")
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
+    orders = runpy.run_path(str(ROOT / "docs" / "figures.py"))["ORDERS"].values()
+    for epoch, (images, drawn) in enumerate(zip((10, 10, 9), orders, strict=True)):
+        for rank in range(2):
+            sampler = DistributedSampler(range(images), 2, rank, shuffle=images == 10)
+            sampler.set_epoch(epoch)
+            assert drawn[rank::2] == list(sampler)
 
 
 # --- the READMEs ---

@@ -1,0 +1,420 @@
+"""Draw the lessons' pictures as SVG, from the data below and in results/lessons/.
+
+python docs/figures.py            # write the pictures that change
+python docs/figures.py --check    # only list them; exit with 1 if there are any
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+R = "abcd"  # colours of ranks 0 to 3: blue, orange, green, pink
+# Text on a block of colour a has the colour on-a
+NAMES = "page ink note empty a b c d on-a on-b on-c on-d on-empty"
+LIGHT = "#ffffff #1f2328 #57606a #e4e8ec #0969da #e8912d #117a5b #c77fb0 "
+LIGHT += "#ffffff #1f2328 #ffffff #1f2328 #1f2328"
+DARK = "#0d1117 #e6edf3 #9da7b3 #30363d #4493f8 #f0a050 #2fb58a #d896c4 "
+DARK += "#0d1117 #0d1117 #0d1117 #0d1117 #e6edf3"
+
+
+def rules(colors: str) -> str:
+    """Style rules: a class for each colour, of blocks and text and of lines."""
+    rule = ".{0} {{ fill: {1} }} .line.{0} {{ fill: none; stroke: {1} }}"
+    pairs = zip(NAMES.split(), colors.split(), strict=True)
+    return "\n".join(rule.format(name, color) for name, color in pairs)
+
+
+HEAD = f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 360 HEIGHT"
+  font-family="system-ui, sans-serif" font-size="13">
+<style>
+{rules(LIGHT)}
+.line {{ stroke-width: 1.5 }} .dashed {{ stroke-dasharray: 4 3 }}
+.arrow {{ marker-end: url(#head) }} .title {{ font-weight: 600 }}
+.note, .small {{ font-size: 12px }}
+.middle {{ text-anchor: middle }} .end {{ text-anchor: end }}
+@media (prefers-color-scheme: dark) {{
+{rules(DARK)}
+}}
+</style>
+<marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8"
+  markerUnits="userSpaceOnUse" orient="auto"><path class="note" d="M0 0L8 4L0 8z"/>
+</marker>
+<rect class="page" width="360" height="HEIGHT" rx="8"/>
+"""
+
+
+class Picture(list[str]):
+    """Shapes; x and y in pixels of a phone, from the left and the top."""
+
+    def text(self, x: float, y: float, words: str, kind: str = "note") -> None:
+        """Words on the base line y that begin, or of kind "middle" or "end", at x."""
+        self.append(f'<text class="{kind}" x="{x:g}" y="{y:g}">{words}</text>')
+
+    def block(self, x, y, width, height, color: str, *lines: str) -> None:
+        """A rectangle, or the outline of one ("line a"), with text in its middle."""
+        size = f'width="{width:g}" height="{height:g}"'
+        place = f'x="{x:g}" y="{y:g}" {size} rx="{min(4, width / 8, height / 8):g}"'
+        self.append(f'<rect class="{color}" {place}/>')
+        kind = f"{'ink' if 'line' in color else f'on-{color}'} small middle"
+        first = y + height / 2 + 12.5 - 8 * len(lines)
+        for number, words in enumerate(lines):
+            self.text(x + width / 2, first + 16 * number, words, kind)
+
+    def row(self, x, y, cells: Iterable[tuple], height=28, title="") -> float:
+        """Blocks (colour or "" for a gap, width, label) under a title, up to where."""
+        if title:
+            self.text(x, y - 10, title, "ink title")
+        for color, width, label in cells:
+            if color:
+                self.block(x, y, width - 2, height, color, *label.splitlines())
+            x += width
+        return x - 2
+
+    def sum(self, x, y, width, height, ranks: str, fields: str) -> None:
+        """A block with a field for each rank, filled if the rank is in the sum."""
+        self.block(x, y, width, height, "empty")
+        part = width / len(fields)
+        for number, rank in enumerate(fields):
+            if rank in ranks:
+                self.block(x + part * number, y, part, height, rank)
+
+    def line(self, *points: float, kind: str = "arrow") -> None:
+        """An arrow, or a plain or dashed line, through points x, y, x, y, ..."""
+        path = " ".join(f"{value:g}" for value in points)
+        self.append(f'<path class="line note {kind}" d="M{path}"/>')
+
+    def legend(self, y: float, **names: str) -> None:
+        """A line that says what colours mean."""
+        x = 8
+        for color, words in names.items():
+            self.block(x, y - 10, 12, 12, color)
+            self.text(x + 17, y, words)
+            x += 32 + 6.9 * len(words)
+
+
+# Each of the following functions draws one picture and returns its height.
+
+
+def tree(draw: Picture) -> float:
+    """Two hosts, a launcher on each, eight processes with a GPU each."""
+    for host, color in enumerate("ab"):
+        y = 8 + 196 * host
+        draw.block(8, y, 344, 176, f"line {color}")
+        draw.text(18, y + 25, f"host {host}", "ink title")
+        draw.block(120, y + 10, 120, 24, "empty", "launcher: torchrun")
+        for local in range(4):
+            x = 16 + 83 * local
+            draw.line(180, y + 34, x + 39.5, y + 60)
+            rank = f"rank {4 * host + local}"
+            draw.block(x, y + 62, 79, 62, color, "process", rank, f"local rank {local}")
+            draw.line(x + 39.5, y + 124, x + 39.5, y + 140)
+            draw.block(x, y + 142, 79, 24, "empty", f"GPU {local}")
+    draw.line(180, 184, 180, 204, kind="plain")
+    draw.text(188, 198, "network")
+    draw.text(180, 402, "ranks 0 to 7: the world size is 8", "note middle")
+    return 416
+
+
+def all_reduce(draw: Picture) -> float:
+    """Broadcast and all-reduce among four ranks that hold 1, 2, 3 and 4."""
+    draw.text(8, 22, "broadcast", "ink title")
+    draw.text(100, 22, "rank 0's number goes to every rank")
+    draw.text(8, 180, "all-reduce", "ink title")
+    draw.text(100, 180, "every rank gets the sum")
+    for top in (28, 186):
+        draw.text(114, top + 14, "before", "note middle")
+        draw.text(264, top + 14, "after", "note middle")
+        for rank, color in enumerate(R):
+            y = top + 22 + 25 * rank
+            draw.text(8, y + 15, f"rank {rank}")
+            draw.block(64, y, 100, 21, color, str(rank + 1))
+            draw.line(170, y + 10.5, 208, y + 10.5)
+            if top == 28:
+                draw.block(214, y, 100, 21, "a", "1")
+            else:
+                draw.row(214, y, zip(R, [25.5] * 4, "1234", strict=True), 21)
+                draw.text(320, y + 15, "= 10")
+    return 320
+
+
+# What rank r holds in place c before and after: colours, and the number of the part
+COLLECTIVES = {
+    "reduce: one rank gets the sum": lambda r, c: (R[r] * (c == 0), R * (r == c == 0)),
+    "scatter: one rank's parts": lambda r, c: (f"a{c}" * (r == 0), f"a{c}" * (r == c)),
+    "gather: one rank collects": lambda r, c: (R[r] * (r == c), R[c] * (r == 0)),
+    "all-gather: every rank collects": lambda r, c: (R[r] * (r == c), R[c]),
+    "reduce-scatter: the sum in parts": lambda r, c: (f"{R[r]}{c}", R * (r == c)),
+    "all-to-all: part i of each to rank i": lambda r, c: (f"{R[r]}{c}", f"{R[c]}{r}"),
+}
+
+
+def collectives(draw: Picture) -> float:
+    """Six operations among four ranks: what each rank holds before and after."""
+    for number, (name, state) in enumerate(COLLECTIVES.items()):
+        left, top = 8 + 180 * (number % 2), 132 * (number // 2)
+        draw.text(left, top + 20, name.split(": ")[0], "ink title")
+        draw.text(left, top + 36, name.split(": ")[1])
+        draw.line(left + 81, top + 81, left + 95, top + 81)
+        for rank in range(4):
+            y = top + 44 + 19 * rank
+            draw.text(left, y + 13, str(rank))
+            for place in range(4):
+                for x, held in zip((11, 97), state(rank, place), strict=True):
+                    x, colors = left + x + 17 * place, held.rstrip("0123")
+                    draw.sum(x, y, 16, 17, colors, colors or R)
+                    if part := held.lstrip(R):
+                        draw.text(x + 8, y + 13, part, f"on-{colors} small middle")
+    draw.legend(416, a="rank 0's", b="rank 1's", c="rank 2's", d="rank 3's")
+    draw.sum(8, 424, 12, 12, R, R)
+    draw.text(25, 434, "the sum; a number in a block: which part")
+    return 448
+
+
+def ring(draw: Picture) -> float:
+    """An all-reduce in six steps, in which each rank sends one part to the next."""
+    held = [[rank] * 4 for rank in R]  # the ranks in each part's sum
+    draw.text(8, 22, "reduce-scatter", "ink title")
+    draw.text(8, 38, "the sums grow")
+    draw.text(188, 22, "all-gather", "ink title")
+    draw.text(188, 38, "the sums go round")
+    for step in range(6):
+        left, top = 8 + 180 * (step // 3), 58 + 146 * (step % 3)
+        draw.text(left, top + 4, f"step {step + 1}")
+        for rank in range(4):
+            part, following = (rank - step) % 4, (rank + 1) % 4
+            own = held[following][part] if step < 3 else ""
+            held[following][part] = held[rank][part] + own
+            x, y = left + 28 + 34 * part, top + 18 + 28 * rank
+            draw.line(x, y + 15, x, y + (23 if rank == 3 else 27))
+            if rank == 3:
+                draw.line(x, top + 9, x, top + 17)
+        for rank, parts in enumerate(held):
+            y = top + 18 + 28 * rank
+            draw.text(left, y + 11, str(rank))
+            for part, ranks in enumerate(parts):
+                draw.sum(left + 14 + 34 * part, y, 28, 14, ranks, R)
+    draw.legend(506, a="rank 0's", b="rank 1's", c="rank 2's", d="rank 3's")
+    draw.text(8, 526, "A row is a rank, a block with four fields is a part.")
+    return 538
+
+
+ORDERS = {  # DistributedSampler's; a test compares them with the sampler
+    "10 images, after set_epoch(0)": [4, 1, 7, 5, 3, 9, 0, 8, 6, 2],
+    "10 images, after set_epoch(1)": [5, 6, 1, 2, 0, 8, 9, 3, 7, 4],
+    "9 images: image 0 is used twice": [0, 1, 2, 3, 4, 5, 6, 7, 8, 0],
+}
+
+
+def shards(draw: Picture) -> float:
+    """The images that two processes take."""
+    for number, (title, order) in enumerate(ORDERS.items()):
+        top = 116 * number
+        draw.text(8, top + 22, title, "ink title")
+        for row, words in enumerate(("order", "rank 0", "rank 1")):
+            y = top + 32 + 27 * row
+            draw.text(8, y + 15, words)
+            for place, image in enumerate(order):
+                if row in (0, 1 + place % 2):
+                    label = str(image) + "*" * (image in order[:place])
+                    draw.block(58 + 29.5 * place, y, 27, 22, R[place % 2], label)
+    draw.text(8, 370, "Each rank takes every second image of the order.")
+    return 384
+
+
+def buckets(draw: Picture) -> float:
+    """Each bucket's all-reduce begins when its last gradient is there."""
+    x = 8
+    draw.text(8, 22, "Backward computes the last layer's gradients first.")
+    draw.text(8, 48, "gradients of layer")
+    draw.text(8, 102, "buckets")
+    draw.text(56, 164, "all-reduces")
+    for number, layers in enumerate(("6", "54", "321"), start=1):
+        color, width = R[number - 1], 42 * len(layers)
+        draw.row(x, 54, [(color, 42, n) for n in layers], 26)
+        draw.block(x, 108, width - 2, 26, f"line {color}")
+        draw.row(x + 9 * len(layers), 112, [(color, 24, n) for n in layers], 18)
+        x += width
+        draw.line(x - 2, 134, x - 2, 170)
+        draw.row(x - 2, 172, [(color, 26 * len(layers), str(number))], 26)
+    draw.line(x - 2, 40, x - 2, 222, kind="dashed")
+    draw.text(x - 6, 218, "backward ends", "note end")
+    draw.text(x + 4, 218, "the step waits")
+    draw.text(8, 244, "Only the last all-reduce makes the step wait.")
+    draw.text(8, 262, "DDP's first bucket is small, so the link starts early.")
+    return 276
+
+
+def accumulation(draw: Picture) -> float:
+    """Four micro-batches: an all-reduce after each, or only after the last."""
+    each = [cell for n in "1234" for cell in (("a", 46, n), ("b", 36, ""))]
+    last = [*each[::2], each[-1]]
+    end = draw.row(8, 32, [*each, ("c", 16, "")], 28, "four all-reduces")
+    sooner = draw.row(8, 108, [*last, ("c", 16, "")], 28, "no_sync(): one all-reduce")
+    draw.line(end, 140, end, 156, kind="plain")
+    draw.line(sooner, 140, sooner, 156, kind="plain")
+    draw.line(end - 1, 148, sooner + 2, 148)
+    draw.text(sooner - 10, 152, "three all-reduces fewer", "note end")
+    draw.legend(182, a="a micro-batch", b="all-reduce", c="optimizer's step")
+    draw.text(8, 202, "1 to 4: forward and backward; .grad adds up.")
+    return 216
+
+
+FORMATS = {"fp32": (8, 23), "TF32": (8, 10), "bf16": (8, 7), "fp16": (5, 10)}
+
+
+def formats(draw: Picture) -> float:
+    """Bits of four formats, with what they mean for the range and the precision."""
+    for number, (name, (exponent, fraction)) in enumerate(FORMATS.items()):
+        top = 74 * number
+        largest = (2 - 2.0**-fraction) * 2.0 ** (2 ** (exponent - 1) - 1)
+        written = f"{largest:,.0f}" if largest < 1e6 else f"{largest:.2g}"
+        draw.text(54, top + 22, f"1 + {exponent} + {fraction} bits")
+        bits = "d" + "b" * exponent + "a" * fraction
+        draw.row(8, top + 32, [(color, 10.8, "") for color in bits], 20, name)
+        next_to_1 = f"after 1 comes 1 + {2.0**-fraction:.2g}"
+        draw.text(8, top + 68, f"largest {written}; {next_to_1}")
+    draw.legend(320, d="sign", b="exponent: range", a="fraction: precision")
+    return 334
+
+
+def hang(draw: Picture) -> float:
+    """Rank 0 waits in an all-reduce that rank 1 never calls."""
+    steps = [cell for n in "12" for cell in (("a", 36, n), ("b", 16, ""))]
+    waits = ("a", 36, "3"), ("line b dashed", 138, "waits in all_reduce")
+    never = ("empty", 174, "never calls all_reduce")
+    draw.row(8, 34, [*steps, *waits, ("d", 66, "error")], title="rank 0")
+    draw.row(8, 110, [*steps, never, ("d", 66, "stopped")], title="rank 1")
+    draw.line(285, 26, 285, 150, kind="dashed")
+    draw.text(285, 164, "timeout: 10 minutes with NCCL,", "note end")
+    draw.text(285, 180, "30 with Gloo, unless you change it", "note end")
+    draw.line(8, 192, 352, 192)
+    draw.legend(214, a="forward and backward", b="all-reduce", d="the end")
+    return 226
+
+
+def restarts(draw: Picture) -> float:
+    """Rank 1 is killed in step 5; both processes load the checkpoint of step 4."""
+    for rank, (saved, last) in enumerate((("c", 26), ("", 14))):
+        steps = [cell for n in "23467" for cell in (("a", 26, n), (saved, 10, ""))]
+        killed = ("b", last, "5"), ("", 50 - last, "")
+        again = ("empty", 46, "start"), ("c", 10, ""), ("b", 26, "5"), steps[1]
+        cells = [*steps[:6], *killed, *again, *steps[6:]]
+        draw.row(8, 34 + 76 * rank, cells, title=f"rank {rank}")
+    draw.text(104, 24, "torchrun stops it", "ink small")
+    draw.text(104, 100, "killed", "ink small")
+    draw.line(127, 117, 141, 131, kind="plain")
+    draw.line(127, 131, 141, 117, kind="plain")
+    draw.line(112, 64, 112, 80, 216, 80, 216, 65)
+    draw.line(216, 80, 216, 108)
+    draw.text(164, 76, "checkpoint", "note middle")
+    draw.line(8, 154, 352, 154)
+    draw.legend(176, a="a step", b="a repeated step", c="checkpoint")
+    return 188
+
+
+HOROVOD = (  # a line of code; what it does with DDP, and with Horovod
+    ("before the first step", "DDP(model)", "DistributedOptimizer"),
+    ("model(x)", "arms the hooks", "a plain forward"),
+    (
+        "loss.backward()",
+        "hooks fill buckets,\nstart their all-reduce;\nwaits for the last",
+        "hooks pass gradients\nto a thread, which\nall-reduces them",
+    ),
+    ("optimizer.step()", "a plain step", "waits for the thread,\nthen updates weights"),
+)
+
+
+def horovod(draw: Picture) -> float:
+    """What DDP and Horovod do in each line of a training step."""
+    y = 30
+    draw.text(92, 22, "DDP wraps the model", "ink title small middle")
+    draw.text(268, 22, "Horovod: the optimizer", "ink title small middle")
+    for code, *columns in HOROVOD:
+        height = 14 + 16 * max(words.count("\n") + 1 for words in columns)
+        draw.text(180, y + 13, code, "note middle")
+        for x, color, words in zip((8, 184), "ab", columns, strict=True):
+            color = "empty" if "plain" in words else color
+            draw.row(x, y + 19, [(color, 170, words)], height)
+        y += height + 23
+    draw.legend(y + 22, a="DDP acts", b="Horovod acts", empty="PyTorch alone")
+    return y + 36
+
+
+def measured(name: str) -> dict:
+    """What a lesson's program wrote."""
+    return json.loads((ROOT / "results" / "lessons" / f"{name}.json").read_text())
+
+
+def timeline(draw: Picture) -> float:
+    """One training step with two forms of buckets: what was computed, what was sent."""
+    steps = measured("overlap")
+    longest = max(end for spans in steps.values() for _, _, end in spans)
+    colors = {"forward": "d", "backward": "a", "send": "b", "optimizer": "c"}
+    for number, title in enumerate(("one bucket", "buckets of one layer")):
+        top, spans = 128 * number, steps[title]
+        draw.text(8, top + 22, title, "ink title")
+        total = max(end for _, _, end in spans)
+        draw.text(352, top + 22, f"{total:.0f} ms", "ink title end")
+        for y, lane in ((32, "compute"), (66, "link")):
+            draw.text(8, top + y + 17, lane)
+            draw.block(66, top + y, 286, 26, "line note dashed")
+        for what, began, ended in spans:
+            x, width = 66 + 286 * began / longest, 286 * (ended - began) / longest
+            y = top + (66 if what.startswith("send") else 32)
+            draw.block(x, y, max(width - 1, 1), 26, colors[what.split()[0]])
+        computed = max(end for what, _, end in spans if what.startswith("backward"))
+        x = 66 + 286 * computed / longest
+        draw.line(x, top + 28, x, top + 96, kind="dashed")
+        draw.text(min(x, 306), top + 108, "backward ends", "note middle")
+    draw.legend(270, d="forward", a="backward", b="sending", c="optimizer")
+    return 284
+
+
+def memory(draw: Picture) -> float:
+    """Bytes that each process keeps, with DDP and with ZeRO 1, 2 and 3."""
+    ways = measured("memory_zero")
+    largest = max(sum(parts.values()) for parts in ways.values())
+    for number, (name, parts) in enumerate(ways.items()):
+        top, total = 58 * number, sum(parts.values()) / 1024
+        draw.text(352, top + 22, f"{total:,.0f} KiB per process", "note end")
+        widths = [max(344 * size / largest, 3) for size in parts.values()]
+        draw.row(8, top + 32, zip(R, widths, [""] * 4, strict=False), 24, name)
+    bottom = 18 + 58 * len(ways)
+    draw.legend(bottom, **dict(zip(R, ways["DDP"], strict=False)))
+    return bottom + 14
+
+
+FIGURES = (tree, all_reduce, shards, buckets, accumulation, collectives, ring, formats)
+FIGURES += (hang, restarts, horovod, timeline, memory)  # the last two from results/
+FIGURES = {f"docs/tutorial/{draw.__name__}.svg": draw for draw in FIGURES}
+
+
+def drawn(figure: Callable[[Picture], float]) -> str:
+    """The text of a picture."""
+    picture = Picture()
+    height = figure(picture)
+    return HEAD.replace("HEIGHT", f"{height:g}") + "\n".join([*picture, "</svg>\n"])
+
+
+def main(arguments: list[str]) -> int:
+    """Write or check all pictures; return the exit status."""
+    try:
+        if arguments not in ([], ["--check"]):
+            raise ValueError("usage: docs/figures.py [--check]")
+        texts = {ROOT / name: drawn(figure) for name, figure in FIGURES.items()}
+    except (OSError, ValueError) as error:
+        print(f"docs/figures.py: error: {error}", file=sys.stderr)
+        return 2
+    before = {path: path.read_text() for path in texts if path.exists()}
+    changed = [path for path in texts if texts[path] != before.get(path)]
+    for path in changed:
+        print(f"{path.relative_to(ROOT)} {'differs' if arguments else 'written'}")
+        if not arguments:
+            path.write_text(texts[path])
+    return 1 if arguments and changed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
