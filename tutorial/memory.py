@@ -55,6 +55,6 @@ if __name__ == "__main__":
     print(f"bytes of one step{'computed':>12} {'measured':>10}")
     for row in zip(KINDS, computed(), measured(), strict=True):
         print("  {:16} {:10,} {:10,}".format(*row))
-    print(f"GB for {count:,.0f} parameters: weights, gradients, optimizer, all")
+    print(f"{f'GB, {count:,.0f} parameters':32}   weights gradients optimizer      sum")
     for name, n in PER_PARAMETER.items():
-        print(f"  {name:30}", *(f"{b * count / 1e9:7.1f}" for b in (*n, sum(n))))
+        print(f"  {name:30}", *(f"{b * count / 1e9:9.1f}" for b in (*n, sum(n))))

@@ -46,7 +46,7 @@ def train(name: str, model: nn.Module, batch: Tensor) -> Tensor:
     moments = [value for each in optimizer.state.values() for value in each.values()]
     kept = {"weights": weights, "gradients": [w.grad for w in weights], "Adam": moments}
     if dist.get_rank() == 0:
-        print(f"{name}, KiB:", ", ".join(f"{k} {kib(t)}" for k, t in kept.items()))
+        print(f"{name}\n ", ", ".join(f"{k} {kib(t)} KiB" for k, t in kept.items()))
         print("  whole layers as each begins:", [LAYERS - n for n in halved[:LAYERS]])
     full = [w.full_tensor() if isinstance(w, DTensor) else w for w in weights]
     return torch.cat([w.flatten() for w in full])
@@ -70,7 +70,7 @@ def main(rank: int, port: int) -> None:
         weights = train(f"fully_shard, reshard_after_forward={reshard}", model, batch)
         off = (weights - right).abs().max().item()
         if rank == 0:
-            print("  weights:", f"off by {off:.0e}" if off else "equal to DDP's bits")
+            print("  the weights:", f"off by {off:.0e}" if off else "equal to the bit")
     dist.destroy_process_group()
 
 

@@ -66,9 +66,9 @@ def main(rank: int, port: int, file: str | None) -> None:
         weights, found[name] = train(stage, rank)
         if rank == 0:
             off = (weights - right).abs().max().item()
-            sizes = [f"{kind} {n // 1024:4}" for kind, n in found[name].items()]
+            sizes = ", ".join(f"{k} {n // 1024} KiB" for k, n in found[name].items())
             verdict = f"off by {off:.0e}" if off else "equal to the bit"
-            print(f"{name:6}, KiB: {', '.join(sizes)}; weights {verdict}")
+            print(f"{name}: {sizes}\n  the weights after training: {verdict}")
     if rank == 0 and file:
         Path(file).write_text(json.dumps(found))
     dist.destroy_process_group()
