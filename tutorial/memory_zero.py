@@ -33,20 +33,21 @@ def train(stage: int, rank: int) -> tuple[Tensor, dict[str, int]]:
     optimizer = torch.optim.Adam(mine)
     for _ in range(STEPS):
         inputs, gradients = [batch], []
-        for weight in weights:  # the forward pass
+        for weight in weights:  # forward
             inputs.append(inputs[-1] @ (gather(weight) if stage == 3 else weight))
         error = inputs.pop()  # the loss is half the sum of the squared outputs
-        for weight in reversed(weights):  # the backward pass
+        for weight, part in zip(weights[::-1], mine[::-1], strict=True):  # backward
             gradient = inputs.pop().T @ error
             error = error @ (gather(weight) if stage == 3 else weight).T
             if stage < 2:
                 dist.all_reduce(gradient)
             else:  # each process gets the sum of its own rows only
-                whole, gradient = gradient, torch.empty(WIDTH // 2, WIDTH)
-                dist.reduce_scatter_tensor(gradient, whole)
-            gradients.insert(0, gradient / 2)
-        for weight, gradient in zip(mine, gradients, strict=True):
-            weight.grad = gradient.chunk(2)[rank] if stage == 1 else gradient
+                half = torch.empty(WIDTH // 2, WIDTH)
+                dist.reduce_scatter_tensor(half, gradient)
+                gradient = half
+            gradient /= 2
+            gradients.append(gradient)
+            part.grad = gradient.chunk(2)[rank] if stage == 1 else gradient
         optimizer.step()
         if stage in (1, 2):  # each process has updated its own rows only
             for weight, half in zip(weights, mine, strict=True):
