@@ -45,8 +45,7 @@ def train(stage: int, rank: int) -> tuple[Tensor, dict[str, int]]:
                 half = torch.empty(WIDTH // 2, WIDTH)
                 dist.reduce_scatter_tensor(half, gradient)
                 gradient = half
-            gradient /= 2
-            gradients.append(gradient)
+            gradients.append(gradient.div_(2))  # the mean of both processes
             part.grad = gradient.chunk(2)[rank] if stage == 1 else gradient
         optimizer.step()
         if stage in (1, 2):  # each process has updated its own rows only
