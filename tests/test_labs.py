@@ -14,13 +14,13 @@ SCRIPTS = {path.name[:2]: path.name for path in sorted(LABS.glob("[0-9][0-9]_*.p
 # What is wrong with each
 BROKEN = {
     "01": "on two machines with one process each, epoch 0 leaves out 48 of 96 images",
-    "02": "if another run of it is under way, after 0 steps rank 0 fails with ",
+    "02": "if another run of it is under way, before the first step rank 0 fails with ",
     "03": "have different weights before the first step",
-    "04": "after 0 steps rank 1 fails with FileNotFoundError: ",
+    "04": "before the first step rank 1 fails with FileNotFoundError: ",
     "05": "have different weights after step 1",
     "06": "step 1 moves the weights 0.50 times as far as one process does",
     "07": "3 epochs of 96 images are 288; the two processes train on 576",
-    "08": "rank 0 sees the same images in the same order every epoch",
+    "08": "rank 0 sees the same images, in one order, in each epoch",
     "09": "both processes add the same noise to their images",
     "10": "it prints accuracy ",
     "11": "it prints accuracy ",
@@ -38,7 +38,9 @@ BROKEN = {
     "23": "resumed ends with other weights than a run without a break",
     "24": "killed during its second save, checkpoint.pt cannot be read",
 }
-LOOP = re.search(r" +for x, y in loader:\n(?: {12}.*\n)+", (LABS / SCRIPTS["19"]).read_text())
+LOOP = re.search(
+    r" +for x, y in loader:\n(?: {12}.*\n)+", (LABS / SCRIPTS["19"]).read_text()
+)
 JOINED = "        with model.join():\n" + re.sub("(?m)^", "    ", LOOP[0]).rstrip(" ")
 # Other changes than those of solutions/: lab, old text, new text, what is said of it
 CHANGES = [
@@ -55,6 +57,8 @@ CHANGES = [
     ("19", LOOP[0], JOINED, "passes"),
     ("20", "if dist.get_rank() == 0:\n            with", "if True:\n            with", "passes"),
     ("21", "model.state_dict()", "{k[7:]: w for k, w in model.state_dict().items()}", "passes"),
+    ("24", """torch.save(content, "checkpoint.pt")""",
+     """torch.save(content, open("checkpoint.pt", "wb"))""", "cannot be read"),
     ("23", "if CHECKPOINT.exists():", "if False:", "takes 18 steps instead of the last 6"),
 ]  # fmt: skip
 
