@@ -7,7 +7,7 @@ from argparse import Namespace
 import pytest
 import torch
 from conftest import ROOT, SHORT, launcher, run
-from ranks import Ranks, run_ranks, train, train_watched
+from ranks import Ranks, graphs_in_ddp, run_ranks, train, train_watched
 from torchvision.models import resnet18
 
 import apex_distributed
@@ -142,10 +142,21 @@ def test_a_compiled_network_and_synthetic_images(tmp_path):
     assert records(tmp_path / "out")[0]["images"] == 24
 
 
+def test_models_that_are_compiled_before_or_after_ddp_are_split_into_buckets(tmp_path):
+    """docs/six_places.md quotes these numbers."""
+    (found,) = run_ranks(tmp_path, 1, graphs_in_ddp)
+    buckets = found["compile, then wrap"]
+    assert buckets == found["wrap, then compile"] == [6, 0]
+    assert found["no DDP"] == [1, 0]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_apex_needs_a_gpu(digits):
+def test_apex_and_synchronized_batch_norm_need_a_gpu(digits):
     ended = launcher("apex_distributed", "--data", digits)
     line = "apex_distributed.py: error: Apex needs a CUDA GPU: this machine has none\n"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", line)
+    ended = launcher("distributed", "--data", digits, "--sync-bn")
+    line = "distributed.py: error: --sync-bn needs a CUDA GPU: this machine has none\n"
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", line)
 
 

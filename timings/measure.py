@@ -9,6 +9,7 @@ import re
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,7 @@ class Candidate(NamedTuple):
     name: str
     command: list[str]
     variables: dict[str, str]
+    cores: int = 0  # on which each process stays, if it computes on a CPU
 
 
 class Job:
@@ -40,7 +42,7 @@ class Job:
 
     def __init__(self, candidate: Candidate, folder: Path):
         """Start them; they find their gate in the environment."""
-        self.name = candidate.name
+        self.name, self.cores = candidate.name, candidate.cores
         self.gate = folder / re.sub(r"\W", "-", self.name)
         self.listener = socket.socket(socket.AF_UNIX)
         self.listener.bind(str(self.gate))
@@ -70,6 +72,8 @@ class Job:
             self.world_size = report["world_size"]
             self.arrived[report["rank"]] = report["intervals"]
             self.interval = self.interval or report["intervals"][0][0]
+            if self.cores:
+                pin(handle, report["rank"], self.cores)
         else:
             del self.readers[handle]  # the process died, and soon its launcher ends
 
@@ -103,6 +107,15 @@ class Job:
         self.process.wait()
         for handle in (self.listener, *self.readers):
             handle.close()
+
+
+def pin(connection: socket.socket, rank: int, number: int) -> None:
+    """Keep a process's main thread on the `number` cores that are its rank's."""
+    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    every, first = sorted(os.sched_getaffinity(0)), rank * number
+    own = [every[core % len(every)] for core in range(first, first + number)]
+    with contextlib.suppress(OSError):  # it died
+        os.sched_setaffinity(struct.unpack("3i", peer)[0], own)
 
 
 def wait(jobs: Sequence[Job], seconds: float) -> None:

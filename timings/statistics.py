@@ -17,6 +17,7 @@ from scipy import stats
 AGAIN = " again"  # the name of the second copy of a candidate ends so
 ERROR = 0.02  # chance of any wrong verdict in a mode
 MARGIN = math.log(1.03)  # what counts as equal
+TRIM = 0.2  # of intervals at either end: other work on the machine makes outliers
 LOOKS = 2  # cohorts between two looks at which a mode may end early
 
 
@@ -50,7 +51,7 @@ def orders(names: Sequence[str], draw: random.Random) -> Iterator[list[str]]:
 
 
 def means(cohort: dict, without: Sequence[str] = ()) -> dict[str, float]:
-    """The mean of each candidate's log(seconds per image) in a cohort.
+    """The trimmed mean of each candidate's log(seconds per image) in a cohort.
 
     Args:
         cohort: its "turns" begin with a name and the seconds per image of intervals.
@@ -59,8 +60,8 @@ def means(cohort: dict, without: Sequence[str] = ()) -> dict[str, float]:
     logs: dict[str, list[float]] = {}
     for name, intervals, *_ in cohort["turns"]:
         if name not in without:
-            logs.setdefault(name, []).append(float(numpy.log(intervals).mean()))
-    return {name: sum(values) / len(values) for name, values in logs.items()}
+            logs.setdefault(name, []).extend(numpy.log(intervals))
+    return {name: stats.trim_mean(values, TRIM) for name, values in logs.items()}
 
 
 class Fit:
