@@ -221,14 +221,9 @@ def draw(modes: list[Mode], base: str) -> str:
         parts[-1] += f"{ratio:.2f}</text>"
     parts.append(f'<text x="{EDGE}" y="{y + 8}">Speed over that of {base}; band: ±3 %')
     size = f'viewBox="0 0 {WIDTH} {y + 20}" width="{WIDTH}" height="{y + 20}"'
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{STYLE}',
-            '<rect width="100%" height="100%" fill="var(--paper)"/>',
-            *parts,
-            "</text></svg>\n",
-        ]
-    )
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{STYLE}'
+    paper = '<rect width="100%" height="100%" fill="var(--paper)"/>'
+    return "\n".join([head, paper, *parts, "</text></svg>\n"])
 
 
 def write(folder: Path, last: bool) -> str:
