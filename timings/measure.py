@@ -25,6 +25,7 @@ from timings.statistics import orders
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 300  # in which a candidate starts and makes its first interval
 TURN_SECONDS = 120  # in which a turn is over, unless intervals are longer than usual
+WARM_UP = 2  # turns of each candidate that are thrown away
 KEPT = 2  # intervals of a turn, after the first, which is thrown away
 
 
@@ -110,12 +111,13 @@ class Job:
 
 
 def pin(connection: socket.socket, rank: int, number: int) -> None:
-    """Keep a process's main thread on the `number` cores that are its rank's."""
+    """Keep a process, without its loaders, on the `number` cores that are its rank's."""
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     every, first = sorted(os.sched_getaffinity(0)), rank * number
     own = [every[core % len(every)] for core in range(first, first + number)]
-    with contextlib.suppress(OSError):  # it died
-        os.sched_setaffinity(struct.unpack("3i", peer)[0], own)
+    with contextlib.suppress(OSError):  # it died, or a thread ended
+        for thread in os.listdir(f"/proc/{struct.unpack('3i', peer)[0]}/task"):
+            os.sched_setaffinity(int(thread), own)
 
 
 def wait(jobs: Sequence[Job], seconds: float) -> None:
@@ -177,12 +179,12 @@ def cohort(
         first = [rank[0][1] for job in jobs.values() for rank in job.arrived.values()]
         limit = max([TURN_SECONDS, *(10 * KEPT * seconds for seconds in first)])
         until = started + (seconds or started - began)
-        for order in orders(list(jobs), random.Random()):
+        for number, order in enumerate(orders(list(jobs), random.Random())):
             alive = [jobs[name] for name in order if not jobs[name].problem]
             if not alive or time.monotonic() > until:
                 break
             for job in alive:
-                if kept := job.turn(limit):
+                if (kept := job.turn(limit)) and number >= WARM_UP:
                     times, waits = zip(*kept, strict=True)
                     waited = sum(waits) / len(waits)
                     turns.append([job.name, list(times), waited, after_turn()])
