@@ -25,7 +25,8 @@ from timings.statistics import orders
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 300  # in which a candidate starts and makes its first interval
 TURN_SECONDS = 120  # in which a turn is over, unless intervals are longer than usual
-WARM_UP = 2  # turns of each candidate that are thrown away
+WARM_UP = 1  # turns of each candidate that are thrown away
+LEAST_SECONDS = 45  # of a cohort's turns
 KEPT = 2  # intervals of a turn, after the first, which is thrown away
 
 
@@ -111,7 +112,7 @@ class Job:
 
 
 def pin(connection: socket.socket, rank: int, number: int) -> None:
-    """Keep a process, without its loaders, on the `number` cores that are its rank's."""
+    """Keep a process, but not its loaders, on `number` cores of its rank."""
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     every, first = sorted(os.sched_getaffinity(0)), rank * number
     own = [every[core % len(every)] for core in range(first, first + number)]
@@ -163,7 +164,7 @@ def cohort(
     """Start candidates, let them take turns, and kill them.
 
     Args:
-        seconds: of all turns; by default as long as the start took.
+        seconds: of all turns; by default as long as the start took, or LEAST_SECONDS.
         after_turn: what it returns is kept with the turn.
 
     Returns:
@@ -178,7 +179,7 @@ def cohort(
         started = time.monotonic()
         first = [rank[0][1] for job in jobs.values() for rank in job.arrived.values()]
         limit = max([TURN_SECONDS, *(10 * KEPT * seconds for seconds in first)])
-        until = started + (seconds or started - began)
+        until = started + (seconds or max(started - began, LEAST_SECONDS))
         for number, order in enumerate(orders(list(jobs), random.Random())):
             alive = [jobs[name] for name in order if not jobs[name].problem]
             if not alive or time.monotonic() > until:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from common.device import describe
-from timings.statistics import ERROR, MARGIN, Verdict, decide, means
+from timings.statistics import ERROR, MARGIN, Verdict, decide, levels
 
 WHERE = {"synthetic": "With images on the device", "jpeg": "From JPEG files"}
 INPUT_BOUND = 0.1  # share of the time that waits for data
@@ -115,7 +115,7 @@ class Mode:
         """The table of the candidates."""
         rows, turns = [], [turn for one in self.cohorts for turn in one["turns"]]
         for name in sorted({turn[0] for turn in turns}):
-            found = [means(one) for one in self.cohorts]
+            found = [levels(one) for one in self.cohorts]
             logs = [one[name] for one in found if name in one]
             waited = statistics.mean(turn[2] for turn in turns if turn[0] == name)
             spread = f"{statistics.stdev(logs):.1%}" if len(logs) > 1 else "-"
