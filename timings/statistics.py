@@ -2,8 +2,8 @@
 
 A cohort is one launch of every candidate. Candidates take turns in it, in an order in
 which each follows each other one equally often. A launch is one sample: it differs from
-the next by some percent, however long it is measured. So the means of a candidate over
-cohorts are compared, not intervals.
+the next by some percent, however long it is measured. So a candidate's figures of
+several cohorts are compared, not intervals.
 """
 
 import math
@@ -61,9 +61,8 @@ def levels(cohort: dict, without: Sequence[str] = ()) -> dict[str, float]:
     for name, intervals, *_ in cohort["turns"]:
         if name not in without:
             logs.setdefault(name, []).extend(numpy.log(intervals))
-    return {
-        name: float(numpy.quantile(values, QUARTILE)) for name, values in logs.items()
-    }
+    low = {name: numpy.quantile(values, QUARTILE) for name, values in logs.items()}
+    return {name: float(value) for name, value in low.items()}
 
 
 class Fit:
