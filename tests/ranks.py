@@ -416,28 +416,29 @@ def recorded(name: str, runs: list, counted: bool = False) -> list[dict]:
 
 
 def graphs_in_ddp() -> dict[str, list[int]]:
-    """Of six layers, each a bucket of its own: compiled graphs, and breaks in them."""
+    """Of six layers, each a bucket of its own: compiled graphs, and breaks of graphs."""
     torch.distributed.init_process_group("gloo")
+    layers = [nn.Linear(512, 512) for _ in range(6)]
     found = {}
     for order in ("compile, then wrap", "wrap, then compile", "no DDP"):
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        graphs = []
+        for model in (nn.Sequential(*layers), Net(1, *layers)):
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+            graphs, name = [], f"{order}: {type(model).__name__}"
 
-        def backend(graph, inputs, graphs=graphs):
-            graphs.append(graph)
-            return graph.forward
+            def backend(graph, inputs, graphs=graphs):
+                graphs.append(graph)
+                return graph.forward
 
-        model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6)))
-        if order == "compile, then wrap":
-            model.compile(backend=backend)
-        if order != "no DDP":
-            model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1)
-        if order != "compile, then wrap":
-            model.compile(backend=backend)
-        model(torch.randn(2, 512)).sum().backward()
-        breaks = torch._dynamo.utils.counters["graph_break"]
-        found[order] = [len(graphs), sum(breaks.values())]
+            if order == "compile, then wrap":
+                model.compile(backend=backend)
+            if order != "no DDP":
+                model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1)
+            if order != "compile, then wrap":
+                model.compile(backend=backend)
+            model(torch.randn(2, 512)).sum().backward()
+            breaks = torch._dynamo.utils.counters["graph_break"]
+            found[name] = [len(graphs), sum(breaks.values())]
     torch.distributed.destroy_process_group()
     return found
 

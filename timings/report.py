@@ -271,7 +271,7 @@ def write(folder: Path, last: bool) -> str:
         **listed,
         "half_widths": {mode.name: mode.half_width for mode in modes},
         "problems": problems,
-        "settings": settings,
+        "settings": {n: value for n, value in settings.items() if n != "output"},
     }
     (folder / "report.md").write_text(text)
     written = json.dumps(report, indent=1).replace("Infinity", "null")
