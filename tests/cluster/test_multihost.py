@@ -402,8 +402,10 @@ def test_training_continues_with_the_hosts_that_are_left(job, digits, tmp_path, 
     records = [json.loads(line) for line in (output / "epochs.jsonl").open()]
     assert [record["epoch"] for record in records] == [*range(len(records))]
     assert {record["images"] for record in records} == {320}
-    figure("hosts elastic / hostb dies / seconds until an epoch without it", left)
-    figure("hosts elastic / hostb comes back / seconds until an epoch with it", back)
+    figure("hosts elastic / hostb dies / seconds until an epoch is complete", left)
+    figure(
+        "hosts elastic / hostb comes back / seconds until an epoch is complete", back
+    )
 
 
 @pytest.mark.full
