@@ -88,6 +88,8 @@ def main(args: Namespace) -> None:
 
     # [3/6 wrap] amp first, then Apex's DDP, whose backward pass averages gradients
     raw_model.to(memory_format=torch.contiguous_format)  # required by amp_C
+    if args.sync_bn:  # not Apex's converter: it copies weights that `optimizer` has
+        raw_model = nn.SyncBatchNorm.convert_sync_batchnorm(raw_model)
     prepared = amp.initialize(raw_model, optimizer, opt_level=args.opt_level)
     raw_model, optimizer = prepared
     model = ApexDDP(raw_model)

@@ -76,6 +76,8 @@ def main(args: Namespace) -> None:
     gpus = list(range(torch.cuda.device_count())) if device.type == "cuda" else []
     if args.compile and len(gpus) > 1:
         raise UserError("--compile: nn.DataParallel's replicas cannot be compiled")
+    if args.sync_bn:
+        raise UserError("--sync-bn: nn.DataParallel has no synchronized batch norm")
     model = AutocastModel(raw_model, autocast_dtype(args.precision))
     if gpus:
         model = nn.DataParallel(model, device_ids=gpus, output_device=gpus[0])

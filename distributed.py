@@ -82,6 +82,8 @@ def main(args: Namespace) -> None:
 
     # [3/6 wrap] a backward pass through `model` also averages the gradients
     gpus = [device.index] if device.type == "cuda" else None
+    if args.sync_bn:
+        raw_model = nn.SyncBatchNorm.convert_sync_batchnorm(raw_model)
     model = DDP(raw_model, device_ids=gpus, gradient_as_bucket_view=True)
     model.broadcast_buffers = False  # validate() broadcasts buffers instead
     if args.compress_gradients:

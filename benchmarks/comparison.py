@@ -23,6 +23,15 @@ from common.log import commit
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 
+# By default, glibc returns thousands of freed pages to the system at each step. This
+# takes 10 to 20 % of a step, depending on what else is in memory, and would decide any
+# comparison. With these settings, glibc keeps the pages.
+KEEP_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+    "MALLOC_TRIM_THRESHOLD_": str(2**33),
+    "MALLOC_TOP_PAD_": str(2**28),
+}
+
 
 def interleave(
     candidates: dict[str, Callable[[], float]], rounds: int

@@ -26,7 +26,13 @@ import torchvision
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.comparison import compared, interleave, print_rows, write_results
+from benchmarks.comparison import (
+    KEEP_MEMORY,
+    compared,
+    interleave,
+    print_rows,
+    write_results,
+)
 from common.data import DeviceLoader
 from common.device import autocast_dtype
 from launch.check import load_script
@@ -38,14 +44,6 @@ STEPS = 10  # per measurement, one print interval
 CASES = ((64, 64), (224, 32))
 BARE, USUAL = "bare loop", "usual loop: fp32, NCHW"
 ROOT = Path(__file__).resolve().parent.parent
-# By default, glibc returns thousands of freed pages to the system at each step. This
-# takes 10 to 20 % of a step, depending on what else is in memory, and would decide any
-# comparison. With these settings, glibc keeps the pages.
-KEEP_MEMORY = {
-    "MALLOC_MMAP_THRESHOLD_": str(2**30),
-    "MALLOC_TRIM_THRESHOLD_": str(2**33),
-    "MALLOC_TOP_PAD_": str(2**28),
-}
 
 
 def bare_loop(

@@ -7,7 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
-from common.device import PRECISIONS, machine_cores, usable_gpus
+from common.device import PRECISIONS, machine_cores, require_gpu, usable_gpus
 from common.errors import complain, speaks_for_machine
 from common.images import DECODERS, choose_decoder
 from common.model import architectures, pretrained_image_size
@@ -98,6 +98,8 @@ def build_parser(docstring: str) -> OneLineParser:
         help="micro-batches per step; processes average gradients once per step and "
         "need memory for only one micro-batch (%(default)s)",
     )
+    one = "compute batch norm's statistics over all processes (GPUs only)"
+    add("--sync-bn", action="store_true", help=one)
     add(
         "--lr",
         type=not_negative,
@@ -179,13 +181,15 @@ def parse_arguments(
     Invalid flags end the process with one line and exit status 2.
 
     Raises:
-        UserError: the decoder is not installed.
+        UserError: the decoder is not installed, or --sync-bn has no GPU.
     """
     args = parser.parse_args(argv)
     if (args.data is None) == (args.synthetic is None):
         parser.error("give either --data DIR or --synthetic")
     if args.evaluate and not (args.resume or args.pretrained):
         parser.error("--evaluate needs --resume auto|PATH or --pretrained")
+    if args.sync_bn:
+        require_gpu(args.device, "--sync-bn")
     if args.image_size is None:
         args.image_size = pretrained_image_size(args.arch) if args.pretrained else 224
     if args.workers is None:

@@ -87,7 +87,7 @@ def require_gpu(name: str, who: str) -> None:
 
     Args:
         name: the value of --device.
-        who: the name of the library that needs the GPU.
+        who: the library or flag that needs the GPU.
 
     Raises:
         UserError: no GPU is usable, or --device is cpu.

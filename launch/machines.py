@@ -1,6 +1,7 @@
 """A job's machines: how many, where they meet, and over which network."""
 
 import os
+import re
 import socket
 import sys
 import time
@@ -22,6 +23,7 @@ class Machines(NamedTuple):
     port: int = 0
     max_restarts: int = 0
     join_seconds: int = 45  # how long a machine waits for the others
+    least: int = 1  # the job continues while this many are left
 
     @property
     def serves(self) -> bool:
@@ -42,12 +44,20 @@ def machines_from_environment(environment: Mapping[str, str]) -> Machines:
             raise UserError(f"{name}={text} is not a whole number >= {smallest}")
         return int(text)
 
-    count, restarts = number("NNODES", 1, 1), number("MAX_RESTARTS", 0, 0)
-    seconds = number("JOIN_SECONDS", 45, 1)
+    nodes = environment.get("NNODES") or "1"
+    if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", nodes):
+        raise UserError(f"NNODES={nodes} is not a whole number >= 1, or LEAST:MOST")
+    least, count = int(nodes.split(":")[0]), int(nodes.split(":")[-1])
+    restarts, seconds = number("MAX_RESTARTS", 0, 0), number("JOIN_SECONDS", 45, 1)
     endpoint, host = environment.get("RDZV_ENDPOINT"), environment.get("MASTER_ADDR")
     rank = number("NODE_RANK", 0, 0) if environment.get("NODE_RANK") else None
     if rank is not None and rank >= count:
         raise UserError(f"NODE_RANK={rank} must be less than NNODES={count}")
+    if least != count and not (least < count and endpoint and restarts):
+        raise UserError(
+            f"NNODES={nodes} needs LEAST < MOST, RDZV_ENDPOINT=HOST:PORT and "
+            "MAX_RESTARTS"
+        )
     if count == 1:
         if endpoint and not environment.get("NNODES"):
             raise UserError(f"RDZV_ENDPOINT={endpoint} also needs NNODES=N")
@@ -63,7 +73,7 @@ def machines_from_environment(environment: Mapping[str, str]) -> Machines:
         port = number("MASTER_PORT", 29500, 1)
         if restarts:
             raise UserError("MAX_RESTARTS on several machines needs RDZV_ENDPOINT")
-    return Machines(count, rank, host, port, restarts, seconds)
+    return Machines(count, rank, host, port, restarts, seconds, least)
 
 
 def host_and_port(

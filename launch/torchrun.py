@@ -41,6 +41,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import (
 )
 
 from common.errors import UserError, complain, say
+from launch.agreement import check_batch
 from launch.check import check, load_script, number_of_processes, parser, set_threads
 from launch.exits import PORT_IN_USE, exit_status
 from launch.machines import (
@@ -82,7 +83,7 @@ class LoopbackRendezvous(StaticTCPRendezvous):
 
 def options_for(machines: Machines) -> list[str]:
     """Return torchrun's options for the machines."""
-    options = ["--nnodes", str(machines.count)]
+    options = ["--nnodes", f"{machines.least}:{machines.count}"]
     options += ["--max-restarts", str(machines.max_restarts)]
     if machines.host is None:
         options += ["--rdzv-backend", "loopback", "--rdzv-id", "one-machine"]
@@ -200,6 +201,8 @@ def main() -> None:
         raise UserError(f"MAX_RESTARTS needs --resume auto, not {args.resume}")
     if machines.max_restarts and not (args.resume or args.evaluate):
         flags = [*flags, "--resume", "auto"]
+    for number in range(machines.least, machines.count):
+        check_batch(args, processes * number)
     check(args, processes, processes * machines.count, script)
     set_threads(processes)
     if machines.host is None:

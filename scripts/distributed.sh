@@ -11,7 +11,7 @@ OMP_NUM_THREADS=${OMP_NUM_THREADS:-} # default: cores / NPROC
 PREFLIGHT=${PREFLIGHT:-}             # 1: first check that all processes can connect (7 s for 2 processes on 2 cores)
 MAX_RESTARTS=${MAX_RESTARTS:-0}      # restarts after a process dies, each from the last checkpoint
 # For several machines (docs/multinode.md), run the same command on each of them:
-NNODES=${NNODES:-}                   # number of machines; also set either
+NNODES=${NNODES:-}                   # number of machines, or LEAST:MOST; also set either
 RDZV_ENDPOINT=${RDZV_ENDPOINT:-}     #   HOST:PORT of the rendezvous, or
 NODE_RANK=${NODE_RANK:-}             #   this machine's rank, and
 MASTER_ADDR=${MASTER_ADDR:-}         #   the host of NODE_RANK=0, and

@@ -164,6 +164,19 @@ def train(name: str, flags: list, net: str | None = None):
     start(load_script(name, net), flags)
 
 
+def train_noting(notes: str, name: str, flags: list, net: str):
+    """Train; a line in a file of this process has each step's number and labels."""
+    script, rank = load_script(name, net), os.environ["RANK"]
+    file = Path(notes, f"{os.environ['MASTER_PORT']}-{rank}").open("a")
+
+    def note(state, images, labels):
+        step = state.scheduler.last_epoch
+        print(json.dumps([step, labels.tolist()]), file=file, flush=True)
+
+    before_each_step(script, note)
+    start(script, flags)
+
+
 def train_at_gate(gate: str, name: str, flags: list):
     """Train, and wait for turns."""
     os.environ["TIMINGS_GATE"] = gate
@@ -400,6 +413,34 @@ def recorded(name: str, runs: list, counted: bool = False) -> list[dict]:
         if name == "horovod_distributed":  # is started once in a process
             script.use_fork_server = script.hvd.init = lambda: None
     return came_to
+
+
+def graphs_in_ddp() -> dict[str, list[int]]:
+    """Of six layers, each a bucket of its own: compiled graphs, and breaks of graphs."""
+    torch.distributed.init_process_group("gloo")
+    layers = [nn.Linear(512, 512) for _ in range(6)]
+    found = {}
+    for order in ("compile, then wrap", "wrap, then compile", "no DDP"):
+        for model in (nn.Sequential(*layers), Net(1, *layers)):
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+            graphs, name = [], f"{order}: {type(model).__name__}"
+
+            def backend(graph, inputs, graphs=graphs):
+                graphs.append(graph)
+                return graph.forward
+
+            if order == "compile, then wrap":
+                model.compile(backend=backend)
+            if order != "no DDP":
+                model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1)
+            if order != "compile, then wrap":
+                model.compile(backend=backend)
+            model(torch.randn(2, 512)).sum().backward()
+            breaks = torch._dynamo.utils.counters["graph_break"]
+            found[name] = [len(graphs), sum(breaks.values())]
+    torch.distributed.destroy_process_group()
+    return found
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ def test_missing_data(strategy, tmp_path):
     assert len(ended.stderr.splitlines()) == 1 and "nowhere/train" in ended.stderr
 
 
+ELASTIC = {"RDZV_ENDPOINT": "a:1", "MAX_RESTARTS": "1"}
 FLAGS = [
     (("--data", "nowhere"), {}, "nowhere/train"),
     (("-b", "7"), {}, "the nearest size that can is 8"),
@@ -29,6 +30,8 @@ FLAGS = [
     (("--image-size=9999", "-j", "99999"), {}, "/dev/shm has .* free, but the batches"),
     ((), {"NNODES": "2"}, "NNODES=2 needs either RDZV_ENDPOINT="),
     ((), {"NNODES": "3", "RDZV_ENDPOINT": "a:1"}, "evenly among 6 processes"),
+    ((), {"NNODES": "1:2"}, "NNODES=1:2 needs LEAST < MOST, RDZV_ENDPOINT=HOST:PORT"),
+    ((), {"NNODES": "3:4", **ELASTIC}, "evenly among 6 processes"),
     ((), {"NNODES": "2", "RDZV_ENDPOINT": "a:b"}, "is not of the form HOST:PORT"),
     (("--resume", "x.pt"), {"MAX_RESTARTS": "1"}, "MAX_RESTARTS needs --resume auto"),
     ((), {"LAUNCHER": "mpirun"}, "LAUNCHER=mpirun; choose torchrun or launch"),

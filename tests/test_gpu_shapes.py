@@ -249,6 +249,7 @@ class Net(nn.Sequential):
             nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, classes)
         )
         self.gpus = gpus
+        gpus.net = self
 
     def to(self, *given, **named):
         if given:
@@ -295,6 +296,7 @@ def stand_in_horovod(gpus: StandInGpus, *place: int) -> Mock:
 
     hvd = Mock(DistributedOptimizer=wrap, allreduce=lambda sums, **_: all_alike(sums))
     hvd.Compression = SimpleNamespace(none="none", fp16="fp16")
+    hvd.SyncBatchNorm = type("HorovodSyncBatchNorm", (nn.BatchNorm2d,), {})
     hvd.broadcast_parameters = lambda weights, root_rank: gpus.note(
         "broadcast", list(weights), root_rank
     )
@@ -577,6 +579,21 @@ def test_dataparallel_has_all_gpus_and_autocast_inside(main, tmp_path):
     assert not main(*flags, "--device", "cpu", count=2).named("wrap")
     with pytest.raises(UserError, match="--compile: nn.DataParallel's replicas cannot"):
         main(*flags, "--compile", "--resume", "auto", count=2)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_batch_norm_is_synchronized_and_keeps_the_optimizers_weights(
+    main, name, monkeypatch
+):
+    if name == "dataparallel":
+        with pytest.raises(UserError, match="nn.DataParallel has no synchronized"):
+            main(name, "--sync-bn")
+        return
+    monkeypatch.setattr(nn.SyncBatchNorm, "forward", nn.BatchNorm2d.forward)
+    layer = main(name, "--sync-bn").net[1]
+    kinds = {"horovod_distributed": "HorovodSyncBatchNorm"}
+    assert type(layer).__name__ == kinds.get(name, "SyncBatchNorm")
+    assert not torch.equal(layer.weight, torch.ones(4))  # the optimizer's steps
 
 
 def test_horovod_sends_fp16_and_needs_nccl_on_a_gpu(main, monkeypatch):

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import TINY, Running, wait_until
-from ranks import Ranks, run_ranks, train, train_disturbed, watched
+from ranks import Ranks, run_ranks, train, train_disturbed, train_noting, watched
 from test_loopback import assert_loopback
 from torch.utils._pytree import tree_leaves
 
@@ -238,25 +238,70 @@ def test_killed_again_and_again_it_ends_with_the_same_bits(
     """SIGKILL at random moments, from the first step to the last write."""
     kills = 0
     for seed in seeds:
-        moments = random.Random(seed)
         name = ("distributed", "multiprocessing_distributed")[seed % 2]
         output = tmp_path / str(seed)
         flags = ["--data", small_digits, *COURSE, "-j", 2, "--output", output]
         flags += ["--resume", "auto"]
-        ended = False
-        while not ended:
-            with Ranks(tmp_path, 2, train, name=name, flags=flags) as ranks:
-                for _ in range(moments.randrange(1, 10)):  # of 18 in the whole run
-                    wait_for_a_save(output, ranks)
-                time.sleep(moments.uniform(0, 0.3))
-                ended = not ranks.alive()
-                assert not ended or ranks.end() == [0, 0], ranks.text()
-            kills += not ended
-            assert kills < 20 * len(seeds)
+        how = {"task": train, "name": name, "flags": flags}
+        kills += kill_until_it_ends(output, random.Random(seed), [2], **how)
         assert came_to(output) == uninterrupted[2]
     assert kills
     figure("kills / a training, at random moments / runs", len(seeds))
     figure("kills / a training, at random moments / kills", kills)
+
+
+def kill_until_it_ends(output, draw, sizes, **how):
+    """Start a training again and again, and kill it at random; how often it was killed."""
+    for kills in range(30):
+        with Ranks(output.parent, draw.choice(sizes), **how) as ranks:
+            for _ in range(draw.randrange(1, 10)):  # of 18 in the whole run
+                wait_for_a_save(output, ranks)
+            time.sleep(draw.uniform(0, 0.3))
+            if not ranks.alive():
+                assert not any(ranks.end()), ranks.text()
+                return kills
+    raise AssertionError("it does not end")
+
+
+@pytest.mark.parametrize(
+    "seeds", [[1], pytest.param(range(50), marks=pytest.mark.full)], ids=len
+)
+def test_with_other_numbers_of_processes_no_image_is_lost_or_repeated(
+    seeds, small_digits, tmp_path, figure
+):
+    """Every kill changes the number; each image has a class, so its label tells it."""
+    course = [*COURSE, "-j", 0, "--resume", "auto"]
+    files = sorted((small_digits / "train").glob("*/*"))[: 8 * STEPS]
+    for number, file in enumerate(files):
+        for part in ("train", "val"):
+            folder = tmp_path / "data" / part / f"{number:03d}"
+            folder.mkdir(parents=True)
+            shutil.copy(file, folder)
+    images, kills = set(range(8 * STEPS)), 0
+    for seed in seeds:
+        output, notes = tmp_path / str(seed), tmp_path / f"notes {seed}"
+        notes.mkdir()
+        flags = ["--data", tmp_path / "data", *course, "--output", output]
+        how = {"task": train_noting, "notes": str(notes), "flags": flags}
+        how |= {"name": "distributed", "net": "small"}
+        kills += kill_until_it_ends(output, random.Random(seed), [1, 2, 4], **how)
+        trained = {}  # by step, the images that each run gave it
+        for run in {file.name.partition("-")[0] for file in notes.iterdir()}:
+            batches = {}
+            for file in notes.glob(f"{run}-*"):
+                for step, labels in map(json.loads, file.open()):
+                    batches.setdefault(step, []).extend(labels)
+            for step, batch in batches.items():
+                if len(batch) == 8:  # else it was killed in this step
+                    trained.setdefault(step, set()).add(frozenset(batch))
+        assert sorted(trained) == [*range(EPOCHS * STEPS)]
+        for first in range(0, EPOCHS * STEPS, STEPS):
+            batches = [trained[step] for step in range(first, first + STEPS)]
+            assert all(len(runs) == 1 for runs in batches)
+            assert images == {one for (batch,) in batches for one in batch}
+    assert kills
+    figure("kills / another number of processes, at random moments / runs", len(seeds))
+    figure("kills / another number of processes, at random moments / kills", kills)
 
 
 def wait_for_a_save(output, ranks):

@@ -7,7 +7,7 @@ from argparse import Namespace
 import pytest
 import torch
 from conftest import ROOT, SHORT, launcher, run
-from ranks import Ranks, run_ranks, train, train_watched
+from ranks import Ranks, graphs_in_ddp, run_ranks, train, train_watched
 from torchvision.models import resnet18
 
 import apex_distributed
@@ -142,10 +142,24 @@ def test_a_compiled_network_and_synthetic_images(tmp_path):
     assert records(tmp_path / "out")[0]["images"] == 24
 
 
+def test_a_model_is_compiled_before_ddp_wraps_it(tmp_path):
+    """docs/six_places.md says why."""
+    (found,) = run_ranks(tmp_path, 1, graphs_in_ddp)
+    for kind in ("Sequential", "Net"):
+        assert found[f"compile, then wrap: {kind}"] == [6, 0]  # a graph for each bucket
+        assert found[f"no DDP: {kind}"] == [1, 0]
+    # DDP's own lines break; of nn.Sequential, whose forward is PyTorch's, nothing is left
+    assert found["wrap, then compile: Net"] == [6, 3]
+    assert found["wrap, then compile: Sequential"] == [0, 3]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_apex_needs_a_gpu(digits):
+def test_apex_and_synchronized_batch_norm_need_a_gpu(digits):
     ended = launcher("apex_distributed", "--data", digits)
     line = "apex_distributed.py: error: Apex needs a CUDA GPU: this machine has none\n"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", line)
+    ended = launcher("distributed", "--data", digits, "--sync-bn")
+    line = "distributed.py: error: --sync-bn needs a CUDA GPU: this machine has none\n"
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", line)
 
 

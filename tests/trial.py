@@ -2,7 +2,7 @@
 
     python -m tests.trial simulation [DRAWS]    # 2,000 sessions per row; 3 minutes
     python -m tests.trial copies [SESSIONS] [COHORTS]    # 10 of 9: 2 hours
-    python -m tests.trial power    # sessions of 10, 10, 10 and 30 minutes
+    python -m tests.trial power [SESSIONS]    # 3 of ten minutes
 
 simulation: the analysis, on invented turns of which the truth is known.
 copies: four copies of distributed, of which no verdict is right, and one that sleeps for
@@ -149,24 +149,34 @@ def copies(sessions: int = 10, cohorts: int = 9) -> None:
     write("copies", {n: sum(row[n] for row in rows) for n in names} | {"rows": rows})
 
 
-def power() -> None:
-    """Run the command, three times for ten minutes and once for thirty."""
-    rows, decided = [], {}
-    for number, minutes in enumerate((10, 10, 10, 30), start=1):
-        folder = ROOT / "runs" / f"timings-power-{number}"
-        words = [sys.executable, "-m", "timings", "--minutes", str(minutes)]
-        subprocess.run([*words, "--output", str(folder)], cwd=ROOT, check=True)
+def power(sessions: int = 3) -> None:
+    """Run the command several times, then judge all cohorts as one longer session."""
+    rows, decided, together, settings = [], {}, [], {}
+    for number in range(sessions):
+        folder = ROOT / "runs" / f"timings-power-{number + 1}"
+        words = [sys.executable, "-m", "timings", "--output", str(folder)]
+        subprocess.run(words, cwd=ROOT, check=True)
         rows.append(json.loads((folder / "report.json").read_text()))
         for one in rows[-1]["verdicts"]:
             if one["verdict"] != "undecided":
                 decided.setdefault((one["mode"], *one["pair"]), []).append(one)
+        settings = rows[-1]["settings"]
+        offset = number * settings["minutes"]
+        for one in report.read_cohorts(folder):
+            together.append(one | {"ended": offset + one["ended"]})
     apart = [
         pair
         for pair, found in decided.items()
         for one, other in combinations(found, 2)
         if one["low"] > other["high"] or other["low"] > one["high"]
     ]
-    write("power", {"contradictions": apart, "rows": rows})
+    settings["minutes"] *= sessions
+    halves = {}
+    for mode in settings["modes"]:
+        of_mode = [one for one in together if one["mode"] == mode]
+        halves[mode] = report.Mode(mode, of_mode, settings, last=True).half_width
+    whole = {"minutes": sum(row["minutes"] for row in rows), "half_widths": halves}
+    write("power", {"contradictions": apart, "together": whole, "rows": rows})
 
 
 def write(name: str, found: dict) -> None:

@@ -9,6 +9,7 @@ import re
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,8 @@ from timings.statistics import orders
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 300  # in which a candidate starts and makes its first interval
 TURN_SECONDS = 120  # in which a turn is over, unless intervals are longer than usual
+WARM_UP = 1  # turns of each candidate that are thrown away
+LEAST_SECONDS = 45  # of a cohort's turns
 KEPT = 2  # intervals of a turn, after the first, which is thrown away
 
 
@@ -33,6 +36,7 @@ class Candidate(NamedTuple):
     name: str
     command: list[str]
     variables: dict[str, str]
+    cores: int = 0  # on which each process stays, if it computes on a CPU
 
 
 class Job:
@@ -40,7 +44,7 @@ class Job:
 
     def __init__(self, candidate: Candidate, folder: Path):
         """Start them; they find their gate in the environment."""
-        self.name = candidate.name
+        self.name, self.cores = candidate.name, candidate.cores
         self.gate = folder / re.sub(r"\W", "-", self.name)
         self.listener = socket.socket(socket.AF_UNIX)
         self.listener.bind(str(self.gate))
@@ -70,6 +74,8 @@ class Job:
             self.world_size = report["world_size"]
             self.arrived[report["rank"]] = report["intervals"]
             self.interval = self.interval or report["intervals"][0][0]
+            if self.cores:
+                pin(handle, report["rank"], self.cores)
         else:
             del self.readers[handle]  # the process died, and soon its launcher ends
 
@@ -103,6 +109,16 @@ class Job:
         self.process.wait()
         for handle in (self.listener, *self.readers):
             handle.close()
+
+
+def pin(connection: socket.socket, rank: int, number: int) -> None:
+    """Keep a process, but not its loaders, on `number` cores of its rank."""
+    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    every, first = sorted(os.sched_getaffinity(0)), rank * number
+    own = [every[core % len(every)] for core in range(first, first + number)]
+    with contextlib.suppress(OSError):  # it died, or a thread ended
+        for thread in os.listdir(f"/proc/{struct.unpack('3i', peer)[0]}/task"):
+            os.sched_setaffinity(int(thread), own)
 
 
 def wait(jobs: Sequence[Job], seconds: float) -> None:
@@ -148,7 +164,7 @@ def cohort(
     """Start candidates, let them take turns, and kill them.
 
     Args:
-        seconds: of all turns; by default as long as the start took.
+        seconds: of all turns; by default as long as the start took, or LEAST_SECONDS.
         after_turn: what it returns is kept with the turn.
 
     Returns:
@@ -163,13 +179,13 @@ def cohort(
         started = time.monotonic()
         first = [rank[0][1] for job in jobs.values() for rank in job.arrived.values()]
         limit = max([TURN_SECONDS, *(10 * KEPT * seconds for seconds in first)])
-        until = started + (seconds or started - began)
-        for order in orders(list(jobs), random.Random()):
+        until = started + (seconds or max(started - began, LEAST_SECONDS))
+        for number, order in enumerate(orders(list(jobs), random.Random())):
             alive = [jobs[name] for name in order if not jobs[name].problem]
             if not alive or time.monotonic() > until:
                 break
             for job in alive:
-                if kept := job.turn(limit):
+                if (kept := job.turn(limit)) and number >= WARM_UP:
                     times, waits = zip(*kept, strict=True)
                     waited = sum(waits) / len(waits)
                     turns.append([job.name, list(times), waited, after_turn()])

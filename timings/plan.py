@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
+from benchmarks.comparison import KEEP_MEMORY
 from benchmarks.photographs import write_photographs
 from common.arguments import (
     WORKERS_PER_GPU,
@@ -98,10 +99,13 @@ def candidate(
     variables = {"OMP_NUM_THREADS": str(args.threads), "NPROC": str(processes)}
     if strategy == "dataparallel":
         variables["OMP_NUM_THREADS"] = str(args.threads * processes)
-    if args.device == "cuda":
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_names()[:processes])
     words = ["bash", ROOT / "scripts" / f"{strategy}.sh", *flags]
-    return Candidate(name or strategy, [*map(str, words)], variables)
+    found = Candidate(name or strategy, [*map(str, words)], variables)
+    if args.device == "cpu":
+        variables |= KEEP_MEMORY
+        return found._replace(cores=int(variables["OMP_NUM_THREADS"]))
+    variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_names()[:processes])
+    return found
 
 
 def candidates(args: argparse.Namespace, mode: str) -> list[Candidate]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from common.device import describe
-from timings.statistics import ERROR, MARGIN, Verdict, decide, means
+from timings.statistics import ERROR, MARGIN, Verdict, decide, levels
 
 WHERE = {"synthetic": "With images on the device", "jpeg": "From JPEG files"}
 INPUT_BOUND = 0.1  # share of the time that waits for data
@@ -115,7 +115,7 @@ class Mode:
         """The table of the candidates."""
         rows, turns = [], [turn for one in self.cohorts for turn in one["turns"]]
         for name in sorted({turn[0] for turn in turns}):
-            found = [means(one) for one in self.cohorts]
+            found = [levels(one) for one in self.cohorts]
             logs = [one[name] for one in found if name in one]
             waited = statistics.mean(turn[2] for turn in turns if turn[0] == name)
             spread = f"{statistics.stdev(logs):.1%}" if len(logs) > 1 else "-"
@@ -221,14 +221,9 @@ def draw(modes: list[Mode], base: str) -> str:
         parts[-1] += f"{ratio:.2f}</text>"
     parts.append(f'<text x="{EDGE}" y="{y + 8}">Speed over that of {base}; band: ±3 %')
     size = f'viewBox="0 0 {WIDTH} {y + 20}" width="{WIDTH}" height="{y + 20}"'
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{STYLE}',
-            '<rect width="100%" height="100%" fill="var(--paper)"/>',
-            *parts,
-            "</text></svg>\n",
-        ]
-    )
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{STYLE}'
+    paper = '<rect width="100%" height="100%" fill="var(--paper)"/>'
+    return "\n".join([head, paper, *parts, "</text></svg>\n"])
 
 
 def write(folder: Path, last: bool) -> str:
@@ -276,7 +271,7 @@ def write(folder: Path, last: bool) -> str:
         **listed,
         "half_widths": {mode.name: mode.half_width for mode in modes},
         "problems": problems,
-        "settings": settings,
+        "settings": {n: value for n, value in settings.items() if n != "output"},
     }
     (folder / "report.md").write_text(text)
     written = json.dumps(report, indent=1).replace("Infinity", "null")

@@ -2,8 +2,8 @@
 
 A cohort is one launch of every candidate. Candidates take turns in it, in an order in
 which each follows each other one equally often. A launch is one sample: it differs from
-the next by some percent, however long it is measured. So the means of a candidate over
-cohorts are compared, not intervals.
+the next by some percent, however long it is measured. So a candidate's figures of
+several cohorts are compared, not intervals.
 """
 
 import math
@@ -17,6 +17,7 @@ from scipy import stats
 AGAIN = " again"  # the name of the second copy of a candidate ends so
 ERROR = 0.02  # chance of any wrong verdict in a mode
 MARGIN = math.log(1.03)  # what counts as equal
+QUARTILE = 0.25  # of the intervals: other work on the machine only ever adds to them
 LOOKS = 2  # cohorts between two looks at which a mode may end early
 
 
@@ -49,8 +50,8 @@ def orders(names: Sequence[str], draw: random.Random) -> Iterator[list[str]]:
             yield [names[n] for n in row]
 
 
-def means(cohort: dict, without: Sequence[str] = ()) -> dict[str, float]:
-    """The mean of each candidate's log(seconds per image) in a cohort.
+def levels(cohort: dict, without: Sequence[str] = ()) -> dict[str, float]:
+    """The lower quartile of each candidate's log(seconds per image) in a cohort.
 
     Args:
         cohort: its "turns" begin with a name and the seconds per image of intervals.
@@ -59,8 +60,9 @@ def means(cohort: dict, without: Sequence[str] = ()) -> dict[str, float]:
     logs: dict[str, list[float]] = {}
     for name, intervals, *_ in cohort["turns"]:
         if name not in without:
-            logs.setdefault(name, []).append(float(numpy.log(intervals).mean()))
-    return {name: sum(values) / len(values) for name, values in logs.items()}
+            logs.setdefault(name, []).extend(numpy.log(intervals))
+    low = {name: numpy.quantile(values, QUARTILE) for name, values in logs.items()}
+    return {name: float(value) for name, value in low.items()}
 
 
 class Fit:
@@ -168,7 +170,7 @@ def decide(cohorts: Sequence[dict], settings: dict, last: bool) -> Decision:
         return Decision([], [], None)
     before, now = (min(1, time) ** 3 for time in [0.0, *times][-2:])
     error = ERROR * (now - before)
-    cells = [means(one, settings["shown"]) for one in cohorts[:planned]]
+    cells = [levels(one, settings["shown"]) for one in cohorts[:planned]]
     fit = Fit(cells)
     names = [name for name in fit.names if not name.endswith(AGAIN)]
     names.sort(key=lambda name: name != settings["base"])

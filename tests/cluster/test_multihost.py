@@ -4,6 +4,7 @@ bash scripts/test.sh -m cluster           # one process on each host, each engin
 bash scripts/test.sh -m cluster --full    # two, and failures
 """
 
+import json
 import os
 import re
 import subprocess
@@ -362,6 +363,49 @@ def test_torchrun_starts_again(job, digits, one_host, tmp_path, figure):
     assert_same_weights(output, one_host(2, RESUMED))
     event = "hostb dies and comes back / ended with"
     figure(f"hosts restart / {event}", ended(statuses, seconds))
+
+
+@pytest.mark.full
+def test_training_continues_with_the_hosts_that_are_left(job, digits, tmp_path, figure):
+    """hostb dies and comes back. All three runs train the same images of each epoch."""
+    output = tmp_path / "out"
+    flags = ["--data", digits, *RESUMED, "--output", output]
+    flags += ["--epochs", "500", "--resume", "auto"]
+    where = {"NNODES": "1:2", "RDZV_ENDPOINT": f"hosta:{PORT}", "NPROC": "1"}
+    command = ("bash", ROOT / "scripts" / "distributed.sh", *flags)
+    runs = ["2 processes on", "1 process on", "2 processes on"]
+
+    def begun():
+        return re.findall(r"\d process(?:es)? on", job.text())
+
+    def wait_for_run(number):
+        began = time.monotonic()
+        wait_until(lambda: len(begun()) == number, 120, f"run {number}")
+        length = len((output / "epochs.jsonl").read_text()) if number > 1 else 0
+        path = output / "epochs.jsonl"
+        wait_until(
+            lambda: path.exists() and len(path.read_text()) > length, 60, "epoch"
+        )
+        assert begun() == runs[:number]
+        return time.monotonic() - began
+
+    for host in NAMES:
+        job.start(host, *command, **where, MAX_RESTARTS="3")
+    wait_for_run(1)
+    job.hosts.kill("hostb", job.hosts.daemons)
+    left = wait_for_run(2)
+    job.start("hostb", *command, **where, MAX_RESTARTS="3")
+    back = wait_for_run(3)
+    for process in job.processes.values():
+        process.terminate()
+    job.end(60)
+    records = [json.loads(line) for line in (output / "epochs.jsonl").open()]
+    assert [record["epoch"] for record in records] == [*range(len(records))]
+    assert {record["images"] for record in records} == {320}
+    figure("hosts elastic / hostb dies / seconds until an epoch is complete", left)
+    figure(
+        "hosts elastic / hostb comes back / seconds until an epoch is complete", back
+    )
 
 
 @pytest.mark.full

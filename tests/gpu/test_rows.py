@@ -301,6 +301,28 @@ def test_it_adds_up_micro_batches(
     assert loss <= 2 * LOSS_TOLERANCE[COMPUTES.get(precision, precision)]
 
 
+SYNCHRONIZED = [row(DDP, 2, "fp32"), row(APEX, 2, "O0"), row(SPAWNED, 2, "bf16")]
+SYNCHRONIZED += [row(HOROVOD, 2, "fp32"), row(APEX, 2, "O1")]
+
+
+@pytest.mark.parametrize("strategy, processes, precision", SYNCHRONIZED)
+def test_its_batch_norm_sees_the_whole_batch(
+    here, train, on_the_cpu, record_property, strategy, processes, precision
+):
+    """As one process does, and as two without --sync-bn do not."""
+    if not here.gpus:
+        pytest.skip("a CPU: --sync-bn needs a GPU")
+    found = train(strategy, processes, precision, *STEEP, "--sync-bn")
+    whole, parts = (
+        difference(found, on_the_cpu(number, found.skipped, None, *STEEP), EPOCHS)
+        for number in (1, processes)
+    )
+    record_property("loss differs by", whole)
+    record_property("from one without --sync-bn", parts)
+    assert whole <= 2 * LOSS_TOLERANCE[COMPUTES.get(precision, precision)]
+    assert whole < parts / 2
+
+
 OVERFLOWS = [row(DDP, 1, "fp16"), row(APEX, 1, "O1"), row(DDP, 2, "fp16")]
 OVERFLOWS += [row(one, 1, "fp16") for one in (HOROVOD, REPLICAS, SPAWNED)]
 
