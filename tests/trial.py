@@ -178,7 +178,7 @@ def power(sessions: int = 3) -> None:
         for one, other in combinations(found, 2)
         if one["low"] > other["high"] or other["low"] > one["high"]
     ]
-    settings["minutes"] *= sessions
+    settings = settings | {"minutes": sessions * settings["minutes"]}
     halves = {}
     for mode in settings["modes"]:
         of_mode = [one for one in together if one["mode"] == mode]
