@@ -88,7 +88,7 @@ def main(args: Namespace) -> None:
     # [3/6 wrap] optimizer hooks average contiguous gradients in backward()
     if args.sync_bn:  # Horovod's layer has the same weights, but there is no converter
         for layer in raw_model.modules():
-            if isinstance(layer, nn.BatchNorm2d):
+            if isinstance(layer, nn.modules.batchnorm._BatchNorm):
                 layer.__class__ = hvd.SyncBatchNorm
     compression = getattr(hvd.Compression, args.compress_gradients or "none")
     optimizer = hvd.DistributedOptimizer(

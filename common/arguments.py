@@ -188,7 +188,7 @@ def parse_arguments(
         parser.error("give either --data DIR or --synthetic")
     if args.evaluate and not (args.resume or args.pretrained):
         parser.error("--evaluate needs --resume auto|PATH or --pretrained")
-    if args.sync_bn:
+    if args.sync_bn and not args.evaluate:
         require_gpu(args.device, "--sync-bn")
     if args.image_size is None:
         args.image_size = pretrained_image_size(args.arch) if args.pretrained else 224

@@ -53,11 +53,10 @@ def machines_from_environment(environment: Mapping[str, str]) -> Machines:
     rank = number("NODE_RANK", 0, 0) if environment.get("NODE_RANK") else None
     if rank is not None and rank >= count:
         raise UserError(f"NODE_RANK={rank} must be less than NNODES={count}")
-    if least != count and not (least < count and endpoint and restarts):
-        raise UserError(
-            f"NNODES={nodes} needs LEAST < MOST, RDZV_ENDPOINT=HOST:PORT and "
-            "MAX_RESTARTS"
-        )
+    if least > count:
+        raise UserError(f"NNODES={nodes}: LEAST must not be more than MOST")
+    if least < count and not (endpoint and restarts):
+        raise UserError(f"NNODES={nodes} needs RDZV_ENDPOINT=HOST:PORT, MAX_RESTARTS")
     if count == 1:
         if endpoint and not environment.get("NNODES"):
             raise UserError(f"RDZV_ENDPOINT={endpoint} also needs NNODES=N")

@@ -79,6 +79,8 @@ def main() -> None:
     if args.backend == "horovod":
         raise UserError("use horovodrun or mpirun to start --backend horovod")
     machines = args.machines or machines_from_environment(os.environ)
+    if not args.machines and machines.least < machines.count:
+        raise UserError("PREFLIGHT=1 needs a fixed number of machines, not LEAST:MOST")
     args.nprocs = number_of_processes(args.nprocs, args.device)
     check_devices(args.device, args.nprocs, args.backend)
     if machines.count == 1:

@@ -42,7 +42,14 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import (
 
 from common.errors import UserError, complain, say
 from launch.agreement import check_batch
-from launch.check import check, load_script, number_of_processes, parser, set_threads
+from launch.check import (
+    check,
+    check_shared_memory,
+    load_script,
+    number_of_processes,
+    parser,
+    set_threads,
+)
 from launch.exits import PORT_IN_USE, exit_status
 from launch.machines import (
     Machines,
@@ -98,7 +105,9 @@ def options_for(machines: Machines) -> list[str]:
     # By default, torchrun sends the others this machine's name, which may not resolve
     address = own_address(host, port)
     options += ["--local-addr", address] if address else []
-    conf = f"is_host={machines.serves},join_timeout={seconds},read_timeout={seconds}"
+    # torchrun notices a lost machine after 15 s, and then waits 30 s for another
+    join = seconds + 60 * (machines.least < machines.count)
+    conf = f"is_host={machines.serves},join_timeout={join},read_timeout={seconds}"
     return [*options, "--rdzv-conf", conf]
 
 
@@ -203,6 +212,7 @@ def main() -> None:
         flags = [*flags, "--resume", "auto"]
     for number in range(machines.least, machines.count):
         check_batch(args, processes * number)
+        check_shared_memory(args, args.global_batch_size // (processes * number))
     check(args, processes, processes * machines.count, script)
     set_threads(processes)
     if machines.host is None:

@@ -166,8 +166,7 @@ def train(name: str, flags: list, net: str | None = None):
 
 def train_noting(notes: str, name: str, flags: list, net: str):
     """Train; a line in a file of this process has each step's number and labels."""
-    script, rank = load_script(name, net), os.environ["RANK"]
-    file = Path(notes, f"{os.environ['MASTER_PORT']}-{rank}").open("a")
+    script, file = load_script(name, net), Path(notes, os.environ["RANK"]).open("w")
 
     def note(state, images, labels):
         step = state.scheduler.last_epoch

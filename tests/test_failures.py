@@ -30,7 +30,7 @@ FLAGS = [
     (("--image-size=9999", "-j", "99999"), {}, "/dev/shm has .* free, but the batches"),
     ((), {"NNODES": "2"}, "NNODES=2 needs either RDZV_ENDPOINT="),
     ((), {"NNODES": "3", "RDZV_ENDPOINT": "a:1"}, "evenly among 6 processes"),
-    ((), {"NNODES": "1:2"}, "NNODES=1:2 needs LEAST < MOST, RDZV_ENDPOINT=HOST:PORT"),
+    ((), {"NNODES": "1:2"}, "NNODES=1:2 needs RDZV_ENDPOINT=HOST:PORT, MAX_RESTARTS"),
     ((), {"NNODES": "3:4", **ELASTIC}, "evenly among 6 processes"),
     ((), {"NNODES": "2", "RDZV_ENDPOINT": "a:b"}, "is not of the form HOST:PORT"),
     (("--resume", "x.pt"), {"MAX_RESTARTS": "1"}, "MAX_RESTARTS needs --resume auto"),

@@ -250,10 +250,18 @@ def test_killed_again_and_again_it_ends_with_the_same_bits(
     figure("kills / a training, at random moments / kills", kills)
 
 
-def kill_until_it_ends(output, draw, sizes, **how):
-    """Start a training again and again, and kill it at random; how often it was killed."""
+def kill_until_it_ends(output, draw, sizes, notes=None, **how):
+    """Start a training again and again, and kill it at random; how often it was killed.
+
+    Each run has another number of processes, if there are several `sizes`.
+    """
+    size = None
     for kills in range(30):
-        with Ranks(output.parent, draw.choice(sizes), **how) as ranks:
+        size = draw.choice([one for one in sizes if one != size or len(sizes) == 1])
+        if notes:
+            (notes / str(kills)).mkdir(parents=True)
+            how["notes"] = str(notes / str(kills))
+        with Ranks(output.parent, size, **how) as ranks:
             for _ in range(draw.randrange(1, 10)):  # of 18 in the whole run
                 wait_for_a_save(output, ranks)
             time.sleep(draw.uniform(0, 0.3))
@@ -280,19 +288,19 @@ def test_with_other_numbers_of_processes_no_image_is_lost_or_repeated(
     images, kills = set(range(8 * STEPS)), 0
     for seed in seeds:
         output, notes = tmp_path / str(seed), tmp_path / f"notes {seed}"
-        notes.mkdir()
         flags = ["--data", tmp_path / "data", *course, "--output", output]
-        how = {"task": train_noting, "notes": str(notes), "flags": flags}
+        how = {"task": train_noting, "notes": notes, "flags": flags}
         how |= {"name": "distributed", "net": "small"}
         kills += kill_until_it_ends(output, random.Random(seed), [1, 2, 4], **how)
         trained = {}  # by step, the images that each run gave it
-        for run in {file.name.partition("-")[0] for file in notes.iterdir()}:
+        for run in notes.iterdir():
             batches = {}
-            for file in notes.glob(f"{run}-*"):
+            for file in run.iterdir():
                 for step, labels in map(json.loads, file.open()):
                     batches.setdefault(step, []).extend(labels)
             for step, batch in batches.items():
-                if len(batch) == 8:  # else it was killed in this step
+                assert len(batch) == 8 or step == max(batches)  # where it was killed
+                if len(batch) == 8:
                     trained.setdefault(step, set()).add(frozenset(batch))
         assert sorted(trained) == [*range(EPOCHS * STEPS)]
         for first in range(0, EPOCHS * STEPS, STEPS):

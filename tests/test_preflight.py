@@ -3,11 +3,14 @@
 import contextlib
 import re
 import socket
+import sys
 
 import pytest
 from conftest import ROOT, TINY, environment, launcher, run
 from played import Played, free_port, python
 
+from common.errors import UserError
+from launch import preflight
 from launch.preflight import ranks_of_launcher
 
 HOST = socket.gethostname()
@@ -94,6 +97,14 @@ def test_ranks_of_launchers():
         assert ranks_of_launcher(values, slurm=True) == (5, 1, 8, 4)
     assert ranks_of_launcher({"SLURM_STEP_NUM_TASKS": "1"}, slurm=True) is None
     assert ranks_of_launcher({"SLURM_STEP_NUM_TASKS": "2"}, slurm=False) is None
+
+
+def test_a_preflight_waits_for_a_fixed_number_of_machines(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["preflight"])
+    for name, value in (("NNODES", "1:2"), ("RDZV_ENDPOINT", "a"), ("MAX_RESTARTS", 1)):
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(UserError, match="not LEAST:MOST"):
+        preflight.main()
 
 
 def test_no_training_after_a_preflight_that_failed(tmp_path):

@@ -28,7 +28,11 @@ from timings.statistics import AGAIN, decide, orders
 
 NAMES = ("distributed", "second copy", "third copy", "distributed" + AGAIN)
 SETTINGS = {"minutes": 1, "base": "distributed", "shown": []}
-NOISE, DRIFT = 0.05, 0.02  # of an interval; of the machine's speed from turn to turn
+NOISE, DRIFT = 0.03, 0.02  # of an interval; of the machine's speed from turn to turn
+DISTURBED, DELAY = (
+    0.3,
+    0.1,
+)  # share of turns, and by how much, on average, they are longer
 SLOW = '''"""distributed.py, of which each step takes 5 % longer."""
 import time
 
@@ -66,6 +70,8 @@ def invented(truth: dict[str, float], launch: float, blocks: int, seed: str) -> 
         for name in next(order):
             machine += slope + draw.gauss(0, DRIFT)
             level = launched[name] + machine
+            if draw.random() < DISTURBED:
+                level += draw.expovariate(1 / DELAY)
             turns.append([name, [math.exp(level + draw.gauss(0, NOISE))] * 2])
     return {"turns": turns, "groups": 1}
 
@@ -115,7 +121,9 @@ def simulation(draws: int = 2000) -> None:
         for launch in (0.0, 0.01, 0.02):
             rows.append(simulated(slower, launch, 6, draws))
             print(rows[-1], flush=True)
-    write("simulation", {"interval_noise": NOISE, "drift": DRIFT, "rows": rows})
+    noise = {"interval_noise": NOISE, "drift": DRIFT}
+    noise |= {"disturbed_turns": DISTURBED, "delay": DELAY}
+    write("simulation", {**noise, "rows": rows})
 
 
 def copies(sessions: int = 10, cohorts: int = 9) -> None:
@@ -170,7 +178,7 @@ def power(sessions: int = 3) -> None:
         for one, other in combinations(found, 2)
         if one["low"] > other["high"] or other["low"] > one["high"]
     ]
-    settings["minutes"] *= sessions
+    settings = settings | {"minutes": sessions * settings["minutes"]}
     halves = {}
     for mode in settings["modes"]:
         of_mode = [one for one in together if one["mode"] == mode]

@@ -14,6 +14,8 @@ from timings import plan, report
 from timings.measure import cohort
 from timings.statistics import decide
 
+SHOWN_SECONDS = 10  # for a candidate that is not judged
+
 
 def open_output(args: argparse.Namespace) -> list[dict]:
     """Make the folder, or read the cohorts that an earlier command has left there.
@@ -67,10 +69,15 @@ def measure(args: argparse.Namespace) -> None:
             groups[mode] = groups.get(mode) or plan.groups(args, mode)
             number = sum(one["mode"] == mode for one in cohorts)
             group = groups[mode][number % len(groups[mode])]
-            absent = {*problems, *(args.shown if number else ())}
-            group = [one for one in group if one.name not in absent]
+            group = [one for one in group if one.name not in problems]
+            shown = [one for one in group if one.name in args.shown]
+            group = [one for one in group if one not in shown]
             found = {"mode": mode, "groups": len(groups[mode])}
             found |= cohort(group, after_turn=plan.gpus)
+            if shown and not number:  # alone, so that it does not disturb the others
+                alone = cohort(shown, seconds=SHOWN_SECONDS)
+                found["turns"] += alone["turns"]
+                found["problems"] |= alone["problems"]
             problems |= found["problems"]
             if not found["turns"]:
                 if cohorts:

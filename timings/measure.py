@@ -25,7 +25,7 @@ from timings.statistics import orders
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 300  # in which a candidate starts and makes its first interval
 TURN_SECONDS = 120  # in which a turn is over, unless intervals are longer than usual
-WARM_UP = 1  # turns of each candidate that are thrown away
+WARM_UP = 2  # turns of each candidate that are thrown away
 LEAST_SECONDS = 45  # of a cohort's turns
 KEPT = 2  # intervals of a turn, after the first, which is thrown away
 
@@ -116,9 +116,9 @@ def pin(connection: socket.socket, rank: int, number: int) -> None:
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     every, first = sorted(os.sched_getaffinity(0)), rank * number
     own = [every[core % len(every)] for core in range(first, first + number)]
-    with contextlib.suppress(OSError):  # it died, or a thread ended
-        for thread in os.listdir(f"/proc/{struct.unpack('3i', peer)[0]}/task"):
-            os.sched_setaffinity(int(thread), own)
+    for thread in Path(f"/proc/{struct.unpack('3i', peer)[0]}/task").glob("*"):
+        with contextlib.suppress(OSError):  # it has ended
+            os.sched_setaffinity(int(thread.name), own)
 
 
 def wait(jobs: Sequence[Job], seconds: float) -> None:
@@ -164,7 +164,8 @@ def cohort(
     """Start candidates, let them take turns, and kill them.
 
     Args:
-        seconds: of all turns; by default as long as the start took, or LEAST_SECONDS.
+        seconds: how long turns continue; by default as long as the start took, but at
+            least LEAST_SECONDS.
         after_turn: what it returns is kept with the turn.
 
     Returns:
@@ -182,7 +183,8 @@ def cohort(
         until = started + (seconds or max(started - began, LEAST_SECONDS))
         for number, order in enumerate(orders(list(jobs), random.Random())):
             alive = [jobs[name] for name in order if not jobs[name].problem]
-            if not alive or time.monotonic() > until:
+            over = number > WARM_UP and time.monotonic() > until
+            if not alive or over:
                 break
             for job in alive:
                 if (kept := job.turn(limit)) and number >= WARM_UP:

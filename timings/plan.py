@@ -103,7 +103,8 @@ def candidate(
     found = Candidate(name or strategy, [*map(str, words)], variables)
     if args.device == "cpu":
         variables |= KEEP_MEMORY
-        return found._replace(cores=int(variables["OMP_NUM_THREADS"]))
+        pinned = args.processes * args.threads == len(os.sched_getaffinity(0))
+        return found._replace(cores=int(variables["OMP_NUM_THREADS"]) * pinned)
     variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_names()[:processes])
     return found
 

@@ -41,7 +41,7 @@ def setting(settings: dict) -> str:
     """One line about what all candidates do."""
     return (
         "{arch} at {image_size} px, {precision}, {batch_size} images for each of "
-        "{processes} processes with {threads} compute threads, {workers} loader "
+        "{processes} processes with {threads} compute thread(s), {workers} loader "
         "processes in all; {minutes:g} minutes"
     ).format(**settings)
 
@@ -243,6 +243,8 @@ def write(folder: Path, last: bool) -> str:
     text = f"# Timings\n\n**{headline}**\n\n![Ratios](timings.svg)\n"
     text += "".join(mode.markdown() for mode in modes)
     text += "".join(f"\nNot timed: {n}: {why}\n" for n, why in problems.items())
+    if settings["device"] == "cpu":
+        text += "\nProcesses stayed on their own cores, and glibc kept freed memory.\n"
     for name in settings["shown"]:
         text += f"\n{name} is one process with all the threads here: not judged.\n"
     gpus = [gpu for one in cohorts for turn in one["turns"] for gpu in turn[3]]
@@ -256,9 +258,9 @@ def write(folder: Path, last: bool) -> str:
     ).format(**settings)
     text += (
         f"\n{setting(settings)}, of which {minutes:.1f} were used.\n{facts}.\n\n"
-        "Intervals are of Student's t over cohorts, which are launches. All verdicts "
-        f"of a mode are\nright except by a chance of {ERROR:.0%} (Holm's method; "
-        "planned looks share it out).\n"
+        "A launch counts with the median of its print intervals. Ratios have Student's "
+        "t intervals\nover launches. The probability that any verdict of a mode is "
+        f"wrong is at most {ERROR:.0%} (Holm's\nmethod, divided among planned looks).\n"
     )
     listed = {
         kind: [{**v._asdict(), "mode": m.name} for m in modes for v in getattr(m, kind)]

@@ -2,8 +2,8 @@
 
 A cohort is one launch of every candidate. Candidates take turns in it, in an order in
 which each follows each other one equally often. A launch is one sample: it differs from
-the next by some percent, however long it is measured. So a candidate's figures of
-several cohorts are compared, not intervals.
+the next by some percent, however long it is measured. So
+candidates are compared by one figure per cohort, not by single intervals.
 """
 
 import math
@@ -17,7 +17,6 @@ from scipy import stats
 AGAIN = " again"  # the name of the second copy of a candidate ends so
 ERROR = 0.02  # chance of any wrong verdict in a mode
 MARGIN = math.log(1.03)  # what counts as equal
-QUARTILE = 0.25  # of the intervals: other work on the machine only ever adds to them
 LOOKS = 2  # cohorts between two looks at which a mode may end early
 
 
@@ -51,7 +50,7 @@ def orders(names: Sequence[str], draw: random.Random) -> Iterator[list[str]]:
 
 
 def levels(cohort: dict, without: Sequence[str] = ()) -> dict[str, float]:
-    """The lower quartile of each candidate's log(seconds per image) in a cohort.
+    """The median of each candidate's log(seconds per image) in a cohort.
 
     Args:
         cohort: its "turns" begin with a name and the seconds per image of intervals.
@@ -61,8 +60,7 @@ def levels(cohort: dict, without: Sequence[str] = ()) -> dict[str, float]:
     for name, intervals, *_ in cohort["turns"]:
         if name not in without:
             logs.setdefault(name, []).extend(numpy.log(intervals))
-    low = {name: numpy.quantile(values, QUARTILE) for name, values in logs.items()}
-    return {name: float(value) for name, value in low.items()}
+    return {name: float(numpy.median(values)) for name, values in logs.items()}
 
 
 class Fit:

@@ -367,7 +367,7 @@ def test_torchrun_starts_again(job, digits, one_host, tmp_path, figure):
 
 @pytest.mark.full
 def test_training_continues_with_the_hosts_that_are_left(job, digits, tmp_path, figure):
-    """hostb dies and comes back. All three runs train the same images of each epoch."""
+    """hostb dies and comes back. Every epoch is complete, and none is missing."""
     output = tmp_path / "out"
     flags = ["--data", digits, *RESUMED, "--output", output]
     flags += ["--epochs", "500", "--resume", "auto"]
