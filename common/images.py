@@ -1,9 +1,11 @@
 """Reads image files as uint8 RGB and crops them."""
 
+import io
 import math
 import random
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 import numpy
@@ -46,8 +48,9 @@ class Picture(Protocol):
 class TorchvisionPicture:
     """The whole file, decoded by torchvision."""
 
-    def __init__(self, path: str):
-        pixels = decode_image(path, mode=ImageReadMode.RGB)
+    def __init__(self, content: bytes):
+        source = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        pixels = decode_image(source, mode=ImageReadMode.RGB)
         if pixels.dtype == torch.uint16:  # few operations support it
             pixels = (pixels.to(torch.int32) >> 8).to(torch.uint8)
         self.pixels = pixels
@@ -61,8 +64,8 @@ class TorchvisionPicture:
 class PillowPicture:
     """The whole file, decoded and resized by Pillow, as most training scripts do."""
 
-    def __init__(self, path: str):
-        with Image.open(path) as image:
+    def __init__(self, content: bytes):
+        with Image.open(io.BytesIO(content)) as image:
             if image.mode.startswith("I"):  # 16 bits: convert() would clip at 255
                 image = Image.fromarray((numpy.asarray(image) >> 8).astype("uint8"))
             self.image = image.convert("RGB")
@@ -73,9 +76,9 @@ class PillowPicture:
         return self.image.crop((left, top, left + width, top + height))
 
 
-DECODERS: dict[str, Callable[[str], Picture]] = {
+DECODERS: dict[str, Callable[[bytes], Picture]] = {
     "torchvision": TorchvisionPicture,
-    "nvimgcodec": lambda path: nvimgcodec.open_picture(path, TorchvisionPicture),
+    "nvimgcodec": lambda content: nvimgcodec.open_picture(content, TorchvisionPicture),
     "pil": PillowPicture,
 }
 
@@ -100,15 +103,23 @@ def choose_decoder(name: str) -> str:
 
 
 def read_image(
-    path: str, decoder: str, transform: Callable[[Picture], Tensor]
+    path: str,
+    decoder: str,
+    transform: Callable[[Picture], Tensor],
+    read: Callable[[], bytes] | None = None,
 ) -> Tensor:
-    """Open a file with one of DECODERS and transform it.
+    """Read a file, decode it with one of DECODERS and transform it.
+
+    Args:
+        path: the file, or only its name if `read` is given.
+        read: returns the file's content.
 
     Raises:
         ImageError: the file is unreadable; the text has the path, decoder and reason.
     """
     try:
-        return transform(DECODERS[decoder](path))
+        content = read() if read else Path(path).read_bytes()
+        return transform(DECODERS[decoder](content))
     except READ_ERRORS as error:
         lines = str(error).strip().splitlines() or [repr(error)]
         # Remove the location in torchvision's source code
