@@ -70,7 +70,7 @@ class ImageFolder(Dataset):
             root: contains one folder for each of `classes`; see also Archives.
             classes: folder names; the index of a name is its label.
             transform: maps a Picture to a tensor of fixed size.
-            decoder: "torchvision", "nvimgcodec" or "pil".
+            decoder: "torchcodec", "nvimgcodec" or "pil".
 
         Raises:
             UserError: a class folder has no images.
