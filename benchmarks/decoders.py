@@ -14,6 +14,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -106,7 +107,8 @@ def main() -> None:
     rows = compared(interleave(works, rounds), BASELINE)
     print_rows("whole images", "images/s", rows)
     results = {"photographs": [photographs], "pixels": pixels, "decoding": rows}
-    write_results("decoders", {"rounds": rounds, **results})
+    facts = {"torchcodec": version("torchcodec"), "rounds": rounds}
+    write_results("decoders", {**facts, **results})
 
 
 if __name__ == "__main__":
