@@ -33,7 +33,7 @@ from common.images import choose_decoder
 from launch.exits import exit_status
 
 TRAIN, VAL, BATCH = 384, 256, 64
-DECODERS = ("torchvision", "nvimgcodec", "pil")
+DECODERS = ("torchcodec", "nvimgcodec", "pil")
 USUAL = "usual: Pillow, v1 transforms, float"
 NORMALISED = "--decoder nvimgcodec, normalised on the CPU"
 CPU = torch.device("cpu")

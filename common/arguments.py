@@ -71,7 +71,7 @@ def build_parser(docstring: str) -> OneLineParser:
 
     ints = (positive, seconds, not_less_than_0 := number(int, 0, 2**63 - 1))
     folder = "folder with train/CLASS/*.JPEG and val/CLASS/*.JPEG"
-    add("--data", metavar="DIR", help=folder)
+    add("--data", metavar="DIR", help=f"{folder}, or with train.tar and val.tar")
     add(
         "--synthetic",
         nargs="?",
@@ -142,7 +142,7 @@ def build_parser(docstring: str) -> OneLineParser:
         "--decoder",
         choices=("auto", *DECODERS),
         default="auto",
-        help="image decoder; auto is nvimgcodec if it is installed, else torchvision",
+        help="auto is the first that is installed: nvimgcodec, torchcodec, then pil",
     )
     bf16 = "default: bf16 if the device supports it, otherwise fp32"
     add("--precision", choices=tuple(PRECISIONS), help=bf16)

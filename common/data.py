@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from common.errors import SIGNALS, ImageError, UserError, end_children
 from common.images import Picture, TrainTransform, ValTransform, read_image
 from common.model import pretrained_normalisation, validation_protocol
 from common.seeding import seed_augmentation
+from common.tar import Archives, archives_of
 
 # Mean and standard deviation of the RGB values, for pixels between 0 and 255
 MEAN = (123.675, 116.28, 103.53)  # ImageNet's
@@ -50,9 +52,9 @@ def fingerprint(dataset: Dataset) -> list[int | None]:
 
 
 class ImageFolder(Dataset):
-    """Images in one subfolder per class, decoded to RGB and transformed.
+    """Images in one subfolder per class, or in tar archives of such a folder.
 
-    An item is (image, label): a (3, H, W) uint8 tensor and an int.
+    An item is (image, label): a transformed (3, H, W) uint8 RGB image, and an int.
     """
 
     def __init__(
@@ -65,23 +67,28 @@ class ImageFolder(Dataset):
         """Index the folder.
 
         Args:
-            root: contains one folder for each of `classes`.
+            root: contains one folder for each of `classes`; see also Archives.
             classes: folder names; the index of a name is its label.
             transform: maps a Picture to a tensor of fixed size.
-            decoder: "torchvision", "nvimgcodec" or "pil".
+            decoder: "torchcodec", "nvimgcodec" or "pil".
 
         Raises:
             UserError: a class folder has no images.
         """
-        labels = {name: label for label, name in enumerate(classes)}
-        samples = make_dataset(str(root), labels, IMG_EXTENSIONS, allow_empty=True)
         self.root = str(root)
         self.classes = classes
+        self.archives = Archives(root) if archives_of(root) else None
         # Not lists: reading an item changes its reference count, so each loader process
         # would copy the list (https://github.com/pytorch/pytorch/issues/13246)
-        names = [os.fsencode(path[len(self.root) :]) for path, _ in samples]
-        self.paths = numpy.array(names)
-        self.labels = numpy.array([label for _, label in samples], dtype=numpy.int64)
+        if self.archives:
+            self.root += "*.tar"
+            self.paths, self.labels = self.archives.paths, self.archives.labels
+        else:
+            labels = {name: label for label, name in enumerate(classes)}
+            samples = make_dataset(self.root, labels, IMG_EXTENSIONS, allow_empty=True)
+            names = [os.fsencode(path[len(self.root) :]) for path, _ in samples]
+            self.paths = numpy.array(names)
+            self.labels = numpy.array([label for _, label in samples], numpy.int64)
         self.transform = transform
         self.decoder = decoder
         per_class = numpy.bincount(self.labels, minlength=len(classes))
@@ -95,7 +102,9 @@ class ImageFolder(Dataset):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         path = self.root + os.fsdecode(self.paths[index])
-        return read_image(path, self.decoder, self.transform), int(self.labels[index])
+        read = partial(self.archives.read, index) if self.archives else None
+        image = read_image(path, self.decoder, self.transform, read)
+        return image, int(self.labels[index])
 
 
 class RandomImages(Dataset):
@@ -157,17 +166,19 @@ def open_folders(args: argparse.Namespace) -> tuple[tuple[Path, Path], list[str]
 
 
 def class_folders(root: Path) -> list[str]:
-    """Return the sorted names of the class folders in `root`.
+    """Return the sorted names of the class folders in `root` or its archives.
 
     Raises:
         UserError: the folder does not exist, or has no class folders.
     """
+    if archives_of(root):
+        return Archives(root).classes()
     try:
         classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
     except OSError as error:
         raise UserError(
             f"cannot open the folder {root}: {error.strerror}; --data must be a folder "
-            "with train/CLASS/*.JPEG and val/CLASS/*.JPEG"
+            "with train/CLASS/*.JPEG and val/CLASS/*.JPEG, or train.tar and val.tar"
         ) from None
     if not classes:
         raise UserError(f"{root} has no class folders; expected {root}/CLASS/*.JPEG")

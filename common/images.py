@@ -1,16 +1,18 @@
 """Reads image files as uint8 RGB and crops them."""
 
+import functools
+import io
 import math
 import random
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 import numpy
 import torch
 from PIL import Image
 from torch import Tensor
-from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
@@ -27,6 +29,8 @@ READ_ERRORS = (
     Image.DecompressionBombError,
 )
 Pixels = Tensor | Image.Image  # (3, H, W) uint8, or an RGB image from Pillow
+JPEG = b"\xff\xd8"  # the first bytes of each JPEG file
+NO_EXIF = b"\xff\xe1\0\2"  # an empty APP1 segment, which could contain EXIF data
 
 
 class Picture(Protocol):
@@ -43,26 +47,11 @@ class Picture(Protocol):
         """Read a rectangle of pixels."""
 
 
-class TorchvisionPicture:
-    """The whole file, decoded by torchvision."""
-
-    def __init__(self, path: str):
-        pixels = decode_image(path, mode=ImageReadMode.RGB)
-        if pixels.dtype == torch.uint16:  # few operations support it
-            pixels = (pixels.to(torch.int32) >> 8).to(torch.uint8)
-        self.pixels = pixels
-        _, self.height, self.width = pixels.shape
-
-    def read(self, top: int, left: int, height: int, width: int) -> Tensor:
-        """Read a rectangle of pixels: a (3, height, width) uint8 view."""
-        return self.pixels[:, top : top + height, left : left + width]
-
-
 class PillowPicture:
     """The whole file, decoded and resized by Pillow, as most training scripts do."""
 
-    def __init__(self, path: str):
-        with Image.open(path) as image:
+    def __init__(self, content: bytes):
+        with Image.open(io.BytesIO(content)) as image:
             if image.mode.startswith("I"):  # 16 bits: convert() would clip at 255
                 image = Image.fromarray((numpy.asarray(image) >> 8).astype("uint8"))
             self.image = image.convert("RGB")
@@ -73,46 +62,99 @@ class PillowPicture:
         return self.image.crop((left, top, left + width, top + height))
 
 
-DECODERS: dict[str, Callable[[str], Picture]] = {
-    "torchvision": TorchvisionPicture,
-    "nvimgcodec": lambda path: nvimgcodec.open_picture(path, TorchvisionPicture),
+class TensorPicture:
+    """The whole file, decoded to a (3, H, W) uint8 tensor."""
+
+    def __init__(self, pixels: Tensor):
+        self.pixels = pixels
+        _, self.height, self.width = pixels.shape
+
+    def read(self, top: int, left: int, height: int, width: int) -> Tensor:
+        """Read a rectangle of pixels: a (3, height, width) uint8 view."""
+        return self.pixels[:, top : top + height, left : left + width]
+
+
+def open_with_torchcodec(content: bytes) -> TensorPicture:
+    """Decode a JPEG with TorchCodec, or another format with Pillow."""
+    if not content.startswith(JPEG):
+        return open_with_pillow(content)
+    # TorchCodec rotates the image as the file's first APP1 segment says; the data that
+    # it gets begins with an empty one
+    data = bytearray().join((JPEG, NO_EXIF, memoryview(content)[len(JPEG) :]))
+    return TensorPicture(import_torchcodec()(torch.frombuffer(data, dtype=torch.uint8)))
+
+
+def open_with_pillow(content: bytes) -> TensorPicture:
+    """Decode a file with Pillow."""
+    return TensorPicture(F.pil_to_tensor(PillowPicture(content).image))
+
+
+@functools.cache
+def import_torchcodec() -> Callable[[Tensor], Tensor]:
+    """Return TorchCodec's function that decodes JPEGs.
+
+    Raises:
+        ImportError: TorchCodec is missing, or was built for another PyTorch.
+    """
+    try:
+        from torchcodec.decoders import decode_jpeg
+    except (OSError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ImportError(f"TorchCodec does not fit this PyTorch: {reason}") from error
+    return decode_jpeg
+
+
+DECODERS: dict[str, Callable[[bytes], Picture]] = {
+    "torchcodec": open_with_torchcodec,
+    "nvimgcodec": lambda content: nvimgcodec.open_picture(content, open_with_pillow),
     "pil": PillowPicture,
 }
 
 
 def choose_decoder(name: str) -> str:
-    """Replace "auto" with nvimgcodec if it is installed, otherwise with torchvision.
+    """Replace "auto" with nvimgcodec, torchcodec or pil: the first one that works.
 
     Raises:
-        UserError: the requested nvimgcodec cannot be used.
+        UserError: the requested decoder is not installed.
     """
-    if name not in ("auto", "nvimgcodec"):
-        return name
-    try:
-        nvimgcodec.import_library()
-    except ImportError as error:
-        if name == "auto":
-            return "torchvision"
-        raise UserError(
-            f"--decoder nvimgcodec: {error}; pip install -r requirements-nvimgcodec.txt"
-        ) from None
-    return "nvimgcodec"
+    libraries = {
+        "nvimgcodec": (nvimgcodec.import_library, "requirements-nvimgcodec.txt"),
+        "torchcodec": (import_torchcodec, "requirements.txt"),
+    }
+    for decoder, (import_library, requirements) in libraries.items():
+        if name in ("auto", decoder):
+            try:
+                import_library()
+                return decoder
+            except ImportError as error:
+                if name == decoder:
+                    advice = f"pip install -r {requirements}"
+                    raise UserError(f"--decoder {name}: {error}; {advice}") from None
+    return "pil"
 
 
 def read_image(
-    path: str, decoder: str, transform: Callable[[Picture], Tensor]
+    path: str,
+    decoder: str,
+    transform: Callable[[Picture], Tensor],
+    read: Callable[[], bytes] | None = None,
 ) -> Tensor:
-    """Open a file with one of DECODERS and transform it.
+    """Read a file, decode it with one of DECODERS and transform it.
+
+    Args:
+        path: the file, or only its name if `read` is given.
+        read: returns the file's content.
 
     Raises:
         ImageError: the file is unreadable; the text has the path, decoder and reason.
     """
     try:
-        return transform(DECODERS[decoder](path))
+        content = read() if read else Path(path).read_bytes()
+        return transform(DECODERS[decoder](content))
     except READ_ERRORS as error:
         lines = str(error).strip().splitlines() or [repr(error)]
-        # Remove the location in torchvision's source code
-        reason = re.sub(r"^\w+, \S+\.cpp:\d+, ", "", lines[0])
+        # Remove the location in TorchCodec's source code, and the object's address
+        reason = re.sub(r"^\w+, \S+\.cpp:\d+, | <_io\.BytesIO.*>", "", lines[0])
         raise ImageError(
             f"cannot read the image {path} with {decoder}: {reason}"
         ) from error

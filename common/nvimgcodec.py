@@ -3,7 +3,6 @@
 import functools
 import os
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -21,11 +20,11 @@ class NvimgcodecPicture:
     Source: https://docs.nvidia.com/cuda/nvimagecodec/py_api.html
     """
 
-    def __init__(self, path: str, otherwise: Callable):
-        self.path = path
+    def __init__(self, content: bytes, otherwise: Callable):
+        self.content = content
         self.otherwise = otherwise
         self.codec, self.decoder, self.params = make_decoder(os.getpid())
-        self.stream = self.codec.CodeStream(Path(path).read_bytes())
+        self.stream = self.codec.CodeStream(content)
         self.height, self.width = self.stream.height, self.stream.width
 
     def read(self, top: int, left: int, height: int, width: int) -> Tensor:
@@ -34,17 +33,17 @@ class NvimgcodecPicture:
         part = self.stream.get_sub_code_stream(region=region)
         image = self.decoder.decode(part, params=self.params)
         if image is None:
-            return self.otherwise(self.path).read(top, left, height, width)
+            return self.otherwise(self.content).read(top, left, height, width)
         return torch.from_numpy(numpy.asarray(image)).permute(2, 0, 1)
 
 
-def open_picture(path: str, otherwise: Callable) -> Any:
-    """Open a file; call `otherwise(path)` if nvImageCodec does not know the format."""
+def open_picture(content: bytes, otherwise: Callable) -> Any:
+    """Open a file; `otherwise(content)` opens it if nvImageCodec cannot."""
     make_decoder(os.getpid())  # raises the error if no decoder can be created
     try:
-        return NvimgcodecPicture(path, otherwise)
+        return NvimgcodecPicture(content, otherwise)
     except RuntimeError:
-        return otherwise(path)
+        return otherwise(content)
 
 
 @functools.cache

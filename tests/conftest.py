@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 
 from common.device import describe
+from common.images import import_torchcodec
 from common.log import commit
 from common.nvimgcodec import import_library as import_nvimgcodec
 from scripts.sample_data import write_digits
@@ -99,6 +100,7 @@ NO_HOROVOD = problem_of(lambda: importlib.import_module("horovod.torch"))
 NO_GPU = None if torch.cuda.is_available() else "no CUDA GPU"
 MISSING = {
     "nvimgcodec": problem_of(import_nvimgcodec),
+    "torchcodec": problem_of(import_torchcodec),
     "horovod": NO_HOROVOD and (os.environ.get("HOROVOD_PROBLEM") or NO_HOROVOD),
     "mpi": NO_HOROVOD or mpi_missing(),
     "gpu": NO_GPU,

@@ -11,7 +11,6 @@ import numpy
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms.v2 import functional as V
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -28,8 +27,8 @@ def listing(folder):
 def picture(r, file, crop):
     """(3, S, S) as the network takes it; `crop` is (box, flip), None in validation."""
     pil = r.decoder == "pil"
-    image = Image.open(file) if pil else decode_image(str(file), ImageReadMode.RGB)
-    image = image.convert("RGB") if pil else image
+    image = Image.open(file).convert("RGB")
+    image = image if pil else V.pil_to_tensor(image)
     if crop is None:
         image = V.resize(image, [r.image_size * 256 // 224])
         image = V.center_crop(image, [r.image_size])

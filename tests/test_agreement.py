@@ -76,11 +76,12 @@ def test_other_devices_and_versions():
     assert difference(DATA, DATA, version="1.0") == line("PyTorch's version")
 
 
+@pytest.mark.torchcodec
 def test_images_of_another_machine(pictures, tmp_path):
     """Folders, loader processes and waiting times may differ."""
     there = shutil.copytree(pictures, tmp_path / "there")
     own = ("--data", there, "--output", there / "out", "-j", 2)
-    own += ("--decoder", "torchvision", "--timeout-seconds", 50)
+    own += ("--decoder", "torchcodec", "--timeout-seconds", 50)
     here = ("--data", pictures, "--output", tmp_path / "out")
     assert difference(here, own) is None
     (there / "val" / "dog" / "2.JPEG").unlink()

@@ -44,6 +44,6 @@ def test_ratios_are_taken_within_a_round():
 
 
 def test_the_figures_of_the_performance_page_are_of_a_commit_and_a_command():
-    for name in ("input", "step", "memory"):
+    for name in ("input", "decoders", "archives", "step", "memory"):
         report = json.loads((ROOT / "results" / f"{name}.json").read_text())
         assert report["argv"][2] == f"benchmarks.{name}" and report["commit"]

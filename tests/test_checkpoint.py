@@ -279,7 +279,11 @@ def test_numbers_that_are_not_finite_end_the_run(tmp_path):
         ("--lr 0.3", "--lr was 0.1 when .* is now 0.3"),
         ("--no-flip", "--no-flip was not given when .* is now given"),
         ("--decoder pil", "--decoder was auto when .* is now pil"),
-        ("--epochs 120 --decoder torchvision -j 3 --checkpoint-steps 7", None),
+        pytest.param(
+            "--epochs 120 --decoder torchcodec -j 3 --checkpoint-steps 7",
+            None,
+            marks=pytest.mark.torchcodec,
+        ),
         ("--compile --no-channels-last --device cpu --print-interval 3", None),
     ],
 )

@@ -220,7 +220,7 @@ def test_validation_counts_every_image_once(
 
 def score(folder, weights):
     """Loss and hits of one process, in plain PyTorch, one image after the other."""
-    recipe = Namespace(decoder="torchvision", image_size=32)
+    recipe = Namespace(decoder="auto", image_size=32)
     model = norm(10).eval()
     model.load_state_dict(weights)
     loss = top1 = top5 = 0

@@ -2,6 +2,7 @@
 
 import random
 import sys
+from pathlib import Path
 
 import numpy
 import pytest
@@ -9,7 +10,6 @@ import torch
 from conftest import MISSING
 from PIL import Image
 from torchvision import transforms as v1
-from torchvision.io import ImageReadMode, decode_image
 from torchvision.models import get_model_weights
 from torchvision.transforms.v2 import InterpolationMode, RandomResizedCrop
 
@@ -22,6 +22,7 @@ from common.model import architectures, pretrained_normalisation, validation_pro
 VALIDATION = images.ValTransform(224, 256, InterpolationMode.BILINEAR)
 TRAINING = images.TrainTransform(224, 0.08, True)
 DECODERS = [name for name in images.DECODERS if not MISSING.get(name)]
+USUAL = images.choose_decoder("auto")
 needs_nvimgcodec = pytest.mark.nvimgcodec
 
 
@@ -43,8 +44,8 @@ def picture_of(height, width):
     return Image.fromarray((waves + noise).clip(0, 255).astype(numpy.uint8))
 
 
-def no_way_out(path):
-    raise AssertionError("nvimgcodec left it to torchvision")
+def no_way_out(content):
+    raise AssertionError("nvimgcodec left it to Pillow")
 
 
 def whole(picture):
@@ -62,8 +63,6 @@ SIXTEEN = numpy.random.default_rng(1).integers(0, 2**16, (64, 80)).astype(numpy.
 def odd_files():
     """How files of data sets differ: an image, and how it is saved."""
     image = picture_of(64, 80)
-    exif = Image.Exif()
-    exif[0x0112] = 6
     for mode in ("CMYK", "L"):
         yield mode, image.convert(mode), {}
     for mode in ("RGB", "L", "1", "P", "RGBA", "LA"):
@@ -72,7 +71,10 @@ def odd_files():
     yield "WebP", image, {"format": "WEBP", "lossless": True}
     yield "GIF", image.convert("L"), {"format": "GIF"}
     yield "progressive", image, {"progressive": True}
-    yield "on its side", image, {"exif": exif}
+    for orientation in range(2, 9):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        yield f"turned, {orientation}", image, {"exif": exif}
     yield "damaged EXIF", image, {"exif": b"Exif\0\0II*\0\xff\xff\xff\xffdamaged"}
     for number, name in enumerate(("4:4:4", "4:2:2")):
         yield name, image, {"subsampling": number}
@@ -84,31 +86,33 @@ def test_every_decoder_reads_the_same_pixels(tmp_path):
     path = str(tmp_path / "picture.JPEG")
     for kind, image, options in odd_files():
         image.save(path, **{"format": "JPEG", **options})
-        expected = whole(images.PillowPicture(path))
+        content = Path(path).read_bytes()
+        expected = whole(images.PillowPicture(content))
         if kind == "PNG, 16 bits":
             high = torch.from_numpy(SIXTEEN >> 8).to(torch.uint8)
             assert torch.equal(expected[2], high)
         for decoder in DECODERS:
-            found = whole(images.DECODERS[decoder](path))
+            found = whole(images.DECODERS[decoder](content))
             assert torch.equal(found, expected), (decoder, kind)
             for transform in (TRAINING, VALIDATION):
                 made = images.read_image(path, decoder, transform)
                 assert made.shape == (3, 224, 224) and made.dtype == torch.uint8
-        if "nvimgcodec" in DECODERS and kind != "GIF":  # which it leaves to torchvision
-            own = nvimgcodec.open_picture(path, no_way_out)
+        if "nvimgcodec" in DECODERS and kind != "GIF":  # which it leaves to Pillow
+            own = nvimgcodec.open_picture(content, no_way_out)
             assert torch.equal(whole(own), expected), kind
 
 
 @needs_nvimgcodec
 @pytest.mark.parametrize("options", ({}, {"subsampling": 0}, {"progressive": True}))
 def test_a_part_is_what_the_whole_has_there(tmp_path, options):
-    path = str(tmp_path / "picture.JPEG")
+    path = tmp_path / "picture.JPEG"
     picture_of(131, 197).save(path, quality=90, **options)
-    decoded = whole(images.PillowPicture(path))
+    content = path.read_bytes()
+    decoded = whole(images.PillowPicture(content))
     random.seed(0)
     for _ in range(40):
         top, left, h, w = images.random_box(131, 197, 0.01)
-        own = nvimgcodec.open_picture(path, no_way_out)
+        own = nvimgcodec.open_picture(content, no_way_out)
         part = decoded[:, top : top + h, left : left + w]
         assert torch.equal(own.read(top, left, h, w), part)
 
@@ -125,15 +129,16 @@ def test_decoders_train_on_the_same_bits_and_validate_within_one_level(photograp
     largest = 0
     for path in photographs:
         for transform, seeds in ((TRAINING, range(10)), (VALIDATION, [0])):
-            for seed in seeds if "nvimgcodec" in DECODERS else ():
-                one = seeded(path, "torchvision", transform, seed)
-                assert torch.equal(one, seeded(path, "nvimgcodec", transform, seed))
-        one = seeded(path, "torchvision", VALIDATION).int()
+            for seed in seeds:
+                one = seeded(path, USUAL, transform, seed)
+                for decoder in set(DECODERS) - {"pil"}:
+                    assert torch.equal(one, seeded(path, decoder, transform, seed))
+        one = seeded(path, USUAL, VALIDATION).int()
         largest = max(largest, (one - seeded(path, "pil", VALIDATION)).abs().max())
     assert largest == 1  # 0 would mean that Pillow's own resize is not in use
 
 
-@pytest.mark.parametrize("decoder", ("pil", "torchvision"))
+@pytest.mark.parametrize("decoder", ("pil", "auto"))
 def test_pretrained_weights_validate_as_torchvision_does(pictures, decoder):
     """From the file to the normalised batch; all 80 architectures have 25 protocols."""
     assert len(architectures()) >= 80
@@ -149,12 +154,10 @@ def test_pretrained_weights_validate_as_torchvision_does(pictures, decoder):
             continue
         _, val_set = build_datasets(args)
         batch, _ = next(iter(one_by_one(args, val_set)))
-        image = path = next(pictures.glob("val/*/*"))
-        if decoder == "pil":
-            image = Image.open(path).convert("RGB")
-        else:
-            image = decode_image(str(path), ImageReadMode.RGB)
-        expected = preset(image)
+        image = Image.open(next(pictures.glob("val/*/*"))).convert("RGB")
+        expected = preset(
+            image if decoder == "pil" else v1.functional.pil_to_tensor(image)
+        )
         std = torch.tensor(preset.std).view(3, 1, 1)
         assert batch[0].shape == expected.shape, arch
         most = ((batch[0] - expected).abs() * 255 * std).max()
@@ -210,8 +213,8 @@ def test_half_of_the_images_are_mirrored(tmp_path):
     picture_of(64, 64).save(path)
     whole_image = images.TrainTransform(64, 1.0, False)
     for seed in range(200):
-        one = seeded(path, "torchvision", images.TrainTransform(64, 1.0, True), seed)
-        other = seeded(path, "torchvision", whole_image, seed)
+        one = seeded(path, USUAL, images.TrainTransform(64, 1.0, True), seed)
+        other = seeded(path, USUAL, whole_image, seed)
         assert torch.equal(one, other) or torch.equal(one, other.flip(-1))
         mirrored += not torch.equal(one, other)
     assert 70 < mirrored < 130
@@ -242,13 +245,16 @@ def test_an_unreadable_image_is_named_with_decoder_and_reason(pictures, capfd, d
             list(one_by_one(args, build_datasets(args)[0], workers))
 
 
-def test_auto_is_nvimgcodec_where_it_is_installed(monkeypatch):
-    usual = "torchvision" if MISSING["nvimgcodec"] else "nvimgcodec"
-    assert images.choose_decoder("auto") == usual
-    monkeypatch.setitem(sys.modules, "nvidia", None)
-    monkeypatch.setattr(
-        nvimgcodec, "import_library", nvimgcodec.import_library.__wrapped__
-    )
-    assert images.choose_decoder("auto") == "torchvision"
-    with pytest.raises(UserError, match="requirements-nvimgcodec.txt"):
-        images.choose_decoder("nvimgcodec")
+@pytest.mark.nvimgcodec
+@pytest.mark.torchcodec
+def test_auto_is_the_first_decoder_that_is_installed(monkeypatch):
+    assert images.choose_decoder("auto") == "nvimgcodec"
+    for module, name, decoder, library, following in (
+        (nvimgcodec, "import_library", "nvimgcodec", "nvidia", "torchcodec"),
+        (images, "import_torchcodec", "torchcodec", "torchcodec.decoders", "pil"),
+    ):
+        monkeypatch.setitem(sys.modules, library, None)
+        monkeypatch.setattr(module, name, vars(module)[name].__wrapped__)
+        assert images.choose_decoder("auto") == following
+        with pytest.raises(UserError, match=f"--decoder {decoder}: .* pip install -r"):
+            images.choose_decoder(decoder)

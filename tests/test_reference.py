@@ -30,7 +30,7 @@ FLAGS = {  # the default, as README.md and --help have it, and another value
     "no_flip": (False, True),
     "max_steps": (None, 2),
     "seed": (0, 7),
-    "decoder": ("torchvision", "pil"),
+    "decoder": ("auto", "pil"),
     "no_channels_last": (False, True),
     "accumulate": (1, 3),
 }
@@ -57,9 +57,6 @@ CASES = {  # the network, and what differs from the defaults
 }
 SHARED = ("all flags", "fp16", "bf16")  # by two processes
 STOPPED = {"fp16": 7}  # after step 2 of epoch 2
-
-
-pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -39,9 +39,7 @@ EXACT, HALF = 1e-6, 2**-10 + 1e-6
 
 EPOCHS, STEPS, BATCH, IMAGES = 4, 4, 16, 64
 RECIPE = f"-b {BATCH} --epochs {EPOCHS} --max-steps {STEPS} --lr 0.001"
-RECIPE += (
-    f" --warmup-epochs 0 --print-interval {STEPS} --workers 2 --decoder torchvision"
-)
+RECIPE += f" --warmup-epochs 0 --print-interval {STEPS} --workers 2 --decoder pil"
 COMPUTES = {"O0": "fp32", "O1": "fp16", "O2": "fp16", "O3": "O3"}
 DDP, SPAWNED, REPLICAS = "distributed", "multiprocessing_distributed", "dataparallel"
 APEX, HOROVOD = "apex_distributed", "horovod_distributed"

@@ -1,0 +1,132 @@
+"""Images read from a tar archive, compared with files in folders.
+
+    python -m benchmarks.archives [ROUNDS]
+
+One process reads the same images from both, with and without decoding. The benchmark
+also counts system calls with strace, and measures the index of an archive with as many
+members as ImageNet. All times are CPU times of the process, which other programs affect
+less. It writes results/archives.json in a few minutes.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.utils.data import Dataset
+
+from benchmarks.comparison import compared, interleave, print_rows, write_results
+from benchmarks.input import TRAIN, Training, arguments
+from benchmarks.photographs import write_photographs
+from common.data import ImageFolder, build_datasets
+from common.images import choose_decoder
+from common.tar import Archives
+from launch.exits import exit_status
+
+MEMBERS = 1_281_167
+FOLDERS, TAR = "files in folders", "tar archive"
+CALLS = "open,openat,close,read,pread64,lseek,stat,fstat,newfstatat,ioctl,mmap,getpid"
+
+
+class Reading(ImageFolder):
+    """A dataset that reads files without decoding them."""
+
+    def __getitem__(self, index: int) -> bytes:
+        if self.archives:
+            return self.archives.read(index)
+        return Path(self.root + os.fsdecode(self.paths[index])).read_bytes()
+
+
+def reading(folder: Path) -> Reading:
+    """The training images in a folder, not decoded."""
+    classes = build_datasets(arguments(folder, "pil"))[0].classes
+    return Reading(folder / "train", classes, None, "")
+
+
+def speed(dataset: Dataset, epochs: int) -> Callable[[], float]:
+    """Return a function that measures the images per second of CPU time."""
+
+    def measure() -> float:
+        began = time.process_time()
+        for _ in range(epochs):
+            [dataset[index] for index in range(TRAIN)]
+        return epochs * TRAIN / (time.process_time() - began)
+
+    return measure
+
+
+def compare(folders: dict[str, Path], rounds: int) -> dict[str, dict]:
+    """Measure how fast this process reads single images."""
+    decoder = choose_decoder("auto")
+    works: dict[str, dict[str, Callable]] = {"reading": {}, "training": {}}
+    for name, folder in folders.items():
+        train_set, _ = build_datasets(arguments(folder, decoder))
+        works["reading"][name] = speed(reading(folder), 30)
+        works["training"][name] = speed(Training(train_set, 0), 1)
+    results = {}
+    for title, candidates in works.items():
+        results[title] = compared(interleave(candidates, rounds), FOLDERS)
+        print_rows(title, "images/s", results[title])
+    return results
+
+
+def calls(folder: Path) -> float:
+    """Count the system calls per image that is read."""
+    counts = []
+    for images in (0, TRAIN):
+        command = ["strace", "-f", "-c", "-e", f"trace={CALLS}", sys.executable]
+        command += ["-m", "benchmarks.archives", "--read", str(folder), str(images)]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True)
+        counts.append(int(re.findall(r"(\d+) +(?:\d+ +)?total", printed.stderr)[0]))
+    return (counts[1] - counts[0]) / TRAIN
+
+
+def index_seconds(root: Path) -> dict[str, float]:
+    """Measure the CPU time for the index of an archive, and for reading it again."""
+    with tarfile.open(f"{root}.tar", "w") as archive:
+        for number in range(MEMBERS):
+            label = number * 1000 // MEMBERS
+            name = f"n{label:08d}/n{label:08d}_{number}.JPEG"
+            archive.addfile(tarfile.TarInfo(name))
+            archive.members.clear()
+    seconds = {}
+    for name in ("built", "read from its file"):
+        began = time.process_time()
+        assert len(Archives(root).paths) == MEMBERS
+        seconds[name] = time.process_time() - began
+        print(f"index {name}: {seconds[name]:.1f} s", flush=True)
+    return seconds
+
+
+def main() -> None:
+    """Run all measurements."""
+    if sys.argv[1:2] == ["--read"]:
+        data = reading(Path(sys.argv[2]))
+        [data[index] for index in range(int(sys.argv[3]))]
+        return
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 9
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as temporary:
+        folders = {FOLDERS: Path(temporary, "folders"), TAR: Path(temporary, "tar")}
+        images = write_photographs(folders[FOLDERS], TRAIN, 8)
+        folders[TAR].mkdir()
+        for part in ("train", "val"):
+            with tarfile.open(folders[TAR] / f"{part}.tar", "w") as archive:
+                archive.add(folders[FOLDERS] / part, part)
+        results = compare(folders, rounds)
+        counted = {name: {"per image": calls(data)} for name, data in folders.items()}
+        index = {"images": MEMBERS, **index_seconds(Path(temporary, "train"))}
+    found = {"rounds": rounds, "photographs": [images], **results, "calls": counted}
+    write_results("archives", {**found, "index": [index]})
+
+
+if __name__ == "__main__":
+    with exit_status():
+        main()

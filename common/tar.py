@@ -1,0 +1,120 @@
+"""Finds images in tar archives, and reads them in any order without unpacking."""
+
+import hashlib
+import os
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import numpy
+from torchvision.datasets.folder import IMG_EXTENSIONS
+
+from common.errors import UserError, say, speaks_for_machine
+
+
+def archives_of(root: Path) -> list[Path]:
+    """The archives that replace the folder `root` if it does not exist: root*.tar."""
+    return [] if root.is_dir() else sorted(root.parent.glob(f"{root.name}*.tar"))
+
+
+class Archives:
+    """The images in the archives that replace a folder, sorted as ImageFolder does.
+
+    For each image, `places` has the number of the archive, the offset and the size.
+    """
+
+    def __init__(self, root: Path):
+        """Read the index of the archives."""
+        self.archives = archives_of(root)
+        self.files: dict[tuple[int, int], int] = {}
+        index = read_index(root, self.archives)
+        columns = (numpy.ascontiguousarray(index[name]) for name in index.dtype.names)
+        self.paths, self.labels, self.places = columns
+
+    def classes(self) -> list[str]:
+        """Return the sorted names of the class folders."""
+        _, first = numpy.unique(self.labels, return_index=True)
+        return [os.fsdecode(path).split("/")[1] for path in self.paths[first]]
+
+    def read(self, image: int) -> bytes:
+        """Read an image file; each process opens an archive only once."""
+        archive, offset, size = self.places[image].tolist()
+        key = os.getpid(), archive
+        if key not in self.files:
+            self.files[key] = os.open(self.archives[archive], os.O_RDONLY)
+        return os.pread(self.files[key], size, offset)
+
+
+def read_index(root: Path, archives: list[Path]) -> numpy.ndarray:
+    """Read the index from a file next to the archives, or build it and write the file.
+
+    The file's name depends on the names, sizes and modification times of the archives.
+    """
+    facts = [(a.name, a.stat().st_size, a.stat().st_mtime_ns) for a in archives]
+    digest = hashlib.blake2b(repr(facts).encode(), digest_size=6).hexdigest()
+    file = root.with_name(f"{root.name}-{digest}.npy")
+    with suppress(OSError, ValueError, EOFError):
+        return numpy.load(file)
+    if speaks_for_machine():
+        say(f"looking for images in {root}*.tar; later runs will read {file}")
+    index = build_index(archives)
+    # In a read-only folder, each process builds the index
+    with suppress(OSError), tempfile.TemporaryDirectory(dir=root.parent) as folder:
+        numpy.save(Path(folder, file.name), index)
+        os.replace(Path(folder, file.name), file)
+    return index
+
+
+def build_index(archives: list[Path]) -> numpy.ndarray:
+    """Find and sort the images in the archives.
+
+    Raises:
+        UserError: there are no images, or one is there twice or not in a class folder.
+    """
+    images, first = {}, None
+    for number, archive in enumerate(archives):
+        for path, *place in images_in(archive):
+            folder, _, name = path.rpartition("/")
+            parent, _, label = folder.rpartition("/")
+            first = first or (path, parent)
+            if not label or parent != first[1]:
+                raise UserError(
+                    f"{archive}: {path} or {first[0]} is not in a class folder"
+                )
+            if (label, name) in images:
+                raise UserError(f"{archive}: another image is also {label}/{name}")
+            images[label, name] = (number, *place)
+    if not images:
+        raise UserError(f"{archives[0]} has no images; expected CLASS/*.JPEG")
+    labels = {name: n for n, name in enumerate(sorted({name for name, _ in images}))}
+    rows = [
+        (os.fsencode(f"/{label}/{name}"), labels[label], place)
+        for (label, name), place in sorted(images.items())
+    ]
+    longest = max(len(path) for path, *_ in rows)
+    columns = [("path", f"S{longest}"), ("label", "i8"), ("place", "i8", 3)]
+    return numpy.array(rows, dtype=columns)
+
+
+def images_in(archive: Path) -> Iterator[tuple[str, int, int]]:
+    """Yield the path, offset and size in bytes of each image in an archive.
+
+    Raises:
+        UserError: the archive is compressed or damaged, or contains links.
+    """
+    try:
+        with tarfile.open(archive, "r:") as opened:
+            while member := opened.next():
+                opened.members.clear()  # a million of them would need gigabytes
+                path = member.name.removeprefix("./")
+                if path.lower().endswith(IMG_EXTENSIONS) and not member.isdir():
+                    if not member.isreg() or member.issparse():
+                        raise tarfile.ReadError(f"{path} is a link or sparse")
+                    yield path, member.offset_data, member.size
+            opened.fileobj.seek(opened.offset)
+            if opened.fileobj.read(512) != bytes(512):
+                raise tarfile.ReadError(f"damaged or incomplete at {opened.offset}")
+    except (tarfile.TarError, OSError) as error:
+        raise UserError(f"cannot read {archive} as uncompressed tar: {error}") from None
