@@ -1,4 +1,4 @@
-"""README*.md and docs/: links, commands and code hold, and both READMEs say the same."""
+"""README*.md and docs/: links, commands and code hold, and translations agree."""
 
 import ast
 import json
@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from urllib.parse import unquote
 
+import pytest
 from conftest import ROOT, run
 from markdown_it import MarkdownIt
 from torch.distributed.run import get_args_parser
@@ -191,7 +192,7 @@ def test_the_pictures_are_drawn_from_what_is_there_now():
             assert drawn[rank::2] == list(sampler)
 
 
-# --- the READMEs ---
+# --- the READMEs, and the Chinese pages ---
 
 
 def test_the_example_to_copy_runs_as_it_is(tmp_path):
@@ -212,29 +213,57 @@ def test_the_quickstart_reached_its_accuracy():
     assert table == quickstart.render(runs)
 
 
-def test_both_readmes_have_the_same_headings_code_tables_links_and_numbers():
-    def facts(page):
+CHINESE = [name for name in TEXTS if "zh-CN" in name]
+
+
+def english(path):
+    """The English page of a Chinese one."""
+    return re.sub(r"\.zh-CN|zh-CN/", "", str(path))
+
+
+@pytest.mark.parametrize("chinese", CHINESE)
+def test_chinese_pages_lead_to_chinese_pages(chinese):
+    links = re.findall(r"\]\(([^)#]+)", TEXTS[chinese])
+    targets = [((ROOT / chinese).parent / link).resolve() for link in links]
+    translated = {ROOT / english(name) for name in CHINESE}
+    assert [target for target in targets if target in translated] == [
+        ROOT / english(chinese)
+    ]
+
+
+@pytest.mark.parametrize("chinese", CHINESE)
+def test_chinese_pages_have_the_headings_code_tables_links_and_numbers(chinese):
+    def target(name, link):
+        """What a link leads to: the English page, and the number of the heading."""
+        path, _, anchor = unquote(link).partition("#")
+        if re.match(r"\w+:", path):
+            return link
+        path = (ROOT / name).parent / path if path else ROOT / name
+        heading = anchors(path.read_text()).index(anchor) if anchor else ""
+        return f"{english(path.resolve())}#{heading}"
+
+    def facts(name):
+        page = TEXTS[name]
         made = GENERATED.findall(page)
-        for number, anchor in enumerate(anchors(page)):
-            page = page.replace(f"(#{anchor})", f"(#{number})")
         page = GENERATED.sub("", page)
         blocks = re.findall(r"^```.*?^```$", page, re.M | re.S)
         blocks = [re.sub(r"(^|\s+)#.*", "", block, flags=re.M) for block in blocks]
         page = re.sub(r"^```.*?^```$", "", page, flags=re.M | re.S)
         for text in re.split(r"^#+ .*\n", page, flags=re.M):
             prose = re.sub(r"`[^`]+`|\]\([^)]+\)", "", text)
+            links = re.findall(r"(?:\]\(|src=\")([^)\"]+)", text)
             yield {
                 "rows of tables": [
                     row.count("|") for row in prose.splitlines() if row[:1] == "|"
                 ],
-                "links": Counter(re.findall(r"\]\(([^)]+)\)", text)),
+                "links": Counter(target(name, link) for link in links),
+                "tags": re.findall(r"</?\w+", prose),
                 "code": {" ".join(c.split()) for c in re.findall(r"`([^`]+)`", text)},
                 "numbers": Counter(re.findall(r"\d+(?:[.,]\d+)*", prose)),
             }
         yield {"levels": re.findall(r"^#+ ", page, re.M), "made": made, "code": blocks}
 
-    english = TEXTS["README.md"].replace("(README.zh-CN.md)", "(README.md)", 1)
-    pairs = zip(facts(english), facts(TEXTS["README.zh-CN.md"]), strict=True)
+    pairs = zip(facts(english(chinese)), facts(chinese), strict=True)
     for number, (one, other) in enumerate(pairs):
         missing = one.pop("numbers", Counter()) - other.pop("numbers", Counter())
         assert (one, missing) == (other, Counter()), f"section {number}"
