@@ -8,7 +8,7 @@ In a page, this script writes the text between <!-- KIND ... --> and <!-- /KIND 
     region SCRIPT.py NAME      a marked region of one of the five scripts
     statement FILE.py TEXT     the statement that begins with TEXT: a call, a function
     paragraph FILE.py TEXT     the lines around TEXT, from one blank line to the next
-    diff ONE.py OTHER.py       the lines that differ between two scripts
+    diff ONE.py OTHER.py       the lines that differ between two programs
     output LESSON [TITLE]      a lesson's output, or the parts that begin with TITLE
     file PATH                  the unchanged text of a file
     table RESULTS PART         a part of results/RESULTS.json: rows, or figures whose
@@ -65,11 +65,12 @@ def paragraph(source: str) -> str:
 
 
 def diff(source: str) -> str:
-    """The lines that differ between two scripts, without their docstrings."""
-    names = source.split()
-    texts = ((ROOT / name).read_text().partition('"""\n\nfrom')[2] for name in names)
-    found = difflib.unified_diff(*map(str.splitlines, texts), *names, n=0, lineterm="")
-    return block("diff", "\n".join(line for line in found if line[:2] != "@@"))
+    """The lines that differ between two programs, without their docstrings."""
+    texts = [(ROOT / name).read_text() for name in source.split()]
+    texts = [text.partition('"""\n\n')[2].splitlines() for text in texts]
+    found = difflib.unified_diff(*texts, n=1, lineterm="")
+    lines = ["@@" if line.startswith("@@") else line for line in found]
+    return block("diff", "\n".join(lines[3:]))  # names are lines 1 and 2
 
 
 def output(source: str) -> str:
