@@ -78,8 +78,8 @@ def open_with_torchcodec(content: bytes) -> TensorPicture:
     """Decode a JPEG with TorchCodec, or another format with Pillow."""
     if not content.startswith(JPEG):
         return open_with_pillow(content)
-    # TorchCodec rotates the image as the file's first APP1 segment says; the data that
-    # it gets begins with an empty one
+    # TorchCodec applies the EXIF orientation of the first APP1 segment: insert an empty
+    # segment
     data = bytearray().join((JPEG, NO_EXIF, memoryview(content)[len(JPEG) :]))
     return TensorPicture(import_torchcodec()(torch.frombuffer(data, dtype=torch.uint8)))
 

@@ -117,15 +117,14 @@ def test_the_index_is_kept_until_an_archive_changes(archives, monkeypatch):
     monkeypatch.setattr(
         tar, "build_index", lambda paths: built.append(paths[0].stem) or build(paths)
     )
-    (digests := {}).update(first=fingerprint(build_datasets(arguments(made))[0]))
-    assert built == ["train", "val"]
+    first, _ = build_datasets(arguments(made))
     check(arguments(made), 1)
     assert built == ["train", "val"]
     os.utime(made / "train.tar", (0, 0))
     for file in made.glob("val-*.npy"):
         file.write_bytes(b"")
-    digests["again"] = fingerprint(build_datasets(arguments(made))[0])
-    assert built == ["train", "val"] * 2 and digests["first"] == digests["again"]
+    again, _ = build_datasets(arguments(made))
+    assert built == ["train", "val"] * 2 and fingerprint(first) == fingerprint(again)
     monkeypatch.setattr(tar.tempfile, "TemporaryDirectory", lambda dir: open("/none"))
     for file in made.glob("*.npy"):
         file.unlink()
@@ -136,10 +135,7 @@ def test_the_index_is_kept_until_an_archive_changes(archives, monkeypatch):
 @pytest.mark.parametrize(
     "command, message",
     [
-        (
-            "rm train.tar",
-            "cannot open the folder .*train: No such file.* train.tar and",
-        ),
+        ("rm train.tar", "cannot open the folder .*train: No such .* train.tar and"),
         (": > train.tar", "train.tar as uncompressed tar: empty file"),
         ("tar -cf train.tar -T /dev/null", "train.tar has no images"),
         ("gzip val.tar && mv val.tar.gz val.tar", "val.tar as uncompressed tar: "),
@@ -147,14 +143,8 @@ def test_the_index_is_kept_until_an_archive_changes(archives, monkeypatch):
         ("cp train.tar train-1.tar", "train.tar: another image is also cat"),
         ("truncate -s 9000 train.tar", "unexpected end of data|damaged"),
         ("truncate -s $((512 + 512)) val.tar", "damaged or incomplete at 1024"),
-        (
-            "mkdir c && ln -s x c/x.png && tar -cf val.tar c",
-            "x.png is a link or sparse",
-        ),
-        (
-            "mkdir c && touch c/1.png && tar -cf val.tar c",
-            "3 found in only one of them",
-        ),
+        ("mkdir c && ln -s x c/x.png && tar -cf val.tar c", "x.png is a link or"),
+        ("mkdir c && touch c/1.png && tar -cf val.tar c", "3 found in only one of"),
     ],
 )
 def test_bad_archives_are_refused(archives, command, message):
