@@ -46,7 +46,7 @@ JOINED = "        with model.join():\n" + re.sub("(?m)^", "    ", LOOP[0]).rstri
 CHANGES = [
     ("03", "torch.manual_seed(dist.get_rank())", "torch.manual_seed(1)", "passes"),
     ("04", "prepare(images)\n", "prepare(images)\n        dist.barrier()\n", "FileNotFound"),
-    ("06", "loss.backward()", "(2 * loss).backward()", "passes"),
+    ("06", "(loss / dist", "(2 * loss / dist", "passes"),
     ("09", "torch.randn(8)", "torch.zeros(8)", "both processes add the same noise"),
     ("11", "shuffle=False", "shuffle=False, drop_last=True", "32 of the 33 validation"),
     ("12", "CosineAnnealingLR(optimizer, ", "CosineAnnealingLR(optimizer, 18, 0 * ", "passes"),

@@ -28,11 +28,11 @@ def main() -> None:
         sampler.set_epoch(epoch)
         total = torch.zeros(())
         for x, y in loader:
-            loss = F.cross_entropy(model(x), y) / dist.get_world_size()
+            loss = F.cross_entropy(model(x), y)
             optimizer.zero_grad()
-            loss.backward()
+            (loss / dist.get_world_size()).backward()
             optimizer.step()
-            total += loss.detach()
+            total += loss.detach() / dist.get_world_size()
         dist.all_reduce(total)
         if dist.get_rank() == 0:
             print(f"epoch {epoch}: loss {total.item() / len(loader):.4f}")

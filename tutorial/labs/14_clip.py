@@ -1,4 +1,4 @@
-"""Train a network without DDP; the averaged gradient is clipped to a length of 0.3.
+"""Train a network without DDP; the averaged gradient is clipped to a norm of 0.3.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/14_clip.py
 """
