@@ -17,7 +17,7 @@ from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
 from common import nvimgcodec
-from common.errors import ImageError, UserError
+from common.errors import ImageError, UserError, say, speaks_for_machine
 
 # Errors that decoders raise if a file is damaged or not an image
 READ_ERRORS = (
@@ -98,8 +98,10 @@ def import_torchcodec() -> Callable[[Tensor], Tensor]:
     """
     try:
         from torchcodec.decoders import decode_jpeg
-    except (OSError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
+    except ImportError:
+        raise
+    except Exception as error:
+        reason = (str(error) or repr(error)).splitlines()[0]
         raise ImportError(f"TorchCodec does not fit this PyTorch: {reason}") from error
     return decode_jpeg
 
@@ -127,9 +129,11 @@ def choose_decoder(name: str) -> str:
                 import_library()
                 return decoder
             except ImportError as error:
+                reason = f"{error}; pip install -r {requirements}"
                 if name == decoder:
-                    advice = f"pip install -r {requirements}"
-                    raise UserError(f"--decoder {name}: {error}; {advice}") from None
+                    raise UserError(f"--decoder {name}: {reason}") from None
+    if name == "auto" and speaks_for_machine():
+        say(f"--decoder pil, which is slower: {reason}")
     return "pil"
 
 

@@ -1,5 +1,6 @@
 """Finds images in tar archives, and reads them in any order without unpacking."""
 
+import functools
 import hashlib
 import os
 import tarfile
@@ -15,8 +16,11 @@ from common.errors import UserError, say, speaks_for_machine
 
 
 def archives_of(root: Path) -> list[Path]:
-    """The archives that replace the folder `root` if it does not exist: root*.tar."""
-    return [] if root.is_dir() else sorted(root.parent.glob(f"{root.name}*.tar"))
+    """The archives that replace a missing folder `root`: root.tar or root-*.tar."""
+    if root.is_dir():
+        return []
+    whole = root.with_name(f"{root.name}.tar")
+    return [whole] if whole.exists() else sorted(root.parent.glob(f"{root.name}-*.tar"))
 
 
 class Archives:
@@ -52,18 +56,30 @@ def read_index(root: Path, archives: list[Path]) -> numpy.ndarray:
 
     The file's name depends on the names, sizes and modification times of the archives.
     """
-    facts = [(a.name, a.stat().st_size, a.stat().st_mtime_ns) for a in archives]
+    stats = [(a, a.stat().st_size, a.stat().st_mtime_ns) for a in archives]
+    return cached_index(root, tuple(stats))
+
+
+@functools.cache
+def cached_index(root: Path, stats: tuple[tuple[Path, int, int], ...]) -> numpy.ndarray:
+    """Read or build the index, once in each process."""
+    facts = [(archive.name, *numbers) for archive, *numbers in stats]
     digest = hashlib.blake2b(repr(facts).encode(), digest_size=6).hexdigest()
     file = root.with_name(f"{root.name}-{digest}.npy")
     with suppress(OSError, ValueError, EOFError):
         return numpy.load(file)
+    index = build_index([archive for archive, *_ in stats])
+    text = f"found {len(index)} images in {root}*.tar; later runs will read {file}"
+    try:
+        with tempfile.TemporaryDirectory(dir=root.parent) as folder:
+            numpy.save(Path(folder, file.name), index)
+            os.replace(Path(folder, file.name), file)
+    except OSError as error:
+        text = (
+            f"cannot write {file} ({error.strerror}), so every process indexes the tar"
+        )
     if speaks_for_machine():
-        say(f"looking for images in {root}*.tar; later runs will read {file}")
-    index = build_index(archives)
-    # In a read-only folder, each process builds the index
-    with suppress(OSError), tempfile.TemporaryDirectory(dir=root.parent) as folder:
-        numpy.save(Path(folder, file.name), index)
-        os.replace(Path(folder, file.name), file)
+        say(text)
     return index
 
 
@@ -109,12 +125,16 @@ def images_in(archive: Path) -> Iterator[tuple[str, int, int]]:
             while member := opened.next():
                 opened.members.clear()  # a million of them would need gigabytes
                 path = member.name.removeprefix("./")
-                if path.lower().endswith(IMG_EXTENSIONS) and not member.isdir():
+                hidden = path.rpartition("/")[2].startswith("._")  # of tar on macOS
+                image = path.lower().endswith(IMG_EXTENSIONS) and not hidden
+                if image and not member.isdir():
                     if not member.isreg() or member.issparse():
                         raise tarfile.ReadError(f"{path} is a link or sparse")
                     yield path, member.offset_data, member.size
             opened.fileobj.seek(opened.offset)
-            if opened.fileobj.read(512) != bytes(512):
-                raise tarfile.ReadError(f"damaged or incomplete at {opened.offset}")
+            rest = opened.fileobj.read(2**20)  # tar fills its last record with zeros
+            if len(rest) < 512 or rest.strip(b"\0") or opened.fileobj.read(1):
+                text = f"damaged or incomplete at {opened.offset}, or joined by cat"
+                raise tarfile.ReadError(text)
     except (tarfile.TarError, OSError) as error:
         raise UserError(f"cannot read {archive} as uncompressed tar: {error}") from None

@@ -128,6 +128,8 @@ def test_the_index_is_kept_until_an_archive_changes(archives, monkeypatch):
     monkeypatch.setattr(tar.tempfile, "TemporaryDirectory", lambda dir: open("/none"))
     for file in made.glob("*.npy"):
         file.unlink()
+    os.utime(made / "train.tar", (1, 1))
+    os.utime(made / "val.tar", (1, 1))
     build_datasets(arguments(made))  # as in a folder that is read-only
     assert not [*made.glob("*.npy")]
 
@@ -140,9 +142,13 @@ def test_the_index_is_kept_until_an_archive_changes(archives, monkeypatch):
         ("tar -cf train.tar -T /dev/null", "train.tar has no images"),
         ("gzip val.tar && mv val.tar.gz val.tar", "val.tar as uncompressed tar: "),
         ("touch 0.jpeg && tar -rf val.tar 0.jpeg", "0.jpeg or .* is not in a class fo"),
-        ("cp train.tar train-1.tar", "train.tar: another image is also cat"),
+        (
+            "mv train.tar train-0.tar; cp train-0.tar train-1.tar",
+            "another image is also",
+        ),
         ("truncate -s 9000 train.tar", "unexpected end of data|damaged"),
         ("truncate -s $((512 + 512)) val.tar", "damaged or incomplete at 1024"),
+        ("cp val.tar x && cat x >> val.tar", "or joined by cat"),
         ("mkdir c && ln -s x c/x.png && tar -cf val.tar c", "x.png is a link or"),
         ("mkdir c && touch c/1.png && tar -cf val.tar c", "3 found in only one of"),
     ],

@@ -121,7 +121,14 @@ def test_answers_that_are_code_hold(page, tmp_path):
                 assert played.end(seconds=60) == [0], played.text()
 
 
+def test_every_change_is_run():
+    assert len(CHANGES) == PAGES.count("```diff\n--- tutorial/")
+
+
 NUMBERED = [name for name, text in TEXTS.items() if re.match(r"# \d+\. ", text)]
+
+
+assert len(NUMBERED) == 13
 
 
 @pytest.mark.parametrize("page", NUMBERED)

@@ -18,6 +18,7 @@ import pickle
 import re
 import resource
 import runpy
+import shutil
 import signal
 import socket
 import sys
@@ -152,7 +153,7 @@ class Watch:
 def be_rank(script: Path, folder: Path, variables: dict[str, str], disturb) -> None:
     """Run the script as one process of two; records go to `folder`."""
     rank = variables["RANK"]
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.setsid()  # its own processes end with it
     signal.alarm(LIFE)
     for number, name in ((1, "out"), (2, "errors")):
         os.dup2(os.open(folder / f"{name}{rank}", os.O_CREAT | os.O_WRONLY), number)
@@ -162,8 +163,10 @@ def be_rank(script: Path, folder: Path, variables: dict[str, str], disturb) -> N
     sys.argv = [str(script)]
     torch.set_num_threads(1)
     watch = Watch(folder / f"events{rank}", disturb)
-    runpy.run_path(str(script), run_name="__main__")
-    watch.end()
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        watch.end()
 
 
 # --- in the grader ---
@@ -206,19 +209,23 @@ class Play:
             for rank in (0, 1):
                 local = str(rank % (2 // machines))
                 place = {**variables, "RANK": str(rank), "LOCAL_RANK": local}
+                for name in ("events", "out", "errors", "stack"):
+                    (folder / f"{name}{rank}").touch()
                 task = self.script, folder, place, disturb
                 processes.append(fork.Process(target=be_rank, args=task))
                 processes[-1].start()
             yield Job(folder, processes)
         finally:
             for process in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.kill()
                 process.join()
 
     def clear(self) -> None:
         """Remove the files that the runs have left."""
-        for file in self.files.iterdir():
-            file.unlink()
+        shutil.rmtree(self.files)
+        self.files.mkdir()
 
 
 @dataclass
@@ -608,6 +615,8 @@ def judge_checkpoint(play: Play) -> None:
 
     def check_file() -> None:
         content = load(file)
+        if not isinstance(content, dict):
+            raise Wrong(f"{file.name} does not hold a dictionary")
         net = load_network(content.get("model", {}), file.name)
         weights = nn.utils.parameters_to_vector(net.parameters())
         if all(differ(weights, step.after) for step in ranks[0].steps[5::6]):
@@ -659,7 +668,7 @@ def grade(script: Path) -> str | None:
             JUDGES.get(script.name[:2], judge_usual)(Play(script, Path(folder)))
         except Wrong as wrong:
             return str(wrong)
-        except (RuntimeError, ValueError, LookupError) as error:
+        except Exception as error:
             return f"this cannot be judged: {error}"
     return None
 
