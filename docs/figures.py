@@ -229,7 +229,6 @@ def buckets(draw: Picture) -> float:
     draw.text(8, 22, "Backward computes the last layer's gradients first.")
     draw.text(8, 48, "gradients of layer")
     draw.text(8, 102, "buckets")
-    draw.text(56, 164, "all-reduces")
     for number, layers in enumerate(("6", "54", "321"), start=1):
         color, width = R[number - 1], 42 * len(layers)
         draw.row(x, 54, [(color, 42, n) for n in layers], 26)
@@ -237,12 +236,14 @@ def buckets(draw: Picture) -> float:
         draw.row(x + 9 * len(layers), 112, [(color, 24, n) for n in layers], 18)
         x += width
         draw.line(x - 2, 134, x - 2, 170)
-        draw.row(x - 2, 172, [(color, 26 * len(layers), str(number))], 26)
+        draw.text(x + 4, 149, f"bucket {number}:")
+        draw.text(x + 4, 165, "all-reduce")
+        draw.row(x - 2, 172, [(color, 26 * len(layers), "")], 26)
     draw.line(x - 2, 40, x - 2, 222, kind="dashed")
     draw.text(x - 6, 218, "backward ends", "note end")
     draw.text(x + 4, 218, "the step waits")
     draw.text(8, 244, "Only the last all-reduce makes the step wait.")
-    draw.text(8, 262, "DDP's first bucket is small, so the link starts early.")
+    draw.text(8, 262, "The first bucket is small, so that sending starts early.")
     return 276
 
 
