@@ -208,7 +208,9 @@ def test_a_launcher_that_dies_while_its_process_imports(launcher, monkeypatch):
     monkeypatch.setattr("launch.exits.ctypes.CDLL", Mock())
     monkeypatch.setattr(os, "_exit", ended := Mock())
     end_with_launcher()
-    assert ended.called == (launcher != os.getppid()) and "LAUNCHER_PID" not in os.environ
+    assert (
+        ended.called == (launcher != os.getppid()) and "LAUNCHER_PID" not in os.environ
+    )
 
 
 def test_defaults_are_those_of_the_recipe():
