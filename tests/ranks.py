@@ -135,6 +135,23 @@ def load_script(name: str, net: str | None):
     return script
 
 
+def weights_after(parts: list, **options) -> list:
+    """Weights after 12 steps with plain DDP; a new DDP object begins each part."""
+    torch.distributed.init_process_group("gloo")
+    torch.manual_seed(0)
+    raw_model, draw = small(10), torch.Generator().manual_seed(int(os.environ["RANK"]))
+    optimizer = torch.optim.SGD(raw_model.parameters(), 0.1, momentum=0.9)
+    for steps in parts:
+        model = nn.parallel.DistributedDataParallel(raw_model, **options)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            images = torch.randn(4, 3, 16, 16, generator=draw)
+            nn.functional.cross_entropy(model(images), torch.arange(4)).backward()
+            optimizer.step()
+    torch.distributed.destroy_process_group()
+    return [weights.detach() for weights in raw_model.parameters()]
+
+
 def start(script, flags: list) -> None:
     """Run main() as the script itself does in one of its processes."""
     flags = [str(flag) for flag in flags]

@@ -12,7 +12,15 @@ from functools import partial
 import pytest
 import torch
 from conftest import TINY, Running, wait_until
-from ranks import Ranks, run_ranks, train, train_disturbed, train_noting, watched
+from ranks import (
+    Ranks,
+    run_ranks,
+    train,
+    train_disturbed,
+    train_noting,
+    watched,
+    weights_after,
+)
 from test_loopback import assert_loopback
 from torch.utils._pytree import tree_leaves
 
@@ -344,6 +352,57 @@ def test_another_number_of_processes_continues_at_the_same_image(digits, tmp_pat
     for record, expected in zip(one["records"], two["records"], strict=True):
         assert record["images"] == expected["images"] == 480
         assert abs(record["train_loss"] - expected["train_loss"]) < 1e-5
+
+
+def test_the_same_numbers_of_processes_at_the_same_images_give_the_same_bits(
+    digits, tmp_path
+):
+    """Whatever else kills the run in between."""
+    course = "--image-size 32 -b 48 --precision fp32 --lr 0.1 -j 0 --resume auto "
+    course += "--max-steps 10 --epochs 3 --print-interval 1 --checkpoint-steps 4"
+    once = [(2, 16, "SIGTERM"), (1, 24, "SIGTERM"), (2, 0, "")]
+    killed = [once[0], (1, 23, "SIGKILL"), *once[1:]]
+    saved = []
+    for name, parts in (("once", once), ("killed", killed)):
+        flags = ["--data", digits, *course.split(), "--output", tmp_path / name]
+        how = {"name": "distributed", "net": "small", "flags": flags}
+        for processes, at, what in parts:
+            with Ranks(
+                tmp_path, processes, train_disturbed, at=at, what=what, **how
+            ) as ranks:
+                ended = ranks.end()
+                assert any(ended) == bool(what), ranks.text()
+        saved.append(torch.load(tmp_path / name / "checkpoint.pt"))
+    one, two = ([x for x in tree_leaves(one) if torch.is_tensor(x)] for one in saved)
+    assert len(one) > 10
+    assert all(map(torch.equal, one, two))
+    assert saved[0]["epoch"] == saved[1]["epoch"] == 3
+
+
+def test_with_three_processes_a_resumed_step_of_ddp_adds_in_another_order(tmp_path):
+    """DDP lays out its buckets anew after its first step, unless it looks for unused
+    parameters. Where an element is in its bucket decides the order of the additions."""
+    found = {}
+    for name, processes, parts, options in (
+        ("whole", 3, [12], {}),
+        ("whole again", 3, [12], {}),
+        ("resumed", 3, [6, 6], {}),
+        ("two, whole", 2, [12], {}),
+        ("two, resumed", 2, [6, 6], {}),
+        ("fixed, whole", 3, [12], {"find_unused_parameters": True}),
+        ("fixed, resumed", 3, [6, 6], {"find_unused_parameters": True}),
+    ):
+        how = {"parts": parts, **options}
+        found[name] = run_ranks(tmp_path / name, processes, weights_after, **how)[0]
+
+    def alike(one, other):
+        return all(map(torch.equal, found[one], found[other]))
+
+    assert alike("whole", "whole again")
+    assert not alike("whole", "resumed")
+    torch.testing.assert_close(found["whole"], found["resumed"], rtol=0, atol=1e-6)
+    assert alike("two, whole", "two, resumed")
+    assert alike("fixed, whole", "fixed, resumed")
 
 
 # --- all processes agree ---
