@@ -165,7 +165,7 @@ def made(page: Path) -> str:
             raise ValueError(f"{where}: {error}") from error
         script = shown.setdefault(text, source.split()[0])
         if kind == "region" and not source.startswith(script):
-            text = f"The same lines as in {script}, above.\n"
+            text = f"These lines are the same as in {script}, above.\n"
         return f"{opening}{text}<!-- /{kind} -->\n"
 
     text = SECTION.sub(section, page.read_text())
