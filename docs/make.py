@@ -170,7 +170,7 @@ def made(page: Path) -> str:
 
     text = SECTION.sub(section, page.read_text())
     for line in re.findall(r"^<!--.*", SECTION.sub("", text), re.M):
-        raise ValueError(f"{page.relative_to(ROOT)}: unmatched {line}")
+        raise ValueError(f"{page.relative_to(ROOT)}: {line}: not closed, or not opened")
     return text
 
 
