@@ -77,12 +77,12 @@ def interleave(
     """
     found: dict[str, list[float]] = {name: [] for name in candidates}
     order = random.Random(0)
-    for number in range(rounds + 1):
+    for index in range(rounds + 1):
         for name in order.sample(list(candidates), len(candidates)):
             measured = candidates[name]()
-            if number:
+            if index:
                 found[name].append(measured)
-        print(f"\r  round {number}/{rounds}", end="", file=sys.stderr, flush=True)
+        print(f"\r  round {index}/{rounds}", end="", file=sys.stderr, flush=True)
     print("\r" + " " * 20 + "\r", end="", file=sys.stderr, flush=True)
     return found
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from benchmarks.comparison import KEEP_MEMORY, compare
 from benchmarks.input import TRAIN, arguments
 from benchmarks.photographs import write_photographs
+from common.images import choose_decoder
 from launch.exits import exit_status
 
 # This code runs in each checkout
@@ -42,7 +43,7 @@ def environment(checkout: Path) -> dict[str, str]:
 
 def images_per_second(checkout: Path, data: Path) -> float:
     """Measure the input pipeline."""
-    values = str(vars(arguments(data, "auto")))
+    values = str(vars(arguments(data, choose_decoder("auto"))))
     command = [sys.executable, "-c", INPUT, values]
     options = {"cwd": checkout, "env": environment(checkout)}
     return float(subprocess.check_output(command, **options))
