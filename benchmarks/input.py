@@ -33,8 +33,8 @@ from launch.exits import exit_status
 
 TRAIN, VAL, BATCH = 384, 256, 64
 DECODERS = ("torchcodec", "nvimgcodec", "pil")
-USUAL = "usual: Pillow, v1 transforms, float"
-NORMALISED = "--decoder nvimgcodec, normalised on the CPU"
+USUAL = "conventional: Pillow, v1 transforms, float"
+NORMALISED = "--decoder nvimgcodec, normalized on the CPU"
 CPU = torch.device("cpu")
 
 

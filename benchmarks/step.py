@@ -42,7 +42,7 @@ PROCESSES = 2
 STEPS = 10  # per measurement; also the print interval
 # (image size, global batch size); the small sizes reveal overhead
 CASES = ((64, 64), (224, 32))
-BARE, USUAL = "bare loop", "usual loop: fp32, NCHW"
+BARE, USUAL = "minimal loop", "conventional loop: fp32, NCHW"
 ROOT = Path(__file__).resolve().parent.parent
 
 
