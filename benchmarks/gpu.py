@@ -4,7 +4,7 @@
     python -m benchmarks.gpu FILE SCRIPT ROUNDS FLAGS...
 
 Each measurement runs in its own process, the most important ones first. Measurements of
-this commit that FILE already contains are kept. GPU_CHECK_UNTIL (Unix time) is a limit.
+this commit that FILE already contains are kept. All end by GPU_CHECK_UNTIL (Unix time).
 """
 
 import contextlib

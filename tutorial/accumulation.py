@@ -22,7 +22,7 @@ def accumulate(model: DDP, x: Tensor, y: Tensor, divide: bool, no_sync: bool) ->
     for number, (part_x, part_y) in enumerate(parts, start=1):
         last = number == PASSES
         with model.no_sync() if no_sync and not last else nullcontext():
-            loss = F.cross_entropy(model(part_x), part_y)  # no_sync() needs this too
+            loss = F.cross_entropy(model(part_x), part_y)  # must be in no_sync() too
             (loss / PASSES if divide else loss).backward()
 
 
