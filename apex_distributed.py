@@ -7,8 +7,8 @@ gradients. Tag 25.05 is the last Apex release with amp and DDP. Both need CUDA G
     torchrun --nproc-per-node=4 apex_distributed.py --data /path/to/imagenet
     bash scripts/apex_distributed.sh --data /path/to/imagenet --opt-level O2
 
-The lines between `# [name]` and `# [/name]` belong to this strategy; all others are the
-same in all five scripts.
+Lines between `# [name]` and `# [/name]` are specific to this strategy. All other lines
+are the same in all five scripts.
 """
 
 from argparse import Namespace
@@ -62,7 +62,7 @@ def main(args: Namespace) -> None:
     workers = args.workers // local_world_size  # this process's loader processes
     train_set, val_set = data = build_datasets(args)
 
-    # [2/6 shard] each process takes every world_size-th image of the same shuffle
+    # [2/6 shard] each process takes every world_size-th image of one shuffled list
     train_sampler = DistributedSampler(
         train_set, num_replicas=world_size, rank=rank, seed=args.seed, drop_last=True
     )
@@ -88,15 +88,15 @@ def main(args: Namespace) -> None:
 
     # [3/6 wrap] amp first, then Apex's DDP, whose backward pass averages gradients
     raw_model.to(memory_format=torch.contiguous_format)  # required by amp_C
-    if args.sync_bn:  # not Apex's converter: it copies weights that `optimizer` has
+    if args.sync_bn:  # Apex's converter would replace weights that `optimizer` has
         raw_model = nn.SyncBatchNorm.convert_sync_batchnorm(raw_model)
     prepared = amp.initialize(raw_model, optimizer, opt_level=args.opt_level)
     raw_model, optimizer = prepared
     model = ApexDDP(raw_model)
-    eval_model = raw_model  # amp also casts it in validation
+    eval_model = raw_model  # amp casts in validation too
     extra = {"amp": amp}
     if args.opt_level == "O2":
-        optimizer.zero_grad()  # creates the fp32 master weights for resume()
+        optimizer.zero_grad()  # creates the fp32 master weights that resume() loads
         extra["masters"] = SavedTensors(amp.master_params(optimizer))
     # [/wrap]
 
@@ -120,7 +120,7 @@ def main(args: Namespace) -> None:
             log.write_report()
             state.save()
 
-    # [6/6 finish] every process waits until rank 0 has saved
+    # [6/6 finish] every process waits until rank 0 has saved the checkpoint
     dist.barrier(device_ids=[device.index])
     dist.destroy_process_group()
     # [/finish]
@@ -137,7 +137,7 @@ def train(
     log: Log,
     watchdog: Watchdog,
 ) -> None:
-    """Train one epoch, or the rest of a resumed one; add its sums to `state`."""
+    """Train one epoch, or the rest of a resumed one; add its metric sums to `state`."""
     model.train()
     meter = Meter()
     loader.first_step = state.step
@@ -148,7 +148,7 @@ def train(
         state.learning_rate = state.optimizer.param_groups[0]["lr"]
         state.scheduler.step()
         watchdog.feed()
-        # The only place that waits for the device and for the other processes
+        # Only here does the loop wait for the device and for the other processes
         save = step % args.checkpoint_steps == 0 and step < len(loader)
         if save or step == len(loader) or step % args.print_interval == 0:
             sums = meter.reduce(all_reduce, stop=watchdog.stop_requested)
@@ -188,7 +188,7 @@ def train_step(
 
 
 def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:
-    """(B, 3, S, S) normalized images -> (B, classes) float32 outputs."""
+    """Return float32 logits (B, classes) for normalized images (B, 3, S, S)."""
     dtype = autocast_dtype(args.precision)
     with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
         return model(images).float()
@@ -198,7 +198,7 @@ def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:
 def validate(
     args: Namespace, loader: DeviceLoader, eval_model: nn.Module, watchdog: Watchdog
 ) -> dict[str, float]:
-    """Return the averages over all validation images, the same in every process."""
+    """Return metrics averaged over all validation images, equal in all processes."""
     broadcast_buffers(eval_model)
     eval_model.eval()
     meter = Meter()
@@ -209,7 +209,7 @@ def validate(
     return averages(meter.reduce(all_reduce, stop=watchdog.stop_requested))
 
 
-# [5/6 combine] sums over all processes, and rank 0's buffers in every process
+# [5/6 combine] sum over all processes; copy rank 0's buffers to every process
 def all_reduce(sums: Tensor) -> Tensor:
     """Sum a tensor over all processes."""
     dist.all_reduce(sums)
@@ -217,7 +217,7 @@ def all_reduce(sums: Tensor) -> Tensor:
 
 
 def broadcast_buffers(model: nn.Module) -> None:
-    """Copy rank 0's batch norm statistics to all processes; rank 0 saves them."""
+    """Copy rank 0's batch norm statistics, which it saves, to all processes."""
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
 
@@ -230,11 +230,11 @@ def arguments(argv: list[str] | None = None) -> Namespace:
     """Parse the command line and check that Apex can run."""
     parser = build_parser(__doc__)
     add_launcher_flags(parser)
-    parser.add_argument("--opt-level", choices=("O0", "O1", "O2", "O3"), help="O1")
+    parser.add_argument("--opt-level", choices=("O0", "O1", "O2", "O3"), help="(O1)")
     args = parse_arguments(parser, "apex_distributed", argv)
     require_gpu(args.device, "Apex")
     if args.precision == "bf16" or (args.precision and args.opt_level):
-        parser.error("Apex takes --opt-level, not --precision, and has no bf16")
+        parser.error("Apex: use --opt-level, not --precision; bf16 is not supported")
     args.opt_level = args.opt_level or ("O0" if args.precision == "fp32" else "O1")
     args.precision = args.opt_level  # amp casts instead of torch.autocast
     if amp is None:

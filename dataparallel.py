@@ -7,8 +7,8 @@ outputs on the first GPU. The script needs no launcher. Without a GPU, it uses t
     CUDA_VISIBLE_DEVICES=0,1 python dataparallel.py --data /path/to/imagenet
     bash scripts/dataparallel.sh --data /path/to/imagenet
 
-The lines between `# [name]` and `# [/name]` belong to this strategy; all others are the
-same in all five scripts.
+Lines between `# [name]` and `# [/name]` are specific to this strategy. All other lines
+are the same in all five scripts.
 """
 
 from argparse import Namespace
@@ -48,7 +48,7 @@ def main(args: Namespace) -> None:
     workers = args.workers // local_world_size  # this process's loader processes
     train_set, val_set = data = build_datasets(args)
 
-    # [2/6 shard] the only process takes every image
+    # [2/6 shard] the single process takes every image
     train_sampler = DistributedSampler(
         train_set, num_replicas=world_size, rank=rank, seed=args.seed, drop_last=True
     )
@@ -120,7 +120,7 @@ def train(
     log: Log,
     watchdog: Watchdog,
 ) -> None:
-    """Train one epoch, or the rest of a resumed one; add its sums to `state`."""
+    """Train one epoch, or the rest of a resumed one; add its metric sums to `state`."""
     model.train()
     meter = Meter()
     loader.first_step = state.step
@@ -131,7 +131,7 @@ def train(
         state.learning_rate = state.optimizer.param_groups[0]["lr"]
         state.scheduler.step()
         watchdog.feed()
-        # The only place that waits for the device and for the other processes
+        # Only here does the loop wait for the device and for the other processes
         save = step % args.checkpoint_steps == 0 and step < len(loader)
         if save or step == len(loader) or step % args.print_interval == 0:
             sums = meter.reduce(all_reduce, stop=watchdog.stop_requested)
@@ -169,7 +169,7 @@ def train_step(
 
 
 def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:
-    """(B, 3, S, S) normalized images -> (B, classes) float32 outputs."""
+    """Return float32 logits (B, classes) for normalized images (B, 3, S, S)."""
     dtype = autocast_dtype(args.precision)
     with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
         return model(images).float()
@@ -179,7 +179,7 @@ def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:
 def validate(
     args: Namespace, loader: DeviceLoader, eval_model: nn.Module, watchdog: Watchdog
 ) -> dict[str, float]:
-    """Return the averages over all validation images, the same in every process."""
+    """Return metrics averaged over all validation images, equal in all processes."""
     broadcast_buffers(eval_model)
     eval_model.eval()
     meter = Meter()
@@ -190,14 +190,14 @@ def validate(
     return averages(meter.reduce(all_reduce, stop=watchdog.stop_requested))
 
 
-# [5/6 combine] the only process already has all sums and buffers
+# [5/6 combine] the single process already has all sums and buffers
 def all_reduce(sums: Tensor) -> Tensor:
     """Sum a tensor over all processes."""
     return sums
 
 
 def broadcast_buffers(model: nn.Module) -> None:
-    """Copy rank 0's batch norm statistics to all processes; rank 0 saves them."""
+    """Copy rank 0's batch norm statistics, which it saves, to all processes."""
 
 
 # [/combine]
@@ -205,11 +205,11 @@ def broadcast_buffers(model: nn.Module) -> None:
 
 # [start]
 class AutocastModel(nn.Module):
-    """A model that enters autocast in its own forward.
+    """A model that enters autocast in its own forward().
 
-    nn.DataParallel runs its replicas in threads, and autocast's dtype is per thread.
-    torch/nn/parallel/parallel_apply.py tells the threads that autocast is on, but not
-    its dtype. Autocast outside the wrapper would silently turn bf16 into fp16.
+    nn.DataParallel runs each replica in a thread, and autocast's dtype is thread-local.
+    torch/nn/parallel/parallel_apply.py enables autocast in the threads, but does not
+    set its dtype, so autocast outside the wrapper would silently use fp16, not bf16.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype):
@@ -218,7 +218,7 @@ class AutocastModel(nn.Module):
         self.dtype = dtype
 
     def forward(self, images: Tensor) -> Tensor:
-        """(B, 3, S, S) images -> (B, classes) outputs in `dtype`."""
+        """Return logits (B, classes) in `dtype` for normalized images (B, 3, S, S)."""
         enabled = self.dtype != torch.float32
         with torch.autocast(images.device.type, self.dtype, enabled=enabled):
             return self.module(images)

@@ -1,14 +1,14 @@
 """Train an ImageNet classifier with DistributedDataParallel, one process per GPU.
 
-A launcher starts the processes and tells each its rank; DDP averages their gradients
+A launcher starts the processes and assigns each one a rank. DDP averages the gradients
 while the backward pass is still running.
 
     torchrun --standalone --nproc-per-node=4 distributed.py --data /path/to/imagenet
     python -m torch.distributed.launch --nproc-per-node=4 distributed.py --data ...
     bash scripts/distributed.sh --data /path/to/imagenet    # one process per GPU
 
-The lines between `# [name]` and `# [/name]` belong to this strategy; all others are the
-same in all five scripts.
+Lines between `# [name]` and `# [/name]` are specific to this strategy. All other lines
+are the same in all five scripts.
 """
 
 from argparse import Namespace
@@ -56,7 +56,7 @@ def main(args: Namespace) -> None:
     workers = args.workers // local_world_size  # this process's loader processes
     train_set, val_set = data = build_datasets(args)
 
-    # [2/6 shard] each process takes every world_size-th image of the same shuffle
+    # [2/6 shard] each process takes every world_size-th image of one shuffled list
     train_sampler = DistributedSampler(
         train_set, num_replicas=world_size, rank=rank, seed=args.seed, drop_last=True
     )
@@ -113,7 +113,7 @@ def main(args: Namespace) -> None:
             log.write_report()
             state.save()
 
-    # [6/6 finish] every process waits until rank 0 has saved
+    # [6/6 finish] every process waits until rank 0 has saved the checkpoint
     dist.barrier(device_ids=gpus)
     dist.destroy_process_group()
     # [/finish]
@@ -130,7 +130,7 @@ def train(
     log: Log,
     watchdog: Watchdog,
 ) -> None:
-    """Train one epoch, or the rest of a resumed one; add its sums to `state`."""
+    """Train one epoch, or the rest of a resumed one; add its metric sums to `state`."""
     model.train()
     meter = Meter()
     loader.first_step = state.step
@@ -141,7 +141,7 @@ def train(
         state.learning_rate = state.optimizer.param_groups[0]["lr"]
         state.scheduler.step()
         watchdog.feed()
-        # The only place that waits for the device and for the other processes
+        # Only here does the loop wait for the device and for the other processes
         save = step % args.checkpoint_steps == 0 and step < len(loader)
         if save or step == len(loader) or step % args.print_interval == 0:
             sums = meter.reduce(all_reduce, stop=watchdog.stop_requested)
@@ -180,7 +180,7 @@ def train_step(
 
 
 def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:
-    """(B, 3, S, S) normalized images -> (B, classes) float32 outputs."""
+    """Return float32 logits (B, classes) for normalized images (B, 3, S, S)."""
     dtype = autocast_dtype(args.precision)
     with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
         return model(images).float()
@@ -190,7 +190,7 @@ def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:
 def validate(
     args: Namespace, loader: DeviceLoader, eval_model: nn.Module, watchdog: Watchdog
 ) -> dict[str, float]:
-    """Return the averages over all validation images, the same in every process."""
+    """Return metrics averaged over all validation images, equal in all processes."""
     broadcast_buffers(eval_model)
     eval_model.eval()
     meter = Meter()
@@ -201,7 +201,7 @@ def validate(
     return averages(meter.reduce(all_reduce, stop=watchdog.stop_requested))
 
 
-# [5/6 combine] sums over all processes, and rank 0's buffers in every process
+# [5/6 combine] sum over all processes; copy rank 0's buffers to every process
 def all_reduce(sums: Tensor) -> Tensor:
     """Sum a tensor over all processes."""
     dist.all_reduce(sums)
@@ -209,7 +209,7 @@ def all_reduce(sums: Tensor) -> Tensor:
 
 
 def broadcast_buffers(model: nn.Module) -> None:
-    """Copy rank 0's batch norm statistics to all processes; rank 0 saves them."""
+    """Copy rank 0's batch norm statistics, which it saves, to all processes."""
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
 
@@ -222,7 +222,7 @@ def arguments(argv: list[str] | None = None) -> Namespace:
     """Parse the command line."""
     parser = build_parser(__doc__)
     add_launcher_flags(parser)
-    half = "round gradients before they are averaged"
+    half = "round gradients to this type before averaging"
     parser.add_argument("--compress-gradients", choices=("fp16", "bf16"), help=half)
     return parse_arguments(parser, "distributed", argv)
 

@@ -1,14 +1,14 @@
 """Train an ImageNet classifier with Horovod, one process per GPU.
 
-horovodrun (or mpirun) starts the processes; hvd.DistributedOptimizer averages their
-gradients while the backward pass is still running, over NCCL, MPI or Gloo.
+horovodrun or mpirun starts the processes. hvd.DistributedOptimizer averages the
+gradients over NCCL, MPI or Gloo while the backward pass is still running.
 
     horovodrun -np 4 python horovod_distributed.py --data /path/to/imagenet
     mpirun -np 4 --bind-to none python horovod_distributed.py --data /path/to/imagenet
     bash scripts/horovod_distributed.sh --data /path/to/imagenet   # one process per GPU
 
-The lines between `# [name]` and `# [/name]` belong to this strategy; all others are the
-same in all five scripts.
+Lines between `# [name]` and `# [/name]` are specific to this strategy. All other lines
+are the same in all five scripts.
 """
 
 from argparse import Namespace
@@ -47,7 +47,7 @@ except ImportError as error:
 def main(args: Namespace) -> None:
     """Train and validate; every process runs this function."""
     # [1/6 launch] Horovod gets this process's rank from horovodrun or MPI
-    use_fork_server()  # a forked loader process would copy the state of Horovod and MPI
+    use_fork_server()  # a forked loader process would inherit Horovod's and MPI's state
     timeout = int(args.timeout.total_seconds())
     os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(timeout))
     hvd.init()
@@ -61,7 +61,7 @@ def main(args: Namespace) -> None:
     workers = args.workers // local_world_size  # this process's loader processes
     train_set, val_set = data = build_datasets(args)
 
-    # [2/6 shard] each process takes every world_size-th image of the same shuffle
+    # [2/6 shard] each process takes every world_size-th image of one shuffled list
     train_sampler = DistributedSampler(
         train_set, num_replicas=world_size, rank=rank, seed=args.seed, drop_last=True
     )
@@ -85,8 +85,8 @@ def main(args: Namespace) -> None:
     )
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
 
-    # [3/6 wrap] optimizer hooks average contiguous gradients in backward()
-    if args.sync_bn:  # Horovod's layer has the same weights, but there is no converter
+    # [3/6 wrap] the optimizer's hooks average gradients during backward()
+    if args.sync_bn:  # Horovod has no converter, but its layer has the same weights
         for layer in raw_model.modules():
             if isinstance(layer, nn.modules.batchnorm._BatchNorm):
                 layer.__class__ = hvd.SyncBatchNorm
@@ -99,8 +99,8 @@ def main(args: Namespace) -> None:
     )
     weights = {name: contiguous_view(w) for name, w in raw_model.state_dict().items()}
     hvd.broadcast_parameters(weights, root_rank=0)
-    # hvd.broadcast_optimizer_state() is for state that only rank 0 has. Here every rank
-    # loads the checkpoint, and with a new SGD optimizer the call takes a hidden step.
+    # hvd.broadcast_optimizer_state() is for state that only rank 0 has. Here, all ranks
+    # load the checkpoint. With a new SGD optimizer, the call also takes a hidden step.
     model = eval_model = raw_model
     extra = {}
     # [/wrap]
@@ -142,7 +142,7 @@ def train(
     log: Log,
     watchdog: Watchdog,
 ) -> None:
-    """Train one epoch, or the rest of a resumed one; add its sums to `state`."""
+    """Train one epoch, or the rest of a resumed one; add its metric sums to `state`."""
     model.train()
     meter = Meter()
     loader.first_step = state.step
@@ -153,7 +153,7 @@ def train(
         state.learning_rate = state.optimizer.param_groups[0]["lr"]
         state.scheduler.step()
         watchdog.feed()
-        # The only place that waits for the device and for the other processes
+        # Only here does the loop wait for the device and for the other processes
         save = step % args.checkpoint_steps == 0 and step < len(loader)
         if save or step == len(loader) or step % args.print_interval == 0:
             sums = meter.reduce(all_reduce, stop=watchdog.stop_requested)
@@ -186,14 +186,14 @@ def train_step(
         if last:
             state.optimizer.synchronize()
             with state.optimizer.skip_synchronize():
-                state.scaler.step(state.optimizer)  # every process skips overflows
+                state.scaler.step(state.optimizer)  # all skip the step on overflow
             state.scaler.update()
         # [/step]
         meter.add(**batch_sums(loss, outputs, y))
 
 
 def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:
-    """(B, 3, S, S) normalized images -> (B, classes) float32 outputs."""
+    """Return float32 logits (B, classes) for normalized images (B, 3, S, S)."""
     dtype = autocast_dtype(args.precision)
     with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
         return model(images).float()
@@ -203,7 +203,7 @@ def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:
 def validate(
     args: Namespace, loader: DeviceLoader, eval_model: nn.Module, watchdog: Watchdog
 ) -> dict[str, float]:
-    """Return the averages over all validation images, the same in every process."""
+    """Return metrics averaged over all validation images, equal in all processes."""
     broadcast_buffers(eval_model)
     eval_model.eval()
     meter = Meter()
@@ -214,14 +214,14 @@ def validate(
     return averages(meter.reduce(all_reduce, stop=watchdog.stop_requested))
 
 
-# [5/6 combine] sums over all processes, and rank 0's buffers in every process
+# [5/6 combine] sum over all processes; copy rank 0's buffers to every process
 def all_reduce(sums: Tensor) -> Tensor:
     """Sum a tensor over all processes."""
     return hvd.allreduce(sums, op=hvd.Sum, name="sums")  # a new tensor
 
 
 def broadcast_buffers(model: nn.Module) -> None:
-    """Copy rank 0's batch norm statistics to all processes; rank 0 saves them."""
+    """Copy rank 0's batch norm statistics, which it saves, to all processes."""
     hvd.broadcast_parameters(dict(model.named_buffers()), root_rank=0)
 
 
@@ -232,7 +232,7 @@ def broadcast_buffers(model: nn.Module) -> None:
 def arguments(argv: list[str] | None = None) -> Namespace:
     """Parse the command line and check that Horovod is installed."""
     parser = build_parser(__doc__)
-    half = "round gradients before they are averaged"
+    half = "round gradients to this type before averaging"
     parser.add_argument("--compress-gradients", choices=("fp16",), help=half)
     args = parse_arguments(parser, "horovod_distributed", argv)
     if hvd is None:
@@ -241,7 +241,8 @@ def arguments(argv: list[str] | None = None) -> Namespace:
         )
     if args.device != "cpu" and torch.cuda.is_available() and not hvd.nccl_built():
         raise UserError(
-            "this Horovod lacks NCCL: docs/running.md#horovod-and-apex, or --device cpu"
+            "this Horovod lacks NCCL; see docs/running.md#horovod-and-apex, or use "
+            "--device cpu"
         )
     return args
 

@@ -5,8 +5,8 @@ The script is its own launcher: mp.spawn starts one process per GPU.
     python multiprocessing_distributed.py --data /path/to/imagenet [--nprocs 2]
     bash scripts/multiprocessing_distributed.sh --data /path/to/imagenet
 
-The lines between `# [name]` and `# [/name]` belong to this strategy; all others are the
-same in all five scripts.
+Lines between `# [name]` and `# [/name]` are specific to this strategy. All other lines
+are the same in all five scripts.
 """
 
 from argparse import Namespace
@@ -58,7 +58,7 @@ def main(args: Namespace) -> None:
     workers = args.workers // local_world_size  # this process's loader processes
     train_set, val_set = data = build_datasets(args)
 
-    # [2/6 shard] each process takes every world_size-th image of the same shuffle
+    # [2/6 shard] each process takes every world_size-th image of one shuffled list
     train_sampler = DistributedSampler(
         train_set, num_replicas=world_size, rank=rank, seed=args.seed, drop_last=True
     )
@@ -115,7 +115,7 @@ def main(args: Namespace) -> None:
             log.write_report()
             state.save()
 
-    # [6/6 finish] every process waits until rank 0 has saved
+    # [6/6 finish] every process waits until rank 0 has saved the checkpoint
     dist.barrier(device_ids=gpus)
     dist.destroy_process_group()
     # [/finish]
@@ -132,7 +132,7 @@ def train(
     log: Log,
     watchdog: Watchdog,
 ) -> None:
-    """Train one epoch, or the rest of a resumed one; add its sums to `state`."""
+    """Train one epoch, or the rest of a resumed one; add its metric sums to `state`."""
     model.train()
     meter = Meter()
     loader.first_step = state.step
@@ -143,7 +143,7 @@ def train(
         state.learning_rate = state.optimizer.param_groups[0]["lr"]
         state.scheduler.step()
         watchdog.feed()
-        # The only place that waits for the device and for the other processes
+        # Only here does the loop wait for the device and for the other processes
         save = step % args.checkpoint_steps == 0 and step < len(loader)
         if save or step == len(loader) or step % args.print_interval == 0:
             sums = meter.reduce(all_reduce, stop=watchdog.stop_requested)
@@ -182,7 +182,7 @@ def train_step(
 
 
 def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:
-    """(B, 3, S, S) normalized images -> (B, classes) float32 outputs."""
+    """Return float32 logits (B, classes) for normalized images (B, 3, S, S)."""
     dtype = autocast_dtype(args.precision)
     with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
         return model(images).float()
@@ -192,7 +192,7 @@ def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:
 def validate(
     args: Namespace, loader: DeviceLoader, eval_model: nn.Module, watchdog: Watchdog
 ) -> dict[str, float]:
-    """Return the averages over all validation images, the same in every process."""
+    """Return metrics averaged over all validation images, equal in all processes."""
     broadcast_buffers(eval_model)
     eval_model.eval()
     meter = Meter()
@@ -203,7 +203,7 @@ def validate(
     return averages(meter.reduce(all_reduce, stop=watchdog.stop_requested))
 
 
-# [5/6 combine] sums over all processes, and rank 0's buffers in every process
+# [5/6 combine] sum over all processes; copy rank 0's buffers to every process
 def all_reduce(sums: Tensor) -> Tensor:
     """Sum a tensor over all processes."""
     dist.all_reduce(sums)
@@ -211,7 +211,7 @@ def all_reduce(sums: Tensor) -> Tensor:
 
 
 def broadcast_buffers(model: nn.Module) -> None:
-    """Copy rank 0's batch norm statistics to all processes; rank 0 saves them."""
+    """Copy rank 0's batch norm statistics, which it saves, to all processes."""
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
 
@@ -225,12 +225,12 @@ def arguments(argv: list[str] | None = None) -> Namespace:
     parser = build_parser(__doc__)
     add = parser.add_argument
     add("--backend", choices=("nccl", "gloo"), help="nccl on GPUs, gloo on CPUs")
-    half = "round gradients before they are averaged"
+    half = "round gradients to this type before averaging"
     add("--compress-gradients", choices=("fp16", "bf16"), help=half)
-    add("--nprocs", type=positive, help="local processes (one per GPU, 2 on a CPU)")
-    add("--nnodes", type=positive, default=1, help="machines (%(default)s)")
+    add("--nprocs", type=positive, help="on this machine (one per GPU, or 2 on CPU)")
+    add("--nnodes", type=positive, default=1, help="number of machines (%(default)s)")
     add("--node-rank", type=int, default=0, help="rank of this machine (%(default)s)")
-    add("--dist-url", help="tcp://HOST:PORT of rank 0 (one machine: a file)")
+    add("--dist-url", help="tcp://HOST:PORT on rank 0's machine (default: a file)")
     args = parse_arguments(parser, "multiprocessing_distributed", argv)
     args.nprocs = args.nprocs or processes_per_machine(args.device)
     if not 0 <= args.node_rank < args.nnodes or args.nnodes > 1 and not args.dist_url:

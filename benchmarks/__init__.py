@@ -1,1 +1,1 @@
-"""Compare speed and memory with conventional code, side by side in one run."""
+"""Compare speed and memory with those of conventional code, in one run."""

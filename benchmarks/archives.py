@@ -1,11 +1,11 @@
-"""Images read from a tar archive, compared with files in folders.
+"""Compare reading images from a tar archive with reading files in folders.
 
     python -m benchmarks.archives [ROUNDS]
 
 One process reads the same images from both, with and without decoding. The benchmark
-also counts system calls with strace, and measures the index of an archive with as many
-members as ImageNet. All times are CPU times of the process, which other programs affect
-less. It writes results/archives.json in a few minutes.
+also counts system calls with strace, and measures how long it takes to index an archive
+with as many members as ImageNet. All times are the process's CPU times, which other
+programs affect less. The benchmark writes results/archives.json in a few minutes.
 """
 
 import os
@@ -18,10 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-from torch.utils.data import Dataset
-
-from benchmarks.comparison import compared, interleave, print_rows, write_results
+from benchmarks.comparison import compare, parse_number, pin_core, speed, write_results
 from benchmarks.input import TRAIN, Training, arguments
 from benchmarks.photographs import write_photographs
 from common.data import ImageFolder, build_datasets
@@ -44,40 +41,25 @@ class Reading(ImageFolder):
 
 
 def reading(folder: Path) -> Reading:
-    """The training images in a folder, not decoded."""
+    """Return the training images in a folder as undecoded files."""
     classes = build_datasets(arguments(folder, "pil"))[0].classes
     return Reading(folder / "train", classes, None, "")
 
 
-def speed(dataset: Dataset, epochs: int) -> Callable[[], float]:
-    """Return a function that measures the images per second of CPU time."""
-
-    def measure() -> float:
-        began = time.process_time()
-        for _ in range(epochs):
-            [dataset[index] for index in range(TRAIN)]
-        return epochs * TRAIN / (time.process_time() - began)
-
-    return measure
-
-
-def compare(folders: dict[str, Path], rounds: int) -> dict[str, dict]:
+def single_images(folders: dict[str, Path], rounds: int) -> dict[str, dict]:
     """Measure how fast this process reads single images."""
     decoder = choose_decoder("auto")
     works: dict[str, dict[str, Callable]] = {"reading": {}, "training": {}}
     for name, folder in folders.items():
-        train_set, _ = build_datasets(arguments(folder, decoder))
-        works["reading"][name] = speed(reading(folder), 30)
-        works["training"][name] = speed(Training(train_set, 0), 1)
-    results = {}
-    for title, candidates in works.items():
-        results[title] = compared(interleave(candidates, rounds), FOLDERS)
-        print_rows(title, "images/s", results[title])
-    return results
+        train_set = Training(build_datasets(arguments(folder, decoder))[0], 0)
+        files = reading(folder)
+        works["reading"][name] = speed(files.__getitem__, [*range(TRAIN)] * 30)
+        works["training"][name] = speed(train_set.__getitem__, range(TRAIN))
+    return {title: compare(title, works[title], rounds) for title in works}
 
 
 def calls(folder: Path) -> float:
-    """Count the system calls per image that is read."""
+    """Count the system calls that reading one image takes."""
     counts = []
     for images in (0, TRAIN):
         command = ["strace", "-f", "-c", "-e", f"trace={CALLS}", sys.executable]
@@ -88,7 +70,7 @@ def calls(folder: Path) -> float:
 
 
 def index_seconds(root: Path) -> dict[str, float]:
-    """Measure the CPU time for the index of an archive, and for reading it again."""
+    """Measure the CPU time to build an archive's index, and to read a saved index."""
     with tarfile.open(f"{root}.tar", "w") as archive:
         for number in range(MEMBERS):
             label = number * 1000 // MEMBERS
@@ -110,9 +92,8 @@ def main() -> None:
         data = reading(Path(sys.argv[2]))
         [data[index] for index in range(int(sys.argv[3]))]
         return
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 9
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    torch.set_num_threads(1)
+    rounds = parse_number(__doc__, "ROUNDS", 9)
+    pin_core()
     with tempfile.TemporaryDirectory() as temporary:
         folders = {FOLDERS: Path(temporary, "folders"), TAR: Path(temporary, "tar")}
         images = write_photographs(folders[FOLDERS], TRAIN, 8)
@@ -120,7 +101,7 @@ def main() -> None:
         for part in ("train", "val"):
             with tarfile.open(folders[TAR] / f"{part}.tar", "w") as archive:
                 archive.add(folders[FOLDERS] / part, part)
-        results = compare(folders, rounds)
+        results = single_images(folders, rounds)
         counted = {name: {"per image": calls(data)} for name, data in folders.items()}
         index = {"images": MEMBERS, **index_seconds(Path(temporary, "train"))}
     found = {"rounds": rounds, "photographs": [images], **results, "calls": counted}

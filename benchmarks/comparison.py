@@ -1,6 +1,6 @@
-"""Measures candidates alternately, compares them, and writes the results.
+"""Measure candidates alternately, compare them and write the results.
 
-Speed drifts on shared machines, so a ratio is valid only for two measurements that were
+Speed drifts on shared machines, so a ratio is meaningful only if both measurements were
 made at nearly the same time. Each round measures every candidate once, in random order,
 and each ratio compares two measurements from the same round.
 """
@@ -12,25 +12,55 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import torchvision
 
+from common.arguments import OneLineParser, number
 from common.device import describe
 from common.log import commit
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 
-# By default, glibc returns thousands of freed pages to the system at each step. This
-# takes 10 to 20 % of a step, depending on what else is in memory, and would decide any
+# By default, glibc returns thousands of freed pages to the system in each step. This
+# takes 10 to 20 % of a step, depending on what else is in memory, and would distort any
 # comparison. With these settings, glibc keeps the pages.
 KEEP_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(2**30),
     "MALLOC_TRIM_THRESHOLD_": str(2**33),
     "MALLOC_TOP_PAD_": str(2**28),
 }
+
+
+def parse_number(document: str, name: str, default: int) -> int:
+    """Parse the command line of a benchmark whose only argument is a number."""
+    parser = OneLineParser(description=document.splitlines()[0])
+    parser.add_argument(name, nargs="?", type=number(int, 1), default=default)
+    return vars(parser.parse_args())[name]
+
+
+def pin_core() -> set[int]:
+    """Pin this process to one core; return the cores that it could use before."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    torch.set_num_threads(1)
+    return cores
+
+
+def speed(
+    work: Callable, items: Sequence, clock: Callable = time.process_time
+) -> Callable[[], float]:
+    """Return a function that measures how many items per second `work` handles."""
+
+    def measure() -> float:
+        began = clock()
+        deque(map(work, items), maxlen=0)  # keeps no results
+        return len(items) / (clock() - began)
+
+    return measure
 
 
 def interleave(
@@ -43,22 +73,22 @@ def interleave(
         rounds: number of rounds; an additional warm-up round does not count.
 
     Returns:
-        The measurements of each candidate, round by round.
+        The measurements of each candidate, in the order of the rounds.
     """
     found: dict[str, list[float]] = {name: [] for name in candidates}
     order = random.Random(0)
-    for number in range(rounds + 1):
+    for index in range(rounds + 1):
         for name in order.sample(list(candidates), len(candidates)):
             measured = candidates[name]()
-            if number:
+            if index:
                 found[name].append(measured)
-        print(f"\r  round {number}/{rounds}", end="", file=sys.stderr, flush=True)
+        print(f"\r  round {index}/{rounds}", end="", file=sys.stderr, flush=True)
     print("\r" + " " * 20 + "\r", end="", file=sys.stderr, flush=True)
     return found
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Median and quartiles."""
+    """Return the median and the quartiles."""
     values = values * 2 if len(values) == 1 else values
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
     return {"median": median, "low": low, "high": high}
@@ -68,15 +98,13 @@ def compared(found: dict[str, list[float]], baseline: str) -> dict[str, dict]:
     """Return each candidate's measurements, and their ratios to the baseline's."""
     rows = {}
     for name, values in found.items():
-        ratios = [
-            value / base for value, base in zip(values, found[baseline], strict=True)
-        ]
+        ratios = [x / base for x, base in zip(values, found[baseline], strict=True)]
         rows[name] = {"value": spread(values), "ratio": spread(ratios)}
     return rows
 
 
 def print_rows(title: str, unit: str, rows: dict[str, dict]) -> None:
-    """Print a table: median, ratio, and the quartiles of the ratio."""
+    """Print a table of medians, and of ratios with their quartiles."""
     print(f"\n{title}\n{'':44}{unit:>12}{'ratio':>8}   quartiles")
     for name, row in rows.items():
         ratio = row["ratio"]
@@ -85,6 +113,15 @@ def print_rows(title: str, unit: str, rows: dict[str, dict]) -> None:
             f"{ratio['low']:.2f} to {ratio['high']:.2f}",
             flush=True,
         )
+
+
+def compare(
+    title: str, works: dict[str, Callable], rounds: int, unit: str = "images/s"
+) -> dict[str, dict]:
+    """Measure `works`, compare them with the first, and print and return a table."""
+    rows = compared(interleave(works, rounds), next(iter(works)))
+    print_rows(title, unit, rows)
+    return rows
 
 
 def write_results(name: str, results: dict) -> None:

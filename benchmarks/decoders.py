@@ -1,17 +1,14 @@
-"""TorchCodec's JPEG decoder, compared with torchvision's deprecated decoder.
+"""Compare TorchCodec's JPEG decoder with torchvision's deprecated decoder.
 
     python -m benchmarks.decoders [ROUNDS]
 
-One process decodes whole images from memory with all decoders, and compares their
-pixels, also with each EXIF orientation. All times are CPU times of the process, which
-other programs affect less. It writes results/decoders.json in a few minutes.
+One process decodes whole images from memory with each decoder and compares the pixels,
+also for each EXIF orientation. All times are the process's CPU times, which other
+programs affect less. The benchmark writes results/decoders.json in a few minutes.
 """
 
 import io
-import os
-import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -22,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_image
 
-from benchmarks.comparison import compared, interleave, print_rows, write_results
+from benchmarks.comparison import compare, parse_number, pin_core, speed, write_results
 from benchmarks.photographs import write_photographs
 from common.images import DECODERS, import_torchcodec, to_tensor
 from launch.exits import exit_status
@@ -42,7 +39,7 @@ def with_torchvision(content: bytes) -> Tensor:
 
 
 def without_change(content: bytes) -> Tensor:
-    """Decode a whole file with TorchCodec, which rotates it as its EXIF data says."""
+    """Decode a whole file with TorchCodec, which applies its EXIF orientation."""
     return import_torchcodec()(to_source(content))
 
 
@@ -65,36 +62,22 @@ def rotated(content: bytes, orientation: int) -> bytes:
 
 
 def equal(decode: Callable[[bytes], Tensor], files: Sequence[bytes]) -> int:
-    """Count the files that torchvision decodes to the same pixels."""
+    """Count the files that torchvision decodes to the same pixels as `decode`."""
     pairs = ((decode(content), with_torchvision(content)) for content in files)
     return sum(torch.equal(one, other) for one, other in pairs)
-
-
-def speed(decode: Callable, files: Sequence[bytes]) -> Callable[[], float]:
-    """Return a function that measures the images per second of CPU time."""
-
-    def measure() -> float:
-        began = time.process_time()
-        for content in files:
-            decode(content)
-        return len(files) / (time.process_time() - began)
-
-    return measure
 
 
 def main() -> None:
     """Run all measurements."""
     warnings.simplefilter("ignore", DeprecationWarning)
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 15
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    torch.set_num_threads(1)
+    rounds = parse_number(__doc__, "ROUNDS", 15)
+    pin_core()
     with tempfile.TemporaryDirectory() as folder:
         photographs = write_photographs(Path(folder), IMAGES, 0)
         files = [path.read_bytes() for path in sorted(Path(folder).glob("*/*/*"))]
-    kinds = {
-        f"EXIF orientation {n}": [rotated(x, n) for x in files] for n in range(1, 9)
-    }
-    kinds = {"no EXIF data": files, **kinds}
+    kinds = {"no EXIF data": files}
+    for n in range(1, 9):
+        kinds[f"EXIF orientation {n}"] = [rotated(content, n) for content in files]
     ours = {f"--decoder {name}": with_ours(name) for name in DECODERS}
     decoders = {**ours, "TorchCodec without our change": without_change}
     pixels = {
@@ -104,8 +87,7 @@ def main() -> None:
     print(pixels)
     decoders = {BASELINE: with_torchvision, **decoders}
     works = {name: speed(decode, files) for name, decode in decoders.items()}
-    rows = compared(interleave(works, rounds), BASELINE)
-    print_rows("whole images", "images/s", rows)
+    rows = compare("whole images", works, rounds)
     results = {"photographs": [photographs], "pixels": pixels, "decoding": rows}
     facts = {"torchcodec": version("torchcodec"), "rounds": rounds}
     write_results("decoders", {**facts, **results})

@@ -1,10 +1,10 @@
-"""Speed on one GPU: the scripts compared with minimal and conventional loops.
+"""Compare the scripts' speed on one GPU with minimal and conventional loops.
 
     python -m benchmarks.gpu FILE [--rehearse]    # --rehearse: tiny sizes on a CPU
     python -m benchmarks.gpu FILE SCRIPT ROUNDS FLAGS...
 
-Each measurement has its own process; the most important measurements come first. FILE
-keeps this commit's measurements. None starts after GPU_CHECK_UNTIL (Unix time).
+Each measurement runs in its own process, the most important ones first. Measurements of
+this commit that FILE already contains are kept. All end by GPU_CHECK_UNTIL (Unix time).
 """
 
 import contextlib
@@ -43,7 +43,7 @@ from launch.machines import use_loopback
 
 
 def start_alone(script: ModuleType, flags: list[str]) -> None:
-    """Run a script's main() in this process, the only process of the job."""
+    """Run a script's main() in this process, as the only process of the job."""
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -72,7 +72,7 @@ def compare_speed(name: str, rounds: str, *flags: str) -> dict[str, dict]:
         alone.to(loader.device, memory_format=layout)
         if args.compile:
             alone.compile()
-        bare = bare_loop(args, loader, alone, precision)
+        bare = bare_loop(loader, alone, precision)
         found = {BARE: without_amp(bare) if args.precision == "O1" else bare}
         if name == "distributed":
             found[USUAL] = usual_loop(args, loader)
@@ -84,7 +84,7 @@ def compare_speed(name: str, rounds: str, *flags: str) -> dict[str, dict]:
 
 
 def without_amp(work: Callable[[], None]) -> Callable[[], None]:
-    """Wrap `work` so that it runs without the casts that Apex O1 adds to PyTorch."""
+    """Wrap `work` so that it runs without the casts that Apex's O1 adds."""
     from apex import amp
 
     def run() -> None:
@@ -122,7 +122,7 @@ def plan(tiny: bool) -> list[tuple[str, int, list]]:
 
 
 def measured(words: list, seconds: float) -> dict:
-    """Measure in a separate process."""
+    """Run one measurement in a separate process."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         file, log = Path(folder, "found.json"), Path(folder, "log")
@@ -143,7 +143,7 @@ def measured(words: list, seconds: float) -> dict:
     if status == "passed":
         line = in_words(found)
     elif status == "failed" and taken >= seconds:
-        status, line = "not run", f"not finished in {seconds:.0f} s"
+        status, line = "not run", f"not finished within {seconds:.0f} s"
     return {"status": status, "line": line, "seconds": taken, "found": found}
 
 
@@ -157,7 +157,7 @@ def in_words(rows: dict[str, dict]) -> str:
 
 
 def everything(file: Path, tiny: bool) -> None:
-    """Measure the rows that FILE lacks; write FILE after each measurement."""
+    """Make the measurements that FILE lacks; write FILE after each of them."""
     old = json.loads(file.read_text())["rows"] if file.exists() else []
     here, until = commit(), float(os.environ.get("GPU_CHECK_UNTIL", "inf"))
     kept = {one["name"]: one for one in old if one["commit"] == here}
@@ -187,7 +187,7 @@ def main() -> None:
     found = compare_speed(*words)
     Path(file).write_text(json.dumps(found, indent=1) + "\n")
     sys.stdout.flush()
-    os._exit(0)  # the job stopped halfway, so skip the libraries' cleanup
+    os._exit(0)  # main() did not finish, so skip the libraries' cleanup
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
-"""Images per second from the input pipeline, compared with a conventional pipeline.
+"""Compare the speed of our input pipeline with that of a conventional pipeline.
 
     python -m benchmarks.input [ROUNDS]
 
-On one core, it reads single images for training and validation. On all cores, it reads
-batches from a DataLoader with one process per core. It creates its own JPEG files,
-prints median ratios with their quartiles and writes results/input.json.
+On one core, the benchmark reads single images for training and for validation. On all
+cores, it reads batches from a DataLoader with one process per core. It generates JPEG
+files, prints median ratios with quartiles and writes results/input.json.
 """
 
 import os
-import sys
 import tempfile
 import time
 from argparse import Namespace
@@ -19,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks import usual
-from benchmarks.comparison import compared, interleave, print_rows, write_results
+from benchmarks.comparison import compare, parse_number, pin_core, speed, write_results
 from benchmarks.photographs import write_photographs
 from common.data import (
     MEAN,
@@ -34,13 +33,13 @@ from launch.exits import exit_status
 
 TRAIN, VAL, BATCH = 384, 256, 64
 DECODERS = ("torchcodec", "nvimgcodec", "pil")
-USUAL = "usual: Pillow, v1 transforms, float"
-NORMALISED = "--decoder nvimgcodec, normalised on the CPU"
+USUAL = "conventional: Pillow, v1 transforms, float"
+NORMALISED = "--decoder nvimgcodec, normalized on the CPU"
 CPU = torch.device("cpu")
 
 
 def arguments(folder: Path, decoder: str) -> Namespace:
-    """The flags that common.data reads."""
+    """Return the flags that common.data reads."""
     return Namespace(
         data=str(folder),
         synthetic=None,
@@ -57,20 +56,13 @@ def arguments(folder: Path, decoder: str) -> Namespace:
     )
 
 
-def speed(dataset: Dataset, images: int) -> Callable[[], float]:
+def reading(dataset: Dataset, images: int) -> Callable[[], float]:
     """Return a function that measures the speed of reading single images in order."""
-
-    def measure() -> float:
-        began = time.perf_counter()
-        for index in range(images):
-            dataset[index]
-        return images / (time.perf_counter() - began)
-
-    return measure
+    return speed(dataset.__getitem__, range(images), time.perf_counter)
 
 
 class Training(SeededDataset):
-    """A dataset that starts a new epoch at each image 0, as training does."""
+    """A dataset that starts a new epoch whenever image 0 is read."""
 
     epoch = 0
 
@@ -92,31 +84,27 @@ class Normalised(Dataset):
 
 def one_core(folder: Path, rounds: int) -> dict[str, dict]:
     """Measure how fast this process reads single images."""
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cores)})
-    torch.set_num_threads(1)
+    cores = pin_core()
     train_set = usual.folder(folder / "train", usual.TRAIN)
     val_set = usual.folder(folder / "val", usual.VAL)
-    training = {USUAL: speed(train_set, TRAIN)}
-    validation = {USUAL: speed(val_set, VAL)}
+    training = {USUAL: reading(train_set, TRAIN)}
+    validation = {USUAL: reading(val_set, VAL)}
     # These two rows and the conventional ones normalize on the CPU; the others do not
     train_set, val_set = build_datasets(arguments(folder, "nvimgcodec"))
-    training[NORMALISED] = speed(Normalised(Training(train_set, 0)), TRAIN)
-    validation[NORMALISED] = speed(Normalised(val_set), VAL)
+    training[NORMALISED] = reading(Normalised(Training(train_set, 0)), TRAIN)
+    validation[NORMALISED] = reading(Normalised(val_set), VAL)
     for name in DECODERS:
         train_set, val_set = build_datasets(arguments(folder, name))
-        training[f"--decoder {name}"] = speed(Training(train_set, 0), TRAIN)
-        validation[f"--decoder {name}"] = speed(val_set, VAL)
-    results = {}
-    for title, works in (("training", training), ("validation", validation)):
-        results[title] = compared(interleave(works, rounds), USUAL)
-        print_rows(f"{title}, one core", "images/s", results[title])
+        training[f"--decoder {name}"] = reading(Training(train_set, 0), TRAIN)
+        validation[f"--decoder {name}"] = reading(val_set, VAL)
+    works = {"training": training, "validation": validation}
+    rows = {name: compare(f"{name}, one core", works[name], rounds) for name in works}
     os.sched_setaffinity(0, cores)
-    return results
+    return rows
 
 
 def all_cores(folder: Path, rounds: int) -> dict[str, dict]:
-    """Measure batches from one loader process per core; this process only gets them."""
+    """Measure batches from one loader process per core, received by this process."""
     cores = len(os.sched_getaffinity(0))
     indices = [*range(TRAIN)] * 3
 
@@ -139,17 +127,16 @@ def all_cores(folder: Path, rounds: int) -> dict[str, dict]:
     candidates[NORMALISED] = epoch_of(own_loader("nvimgcodec"))
     for name in DECODERS:
         loader = own_loader(name)
-        loader.normalise = lambda images: images  # left to the device
+        loader.normalise = lambda images: images  # the device would do it
         candidates[f"--decoder {name}"] = epoch_of(loader)
-    rows = compared(interleave(candidates, rounds), USUAL)
-    print_rows(f"training, {cores} loader processes on {cores} cores", "images/s", rows)
-    return {"loader": rows}
+    title = f"training, {cores} loader processes on {cores} cores"
+    return {"loader": compare(title, candidates, rounds)}
 
 
 def main() -> None:
     """Run all measurements."""
     choose_decoder("nvimgcodec")  # fail early if it is missing
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 9
+    rounds = parse_number(__doc__, "ROUNDS", 9)
     with tempfile.TemporaryDirectory() as folder:
         images = write_photographs(Path(folder), TRAIN, VAL)
         print(f"{images}, {rounds} rounds")

@@ -1,10 +1,10 @@
-"""Memory that loader processes need for ImageNet's index, in arrays or Python lists.
+"""Compare loader processes' memory with ImageNet's index in arrays and in lists.
 
     python -m benchmarks.memory [EPOCHS]
 
 Four loader processes read 1,281,167 entries in random order, without decoding. They
 belong to the five scripts' DataLoader, with and without gc.freeze(), or to a DataLoader
-whose dataset holds a conventional list of (path, label). This benchmark prints a loader
+whose dataset holds a conventional list of (path, label). The benchmark prints a loader
 process's private memory and writes results/memory.json in a few minutes.
 """
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
-from benchmarks.comparison import write_results
+from benchmarks.comparison import parse_number, write_results
 from benchmarks.input import CPU, arguments
 from common.data import build_loader
 from launch.exits import exit_status
@@ -37,7 +37,7 @@ NO_IMAGE = torch.zeros(3, 1, 1, dtype=torch.uint8)
 
 
 class Index(Dataset):
-    """As many labels and paths as ImageNet's, equally long, but no pixels."""
+    """A dataset without images, but with paths and labels like ImageNet's."""
 
     def __init__(self, packed: bool):
         """Store entries in arrays, like common.data, or in a list, like torchvision."""
@@ -98,7 +98,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--measure"]:
         print(json.dumps(measure(sys.argv[2], int(sys.argv[3]))))
         return
-    epochs = int(sys.argv[1]) if len(sys.argv) > 1 else 8
+    epochs = parse_number(__doc__, "EPOCHS", 8)
     index, history = {}, {}
     for kind, name in KINDS.items():
         command = [sys.executable, "-m", "benchmarks.memory", "--measure", kind]

@@ -1,4 +1,4 @@
-"""Generates JPEG files with dimensions and file sizes like ImageNet's.
+"""Generate JPEG files with dimensions and file sizes like ImageNet's.
 
 ImageNet's training images average about 500 x 375 pixels and 110 KB. The generated
 images are noise with the spectrum of photographs: the amplitude falls as 1/frequency
@@ -19,7 +19,7 @@ CONTRAST = (52, 14, 14)  # standard deviations of brightness and the two color c
 def photograph(
     generator: numpy.random.Generator, height: int, width: int
 ) -> Image.Image:
-    """Generate an image in YCbCr, JPEG's color space."""
+    """Generate an image in YCbCr, the color space of JPEG."""
     rows, columns = numpy.fft.fftfreq(height)[:, None], numpy.fft.rfftfreq(width)
     frequency = numpy.hypot(rows, columns)
     frequency[0, 0] = 1 / max(height, width)

@@ -1,4 +1,4 @@
-"""Predicted speedups of ResNet-50 on A100s, and published measurements.
+"""Predict the speedup of ResNet-50 on A100s, and compare published measurements.
 
     python -m benchmarks.scaling    # writes results/scaling.json
     python -m benchmarks.scaling --step-milliseconds 100 --parameters 25.6e6
@@ -21,7 +21,7 @@ NVLINK_ALPHA, PCI_ALPHA, NETWORK_ALPHA = 3.4e-6, 5.7e-6, 14e-6
 # https://github.com/NVIDIA/nccl/blob/01afd20a77b5804e0ecf1042509dd9d20ebf9e93/src/graph/tuning.cc
 A100_NVLINK = 235e9
 GPUS = (2, 4, 8, 16, 64, 256, 512, 1024)
-GLOBAL_BATCH = 8192  # images per step that cost no accuracy (GOYAL)
+GLOBAL_BATCH = 8192  # largest batch without a loss of accuracy (GOYAL)
 RESNET50, INCEPTION, VGG16 = 4 * 25.56e6, 4 * 23.83e6, 4 * 138.36e6  # bytes, fp32
 A100, P100 = Link(NVLINK_ALPHA, A100_NVLINK), Link(NVLINK_ALPHA, 4 * 18e9)
 PCI = Link(PCI_ALPHA, 12e9)
@@ -35,17 +35,17 @@ HOROVOD = f"{GITHUB}horovod/horovod/blob/master/docs/benchmarks.rst"
 
 
 def network(gigabits: float) -> Link:
-    """The link between hosts."""
+    """Return the link between hosts."""
     return Link(NETWORK_ALPHA, gigabits / 8 * 1e9)
 
 
 def a100(gigabits: float, speed: float = 2470) -> Cluster:
-    """Hosts with eight A100s, at NVIDIA's measured speed for one (ResNet-50, AMP)."""
+    """Return hosts with eight A100s; NVIDIA measured the speed of one (images/s)."""
     return Cluster(256 / speed, 256, RESNET50, 8, A100, network(gigabits))
 
 
 def horovod(speed: float, size: float) -> Cluster:
-    """The hosts in Horovod's benchmark, which uses a fusion buffer of 64 MiB."""
+    """Return the hosts in Horovod's benchmark, with its 64 MiB fusion buffer."""
     return Cluster(64 / speed, 64, size, 4, PCI, network(25), 64 * MIB)
 
 
@@ -53,7 +53,7 @@ HOSTS = {"25 Gbit/s": a100(25), "100 Gbit/s": a100(100), "8 x 200 Gbit/s": a100(
 VGG = Cluster(64 / 154, 64, VGG16, 8, P100, network(100))
 GOYALS = Cluster(32 / 195, 32, RESNET50, 8, P100, network(50))
 FAR = "P100, 128 hosts, 25 Gbit/s"
-# Name, source, GPUs, GPUs of the baseline, efficiency, and the model's input
+# Name, source, GPUs, the baseline's GPUs, efficiency, and input of the model
 PUBLISHED = (
     ("ResNet-50, TF32, A100", NVIDIA, 8, 1, 7248 / 938 / 8, a100(1600, 938)),
     ("ResNet-50, AMP, A100", NVIDIA, 8, 1, 16621 / 2470 / 8, a100(1600)),
@@ -65,7 +65,7 @@ PUBLISHED = (
 
 
 def times(factor: Range, gpus: int) -> str:
-    """Format the speedup over one GPU."""
+    """Format a speedup over one GPU."""
     low, high = (f"{share * gpus:,.{1 if gpus < 10 else 0}f}" for share in factor)
     return low if low == high else f"{low} to {high}"
 
@@ -95,7 +95,7 @@ def expected(gpus: int) -> dict[str, str]:
 
 
 def tables() -> dict[str, list[dict[str, str]]]:
-    """The tables of docs/scaling.md."""
+    """Return the tables of docs/scaling.md."""
     published = [compared(*case) for case in PUBLISHED]
     return {"expected": [expected(gpus) for gpus in GPUS], "published": published}
 
@@ -104,33 +104,30 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = OneLineParser(prog="python -m benchmarks.scaling")
     add, count, positive = parser.add_argument, number(int, 1), number(float, 1e-9)
-    add("--step-milliseconds", type=positive, help="on one GPU; prints a table")
-    add("--images-per-gpu", type=count, default=256, help="in that step (256)")
+    add("--step-milliseconds", type=positive, help="one GPU's step; prints a table")
+    add("--images-per-gpu", type=count, default=256, help="images per step (256)")
     add("--global-batch-size", type=count, default=8192, help="if fixed (8192)")
-    add("--parameters", type=positive, default=25.6e6, help="of the model (25.6e6)")
-    add("--gpus-per-host", type=count, default=8, help="(8)")
+    add("--parameters", type=positive, default=25.6e6, help="in the model (25.6e6)")
+    add("--gpus-per-host", type=count, default=8, help="(%(default)s)")
     add("--link-gigabytes", type=positive, default=A100_NVLINK / 1e9, help="GB/s (235)")
     add("--network-gigabits", type=positive, default=100, help="per host (100)")
     return parser.parse_args(argv)
 
 
 def print_table(args: argparse.Namespace) -> None:
-    """Print the predictions for the user's GPUs, up to 1,024."""
+    """Print the predictions for up to 1,024 of the user's GPUs."""
     inside = Link(NVLINK_ALPHA, args.link_gigabytes * 1e9)
     per_gpu = args.step_milliseconds / 1e3, args.images_per_gpu, 4 * args.parameters
-    hosts = Cluster(
-        *per_gpu, args.gpus_per_host, inside, network(args.network_gigabits)
-    )
-    print("speedup over one GPU, from no overlap to full overlap of the all-reduce")
-    batches = (
-        f"{hosts.images} images per GPU",
-        f"{args.global_batch_size} images in all",
-    )
+    between = network(args.network_gigabits)
+    hosts = Cluster(*per_gpu, args.gpus_per_host, inside, between)
+    print("speedup over one GPU, from no overlap of the all-reduce to full overlap")
+    total = args.global_batch_size
+    batches = f"{hosts.images} images per GPU", f"{total} images in all"
     print("{:>6}{:>14}{:>24}{:>24}".format("GPUs", "all-reduce", *batches))
     gpus = 1
     while gpus <= 1024:
         weak = times(hosts.weak(gpus), gpus)
-        strong = times(hosts.strong(gpus, args.global_batch_size), gpus)
+        strong = times(hosts.strong(gpus, total), gpus)
         print(f"{gpus:6}{hosts.all_reduce(gpus) * 1e3:11.1f} ms{weak:>24}{strong:>24}")
         gpus *= 2 if gpus >= hosts.gpus_per_host else hosts.gpus_per_host
 

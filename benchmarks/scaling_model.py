@@ -1,4 +1,4 @@
-"""Predicts training step times on many GPUs with the standard alpha-beta model.
+"""Predict training step times on many GPUs with the standard alpha-beta model.
 
 Times are in seconds, sizes in bytes. A message of m bytes takes alpha + m / beta. A
 ring of n processes sums a vector of M bytes in 2 (n - 1) sequential messages of M / n
@@ -11,14 +11,14 @@ Sources: docs/scaling.md.
 import math
 from typing import NamedTuple
 
-# The backward pass has two of a layer's three matrix products
+# The backward pass computes two of each layer's three matrix products
 BACKWARD = 2 / 3
 MIB = 2**20
 BUCKET, FIRST_BUCKET = 25 * MIB, MIB  # DistributedDataParallel's defaults
 
 
 class Link(NamedTuple):
-    """A network connection."""
+    """A connection between processes."""
 
     alpha: float  # seconds before the first byte arrives
     beta: float  # bytes per second
@@ -32,7 +32,7 @@ class Range(NamedTuple):
 
 
 def ring_seconds(processes: int, size: float, link: Link, calls: int = 1) -> float:
-    """Return a ring's time for `size` bytes per process, in `calls` all-reduces."""
+    """Return the time that a ring takes to sum `size` bytes in `calls` all-reduces."""
     messages = 2 * (processes - 1)
     return calls * messages * link.alpha + messages / processes * size / link.beta
 
@@ -57,10 +57,10 @@ class Cluster(NamedTuple):
     bucket: float = BUCKET
 
     def all_reduce(self, gpus: int) -> float:
-        """Seconds to sum the gradients.
+        """Return the time, in seconds, to sum the gradients.
 
-        First, rings inside the hosts add up. Then rings across hosts each add up
-        one share. Finally, the rings inside the hosts distribute the sums.
+        First, a ring inside each host sums the gradients. Then rings across the hosts
+        each sum one share. Finally, the rings inside the hosts distribute the sums.
 
         Raises:
             ValueError: the GPUs do not fill every host.
@@ -88,6 +88,6 @@ class Cluster(NamedTuple):
 
 
 def efficiency(compute: float, communication: float) -> Range:
-    """Return the fraction of the time in which a GPU computes."""
+    """Return the fraction of a step during which a GPU computes."""
     exposed = max(0.0, communication - BACKWARD * compute)
     return Range(compute / (compute + communication), compute / (compute + exposed))

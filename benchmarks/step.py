@@ -1,13 +1,12 @@
-"""Training step speed of distributed.py with two CPU processes.
+"""Measure the training steps of distributed.py with two CPU processes.
 
     python -m benchmarks.step [ROUNDS]
 
-It alternately measures distributed.py's train(), a minimal DDP loop with the same model
-and a conventional loop (fp32, NCHW, the host reads metrics at each step). In about five
-minutes, it prints median ratios with their quartiles and writes results/step.json.
+The benchmark alternates between distributed.py's train(), a minimal DDP loop with the
+same model and a conventional loop (fp32, NCHW, the host reads metrics in each step). It
+prints median ratios with quartiles and writes results/step.json in about five minutes.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -30,6 +29,7 @@ from benchmarks.comparison import (
     KEEP_MEMORY,
     compared,
     interleave,
+    parse_number,
     print_rows,
     write_results,
 )
@@ -39,15 +39,15 @@ from launch.check import load_script
 from launch.exits import exit_status
 
 PROCESSES = 2
-STEPS = 10  # per measurement, one print interval
-# (image size, global batch size); small sizes show the overhead
+STEPS = 10  # per measurement; also the print interval
+# (image size, global batch size); the small sizes reveal overhead
 CASES = ((64, 64), (224, 32))
-BARE, USUAL = "bare loop", "usual loop: fp32, NCHW"
+BARE, USUAL = "minimal loop", "conventional loop: fp32, NCHW"
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def bare_loop(
-    args: Namespace, loader: DeviceLoader, model: nn.Module, precision: str
+    loader: DeviceLoader, model: nn.Module, precision: str
 ) -> Callable[[], None]:
     """Return a minimal training loop."""
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, 0.9, weight_decay=1e-4)
@@ -70,7 +70,7 @@ def bare_loop(
 
 
 def usual_loop(args: Namespace, loader: DeviceLoader) -> Callable[[], None]:
-    """Return a conventional loop: fp32, and the host reads the metrics at each step."""
+    """Return a conventional loop: fp32, and the host reads the metrics in each step."""
     device = loader.device
     model = torchvision.models.get_model(args.arch).to(device)
     if dist.is_initialized():
@@ -98,7 +98,7 @@ def usual_loop(args: Namespace, loader: DeviceLoader) -> Callable[[], None]:
 def timed(
     work: Callable[[], None], images: int, device: torch.device
 ) -> Callable[[], float]:
-    """Return a function that measures work() in images per second, over all ranks."""
+    """Return a function that measures all ranks' images per second in work()."""
 
     def settle() -> None:
         if device.type == "cuda":
@@ -119,7 +119,7 @@ def timed(
 def measure_in_turns(
     script: ModuleType, rounds: int, loops: Callable[..., dict], start: Callable
 ) -> dict[str, dict]:
-    """Run a script's main(), but measure instead of calling its train().
+    """Run a script's main(), but measure train() instead of training.
 
     Args:
         loops: loops(args, loader, model) returns the loops to compare with train(); the
@@ -140,10 +140,8 @@ def measure_in_turns(
 
         works = {**loops(args, loader, model), f"{script.__name__}.py": ours}
         images = STEPS * args.global_batch_size
-        measured = {
-            name: timed(work, images, loader.device) for name, work in works.items()
-        }
-        found.update(compared(interleave(measured, rounds), next(iter(works))))
+        timers = {name: timed(works[name], images, loader.device) for name in works}
+        found.update(compared(interleave(timers, rounds), next(iter(works))))
         raise Measured
 
     script.train = measure
@@ -159,8 +157,8 @@ def one_process(output: str, rounds: str, *flags: str) -> None:
     script = load_script(ROOT / "distributed.py")
 
     def loops(args: Namespace, loader: DeviceLoader, model: nn.Module) -> dict:
-        # The same model: on a CPU, another model's place in memory can cost 5 %
-        bare = bare_loop(args, loader, model, args.precision)
+        # Both use one model: on a CPU, its place in memory can make 5 % difference
+        bare = bare_loop(loader, model, args.precision)
         return {BARE: bare, USUAL: usual_loop(args, loader)}
 
     rows = measure_in_turns(
@@ -176,9 +174,7 @@ def main() -> None:
     """Measure all CASES."""
     if sys.argv[1:2] == ["--process"]:
         one_process(*sys.argv[2:])
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("rounds", nargs="?", type=int, default=10)
-    rounds = parser.parse_args().rounds
+    rounds = parse_number(__doc__, "ROUNDS", 10)
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         for size, batch in CASES:

@@ -14,6 +14,6 @@ VAL = (transforms.Resize(256), transforms.CenterCrop(224))
 
 
 def folder(root: Path, steps: tuple) -> datasets.ImageFolder:
-    """A dataset of (3, 224, 224) float32 images; `steps` is TRAIN or VAL."""
+    """Return a dataset of (3, 224, 224) float32 images; `steps` is TRAIN or VAL."""
     chain = transforms.Compose([*steps, transforms.ToTensor(), NORMALISE])
     return datasets.ImageFolder(str(root), chain)

@@ -1,9 +1,9 @@
-"""Speed of two checkouts of this project, measured alternately.
+"""Compare the speed of two checkouts of this project, measured alternately.
 
     python -m benchmarks.worktrees OLD NEW [ROUNDS]
 
-It prints median ratios, with their quartiles, for the input pipeline (one process), a
-step at 64 px (two CPU processes), and launches that end after their first step.
+The benchmark prints median ratios with quartiles for the input pipeline (one process),
+training at 64 px (two CPU processes), and launches that train for one step.
 """
 
 import json
@@ -12,12 +12,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
-from benchmarks.comparison import compared, interleave, print_rows
+from benchmarks.comparison import KEEP_MEMORY, compare
 from benchmarks.input import TRAIN, arguments
 from benchmarks.photographs import write_photographs
-from benchmarks.step import KEEP_MEMORY
+from common.images import choose_decoder
 from launch.exits import exit_status
 
 # This code runs in each checkout
@@ -35,14 +36,14 @@ print(len(train_set.dataset) / (time.perf_counter() - began))
 
 
 def environment(checkout: Path) -> dict[str, str]:
-    """The environment for two processes with one thread each."""
+    """Return the environment for two processes with one thread each."""
     variables = {"PYTHON": sys.executable, "NPROC": "2", "OMP_NUM_THREADS": "1"}
     return {**os.environ, **KEEP_MEMORY, **variables, "PYTHONPATH": str(checkout)}
 
 
 def images_per_second(checkout: Path, data: Path) -> float:
     """Measure the input pipeline."""
-    values = str(vars(arguments(data, "auto")))
+    values = str(vars(arguments(data, choose_decoder("auto"))))
     command = [sys.executable, "-c", INPUT, values]
     options = {"cwd": checkout, "env": environment(checkout)}
     return float(subprocess.check_output(command, **options))
@@ -75,18 +76,15 @@ def main() -> None:
         data = Path(folder)
         write_photographs(data, TRAIN, 16)
         start = ("--data", data, "--epochs", 1, "--max-steps", 1, "--print-interval", 1)
-        for title, unit, measure in (
-            ("input", "images/s", lambda one: images_per_second(one, data)),
-            (
-                "step",
-                "images/s",
-                lambda one: launch(one, *steps)[1]["images_per_second"],
-            ),
-            ("start-up", "launches/min", lambda one: launch(one, *start)[0]),
-        ):
-            works = {str(one): lambda one=one, m=measure: m(one) for one in checkouts}
-            rows = compared(interleave(works, rounds), str(checkouts[0]))
-            print_rows(title, unit, rows)
+        measures = {
+            "input": lambda one: images_per_second(one, data),
+            "step": lambda one: launch(one, *steps)[1]["images_per_second"],
+            "start-up": lambda one: launch(one, *start)[0],
+        }
+        for title, measure in measures.items():
+            works = {str(one): partial(measure, one) for one in checkouts}
+            unit = "launches/min" if title == "start-up" else "images/s"
+            compare(title, works, rounds, unit)
 
 
 if __name__ == "__main__":

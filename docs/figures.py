@@ -1,7 +1,7 @@
-"""Draw the lessons' pictures as SVG, from the data below and in results/lessons/.
+"""Draw the lessons' figures as SVG from the data below and in results/lessons/.
 
-python docs/figures.py            # write the pictures that change
-python docs/figures.py --check    # only list them; exit with 1 if there are any
+python docs/figures.py            # write the figures that change
+python docs/figures.py --check    # only list these; exit with 1 if there are any
 """
 
 import json
@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-R = "abcd"  # colours of ranks 0 to 3: blue, orange, green, pink
-# Text on a block of colour a has the colour on-a
+R = "abcd"  # colors of ranks 0 to 3: blue, orange, green, pink
+# Text on a block of color a uses color on-a
 NAMES = "page ink note empty a b c d on-a on-b on-c on-d on-empty"
 LIGHT = "#ffffff #1f2328 #57606a #e4e8ec #0969da #e8912d #117a5b #c77fb0 "
 LIGHT += "#ffffff #1f2328 #ffffff #1f2328 #1f2328"
@@ -20,7 +20,7 @@ DARK += "#0d1117 #0d1117 #0d1117 #0d1117 #e6edf3"
 
 
 def rules(colors: str) -> str:
-    """Style rules: a class for each colour, of blocks and text and of lines."""
+    """Return CSS rules: a class per color for blocks and text, and one for lines."""
     rule = ".{0} {{ fill: {1} }} .line.{0} {{ fill: none; stroke: {1} }}"
     pairs = zip(NAMES.split(), colors.split(), strict=True)
     return "\n".join(rule.format(name, color) for name, color in pairs)
@@ -46,14 +46,14 @@ HEAD = f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 360 HEIGHT"
 
 
 class Picture(list[str]):
-    """Shapes; x and y in pixels of a phone, from the left and the top."""
+    """A list of SVG elements. x and y are pixels from the top left, on a phone."""
 
     def text(self, x: float, y: float, words: str, kind: str = "note") -> None:
-        """Words on the base line y that begin, or of kind "middle" or "end", at x."""
+        """Draw text on baseline y that starts, or by kind is centered or ends, at x."""
         self.append(f'<text class="{kind}" x="{x:g}" y="{y:g}">{words}</text>')
 
     def block(self, x, y, width, height, color: str, *lines: str) -> None:
-        """A rectangle, or the outline of one ("line a"), with text in its middle."""
+        """Draw a rectangle, or an outline (color "line a"), with centered text."""
         size = f'width="{width:g}" height="{height:g}"'
         place = f'x="{x:g}" y="{y:g}" {size} rx="{min(4, width / 8, height / 8):g}"'
         self.append(f'<rect class="{color}" {place}/>')
@@ -63,7 +63,7 @@ class Picture(list[str]):
             self.text(x + width / 2, first + 16 * number, words, kind)
 
     def row(self, x, y, cells: Iterable[tuple], height=28, title="") -> float:
-        """Blocks (colour or "" for a gap, width, label) under a title, up to where."""
+        """Draw blocks (color or "" for a gap, width, label); return the right end."""
         if title:
             self.text(x, y - 10, title, "ink title")
         for color, width, label in cells:
@@ -73,7 +73,7 @@ class Picture(list[str]):
         return x - 2
 
     def sum(self, x, y, width, height, ranks: str, fields: str) -> None:
-        """A block with a field for each rank, filled if the rank is in the sum."""
+        """Draw a block with one field per rank, filled if the sum includes the rank."""
         self.block(x, y, width, height, "empty")
         part = width / len(fields)
         for number, rank in enumerate(fields):
@@ -81,12 +81,12 @@ class Picture(list[str]):
                 self.block(x + part * number, y, part, height, rank)
 
     def line(self, *points: float, kind: str = "arrow") -> None:
-        """An arrow, or a plain or dashed line, through points x, y, x, y, ..."""
+        """Draw an arrow, or a plain or dashed line, through points x, y, x, y, ..."""
         path = " ".join(f"{value:g}" for value in points)
         self.append(f'<path class="line note {kind}" d="M{path}"/>')
 
     def legend(self, y: float, **names: str) -> None:
-        """A line that says what colours mean."""
+        """Draw a legend that explains the colors."""
         x = 8
         for color, words in names.items():
             self.block(x, y - 10, 12, 12, color)
@@ -94,11 +94,11 @@ class Picture(list[str]):
             x += 32 + 6.9 * len(words)
 
 
-# Each of the following functions draws one picture and returns its height.
+# Each of the following functions draws one figure and returns its height.
 
 
 def tree(draw: Picture) -> float:
-    """Two hosts, a launcher on each, eight processes with a GPU each."""
+    """Two hosts, each with a launcher and four processes, each with its own GPU."""
     for host, color in enumerate("ab"):
         y = 8 + 196 * host
         draw.block(8, y, 344, 176, f"line {color}")
@@ -139,7 +139,7 @@ def all_reduce(draw: Picture) -> float:
     return 320
 
 
-# What rank r holds in place c before and after: colours, and the number of the part
+# What rank r holds in slot c before and after: colors, and which part it is
 COLLECTIVES = {
     "reduce: one rank gets the sum": lambda r, c: (R[r] * (c == 0), R * (r == c == 0)),
     "scatter: one rank's parts": lambda r, c: (f"a{c}" * (r == 0), f"a{c}" * (r == c)),
@@ -151,7 +151,7 @@ COLLECTIVES = {
 
 
 def collectives(draw: Picture) -> float:
-    """Six operations among four ranks: what each rank holds before and after."""
+    """Six collectives among four ranks: what each rank holds before and after."""
     for number, (name, state) in enumerate(COLLECTIVES.items()):
         left, top = 8 + 180 * (number % 2), 132 * (number // 2)
         draw.text(left, top + 20, name.split(": ")[0], "ink title")
@@ -168,17 +168,17 @@ def collectives(draw: Picture) -> float:
                         draw.text(x + 8, y + 13, part, f"on-{colors} small middle")
     draw.legend(416, a="rank 0's", b="rank 1's", c="rank 2's", d="rank 3's")
     draw.sum(8, 424, 12, 12, R, R)
-    draw.text(25, 434, "the sum; a number in a block: which part")
+    draw.text(25, 434, "the sum; a number in a block: the part")
     return 448
 
 
 def ring(draw: Picture) -> float:
-    """An all-reduce in six steps, in which each rank sends one part to the next."""
+    """A ring all-reduce: in each of six steps, each rank sends a part to the next."""
     held = [[rank] * 4 for rank in R]  # the ranks in each part's sum
     draw.text(8, 22, "reduce-scatter", "ink title")
     draw.text(8, 38, "the sums grow")
     draw.text(188, 22, "all-gather", "ink title")
-    draw.text(188, 38, "the sums go round")
+    draw.text(188, 38, "the sums travel around")
     for step in range(6):
         left, top = 8 + 180 * (step // 3), 58 + 146 * (step % 3)
         draw.text(left, top + 4, f"step {step + 1}")
@@ -200,7 +200,7 @@ def ring(draw: Picture) -> float:
     return 538
 
 
-ORDERS = {  # DistributedSampler's; a test compares them with the sampler
+ORDERS = {  # from DistributedSampler; a test compares them with it
     "10 images, after set_epoch(0)": [4, 1, 7, 5, 3, 9, 0, 8, 6, 2],
     "10 images, after set_epoch(1)": [5, 6, 1, 2, 0, 8, 9, 3, 7, 4],
     "9 images: image 0 is used twice": [0, 1, 2, 3, 4, 5, 6, 7, 8, 0],
@@ -208,7 +208,7 @@ ORDERS = {  # DistributedSampler's; a test compares them with the sampler
 
 
 def shards(draw: Picture) -> float:
-    """The images that two processes take."""
+    """The images that DistributedSampler gives to each of two processes."""
     for number, (title, order) in enumerate(ORDERS.items()):
         top = 116 * number
         draw.text(8, top + 22, title, "ink title")
@@ -224,7 +224,7 @@ def shards(draw: Picture) -> float:
 
 
 def buckets(draw: Picture) -> float:
-    """Each bucket's all-reduce begins when its last gradient is there."""
+    """Each bucket's all-reduce begins when its last gradient is ready."""
     x = 8
     draw.text(8, 22, "Backward computes the last layer's gradients first.")
     draw.text(8, 48, "gradients of layer")
@@ -256,7 +256,7 @@ def accumulation(draw: Picture) -> float:
     draw.line(end, 140, end, 156, kind="plain")
     draw.line(sooner, 140, sooner, 156, kind="plain")
     draw.line(end - 1, 148, sooner + 2, 148)
-    draw.text(sooner - 10, 152, "three all-reduces fewer", "note end")
+    draw.text(sooner - 10, 152, "three fewer all-reduces", "note end")
     draw.legend(182, a="a micro-batch", b="all-reduce", c="optimizer's step")
     draw.text(8, 202, "1 to 4: forward and backward; .grad adds up.")
     return 216
@@ -266,7 +266,7 @@ FORMATS = {"fp32": (8, 23), "TF32": (8, 10), "bf16": (8, 7), "fp16": (5, 10)}
 
 
 def formats(draw: Picture) -> float:
-    """Bits of four formats, with what they mean for the range and the precision."""
+    """The bits of four number formats, with their range and precision."""
     for number, (name, (exponent, fraction)) in enumerate(FORMATS.items()):
         top = 74 * number
         largest = (2 - 2.0**-fraction) * 2.0 ** (2 ** (exponent - 1) - 1)
@@ -315,7 +315,7 @@ def restarts(draw: Picture) -> float:
     return 188
 
 
-HOROVOD = (  # a line of code; what it does with DDP, and with Horovod
+HOROVOD = (  # a line of code, what it does with DDP, and what with Horovod
     ("before the first step", "DDP(model)", "DistributedOptimizer"),
     ("model(x)", "arms the hooks", "a plain forward"),
     (
@@ -344,12 +344,12 @@ def horovod(draw: Picture) -> float:
 
 
 def measured(name: str) -> dict:
-    """What a lesson's program wrote."""
+    """Read the measurements that a lesson's program wrote."""
     return json.loads((ROOT / "results" / "lessons" / f"{name}.json").read_text())
 
 
 def timeline(draw: Picture) -> float:
-    """One training step with two forms of buckets: what was computed, what was sent."""
+    """A training step with two bucket sizes: when it computes and when it sends."""
     steps = measured("overlap")
     longest = max(end for spans in steps.values() for _, _, end in spans)
     colors = {"forward": "d", "backward": "a", "send": "b", "optimizer": "c"}
@@ -374,7 +374,7 @@ def timeline(draw: Picture) -> float:
 
 
 def memory(draw: Picture) -> float:
-    """Bytes that each process keeps, with DDP and with ZeRO 1, 2 and 3."""
+    """Memory of each process with DDP and with ZeRO 1, 2 and 3."""
     ways = measured("memory_zero")
     largest = max(sum(parts.values()) for parts in ways.values())
     for number, (name, parts) in enumerate(ways.items()):
@@ -388,19 +388,19 @@ def memory(draw: Picture) -> float:
 
 
 FIGURES = (tree, all_reduce, shards, buckets, accumulation, collectives, ring, formats)
-FIGURES += (hang, restarts, horovod, timeline, memory)  # the last two from results/
+FIGURES += (hang, restarts, horovod, timeline, memory)  # the last two use results/
 FIGURES = {f"docs/tutorial/{draw.__name__}.svg": draw for draw in FIGURES}
 
 
 def drawn(figure: Callable[[Picture], float]) -> str:
-    """The text of a picture."""
+    """Return a figure as SVG."""
     picture = Picture()
     height = figure(picture)
     return HEAD.replace("HEIGHT", f"{height:g}") + "\n".join([*picture, "</svg>\n"])
 
 
 def main(arguments: list[str]) -> int:
-    """Write or check all pictures; return the exit status."""
+    """Write or check all figures; return the exit status."""
     try:
         if arguments not in ([], ["--check"]):
             raise ValueError("usage: docs/figures.py [--check]")

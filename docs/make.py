@@ -1,9 +1,9 @@
 """Put code, output and tables into README*.md and docs/.
 
     python docs/make.py            # write the pages that change
-    python docs/make.py --check    # only list them; exit with 1 if there are any
+    python docs/make.py --check    # only list these; exit with 1 if there are any
 
-In a page, this script writes the text between <!-- KIND ... --> and <!-- /KIND -->:
+This script writes the text between <!-- KIND ... --> and <!-- /KIND --> in a page:
 
     region SCRIPT.py NAME      a marked region of one of the five scripts
     statement FILE.py TEXT     the statement that begins with TEXT: a call, a function
@@ -14,7 +14,7 @@ In a page, this script writes the text between <!-- KIND ... --> and <!-- /KIND 
     table RESULTS PART         a part of results/RESULTS.json: rows, or figures whose
                                names are PART / ROW / COLUMN
     ratios UNIT RESULTS PART   measurements, and their ratios to the first one
-    machine RESULTS            machine and versions in results/RESULTS.json
+    machine RESULTS            the machine and versions in results/RESULTS.json
 """
 
 import ast
@@ -30,26 +30,26 @@ SECTION = re.compile(r"^(<!-- (\w+) (.+?) -->\n)(.*?)^<!-- /\2 -->\n", re.M | re
 
 
 def block(language: str, text: str) -> str:
-    """A fenced block."""
+    """Return a fenced code block."""
     return f"```{language}\n{dedent(text).rstrip()}\n```\n"
 
 
 def python(found: list[str]) -> str:
-    """A fenced block of the code, if it was found exactly once."""
+    """Return a Python block of the only match; otherwise, raise ValueError."""
     if len(found) != 1:
-        raise ValueError(f"found {len(found)} times")
+        raise ValueError(f"expected one match, found {len(found)}")
     return block("python", found[0].strip("\n"))
 
 
 def region(source: str) -> str:
-    """A marked region of a script."""
+    """Return a marked region of a script."""
     script, _, name = source.partition(" ")
     pattern = rf"^ *# \[{re.escape(name)}\].*?# \[/\w+\]\n"
     return python(re.findall(pattern, (ROOT / script).read_text(), re.M | re.S))
 
 
 def statement(source: str) -> str:
-    """The statement in a file that begins with a given text."""
+    """Return the only statement in a file that begins with a given text."""
     file, _, beginning = source.partition(" ")
     text = (ROOT / file).read_text()
     nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)]
@@ -58,39 +58,39 @@ def statement(source: str) -> str:
 
 
 def paragraph(source: str) -> str:
-    """The lines around a given text, from one blank line to the next."""
+    """Return the lines around a given text, from one blank line to the next."""
     file, _, wanted = source.partition(" ")
     parts = (ROOT / file).read_text().split("\n\n")
     return python([part for part in parts if wanted in part])
 
 
 def diff(source: str) -> str:
-    """The lines that differ between two programs, without their docstrings."""
+    """Return the lines that differ between two programs, ignoring the docstrings."""
     texts = [(ROOT / name).read_text() for name in source.split()]
     texts = [text.partition('"""\n\n')[2].splitlines() for text in texts]
     found = difflib.unified_diff(*texts, n=1, lineterm="")
     lines = ["@@" if line.startswith("@@") else line for line in found]
-    return block("diff", "\n".join(lines[3:]))  # names are lines 1 and 2
+    return block("diff", "\n".join(lines[3:]))  # skip the file names and the first @@
 
 
 def output(source: str) -> str:
-    """A lesson's output."""
+    """Return a lesson's output, or the parts that begin with a given title."""
     lesson, _, title = source.partition(" ")
     text = (ROOT / "results" / "lessons" / f"{lesson}.txt").read_text()
     pattern = rf"^{re.escape(title)}.*\n(?:[ \t]+.*\n)*"  # and the indented lines below
     text = "".join(re.findall(pattern, text, re.M))
     if not text:
-        raise ValueError("found 0 times")
+        raise ValueError("no match")
     return f"```text\n{text}```\n"
 
 
 def file(source: str) -> str:
-    """A file's unchanged text."""
+    """Return a file's text unchanged."""
     return (ROOT / source).read_text()
 
 
 def results(source: str) -> dict | list:
-    """The measurements from a file in results/, or a part of them."""
+    """Return the measurements from a file in results/, or a part of them."""
     name, _, part = source.partition(" ")
     report, rows = json.loads((ROOT / "results" / f"{name}.json").read_text()), {}
     if not part or part in report:
@@ -115,7 +115,7 @@ def cell(value: object) -> str:
 
 
 def table(source: str) -> str:
-    """A table of rows, or of rows by name."""
+    """Return a table of rows, given as a list or by name."""
     rows = results(source)
     if isinstance(rows, dict):
         rows = [{"": name, **row} for name, row in rows.items()]
@@ -126,7 +126,7 @@ def table(source: str) -> str:
 
 
 def ratios(source: str) -> str:
-    """A table of candidates, their medians, and their ratios to the first one."""
+    """Return a table of candidates: medians, and ratios to the first candidate."""
     unit, _, source = source.partition(" ")
     text = f"|  | {unit} | ratio (quartiles) |\n| --- | --- | --- |\n"
     for name, row in results(source).items():
@@ -136,7 +136,7 @@ def ratios(source: str) -> str:
 
 
 def machine(source: str) -> str:
-    """All scalar values in the results, in one sentence."""
+    """Return all scalar values in the results as one sentence."""
     facts = []
     for name, value in results(source).items():
         if name == "argv":

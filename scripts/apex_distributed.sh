@@ -3,7 +3,7 @@
 #
 #   bash scripts/apex_distributed.sh --data /path/to/imagenet [flags of apex_distributed.py]
 #
-# The settings of distributed.sh apply here too, for example NPROC=2 or NNODES=2 RDZV_ENDPOINT=a:29400.
+# The variables of distributed.sh work here too, for example NPROC=2 or NNODES=2 RDZV_ENDPOINT=a:29400.
 unset SCRIPT
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/launcher.sh"

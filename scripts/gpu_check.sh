@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# Test every strategy on a real GPU (tests/gpu), then time them (benchmarks/gpu.py).
+# Test all strategies on a real GPU (tests/gpu), then time them (benchmarks/gpu.py).
 #
 #   bash scripts/gpu_check.sh [arguments of pytest]
-#   bash scripts/gpu_check.sh --last-failed      # only tests that failed or did not run, then missing timings
-#   bash scripts/gpu_check.sh --rehearse-gpu     # the parts that run on a CPU, at small sizes
+#   bash scripts/gpu_check.sh --last-failed      # only tests that failed or did not run, and missing timings
+#   bash scripts/gpu_check.sh --rehearse-gpu     # only what can run on a CPU, at small sizes
 #
-# The results are in OUTPUT/summary.md; existing timings are kept. The script needs PyTorch with CUDA, torchvision,
-# tqdm and pytest, but no network: it uses pure Python wheels (tqdm or pytest-timeout, for example) from the folder
-# that contains this project. If Horovod is missing, it is built from a horovod-*.tar.gz in that folder.
-# The exit status is 1 if something failed or did not run.
+# The script writes OUTPUT/summary.md and keeps existing timings. It needs PyTorch with CUDA, torchvision, tqdm and
+# pytest, but no network: it can use pure Python wheels (of tqdm or pytest-timeout, for example) in this project's
+# parent folder. If Horovod is missing, the script builds it from a horovod-*.tar.gz in that folder.
+# The exit status is 1 if a test or a timing failed or did not run.
 case " $* " in *" --help "* | *" -h "*)
     sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
     exit 0
     ;;
 esac
-MINUTES=${MINUTES:-9} # time limit
+MINUTES=${MINUTES:-9} # time limit in minutes
 OUTPUT=${OUTPUT:-}    # default: results/gpu, or runs/gpu_check/rehearsal for a rehearsal
 GPU_TIMINGS=${GPU_TIMINGS:-yes} # no: run only the tests
 PYTHON=${PYTHON:-}    # default: .venv/bin/python, or python3 if it does not exist
@@ -52,7 +52,7 @@ export GPU_CHECK_UNTIL=$((began + 60 * MINUTES - 20))
 status=0
 "$PYTHON" -m pytest tests/gpu -m gpu --last-failed-no-failures none -o cache_dir="$OUTPUT/.cache" \
     -o junit_family=xunit1 --junitxml "$OUTPUT/rows-$(date +%s).xml" "$@" || status=$?
-[ "$status" != 5 ] || status=0 # no tests are left
+[ "$status" != 5 ] || status=0 # pytest: there were no tests left to run
 timings=0
 [ "$GPU_TIMINGS" = no ] || "$PYTHON" -m benchmarks.gpu "$OUTPUT/timings.json" $rehearse || timings=$?
 "$PYTHON" -m tests.gpu.summary "$OUTPUT"

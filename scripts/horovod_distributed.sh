@@ -7,9 +7,9 @@ CONTROLLER=${CONTROLLER:-gloo}       # gloo: horovodrun; mpi: Open MPI's mpirun
 PYTHON=${PYTHON:-}                   # default: .venv/bin/python, or python3 if it does not exist
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-} # default: cores / NPROC
 PREFLIGHT=${PREFLIGHT:-}             # 1: first check that all processes can connect (7 s for 2 processes on 2 cores)
-# For several machines (docs/multinode.md), run this on one that reaches the others by ssh. The
-# project, environment and data must have the same paths on all machines:
-HOSTS=${HOSTS:-}                     # machines and the number of processes on each: a:4,b:4
+# For several machines (docs/multinode.md), run this on a machine that can log in to the others by
+# SSH. The project, environment and data must have the same paths on all machines:
+HOSTS=${HOSTS:-}                     # machines, each with its number of processes: a:4,b:4
 SSH_PORT=${SSH_PORT:-}               # default: 22
 SSH_IDENTITY=${SSH_IDENTITY:-}       # private key file
 INTERFACE=${INTERFACE:-}             # the network interface that connects them, for example eth0
@@ -22,7 +22,7 @@ case " $* " in *" --help "* | *" -h "*) exec "$PYTHON" "$ROOT/horovod_distribute
 found=$("$PYTHON" -m launch.check --nproc-per-node "$NPROC" "$ROOT/horovod_distributed.py" "$@")
 read -r NPROC OMP_NUM_THREADS <<<"$found"
 export OMP_NUM_THREADS
-# horovodrun starts other programs in the environment by name
+# horovodrun looks for the environment's other programs on PATH
 PATH=$(dirname "$PYTHON"):$PATH
 where=(-np "$NPROC" -H "${HOSTS:-localhost:$NPROC}")
 case $CONTROLLER in
@@ -38,14 +38,14 @@ case $CONTROLLER in
             exit 2
         fi
         # Not horovodrun --mpi, which runs mpirun in a shell that does not forward signals.
-        # mpirun forwards SIGUSR1 and waits; after other signals, it soon kills the processes.
+        # mpirun forwards SIGUSR1 and keeps waiting; other signals make it kill the processes soon.
         launch=(mpirun --allow-run-as-root "${where[@]}" --bind-to none) stop=USR1
         if [ -n "$HOSTS" ]; then
             launch+=(--mca plm_rsh_args
                 "-o BatchMode=yes -o ConnectTimeout=15 ${SSH_PORT:+-p $SSH_PORT} ${SSH_IDENTITY:+-i $SSH_IDENTITY}")
             [ -z "$INTERFACE" ] ||
                 launch+=(--mca oob_tcp_if_include "$INTERFACE" --mca btl_tcp_if_include "$INTERFACE")
-            # The variables that the processes on other machines need
+            # Environment variables to pass to the other machines
             for name in $(compgen -e | grep -E '^(PATH|PYTHONPATH|LD_LIBRARY_PATH|OMP_NUM_THREADS|MASTER_ADDR|MASTER_PORT|(HOROVOD|NCCL|GLOO)_.*)$'); do
                 launch+=(-x "$name")
             done
@@ -55,7 +55,7 @@ case $CONTROLLER in
         fi
         ;;
     *)
-        echo "$(basename "$0"): error: CONTROLLER=$CONTROLLER; choose gloo or mpi" >&2
+        echo "$(basename "$0"): error: CONTROLLER=$CONTROLLER is unknown; choose gloo or mpi" >&2
         exit 2
         ;;
 esac

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Build Horovod from its PyPI source for an environment's PyTorch, and install it there.
+# Build Horovod from its PyPI source for an environment's PyTorch, and install it in that environment.
 #
 #   bash scripts/install_horovod.sh                  # into .venv
 #   PYTHON=/path/to/python bash scripts/install_horovod.sh
 #
-# Without a network, set HOROVOD_SOURCE to the source archive. The build uses the wheels in the
+# Without a network, set HOROVOD_SOURCE to the source archive. The build then uses the wheels in the
 # archive's folder: 'setuptools<81', and wheel, cmake, ninja, ... if the environment lacks them.
-# Set HOROVOD_TARGET to install into a folder for PYTHONPATH and PATH instead of the environment.
-# HOROVOD_CAPABILITIES=90 builds faster, but only for GPUs of compute capability 9.0.
+# Set HOROVOD_TARGET to a folder to install Horovod there instead; add the folder to PYTHONPATH and
+# its bin/ to PATH. HOROVOD_CAPABILITIES=90 builds faster, but only for compute capability 9.0.
 #
 # The build always includes Gloo, MPI if mpicxx is found, and NCCL if a CUDA toolkit matches
-# PyTorch. The wheel is cached for the user, so the next similar environment takes seconds.
-# Exit status: 0: installed; 3: cannot be built here (one line gives the reason); 1: the build failed.
+# PyTorch. The wheel is kept in ~/.cache/horovod-wheels, so another installation takes only seconds.
+# Exit status: 0 if installed, 3 if it cannot be built here (one line says why), 1 if the build failed.
 set -euo pipefail
 case " $* " in *" --help "* | *" -h "*)
     sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
@@ -62,7 +62,7 @@ if [ -z "$cxx" ]; then
     exit 3
 fi
 
-# Build in the operations whose libraries are found
+# Gloo is built in; add MPI and NCCL if they are found
 operations=gloo
 mpi="HOROVOD_WITHOUT_MPI=1"
 if command -v mpicxx >/dev/null; then
@@ -84,7 +84,7 @@ if compgen -G "$wheels/horovod-$HOROVOD_VERSION-*.whl" >/dev/null; then
     exit 0
 fi
 
-say "building $HOROVOD_VERSION for PyTorch $torch_version with $operations on $JOBS cores: about 4 minutes of CPU time"
+say "building Horovod $HOROVOD_VERSION for PyTorch $torch_version with $operations on $JOBS cores: about 4 minutes of CPU time"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 log=$work/build.log
@@ -123,7 +123,7 @@ print(sysconfig.get_path('include'))/" "$source_dir/horovod/torch/CMakeLists.txt
     # pip would download these requirements, which are already installed or unnecessary.
     sed -i 's/setup_requires=.*/setup_requires=[],/' "$source_dir/setup.py"
 
-    # Use Ninja, which comes from PyPI, because make may be missing. Ninja has no VERBOSE=1.
+    # Use Ninja, which comes from PyPI, because make may be missing. Ninja does not accept VERBOSE=1.
     sed -i "s/'VERBOSE=1'/'-j$JOBS'/" "$source_dir/setup.py"
 
     if [ ${#cuda[@]} -gt 0 ]; then
@@ -139,7 +139,7 @@ print(sysconfig.get_path('include'))/" "$source_dir/horovod/torch/CMakeLists.txt
             HOROVOD_NCCL_HOME="$work/nccl" HOROVOD_NCCL_LINK=SHARED
             HOROVOD_BUILD_CUDA_CC_LIST="$capabilities" PATH="$CUDA_HOME/bin:$PATH")
     else
-        # If Horovod finds a toolkit, it assumes a CUDA build of PyTorch and requires all CUDA components.
+        # If Horovod finds a CUDA toolkit, it assumes a CUDA build of PyTorch and requires all CUDA components.
         cuda=(CUDA_HOME= HOROVOD_CPU_OPERATIONS=GLOO)
         [ "$mpi" = HOROVOD_WITHOUT_MPI=1 ] || cuda=(CUDA_HOME=)
     fi

@@ -20,25 +20,25 @@ scripts/quickstart.sh create .venv" >&2
     exit 2
 fi
 [ -n "${OMP_NUM_THREADS:-}" ] || unset OMP_NUM_THREADS
-if [ -n "${INTERFACE:-}" ]; then # the network interface that connects several machines (ip -brief addr)
-    export GLOO_SOCKET_IFNAME=$INTERFACE NCCL_SOCKET_IFNAME="=$INTERFACE" # =: exactly this name
+if [ -n "${INTERFACE:-}" ]; then # the network interface that connects the machines (see: ip -brief addr)
+    export GLOO_SOCKET_IFNAME=$INTERFACE NCCL_SOCKET_IFNAME="=$INTERFACE" # "=" requires an exact match
 fi
 
 PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
-if [ -n "${SCRIPT:-}" ]; then # its folder comes first, because it may have its own common/
+if [ -n "${SCRIPT:-}" ]; then # search its folder first: it may contain its own common/
     SCRIPT=$(realpath -m "$SCRIPT")
     PYTHONPATH=$(dirname "$SCRIPT"):$PYTHONPATH
 fi
-export PYTHONPATH PYTHONSAFEPATH=1 # not the current folder, which may have a common/ too
+export PYTHONPATH PYTHONSAFEPATH=1 # do not search the current folder, which may also contain a common/
 
-# preflight SCRIPT [FLAGS]: with PREFLIGHT=1, check that the processes can reach each other; exit if
-# they cannot.
+# preflight SCRIPT [FLAGS]: with PREFLIGHT=1, check that the processes can reach each other, and exit
+# if they cannot.
 preflight() {
     case ${PREFLIGHT:-0} in 0) ;; *) "$PYTHON" -m launch.preflight --nprocs "${NPROC:-auto}" "$@" </dev/null ;; esac
 }
 
-# hand_on SIGNAL COMMAND...: run the command, send it SIGNAL whenever a signal asks this script to
-# end, and exit with its status. COMMAND has its own process group: Ctrl-C reaches only this script.
+# hand_on SIGNAL COMMAND...: run COMMAND and exit with its status. When a signal asks this script to
+# stop, send SIGNAL to COMMAND, which has its own process group: Ctrl-C reaches only this script.
 hand_on() {
     signal=$1 stopped=0 status=0
     shift

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# DistributedDataParallel; the script itself starts the processes, one per GPU.
+# DistributedDataParallel without a launcher: the script itself starts one process per GPU.
 #
 #   bash scripts/multiprocessing_distributed.sh --data /path/to/imagenet [flags]
 #
@@ -8,7 +8,7 @@ NPROC=${NPROC:-}                     # processes (or --nprocs); default: one per
 PYTHON=${PYTHON:-}                   # default: .venv/bin/python, or python3 if it does not exist
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-} # default: cores / NPROC
 PREFLIGHT=${PREFLIGHT:-}             # 1: first check that all processes can connect (7 s for 2 processes on 2 cores)
-INTERFACE=${INTERFACE:-}             # the network interface that connects machines, for example eth0
+INTERFACE=${INTERFACE:-}             # the network interface that connects them, for example eth0
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/launcher.sh"
 

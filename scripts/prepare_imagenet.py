@@ -1,8 +1,8 @@
-"""Turn the official ILSVRC2012 archives into train/CLASS/*.JPEG and val/CLASS/*.JPEG.
+"""Unpack the official ILSVRC2012 archives to train/CLASS/*.JPEG and val/CLASS/*.JPEG.
 
-prepare_imagenet.sh calls this. The archives are from https://image-net.org/download.
-The training archive contains one archive per class. The validation archive contains
-50,000 images; the development kit lists their classes.
+prepare_imagenet.sh calls this script. Download the archives from
+https://image-net.org/download. The training archive contains one archive per class. The
+validation archive contains 50,000 images; the development kit lists their classes.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def write_member(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) 
 
 
 def images_in(archive: tarfile.TarFile) -> list[tarfile.TarInfo]:
-    """Return the images in an archive, without members that are not plain files."""
+    """Return the images in an archive, ignoring folders and other files."""
     return [
         member
         for member in archive
@@ -53,7 +53,7 @@ def images_in(archive: tarfile.TarFile) -> list[tarfile.TarInfo]:
 
 
 def extract_train(path: Path, target: Path) -> None:
-    """Unpack the class archives, except those whose class folders exist."""
+    """Unpack the class archives, except those whose class folders already exist."""
     with open_archive(path) as outer:
         for number, class_archive in enumerate(outer, start=1):
             folder = target / Path(class_archive.name).stem
@@ -69,7 +69,7 @@ def extract_train(path: Path, target: Path) -> None:
 
 
 def val_classes(path: Path) -> list[str]:
-    """Return each validation image's class folder, in order, from the development kit.
+    """Read each validation image's class folder, in order, from the development kit.
 
     Raises:
         UserError: the kit lacks a file, or SciPy is not installed.
@@ -99,7 +99,7 @@ def val_classes(path: Path) -> list[str]:
 
 
 def extract_val(path: Path, target: Path, classes: list[str]) -> None:
-    """Unpack the validation images that do not exist yet into class folders."""
+    """Unpack the validation images into class folders, except existing ones."""
     with open_archive(path) as archive:
         members = sorted(images_in(archive), key=lambda member: member.name)
         if len(members) != len(classes):
@@ -117,7 +117,7 @@ def extract_val(path: Path, target: Path, classes: list[str]) -> None:
 
 
 def check_counts(target: Path, expected: dict[str, int], classes: int) -> None:
-    """Count images and class folders.
+    """Check the numbers of images and class folders.
 
     Raises:
         UserError: a count differs from the official one.
@@ -129,7 +129,7 @@ def check_counts(target: Path, expected: dict[str, int], classes: int) -> None:
             raise UserError(
                 f"{target / part} has {found} images in {len(folders)} class folders, "
                 f"but should have {images} in {classes}: an archive is incomplete, or "
-                "the folder had other files before"
+                "the folder already contained other files"
             )
 
 

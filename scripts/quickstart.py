@@ -32,7 +32,7 @@ HEADER += ["status"]
 
 
 def train(strategy: str, data: str, output: Path) -> str:
-    """Run one strategy; return "done", or the reason that it did not finish."""
+    """Run one strategy; return "done", or why it did not finish."""
     print(f"\n== {strategy}", flush=True)
     problem = os.environ.get("HOROVOD_PROBLEM")
     if strategy == "horovod_distributed" and problem:
@@ -57,15 +57,15 @@ def train(strategy: str, data: str, output: Path) -> str:
     try:
         status = listen()
     except KeyboardInterrupt:
-        # The terminal also sent the signal to the children, which save and exit
+        # The terminal sent the signal to the children too; they save and exit
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         listen()
         raise
-    if stopped:  # by a signal to the children only
+    if stopped:  # only the children received a signal
         raise KeyboardInterrupt
     if status == 0:
         return "done"
-    reason = errors[0] if errors else "no reason was printed"
+    reason = errors[0] if errors else "it printed no reason"
     missing = status == 2 and strategy in ("apex_distributed", "horovod_distributed")
     return reason if missing else f"failed ({status}): {reason}"
 
@@ -106,8 +106,8 @@ def render(runs: list[dict]) -> str:
         f"{table}\n{report['device_name']}, {report['cpu_cores']} cores; Python "
         f"{report['python']}, PyTorch {report['torch']}, torchvision "
         f"{report['torchvision']}.\n{report['arch']} at 64 px, global batch "
-        f"{report['global_batch_size']}, {report['epochs']} epochs; minutes are of "
-        "training alone, without start and validation.\n"
+        f"{report['global_batch_size']}, {report['epochs']} epochs; the minutes "
+        "exclude startup and validation.\n"
     )
 
 
@@ -128,7 +128,7 @@ def main() -> None:
     output.mkdir(parents=True, exist_ok=True)
     (output / "quickstart.json").write_text(json.dumps(runs, indent=2) + "\n")
     (output / "quickstart.md").write_text(render(runs))
-    print(f"\n{render(runs)}\nThe runs are in {output}; delete it to train again.")
+    print(f"\n{render(runs)}\nThe runs are in {output}/; delete it to train again.")
     sys.exit(any(run["status"].startswith("failed") for run in runs))
 
 

@@ -1,9 +1,9 @@
-"""A real dataset without a download: scikit-learn's handwritten digits as JPEGs.
+"""Create a real dataset without a download: scikit-learn's handwritten digits.
 
     python -m scripts.sample_data DIR
 
-The script enlarges 1,797 scans from 8 x 8 to 64 x 64 pixels. It writes 1,438 of them to
-DIR/train/CLASS/*.JPEG and every fifth scan, 359 in all, to DIR/val/CLASS/*.JPEG.
+The script enlarges 1,797 scans from 8 x 8 to 64 x 64 pixels and saves them as JPEGs:
+every fifth scan (359) in DIR/val/CLASS/*.JPEG, the others (1,438) in DIR/train/CLASS/.
 
 Source:
 https://scikit-learn.org/stable/modules/generated/sklearn.datasets.load_digits.html
@@ -23,7 +23,7 @@ SIZE = 64
 
 
 def write_digits(folder: Path) -> int:
-    """Write the images unless they exist; return their number.
+    """Write the images unless they exist; return the number of images.
 
     Raises:
         UserError: the folder contains something else, or scikit-learn is not installed.
@@ -54,7 +54,7 @@ def write_digits(folder: Path) -> int:
         image.resize((SIZE, SIZE), Image.Resampling.BICUBIC).save(
             path, "JPEG", quality=95
         )
-    temporary.rename(folder)  # only when it is complete
+    temporary.rename(folder)  # only now that it is complete
     return len(digits.images)
 
 

@@ -1,7 +1,7 @@
 # shellcheck shell=bash
-# Sourced by quickstart.sh and test.sh, which set ROOT: creates or finds the environment.
+# Sourced by quickstart.sh, test.sh and timings.sh, which set ROOT. Finds or creates the environment.
 
-# --help prints the first lines of the script and sets up nothing
+# --help prints the script's first comment and exits
 case " $* " in *" --help "* | *" -h "*)
     sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
     exit 0
@@ -14,21 +14,21 @@ fail() {
     exit 2
 }
 
-# set_up REQUIREMENTS...: sets PYTHON to an interpreter that has them all.
+# set_up REQUIREMENTS...: sets PYTHON to an interpreter that has all of these packages.
 #
 # If PYTHON is already set, the function uses that environment and installs nothing. Otherwise it
-# creates .venv, with uv if it is installed (in seconds), or with pip.
+# creates .venv, with uv if available (in seconds), or else with pip.
 set_up() {
     local file files=() key marker modules=torch,torchvision,tqdm python
     for file in "$@"; do files+=(-r "$ROOT/$file"); done
     if [ -n "${PYTHON:-}" ]; then
-        PYTHON=$(command -v "$PYTHON") || fail "PYTHON is not an interpreter"
+        PYTHON=$(command -v "$PYTHON") || fail "PYTHON is set, but is not an interpreter"
         case $PYTHON in /*) ;; *) PYTHON=$PWD/$PYTHON ;; esac
         say "using $PYTHON without installing anything"
         case "$*" in *requirements-sample.txt*) modules+=,sklearn ;; esac
         case "$*" in *requirements-report.txt*) modules+=,scipy ;; esac
         "$PYTHON" -c "import $modules" 2>/dev/null ||
-            fail "$PYTHON lacks requirements: $PYTHON -m pip install ${files[*]}"
+            fail "$PYTHON lacks some requirements; run $PYTHON -m pip install ${files[*]}"
         return
     fi
 
@@ -43,7 +43,7 @@ set_up() {
         [ -x "$PYTHON" ] || uv venv --quiet --seed --python "$python" "$ROOT/.venv"
         uv pip install --quiet --python "$PYTHON" -c "$ROOT/constraints.txt" "${files[@]}"
     else
-        # A failed attempt leaves a venv without pip behind
+        # A failed attempt may have left a venv without pip
         "$PYTHON" -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear "$ROOT/.venv" ||
             fail "$python cannot create environments (Debian and Ubuntu: apt-get install python3-venv)"
         "$PYTHON" -m pip install --quiet --disable-pip-version-check --progress-bar off \
@@ -64,14 +64,14 @@ find_python() {
     return 1
 }
 
-# set_up_horovod: builds Horovod into the environment unless it is installed. If that fails,
-# HOROVOD_PROBLEM gives the reason.
+# set_up_horovod: builds and installs Horovod unless the environment has it. If that fails,
+# HOROVOD_PROBLEM contains the reason.
 set_up_horovod() {
     local log
     export HOROVOD_PROBLEM=
     if "$PYTHON" -c 'import horovod.torch' 2>/dev/null; then return; fi
     if [ "$PYTHON" != "$ROOT/.venv/bin/python" ]; then
-        HOROVOD_PROBLEM="not installed: PYTHON=$PYTHON bash scripts/install_horovod.sh"
+        HOROVOD_PROBLEM="not installed; run PYTHON=$PYTHON bash scripts/install_horovod.sh"
         return
     fi
     log=$(mktemp)

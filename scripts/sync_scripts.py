@@ -20,7 +20,7 @@ SIBLINGS = (
     "apex_distributed.py",
     "horovod_distributed.py",
 )
-# In file order: main(), which ends the run, comes before the other functions
+# In file order; main(), which contains 6/6, comes before the other functions
 REGIONS = (
     "imports",
     "1/6 launch",
@@ -31,23 +31,23 @@ REGIONS = (
     "5/6 combine",
     "start",
 )
-PLACE = "\0"  # starts a line that replaces a region in the shared lines
+PLACE = "\0"  # starts a line that stands in for a region
 OPENING = re.compile(r"\s*# \[(?!/)([^\]]+)\]")
 CLOSING = re.compile(r"\s*# \[/([^\]]+)\]$")
 DOCSTRING = re.compile(r'""".*?"""\n', re.DOTALL)
 
 
 class LayoutError(Exception):
-    """A script does not have all eight regions once, closed and in order."""
+    """A script's regions are missing, repeated, not closed, or out of order."""
 
 
 def split(text: str, name: str) -> tuple[list[str], dict[str, list[str]]]:
     """Split a script into its shared lines and its regions.
 
     Returns:
-        The shared lines, in which one line (PLACE and the name) replaces the docstring
-        and each region; and each region's lines by name, including its opening and
-        closing comments.
+        The shared lines, with one line (PLACE and a name) in place of the docstring and
+        of each region; and a dictionary of each region's lines, including its opening
+        and closing comments.
 
     Raises:
         LayoutError: the regions differ from REGIONS.
@@ -61,7 +61,7 @@ def split(text: str, name: str) -> tuple[list[str], dict[str, list[str]]]:
         opening, closing = OPENING.match(line), CLOSING.match(line.rstrip("\n"))
         if opening:
             if current:
-                raise LayoutError(f"{name}: [{current}] is still open at {line}")
+                raise LayoutError(f"{name}: [{current}] is not closed before {line}")
             current = opening[1]
             found.append(current)
             regions[current] = []
@@ -69,10 +69,10 @@ def split(text: str, name: str) -> tuple[list[str], dict[str, list[str]]]:
         (regions[current] if current else shared).append(line)
         if closing:
             if not current or current.split()[-1] != closing[1]:
-                raise LayoutError(f"{name}: [/{closing[1]}] closes no open region")
+                raise LayoutError(f"{name}: [/{closing[1]}] has no matching opening")
             current = None
     if current or tuple(found) != REGIONS:
-        raise LayoutError(f"{name}: the regions are not {', '.join(REGIONS)}, closed")
+        raise LayoutError(f"{name}: needs these regions, closed: {', '.join(REGIONS)}")
     return shared, regions
 
 

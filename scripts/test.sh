@@ -2,9 +2,9 @@
 # Set up .venv, including Horovod, and run the tests.
 #
 #   bash scripts/test.sh [--system] [arguments of pytest]
-#   bash scripts/test.sh --mutations     # inject known bugs: does a test catch each one?
+#   bash scripts/test.sh --mutations     # inject known bugs and check that the tests catch them
 #
-# --system (or CI=true) also installs system packages that some tests need, as root with apt-get:
+# --system (or CI=true) also installs, as root with apt-get, system packages that some tests need:
 # Open MPI, and sshd, Slurm, munge and ip for tests on two hosts. Use it in containers: under
 # systemd, some of these packages start daemons. Without the packages, pytest skips these tests.
 set -euo pipefail
@@ -27,7 +27,7 @@ if [ "$SYSTEM" = true ] && [ ${#packages[@]} -gt 0 ]; then
         say "installing ${packages[*]}"
         { apt-get update && apt-get install -y --no-install-recommends "${packages[@]}"; } >/dev/null
     else
-        say "${packages[*]} not installed: installation needs root and apt-get"
+        say "not installing ${packages[*]}: this needs root and apt-get"
     fi
 fi
 
@@ -36,7 +36,7 @@ set_up requirements.txt requirements-nvimgcodec.txt requirements-report.txt requ
 set_up_horovod
 if [ -n "$HOROVOD_PROBLEM" ]; then
     say "Horovod: $HOROVOD_PROBLEM"
-    # --system installs everything that Horovod needs, so its tests must not be skipped
+    # --system installs everything that Horovod needs, so do not skip its tests
     if [ "$SYSTEM" = true ] && command -v c++ >/dev/null; then exit 1; fi
 fi
 cd "$ROOT"

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Compare the strategies that this machine can run: which is faster, which are equal within 3 %?
+# Time the strategies that this machine can run: which are faster, and which are equal within 3 %?
 #
-#   bash scripts/timings.sh                      # ten minutes; --minutes 40 decides more
+#   bash scripts/timings.sh                      # takes ten minutes; --minutes 40 decides more
 #   bash scripts/timings.sh --data /path/to/imagenet [flags of python -m timings]
 #   PYTHON=/path/to/python bash scripts/timings.sh
 #
-# Sets up .venv where PYTHON names no environment. Interrupted, the same command continues.
+# Unless PYTHON is set, the script sets up .venv. If it is interrupted, run it again to continue.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source-path=SCRIPTDIR

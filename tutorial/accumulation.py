@@ -1,4 +1,4 @@
-"""Four backward passes for one step: the same gradients, a quarter of the all-reduces.
+"""Four backward passes per step: the same gradients with a quarter of the all-reduces.
 
 python tutorial/accumulation.py
 """
@@ -22,18 +22,18 @@ def accumulate(model: DDP, x: Tensor, y: Tensor, divide: bool, no_sync: bool) ->
     for number, (part_x, part_y) in enumerate(parts, start=1):
         last = number == PASSES
         with model.no_sync() if no_sync and not last else nullcontext():
-            loss = F.cross_entropy(model(part_x), part_y)  # the forward pass too
+            loss = F.cross_entropy(model(part_x), part_y)  # must be in no_sync() too
             (loss / PASSES if divide else loss).backward()
 
 
 def build() -> nn.Module:
-    """The same tiny model, with the same weights, each time and in every process."""
+    """Build a tiny model with the same weights on every call, in every process."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
 def gradients(model: nn.Module) -> Tensor:
-    """All gradients as one vector."""
+    """Return all gradients as one vector."""
     return torch.cat([w.grad.flatten() for w in model.parameters()])
 
 

@@ -1,4 +1,4 @@
-"""Batch norm sees its shard only; what SyncBatchNorm does about it, by hand.
+"""Batch norm sees only its own shard; SyncBatchNorm's remedy, by hand.
 
 python tutorial/accumulation_batch_norm.py
 """
@@ -40,7 +40,7 @@ def main(rank: int, port: int) -> None:
 
 
 def show(line: str) -> None:
-    """Bring both processes' lines to rank 0, which prints them."""
+    """Gather both processes' lines on rank 0, which prints them."""
     lines = [None] * 2 if dist.get_rank() == 0 else None
     dist.gather_object(f"rank {dist.get_rank()}, {line}", lines)
     if lines:

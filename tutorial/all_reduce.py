@@ -13,7 +13,7 @@ def main(rank: int, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     target = torch.tensor([2.0, 6.0][rank])  # this process's data
-    w = torch.tensor([0.0, 10.0][rank])  # each process begins with another weight
+    w = torch.tensor([0.0, 10.0][rank])  # each process begins with a different weight
     show("start", f"w = {w}")
 
     dist.broadcast(w, src=0)
@@ -30,7 +30,7 @@ def main(rank: int, port: int) -> None:
 
 
 def show(title: str, text: str) -> None:
-    """Bring every process's text to rank 0, which prints them in order."""
+    """Gather every process's text; rank 0 prints all texts in order."""
     texts = [None, None]
     dist.all_gather_object(texts, text)
     if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""Mixed precision: what autocast casts, and how the loss scale moves over the steps.
+"""Mixed precision: what autocast casts, and how the loss scale changes over the steps.
 
 python tutorial/amp.py
 """
@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 
 def casts() -> None:
-    """Print in which type operations compute under autocast to fp16 on a CPU."""
+    """Print the result types of operations under autocast to fp16 on a CPU."""
     images, kernel = torch.randn(4, 3, 8, 8), torch.randn(8, 3, 3, 3)
     a, weight = torch.randn(4, 4), nn.Parameter(torch.randn(4, 4))
     with torch.autocast("cpu", torch.float16):
@@ -38,7 +38,7 @@ def underflow() -> None:
 
 
 def loss_scale() -> None:
-    """Train ten steps; the loss of step 4 is much too large for fp16, on purpose."""
+    """Train ten steps; the loss in step 4 is deliberately too large for fp16."""
     torch.manual_seed(0)
     model = nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -51,7 +51,7 @@ def loss_scale() -> None:
         loss = F.mse_loss(outputs.float(), y) * (10_000 if step == 4 else 1)
         optimizer.zero_grad()
         scaler.scale(loss).backward()
-        scaler.step(optimizer)  # divides the gradients; skips where one is inf or nan
+        scaler.step(optimizer)  # unscales the gradients; skips if one is inf or nan
         scaler.update()  # halves the scale after a skip, doubles it after 3 good steps
         stepped = "stepped" if (model.weight != weight).any() else "skipped"
         after = scaler.get_scale()

@@ -1,4 +1,4 @@
-"""What fp32, TF32, bf16 and fp16 keep of a number, and of small updates.
+"""How precisely fp32, TF32, bf16 and fp16 store numbers and small updates.
 
 python tutorial/amp_formats.py
 """
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def tf32(x: Tensor) -> Tensor:
-    """Round fp32 numbers to TF32's ten bits of fraction; fp32 has 23."""
+    """Round fp32 numbers from 23 fraction bits to TF32's ten."""
     bits = x.view(torch.int32) + (1 << 12)
     return (bits & -(1 << 13)).view(torch.float32)
 
@@ -22,7 +22,7 @@ FORMATS = {
 
 
 def numbers() -> None:
-    """Print numbers of different sizes as each format keeps them."""
+    """Print numbers of different sizes as each format stores them."""
     print("a number   ", *(f"{name:>11}" for name in FORMATS))
     for number in (1.001, 0.1, 70_000.0, 1e-8):
         kept = [keep(torch.tensor([number])).item() for keep in FORMATS.values()]

@@ -1,4 +1,4 @@
-"""A larger batch takes a larger learning rate, up to a point, and a warm-up.
+"""A larger batch needs a larger learning rate, up to a point, and a warm-up.
 
 python tutorial/batches_learning_rate.py
 """
@@ -13,7 +13,7 @@ TARGETS = INPUTS @ TRUTH
 
 
 def steps(weights: torch.Tensor, batch: int, lr: float) -> torch.Tensor:
-    """SGD over all 256 samples, `batch` at a time; returns the new weights."""
+    """Run SGD over all 256 samples, `batch` at a time; return the new weights."""
     weights = weights.clone().requires_grad_()
     for x, y in zip(INPUTS.split(batch), TARGETS.split(batch), strict=True):
         loss = (x @ weights - y).square().mean()

@@ -1,4 +1,4 @@
-"""DDP by hand, third version: all-reduce the gradients of a bucket together.
+"""DDP by hand, third version: all-reduce each bucket of gradients in one call.
 
 python tutorial/build_ddp_buckets.py    # prints times to stderr
 """
@@ -21,7 +21,7 @@ class OurDDP(nn.Sequential):
     """A model whose gradients are averaged over all processes."""
 
     def __init__(self, model: nn.Module):
-        super().__init__(model)  # the forward pass is the model's own
+        super().__init__(model)  # forward() runs the model
         self.all_reduces, self.begun, buckets = 0, [], [[]]
         for weight in reversed(list(model.parameters())):
             dist.broadcast(weight.data, src=0)
@@ -31,7 +31,7 @@ class OurDDP(nn.Sequential):
             weight.register_post_accumulate_grad_hook(partial(self.ready, buckets[-1]))
 
     def ready(self, bucket: list[nn.Parameter], _: nn.Parameter) -> None:
-        """Start to add up a bucket's gradients, if all of them are complete."""
+        """Start a bucket's all-reduce if all its gradients are complete."""
         if all(w.grad is not None for w in bucket):
             flat = nn.utils.parameters_to_vector(w.grad for w in bucket)
             self.begun.append((dist.all_reduce(flat, async_op=True), flat, bucket))
@@ -55,7 +55,7 @@ def main(rank: int, port: int) -> None:
     model = nn.Sequential(*(layer for pair in pairs for layer in pair))
     x, y = torch.randn(2, 32, WIDTH)
     models, times = [OurDDP(copy.deepcopy(model)), DDP(model)], []
-    for model in STEPS * models:  # a step of ours, a step of torch's, and so on
+    for model in STEPS * models:  # alternate: one step of ours, one of torch's
         dist.barrier()
         began = time.perf_counter()
         model.zero_grad()
@@ -68,7 +68,7 @@ def main(rank: int, port: int) -> None:
     off = (ours - torchs).abs().max().item()
     if rank == 0:
         print("all-reduces per step:", models[0].all_reduces // STEPS)
-        print("weights:", "equal to the bit" if off == 0 else f"off by {off:.4f}")
+        print("weights:", "bitwise equal" if off == 0 else f"off by {off:.4f}")
         ours, torchs = torch.tensor(times).view(STEPS, 2).median(0).values
         print(f"{sys.argv[0]}: {ours:.1f} ms, torch's {torchs:.1f} ms", file=sys.stderr)
     dist.destroy_process_group()

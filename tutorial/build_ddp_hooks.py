@@ -20,14 +20,14 @@ class OurDDP(nn.Sequential):
     """A model whose gradients are averaged over all processes."""
 
     def __init__(self, model: nn.Module):
-        super().__init__(model)  # the forward pass is the model's own
+        super().__init__(model)  # forward() runs the model
         self.all_reduces, self.begun = 0, []
         for weight in model.parameters():
             dist.broadcast(weight.data, src=0)
             weight.register_post_accumulate_grad_hook(self.ready)
 
     def ready(self, weight: nn.Parameter) -> None:
-        """Start to add up a gradient. backward() calls this when it is complete."""
+        """Start a gradient's all-reduce. backward() calls this for each gradient."""
         self.begun.append((dist.all_reduce(weight.grad, async_op=True), weight))
         self.all_reduces += 1
 
@@ -49,7 +49,7 @@ def main(rank: int, port: int) -> None:
     model = nn.Sequential(*(layer for pair in pairs for layer in pair))
     x, y = torch.randn(2, 32, WIDTH)
     models, times = [OurDDP(copy.deepcopy(model)), DDP(model)], []
-    for model in STEPS * models:  # a step of ours, a step of torch's, and so on
+    for model in STEPS * models:  # alternate: one step of ours, one of torch's
         dist.barrier()
         began = time.perf_counter()
         model.zero_grad()
@@ -62,7 +62,7 @@ def main(rank: int, port: int) -> None:
     off = (ours - torchs).abs().max().item()
     if rank == 0:
         print("all-reduces per step:", models[0].all_reduces // STEPS)
-        print("weights:", "equal to the bit" if off == 0 else f"off by {off:.4f}")
+        print("weights:", "bitwise equal" if off == 0 else f"off by {off:.4f}")
         ours, torchs = torch.tensor(times).view(STEPS, 2).median(0).values
         print(f"{sys.argv[0]}: {ours:.1f} ms, torch's {torchs:.1f} ms", file=sys.stderr)
     dist.destroy_process_group()

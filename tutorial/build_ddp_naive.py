@@ -20,7 +20,7 @@ class OurDDP(nn.Sequential):
     """A model whose gradients are averaged over all processes."""
 
     def __init__(self, model: nn.Module):
-        super().__init__(model)  # the forward pass is the model's own
+        super().__init__(model)  # forward() runs the model
         self.all_reduces = 0
         for weight in model.parameters():
             dist.broadcast(weight.data, src=0)
@@ -43,7 +43,7 @@ def main(rank: int, port: int) -> None:
     model = nn.Sequential(*(layer for pair in pairs for layer in pair))
     x, y = torch.randn(2, 32, WIDTH)
     models, times = [OurDDP(copy.deepcopy(model)), DDP(model)], []
-    for model in STEPS * models:  # a step of ours, a step of torch's, and so on
+    for model in STEPS * models:  # alternate: one step of ours, one of torch's
         dist.barrier()
         began = time.perf_counter()
         model.zero_grad()
@@ -56,7 +56,7 @@ def main(rank: int, port: int) -> None:
     off = (ours - torchs).abs().max().item()
     if rank == 0:
         print("all-reduces per step:", models[0].all_reduces // STEPS)
-        print("weights:", "equal to the bit" if off == 0 else f"off by {off:.4f}")
+        print("weights:", "bitwise equal" if off == 0 else f"off by {off:.4f}")
         ours, torchs = torch.tensor(times).view(STEPS, 2).median(0).values
         print(f"{sys.argv[0]}: {ours:.1f} ms, torch's {torchs:.1f} ms", file=sys.stderr)
     dist.destroy_process_group()

@@ -10,7 +10,7 @@ import torch.multiprocessing as mp
 
 def main(rank: int, port: int) -> None:
     """Each of the four processes runs this function; only `rank` differs."""
-    store = dist.TCPStore("127.0.0.1", port)  # where the four find each other
+    store = dist.TCPStore("127.0.0.1", port)  # the four processes rendezvous here
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
     root = rank == 0
     one = torch.tensor([rank + 1])
@@ -56,7 +56,7 @@ def main(rank: int, port: int) -> None:
 
 
 def show(title: str, before: object, after: object) -> None:
-    """Bring what every process holds to rank 0, which prints it."""
+    """Gather every process's values on rank 0, which prints them."""
     texts = [x.tolist() if isinstance(x, torch.Tensor) else x for x in (before, after)]
     rows = [None] * 4 if dist.get_rank() == 0 else None
     row = f"  rank {dist.get_rank()}: {str(texts[0]):16} -> {texts[1]}"

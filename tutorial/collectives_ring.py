@@ -1,4 +1,4 @@
-"""An all-reduce by hand, in a ring, and the bytes that each process sends for it.
+"""A ring all-reduce by hand, and the bytes that each process sends.
 
 python tutorial/collectives_ring.py
 """
@@ -9,7 +9,7 @@ import torch.multiprocessing as mp
 
 
 def ring_all_reduce(x: torch.Tensor, rank: int, n: int, look=lambda title: None) -> int:
-    """Add up `x` over the first `n` ranks, in place; returns the bytes sent."""
+    """Sum `x` over the first `n` ranks in place; return the bytes sent."""
     parts, sent = x.chunk(n), 0
     right, left = (rank + 1) % n, (rank - 1) % n
     look("start")
@@ -28,7 +28,7 @@ def ring_all_reduce(x: torch.Tensor, rank: int, n: int, look=lambda title: None)
 
 
 def root_all_reduce(x: torch.Tensor, rank: int, n: int) -> int:
-    """The same the simple way: rank 0 adds everything and sends it to everybody."""
+    """Do the same in a simpler way: rank 0 sums everything and sends the result."""
     if rank > 0:
         dist.send(x, 0)
         dist.recv(x, 0)
@@ -52,7 +52,7 @@ def main(rank: int, port: int) -> None:
         if rows:
             print(title, *rows, sep="\n")
 
-    digits = torch.full((4,), 10**rank)  # a digit for each rank: 1111 has all four
+    digits = torch.full((4,), 10**rank)  # one digit per rank: 1111 sums all four
     ring_all_reduce(digits, rank, 4, look)
 
     data = torch.randn(300_000, generator=torch.Generator().manual_seed(rank))

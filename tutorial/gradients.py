@@ -12,20 +12,20 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 
 def build(norm: type[nn.Module] = nn.Identity) -> nn.Module:
-    """The same tiny model, with the same weights, each time and in every process."""
+    """Build a tiny model with the same weights on every call, in every process."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), norm(8), nn.Tanh(), nn.Linear(8, 3))
 
 
 def gradients(model: nn.Module, x: Tensor, y: Tensor, factor: float = 1.0) -> Tensor:
-    """One backward pass of the mean loss; returns all gradients as one vector."""
+    """Backpropagate the mean loss; return all gradients as one vector."""
     loss = F.cross_entropy(model(x), y)
     (factor * loss).backward()
     return torch.cat([w.grad.flatten() for w in model.parameters()])
 
 
 def report(title: str, found: Tensor, right: Tensor) -> None:
-    """Print the largest error, as a share of the largest gradient."""
+    """Print the largest error relative to the largest gradient."""
     error = ((found - right).abs().max() / right.abs().max()).item()
     verdict = f"off by {100 * error:.2f} %" if error > 1e-6 else "equal (to 1e-6)"
     if dist.get_rank() == 0:

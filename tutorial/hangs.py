@@ -1,4 +1,4 @@
-"""Three mistakes that make two processes wait: where each one waits, and how it ends.
+"""Three bugs that hang two processes: where each process waits, and how the wait ends.
 
 python tutorial/hangs.py
 """
@@ -21,7 +21,7 @@ MESSAGES = r"Timed out \w+ \w+|Connection|Rank \d (is running .*?OpType=\w+|fail
 def skipped_step(rank: int) -> None:
     """Rank 0 averages gradients three times, rank 1 twice."""
     for step in range(3):
-        if rank == 0 or step != 1:  # rank 1 skips it, as after a loss of NaN
+        if rank == 0 or step != 1:  # rank 1 skips one, as after a NaN loss
             dist.all_reduce(torch.ones(5))
     dist.barrier()
 
@@ -34,7 +34,7 @@ def only_rank_0(rank: int) -> None:
 
 
 def other_order(rank: int) -> None:
-    """The same two collectives, in two orders."""
+    """Call the same two collectives in a different order on each rank."""
     if rank == 0:
         dist.all_reduce(torch.ones(1))
         dist.broadcast(torch.ones(3), src=0)
@@ -44,10 +44,10 @@ def other_order(rank: int) -> None:
 
 
 def observe(mistake: Callable[[int], None], rank: int) -> str:
-    """Make a mistake; returns where this process waits, and how the wait ends."""
+    """Run a bug; return where this process waits, and how the wait ends."""
     line, end = "nowhere", "no error"
     with tempfile.TemporaryFile("w+") as stack:
-        faulthandler.dump_traceback_later(2, file=stack)  # write it in two seconds
+        faulthandler.dump_traceback_later(2, file=stack)  # write the stack in 2 s
         try:
             mistake(rank)
         except RuntimeError as error:
@@ -62,7 +62,7 @@ def observe(mistake: Callable[[int], None], rank: int) -> str:
 
 
 def main(rank: int, port: int) -> None:
-    """Both processes make each mistake; rank 0 prints what both observed."""
+    """Both processes run each bug; rank 0 prints what both observed."""
     for mistake in (skipped_step, only_rank_0, other_order):
         store = dist.PrefixStore(mistake.__name__, dist.TCPStore("127.0.0.1", port))
         timeout = timedelta(seconds=3 + 2 * rank)  # so that rank 0 gives up first

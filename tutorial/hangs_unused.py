@@ -1,4 +1,4 @@
-"""Rank 1 does not use a layer: it gets an error one step later, and rank 0 waits.
+"""Rank 1 does not use one layer: it fails one step later, while rank 0 waits.
 
 python tutorial/hangs_unused.py
 """
@@ -11,19 +11,19 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 
 class TwoLayers(nn.Module):
-    """The second layer runs only if the caller asks for it."""
+    """A model whose second layer runs only on request."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
 
     def forward(self, x: Tensor, both: bool) -> Tensor:
-        """(N, 3) -> (N, 3)."""
+        """Map (N, 3) to (N, 3) with one layer, or with both."""
         return self.second(self.first(x)) if both else self.first(x)
 
 
 def train(rank: int) -> str:
-    """Take two steps; returns what this process did last, and its error."""
+    """Take two steps; return what this process did last, and its error."""
     model = DDP(TwoLayers())
     for step in range(2):
         try:
@@ -43,7 +43,7 @@ def main(rank: int, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     store.set(str(rank), f"rank {rank}, {train(rank)}")
-    dist.destroy_process_group()  # closes the connections: rank 0 waits no longer
+    dist.destroy_process_group()  # closes the connections, so rank 0 stops waiting
     if rank == 0:
         print(store.get("0").decode(), store.get("1").decode(), sep="\n")
 

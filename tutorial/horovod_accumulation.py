@@ -1,4 +1,4 @@
-"""Four backward passes for one step, and clipping, with Horovod.
+"""Four backward passes per step, and gradient clipping, with Horovod.
 
 mpirun -np 2 --bind-to none --oversubscribe python tutorial/horovod_accumulation.py
 """
@@ -20,7 +20,7 @@ PASSES = 4
 
 
 class Counting(hvd.Compression.none):
-    """No compression: Horovod calls it for each tensor that it all-reduces."""
+    """A compressor that only counts; Horovod calls it for each tensor it sends."""
 
     tensors = 0
 
@@ -32,7 +32,7 @@ class Counting(hvd.Compression.none):
 
 
 def say(*words: object) -> None:
-    """Print in rank 0 only."""
+    """Print on rank 0 only."""
     if hvd.rank() == 0:
         print(*words)
 

@@ -18,18 +18,18 @@ except ImportError as error:
 
 
 def build(seed: int) -> nn.Module:
-    """A tiny model; its weights depend on the seed."""
+    """Build a tiny model whose weights depend on the seed."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
 def weights(model: nn.Module) -> Tensor:
-    """All weights as one vector."""
+    """Return all weights as one vector."""
     return parameters_to_vector(model.parameters()).detach()
 
 
 def equal(model: nn.Module) -> bool:
-    """Whether all processes have the same weights, to the bit."""
+    """Return whether the weights are bitwise equal in all processes."""
     found = hvd.allgather(weights(model)[None])  # (processes, weights)
     return (found == found[0]).all().item()
 
@@ -44,7 +44,7 @@ def train(model: nn.Module, optimizer: optim.Optimizer, x: Tensor, y: Tensor) ->
 
 
 def say(*words: object) -> None:
-    """Print in rank 0 only."""
+    """Print on rank 0 only."""
     if hvd.rank() == 0:
         print(*words)
 

@@ -1,4 +1,4 @@
-"""The memory of a training step: computed from the shapes, and measured.
+"""The memory that a training step needs, computed from shapes and measured.
 
 python tutorial/memory.py [PARAMETERS]    # 25557032 for ResNet-50
 """
@@ -20,17 +20,17 @@ PER_PARAMETER = {  # bytes of the weight, of its gradient, and in the optimizer
 
 
 def computed() -> tuple[int, ...]:
-    """Bytes of each of KINDS in fp32, from the shapes. Adam also counts its steps."""
+    """Compute the fp32 bytes of each of KINDS. Adam also stores its step counts."""
     weights = 4 * sum(rows * columns for rows, columns in SHAPES)
     inputs = sum(rows for rows, _ in SHAPES) + 10  # of all layers and of the loss
     return weights, weights, 2 * weights + 4 * len(SHAPES), 4 * BATCH * inputs
 
 
 def measured() -> tuple[int, ...]:
-    """Bytes of each of KINDS, counted in one training step."""
+    """Measure the bytes of each of KINDS in one training step."""
     weights = [torch.randn(shape, requires_grad=True) for shape in SHAPES]
     optimizer = torch.optim.Adam(weights)
-    x, kept = torch.randn(BATCH, 64), []  # kept: by autograd, for the backward pass
+    x, kept = torch.randn(BATCH, 64), []  # kept by autograd for the backward pass
     with saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         for wide, narrow in zip(weights[:-1:2], weights[1::2], strict=True):
             x = (x @ wide).relu() @ narrow
@@ -43,7 +43,7 @@ def measured() -> tuple[int, ...]:
 
 
 def total(tensors: list[Tensor]) -> int:
-    """Bytes behind these tensors. Memory that several of them share counts once."""
+    """Return the bytes behind these tensors; count memory that they share once."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

@@ -1,4 +1,4 @@
-"""FSDP2 against DDP: the weights after training, and the memory of each process.
+"""FSDP2 compared with DDP: the weights after training, and the memory per process.
 
 python tutorial/memory_fsdp.py
 """
@@ -16,28 +16,28 @@ LAYERS, WIDTH, STEPS = 4, 128, 3
 
 
 def build() -> nn.Sequential:
-    """The same small model, with the same weights, each time and in every process."""
+    """Build a small model with the same weights on every call, in every process."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
 
 
 def shard(model: nn.Sequential, reshard: bool) -> nn.Sequential:
-    """Leave each process half of the rows of every weight and bias."""
+    """Give each process half of the rows of every weight and bias."""
     mesh = init_device_mesh("cpu", (2,))
-    for layer in model:  # first the parts: one all-gather brings one part together
+    for layer in model:  # layers first: each one gets its own all-gather
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
     return fully_shard(model, mesh=mesh, reshard_after_forward=reshard)  # then the rest
 
 
 def train(name: str, model: nn.Module, batch: Tensor) -> Tensor:
-    """Train with Adam, print what this process keeps; return all weights."""
+    """Train with Adam, print what this process keeps, and return all weights."""
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    halved = []  # how many layers are divided when a layer begins to compute
+    halved = []  # how many layers are sharded when each layer starts
     for layer in layers:
         layer.register_forward_pre_hook(
             lambda *_: halved.append(sum(isinstance(m.weight, DTensor) for m in layers))
         )
-    optimizer = torch.optim.Adam(model.parameters())  # of halves, after shard()
+    optimizer = torch.optim.Adam(model.parameters())  # updates halves, after shard()
     for _ in range(STEPS):
         optimizer.zero_grad()
         model(batch).square().mean().backward()
@@ -53,7 +53,7 @@ def train(name: str, model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def kib(tensors: list[Tensor]) -> int:
-    """Memory of this process behind these tensors. What they share counts once."""
+    """Return the local KiB behind these tensors; count memory that they share once."""
     local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
     storages = [tensor.untyped_storage() for tensor in local]
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values()) // 1024
@@ -70,7 +70,7 @@ def main(rank: int, port: int) -> None:
         weights = train(f"fully_shard, reshard_after_forward={reshard}", model, batch)
         off = (weights - right).abs().max().item()
         if rank == 0:
-            print("  the weights:", f"off by {off:.0e}" if off else "equal to the bit")
+            print("  the weights:", f"off by {off:.0e}" if off else "bitwise equal")
     dist.destroy_process_group()
 
 

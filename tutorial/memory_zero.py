@@ -1,6 +1,6 @@
-"""ZeRO by hand: two processes divide what each process of DDP keeps whole.
+"""ZeRO by hand: two processes split what DDP keeps whole in each process.
 
-python tutorial/memory_zero.py [FILE.json]    # the bytes go into FILE, for a picture
+python tutorial/memory_zero.py [FILE.json]    # writes the bytes to FILE for a figure
 """
 
 import json
@@ -16,7 +16,7 @@ LAYERS, WIDTH, STEPS = 4, 128, 3
 
 
 def gather(half: Tensor) -> Tensor:
-    """The whole matrix. Each process has one half of its rows."""
+    """Return the whole matrix, given each process's half of the rows."""
     whole = torch.empty(WIDTH, WIDTH)
     dist.all_gather_into_tensor(whole, half)
     return whole
@@ -67,7 +67,7 @@ def main(rank: int, port: int, file: str | None) -> None:
         if rank == 0:
             off = (weights - right).abs().max().item()
             sizes = ", ".join(f"{k} {n // 1024} KiB" for k, n in found[name].items())
-            verdict = f"off by {off:.0e}" if off else "equal to the bit"
+            verdict = f"off by {off:.0e}" if off else "bitwise equal"
             print(f"{name}: {sizes}\n  the weights after training: {verdict}")
     if rank == 0 and file:
         Path(file).write_text(json.dumps(found))

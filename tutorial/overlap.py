@@ -1,4 +1,4 @@
-"""Are gradients sent while others are computed? The link is slow, by simulation.
+"""Does DDP send some gradients while it computes others? Simulates a slow link.
 
 python tutorial/overlap.py [FILE.json]    # {form: [[what, began_ms, ended_ms], ...]}
 """
@@ -19,7 +19,7 @@ LAYERS, WIDTH, SAMPLES, LINK = 6, 512, 2048, 40e6  # LINK: bytes per second
 
 
 def one_step(megabytes: int) -> list[tuple[str, float, float]]:
-    """The shortest of some steps with such buckets: what, began, ended (ms)."""
+    """Return (what, began_ms, ended_ms) of each part of the fastest of four steps."""
 
     def mark(what: str) -> None:
         nonlocal last
@@ -28,7 +28,7 @@ def one_step(megabytes: int) -> list[tuple[str, float, float]]:
     def carry(bucket: torch.Tensor, arrived: torch.futures.Future) -> None:
         began = perf_counter()
         dist.all_reduce(bucket)
-        sleep(max(0, began + bucket.nbytes / LINK - perf_counter()))  # needs no core
+        sleep(max(0, began + bucket.nbytes / LINK - perf_counter()))  # uses no CPU
         spans.append(("send", began, perf_counter()))
         arrived.set_result(bucket / dist.get_world_size())
 

@@ -1,4 +1,4 @@
-"""Who am I? The numbers that torchrun gives to each process that it starts.
+"""Who am I? The numbers that torchrun assigns to each process.
 
 torchrun --nnodes 2 --node-rank 0 --nproc-per-node 4 \
     --master-addr 127.0.0.1 --master-port 29500 tutorial/ranks.py

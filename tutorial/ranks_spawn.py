@@ -1,4 +1,4 @@
-"""Processes share no variables; and how the other lessons start their processes.
+"""Processes share no variables. The other lessons start their processes like this.
 
 python tutorial/ranks_spawn.py
 """
@@ -6,12 +6,12 @@ python tutorial/ranks_spawn.py
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-visits = []  # every process has its own list of this name
+visits = []  # every process has its own copy of this list
 
 
 def main(rank: int, port: int) -> None:
     """Both processes run this function; mp.spawn passes the rank and `args`."""
-    store = dist.TCPStore("127.0.0.1", port)  # where the two find each other
+    store = dist.TCPStore("127.0.0.1", port)  # the two processes rendezvous here
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 
     visits.append(rank)

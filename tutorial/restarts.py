@@ -19,7 +19,7 @@ STEPS, KILLED_IN = 8, 5
 
 
 def save(content: dict, path: Path) -> None:
-    """Write a checkpoint; at any moment `path` is the old or the new one, complete."""
+    """Write a checkpoint; `path` is always a complete file, either old or new."""
     temporary = path.with_suffix(".tmp")
     with open(temporary, "wb") as file:
         torch.save(content, file)
@@ -29,7 +29,7 @@ def save(content: dict, path: Path) -> None:
 
 
 def train(run: int, path: Path | None) -> list[Tensor]:
-    """Train, from the checkpoint if `path` is one; returns the weights."""
+    """Train, from the checkpoint at `path` if it exists; return the weights."""
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = DDP(nn.Linear(4, 2))
@@ -55,7 +55,7 @@ def train(run: int, path: Path | None) -> list[Tensor]:
             content = {name: part.state_dict() for name, part in parts.items()}
             save({**content, "step": step}, path)
             print(f"  step {step} is saved", flush=True)
-        dist.barrier()  # no process is ahead of the checkpoint by more than a step
+        dist.barrier()  # no process gets more than one step ahead of the checkpoint
     return [weight.detach() for weight in model.parameters()]
 
 
