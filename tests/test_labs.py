@@ -56,6 +56,7 @@ CHANGES = [
     ("12", "EPOCHS * len(dataset) // BATCH", "len(loader)", "rises again"),
     ("15", "if not self.training or torch.rand(()) < 0.5:\n            x = x +",
      "if True:\n            x = x + torch.rand(()).round() *", "passes"),
+    ("15", "not self.training or torch.rand(()) < 0.5", "True", "uses the middle block"),
     ("16", "accuracy(net, ", "accuracy(model, ", "passes"),
     ("18", "nullcontext() if number % PASSES == 0", "nullcontext() if number % 4 == 3", "passes"),
     ("18", "nullcontext() if number % PASSES == 0 else model.no_sync()", "nullcontext()",

@@ -123,17 +123,33 @@ def check_steps(run: Run, max_norm: float = float("inf"), rates=(LR,) * 99) -> N
             raise Wrong(f"{text} with the same {len(images)} images{limit}")
 
 
+def outputs(weights: Tensor, images: Tensor) -> Tensor:
+    """What the network of most scripts computes."""
+    a, b, c, d = weights.split([128, 16, 48, 3])
+    return F.linear(F.linear(images, a.view(16, 8), b).relu(), c.view(3, 16), d)
+
+
 def gradient(weights: Tensor, images: Tensor) -> Tensor:
     """The gradient of the mean loss, from differences: autograd can prevent forks."""
-    targets = LABELS[indices(images.float())]
-
-    def loss(weights: Tensor) -> Tensor:
-        a, b, c, d = weights.split([128, 16, 48, 3])
-        hidden = F.linear(images, a.view(16, 8), b).relu()
-        return F.cross_entropy(F.linear(hidden, c.view(3, 16), d), targets)
-
+    labels = LABELS[indices(images.float())]
+    losses = vmap(lambda weights: F.cross_entropy(outputs(weights, images), labels))
     shifts = 1e-6 * torch.eye(len(weights))
-    return (vmap(loss)(weights + shifts) - vmap(loss)(weights - shifts)) / 2e-6
+    return (losses(weights + shifts) - losses(weights - shifts)) / 2e-6
+
+
+def check_blocks(run: Run) -> None:
+    """Some forward passes leave out the middle block, and some use it."""
+    left_out = []
+    for rank in run.ranks:
+        weights = rank.weights[0]
+        for step in rank.steps:
+            for one in step.passes:  # the block's weights are the last ones
+                found = outputs(weights[:195], one.images)
+                left_out.append(not differ(found, one.outputs))
+            weights = step.weights
+    if len({*left_out}) == 1:
+        how = "leaves out" if left_out[0] else "uses"
+        raise Wrong(f"every forward pass {how} the middle block")
 
 
 def check_schedule(run: Run) -> None:
@@ -247,7 +263,7 @@ CHECKS = {  # of the labs that need others
     "12": (*SHARED, check_schedule),
     "13": (check_accuracy, *USUAL),
     "14": (*SHARED, partial(check_steps, max_norm=0.3)),
-    "15": SHARED,
+    "15": (*SHARED, check_blocks),
     "16": (*SHARED, check_norm, check_accuracy),
     "18": (*USUAL, check_averages),
     "19": (check_weights, check_filter),
