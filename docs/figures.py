@@ -195,9 +195,10 @@ def ring(draw: Picture) -> float:
             draw.text(left, y + 11, str(rank))
             for part, ranks in enumerate(parts):
                 draw.sum(left + 14 + 34 * part, y, 28, 14, ranks, R)
-    draw.legend(506, a="rank 0's", b="rank 1's", c="rank 2's", d="rank 3's")
-    draw.text(8, 526, "A row is a rank, a block with four fields is a part.")
-    return 538
+    draw.text(8, 506, "Each row is a rank, each column a part of the data.")
+    draw.text(8, 526, "A block's colors show which ranks its sum includes.")
+    draw.legend(548, a="rank 0", b="rank 1", c="rank 2", d="rank 3")
+    return 560
 
 
 ORDERS = {  # from DistributedSampler; a test compares them with it
@@ -299,8 +300,8 @@ def restarts(draw: Picture) -> float:
     """Rank 1 is killed in step 5; both processes load the checkpoint of step 4."""
     for rank, (saved, last) in enumerate((("c", 26), ("", 14))):
         steps = [cell for n in "23467" for cell in (("a", 26, n), (saved, 10, ""))]
-        killed = ("b", last, "5"), ("", 50 - last, "")
-        again = ("empty", 46, "start"), ("c", 10, ""), ("b", 26, "5"), steps[1]
+        killed = ("d", last, "5"), ("", 50 - last, "")
+        again = ("empty", 46, "start"), ("c", 10, ""), ("a", 26, "5"), steps[1]
         cells = [*steps[:6], *killed, *again, *steps[6:]]
         draw.row(8, 34 + 76 * rank, cells, title=f"rank {rank}")
     draw.text(104, 24, "torchrun stops it", "ink small")
@@ -311,7 +312,7 @@ def restarts(draw: Picture) -> float:
     draw.line(216, 80, 216, 108)
     draw.text(164, 76, "checkpoint", "note middle")
     draw.line(8, 154, 352, 154)
-    draw.legend(176, a="a step", b="a repeated step", c="checkpoint")
+    draw.legend(176, a="a step", d="a step that is lost", c="checkpoint")
     return 188
 
 
@@ -353,8 +354,8 @@ def timeline(draw: Picture) -> float:
     steps = measured("overlap")
     longest = max(end for spans in steps.values() for _, _, end in spans)
     colors = {"forward": "d", "backward": "a", "send": "b", "optimizer": "c"}
-    for number, title in enumerate(("one bucket", "buckets of one layer")):
-        top, spans = 128 * number, steps[title]
+    for number, (title, spans) in enumerate(steps.items()):
+        top = 128 * number
         draw.text(8, top + 22, title, "ink title")
         total = max(end for _, _, end in spans)
         draw.text(352, top + 22, f"{total:.0f} ms", "ink title end")

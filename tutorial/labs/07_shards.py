@@ -1,4 +1,4 @@
-"""Train a network on two processes, which share the 96 images of an epoch.
+"""Train a network; each epoch shuffles the 96 images, and two processes share them.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/07_shards.py
 """

@@ -38,6 +38,7 @@ def main() -> None:
             loss.backward()
             optimizer.step()
     mine = range(rank, len(val_dataset), world_size)
+    net.eval()
     hits = torch.zeros(())
     with torch.no_grad():
         for x, y in DataLoader(val_dataset, BATCH, sampler=mine):

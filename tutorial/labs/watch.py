@@ -1,0 +1,246 @@
+"""Run a script on two processes and record what they do, for grade.py."""
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import re
+import runpy
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch._dynamo  # here once, not in each process at its first step
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+PATIENCE = float(os.environ.get("PATIENCE", "10"))  # seconds
+LIFE = 60  # seconds that a process has at most, even without the grader
+FORK = multiprocessing.get_context("fork")
+# What a stuck process waits in: the innermost of these functions in its stack
+CALLS = (
+    r"in (barrier|all_reduce|broadcast|\w+_process_group|backward|forward|__init__)$"
+)
+
+
+class Wrong(Exception):
+    """What a script does wrong, in one line."""
+
+
+class Pass(NamedTuple):
+    """One forward pass of a network."""
+
+    step: int  # how many steps were done before
+    training: bool  # the network's mode
+    images: Tensor  # (N, 8)
+    outputs: Tensor  # (N, 3)
+
+
+class Step(NamedTuple):
+    """One step of an optimizer."""
+
+    passes: list[Pass]  # with gradients, since the step before
+    averages: int  # how many of them made DDP average gradients
+    lr: float
+    weights: Tensor  # all of them after the step, as one vector
+
+
+@dataclass
+class Rank:
+    """What one process did."""
+
+    steps: list[Step] = field(default_factory=list)
+    validated: list[Pass] = field(default_factory=list)  # passes without gradients
+    printed: list[tuple[int, str]] = field(default_factory=list)  # steps done, text
+    errors: list[str] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)  # before and after all steps
+
+    def trained(self) -> Tensor:
+        """The images of all steps, shape (N, 8)."""
+        passes = [one.images for step in self.steps for one in step.passes]
+        return torch.cat([torch.empty(0, 8), *passes])
+
+
+# --- in the processes that run the script ---
+
+
+def flat(optimizer: Optimizer) -> Tensor:
+    """A copy of all weights of an optimizer, as one vector."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    return nn.utils.parameters_to_vector(weights).detach().clone()
+
+
+class Watch:
+    """Sends what this process does; takes the place of its standard output."""
+
+    def __init__(self, pipe, disturb: Callable[[int], object]):
+        self.pipe, self.disturb, self.optimizer = pipe, disturb, None
+        self.passes, self.averages, self.steps = [], 0, 0
+        torch.nn.modules.module.register_module_forward_hook(self.forward)
+        register_optimizer_step_pre_hook(self.before_step)
+        register_optimizer_step_post_hook(self.after_step)
+
+    def send(self, kind: str, value: object) -> None:
+        """Add a value to one of the lists of this process's Rank."""
+        self.pipe.send_bytes(pickle.dumps((kind, value)))
+
+    def write(self, text: str) -> None:
+        """Record printed text."""
+        self.send("printed", (self.steps, text))
+
+    def flush(self) -> None:
+        """Do nothing: all text has been sent."""
+
+    def forward(self, layer: nn.Module, inputs: tuple, output: Tensor) -> None:
+        """Record the input of a network's first layer and the output of its last."""
+        grad = torch.is_grad_enabled()
+        if isinstance(layer, DDP):
+            self.averages += grad and layer.require_backward_grad_sync
+        elif isinstance(layer, nn.Linear) and layer.in_features == 8:
+            self.images = inputs[0].detach().clone()
+        elif isinstance(layer, nn.Linear) and layer.out_features == 3:
+            outputs = output.detach().clone()
+            done = Pass(self.steps, layer.training, self.images, outputs)
+            self.passes.append(done) if grad else self.send("validated", done)
+
+    def before_step(self, optimizer: Optimizer, *_) -> None:
+        """Record the first weights."""
+        self.disturb(self.steps)
+        if not self.optimizer:
+            self.send("weights", flat(optimizer))
+        self.optimizer = optimizer
+
+    def after_step(self, optimizer: Optimizer, *_) -> None:
+        """Record the step."""
+        lr = optimizer.param_groups[0]["lr"]
+        self.send("steps", Step(self.passes, self.averages, lr, flat(optimizer)))
+        self.passes, self.averages, self.steps = [], 0, self.steps + 1
+
+
+def be_rank(script: Path, files: Path, stack: Path, variables, pipe, disturb) -> None:
+    """Run the script as one process of two."""
+    os.setsid()  # its own processes end with it
+    signal.alarm(LIFE)
+    for number in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+    faulthandler.register(signal.SIGUSR1, stack.open("wb"))
+    os.environ.update(variables)
+    os.chdir(files)
+    sys.argv = [str(script)]
+    watch = Watch(pipe, disturb)
+    try:
+        with contextlib.redirect_stdout(watch):
+            runpy.run_path(str(script), run_name="__main__")
+    except Exception as error:
+        watch.send("errors", f"{type(error).__name__}: {error}")
+        sys.exit(1)
+    if watch.optimizer:
+        watch.send("weights", flat(watch.optimizer))
+
+
+# --- in the grader ---
+
+
+@dataclass
+class Run:
+    """Two processes that run a script."""
+
+    files: Path  # their current folder
+    stacks: list[Path] = field(default_factory=list)
+    pipes: list = field(default_factory=list)
+    processes: list = field(default_factory=list)
+    ranks: tuple[Rank, Rank] = field(default_factory=lambda: (Rank(), Rank()))
+
+    def receive(self) -> list[int | None]:
+        """Take what the processes have sent; returns their exit codes."""
+        codes = [process.exitcode for process in self.processes]
+        for (pipe, _), rank in zip(self.pipes, self.ranks, strict=True):
+            while pipe.poll():
+                kind, value = pickle.loads(pipe.recv_bytes())
+                getattr(rank, kind).append(value)
+        return codes
+
+    def end(self, may_fail: bool = False) -> None:
+        """Wait until both have ended; raise Wrong if one fails or hangs."""
+        while None in (codes := self.receive()):
+            both = zip(self.processes, codes, strict=True)
+            ends = [process.sentinel for process, code in both if code is None]
+            # A process that has failed soon takes the other along
+            patience = 2 if any(codes) else PATIENCE
+            if not wait([*ends, *(pipe for pipe, _ in self.pipes)], patience):
+                break
+        if may_fail or codes == [0, 0]:
+            return
+        lines = [self.ending(rank, code) for rank, code in enumerate(codes)]
+        if not any(codes):
+            raise Wrong(f"nothing happens for {PATIENCE:g} s: {' and '.join(lines)}")
+        # A lost connection only says that the other process ended before
+        own = [r for r in (0, 1) if codes[r] and "onnection" not in lines[r]]
+        raise Wrong(lines[own[0]] if own else " and ".join(lines))
+
+    def ending(self, rank: int, code: int | None) -> str:
+        """How a process ended; with code None, what it waits in."""
+        steps, how = len(self.ranks[rank].steps), "ends"
+        if code is None:
+            os.kill(self.processes[rank].pid, signal.SIGUSR1)
+            time.sleep(0.3)
+            found = re.search(CALLS, self.stacks[rank].read_text(), re.M)
+            how = f"still waits in {found[1]}()" if found else "does not end"
+        elif code:
+            error = *self.ranks[rank].errors, f"exit status {code}"
+            first = re.split(r"\. |\n", error[0])[0]  # its first sentence
+            how = "fails with " + re.sub(r"\[/\S+\] ", "", first)
+        when = f"after step {steps}" if steps else "before the first step"
+        return f"{when} rank {rank} {how}"
+
+
+@contextlib.contextmanager
+def started(
+    script: Path,
+    files: Path,
+    machines: int = 1,
+    disturb: Callable[[int], object] = lambda steps: None,
+) -> Iterator[Run]:
+    """Start a script on two processes, and end them at the end of the block.
+
+    Args:
+        files: their current folder.
+        machines: 2 for two machines with one process each.
+        disturb: is called before each step, with the number of steps done.
+    """
+    files.mkdir(exist_ok=True)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    variables |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": str(2 // machines)}
+    run = Run(files)
+    try:
+        for rank in (0, 1):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank % (2 // machines))}
+            run.stacks.append(files.parent / f"stack{port}.{rank}")
+            run.pipes.append(FORK.Pipe(duplex=False))
+            task = script, files, run.stacks[rank], variables | place
+            task += run.pipes[rank][1], disturb
+            run.processes.append(FORK.Process(target=be_rank, args=task))
+            run.processes[rank].start()
+        yield run
+    finally:
+        for process in run.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            process.join()
