@@ -36,7 +36,7 @@ class Log:
         world_size: int,
         workers: int,
     ):
-        """Store the run; `workers` is this process's number of loader processes."""
+        """Store the run; `workers` is the number of this process's loader processes."""
         self.args = args
         self.state = state
         self.device = device
@@ -49,11 +49,7 @@ class Log:
         self.cold_steps = 1 if args.synthetic else max(1, PREFETCH * workers)
 
     def start(self, steps_per_epoch: int, batch_size: int) -> None:
-        """Print a summary of the run.
-
-        Args:
-            batch_size: images per process and step.
-        """
+        """Print a summary of the run; `batch_size` is this process's."""
         if self.rank != 0:
             return
         args, state = self.args, self.state
@@ -63,8 +59,9 @@ class Log:
         rate = state.optimizer.param_groups[0].get("initial_lr", 0)
         parts = args.accumulate
         micro = f" in {parts} micro-batches" if parts > 1 else ""
+        plural = "" if self.world_size == 1 else "es"
         print(
-            f"{args.strategy}: {processes(self.world_size)} on "
+            f"{args.strategy}: {self.world_size} process{plural} on "
             f"{describe(self.device)} ({self.device.type}), {state.arch}, "
             f"{args.precision}, seed {args.seed}\n"
             f"{steps_per_epoch} steps per epoch, {args.global_batch_size} images per "
@@ -164,19 +161,16 @@ class Log:
 
     def epoch(self, record: dict) -> None:
         """Print a finished epoch's record on one line."""
+        if self.rank != 0:
+            return
         train, val = (
-            {
-                name.removeprefix(part): value
-                for name, value in record.items()
-                if name.startswith(part)
-            }
+            {n.removeprefix(part): v for n, v in record.items() if n.startswith(part)}
             for part in ("train_", "val_")
         )
-        text = f"epoch {record['epoch'] + 1}/{self.args.epochs}: "
-        text += (
-            f"train {in_words(train)}; val {in_words(val)}, {val['images']} images; "
+        text = (
+            f"epoch {record['epoch'] + 1}/{self.args.epochs}: train {in_words(train)}; "
+            f"val {in_words(val)}, {val['images']} images; {record['seconds']:.1f} s"
         )
-        text += f"{record['seconds']:.1f} s"
         if record["first_step"]:
             text += f" from step {record['first_step']} on"
         if record["images_per_second"]:
@@ -184,8 +178,7 @@ class Log:
             text += f", waited for data {record['data_wait_share']:.0%}"
         else:
             text += " (warm-up)"
-        if self.rank == 0:
-            print(text, flush=True)
+        print(text, flush=True)
 
     def validation(self, val: dict[str, float]) -> None:
         """Print the result of --evaluate."""
@@ -230,11 +223,6 @@ def in_words(averages: dict[str, float]) -> str:
         elif name not in ("images", "stop"):
             words.append(f"{name} {value:.4f}")
     return ", ".join(words)
-
-
-def processes(number: int) -> str:
-    """The number of processes in words."""
-    return f"{number} process{'' if number == 1 else 'es'}"
 
 
 def commit() -> str | None:

@@ -84,11 +84,7 @@ def cached_index(root: Path, stats: tuple[tuple[Path, int, int], ...]) -> numpy.
 
 
 def build_index(archives: list[Path]) -> numpy.ndarray:
-    """Find and sort the images in the archives.
-
-    Raises:
-        UserError: there are no images, or one is there twice or not in a class folder.
-    """
+    """Find and sort the images in the archives."""
     images, first = {}, None
     for number, archive in enumerate(archives):
         for path, *place in images_in(archive):
@@ -115,11 +111,7 @@ def build_index(archives: list[Path]) -> numpy.ndarray:
 
 
 def images_in(archive: Path) -> Iterator[tuple[str, int, int]]:
-    """Yield the path, offset and size in bytes of each image in an archive.
-
-    Raises:
-        UserError: the archive is compressed or damaged, or contains links.
-    """
+    """Yield the path, offset and size in bytes of each image in an archive."""
     try:
         with tarfile.open(archive, "r:") as opened:
             while member := opened.next():

@@ -41,11 +41,6 @@ def agree(
 
     Returns:
         The checkpoint to resume, the same in all processes; None for a fresh start.
-
-    Raises:
-        UserError: the batch or validation set is too small, the batch cannot be divided
-            evenly, or a setting differs: a flag, the device type, PyTorch's version,
-            the names or order of the images, or the checkpoint.
     """
     check_batch(args, world_size)
     if len(datasets[1]) < world_size:

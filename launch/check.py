@@ -63,9 +63,7 @@ def check(
             check_image_size(args, len(classes))
     # On several machines, rank 0 of the same run may already hold the lock
     if world_size == processes and not args.evaluate:
-        lock = lock_output(Path(args.output))
-        if lock is not None:
-            lock.close()
+        lock_output(Path(args.output)).close()
     check_checkpoint(args)
 
 

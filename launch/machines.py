@@ -32,11 +32,7 @@ class Machines(NamedTuple):
 
 
 def machines_from_environment(environment: Mapping[str, str]) -> Machines:
-    """Read NNODES and the related environment variables.
-
-    Raises:
-        UserError: a value is missing, is not a number, or contradicts another.
-    """
+    """Read NNODES and the related environment variables."""
 
     def number(name: str, default: int, smallest: int) -> int:
         text = environment.get(name) or str(default)

@@ -27,9 +27,6 @@ def ranks_from_environment(environment: Mapping[str, str]) -> Ranks:
     Args:
         environment: os.environ, or a mapping like it.
 
-    Raises:
-        UserError: a variable is missing, not a number, or out of range.
-
     Sources: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
     and https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
     """

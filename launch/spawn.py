@@ -22,9 +22,6 @@ def rendezvous(args: Namespace) -> str:
 
     Args:
         args: the flags, with dist_url and nnodes.
-
-    Raises:
-        UserError: the address is malformed.
     """
     if args.nnodes == 1:
         use_loopback()
