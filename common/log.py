@@ -18,7 +18,6 @@ from common.checkpoint import BEST_METRIC, TrainingState, replace_file
 from common.data import PREFETCH
 from common.device import describe, peak_memory_mib
 from common.gate import VARIABLE, Gate
-from common.model import validation_protocol
 
 SECONDS_BETWEEN_LINES = 30  # if stderr is not a terminal, for example under Slurm
 SMALL_BATCH = 16  # below it, batch norm's error grows: https://arxiv.org/abs/1803.08494
@@ -67,12 +66,6 @@ class Log:
             f"{steps_per_epoch} steps per epoch, {args.global_batch_size} images per "
             f"step, {batch_size} per process{micro}, {data}, learning rate {rate:.4g}"
         )
-        if args.pretrained and not args.synthetic:
-            crop, resized, interpolation = validation_protocol(args)
-            print(
-                f"pretrained weights; validation resizes the shorter side to {resized} "
-                f"({interpolation.value}) and crops the central {crop} pixels"
-            )
         at_once = batch_size // parts
         if at_once < SMALL_BATCH and not args.evaluate:
             print(

@@ -30,10 +30,10 @@ class Archives:
     """
 
     def __init__(self, root: Path):
-        """Read the index of the archives."""
         self.archives = archives_of(root)
         self.files: dict[tuple[int, int], int] = {}
-        index = read_index(root, self.archives)
+        stats = [(a, a.stat().st_size, a.stat().st_mtime_ns) for a in self.archives]
+        index = cached_index(root, tuple(stats))
         columns = (numpy.ascontiguousarray(index[name]) for name in index.dtype.names)
         self.paths, self.labels, self.places = columns
 
@@ -51,18 +51,12 @@ class Archives:
         return os.pread(self.files[key], size, offset)
 
 
-def read_index(root: Path, archives: list[Path]) -> numpy.ndarray:
+@functools.cache
+def cached_index(root: Path, stats: tuple[tuple[Path, int, int], ...]) -> numpy.ndarray:
     """Read the index from a file next to the archives, or build it and write the file.
 
     The file's name depends on the names, sizes and modification times of the archives.
     """
-    stats = [(a, a.stat().st_size, a.stat().st_mtime_ns) for a in archives]
-    return cached_index(root, tuple(stats))
-
-
-@functools.cache
-def cached_index(root: Path, stats: tuple[tuple[Path, int, int], ...]) -> numpy.ndarray:
-    """Read or build the index, once in each process."""
     facts = [(archive.name, *numbers) for archive, *numbers in stats]
     digest = hashlib.blake2b(repr(facts).encode(), digest_size=6).hexdigest()
     file = root.with_name(f"{root.name}-{digest}.npy")

@@ -22,10 +22,7 @@ class Ranks(NamedTuple):
 
 
 def ranks_from_environment(environment: Mapping[str, str]) -> Ranks:
-    """Read the ranks that torchrun, torch.distributed.launch or srun have set.
-
-    Args:
-        environment: os.environ, or a mapping like it.
+    """Read the ranks that torchrun, torch.distributed.launch or srun has set.
 
     Sources: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
     and https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES

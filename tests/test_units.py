@@ -302,9 +302,6 @@ def test_progress_is_shown_by_rank_0(rank, terminal, clock, monkeypatch, capsys)
     assert (log.figures()["first_step"], log.figures()["warmup_steps"]) == (4, 2)
 
 
-PRETRAINED = ("--data", "x", "--arch", "resnet50", "--pretrained")
-
-
 @pytest.mark.parametrize(
     "flags, epoch, step, printed",
     [
@@ -312,7 +309,6 @@ PRETRAINED = ("--data", "x", "--arch", "resnet50", "--pretrained")
         (("--synthetic",), 1, 3, "after step 3 (image 1536 of the epoch)\n"),
         (("--synthetic",), 9, 0, "already complete: 9 of 9 epochs\n"),
         (("--synthetic", "--evaluate", "--resume", "auto"), 9, 0, ""),
-        (PRETRAINED, 0, 0, "to 232 (bilinear) and crops the central 224 pixels\n"),
     ],
 )
 def test_a_run_begins_with_what_it_is(flags, epoch, step, printed, capsys):
