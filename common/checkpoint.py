@@ -72,11 +72,9 @@ class TrainingState:
         scaler: torch.amp.GradScaler,
         **extra: Any,
     ):
-        """Collect the objects to save.
+        """Collect the objects to save; `extra` ones also have a state_dict().
 
-        Args:
-            datasets: for training and validation; a resumed run needs the same images.
-            extra: more objects with state_dict() and load_state_dict().
+        A resumed run needs the same images in its training and validation datasets.
         """
         self.arch, kind = args.arch, type(raw_model)
         if not kind.__module__.startswith("torchvision."):
@@ -133,12 +131,7 @@ class TrainingState:
         )
 
     def finish_epoch(self, val: dict[str, float], figures: dict) -> dict:
-        """Finish the current epoch and return its record.
-
-        Args:
-            val: averages over the validation images.
-            figures: further entries for the record.
-        """
+        """Finish the current epoch; return its record, which includes `figures`."""
         if not math.isfinite(val["loss"]):
             raise self.diverged(f"the validation loss became {val['loss']}")
         train = averages(self.sums)

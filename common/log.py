@@ -102,9 +102,7 @@ class Log:
     def interval(self, step: int, recent: dict[str, float], wait: float) -> None:
         """End an interval at `step`; the device must have finished its work.
 
-        Args:
-            recent: averages over the interval's images.
-            wait: seconds that the device waited for data.
+        `recent` has the interval's averages; the device waited `wait` seconds for data.
         """
         now = time.perf_counter()
         seconds, steps = now - self.began, step - self.step

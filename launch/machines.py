@@ -93,7 +93,7 @@ def use_loopback() -> None:
 
 
 def own_address(host: str, port: int) -> str | None:
-    """Return the address from which this machine reaches `host`, unless loopback."""
+    """Return this machine's address toward `host`; None if loopback or unknown."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

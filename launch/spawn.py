@@ -46,12 +46,12 @@ def wait_for(children: torch.multiprocessing.ProcessContext) -> None:
     """
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
 
-    def hand_on(number: int, frame: object) -> None:
+    def forward(number: int, frame: object) -> None:
         for child in children.processes:
             child.terminate()
 
     for number in SIGNALS:
-        signal.signal(number, hand_on)
+        signal.signal(number, forward)
     try:
         while not children.join(grace_period=10):
             pass
