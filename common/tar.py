@@ -69,9 +69,7 @@ def cached_index(root: Path, stats: tuple[tuple[Path, int, int], ...]) -> numpy.
             numpy.save(Path(folder, file.name), index)
             os.replace(Path(folder, file.name), file)
     except OSError as error:
-        text = (
-            f"cannot write {file} ({error.strerror}), so every process indexes the tar"
-        )
+        text = f"cannot write {file} ({error.strerror}); every process indexes the tar"
     if speaks_for_machine():
         say(text)
     return index
@@ -90,7 +88,7 @@ def build_index(archives: list[Path]) -> numpy.ndarray:
                     f"{archive}: {path} or {first[0]} is not in a class folder"
                 )
             if (label, name) in images:
-                raise UserError(f"{archive}: another image is also {label}/{name}")
+                raise UserError(f"{archive}: a second image is {label}/{name}")
             images[label, name] = (number, *place)
     if not images:
         raise UserError(f"{archives[0]} has no images; expected CLASS/*.JPEG")
@@ -111,16 +109,16 @@ def images_in(archive: Path) -> Iterator[tuple[str, int, int]]:
             while member := opened.next():
                 opened.members.clear()  # a million of them would need gigabytes
                 path = member.name.removeprefix("./")
-                hidden = path.rpartition("/")[2].startswith("._")  # of tar on macOS
+                hidden = path.rpartition("/")[2].startswith("._")  # by tar on macOS
                 image = path.lower().endswith(IMG_EXTENSIONS) and not hidden
                 if image and not member.isdir():
                     if not member.isreg() or member.issparse():
-                        raise tarfile.ReadError(f"{path} is a link or sparse")
+                        raise tarfile.ReadError(f"{path} is a link or a sparse file")
                     yield path, member.offset_data, member.size
             opened.fileobj.seek(opened.offset)
             rest = opened.fileobj.read(2**20)  # tar fills its last record with zeros
             if len(rest) < 512 or rest.strip(b"\0") or opened.fileobj.read(1):
-                text = f"damaged or incomplete at {opened.offset}, or joined by cat"
+                text = f"damaged or incomplete at {opened.offset}, or made by cat"
                 raise tarfile.ReadError(text)
     except (tarfile.TarError, OSError) as error:
         raise UserError(f"cannot read {archive} as uncompressed tar: {error}") from None
