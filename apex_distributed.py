@@ -35,7 +35,6 @@ import os
 
 import torch.distributed as dist
 
-from common.checkpoint import SavedTensors
 from common.device import require_gpu
 from common.errors import UserError
 from launch.ranks import add_launcher_flags, ranks_from_environment
@@ -96,8 +95,8 @@ def main(args: Namespace) -> None:
     eval_model = raw_model  # amp casts in validation too
     extra = {"amp": amp}
     if args.opt_level == "O2":
-        optimizer.zero_grad()  # creates the fp32 master weights that resume() loads
-        extra["masters"] = SavedTensors(amp.master_params(optimizer))
+        optimizer.zero_grad()  # creates the fp32 master weights for resume()
+        extra["masters"] = nn.ParameterList(amp.master_params(optimizer))
     # [/wrap]
 
     scheduler = build_scheduler(args, optimizer, len(train_loader))

@@ -179,9 +179,6 @@ def parse_arguments(
     """Parse the command line and fill in defaults that depend on other flags.
 
     Invalid flags end the process with one line and exit status 2.
-
-    Raises:
-        UserError: the decoder is not installed, or --sync-bn has no GPU.
     """
     args = parser.parse_args(argv)
     if (args.data is None) == (args.synthetic is None):

@@ -2,17 +2,16 @@
 
 import argparse
 import contextlib
-import errno
 import fcntl
 import json
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
@@ -38,15 +37,13 @@ MAY_CHANGE = {
 
 
 def recipe_of(args: argparse.Namespace) -> dict:
-    """Return the flags that determine what a run computes.
-
-    --epochs may change, except with the cosine schedule, whose curve depends on it.
-    Only the Pillow decoder gives different pixels, because Pillow also resizes images.
-    """
+    """Return the flags that determine what a run computes."""
     if args.evaluate:  # only the model matters
         return {"arch": args.arch, "pretrained": args.pretrained}
     recipe = {name: v for name, v in vars(args).items() if name not in MAY_CHANGE}
+    # The cosine schedule's curve depends on --epochs
     recipe["epochs"] = args.epochs if args.schedule == "cosine" else None
+    # Pillow also resizes the images, so that their pixels differ
     recipe["decoder"] = "pil" if args.decoder == "pil" else "auto"
     return recipe
 
@@ -75,14 +72,9 @@ class TrainingState:
         scaler: torch.amp.GradScaler,
         **extra: Any,
     ):
-        """Collect the objects to save.
+        """Collect the objects to save; `extra` ones also have a state_dict().
 
-        Args:
-            datasets: for training and validation; a resumed run needs the same images.
-            extra: more objects with state_dict() and load_state_dict().
-
-        Raises:
-            UserError: --pretrained is set, but the model is not from torchvision.
+        A resumed run needs the same images in its training and validation datasets.
         """
         self.arch, kind = args.arch, type(raw_model)
         if not kind.__module__.startswith("torchvision."):
@@ -91,10 +83,8 @@ class TrainingState:
                 raise UserError(
                     f"--pretrained: torchvision has no weights for {self.arch}"
                 )
-        self.images = {
-            name: fingerprint(dataset)
-            for name, dataset in zip(("train", "val"), datasets, strict=True)
-        }
+        train_set, val_set = datasets
+        self.images = {"train": fingerprint(train_set), "val": fingerprint(val_set)}
         self.raw_model = raw_model
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -114,7 +104,6 @@ class TrainingState:
         self.best = 0.0
         self.records: list[dict] = []
         self.stop_requested = False
-        self.lock: BinaryIO | None = None
 
     @property
     def position(self) -> str:
@@ -124,11 +113,7 @@ class TrainingState:
         return f"epoch {self.epoch}"
 
     def add(self, step: int, sums: dict[str, float]) -> dict[str, float]:
-        """Add the sums over all processes up to `step`; return their averages.
-
-        Raises:
-            UserError: the loss is no longer finite.
-        """
+        """Add the sums over all processes up to `step`; return their averages."""
         self.step = step
         recent = averages(sums)
         self.stop_requested = recent["stop"]
@@ -138,32 +123,17 @@ class TrainingState:
             raise self.diverged(f"the loss became {recent['loss']}")
         return recent
 
-    def diverged(self, what: str, earlier: str = CHECKPOINT) -> UserError:
-        """Return the error that ends a run with infinite or NaN values.
-
-        Args:
-            earlier: name of a file with finite values, if the run has written it.
-        """
-        file = self.folder / earlier
+    def diverged(self, what: str) -> UserError:
+        """Return the error that ends a run with infinite or NaN values."""
         return UserError(
             f"{what} by {self.position} at learning rate {self.learning_rate:.4g}; "
             "start again with a lower --lr or more --warmup-epochs"
-            + (f" ({file} was saved earlier)" if file.exists() else "")
         )
 
     def finish_epoch(self, val: dict[str, float], figures: dict) -> dict:
-        """Finish the current epoch and return its record.
-
-        Args:
-            val: averages over the validation images.
-            figures: further entries for the record.
-
-        Raises:
-            UserError: the validation loss is not finite.
-        """
+        """Finish the current epoch; return its record, which includes `figures`."""
         if not math.isfinite(val["loss"]):
-            what = f"the validation loss became {val['loss']}"
-            raise self.diverged(what, BEST)
+            raise self.diverged(f"the validation loss became {val['loss']}")
         train = averages(self.sums)
         record = {"epoch": self.epoch, "steps": self.step, "images": train["images"]}
         for part, means in (("train", train), ("val", val)):
@@ -177,12 +147,7 @@ class TrainingState:
         return record
 
     def save(self) -> None:
-        """Write epochs.jsonl, checkpoint.pt, and best.pt if the last epoch is the best.
-
-        Raises:
-            UserError: the folder cannot be written to, or a weight is not finite; the
-                existing files stay unchanged.
-        """
+        """Write epochs.jsonl, checkpoint.pt and, after the best epoch, best.pt."""
         weights = self.raw_model.state_dict()
         if not all(tensor.isfinite().all() for tensor in weights.values()):
             raise self.diverged("a weight became infinite or NaN")
@@ -212,25 +177,19 @@ class TrainingState:
     def resume(
         self, args: argparse.Namespace, rank: int, checkpoint: tuple[Path, dict] | None
     ) -> None:
-        """Resume from open_checkpoint()'s result, or start a new run if it is None.
-
-        Raises:
-            UserError: see lock_output, or the checkpoint belongs to another run.
-        """
+        """Resume from open_checkpoint()'s result, or start a new run if it is None."""
         if rank == 0 and not args.evaluate:
-            self.lock = lock_output(self.folder)
+            self.lock = lock_output(self.folder)  # until the process ends
         if checkpoint is None:
             return
         path, content = checkpoint
         check_recipe(path, content, self.recipe)
-        parts = self.parts
-        if args.evaluate:
-            parts = {}
-        elif content["images"] != self.images:
+        parts, saved = {} if args.evaluate else self.parts, content["images"]
+        if saved != self.images and not args.evaluate:
             raise UserError(
-                f"{path} was saved with images ({counts(content['images'])}) that "
-                f"differ from those in --data ({counts(self.images)}): use the same "
-                "--data, or another --output for a new run"
+                f"{path} was saved with images ({counts(saved)}) that differ from "
+                f"those in --data ({counts(self.images)}): use the same --data, or "
+                "another --output for a new run"
             )
         try:
             self.raw_model.load_state_dict(content["state_dict"])
@@ -249,34 +208,13 @@ class TrainingState:
             self.best = content["best_acc1"].item()
 
 
-class SavedTensors:
-    """Optimizer tensors that are not in the optimizer's own state_dict."""
-
-    def __init__(self, tensors: Iterable[Tensor]):
-        self.tensors = list(tensors)
-
-    def state_dict(self) -> dict[str, list[Tensor]]:
-        """The tensors in order."""
-        return {"tensors": [tensor.detach() for tensor in self.tensors]}
-
-    def load_state_dict(self, content: dict[str, list[Tensor]]) -> None:
-        """Fill the tensors in place."""
-        for tensor, saved in zip(self.tensors, content["tensors"], strict=True):
-            tensor.detach().copy_(saved)
-
-
 def counts(images: dict[str, list]) -> str:
     """The numbers of training and validation images in words."""
     return f"{images['train'][0]} training, {images['val'][0]} validation"
 
 
 def find_checkpoint(args: argparse.Namespace) -> Path | None:
-    """Return the path of the checkpoint to load, or None for a fresh start.
-
-    Raises:
-        UserError: the checkpoint does not exist, or the output folder is not writable
-            or holds another run.
-    """
+    """Return the path of the checkpoint to load, or None for a fresh start."""
     existing = Path(args.output, CHECKPOINT)
     if not args.evaluate:
         make_output_folder(Path(args.output))
@@ -305,68 +243,44 @@ def open_checkpoint(args: argparse.Namespace) -> tuple[Path, dict] | None:
     """Return the checkpoint's path and content, or None for a fresh start.
 
     The content stays valid even if a run replaces the file.
-
-    Raises:
-        UserError: see find_checkpoint and read_checkpoint.
     """
     path = find_checkpoint(args)
     return None if path is None else (path, read_checkpoint(path))
 
 
 def check_checkpoint(args: argparse.Namespace) -> None:
-    """Check that a run can start or resume with these flags.
-
-    Raises:
-        UserError: see find_checkpoint, read_checkpoint and check_recipe.
-    """
-    checkpoint = open_checkpoint(args)
+    """Check that a run can start or resume with these flags."""
+    recipe, checkpoint = recipe_of(args), open_checkpoint(args)
+    if args.precision is None:
+        recipe.pop("precision", None)  # chosen later, for the device
     if checkpoint is not None:
-        recipe = recipe_of(args)
-        if args.precision is None:
-            recipe.pop("precision", None)  # chosen later, for the device
         check_recipe(*checkpoint, recipe)
 
 
-def lock_output(folder: Path) -> BinaryIO | None:
+def lock_output(folder: Path) -> BinaryIO:
     """Keep all other runs out of an output folder until the returned file is closed.
 
     The lock is a POSIX record lock: it works over NFS, loader processes do not inherit
     it, and the kernel releases it when a process is killed.
 
-    Returns:
-        The file; None if the file system does not support locks.
-
-    Raises:
-        UserError: another run holds the lock, or the folder is not writable.
-
     Source: https://man7.org/linux/man-pages/man2/fcntl_locking.2.html
     """
     make_output_folder(folder)
-    try:
-        file = open(folder / LOCK, "ab")  # noqa: SIM115
-    except OSError as error:
-        raise UserError(f"cannot write {folder / LOCK}: {error.strerror}") from None
+    file = open(folder / LOCK, "ab")  # noqa: SIM115
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except (BlockingIOError, PermissionError):
         file.close()
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            raise UserError(
-                f"another run is writing to {folder}; choose another --output"
-            ) from None
-        say(
-            f"warning: {folder} cannot be locked; a second run could overwrite this one"
-        )
-        return None
+        raise UserError(
+            f"another run is writing to {folder}; choose another --output"
+        ) from None
+    except OSError as error:  # this file system has no locks
+        say(f"warning: cannot keep a second run out of {folder}: {error.strerror}")
     return file
 
 
 def make_output_folder(folder: Path) -> None:
-    """Create a run's folder before training, so that errors appear early.
-
-    Raises:
-        UserError: the folder cannot be created or is not writable.
-    """
+    """Create a run's folder before training, so that errors appear early."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -376,11 +290,7 @@ def make_output_folder(folder: Path) -> None:
 
 
 def read_checkpoint(path: Path) -> dict:
-    """Map a checkpoint into CPU memory without executing code from it.
-
-    Raises:
-        UserError: the file cannot be read, or is not a checkpoint from these scripts.
-    """
+    """Map a checkpoint into CPU memory without executing code from it."""
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except OSError as error:
@@ -402,11 +312,7 @@ def read_checkpoint(path: Path) -> dict:
 
 
 def check_recipe(path: Path, content: dict, recipe: dict) -> None:
-    """Refuse to resume with flags that differ from the checkpoint's.
-
-    Raises:
-        UserError: a value differs; the message has the flag and both values.
-    """
+    """Refuse to resume with flags that differ from the checkpoint's."""
     for name, saved in content["recipe"].items():
         if name in recipe and saved != recipe[name]:
             flag = "--" + name.replace("_", "-")
@@ -424,25 +330,15 @@ def shown(value: Any) -> str:
 
 
 def replace_file(path: Path, write: Callable[[BinaryIO], Any]) -> None:
-    """Replace a file atomically: a crash leaves the old or the complete new file.
-
-    Raises:
-        UserError: writing failed; the old file is unchanged.
-    """
+    """Replace a file atomically: a crash leaves the old or the complete new file."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.unlink(missing_ok=True)  # left by a run that was killed
         with open(temporary, "wb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
     except (OSError, RuntimeError) as error:
         with contextlib.suppress(OSError):  # the disk may be full
             temporary.unlink(missing_ok=True)
@@ -450,7 +346,7 @@ def replace_file(path: Path, write: Callable[[BinaryIO], Any]) -> None:
         cause = error.__context__ or error
         if not isinstance(cause, OSError):
             raise cause from None  # perhaps a loader process died meanwhile
-        reason = getattr(cause, "strerror", None) or str(cause).splitlines()[0]
+        reason = cause.strerror or cause
         raise UserError(
             f"cannot write {path}: {reason}; any existing file is unchanged"
         ) from None

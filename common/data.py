@@ -21,7 +21,7 @@ import numpy
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
-from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
+from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
 
 from common.errors import SIGNALS, ImageError, UserError, end_children
 from common.images import Picture, TrainTransform, ValTransform, read_image
@@ -64,38 +64,26 @@ class ImageFolder(Dataset):
         transform: Callable[[Picture], Tensor],
         decoder: str,
     ):
-        """Index the folder.
-
-        Args:
-            root: contains one folder for each of `classes`; see also Archives.
-            classes: folder names; the index of a name is its label.
-            transform: maps a Picture to a tensor of fixed size.
-            decoder: "torchcodec", "nvimgcodec" or "pil".
-
-        Raises:
-            UserError: a class folder has no images.
-        """
+        """Index the folder `root`; a label is an index into `classes`."""
         self.root = str(root)
         self.classes = classes
+        self.transform = transform
+        self.decoder = decoder
         self.archives = Archives(root) if archives_of(root) else None
-        # Not lists: reading an item changes its reference count, so each loader process
-        # would copy the list (https://github.com/pytorch/pytorch/issues/13246)
         if self.archives:
             self.root += "*.tar"
             self.paths, self.labels = self.archives.paths, self.archives.labels
-        else:
-            labels = {name: label for label, name in enumerate(classes)}
-            samples = make_dataset(self.root, labels, IMG_EXTENSIONS, allow_empty=True)
-            names = [os.fsencode(path[len(self.root) :]) for path, _ in samples]
-            self.paths = numpy.array(names)
-            self.labels = numpy.array([label for _, label in samples], numpy.int64)
-        self.transform = transform
-        self.decoder = decoder
-        per_class = numpy.bincount(self.labels, minlength=len(classes))
-        empty = [classes[label] for label in (per_class == 0).nonzero()[0]]
-        if empty:
-            names = ", ".join(empty[:3])
-            raise UserError(f"{root}: class folders without images: {names}")
+            return
+        labels = {name: label for label, name in enumerate(classes)}
+        try:
+            samples = make_dataset(self.root, labels, IMG_EXTENSIONS)
+        except FileNotFoundError as error:  # a class has no images
+            raise UserError(f"{root}: {error}") from None
+        # Not lists: reading an item changes its reference count, so each loader process
+        # would copy the list (https://github.com/pytorch/pytorch/issues/13246)
+        names = [os.fsencode(path[len(self.root) :]) for path, _ in samples]
+        self.paths = numpy.array(names)
+        self.labels = numpy.array([label for _, label in samples], numpy.int64)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -126,63 +114,46 @@ class RandomImages(Dataset):
 
 
 def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
-    """Open the training and validation datasets.
-
-    Raises:
-        UserError: a folder is missing or empty, or the classes differ.
-    """
+    """Open the training and validation datasets."""
     size = args.image_size
     if args.synthetic:
         # ImageNet has 25.6 training images for each validation image
         val_images = max(args.global_batch_size, args.synthetic // 25)
-        datasets = RandomImages(args.synthetic, size), RandomImages(val_images, size)
-    else:
-        (train_folder, val_folder), classes = open_folders(args)
-        train_transform = TrainTransform(size, args.min_crop, flip=not args.no_flip)
-        val_transform = ValTransform(*validation_protocol(args))
-        datasets = (
-            ImageFolder(train_folder, classes, train_transform, args.decoder),
-            ImageFolder(val_folder, classes, val_transform, args.decoder),
-        )
-    return datasets
+        return RandomImages(args.synthetic, size), RandomImages(val_images, size)
+    (train_folder, val_folder), classes = open_folders(args)
+    train_transform = TrainTransform(size, args.min_crop, flip=not args.no_flip)
+    val_transform = ValTransform(*validation_protocol(args))
+    return (
+        ImageFolder(train_folder, classes, train_transform, args.decoder),
+        ImageFolder(val_folder, classes, val_transform, args.decoder),
+    )
 
 
 def open_folders(args: argparse.Namespace) -> tuple[tuple[Path, Path], list[str]]:
-    """Return the training and validation folders and their classes.
-
-    Raises:
-        UserError: a folder does not exist, or the classes differ.
-    """
+    """Return the training and validation folders and their classes."""
     folders = Path(args.data, "train"), Path(args.data, "val")
     classes, val_classes = map(class_folders, folders)
     different = sorted(set(classes) ^ set(val_classes))
     if different:
-        names = ", ".join(different[:3]) + (" ..." if len(different) > 3 else "")
         raise UserError(
             f"{args.data}: train/ and val/ must have the same class folders; "
-            f"{len(different)} found in only one of them: {names}"
+            f"{len(different)} found in only one of them: {', '.join(different[:3])}"
         )
     return folders, classes
 
 
 def class_folders(root: Path) -> list[str]:
-    """Return the sorted names of the class folders in `root` or its archives.
-
-    Raises:
-        UserError: the folder does not exist, or has no class folders.
-    """
+    """Return the sorted names of the class folders in `root` or its archives."""
     if archives_of(root):
         return Archives(root).classes()
     try:
-        classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
+        return find_classes(root)[0]
     except OSError as error:
         raise UserError(
-            f"cannot open the folder {root}: {error.strerror}; --data must be a folder "
-            "with train/CLASS/*.JPEG and val/CLASS/*.JPEG, or train.tar and val.tar"
+            f"cannot open the folder {root}: {error.strerror or error}; --data must be "
+            "a folder with train/CLASS/*.JPEG and val/CLASS/*.JPEG, or train.tar and "
+            "val.tar"
         ) from None
-    if not classes:
-        raise UserError(f"{root} has no class folders; expected {root}/CLASS/*.JPEG")
-    return classes
 
 
 # --- the order of the images ---
@@ -226,7 +197,7 @@ class SeededDataset(Dataset):
         try:
             return self.dataset[index]
         except ImageError as error:
-            return error  # _send() raises it, without the worker's traceback
+            return error  # DeviceLoader raises it, without the worker's traceback
 
 
 def collate(items: list) -> list[Tensor] | ImageError:
@@ -249,22 +220,19 @@ def collate(items: list) -> list[Tensor] | ImageError:
     # Decoders store a pixel's three values next to each other. A batch that keeps this
     # order can be copied faster, and is already in channels_last format
     images, labels = default_collate(
-        [(i.permute(1, 2, 0), label) for i, label in items]
+        [(image.permute(1, 2, 0), label) for image, label in items]
     )
     return [images.permute(0, 3, 1, 2), labels]
 
 
 def is_image_and_label(item: Any) -> bool:
     """Whether an item is a pair of a square uint8 RGB image and an int label."""
-    if not isinstance(item, tuple | list) or len(item) != 2:
-        return False
-    image, label = item
-    if not isinstance(image, Tensor) or image.dtype != torch.uint8:
-        return False
-    if isinstance(label, Tensor) and label.dtype == torch.int64 and not label.ndim:
-        label = int(label)  # as in a TensorDataset
-    square = tuple(image.shape) == (3, *2 * image.shape[-1:])
-    return square and isinstance(label, int | numpy.integer)
+    match item:
+        case [Tensor(dtype=torch.uint8, shape=[3, height, width]), label]:
+            if isinstance(label, Tensor) and label.dtype == torch.int64:
+                label = label.tolist()  # as in a TensorDataset
+            return height == width and isinstance(label, int | numpy.integer)
+    return False
 
 
 def described(item: Any) -> str:
@@ -282,16 +250,15 @@ def settle_worker(worker: int) -> None:
     It ignores signals, because the training process saves first. It also watches the
     training process, because its parent process may be a fork server.
     """
+
+    def end_with_trainer() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     sys.excepthook = lambda *_: None  # no traceback if the trainer is killed
     threading.Thread(target=end_with_trainer, daemon=True).start()
-
-
-def end_with_trainer() -> None:
-    """Wait until the training process ends, then end this process."""
-    multiprocessing.parent_process().join()
-    os._exit(1)
 
 
 # --- loaders ---
@@ -334,7 +301,14 @@ class DeviceLoader:
             batch = next(batches, None)
             if batch is None:
                 return
-            images, labels = self._receive(*batch)
+            images, labels, arrival = batch
+            if arrival is not None:
+                # Make subsequent work on the device wait for this batch, whose memory
+                # the allocator must not reuse before the step ends
+                compute = torch.cuda.current_stream(self.device)
+                compute.wait_event(arrival)
+                images.record_stream(compute)
+                labels.record_stream(compute)
             self.waits.append((idle_from, self._now()))
             yield self.normalise(images), labels
 
@@ -362,18 +336,6 @@ class DeviceLoader:
             images = images.to(self.device, non_blocking=True)
             labels = labels.to(self.device, non_blocking=True)
         return images, labels, self.copies.record_event()
-
-    def _receive(
-        self, images: Tensor, labels: Tensor, arrival
-    ) -> tuple[Tensor, Tensor]:
-        """Make subsequent work on the device wait for this batch."""
-        if arrival is not None:
-            compute = torch.cuda.current_stream(self.device)
-            compute.wait_event(arrival)
-            # The allocator must not reuse the batch's memory before the step ends
-            images.record_stream(compute)
-            labels.record_stream(compute)
-        return images, labels
 
     def _now(self) -> Any:
         """The current time: a CUDA event on a GPU, the clock on a CPU."""
@@ -416,11 +378,7 @@ def build_loader(
         sampler: this process's indices, as a DistributedSampler or any sequence.
         batch_size: this process's images per step.
         workers: this process's loader processes; with 0, it loads the data itself.
-        device: the device to copy batches to.
         training: drop the last incomplete batch, and end after --max-steps batches.
-
-    Raises:
-        UserError: the training images do not fill one global batch.
     """
     if training and len(dataset) < args.global_batch_size and not args.evaluate:
         raise UserError(
@@ -457,17 +415,14 @@ def start_workers(loader: DataLoader, batches: EpochBatches) -> None:
     A later fork can deadlock: if another thread, for example a communication library's,
     holds an interpreter lock during the fork, the child process never gets the lock
     (https://github.com/python/cpython/issues/112275).
-
-    gc.freeze() exempts existing objects from garbage collection, which would write to
-    each of them; processes share memory pages that none of them writes to
-    (https://docs.python.org/3/library/gc.html#gc.freeze).
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else hard
-    wanted = max(soft, min(limit, MOST_OPEN_FILES))
+    wanted = max(soft, min(hard, MOST_OPEN_FILES))
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    batches.first = len(batches)
+    # Garbage collection writes to every object that it visits, and a process copies the
+    # memory pages that it writes to: https://docs.python.org/3/library/gc.html#gc.freeze
     gc.freeze()
     atexit.register(gc.unfreeze)  # otherwise libraries report leaks at exit
+    batches.first = len(batches)  # nothing to load yet
     iter(loader)  # persistent workers: the next iter() reuses them
     atexit.register(end_children)

@@ -21,11 +21,7 @@ def select_device(
 
     Args:
         name: "cpu", "cuda", or "auto" for a GPU if PyTorch can use one.
-        local_rank: the GPU's index.
         backend: with "gloo", several processes can share a GPU.
-
-    Raises:
-        UserError: the requested GPU cannot be used, or there are too few GPUs.
     """
     check_devices(name, local_rank + 1, backend)
     if name == "cpu" or not torch.cuda.is_available():
@@ -46,11 +42,7 @@ def usable_gpus() -> int:
 
 
 def check_devices(name: str, processes: int, backend: str | None) -> None:
-    """Check that there are enough GPUs for the processes, without initializing any.
-
-    Raises:
-        UserError: the requested GPU cannot be used, or there are too few GPUs.
-    """
+    """Check that there are enough GPUs for the processes, without initializing any."""
     gpus = 0 if name == "cpu" else usable_gpus()
     problem = gpu_problem() or "this machine has no CUDA GPU"
     if name == "cuda" and not gpus:
@@ -71,9 +63,6 @@ def gpu_problem() -> str | None:
     """Say why PyTorch cannot use a GPU; None if it can, or if there is none."""
     if torch.cuda.is_available() or not glob.glob("/dev/nvidia[0-9]*"):
         return None
-    if torch.version.cuda is None:
-        problem = f"PyTorch {torch.__version__} is built without CUDA"
-        return f"a GPU is present, but {problem}"
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
@@ -83,15 +72,7 @@ def gpu_problem() -> str | None:
 
 
 def require_gpu(name: str, who: str) -> None:
-    """Check that a GPU is usable.
-
-    Args:
-        name: the value of --device.
-        who: the library or flag that needs the GPU.
-
-    Raises:
-        UserError: no GPU is usable, or --device is cpu.
-    """
+    """Check that --device `name` allows the GPU that a library or flag `who` needs."""
     if name == "cpu" or not torch.cuda.is_available():
         problem = gpu_problem() if name != "cpu" else "--device cpu excludes it"
         raise UserError(f"{who} needs a CUDA GPU: {problem or 'this machine has none'}")
@@ -129,11 +110,8 @@ def autocast_dtype(precision: str) -> torch.dtype:
 def machine_cores(root: Path = Path("/")) -> int:
     """The number of this machine's cores that the job may use, at least 1.
 
-    Args:
-        root: contains sys/fs/cgroup, which has a container's CPU quota.
-
-    Sources: https://slurm.schedmd.com/srun.html and
-    https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu-interface-files
+    `root` contains sys/fs/cgroup, which has a container's CPU quota
+    (https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu-interface-files).
     """
     # srun may bind each task to its own share of the job's cores
     slurm = os.environ.get("SLURM_CPUS_ON_NODE", "")

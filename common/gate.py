@@ -1,17 +1,17 @@
-"""Where a training waits for its turn, when timings/ compares it with others."""
+"""Lets timings/ run several trainings in turn, a few intervals at a time."""
 
 import json
 import os
 import socket
 
-VARIABLE = "TIMINGS_GATE"  # names the Unix socket of the process that measures
+VARIABLE = "TIMINGS_GATE"  # the path of the measuring process's Unix socket
 
 
 class Gate:
-    """One process's connection to the process that measures.
+    """A training process's connection to the measuring process.
 
-    All processes of a training wait between two intervals, when they have just met in
-    an all-reduce and the device is idle. The answer is how many intervals make a turn.
+    All processes of a training wait here between intervals: right after an all-reduce,
+    while the device is idle. The reply is the number of intervals in the next turn.
     """
 
     def __init__(self, path: str, rank: int, world_size: int):
@@ -24,10 +24,7 @@ class Gate:
         self.turn = 1
 
     def wait(self, *interval: float) -> None:
-        """Note an interval. After the last one of a turn, report and wait for the next.
-
-        Without the process that measures this one ends.
-        """
+        """Record an interval; at a turn's end, report and wait for the next turn."""
         self.intervals.append(interval)
         if len(self.intervals) < self.turn:
             return
@@ -35,6 +32,6 @@ class Gate:
         try:
             self.connection.sendall(f"{message}\n".encode())
             self.turn = int(self.answers.readline())
-        except (OSError, ValueError):
+        except (OSError, ValueError):  # the measuring process is gone
             os._exit(1)
         self.intervals.clear()

@@ -20,14 +20,8 @@ from common import nvimgcodec
 from common.errors import ImageError, UserError, say, speaks_for_machine
 
 # Errors that decoders raise if a file is damaged or not an image
-READ_ERRORS = (
-    RuntimeError,
-    OSError,
-    ValueError,
-    SyntaxError,
-    EOFError,
-    Image.DecompressionBombError,
-)
+READ_ERRORS = (RuntimeError, OSError, ValueError, SyntaxError, EOFError)
+READ_ERRORS += (Image.DecompressionBombError,)
 Pixels = Tensor | Image.Image  # (3, H, W) uint8, or an RGB image from Pillow
 JPEG = b"\xff\xd8"  # the first bytes of each JPEG file
 NO_EXIF = b"\xff\xe1\0\2"  # an empty APP1 segment, which could contain EXIF data
@@ -78,8 +72,7 @@ def open_with_torchcodec(content: bytes) -> TensorPicture:
     """Decode a JPEG with TorchCodec, or another format with Pillow."""
     if not content.startswith(JPEG):
         return open_with_pillow(content)
-    # TorchCodec applies the EXIF orientation of the first APP1 segment: insert an empty
-    # segment
+    # An empty first APP1 segment makes TorchCodec ignore the EXIF orientation
     data = bytearray().join((JPEG, NO_EXIF, memoryview(content)[len(JPEG) :]))
     return TensorPicture(import_torchcodec()(torch.frombuffer(data, dtype=torch.uint8)))
 
@@ -91,18 +84,14 @@ def open_with_pillow(content: bytes) -> TensorPicture:
 
 @functools.cache
 def import_torchcodec() -> Callable[[Tensor], Tensor]:
-    """Return TorchCodec's function that decodes JPEGs.
-
-    Raises:
-        ImportError: TorchCodec is missing, or was built for another PyTorch.
-    """
+    """Return TorchCodec's function that decodes JPEGs, or raise an ImportError."""
     try:
         from torchcodec.decoders import decode_jpeg
     except ImportError:
         raise
-    except Exception as error:
+    except Exception as error:  # TorchCodec was built for another PyTorch
         reason = (str(error) or repr(error)).splitlines()[0]
-        raise ImportError(f"TorchCodec does not fit this PyTorch: {reason}") from error
+        raise ImportError(f"TorchCodec cannot be loaded: {reason}") from error
     return decode_jpeg
 
 
@@ -114,11 +103,7 @@ DECODERS: dict[str, Callable[[bytes], Picture]] = {
 
 
 def choose_decoder(name: str) -> str:
-    """Replace "auto" with nvimgcodec, torchcodec or pil: the first one that works.
-
-    Raises:
-        UserError: the requested decoder is not installed.
-    """
+    """Replace "auto" with nvimgcodec, torchcodec or pil: the first one that works."""
     libraries = {
         "nvimgcodec": (nvimgcodec.import_library, "requirements-nvimgcodec.txt"),
         "torchcodec": (import_torchcodec, "requirements.txt"),
@@ -145,20 +130,15 @@ def read_image(
 ) -> Tensor:
     """Read a file, decode it with one of DECODERS and transform it.
 
-    Args:
-        path: the file, or only its name if `read` is given.
-        read: returns the file's content.
-
-    Raises:
-        ImageError: the file is unreadable; the text has the path, decoder and reason.
+    `read`, if given, returns the file's content; errors still quote `path`.
     """
     try:
         content = read() if read else Path(path).read_bytes()
         return transform(DECODERS[decoder](content))
     except READ_ERRORS as error:
-        lines = str(error).strip().splitlines() or [repr(error)]
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
         # Remove the location in TorchCodec's source code, and the object's address
-        reason = re.sub(r"^\w+, \S+\.cpp:\d+, | <_io\.BytesIO.*>", "", lines[0])
+        reason = re.sub(r"^\w+, \S+\.cpp:\d+, | <_io\.BytesIO.*>", "", reason)
         raise ImageError(
             f"cannot read the image {path} with {decoder}: {reason}"
         ) from error
@@ -169,12 +149,10 @@ def random_box(height: int, width: int, min_crop: float) -> tuple[int, int, int,
 
     The box covers at least a share `min_crop` of the image; its width is 3/4 to 4/3 of
     its height. If ten boxes do not fit, the result is a central box. The distribution
-    matches torchvision's RandomResizedCrop. The code uses Python's random numbers,
-    because one-element tensors would add a few percent to the time per image
-    (docs/performance.md).
+    is that of torchvision's RandomResizedCrop, which is a few percent slower per image
+    because it draws one-element tensors (docs/performance.md).
 
-    Source: Szegedy et al. 2014, https://arxiv.org/abs/1409.4842, section 6;
-    https://docs.pytorch.org/vision/stable/generated/torchvision.transforms.v2.RandomResizedCrop.html
+    Source: Szegedy et al. 2014, https://arxiv.org/abs/1409.4842, section 6
     """
     narrow, wide = 3 / 4, 4 / 3
     for _ in range(10):
@@ -188,12 +166,8 @@ def random_box(height: int, width: int, min_crop: float) -> tuple[int, int, int,
             return top, left, box_height, box_width
     box_width = min(width, round(height * wide))
     box_height = min(height, round(width / narrow))
-    return (
-        (height - box_height) // 2,
-        (width - box_width) // 2,
-        box_height,
-        box_width,
-    )
+    top, left = (height - box_height) // 2, (width - box_width) // 2
+    return top, left, box_height, box_width
 
 
 class TrainTransform:

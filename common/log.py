@@ -18,7 +18,6 @@ from common.checkpoint import BEST_METRIC, TrainingState, replace_file
 from common.data import PREFETCH
 from common.device import describe, peak_memory_mib
 from common.gate import VARIABLE, Gate
-from common.model import validation_protocol
 
 SECONDS_BETWEEN_LINES = 30  # if stderr is not a terminal, for example under Slurm
 SMALL_BATCH = 16  # below it, batch norm's error grows: https://arxiv.org/abs/1803.08494
@@ -36,7 +35,7 @@ class Log:
         world_size: int,
         workers: int,
     ):
-        """Store the run; `workers` is this process's number of loader processes."""
+        """Store the run; `workers` is the number of this process's loader processes."""
         self.args = args
         self.state = state
         self.device = device
@@ -49,11 +48,7 @@ class Log:
         self.cold_steps = 1 if args.synthetic else max(1, PREFETCH * workers)
 
     def start(self, steps_per_epoch: int, batch_size: int) -> None:
-        """Print a summary of the run.
-
-        Args:
-            batch_size: images per process and step.
-        """
+        """Print a summary of the run; `batch_size` is this process's."""
         if self.rank != 0:
             return
         args, state = self.args, self.state
@@ -63,19 +58,14 @@ class Log:
         rate = state.optimizer.param_groups[0].get("initial_lr", 0)
         parts = args.accumulate
         micro = f" in {parts} micro-batches" if parts > 1 else ""
+        plural = "" if self.world_size == 1 else "es"
         print(
-            f"{args.strategy}: {processes(self.world_size)} on "
+            f"{args.strategy}: {self.world_size} process{plural} on "
             f"{describe(self.device)} ({self.device.type}), {state.arch}, "
             f"{args.precision}, seed {args.seed}\n"
             f"{steps_per_epoch} steps per epoch, {args.global_batch_size} images per "
             f"step, {batch_size} per process{micro}, {data}, learning rate {rate:.4g}"
         )
-        if args.pretrained and not args.synthetic:
-            crop, resized, interpolation = validation_protocol(args)
-            print(
-                f"pretrained weights; validation resizes the shorter side to {resized} "
-                f"({interpolation.value}) and crops the central {crop} pixels"
-            )
         at_once = batch_size // parts
         if at_once < SMALL_BATCH and not args.evaluate:
             print(
@@ -112,9 +102,7 @@ class Log:
     def interval(self, step: int, recent: dict[str, float], wait: float) -> None:
         """End an interval at `step`; the device must have finished its work.
 
-        Args:
-            recent: averages over the interval's images.
-            wait: seconds that the device waited for data.
+        `recent` has the interval's averages; the device waited `wait` seconds for data.
         """
         now = time.perf_counter()
         seconds, steps = now - self.began, step - self.step
@@ -164,19 +152,16 @@ class Log:
 
     def epoch(self, record: dict) -> None:
         """Print a finished epoch's record on one line."""
+        if self.rank != 0:
+            return
         train, val = (
-            {
-                name.removeprefix(part): value
-                for name, value in record.items()
-                if name.startswith(part)
-            }
+            {n.removeprefix(part): v for n, v in record.items() if n.startswith(part)}
             for part in ("train_", "val_")
         )
-        text = f"epoch {record['epoch'] + 1}/{self.args.epochs}: "
-        text += (
-            f"train {in_words(train)}; val {in_words(val)}, {val['images']} images; "
+        text = (
+            f"epoch {record['epoch'] + 1}/{self.args.epochs}: train {in_words(train)}; "
+            f"val {in_words(val)}, {val['images']} images; {record['seconds']:.1f} s"
         )
-        text += f"{record['seconds']:.1f} s"
         if record["first_step"]:
             text += f" from step {record['first_step']} on"
         if record["images_per_second"]:
@@ -184,8 +169,7 @@ class Log:
             text += f", waited for data {record['data_wait_share']:.0%}"
         else:
             text += " (warm-up)"
-        if self.rank == 0:
-            print(text, flush=True)
+        print(text, flush=True)
 
     def validation(self, val: dict[str, float]) -> None:
         """Print the result of --evaluate."""
@@ -230,11 +214,6 @@ def in_words(averages: dict[str, float]) -> str:
         elif name not in ("images", "stop"):
             words.append(f"{name} {value:.4f}")
     return ", ".join(words)
-
-
-def processes(number: int) -> str:
-    """The number of processes in words."""
-    return f"{number} process{'' if number == 1 else 'es'}"
 
 
 def commit() -> str | None:

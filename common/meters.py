@@ -25,17 +25,13 @@ class Meter:
     ) -> dict[str, float]:
         """Add `more`, then return the sums over all processes since the last call.
 
-        Args:
-            all_reduce: sums an (N,) float64 tensor over all processes.
+        `all_reduce` sums an (N,) float64 tensor over all processes.
         """
         self.add(**more)
         sums, self.sums = self.sums, {}
         tensors = [value for value in sums.values() if isinstance(value, Tensor)]
-        device = tensors[0].device if tensors else None
-        own = [
-            torch.as_tensor(v, dtype=torch.float64, device=device)
-            for v in sums.values()
-        ]
+        options = {"dtype": torch.float64, "device": tensors[0].device}
+        own = [torch.as_tensor(value, **options) for value in sums.values()]
         return dict(zip(sums, all_reduce(torch.stack(own)).tolist(), strict=True))
 
 
@@ -44,12 +40,8 @@ def batch_sums(
 ) -> dict[str, Tensor | int]:
     """Sums over one batch: loss, top-1 and top-5 hits times 100, and images.
 
-    To add a metric, add its name and sum; `averages` divides the sum by the images.
-
-    Args:
-        loss: mean over the batch.
-        outputs: (B, classes).
-        labels: (B,) int64.
+    `loss` is the batch's mean, `outputs` are (B, classes) and `labels` (B,). To add a
+    metric, add its name and sum; `averages` divides the sum by the number of images.
     """
     best = outputs.detach().topk(min(5, outputs.size(1)), dim=1).indices
     hits = best == labels.unsqueeze(1)

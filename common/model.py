@@ -1,9 +1,6 @@
 """The model: any torchvision classification model, by default a ResNet-18."""
 
 import argparse
-import contextlib
-import fcntl
-import os
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +27,6 @@ def build_model(args: argparse.Namespace, dataset: Dataset) -> nn.Module:
 
     Args:
         dataset: the model has one output for each of its `classes`.
-
-    Raises:
-        UserError: the dataset has no `classes`, or the pretrained weights cannot be
-            downloaded or do not match the number of classes or the image size.
     """
     if not hasattr(dataset, "classes"):
         raise UserError(
@@ -46,7 +39,6 @@ def build_model(args: argparse.Namespace, dataset: Dataset) -> nn.Module:
     if weights is None or resumes(args):
         return bare_model(args, len(dataset.classes))
     try:
-        download_once(weights)
         model = get_model(args.arch, weights=weights)
     except (OSError, ValueError) as error:
         raise UserError(
@@ -77,11 +69,7 @@ def resumes(args: argparse.Namespace) -> bool:
 
 
 def pretrained_weights(args: argparse.Namespace, classes: int) -> WeightsEnum:
-    """Choose torchvision's best weights for `args.arch`, without downloading them.
-
-    Raises:
-        UserError: the weights do not match the number of classes or the image size.
-    """
+    """Choose torchvision's best weights for `args.arch`, without downloading them."""
     weights = get_model_weights(args.arch).DEFAULT
     known, size = len(weights.meta["categories"]), weights.meta["min_size"][0]
     if known != classes:
@@ -95,20 +83,6 @@ def pretrained_weights(args: argparse.Namespace, classes: int) -> WeightsEnum:
             f"not {args.image_size}"
         )
     return weights
-
-
-def download_once(weights: WeightsEnum) -> None:
-    """Download weights that are not in the cache, one process at a time."""
-    folder = Path(torch.hub.get_dir())
-    file = folder / "checkpoints" / os.path.basename(weights.url)
-    if file.exists():
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "download.lock", "w") as lock:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
-        if not file.exists():
-            weights.get_state_dict(check_hash=True)
 
 
 def validation_protocol(args: argparse.Namespace) -> tuple[int, int, InterpolationMode]:
@@ -143,10 +117,9 @@ def pretrained_image_size(arch: str) -> int:
 
 
 def contiguous_view(tensor: Tensor) -> Tensor:
-    """View a channels_last tensor as a contiguous (O, H, W, I) tensor.
+    """View a channels_last tensor as contiguous (O, H, W, I); return others unchanged.
 
-    Some libraries accept only contiguous tensors. Tensors in other formats are returned
-    unchanged.
+    Horovod accepts only contiguous tensors.
     """
     if tensor.dim() == 4 and not tensor.is_contiguous():
         return tensor.permute(0, 2, 3, 1)
@@ -156,9 +129,7 @@ def contiguous_view(tensor: Tensor) -> Tensor:
 class InMemoryOrder:
     """Passes gradients to a compressor as contiguous views, and restores their format.
 
-    The compressor has `compress(tensor) -> (tensor, context)` and its inverse,
-    `decompress`, like Horovod's compressors
-    (https://horovod.readthedocs.io/en/stable/api.html#horovod.torch.Compressor).
+    Source: https://horovod.readthedocs.io/en/stable/api.html#horovod.torch.Compressor
     """
 
     def __init__(self, compressor: Any):
@@ -178,12 +149,7 @@ class InMemoryOrder:
 
 
 def check_image_size(args: argparse.Namespace, classes: int) -> None:
-    """Run the model on two dummy images.
-
-    Raises:
-        UserError: `args.arch` does not support `args.image_size`, or its pretrained
-            weights do not match.
-    """
+    """Check that the model supports --image-size, by running it on two dummy images."""
     if args.pretrained:
         pretrained_weights(args, classes)
     try:

@@ -18,8 +18,7 @@ def seed_from(*key: int) -> int:
 def seed_augmentation(seed: int, epoch: int, index: int) -> None:
     """Make the augmentation of one image depend only on (seed, epoch, index).
 
-    This function seeds Python's generator, which draws crops, and PyTorch's generator,
-    which torchvision's transforms use.
+    Crops draw from Python's generator, torchvision's transforms from PyTorch's.
     """
     number = seed_from(seed, epoch, index)
     torch.default_generator.manual_seed(number)

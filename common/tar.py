@@ -30,10 +30,10 @@ class Archives:
     """
 
     def __init__(self, root: Path):
-        """Read the index of the archives."""
         self.archives = archives_of(root)
         self.files: dict[tuple[int, int], int] = {}
-        index = read_index(root, self.archives)
+        stats = [(a, a.stat().st_size, a.stat().st_mtime_ns) for a in self.archives]
+        index = cached_index(root, tuple(stats))
         columns = (numpy.ascontiguousarray(index[name]) for name in index.dtype.names)
         self.paths, self.labels, self.places = columns
 
@@ -51,18 +51,12 @@ class Archives:
         return os.pread(self.files[key], size, offset)
 
 
-def read_index(root: Path, archives: list[Path]) -> numpy.ndarray:
+@functools.cache
+def cached_index(root: Path, stats: tuple[tuple[Path, int, int], ...]) -> numpy.ndarray:
     """Read the index from a file next to the archives, or build it and write the file.
 
     The file's name depends on the names, sizes and modification times of the archives.
     """
-    stats = [(a, a.stat().st_size, a.stat().st_mtime_ns) for a in archives]
-    return cached_index(root, tuple(stats))
-
-
-@functools.cache
-def cached_index(root: Path, stats: tuple[tuple[Path, int, int], ...]) -> numpy.ndarray:
-    """Read or build the index, once in each process."""
     facts = [(archive.name, *numbers) for archive, *numbers in stats]
     digest = hashlib.blake2b(repr(facts).encode(), digest_size=6).hexdigest()
     file = root.with_name(f"{root.name}-{digest}.npy")
@@ -75,20 +69,14 @@ def cached_index(root: Path, stats: tuple[tuple[Path, int, int], ...]) -> numpy.
             numpy.save(Path(folder, file.name), index)
             os.replace(Path(folder, file.name), file)
     except OSError as error:
-        text = (
-            f"cannot write {file} ({error.strerror}), so every process indexes the tar"
-        )
+        text = f"cannot write {file} ({error.strerror}); every process indexes the tar"
     if speaks_for_machine():
         say(text)
     return index
 
 
 def build_index(archives: list[Path]) -> numpy.ndarray:
-    """Find and sort the images in the archives.
-
-    Raises:
-        UserError: there are no images, or one is there twice or not in a class folder.
-    """
+    """Find and sort the images in the archives."""
     images, first = {}, None
     for number, archive in enumerate(archives):
         for path, *place in images_in(archive):
@@ -100,7 +88,7 @@ def build_index(archives: list[Path]) -> numpy.ndarray:
                     f"{archive}: {path} or {first[0]} is not in a class folder"
                 )
             if (label, name) in images:
-                raise UserError(f"{archive}: another image is also {label}/{name}")
+                raise UserError(f"{archive}: a second image is {label}/{name}")
             images[label, name] = (number, *place)
     if not images:
         raise UserError(f"{archives[0]} has no images; expected CLASS/*.JPEG")
@@ -115,26 +103,22 @@ def build_index(archives: list[Path]) -> numpy.ndarray:
 
 
 def images_in(archive: Path) -> Iterator[tuple[str, int, int]]:
-    """Yield the path, offset and size in bytes of each image in an archive.
-
-    Raises:
-        UserError: the archive is compressed or damaged, or contains links.
-    """
+    """Yield the path, offset and size in bytes of each image in an archive."""
     try:
         with tarfile.open(archive, "r:") as opened:
             while member := opened.next():
                 opened.members.clear()  # a million of them would need gigabytes
                 path = member.name.removeprefix("./")
-                hidden = path.rpartition("/")[2].startswith("._")  # of tar on macOS
+                hidden = path.rpartition("/")[2].startswith("._")  # by tar on macOS
                 image = path.lower().endswith(IMG_EXTENSIONS) and not hidden
                 if image and not member.isdir():
                     if not member.isreg() or member.issparse():
-                        raise tarfile.ReadError(f"{path} is a link or sparse")
+                        raise tarfile.ReadError(f"{path} is a link or a sparse file")
                     yield path, member.offset_data, member.size
             opened.fileobj.seek(opened.offset)
             rest = opened.fileobj.read(2**20)  # tar fills its last record with zeros
             if len(rest) < 512 or rest.strip(b"\0") or opened.fileobj.read(1):
-                text = f"damaged or incomplete at {opened.offset}, or joined by cat"
+                text = f"damaged or incomplete at {opened.offset}, or made by cat"
                 raise tarfile.ReadError(text)
     except (tarfile.TarError, OSError) as error:
         raise UserError(f"cannot read {archive} as uncompressed tar: {error}") from None

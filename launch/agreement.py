@@ -13,8 +13,7 @@ from common.checkpoint import open_checkpoint
 from common.data import digest_of, fingerprint
 from common.errors import UserError, speaks_for_machine
 
-# A process's ranks and timeout, its machine's folders (their content is compared), and
-# its number of loader processes
+# Flags that may differ between processes; of the folders, the content is compared
 MAY_DIFFER = {
     *("local_rank", "node_rank", "dist_url", "timeout"),
     *("data", "output", "resume", "workers"),
@@ -35,23 +34,15 @@ def agree(
     sum over all processes is the complete table. Call this after build_loader():
     a process that communicates should not fork loader processes.
 
-    Args:
-        all_reduce: returns the sum of a float64 tensor over all processes.
-        datasets: for training and validation.
-
     Returns:
         The checkpoint to resume, the same in all processes; None for a fresh start.
-
-    Raises:
-        UserError: the batch or validation set is too small, the batch cannot be divided
-            evenly, or a setting differs: a flag, the device type, PyTorch's version,
-            the names or order of the images, or the checkpoint.
     """
     check_batch(args, world_size)
-    if len(datasets[1]) < world_size:
+    train_set, val_set = datasets
+    if len(val_set) < world_size:
         raise UserError(
-            f"{len(datasets[1])} validation images are too few for {world_size} "
-            "processes; each one needs an image"
+            f"{len(val_set)} validation images are too few for {world_size} processes; "
+            "each one needs an image"
         )
     facts = {
         "--" + name.replace("_", "-"): value
@@ -61,9 +52,8 @@ def agree(
     facts["--decoder"] = args.decoder == "pil"  # other decoders give the same pixels
     facts["--device"] = device.type
     facts["PyTorch's version"] = torch.__version__.split("+")[0]
-    facts["the training images"], facts["the validation images"] = map(
-        fingerprint, datasets
-    )
+    facts["the training images"] = fingerprint(train_set)
+    facts["the validation images"] = fingerprint(val_set)
     checkpoint = open_checkpoint(args)
     # Sums and timings identify one moment of one run; hashing weights would be slow
     moment = ("epoch", "step", "sums", "records") if checkpoint else ()

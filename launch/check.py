@@ -41,7 +41,6 @@ def check(
     This initializes no GPU, because the caller only starts the processes that use GPUs.
 
     Args:
-        args: the script's arguments.
         processes: the number of processes on this machine.
         world_size: the total number; by default, `processes` times `args.nnodes`.
         script: if given, check data and model only if the script uses our functions.
@@ -63,9 +62,7 @@ def check(
             check_image_size(args, len(classes))
     # On several machines, rank 0 of the same run may already hold the lock
     if world_size == processes and not args.evaluate:
-        lock = lock_output(Path(args.output))
-        if lock is not None:
-            lock.close()
+        lock_output(Path(args.output)).close()
     check_checkpoint(args)
 
 
@@ -75,10 +72,7 @@ def check_shared_memory(args: Namespace, batch_size: int) -> None:
     Source: https://docs.pytorch.org/docs/stable/multiprocessing.html#sharing-strategies
     """
     needed = args.workers * PREFETCH * batch_size * 3 * args.image_size**2
-    try:
-        size, _, free = shutil.disk_usage(SHARED_MEMORY)
-    except OSError:
-        return
+    size, _, free = shutil.disk_usage(SHARED_MEMORY)
     if args.data and size and free < needed:
         raise UserError(
             f"{SHARED_MEMORY} has {free >> 20} MiB free, but the batches of "

@@ -64,12 +64,7 @@ class Watchdog:
     PATIENCE = 2  # launchers may forward one Ctrl-C several times
 
     def __init__(self, timeout: timedelta, catch: bool = True):
-        """Start watching.
-
-        Args:
-            timeout: the longest time without a batch.
-            catch: whether to handle signals; False if there is nothing to save.
-        """
+        """Start watching; `catch` is False if a stop has nothing to save."""
         self.stop_requested = False
         self.limit = int(timeout.total_seconds()) + self.GRACE
         self.fed = False
@@ -91,6 +86,8 @@ class Watchdog:
 
     def _watch(self, arrived: int) -> None:
         seconds, asked = -2 * self.limit, None
+        problem = f"for {self.limit} s: another process or data loading hangs"
+        problem += " (--timeout-seconds sets the limit)"
         while seconds < self.limit:
             signals = []
             if select.select([arrived], [], [], 1)[0]:
@@ -102,31 +99,24 @@ class Watchdog:
             if signals and asked is None:
                 asked = time.monotonic()
             elif signals and time.monotonic() - asked > self.PATIENCE:
-                complain(f"{this_process()} finished no batch between two signals")
-                end_children()
-                os._exit(1)
-        complain(
-            f"{this_process()} finished no batch for {self.limit} s: another process "
-            "or data loading hangs (--timeout-seconds sets the limit)"
-        )
+                problem = "between two signals"
+                break
+        complain(f"{this_process()} finished no batch {problem}")
         end_children()
         os._exit(1)
 
 
 @contextlib.contextmanager
-def exit_status(number: int | None = None) -> Iterator[None]:
+def exit_status(local_rank: int | None = None) -> Iterator[None]:
     """Exit with a status that tells how the script ended.
 
     0: done; 2: bad input or a missing dependency; 143: stopped by a signal and saved;
     130: interrupted with nothing to save; 1: everything else. If another process died,
     this process prints one line. Any other exception is a bug and prints a traceback.
-
-    Args:
-        number: the local rank, if no launcher set it in the environment.
     """
     end_with_launcher()
-    if number is not None:
-        os.environ["LOCAL_RANK"] = str(number)
+    if local_rank is not None:  # no launcher has set it
+        os.environ["LOCAL_RANK"] = str(local_rank)
     try:
         yield
     except UserError as error:
@@ -164,10 +154,10 @@ def end_with_launcher() -> None:
     """Make the kernel send SIGTERM when torchrun dies, so that this process saves.
 
     torchrun starts each process in its own session, so the processes outlive a killed
-    torchrun. Our launch scripts store their process ID in LAUNCHER_PID: if the launcher
-    died before this process requested the signal, this process ends here.
+    torchrun. launch/torchrun.py stores its process ID in LAUNCHER_PID; if it died
+    before this process could request the signal, this process ends here.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+    if "TORCHELASTIC_RUN_ID" in os.environ:
         PR_SET_PDEATHSIG = 1  # https://man7.org/linux/man-pages/man2/prctl.2.html
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         launcher = os.environ.pop("LAUNCHER_PID", None)  # hide it from child processes

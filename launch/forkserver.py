@@ -16,14 +16,13 @@ def use_fork_server() -> None:
     Source:
     https://docs.python.org/3/library/multiprocessing.html#contexts-and-start-methods
     """
-    root = str(Path(__file__).resolve().parent.parent)
-    own = {name: os.environ.get(name) for name in ("PYTHONPATH", "PYTHONWARNINGS")}
     # The server must find our modules from every working folder. The ignored warnings
     # come from Python's resource tracker, about memory that a killed process has left
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, own["PYTHONPATH"]]))
-    os.environ["PYTHONWARNINGS"] = (
-        "ignore::UserWarning:multiprocessing.resource_tracker"
-    )
+    root = str(Path(__file__).resolve().parent.parent)
+    ignored = "ignore::UserWarning:multiprocessing.resource_tracker"
+    path, warnings = map(os.environ.get, ("PYTHONPATH", "PYTHONWARNINGS"))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, path]))
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [warnings, ignored]))
     multiprocessing.set_start_method("forkserver")
     multiprocessing.set_forkserver_preload(["common.data"])
     # Both inherit the ignored signals: mpirun and Slurm signal the whole process group,
@@ -33,8 +32,3 @@ def use_fork_server() -> None:
     multiprocessing.forkserver.ensure_running()
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    for name, value in own.items():
-        if value is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = value

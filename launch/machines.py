@@ -5,8 +5,6 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 from common.errors import UserError, complain
@@ -25,54 +23,51 @@ class Machines(NamedTuple):
     join_seconds: int = 45  # how long a machine waits for the others
     least: int = 1  # the job continues while this many are left
 
+    @classmethod
+    def from_environment(cls) -> "Machines":
+        """Read NNODES and the related environment variables."""
+
+        def number(name: str, default: int, smallest: int) -> int:
+            text = os.environ.get(name) or str(default)
+            if not text.isdecimal() or int(text) < smallest:
+                raise UserError(f"{name}={text} is not a whole number >= {smallest}")
+            return int(text)
+
+        nodes = os.environ.get("NNODES") or "1"
+        if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", nodes):
+            raise UserError(f"NNODES={nodes} is not a whole number >= 1, or LEAST:MOST")
+        least, count = int(nodes.split(":")[0]), int(nodes.split(":")[-1])
+        restarts, seconds = number("MAX_RESTARTS", 0, 0), number("JOIN_SECONDS", 45, 1)
+        endpoint, host = map(os.environ.get, ("RDZV_ENDPOINT", "MASTER_ADDR"))
+        rank = number("NODE_RANK", 0, 0) if os.environ.get("NODE_RANK") else None
+        if rank is not None and rank >= count:
+            raise UserError(f"NODE_RANK={rank} must be less than NNODES={count}")
+        if least > count:
+            raise UserError(f"NNODES={nodes}: LEAST must not be more than MOST")
+        if least < count and not (endpoint and restarts):
+            needed = "RDZV_ENDPOINT=HOST:PORT, MAX_RESTARTS"
+            raise UserError(f"NNODES={nodes} needs {needed}")
+        if count == 1:
+            if endpoint and not os.environ.get("NNODES"):
+                raise UserError(f"RDZV_ENDPOINT={endpoint} also needs NNODES=N")
+            return cls(max_restarts=restarts, join_seconds=seconds)
+        if bool(endpoint) == (rank is not None) or not (endpoint or host):
+            raise UserError(
+                f"NNODES={count} needs either RDZV_ENDPOINT=HOST:PORT, the same on all "
+                "machines, or NODE_RANK and MASTER_ADDR, the host of NODE_RANK=0"
+            )
+        if endpoint:
+            host, port = host_and_port(endpoint, f"RDZV_ENDPOINT={endpoint}", 29400)
+        else:
+            port = number("MASTER_PORT", 29500, 1)
+            if restarts:
+                raise UserError("MAX_RESTARTS on several machines needs RDZV_ENDPOINT")
+        return cls(count, rank, host, port, restarts, seconds, least)
+
     @property
     def serves(self) -> bool:
         """Whether this machine hosts the rendezvous."""
         return self.rank == 0 or self.rank is None and belongs_here(self.host)
-
-
-def machines_from_environment(environment: Mapping[str, str]) -> Machines:
-    """Read NNODES and the related environment variables.
-
-    Raises:
-        UserError: a value is missing, is not a number, or contradicts another.
-    """
-
-    def number(name: str, default: int, smallest: int) -> int:
-        text = environment.get(name) or str(default)
-        if not text.isdecimal() or int(text) < smallest:
-            raise UserError(f"{name}={text} is not a whole number >= {smallest}")
-        return int(text)
-
-    nodes = environment.get("NNODES") or "1"
-    if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", nodes):
-        raise UserError(f"NNODES={nodes} is not a whole number >= 1, or LEAST:MOST")
-    least, count = int(nodes.split(":")[0]), int(nodes.split(":")[-1])
-    restarts, seconds = number("MAX_RESTARTS", 0, 0), number("JOIN_SECONDS", 45, 1)
-    endpoint, host = environment.get("RDZV_ENDPOINT"), environment.get("MASTER_ADDR")
-    rank = number("NODE_RANK", 0, 0) if environment.get("NODE_RANK") else None
-    if rank is not None and rank >= count:
-        raise UserError(f"NODE_RANK={rank} must be less than NNODES={count}")
-    if least > count:
-        raise UserError(f"NNODES={nodes}: LEAST must not be more than MOST")
-    if least < count and not (endpoint and restarts):
-        raise UserError(f"NNODES={nodes} needs RDZV_ENDPOINT=HOST:PORT, MAX_RESTARTS")
-    if count == 1:
-        if endpoint and not environment.get("NNODES"):
-            raise UserError(f"RDZV_ENDPOINT={endpoint} also needs NNODES=N")
-        return Machines(max_restarts=restarts, join_seconds=seconds)
-    if bool(endpoint) == (rank is not None) or not (endpoint or host):
-        raise UserError(
-            f"NNODES={count} needs either RDZV_ENDPOINT=HOST:PORT, the same on all "
-            "machines, or NODE_RANK and MASTER_ADDR, the host of NODE_RANK=0"
-        )
-    if endpoint:
-        host, port = host_and_port(endpoint, f"RDZV_ENDPOINT={endpoint}", 29400)
-    else:
-        port = number("MASTER_PORT", 29500, 1)
-        if restarts:
-            raise UserError("MAX_RESTARTS on several machines needs RDZV_ENDPOINT")
-    return Machines(count, rank, host, port, restarts, seconds, least)
 
 
 def host_and_port(
@@ -93,16 +88,12 @@ def use_loopback() -> None:
     By default, Gloo uses the host name's interface, and NCCL avoids loopback:
     https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname
     """
-    if Path("/sys/class/net", LOOPBACK).exists():
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={LOOPBACK}")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={LOOPBACK}")
 
 
 def own_address(host: str, port: int) -> str | None:
-    """Return the local address from which this machine reaches `host`.
-
-    Return None if the address is loopback or unknown.
-    """
+    """Return this machine's address toward `host`; None if loopback or unknown."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -32,13 +32,7 @@ from common.device import check_devices, describe, select_device, usable_gpus
 from common.errors import UserError, complain
 from launch.check import load_script, number_of_processes
 from launch.exits import LOST_PROCESS, exit_status, leave, told
-from launch.machines import (
-    Machines,
-    host_and_port,
-    machines_from_environment,
-    reach,
-    use_loopback,
-)
+from launch.machines import Machines, host_and_port, reach, use_loopback
 from launch.ranks import Ranks, ranks_from_environment
 from launch.spawn import wait_for
 
@@ -78,7 +72,7 @@ def main() -> None:
         take_part(args, ranks, host, port, serve=ranks.rank == 0 and not agent)
     if args.backend == "horovod":
         raise UserError("use horovodrun or mpirun to start --backend horovod")
-    machines = args.machines or machines_from_environment(os.environ)
+    machines = args.machines or Machines.from_environment()
     if not args.machines and machines.least < machines.count:
         raise UserError("PREFLIGHT=1 needs a fixed number of machines, not LEAST:MOST")
     args.nprocs = number_of_processes(args.nprocs, args.device)
@@ -105,8 +99,7 @@ def open_store(host: str, port: int, serve: bool, seconds: int) -> dist.TCPStore
     """Serve the store (on loopback only, for one machine), or connect to it."""
     options = {"timeout": timedelta(seconds=6 * seconds), "wait_for_workers": False}
     if serve:
-        address = (LOOPBACK if host == LOOPBACK else "", port)
-        listener = socket.create_server(address)
+        listener = socket.create_server((host if host == LOOPBACK else "", port))
         port = listener.getsockname()[1]
         options |= {"is_master": True, "master_listen_fd": listener.detach()}
     else:

@@ -22,13 +22,7 @@ class Ranks(NamedTuple):
 
 
 def ranks_from_environment(environment: Mapping[str, str]) -> Ranks:
-    """Read the ranks that torchrun, torch.distributed.launch or srun have set.
-
-    Args:
-        environment: os.environ, or a mapping like it.
-
-    Raises:
-        UserError: a variable is missing, not a number, or out of range.
+    """Read the ranks that torchrun, torch.distributed.launch or srun has set.
 
     Sources: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
     and https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES

@@ -19,12 +19,6 @@ def rendezvous(args: Namespace) -> str:
 
     On one machine, the default is a file, so no port is opened. On several machines,
     `--dist-url` is where rank 0 waits up to --timeout-seconds for the others.
-
-    Args:
-        args: the flags, with dist_url and nnodes.
-
-    Raises:
-        UserError: the address is malformed.
     """
     if args.nnodes == 1:
         use_loopback()
@@ -50,15 +44,14 @@ def wait_for(children: torch.multiprocessing.ProcessContext) -> None:
     first. When one child fails, the others have 10 seconds to end, then get SIGTERM,
     then SIGKILL.
     """
-
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
 
-    def hand_on(number: int, frame: object) -> None:
+    def forward(number: int, frame: object) -> None:
         for child in children.processes:
             child.terminate()
 
     for number in SIGNALS:
-        signal.signal(number, hand_on)
+        signal.signal(number, forward)
     try:
         while not children.join(grace_period=10):
             pass

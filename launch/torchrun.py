@@ -23,22 +23,12 @@ import time
 from collections.abc import Mapping
 
 from torch.distributed import TCPStore
+from torch.distributed.elastic import rendezvous
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import (
-    ChildFailedError,
-    ProcessFailure,
-)
-from torch.distributed.elastic.rendezvous import (
-    RendezvousError,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-    rendezvous_handler_registry,
-)
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import (
-    StaticTCPRendezvous,
-)
+from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousInfo
+from torch.distributed.elastic.rendezvous import static_tcp_rendezvous as static
 
 from common.errors import UserError, complain, say
 from launch.agreement import check_batch
@@ -51,23 +41,17 @@ from launch.check import (
     set_threads,
 )
 from launch.exits import PORT_IN_USE, exit_status
-from launch.machines import (
-    Machines,
-    machines_from_environment,
-    own_address,
-    reach,
-    use_loopback,
-)
+from launch.machines import Machines, own_address, reach, use_loopback
 
 SAID = (1, 2, 130, 143)  # the process has printed the reason; see exit_status()
 FINAL = "bad input"  # a key in the store that all machines share
 MODULES = {"torchrun": "torch.distributed.run", "launch": "torch.distributed.launch"}
 
 
-class LoopbackRendezvous(StaticTCPRendezvous):
+class LoopbackRendezvous(static.StaticTCPRendezvous):
     """A single-machine rendezvous whose store listens on loopback."""
 
-    def __init__(self, parameters: RendezvousParameters):
+    def __init__(self, parameters: rendezvous.RendezvousParameters):
         super().__init__("127.0.0.1", 0, 0, 1, parameters.run_id, 0)
 
     def get_backend(self) -> str:
@@ -85,7 +69,8 @@ class LoopbackRendezvous(StaticTCPRendezvous):
         fd = listener.detach()
         options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": fd}
         self.store = TCPStore(*address, **options)
-        return RendezvousInfo(self.store, 0, 1, RendezvousStoreInfo(*address))
+        where = rendezvous.RendezvousStoreInfo(*address)
+        return RendezvousInfo(self.store, 0, 1, where)
 
 
 def options_for(machines: Machines) -> list[str]:
@@ -203,7 +188,7 @@ def main() -> None:
     launcher = os.environ.get("LAUNCHER") or "torchrun"
     if launcher not in MODULES:
         raise UserError(f"LAUNCHER={launcher}; choose torchrun or launch")
-    machines = machines_from_environment(os.environ)
+    machines = Machines.from_environment()
     processes = number_of_processes(launch.nproc_per_node, args.device)
     flags = launch.flags
     if machines.max_restarts and args.resume not in (None, "auto"):
@@ -217,7 +202,7 @@ def main() -> None:
     set_threads(processes)
     if machines.host is None:
         use_loopback()
-        rendezvous_handler_registry.register("loopback", LoopbackRendezvous)
+        rendezvous.rendezvous_handler_registry.register("loopback", LoopbackRendezvous)
     else:
         if not machines.serves:
             reach(machines.host, machines.port, machines.join_seconds)

@@ -256,9 +256,7 @@ def test_numbers_that_are_not_finite_end_the_run(tmp_path):
     before = saved(tmp_path).read_bytes()
     state = resumed(tmp_path / "run")
     step(state, 4)
-    with pytest.raises(
-        UserError, match="validation loss became inf by step 4 .* saved"
-    ):
+    with pytest.raises(UserError, match="validation loss became inf by step 4"):
         finish(state, 10.0, loss=float("inf"))
     with pytest.raises(UserError, match="the loss became nan by step 7 of epoch 2"):
         state.add(7, {"loss": float("nan"), "images": 8})
@@ -445,7 +443,7 @@ def whole(content):
 
 
 def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
-    """What a power failure needs: fsync of the file, rename, fsync of the folder."""
+    """Otherwise a power failure could leave an empty file of that name."""
     calls, replace = [], os.replace
 
     def recorded_replace(source, target):
@@ -459,7 +457,7 @@ def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", recorded_replace)
     target = tmp_path / "file"
     replace_file(target, lambda file: file.write(b"new"))
-    assert calls == [f"{target}.tmp", f"{target}.tmp becomes {target}", str(tmp_path)]
+    assert calls == [f"{target}.tmp", f"{target}.tmp becomes {target}"]
 
 
 def test_a_loader_that_dies_in_a_save_is_not_a_full_disk(tmp_path):
@@ -475,8 +473,9 @@ def test_a_loader_that_dies_in_a_save_is_not_a_full_disk(tmp_path):
 def test_without_locks_a_run_trains_and_warns(tmp_path, monkeypatch, capsys):
     refused = OSError(errno.ENOLCK, "no locks")
     monkeypatch.setattr(fcntl, "lockf", Mock(side_effect=refused))
-    assert resumed(tmp_path).lock is None
-    assert f"warning: {tmp_path} cannot be locked" in capsys.readouterr().err
+    assert resumed(tmp_path).epoch == 0
+    warning = f"warning: cannot keep a second run out of {tmp_path}: no locks"
+    assert warning in capsys.readouterr().err
 
 
 def test_a_full_disk_leaves_the_old_checkpoint(tmp_path):

@@ -62,8 +62,8 @@ def test_loader_processes_start_once_and_see_each_new_epoch(pictures):
         ("mv train training", "cannot open the folder .*train: No such file"),
         ("mv val/dog val/wolf", "2 found in only one of them: dog, wolf"),
         ("mkdir val/wolf", "in only one of them: wolf"),  # dog and cat are in both
-        ("rm -r train/* val/*", "train has no class folders"),
-        ("rm val/cat/*", "class folders without images: cat"),
+        ("rm -r train/* val/*", "Couldn't find any class folder in .*train"),
+        ("rm val/cat/*", "no valid file for the classes cat"),
     ],
 )
 def test_bad_folders_are_refused(pictures, command, message):

@@ -4,10 +4,8 @@ import itertools
 import json
 import os
 import sys
-import time
 import warnings
 from argparse import Namespace
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from unittest.mock import Mock
 
@@ -17,7 +15,6 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torchvision.models import WeightsEnum
 
-from common import model
 from common.arguments import build_parser, parse_arguments
 from common.device import machine_cores, select_device
 from common.errors import ImageError, UserError
@@ -305,9 +302,6 @@ def test_progress_is_shown_by_rank_0(rank, terminal, clock, monkeypatch, capsys)
     assert (log.figures()["first_step"], log.figures()["warmup_steps"]) == (4, 2)
 
 
-PRETRAINED = ("--data", "x", "--arch", "resnet50", "--pretrained")
-
-
 @pytest.mark.parametrize(
     "flags, epoch, step, printed",
     [
@@ -315,7 +309,6 @@ PRETRAINED = ("--data", "x", "--arch", "resnet50", "--pretrained")
         (("--synthetic",), 1, 3, "after step 3 (image 1536 of the epoch)\n"),
         (("--synthetic",), 9, 0, "already complete: 9 of 9 epochs\n"),
         (("--synthetic", "--evaluate", "--resume", "auto"), 9, 0, ""),
-        (PRETRAINED, 0, 0, "to 232 (bilinear) and crops the central 224 pixels\n"),
     ],
 )
 def test_a_run_begins_with_what_it_is(flags, epoch, step, printed, capsys):
@@ -397,33 +390,16 @@ def test_a_checkpoint_takes_the_place_of_pretrained_weights(
     """Nothing is downloaded, and the network is built as with the weights."""
     flags = ("--data", "x", "--pretrained", "--arch", arch, "--resume", "auto")
     args = parse(*flags, "--output", tmp_path)
-    with monkeypatch.context() as patch, pytest.raises(UserError, match="no network"):
-        patch.setattr(model, "download_once", Mock(side_effect=OSError("no network")))
+    offline = Mock(side_effect=OSError("no network"))
+    monkeypatch.setattr(WeightsEnum, "get_state_dict", offline)
+    with pytest.raises(UserError, match="no network"):
         build_model(args, data_of(1000))
-    monkeypatch.setattr(model, "download_once", lambda weights: None)
-    monkeypatch.setattr(WeightsEnum, "get_state_dict", lambda *_, **__: {})
-    monkeypatch.setattr(nn.Module, "load_state_dict", lambda *_: None)
-    built = build_model(args, data_of(1000))
+    with monkeypatch.context() as patch:
+        patch.setattr(WeightsEnum, "get_state_dict", lambda *_, **__: {})
+        patch.setattr(nn.Module, "load_state_dict", lambda *_: None)
+        built = build_model(args, data_of(1000))
     (tmp_path / "checkpoint.pt").touch()
-    monkeypatch.delattr(model, "download_once")
     again = build_model(args, data_of(1000))
     assert again.state_dict().keys() == built.state_dict().keys()
     for name in ("transform_input", "aux_logits"):
         assert getattr(again, name, None) == getattr(built, name, None)
-
-
-def test_processes_of_a_machine_download_weights_once(tmp_path, monkeypatch):
-    """Threads here: each opens the file that they lock."""
-    monkeypatch.setattr(torch.hub, "get_dir", lambda: tmp_path)
-    downloads = []
-
-    def fetch(check_hash):
-        downloads.append(check_hash)
-        time.sleep(0.2)  # for the others to come
-        (tmp_path / "checkpoints").mkdir()
-        (tmp_path / "checkpoints" / "net.pth").touch()
-
-    weights = Namespace(url="https://pytorch/net.pth", get_state_dict=fetch)
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(model.download_once, 4 * [weights]))
-    assert downloads == [True]
