@@ -9,7 +9,7 @@ import re
 
 import pytest
 from conftest import ROOT, run
-from played import Played, lesson
+from played import Played, lesson, restarted
 from ranks import free_port
 
 LESSONS = {path.stem: path for path in sorted((ROOT / "tutorial").glob("*.py"))}
@@ -29,6 +29,8 @@ def command(name):
 
 
 def marks(name):
+    if name == "build_ddp_three":  # processes, for two cores too many
+        return [pytest.mark.full]
     program = CHANGES.get(name, [name])[0]
     if "horovod" not in program:
         return []
@@ -42,22 +44,14 @@ def programs(names):
     )
 
 
-def launched(name):
-    """Whether it needs its launcher. Ranks get their numbers from in_forks()."""
-    return "horovod" in name or ("torchrun" in command(name) and name != "ranks")
-
-
-def by_command(name, path):
-    """What it prints when it is started as its page says."""
-    words = command(name).replace("29500", str(free_port()))
-    ended = run("bash", "-c", words.replace(f"tutorial/{name}.py", str(path)))
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    return ended.stdout
-
-
-def in_forks(name, path, folder):
-    """What it prints in a fork, or eight, of a process that has imported PyTorch."""
-    processes = [{}]
+def output(name, path, folder, request):
+    """What it prints if started as its page says, or, sooner, in forks of a process."""
+    if "horovod" in name or request.config.getoption("full"):
+        words = command(name).replace("29500", str(free_port()))
+        ended = run("bash", "-c", words.replace(f"tutorial/{name}.py", str(path)))
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        return ended.stdout
+    processes, task = [{}], restarted if name == "restarts" else lesson
     if name == "ranks":  # as torchrun starts four processes on each of two hosts
         job = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}
         job["MASTER_PORT"] = str(free_port())
@@ -66,7 +60,7 @@ def in_forks(name, path, folder):
         processes = [{**job, **dict(zip(names, p, strict=True))} for p in places]
     with Played(folder) as played:
         for number, variables in enumerate(processes):
-            played.start(lesson, path, variables, folder / f"errors{number}.log")
+            played.start(task, path, variables, folder / f"errors{number}.log")
         assert not any(played.end(seconds=100)), played.text()
         return played.log(0)
 
@@ -82,11 +76,7 @@ def compare(name, printed, request):
 @programs(LESSONS)
 def test_a_lesson_prints_what_its_page_quotes(name, request, tmp_path):
     """To the letter: nothing in it depends on time or chance."""
-    if launched(name) or request.config.getoption("full"):
-        printed = by_command(name, LESSONS[name])
-    else:
-        printed = in_forks(name, LESSONS[name], tmp_path)
-    compare(name, printed, request)
+    compare(name, output(name, LESSONS[name], tmp_path, request), request)
 
 
 @programs(CHANGES)
@@ -100,10 +90,7 @@ def test_a_changed_lesson_prints_what_its_page_quotes(name, request, tmp_path):
         text = text.replace(old, "".join(rest for sign, rest in lines if sign != "-"))
     path = tmp_path / f"{program}.py"
     path.write_text(text)
-    if launched(program):
-        printed = by_command(program, path)
-    else:
-        printed = in_forks(program, path, tmp_path)
+    printed = output(program, path, tmp_path, request)
     compare(name, printed, request)
     assert printed != (ROOT / "results" / "lessons" / f"{program}.txt").read_text()
 
