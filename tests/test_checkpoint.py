@@ -17,9 +17,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 from conftest import wait_until
-from ranks import Ranks, lock_and_fork, save_for_ever, train_disturbed
+from ranks import Ranks, lock_and_fork, parse, save_for_ever
 
-from common.arguments import build_parser, parse_arguments
 from common.checkpoint import (
     TrainingState,
     find_checkpoint,
@@ -44,8 +43,7 @@ class Tiny(torch.nn.Linear):
 
 
 def arguments(output, *flags):
-    argv = ["--data", "x", "--output", str(output), "--precision", "fp32", *flags]
-    return parse_arguments(build_parser("A test."), "test", argv)
+    return parse("--data", "x", "--output", output, "--precision", "fp32", *flags)
 
 
 def make(output, *flags, outputs=3, images=IMAGES):
@@ -122,22 +120,6 @@ def test_the_first_epoch_in_a_new_folder_is_its_best(tmp_path):
         finish(state, top1)
         state.save()
         assert read_checkpoint(tmp_path / "new" / "best.pt")["epoch"] == best
-
-
-@pytest.mark.parametrize(
-    "stop_at, saves", [(-1, "0 4, 0 8, 1 0, 1 4, 1 8, 2 0"), (12, "0 4, 0 8, 0 12")]
-)
-def test_nothing_is_written_twice(tmp_path, digits, stop_at, saves):
-    """Neither at a stop, nor at an epoch's end, also if it is a step to save at."""
-    course = "--image-size 32 -b 8 --precision fp32 -j 0 --epochs 2 --max-steps 12"
-    course += " --print-interval 1 --checkpoint-steps 4"
-    flags = ["--data", digits, *course.split(), "--output", tmp_path / "out"]
-    how = {"name": "dataparallel", "net": "small", "flags": flags, "at": stop_at}
-    with Ranks(tmp_path, 1, train_disturbed, what="SIGTERM", **how) as ranks:
-        assert ranks.end() == [143 if stop_at > 0 else 0], ranks.text()
-        lines = ranks.text().splitlines()
-    found = [line[11:] for line in lines if line.startswith("torch.save ")]
-    assert ", ".join(found) == saves
 
 
 # --- two runs in one folder ---
@@ -387,16 +369,6 @@ def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     target = tmp_path / "file"
     replace_file(target, lambda file: file.write(b"new"))
     assert calls == [f"{target}.tmp", f"{target}.tmp becomes {target}", str(tmp_path)]
-
-
-def test_a_loader_that_dies_in_a_save_is_not_a_full_disk(tmp_path):
-    class Content:
-        def __reduce__(self):
-            raise RuntimeError("DataLoader worker (pid 7) is killed by signal")
-
-    with pytest.raises(RuntimeError, match="DataLoader worker"):
-        replace_file(tmp_path / "file", lambda file: torch.save(Content(), file))
-    assert not list(tmp_path.iterdir())
 
 
 def test_without_locks_a_run_trains_and_warns(tmp_path, monkeypatch, capsys):

@@ -9,12 +9,12 @@ import pytest
 import torch
 from conftest import MISSING
 from PIL import Image
+from ranks import parse
 from torchvision import transforms as v1
 from torchvision.models import get_model_weights
 from torchvision.transforms.v2 import InterpolationMode, RandomResizedCrop
 
 from common import images, nvimgcodec
-from common.arguments import build_parser, parse_arguments
 from common.data import build_datasets, build_loader
 from common.errors import ImageError, UserError
 from common.model import architectures, pretrained_normalisation, validation_protocol
@@ -26,8 +26,7 @@ USUAL = images.choose_decoder("auto")
 
 
 def arguments(data, flags):
-    words = ["--data", str(data), "-b", "1", *flags.split()]
-    return parse_arguments(build_parser("A test."), "test", words)
+    return parse("--data", data, "-b", 1, *flags.split())
 
 
 def one_by_one(args, dataset, workers=0):

@@ -28,18 +28,6 @@ def test_hosts_by_hand():
         hosts().all_reduce(12)
 
 
-def test_efficiency_by_hand():
-    assert hosts().weak(1) == hosts().strong(1, 8192) == (1, 1)
-    # The backward pass of a 100 ms step takes 66.7 ms, and hides as much
-    slow = hosts(network=Link(0, 1e9))
-    communication = slow.all_reduce(64)
-    assert communication > 0.1
-    assert slow.weak(64).low == pytest.approx(0.1 / (0.1 + communication))
-    assert slow.weak(64).high == pytest.approx(0.1 / (0.1 / 3 + communication))
-    # 2,048 images on 64 GPUs are 32 each, an eighth of 256
-    assert slow.strong(64, 2048).low == pytest.approx(0.0125 / (0.0125 + communication))
-
-
 def test_buckets_are_those_of_ddp():
     for name in ("resnet18", "resnet50"):
         parameters = list(torchvision.models.get_model(name).parameters())

@@ -69,6 +69,10 @@ def test_every_way_trains_the_same_model(trained, digits, tmp_path, way):
     epochs = records(tmp_path / "out")
     assert [record["epoch"] for record in epochs] == [0, 1]
     for record in epochs:
+        printed = "epoch {}/2: train loss {train_loss:.4f}, top-1 {train_top1:.2f} %, "
+        printed += "top-5 {train_top5:.2f} %; val loss {val_loss:.4f}, "
+        printed += "top-1 {val_top1:.2f} %, top-5 {val_top5:.2f} %, 359 images"
+        assert printed.format(record["epoch"] + 1, **record) in ended.stdout
         assert set(record) == {"epoch", "steps", *SAME, *TIMED}
         counts = record["steps"], record["images"], record["val_images"]
         assert counts == (2, 128, 359)

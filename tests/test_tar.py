@@ -7,11 +7,10 @@ import subprocess
 import pytest
 import torch
 from played import free_port
-from ranks import recorded, run_ranks
+from ranks import parse, recorded, run_ranks
 from test_reference import same
 
 from common import tar
-from common.arguments import build_parser, parse_arguments
 from common.data import build_datasets, fingerprint
 from common.errors import UserError
 from launch.check import check
@@ -26,12 +25,8 @@ tar -cf $1/val.tar --format pax -C val cat "cat 2"
 
 
 def arguments(data, *flags):
-    words = ["--data", data, "--image-size", 32, "-b", 4, "--output", data / "out"]
-    return parse_arguments(
-        build_parser("A test."),
-        "test",
-        [str(word) for word in [*words, "-j", 0, *flags]],
-    )
+    flags = ("-b", 4, "--output", data / "out", "-j", 0, *flags)
+    return parse("--data", data, "--image-size", 32, *flags)
 
 
 @pytest.fixture
