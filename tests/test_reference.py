@@ -259,3 +259,4 @@ def test_crops_are_random_within_their_bounds(ran, photographs):
                 assert drawn.setdefault(key, crop) == crop  # whatever else is given
         assert min(shares) < recipe["min_crop"] + 0.1
     assert len({str(crop) for crop in drawn.values()}) > 0.95 * len(drawn) > 300
+    assert 0.4 < numpy.mean([flip for _, flip in drawn.values()]) < 0.6

@@ -88,22 +88,12 @@ def test_a_run_stops_with_archives_and_goes_on_with_folders(
         same(resumed["weights"], whole["weights"])
 
 
-def test_an_archive_is_opened_once_and_an_unreadable_image_named(archives, monkeypatch):
+def test_an_unreadable_image_is_named(archives):
     made = archives(WHOLE)
-    content, opened, usual = (made / "train.tar").read_bytes(), [], os.open
-    monkeypatch.setattr(
-        tar.os,
-        "open",
-        lambda path, *more, **o: opened.append(path) or usual(path, *more, **o),
-    )
     train_set, _ = build_datasets(arguments(made))
-    for _ in range(3):
-        [train_set[index] for index in range(16)]
-    assert opened.count(made / "train.tar") == 1
+    content = (made / "train.tar").read_bytes()
     (made / "train.tar").write_bytes(content.replace(b"\xff\xd8\xff", b"\0\0\0"))
-    with pytest.raises(
-        UserError, match=r"cannot read the image .*train\*.tar/cat/0.JPEG"
-    ):
+    with pytest.raises(UserError, match=r"the image .*train\*.tar/cat/0.JPEG"):
         train_set[0]
 
 

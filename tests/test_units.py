@@ -27,6 +27,7 @@ from common.schedule import build_scheduler
 from launch.check import check_shared_memory, set_threads
 from launch.exits import LOST_PROCESS, Stopped, end_with_launcher, exit_status
 from launch.ranks import ranks_from_environment
+from launch.spawn import rendezvous
 from launch.torchrun import root_cause
 
 CPU = torch.device("cpu")
@@ -59,6 +60,17 @@ def test_ranks(variables, expected):
     else:
         with pytest.raises(UserError, match=expected):
             ranks_from_environment(variables)
+
+
+def test_where_spawned_processes_meet(monkeypatch):
+    """On one machine a file, and nothing listens but on loopback."""
+    monkeypatch.setattr(os, "environ", {})
+    url = rendezvous(Namespace(dist_url=None, nnodes=1))
+    assert url.startswith("file:///") and not os.path.exists(url[7:])
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "=lo"
+    with pytest.raises(UserError, match="tcp://h:99999 is not of the form HOST:PORT"):
+        rendezvous(Namespace(dist_url="tcp://h:99999", nnodes=2))
 
 
 @pytest.mark.parametrize(
