@@ -118,7 +118,7 @@ def end(event, way, job):
 
 # --- to the bit ---
 
-EPOCHS, STEPS = 4, 12
+EPOCHS, STEPS = 6, 12
 COURSE = "--arch mobilenet_v3_small --image-size 32 -b 8 --precision fp32 --lr 0.4 "
 COURSE += f"--min-crop 0.5 --warmup-epochs 1 --epochs {EPOCHS} --max-steps {STEPS} "
 COURSE += "--print-interval 2 --checkpoint-steps 5 --timeout-seconds 5"
@@ -265,7 +265,7 @@ def kill_until_it_ends(output, draw, sizes, notes=None, **how):
             (notes / str(kills)).mkdir(parents=True)
             how["notes"] = str(notes / str(kills))
         with Ranks(output.parent, size, name=name, **how) as ranks:
-            for _ in range(draw.randrange(1, 7)):  # of 12 in the whole run
+            for _ in range(draw.randrange(1, 10)):  # of 18 in the whole run
                 wait_for_a_save(output, ranks)
             time.sleep(draw.uniform(0, 0.3))
             if not ranks.alive():
