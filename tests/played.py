@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.multiprocessing import start_processes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -102,7 +103,12 @@ def python(words: tuple, variables: dict) -> None:
         sys.modules.pop(sys.argv[0], None)  # or runpy warns
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        run_path(sys.argv[0])
+
+
+def run_path(path) -> None:
+    sys.path[:0] = [str(Path(path).parent)]  # which a file may import from
+    runpy.run_path(str(path), run_name="__main__")
 
 
 def lesson(path: Path, variables: dict, errors: Path) -> None:
@@ -114,3 +120,13 @@ def lesson(path: Path, variables: dict, errors: Path) -> None:
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
     torch.multiprocessing.spawn = partial(start_processes, start_method="fork")
     python((path,), {**os.environ, **variables})
+
+
+def restarted(path: Path, variables: dict, errors: Path) -> None:
+    """As torchrun starts two processes of a lesson, at most three times."""
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    how = {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0", "max_restarts": 2}
+    how |= {"run_id": str(os.getpid()), "start_method": "fork"}
+    config = LaunchConfig(1, 1, 2, monitor_interval=0.1, **how)
+    elastic_launch(config, run_path)(path)

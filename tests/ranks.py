@@ -122,6 +122,11 @@ NETS = {"small": small, "norm": norm, "drop": drop, "flat": flat}
 NETS |= {"loud": partial(drop, times=30), "steep": partial(small, times=8)}
 
 
+def parse(*flags, strategy: str = "test") -> Namespace:
+    """Flags of the command line, as all scripts have them."""
+    return parse_arguments(build_parser("A test."), strategy, [str(f) for f in flags])
+
+
 def load_script(name: str, net: str | None):
     """A script as a module, with one of our networks in place of torchvision's."""
     script = importlib.import_module(name)
@@ -250,9 +255,9 @@ def train_unlike(name: str, flags: list, own: list[list]):
 def train_disturbed(name: str, flags: list, at: int, what: str, net: str | None = None):
     """Train; in step `at` of the run rank 1 gets a signal, or a loss that is no number.
 
-    With one process that is rank 0. Prints (epoch, step) of each save.
+    With one process that is rank 0.
     """
-    script, save = load_script(name, net), torch.save
+    script = load_script(name, net)
     last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"] != "1"))
 
     def act(state, images, labels):
@@ -263,15 +268,8 @@ def train_disturbed(name: str, flags: list, at: int, what: str, net: str | None 
             else:
                 os.kill(os.getpid(), getattr(signal, what))
 
-    def printed(content, file):
-        if "best.pt" not in file.name:
-            print("torch.save", content["epoch"], content["step"], flush=True)
-        save(content, file)
-
     before_each_step(script, act)
-    torch.save = printed
     start(script, flags)
-    torch.save = save
 
 
 def lock_and_fork(output: str) -> None:
@@ -291,8 +289,7 @@ def save_for_ever(output: str) -> None:
 
     Writes N to the file `acknowledged` once save() has returned.
     """
-    argv = ["--data", "x", "--output", output, "--precision", "fp32"]
-    args = parse_arguments(build_parser("A test."), "test", argv)
+    args = parse("--data", "x", "--output", output, "--precision", "fp32")
     model = nn.Linear(512, 256)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     scheduler = build_scheduler(args, optimizer, 10)

@@ -7,9 +7,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from conftest import TINY
-from ranks import Ranks, train_unlike
+from ranks import Ranks, parse, train_unlike
 
-from common.arguments import build_parser, parse_arguments
 from common.data import build_datasets
 from common.errors import UserError
 from launch.agreement import agree, check_batch
@@ -25,8 +24,7 @@ def difference(*flags, device="cpu", version=torch.__version__):
     """What agree() raises in processes with these flags; the last one is special."""
     started = []
     for own in flags:
-        words = [str(word) for word in (*EPOCH, *own)]
-        args = parse_arguments(build_parser("A test."), "distributed", words)
+        args = parse(*EPOCH, *own, strategy="distributed")
         started.append((args, "cpu", torch.__version__, build_datasets(args)))
     started[-1] = (started[-1][0], device, version, started[-1][3])
     tables, errors = [], []

@@ -6,7 +6,7 @@ import torch
 from conftest import ROOT
 from torchvision.transforms import InterpolationMode
 
-from benchmarks import comparison, usual
+from benchmarks import usual
 from benchmarks.photographs import write_photographs
 from common import images
 
@@ -23,24 +23,6 @@ def test_the_usual_pipeline_is_our_pillow_pipeline_normalised(tmp_path):
         torch.testing.assert_close(val[number][0], normalised, rtol=0, atol=1e-6)
     crop = usual.TRAIN[0]
     assert crop.scale == (0.08, 1.0) and crop.size == (224, 224)
-
-
-def test_rounds_are_interleaved_and_the_first_does_not_count():
-    calls = []
-
-    def candidate(name):
-        return lambda: calls.append(name) or float(len(calls))
-
-    found = comparison.interleave({name: candidate(name) for name in "abc"}, rounds=3)
-    rounds = ["".join(calls[start : start + 3]) for start in range(0, 12, 3)]
-    assert [sorted(one) for one in rounds] == [["a", "b", "c"]] * 4
-    assert found["a"] == [index + 1.0 for index in range(3, 12) if calls[index] == "a"]
-
-
-def test_ratios_are_taken_within_a_round():
-    found = {"base": [1.0, 3.0, 2.0], "twice": [2.0, 6.0, 4.0]}
-    rows = comparison.compared(found, "base")
-    assert rows["twice"]["ratio"] == {"median": 2, "low": 2, "high": 2}
 
 
 def test_the_figures_of_the_performance_page_are_of_a_commit_and_a_command():

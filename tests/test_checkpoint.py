@@ -16,11 +16,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-import torchvision
 from conftest import wait_until
-from ranks import Ranks, lock_and_fork, save_for_ever, train_disturbed
+from ranks import Ranks, lock_and_fork, parse, save_for_ever
 
-from common.arguments import build_parser, parse_arguments
 from common.checkpoint import (
     TrainingState,
     find_checkpoint,
@@ -31,7 +29,6 @@ from common.checkpoint import (
 )
 from common.data import RandomImages, build_datasets
 from common.errors import UserError
-from common.model import build_model
 from common.schedule import build_scheduler
 from launch.check import check
 
@@ -46,8 +43,7 @@ class Tiny(torch.nn.Linear):
 
 
 def arguments(output, *flags):
-    argv = ["--data", "x", "--output", str(output), "--precision", "fp32", *flags]
-    return parse_arguments(build_parser("A test."), "test", argv)
+    return parse("--data", "x", "--output", output, "--precision", "fp32", *flags)
 
 
 def make(output, *flags, outputs=3, images=IMAGES):
@@ -97,41 +93,6 @@ def saved(tmp_path, *flags):
     return tmp_path / "run" / "checkpoint.pt"
 
 
-def content_of(state):
-    """All that a run consists of."""
-    parts = {name: part.state_dict() for name, part in state.parts.items()}
-    numbers = state.epoch, state.step, state.sums, state.learning_rate, state.best
-    tensors = [*state.raw_model.state_dict().values()]
-    tensors += [s["momentum_buffer"] for s in parts["optimizer"].pop("state").values()]
-    return [tensor.tolist() for tensor in tensors], parts, numbers, state.records
-
-
-def test_a_run_continues_in_the_middle_of_an_epoch(tmp_path):
-    _, whole = make(tmp_path / "whole")
-    _, first = make(tmp_path / "run")
-    for state in (whole, first):
-        train_epochs(state, 50.0)
-        step(state, 1)
-    first.save()
-    second = resumed(tmp_path / "run")
-    assert (second.epoch, second.step) == (1, 1)
-    assert content_of(whole) == content_of(second)
-    step(whole, 2)
-    step(second, 2)
-    assert content_of(whole) == content_of(second)
-
-
-def test_keys_of_the_imagenet_example(tmp_path):
-    content = torch.load(saved(tmp_path), weights_only=True)
-    assert content["epoch"] == 1 and content["arch"] == "resnet18"
-    assert content["best_acc1"].item() == 50.0
-    model = torch.nn.Linear(4, 3)
-    model.load_state_dict(content["state_dict"])
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    optimizer.load_state_dict(content["optimizer"])
-    torch.optim.lr_scheduler.StepLR(optimizer, 30).load_state_dict(content["scheduler"])
-
-
 def test_best_is_kept_when_the_next_epoch_is_no_better(tmp_path):
     """Also by a resumed run; 200 / 3 is another number in float32."""
     train_epochs(make(tmp_path)[1], 60.0, 200 / 3)
@@ -149,19 +110,6 @@ def test_best_is_kept_when_the_next_epoch_is_no_better(tmp_path):
     assert records[0]["train_top1"] == 50.0 and records[0]["val_images"] == 40
 
 
-def test_the_best_checkpoint_stays_until_there_is_a_better_one(tmp_path):
-    """Also where a killed run left a file of its own."""
-    best, last = tmp_path / "best.pt", tmp_path / "checkpoint.pt"
-    _, state = make(tmp_path)
-    train_epochs(state, 60.0, 80.0)
-    before = best.read_bytes()
-    (tmp_path / "checkpoint.pt.tmp").write_bytes(b"half")
-    train_epochs(state, 70.0)
-    assert read_checkpoint(last)["epoch"] == 3 and best.read_bytes() == before
-    assert read_checkpoint(best)["epoch"] == 2
-    assert not list(tmp_path.glob("*.tmp"))
-
-
 def test_the_first_epoch_in_a_new_folder_is_its_best(tmp_path):
     """Whatever the best was in the folder that it is resumed from."""
     args, state = make(tmp_path / "new", "--resume", str(saved(tmp_path)))
@@ -172,37 +120,6 @@ def test_the_first_epoch_in_a_new_folder_is_its_best(tmp_path):
         finish(state, top1)
         state.save()
         assert read_checkpoint(tmp_path / "new" / "best.pt")["epoch"] == best
-
-
-def test_a_checkpoint_replaced_since_the_agreement_is_not_loaded(tmp_path):
-    """Processes that load it later would load another one than those before."""
-    path = saved(tmp_path)
-    args, state = make(tmp_path / "run", "--resume", "auto")
-    agreed = open_checkpoint(args)
-    weights = read_checkpoint(path)["state_dict"]
-    other = resumed(tmp_path / "run")
-    train_epochs(other, 99.0)
-    other.lock.close()
-    assert read_checkpoint(path)["epoch"] == 2
-    state.resume(args, 0, agreed)
-    assert state.epoch == 1
-    assert all(w.equal(weights[n]) for n, w in state.raw_model.state_dict().items())
-
-
-@pytest.mark.parametrize(
-    "stop_at, saves", [(-1, "0 4, 0 8, 1 0, 1 4, 1 8, 2 0"), (12, "0 4, 0 8, 0 12")]
-)
-def test_nothing_is_written_twice(tmp_path, digits, stop_at, saves):
-    """Neither at a stop, nor at an epoch's end, also if it is a step to save at."""
-    course = "--image-size 32 -b 8 --precision fp32 -j 0 --epochs 2 --max-steps 12"
-    course += " --print-interval 1 --checkpoint-steps 4"
-    flags = ["--data", digits, *course.split(), "--output", tmp_path / "out"]
-    how = {"name": "dataparallel", "net": "small", "flags": flags, "at": stop_at}
-    with Ranks(tmp_path, 1, train_disturbed, what="SIGTERM", **how) as ranks:
-        assert ranks.end() == [143 if stop_at > 0 else 0], ranks.text()
-        lines = ranks.text().splitlines()
-    found = [line[11:] for line in lines if line.startswith("torch.save ")]
-    assert ", ".join(found) == saves
 
 
 # --- two runs in one folder ---
@@ -242,14 +159,6 @@ def test_a_run_s_lock_ends_with_it_whatever_it_forked(pictures, tmp_path):
 
 
 # --- what ends a run ---
-
-
-def test_a_stop_during_validation_is_followed(tmp_path):
-    _, state = make(tmp_path)
-    for stop in (True, False):
-        step(state, 1)
-        finish(state, 50.0, stop=stop)
-        assert state.stop_requested == stop
 
 
 def test_numbers_that_are_not_finite_end_the_run(tmp_path):
@@ -460,16 +369,6 @@ def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     assert calls == [f"{target}.tmp", f"{target}.tmp becomes {target}"]
 
 
-def test_a_loader_that_dies_in_a_save_is_not_a_full_disk(tmp_path):
-    class Content:
-        def __reduce__(self):
-            raise RuntimeError("DataLoader worker (pid 7) is killed by signal")
-
-    with pytest.raises(RuntimeError, match="DataLoader worker"):
-        replace_file(tmp_path / "file", lambda file: torch.save(Content(), file))
-    assert not list(tmp_path.iterdir())
-
-
 def test_without_locks_a_run_trains_and_warns(tmp_path, monkeypatch, capsys):
     refused = OSError(errno.ENOLCK, "no locks")
     monkeypatch.setattr(fcntl, "lockf", Mock(side_effect=refused))
@@ -491,11 +390,3 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (tmp_path / "run" / "checkpoint.pt").read_bytes() == before
     assert not list(tmp_path.rglob("*.tmp"))
-
-
-def test_plain_torchvision_takes_the_weights(tmp_path):
-    """Also of a compiled network: the names are torchvision's."""
-    args = arguments(tmp_path, "--arch", "mobilenet_v3_small")
-    model = build_model(args, RandomImages(8, 8))
-    model.compile()
-    torchvision.models.mobilenet_v3_small().load_state_dict(model.state_dict())

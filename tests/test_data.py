@@ -7,10 +7,10 @@ import subprocess
 import numpy
 import pytest
 import torch
+from ranks import parse
 from torch.utils.data import TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from common.arguments import build_parser, parse_arguments
 from common.data import build_datasets, build_loader, open_folders
 from common.errors import ImageError, UserError
 
@@ -18,9 +18,7 @@ CPU = torch.device("cpu")
 
 
 def arguments(*flags):
-    flags = [str(flag) for flag in flags]
-    flags = ["--image-size", "32", "-b", "4", *flags]
-    return parse_arguments(build_parser("A test."), "test", flags)
+    return parse("--image-size", 32, "-b", 4, *flags)
 
 
 def train_loader(args, workers=0):

@@ -9,12 +9,12 @@ import pytest
 import torch
 from conftest import MISSING
 from PIL import Image
+from ranks import parse
 from torchvision import transforms as v1
 from torchvision.models import get_model_weights
 from torchvision.transforms.v2 import InterpolationMode, RandomResizedCrop
 
 from common import images, nvimgcodec
-from common.arguments import build_parser, parse_arguments
 from common.data import build_datasets, build_loader
 from common.errors import ImageError, UserError
 from common.model import architectures, pretrained_normalisation, validation_protocol
@@ -23,12 +23,10 @@ VALIDATION = images.ValTransform(224, 256, InterpolationMode.BILINEAR)
 TRAINING = images.TrainTransform(224, 0.08, True)
 DECODERS = [name for name in images.DECODERS if not MISSING.get(name)]
 USUAL = images.choose_decoder("auto")
-needs_nvimgcodec = pytest.mark.nvimgcodec
 
 
 def arguments(data, flags):
-    words = ["--data", str(data), "-b", "1", *flags.split()]
-    return parse_arguments(build_parser("A test."), "test", words)
+    return parse("--data", data, "-b", 1, *flags.split())
 
 
 def one_by_one(args, dataset, workers=0):
@@ -100,21 +98,6 @@ def test_every_decoder_reads_the_same_pixels(tmp_path):
         if "nvimgcodec" in DECODERS and kind != "GIF":  # which it leaves to Pillow
             own = nvimgcodec.open_picture(content, no_way_out)
             assert torch.equal(whole(own), expected), kind
-
-
-@needs_nvimgcodec
-@pytest.mark.parametrize("options", ({}, {"subsampling": 0}, {"progressive": True}))
-def test_a_part_is_what_the_whole_has_there(tmp_path, options):
-    path = tmp_path / "picture.JPEG"
-    picture_of(131, 197).save(path, quality=90, **options)
-    content = path.read_bytes()
-    decoded = whole(images.PillowPicture(content))
-    random.seed(0)
-    for _ in range(40):
-        top, left, h, w = images.random_box(131, 197, 0.01)
-        own = nvimgcodec.open_picture(content, no_way_out)
-        part = decoded[:, top : top + h, left : left + w]
-        assert torch.equal(own.read(top, left, h, w), part)
 
 
 @pytest.fixture
@@ -206,18 +189,6 @@ def test_random_boxes_are_distributed_like_torchvisions(size):
     # Means of 4,000 draws: their standard error is below 1 % of the side
     assert (abs(ours.mean(0) - theirs.mean(0)) / (*size, *size) < 0.03).all()
     assert (abs(ours.std(0) - theirs.std(0)) / (*size, *size) < 0.03).all()
-
-
-def test_half_of_the_images_are_mirrored(tmp_path):
-    path, mirrored = tmp_path / "picture.JPEG", 0
-    picture_of(64, 64).save(path)
-    whole_image = images.TrainTransform(64, 1.0, False)
-    for seed in range(200):
-        one = seeded(path, USUAL, images.TrainTransform(64, 1.0, True), seed)
-        other = seeded(path, USUAL, whole_image, seed)
-        assert torch.equal(one, other) or torch.equal(one, other.flip(-1))
-        mirrored += not torch.equal(one, other)
-    assert 70 < mirrored < 130
 
 
 @pytest.mark.parametrize("decoder", DECODERS)

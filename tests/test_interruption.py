@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from functools import partial
+from itertools import cycle
 
 import pytest
 import torch
@@ -216,7 +217,7 @@ CHAINS = {
 def test_killed_stopped_or_hanging_it_ends_with_the_same_bits(
     way, events, hanging, small_digits, uninterrupted, tmp_path
 ):
-    """What is left is trained by another strategy."""
+    """Each launcher's, as those of processes without one."""
     job, (strategy, variables, _) = hanging[way], WAYS[way]
     end("one process hangs", way, job)
     output = job.output
@@ -230,10 +231,10 @@ def test_killed_stopped_or_hanging_it_ends_with_the_same_bits(
             assert "resumed in epoch" in job.text()
         positions.append(position(output))
     assert positions == sorted(positions) and positions[-1] < [EPOCHS, 0]
-    processes = 1 if way == "dataparallel" else 2
-    name = ("dataparallel", "multiprocessing_distributed")[processes - 1]
-    flags = ["--data", small_digits, *flags, "-j", 2, "--output", output]
-    run_ranks(tmp_path, processes, train, name=name, flags=flags)
+    with Running(strategy, small_digits, output, *flags, **variables) as job:
+        assert job.end(120) == 0, job.text()
+    processes = json.loads((output / "report.json").read_text())["world_size"]
+    assert processes == (1 if way == "dataparallel" else 2)
     assert came_to(output) == uninterrupted[processes]
 
 
@@ -243,14 +244,16 @@ def test_killed_stopped_or_hanging_it_ends_with_the_same_bits(
 def test_killed_again_and_again_it_ends_with_the_same_bits(
     seeds, small_digits, uninterrupted, tmp_path, figure
 ):
-    """SIGKILL at random moments, from the first step to the last write."""
+    """SIGKILL at random moments, from the first step to the last write.
+
+    Each run is of another strategy than the one before, so each resumes the other's.
+    """
     kills = 0
     for seed in seeds:
-        name = ("distributed", "multiprocessing_distributed")[seed % 2]
         output = tmp_path / str(seed)
         flags = ["--data", small_digits, *COURSE, "-j", 2, "--output", output]
         flags += ["--resume", "auto"]
-        how = {"task": train, "name": name, "flags": flags}
+        how = {"task": train, "flags": flags}
         kills += kill_until_it_ends(output, random.Random(seed), [2], **how)
         assert came_to(output) == uninterrupted[2]
     assert kills
@@ -263,13 +266,13 @@ def kill_until_it_ends(output, draw, sizes, notes=None, **how):
 
     Each run has another number of processes, if there are several `sizes`.
     """
-    size = None
-    for kills in range(30):
+    size, strategies = None, cycle(("distributed", "multiprocessing_distributed"))
+    for kills, name in zip(range(30), strategies, strict=False):
         size = draw.choice([one for one in sizes if one != size or len(sizes) == 1])
         if notes:
             (notes / str(kills)).mkdir(parents=True)
             how["notes"] = str(notes / str(kills))
-        with Ranks(output.parent, size, **how) as ranks:
+        with Ranks(output.parent, size, name=name, **how) as ranks:
             for _ in range(draw.randrange(1, 10)):  # of 18 in the whole run
                 wait_for_a_save(output, ranks)
             time.sleep(draw.uniform(0, 0.3))
@@ -298,7 +301,7 @@ def test_with_other_numbers_of_processes_no_image_is_lost_or_repeated(
         output, notes = tmp_path / str(seed), tmp_path / f"notes {seed}"
         flags = ["--data", tmp_path / "data", *course, "--output", output]
         how = {"task": train_noting, "notes": notes, "flags": flags}
-        how |= {"name": "distributed", "net": "small"}
+        how |= {"net": "small"}
         kills += kill_until_it_ends(output, random.Random(seed), [1, 2, 4], **how)
         trained = {}  # by step, the images that each run gave it
         for run in notes.iterdir():
@@ -330,28 +333,6 @@ def wait_for_a_save(output, ranks):
     before = saved()
     ended = partial(lambda before: saved() != before or not ranks.alive(), before)
     wait_until(ended, 60, "a save", interval=0.005)
-
-
-def test_another_number_of_processes_continues_at_the_same_image(digits, tmp_path):
-    """The network has no batch norm, so what is left is rounding (see test_equality)."""
-    course = "--image-size 32 -b 48 --precision fp32 --lr 0.1 --warmup-epochs 1 -j 0 "
-    course += "--max-steps 10 --epochs 3 --print-interval 1 --checkpoint-steps 4"
-    how = {"name": "distributed", "net": "small"}
-    flags = ["--data", digits, *course.split(), "--resume", "auto", "--output"]
-    whole, other = tmp_path / "whole", tmp_path / "other"
-    run_ranks(tmp_path, 2, train, flags=[*flags, whole], **how)
-    how["flags"] = [*flags, other]
-    with Ranks(tmp_path, 2, train_disturbed, at=16, what="SIGTERM", **how) as ranks:
-        assert ranks.end() == [143, 143], ranks.text()
-    with Ranks(tmp_path, 3, train, **how) as ranks:
-        assert ranks.end() == [0, 0, 0], ranks.text()
-        assert f"(image {48 * 6} of the epoch)" in ranks.text()
-    one, two = (torch.load(output / "checkpoint.pt") for output in (whole, other))
-    for key, tensor in one["state_dict"].items():
-        torch.testing.assert_close(tensor, two["state_dict"][key], rtol=0, atol=4e-6)
-    for record, expected in zip(one["records"], two["records"], strict=True):
-        assert record["images"] == expected["images"] == 480
-        assert abs(record["train_loss"] - expected["train_loss"]) < 1e-5
 
 
 def test_the_same_numbers_of_processes_at_the_same_images_give_the_same_bits(

@@ -3,12 +3,11 @@
 import re
 import shutil
 import subprocess
-import sys
 import time
 
 import pytest
-from conftest import ROOT, environment, processes_of, run, start, wait_until
-from played import Played, python
+from conftest import ROOT, environment, processes_of, start, wait_until
+from played import Played, python, run_python
 
 LABS = ROOT / "tutorial" / "labs"
 SCRIPTS = {path.name[:2]: path.name for path in sorted(LABS.glob("[0-9][0-9]_*.py"))}
@@ -73,11 +72,6 @@ CHANGES = [
 ]  # fmt: skip
 
 
-def grade(path, words, variables):
-    sys.path.insert(0, str(path.parent))  # as `python path` does
-    python((path, *words), variables)
-
-
 def copy(folder):
     return shutil.copytree(LABS, folder / "tutorial" / "labs")
 
@@ -100,7 +94,7 @@ def graded(tmp_path_factory):
     with Played(labs[0].parent / "logs") as played:
         for folder, chosen, seconds in zip(labs, words, patience, strict=True):
             variables = environment(PATIENCE=seconds)
-            played.start(grade, folder / "grade.py", chosen, variables)
+            played.start(python, (folder / "grade.py", *chosen), variables)
         statuses = played.end(seconds=400)
         logs = [played.log(number).splitlines() for number in range(4)]
     # What is printed last is how many labs pass
@@ -122,8 +116,8 @@ def test_what_counts_is_what_a_script_does(graded, number, old, new, said):
 
 
 def test_an_unknown_lab_and_ctrl_c(tmp_path):
-    ended = run("python", LABS / "grade.py", "99")
-    assert ended.returncode == 2 and ended.stderr.count("\n") == 1
+    status, printed = run_python(tmp_path, LABS / "grade.py", "99")
+    assert status == 2 and printed.count("\n") == 1
     mark = {"TEST_RUN": str(tmp_path)}
     with open(tmp_path / "log", "w") as log:
         process = start(["python", LABS / "grade.py", "19"], log, mark)

@@ -8,22 +8,13 @@ import torchvision
 from conftest import ROOT
 
 from benchmarks import scaling
-from benchmarks.scaling_model import MIB, Cluster, Link, buckets, ring_seconds
-
-SLOW = Link(alpha=1e-3, beta=1e9)
+from benchmarks.scaling_model import MIB, Cluster, Link, buckets
 
 
 def hosts(**changes):
     """Eight GPUs a host; a step of 100 ms, 100 MB in two calls."""
     links = Link(1e-5, 1e11), Link(1e-4, 1e10)
     return Cluster(0.1, 256, 100e6, 8, *links, bucket=1e9)._replace(**changes)
-
-
-def test_the_ring_by_hand():
-    # 6 messages of 1 ms, and 1.5 times 8 MB at 1 GB/s
-    assert ring_seconds(4, 8e6, SLOW) == pytest.approx(6e-3 + 12e-3)
-    assert ring_seconds(4, 8e6, SLOW, calls=3) == pytest.approx(18e-3 + 12e-3)
-    assert ring_seconds(1, 1e9, SLOW, calls=9) == 0
 
 
 def test_hosts_by_hand():
@@ -35,18 +26,6 @@ def test_hosts_by_hand():
     assert hosts(gpus_per_host=1).all_reduce(4) == pytest.approx(between)
     with pytest.raises(ValueError, match="12 GPUs do not fill hosts of 8"):
         hosts().all_reduce(12)
-
-
-def test_efficiency_by_hand():
-    assert hosts().weak(1) == hosts().strong(1, 8192) == (1, 1)
-    # The backward pass of a 100 ms step takes 66.7 ms, and hides as much
-    slow = hosts(network=Link(0, 1e9))
-    communication = slow.all_reduce(64)
-    assert communication > 0.1
-    assert slow.weak(64).low == pytest.approx(0.1 / (0.1 + communication))
-    assert slow.weak(64).high == pytest.approx(0.1 / (0.1 / 3 + communication))
-    # 2,048 images on 64 GPUs are 32 each, an eighth of 256
-    assert slow.strong(64, 2048).low == pytest.approx(0.0125 / (0.0125 + communication))
 
 
 def test_buckets_are_those_of_ddp():

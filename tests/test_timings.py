@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import os
 import random
 import re
@@ -24,9 +23,9 @@ from trial import NAMES, SETTINGS, invented, simulated
 
 from common.errors import UserError
 from timings import __main__ as command
-from timings import plan, report, statistics
+from timings import plan, report
 from timings.measure import pin
-from timings.statistics import Fit, decide, judge, levels, orders, williams
+from timings.statistics import orders, williams
 
 TRUTH = dict.fromkeys(NAMES, 0.0)
 
@@ -51,20 +50,6 @@ def test_each_follows_each_other_equally_often_in_an_order_drawn_anew(number):
     assert len({str(cohort) for cohort in blocks}) > 1
 
 
-def test_two_way_residuals_and_the_mean_of_two_copies():
-    logs = {"a": [1, 2, 3], "b": [1.3, 2.1, 3.2], "a again": [1.1, 2.0, 3.2]}
-    fit = Fit([{name: logs[name][c] for name in logs} for c in range(3)])
-    table = torch.tensor([*logs.values()], dtype=torch.float64)
-    residuals = table - table.mean(0) - table.mean(1, keepdim=True) + table.mean()
-    assert fit.freedom == 4
-    variance = residuals.square().sum().item() / 4
-    assert fit.compare("b", "a") == pytest.approx((-0.15, math.sqrt(variance / 2)))
-    error = math.sqrt(variance * 2 / 3)
-    assert fit.compare("a again", "a") == pytest.approx((-0.1, error))
-    some = Fit([{"a": 1.0, "b": 2.0}, {"a": 5.0, "c": 4.0}, {"a": 0.0, "b": 1.2}])
-    assert some.compare("c", "b")[0] == pytest.approx(2.1)  # both by way of "a"
-
-
 def test_a_process_stays_on_the_cores_of_its_rank():
     every, (one, other) = sorted(os.sched_getaffinity(0)), socket.socketpair()
     try:
@@ -77,39 +62,6 @@ def test_a_process_stays_on_the_cores_of_its_rank():
         other.close()
 
 
-def test_a_launch_counts_with_the_median_of_its_intervals():
-    turns = [["a", [1.0, 1.2], 0.0, []], ["b", [3.0], 0.0, []], ["a", [9.0], 0.0, []]]
-    found = levels({"turns": turns}, without=["b"])
-    assert found == {"a": pytest.approx(math.log(1.2))}
-
-
-def test_verdicts_by_holm_and_equal_only_within_three_percent():
-    """t for 0.02 / 3 and many degrees of freedom is 2.71, for 0.02 / 2 it is 2.58."""
-    errors = {"ab": (0.1, 0.01), "ac": (-0.0264, 0.01), "bc": (0.012, 0.01)}
-    fit = Namespace(freedom=10**6, compare=lambda *pair: errors["".join(pair)])
-    pairs = [tuple(name) for name in errors]
-    verdicts = [v.verdict for v in judge(fit, pairs, 0.02)]
-    assert verdicts == ["faster", "slower", "undecided"]
-    errors["ab"] = (0.02, 0.01)
-    assert {v.verdict for v in judge(fit, pairs, 0.02)} == {"undecided"}
-    errors["ab"] = (0.001, 0.01)
-    assert judge(fit, pairs[:1], 0.02)[0].verdict == "equal"
-    errors["ab"] = (0.007, 0.01)
-    (verdict,) = judge(fit, pairs[:1], 0.02)
-    assert verdict.verdict == "undecided" and verdict.low < 1 < 1.03 < verdict.high
-
-
-@pytest.mark.parametrize("cohorts", (1, 2, 5, 6))
-def test_planned_looks_share_out_the_error(monkeypatch, cohorts):
-    spent = []
-    monkeypatch.setattr(statistics, "judge", lambda *all: spent.append(all[2]) or [])
-    found = session(cohorts)
-    for number in range(1, cohorts + 1):
-        if number == cohorts or number % 2 == 0:  # decide() looks only there
-            decide(found[:number], SETTINGS, last=number == cohorts)
-    assert sum(spent[::2]) == pytest.approx(statistics.ERROR) and min(spent) > 0
-
-
 def test_two_copies_that_differ_forbid_all_verdicts():
     truth = TRUTH | {"second copy": 0.2, "distributed again": 0.1}
     mode = report.Mode("synthetic", session(6, truth), SETTINGS, last=True)
@@ -120,10 +72,12 @@ def test_two_copies_that_differ_forbid_all_verdicts():
     assert re.search(r"second copy is 1\d.\d % slower than distr", mode.headline())
 
 
-@pytest.mark.parametrize("slower, launch", [(0.0, 0.02), (0.05, 0.005)])
-def test_verdicts_are_right_and_a_slowdown_is_found(slower, launch):
-    found = simulated(slower, launch, 8, draws=150)
-    assert found["with_a_wrong_verdict"] + found["without_verdicts"] < 0.1
+@pytest.mark.parametrize(
+    "slower, launch, draws", [(0.0, 0.02, 400), (0.05, 0.005, 150)]
+)
+def test_verdicts_are_right_and_a_slowdown_is_found(slower, launch, draws):
+    found = simulated(slower, launch, 8, draws)  # the same in each run
+    assert found["with_a_wrong_verdict"] + found["without_verdicts"] < 0.03
     assert not slower or found["decided"] > 0.5  # three of six pairs differ
 
 

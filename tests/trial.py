@@ -29,10 +29,8 @@ from timings.statistics import AGAIN, decide, orders
 NAMES = ("distributed", "second copy", "third copy", "distributed" + AGAIN)
 SETTINGS = {"minutes": 1, "base": "distributed", "shown": []}
 NOISE, DRIFT = 0.03, 0.02  # of an interval; of the machine's speed from turn to turn
-DISTURBED, DELAY = (
-    0.3,
-    0.1,
-)  # share of turns, and by how much, on average, they are longer
+# Share of turns, and by how much, on average, they are longer
+DISTURBED, DELAY = 0.3, 0.1
 SLOW = '''"""distributed.py, of which each step takes 5 % longer."""
 import time
 
