@@ -47,7 +47,8 @@ except ImportError as error:
 def main(args: Namespace) -> None:
     """Train and validate; every process runs this function."""
     # [1/6 launch] Horovod gets this process's rank from horovodrun or MPI
-    use_fork_server()  # a forked loader process would inherit Horovod's and MPI's state
+    if args.workers and not args.synthetic:
+        use_fork_server()  # a forked loader would inherit Horovod's and MPI's state
     timeout = int(args.timeout.total_seconds())
     os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(timeout))
     hvd.init()
