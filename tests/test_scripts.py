@@ -194,4 +194,4 @@ def test_apex_has_opt_levels_and_no_bf16(monkeypatch, capsys):
     for flags in (["bf16"], ["fp16", "--opt-level", "O1"]):
         with pytest.raises(SystemExit):
             opt_level("--precision", *flags)
-        assert "no bf16" in capsys.readouterr().err
+        assert "bf16 is not supported" in capsys.readouterr().err
