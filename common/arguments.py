@@ -17,7 +17,7 @@ WORKERS_PER_GPU = 16  # limits the default number of loader processes
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Reports a mistake in one line, once per machine instead of once per process."""
+    """Reports a bad flag in one line, once per machine instead of once per process."""
 
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with status 2."""
@@ -27,7 +27,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def number(kind: type, least: float, most: float = float("inf")) -> Callable:
-    """Return a parser for finite numbers from `least` to `most`."""
+    """Return an argparse type for finite numbers from `least` to `most`."""
 
     def parse(text: str) -> int | float:
         value = kind(text)
@@ -50,7 +50,7 @@ def seconds(text: str) -> timedelta:
 
 
 def architecture(text: str) -> str:
-    """Parse the name of a torchvision model."""
+    """Return the name of a torchvision model, or raise an ArgumentTypeError."""
     if text not in architectures():
         raise argparse.ArgumentTypeError(f"torchvision has no model {text}")
     return text
@@ -178,7 +178,8 @@ def parse_arguments(
 ) -> argparse.Namespace:
     """Parse the command line and fill in defaults that depend on other flags.
 
-    Invalid flags end the process with one line and exit status 2.
+    Invalid flags end the process with one line and exit status 2. Raises UserError if
+    the decoder is not installed, or if --sync-bn has no GPU.
     """
     args = parser.parse_args(argv)
     if (args.data is None) == (args.synthetic is None):

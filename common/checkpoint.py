@@ -43,7 +43,7 @@ def recipe_of(args: argparse.Namespace) -> dict:
     recipe = {name: v for name, v in vars(args).items() if name not in MAY_CHANGE}
     # The cosine schedule's curve depends on --epochs
     recipe["epochs"] = args.epochs if args.schedule == "cosine" else None
-    # Pillow also resizes the images, so that their pixels differ
+    # Pillow also resizes the images, so their pixels differ
     recipe["decoder"] = "pil" if args.decoder == "pil" else "auto"
     return recipe
 
@@ -74,7 +74,8 @@ class TrainingState:
     ):
         """Collect the objects to save; `extra` ones also have a state_dict().
 
-        A resumed run needs the same images in its training and validation datasets.
+        `datasets` are for training and validation; a resumed run needs the same images.
+        Raises UserError if --pretrained is set for a model that is not torchvision's.
         """
         self.arch, kind = args.arch, type(raw_model)
         if not kind.__module__.startswith("torchvision."):
@@ -113,7 +114,10 @@ class TrainingState:
         return f"epoch {self.epoch}"
 
     def add(self, step: int, sums: dict[str, float]) -> dict[str, float]:
-        """Add the sums over all processes up to `step`; return their averages."""
+        """Add the sums over all processes up to `step`; return their averages.
+
+        Raises UserError if the loss is no longer finite.
+        """
         self.step = step
         recent = averages(sums)
         self.stop_requested = recent["stop"]
@@ -131,7 +135,10 @@ class TrainingState:
         )
 
     def finish_epoch(self, val: dict[str, float], figures: dict) -> dict:
-        """Finish the current epoch; return its record, which includes `figures`."""
+        """Finish the current epoch; return its record, which includes `figures`.
+
+        `val` has the validation averages. Raises UserError if their loss is not finite.
+        """
         if not math.isfinite(val["loss"]):
             raise self.diverged(f"the validation loss became {val['loss']}")
         train = averages(self.sums)
@@ -147,7 +154,11 @@ class TrainingState:
         return record
 
     def save(self) -> None:
-        """Write epochs.jsonl, checkpoint.pt and, after the best epoch, best.pt."""
+        """Write epochs.jsonl, checkpoint.pt and, after the best epoch, best.pt.
+
+        Raises UserError if a file cannot be written, or if a weight is not finite; the
+        existing checkpoint then stays unchanged.
+        """
         weights = self.raw_model.state_dict()
         if not all(tensor.isfinite().all() for tensor in weights.values()):
             raise self.diverged("a weight became infinite or NaN")
@@ -177,7 +188,11 @@ class TrainingState:
     def resume(
         self, args: argparse.Namespace, rank: int, checkpoint: tuple[Path, dict] | None
     ) -> None:
-        """Resume from open_checkpoint()'s result, or start a new run if it is None."""
+        """Resume from open_checkpoint()'s result, or start a new run if it is None.
+
+        Raises UserError if the checkpoint does not match this run's flags, images or
+        model, or if another run is writing to the output folder.
+        """
         if rank == 0 and not args.evaluate:
             self.lock = lock_output(self.folder)  # until the process ends
         if checkpoint is None:
@@ -214,7 +229,11 @@ def counts(images: dict[str, list]) -> str:
 
 
 def find_checkpoint(args: argparse.Namespace) -> Path | None:
-    """Return the path of the checkpoint to load, or None for a fresh start."""
+    """Return the path of the checkpoint to load, or None for a fresh start.
+
+    Raises UserError if it does not exist, or the output folder contains another run or
+    is not writable.
+    """
     existing = Path(args.output, CHECKPOINT)
     if not args.evaluate:
         make_output_folder(Path(args.output))
@@ -242,14 +261,15 @@ def find_checkpoint(args: argparse.Namespace) -> Path | None:
 def open_checkpoint(args: argparse.Namespace) -> tuple[Path, dict] | None:
     """Return the checkpoint's path and content, or None for a fresh start.
 
-    The content stays valid even if a run replaces the file.
+    The content stays valid even if a run replaces the file. Raises UserError like
+    find_checkpoint() and read_checkpoint().
     """
     path = find_checkpoint(args)
     return None if path is None else (path, read_checkpoint(path))
 
 
 def check_checkpoint(args: argparse.Namespace) -> None:
-    """Check that a run can start or resume with these flags."""
+    """Raise a UserError if a run cannot start or resume with these flags."""
     recipe, checkpoint = recipe_of(args), open_checkpoint(args)
     if args.precision is None:
         recipe.pop("precision", None)  # chosen later, for the device
@@ -261,7 +281,8 @@ def lock_output(folder: Path) -> BinaryIO:
     """Keep all other runs out of an output folder until the returned file is closed.
 
     The lock is a POSIX record lock: it works over NFS, loader processes do not inherit
-    it, and the kernel releases it when a process is killed.
+    it, and the kernel releases it when a process is killed. Raises UserError if another
+    run holds the lock; prints a warning if the file system does not support locks.
 
     Source: https://man7.org/linux/man-pages/man2/fcntl_locking.2.html
     """
@@ -280,7 +301,7 @@ def lock_output(folder: Path) -> BinaryIO:
 
 
 def make_output_folder(folder: Path) -> None:
-    """Create a run's folder before training, so that errors appear early."""
+    """Create a run's output folder; raises UserError if it cannot be written to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -290,7 +311,10 @@ def make_output_folder(folder: Path) -> None:
 
 
 def read_checkpoint(path: Path) -> dict:
-    """Map a checkpoint into CPU memory without executing code from it."""
+    """Map a checkpoint into CPU memory without executing code from it.
+
+    Raises UserError if the file is unreadable or not one of these scripts' checkpoints.
+    """
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except OSError as error:
@@ -312,7 +336,7 @@ def read_checkpoint(path: Path) -> dict:
 
 
 def check_recipe(path: Path, content: dict, recipe: dict) -> None:
-    """Refuse to resume with flags that differ from the checkpoint's."""
+    """Raise a UserError if `recipe` differs from the recipe in the checkpoint."""
     for name, saved in content["recipe"].items():
         if name in recipe and saved != recipe[name]:
             flag = "--" + name.replace("_", "-")
@@ -330,7 +354,7 @@ def shown(value: Any) -> str:
 
 
 def replace_file(path: Path, write: Callable[[BinaryIO], Any]) -> None:
-    """Replace a file atomically: a crash leaves the old or the complete new file."""
+    """Replace a file atomically, or raise a UserError and keep the old file."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

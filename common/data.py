@@ -54,7 +54,8 @@ def fingerprint(dataset: Dataset) -> list[int | None]:
 class ImageFolder(Dataset):
     """Images in one subfolder per class, or in tar archives of such a folder.
 
-    An item is (image, label): a transformed (3, H, W) uint8 RGB image, and an int.
+    An item is (image, label): a transformed (3, H, W) uint8 RGB image, and an int. An
+    unreadable image raises ImageError.
     """
 
     def __init__(
@@ -64,7 +65,10 @@ class ImageFolder(Dataset):
         transform: Callable[[Picture], Tensor],
         decoder: str,
     ):
-        """Index the folder `root`; a label is an index into `classes`."""
+        """Index the folder `root`; a label is an index into `classes`.
+
+        `decoder` is a key of DECODERS. Raises UserError if a class has no images.
+        """
         self.root = str(root)
         self.classes = classes
         self.transform = transform
@@ -114,7 +118,10 @@ class RandomImages(Dataset):
 
 
 def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
-    """Open the training and validation datasets."""
+    """Open the training and validation datasets.
+
+    Raises UserError if a folder is missing or empty, or if their classes differ.
+    """
     size = args.image_size
     if args.synthetic:
         # ImageNet has 25.6 training images for each validation image
@@ -130,7 +137,7 @@ def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
 
 
 def open_folders(args: argparse.Namespace) -> tuple[tuple[Path, Path], list[str]]:
-    """Return the training and validation folders and their classes."""
+    """Return train/, val/ and their classes; raises UserError if the classes differ."""
     folders = Path(args.data, "train"), Path(args.data, "val")
     classes, val_classes = map(class_folders, folders)
     different = sorted(set(classes) ^ set(val_classes))
@@ -143,7 +150,7 @@ def open_folders(args: argparse.Namespace) -> tuple[tuple[Path, Path], list[str]
 
 
 def class_folders(root: Path) -> list[str]:
-    """Return the sorted names of the class folders in `root` or its archives."""
+    """Return the sorted class folders in `root`; raises UserError if it has none."""
     if archives_of(root):
         return Archives(root).classes()
     try:
@@ -201,7 +208,7 @@ class SeededDataset(Dataset):
 
 
 def collate(items: list) -> list[Tensor] | ImageError:
-    """Return (B, 3, S, S) uint8 images and (B,) int64 labels, or an error."""
+    """Return (B, 3, S, S) uint8 images and (B,) int64 labels, or an ImageError."""
     for item in items:
         if isinstance(item, ImageError):
             return item
@@ -265,7 +272,10 @@ def settle_worker(worker: int) -> None:
 
 
 class DeviceLoader:
-    """Batches on the device: (B, 3, S, S) normalized float32 and (B,) int64 labels."""
+    """Batches on the device: (B, 3, S, S) normalized float32 and (B,) int64 labels.
+
+    Iterating raises ImageError if an image is unusable.
+    """
 
     def __init__(
         self,
@@ -371,7 +381,7 @@ def build_loader(
     device: torch.device,
     training: bool,
 ) -> DeviceLoader:
-    """Build one process's loader.
+    """Build one process's loader; raises UserError if the images do not fill a batch.
 
     Args:
         dataset: each item is a (3, S, S) uint8 image and an int label.

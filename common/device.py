@@ -17,10 +17,11 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float
 def select_device(
     name: str, local_rank: int = 0, backend: str | None = None
 ) -> torch.device:
-    """Choose this process's device and make it the current one.
+    """Choose this process's device and make it current; raises UserError if unusable.
 
     Args:
         name: "cpu", "cuda", or "auto" for a GPU if PyTorch can use one.
+        local_rank: the index of this process's GPU.
         backend: with "gloo", several processes can share a GPU.
     """
     check_devices(name, local_rank + 1, backend)
@@ -31,7 +32,7 @@ def select_device(
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    # All batches have the same size, so finding the fastest convolution pays off
+    # All batches have the same shape, so benchmarking convolutions once pays off
     torch.backends.cudnn.benchmark = True
     return device
 
@@ -42,7 +43,7 @@ def usable_gpus() -> int:
 
 
 def check_devices(name: str, processes: int, backend: str | None) -> None:
-    """Check that there are enough GPUs for the processes, without initializing any."""
+    """Raise a UserError if there are too few GPUs; this does not initialize any."""
     gpus = 0 if name == "cpu" else usable_gpus()
     problem = gpu_problem() or "this machine has no CUDA GPU"
     if name == "cuda" and not gpus:
@@ -72,7 +73,7 @@ def gpu_problem() -> str | None:
 
 
 def require_gpu(name: str, who: str) -> None:
-    """Check that --device `name` allows the GPU that a library or flag `who` needs."""
+    """Raise a UserError if `who` (a flag or library) cannot get a GPU with --device."""
     if name == "cpu" or not torch.cuda.is_available():
         problem = gpu_problem() if name != "cpu" else "--device cpu excludes it"
         raise UserError(f"{who} needs a CUDA GPU: {problem or 'this machine has none'}")

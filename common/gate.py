@@ -1,4 +1,4 @@
-"""Lets timings/ run several trainings in turn, a few intervals at a time."""
+"""Lets timings/ alternate between training runs, a few intervals at a time."""
 
 import json
 import os
@@ -10,8 +10,8 @@ VARIABLE = "TIMINGS_GATE"  # the path of the measuring process's Unix socket
 class Gate:
     """A training process's connection to the measuring process.
 
-    All processes of a training wait here between intervals: right after an all-reduce,
-    while the device is idle. The reply is the number of intervals in the next turn.
+    All processes of a run wait here between intervals: right after an all-reduce, while
+    the device is idle. The reply is the number of intervals in the next turn.
     """
 
     def __init__(self, path: str, rank: int, world_size: int):
@@ -24,7 +24,10 @@ class Gate:
         self.turn = 1
 
     def wait(self, *interval: float) -> None:
-        """Record an interval; at a turn's end, report and wait for the next turn."""
+        """Record an interval; at a turn's end, report and wait for the next turn.
+
+        `interval` is (step, seconds, images, seconds of waiting for data).
+        """
         self.intervals.append(interval)
         if len(self.intervals) < self.turn:
             return

@@ -84,7 +84,7 @@ def open_with_pillow(content: bytes) -> TensorPicture:
 
 @functools.cache
 def import_torchcodec() -> Callable[[Tensor], Tensor]:
-    """Return TorchCodec's function that decodes JPEGs, or raise an ImportError."""
+    """Return TorchCodec's JPEG decoder, or raise an ImportError."""
     try:
         from torchcodec.decoders import decode_jpeg
     except ImportError:
@@ -103,7 +103,7 @@ DECODERS: dict[str, Callable[[bytes], Picture]] = {
 
 
 def choose_decoder(name: str) -> str:
-    """Replace "auto" with nvimgcodec, torchcodec or pil: the first one that works."""
+    """Return `name`, or a decoder for "auto"; raises UserError if it is missing."""
     libraries = {
         "nvimgcodec": (nvimgcodec.import_library, "requirements-nvimgcodec.txt"),
         "torchcodec": (import_torchcodec, "requirements.txt"),
@@ -130,7 +130,8 @@ def read_image(
 ) -> Tensor:
     """Read a file, decode it with one of DECODERS and transform it.
 
-    `read`, if given, returns the file's content; errors still quote `path`.
+    `read`, if given, returns the file's content. If that fails or the content is not an
+    image, raises ImageError, which names `path`, the decoder and the reason.
     """
     try:
         content = read() if read else Path(path).read_bytes()
@@ -147,10 +148,10 @@ def read_image(
 def random_box(height: int, width: int, min_crop: float) -> tuple[int, int, int, int]:
     """Draw a box of random area, shape and position: (top, left, height, width).
 
-    The box covers at least a share `min_crop` of the image; its width is 3/4 to 4/3 of
-    its height. If ten boxes do not fit, the result is a central box. The distribution
-    is that of torchvision's RandomResizedCrop, which is a few percent slower per image
-    because it draws one-element tensors (docs/performance.md).
+    The box covers at least a fraction `min_crop` of the image; its width is 3/4 to 4/3
+    of its height. If ten boxes do not fit, the result is a central box. The
+    distribution is that of torchvision's RandomResizedCrop, which is a few percent
+    slower per image because it draws one-element tensors (docs/performance.md).
 
     Source: Szegedy et al. 2014, https://arxiv.org/abs/1409.4842, section 6
     """

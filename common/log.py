@@ -24,7 +24,7 @@ SMALL_BATCH = 16  # below it, batch norm's error grows: https://arxiv.org/abs/18
 
 
 class Log:
-    """Shows and times a run. Every process times its steps; rank 0 prints."""
+    """Prints and times a run. Every process times its steps; rank 0 prints."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Log:
         self.device = device
         self.rank = rank
         self.world_size = world_size
-        path = os.environ.get(VARIABLE)  # where timings/ measures this run
+        path = os.environ.get(VARIABLE)  # set if timings/ measures this run
         self.gate = Gate(path, rank, world_size) if path else None
         self.line_at = 0.0  # the first interval of a run is shown immediately
         # The first steps are slow; the next ones use batches that were loaded meanwhile

@@ -40,8 +40,8 @@ def batch_sums(
 ) -> dict[str, Tensor | int]:
     """Sums over one batch: loss, top-1 and top-5 hits times 100, and images.
 
-    `loss` is the batch's mean, `outputs` are (B, classes) and `labels` (B,). To add a
-    metric, add its name and sum; `averages` divides the sum by the number of images.
+    `loss` is the batch's mean, `outputs` are (B, classes) and `labels` (B,) int64. To
+    add a metric, add its name and sum; `averages` divides it by the number of images.
     """
     best = outputs.detach().topk(min(5, outputs.size(1)), dim=1).indices
     hits = best == labels.unsqueeze(1)

@@ -23,10 +23,8 @@ def build_model(args: argparse.Namespace, dataset: Dataset) -> nn.Module:
     """Build `args.arch`: (B, 3, S, S) images in, (B, classes) outputs.
 
     Its initial weights depend only on the seed, so they are the same in every process.
-    Pretrained weights are read only if no checkpoint will replace them.
-
-    Args:
-        dataset: the model has one output for each of its `classes`.
+    Pretrained weights are read only if no checkpoint will replace them. Raises
+    UserError if the dataset has no `classes`, or the weights do not fit or load.
     """
     if not hasattr(dataset, "classes"):
         raise UserError(
@@ -69,7 +67,10 @@ def resumes(args: argparse.Namespace) -> bool:
 
 
 def pretrained_weights(args: argparse.Namespace, classes: int) -> WeightsEnum:
-    """Choose torchvision's best weights for `args.arch`, without downloading them."""
+    """Choose torchvision's best weights for `args.arch`, without downloading them.
+
+    Raises UserError if they need another image size or number of classes.
+    """
     weights = get_model_weights(args.arch).DEFAULT
     known, size = len(weights.meta["categories"]), weights.meta["min_size"][0]
     if known != classes:
@@ -88,7 +89,7 @@ def pretrained_weights(args: argparse.Namespace, classes: int) -> WeightsEnum:
 def validation_protocol(args: argparse.Namespace) -> tuple[int, int, InterpolationMode]:
     """Return (crop size, shorter side before cropping, interpolation) for validation.
 
-    Pretrained weights at their own image size use torchvision's validation protocol.
+    Sizes are in pixels. Pretrained weights at their own size use torchvision's values.
     Otherwise, the shorter side is 8/7 of the crop size, as in the ResNet paper.
 
     Source: https://docs.pytorch.org/vision/stable/models.html#using-the-pre-trained-models
@@ -149,7 +150,7 @@ class InMemoryOrder:
 
 
 def check_image_size(args: argparse.Namespace, classes: int) -> None:
-    """Check that the model supports --image-size, by running it on two dummy images."""
+    """Run the model on dummy images; raises UserError if --image-size does not fit."""
     if args.pretrained:
         pretrained_weights(args, classes)
     try:

@@ -48,7 +48,7 @@ def open_picture(content: bytes, otherwise: Callable) -> Any:
 
 @functools.cache
 def import_library() -> ModuleType:
-    """Import nvImageCodec without its warnings about parts that need a GPU."""
+    """Import nvImageCodec without its warnings about GPUs, or raise an ImportError."""
     os.environ.setdefault("PYNVIMGCODEC_VERBOSITY", "0")
     stderr = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)

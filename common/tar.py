@@ -26,7 +26,9 @@ def archives_of(root: Path) -> list[Path]:
 class Archives:
     """The images in the archives that replace a folder, sorted as ImageFolder does.
 
-    For each image, `places` has the number of the archive, the offset and the size.
+    For N images, `paths` are (N,) bytes, `labels` are (N,) int64, and `places` are
+    (N, 3) int64: the archive's index, and the offset and size in bytes. Raises
+    UserError if an archive is unusable.
     """
 
     def __init__(self, root: Path):
@@ -56,6 +58,7 @@ def cached_index(root: Path, stats: tuple[tuple[Path, int, int], ...]) -> numpy.
     """Read the index from a file next to the archives, or build it and write the file.
 
     The file's name depends on the names, sizes and modification times of the archives.
+    Raises UserError if an archive is unusable.
     """
     facts = [(archive.name, *numbers) for archive, *numbers in stats]
     digest = hashlib.blake2b(repr(facts).encode(), digest_size=6).hexdigest()
@@ -63,20 +66,20 @@ def cached_index(root: Path, stats: tuple[tuple[Path, int, int], ...]) -> numpy.
     with suppress(OSError, ValueError, EOFError):
         return numpy.load(file)
     index = build_index([archive for archive, *_ in stats])
-    text = f"found {len(index)} images in {root}*.tar; later runs will read {file}"
+    text = f"found {len(index)} images in {root}*.tar; later runs will reuse {file}"
     try:
         with tempfile.TemporaryDirectory(dir=root.parent) as folder:
             numpy.save(Path(folder, file.name), index)
             os.replace(Path(folder, file.name), file)
     except OSError as error:
-        text = f"cannot write {file} ({error.strerror}); every process indexes the tar"
+        text = f"cannot write {file} ({error.strerror}); each process builds an index"
     if speaks_for_machine():
         say(text)
     return index
 
 
 def build_index(archives: list[Path]) -> numpy.ndarray:
-    """Find and sort the images in the archives."""
+    """Find and sort the images; raises UserError if one is misplaced or none exist."""
     images, first = {}, None
     for number, archive in enumerate(archives):
         for path, *place in images_in(archive):
@@ -103,13 +106,13 @@ def build_index(archives: list[Path]) -> numpy.ndarray:
 
 
 def images_in(archive: Path) -> Iterator[tuple[str, int, int]]:
-    """Yield the path, offset and size in bytes of each image in an archive."""
+    """Yield each image's path, byte offset and size; raises UserError if damaged."""
     try:
         with tarfile.open(archive, "r:") as opened:
             while member := opened.next():
                 opened.members.clear()  # a million of them would need gigabytes
                 path = member.name.removeprefix("./")
-                hidden = path.rpartition("/")[2].startswith("._")  # by tar on macOS
+                hidden = path.rpartition("/")[2].startswith("._")  # from tar on macOS
                 image = path.lower().endswith(IMG_EXTENSIONS) and not hidden
                 if image and not member.isdir():
                     if not member.isreg() or member.issparse():

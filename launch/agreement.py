@@ -13,7 +13,7 @@ from common.checkpoint import open_checkpoint
 from common.data import digest_of, fingerprint
 from common.errors import UserError, speaks_for_machine
 
-# Flags that may differ between processes; of the folders, the content is compared
+# Flags that may differ between processes; agree() compares the contents of folders
 MAY_DIFFER = {
     *("local_rank", "node_rank", "dist_url", "timeout"),
     *("data", "output", "resume", "workers"),
@@ -32,10 +32,9 @@ def agree(
 
     Each process writes digests of its settings into its row of a table of zeros; the
     sum over all processes is the complete table. Call this after build_loader():
-    a process that communicates should not fork loader processes.
-
-    Returns:
-        The checkpoint to resume, the same in all processes; None for a fresh start.
+    a process that communicates should not fork loader processes. Returns the checkpoint
+    to resume, or None for a fresh start. Raises UserError if a setting differs, or if
+    the batch or the validation images cannot be divided among the processes.
     """
     check_batch(args, world_size)
     train_set, val_set = datasets

@@ -38,12 +38,12 @@ def check(
 ) -> None:
     """Raise the errors that training with these arguments would raise.
 
-    This initializes no GPU, because the caller only starts the processes that use GPUs.
+    This initializes no GPU, because only the processes that the caller starts use GPUs.
 
     Args:
         processes: the number of processes on this machine.
         world_size: the total number; by default, `processes` times `args.nnodes`.
-        script: if given, check data and model only if the script uses our functions.
+        script: if given, check data and model only if it uses common/'s functions.
     """
     backend = getattr(args, "backend", "no process group")
     check_devices(args.device, processes, backend)
@@ -67,7 +67,7 @@ def check(
 
 
 def check_shared_memory(args: Namespace, batch_size: int) -> None:
-    """Check that shared memory has room for the batches of loader processes.
+    """Raise a UserError if shared memory is too small for loader processes' batches.
 
     Source: https://docs.pytorch.org/docs/stable/multiprocessing.html#sharing-strategies
     """
@@ -82,7 +82,7 @@ def check_shared_memory(args: Namespace, batch_size: int) -> None:
 
 
 def load_script(script: Path) -> ModuleType:
-    """Import a training script without running its main()."""
+    """Import a script without running main(); raises UserError if it is unsuitable."""
     if not script.is_file():
         raise UserError(f"{script}: there is no such script")
     sys.argv[0] = str(script)  # error messages start with this name
@@ -100,7 +100,7 @@ def processes_per_machine(device: str) -> int:
 
 
 def number_of_processes(text: str, device: str) -> int:
-    """Parse the number of processes on this machine; "auto" means the default."""
+    """Parse NPROC, where "auto" is the default; raises UserError if it is invalid."""
     if text == "auto":
         return processes_per_machine(device)
     if not text.isdecimal() or not int(text):
@@ -137,7 +137,7 @@ def main() -> None:
             raise UserError(f"HOSTS={hosts} is not of the form a:4,b:4")
         if launch.nproc_per_node != "auto":
             raise UserError("use either NPROC or HOSTS, which sets process counts")
-        # It is unknown which entry, if any, is this machine
+        # Any entry, or none, may be this machine
         processes, world_size = min(map(int, slots)), sum(map(int, slots))
     else:
         processes = number_of_processes(launch.nproc_per_node, args.device)

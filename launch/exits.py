@@ -25,7 +25,7 @@ from common.errors import (
 )
 
 # Messages from Gloo, NCCL, TCPStore, Horovod and DataLoader after another process or a
-# loader process died or hung. An operation on a single GPU can also time out
+# loader process died or hung. The pattern skips CUDA's "the launch timed out"
 LOST_PROCESS = re.compile(
     r"connection (was )?(closed|reset|refused|timed out)|broken pipe|failed to recv"
     r"|(operations?( have failed or)?|client socket|socket \S+) (has )?timed out"
@@ -64,7 +64,7 @@ class Watchdog:
     PATIENCE = 2  # launchers may forward one Ctrl-C several times
 
     def __init__(self, timeout: timedelta, catch: bool = True):
-        """Start watching; `catch` is False if a stop has nothing to save."""
+        """Start watching; `catch` is False if there is nothing to save."""
         self.stop_requested = False
         self.limit = int(timeout.total_seconds()) + self.GRACE
         self.fed = False

@@ -16,8 +16,8 @@ def use_fork_server() -> None:
     Source:
     https://docs.python.org/3/library/multiprocessing.html#contexts-and-start-methods
     """
-    # The server must find our modules from every working folder. The ignored warnings
-    # come from Python's resource tracker, about memory that a killed process has left
+    # The server must find our modules from any working directory. The ignored warnings
+    # are the resource tracker's, about shared memory that a killed process left behind
     root = str(Path(__file__).resolve().parent.parent)
     ignored = "ignore::UserWarning:multiprocessing.resource_tracker"
     path, warnings = map(os.environ.get, ("PYTHONPATH", "PYTHONWARNINGS"))
@@ -25,8 +25,8 @@ def use_fork_server() -> None:
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [warnings, ignored]))
     multiprocessing.set_start_method("forkserver")
     multiprocessing.set_forkserver_preload(["common.data"])
-    # Both inherit the ignored signals: mpirun and Slurm signal the whole process group,
-    # but only the training process should react, by saving
+    # Both servers inherit the ignored signals. mpirun and Slurm signal the whole
+    # process group, but only the training process should react, by saving
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
     multiprocessing.resource_tracker.ensure_running()
     multiprocessing.forkserver.ensure_running()

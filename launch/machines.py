@@ -1,4 +1,4 @@
-"""A job's machines: how many, where they meet, and over which network."""
+"""A job's machines: how many there are, their rendezvous and their network."""
 
 import os
 import re
@@ -21,11 +21,11 @@ class Machines(NamedTuple):
     port: int = 0
     max_restarts: int = 0
     join_seconds: int = 45  # how long a machine waits for the others
-    least: int = 1  # the job continues while this many are left
+    least: int = 1  # the job continues while this many remain
 
     @classmethod
     def from_environment(cls) -> "Machines":
-        """Read NNODES and the related environment variables."""
+        """Read NNODES and related variables; raises UserError if one is invalid."""
 
         def number(name: str, default: int, smallest: int) -> int:
             text = os.environ.get(name) or str(default)
@@ -73,7 +73,7 @@ class Machines(NamedTuple):
 def host_and_port(
     text: str, setting: str, default: int | None = None
 ) -> tuple[str, int]:
-    """Parse HOST:PORT, or HOST if there is a default; an error quotes `setting`."""
+    """Parse HOST:PORT, or HOST if there is a default; a UserError quotes `setting`."""
     host, colon, port = text.rpartition(":")
     if not colon and default:
         return text, default
@@ -93,7 +93,7 @@ def use_loopback() -> None:
 
 
 def own_address(host: str, port: int) -> str | None:
-    """Return this machine's address toward `host`; None if loopback or unknown."""
+    """Return the local address for reaching `host`; None if loopback or unknown."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -105,9 +105,9 @@ def own_address(host: str, port: int) -> str | None:
 
 
 def check_own_address() -> None:
-    """Check that other machines can reach this one by its host name, as Gloo does.
+    """Raise a UserError if other machines cannot reach this one by its host name.
 
-    Debian's installer makes this name resolve to loopback.
+    Gloo uses this name, which Debian's installer makes resolve to loopback.
     """
     name = socket.gethostname()
     if "GLOO_SOCKET_IFNAME" not in os.environ and own_address(name, 1) is None:

@@ -24,6 +24,7 @@ class Ranks(NamedTuple):
 def ranks_from_environment(environment: Mapping[str, str]) -> Ranks:
     """Read the ranks that torchrun, torch.distributed.launch or srun has set.
 
+    Raises UserError if a variable is missing or the ranks are inconsistent.
     Sources: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
     and https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
     """

@@ -17,8 +17,9 @@ from launch.machines import host_and_port, use_loopback
 def rendezvous(args: Namespace) -> str:
     """Return the rendezvous URL for multiprocessing_distributed.py.
 
-    On one machine, the default is a file, so no port is opened. On several machines,
-    `--dist-url` is where rank 0 waits up to --timeout-seconds for the others.
+    On one machine, the default is a file, so no port is needed. On several machines,
+    rank 0 waits at `--dist-url` for the others, up to --timeout-seconds. Raises
+    UserError if this URL is malformed.
     """
     if args.nnodes == 1:
         use_loopback()
@@ -41,7 +42,7 @@ def wait_for(children: torch.multiprocessing.ProcessContext) -> None:
     """Wait for the processes of torch.multiprocessing.spawn; exit with their status.
 
     This function forwards signals and keeps waiting, so that the children can save
-    first. When one child fails, the others have 10 seconds to end, then get SIGTERM,
+    first. When one child fails, the others have 10 seconds to exit, then get SIGTERM,
     then SIGKILL.
     """
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)

@@ -43,7 +43,7 @@ from launch.check import (
 from launch.exits import PORT_IN_USE, exit_status
 from launch.machines import Machines, own_address, reach, use_loopback
 
-SAID = (1, 2, 130, 143)  # the process has printed the reason; see exit_status()
+SAID = (1, 2, 130, 143)  # the process has printed why; see exit_status()
 FINAL = "bad input"  # a key in the store that all machines share
 MODULES = {"torchrun": "torch.distributed.run", "launch": "torch.distributed.launch"}
 

@@ -1,1 +1,1 @@
-"""Timings that decide: strategies take turns, and chance is counted."""
+"""Measures which strategies are faster: they take turns, and chance is bounded."""

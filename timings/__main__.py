@@ -1,4 +1,4 @@
-"""Compare the strategies by turns, and report what was decided."""
+"""Measure the strategies in turn, and report which of them are faster."""
 
 import argparse
 import json
@@ -14,14 +14,13 @@ from timings import plan, report
 from timings.measure import cohort
 from timings.statistics import decide
 
-SHOWN_SECONDS = 10  # for a candidate that is not judged
+SHOWN_SECONDS = 10  # for a candidate that gets no verdict
 
 
 def open_output(args: argparse.Namespace) -> list[dict]:
-    """Make the folder, or read the cohorts that an earlier command has left there.
+    """Create the output folder, or return the cohorts of an earlier command.
 
-    Raises:
-        UserError: they were measured with other settings.
+    Raises UserError if they were measured with other settings.
     """
     now = {**vars(args), "commit": commit(), **report.machine(args.device)}
     now = json.loads(json.dumps(now, default=str))
@@ -39,10 +38,10 @@ def open_output(args: argparse.Namespace) -> list[dict]:
 
 
 def next_mode(args: argparse.Namespace, cohorts: list[dict], now: float) -> str | None:
-    """The mode with the fewest cohorts, unless all is decided or the time is over.
+    """Return the mode with the fewest cohorts; None if all are decided or time is up.
 
     Args:
-        now: minutes in which this command ran, and the one that it continues.
+        now: minutes that this command and those that it continues have run.
     """
     of = {mode: [one for one in cohorts if one["mode"] == mode] for mode in args.modes}
     for mode, found in [*of.items()]:
@@ -54,15 +53,14 @@ def next_mode(args: argparse.Namespace, cohorts: list[dict], now: float) -> str 
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Add cohorts until all is decided or the time is over.
+    """Measure cohorts until all pairs are decided or the time is up.
 
-    Raises:
-        UserError: no candidate can be timed.
+    Raises UserError if no candidate can be timed.
     """
     cohorts, groups = open_output(args), {}
     began = time.monotonic() - 60 * (cohorts[-1]["ended"] if cohorts else 0)
     problems = {n: text for one in cohorts for n, text in one["problems"].items()}
-    if text := os.environ.get("HOROVOD_PROBLEM"):  # of scripts/setup.sh
+    if text := os.environ.get("HOROVOD_PROBLEM"):  # from scripts/setup.sh
         problems["horovod_distributed"] = text
     with plan.images(args) as args.data:
         while mode := next_mode(args, cohorts, (time.monotonic() - began) / 60):
@@ -83,7 +81,7 @@ def measure(args: argparse.Namespace) -> None:
                 if cohorts:
                     break
                 texts = "; ".join(dict.fromkeys(problems.values()))
-                raise UserError(f"there is nothing to time: {texts}")
+                raise UserError(f"no strategy can be timed: {texts}")
             minutes = (time.monotonic() - began) / 60
             cohorts.append({**found, "problems": problems, "ended": minutes})
             with (args.output / "cohorts.jsonl").open("a") as file:
@@ -96,11 +94,7 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Measure and report.
-
-    Raises:
-        UserError: of bad flags or folders, a full disk ...
-    """
+    """Measure and report; raises UserError if a file cannot be read or written."""
     args = plan.parse()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     os.environ.setdefault("PYTHON", sys.executable)
@@ -112,7 +106,7 @@ def main() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if (args.output / "cohorts.jsonl").exists():
             print("\n" + report.write(args.output, last=False))
-        print("interrupted; the same command continues", file=sys.stderr)
+        print("interrupted; the same command continues from here", file=sys.stderr)
         sys.exit(130)
     except OSError as error:
         where = error.filename or "writing"
@@ -121,6 +115,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.argv[0] = "timings"  # what mistakes are reported under
+    sys.argv[0] = "timings"  # the name in error messages
     with exit_status():
         main()

@@ -1,4 +1,4 @@
-"""Cohorts: all candidates are started once, take turns for a while, and are killed."""
+"""Runs a cohort: starts every candidate once, lets them take turns and kills them."""
 
 import contextlib
 import json
@@ -23,27 +23,27 @@ from timings.processes import end, send
 from timings.statistics import orders
 
 ROOT = Path(__file__).resolve().parent.parent
-START_SECONDS = 300  # in which a candidate starts and makes its first interval
-TURN_SECONDS = 120  # in which a turn is over, unless intervals are longer than usual
-WARM_UP = 2  # turns of each candidate that are thrown away
-LEAST_SECONDS = 45  # of a cohort's turns
-KEPT = 2  # intervals of a turn, after the first, which is thrown away
+START_SECONDS = 300  # limit for a candidate's start and first interval
+TURN_SECONDS = 120  # limit for a turn; higher if intervals are long
+WARM_UP = 2  # first turns of each candidate, which are discarded
+LEAST_SECONDS = 45  # minimum for a cohort's turns
+KEPT = 2  # intervals kept per turn, after the first, which is discarded
 
 
 class Candidate(NamedTuple):
-    """One setting of one strategy, as it is started."""
+    """A strategy with its settings, and the command that starts it."""
 
     name: str
     command: list[str]
     variables: dict[str, str]
-    cores: int = 0  # on which each process stays, if it computes on a CPU
+    cores: int = 0  # to which each process is pinned; 0: not pinned
 
 
 class Job:
-    """The processes of a candidate. They are stopped except when it is their turn."""
+    """A candidate's processes, which are suspended except during their turns."""
 
     def __init__(self, candidate: Candidate, folder: Path):
-        """Start them; they find their gate in the environment."""
+        """Start the processes; an environment variable gives them the gate's path."""
         self.name, self.cores = candidate.name, candidate.cores
         self.gate = folder / re.sub(r"\W", "-", self.name)
         self.listener = socket.socket(socket.AF_UNIX)
@@ -59,13 +59,13 @@ class Job:
                 stderr=log,
                 start_new_session=True,
             )
-        self.readers: dict = {}  # by the connections of processes
-        self.arrived: dict[int, list] = {}  # the intervals of a turn by rank
-        self.world_size, self.interval = math.inf, 0  # processes; steps
+        self.readers: dict = {}  # connection -> its file
+        self.arrived: dict[int, list] = {}  # rank -> intervals of this turn
+        self.world_size, self.interval = math.inf, 0  # in processes; in steps
         self.problem: str | None = None
 
     def listen(self, handle: socket.socket) -> None:
-        """Take a connection, or what a process reports at the end of its turn."""
+        """Accept a connection, or read a process's report at the end of its turn."""
         if handle is self.listener:
             connection, _ = handle.accept()
             self.readers[connection] = connection.makefile()
@@ -77,10 +77,10 @@ class Job:
             if self.cores:
                 pin(handle, report["rank"], self.cores)
         else:
-            del self.readers[handle]  # the process died, and soon its launcher ends
+            del self.readers[handle]  # the process died; its launcher will exit soon
 
     def turn(self, seconds: float) -> list[tuple[float, float]]:
-        """Seconds per image and share that waited for data, of the intervals kept."""
+        """Run a turn; return (seconds per image, data wait share) per kept interval."""
         self.arrived.clear()
         send(self.gate, signal.SIGCONT)
         for connection in self.readers:
@@ -92,12 +92,12 @@ class Job:
             step, _, images, _ = ranks[0]
             seconds = max(rank[1] for rank in ranks)
             waited = sum(rank[3] for rank in ranks) / len(ranks)
-            if step > self.interval:  # else loaders have just begun an epoch
+            if step > self.interval:  # else the loaders have just started an epoch
                 found.append((seconds / images, waited / seconds))
         return [] if self.problem else found
 
     def fail(self, problem: str = "") -> None:
-        """Note why there are no more turns, and kill what is left."""
+        """Record why the candidate gets no more turns, and kill its processes."""
         self.close()
         lines = self.log.read_text(errors="replace").strip().splitlines()
         errors = [line.partition("error: ")[2] for line in lines if "error: " in line]
@@ -112,7 +112,7 @@ class Job:
 
 
 def pin(connection: socket.socket, rank: int, number: int) -> None:
-    """Keep a process, but not its loaders, on `number` cores of its rank."""
+    """Pin a process, but not its loader processes, to its rank's `number` cores."""
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     every, first = sorted(os.sched_getaffinity(0)), rank * number
     own = [every[core % len(every)] for core in range(first, first + number)]
@@ -122,7 +122,10 @@ def pin(connection: socket.socket, rank: int, number: int) -> None:
 
 
 def wait(jobs: Sequence[Job], seconds: float) -> None:
-    """Wait until all processes of each job are at the gate, and stop them there."""
+    """Wait until all processes of each job are at the gate, then suspend them there.
+
+    A job that does not arrive within `seconds` fails.
+    """
     deadline, left = time.monotonic() + seconds, list(jobs)
     while left:
         owners = {handle: job for job in left for handle in job.readers}
@@ -143,7 +146,7 @@ def wait(jobs: Sequence[Job], seconds: float) -> None:
 
 @contextlib.contextmanager
 def gates() -> Iterator[Path]:
-    """A folder for gates. Whatever ends this process, all at them die with it."""
+    """Yield a folder for gates; all processes at them are killed when this one ends."""
     folder = tempfile.mkdtemp(prefix="timings-")
     words = [sys.executable, "-m", "timings.processes", folder]
     guard = subprocess.Popen(
@@ -164,14 +167,14 @@ def cohort(
     """Start candidates, let them take turns, and kill them.
 
     Args:
-        seconds: how long turns continue; by default as long as the start took, but at
+        seconds: how long to take turns; by default, as long as the start took, but at
             least LEAST_SECONDS.
-        after_turn: what it returns is kept with the turn.
+        after_turn: its result is stored with each turn.
 
     Returns:
-        "turns", each with a name, the seconds per image of its intervals, the share
-        that waited for data, and what after_turn() gave; "problems" by name;
-        "start_seconds" and "seconds".
+        "turns": for each one, the candidate's name, the seconds per image of its
+        intervals, the share of time spent waiting for data, and after_turn()'s result;
+        "problems": error messages by name; "start_seconds", and "seconds" in all.
     """
     began, turns = time.monotonic(), []
     with gates() as folder:

@@ -1,4 +1,4 @@
-"""Which trainings are compared, under which equal rules, and from which images."""
+"""Chooses the training runs to compare, their common settings and their images."""
 
 import argparse
 import os
@@ -28,39 +28,39 @@ from timings.statistics import AGAIN
 STRATEGIES = ("dataparallel", "distributed", "multiprocessing_distributed")
 STRATEGIES += ("apex_distributed", "horovod_distributed")
 MODES = ("synthetic", "jpeg", "scaling")
-IMAGES = 64  # different ones among the JPEG files that are made here
-CLASSES = 1000  # as of random images, so that both modes train the same network
-STEPS = 400  # of an epoch of these files; the next epoch begins after it
+IMAGES = 64  # distinct ones in the generated JPEG dataset
+CLASSES = 1000  # as for random images, so that both modes train the same model
+STEPS = 400  # per epoch with the generated dataset
 USED, TOTAL = "memory.used", "memory.total"
-GPU = (USED, TOTAL, "clocks.sm", "power.draw", "temperature.gpu")  # of nvidia-smi
+GPU = (USED, TOTAL, "clocks.sm", "power.draw", "temperature.gpu")  # nvidia-smi's names
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line, and fill in sizes that suit the machine."""
-    parser = OneLineParser(prog="timings", description="Compare strategies by turns.")
+    """Parse the command line, and choose defaults that suit the machine."""
+    parser = OneLineParser(prog="timings", description="Compare strategies in turn.")
     add = parser.add_argument
-    add("--minutes", type=number(float, 0.01), default=10.0, help="in all (10)")
+    add("--minutes", type=number(float, 0.01), default=10.0, help="total (10)")
     modes = "synthetic: images on the device; jpeg: files; scaling: 1, 2, 4 ... devices"
     add("--modes", choices=MODES, nargs="+", default=["synthetic", "jpeg"], help=modes)
     add("--strategies", choices=STRATEGIES, nargs="+", default=STRATEGIES)
-    add("--data", metavar="DIR", type=Path, help="train/ and val/ (makes JPEG files)")
+    add("--data", metavar="DIR", type=Path, help="train/ and val/ (or generate them)")
     add("--output", metavar="DIR", type=Path, default=Path("runs/timings"))
     add("--processes", metavar="N", type=positive, help="one per GPU; 2 on a CPU")
-    add("--arch", metavar="NAME", type=architecture, help="resnet50, CPU resnet18")
-    add("--image-size", metavar="N", type=positive, help="224, CPU 64")
-    add("--batch-size", metavar="N", type=positive, help="per process (64, CPU 32)")
-    add("--precision", choices=PRECISIONS, help="fp16, which all have; on a CPU bf16")
+    add("--arch", metavar="NAME", type=architecture, help="resnet50; CPU: resnet18")
+    add("--image-size", metavar="N", type=positive, help="224; CPU: 64")
+    add("--batch-size", metavar="N", type=positive, help="per process (64; CPU: 32)")
+    add("--precision", choices=PRECISIONS, help="fp16; CPU: bf16 or fp32")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     args = parser.parse_args(argv)
     gpus = usable_gpus() if args.device != "cpu" else 0
     if args.device == "cuda" and not gpus:
-        parser.error("--device cuda: this machine shows no CUDA GPU")
+        parser.error("--device cuda: this machine has no CUDA GPU")
     if gpus and (args.processes or 0) > gpus:
         parser.error(f"--processes {args.processes}: there are {gpus} GPUs")
     args.device = "cuda" if gpus else "cpu"
     cores = machine_cores()
     args.processes = args.processes or gpus or min(2, cores)
-    args.threads = max(1, cores // args.processes)  # of each process
+    args.threads = max(1, cores // args.processes)  # per process
     args.workers = min(WORKERS_PER_GPU, args.threads) * args.processes
     args.arch = args.arch or ("resnet50" if gpus else "resnet18")
     args.image_size = args.image_size or (224 if gpus else 64)
@@ -69,7 +69,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.precision = args.precision or ("fp16" if gpus else best_precision(cpu))
     args.interval, names = 10 if gpus else 2, args.strategies
     args.base = "distributed" if "distributed" in names else names[0]
-    # One process with all the threads, and no replicas: there is nothing to compare
+    # On a CPU, DataParallel has one process with all threads and no replicas
     args.shown = [] if gpus else [name for name in names if name == "dataparallel"]
     return args
 
@@ -81,10 +81,10 @@ def candidate(
     name: str | None = None,
     size: tuple[int, int] | None = None,
 ) -> Candidate:
-    """The command line of a training.
+    """Return the candidate that trains with a strategy in a mode.
 
     Args:
-        size: processes, and images of each; by default as `args` has them.
+        size: processes, and images per process; by default, from `args`.
     """
     processes, share = size or (args.processes, args.batch_size)
     batch = processes * share
@@ -94,7 +94,7 @@ def candidate(
     flags += ["--arch", args.arch, "--image-size", args.image_size]
     flags += ["--global-batch-size", batch, "--precision", args.precision]
     flags += ["--workers", args.workers, "--device", args.device]
-    # A training waits at its gate longer than the others' turns take
+    # While the others take their turns, a run waits at its gate
     flags += ["--print-interval", args.interval, "--timeout-seconds", 1800]
     variables = {"OMP_NUM_THREADS": str(args.threads), "NPROC": str(processes)}
     if strategy == "dataparallel":
@@ -110,13 +110,13 @@ def candidate(
 
 
 def candidates(args: argparse.Namespace, mode: str) -> list[Candidate]:
-    """All that take turns in a mode, one of them twice."""
+    """Return all candidates of a mode; one of them occurs twice."""
     if mode != "scaling":
         found = [candidate(args, strategy, mode) for strategy in args.strategies]
         return [*found, candidate(args, args.base, mode, args.base + AGAIN)]
     most, each = args.processes, args.batch_size
     counts = [2**n for n in range(most.bit_length()) if 2**n < most] + [most]
-    sizes = [(n, each) for n in counts]  # the same batch per device, and in all
+    sizes = [(n, each) for n in counts]  # the same batch size per device, then in total
     sizes += [(n, each * most // n) for n in counts if not each * most % n]
     named = {f"{n} x {share}": (n, share) for n, share in sizes}
     named[f"{most} x {each}{AGAIN}"] = (most, each)
@@ -125,12 +125,10 @@ def candidates(args: argparse.Namespace, mode: str) -> list[Candidate]:
 
 
 def groups(args: argparse.Namespace, mode: str) -> list[list[Candidate]]:
-    """Those that are resident together: all, or each with the one that is there twice.
+    """Group the candidates that run at the same time: all, or each with the base.
 
-    GPU memory may not hold all. That is asked of the one with the most images.
-
-    Raises:
-        UserError: it does not hold two.
+    This depends on GPU memory: the candidate with the most images is started to measure
+    how much it needs. Raises UserError if there is no room for two.
     """
     every = candidates(args, mode)
     if args.device == "cpu":
@@ -146,20 +144,20 @@ def groups(args: argparse.Namespace, mode: str) -> list[list[Candidate]]:
     if job.problem or free >= needed * len(every):
         return [every]
     if free < 2 * needed:
-        text = f"a training takes {needed:.0f} MiB of {free:.0f}: lower --batch-size"
-        raise UserError(f"GPU memory holds no two trainings ({text})")
+        text = f"each needs {needed:.0f} of {free:.0f} MiB: lower --batch-size"
+        raise UserError(f"two runs do not fit in GPU memory ({text})")
     base = next(one for one in every if one.name + AGAIN in {c.name for c in every})
     return [[base, other] for other in every if other is not base]
 
 
 def gpu_names() -> list[str]:
-    """The GPUs that the user lets this command see."""
+    """Return the GPUs in CUDA_VISIBLE_DEVICES; by default, all GPUs."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     return names if names[0] else [str(one) for one in range(usable_gpus())]
 
 
 def gpus() -> list[dict[str, float]]:
-    """What nvidia-smi knows of the GPUs in use; nothing where it does not answer."""
+    """Query the GPU fields (MiB, MHz, W, °C) of each GPU; [] if nvidia-smi fails."""
     words = ["nvidia-smi", "-i", ",".join(gpu_names()), f"--query-gpu={','.join(GPU)}"]
     words += ["--format=csv,noheader,nounits"]
     try:
@@ -173,9 +171,9 @@ def gpus() -> list[dict[str, float]]:
 
 @contextmanager
 def images(args: argparse.Namespace) -> Iterator[Path]:
-    """A folder of JPEG files: the user's, or few files under many names.
+    """Yield a folder of JPEG files: the user's, or hard links to a few generated files.
 
-    A loader reads and decodes each again. Those for validation are small.
+    Loader processes read and decode every link. Validation images are small.
     """
     if args.data or args.modes == ["synthetic"]:
         yield args.data

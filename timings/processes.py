@@ -1,10 +1,10 @@
-"""Every process of a training, found by a variable that all of them inherit.
+"""Finds all processes of a run by an environment variable that they inherit.
 
     python -m timings.processes FOLDER
 
-waits for the end of its standard input, then ends all processes whose gate is in
-FOLDER, and removes it. So nothing outlives the process that measures, whatever ends
-that one: SIGKILL also ends processes that SIGSTOP has stopped.
+waits until its standard input is closed, then kills all processes whose gate is in
+FOLDER, and removes FOLDER. No process outlives the measuring process, however that one
+ends: SIGKILL also ends processes that SIGSTOP has suspended.
 """
 
 import contextlib
@@ -19,10 +19,10 @@ from common.gate import VARIABLE
 
 
 def send(where: Path, number: int) -> bool:
-    """Send a signal to the processes whose gate is `where` or below; were there any?"""
+    """Signal all processes whose gate is `where` or in it; return whether any exist."""
     mark, found = f"{VARIABLE}={where}/".encode(), False
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended, or is another user's
+        with contextlib.suppress(OSError):  # it ended, or belongs to another user
             variables = (folder / "environ").read_bytes().split(b"\0")
             if any((one + b"/").startswith(mark) for one in variables):
                 os.kill(int(folder.name), number)
@@ -31,7 +31,7 @@ def send(where: Path, number: int) -> bool:
 
 
 def end(where: Path) -> None:
-    """Kill the processes at a gate, and those that they start meanwhile."""
+    """Kill all processes at a gate, and any that they start meanwhile."""
     while send(where, signal.SIGKILL):
         time.sleep(0.02)
 

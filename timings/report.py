@@ -1,4 +1,4 @@
-"""What was decided: one sentence, tables, and a figure, in Markdown, JSON and SVG."""
+"""Reports the verdicts: a headline, tables and a figure in Markdown, JSON and SVG."""
 
 import json
 import math
@@ -14,8 +14,8 @@ from common.device import describe
 from timings.statistics import ERROR, MARGIN, Verdict, decide, levels
 
 WHERE = {"synthetic": "With images on the device", "jpeg": "From JPEG files"}
-INPUT_BOUND = 0.1  # share of the time that waits for data
-WIDTH, EDGE, LINE = 390, 12, 40  # of the figure, in pixels
+INPUT_BOUND = 0.1  # share of the time spent waiting for data
+WIDTH, EDGE, LINE = 390, 12, 40  # the figure's sizes in pixels
 STYLE = """<style>
 svg{--ink:#1f2328;--paper:#ffffff;--band:#dbe9f6;--dot:#0969da}
 @media (prefers-color-scheme:dark){
@@ -26,7 +26,7 @@ text{font:13px sans-serif;fill:var(--ink)}line{stroke:var(--ink)}
 
 
 def machine(device: str) -> dict:
-    """Hardware and versions."""
+    """This machine's hardware and library versions."""
     found = {one: util.find_spec(one) for one in ("horovod", "apex")}
     return {
         "device_name": describe(torch.device(device)),
@@ -38,23 +38,23 @@ def machine(device: str) -> dict:
 
 
 def setting(settings: dict) -> str:
-    """One line about what all candidates do."""
+    """Describe the settings that all candidates share, on one line."""
     return (
-        "{arch} at {image_size} px, {precision}, {batch_size} images for each of "
+        "{arch} at {image_size} px, {precision}, batch size {batch_size} in each of "
         "{processes} processes with {threads} compute thread(s), {workers} loader "
-        "processes in all; {minutes:g} minutes"
+        "processes in total; {minutes:g} minutes"
     ).format(**settings)
 
 
 def read_cohorts(folder: Path) -> list[dict]:
-    """The whole cohorts of a folder; the last line may be cut off."""
+    """Read a folder's complete cohorts; its last line may be truncated."""
     file = folder / "cohorts.jsonl"
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def table(head: str, rows: list[list[str]]) -> str:
-    """A Markdown table that reads well as text."""
+    """Format a Markdown table with aligned columns; `head` is comma-separated."""
     lines = [head.split(", "), *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
@@ -63,14 +63,14 @@ def table(head: str, rows: list[list[str]]) -> str:
 
 
 def interval(verdict: Verdict) -> str:
-    """A ratio and its interval."""
+    """Format a ratio and its confidence interval."""
     if math.isinf(verdict.high):
         return f"{verdict.ratio:.3f} (one cohort: no interval)"
     return f"{verdict.ratio:.3f} ({verdict.low:.3f} to {verdict.high:.3f})"
 
 
 def in_words(verdict: Verdict) -> str:
-    """What was decided of a pair."""
+    """Describe a verdict in words."""
     one, other = verdict.pair
     if verdict.verdict == "equal":
         return f"{one} and {other} are equal within 3 %"
@@ -82,7 +82,7 @@ def in_words(verdict: Verdict) -> str:
 
 
 class Mode:
-    """The cohorts of a mode, and what they decide."""
+    """A mode's cohorts, and the verdicts on its pairs of candidates."""
 
     def __init__(self, name: str, cohorts: list[dict], settings: dict, last: bool):
         self.name, self.cohorts, self.settings = name, cohorts, settings
@@ -96,7 +96,7 @@ class Mode:
         self.half_width = max(halves, default=None)
 
     def headline(self) -> str:
-        """The part of the headline that is about this mode."""
+        """Return this mode's part of the headline."""
         if self.name == "scaling":
             return self.split()
         decided = [v for v in self.verdicts if v.verdict != "undecided"]
@@ -104,15 +104,15 @@ class Mode:
         text = "; ".join(map(in_words, with_base or decided)) or "nothing was decided"
         for copy in self.copies:
             if not self.decision.honest:
-                text = "nothing can be decided, for two copies of "
+                text = "there are no verdicts, because two copies of "
                 text += f"{copy.pair[1]} differ: {interval(copy)}"
         if self.verdicts and not self.copies:
             base = self.settings["base"]
-            text = f"nothing can be decided without two copies of {base}"
+            text = f"there are no verdicts without two copies of {base}"
         return f"{WHERE[self.name]}, {text}."
 
     def speeds(self) -> list[list[str]]:
-        """The table of the candidates."""
+        """Return the rows of the candidates' table."""
         rows, turns = [], [turn for one in self.cohorts for turn in one["turns"]]
         for name in sorted({turn[0] for turn in turns}):
             found = [levels(one) for one in self.cohorts]
@@ -125,7 +125,7 @@ class Mode:
         return rows
 
     def minutes_needed(self) -> float:
-        """Minutes that would decide the rest, if nothing else changes."""
+        """Estimate the minutes that would decide all pairs; 0 if they are decided."""
         needed = 0.0
         for verdict in self.verdicts:
             log, half = math.log(verdict.ratio), math.log(verdict.high / verdict.ratio)
@@ -134,7 +134,7 @@ class Mode:
         return math.ceil(needed * self.settings["minutes"] / 10) * 10
 
     def markdown(self) -> str:
-        """The section of this mode."""
+        """Return this mode's section of the report."""
         head = "candidate, images/s, spread over launches, waited for data"
         text = f"\n## {self.name}\n\n{table(head, self.speeds())}\n"
         if self.name == "scaling":
@@ -145,15 +145,15 @@ class Mode:
             rows.append([" : ".join(one.pair), interval(one), alike])
         text += table("pair, ratio of images/s, verdict", rows)
         if self.half_width is not None:
-            text += f"\nThe widest interval is ±{self.half_width:.1%}, of "
+            text += f"\nThe widest interval is ±{self.half_width:.1%}, from "
             text += f"{len(self.cohorts)} cohorts."
             if needed := self.minutes_needed():
-                text += f" About `--minutes {needed} --output DIR` decides the rest."
+                text += f" About `--minutes {needed} --output DIR` may decide the rest."
             text += "\n"
         return text
 
     def scaling(self) -> str:
-        """Efficiency against one device, and what a step is made of."""
+        """Return a table of efficiencies relative to one device, and split()."""
         fit, rows = self.decision.fit, []
         for name in fit.names if fit else ():
             count, _, batch = name.partition(" x ")
@@ -164,27 +164,27 @@ class Mode:
                     log, error = fit.compare(name, alone)
                     share = math.exp(log) / int(count)
                     rows.append([name, alone, f"{share:.1%} ± {share * error:.1%}"])
-        head = "devices x images, against, efficiency ± standard error"
+        head = "devices x images, relative to, efficiency ± standard error"
         return f"{table(head, rows)}\n{self.split()}\n"
 
     def split(self) -> str:
-        """What a step from JPEG files on all devices is made of."""
+        """Say how a step's time divides into computation, more devices and data."""
         fit, most = self.decision.fit, self.settings["processes"]
         logs = dict(zip(fit.names, fit.effects, strict=True)) if fit else {}
         names = [f"{n} x {self.settings['batch_size']}" for n in (1, most)]
         names.append(f"{names[1]} JPEG")
         if not {*names} <= logs.keys():
-            return "A step was not split: that takes two cohorts."
+            return "Dividing a step's time into parts needs two cohorts."
         one, several, whole = (math.exp(logs[name]) for name in names)
         shares = one / most / whole, (several - one / most) / whole, 1 - several / whole
         return (
-            "A step from JPEG files on {} devices: computing {:.0%}, what more devices "
-            "cost {:.0%}, data {:.0%}."
+            "A step from JPEG files on {} devices: computation {:.0%}, overhead of "
+            "more devices {:.0%}, data {:.0%}."
         ).format(most, *shares)
 
 
 def draw(modes: list[Mode], base: str) -> str:
-    """The figure: ratios to the base with their intervals, and a band at 3 %."""
+    """Draw the ratios to the base with their intervals and a ±3 % band, as SVG."""
     drawn = {
         WHERE[mode.name]: [v for v in mode.verdicts if v.pair[1] == base and v.low]
         for mode in modes
@@ -219,7 +219,7 @@ def draw(modes: list[Mode], base: str) -> str:
     for ratio in (1 - reach, 1, 1 + reach):
         parts.append(f'<text x="{x(ratio)}" y="{y - 14}" text-anchor="middle">')
         parts[-1] += f"{ratio:.2f}</text>"
-    parts.append(f'<text x="{EDGE}" y="{y + 8}">Speed over that of {base}; band: ±3 %')
+    parts.append(f'<text x="{EDGE}" y="{y + 8}">Speed relative to {base}; band: ±3 %')
     size = f'viewBox="0 0 {WIDTH} {y + 20}" width="{WIDTH}" height="{y + 20}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{STYLE}'
     paper = '<rect width="100%" height="100%" fill="var(--paper)"/>'
@@ -227,10 +227,10 @@ def draw(modes: list[Mode], base: str) -> str:
 
 
 def write(folder: Path, last: bool) -> str:
-    """Write report.md, report.json and timings.svg; returns the first of them.
+    """Write report.md, report.json and timings.svg; return the text of report.md.
 
     Args:
-        last: whether the time is over, or all is decided.
+        last: whether no cohort follows.
     """
     settings = json.loads((folder / "settings.json").read_text())
     cohorts = read_cohorts(folder)
@@ -244,9 +244,9 @@ def write(folder: Path, last: bool) -> str:
     text += "".join(mode.markdown() for mode in modes)
     text += "".join(f"\nNot timed: {n}: {why}\n" for n, why in problems.items())
     if settings["device"] == "cpu":
-        text += "\nProcesses stayed on their own cores, and glibc kept freed memory.\n"
+        text += "\nProcesses were pinned to cores, and glibc kept freed memory.\n"
     for name in settings["shown"]:
-        text += f"\n{name} is one process with all the threads here: not judged.\n"
+        text += f"\n{name} is one process with all threads here: no verdict.\n"
     gpus = [gpu for one in cohorts for turn in one["turns"] for gpu in turn[3]]
     for name in gpus[0] if gpus else ():
         values = [gpu[name] for gpu in gpus]
@@ -258,7 +258,7 @@ def write(folder: Path, last: bool) -> str:
     ).format(**settings)
     text += (
         f"\n{setting(settings)}, of which {minutes:.1f} were used.\n{facts}.\n\n"
-        "A launch counts with the median of its print intervals. Ratios have Student's "
+        "A launch counts as the median of its print intervals. Ratios have Student's "
         "t intervals\nover launches. The probability that any verdict of a mode is "
         f"wrong is at most {ERROR:.0%} (Holm's\nmethod, divided among planned looks).\n"
     )

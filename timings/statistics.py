@@ -1,9 +1,9 @@
-"""What the turns of several cohorts decide, and how sure that is.
+"""Verdicts from several cohorts, with a limited chance of error.
 
-A cohort is one launch of every candidate. Candidates take turns in it, in an order in
-which each follows each other one equally often. A launch is one sample: it differs from
-the next by some percent, however long it is measured. So
-candidates are compared by one figure per cohort, not by single intervals.
+In a cohort, every candidate is launched once. The candidates take turns, in an order in
+which each one follows every other equally often. Two launches of a candidate differ by
+a few percent, however long they are measured. A launch therefore counts as one sample:
+candidates are compared by one number per cohort, not by single intervals.
 """
 
 import math
@@ -14,14 +14,14 @@ from typing import NamedTuple
 import numpy
 from scipy import stats
 
-AGAIN = " again"  # the name of the second copy of a candidate ends so
-ERROR = 0.02  # chance of any wrong verdict in a mode
-MARGIN = math.log(1.03)  # what counts as equal
-LOOKS = 2  # cohorts between two looks at which a mode may end early
+AGAIN = " again"  # suffix of the name of a candidate's second copy
+ERROR = 0.02  # limit for the chance of any wrong verdict in a mode
+MARGIN = math.log(1.03)  # smaller differences count as equal
+LOOKS = 2  # cohorts between interim analyses, which may end a mode early
 
 
 class Verdict(NamedTuple):
-    """What is known of the speed of one candidate over that of another."""
+    """The ratio of two candidates' speeds, its confidence interval and the verdict."""
 
     pair: tuple[str, str]
     verdict: str  # faster, slower, equal or undecided
@@ -31,7 +31,7 @@ class Verdict(NamedTuple):
 
 
 def williams(number: int) -> list[list[int]]:
-    """Orders of `number` things in which each follows each other equally often.
+    """Return orders in which each of `number` items follows every other equally often.
 
     Source: Williams 1949, https://doi.org/10.1071/CH9490149
     """
@@ -41,7 +41,7 @@ def williams(number: int) -> list[list[int]]:
 
 
 def orders(names: Sequence[str], draw: random.Random) -> Iterator[list[str]]:
-    """The orders of the turns in one cohort, block by block without end."""
+    """Yield orders of the turns in a cohort, in random blocks, without end."""
     names = draw.sample(names, len(names))
     while True:
         rows = williams(len(names))
@@ -50,11 +50,11 @@ def orders(names: Sequence[str], draw: random.Random) -> Iterator[list[str]]:
 
 
 def levels(cohort: dict, without: Sequence[str] = ()) -> dict[str, float]:
-    """The median of each candidate's log(seconds per image) in a cohort.
+    """Return the median of each candidate's log(seconds per image) in a cohort.
 
     Args:
-        cohort: its "turns" begin with a name and the seconds per image of intervals.
-        without: candidates that are left out.
+        cohort: its "turns" begin with a name and a list of seconds per image.
+        without: candidates to leave out.
     """
     logs: dict[str, list[float]] = {}
     for name, intervals, *_ in cohort["turns"]:
@@ -64,10 +64,10 @@ def levels(cohort: dict, without: Sequence[str] = ()) -> dict[str, float]:
 
 
 class Fit:
-    """Least squares of cohort + candidate, where all or some took part in each cohort.
+    """Least-squares fit of log(seconds per image) = cohort effect + candidate effect.
 
-    Where all did, residuals are those of a two-way table, with (C - 1)(k - 1) degrees
-    of freedom.
+    A cohort may lack candidates. If none does, C cohorts of k candidates give the
+    residuals of a two-way table, with (C - 1)(k - 1) degrees of freedom.
     """
 
     def __init__(self, cohorts: Sequence[dict]):
@@ -88,9 +88,9 @@ class Fit:
         self.variance = squares / self.freedom if self.freedom else math.inf
 
     def compare(self, one: str, other: str) -> tuple[float, float]:
-        """Log of the speed of `one` over that of `other`, and its standard error.
+        """Return log(speed of `one` / speed of `other`) and its standard error.
 
-        Two copies of one candidate count as one, that of their mean.
+        Two copies of a candidate count as one, with the mean of their effects.
         """
         weights = numpy.zeros(len(self.names))
         for name, sign in ((other, 1), (one, -1)):
@@ -104,7 +104,7 @@ class Fit:
 
 
 def judge(fit: Fit, pairs: Sequence[tuple[str, str]], error: float) -> list[Verdict]:
-    """Verdicts on pairs; the chance that any is wrong is `error` (Holm's method).
+    """Judge pairs; the chance of any wrong verdict is at most `error` (Holm's method).
 
     Source: https://en.wikipedia.org/wiki/Holm%E2%80%93Bonferroni_method
     """
@@ -112,10 +112,10 @@ def judge(fit: Fit, pairs: Sequence[tuple[str, str]], error: float) -> list[Verd
     left, found = len(pairs), {}
     for pair in sorted(pairs, key=lambda p: -abs(compared[p][0]) / compared[p][1]):
         log, standard_error = compared[pair]
-        half = math.inf  # of a single cohort
+        half = math.inf  # with a single cohort
         if fit.freedom:
             half = stats.t.ppf(1 - error / left / 2, fit.freedom) * standard_error
-        if abs(log) + half < MARGIN:  # both one-sided tests
+        if abs(log) + half < MARGIN:  # two one-sided tests
             verdict = "equal"
         elif abs(log) > half:
             verdict = "faster" if log > 0 else "slower"
@@ -128,34 +128,35 @@ def judge(fit: Fit, pairs: Sequence[tuple[str, str]], error: float) -> list[Verd
 
 
 class Decision(NamedTuple):
-    """What a mode's cohorts decide at a look."""
+    """The verdicts of one analysis of a mode's cohorts."""
 
     verdicts: list[Verdict]
-    copies: list[Verdict]  # of the pair that is one candidate twice
+    copies: list[Verdict]  # on a candidate and its second copy
     fit: Fit | None
 
     @property
     def honest(self) -> bool:
-        """Whether two copies of one candidate came out as not different."""
+        """Whether a candidate's two copies do not differ significantly."""
         return bool(self.copies) and all(v.low <= 1 <= v.high for v in self.copies)
 
     @property
     def over(self) -> bool:
-        """Whether nothing is left to be decided."""
+        """Whether every pair is decided."""
         return self.honest and not any(v.verdict == "undecided" for v in self.verdicts)
 
 
 def decide(cohorts: Sequence[dict], settings: dict, last: bool) -> Decision:
-    """Look at the cohorts of a mode, as it was planned before the first of them.
+    """Judge a mode's cohorts at the latest planned analysis.
 
-    Looks are after every LOOKS cohorts of all candidates, and at the end. They share
-    out ERROR by the cube of the time (https://doi.org/10.1093/biomet/70.3.659).
+    An analysis follows every LOOKS cohorts of all candidates, and the last cohort. Each
+    may spend a part of ERROR, so that the sum grows with the cube of the elapsed time
+    (https://doi.org/10.1093/biomet/70.3.659).
 
     Args:
-        cohorts: "turns"; "ended", the minutes in which this and all before ran; and
-            "groups", in how many cohorts all candidates take part.
-        settings: "minutes" planned, "base", which others are compared with first, and
-            the candidates only "shown".
+        cohorts: dicts with "turns"; "ended", the total minutes until the cohort's end;
+            and "groups", the number of cohorts that all candidates take.
+        settings: "minutes" planned; "base", the candidate that the others are compared
+            with first; and "shown", the candidates without verdicts.
         last: whether no cohort follows.
     """
     every = LOOKS * cohorts[0]["groups"] if cohorts else 1
