@@ -2,8 +2,8 @@
 
     python -m benchmarks.decoders [ROUNDS]
 
-One process decodes whole images from memory with each decoder and compares the pixels,
-also for each EXIF orientation. All times are the process's CPU times, which other
+One process decodes whole images from memory with each decoder and compares the pixels.
+It does so for each EXIF orientation. All times are the process's CPU times, which other
 programs affect less. The benchmark writes results/decoders.json in a few minutes.
 """
 

@@ -282,12 +282,16 @@ def lock_output(folder: Path) -> BinaryIO:
 
     The lock is a POSIX record lock: it works over NFS, loader processes do not inherit
     it, and the kernel releases it when a process is killed. Raises UserError if another
-    run holds the lock; prints a warning if the file system does not support locks.
+    run holds the lock or the folder cannot be written to; prints a warning if the file
+    system does not support locks.
 
     Source: https://man7.org/linux/man-pages/man2/fcntl_locking.2.html
     """
     make_output_folder(folder)
-    file = open(folder / LOCK, "ab")  # noqa: SIM115
+    try:
+        file = open(folder / LOCK, "ab")  # noqa: SIM115
+    except OSError as error:
+        raise UserError(f"cannot write {folder / LOCK}: {error.strerror}") from None
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
@@ -363,6 +367,9 @@ def replace_file(path: Path, write: Callable[[BinaryIO], Any]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)  # or a power failure could undo the new name
+        os.close(folder)
     except (OSError, RuntimeError) as error:
         with contextlib.suppress(OSError):  # the disk may be full
             temporary.unlink(missing_ok=True)

@@ -82,7 +82,7 @@ class ImageFolder(Dataset):
         try:
             samples = make_dataset(self.root, labels, IMG_EXTENSIONS)
         except FileNotFoundError as error:  # a class has no images
-            raise UserError(f"{root}: {error}") from None
+            raise UserError(f"{root}: {str(error)[:200]}") from None
         # Not lists: reading an item changes its reference count, so each loader process
         # would copy the list (https://github.com/pytorch/pytorch/issues/13246)
         names = [os.fsencode(path[len(self.root) :]) for path, _ in samples]
@@ -142,9 +142,10 @@ def open_folders(args: argparse.Namespace) -> tuple[tuple[Path, Path], list[str]
     classes, val_classes = map(class_folders, folders)
     different = sorted(set(classes) ^ set(val_classes))
     if different:
+        names = ", ".join(different[:3]) + (" ..." if len(different) > 3 else "")
         raise UserError(
             f"{args.data}: train/ and val/ must have the same class folders; "
-            f"{len(different)} found in only one of them: {', '.join(different[:3])}"
+            f"{len(different)} found in only one of them: {names}"
         )
     return folders, classes
 

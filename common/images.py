@@ -103,7 +103,10 @@ DECODERS: dict[str, Callable[[bytes], Picture]] = {
 
 
 def choose_decoder(name: str) -> str:
-    """Return `name`, or a decoder for "auto"; raises UserError if it is missing."""
+    """Return `name`; replace "auto" with the name of an installed decoder.
+
+    Raises UserError if the decoder is not installed.
+    """
     libraries = {
         "nvimgcodec": (nvimgcodec.import_library, "requirements-nvimgcodec.txt"),
         "torchcodec": (import_torchcodec, "requirements.txt"),
@@ -150,8 +153,8 @@ def random_box(height: int, width: int, min_crop: float) -> tuple[int, int, int,
 
     The box covers at least a fraction `min_crop` of the image; its width is 3/4 to 4/3
     of its height. If ten boxes do not fit, the result is a central box. The
-    distribution is that of torchvision's RandomResizedCrop, which is a few percent
-    slower per image because it draws one-element tensors (docs/performance.md).
+    distribution is that of torchvision's RandomResizedCrop, which draws one-element
+    tensors instead of numbers.
 
     Source: Szegedy et al. 2014, https://arxiv.org/abs/1409.4842, section 6
     """

@@ -61,8 +61,8 @@ class Log:
         plural = "" if self.world_size == 1 else "es"
         print(
             f"{args.strategy}: {self.world_size} process{plural} on "
-            f"{describe(self.device)} ({self.device.type}), {state.arch}, "
-            f"{args.precision}, seed {args.seed}\n"
+            f"{describe(self.device)} ({self.device.type}), {state.arch} at "
+            f"{args.image_size} px, {args.precision}, seed {args.seed}\n"
             f"{steps_per_epoch} steps per epoch, {args.global_batch_size} images per "
             f"step, {batch_size} per process{micro}, {data}, learning rate {rate:.4g}"
         )

@@ -33,8 +33,8 @@ def agree(
     Each process writes digests of its settings into its row of a table of zeros; the
     sum over all processes is the complete table. Call this after build_loader():
     a process that communicates should not fork loader processes. Returns the checkpoint
-    to resume, or None for a fresh start. Raises UserError if a setting differs, or if
-    the batch or the validation images cannot be divided among the processes.
+    to resume from, or None for a fresh start. Raises UserError if a setting differs, or
+    if the batch or the validation images cannot be divided among the processes.
     """
     check_batch(args, world_size)
     train_set, val_set = datasets

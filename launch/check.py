@@ -71,9 +71,11 @@ def check_shared_memory(args: Namespace, batch_size: int) -> None:
 
     Source: https://docs.pytorch.org/docs/stable/multiprocessing.html#sharing-strategies
     """
+    if not (args.data and args.workers and os.path.isdir(SHARED_MEMORY)):
+        return
     needed = args.workers * PREFETCH * batch_size * 3 * args.image_size**2
     size, _, free = shutil.disk_usage(SHARED_MEMORY)
-    if args.data and size and free < needed:
+    if size and free < needed:
         raise UserError(
             f"{SHARED_MEMORY} has {free >> 20} MiB free, but the batches of "
             f"{args.workers} loader processes need {needed >> 20} MiB: make it larger "
