@@ -122,6 +122,18 @@ def test_the_first_epoch_in_a_new_folder_is_its_best(tmp_path):
         assert read_checkpoint(tmp_path / "new" / "best.pt")["epoch"] == best
 
 
+def test_a_checkpoint_replaced_since_the_agreement_is_not_loaded(tmp_path):
+    """Processes that load it later would load another one than those before."""
+    path = saved(tmp_path)
+    args, state = make(tmp_path / "run", "--resume", "auto")
+    agreed, weights = open_checkpoint(args), torch.load(path)["state_dict"]
+    train_epochs(make(tmp_path / "run")[1], 50.0, 99.0)
+    assert read_checkpoint(path)["epoch"] == 2
+    state.resume(args, 0, agreed)
+    assert state.epoch == 1
+    assert all(w.equal(weights[n]) for n, w in state.raw_model.state_dict().items())
+
+
 # --- two runs in one folder ---
 
 
@@ -159,6 +171,14 @@ def test_a_run_s_lock_ends_with_it_whatever_it_forked(pictures, tmp_path):
 
 
 # --- what ends a run ---
+
+
+def test_a_stop_during_validation_is_followed(tmp_path):
+    _, state = make(tmp_path)
+    for stop in (True, False):
+        step(state, 1)
+        finish(state, 50.0, stop=stop)
+        assert state.stop_requested == stop
 
 
 def test_numbers_that_are_not_finite_end_the_run(tmp_path):
@@ -367,6 +387,16 @@ def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     target = tmp_path / "file"
     replace_file(target, lambda file: file.write(b"new"))
     assert calls == [f"{target}.tmp", f"{target}.tmp becomes {target}"]
+
+
+def test_a_loader_that_dies_in_a_save_is_not_a_full_disk(tmp_path):
+    class Content:
+        def __reduce__(self):
+            raise RuntimeError("DataLoader worker (pid 7) is killed by signal")
+
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
+        replace_file(tmp_path / "file", lambda file: torch.save(Content(), file))
+    assert not list(tmp_path.iterdir())
 
 
 def test_without_locks_a_run_trains_and_warns(tmp_path, monkeypatch, capsys):

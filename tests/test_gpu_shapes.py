@@ -520,7 +520,7 @@ def test_the_first_process_of_the_second_machine_knows_its_place(
     assert called == [before, *steps, of_buffers]  # the last for validation
 
 
-def test_gloo_and_scaled_gradients(main):
+def test_a_cpu_gloo_and_scaled_gradients(main):
     for name in ("distributed", "multiprocessing_distributed", "apex_distributed"):
         job = {"count": 2, "world_size": 4, "rank": 3}
         found = main(name, "--backend", "gloo", "--precision", "fp16", **job)
@@ -528,6 +528,13 @@ def test_gloo_and_scaled_gradients(main):
             ("init_process_group", "gloo", 4, 3),  # lets processes share a GPU
             ("GradScaler", "cuda", name != "apex_distributed"),
             ("barrier", [1]),
+        ]
+    for name in ("distributed", "multiprocessing_distributed"):
+        found = main(name, "--device", "cpu", count=2, world_size=2, rank=1)
+        assert found.named("set_device", "init_process_group", "wrap", "barrier") == [
+            ("init_process_group", "gloo", 2, 1),
+            ("wrap", {"device_ids": None, "gradient_as_bucket_view": True}),
+            ("barrier", None),
         ]
 
 

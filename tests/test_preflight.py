@@ -96,11 +96,22 @@ def test_ranks_of_launchers():
     assert ranks_of_launcher({"SLURM_STEP_NUM_TASKS": "2"}, slurm=False) is None
 
 
-def test_no_training_after_a_preflight_that_failed(tmp_path):
-    """It waits for a fixed number of machines."""
+ELASTIC = {"NNODES": "1:2", "RDZV_ENDPOINT": "a:1", "MAX_RESTARTS": "1"}
+UNREACHABLE = rf"rank [01] \({re.escape(HOST)}\): .*none0.*"
+NO_NETWORK = {"GLOO_SOCKET_IFNAME": "none0"}, 1, UNREACHABLE
+
+
+@pytest.mark.parametrize(
+    "variables, status, line",
+    [
+        (ELASTIC, 2, ".*not LEAST:MOST"),
+        pytest.param(*NO_NETWORK, marks=pytest.mark.full),
+    ],
+    ids=("elastic", "no network"),
+)
+def test_no_training_after_a_preflight_that_failed(variables, status, line, tmp_path):
     flags = (*TINY, "--synthetic", "8", "--device", "cpu", "--output", tmp_path / "out")
-    elastic = {"NNODES": "1:2", "RDZV_ENDPOINT": "a:1", "MAX_RESTARTS": "1"}
-    ended = launcher("distributed", *flags, PREFLIGHT="1", **elastic)
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert re.fullmatch(r"preflight.py: error: .*not LEAST:MOST\n", ended.stderr)
+    ended = launcher("distributed", *flags, PREFLIGHT="1", **variables)
+    assert (ended.returncode, ended.stdout) == (status, "")
+    assert re.fullmatch(rf"preflight.py: error: {line}\n", ended.stderr)
     assert not (tmp_path / "out").exists()

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import random
 import re
@@ -25,7 +26,7 @@ from common.errors import UserError
 from timings import __main__ as command
 from timings import plan, report
 from timings.measure import pin
-from timings.statistics import orders, williams
+from timings.statistics import levels, orders, williams
 
 TRUTH = dict.fromkeys(NAMES, 0.0)
 
@@ -48,6 +49,12 @@ def test_each_follows_each_other_equally_often_in_an_order_drawn_anew(number):
         counts = {pair: followed.count(pair) for pair in followed}
         assert len(counts) == number * (number - 1) and len({*counts.values()}) == 1
     assert len({str(cohort) for cohort in blocks}) > 1
+
+
+def test_a_launch_counts_with_the_median_of_its_intervals():
+    turns = [["a", [1.0, 1.2], 0.0, []], ["b", [3.0], 0.0, []], ["a", [9.0], 0.0, []]]
+    found = levels({"turns": turns}, without=["b"])
+    assert found == {"a": pytest.approx(math.log(1.2))}
 
 
 def test_a_process_stays_on_the_cores_of_its_rank():

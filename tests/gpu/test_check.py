@@ -1,8 +1,25 @@
-"""scripts/gpu_check.sh on a machine without a GPU."""
+"""scripts/gpu_check.sh, and what its rows would take for a mistake, without a GPU."""
 
 import pytest
 from conftest import run
 from summary import summary
+from test_rows import (  # noqa: F401
+    LOSS_TOLERANCE,
+    difference,
+    here,
+    on_the_cpu,
+    photographs,
+    states_differ,
+)
+
+
+@pytest.mark.full
+def test_a_wrong_training_is_outside_the_tolerance(on_the_cpu):  # noqa: F811
+    right, wrong = on_the_cpu(1), on_the_cpu(1, 0, None, "--lr", 0.002)
+    assert difference(wrong, right) > LOSS_TOLERANCE["fp32"]
+    assert states_differ(wrong.content, right.content)["weights"] > 0
+    wrong.losses[0] = float("nan")
+    assert difference(wrong, right) == float("inf")
 
 
 @pytest.mark.full
