@@ -372,7 +372,7 @@ def whole(content):
 
 
 def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
-    """Otherwise a power failure could leave an empty file of that name."""
+    """What a power failure needs: fsync of the file, rename, fsync of the folder."""
     calls, replace = [], os.replace
 
     def recorded_replace(source, target):
@@ -386,7 +386,7 @@ def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", recorded_replace)
     target = tmp_path / "file"
     replace_file(target, lambda file: file.write(b"new"))
-    assert calls == [f"{target}.tmp", f"{target}.tmp becomes {target}"]
+    assert calls == [f"{target}.tmp", f"{target}.tmp becomes {target}", str(tmp_path)]
 
 
 def test_a_loader_that_dies_in_a_save_is_not_a_full_disk(tmp_path):
@@ -397,6 +397,12 @@ def test_a_loader_that_dies_in_a_save_is_not_a_full_disk(tmp_path):
     with pytest.raises(RuntimeError, match="DataLoader worker"):
         replace_file(tmp_path / "file", lambda file: torch.save(Content(), file))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_that_cannot_be_opened_is_one_line(tmp_path):
+    (tmp_path / "lock").mkdir()
+    with pytest.raises(UserError, match="cannot write .*lock: Is a directory"):
+        lock_output(tmp_path)
 
 
 def test_without_locks_a_run_trains_and_warns(tmp_path, monkeypatch, capsys):
