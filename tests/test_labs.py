@@ -50,6 +50,8 @@ CHANGES = [
     ("06", "(loss / dist", "(2 * loss / dist", "passes"),
     ("07", "shuffle=True", "sampler=range(dist.get_rank(), 96, 2)", "in the same order"),
     ("09", "torch.randn(8)", "torch.zeros(8)", "both processes add the same noise"),
+    ("09", "noise = 0.1", "torch.seed()\n        noise = 0.003", "hardly any noise"),
+    ("10", """print(f"accuracy {result""", """print("accuracy", f"{result""", "it prints accuracy"),
     ("11", "shuffle=False", "shuffle=False, drop_last=True", "32 of the 33 validation"),
     ("12", "CosineAnnealingLR(optimizer, ", "CosineAnnealingLR(optimizer, 18, 0 * ", "passes"),
     ("12", "EPOCHS * len(dataset) // BATCH", "len(loader)", "rises again"),
@@ -57,10 +59,12 @@ CHANGES = [
      "if True:\n            x = x + torch.rand(()).round() *", "passes"),
     ("15", "not self.training or torch.rand(()) < 0.5", "True", "uses the middle block"),
     ("16", "accuracy(net, ", "accuracy(model, ", "passes"),
+    ("16", "momentum=0.9", "momentum=0", "step 2 moves the weights"),
     ("18", "nullcontext() if number % PASSES == 0", "nullcontext() if number % 4 == 3", "passes"),
     ("18", "nullcontext() if number % PASSES == 0 else model.no_sync()", "nullcontext()",
      "a step averages the gradients 4 times instead of once"),
     ("19", LOOP[0], JOINED, "passes"),
+    ("19", LOOP[0], JOINED.replace("loss.", "(2 * loss)."), "2.00 times as far"),
     ("20", "if dist.get_rank() == 0:\n            with", "if True:\n            with", "passes"),
     ("20", "model(images[96:]).argmax(1) == labels[96:]",
      "net(images[:33]).argmax(1) == labels[:33]", "are trained on as well"),
@@ -113,6 +117,23 @@ def test_a_broken_script_fails_and_its_solution_passes(graded, number):
 @pytest.mark.parametrize("number, old, new, said", CHANGES)
 def test_what_counts_is_what_a_script_does(graded, number, old, new, said):
     assert any(lab == number and said in line for lab, line in graded[-1])
+
+
+def test_a_script_that_never_ends_but_prints(tmp_path):
+    labs = copy(tmp_path)
+    end, loop = (
+        "dist.destroy_process_group()",
+        "while not time.sleep(0.1):\n        print()",
+    )
+    for name, before, after in (
+        ("watch.py", "LIFE = 60", "LIFE = 6"),
+        (SCRIPTS["21"], end, f"import time\n    {loop}"),
+    ):
+        text = (labs / name).read_text()
+        assert text.count(before) == 1
+        (labs / name).write_text(text.replace(before, after))
+    status, printed = run_python(tmp_path, labs / "grade.py", "21")
+    assert status == 1 and "does not end within 6 s" in printed
 
 
 def test_an_unknown_lab_and_ctrl_c(tmp_path):

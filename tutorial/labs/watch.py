@@ -88,7 +88,7 @@ class Watch:
 
     def __init__(self, pipe, disturb: Callable[[int], object]):
         self.pipe, self.disturb, self.optimizer = pipe, disturb, None
-        self.passes, self.averages, self.steps = [], 0, 0
+        self.passes, self.averages, self.steps, self.text = [], 0, 0, ""
         torch.nn.modules.module.register_module_forward_hook(self.forward)
         register_optimizer_step_pre_hook(self.before_step)
         register_optimizer_step_post_hook(self.after_step)
@@ -98,11 +98,13 @@ class Watch:
         self.pipe.send_bytes(pickle.dumps((kind, value)))
 
     def write(self, text: str) -> None:
-        """Record printed text."""
-        self.send("printed", (self.steps, text))
+        """Record printed lines once they are complete: print() writes parts of them."""
+        *lines, self.text = (self.text + text).split("\n")
+        for line in lines:
+            self.send("printed", (self.steps, line))
 
     def flush(self) -> None:
-        """Do nothing: all text has been sent."""
+        """Do nothing: complete lines have been sent."""
 
     def forward(self, layer: nn.Module, inputs: tuple, output: Tensor) -> None:
         """Record the input of a network's first layer and the output of its last."""
@@ -147,6 +149,7 @@ def be_rank(script: Path, files: Path, stack: Path, variables, pipe, disturb) ->
     except Exception as error:
         watch.send("errors", f"{type(error).__name__}: {error}")
         sys.exit(1)
+    watch.write("\n")  # the last line may lack it
     if watch.optimizer:
         watch.send("weights", flat(watch.optimizer))
 
@@ -199,6 +202,8 @@ class Run:
             time.sleep(0.3)
             found = re.search(CALLS, self.stacks[rank].read_text(), re.M)
             how = f"still waits in {found[1]}()" if found else "does not end"
+        elif code == -signal.SIGALRM:
+            how = f"does not end within {LIFE} s"
         elif code:
             error = *self.ranks[rank].errors, f"exit status {code}"
             first = re.split(r"\. |\n", error[0])[0]  # its first sentence
