@@ -34,7 +34,7 @@ from launch.exits import exit_status
 TRAIN, VAL, BATCH = 384, 256, 64
 DECODERS = ("torchcodec", "nvimgcodec", "pil")
 USUAL = "conventional: Pillow, v1 transforms, float"
-NORMALISED = "--decoder nvimgcodec, normalized on the CPU"
+NORMALIZED = "--decoder nvimgcodec, normalized on the CPU"
 CPU = torch.device("cpu")
 
 
@@ -71,7 +71,7 @@ class Training(SeededDataset):
         return super().__getitem__((self.epoch, index))
 
 
-class Normalised(Dataset):
+class Normalized(Dataset):
     """A dataset that normalizes images in float32, as conventional pipelines do."""
 
     def __init__(self, dataset: Dataset):
@@ -91,8 +91,8 @@ def one_core(folder: Path, rounds: int) -> dict[str, dict]:
     validation = {USUAL: reading(val_set, VAL)}
     # These two rows and the conventional ones normalize on the CPU; the others do not
     train_set, val_set = build_datasets(arguments(folder, "nvimgcodec"))
-    training[NORMALISED] = reading(Normalised(Training(train_set, 0)), TRAIN)
-    validation[NORMALISED] = reading(Normalised(val_set), VAL)
+    training[NORMALIZED] = reading(Normalized(Training(train_set, 0)), TRAIN)
+    validation[NORMALIZED] = reading(Normalized(val_set), VAL)
     for name in DECODERS:
         train_set, val_set = build_datasets(arguments(folder, name))
         training[f"--decoder {name}"] = reading(Training(train_set, 0), TRAIN)
@@ -124,10 +124,10 @@ def all_cores(folder: Path, rounds: int) -> dict[str, dict]:
     data = usual.folder(folder / "train", usual.TRAIN)
     options = {"num_workers": cores, "persistent_workers": True}
     candidates = {USUAL: epoch_of(DataLoader(data, BATCH, sampler=indices, **options))}
-    candidates[NORMALISED] = epoch_of(own_loader("nvimgcodec"))
+    candidates[NORMALIZED] = epoch_of(own_loader("nvimgcodec"))
     for name in DECODERS:
         loader = own_loader(name)
-        loader.normalise = lambda images: images  # the device would do it
+        loader.normalize = lambda images: images  # the device would do it
         candidates[f"--decoder {name}"] = epoch_of(loader)
     title = f"training, {cores} loader processes on {cores} cores"
     return {"loader": compare(title, candidates, rounds)}

@@ -25,7 +25,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_datas
 
 from common.errors import SIGNALS, ImageError, UserError, end_children
 from common.images import Picture, TrainTransform, ValTransform, read_image
-from common.model import pretrained_normalisation, validation_protocol
+from common.model import pretrained_normalization, validation_protocol
 from common.seeding import seed_augmentation
 from common.tar import Archives, archives_of
 
@@ -321,9 +321,9 @@ class DeviceLoader:
                 images.record_stream(compute)
                 labels.record_stream(compute)
             self.waits.append((idle_from, self._now()))
-            yield self.normalise(images), labels
+            yield self.normalize(images), labels
 
-    def normalise(self, images: Tensor) -> Tensor:
+    def normalize(self, images: Tensor) -> Tensor:
         """(B, 3, S, S) uint8 on the device -> float32, zero mean and unit variance."""
         images = images.to(torch.float32, memory_format=self.layout)
         return images.sub_(self.mean).div_(self.std)
@@ -364,7 +364,7 @@ class RepeatedBatch(DeviceLoader):
         super().__init__(dataset, batches, *where)
         first = next(iter(batches), [(0, 0)])  # of epoch 0, even in a resumed run
         images, labels = collate([dataset[index] for _, index in first])
-        self.images = self.normalise(images.to(self.device))
+        self.images = self.normalize(images.to(self.device))
         self.labels = labels.to(self.device)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -414,7 +414,7 @@ def build_loader(
         start_workers(loader, batches)
     on_device = DeviceLoader(loader, batches, device, layout)
     if args.pretrained:
-        mean, std = pretrained_normalisation(args.arch)
+        mean, std = pretrained_normalization(args.arch)
         on_device.mean.copy_(mean)
         on_device.std.copy_(std)
     return on_device

@@ -102,7 +102,7 @@ def validation_protocol(args: argparse.Namespace) -> tuple[int, int, Interpolati
     return size, size * 256 // 224, InterpolationMode.BILINEAR
 
 
-def pretrained_normalisation(arch: str) -> Tensor:
+def pretrained_normalization(arch: str) -> Tensor:
     """The mean and standard deviation that torchvision's weights expect: (2, 3, 1, 1).
 
     Pixels are from 0 to 255. All models except efficientnet_v2_l use ImageNet's values.

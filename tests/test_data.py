@@ -113,7 +113,7 @@ IMAGE = torch.zeros(3, 4, 4, dtype=torch.uint8)
     ],
 )
 def test_items_of_another_kind_are_refused_in_one_line(item, described):
-    """Normalised images above all, which the device would normalise again."""
+    """Normalized images above all, which the device would normalize again."""
     with pytest.raises(ImageError) as raised:
         loaded([(IMAGE, 0), item], workers=1)
     assert f"a dataset item is {described}, but" in str(raised.value)

@@ -90,7 +90,7 @@ class StandInGpus(TorchFunctionMode):
                 call = ("copy", number_of(args[0]), self.current.name)
                 self.note(*call, kwargs["non_blocking"])
             if torch.float32 in args[1:] and args[0].dtype == torch.uint8:
-                self.note("normalise", number_of(args[0]), self.current.name)
+                self.note("normalize", number_of(args[0]), self.current.name)
         on_cpu = {k: CPU if k == "device" else v for k, v in kwargs.items()}
         return func(*(CPU if type(a) is torch.device else a for a in args), **on_cpu)
 
@@ -215,7 +215,7 @@ def test_the_next_batch_is_copied_before_a_batch_is_handed_out(gpus, loader):
     def used(number: int) -> list[tuple]:
         keep = ("keep", number, "compute")
         wait = [("wait", number, "compute"), keep, keep, idle]
-        return [*wait, ("normalise", number, "compute"), ("step", number), idle]
+        return [*wait, ("normalize", number, "compute"), ("step", number), idle]
 
     # A batch waits for its own arrival, not for all that the copies' stream has to do;
     # between two moments the device is idle, so what it waits for is the data

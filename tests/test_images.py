@@ -17,7 +17,7 @@ from torchvision.transforms.v2 import InterpolationMode, RandomResizedCrop
 from common import images, nvimgcodec
 from common.data import build_datasets, build_loader
 from common.errors import ImageError, UserError
-from common.model import architectures, pretrained_normalisation, validation_protocol
+from common.model import architectures, pretrained_normalization, validation_protocol
 
 VALIDATION = images.ValTransform(224, 256, InterpolationMode.BILINEAR)
 TRAINING = images.TrainTransform(224, 0.08, True)
@@ -36,8 +36,8 @@ def one_by_one(args, dataset, workers=0):
 
 def picture_of(height, width):
     """A smooth picture with some noise."""
-    rows, columns, colours = numpy.mgrid[:height, :width, :3]
-    waves = 128 + 90 * numpy.sin(rows / (5 + colours) + columns / (9 - colours))
+    rows, columns, colors = numpy.mgrid[:height, :width, :3]
+    waves = 128 + 90 * numpy.sin(rows / (5 + colors) + columns / (9 - colors))
     noise = numpy.random.default_rng(0).normal(0, 6, (height, width, 3))
     return Image.fromarray((waves + noise).clip(0, 255).astype(numpy.uint8))
 
@@ -123,7 +123,7 @@ def test_decoders_train_on_the_same_bits_and_validate_within_one_level(photograp
 
 @pytest.mark.parametrize("decoder", ("pil", "auto"))
 def test_pretrained_weights_validate_as_torchvision_does(pictures, decoder):
-    """From the file to the normalised batch; all 80 architectures have 25 protocols."""
+    """From the file to the normalized batch; all 80 architectures have 25 protocols."""
     assert len(architectures()) >= 80
     for path in pictures.glob("val/*/*"):
         picture_of(250, 330).save(path, quality=92)
@@ -131,7 +131,7 @@ def test_pretrained_weights_validate_as_torchvision_does(pictures, decoder):
     for arch in architectures():
         args = arguments(pictures, f"--pretrained --arch {arch} --decoder {decoder}")
         preset = get_model_weights(arch).DEFAULT.transforms()
-        chosen = *validation_protocol(args), *pretrained_normalisation(arch).flatten()
+        chosen = *validation_protocol(args), *pretrained_normalization(arch).flatten()
         if ours.setdefault(str(preset), chosen) is not chosen:
             assert chosen == ours[str(preset)]
             continue

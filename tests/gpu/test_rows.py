@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(4 * LIMIT)]
 # Largest difference of a loss between two runs that should be one, in the mean over the
 # first epoch's STEPS steps. On a CPU, at learning rate 0.001, two memory formats in fp32
 # were 3e-5 apart, bf16 was 0.002 from fp32, twice the learning rate 0.0012, and images that
-# were normalised twice 0.002. O3 was nowhere measured: its fp16 weights lose small updates.
+# were normalized twice 0.002. O3 was nowhere measured: its fp16 weights lose small updates.
 LOSS_TOLERANCE = {"fp32": 3e-4, "bf16": 0.02, "fp16": 3e-3, "O3": 0.05}
 # Of momenta and batch norm's statistics after a resume, relative to their norm, at
 # learning rate 0, where nothing grows. Momenta that begin at zero are 0.9 ** 8 = 0.43 off.
