@@ -3,12 +3,12 @@
 horovodrun or mpirun starts the processes. hvd.DistributedOptimizer averages the
 gradients over NCCL, MPI or Gloo while the backward pass is still running.
 
-    horovodrun -np 4 python horovod_distributed.py --data /path/to/imagenet
+    horovodrun --gloo -np 4 python horovod_distributed.py --data /path/to/imagenet
     mpirun -np 4 --bind-to none python horovod_distributed.py --data /path/to/imagenet
     bash scripts/horovod_distributed.sh --data /path/to/imagenet   # one process per GPU
 
 Lines between `# [name]` and `# [/name]` are specific to this strategy. All other lines
-are the same in all five scripts.
+of code are the same in all five scripts.
 """
 
 from argparse import Namespace
@@ -72,6 +72,7 @@ def main(args: Namespace) -> None:
     share = batch_size, workers, device
     train_loader = build_loader(args, train_set, train_sampler, *share, training=True)
     val_loader = build_loader(args, val_set, val_sampler, *share, training=False)
+    # Opens the checkpoint if all processes have the same settings
     checkpoint = agree(args, rank, world_size, device, all_reduce, data)
 
     layout = torch.contiguous_format if args.no_channels_last else torch.channels_last

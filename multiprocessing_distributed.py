@@ -6,7 +6,7 @@ The script is its own launcher: mp.spawn starts one process per GPU.
     bash scripts/multiprocessing_distributed.sh --data /path/to/imagenet
 
 Lines between `# [name]` and `# [/name]` are specific to this strategy. All other lines
-are the same in all five scripts.
+of code are the same in all five scripts.
 """
 
 from argparse import Namespace
@@ -68,6 +68,7 @@ def main(args: Namespace) -> None:
     share = batch_size, workers, device
     train_loader = build_loader(args, train_set, train_sampler, *share, training=True)
     val_loader = build_loader(args, val_set, val_sampler, *share, training=False)
+    # Opens the checkpoint if all processes have the same settings
     checkpoint = agree(args, rank, world_size, device, all_reduce, data)
 
     layout = torch.contiguous_format if args.no_channels_last else torch.channels_last

@@ -2,7 +2,7 @@
 
     python -m launch.preflight [--nprocs 4]      # one process per GPU, or 2 on a CPU
     torchrun --standalone --nproc-per-node=4 -m launch.preflight
-    horovodrun -np 4 -H localhost:4 python -m launch.preflight --backend horovod
+    horovodrun --gloo -np 4 -H localhost:4 python -m launch.preflight --backend horovod
     mpirun -np 4 --bind-to none python -m launch.preflight --backend horovod
     srun python -m launch.preflight              # with MASTER_ADDR and MASTER_PORT
 
