@@ -51,7 +51,9 @@ def project(tmp_path_factory):
             Image.fromarray(pixels).save(folder / "pictures" / part / f"{index}.png")
         (folder / "pictures" / f"{part}.csv").write_text(lines)
     whole = run(*command(folder, "whole"))
-    assert re.match("train: 2 processes on .*, Net at 64 px, fp32", whole.stdout), whole.stderr
+    assert re.match("train: 2 processes on .*, Net at 64 px, fp32", whole.stdout), (
+        whole.stderr
+    )
     return folder
 
 
