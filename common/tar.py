@@ -26,16 +26,15 @@ def archives_of(root: Path) -> list[Path]:
 class Archives:
     """The images in the archives that replace a folder, sorted as ImageFolder does.
 
-    For N images, `paths` are (N,) bytes, `labels` are (N,) int64, and `places` are
-    (N, 3) int64: the archive's index, and the offset and size in bytes. Raises
-    UserError if an archive is unusable.
+    For N images: `paths`, (N,) bytes; `labels`, (N,) int64; `places`, (N, 3) int64, the
+    archive's index, offset and size in bytes. Raises UserError if one is unusable.
     """
 
     def __init__(self, root: Path):
         self.archives = archives_of(root)
         self.files: dict[tuple[int, int], int] = {}
-        stats = [(a, a.stat().st_size, a.stat().st_mtime_ns) for a in self.archives]
-        index = cached_index(root, tuple(stats))
+        found = [(one.name, one.stat()) for one in self.archives]
+        index = cached_index(root, *((n, s.st_size, s.st_mtime_ns) for n, s in found))
         columns = (numpy.ascontiguousarray(index[name]) for name in index.dtype.names)
         self.paths, self.labels, self.places = columns
 
@@ -54,18 +53,17 @@ class Archives:
 
 
 @functools.cache
-def cached_index(root: Path, stats: tuple[tuple[Path, int, int], ...]) -> numpy.ndarray:
+def cached_index(root: Path, *stats: tuple[str, int, int]) -> numpy.ndarray:
     """Read the index from a file next to the archives, or build it and write the file.
 
     The file's name depends on the names, sizes and modification times of the archives.
     Raises UserError if an archive is unusable.
     """
-    facts = [(archive.name, *numbers) for archive, *numbers in stats]
-    digest = hashlib.blake2b(repr(facts).encode(), digest_size=6).hexdigest()
+    digest = hashlib.blake2b(repr(stats).encode(), digest_size=6).hexdigest()
     file = root.with_name(f"{root.name}-{digest}.npy")
     with suppress(OSError, ValueError, EOFError):
         return numpy.load(file)
-    index = build_index([archive for archive, *_ in stats])
+    index = build_index(archives_of(root))
     text = f"found {len(index)} images in {root}*.tar; later runs will reuse {file}"
     try:
         with tempfile.TemporaryDirectory(dir=root.parent) as folder:
@@ -83,13 +81,10 @@ def build_index(archives: list[Path]) -> numpy.ndarray:
     images, first = {}, None
     for number, archive in enumerate(archives):
         for path, *place in images_in(archive):
-            folder, _, name = path.rpartition("/")
-            parent, _, label = folder.rpartition("/")
-            first = first or (path, parent)
-            if not label or parent != first[1]:
-                raise UserError(
-                    f"{archive}: {path} or {first[0]} is not in a class folder"
-                )
+            *parents, label, name = f"/{path}".split("/")
+            first = first or (path, parents)
+            if not label or parents != first[1]:
+                raise UserError(f"{archive}: {path} or {first[0]} has no class folder")
             if (label, name) in images:
                 raise UserError(f"{archive}: a second image is {label}/{name}")
             images[label, name] = (number, *place)
@@ -112,16 +107,14 @@ def images_in(archive: Path) -> Iterator[tuple[str, int, int]]:
             while member := opened.next():
                 opened.members.clear()  # a million of them would need gigabytes
                 path = member.name.removeprefix("./")
-                hidden = path.rpartition("/")[2].startswith("._")  # from tar on macOS
-                image = path.lower().endswith(IMG_EXTENSIONS) and not hidden
-                if image and not member.isdir():
+                image = path.lower().endswith(IMG_EXTENSIONS)
+                if image and "/._" not in f"/{path}" and not member.isdir():  # macOS
                     if not member.isreg() or member.issparse():
                         raise tarfile.ReadError(f"{path} is a link or a sparse file")
                     yield path, member.offset_data, member.size
             opened.fileobj.seek(opened.offset)
             rest = opened.fileobj.read(2**20)  # tar fills its last record with zeros
             if len(rest) < 512 or rest.strip(b"\0") or opened.fileobj.read(1):
-                text = f"damaged or incomplete at {opened.offset}, or made by cat"
-                raise tarfile.ReadError(text)
+                raise tarfile.ReadError(f"damaged at {opened.offset}, or made by cat")
     except (tarfile.TarError, OSError) as error:
         raise UserError(f"cannot read {archive} as uncompressed tar: {error}") from None
