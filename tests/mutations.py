@@ -1,6 +1,6 @@
 """Make the mistakes of mutations.txt, and see whether tests notice them.
 
-    bash scripts/test.sh --mutations            # all of them, 35 minutes on two cores
+    bash scripts/test.sh --mutations            # all of them, 30 minutes on two cores
     bash scripts/test.sh --mutations smoothing  # those with this word in their name
 
 Each mistake is made in a copy of the project, where only the tests named beside it run: one
