@@ -369,7 +369,7 @@ def test_the_same_numbers_of_processes_at_the_same_images_give_the_same_bits(
 
 
 def test_with_three_processes_a_resumed_step_of_ddp_adds_in_another_order(tmp_path):
-    """DDP lays out its buckets anew after its first step, unless it looks for unused
+    """DDP rearranges its buckets after its first step, unless it looks for unused
     parameters. Where an element is in its bucket decides the order of the additions."""
     found = {}
     for name, processes, parts, options in (

@@ -43,7 +43,7 @@ LOOP = re.search(
 )
 JOINED = "        with model.join():\n" + re.sub("(?m)^", "    ", LOOP[0]).rstrip(" ")
 # Other changes than those of solutions/, at most two of a lab: lab, old text, new text,
-# what is said of it
+# and the expected verdict
 CHANGES = [
     ("03", "torch.manual_seed(dist.get_rank())", "torch.manual_seed(1)", "passes"),
     ("04", "prepare(images)\n", "prepare(images)\n        dist.barrier()\n", "FileNotFound"),
@@ -94,7 +94,7 @@ def graded(tmp_path_factory):
         path = labs[place] / SCRIPTS[number]
         assert path.read_text().count(old) == 1, number
         path.write_text(path.read_text().replace(old, new))
-    patience = "5", "30", "30", "30"  # seconds; nothing else is said to hang
+    patience = "5", "30", "30", "30"  # seconds; no other lab hangs
     with Played(labs[0].parent / "logs") as played:
         for folder, chosen, seconds in zip(labs, words, patience, strict=True):
             variables = environment(PATIENCE=seconds)
