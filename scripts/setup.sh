@@ -27,6 +27,7 @@ set_up() {
         say "using $PYTHON without installing anything"
         case "$*" in *requirements-sample.txt*) modules+=,sklearn ;; esac
         case "$*" in *requirements-report.txt*) modules+=,scipy ;; esac
+        case "$*" in *requirements-test.txt*) modules+=,pytest,xdist ;; esac
         "$PYTHON" -c "import $modules" 2>/dev/null ||
             fail "$PYTHON lacks some requirements; run $PYTHON -m pip install ${files[*]}"
         return

@@ -70,15 +70,17 @@ def pytest_configure(config):
 
 def pytest_sessionfinish(session):
     """Add the figures of this session to a file of results/."""
-    if (name := session.config.getoption("figures")) is None:
+    name = session.config.getoption("figures")
+    if name is None or hasattr(session.config, "workerinput"):  # of pytest-xdist
         return
     report = json.loads((ROOT / name).read_text())
     stats = session.config.pluginmanager.get_plugin("terminalreporter").stats
+    for test in (one for found in stats.values() for one in found):
+        report["figures"] |= dict(getattr(test, "user_properties", ()))
     counts = {status: len(stats.get(status, [])) for status in ("passed", "failed")}
     machine = {"cpu": describe(torch.device("cpu")), "cpu_cores": os.cpu_count()}
     this = {"commit": commit(), **counts, **machine, "torch": torch.__version__}
     report["sessions"].append(this)
-    report["figures"] |= FIGURES
     (ROOT / name).write_text(json.dumps(report, indent=1) + "\n")
 
 
@@ -262,13 +264,10 @@ class Running:
         return status
 
 
-FIGURES: dict = {}
-
-
 @pytest.fixture
-def figure():
+def figure(record_property):
     """Call it with the name and value of what was measured, for --figures."""
-    return FIGURES.__setitem__
+    return record_property
 
 
 @pytest.fixture(scope="session")

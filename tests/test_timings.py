@@ -51,10 +51,16 @@ def test_each_follows_each_other_equally_often_in_an_order_drawn_anew(number):
     assert len({str(cohort) for cohort in blocks}) > 1
 
 
-def test_a_launch_counts_with_the_median_of_its_intervals():
-    turns = [["a", [1.0, 1.2], 0.0, []], ["b", [3.0], 0.0, []], ["a", [9.0], 0.0, []]]
-    found = levels({"turns": turns}, without=["b"])
-    assert found == {"a": pytest.approx(math.log(1.2))}
+def test_a_level_is_free_of_the_machine_s_slowness_and_of_single_turns():
+    """All turns of b take twice as long as a's; the machine slows down in the middle."""
+    turns = []
+    for slowness in (1, 1, 3, 3, 3, 1, 1):
+        turns += [["a", [slowness] * 2, 0.0, []], ["b", [2.0 * slowness], 0.0, []]]
+        turns.append(["c", [3.0 * slowness], 0.0, []])
+    turns[0][1], turns[7][1] = [9.0], [0.5]
+    found = levels({"turns": [*turns, ["d", [5.0], 0.0, []]]}, alone=["d"])
+    expected = {"a": 1, "b": 2, "c": 3, "d": 5}
+    assert {n: math.exp(log) for n, log in found.items()} == pytest.approx(expected)
 
 
 def test_a_process_stays_on_the_cores_of_its_rank():
@@ -80,11 +86,11 @@ def test_two_copies_that_differ_forbid_all_verdicts():
 
 
 @pytest.mark.parametrize(
-    "slower, launch, draws", [(0.0, 0.02, 400), (0.05, 0.005, 150)]
+    "slower, launch, draws", [(0.0, 0.02, 400), (0.05, 0.005, 400)]
 )
 def test_verdicts_are_right_and_a_slowdown_is_found(slower, launch, draws):
     found = simulated(slower, launch, 8, draws)  # the same in each run
-    assert found["with_a_wrong_verdict"] + found["without_verdicts"] < 0.03
+    assert found["with_a_wrong_verdict"] + found["without_verdicts"] <= 0.04
     assert not slower or found["decided"] > 0.5  # three of six pairs differ
 
 

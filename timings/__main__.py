@@ -14,8 +14,6 @@ from timings import plan, report
 from timings.measure import cohort
 from timings.statistics import decide
 
-SHOWN_SECONDS = 10  # for a candidate that gets no verdict
-
 
 def open_output(args: argparse.Namespace) -> list[dict]:
     """Create the output folder, or return the cohorts of an earlier command.
@@ -40,8 +38,7 @@ def open_output(args: argparse.Namespace) -> list[dict]:
 def next_mode(args: argparse.Namespace, cohorts: list[dict], now: float) -> str | None:
     """Return the mode with the fewest cohorts; None if all are decided or time is up.
 
-    Args:
-        now: minutes that this command and those that it continues have run.
+    `now` is the number of minutes that this command, and those before it, have run.
     """
     of = {mode: [one for one in cohorts if one["mode"] == mode] for mode in args.modes}
     for mode, found in [*of.items()]:
@@ -73,7 +70,7 @@ def measure(args: argparse.Namespace) -> None:
             found = {"mode": mode, "groups": len(groups[mode])}
             found |= cohort(group, after_turn=plan.gpus)
             if shown and not number:  # alone, so that it does not disturb the others
-                alone = cohort(shown, seconds=SHOWN_SECONDS)
+                alone = cohort(shown, seconds=10)
                 found["turns"] += alone["turns"]
                 found["problems"] |= alone["problems"]
             problems |= found["problems"]

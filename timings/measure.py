@@ -23,10 +23,9 @@ from timings.processes import end, send
 from timings.statistics import orders
 
 ROOT = Path(__file__).resolve().parent.parent
-START_SECONDS = 300  # limit for a candidate's start and first interval
-TURN_SECONDS = 120  # limit for a turn; higher if intervals are long
-WARM_UP = 2  # first turns of each candidate, which are discarded
-LEAST_SECONDS = 45  # minimum for a cohort's turns
+START_SECONDS = 300  # limit for a start with its first interval, and for a turn
+WARM_UP = 1  # first turns of each candidate, which are discarded
+LEAST_SECONDS = 40  # minimum for a cohort's turns
 KEPT = 2  # intervals kept per turn, after the first, which is discarded
 
 
@@ -79,14 +78,14 @@ class Job:
         else:
             del self.readers[handle]  # the process died; its launcher will exit soon
 
-    def turn(self, seconds: float) -> list[tuple[float, float]]:
+    def turn(self) -> list[tuple[float, float]]:
         """Run a turn; return (seconds per image, data wait share) per kept interval."""
         self.arrived.clear()
         send(self.gate, signal.SIGCONT)
         for connection in self.readers:
             with contextlib.suppress(OSError):
                 connection.sendall(f"{1 + KEPT}\n".encode())
-        wait([self], seconds)
+        wait([self])
         found = []
         for ranks in [*zip(*self.arrived.values(), strict=False)][1:]:
             step, _, images, _ = ranks[0]
@@ -112,21 +111,24 @@ class Job:
 
 
 def pin(connection: socket.socket, rank: int, number: int) -> None:
-    """Pin a process, but not its loader processes, to its rank's `number` cores."""
+    """Pin a process and its loader processes to its rank's `number` cores."""
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     every, first = sorted(os.sched_getaffinity(0)), rank * number
     own = [every[core % len(every)] for core in range(first, first + number)]
-    for thread in Path(f"/proc/{struct.unpack('3i', peer)[0]}/task").glob("*"):
-        with contextlib.suppress(OSError):  # it has ended
-            os.sched_setaffinity(int(thread.name), own)
+    processes = [struct.unpack("3i", peer)[0]]
+    for process in processes:  # the list grows
+        for thread in Path(f"/proc/{process}/task").glob("*"):
+            with contextlib.suppress(OSError):  # it has ended
+                os.sched_setaffinity(int(thread.name), own)
+                processes += (thread / "children").read_text().split()
 
 
-def wait(jobs: Sequence[Job], seconds: float) -> None:
+def wait(jobs: Sequence[Job]) -> None:
     """Wait until all processes of each job are at the gate, then suspend them there.
 
-    A job that does not arrive within `seconds` fails.
+    A job that does not arrive within START_SECONDS fails.
     """
-    deadline, left = time.monotonic() + seconds, list(jobs)
+    deadline, left = time.monotonic() + START_SECONDS, list(jobs)
     while left:
         owners = {handle: job for job in left for handle in job.readers}
         owners |= {job.listener: job for job in left}
@@ -138,7 +140,7 @@ def wait(jobs: Sequence[Job], seconds: float) -> None:
             elif job.process.poll() is not None:
                 job.fail()
             elif time.monotonic() > deadline:
-                job.fail(f"no answer within {seconds:.0f} s: ")
+                job.fail(f"no answer within {START_SECONDS} s: ")
             else:
                 continue
             left.remove(job)
@@ -164,33 +166,25 @@ def cohort(
     seconds: float | None = None,
     after_turn: Callable[[], list] = list,
 ) -> dict:
-    """Start candidates, let them take turns, and kill them.
+    """Start candidates, let them take turns for `seconds`, and kill them.
 
-    Args:
-        seconds: how long to take turns; by default, as long as the start took, but at
-            least LEAST_SECONDS.
-        after_turn: its result is stored with each turn.
-
-    Returns:
-        "turns": for each one, the candidate's name, the seconds per image of its
-        intervals, the share of time spent waiting for data, and after_turn()'s result;
-        "problems": error messages by name; "start_seconds", and "seconds" in all.
+    By default, turns take as long as the start took, but at least LEAST_SECONDS.
+    Returns "turns", a list of [candidate's name, seconds per image of its intervals,
+    share of time spent waiting for data, after_turn()'s result]; "problems", which are
+    error messages by name; "start_seconds"; and "seconds" in all.
     """
     began, turns = time.monotonic(), []
     with gates() as folder:
         jobs = {one.name: Job(one, folder) for one in candidates}
-        wait(list(jobs.values()), START_SECONDS)
+        wait(list(jobs.values()))
         started = time.monotonic()
-        first = [rank[0][1] for job in jobs.values() for rank in job.arrived.values()]
-        limit = max([TURN_SECONDS, *(10 * KEPT * seconds for seconds in first)])
         until = started + (seconds or max(started - began, LEAST_SECONDS))
         for number, order in enumerate(orders(list(jobs), random.Random())):
             alive = [jobs[name] for name in order if not jobs[name].problem]
-            over = number > WARM_UP and time.monotonic() > until
-            if not alive or over:
+            if not alive or (number > WARM_UP and time.monotonic() > until):
                 break
             for job in alive:
-                if (kept := job.turn(limit)) and number >= WARM_UP:
+                if (kept := job.turn()) and number >= WARM_UP:
                     times, waits = zip(*kept, strict=True)
                     waited = sum(waits) / len(waits)
                     turns.append([job.name, list(times), waited, after_turn()])

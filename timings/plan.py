@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from PIL import Image
 
 from benchmarks.comparison import KEEP_MEMORY
 from benchmarks.photographs import write_photographs
@@ -22,7 +21,7 @@ from common.arguments import (
 )
 from common.device import PRECISIONS, best_precision, machine_cores, usable_gpus
 from common.errors import UserError
-from timings.measure import ROOT, START_SECONDS, Candidate, Job, gates, wait
+from timings.measure import ROOT, Candidate, Job, gates, wait
 from timings.statistics import AGAIN
 
 STRATEGIES = ("dataparallel", "distributed", "multiprocessing_distributed")
@@ -83,8 +82,7 @@ def candidate(
 ) -> Candidate:
     """Return the candidate that trains with a strategy in a mode.
 
-    Args:
-        size: processes, and images per process; by default, from `args`.
+    `size` is (processes, images per process); by default, it comes from `args`.
     """
     processes, share = size or (args.processes, args.batch_size)
     batch = processes * share
@@ -137,7 +135,7 @@ def groups(args: argparse.Namespace, mode: str) -> list[list[Candidate]]:
     heaviest = next(one for one in reversed(every[:-1]) if one.name.startswith(begins))
     with gates() as folder:
         job = Job(heaviest, folder)
-        wait([job], START_SECONDS)
+        wait([job])
         pairs = zip(before, gpus(), strict=True)
         needed = max((b[USED] - a[USED] for a, b in pairs), default=0)
     free = min((one[TOTAL] * 0.95 - one[USED] for one in before), default=0)
@@ -173,7 +171,7 @@ def gpus() -> list[dict[str, float]]:
 def images(args: argparse.Namespace) -> Iterator[Path]:
     """Yield a folder of JPEG files: the user's, or hard links to a few generated files.
 
-    Loader processes read and decode every link. Validation images are small.
+    Loader processes read and decode every link.
     """
     if args.data or args.modes == ["synthetic"]:
         yield args.data
@@ -182,12 +180,10 @@ def images(args: argparse.Namespace) -> Iterator[Path]:
         folder = Path(name)
         write_photographs(folder / "different", train=IMAGES, val=0)
         files = sorted(folder.glob("different/train/*/*"))
-        small = folder / "different" / "small.JPEG"
-        Image.new("RGB", (32, 32)).save(small)
         for one in range(CLASSES):
             for part in ("train", "val"):
                 (folder / part / f"{one:03d}").mkdir(parents=True)
-            os.link(small, folder / "val" / f"{one:03d}" / small.name)
+            os.link(files[one % IMAGES], folder / "val" / f"{one:03d}" / "0.JPEG")
         for one in range(max(CLASSES, args.batch_size * args.processes * STEPS)):
             name = f"train/{one % CLASSES:03d}/{one}.JPEG"
             os.link(files[one % IMAGES], folder / name)

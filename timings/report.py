@@ -64,8 +64,6 @@ def table(head: str, rows: list[list[str]]) -> str:
 
 def interval(verdict: Verdict) -> str:
     """Format a ratio and its confidence interval."""
-    if math.isinf(verdict.high):
-        return f"{verdict.ratio:.3f} (one cohort: no interval)"
     return f"{verdict.ratio:.3f} ({verdict.low:.3f} to {verdict.high:.3f})"
 
 
@@ -99,23 +97,20 @@ class Mode:
         """Return this mode's part of the headline."""
         if self.name == "scaling":
             return self.split()
+        base = self.settings["base"]
         decided = [v for v in self.verdicts if v.verdict != "undecided"]
-        with_base = [v for v in decided if v.pair[1] == self.settings["base"]]
+        with_base = [v for v in decided if v.pair[1] == base]
         text = "; ".join(map(in_words, with_base or decided)) or "nothing was decided"
-        for copy in self.copies:
-            if not self.decision.honest:
-                text = "there are no verdicts, because two copies of "
-                text += f"{copy.pair[1]} differ: {interval(copy)}"
-        if self.verdicts and not self.copies:
-            base = self.settings["base"]
-            text = f"there are no verdicts without two copies of {base}"
+        if self.verdicts and not self.decision.honest:
+            problem = "differ" if self.copies else "were not both measured"
+            text = f"there are no verdicts, because two copies of {base} {problem}"
         return f"{WHERE[self.name]}, {text}."
 
     def speeds(self) -> list[list[str]]:
         """Return the rows of the candidates' table."""
         rows, turns = [], [turn for one in self.cohorts for turn in one["turns"]]
         for name in sorted({turn[0] for turn in turns}):
-            found = [levels(one) for one in self.cohorts]
+            found = [levels(one, self.settings["shown"]) for one in self.cohorts]
             logs = [one[name] for one in found if name in one]
             waited = statistics.mean(turn[2] for turn in turns if turn[0] == name)
             spread = f"{statistics.stdev(logs):.1%}" if len(logs) > 1 else "-"
@@ -229,8 +224,7 @@ def draw(modes: list[Mode], base: str) -> str:
 def write(folder: Path, last: bool) -> str:
     """Write report.md, report.json and timings.svg; return the text of report.md.
 
-    Args:
-        last: whether no cohort follows.
+    `last` tells whether no cohort follows.
     """
     settings = json.loads((folder / "settings.json").read_text())
     cohorts = read_cohorts(folder)
@@ -244,24 +238,25 @@ def write(folder: Path, last: bool) -> str:
     text += "".join(mode.markdown() for mode in modes)
     text += "".join(f"\nNot timed: {n}: {why}\n" for n, why in problems.items())
     if settings["device"] == "cpu":
-        text += "\nProcesses were pinned to cores, and glibc kept freed memory.\n"
-    for name in settings["shown"]:
-        text += f"\n{name} is one process with all threads here: no verdict.\n"
+        text += (
+            "\nProcesses were pinned to cores, and glibc kept freed memory. On a CPU,"
+        )
+        text += (
+            "\ndataparallel is one process with all threads, so it gets no verdict.\n"
+        )
     gpus = [gpu for one in cohorts for turn in one["turns"] for gpu in turn[3]]
     for name in gpus[0] if gpus else ():
         values = [gpu[name] for gpu in gpus]
         text += f"\nAfter turns, {name}: {min(values):g} to {max(values):g}.\n"
     minutes = cohorts[-1]["ended"] if cohorts else 0.0
-    facts = (
-        "{device_name}, {cpu_cores} cores; Python {python}, PyTorch {torch}, "
-        "Horovod {horovod}, Apex {apex}; commit {commit}"
-    ).format(**settings)
+    text += f"\n{setting(settings)}, of which {minutes:.1f} were used.\n"
     text += (
-        f"\n{setting(settings)}, of which {minutes:.1f} were used.\n{facts}.\n\n"
-        "A launch counts as the median of its print intervals. Ratios have Student's "
-        "t intervals\nover launches. The probability that any verdict of a mode is "
-        f"wrong is at most {ERROR:.0%} (Holm's\nmethod, divided among planned looks).\n"
-    )
+        "{device_name}, {cpu_cores} cores; Python {python}, PyTorch {torch}, Horovod "
+        "{horovod}, Apex {apex}; commit {commit}.\n\n"
+        "Each launch counts as one sample. Ratios have Student's t intervals over "
+        "launches. The\nprobability that any verdict of a mode is wrong is at most "
+        "{error:.0%} (Holm's method, divided\namong planned looks).\n"
+    ).format(**settings, error=ERROR)
     listed = {
         kind: [{**v._asdict(), "mode": m.name} for m in modes for v in getattr(m, kind)]
         for kind in ("verdicts", "copies")

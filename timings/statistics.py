@@ -49,18 +49,27 @@ def orders(names: Sequence[str], draw: random.Random) -> Iterator[list[str]]:
             yield [names[n] for n in row]
 
 
-def levels(cohort: dict, without: Sequence[str] = ()) -> dict[str, float]:
-    """Return the median of each candidate's log(seconds per image) in a cohort.
+def levels(cohort: dict, alone: Sequence[str] = ()) -> dict[str, float]:
+    """Return each candidate's log(seconds per image) in a cohort, by median polish.
 
-    Args:
-        cohort: its "turns" begin with a name and a list of seconds per image.
-        without: candidates to leave out.
+    A turn's level is the sum of its candidate's level and of the machine's slowness at
+    that time, which the nth turns of all candidates share. Candidates that ran `alone`
+    shared it with nobody. A cohort's "turns" begin with a name and seconds per image.
+
+    Source: https://en.wikipedia.org/wiki/Median_polish
     """
     logs: dict[str, list[float]] = {}
     for name, intervals, *_ in cohort["turns"]:
-        if name not in without:
-            logs.setdefault(name, []).extend(numpy.log(intervals))
-    return {name: float(numpy.median(values)) for name, values in logs.items()}
+        logs.setdefault(name, []).append(float(numpy.mean(numpy.log(intervals))))
+    found = {n: float(numpy.median(logs.pop(n))) for n in alone if n in logs}
+    table = numpy.array([*zip(*logs.values(), strict=False)])  # (turns, candidates)
+    slowness = numpy.zeros((len(table), 1))
+    for _ in range(10 if logs else 0):
+        level = numpy.median(table - slowness, axis=0)
+        slowness = numpy.median(table - level, axis=1, keepdims=True)
+        slowness -= numpy.median(slowness)
+        found |= zip(logs, level.tolist(), strict=True)
+    return found
 
 
 class Fit:
@@ -84,8 +93,9 @@ class Fit:
         self.covariance = inverse[len(cohorts) :, len(cohorts) :]
         self.freedom = len(cells) - numpy.linalg.matrix_rank(design)
         residuals = logs - design @ found
-        squares = float(residuals @ residuals)
-        self.variance = squares / self.freedom if self.freedom else math.inf
+        self.variance = (
+            residuals @ residuals / self.freedom if self.freedom else math.inf
+        )
 
     def compare(self, one: str, other: str) -> tuple[float, float]:
         """Return log(speed of `one` / speed of `other`) and its standard error.
@@ -169,9 +179,9 @@ def decide(cohorts: Sequence[dict], settings: dict, last: bool) -> Decision:
         return Decision([], [], None)
     before, now = (min(1, time) ** 3 for time in [0.0, *times][-2:])
     error = ERROR * (now - before)
-    cells = [levels(one, settings["shown"]) for one in cohorts[:planned]]
-    fit = Fit(cells)
-    names = [name for name in fit.names if not name.endswith(AGAIN)]
+    fit = Fit([levels(one, settings["shown"]) for one in cohorts[:planned]])
+    judged = [name for name in fit.names if name not in settings["shown"]]
+    names = [name for name in judged if not name.endswith(AGAIN)]
     names.sort(key=lambda name: name != settings["base"])
     pairs = [(other, one) for n, one in enumerate(names) for other in names[n + 1 :]]
     copies = [(n, n.removesuffix(AGAIN)) for n in fit.names if n.endswith(AGAIN)]
