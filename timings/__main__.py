@@ -36,10 +36,7 @@ def open_output(args: argparse.Namespace) -> list[dict]:
 
 
 def next_mode(args: argparse.Namespace, cohorts: list[dict], now: float) -> str | None:
-    """Return the mode with the fewest cohorts; None if all are decided or time is up.
-
-    `now` is the number of minutes that this command, and those before it, have run.
-    """
+    """Return the mode with the fewest cohorts; None if all are decided or time is up."""
     of = {mode: [one for one in cohorts if one["mode"] == mode] for mode in args.modes}
     for mode, found in [*of.items()]:
         if mode != "scaling" and decide(found, vars(args), last=False).over:
@@ -83,11 +80,8 @@ def measure(args: argparse.Namespace) -> None:
             cohorts.append({**found, "problems": problems, "ended": minutes})
             with (args.output / "cohorts.jsonl").open("a") as file:
                 file.write(json.dumps(cohorts[-1]) + "\n")
-            print(
-                f"{minutes:5.1f} min: {mode}, cohort {number + 1}: started in "
-                f"{found['start_seconds']:.0f} s, then {len(found['turns'])} turns",
-                flush=True,
-            )
+            text = f"{mode}, cohort {number + 1}: {len(found['turns'])} turns"
+            print(f"{minutes:5.1f} min: {text}", flush=True)
 
 
 def main() -> None:

@@ -222,10 +222,7 @@ def draw(modes: list[Mode], base: str) -> str:
 
 
 def write(folder: Path, last: bool) -> str:
-    """Write report.md, report.json and timings.svg; return the text of report.md.
-
-    `last` tells whether no cohort follows.
-    """
+    """Write report.md, report.json and timings.svg; return the text of report.md."""
     settings = json.loads((folder / "settings.json").read_text())
     cohorts = read_cohorts(folder)
     problems = {n: text for one in cohorts for n, text in one["problems"].items()}
@@ -257,15 +254,12 @@ def write(folder: Path, last: bool) -> str:
         "launches. The\nprobability that any verdict of a mode is wrong is at most "
         "{error:.0%} (Holm's method, divided\namong planned looks).\n"
     ).format(**settings, error=ERROR)
-    listed = {
-        kind: [{**v._asdict(), "mode": m.name} for m in modes for v in getattr(m, kind)]
-        for kind in ("verdicts", "copies")
-    }
+    verdicts = [{**v._asdict(), "mode": m.name} for m in modes for v in m.verdicts]
     report = {
         "minutes": minutes,
         "device": settings["device_name"],
         "headline": headline,
-        **listed,
+        "verdicts": verdicts,
         "half_widths": {mode.name: mode.half_width for mode in modes},
         "problems": problems,
         "settings": {n: value for n, value in settings.items() if n != "output"},

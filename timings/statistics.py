@@ -52,9 +52,8 @@ def orders(names: Sequence[str], draw: random.Random) -> Iterator[list[str]]:
 def levels(cohort: dict, alone: Sequence[str] = ()) -> dict[str, float]:
     """Return each candidate's log(seconds per image) in a cohort, by median polish.
 
-    A turn's level is the sum of its candidate's level and of the machine's slowness at
-    that time, which the nth turns of all candidates share. Candidates that ran `alone`
-    shared it with nobody. A cohort's "turns" begin with a name and seconds per image.
+    The nth turns of all candidates share the machine's slowness at that time, unless a
+    candidate ran `alone`. A cohort's "turns" begin with a name and seconds per image.
 
     Source: https://en.wikipedia.org/wiki/Median_polish
     """
