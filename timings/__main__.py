@@ -36,7 +36,7 @@ def open_output(args: argparse.Namespace) -> list[dict]:
 
 
 def next_mode(args: argparse.Namespace, cohorts: list[dict], now: float) -> str | None:
-    """Return the mode with the fewest cohorts; None if all are decided or time is up."""
+    """Return the mode with the fewest cohorts; None if time is up or all is decided."""
     of = {mode: [one for one in cohorts if one["mode"] == mode] for mode in args.modes}
     for mode, found in [*of.items()]:
         if mode != "scaling" and decide(found, vars(args), last=False).over:
