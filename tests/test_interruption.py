@@ -178,7 +178,10 @@ def position(output):
 
 @pytest.fixture(scope="module")
 def hanging(small_digits, tmp_path_factory, request):
-    """A run of each way in which a process hangs; launchers wait up to 30 s then."""
+    """A run of each way in which a process hangs; launchers wait up to 30 s then.
+
+    With pytest-xdist, --dist loadfile has one process run all tests that use it.
+    """
     users = [item for item in request.session.items if "hanging" in item.fixturenames]
     chosen = [one for one in users if not one.get_closest_marker("skip")]
     jobs = {}
@@ -217,7 +220,10 @@ CHAINS = {
 def test_killed_stopped_or_hanging_it_ends_with_the_same_bits(
     way, events, hanging, small_digits, uninterrupted, tmp_path
 ):
-    """What is left is trained without a launcher, Horovod's by another strategy."""
+    """Each launcher's, as those of processes without one.
+
+    What is left of Horovod's run is trained by another strategy.
+    """
     job, (strategy, variables, _) = hanging[way], WAYS[way]
     end("one process hangs", way, job)
     output = job.output
@@ -231,10 +237,15 @@ def test_killed_stopped_or_hanging_it_ends_with_the_same_bits(
             assert "resumed in epoch" in job.text()
         positions.append(position(output))
     assert positions == sorted(positions) and positions[-1] < [EPOCHS, 0]
-    name = "multiprocessing_distributed" if "horovod" in strategy else strategy
-    how = {"name": name, "flags": ["--data", small_digits, *flags, "--output", output]}
-    processes = 1 if way == "dataparallel" else 2
-    run_ranks(tmp_path, processes, train, **how)
+    if way == "horovodrun":
+        how = {"name": "multiprocessing_distributed"}
+        how["flags"] = ["--data", small_digits, *flags, "--output", output]
+        run_ranks(tmp_path, 2, train, **how)
+    else:
+        with Running(strategy, small_digits, output, *flags, **variables) as job:
+            assert job.end(120) == 0, job.text()
+    processes = json.loads((output / "report.json").read_text())["world_size"]
+    assert processes == (1 if way == "dataparallel" else 2)
     assert came_to(output) == uninterrupted[processes]
 
 

@@ -19,14 +19,15 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from conftest import TINY, environment, processes_of, wait_until
+from played import Played
 from ranks import Ranks, run_ranks, train, train_at_gate
 from trial import NAMES, SETTINGS, invented, simulated
 
 from common.errors import UserError
 from timings import __main__ as command
-from timings import plan, report
+from timings import plan, report, statistics
 from timings.measure import pin
-from timings.statistics import levels, orders, williams
+from timings.statistics import decide, levels, orders, williams
 
 TRUTH = dict.fromkeys(NAMES, 0.0)
 
@@ -63,16 +64,21 @@ def test_a_level_is_free_of_the_machine_s_slowness_and_of_single_turns():
     assert {n: math.exp(log) for n, log in found.items()} == pytest.approx(expected)
 
 
-def test_a_process_stays_on_the_cores_of_its_rank():
-    every, (one, other) = sorted(os.sched_getaffinity(0)), socket.socketpair()
-    try:
+def pinned() -> None:
+    """Print the cores of a process of rank 1, and those of its child."""
+    with subprocess.Popen(["sleep", "60"]) as child:
+        one, _ = socket.socketpair()
         pin(one, rank=1, number=1)
-        assert os.sched_getaffinity(0) == {every[1 % len(every)]}
-    finally:
-        for thread in Path("/proc/self/task").iterdir():
-            os.sched_setaffinity(int(thread.name), every)
-        one.close()
-        other.close()
+        print(*(os.sched_getaffinity(pid) for pid in (0, child.pid)), sep="\n")
+        child.kill()
+
+
+def test_a_process_and_its_loaders_stay_on_the_cores_of_its_rank(tmp_path):
+    every = sorted(os.sched_getaffinity(0))
+    with Played(tmp_path) as played:
+        played.start(pinned)
+        assert played.end() == [0]
+        assert played.log(0) == 2 * f"{ {every[1 % len(every)]} }\n"
 
 
 def test_two_copies_that_differ_forbid_all_verdicts():
@@ -85,13 +91,32 @@ def test_two_copies_that_differ_forbid_all_verdicts():
     assert re.search(r"second copy is 1\d.\d % slower than distr", mode.headline())
 
 
+def test_too_few_cohorts_give_no_interval():
+    two = dict.fromkeys(("distributed", "distributed again"), 0.0)
+    for truth, cohorts in ((TRUTH, 1), (two, 2)):
+        found = [c | {"ended": c["ended"] / 100} for c in session(cohorts, truth)]
+        (copy,) = decide(found, SETTINGS, last=cohorts == 1).copies
+        assert copy.verdict == "undecided"
+        assert report.interval(copy).endswith("(too few cohorts for an interval)")
+
+
+def test_all_looks_together_spend_the_error_once(monkeypatch):
+    spent = []
+    monkeypatch.setattr(
+        statistics, "judge", lambda fit, pairs, error: [spent.append(error)]
+    )
+    for number in (2, 4, 6, 7):
+        decide(session(7)[:number], SETTINGS, last=number == 7)
+    assert sum(spent[::2]) == sum(spent[1::2]) == pytest.approx(statistics.ERROR)
+
+
 @pytest.mark.parametrize(
     "slower, launch, draws", [(0.0, 0.02, 400), (0.05, 0.005, 400)]
 )
 def test_verdicts_are_right_and_a_slowdown_is_found(slower, launch, draws):
     found = simulated(slower, launch, 8, draws)  # the same in each run
-    assert found["with_a_wrong_verdict"] + found["without_verdicts"] <= 0.04
-    assert not slower or found["decided"] > 0.5  # three of six pairs differ
+    assert found["with_a_wrong_verdict"] + found["without_verdicts"] < 0.04
+    assert not slower or found["decided"] > 0.5  # two of three pairs differ
 
 
 # --- measuring ---

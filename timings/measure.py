@@ -117,8 +117,8 @@ def pin(connection: socket.socket, rank: int, number: int) -> None:
     own = [every[core % len(every)] for core in range(first, first + number)]
     processes = [struct.unpack("3i", peer)[0]]
     for process in processes:  # the list grows
-        for thread in Path(f"/proc/{process}/task").glob("*"):
-            with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # it has ended
+            for thread in Path(f"/proc/{process}/task").glob("*"):
                 os.sched_setaffinity(int(thread.name), own)
                 processes += (thread / "children").read_text().split()
 
@@ -183,11 +183,12 @@ def cohort(
             alive = [jobs[name] for name in order if not jobs[name].problem]
             if not alive or (number > WARM_UP and time.monotonic() > until):
                 break
-            for job in alive:
-                if (kept := job.turn()) and number >= WARM_UP:
-                    times, waits = zip(*kept, strict=True)
-                    waited = sum(waits) / len(waits)
-                    turns.append([job.name, list(times), waited, after_turn()])
+            found = [(job, job.turn(), after_turn()) for job in alive]
+            # Otherwise the nth turns would not be of one time
+            if number >= WARM_UP and all(kept or job.problem for job, kept, _ in found):
+                for job, kept, after in found:
+                    waited = sum(wait for _, wait in kept) / max(1, len(kept))
+                    turns.append([job.name, [time for time, _ in kept], waited, after])
     problems = {name: job.problem for name, job in jobs.items() if job.problem}
     return {
         "turns": [turn for turn in turns if turn[0] not in problems],

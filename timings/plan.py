@@ -12,13 +12,7 @@ import torch
 
 from benchmarks.comparison import KEEP_MEMORY
 from benchmarks.photographs import write_photographs
-from common.arguments import (
-    WORKERS_PER_GPU,
-    OneLineParser,
-    architecture,
-    number,
-    positive,
-)
+from common import arguments
 from common.device import PRECISIONS, best_precision, machine_cores, usable_gpus
 from common.errors import UserError
 from timings.measure import ROOT, Candidate, Job, gates, wait
@@ -36,18 +30,20 @@ GPU = (USED, TOTAL, "clocks.sm", "power.draw", "temperature.gpu")  # nvidia-smi'
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line, and choose defaults that suit the machine."""
-    parser = OneLineParser(prog="timings", description="Compare strategies in turn.")
+    parser = arguments.OneLineParser(prog="timings", description="Compare strategies.")
     add = parser.add_argument
-    add("--minutes", type=number(float, 0.01), default=10.0, help="total (10)")
+    add(
+        "--minutes", type=arguments.number(float, 0.01), default=10.0, help="total (10)"
+    )
     modes = "synthetic: images on the device; jpeg: files; scaling: 1, 2, 4 ... devices"
     add("--modes", choices=MODES, nargs="+", default=["synthetic", "jpeg"], help=modes)
     add("--strategies", choices=STRATEGIES, nargs="+", default=STRATEGIES)
     add("--data", metavar="DIR", type=Path, help="train/ and val/ (or generate them)")
     add("--output", metavar="DIR", type=Path, default=Path("runs/timings"))
-    add("--processes", metavar="N", type=positive, help="one per GPU; 2 on a CPU")
-    add("--arch", metavar="NAME", type=architecture, help="resnet50; CPU: resnet18")
-    add("--image-size", metavar="N", type=positive, help="224; CPU: 64")
-    add("--batch-size", metavar="N", type=positive, help="per process (64; CPU: 32)")
+    add("--processes", type=arguments.positive, help="one per GPU; 2 on a CPU")
+    add("--arch", type=arguments.architecture, help="resnet50; CPU: resnet18")
+    add("--image-size", type=arguments.positive, help="224; CPU: 64")
+    add("--batch-size", type=arguments.positive, help="per process (64; CPU: 32)")
     add("--precision", choices=PRECISIONS, help="fp16; CPU: bf16 or fp32")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     args = parser.parse_args(argv)
@@ -60,16 +56,17 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     cores = machine_cores()
     args.processes = args.processes or gpus or min(2, cores)
     args.threads = max(1, cores // args.processes)  # per process
-    args.workers = min(WORKERS_PER_GPU, args.threads) * args.processes
+    args.workers = min(arguments.WORKERS_PER_GPU, args.threads) * args.processes
     args.arch = args.arch or ("resnet50" if gpus else "resnet18")
     args.image_size = args.image_size or (224 if gpus else 64)
     args.batch_size = args.batch_size or (64 if gpus else 32)
     cpu = torch.device("cpu")
     args.precision = args.precision or ("fp16" if gpus else best_precision(cpu))
     args.interval, names = 10 if gpus else 2, args.strategies
-    args.base = "distributed" if "distributed" in names else names[0]
     # On a CPU, DataParallel has one process with all threads and no replicas
     args.shown = [] if gpus else [name for name in names if name == "dataparallel"]
+    judged = [name for name in names if name not in args.shown] or names
+    args.base = "distributed" if "distributed" in names else judged[0]
     return args
 
 

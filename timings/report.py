@@ -17,9 +17,9 @@ WHERE = {"synthetic": "With images on the device", "jpeg": "From JPEG files"}
 INPUT_BOUND = 0.1  # share of the time spent waiting for data
 WIDTH, EDGE, LINE = 390, 12, 40  # the figure's sizes in pixels
 STYLE = """<style>
-svg{--ink:#1f2328;--paper:#ffffff;--band:#dbe9f6;--dot:#0969da}
+svg{--ink:#1f2328;background:#ffffff;--band:#dbe9f6;--dot:#0969da}
 @media (prefers-color-scheme:dark){
-svg{--ink:#e6edf3;--paper:#161b22;--band:#27384d;--dot:#79c0ff}}
+svg{--ink:#e6edf3;background:#161b22;--band:#27384d;--dot:#79c0ff}}
 text{font:13px sans-serif;fill:var(--ink)}line{stroke:var(--ink)}
 .interval{stroke:var(--dot);stroke-width:3}circle{fill:var(--dot)}
 </style>"""
@@ -64,6 +64,8 @@ def table(head: str, rows: list[list[str]]) -> str:
 
 def interval(verdict: Verdict) -> str:
     """Format a ratio and its confidence interval."""
+    if math.isinf(verdict.high):
+        return f"{verdict.ratio:.3f} (too few cohorts for an interval)"
     return f"{verdict.ratio:.3f} ({verdict.low:.3f} to {verdict.high:.3f})"
 
 
@@ -217,8 +219,7 @@ def draw(modes: list[Mode], base: str) -> str:
     parts.append(f'<text x="{EDGE}" y="{y + 8}">Speed relative to {base}; band: ±3 %')
     size = f'viewBox="0 0 {WIDTH} {y + 20}" width="{WIDTH}" height="{y + 20}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{STYLE}'
-    paper = '<rect width="100%" height="100%" fill="var(--paper)"/>'
-    return "\n".join([head, paper, *parts, "</text></svg>\n"])
+    return "\n".join([head, *parts, "</text></svg>\n"])
 
 
 def write(folder: Path, last: bool) -> str:
@@ -235,12 +236,9 @@ def write(folder: Path, last: bool) -> str:
     text += "".join(mode.markdown() for mode in modes)
     text += "".join(f"\nNot timed: {n}: {why}\n" for n, why in problems.items())
     if settings["device"] == "cpu":
-        text += (
-            "\nProcesses were pinned to cores, and glibc kept freed memory. On a CPU,"
-        )
-        text += (
-            "\ndataparallel is one process with all threads, so it gets no verdict.\n"
-        )
+        text += "\nProcesses were pinned to cores, and glibc kept freed memory.\n"
+    for name in settings["shown"]:
+        text += f"\n{name} is one process with all threads here: no verdict.\n"
     gpus = [gpu for one in cohorts for turn in one["turns"] for gpu in turn[3]]
     for name in gpus[0] if gpus else ():
         values = [gpu[name] for gpu in gpus]

@@ -1,9 +1,8 @@
 """Verdicts from several cohorts, with a limited chance of error.
 
-In a cohort, every candidate is launched once. The candidates take turns, in an order in
-which each one follows every other equally often. Two launches of a candidate differ by
-a few percent, however long they are measured. A launch therefore counts as one sample:
-candidates are compared by one number per cohort, not by single intervals.
+Two launches of a candidate differ in speed, however long they are measured. A launch
+therefore counts as one sample: candidates are compared by one number per cohort, not by
+single intervals.
 """
 
 import math
@@ -121,9 +120,10 @@ def judge(fit: Fit, pairs: Sequence[tuple[str, str]], error: float) -> list[Verd
     left, found = len(pairs), {}
     for pair in sorted(pairs, key=lambda p: -abs(compared[p][0]) / compared[p][1]):
         log, standard_error = compared[pair]
-        half = math.inf  # with a single cohort
+        half = math.inf  # with a single cohort, or hardly any degree of freedom
         if fit.freedom:
-            half = stats.t.ppf(1 - error / left / 2, fit.freedom) * standard_error
+            wide = stats.t.ppf(1 - error / left / 2, fit.freedom) * standard_error
+            half = wide if wide < 99 else math.inf
         if abs(log) + half < MARGIN:  # two one-sided tests
             verdict = "equal"
         elif abs(log) > half:
