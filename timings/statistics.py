@@ -178,9 +178,10 @@ def decide(cohorts: Sequence[dict], settings: dict, last: bool) -> Decision:
         return Decision([], [], None)
     before, now = (min(1, time) ** 3 for time in [0.0, *times][-2:])
     error = ERROR * (now - before)
-    fit = Fit([levels(one, settings["shown"]) for one in cohorts[:planned]])
-    judged = [name for name in fit.names if name not in settings["shown"]]
-    names = [name for name in judged if not name.endswith(AGAIN)]
+    shown = settings["shown"]
+    found = [levels(one, shown).items() for one in cohorts[:planned]]
+    fit = Fit([{n: level for n, level in one if n not in shown} for one in found])
+    names = [name for name in fit.names if not name.endswith(AGAIN)]
     names.sort(key=lambda name: name != settings["base"])
     pairs = [(other, one) for n, one in enumerate(names) for other in names[n + 1 :]]
     copies = [(n, n.removesuffix(AGAIN)) for n in fit.names if n.endswith(AGAIN)]
