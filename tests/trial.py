@@ -181,8 +181,9 @@ def power(sessions: int = 3) -> None:
     for mode in settings["modes"]:
         of_mode = [one for one in together if one["mode"] == mode]
         halves[mode] = report.Mode(mode, of_mode, settings, last=True).half_width
-    whole = {"minutes": sum(row["minutes"] for row in rows), "half_widths": halves}
-    write("power", {"contradictions": apart, "together": whole, "rows": rows})
+    widths = [{"minutes": row["minutes"], **row["half_widths"]} for row in rows]
+    widths.append({"minutes": sum(row["minutes"] for row in rows), **halves})
+    write("power", {"contradictions": apart, "half_widths": widths, "rows": rows})
 
 
 def write(name: str, found: dict) -> None:
