@@ -1,7 +1,7 @@
 """Whether the timings can be trusted, in numbers.
 
     python -m tests.trial simulation [DRAWS]    # 2,000 sessions per row; 3 minutes
-    python -m tests.trial copies [SESSIONS] [COHORTS]    # 10 of 9: 2 hours
+    python -m tests.trial copies [SESSIONS] [COHORTS]    # 10 of 4: 50 minutes
     python -m tests.trial power [SESSIONS]    # 3 of ten minutes
 
 simulation: the analysis, on invented turns of which the truth is known.
@@ -124,7 +124,7 @@ def simulation(draws: int = 2000) -> None:
     write("simulation", {**noise, "rows": rows})
 
 
-def copies(sessions: int = 10, cohorts: int = 9) -> None:
+def copies(sessions: int = 10, cohorts: int = 4) -> None:
     """Measure copies of one script, and judge them as if they were strategies."""
     folder = ROOT / "runs" / "timings-copies"
     folder.mkdir(parents=True, exist_ok=True)
