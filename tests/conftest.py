@@ -68,6 +68,21 @@ def pytest_configure(config):
         MISSING["gpu"] = None
 
 
+def left_out(config) -> list[str]:
+    """Markers of the tests that do not run in this session."""
+    if config.getoption("full"):
+        return []
+    chosen = "cluster" in config.getoption("markexpr")
+    chosen = chosen or os.environ.get("CI", "false") not in ("", "false")
+    return ["full"] if chosen else ["full", "cluster"]
+
+
+def pytest_report_header(config):
+    """With pytest-xdist, pytest does not say that tests are left out."""
+    if names := " or ".join(left_out(config)):
+        return f"left out: tests marked {names} (--full runs all)"
+
+
 def pytest_sessionfinish(session):
     """Add the figures of this session to a file of results/."""
     name = session.config.getoption("figures")
@@ -111,14 +126,10 @@ MISSING = {
 
 
 def pytest_collection_modifyitems(config, items):
-    full = config.getoption("full")
-    cluster = full or "cluster" in config.getoption("markexpr")
-    cluster = cluster or os.environ.get("CI", "false") not in ("", "false")
-    chosen = {"full": full, "cluster": cluster}
-    for marker in (name for name in chosen if not chosen[name]):
-        left_out = [item for item in items if item.get_closest_marker(marker)]
-        items[:] = [item for item in items if item not in left_out]
-        config.hook.pytest_deselected(items=left_out)
+    for marker in left_out(config):
+        chosen = [item for item in items if not item.get_closest_marker(marker)]
+        config.hook.pytest_deselected(items=[one for one in items if one not in chosen])
+        items[:] = chosen
     for item in items:
         for marker, reason in MISSING.items():
             if reason and item.get_closest_marker(marker):
