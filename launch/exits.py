@@ -1,5 +1,6 @@
 """How a process ends: signals, the watchdog and the exit status."""
 
+import atexit
 import contextlib
 import ctypes
 import os
@@ -142,6 +143,7 @@ def exit_status(local_rank: int | None = None) -> Iterator[None]:
         else:
             complain(f"{this_process()} lost another process: {told(error)}")
         leave(1)
+    leave(0)
 
 
 def told(error: Exception) -> str:
@@ -168,9 +170,12 @@ def end_with_launcher() -> None:
 def leave(status: int) -> None:
     """End this process and its loader processes immediately.
 
-    A normal exit would wait for a communication library's threads, which may wait for a
-    dead process.
+    A normal exit takes a second, because it frees every object one by one. After a
+    failure, it would also wait for a communication library's threads, which may wait
+    for a dead process.
     """
+    if status == 0:
+        atexit._run_exitfuncs()
     end_children()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -243,3 +243,4 @@ def arguments() -> Namespace:
 if __name__ == "__main__":
     with exit_status():
         main()
+        sys.exit()  # not at once: other machines may still use this process's store

@@ -40,7 +40,7 @@ from launch.check import (
     parser,
     set_threads,
 )
-from launch.exits import PORT_IN_USE, exit_status
+from launch.exits import PORT_IN_USE, exit_status, leave
 from launch.machines import Machines, own_address, reach, use_loopback
 
 SAID = (1, 2, 130, 143)  # the process has printed why; see exit_status()
@@ -214,7 +214,10 @@ def main() -> None:
     signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     end_at_bad_input()
     words = ["--nproc-per-node", str(processes), str(launch.script), *flags]
-    sys.exit(run(launcher, machines, words))
+    status = run(launcher, machines, words)
+    if machines.host is None:
+        leave(status)
+    sys.exit(status)  # not at once: other machines may still use this process's store
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from common.arguments import build_parser, parse_arguments
 from common.checkpoint import TrainingState, lock_output, replace_file
 from common.data import RandomImages, digest_of
 from common.schedule import build_scheduler
+from launch import exits
 from launch.exits import Stopped, Watchdog
 
 # --- starting processes ---
@@ -158,7 +159,8 @@ def weights_after(parts: list, **options) -> list:
 
 
 def start(script, flags: list) -> None:
-    """Run main() as the script itself does in one of its processes."""
+    """Run main() as the script itself does in one of its processes, and return."""
+    exits.leave = lambda status, leave=exits.leave: status and leave(status)
     flags = [str(flag) for flag in flags]
     sys.argv = [f"{script.__name__}.py", *flags]
     if script.__name__ != "multiprocessing_distributed":
