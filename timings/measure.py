@@ -49,10 +49,11 @@ class Job:
         self.listener.bind(str(self.gate))
         self.listener.listen(1024)
         self.log = self.gate.with_suffix(".log")
+        own = {VARIABLE: str(self.gate), "TMPDIR": str(folder)}  # removed with the gate
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [*candidate.command, "--output", str(self.gate.with_suffix(".run"))],
-                env={**os.environ, **candidate.variables, VARIABLE: str(self.gate)},
+                env={**os.environ, **candidate.variables, **own},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
