@@ -2,16 +2,20 @@
 
     python -m benchmarks.gpu FILE [--rehearse]    # --rehearse: tiny sizes on a CPU
     python -m benchmarks.gpu FILE SCRIPT ROUNDS FLAGS...
+    python -m benchmarks.gpu FILE SCRIPT copies FLAGS...    # writes a trace, too
 
 Each measurement runs in its own process, the most important ones first. Measurements of
 this commit that FILE already contains are kept. All end by GPU_CHECK_UNTIL (Unix time).
 """
 
 import contextlib
+import gzip
 import json
 import os
+import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,6 +28,8 @@ from types import ModuleType
 import torch
 import torchvision
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.step import (
     BARE,
@@ -32,14 +38,16 @@ from benchmarks.step import (
     USUAL,
     bare_loop,
     measure_in_turns,
+    timed,
     usual_loop,
 )
 from common.data import DeviceLoader
-from common.device import describe
+from common.device import autocast_dtype, describe, machine_cores
 from common.log import commit
 from launch.check import load_script
 from launch.exits import exit_status
 from launch.machines import use_loopback
+from timings.plan import gpus, images
 
 
 def start_alone(script: ModuleType, flags: list[str]) -> None:
@@ -58,9 +66,9 @@ def start_alone(script: ModuleType, flags: list[str]) -> None:
     script.main(args)
 
 
-def compare_speed(name: str, rounds: str, *flags: str) -> dict[str, dict]:
+def compare_speed(name: str, rounds: str, *flags: str) -> dict:
     """Measure images per second for a script's train() and for equivalent loops."""
-    script = load_script(ROOT / f"{name}.py")
+    script, matrices = load_script(ROOT / f"{name}.py"), {}
 
     def loops(args: Namespace, loader: DeviceLoader, model: nn.Module) -> dict:
         half = args.precision in ("fp16", "O1", "O2")
@@ -76,11 +84,88 @@ def compare_speed(name: str, rounds: str, *flags: str) -> dict[str, dict]:
         found = {BARE: without_amp(bare) if args.precision == "O1" else bare}
         if name == "distributed":
             found[USUAL] = usual_loop(args, loader)
+            peak = matrix_flops(precision, loader.device)
+            matrices["share"] = flops_per_image(args) / peak
         return found
 
-    return measure_in_turns(
+    rows = measure_in_turns(
         script, int(rounds), loops, lambda: start_alone(script, list(flags))
     )
+    line = in_words(rows)
+    if matrices:  # of the matrix rate that this GPU reached, for the same precision
+        matrices["share"] *= rows[f"{name}.py"]["value"]["median"]
+        line += f"; {matrices['share']:.0%} of the matrix rate"
+    return {"line": line, "rows": rows, **matrices}
+
+
+def flops_per_image(args: Namespace) -> float:
+    """Count the floating-point operations of a forward and a backward pass."""
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        batch = torch.empty(2, 3, args.image_size, args.image_size)
+        torchvision.models.get_model(args.arch)(batch).sum().backward()
+    return counter.get_total_flops() / len(batch)
+
+
+def matrix_flops(precision: str, device: torch.device) -> float:
+    """Measure a large matrix product in operations per second; fp32 uses TF32."""
+    size = 8192 if device.type == "cuda" else 256
+    dtype, before = autocast_dtype(precision), torch.get_float32_matmul_precision()
+    matrix = torch.randn(size, size, device=device, dtype=dtype)
+    torch.set_float32_matmul_precision("high")
+    measure = timed(lambda: [matrix @ matrix for _ in range(20)], 40 * size**3, device)
+    fastest = max(measure() for _ in range(5))
+    torch.set_float32_matmul_precision(before)
+    return fastest
+
+
+def trace_copies(file: Path, name: str, *flags: str) -> dict:
+    """Train from JPEG files; measure how much of the copies' time overlaps kernels."""
+    script = load_script(ROOT / f"{name}.py")
+    train, trace = script.train, file.with_suffix(".trace.json.gz")
+
+    class Measured(Exception):
+        pass
+
+    def measure(args, rank, loader, model, state, *others) -> None:
+        state.save = lambda: None
+        train(args, rank, loader, model, state, *others)  # warm-up
+        state.step = 0
+        cuda = loader.device.type == "cuda"
+        with profile(activities=[ProfilerActivity.CUDA] if cuda else None) as found:
+            train(args, rank, loader, model, state, *others)
+        found.export_chrome_trace(str(trace))
+        raise Measured
+
+    script.train = measure
+    sizes = Namespace(data=None, modes=["jpeg"], processes=1, batch_size=64)
+    with images(sizes) as data, contextlib.suppress(Measured):
+        start_alone(script, ["--data", str(data), *flags])
+    spans: dict[str, list] = {"kernel": [], "gpu_memcpy": []}
+    for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]:
+        kind = event.get("cat")
+        if kind == "kernel" or kind == "gpu_memcpy" and "HtoD" in event["name"]:
+            spans[kind].append((event["ts"], event["ts"] + event["dur"]))
+    copies, kernels = spans["gpu_memcpy"], spans["kernel"]
+    total, shared = sum(end - start for start, end in copies), overlap(copies, kernels)
+    share = shared / total if total else None
+    line = f"{share:.0%} of {total / 1000:.1f} ms" if total else "no GPU: none"
+    return {"line": f"copies that overlap with kernels: {line}", "share": share}
+
+
+def overlap(ones: list[tuple], others: list[tuple]) -> float:
+    """Return how long a span of `ones` and one of `others`, (start, end), overlap."""
+    changes = [
+        (moment, kind, change)
+        for kind, spans in enumerate((ones, others))
+        for span in spans
+        for moment, change in zip(span, (1, -1), strict=True)
+    ]
+    active, before, shared = [0, 0], 0.0, 0.0
+    for moment, kind, change in sorted(changes):
+        shared += (moment - before) * all(active)
+        active[kind] += change
+        before = moment
+    return shared
 
 
 def without_amp(work: Callable[[], None]) -> Callable[[], None]:
@@ -103,16 +188,19 @@ def plan(tiny: bool) -> list[tuple[str, int, list]]:
         arch, batch = ("resnet18", 4) if tiny else (arch, batch)
         flags = ["--synthetic", STEPS * batch, "-b", batch, "--arch", arch, *more]
         flags += ["--opt-level" if kind[0] == "O" else "--precision", kind]
-        flags += ["--image-size", size]
-        flags += ["--device", device, "--workers", 0, "--output", "/tmp/gpu-speed"]
+        flags += ["--image-size", size, "--workers", 0, *common]
         return name, 240 if more else 120, [script, 1 if tiny else 3, *flags]
 
-    ddp = "distributed"
+    ddp, common = "distributed", ["--device", device, "--output", "/tmp/gpu-speed"]
     others = ("multiprocessing_distributed", "dataparallel", "horovod_distributed")
+    copies = ["-b", 4 if tiny else 128, "--max-steps", 20, "--image-size", size]
+    copies += ["--arch", "resnet18" if tiny else "resnet50", *common]
+    copies += ["--workers", machine_cores()]
     return [
         speed(ddp, "resnet50", "bf16", 128),
         speed(ddp, "resnet50", "bf16", 256, "--compile"),
         *(speed(ddp, "resnet50", kind, 256) for kind in ("fp16", "fp32")),
+        ("copies to the GPU", 120, [ddp, "copies", *copies]),
         speed("apex_distributed", "resnet50", "O1", 128),
         *(speed(script, "resnet50", "bf16", 128) for script in others),
         *(speed(ddp, "resnet50", "bf16", batch) for batch in (64, 256, 512)),
@@ -121,9 +209,9 @@ def plan(tiny: bool) -> list[tuple[str, int, list]]:
     ]
 
 
-def measured(words: list, seconds: float) -> dict:
-    """Run one measurement in a separate process."""
-    began = time.monotonic()
+def measured(words: list, seconds: float, keep: Path) -> dict:
+    """Run one measurement in a separate process; copy its trace to `keep`."""
+    began, samples = time.monotonic(), []
     with tempfile.TemporaryDirectory() as folder:
         file, log = Path(folder, "found.json"), Path(folder, "log")
         command = [sys.executable, "-m", "benchmarks.gpu", file, *words]
@@ -131,20 +219,36 @@ def measured(words: list, seconds: float) -> dict:
             process = subprocess.Popen(
                 list(map(str, command)), stdout=out, stderr=out, start_new_session=True
             )
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(seconds)
+        while process.poll() is None and time.monotonic() < began + seconds:
+            samples += gpus()
+            time.sleep(0.5)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         status = {0: "passed", 2: "skipped"}.get(process.wait(), "failed")
         lines = [line for line in log.read_text().splitlines() if line.strip()] or [""]
         line = next((line for line in lines if ": error: " in line), lines[-1])
         found = json.loads(file.read_text()) if status == "passed" else {}
+        for trace in Path(folder).glob("*.trace.json.gz"):
+            shutil.copy(trace, keep.with_suffix(".trace.json.gz"))
     taken = time.monotonic() - began
     if status == "passed":
-        line = in_words(found)
+        line = found["line"] + under_load(samples)
     elif status == "failed" and taken >= seconds:
         status, line = "not run", f"not finished within {seconds:.0f} s"
     return {"status": status, "line": line, "seconds": taken, "found": found}
+
+
+def under_load(samples: list[dict[str, float]]) -> str:
+    """Format the GPU's median clock and power while it worked hardest."""
+    power = [one["power.draw"] for one in samples]
+    busy = [one for one in samples if one["power.draw"] > 0.8 * max(power)]
+    if not busy:
+        return ""
+    clock, watts = (
+        statistics.median(one[name] for one in busy)
+        for name in ("clocks.sm", "power.draw")
+    )
+    return f"; {clock:.0f} MHz, {watts:.0f} W"
 
 
 def in_words(rows: dict[str, dict]) -> str:
@@ -172,7 +276,7 @@ def everything(file: Path, tiny: bool) -> None:
         if kept.get(name, row)["status"] == "passed":
             row = kept[name]
         elif (left := until - time.time()) > 20:
-            row = measured(words, min(limit, left))
+            row = measured(words, min(limit, left), file)
             print(f"{row['status']}: {name}: {row['line']}", flush=True)
         report["rows"].append({**row, "name": name, "commit": here})
         file.write_text(json.dumps(report, indent=1) + "\n")
@@ -184,7 +288,11 @@ def main() -> None:
     file, *words = sys.argv[1:]
     if words in ([], ["--rehearse"]):
         everything(Path(file), bool(words))
-    found = compare_speed(*words)
+    name, rounds, *flags = words
+    if rounds == "copies":
+        found = trace_copies(Path(file), name, *flags)
+    else:
+        found = compare_speed(name, rounds, *flags)
     Path(file).write_text(json.dumps(found, indent=1) + "\n")
     sys.stdout.flush()
     os._exit(0)  # main() did not finish, so skip the libraries' cleanup

@@ -275,12 +275,6 @@ class Running:
         return status
 
 
-@pytest.fixture
-def figure(record_property):
-    """Call it with the name and value of what was measured, for --figures."""
-    return record_property
-
-
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("data") / "digits"

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.multiprocessing import start_processes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -118,15 +117,24 @@ def lesson(path: Path, variables: dict, errors: Path) -> None:
         errors: takes what it prints on its standard error, such as times.
     """
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
-    torch.multiprocessing.spawn = partial(start_processes, start_method="fork")
+    torch.multiprocessing.spawn = spawn
     python((path,), {**os.environ, **variables})
 
 
-def restarted(path: Path, variables: dict, errors: Path) -> None:
-    """As torchrun starts two processes of a lesson, at most three times."""
-    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    how = {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0", "max_restarts": 2}
-    how |= {"run_id": str(os.getpid()), "start_method": "fork"}
-    config = LaunchConfig(1, 1, 2, monitor_interval=0.1, **how)
-    elastic_launch(config, run_path)(path)
+def spawn(function, args: tuple, nprocs: int) -> None:
+    """torch.multiprocessing.spawn with forks.
+
+    None begins before the last is forked: when one connects to a TCPStore of this process,
+    the store's thread holds a lock of glibc for a moment, which a fork would hold for ever.
+    """
+    begin = multiprocessing.get_context("fork").Event()
+    after = partial(_after, begin, function)
+    forks = start_processes(after, args, nprocs, join=False, start_method="fork")
+    begin.set()
+    while not forks.join():
+        pass
+
+
+def _after(begin, function, rank: int, *args) -> None:
+    begin.wait()
+    function(rank, *args)

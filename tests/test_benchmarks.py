@@ -1,12 +1,10 @@
 """What benchmarks compare and how; no time is asserted here."""
 
-import json
-
 import torch
-from conftest import ROOT
 from torchvision.transforms import InterpolationMode
 
 from benchmarks import usual
+from benchmarks.gpu import overlap
 from benchmarks.photographs import write_photographs
 from common import images
 
@@ -25,7 +23,8 @@ def test_the_usual_pipeline_is_our_pillow_pipeline_normalized(tmp_path):
     assert crop.scale == (0.08, 1.0) and crop.size == (224, 224)
 
 
-def test_the_figures_of_the_performance_page_are_of_a_commit_and_a_command():
-    for name in ("input", "decoders", "archives", "step", "memory"):
-        report = json.loads((ROOT / "results" / f"{name}.json").read_text())
-        assert report["argv"][2] == f"benchmarks.{name}" and report["commit"]
+def test_how_long_copies_overlap_with_kernels():
+    kernels = [(5, 12), (12, 20), (50, 60)]
+    for copies, shared in (([(0, 10)], 5), ([(8, 30), (55, 57)], 14), ([(21, 40)], 0)):
+        assert overlap(copies, kernels) == overlap(kernels, copies) == shared
+    assert overlap([], kernels) == 0

@@ -330,7 +330,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kills", (30, pytest.param(1000, marks=pytest.mark.full)))
 def test_a_kill_at_any_moment_of_a_write_leaves_a_whole_checkpoint(
-    kills, tmp_path, figure
+    kills, tmp_path, record_property
 ):
     """Nothing whose save() had returned is lost, and nothing is mixed."""
     moments, halves, last = random.Random(0), 0, 0
@@ -354,8 +354,10 @@ def test_a_kill_at_any_moment_of_a_write_leaves_a_whole_checkpoint(
         assert best % 2 == 1 and last - 1 <= best <= last + 1
         record = json.loads((output / "epochs.jsonl").read_text())
         assert record["epoch"] + 1 in (last, last + 1)
-    figure("kills / a process that only saves / kills", kills)
-    figure("kills / a process that only saves / while a file was half written", halves)
+    record_property("kills / a process that only saves / kills", kills)
+    record_property(
+        "kills / a process that only saves / while a file was half written", halves
+    )
     assert halves > kills / 20
 
 

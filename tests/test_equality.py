@@ -88,7 +88,7 @@ def trained(digits, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name, world_size, workers", cases(TRAINED, (0, 1, 3)))
-def test_same_images_and_weights(trained, name, world_size, workers, figure):
+def test_same_images_and_weights(trained, name, world_size, workers, record_property):
     """Pixels and labels of each step, over two epochs of persistent loader processes.
 
     Weights and momenta up to rounding; one process has the very bits.
@@ -108,8 +108,8 @@ def test_same_images_and_weights(trained, name, world_size, workers, figure):
         )
     )
     row = f"rounding / {name}, {world_size} processes"
-    figure(f"{row} / weights", weights)
-    figure(f"{row} / momentum", momenta)
+    record_property(f"{row} / weights", weights)
+    record_property(f"{row} / momentum", momenta)
     assert weights <= WEIGHT_BOUND * (world_size > 1), weights
     assert momenta <= MOMENTUM_BOUND * (world_size > 1), momenta
 
@@ -191,7 +191,7 @@ def of_sizes(digits, tmp_path_factory):
 
 @pytest.mark.parametrize("name, world_size", cases(VALIDATED))
 def test_validation_counts_every_image_once(
-    of_sizes, tmp_path, name, world_size, figure
+    of_sizes, tmp_path, name, world_size, record_property
 ):
     """What all processes found is what the saved file scores, image by image."""
     runs = []
@@ -213,7 +213,9 @@ def test_validation_counts_every_image_once(
         assert counted == (size, 100 * top1 / size, 100 * top5 / size)
         errors.append(abs(record["val_loss"] - loss))
         hits.add((top1, top5))
-    figure(f"val loss / {name}, {world_size} processes / batch 12", max(errors))
+    record_property(
+        f"val loss / {name}, {world_size} processes / batch 12", max(errors)
+    )
     assert max(errors) <= 1e-5
     assert len(hits) > 5  # or equal counts would say little
 

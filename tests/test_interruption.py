@@ -85,7 +85,9 @@ def events_of(way):
 
 @pytest.mark.full
 @pytest.mark.parametrize("way, events", cases(events_of))
-def test_a_run_ends_and_leaves_nothing_behind(way, events, pictures, tmp_path, figure):
+def test_a_run_ends_and_leaves_nothing_behind(
+    way, events, pictures, tmp_path, record_property
+):
     strategy, variables, _ = WAYS[way]
     flags = (*TINY, "--epochs", "500", "--timeout-seconds", "5")
     for number, event in enumerate(events):
@@ -93,7 +95,7 @@ def test_a_run_ends_and_leaves_nothing_behind(way, events, pictures, tmp_path, f
         with Running(strategy, pictures, output, *flags, **variables) as job:
             job.wait_for_a_save()
             EVENTS[event](job)
-            figure(f"end / {event} / {way}", end(event, way, job))
+            record_property(f"end / {event} / {way}", end(event, way, job))
         assert position(output) < [500, 0]
 
 
@@ -253,7 +255,7 @@ def test_killed_stopped_or_hanging_it_ends_with_the_same_bits(
     "seeds", [[4], pytest.param(range(25), marks=pytest.mark.full)], ids=len
 )
 def test_killed_again_and_again_it_ends_with_the_same_bits(
-    seeds, small_digits, uninterrupted, tmp_path, figure
+    seeds, small_digits, uninterrupted, tmp_path, record_property
 ):
     """SIGKILL at random moments, from the first step to the last write.
 
@@ -268,8 +270,8 @@ def test_killed_again_and_again_it_ends_with_the_same_bits(
         kills += kill_until_it_ends(output, random.Random(seed), [2], **how)
         assert came_to(output) == uninterrupted[2]
     assert kills
-    figure("kills / a training, at random moments / runs", len(seeds))
-    figure("kills / a training, at random moments / kills", kills)
+    record_property("kills / a training, at random moments / runs", len(seeds))
+    record_property("kills / a training, at random moments / kills", kills)
 
 
 def kill_until_it_ends(output, draw, sizes, notes=None, **how):
@@ -297,7 +299,7 @@ def kill_until_it_ends(output, draw, sizes, notes=None, **how):
     "seeds", [[1], pytest.param(range(50), marks=pytest.mark.full)], ids=len
 )
 def test_with_other_numbers_of_processes_no_image_is_lost_or_repeated(
-    seeds, small_digits, tmp_path, figure
+    seeds, small_digits, tmp_path, record_property
 ):
     """Every kill changes the number; each image has a class, so its label tells it."""
     course = [*COURSE, "-j", 0, "--resume", "auto"]
@@ -330,8 +332,12 @@ def test_with_other_numbers_of_processes_no_image_is_lost_or_repeated(
             assert all(len(runs) == 1 for runs in batches)
             assert images == {one for (batch,) in batches for one in batch}
     assert kills
-    figure("kills / another number of processes, at random moments / runs", len(seeds))
-    figure("kills / another number of processes, at random moments / kills", kills)
+    record_property(
+        "kills / another number of processes, at random moments / runs", len(seeds)
+    )
+    record_property(
+        "kills / another number of processes, at random moments / kills", kills
+    )
 
 
 def wait_for_a_save(output, ranks):

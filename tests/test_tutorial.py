@@ -9,7 +9,7 @@ import re
 
 import pytest
 from conftest import ROOT, run
-from played import Played, lesson, restarted
+from played import Played, lesson
 from ranks import free_port
 
 LESSONS = {path.stem: path for path in sorted((ROOT / "tutorial").glob("*.py"))}
@@ -45,12 +45,13 @@ def programs(names):
 
 def output(name, path, folder, request):
     """What it prints if started as its page says, or, sooner, in forks of a process."""
-    if "horovod" in name or request.config.getoption("full"):
+    launched = name == "restarts" or "horovod" in name
+    if launched or request.config.getoption("full"):
         words = command(name).replace("29500", str(free_port()))
         ended = run("bash", "-c", words.replace(f"tutorial/{name}.py", str(path)))
         assert ended.returncode == 0, ended.stderr[-3000:]
         return ended.stdout
-    processes, task = [{}], restarted if name == "restarts" else lesson
+    processes = [{}]
     if name == "ranks":  # as torchrun starts four processes on each of two hosts
         job = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}
         job["MASTER_PORT"] = str(free_port())
@@ -59,7 +60,7 @@ def output(name, path, folder, request):
         processes = [{**job, **dict(zip(names, p, strict=True))} for p in places]
     with Played(folder) as played:
         for number, variables in enumerate(processes):
-            played.start(task, path, variables, folder / f"errors{number}.log")
+            played.start(lesson, path, variables, folder / f"errors{number}.log")
         assert not any(played.end(seconds=100)), played.text()
         return played.log(0)
 

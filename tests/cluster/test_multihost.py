@@ -224,7 +224,7 @@ def assert_same_weights(output, expected, bound=0.0) -> float:
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.parametrize("engine", engines())
 def test_two_hosts_train_as_one_host_does(
-    engine, processes, job, digits, one_host, tmp_path, figure, request
+    engine, processes, job, digits, one_host, tmp_path, record_property, request
 ):
     """To the bit, or up to rounding where the sum has four summands."""
     flags = ["--data", digits, *SHORT, "--output", tmp_path / "out"]
@@ -234,7 +234,7 @@ def test_two_hosts_train_as_one_host_does(
     found = assert_same_weights(tmp_path / "out", one_host(2 * processes), bound)
     if processes == 2:
         name = request.node.callspec.id.split("-")[0]
-        figure(f"hosts rounding / {name} / largest difference", found)
+        record_property(f"hosts rounding / {name} / largest difference", found)
 
 
 # Rank {rank} meets bad input; the other one hangs, or ends as it loses the first
@@ -309,7 +309,7 @@ FAILURES = {
 @pytest.mark.parametrize("event", FAILURES)
 @pytest.mark.parametrize("engine", engines())
 def test_a_failure_ends_the_job_and_a_relaunch_resumes(
-    engine, event, job, digits, one_host, tmp_path, figure, request
+    engine, event, job, digits, one_host, tmp_path, record_property, request
 ):
     if engine in (sbatch, sbatch_torchrun) and event != "a process is killed":
         pytest.skip("Slurm's own daemons notice")
@@ -335,7 +335,7 @@ def test_a_failure_ends_the_job_and_a_relaunch_resumes(
     content = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)
     assert content["epoch"] < 6, "too late to say anything"
     name = f"hosts failure / {event} / {request.node.callspec.id.split('-')[0]}"
-    figure(name, ended(statuses, seconds))
+    record_property(name, ended(statuses, seconds))
     job.kill()
     for log in tmp_path.glob("*.log"):
         log.unlink()
@@ -346,7 +346,7 @@ def test_a_failure_ends_the_job_and_a_relaunch_resumes(
 
 
 @pytest.mark.full
-def test_torchrun_starts_again(job, digits, one_host, tmp_path, figure):
+def test_torchrun_starts_again(job, digits, one_host, tmp_path, record_property):
     """After the loss of a host that is started again."""
     output = tmp_path / "out"
     flags = ["--data", digits, *RESUMED, "--output", output]
@@ -362,11 +362,13 @@ def test_torchrun_starts_again(job, digits, one_host, tmp_path, figure):
     assert set(statuses.values()) == {0}, job.text()
     assert_same_weights(output, one_host(2, RESUMED))
     event = "hostb dies and comes back / ended with"
-    figure(f"hosts restart / {event}", ended(statuses, seconds))
+    record_property(f"hosts restart / {event}", ended(statuses, seconds))
 
 
 @pytest.mark.full
-def test_training_continues_with_the_hosts_that_are_left(job, digits, tmp_path, figure):
+def test_training_continues_with_the_hosts_that_are_left(
+    job, digits, tmp_path, record_property
+):
     """hostb dies and comes back. Every epoch is complete, and none is missing."""
     output = tmp_path / "out"
     flags = ["--data", digits, *RESUMED, "--output", output]
@@ -402,8 +404,10 @@ def test_training_continues_with_the_hosts_that_are_left(job, digits, tmp_path, 
     records = [json.loads(line) for line in (output / "epochs.jsonl").open()]
     assert [record["epoch"] for record in records] == [*range(len(records))]
     assert {record["images"] for record in records} == {320}
-    figure("hosts elastic / hostb dies / seconds until an epoch is complete", left)
-    figure(
+    record_property(
+        "hosts elastic / hostb dies / seconds until an epoch is complete", left
+    )
+    record_property(
         "hosts elastic / hostb comes back / seconds until an epoch is complete", back
     )
 

@@ -191,7 +191,8 @@ class Run:
         if not any(codes):
             raise Wrong(f"nothing happens for {PATIENCE:g} s: {' and '.join(lines)}")
         # A lost connection only says that the other process ended before
-        own = [r for r in (0, 1) if codes[r] and "onnection" not in lines[r]]
+        lost = "onnection|roken pipe"
+        own = [r for r in (0, 1) if codes[r] and not re.search(lost, lines[r])]
         raise Wrong(lines[own[0]] if own else " and ".join(lines))
 
     def ending(self, rank: int, code: int | None) -> str:
