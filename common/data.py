@@ -21,7 +21,9 @@ import numpy
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
+from torchvision.datasets import FakeData
 from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
+from torchvision.transforms.v2.functional import pil_to_tensor
 
 from common.errors import SIGNALS, ImageError, UserError, end_children
 from common.images import Picture, TrainTransform, ValTransform, read_image
@@ -99,24 +101,6 @@ class ImageFolder(Dataset):
         return image, int(self.labels[index])
 
 
-class RandomImages(Dataset):
-    """Random (3, S, S) uint8 images that are the same in every run."""
-
-    def __init__(self, length: int, image_size: int):
-        self.classes = [str(number) for number in range(1000)]
-        self.length = length
-        self.image_size = image_size
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        generator = torch.Generator().manual_seed(index)
-        shape = (3, self.image_size, self.image_size)
-        image = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
-        return image, index % 1000
-
-
 def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
     """Open the training and validation datasets.
 
@@ -126,7 +110,7 @@ def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
     if args.synthetic:
         # ImageNet has 25.6 training images for each validation image
         val_images = max(args.global_batch_size, args.synthetic // 25)
-        return RandomImages(args.synthetic, size), RandomImages(val_images, size)
+        return random_images(args.synthetic, size), random_images(val_images, size)
     (train_folder, val_folder), classes = open_folders(args)
     train_transform = TrainTransform(size, args.min_crop, flip=not args.no_flip)
     val_transform = ValTransform(*validation_protocol(args))
@@ -134,6 +118,13 @@ def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
         ImageFolder(train_folder, classes, train_transform, args.decoder),
         ImageFolder(val_folder, classes, val_transform, args.decoder),
     )
+
+
+def random_images(number: int, size: int) -> FakeData:
+    """Return (3, size, size) uint8 images that are the same in every run."""
+    dataset = FakeData(number, (3, size, size), 1000, pil_to_tensor)
+    dataset.classes = [str(label) for label in range(1000)]
+    return dataset
 
 
 def open_folders(args: argparse.Namespace) -> tuple[tuple[Path, Path], list[str]]:
@@ -399,7 +390,7 @@ def build_loader(
     layout = torch.contiguous_format if args.no_channels_last else torch.channels_last
     most = args.max_steps if training else None
     batches = EpochBatches(sampler, batch_size, training, most)
-    if isinstance(dataset, RandomImages):
+    if isinstance(dataset, FakeData):
         return RepeatedBatch(dataset, batches, device, layout)
     loader = DataLoader(
         SeededDataset(dataset, args.seed),

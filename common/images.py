@@ -84,14 +84,9 @@ def open_with_pillow(content: bytes) -> TensorPicture:
 
 @functools.cache
 def import_torchcodec() -> Callable[[Tensor], Tensor]:
-    """Return TorchCodec's JPEG decoder, or raise an ImportError."""
-    try:
-        from torchcodec.decoders import decode_jpeg
-    except ImportError:
-        raise
-    except Exception as error:  # TorchCodec was built for another PyTorch
-        reason = (str(error) or repr(error)).splitlines()[0]
-        raise ImportError(f"TorchCodec cannot be loaded: {reason}") from error
+    """Return TorchCodec's JPEG decoder; fails if it is missing or does not fit."""
+    from torchcodec.decoders import decode_jpeg
+
     return decode_jpeg
 
 
@@ -116,8 +111,9 @@ def choose_decoder(name: str) -> str:
             try:
                 import_library()
                 return decoder
-            except ImportError as error:
-                reason = f"{error}; pip install -r {requirements}"
+            except Exception as error:  # TorchCodec may be for another PyTorch
+                reason = (str(error) or repr(error)).splitlines()[0]
+                reason += f"; pip install -r {requirements}"
                 if name == decoder:
                     raise UserError(f"--decoder {name}: {reason}") from None
     if name == "auto" and speaks_for_machine():

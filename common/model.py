@@ -1,14 +1,13 @@
 """The model: any torchvision classification model, by default a ResNet-18."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
 import torchvision
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from torchvision.models import WeightsEnum, get_model, get_model_weights
+from torchvision.models import get_model, get_model_weights
 from torchvision.transforms.v2 import InterpolationMode
 
 from common.errors import UserError
@@ -22,68 +21,32 @@ def architectures() -> list[str]:
 def build_model(args: argparse.Namespace, dataset: Dataset) -> nn.Module:
     """Build `args.arch`: (B, 3, S, S) images in, (B, classes) outputs.
 
-    Its initial weights depend only on the seed, so they are the same in every process.
-    Pretrained weights are read only if no checkpoint will replace them. Raises
-    UserError if the dataset has no `classes`, or the weights do not fit or load.
+    Its initial weights are torchvision's (--pretrained), or depend only on the seed, so
+    they are the same in every process. Raises UserError if the dataset has no
+    `classes`, or if the weights do not fit or cannot be loaded.
     """
     if not hasattr(dataset, "classes"):
         raise UserError(
             f"{type(dataset).__name__} has no `classes`, a list with one class name "
             "for each output of the model"
         )
-    weights = None
-    if args.pretrained:
-        weights = pretrained_weights(args, len(dataset.classes))
-    if weights is None or resumes(args):
-        return bare_model(args, len(dataset.classes))
-    try:
-        model = get_model(args.arch, weights=weights)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"--pretrained: cannot load the weights for {args.arch}: {error}"
-        ) from None
-    if args.arch == "inception_v3":
-        model.aux_logits, model.AuxLogits = False, None
-    return model
-
-
-def bare_model(args: argparse.Namespace, classes: int) -> nn.Module:
-    """Build `args.arch` with random initial weights from `args.seed`."""
-    options = {}
-    if args.arch in ("googlenet", "inception_v3"):  # no auxiliary outputs
-        options = {"aux_logits": False, "init_weights": True}
-        options["transform_input"] = args.pretrained  # as in torchvision
+    options: dict = {"num_classes": len(dataset.classes)}
     if args.arch.startswith("vit_"):
         options["image_size"] = args.image_size
+    if args.arch.startswith("maxvit"):
+        options["input_size"] = (args.image_size, args.image_size)
+    if args.arch in ("googlenet", "inception_v3") and not args.pretrained:
+        options |= {"aux_logits": False, "init_weights": True}
+    weights = get_model_weights(args.arch).DEFAULT if args.pretrained else None
     torch.manual_seed(args.seed)
-    return get_model(args.arch, weights=None, num_classes=classes, **options)
-
-
-def resumes(args: argparse.Namespace) -> bool:
-    """Whether a checkpoint will replace the weights."""
-    if args.resume == "auto":
-        return Path(args.output, "checkpoint.pt").exists()
-    return args.resume is not None
-
-
-def pretrained_weights(args: argparse.Namespace, classes: int) -> WeightsEnum:
-    """Choose torchvision's best weights for `args.arch`, without downloading them.
-
-    Raises UserError if they need another image size or number of classes.
-    """
-    weights = get_model_weights(args.arch).DEFAULT
-    known, size = len(weights.meta["categories"]), weights.meta["min_size"][0]
-    if known != classes:
-        raise UserError(
-            f"--pretrained: the weights for {args.arch} have {known} classes, but "
-            f"the data has {classes}"
-        )
-    if args.arch.startswith(("vit_", "maxvit")) and args.image_size != size:
-        raise UserError(
-            f"--pretrained: the weights for {args.arch} need --image-size {size}, "
-            f"not {args.image_size}"
-        )
-    return weights
+    try:
+        model = get_model(args.arch, weights=weights, **options)
+    except (OSError, ValueError, AssertionError) as error:
+        flag = "--pretrained --arch" if args.pretrained else "--arch"
+        raise UserError(f"{flag} {args.arch}: {error}") from None
+    if args.arch == "inception_v3":  # no auxiliary outputs
+        model.aux_logits, model.AuxLogits = False, None
+    return model
 
 
 def validation_protocol(args: argparse.Namespace) -> tuple[int, int, InterpolationMode]:
@@ -147,19 +110,3 @@ class InMemoryOrder:
         inner, permuted = context
         tensor = self.compressor.decompress(tensor, inner)
         return tensor.permute(0, 3, 1, 2) if permuted else tensor
-
-
-def check_image_size(args: argparse.Namespace, classes: int) -> None:
-    """Run the model on dummy images; raises UserError if --image-size does not fit."""
-    if args.pretrained:
-        pretrained_weights(args, classes)
-    try:
-        with torch.device("meta"):
-            images = torch.empty(2, 3, args.image_size, args.image_size)
-            bare_model(args, classes).train()(images)
-    except NotImplementedError:
-        return  # RegNet reads values, which meta tensors lack; it supports any size
-    except (RuntimeError, AssertionError, ValueError) as error:
-        raise UserError(
-            f"{args.arch} does not support --image-size {args.image_size}: {error}"
-        ) from None

@@ -22,7 +22,6 @@ from common.checkpoint import check_checkpoint, lock_output
 from common.data import PREFETCH, build_datasets, open_folders
 from common.device import check_devices, machine_cores, usable_gpus
 from common.errors import UserError
-from common.model import build_model, check_image_size
 from launch.agreement import check_batch
 from launch.exits import exit_status
 from launch.machines import check_own_address
@@ -43,7 +42,7 @@ def check(
     Args:
         processes: the number of processes on this machine.
         world_size: the total number; by default, `processes` times `args.nnodes`.
-        script: if given, check data and model only if it uses common/'s functions.
+        script: if given, check data only if it uses common/'s build_datasets().
     """
     backend = getattr(args, "backend", "no process group")
     check_devices(args.device, processes, backend)
@@ -54,12 +53,9 @@ def check(
         gpus = args.device != "cpu" and usable_gpus()
         if backend == "gloo" or (backend is None and not gpus):
             check_own_address()
-    used = vars(script).values() if script else (build_datasets, build_model)
-    if build_datasets in used:
-        images = build_datasets(args)[0] if args.synthetic else None
-        classes = images.classes if images else open_folders(args)[1]
-        if build_model in used:
-            check_image_size(args, len(classes))
+    used = vars(script).values() if script else [build_datasets]
+    if build_datasets in used and not args.synthetic:
+        open_folders(args)
     # On several machines, rank 0 of the same run may already hold the lock
     if world_size == processes and not args.evaluate:
         lock_output(Path(args.output)).close()

@@ -102,7 +102,7 @@ def pytest_sessionfinish(session):
 def problem_of(use) -> str | None:
     try:
         use()
-    except ImportError as error:
+    except Exception as error:
         return f"cannot be imported: {error}"
     return None
 

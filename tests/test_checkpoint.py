@@ -27,13 +27,13 @@ from common.checkpoint import (
     read_checkpoint,
     replace_file,
 )
-from common.data import RandomImages, build_datasets
+from common.data import build_datasets, random_images
 from common.errors import UserError
 from common.schedule import build_scheduler
 from launch.check import check
 
 FIGURES = {"seconds": 1.0, "first_step": 0}
-IMAGES = RandomImages(50, 8), RandomImages(20, 8)
+IMAGES = random_images(50, 8), random_images(20, 8)
 
 
 class Tiny(torch.nn.Linear):
@@ -236,7 +236,7 @@ def test_the_check_before_a_launch_looks_at_all_processes_and_the_checkpoint(
         (("--lr", "0.3"), 1, None, "--lr was 0.1 when .* is now 0.3"),
         ((), 2, None, "cannot be divided evenly among 6 processes"),  # on 3 machines
         ((), 2, 8, "cannot be divided evenly among 8 processes"),
-        (("--image-size", "1", "--arch", "alexnet"), 1, None, "does not support"),
+        (("--data", str(tmp_path / "none")), 1, None, "cannot open the folder"),
     ):
         args = arguments(tmp_path, *flags, "--resume", "auto", *given)
         args.precision = None  # as without the flag: the device decides

@@ -19,7 +19,7 @@ from torchvision.models import WeightsEnum
 from common.device import machine_cores, select_device
 from common.errors import ImageError, UserError
 from common.log import Log
-from common.model import build_model, check_image_size
+from common.model import build_model
 from common.schedule import build_scheduler
 from launch.check import check_shared_memory, set_threads
 from launch.exits import LOST_PROCESS, Stopped, end_with_launcher, exit_status
@@ -348,40 +348,33 @@ def data_of(classes):
     return Namespace(classes=range(classes))
 
 
-def test_every_model_has_one_output_and_its_image_sizes():
-    for arch in ("googlenet", "vit_b_32", "regnet_y_400mf"):
-        check_image_size(parse("--data", "x", "--arch", arch), 10)
-    args = parse("--data", "x", "--arch", "vit_b_16", "--image-size", 30)
-    with pytest.raises(UserError, match="vit_b_16 does not support --image-size 30"):
-        check_image_size(args, 10)
-
-
-def test_pretrained_weights_that_do_not_fit_are_refused():
-    ours = parse("--data", "x", "--pretrained")
-    small = "--pretrained --arch vit_b_16 --image-size 192".split()
-    with pytest.raises(UserError, match="have 1000 classes, but the data has 10"):
-        build_model(ours, data_of(10))
-    with pytest.raises(UserError, match="need --image-size 224, not 192"):
-        check_image_size(parse("--data", "x", *small), 1000)
-
-
-@pytest.mark.parametrize("arch", ("googlenet", "inception_v3"))
-def test_a_checkpoint_takes_the_place_of_pretrained_weights(
-    arch, tmp_path, monkeypatch
-):
-    """Nothing is downloaded, and the network is built as with the weights."""
-    flags = ("--data", "x", "--pretrained", "--arch", arch, "--resume", "auto")
-    args = parse(*flags, "--output", tmp_path)
+@pytest.mark.parametrize(
+    "flags, problem",
+    [
+        ("--arch vit_b_16 --image-size 30", "Input shape indivisible by patch size!"),
+        ("--arch maxvit_t --image-size 225", "is not divisible by partition size"),
+        ("--pretrained", "'num_classes' expected value 1000 but got 10 "),
+        ("--pretrained --arch vit_b_16 --image-size 192", "'image_size' expected"),
+        ("--pretrained --arch maxvit_t --image-size 448", "'input_size' expected"),
+        ("--pretrained --arch inception_v3", "no network"),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_one_line(flags, problem, monkeypatch):
     offline = Mock(side_effect=OSError("no network"))
     monkeypatch.setattr(WeightsEnum, "get_state_dict", offline)
-    with pytest.raises(UserError, match="no network"):
-        build_model(args, data_of(1000))
-    with monkeypatch.context() as patch:
-        patch.setattr(WeightsEnum, "get_state_dict", lambda *_, **__: {})
-        patch.setattr(nn.Module, "load_state_dict", lambda *_: None)
-        built = build_model(args, data_of(1000))
-    (tmp_path / "checkpoint.pt").touch()
-    again = build_model(args, data_of(1000))
-    assert again.state_dict().keys() == built.state_dict().keys()
-    for name in ("transform_input", "aux_logits"):
-        assert getattr(again, name, None) == getattr(built, name, None)
+    classes = range(10 if flags == "--pretrained" else 1000)
+    with pytest.raises(UserError, match=f"--arch .*{problem}"):
+        build_model(parse("--data", "x", *flags.split()), Namespace(classes=classes))
+
+
+@pytest.mark.parametrize("pretrained", ([], ["--pretrained"]))
+@pytest.mark.parametrize("arch", ("googlenet", "inception_v3", "vit_b_32", "maxvit_t"))
+def test_a_model_has_one_output(arch, pretrained, monkeypatch):
+    """And no other network where its weights come from torchvision."""
+    monkeypatch.setattr(WeightsEnum, "get_state_dict", lambda *_, **__: {})
+    monkeypatch.setattr(nn.Module, "load_state_dict", lambda *_: None)
+    with torch.device("meta"):
+        args = parse("--data", "x", "--arch", arch, *pretrained)
+        model = build_model(args, Namespace(classes=range(1000))).train()
+        images = torch.empty(2, 3, args.image_size, args.image_size)
+        assert model(images).shape == (2, 1000)
