@@ -6,8 +6,8 @@
 #   bash scripts/gpu_check.sh --rehearse-gpu     # only what can run on a CPU, at small sizes
 #
 # The script writes OUTPUT/summary.md and keeps existing timings. It needs PyTorch with CUDA, torchvision, tqdm and
-# pytest, but no network: it can use pure Python wheels (of tqdm or pytest-timeout, for example) in this project's
-# parent folder. If Horovod is missing, the script builds it from a horovod-*.tar.gz in that folder.
+# pytest, but no network: it can use wheels for any Python version (of tqdm, pytest-timeout or nvImageCodec, for
+# example) in this project's parent folder. If Horovod is missing, the script builds it from a horovod-*.tar.gz there.
 # The exit status is 1 if a test or a timing failed or did not run.
 case " $* " in *" --help "* | *" -h "*)
     sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
@@ -21,11 +21,11 @@ PYTHON=${PYTHON:-}    # default: .venv/bin/python, or python3 if it does not exi
 began=$(date +%s)
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 horovod=$here/runs/gpu_check/horovod
-path=$horovod
-for wheel in "$here"/../*-none-any.whl; do
-    case $wheel in *"*"* | */setuptools-*) ;; *) path+=:$wheel ;; esac
+wheels=$here/runs/gpu_check/wheels
+export PYTHONPATH=$horovod:$wheels${PYTHONPATH:+:$PYTHONPATH} PATH=$horovod/bin:$PATH
+for wheel in "$here"/../*-py3-none-*.whl; do
+    case $wheel in *"*"* | */setuptools-*) ;; *) "${PYTHON:-python3}" -m zipfile -e "$wheel" "$wheels" ;; esac
 done
-export PYTHONPATH=$path${PYTHONPATH:+:$PYTHONPATH} PATH=$horovod/bin:$PATH
 # shellcheck source-path=SCRIPTDIR
 source "$here/scripts/launcher.sh"
 
