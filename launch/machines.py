@@ -104,20 +104,6 @@ def own_address(host: str, port: int) -> str | None:
     return None if own.startswith("127.") or own == "::1" else own
 
 
-def check_own_address() -> None:
-    """Raise a UserError if other machines cannot reach this one by its host name.
-
-    Gloo uses this name, which Debian's installer makes resolve to loopback.
-    """
-    name = socket.gethostname()
-    if "GLOO_SOCKET_IFNAME" not in os.environ and own_address(name, 1) is None:
-        raise UserError(
-            f"the host name {name} does not resolve to an address that other machines "
-            "can reach: set INTERFACE to the network interface that connects them, for "
-            "example INTERFACE=eth0 (ip -brief addr lists the interfaces)"
-        )
-
-
 def belongs_here(host: str) -> bool:
     """Whether a host name or address belongs to this machine."""
     try:
