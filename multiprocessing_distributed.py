@@ -36,9 +36,8 @@ import torch.multiprocessing as mp
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from common.arguments import positive
-from launch.check import check, processes_per_machine, set_threads
-from launch.spawn import rendezvous, wait_for
+from launch.check import check, set_threads
+from launch.spawn import add_spawn_flags, check_spawn_flags, rendezvous, wait_for
 # [/imports]
 
 
@@ -224,18 +223,11 @@ def broadcast_buffers(model: nn.Module) -> None:
 def arguments(argv: list[str] | None = None) -> Namespace:
     """Parse the command line."""
     parser = build_parser(__doc__)
-    add = parser.add_argument
-    add("--backend", choices=("nccl", "gloo"), help="nccl on GPUs, gloo on CPUs")
+    add_spawn_flags(parser)
     half = "round gradients to this type before averaging"
-    add("--compress-gradients", choices=("fp16", "bf16"), help=half)
-    add("--nprocs", type=positive, help="on this machine (one per GPU, or 2 on CPU)")
-    add("--nnodes", type=positive, default=1, help="number of machines (%(default)s)")
-    add("--node-rank", type=int, default=0, help="rank of this machine (%(default)s)")
-    add("--dist-url", help="tcp://HOST:PORT on rank 0's machine (default: a file)")
+    parser.add_argument("--compress-gradients", choices=("fp16", "bf16"), help=half)
     args = parse_arguments(parser, "multiprocessing_distributed", argv)
-    args.nprocs = args.nprocs or processes_per_machine(args.device)
-    if not 0 <= args.node_rank < args.nnodes or args.nnodes > 1 and not args.dist_url:
-        parser.error("--nnodes N needs --dist-url and a --node-rank from 0 to N - 1")
+    check_spawn_flags(args)
     return args
 
 
@@ -252,6 +244,6 @@ if __name__ == "__main__":
         args = arguments()
         check(args, args.nprocs)
         set_threads(args.nprocs)
-        args.dist_url = rendezvous(args)
-        wait_for(mp.spawn(worker, args=(args,), nprocs=args.nprocs, join=False))
+        with rendezvous(args) as args.dist_url:
+            wait_for(mp.spawn(worker, args=(args,), nprocs=args.nprocs, join=False))
 # [/start]

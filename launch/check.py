@@ -12,21 +12,18 @@ launch/torchrun.py makes the same checks before it starts processes.
 import argparse
 import importlib.util
 import os
-import shutil
 import sys
 from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
 
 from common.checkpoint import check_checkpoint, lock_output
-from common.data import PREFETCH, build_datasets, open_folders
+from common.data import build_datasets, open_folders
 from common.device import check_devices, machine_cores, usable_gpus
 from common.errors import UserError
 from launch.agreement import check_batch
 from launch.exits import exit_status
 from launch.machines import check_own_address
-
-SHARED_MEMORY = "/dev/shm"  # where loader processes put their batches
 
 
 def check(
@@ -48,7 +45,6 @@ def check(
     check_devices(args.device, processes, backend)
     world_size = world_size or processes * getattr(args, "nnodes", 1)
     check_batch(args, world_size)
-    check_shared_memory(args, args.global_batch_size // world_size)
     if world_size > processes:
         gpus = args.device != "cpu" and usable_gpus()
         if backend == "gloo" or (backend is None and not gpus):
@@ -60,23 +56,6 @@ def check(
     if world_size == processes and not args.evaluate:
         lock_output(Path(args.output)).close()
     check_checkpoint(args)
-
-
-def check_shared_memory(args: Namespace, batch_size: int) -> None:
-    """Raise a UserError if shared memory is too small for loader processes' batches.
-
-    Source: https://docs.pytorch.org/docs/stable/multiprocessing.html#sharing-strategies
-    """
-    if not (args.data and args.workers and os.path.isdir(SHARED_MEMORY)):
-        return
-    needed = args.workers * PREFETCH * batch_size * 3 * args.image_size**2
-    size, _, free = shutil.disk_usage(SHARED_MEMORY)
-    if size and free < needed:
-        raise UserError(
-            f"{SHARED_MEMORY} has {free >> 20} MiB free, but the batches of "
-            f"{args.workers} loader processes need {needed >> 20} MiB: make it larger "
-            "(docker run --shm-size), or lower --workers"
-        )
 
 
 def load_script(script: Path) -> ModuleType:

@@ -5,7 +5,6 @@ import contextlib
 import ctypes
 import os
 import re
-import select
 import signal
 import sys
 import threading
@@ -38,6 +37,7 @@ LOST_PROCESS = re.compile(
     re.IGNORECASE,
 )
 PORT_IN_USE = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
+SHARED_MEMORY_FULL = re.compile(r"</torch_\S+: No space left on device")
 
 
 class Stopped(Exception):
@@ -52,31 +52,21 @@ class Watchdog:
 
     Some communication libraries wait for a dead process without a timeout (Horovod over
     MPI does, and NCCL may). Therefore a thread ends this process, even if the main
-    thread hangs:
-
-    - if no batch finishes within `timeout` plus `GRACE` seconds, which give a library
-      time to report the reason. The first batch may take three times as long, because
-      it may compile the model. Time spent suspended does not count.
-    - at a second signal, at least `PATIENCE` seconds after the first, if no batch
-      finished between the two signals.
+    thread hangs, when no batch finishes within `timeout` plus `GRACE` seconds, which
+    give a library time to report the reason. The first batch may take three times as
+    long, because it may compile the model. Time spent suspended does not count.
     """
 
     GRACE = 5
-    PATIENCE = 2  # launchers may forward one Ctrl-C several times
 
     def __init__(self, timeout: timedelta, catch: bool = True):
         """Start watching; `catch` is False if there is nothing to save."""
         self.stop_requested = False
         self.limit = int(timeout.total_seconds()) + self.GRACE
         self.fed = False
-        # The main thread runs Python's handlers and may hang; a thread reads this pipe
-        arrived, written = os.pipe()
-        if catch:
-            os.set_blocking(written, False)
-            for number in SIGNALS:
-                signal.signal(number, self._remember)
-            signal.set_wakeup_fd(written, warn_on_full_buffer=False)
-        threading.Thread(target=self._watch, args=(arrived,), daemon=True).start()
+        for number in SIGNALS if catch else ():
+            signal.signal(number, self._remember)
+        threading.Thread(target=self._watch, daemon=True).start()
 
     def feed(self) -> None:
         """Report that a batch is finished."""
@@ -85,24 +75,17 @@ class Watchdog:
     def _remember(self, number: int, frame: object) -> None:
         self.stop_requested = True
 
-    def _watch(self, arrived: int) -> None:
-        seconds, asked = -2 * self.limit, None
-        problem = f"for {self.limit} s: another process or data loading hangs"
-        problem += " (--timeout-seconds sets the limit)"
+    def _watch(self) -> None:
+        seconds = -2 * self.limit
         while seconds < self.limit:
-            signals = []
-            if select.select([arrived], [], [], 1)[0]:
-                signals = [n for n in os.read(arrived, 64) if n in SIGNALS]
-            else:
-                seconds += 1
+            time.sleep(1)
+            seconds += 1
             if self.fed:
-                self.fed, seconds, asked = False, 0, None
-            if signals and asked is None:
-                asked = time.monotonic()
-            elif signals and time.monotonic() - asked > self.PATIENCE:
-                problem = "between two signals"
-                break
-        complain(f"{this_process()} finished no batch {problem}")
+                self.fed, seconds = False, 0
+        complain(
+            f"{this_process()} finished no batch for {self.limit} s: another process "
+            "or data loading hangs (--timeout-seconds sets the limit)"
+        )
         end_children()
         os._exit(1)
 
@@ -136,6 +119,10 @@ def exit_status(local_rank: int | None = None) -> Iterator[None]:
             port = re.search(r"port: (\d+)", str(error))
             complain(f"port {port[1] if port else ''} is in use: choose another one")
             leave(2)
+        if SHARED_MEMORY_FULL.search(str(error)):
+            advice = "make it larger (docker run --shm-size), or lower --workers"
+            complain(f"{this_process()}: /dev/shm is full: {advice}")
+            leave(2)
         # A loader process that dies also closes its connection
         lost = isinstance(error, RuntimeError | ConnectionError)
         if not lost or not LOST_PROCESS.search(str(error)):
@@ -155,16 +142,12 @@ def told(error: Exception) -> str:
 def end_with_launcher() -> None:
     """Make the kernel send SIGTERM when torchrun dies, so that this process saves.
 
-    torchrun starts each process in its own session, so the processes outlive a killed
-    torchrun. launch/torchrun.py stores its process ID in LAUNCHER_PID; if it died
-    before this process could request the signal, this process ends here.
+    torchrun starts each process in its own session, so the processes would outlive a
+    killed torchrun. Source: https://man7.org/linux/man-pages/man2/prctl.2.html
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        PR_SET_PDEATHSIG = 1  # https://man7.org/linux/man-pages/man2/prctl.2.html
+        PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        launcher = os.environ.pop("LAUNCHER_PID", None)  # hide it from child processes
-        if launcher not in (None, str(os.getppid())):
-            os._exit(1)
 
 
 def leave(status: int) -> None:

@@ -24,48 +24,20 @@ class Ranks(NamedTuple):
 def ranks_from_environment(environment: Mapping[str, str]) -> Ranks:
     """Read the ranks that torchrun, torch.distributed.launch or srun has set.
 
-    Raises UserError if a variable is missing or the ranks are inconsistent.
-    Sources: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
-    and https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
+    Raises UserError if a variable is missing. Sources:
+    https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
+    https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
     """
-    names = TORCHRUN
-    if "RANK" not in environment and "SLURM_STEP_ID" in environment:
-        names = SLURM
-        missing = {"MASTER_ADDR", "MASTER_PORT"} - environment.keys()
-        if missing:
-            raise UserError(
-                f"srun started this task without {' and '.join(sorted(missing))} "
-                "(rank 0's address): scripts/slurm.sbatch sets them"
-            )
-    values = {name: environment.get(name, "") for name in names}
-    if not all(values.values()):
-        raise UserError(
-            "start this script with a launcher, for example torchrun --standalone "
-            "--nproc-per-node=2 SCRIPT --data DIR (not set: "
-            f"{', '.join(name for name in names if not values[name])})"
-        )
-    try:
-        *first, tasks = values.values()
-        ranks = Ranks(*map(int, first), _tasks(tasks, environment))
-    except (ValueError, LookupError):
-        ranks = Ranks(-1, -1, 0, 0)
-    if not (
-        0 <= ranks.rank < ranks.world_size
-        and 0 <= ranks.local_rank < ranks.local_world_size <= ranks.world_size
-    ):
-        shown = ", ".join(f"{name}={value}" for name, value in values.items())
-        raise UserError(f"the launcher's ranks are inconsistent: {shown}")
-    return ranks
-
-
-def _tasks(text: str, environment: Mapping[str, str]) -> int:
-    """Parse this machine's number of tasks, from a number or Slurm's "2(x3),1"."""
-    if text.isdecimal():
-        return int(text)
-    tasks = []
-    for count, repeated in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        tasks += [int(count)] * int(repeated or 1)
-    return tasks[int(environment["SLURM_NODEID"])]
+    srun = "RANK" not in environment and "SLURM_STEP_ID" in environment
+    names = (*SLURM, "MASTER_ADDR", "MASTER_PORT") if srun else TORCHRUN
+    if missing := ", ".join(name for name in names if not environment.get(name)):
+        how = "start this script with scripts/slurm.sbatch"
+        if not srun:
+            how = "start this script with a launcher, for example torchrun "
+            how += "--standalone --nproc-per-node=2 SCRIPT --data DIR"
+        raise UserError(f"{how} (not set: {missing})")
+    # Slurm's "2(x3),1" begins with the number of tasks on the first machine
+    return Ranks(*(int(re.match(r"\d+", environment[name])[0]) for name in names[:4]))
 
 
 def add_launcher_flags(parser: ArgumentParser) -> None:

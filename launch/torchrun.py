@@ -32,14 +32,7 @@ from torch.distributed.elastic.rendezvous import static_tcp_rendezvous as static
 
 from common.errors import UserError, complain, say
 from launch.agreement import check_batch
-from launch.check import (
-    check,
-    check_shared_memory,
-    load_script,
-    number_of_processes,
-    parser,
-    set_threads,
-)
+from launch.check import check, load_script, number_of_processes, parser, set_threads
 from launch.exits import PORT_IN_USE, exit_status, leave
 from launch.machines import Machines, own_address, reach, use_loopback
 
@@ -197,7 +190,6 @@ def main() -> None:
         flags = [*flags, "--resume", "auto"]
     for number in range(machines.least, machines.count):
         check_batch(args, processes * number)
-        check_shared_memory(args, args.global_batch_size // (processes * number))
     check(args, processes, processes * machines.count, script)
     set_threads(processes)
     if machines.host is None:
@@ -209,7 +201,6 @@ def main() -> None:
         # Otherwise a machine that rejoins numbers its runs differently from the others:
         # https://github.com/pytorch/pytorch/issues/135712
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    os.environ["LAUNCHER_PID"] = str(os.getpid())  # see end_with_launcher()
     # SIGUSR1, which Slurm can send, would kill torchrun; SIGTERM makes it end the job
     signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     end_at_bad_input()

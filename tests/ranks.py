@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from argparse import Namespace
 from datetime import timedelta
@@ -319,20 +318,16 @@ def save_for_ever(output: str) -> None:
 
 def watched(how: str, limit: int = 60) -> None:
     """Finish batches under a Watchdog of `limit` seconds, or none."""
-    Watchdog.GRACE, Watchdog.PATIENCE = 1, 0.1 if how == "signalled twice" else 0.5
+    Watchdog.GRACE = 1
     watchdog = Watchdog(timedelta(seconds=limit))
     watchdog.feed()
     print("begins", flush=True)
-    if how == "waits":
-        threading.Event().wait()
-    if how == "waits in C":  # as for a GPU: no Python handler runs any more
+    if how == "waits":  # as for a GPU: no Python handler runs any more
         mutex, libc = (ctypes.c_char * 64)(), ctypes.CDLL(None)
         libc.pthread_mutex_lock(mutex)
         libc.pthread_mutex_lock(mutex)
-    for number in range(20):
+    for _ in range(20):
         watchdog.feed()
-        if how == "signalled twice" and number in (2, 17):
-            signal.raise_signal(signal.SIGTERM)
         time.sleep(0.1)
 
 

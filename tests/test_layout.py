@@ -12,10 +12,10 @@ from scripts.sync_scripts import BASE, REGIONS, SIBLINGS, split
 
 SCRIPTS = {name.removesuffix(".py") for name in (BASE, *SIBLINGS)}
 # Lines of Python, and of shell in scripts/. They only go down
-BUDGETS = {"common": 2180, "launch": 1230, "scripts": 1165, "timings": 1000}
+BUDGETS = {"common": 2180, "launch": 1142, "scripts": 1165, "timings": 1000}
 BUDGETS |= {"benchmarks": 1350, "docs": 620, "tests": 7995}  # docs: 420 draw pictures
 IMPORTED = "launch, as imported"  # by distributed.py
-BUDGETS[IMPORTED] = 350
+BUDGETS[IMPORTED] = 302
 FORBIDDEN = dict.fromkeys(("launch", *SCRIPTS), {"scripts", *SCRIPTS})
 FORBIDDEN["common"] = {"launch", "scripts", *SCRIPTS, "torch.distributed"}
 FORBIDDEN["common"] |= {"torch.nn.parallel", "horovod", "apex"}
@@ -70,7 +70,7 @@ def problems(root):
         ours = [
             n for n in tree.body if re.match("common|launch", vars(n).get("module", ""))
         ]
-        measured = [(texts[name].count("\n"), "lines", 180, 258)]
+        measured = [(texts[name].count("\n"), "lines", 180, 255)]
         measured += [(len(strategy), "strategy lines", 20, 75)]
         if f"{name}.py" == BASE:
             taken = sum(len(node.names) for node in ours)

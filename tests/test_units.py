@@ -21,10 +21,10 @@ from common.errors import ImageError, UserError
 from common.log import Log
 from common.model import build_model
 from common.schedule import build_scheduler
-from launch.check import check_shared_memory, set_threads
-from launch.exits import LOST_PROCESS, Stopped, end_with_launcher, exit_status
+from launch.check import set_threads
+from launch.exits import LOST_PROCESS, Stopped, exit_status
 from launch.ranks import ranks_from_environment
-from launch.spawn import rendezvous
+from launch.spawn import check_spawn_flags, rendezvous
 from launch.torchrun import root_cause
 
 CPU = torch.device("cpu")
@@ -32,8 +32,8 @@ CPU = torch.device("cpu")
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 SLURM = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
-SLURM |= {"SLURM_NODEID": "2", "SLURM_NTASKS": "6", "MASTER_ADDR": "first"}
-SLURM |= {"SLURM_STEP_TASKS_PER_NODE": "2(x3)", "MASTER_PORT": "29500"}
+SLURM |= {"SLURM_NTASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "2(x3)"}
+SLURM |= {"MASTER_ADDR": "first", "MASTER_PORT": "29500"}
 
 
 @pytest.mark.parametrize(
@@ -41,14 +41,10 @@ SLURM |= {"SLURM_STEP_TASKS_PER_NODE": "2(x3)", "MASTER_PORT": "29500"}
     [
         (TORCHRUN, (5, 1, 8, 4)),
         (SLURM, (5, 1, 6, 2)),
-        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1,3,2(x1)"}, (5, 1, 6, 2)),
         ({**SLURM, **TORCHRUN}, (5, 1, 8, 4)),
         ({}, "start this script with a launcher, for example torchrun"),
         ({**TORCHRUN, "WORLD_SIZE": ""}, "not set: WORLD_SIZE"),
-        ({**TORCHRUN, "RANK": "8"}, "are inconsistent: RANK=8"),
-        ({**TORCHRUN, "LOCAL_RANK": "4"}, "are inconsistent"),
-        ({**SLURM, "SLURM_PROCID": "6"}, "are inconsistent: SLURM_PROCID=6"),
-        ({"SLURM_STEP_ID": "0"}, "without MASTER_ADDR and MASTER_PORT"),
+        ({**SLURM, "MASTER_PORT": ""}, "slurm.sbatch .not set: MASTER_PORT"),
     ],
 )
 def test_ranks(variables, expected):
@@ -62,12 +58,32 @@ def test_ranks(variables, expected):
 def test_where_spawned_processes_meet(monkeypatch):
     """On one machine a file, and nothing listens but on loopback."""
     monkeypatch.setattr(os, "environ", {})
-    url = rendezvous(Namespace(dist_url=None, nnodes=1))
-    assert url.startswith("file:///") and not os.path.exists(url[7:])
+    with rendezvous(Namespace(dist_url=None, nnodes=1)) as url:
+        folder = os.path.dirname(url.removeprefix("file://"))
+        assert os.path.isabs(folder) and os.listdir(folder) == []
+    assert not os.path.exists(folder)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     assert os.environ["NCCL_SOCKET_IFNAME"] == "=lo"
-    with pytest.raises(UserError, match="tcp://h:99999 is not of the form HOST:PORT"):
-        rendezvous(Namespace(dist_url="tcp://h:99999", nnodes=2))
+
+
+@pytest.mark.parametrize(
+    "count, rank, url, message",
+    [
+        (2, 1, "tcp://h:9", None),
+        (2, 1, None, "--nnodes N needs --dist-url and a --node-rank from 0 to N - 1"),
+        (2, 2, "tcp://h:9", "from 0 to N - 1"),
+        (1, 0, "tcp://h:99999", "tcp://h:99999 is not of the form HOST:PORT"),
+    ],
+)
+def test_machines_of_spawned_processes(count, rank, url, message):
+    args = Namespace(nprocs=None, nnodes=count, node_rank=rank, dist_url=url)
+    args.device = "cpu"
+    if message is None:
+        check_spawn_flags(args)
+        assert args.nprocs == 2
+    else:
+        with pytest.raises(UserError, match=message):
+            check_spawn_flags(args)
 
 
 @pytest.mark.parametrize(
@@ -125,17 +141,6 @@ def test_cores_of_a_job(slurm, affinity, quota, expected, tmp_path, monkeypatch)
     assert os.environ["OMP_NUM_THREADS"] == str(max(1, expected // 2))
 
 
-def test_shared_memory_holds_the_batches_of_loader_processes(monkeypatch):
-    usage = [1 << 30, 0, 2 * 4 * 8 * 3 * 32**2]
-    monkeypatch.setattr("launch.check.shutil.disk_usage", lambda _: usage)
-    args = parse("--data", "x", "-j", 4, "--image-size", 32)
-    check_shared_memory(args, 8)
-    usage[2] -= 1
-    with pytest.raises(UserError, match="/dev/shm has 0 MiB free.*--shm-size"):
-        check_shared_memory(args, 8)
-    check_shared_memory(parse("--synthetic", "-j", 4, "--image-size", 32), 8)
-
-
 @pytest.mark.parametrize(
     "message",
     [
@@ -155,6 +160,10 @@ LOST = RuntimeError(
     "[/a/b/pair.cc:561] Connection closed by peer [127.0.0.1]:1. This is typically "
     "caused by a remote worker crashing. GLHF"
 )
+FULL = RuntimeError(
+    "Caught RuntimeError in DataLoader worker process 0.\nRuntimeError: unable to "
+    "allocate shared memory(shm) for file </torch_1_2_0>: No space left on device (28)"
+)
 
 
 @pytest.mark.parametrize(
@@ -170,6 +179,7 @@ LOST = RuntimeError(
         (RuntimeError("DataLoader worker (pid 7) is killed"), 1, 1, "lost another"),
         (ConnectionResetError(104, "Connection reset by peer"), 1, 1, "another"),
         (RuntimeError("EADDRINUSE port: 29500"), 0, 2, "port 29500 is in use"),
+        (FULL, 1, 2, "/dev/shm is full: make it larger (docker run"),
         (RuntimeError("shape mismatch"), 0, 1, "Traceback"),
         (RuntimeError("CUDA error: the launch timed out and was"), 0, 1, "Traceback"),
         (RuntimeError("Caught RuntimeError in DataLoader worker"), 1, 1, "Traceback"),
@@ -188,18 +198,6 @@ def test_exit_status(error, local_rank, status, line, monkeypatch, capsys):
     assert line in printed
     if line != "Traceback":
         assert printed.count("\n") == bool(line)
-
-
-@pytest.mark.parametrize("dies", (False, True))
-def test_a_launcher_that_dies_while_its_process_imports(dies, monkeypatch):
-    """Its process then belongs to another."""
-    launcher = os.getpid() if dies else os.getppid()
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setenv("LAUNCHER_PID", str(launcher))
-    monkeypatch.setattr("launch.exits.ctypes.CDLL", Mock())
-    monkeypatch.setattr(os, "_exit", ended := Mock())
-    end_with_launcher()
-    assert ended.called == dies and "LAUNCHER_PID" not in os.environ
 
 
 def test_defaults_are_those_of_the_recipe():
