@@ -200,12 +200,12 @@ def processes_of(run: str) -> dict[int, tuple[int, str]]:
     return found
 
 
-def wait_until(condition, seconds: float, what: str, interval: float = 0.1) -> None:
-    """Poll until `condition()` is true; fail with `what` after `seconds`."""
+def wait_until(condition, seconds: float, what, interval: float = 0.1) -> None:
+    """Poll until `condition()` is true; fail with `what`, or `what()`, after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
-            pytest.fail(f"not within {seconds} s: {what}")
+            pytest.fail(f"not within {seconds} s: {what() if callable(what) else what}")
         time.sleep(interval)
 
 
