@@ -275,12 +275,10 @@ class Running(Started):
         ]
 
     def end(self, seconds):
-        try:
-            status = self.process.wait(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"still running after {seconds} s:\n{self.text()[-3000:]}")
+        ended, said = self.process.poll, lambda: f"its end\n{self.text()[-3000:]}"
+        wait_until(lambda: ended() is not None, seconds, said)
         self.wait_until_gone(40)
-        return status
+        return self.process.returncode
 
 
 @pytest.fixture(scope="session")
