@@ -201,11 +201,12 @@ def processes_of(run: str) -> dict[int, tuple[int, str]]:
 
 
 def wait_until(condition, seconds: float, what, interval: float = 0.1) -> None:
-    """Poll until `condition()` is true; fail with `what`, or `what()`, after `seconds`."""
+    """Poll until `condition()` is true; after `seconds` fail with `what`, or what it says."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
-            pytest.fail(f"not within {seconds} s: {what() if callable(what) else what}")
+            said = what()[-5000:] if callable(what) else what
+            pytest.fail(f"not within {seconds} s: {said}")
         time.sleep(interval)
 
 
@@ -275,8 +276,7 @@ class Running(Started):
         ]
 
     def end(self, seconds):
-        ended, said = self.process.poll, lambda: f"its end\n{self.text()[-3000:]}"
-        wait_until(lambda: ended() is not None, seconds, said)
+        wait_until(lambda: self.process.poll() is not None, seconds, self.text)
         self.wait_until_gone(40)
         return self.process.returncode
 

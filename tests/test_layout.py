@@ -13,7 +13,7 @@ from scripts.sync_scripts import BASE, REGIONS, SIBLINGS, split
 SCRIPTS = {name.removesuffix(".py") for name in (BASE, *SIBLINGS)}
 # Lines of Python, and of shell in scripts/. They only go down
 BUDGETS = {"common": 2245, "launch": 1230, "scripts": 1165, "timings": 1000}
-BUDGETS |= {"benchmarks": 1350, "docs": 620, "tests": 7995}  # docs: 420 draw pictures
+BUDGETS |= {"benchmarks": 1350, "docs": 620, "tests": 7930}  # docs: 420 draw pictures
 IMPORTED = "launch, as imported"  # by distributed.py
 BUDGETS[IMPORTED] = 350
 FORBIDDEN = dict.fromkeys(("launch", *SCRIPTS), {"scripts", *SCRIPTS})

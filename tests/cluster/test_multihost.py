@@ -76,7 +76,7 @@ class Job:
         wait_until(
             lambda: not self.left() and None not in self.statuses().values(),
             seconds,
-            lambda: f"{self.left()} ended\n{self.text()[-5000:]}",
+            lambda: f"{self.text()}\n{self.left()} ended",
         )
         return self.statuses()
 
