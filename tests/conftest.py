@@ -200,28 +200,22 @@ def processes_of(run: str) -> dict[int, tuple[int, str]]:
     return found
 
 
-def wait_until(condition, seconds: float, what: str, interval: float = 0.1) -> None:
-    """Poll until `condition()` is true; fail with `what` after `seconds`."""
+def wait_until(condition, seconds: float, what, interval: float = 0.1) -> None:
+    """Poll until `condition()` is true; after `seconds` fail with `what`, or what it says."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
-            pytest.fail(f"not within {seconds} s: {what}")
+            said = what()[-5000:] if callable(what) else what
+            pytest.fail(f"not within {seconds} s: {said}")
         time.sleep(interval)
 
 
-class Running:
-    """A training run that is under way, in a process group of its own."""
+class Started:
+    """A command under way; whatever inherited its TEST_RUN is killed at the block's end."""
 
-    def __init__(self, strategy, data, output, *flags, **variables):
-        self.output = output
-        self.run = str(output)  # marks its processes
-        self.saved = output / "checkpoint.pt"
-        self.before = self.saved.exists() and self.saved.stat().st_mtime_ns
-        command = ["bash", ROOT / "scripts" / f"{strategy}.sh", "--data", data]
-        command += ["-j", "2", "--output", output, *flags]
-        self.log = open(output.with_suffix(".log"), "wb")
-        variables["TEST_RUN"] = self.run
-        self.process = start(command, self.log, variables)
+    def __init__(self, mark, command, output=subprocess.DEVNULL, **variables):
+        self.run = str(mark)
+        self.process = start(command, output, {**variables, "TEST_RUN": self.run})
 
     def __enter__(self):
         return self
@@ -232,7 +226,22 @@ class Running:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         self.process.wait()
-        self.log.close()
+
+    def wait_until_gone(self, seconds):
+        wait_until(lambda: not processes_of(self.run), seconds, "every process gone")
+
+
+class Running(Started):
+    """A training run that is under way, in a process group of its own."""
+
+    def __init__(self, strategy, data, output, *flags, **variables):
+        self.output = output
+        self.saved = output / "checkpoint.pt"
+        self.before = self.saved.exists() and self.saved.stat().st_mtime_ns
+        command = ["bash", ROOT / "scripts" / f"{strategy}.sh", "--data", data]
+        command += ["-j", "2", "--output", output, *flags]
+        with open(output.with_suffix(".log"), "wb") as log:
+            super().__init__(output, command, log, **variables)
 
     def has_saved(self):
         return self.saved.exists() and self.saved.stat().st_mtime_ns != self.before
@@ -267,12 +276,9 @@ class Running:
         ]
 
     def end(self, seconds):
-        try:
-            status = self.process.wait(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"still running after {seconds} s:\n{self.text()[-3000:]}")
-        wait_until(lambda: not processes_of(self.run), 40, "every process gone")
-        return status
+        wait_until(lambda: self.process.poll() is not None, seconds, self.text)
+        self.wait_until_gone(40)
+        return self.process.returncode
 
 
 @pytest.fixture(scope="session")

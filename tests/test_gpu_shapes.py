@@ -294,7 +294,7 @@ def stand_in_horovod(gpus: StandInGpus, *place: int) -> Mock:
         return optimizer
 
     hvd = Mock(DistributedOptimizer=wrap, allreduce=lambda sums, **_: all_alike(sums))
-    hvd.Compression = SimpleNamespace(none="none", fp16="fp16")
+    hvd.Compression = SimpleNamespace(none="none")
     hvd.SyncBatchNorm = type("HorovodSyncBatchNorm", (nn.BatchNorm2d,), {})
     hvd.broadcast_parameters = lambda weights, root_rank: gpus.note(
         "broadcast", list(weights), root_rank
@@ -568,9 +568,8 @@ def test_batch_norm_is_synchronized_and_keeps_the_optimizers_weights(
     assert not torch.equal(layer.weight, torch.ones(4))  # the optimizer's steps
 
 
-def test_horovod_sends_fp16_and_needs_nccl_on_a_gpu(main, monkeypatch):
-    found = main("horovod_distributed", "--compress-gradients", "fp16")
-    assert found.named("wrap") == [("wrap", "fp16")]
+def test_horovod_needs_nccl_on_a_gpu(main):
+    main("horovod_distributed")
     script = importlib.import_module("horovod_distributed")
     script.hvd.nccl_built = lambda: False
     script.arguments(["--data", "x", "--device", "cpu"])
@@ -596,11 +595,9 @@ def test_apex_scales_the_loss_once_and_saves_masters_and_scale(main, tmp_path):
     content = read_checkpoint(tmp_path / "checkpoint.pt")
     assert content["amp"] == found.amp.state_dict()
     masters = list(content["masters"].values())
-    for master, own in zip(masters, found.amp.masters, strict=True):
-        assert torch.equal(master, own)
+    torch.testing.assert_close(masters, found.amp.masters, rtol=0, atol=0)
     assert not torch.equal(masters[0], content["state_dict"]["0.weight"])
     resumed = main("apex_distributed", "--opt-level", "O2", "--resume", "auto")
     assert resumed.amp.loaded == content["amp"]
     assert not resumed.named("optimizer.step")  # it was complete
-    for master, saved in zip(resumed.amp.masters, masters, strict=True):
-        assert torch.equal(master, saved)
+    torch.testing.assert_close(resumed.amp.masters, masters, rtol=0, atol=0)

@@ -6,7 +6,7 @@ import subprocess
 import time
 
 import pytest
-from conftest import ROOT, environment, processes_of, start, wait_until
+from conftest import ROOT, Started, environment, processes_of, wait_until
 from played import Played, python, run_python
 
 LABS = ROOT / "tutorial" / "labs"
@@ -140,14 +140,9 @@ def test_a_script_that_never_ends_but_prints(tmp_path):
 def test_an_unknown_lab_and_ctrl_c(tmp_path):
     status, printed = run_python(tmp_path, LABS / "grade.py", "99")
     assert status == 2 and printed.count("\n") == 1
-    mark = {"TEST_RUN": str(tmp_path)}
-    with open(tmp_path / "log", "w") as log:
-        process = start(["python", LABS / "grade.py", "19"], log, mark)
-        try:
-            wait_until(lambda: len(processes_of(str(tmp_path))) == 3, 60, "two ranks")
-            time.sleep(2)
-            process.send_signal(2)
-            assert process.wait(timeout=20) == 130
-        finally:
-            process.kill()
-    assert not processes_of(str(tmp_path))
+    with Started(tmp_path, ["python", LABS / "grade.py", "19"]) as grader:
+        wait_until(lambda: len(processes_of(grader.run)) == 3, 60, "two ranks")
+        time.sleep(2)
+        grader.process.send_signal(2)
+        assert grader.process.wait(timeout=20) == 130
+        assert not processes_of(grader.run)

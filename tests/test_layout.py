@@ -13,7 +13,7 @@ from scripts.sync_scripts import BASE, REGIONS, SIBLINGS, split
 SCRIPTS = {name.removesuffix(".py") for name in (BASE, *SIBLINGS)}
 # Lines of Python, and of shell in scripts/. They only go down
 BUDGETS = {"common": 2180, "launch": 1142, "scripts": 1165, "timings": 1000}
-BUDGETS |= {"benchmarks": 1350, "docs": 620, "tests": 7995}  # docs: 420 draw pictures
+BUDGETS |= {"benchmarks": 1350, "docs": 620, "tests": 7895}  # docs: 420 draw pictures
 IMPORTED = "launch, as imported"  # by distributed.py
 BUDGETS[IMPORTED] = 302
 FORBIDDEN = dict.fromkeys(("launch", *SCRIPTS), {"scripts", *SCRIPTS})
@@ -46,7 +46,7 @@ def problems(root):
             if any(f"{other}.".startswith(f"{one}.") for one in wrong):
                 found.add(f"{name} imports {other}")
         called = {ast.unparse(node.func) for node in nodes if type(node) is ast.Call}
-        if called & {"sys.path.insert", "sys.path.append"}:
+        if called & {f"sys.path.{how}" for how in ("insert", "append")}:
             found.add(f"{name} changes sys.path")
         known = imported | {other.rpartition(".")[0] for other in imported}
         known |= {f"tests.{other}" for other in known}  # they find each other so
@@ -102,7 +102,7 @@ def test_the_layout(now):
         ("common/errors.py", "def f():\n    import common.data", "a circle: "),
         ("launch/ranks.py", "import horovod_distributed", "imports horovod_"),
         ("scripts/quickstart.py", "from timings import plan", "imports timings"),
-        ("docs/make.py", "sys.path.insert(0, '')", "docs.make changes"),
+        ("docs/make.py", "sys.path.append('')", "docs.make changes"),
         ("distributed.py", "from common.data import a, b\n" * 12, "imported names"),
         ("distributed.py", "import common\n" * 76, "strategy lines"),
     ],

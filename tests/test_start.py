@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import subprocess
 from collections import Counter
 from pathlib import Path
 from signal import SIGKILL
@@ -11,10 +10,10 @@ from signal import SIGKILL
 import numpy
 import pytest
 import torch
-from conftest import ROOT, environment, processes_of, run, wait_until
+from conftest import ROOT, Started, processes_of, run, wait_until
 from PIL import Image
 from start.project.model import Net
-from torch.utils._pytree import tree_leaves
+from test_interruption import came_to
 
 from common.checkpoint import TrainingState
 from common.data import build_loader
@@ -62,15 +61,6 @@ def command(folder, output, *flags):
     return [str(word) for word in (*words, *FLAGS, "--output", output, *flags)]
 
 
-def numbers(path):
-    """Everything in a checkpoint but timings."""
-    found = torch.load(path)
-    figures = (item for record in found.pop("records") for item in record.items())
-    own = [value for name, value in figures if name.startswith(("train_", "val_"))]
-    leaves = tree_leaves([found, own])
-    return [leaf.tolist() if torch.is_tensor(leaf) else leaf for leaf in leaves]
-
-
 def test_few_lines_are_changed():
     """A replaced line counts twice: as removed and as added."""
     changed = Counter()
@@ -83,17 +73,17 @@ def test_few_lines_are_changed():
 
 def test_a_run_of_which_one_process_was_killed_ends_as_the_whole_one(project):
     saved = project / "killed" / "checkpoint.pt"
-    mark = {"env": environment(TEST_RUN=str(saved)), "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command(project, "killed"), **mark)
-    wait_until(saved.exists, 90, "first checkpoint", interval=0.005)
-    found = processes_of(str(saved))
-    launchers = [pid for pid, (_, words) in found.items() if "-m launch." in words]
-    os.kill(max(p for p, (parent, _) in found.items() if parent in launchers), SIGKILL)
-    assert process.wait(timeout=30) == 1 and torch.load(saved)["step"] > 0
-    wait_until(lambda: not processes_of(str(saved)), 30, "every process gone")
+    with Started(saved, command(project, "killed")) as job:
+        wait_until(saved.exists, 90, "first checkpoint", interval=0.005)
+        found = processes_of(job.run)
+        launchers = [pid for pid, (_, words) in found.items() if "-m launch." in words]
+        victim = max(pid for pid, (parent, _) in found.items() if parent in launchers)
+        os.kill(victim, SIGKILL)
+        assert job.process.wait(timeout=30) == 1 and torch.load(saved)["step"] > 0
+        job.wait_until_gone(30)
     again = run(*command(project, "killed", "--resume", "auto"))
     assert again.returncode == 0 and "after step" in again.stdout, again.stderr
-    whole, killed = map(numbers, (project / "whole" / "checkpoint.pt", saved))
+    whole, killed = map(came_to, (project / "whole", saved.parent))
     assert whole == killed and len(whole) > 50
 
 

@@ -1,17 +1,15 @@
 """Tar archives in place of folders: the same images and the same run, or a clear error."""
 
 import os
-import random
 import subprocess
 
 import pytest
 import torch
-from played import free_port
-from ranks import parse, recorded, run_ranks
-from test_reference import same
+from ranks import parse
 
 from common import tar
-from common.data import build_datasets, fingerprint
+from common.checkpoint import recipe_of
+from common.data import build_datasets, build_loader, fingerprint
 from common.errors import UserError
 from launch.check import check
 
@@ -51,41 +49,20 @@ def archives(pictures, tmp_path):
 
 @pytest.mark.parametrize("commands", (WHOLE, SHARDS))
 def test_archives_have_the_images_of_the_folder(pictures, archives, commands):
+    """Also where each loader process opens them; so a run resumes with either."""
     made = archives(commands)
     check(arguments(made), 2)
-    pairs = map(build_datasets, (arguments(pictures), arguments(made)))
+    assert recipe_of(arguments(made)) == recipe_of(args := arguments(pictures))
+    pairs = map(build_datasets, (args, arguments(made)))
     for files, members in zip(*pairs, strict=True):
         assert fingerprint(files) == fingerprint(members)
         assert (files.classes, members.classes) == (["cat", "cat 2"],) * 2
-        for index in range(len(files)):
-            items = []
-            for dataset in (files, members):
-                random.seed(index)
-                items.append(dataset[index])
-            assert torch.equal(items[0][0], items[1][0])
-            assert items[0][1] == items[1][1]
-
-
-def test_a_run_stops_with_archives_and_goes_on_with_folders(
-    pictures, archives, tmp_path
-):
-    """In two processes, and comes to the same weights."""
-    flags = ["--image-size", 32, "-b", 4, "-j", 2, "--epochs", 2, "--print-interval", 1]
-    flags += ["--precision", "fp32", "--device", "cpu", "--output"]
-    runs = [
-        (pictures, ["whole"], None),
-        (archives(SHARDS), ["parts"], 3),
-        (pictures, ["parts", "--resume", "auto"], None),
-    ]
-    runs = [
-        ("small", [*flags, tmp_path / name, "--data", data, *more], stop, free_port())
-        for data, (name, *more), stop in runs
-    ]
-    for rank in run_ranks(tmp_path, 2, recorded, name="distributed", runs=runs):
-        whole, stopped, resumed = rank
-        assert len(stopped["steps"]) == 3 and len(whole["steps"]) == 8
-        assert stopped["steps"] + resumed["steps"] == whole["steps"]
-        same(resumed["weights"], whole["weights"])
+        order, cpu = range(len(files)), torch.device("cpu")
+        one, other = (
+            list(build_loader(args, images, order, 1, workers, cpu, False))
+            for images, workers in ((files, 0), (members, 2))
+        )
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 def test_an_unreadable_image_is_named(archives):

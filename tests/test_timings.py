@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from conftest import TINY, environment, processes_of, wait_until
+from conftest import TINY, Started, processes_of, wait_until
 from played import Played
 from ranks import Ranks, run_ranks, train, train_at_gate
 from trial import NAMES, SETTINGS, invented, simulated
@@ -143,9 +143,8 @@ def test_at_the_gate_all_wait_and_no_bit_changes(tmp_path):
                 one.sendall(b"2\n")
         ranks.results()
     assert counts == [1, 1, 2, 2, 2, 2]
-    one, other = (torch.load(tmp_path / name / "checkpoint.pt") for name in "ab")
-    for name, tensor in one["state_dict"].items():
-        assert torch.equal(tensor, other["state_dict"][name]), name
+    weights = (torch.load(tmp_path / n / "checkpoint.pt")["state_dict"] for n in "ab")
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
 
 
 SMALL = "--arch squeezenet1_1 --image-size 32 --batch-size 4 --precision fp32".split()
@@ -172,11 +171,6 @@ def test_a_cohort_ends_with_a_report(digits, tmp_path, monkeypatch, capsys):
 
 def test_nothing_outlives_a_killed_measurement(digits, tmp_path):
     words = ["--data", str(digits), "--output", str(tmp_path / "out"), *SMALL]
-    measuring = subprocess.Popen(
-        [sys.executable, "-m", "timings", *words],
-        env=environment(TEST_RUN=str(tmp_path)),
-        stdout=subprocess.DEVNULL,
-    )
 
     def stopped():
         found = 0
@@ -185,15 +179,11 @@ def test_nothing_outlives_a_killed_measurement(digits, tmp_path):
                 found += ") T " in Path(f"/proc/{process}/stat").read_text()
         return found > 4
 
-    try:
+    with Started(tmp_path, [sys.executable, "-m", "timings", *words]) as measuring:
         wait_until(stopped, 90, "a training with its loaders is stopped")
-        measuring.kill()
-        measuring.wait()
-        wait_until(lambda: not processes_of(str(tmp_path)), 20, "every process gone")
-    finally:
-        for process in processes_of(str(tmp_path)):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+        measuring.process.kill()
+        measuring.process.wait()
+        measuring.wait_until_gone(20)
 
 
 # --- the command ---
@@ -266,10 +256,3 @@ def test_a_step_is_split_into_parts_that_add_up(args):
     mode = report.Mode("scaling", session(4, times), vars(args), last=True)
     shares = re.findall(r"(\d+)%[,.]", mode.scaling().rpartition("A step")[2])
     assert len(shares) == 3 and abs(sum(map(int, shares)) - 100) <= 2
-
-
-@pytest.mark.parametrize("words", ["--minutes none", "--modes fast", "--device tpu"])
-def test_bad_flags_are_one_line(words, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        plan.parse(words.split())
-    assert len(capsys.readouterr().err.splitlines()) == 1

@@ -12,8 +12,10 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
+
+from conftest import wait_until
 
 NAMES = ("hosta", "hostb")
 ADDRESSES = {"hosta": "10.77.0.1", "hostb": "10.77.0.2"}
@@ -58,6 +60,7 @@ class Hosts:
     def __init__(self, folder: Path):
         self.folder = folder
         self.namespaces = {name: f"{name}-{os.getpid()}" for name in NAMES}
+        self.daemons: set[int] = set()  # as if they were no processes of the hosts
 
     def __enter__(self) -> "Hosts":
         self.folder.mkdir(parents=True)
@@ -76,6 +79,7 @@ class Hosts:
         return self
 
     def __exit__(self, *_) -> None:
+        self.daemons.clear()
         for name in NAMES:
             self.kill(name)
         for namespace in self.namespaces.values():
@@ -114,7 +118,7 @@ class Hosts:
         return [*enter, ENTER, "enter", *where, *map(str, command)]
 
     def processes(self, host: str) -> list[int]:
-        """Ids of all processes of a host."""
+        """Ids of all processes of a host but its daemons."""
         try:
             own = os.stat(f"{NAMED}/{self.namespaces[host]}").st_ino
         except OSError:
@@ -125,17 +129,18 @@ class Hosts:
                 state = (folder / "stat").read_text().rsplit(")", 1)[1].split()[0]
                 if os.stat(folder / "ns" / "net").st_ino == own and state != "Z":
                     found.append(int(folder.name))
-        return found
+        return [pid for pid in found if pid not in self.daemons]
 
-    def kill(self, host: str, spare: tuple[int, ...] = ()) -> None:
-        """SIGKILL to every process of a host, its daemons too, but those to spare."""
-        end = time.monotonic() + 20
-        while found := set(self.processes(host)) - set(spare):
-            for pid in found:
+    def kill(self, host: str) -> None:
+        """SIGKILL to every process of a host but its daemons."""
+
+        def gone() -> bool:
+            for pid in (found := self.processes(host)):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            assert time.monotonic() < end, f"{found} of {host} do not die"
-            time.sleep(0.02)
+            return not found
+
+        wait_until(gone, 20, f"the end of {host}'s processes", interval=0.02)
 
     # --- services ---
 
@@ -216,10 +221,8 @@ class Hosts:
         call(*self.command("hosta", "slurmctld"), **self.slurm_variables)
         for host in NAMES:
             call(*self.command(host, "slurmd", "-N", host), **self.slurm_variables)
-        end = time.monotonic() + 60
-        while self.slurm("sinfo", "-h", "-N", "-o", "%t").split() != ["idle"] * 2:
-            assert time.monotonic() < end, self.slurm("sinfo", "-N", "-l")
-            time.sleep(0.2)
+        states = partial(self.slurm, "sinfo", "-h", "-N", "-o", "%t")
+        wait_until(lambda: states().split() == ["idle"] * 2, 60, states, interval=0.2)
 
     @property
     def slurm_variables(self) -> dict[str, str]:

@@ -54,12 +54,11 @@ class Job:
         files = [self.folder / f"{host}.log" for host in NAMES]
         return "".join(f.read_text(errors="replace") for f in files if f.exists())
 
-    def left(self) -> list[int]:
-        """Processes that are neither the hosts' daemons nor gone."""
-        found = {pid for host in NAMES for pid in self.hosts.processes(host)}
-        found -= set(self.hosts.daemons)
+    def left(self) -> list[str]:
+        """Commands of the processes that are neither the hosts' daemons nor gone."""
+        pids = (pid for host in NAMES for pid in self.hosts.processes(host))
         # Over a cut network an sshd cannot tell its client that its session is over
-        return [pid for pid in found if not command_of(pid).startswith("sshd: ")]
+        return [one for one in map(command_of, pids) if not one.startswith("sshd: ")]
 
     def trainers(self, host: str) -> list[int]:
         """Training processes of a host, maybe with their loaders behind them."""
@@ -68,19 +67,22 @@ class Job:
         pids = sorted(self.hosts.processes(host))
         return [pid for pid in pids if trainer.match(command_of(pid))]
 
+    def statuses(self) -> dict[str, int | None]:
+        """Exit statuses of the launchers."""
+        return {host: process.poll() for host, process in self.processes.items()}
+
     def end(self, seconds: float) -> dict[str, int]:
         """Wait until every process of both hosts is gone; the launchers' statuses."""
-        until = time.monotonic() + seconds
-        while self.left() or any(p.poll() is None for p in self.processes.values()):
-            if time.monotonic() > until:
-                left = {pid: command_of(pid) for pid in self.left()}
-                pytest.fail(f"left after {seconds} s: {left}\n{self.text()[-5000:]}")
-            time.sleep(0.1)
-        return {host: p.returncode for host, p in self.processes.items()}
+        wait_until(
+            lambda: not self.left() and None not in self.statuses().values(),
+            seconds,
+            lambda: f"{self.text()}\n{self.left()} ended",
+        )
+        return self.statuses()
 
     def kill(self) -> None:
         for host in NAMES:
-            self.hosts.kill(host, self.hosts.daemons)
+            self.hosts.kill(host)
         for process in self.processes.values():
             process.wait(timeout=20)
 
@@ -101,7 +103,7 @@ def both(tmp_path_factory) -> Iterator[Hosts]:
             hosts.start_ssh()
         if not SLURM:
             hosts.start_slurm()
-        hosts.daemons = tuple(pid for host in NAMES for pid in hosts.processes(host))
+        hosts.daemons = {pid for host in NAMES for pid in hosts.processes(host)}
         yield hosts
 
 
@@ -299,8 +301,8 @@ def ended(statuses, seconds):
 
 FAILURES = {
     "a process is killed": lambda job: os.kill(job.trainers("hostb")[0], SIGKILL),
-    "hostb dies": lambda job: job.hosts.kill("hostb", job.hosts.daemons),
-    "hosta dies": lambda job: job.hosts.kill("hosta", job.hosts.daemons),
+    "hostb dies": lambda job: job.hosts.kill("hostb"),
+    "hosta dies": lambda job: job.hosts.kill("hosta"),
     "the network is cut": lambda job: job.hosts.cut(),
 }
 
@@ -325,7 +327,7 @@ def test_a_failure_ends_the_job_and_a_relaunch_resumes(
         if stays:
             wait_until(lambda: not any(map(job.trainers, NAMES)), 100, "training ends")
             time.sleep(3)
-            statuses = {host: p.poll() for host, p in job.processes.items()}
+            statuses = job.statuses()
         else:
             statuses = job.end(100)
         seconds = time.monotonic() - began
@@ -352,7 +354,7 @@ def test_torchrun_starts_again(job, digits, one_host, tmp_path, record_property)
     flags = ["--data", digits, *RESUMED, "--output", output]
     torchrun(job, flags, MAX_RESTARTS="3", JOIN_SECONDS="20")
     began = training(job, output)
-    job.hosts.kill("hostb", job.hosts.daemons)
+    job.hosts.kill("hostb")
     time.sleep(2)
     common = {"NNODES": "2", "NPROC": "1", "RDZV_ENDPOINT": f"hosta:{PORT}"}
     command = ("bash", ROOT / "scripts" / "distributed.sh", *flags)
@@ -394,7 +396,7 @@ def test_training_continues_with_the_hosts_that_are_left(
     for host in NAMES:
         job.start(host, *command, **where, MAX_RESTARTS="3")
     wait_for_run(1)
-    job.hosts.kill("hostb", job.hosts.daemons)
+    job.hosts.kill("hostb")
     left = wait_for_run(2)
     job.start("hostb", *command, **where, MAX_RESTARTS="3")
     back = wait_for_run(3)

@@ -241,7 +241,7 @@ def states_differ(one, other):
         model, state = content["state_dict"], content["optimizer"]["state"]
         return {
             "weights": [model[name] for name in model if "running_" not in name],
-            "masters": content.get("masters", {}).get("tensors", []),
+            "masters": list(content.get("masters", {}).values()),
             "momenta": [part["momentum_buffer"] for part in state.values()],
             "statistics": [model[name] for name in model if "running_" in name],
         }
