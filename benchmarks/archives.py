@@ -3,15 +3,12 @@
     python -m benchmarks.archives [ROUNDS]
 
 One process reads the same images from both, with and without decoding. The benchmark
-also counts system calls with strace, and measures how long it takes to index an archive
-with as many members as ImageNet. All times are the process's CPU times, which other
-programs affect less. The benchmark writes results/archives.json in a few minutes.
+also measures how long it takes to index an archive with as many members as ImageNet.
+All times are the process's CPU times, which other programs affect less. The benchmark
+writes results/archives.json in a few minutes.
 """
 
 import os
-import re
-import subprocess
-import sys
 import tarfile
 import tempfile
 import time
@@ -28,7 +25,6 @@ from launch.exits import exit_status
 
 MEMBERS = 1_281_167
 FOLDERS, TAR = "files in folders", "tar archive"
-CALLS = "open,openat,close,read,pread64,lseek,stat,fstat,newfstatat,ioctl,mmap,getpid"
 
 
 class Reading(ImageFolder):
@@ -58,17 +54,6 @@ def single_images(folders: dict[str, Path], rounds: int) -> dict[str, dict]:
     return {title: compare(title, works[title], rounds) for title in works}
 
 
-def calls(folder: Path) -> float:
-    """Count the system calls that reading one image takes."""
-    counts = []
-    for images in (0, TRAIN):
-        command = ["strace", "-f", "-c", "-e", f"trace={CALLS}", sys.executable]
-        command += ["-m", "benchmarks.archives", "--read", str(folder), str(images)]
-        printed = subprocess.run(command, capture_output=True, text=True, check=True)
-        counts.append(int(re.findall(r"(\d+) +(?:\d+ +)?total", printed.stderr)[0]))
-    return (counts[1] - counts[0]) / TRAIN
-
-
 def index_seconds(root: Path) -> dict[str, float]:
     """Measure the CPU time to build an archive's index, and to read a saved index."""
     with tarfile.open(f"{root}.tar", "w") as archive:
@@ -88,10 +73,6 @@ def index_seconds(root: Path) -> dict[str, float]:
 
 def main() -> None:
     """Run all measurements."""
-    if sys.argv[1:2] == ["--read"]:
-        data = reading(Path(sys.argv[2]))
-        [data[index] for index in range(int(sys.argv[3]))]
-        return
     rounds = parse_number(__doc__, "ROUNDS", 9)
     pin_core()
     with tempfile.TemporaryDirectory() as temporary:
@@ -102,9 +83,8 @@ def main() -> None:
             with tarfile.open(folders[TAR] / f"{part}.tar", "w") as archive:
                 archive.add(folders[FOLDERS] / part, part)
         results = single_images(folders, rounds)
-        counted = {name: {"per image": calls(data)} for name, data in folders.items()}
         index = {"images": MEMBERS, **index_seconds(Path(temporary, "train"))}
-    found = {"rounds": rounds, "photographs": [images], **results, "calls": counted}
+    found = {"rounds": rounds, "photographs": [images], **results}
     write_results("archives", {**found, "index": [index]})
 
 

@@ -140,16 +140,30 @@ def trace_copies(file: Path, name: str, *flags: str) -> dict:
     sizes = Namespace(data=None, modes=["jpeg"], processes=1, batch_size=64)
     with images(sizes) as data, contextlib.suppress(Measured):
         start_alone(script, ["--data", str(data), *flags])
+    if not torch.cuda.is_available() or "cpu" in flags:
+        return {"line": "no GPU: no copies"}
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    milliseconds, share = copies_in(events)
+    line = f"{share:.0%} of {milliseconds:.1f} ms of copies overlap with kernels"
+    return {"line": line, "share": share}
+
+
+def copies_in(events: list[dict]) -> tuple[float, float]:
+    """Return the copies' time in ms after the first kernel, and the share overlapped.
+
+    Raises RuntimeError if a trace's events include no kernels or no copies.
+    """
     spans: dict[str, list] = {"kernel": [], "gpu_memcpy": []}
-    for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]:
+    for event in events:
         kind = event.get("cat")
         if kind == "kernel" or kind == "gpu_memcpy" and "HtoD" in event["name"]:
             spans[kind].append((event["ts"], event["ts"] + event["dur"]))
-    copies, kernels = spans["gpu_memcpy"], spans["kernel"]
-    total, shared = sum(end - start for start, end in copies), overlap(copies, kernels)
-    share = shared / total if total else None
-    line = f"{share:.0%} of {total / 1000:.1f} ms" if total else "no GPU: none"
-    return {"line": f"copies that overlap with kernels: {line}", "share": share}
+    first = min(spans["kernel"], default=(0, 0))[0]
+    copies = [span for span in spans["gpu_memcpy"] if span[0] > first]
+    total = sum(end - start for start, end in copies)  # microseconds
+    if not (spans["kernel"] and total):
+        raise RuntimeError("the trace has no kernels, or no copies after the first one")
+    return total / 1000, overlap(copies, spans["kernel"]) / total
 
 
 def overlap(ones: list[tuple], others: list[tuple]) -> float:
@@ -193,7 +207,8 @@ def plan(tiny: bool) -> list[tuple[str, int, list]]:
 
     ddp, common = "distributed", ["--device", device, "--output", "/tmp/gpu-speed"]
     others = ("multiprocessing_distributed", "dataparallel", "horovod_distributed")
-    copies = ["-b", 4 if tiny else 128, "--max-steps", 20, "--image-size", size]
+    copies = ["-b", 4 if tiny else 128, "--image-size", size]
+    copies += ["--max-steps", 40, "--print-interval", 40]
     copies += ["--arch", "resnet18" if tiny else "resnet50", *common]
     copies += ["--workers", machine_cores()]
     return [
@@ -239,9 +254,9 @@ def measured(words: list, seconds: float, keep: Path) -> dict:
 
 
 def under_load(samples: list[dict[str, float]]) -> str:
-    """Format the GPU's median clock and power while it worked hardest."""
+    """Format the GPU's median clock and power while the process kept it busy."""
     power = [one["power.draw"] for one in samples]
-    busy = [one for one in samples if one["power.draw"] > 0.8 * max(power)]
+    busy = [one for one in samples if one["power.draw"] > max(power) / 2]
     if not busy:
         return ""
     clock, watts = (

@@ -101,6 +101,16 @@ class ImageFolder(Dataset):
         return image, int(self.labels[index])
 
 
+class RandomImages(FakeData):
+    """Random (3, S, S) uint8 images that are the same in every run."""
+
+    classes = [str(label) for label in range(1000)]
+
+    def __init__(self, length: int, image_size: int):
+        shape = (3, image_size, image_size)
+        super().__init__(length, shape, len(self.classes), pil_to_tensor)
+
+
 def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
     """Open the training and validation datasets.
 
@@ -110,7 +120,7 @@ def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
     if args.synthetic:
         # ImageNet has 25.6 training images for each validation image
         val_images = max(args.global_batch_size, args.synthetic // 25)
-        return random_images(args.synthetic, size), random_images(val_images, size)
+        return RandomImages(args.synthetic, size), RandomImages(val_images, size)
     (train_folder, val_folder), classes = open_folders(args)
     train_transform = TrainTransform(size, args.min_crop, flip=not args.no_flip)
     val_transform = ValTransform(*validation_protocol(args))
@@ -118,13 +128,6 @@ def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
         ImageFolder(train_folder, classes, train_transform, args.decoder),
         ImageFolder(val_folder, classes, val_transform, args.decoder),
     )
-
-
-def random_images(number: int, size: int) -> FakeData:
-    """Return (3, size, size) uint8 images that are the same in every run."""
-    dataset = FakeData(number, (3, size, size), 1000, pil_to_tensor)
-    dataset.classes = [str(label) for label in range(1000)]
-    return dataset
 
 
 def open_folders(args: argparse.Namespace) -> tuple[tuple[Path, Path], list[str]]:
@@ -390,7 +393,7 @@ def build_loader(
     layout = torch.contiguous_format if args.no_channels_last else torch.channels_last
     most = args.max_steps if training else None
     batches = EpochBatches(sampler, batch_size, training, most)
-    if isinstance(dataset, FakeData):
+    if isinstance(dataset, RandomImages):
         return RepeatedBatch(dataset, batches, device, layout)
     loader = DataLoader(
         SeededDataset(dataset, args.seed),

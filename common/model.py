@@ -42,8 +42,9 @@ def build_model(args: argparse.Namespace, dataset: Dataset) -> nn.Module:
     try:
         model = get_model(args.arch, weights=weights, **options)
     except (OSError, ValueError, AssertionError) as error:
-        flag = "--pretrained --arch" if args.pretrained else "--arch"
-        raise UserError(f"{flag} {args.arch}: {error}") from None
+        flags = f"--arch {args.arch} --image-size {args.image_size}"
+        flags += " --pretrained" * args.pretrained
+        raise UserError(f"{flags}: {error}") from None
     if args.arch == "inception_v3":  # no auxiliary outputs
         model.aux_logits, model.AuxLogits = False, None
     return model

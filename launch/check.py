@@ -32,7 +32,7 @@ def check(
     world_size: int | None = None,
     script: ModuleType | None = None,
 ) -> None:
-    """Raise the errors that training with these arguments would raise.
+    """Raise the errors that training would raise about flags, data or checkpoint.
 
     This initializes no GPU, because only the processes that the caller starts use GPUs.
 

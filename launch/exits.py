@@ -37,7 +37,7 @@ LOST_PROCESS = re.compile(
     re.IGNORECASE,
 )
 PORT_IN_USE = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
-SHARED_MEMORY_FULL = re.compile(r"</torch_\S+: No space left on device")
+SHARED_MEMORY_FULL = re.compile(r"</torch_.*: No space left on device")
 
 
 class Stopped(Exception):

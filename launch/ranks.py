@@ -18,7 +18,7 @@ class Ranks(NamedTuple):
     rank: int  # among all processes
     local_rank: int  # among the processes of this machine
     world_size: int  # number of processes
-    local_world_size: int  # number of processes on this machine
+    local_world_size: int  # number of processes on this machine (Slurm: the first)
 
 
 def ranks_from_environment(environment: Mapping[str, str]) -> Ranks:

@@ -46,6 +46,8 @@ def rendezvous(args: Namespace) -> Iterator[str]:
     """
     if args.nnodes == 1:
         use_loopback()
+    for number in SIGNALS:  # until wait_for() forwards them
+        signal.signal(number, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="rendezvous-") as folder:
         yield args.dist_url or f"file://{folder}/store"
 

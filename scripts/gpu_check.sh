@@ -20,10 +20,10 @@ GPU_TIMINGS=${GPU_TIMINGS:-yes} # no: run only the tests
 PYTHON=${PYTHON:-}    # default: .venv/bin/python, or python3 if it does not exist
 began=$(date +%s)
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-horovod=$here/runs/gpu_check/horovod
-wheels=$here/runs/gpu_check/wheels
+horovod=$here/runs/gpu_check/horovod wheels=$here/runs/gpu_check/wheels
 export PYTHONPATH=$horovod:$wheels${PYTHONPATH:+:$PYTHONPATH} PATH=$horovod/bin:$PATH
-for wheel in "$here"/../*-py3-none-*.whl; do
+rm -rf "$wheels"
+for wheel in "$here"/../*py3-none-{any,*"$(uname -m)"}.whl; do
     case $wheel in *"*"* | */setuptools-*) ;; *) "${PYTHON:-python3}" -m zipfile -e "$wheel" "$wheels" ;; esac
 done
 # shellcheck source-path=SCRIPTDIR

@@ -102,7 +102,7 @@ def pytest_sessionfinish(session):
 def problem_of(use) -> str | None:
     try:
         use()
-    except Exception as error:
+    except (ImportError, RuntimeError) as error:  # TorchCodec raises the second
         return f"cannot be imported: {error}"
     return None
 

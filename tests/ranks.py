@@ -26,7 +26,7 @@ import common.data
 import common.images
 from common.arguments import build_parser, parse_arguments
 from common.checkpoint import TrainingState, lock_output, replace_file
-from common.data import digest_of, random_images
+from common.data import RandomImages, digest_of
 from common.schedule import build_scheduler
 from launch import exits
 from launch.exits import Stopped, Watchdog
@@ -295,7 +295,7 @@ def save_for_ever(output: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     scheduler = build_scheduler(args, optimizer, 10)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    images = random_images(8, 8), random_images(8, 8)
+    images = RandomImages(8, 8), RandomImages(8, 8)
     state = TrainingState(args, images, model, optimizer, scheduler, scaler)
     for weight in model.parameters():
         optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)

@@ -1,10 +1,11 @@
 """What benchmarks compare and how; no time is asserted here."""
 
+import pytest
 import torch
 from torchvision.transforms import InterpolationMode
 
 from benchmarks import usual
-from benchmarks.gpu import overlap
+from benchmarks.gpu import copies_in, overlap, under_load
 from benchmarks.photographs import write_photographs
 from common import images
 
@@ -28,3 +29,16 @@ def test_how_long_copies_overlap_with_kernels():
     for copies, shared in (([(0, 10)], 5), ([(8, 30), (55, 57)], 14), ([(21, 40)], 0)):
         assert overlap(copies, kernels) == overlap(kernels, copies) == shared
     assert overlap([], kernels) == 0
+    event = {"cat": "gpu_memcpy", "name": "Memcpy HtoD (Pinned -> Device)", "ts": 0}
+    events = [{"cat": "kernel", "name": "conv", "ts": 10, "dur": 4000}, {"ph": "M"}]
+    events += [event | {"dur": 9}, event | {"ts": 3010, "dur": 3000}]
+    events += [event | {"name": "Memcpy DtoH (Device -> Pinned)", "ts": 20, "dur": 7}]
+    assert copies_in(events) == (3, 1 / 3)
+    with pytest.raises(RuntimeError, match="no kernels, or no copies"):
+        copies_in(events[:3])
+
+
+def test_clock_and_power_are_those_of_a_busy_gpu():
+    samples = [(345, 70), (1980, 500), (1700, 600), (1600, 690), (345, 90)]
+    samples = [{"clocks.sm": mhz, "power.draw": watts} for mhz, watts in samples]
+    assert under_load(samples) == "; 1700 MHz, 600 W" and under_load([]) == ""

@@ -27,13 +27,13 @@ from common.checkpoint import (
     read_checkpoint,
     replace_file,
 )
-from common.data import build_datasets, random_images
+from common.data import RandomImages, build_datasets
 from common.errors import UserError
 from common.schedule import build_scheduler
 from launch.check import check
 
 FIGURES = {"seconds": 1.0, "first_step": 0}
-IMAGES = random_images(50, 8), random_images(20, 8)
+IMAGES = RandomImages(50, 8), RandomImages(20, 8)
 
 
 class Tiny(torch.nn.Linear):

@@ -66,6 +66,7 @@ def test_the_check(script, hosts, message, monkeypatch, capsys, tmp_path):
     words = ("check", ROOT / script, *flags)
     monkeypatch.setattr(sys, "argv", [str(word) for word in words])
     monkeypatch.setenv("HOSTS", hosts)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     if message is None:
         check.main()

@@ -59,6 +59,7 @@ def test_where_spawned_processes_meet(monkeypatch):
     """On one machine a file, and nothing listens but on loopback."""
     monkeypatch.setattr(os, "environ", {})
     with rendezvous(Namespace(dist_url=None, nnodes=1)) as url:
+        assert url.startswith("file:///")
         folder = os.path.dirname(url.removeprefix("file://"))
         assert os.path.isabs(folder) and os.listdir(folder) == []
     assert not os.path.exists(folder)

@@ -76,7 +76,7 @@ class Job:
         wait_until(
             lambda: not self.left() and None not in self.statuses().values(),
             seconds,
-            lambda: f"{self.text()}\n{self.left()} ended",
+            lambda: f"the end of {self.left()}\n{self.text()}",
         )
         return self.statuses()
 
