@@ -71,7 +71,7 @@ def main(args: Namespace) -> None:
     share = batch_size, workers, device
     train_loader = build_loader(args, train_set, train_sampler, *share, training=True)
     val_loader = build_loader(args, val_set, val_sampler, *share, training=False)
-    # Opens the checkpoint if all processes have the same settings
+    # Opens the checkpoint; raises an error if a process has other settings than rank 0
     checkpoint = agree(args, rank, world_size, device, all_reduce, data)
 
     layout = torch.contiguous_format if args.no_channels_last else torch.channels_last
