@@ -125,7 +125,7 @@ def spawn(function, args: tuple, nprocs: int) -> None:
     """torch.multiprocessing.spawn with forks.
 
     None begins before the last is forked: when one connects to a TCPStore of this process,
-    the store's thread holds a lock of glibc for a moment, which a fork would hold for ever.
+    the store's thread takes a lock of glibc for a moment, and a fork would wait for it.
     """
     begin = multiprocessing.get_context("fork").Event()
     after = partial(_after, begin, function)
