@@ -43,6 +43,7 @@ from benchmarks.step import (
 )
 from common.data import DeviceLoader
 from common.device import autocast_dtype, describe, machine_cores
+from common.errors import UserError
 from common.log import commit
 from launch.check import load_script
 from launch.exits import exit_status
@@ -119,7 +120,10 @@ def matrix_flops(precision: str, device: torch.device) -> float:
 
 
 def trace_copies(file: Path, name: str, *flags: str) -> dict:
-    """Train from JPEG files; measure how much of the copies' time overlaps kernels."""
+    """Train from JPEG files; measure how much of the copies' time overlaps kernels.
+
+    Raises UserError on a CPU, where there are no copies.
+    """
     script = load_script(ROOT / f"{name}.py")
     train, trace = script.train, file.with_suffix(".trace.json.gz")
 
@@ -141,7 +145,7 @@ def trace_copies(file: Path, name: str, *flags: str) -> dict:
     with images(sizes) as data, contextlib.suppress(Measured):
         start_alone(script, ["--data", str(data), *flags])
     if not torch.cuda.is_available() or "cpu" in flags:
-        return {"line": "no GPU: no copies"}
+        raise UserError("the trace of a CPU has no copies")
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     milliseconds, share = copies_in(events)
     line = f"{share:.0%} of {milliseconds:.1f} ms of copies overlap with kernels"
