@@ -219,6 +219,7 @@ def plan(tiny: bool) -> list[tuple[str, int, list]]:
         speed(ddp, "resnet50", "bf16", 128),
         speed(ddp, "resnet50", "bf16", 256, "--compile"),
         *(speed(ddp, "resnet50", kind, 256) for kind in ("fp16", "fp32")),
+        speed(ddp, "resnet50", "bf16", 256, "--no-channels-last"),
         ("copies to the GPU", 120, [ddp, "copies", *copies]),
         speed("apex_distributed", "resnet50", "O1", 128),
         *(speed(script, "resnet50", "bf16", 128) for script in others),
