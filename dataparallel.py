@@ -82,6 +82,9 @@ def main(args: Namespace) -> None:
     model = AutocastModel(raw_model, autocast_dtype(args.precision))
     if gpus:
         model = nn.DataParallel(model, device_ids=gpus, output_device=gpus[0])
+        # cuDNN would search again in each step: the results are per thread, and the
+        # threads of several GPUs are new (https://github.com/pytorch/pytorch/pull/191744)
+        torch.backends.cudnn.benchmark = len(gpus) == 1
     eval_model = model
     extra = {}
     # [/wrap]

@@ -7,6 +7,7 @@ cores, it reads batches from a DataLoader with one process per core. It generate
 files, prints median ratios with quartiles and writes results/input.json.
 """
 
+import functools
 import os
 import tempfile
 import time
@@ -28,6 +29,7 @@ from common.data import (
     build_datasets,
     build_loader,
 )
+from common.errors import UserError, complain
 from common.images import choose_decoder
 from launch.exits import exit_status
 
@@ -82,6 +84,16 @@ class Normalized(Dataset):
         return self.dataset[index][0].float().sub_(self.mean).div_(self.std)
 
 
+@functools.cache
+def installed(decoder: str) -> bool:
+    """Whether a decoder can be used; if not, says why."""
+    try:
+        return bool(choose_decoder(decoder))
+    except UserError as error:
+        complain(str(error))
+        return False
+
+
 def one_core(folder: Path, rounds: int) -> dict[str, dict]:
     """Measure how fast this process reads single images."""
     cores = pin_core()
@@ -93,7 +105,7 @@ def one_core(folder: Path, rounds: int) -> dict[str, dict]:
     train_set, val_set = build_datasets(arguments(folder, "nvimgcodec"))
     training[NORMALIZED] = reading(Normalized(Training(train_set, 0)), TRAIN)
     validation[NORMALIZED] = reading(Normalized(val_set), VAL)
-    for name in DECODERS:
+    for name in filter(installed, DECODERS):
         train_set, val_set = build_datasets(arguments(folder, name))
         training[f"--decoder {name}"] = reading(Training(train_set, 0), TRAIN)
         validation[f"--decoder {name}"] = reading(val_set, VAL)
@@ -125,7 +137,7 @@ def all_cores(folder: Path, rounds: int) -> dict[str, dict]:
     options = {"num_workers": cores, "persistent_workers": True}
     candidates = {USUAL: epoch_of(DataLoader(data, BATCH, sampler=indices, **options))}
     candidates[NORMALIZED] = epoch_of(own_loader("nvimgcodec"))
-    for name in DECODERS:
+    for name in filter(installed, DECODERS):
         loader = own_loader(name)
         loader.normalize = lambda images: images  # the device would do it
         candidates[f"--decoder {name}"] = epoch_of(loader)

@@ -31,13 +31,13 @@ LOST_PROCESS = re.compile(
     r"|(operations?( have failed or)?|client socket|socket \S+) (has )?timed out"
     r"|timed out (waiting|connecting|after|in (monitoredBarrier|blocking))"
     r"|(connect|read|write|wait|socket|nccl|application|barrier|operation) timeout"
-    r"|timeout waiting for key|nccl ?(remote|system|communicator)|unexpected status"
+    r"|timeout waiting for key|nccl ?(remote|communicator)|unexpected status"
     r"|remote process exited"
-    r"|horovod has been shut down|DataLoader worker \(pid",
+    r"|horovod has been shut down|DataLoader worker \(pid|pin memory thread exited",
     re.IGNORECASE,
 )
 PORT_IN_USE = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
-SHARED_MEMORY_FULL = re.compile(r"</torch_.*: No space left on device")
+SHARED_MEMORY_FULL = re.compile(r"(</torch_|/dev/shm/nccl-).*No space left on device")
 
 
 class Stopped(Exception):

@@ -214,6 +214,7 @@ def train_watched(
     do. Of a compiled network returns how many graphs it has.
     """
     os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
+    torch.backends.cudnn.allow_tf32 = False
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus
     script = load_script(name, net)

@@ -24,7 +24,7 @@ def horovod_ranks(folder, world_size, task, seconds=180, **arguments):
     arguments = json.dumps({"folder": str(folder), **arguments}, default=str)
     command = ("horovodrun", "-np", world_size, "-H", f"localhost:{world_size}")
     probe = (sys.executable, ROOT / "tests" / "ranks.py", task.__name__, arguments)
-    path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+    path = f"{ROOT}:{ROOT / 'tests'}:{os.environ.get('PYTHONPATH', '')}"
     ended = run(*command, "--gloo", *probe, timeout=seconds, PYTHONPATH=path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return results(folder)

@@ -228,6 +228,14 @@ def test_ctrl_c_and_the_same_command_again(args, monkeypatch, capsys):
         command.main()
 
 
+def test_the_report_names_a_library_that_is_only_a_folder(tmp_path, monkeypatch):
+    (tmp_path / "apex").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert report.version("apex") == "of unknown version without its CUDA extension"
+    assert report.version("pytest") == pytest.__version__
+    assert report.version("nonesuch") is None
+
+
 def test_strategies_have_equal_flags_and_threads(args):
     every = plan.candidates(args, "jpeg")
     assert [one.name for one in every] == [*args.strategies, "distributed again"]

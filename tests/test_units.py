@@ -151,6 +151,7 @@ def test_cores_of_a_job(slurm, affinity, quota, expected, tmp_path, monkeypatch)
         "NCCL communicator was aborted on rank 3",
         "ncclRemoteError: A call failed possibly due to a network error",
         "Horovod has been shut down. This was caused by an exception on one of the ranks",
+        "Pin memory thread exited unexpectedly",
     ],
 )
 def test_what_libraries_report_of_a_lost_process(message):
@@ -165,6 +166,9 @@ FULL = RuntimeError(
     "Caught RuntimeError in DataLoader worker process 0.\nRuntimeError: unable to "
     "allocate shared memory(shm) for file </torch_1_2_0>: No space left on device (28)"
 )
+
+NCCL = "NCCL error in: a.cpp:1, unhandled system error\nncclSystemError: System call\nLast error:\n"
+FULL_NCCL = "segment /dev/shm/nccl-a (size 9), error: No space left on device (28)"
 
 
 @pytest.mark.parametrize(
@@ -181,6 +185,8 @@ FULL = RuntimeError(
         (ConnectionResetError(104, "Connection reset by peer"), 1, 1, "another"),
         (RuntimeError("EADDRINUSE port: 29500"), 0, 2, "port 29500 is in use"),
         (FULL, 1, 2, "/dev/shm is full: make it larger (docker run"),
+        (RuntimeError(NCCL + FULL_NCCL), 1, 2, "/dev/shm is full"),
+        (RuntimeError(NCCL + "No route to host"), 0, 1, "Traceback"),
         (RuntimeError("shape mismatch"), 0, 1, "Traceback"),
         (RuntimeError("CUDA error: the launch timed out and was"), 0, 1, "Traceback"),
         (RuntimeError("Caught RuntimeError in DataLoader worker"), 1, 1, "Traceback"),

@@ -27,14 +27,25 @@ text{font:13px sans-serif;fill:var(--ink)}line{stroke:var(--ink)}
 
 def machine(device: str) -> dict:
     """This machine's hardware and library versions."""
-    found = {one: util.find_spec(one) for one in ("horovod", "apex")}
     return {
         "device_name": describe(torch.device(device)),
         "cpu_cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        **{one: metadata.version(one) if found[one] else None for one in found},
+        **{one: version(one) for one in ("horovod", "apex")},
     }
+
+
+def version(library: str) -> str | None:
+    """A library's version; None if it is missing."""
+    if not util.find_spec(library):
+        return None
+    try:
+        found = metadata.version(library)
+    except metadata.PackageNotFoundError:
+        found = "of unknown version"  # for example, a folder on PYTHONPATH
+    slow = library == "apex" and not util.find_spec("amp_C")
+    return f"{found} without its CUDA extension" if slow else found
 
 
 def setting(settings: dict) -> str:
@@ -237,6 +248,8 @@ def write(folder: Path, last: bool) -> str:
     text += "".join(f"\nNot timed: {n}: {why}\n" for n, why in problems.items())
     if settings["device"] == "cpu":
         text += "\nProcesses were pinned to cores, and glibc kept freed memory.\n"
+    if settings["processes"] == 1 and "horovod_distributed" in settings["strategies"]:
+        text += "\nWith one process, Horovod, unlike DDP, does not copy gradients.\n"
     for name in settings["shown"]:
         text += f"\n{name} is one process with all threads here: no verdict.\n"
     gpus = [gpu for one in cohorts for turn in one["turns"] for gpu in turn[3]]

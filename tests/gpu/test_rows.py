@@ -21,9 +21,9 @@ from test_equality import start
 from benchmarks.photographs import write_photographs
 from common.log import commit
 
-LIMIT = 150  # seconds for the processes of a row
-RESERVE = 15  # seconds in which a row could not do anything
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(4 * LIMIT)]
+LIMIT = 100  # seconds for the processes of a run
+RESERVE = 40  # seconds in which a row could not do anything
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(6 * LIMIT)]
 
 # Largest difference of a loss between two runs that should be one, in the mean over the
 # first epoch's STEPS steps. On a CPU, at learning rate 0.001, two memory formats in fp32
@@ -307,12 +307,13 @@ SYNCHRONIZED += [row(HOROVOD, 2, "fp32"), row(APEX, 2, "O1")]
 def test_its_batch_norm_sees_the_whole_batch(
     here, train, on_the_cpu, record_property, strategy, processes, precision
 ):
-    """As one process does, and as two without --sync-bn do not."""
+    """As one process does, and as two without --sync-bn do not. In ResNet-18, rounding
+    would make larger differences at this learning rate."""
     if not here.gpus:
         pytest.skip("a CPU: --sync-bn needs a GPU")
-    found = train(strategy, processes, precision, *STEEP, "--sync-bn")
+    found = train(strategy, processes, precision, *STEEP, "--sync-bn", net="norm")
     whole, parts = (
-        difference(found, on_the_cpu(number, found.skipped, None, *STEEP), EPOCHS)
+        difference(found, on_the_cpu(number, found.skipped, "norm", *STEEP), EPOCHS)
         for number in (1, processes)
     )
     record_property("loss differs by", whole)
