@@ -547,7 +547,10 @@ def test_dataparallel_has_all_gpus_and_autocast_inside(main, tmp_path):
     assert wrapped.module.dtype == torch.bfloat16  # the stand-in has it
     assert isinstance(wrapped.module.module, Net)
     assert wrapped.passes == [True, True, False]  # validates on all of them, too
+    assert torch.backends.cudnn.benchmark
     flags = ("dataparallel", "--output", tmp_path / "2")
+    assert main(*flags, count=2).wrappers and not torch.backends.cudnn.benchmark
+    flags = ("dataparallel", "--output", tmp_path / "3")
     assert not main(*flags, "--device", "cpu", count=2).named("wrap")
     with pytest.raises(UserError, match="--compile: nn.DataParallel's replicas cannot"):
         main(*flags, "--compile", "--resume", "auto", count=2)
