@@ -85,7 +85,7 @@ def enough_time():
 
 @pytest.fixture(scope="session", autouse=True)
 def versions(record_testsuite_property):
-    record_testsuite_property("commit", commit())
+    record_testsuite_property("commit", commit() or "")
 
 
 @pytest.fixture(scope="session")
