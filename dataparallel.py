@@ -31,6 +31,9 @@ from launch.agreement import agree
 from launch.exits import Stopped, Watchdog, exit_status
 
 # [imports]
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
 from common.errors import UserError
 from launch.check import check
 # [/imports]
@@ -79,12 +82,10 @@ def main(args: Namespace) -> None:
         raise UserError("--compile: nn.DataParallel's replicas cannot be compiled")
     if args.sync_bn:
         raise UserError("--sync-bn: nn.DataParallel has no synchronized batch norm")
-    model = AutocastModel(raw_model, autocast_dtype(args.precision))
+    model = raw_model
     if gpus:
         model = nn.DataParallel(model, device_ids=gpus, output_device=gpus[0])
-        # cuDNN would search again in each step: the results are per thread, and the
-        # threads of several GPUs are new (https://github.com/pytorch/pytorch/pull/191744)
-        torch.backends.cudnn.benchmark = len(gpus) == 1
+        model.parallel_apply = lasting_threads(gpus)
     eval_model = model
     extra = {}
     # [/wrap]
@@ -208,24 +209,33 @@ def broadcast_buffers(model: nn.Module) -> None:
 
 
 # [start]
-class AutocastModel(nn.Module):
-    """A model that enters autocast in its own forward().
+def lasting_threads(gpus: list[int]) -> Callable:
+    """Return a parallel_apply() for nn.DataParallel with one thread for each GPU.
 
-    nn.DataParallel runs each replica in a thread, and autocast's dtype is thread-local.
-    torch/nn/parallel/parallel_apply.py enables autocast in the threads, but does not
-    set its dtype, so autocast outside the wrapper would silently use fp16, not bf16.
+    nn.DataParallel itself starts new threads in each step. In every new thread, cuDNN
+    searches for the fastest algorithms again, and since 2.10, PyTorch never frees their
+    plans: https://github.com/pytorch/pytorch/issues/104701. Its threads also run bf16
+    as fp16: autocast's dtype is thread-local, and nn.DataParallel does not pass it on.
     """
+    threads = [ThreadPoolExecutor(1) for _ in gpus]
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype):
-        super().__init__()
-        self.module = module
-        self.dtype = dtype
+    def apply(replicas: list, inputs: list, kwargs: list) -> list:
+        grad, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled("cuda")
+        dtype = torch.get_autocast_dtype("cuda")
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Return logits (B, classes) in `dtype` for normalized images (B, 3, S, S)."""
-        enabled = self.dtype != torch.float32
-        with torch.autocast(images.device.type, self.dtype, enabled=enabled):
-            return self.module(images)
+        def run(gpu: int, replica: nn.Module, given: tuple, named: dict) -> Tensor:
+            with (
+                torch.cuda.device(gpu),
+                torch.set_grad_enabled(grad),
+                torch.autocast("cuda", dtype, enabled=autocast),
+            ):
+                return replica(*given, **named)
+
+        parts = zip(threads, gpus, replicas, inputs, kwargs, strict=False)
+        running = [thread.submit(run, *one) for thread, *one in parts]
+        return [one.result() for one in running]
+
+    return apply
 
 
 def arguments(argv: list[str] | None = None) -> Namespace:
