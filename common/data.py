@@ -257,6 +257,7 @@ def settle_worker(worker: int) -> None:
         multiprocessing.parent_process().join()
         os._exit(1)
 
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # importing nvImageCodec could open a GPU
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     sys.excepthook = lambda *_: None  # no traceback if the trainer is killed

@@ -103,13 +103,13 @@ def choose_decoder(name: str) -> str:
     Raises UserError if the decoder is not installed.
     """
     libraries = {
-        "nvimgcodec": (nvimgcodec.import_library, "requirements-nvimgcodec.txt"),
+        "nvimgcodec": (nvimgcodec.check_library, "requirements-nvimgcodec.txt"),
         "torchcodec": (import_torchcodec, "requirements.txt"),
     }
-    for decoder, (import_library, requirements) in libraries.items():
+    for decoder, (check, requirements) in libraries.items():
         if name in ("auto", decoder):
             try:
-                import_library()
+                check()
                 return decoder
             except Exception as error:  # TorchCodec may be for another PyTorch
                 reason = (str(error) or repr(error)).splitlines()[0]

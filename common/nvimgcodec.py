@@ -2,6 +2,8 @@
 
 import functools
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -47,27 +49,33 @@ def open_picture(content: bytes, otherwise: Callable) -> Any:
 
 
 @functools.cache
-def import_library() -> ModuleType:
-    """Import nvImageCodec without its warnings about GPUs, or raise an ImportError."""
-    os.environ.setdefault("PYNVIMGCODEC_VERBOSITY", "0")
-    stderr = os.dup(2)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        from nvidia import nvimgcodec
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
-        os.close(nowhere)
-    if not hasattr(nvimgcodec.CodeStream, "get_sub_code_stream"):
-        raise ImportError("this nvImageCodec is too old")
-    return nvimgcodec
+def check_library() -> None:
+    """Raise an ImportError if nvImageCodec is missing, too old or cannot be imported.
+
+    A child process imports it: an import opens a GPU if it finds the nvJPEG library.
+    """
+    code = "from nvidia import nvimgcodec as codec\n"
+    code += "hasattr(codec, 'NVIMGCODEC_DEVICE_CPU_ONLY') or exit('older than 0.9')"
+    command = [sys.executable, "-c", code]
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    child = subprocess.run(command, env=hidden, capture_output=True, text=True)
+    if child.returncode:
+        lines = child.stderr.splitlines() or [f"exit status {child.returncode}"]
+        raise ImportError(lines[-1].split("Error: ", 1)[-1])
 
 
 @functools.cache
 def make_decoder(process: int) -> tuple[ModuleType, Any, Any]:
     """Return the library, this process's decoder, and the decoder's parameters."""
-    codec = import_library()
+    os.environ.setdefault("PYNVIMGCODEC_VERBOSITY", "0")
+    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)  # the import's warnings are about GPUs
+        from nvidia import nvimgcodec as codec
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nowhere)
     decoder = codec.Decoder(
         device_id=codec.NVIMGCODEC_DEVICE_CPU_ONLY,
         max_num_cpu_threads=1,

@@ -19,7 +19,7 @@ from PIL import Image
 from common.device import describe
 from common.images import import_torchcodec
 from common.log import commit
-from common.nvimgcodec import import_library as import_nvimgcodec
+from common.nvimgcodec import check_library as check_nvimgcodec
 from scripts.sample_data import write_digits
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -116,7 +116,7 @@ def mpi_missing() -> str | None:
 NO_HOROVOD = problem_of(lambda: importlib.import_module("horovod.torch"))
 NO_GPU = None if torch.cuda.is_available() else "no CUDA GPU"
 MISSING = {
-    "nvimgcodec": problem_of(import_nvimgcodec),
+    "nvimgcodec": problem_of(check_nvimgcodec),
     "torchcodec": problem_of(import_torchcodec),
     "horovod": NO_HOROVOD and (os.environ.get("HOROVOD_PROBLEM") or NO_HOROVOD),
     "mpi": NO_HOROVOD or mpi_missing(),

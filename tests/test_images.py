@@ -1,5 +1,6 @@
 """Decoders and crops: the same pixels from every decoder, or a clear error."""
 
+import os
 import random
 import sys
 from pathlib import Path
@@ -42,10 +43,6 @@ def picture_of(height, width):
     return Image.fromarray((waves + noise).clip(0, 255).astype(numpy.uint8))
 
 
-def no_way_out(content):
-    raise AssertionError("nvimgcodec left it to Pillow")
-
-
 def whole(picture):
     return images.to_tensor(picture.read(0, 0, picture.height, picture.width))
 
@@ -61,8 +58,7 @@ SIXTEEN = numpy.random.default_rng(1).integers(0, 2**16, (64, 80)).astype(numpy.
 def odd_files():
     """How files of data sets differ: an image, and how it is saved."""
     image = picture_of(64, 80)
-    for mode in ("CMYK", "L"):
-        yield mode, image.convert(mode), {}
+    yield from ((mode, image.convert(mode), {}) for mode in ("CMYK", "L"))
     for mode in ("RGB", "L", "1", "P", "RGBA", "LA"):
         yield f"PNG, {mode}", image.convert(mode), {"format": "PNG"}
     yield "PNG, 16 bits", Image.fromarray(SIXTEEN), {"format": "PNG"}
@@ -74,8 +70,7 @@ def odd_files():
         exif[0x0112] = orientation
         yield f"turned, {orientation}", image, {"exif": exif}
     yield "damaged EXIF", image, {"exif": b"Exif\0\0II*\0\xff\xff\xff\xffdamaged"}
-    for number, name in enumerate(("4:4:4", "4:2:2")):
-        yield name, image, {"subsampling": number}
+    yield from ((name, image, {"subsampling": name}) for name in ("4:4:4", "4:2:2"))
     for width, height in ((80, 1), (1, 1), (77, 61)):
         yield f"{width} x {height}", image.crop((0, 0, width, height)), {}
 
@@ -87,8 +82,7 @@ def test_every_decoder_reads_the_same_pixels(tmp_path):
         content = Path(path).read_bytes()
         expected = whole(images.PillowPicture(content))
         if kind == "PNG, 16 bits":
-            high = torch.from_numpy(SIXTEEN >> 8).to(torch.uint8)
-            assert torch.equal(expected[2], high)
+            assert numpy.array_equal(expected[2], SIXTEEN >> 8)
         for decoder in DECODERS:
             found = whole(images.DECODERS[decoder](content))
             assert torch.equal(found, expected), (decoder, kind)
@@ -96,7 +90,7 @@ def test_every_decoder_reads_the_same_pixels(tmp_path):
                 made = images.read_image(path, decoder, transform)
                 assert made.shape == (3, 224, 224) and made.dtype == torch.uint8
         if "nvimgcodec" in DECODERS and kind != "GIF":  # which it leaves to Pillow
-            own = nvimgcodec.open_picture(content, no_way_out)
+            own = nvimgcodec.open_picture(content, None)
             assert torch.equal(whole(own), expected), kind
 
 
@@ -147,19 +141,16 @@ def test_pretrained_weights_validate_as_torchvision_does(pictures, decoder):
         assert most < (0.01 if decoder == "pil" else 1.01), arch
 
 
-@pytest.mark.parametrize(
-    "flags, expected",
-    [
-        ("--pretrained --arch vit_h_14", (518, 518, "bicubic")),
-        ("--pretrained --image-size 224", (224, 256, "bilinear")),
-        ("--pretrained --arch resnet50", (224, 232, "bilinear")),
-        ("--pretrained --arch resnet50 --image-size 160", (160, 182, "bilinear")),
-        ("--arch vit_h_14", (224, 256, "bilinear")),
-    ],
-)
-def test_the_protocol_of_the_weights_is_for_their_own_image_size(flags, expected):
-    crop, resized, interpolation = validation_protocol(arguments("x", flags))
-    assert (crop, resized, interpolation.value) == expected
+def test_the_protocol_of_the_weights_is_for_their_own_image_size():
+    for flags, *expected in (
+        ("--pretrained --arch vit_h_14", 518, 518, "bicubic"),
+        ("--pretrained --image-size 224", 224, 256, "bilinear"),
+        ("--pretrained --arch resnet50", 224, 232, "bilinear"),
+        ("--pretrained --arch resnet50 --image-size 160", 160, 182, "bilinear"),
+        ("--arch vit_h_14", 224, 256, "bilinear"),
+    ):
+        crop, resized, interpolation = validation_protocol(arguments("x", flags))
+        assert [crop, resized, interpolation.value] == expected, flags
 
 
 def test_pil_feeds_the_bits_of_the_usual_transforms(photographs):
@@ -184,8 +175,7 @@ def test_random_boxes_are_distributed_like_torchvisions(size):
     assert (ours[:, :2] + ours[:, 2:] <= size).all()
     crop, image = RandomResizedCrop(224), torch.empty(3, *size)
     drawn = [crop.make_params([image]) for _ in range(4000)]
-    names = ("top", "left", "height", "width")
-    theirs = numpy.array([[one[name] for name in names] for one in drawn])
+    theirs = numpy.array([[*one.values()] for one in drawn])
     # Means of 4,000 draws: their standard error is below 1 % of the side
     assert (abs(ours.mean(0) - theirs.mean(0)) / (*size, *size) < 0.03).all()
     assert (abs(ours.std(0) - theirs.std(0)) / (*size, *size) < 0.03).all()
@@ -196,13 +186,8 @@ def test_an_unreadable_image_is_named_with_decoder_and_reason(pictures, capfd, d
     path = pictures / "train" / "dog" / "3.JPEG"
     half = path.read_bytes()[:-900]
     path.unlink()
-    for content, reason in (
-        (None, "No such file"),
-        (b"text", "."),
-        (b"", "."),
-        (half[:200], "."),
-        (half, "truncated|incomplete"),
-    ):
+    reasons = {None: "No such file", **dict.fromkeys((b"text", b"", half[:200]), ".")}
+    for content, reason in {**reasons, half: "truncated|incomplete"}.items():
         if content is not None:
             path.write_bytes(content)
         pattern = f"^cannot read the image {path} with {decoder}: .*({reason})"
@@ -216,16 +201,31 @@ def test_an_unreadable_image_is_named_with_decoder_and_reason(pictures, capfd, d
             list(one_by_one(args, build_datasets(args)[0], workers))
 
 
+def test_loader_processes_see_no_gpu(pictures):
+    args = arguments(pictures, "--decoder pil")
+    dataset, _ = build_datasets(args)
+    dataset.transform = lambda _: open(os.environ["CUDA_VISIBLE_DEVICES"])
+    with pytest.raises(ImageError, match="with pil: .* No such file .*: ''$"):
+        next(iter(one_by_one(args, dataset, 1)))
+
+
 @pytest.mark.nvimgcodec
 @pytest.mark.torchcodec
-def test_auto_is_the_first_decoder_that_is_installed(monkeypatch):
+def test_auto_is_the_first_decoder_that_is_installed(monkeypatch, tmp_path):
     assert images.choose_decoder("auto") == "nvimgcodec"
-    for module, name, decoder, library, following in (
-        (nvimgcodec, "import_library", "nvimgcodec", "nvidia", "torchcodec"),
-        (images, "import_torchcodec", "torchcodec", "torchcodec.decoders", "pil"),
-    ):
-        monkeypatch.setitem(sys.modules, library, None)
+    for module, name in ((nvimgcodec, "check_library"), (images, "import_torchcodec")):
         monkeypatch.setattr(module, name, vars(module)[name].__wrapped__)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    load = "import ctypes, os; ctypes.CDLL(os.environ['CUDA_VISIBLE_DEVICES'] or 'none.so')"
+    for decoder, library, problem, following in (
+        ("nvimgcodec", "", "cannot import name 'nvimgcodec'", "torchcodec"),
+        ("nvimgcodec", "nvimgcodec = 'old'", "older than 0.9", "torchcodec"),
+        ("nvimgcodec", load, "none.so: cannot open", "torchcodec"),
+        ("nvimgcodec", "import os; os.abort()", "exit status -6", "torchcodec"),
+        ("torchcodec", "", "import of torchcodec.decoders halted", "pil"),
+    ):
+        (tmp_path / "nvidia.py").write_text(library)
+        monkeypatch.setitem(sys.modules, f"{decoder}.decoders", None)
         assert images.choose_decoder("auto") == following
-        with pytest.raises(UserError, match=f"--decoder {decoder}: .* pip install -r"):
+        with pytest.raises(UserError, match=f"{decoder}: {problem}.*; pip install -r"):
             images.choose_decoder(decoder)
