@@ -25,7 +25,9 @@ PYTHON=$(command -v "$PYTHON" || printf %s "$PYTHON")
 case $PYTHON in /*) ;; *) PYTHON=$PWD/$PYTHON ;; esac
 HOROVOD_VERSION=${HOROVOD_VERSION:-0.28.1}
 CACHE=${XDG_CACHE_HOME:-$HOME/.cache}/horovod-wheels
-CUDA_HOME=${CUDA_HOME:-/usr/local/cuda}
+# An nvcc on PATH may be a link or a wrapper script, but prints its folder.
+nvcc=$(command -v /usr/local/cuda/bin/nvcc || realpath "$(command -v nvcc)" 2>/dev/null || true)
+CUDA_HOME=${CUDA_HOME:-$("${nvcc:-false}" --dryrun -x cu /dev/null 2>&1 | sed -n 's|^#\$ _HERE_=\(.*\)/bin$|\1|p' || true)}
 JOBS=${JOBS:-$(nproc)}
 HOROVOD_SOURCE=${HOROVOD_SOURCE:+$(realpath "$HOROVOD_SOURCE")}
 HOROVOD_TARGET=${HOROVOD_TARGET:-}
@@ -99,32 +101,29 @@ build() {
         install_into_environment --target "$work/tools" --no-index --no-deps "${HOROVOD_SOURCE%/*}"/*.whl
     fi
     export PYTHONPATH=$work/tools PATH=$work/tools/bin:${PYTHON%/*}:$PATH
-    if [ -n "$HOROVOD_SOURCE" ]; then
-        cp "$HOROVOD_SOURCE" "$work/horovod-$HOROVOD_VERSION.tar.gz"
-    else
-        "$PYTHON" -m pip download --quiet --no-deps --no-binary :all: --no-build-isolation \
-            -d "$work" "horovod==$HOROVOD_VERSION"
-    fi
-    tar -xzf "$work/horovod-$HOROVOD_VERSION.tar.gz" -C "$work"
-    source_dir=$work/horovod-$HOROVOD_VERSION
+    [ -n "$HOROVOD_SOURCE" ] || "$PYTHON" -m pip download --quiet --no-deps --no-binary :all: \
+        --no-build-isolation -d "$work" "horovod==$HOROVOD_VERSION"
+    tar -xzf "${HOROVOD_SOURCE:-$work/horovod-$HOROVOD_VERSION.tar.gz}" -C "$work"
+    cd "$work/horovod-$HOROVOD_VERSION"
 
     # PyTorch's headers now need C++20, but Horovod sets C++14. CUDA 13's nvcc needs C++17, not C++11.
-    sed -i 's/CMAKE_CXX_STANDARD 14/CMAKE_CXX_STANDARD 20/' \
-        "$source_dir/CMakeLists.txt" "$source_dir/horovod/torch/CMakeLists.txt"
-    sed -i 's/CMAKE_CUDA_STANDARD 11/CMAKE_CUDA_STANDARD 17/' \
-        "$source_dir/horovod/common/ops/cuda/CMakeLists.txt"
+    sed -i 's/CMAKE_CXX_STANDARD 14/CMAKE_CXX_STANDARD 20/' CMakeLists.txt horovod/torch/CMakeLists.txt
+    sed -i 's/CMAKE_CUDA_STANDARD 11/CMAKE_CUDA_STANDARD 17/' horovod/common/ops/cuda/CMakeLists.txt
+    # GCC 13's headers include fewer others, hence CXXFLAGS below. GCC 14 rejects assignments to a const member.
+    sed -i 's/const size_type count_;/size_type count_;/' third_party/flatbuffers/include/flatbuffers/stl_emulation.h
+    # The driver may provide only libcuda.so.1, for example in a container.
+    sed -i 's/dlopen("libcuda.so"/dlopen("libcuda.so.1"/' horovod/torch/cuda_util.cc
 
     # Python 3.12 no longer has distutils.
     sed -i "s/from distutils.sysconfig import get_python_inc; print(get_python_inc())/import sysconfig; \
-print(sysconfig.get_path('include'))/" "$source_dir/horovod/torch/CMakeLists.txt"
+print(sysconfig.get_path('include'))/" horovod/torch/CMakeLists.txt
     sed -i 's/from distutils.spawn import find_executable/from shutil import which as find_executable/' \
-        "$source_dir/horovod/runner/js_run.py"
+        horovod/runner/js_run.py
 
-    # pip would download these requirements, which are already installed or unnecessary.
-    sed -i 's/setup_requires=.*/setup_requires=[],/' "$source_dir/setup.py"
-
-    # Use Ninja, which comes from PyPI, because make may be missing. Ninja does not accept VERBOSE=1.
-    sed -i "s/'VERBOSE=1'/'-j$JOBS'/" "$source_dir/setup.py"
+    # pip would download setup_requires, which are already installed or unnecessary. Ninja comes from
+    # PyPI (make may be missing) and does not accept VERBOSE=1. Debug symbols are most of a wheel.
+    sed -i -e 's/setup_requires=.*/setup_requires=[],/' -e "s/'VERBOSE=1'/'-j$JOBS'/" \
+        -e "s/'RelWithDebInfo'/'Release'/" setup.py
 
     if [ ${#cuda[@]} -gt 0 ]; then
         # The NCCL wheel has only libnccl.so.2; the linker also needs libnccl.so.
@@ -139,13 +138,14 @@ print(sysconfig.get_path('include'))/" "$source_dir/horovod/torch/CMakeLists.txt
             HOROVOD_NCCL_HOME="$work/nccl" HOROVOD_NCCL_LINK=SHARED
             HOROVOD_BUILD_CUDA_CC_LIST="$capabilities" PATH="$CUDA_HOME/bin:$PATH")
     else
-        # If Horovod finds a CUDA toolkit, it assumes a CUDA build of PyTorch and requires all CUDA components.
-        cuda=(CUDA_HOME= HOROVOD_CPU_OPERATIONS=GLOO)
-        [ "$mpi" = HOROVOD_WITHOUT_MPI=1 ] || cuda=(CUDA_HOME=)
+        # If PyTorch finds a CUDA toolkit, even an unsuitable one, Horovod requires all CUDA components.
+        sed -i 's/(CUDA_HOME is not None)/False/' cmake/Modules/FindPytorch.cmake
+        [ "$mpi" = HOROVOD_WITH_MPI=1 ] || cuda=(HOROVOD_CPU_OPERATIONS=GLOO)
     fi
     env HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 HOROVOD_WITH_GLOO=1 \
-        "$mpi" "${cuda[@]}" CMAKE_POLICY_VERSION_MINIMUM=3.5 CMAKE_GENERATOR=Ninja MAKEFLAGS=unused \
-        "$PYTHON" -m pip wheel --no-deps --no-build-isolation -w "$work/wheel" "$source_dir"
+        "$mpi" ${cuda[@]+"${cuda[@]}"} CMAKE_POLICY_VERSION_MINIMUM=3.5 CMAKE_GENERATOR=Ninja MAKEFLAGS=unused \
+        CXXFLAGS="-include string -include cstdint ${CXXFLAGS:-}" \
+        "$PYTHON" -m pip wheel --no-deps --no-build-isolation -w "$work/wheel" .
 }
 
 set +e # not `if (...)`: in a condition, the subshell would ignore set -e
@@ -155,7 +155,7 @@ set -e
 if [ $status != 0 ]; then
     mkdir -p "$CACHE"
     cp "$log" "$CACHE/failed-build.log"
-    say "the build failed: $(grep -m1 -iE '(^|[^a-z])error' "$log" | cut -c1-200); the log is $CACHE/failed-build.log" >&2
+    say "the build failed: $(sed -nE '/subprocess-exited/d; /(^|[^A-Za-z])[Ee](rror|RROR)[: ]/{s/^ *//p;q}' "$log" | cut -c1-200); the log is $CACHE/failed-build.log" >&2
     exit 1
 fi
 mkdir -p "$wheels"
