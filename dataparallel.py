@@ -212,26 +212,29 @@ def broadcast_buffers(model: nn.Module) -> None:
 def lasting_threads(gpus: list[int]) -> Callable:
     """Return a parallel_apply() for nn.DataParallel with one thread for each GPU.
 
-    nn.DataParallel itself starts new threads in each step. In every new thread, cuDNN
-    searches for the fastest algorithms again, and since 2.10, PyTorch never frees their
-    plans: https://github.com/pytorch/pytorch/issues/104701. Its threads also run bf16
-    as fp16: autocast's dtype is thread-local, and nn.DataParallel does not pass it on.
+    nn.DataParallel itself starts new threads in each step. With cudnn.benchmark, cuDNN
+    searches for algorithms again in every new thread, and since 2.10, PyTorch never
+    frees the results: https://github.com/pytorch/pytorch/issues/104701. The new threads
+    also run bf16 as fp16, because autocast's dtype is thread-local.
     """
     threads = [ThreadPoolExecutor(1) for _ in gpus]
 
     def apply(replicas: list, inputs: list, kwargs: list) -> list:
         grad, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled("cuda")
         dtype = torch.get_autocast_dtype("cuda")
+        streams = map(torch.cuda.current_stream, gpus)
 
-        def run(gpu: int, replica: nn.Module, given: tuple, named: dict) -> Tensor:
+        def run(
+            stream: torch.cuda.Stream, replica: nn.Module, given: tuple, named: dict
+        ) -> Tensor:
             with (
-                torch.cuda.device(gpu),
+                torch.cuda.stream(stream),  # on its GPU
                 torch.set_grad_enabled(grad),
                 torch.autocast("cuda", dtype, enabled=autocast),
             ):
                 return replica(*given, **named)
 
-        parts = zip(threads, gpus, replicas, inputs, kwargs, strict=False)
+        parts = zip(threads, streams, replicas, inputs, kwargs, strict=False)
         running = [thread.submit(run, *one) for thread, *one in parts]
         return [one.result() for one in running]
 

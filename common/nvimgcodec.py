@@ -57,7 +57,7 @@ def check_library() -> None:
     code = "from nvidia import nvimgcodec as codec\n"
     code += "hasattr(codec, 'NVIMGCODEC_DEVICE_CPU_ONLY') or exit('older than 0.9')"
     command = [sys.executable, "-c", code]
-    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1"}
     child = subprocess.run(command, env=hidden, capture_output=True, text=True)
     if child.returncode:
         lines = child.stderr.splitlines() or [f"exit status {child.returncode}"]

@@ -33,7 +33,7 @@ LOST_PROCESS = re.compile(
     r"|(connect|read|write|wait|socket|nccl|application|barrier|operation) timeout"
     r"|timeout waiting for key|nccl ?(remote|communicator)|unexpected status"
     r"|remote process exited"
-    r"|horovod has been shut down|DataLoader worker \(pid|pin memory thread exited",
+    r"|horovod has been shut down|DataLoader worker \(pid|no route to host",
     re.IGNORECASE,
 )
 PORT_IN_USE = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)

@@ -26,7 +26,7 @@ case $PYTHON in /*) ;; *) PYTHON=$PWD/$PYTHON ;; esac
 HOROVOD_VERSION=${HOROVOD_VERSION:-0.28.1}
 CACHE=${XDG_CACHE_HOME:-$HOME/.cache}/horovod-wheels
 # An nvcc on PATH may be a link or a wrapper script, but prints its folder.
-nvcc=$(command -v /usr/local/cuda/bin/nvcc || realpath "$(command -v nvcc)" 2>/dev/null || true)
+nvcc=$(realpath "$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)" 2>/dev/null || true)
 CUDA_HOME=${CUDA_HOME:-$("${nvcc:-false}" --dryrun -x cu /dev/null 2>&1 | sed -n 's|^#\$ _HERE_=\(.*\)/bin$|\1|p' || true)}
 JOBS=${JOBS:-$(nproc)}
 HOROVOD_SOURCE=${HOROVOD_SOURCE:+$(realpath "$HOROVOD_SOURCE")}
@@ -73,13 +73,13 @@ if command -v mpicxx >/dev/null; then
 fi
 cuda=()
 nccl=$("$PYTHON" -c 'import nvidia.nccl as n; print(list(n.__path__)[0])' 2>/dev/null || true)
-toolkit=$("$CUDA_HOME/bin/nvcc" --version 2>/dev/null | sed -n 's/.*release \([0-9.]*\),.*/\1/p' || true)
+toolkit=$("${CUDA_HOME:-/none}/bin/nvcc" --version 2>/dev/null | sed -n 's/.*release \([0-9.]*\),.*/\1/p' || true)
 if [ -n "$toolkit" ] && [ -n "$nccl" ] && [ "${toolkit%%.*}" = "${torch_cuda%%.*}" ]; then
     operations=$operations-nccl-cuda$toolkit${HOROVOD_CAPABILITIES:+-$HOROVOD_CAPABILITIES}
     cuda=(HOROVOD_GPU_OPERATIONS=NCCL)
 fi
 
-wheels=$CACHE/torch$torch_version-$python_tag-$machine-$operations
+wheels=$CACHE/2-torch$torch_version-$python_tag-$machine-$operations
 if compgen -G "$wheels/horovod-$HOROVOD_VERSION-*.whl" >/dev/null; then
     say "installing the wheel from $wheels"
     install_wheel "$wheels"/horovod-"$HOROVOD_VERSION"-*.whl
@@ -155,7 +155,7 @@ set -e
 if [ $status != 0 ]; then
     mkdir -p "$CACHE"
     cp "$log" "$CACHE/failed-build.log"
-    say "the build failed: $(sed -nE '/subprocess-exited/d; /(^|[^A-Za-z])[Ee](rror|RROR)[: ]/{s/^ *//p;q}' "$log" | cut -c1-200); the log is $CACHE/failed-build.log" >&2
+    say "the build failed: $(sed -nE '/subprocess-exited/d; /fatal error|(^|[^A-Za-z-])[A-Za-z]*[Ee](rror|RROR):|CMake Error/{s/^ *//p;q}' "$log" | cut -c1-200); the log is $CACHE/failed-build.log" >&2
     exit 1
 fi
 mkdir -p "$wheels"

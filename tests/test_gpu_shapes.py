@@ -546,6 +546,7 @@ def test_dataparallel_has_all_gpus(main, tmp_path):
     (wrapped,) = main("dataparallel", count=1).wrappers
     assert isinstance(wrapped.module, Net)
     assert wrapped.passes == [True, True, False]  # validates on all of them, too
+    assert wrapped.parallel_apply.__qualname__.startswith("lasting_threads.")
     flags = ("dataparallel", "--output", tmp_path / "2")
     assert not main(*flags, "--device", "cpu", count=2).named("wrap")
     with pytest.raises(UserError, match="--compile: nn.DataParallel's replicas cannot"):
@@ -557,8 +558,8 @@ def test_dataparallel_keeps_its_threads(gpus, monkeypatch):
     gpus(2)
     devices = {}
 
-    def use(gpu):
-        devices[threading.current_thread()] = gpu
+    def use(stream):
+        devices[threading.current_thread()] = stream
         return contextlib.nullcontext()
 
     def how():
@@ -569,14 +570,16 @@ def test_dataparallel_keeps_its_threads(gpus, monkeypatch):
         thread = threading.current_thread()
         return images, size, devices[thread], thread, how()
 
-    monkeypatch.setattr(torch.cuda, "device", use)
+    monkeypatch.setattr(torch.cuda, "current_stream", "stream of {}".format)
+    monkeypatch.setattr(torch.cuda, "stream", use)
     apply = importlib.import_module("dataparallel").lasting_threads([0, 1])
     first, second = apply([replica, replica], ["x", "y"], [{"size": 1}, {"size": 2}])
-    assert first[:3] == ("x", 1, 0) and second[:3] == ("y", 2, 1)
+    assert first[:3] == ("x", 1, "stream of 0")
+    assert second[:3] == ("y", 2, "stream of 1")
     assert first[4] == second[4] == how() and len(devices) == 2
     with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
         (third,) = apply([replica], ["z"], [{"size": 3}])
-        assert third == ("z", 3, 0, first[3], (False, True, torch.bfloat16))
+        assert third == ("z", 3, "stream of 0", first[3], (False, True, torch.bfloat16))
     with pytest.raises(TypeError):  # as in the thread
         apply([replica], ["z"], [{}])
 

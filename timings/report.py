@@ -248,7 +248,8 @@ def write(folder: Path, last: bool) -> str:
     text += "".join(f"\nNot timed: {n}: {why}\n" for n, why in problems.items())
     if settings["device"] == "cpu":
         text += "\nProcesses were pinned to cores, and glibc kept freed memory.\n"
-    if settings["processes"] == 1 and "horovod_distributed" in settings["strategies"]:
+    timed = {turn[0] for one in cohorts for turn in one["turns"]}
+    if settings["processes"] == 1 and "horovod_distributed" in timed:
         text += "\nWith one process, Horovod, unlike DDP, does not copy gradients.\n"
     for name in settings["shown"]:
         text += f"\n{name} is one process with all threads here: no verdict.\n"
