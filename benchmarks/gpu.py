@@ -283,7 +283,7 @@ def in_words(rows: dict[str, dict]) -> str:
 def everything(file: Path, tiny: bool) -> None:
     """Make the measurements that FILE lacks; write FILE after each of them."""
     old = json.loads(file.read_text())["rows"] if file.exists() else []
-    here, until = commit(), float(os.environ.get("GPU_CHECK_UNTIL", "inf"))
+    here, until = commit() or "", float(os.environ.get("GPU_CHECK_UNTIL", "inf"))
     kept = {one["name"]: one for one in old if here and one["commit"] == here}
     report = {
         "device": "rehearsed on a CPU" if tiny else describe(torch.device("cuda")),

@@ -7,7 +7,6 @@ cores, it reads batches from a DataLoader with one process per core. It generate
 files, prints median ratios with quartiles and writes results/input.json.
 """
 
-import functools
 import os
 import tempfile
 import time
@@ -29,7 +28,6 @@ from common.data import (
     build_datasets,
     build_loader,
 )
-from common.errors import UserError, complain
 from common.images import choose_decoder
 from launch.exits import exit_status
 
@@ -84,16 +82,6 @@ class Normalized(Dataset):
         return self.dataset[index][0].float().sub_(self.mean).div_(self.std)
 
 
-@functools.cache
-def installed(decoder: str) -> bool:
-    """Whether a decoder can be used; if not, says why."""
-    try:
-        return bool(choose_decoder(decoder))
-    except UserError as error:
-        complain(str(error))
-        return False
-
-
 def one_core(folder: Path, rounds: int) -> dict[str, dict]:
     """Measure how fast this process reads single images."""
     cores = pin_core()
@@ -105,7 +93,7 @@ def one_core(folder: Path, rounds: int) -> dict[str, dict]:
     train_set, val_set = build_datasets(arguments(folder, "nvimgcodec"))
     training[NORMALIZED] = reading(Normalized(Training(train_set, 0)), TRAIN)
     validation[NORMALIZED] = reading(Normalized(val_set), VAL)
-    for name in filter(installed, DECODERS):
+    for name in DECODERS:
         train_set, val_set = build_datasets(arguments(folder, name))
         training[f"--decoder {name}"] = reading(Training(train_set, 0), TRAIN)
         validation[f"--decoder {name}"] = reading(val_set, VAL)
@@ -137,7 +125,7 @@ def all_cores(folder: Path, rounds: int) -> dict[str, dict]:
     options = {"num_workers": cores, "persistent_workers": True}
     candidates = {USUAL: epoch_of(DataLoader(data, BATCH, sampler=indices, **options))}
     candidates[NORMALIZED] = epoch_of(own_loader("nvimgcodec"))
-    for name in filter(installed, DECODERS):
+    for name in DECODERS:
         loader = own_loader(name)
         loader.normalize = lambda images: images  # the device would do it
         candidates[f"--decoder {name}"] = epoch_of(loader)
@@ -147,7 +135,8 @@ def all_cores(folder: Path, rounds: int) -> dict[str, dict]:
 
 def main() -> None:
     """Run all measurements."""
-    choose_decoder("nvimgcodec")  # fail early if it is missing
+    for name in DECODERS:
+        choose_decoder(name)  # fail early if it is missing
     rounds = parse_number(__doc__, "ROUNDS", 9)
     with tempfile.TemporaryDirectory() as folder:
         images = write_photographs(Path(folder), TRAIN, VAL)

@@ -49,8 +49,7 @@ if [ -n "$archive" ] && [ -z "$rehearse" ] && ! "$PYTHON" -c 'import horovod.tor
 fi
 
 export GPU_CHECK_UNTIL=$((began + 60 * MINUTES - 20))
-status=0 none=all # without a record of the last run, --last-failed runs everything
-[ ! -e "$OUTPUT/.cache/v/cache/nodeids" ] || none=none
+status=0 none=$([ -e "$OUTPUT/.cache/v/cache/nodeids" ] && echo none || echo all) # all: this is the first run
 "$PYTHON" -m pytest tests/gpu -m gpu --last-failed-no-failures "$none" -o cache_dir="$OUTPUT/.cache" \
     -o junit_family=xunit1 --junitxml "$OUTPUT/rows-$(date +%s).xml" "$@" || status=$?
 [ "$status" != 5 ] || status=0 # pytest: there were no tests left to run

@@ -213,7 +213,6 @@ def train_watched(
     The first `skipped` steps leave the weights alone, as steps with infinite gradients
     do. Of a compiled network returns how many graphs it has.
     """
-    os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
     torch.backends.cudnn.allow_tf32 = False
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus

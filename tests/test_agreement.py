@@ -53,19 +53,16 @@ def line(facts, rank=1):
 DATA = ("--synthetic", 8)
 
 
-@pytest.mark.parametrize(
-    "flags, facts",
-    [
+def test_other_flags():
+    for flags, facts in (
         (("--lr", "0.2"), "--lr"),
         (("--seed", "1"), "--seed"),
         (("--print-interval", "2"), "--print-interval"),
         (("--decoder", "pil"), "--decoder"),
         (("--evaluate", "--pretrained"), "--pretrained, --evaluate"),
         (("--synthetic", 9), "--synthetic, the training images"),
-    ],
-)
-def test_other_flags(flags, facts):
-    assert difference(DATA, (*DATA, *flags)) == line(facts)
+    ):
+        assert difference(DATA, (*DATA, *flags)) == line(facts)
 
 
 def test_other_devices_and_versions():

@@ -103,20 +103,17 @@ def loaded(dataset, workers=0):
 IMAGE = torch.zeros(3, 4, 4, dtype=torch.uint8)
 
 
-@pytest.mark.parametrize(
-    "item, described",
-    [
+def test_items_of_another_kind_are_refused_in_one_line():
+    """Normalized images above all, which the device would normalize again."""
+    for item, described in (
         ((IMAGE / 255, 1), "(a float32 tensor (3, 4, 4), of type int)"),
         ((IMAGE[:, 1:], 1), "(a uint8 tensor (3, 3, 4), of type int)"),
         ((IMAGE, 1.0), "(a uint8 tensor (3, 4, 4), of type float)"),
         ({"image": IMAGE, "label": 1}, "of type dict"),
-    ],
-)
-def test_items_of_another_kind_are_refused_in_one_line(item, described):
-    """Normalized images above all, which the device would normalize again."""
-    with pytest.raises(ImageError) as raised:
-        loaded([(IMAGE, 0), item], workers=1)
-    assert f"a dataset item is {described}, but" in str(raised.value)
+    ):
+        with pytest.raises(ImageError) as raised:
+            loaded([(IMAGE, 0), item], workers=1)
+        assert f"a dataset item is {described}, but" in str(raised.value)
 
 
 def test_items_of_other_people_s_data_sets():

@@ -51,29 +51,25 @@ def test_bad_input_before_torchrun(
         torchrun.main()
 
 
-@pytest.mark.parametrize(
-    "script, hosts, message",
-    [
+def test_the_check(monkeypatch, capsys, tmp_path):
+    for script, hosts, message in (
         ("nowhere.py", "", "nowhere.py: there is no such script"),
         ("launch/ranks.py", "", "ranks.py has no arguments"),
         ("distributed.py", "a:2,b", "HOSTS=a:2,b is not of the form a:4,b:4"),
         ("distributed.py", "a:2,b:1", "cannot be divided evenly among 3 processes"),
         ("distributed.py", "a:2,b:2", None),
-    ],
-)
-def test_the_check(script, hosts, message, monkeypatch, capsys, tmp_path):
-    flags = ("--synthetic", "8", "-b", "4", "--device", "cpu", "--output", tmp_path)
-    words = ("check", ROOT / script, *flags)
-    monkeypatch.setattr(sys, "argv", [str(word) for word in words])
-    monkeypatch.setenv("HOSTS", hosts)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    if message is None:
-        check.main()
-        assert capsys.readouterr().out == "4 3\n"
-    else:
-        with pytest.raises(UserError, match=message):
+    ):
+        flags = ("--synthetic", "8", "-b", "4", "--device", "cpu", "--output", tmp_path)
+        monkeypatch.setattr(sys, "argv", [*map(str, ("check", ROOT / script, *flags))])
+        monkeypatch.setenv("HOSTS", hosts)
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")
+        if message is None:
             check.main()
+            assert capsys.readouterr().out == "4 3\n"
+        else:
+            with pytest.raises(UserError, match=message):
+                check.main()
 
 
 def test_an_interpreter_without_pytorch(tmp_path):

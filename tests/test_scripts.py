@@ -152,20 +152,17 @@ def test_apex_and_synchronized_batch_norm_need_a_gpu(digits):
         distributed.arguments(["--data", "x", "--sync-bn"])
 
 
-@pytest.mark.parametrize(
-    "name, message",
-    [
+def test_a_library_is_missing(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["test"])
+    for name, message in (
         ("apex", r"Apex's amp or DDP is missing \(.*NVIDIA/apex@25.05"),
         ("horovod", r"Horovod is missing \(.*bash scripts/install_horovod.sh"),
-    ],
-)
-def test_a_library_is_missing(name, message, monkeypatch):
-    monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.setattr(sys, "argv", ["test"])
-    script = load_script(ROOT / f"{name}_distributed.py")
-    script.require_gpu = lambda *_: None
-    with pytest.raises(UserError, match=message):
-        script.arguments(["--data", "x"])
+    ):
+        monkeypatch.setitem(sys.modules, name, None)
+        script = load_script(ROOT / f"{name}_distributed.py")
+        script.require_gpu = lambda *_: None
+        with pytest.raises(UserError, match=message):
+            script.arguments(["--data", "x"])
 
 
 def test_apex_has_opt_levels_and_no_bf16(monkeypatch, capsys):

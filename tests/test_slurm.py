@@ -56,21 +56,18 @@ def sbatch(tmp_path):
     return start
 
 
-@pytest.mark.parametrize(
-    "statuses, status, again",
-    [
+def test_a_job_that_met_bad_input_is_not_queued_again(sbatch):
+    for statuses, status, again in (
         ("0 0", 0, False),
         ("2 143", 2, False),  # the others are ended, by SIGTERM or, later, by SIGKILL
         ("137 2", 2, False),
         ("1 137", 0, True),
-    ],
-)
-def test_a_job_that_met_bad_input_is_not_queued_again(sbatch, statuses, status, again):
-    ended, printed = sbatch(statuses)
-    assert ended == status, printed
-    assert ("scontrol requeue 7" in printed) is again
-    ended, printed = sbatch(statuses, restarts=1)
-    assert "scontrol requeue" not in printed and (ended == 0) == (statuses == "0 0")
+    ):
+        ended, printed = sbatch(statuses)
+        assert ended == status, printed
+        assert ("scontrol requeue 7" in printed) is again
+        ended, printed = sbatch(statuses, restarts=1)
+        assert "scontrol requeue" not in printed and (ended == 0) == (statuses == "0 0")
 
 
 @pytest.mark.parametrize("flags", [("--output", "{}"), ("--output={}", "--no-flip")])

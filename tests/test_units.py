@@ -36,23 +36,20 @@ SLURM |= {"SLURM_NTASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "2(x3)"}
 SLURM |= {"MASTER_ADDR": "first", "MASTER_PORT": "29500"}
 
 
-@pytest.mark.parametrize(
-    "variables, expected",
-    [
+def test_ranks():
+    for variables, expected in (
         (TORCHRUN, (5, 1, 8, 4)),
         (SLURM, (5, 1, 6, 2)),
         ({**SLURM, **TORCHRUN}, (5, 1, 8, 4)),
         ({}, "start this script with a launcher, for example torchrun"),
         ({**TORCHRUN, "WORLD_SIZE": ""}, "not set: WORLD_SIZE"),
         ({**SLURM, "MASTER_PORT": ""}, "slurm.sbatch .not set: MASTER_PORT"),
-    ],
-)
-def test_ranks(variables, expected):
-    if isinstance(expected, tuple):
-        assert ranks_from_environment(variables) == expected
-    else:
-        with pytest.raises(UserError, match=expected):
-            ranks_from_environment(variables)
+    ):
+        if isinstance(expected, tuple):
+            assert ranks_from_environment(variables) == expected
+        else:
+            with pytest.raises(UserError, match=expected):
+                ranks_from_environment(variables)
 
 
 def test_where_spawned_processes_meet(monkeypatch):
@@ -67,42 +64,36 @@ def test_where_spawned_processes_meet(monkeypatch):
     assert os.environ["NCCL_SOCKET_IFNAME"] == "=lo"
 
 
-@pytest.mark.parametrize(
-    "count, rank, url, message",
-    [
-        (2, 1, "tcp://h:9", None),
+def test_machines_of_spawned_processes():
+    def check(count, rank, url):
+        args = Namespace(nprocs=None, nnodes=count, node_rank=rank, dist_url=url)
+        args.device = "cpu"
+        check_spawn_flags(args)
+        return args.nprocs
+
+    assert check(2, 1, "tcp://h:9") == 2
+    for *place, message in (
         (2, 1, None, "--nnodes N needs --dist-url and a --node-rank from 0 to N - 1"),
         (2, 2, "tcp://h:9", "from 0 to N - 1"),
         (1, 0, "tcp://h:99999", "tcp://h:99999 is not of the form HOST:PORT"),
-    ],
-)
-def test_machines_of_spawned_processes(count, rank, url, message):
-    args = Namespace(nprocs=None, nnodes=count, node_rank=rank, dist_url=url)
-    args.device = "cpu"
-    if message is None:
-        check_spawn_flags(args)
-        assert args.nprocs == 2
-    else:
+    ):
         with pytest.raises(UserError, match=message):
-            check_spawn_flags(args)
+            check(*place)
 
 
-@pytest.mark.parametrize(
-    "ended, status",
-    [
+def test_the_process_that_failed_first():
+    for *ended, status in (
         # By rank, exit status and second; torchrun ends the processes that are left
-        ([(1, 5), (-9, 5)], -9),  # killed, and lost by the other
-        ([(1, 5), (2, 6)], 2),  # an image that one cannot read
-        ([(1, 5), (-9, 35)], 1),  # hung, until torchrun killed it
-        ([(143, 5), (1, 5)], 1),  # one could not save
-    ],
-)
-def test_the_process_that_failed_first(ended, status):
-    failures = {}
-    for rank, (exitcode, second) in enumerate(ended):
-        failures[rank] = ProcessFailure(rank, 1, exitcode, "")
-        failures[rank].timestamp = second
-    assert root_cause(failures)[1].exitcode == status
+        ((1, 5), (-9, 5), -9),  # killed, and lost by the other
+        ((1, 5), (2, 6), 2),  # an image that one cannot read
+        ((1, 5), (-9, 35), 1),  # hung, until torchrun killed it
+        ((143, 5), (1, 5), 1),  # one could not save
+    ):
+        failures = {}
+        for rank, (exitcode, second) in enumerate(ended):
+            failures[rank] = ProcessFailure(rank, 1, exitcode, "")
+            failures[rank].timestamp = second
+        assert root_cause(failures)[1].exitcode == status
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -120,41 +111,36 @@ def test_a_gpu_that_cannot_be_used_is_reported_once(monkeypatch, capsys):
         select_device("cuda")
 
 
-@pytest.mark.parametrize(
-    "slurm, affinity, quota, expected",
-    [
+def test_cores_of_a_job(tmp_path, monkeypatch):
+    for slurm, affinity, quota, expected in (
         ("8", 2, "max 100000", 8),  # srun binds each of four tasks to its own share
         ("", 32, "550000 100000", 6),
         ("32", 32, "50000 100000", 1),
-    ],
-)
-def test_cores_of_a_job(slurm, affinity, quota, expected, tmp_path, monkeypatch):
-    monkeypatch.setenv("SLURM_CPUS_ON_NODE", slurm)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(affinity)))
-    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
-    (tmp_path / "sys/fs/cgroup/cpu.max").write_text(quota + "\n")
-    assert machine_cores(tmp_path) == expected
-    assert machine_cores(tmp_path / "nowhere") == int(slurm or affinity)
-    monkeypatch.setattr("launch.check.machine_cores", lambda: expected)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    set_threads(2)
-    set_threads(1)  # leaves what is set
-    assert os.environ["OMP_NUM_THREADS"] == str(max(1, expected // 2))
+    ):
+        monkeypatch.setenv("SLURM_CPUS_ON_NODE", slurm)
+        monkeypatch.setattr(os, "sched_getaffinity", Mock(return_value=range(affinity)))
+        (tmp_path / "sys/fs/cgroup").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "sys/fs/cgroup/cpu.max").write_text(quota + "\n")
+        assert machine_cores(tmp_path) == expected
+        assert machine_cores(tmp_path / "nowhere") == int(slurm or affinity)
+        monkeypatch.setattr("launch.check.machine_cores", Mock(return_value=expected))
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        set_threads(2)
+        set_threads(1)  # leaves what is set
+        assert os.environ["OMP_NUM_THREADS"] == str(max(1, expected // 2))
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
+def test_what_libraries_report_of_a_lost_process():
+    for message in (
         "The client socket has timed out after 600000ms while trying to connect to (a, 1)",
         "[Rank 7] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9)",
         "Some NCCL operations have failed or timed out. Due to the asynchronous nature",
         "NCCL communicator was aborted on rank 3",
         "ncclRemoteError: A call failed possibly due to a network error",
         "Horovod has been shut down. This was caused by an exception on one of the ranks",
-    ],
-)
-def test_what_libraries_report_of_a_lost_process(message):
-    assert LOST_PROCESS.search(message)
+        "Call to connect to 10.0.0.2<40000> failed : No route to host",
+    ):
+        assert LOST_PROCESS.search(message), message
 
 
 LOST = RuntimeError(
@@ -165,9 +151,8 @@ FULL = RuntimeError(
     "Caught RuntimeError in DataLoader worker process 0.\nRuntimeError: unable to "
     "allocate shared memory(shm) for file </torch_1_2_0>: No space left on device (28)"
 )
-
-NCCL = "NCCL error in: a.cpp:1, unhandled system error\nncclSystemError: System call\nLast error:\n"
-FULL_NCCL = "segment /dev/shm/nccl-a (size 9), error: No space left on device (28)"
+NCCL = "NCCL error in: a.cpp:1, unhandled system error\nncclSystemError: System call\n"
+FULL_NCCL = RuntimeError(f"{NCCL}/dev/shm/nccl-a (size 9): No space left on device")
 
 
 @pytest.mark.parametrize(
@@ -184,7 +169,7 @@ FULL_NCCL = "segment /dev/shm/nccl-a (size 9), error: No space left on device (2
         (ConnectionResetError(104, "Connection reset by peer"), 1, 1, "another"),
         (RuntimeError("EADDRINUSE port: 29500"), 0, 2, "port 29500 is in use"),
         (FULL, 1, 2, "/dev/shm is full: make it larger (docker run"),
-        (RuntimeError(NCCL + FULL_NCCL), 1, 2, "/dev/shm is full"),
+        (FULL_NCCL, 1, 2, "/dev/shm is full"),
         (RuntimeError(NCCL + "Too many open files"), 0, 1, "Traceback"),
         (RuntimeError("shape mismatch"), 0, 1, "Traceback"),
         (RuntimeError("CUDA error: the launch timed out and was"), 0, 1, "Traceback"),
@@ -219,9 +204,8 @@ def test_defaults_are_those_of_the_recipe():
 X = ("--data", "x")
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
+def test_bad_flags_end_with_status_2_and_one_line(capsys, monkeypatch):
+    for flags, message in (
         ((*X, "--epoch", "3"), "unrecognized arguments: --epoch 3"),
         ((), "give either --data DIR or --synthetic"),
         ((*X, "--arch", "resnet19"), "torchvision has no model resnet19"),
@@ -230,16 +214,14 @@ X = ("--data", "x")
         ((*X, "--lr", "nan"), "nan is not >= 0"),
         ((*X, "--min-crop", "1.5"), "1.5 is not >= 1e-06 and <= 1"),
         ((*X, "--evaluate"), "--evaluate needs --resume auto|PATH or --pretrained"),
-    ],
-)
-def test_bad_flags_end_with_status_2_and_one_line(flags, message, capsys, monkeypatch):
-    for rank in (0, 1):
-        monkeypatch.setenv("LOCAL_RANK", str(rank))
-        with pytest.raises(SystemExit) as end:
-            parse(*flags)
-        assert end.value.code == 2
-        error = capsys.readouterr().err
-        assert error.count("\n") == (rank == 0) and (rank or message in error)
+    ):
+        for rank in (0, 1):
+            monkeypatch.setenv("LOCAL_RANK", str(rank))
+            with pytest.raises(SystemExit) as end:
+                parse(*flags)
+            assert end.value.code == 2
+            error = capsys.readouterr().err
+            assert error.count("\n") == (rank == 0) and (rank or message in error)
 
 
 def make_log(*flags, rank=0, epoch=0, step=0, workers=0):
@@ -298,25 +280,24 @@ def test_progress_is_shown_by_rank_0(rank, terminal, clock, monkeypatch, capsys)
     assert (log.figures()["first_step"], log.figures()["warmup_steps"]) == (4, 2)
 
 
-@pytest.mark.parametrize(
-    "flags, epoch, step, printed",
-    [
+def test_a_run_begins_with_what_it_is(capsys):
+    for flags, epoch, step, printed in (
         (("--synthetic",), 0, 0, ""),
         (("--synthetic",), 1, 3, "after step 3 (image 1536 of the epoch)\n"),
         (("--synthetic",), 9, 0, "already complete: 9 of 9 epochs\n"),
         (("--synthetic", "--evaluate", "--resume", "auto"), 9, 0, ""),
-    ],
-)
-def test_a_run_begins_with_what_it_is(flags, epoch, step, printed, capsys):
-    log = make_log(*flags, "-b", 512, epoch=epoch, step=step)
-    log.start(10, 256)
-    text = capsys.readouterr().out
-    assert text.endswith(printed) and text.count("\n") == 2 + bool(printed)
-    assert "2 processes" in text and "learning rate 0.4\n" in text
-    for size in (15, 16):
-        log.start(10, size)
-        noted = "note: each process computes only 15 images" in capsys.readouterr().out
-        assert noted == (size == 15 and not log.args.evaluate)
+    ):
+        log = make_log(*flags, "-b", 512, epoch=epoch, step=step)
+        log.start(10, 256)
+        text = capsys.readouterr().out
+        assert text.endswith(printed) and text.count("\n") == 2 + bool(printed)
+        assert "2 processes" in text and "learning rate 0.4\n" in text
+        for size in (15, 16):
+            log.start(10, size)
+            noted = (
+                "note: each process computes only 15 images" in capsys.readouterr().out
+            )
+            assert noted == (size == 15 and not log.args.evaluate)
 
 
 def test_the_report_has_medians_of_whole_epochs(tmp_path):
@@ -348,27 +329,22 @@ def test_a_first_step_that_overflows_warns_of_nothing():
         build_scheduler(parse("--data", "x"), optimizer, 10).step()
 
 
-def data_of(classes):
-    return Namespace(classes=range(classes))
-
-
-@pytest.mark.parametrize(
-    "flags, problem",
-    [
+def test_a_model_that_cannot_be_built_is_one_line(monkeypatch):
+    for flags, problem in (
         ("--arch vit_b_16 --image-size 30", "Input shape indivisible by patch size!"),
         ("--arch maxvit_t --image-size 225", "is not divisible by partition size"),
         ("--pretrained", "'num_classes' expected value 1000 but got 10 "),
         ("--pretrained --arch vit_b_16 --image-size 192", "'image_size' expected"),
         ("--pretrained --arch maxvit_t --image-size 448", "'input_size' expected"),
         ("--pretrained --arch inception_v3", "no network"),
-    ],
-)
-def test_a_model_that_cannot_be_built_is_one_line(flags, problem, monkeypatch):
-    offline = Mock(side_effect=OSError("no network"))
-    monkeypatch.setattr(WeightsEnum, "get_state_dict", offline)
-    classes = range(10 if flags == "--pretrained" else 1000)
-    with pytest.raises(UserError, match=f"--arch .*{problem}"):
-        build_model(parse("--data", "x", *flags.split()), Namespace(classes=classes))
+    ):
+        offline = Mock(side_effect=OSError("no network"))
+        monkeypatch.setattr(WeightsEnum, "get_state_dict", offline)
+        classes = range(10 if flags == "--pretrained" else 1000)
+        with pytest.raises(UserError, match=f"--arch .*{problem}"):
+            build_model(
+                parse("--data", "x", *flags.split()), Namespace(classes=classes)
+            )
 
 
 @pytest.mark.parametrize("pretrained", ([], ["--pretrained"]))

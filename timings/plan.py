@@ -166,10 +166,7 @@ def gpus() -> list[dict[str, float]]:
 
 @contextmanager
 def images(args: argparse.Namespace) -> Iterator[Path]:
-    """Yield a folder of JPEG files: the user's, or hard links to a few generated files.
-
-    Loader processes read and decode every link.
-    """
+    """Yield a folder of JPEG files: the user's, or links to a few generated files."""
     if args.data or args.modes == ["synthetic"]:
         yield args.data
         return

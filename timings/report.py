@@ -14,6 +14,7 @@ from common.device import describe
 from timings.statistics import ERROR, MARGIN, Verdict, decide, levels
 
 WHERE = {"synthetic": "With images on the device", "jpeg": "From JPEG files"}
+LIBRARIES = ("horovod", "apex", "amp_C")  # the last one is Apex's CUDA extension
 INPUT_BOUND = 0.1  # share of the time spent waiting for data
 WIDTH, EDGE, LINE = 390, 12, 40  # the figure's sizes in pixels
 STYLE = """<style>
@@ -26,26 +27,15 @@ text{font:13px sans-serif;fill:var(--ink)}line{stroke:var(--ink)}
 
 
 def machine(device: str) -> dict:
-    """This machine's hardware and library versions."""
+    """This machine's hardware and libraries; a folder on PYTHONPATH has no version."""
+    known = {one.name: one.version for one in metadata.distributions()}
     return {
         "device_name": describe(torch.device(device)),
         "cpu_cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        **{one: version(one) for one in ("horovod", "apex")},
+        **{n: known.get(n, util.find_spec(n) and "installed") for n in LIBRARIES},
     }
-
-
-def version(library: str) -> str | None:
-    """A library's version; None if it is missing."""
-    if not util.find_spec(library):
-        return None
-    try:
-        found = metadata.version(library)
-    except metadata.PackageNotFoundError:
-        found = "of unknown version"  # for example, a folder on PYTHONPATH
-    slow = library == "apex" and not util.find_spec("amp_C")
-    return f"{found} without its CUDA extension" if slow else found
 
 
 def setting(settings: dict) -> str:
@@ -248,8 +238,7 @@ def write(folder: Path, last: bool) -> str:
     text += "".join(f"\nNot timed: {n}: {why}\n" for n, why in problems.items())
     if settings["device"] == "cpu":
         text += "\nProcesses were pinned to cores, and glibc kept freed memory.\n"
-    timed = {turn[0] for one in cohorts for turn in one["turns"]}
-    if settings["processes"] == 1 and "horovod_distributed" in timed:
+    if settings["processes"] == 1 and "\n| horovod_distributed" in text:  # was timed
         text += "\nWith one process, Horovod, unlike DDP, does not copy gradients.\n"
     for name in settings["shown"]:
         text += f"\n{name} is one process with all threads here: no verdict.\n"
@@ -261,7 +250,7 @@ def write(folder: Path, last: bool) -> str:
     text += f"\n{setting(settings)}, of which {minutes:.1f} were used.\n"
     text += (
         "{device_name}, {cpu_cores} cores; Python {python}, PyTorch {torch}, Horovod "
-        "{horovod}, Apex {apex}; commit {commit}.\n\n"
+        "{horovod}, Apex {apex} (amp_C: {amp_C}); commit {commit}.\n\n"
         "Each launch counts as one sample. Ratios have Student's t intervals over "
         "launches. The\nprobability that any verdict of a mode is wrong is at most "
         "{error:.0%} (Holm's method, divided\namong planned looks).\n"

@@ -45,9 +45,7 @@ def table(found):
     text = "| row | status | s | what came out | commit |\n| --- | --- | --- | --- | --- |\n"
     for name, (status, seconds, out, commit) in found.items():
         out = out.replace("|", "/")
-        text += (
-            f"| {name} | {status} | {seconds:.0f} | {out} | {(commit or '')[:12]} |\n"
-        )
+        text += f"| {name} | {status} | {seconds:.0f} | {out} | {commit[:12]} |\n"
     return text
 
 

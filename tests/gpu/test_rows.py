@@ -307,8 +307,7 @@ SYNCHRONIZED += [row(HOROVOD, 2, "fp32"), row(APEX, 2, "O1")]
 def test_its_batch_norm_sees_the_whole_batch(
     here, train, on_the_cpu, record_property, strategy, processes, precision
 ):
-    """As one process does, and as two without --sync-bn do not. In ResNet-18, rounding
-    would make larger differences at this learning rate."""
+    """As one process does, and as two without --sync-bn do not."""
     if not here.gpus:
         pytest.skip("a CPU: --sync-bn needs a GPU")
     found = train(strategy, processes, precision, *STEEP, "--sync-bn", net="norm")
