@@ -1,11 +1,10 @@
 """Train an ImageNet classifier with nn.DataParallel: one process, all GPUs.
 
 Every step copies the model to all GPUs, scatters the batch across them and gathers the
-outputs on the first GPU. The script needs no launcher. Without a GPU, it uses the CPU.
+outputs on the first GPU. The script needs no launcher.
 
     python dataparallel.py --data /path/to/imagenet
     CUDA_VISIBLE_DEVICES=0,1 python dataparallel.py --data /path/to/imagenet
-    bash scripts/dataparallel.sh --data /path/to/imagenet
 
 Lines between `# [name]` and `# [/name]` are specific to this strategy. All other lines
 of code are the same in all five scripts.
@@ -19,53 +18,57 @@ from torch import Tensor, nn
 from torch.utils.data.distributed import DistributedSampler
 
 from common.arguments import build_parser, parse_arguments
-from common.checkpoint import TrainingState
-from common.data import DeviceLoader, build_datasets, build_loader
-from common.device import autocast_dtype, best_precision, select_device
-from common.log import Log
-from common.meters import Meter, averages, batch_sums
-from common.model import build_model
-from common.schedule import build_scheduler
-from common.seeding import seed_step
-from launch.agreement import agree
-from launch.exits import Stopped, Watchdog, exit_status
+from common.checkpoint import Checkpoint
+from common.data import DeviceLoader, build_datasets, build_loader, seed_generators
+from common.errors import UserError, one_line_errors
+from common.meters import Meter, Timer, averages, batch_sums, in_words
+from common.model import autocast, best_precision, build_model, build_scheduler
 
 # [imports]
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-
-from common.errors import UserError
-from launch.check import check
 # [/imports]
 
 
 def main(args: Namespace) -> None:
     """Train and validate; every process runs this function."""
     # [1/6 launch] one process uses all GPUs
-    rank, world_size, local_world_size = 0, 1, 1
-    device = select_device(args.device)
+    rank, world_size = 0, 1
+    gpus = torch.cuda.device_count()
+    device = torch.device("cuda" if gpus else "cpu")
+    # nn.DataParallel starts new threads in each step; with benchmark, cuDNN would search
+    # again in each of them (https://github.com/pytorch/pytorch/issues/104701)
+    torch.backends.cudnn.benchmark = gpus == 1
+    if gpus > 1 and args.precision == "bf16":
+        raise UserError("--precision bf16: nn.DataParallel's threads would use fp16")
+    if gpus > 1 and args.compile:
+        raise UserError("--compile: nn.DataParallel's replicas cannot be compiled")
+    if gpus > 1:
+        args.precision = args.precision or "fp32"
     # [/launch]
 
     args.precision = args.precision or best_precision(device)
-    batch_size = args.global_batch_size // world_size  # this process's images per step
-    workers = args.workers // local_world_size  # this process's loader processes
-    train_set, val_set = data = build_datasets(args)
+    if args.global_batch_size % (world_size * args.accumulate):
+        raise UserError(
+            f"--global-batch-size {args.global_batch_size} is not a multiple of "
+            f"{world_size} processes times --accumulate {args.accumulate}"
+        )
+    train_set, val_set = build_datasets(args)
 
     # [2/6 shard] the single process takes every image
     train_sampler = DistributedSampler(
         train_set, num_replicas=world_size, rank=rank, seed=args.seed, drop_last=True
     )
-    val_sampler = range(rank, len(val_set), world_size)
+    val_sampler = range(len(val_set))
     # [/shard]
 
-    share = batch_size, workers, device
-    train_loader = build_loader(args, train_set, train_sampler, *share, training=True)
-    val_loader = build_loader(args, val_set, val_sampler, *share, training=False)
-    # Opens the checkpoint; raises an error if a process has other settings than rank 0
-    checkpoint = agree(args, rank, world_size, device, all_reduce, data)
+    train_loader = build_loader(
+        args, train_set, train_sampler, rank, world_size, device, training=True
+    )
+    val_loader = build_loader(
+        args, val_set, val_sampler, rank, world_size, device, training=False
+    )
 
-    layout = torch.contiguous_format if args.no_channels_last else torch.channels_last
-    raw_model = build_model(args, train_set).to(device, memory_format=layout)
+    raw_model = build_model(args, train_set.classes)
+    raw_model = raw_model.to(device, memory_format=torch.channels_last)
     if args.compile:
         raw_model.compile()
     optimizer = torch.optim.SGD(
@@ -77,43 +80,40 @@ def main(args: Namespace) -> None:
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
 
     # [3/6 wrap] a forward pass through `model` also splits the batch across the GPUs
-    gpus = list(range(torch.cuda.device_count())) if device.type == "cuda" else []
-    if args.compile and len(gpus) > 1:
-        raise UserError("--compile: nn.DataParallel's replicas cannot be compiled")
-    if args.sync_bn:
-        raise UserError("--sync-bn: nn.DataParallel has no synchronized batch norm")
-    model = raw_model
-    if gpus:
-        model = nn.DataParallel(model, device_ids=gpus, output_device=gpus[0])
-        model.parallel_apply = lasting_threads(gpus)
-    eval_model = model
-    extra = {}
+    model = nn.DataParallel(raw_model) if gpus > 1 else raw_model
+    eval_model = model  # the model to validate
+    saved = {"state_dict": raw_model}  # and its entry in the checkpoint
     # [/wrap]
 
     scheduler = build_scheduler(args, optimizer, len(train_loader))
-    state = TrainingState(args, data, raw_model, optimizer, scheduler, scaler, **extra)
-    state.resume(args, rank, checkpoint)
-    log = Log(args, state, device, rank, world_size, workers)  # rank 0 prints
-    log.start(len(train_loader), batch_size)
-
-    # From here on, a signal only requests a stop, unless there is nothing to save
-    watchdog = Watchdog(args.timeout, catch=not args.evaluate)
+    saved |= {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    checkpoint = Checkpoint(args, (train_set, val_set), saved)
+    checkpoint.load(rank, world_size, device, all_reduce)  # if --resume asks for it
+    if rank == 0:
+        print(
+            f"{args.arch}, {args.precision}, {world_size} x {device.type}, "
+            f"{len(train_loader)} steps of {args.global_batch_size} images per epoch; "
+            f"done: {checkpoint.epoch} epochs, {checkpoint.step} steps",
+            flush=True,
+        )
     if args.evaluate:
-        log.validation(validate(args, val_loader, eval_model, watchdog))
-    while state.epoch < args.epochs and not args.evaluate and not state.stop_requested:
-        train_sampler.set_epoch(state.epoch)
-        train(args, rank, train_loader, model, state, log, watchdog)
-        if not state.stop_requested:
-            val = validate(args, val_loader, eval_model, watchdog)
-            log.epoch(state.finish_epoch(val, log.figures()))
+        val = validate(args, val_loader, eval_model)
         if rank == 0:
-            log.write_report()
-            state.save()
+            print(f"val {in_words(val)}, {val['images']} images")
+
+    for epoch in range(checkpoint.epoch, 0 if args.evaluate else args.epochs):
+        train_sampler.set_epoch(epoch)
+        figures = train(
+            args, rank, train_loader, model, optimizer, scheduler, scaler, checkpoint
+        )
+        val = validate(args, val_loader, eval_model)
+        record = checkpoint.finish_epoch(val, figures)
+        if rank == 0:
+            checkpoint.save()
+            print(f"epoch {epoch + 1}/{args.epochs}: {in_words(record)}", flush=True)
 
     # [6/6 finish] nothing to shut down: there is no other process
     # [/finish]
-    if state.stop_requested:
-        raise Stopped(state.position)
 
 
 def train(
@@ -121,78 +121,62 @@ def train(
     rank: int,
     loader: DeviceLoader,
     model: nn.Module,
-    state: TrainingState,
-    log: Log,
-    watchdog: Watchdog,
-) -> None:
-    """Train one epoch, or the rest of a resumed one; add its metric sums to `state`."""
+    optimizer: torch.optim.Optimizer,
+    scheduler: torch.optim.lr_scheduler.LRScheduler,
+    scaler: torch.amp.GradScaler,
+    checkpoint: Checkpoint,
+) -> dict[str, float]:
+    """Train one epoch, or the rest of a resumed one; return its figures."""
     model.train()
-    meter = Meter()
-    loader.first_step = state.step
-    log.start_epoch(len(loader))
-    for step, (images, labels) in enumerate(loader, start=state.step + 1):
-        seed_step(args.seed, state.epoch, step, rank)
-        train_step(args, model, state, meter, images, labels)
-        state.learning_rate = state.optimizer.param_groups[0]["lr"]
-        state.scheduler.step()
-        watchdog.feed()
-        # Only here does the loop wait for the device and for the other processes
-        save = step % args.checkpoint_steps == 0 and step < len(loader)
-        if save or step == len(loader) or step % args.print_interval == 0:
-            sums = meter.reduce(all_reduce, stop=watchdog.stop_requested)
-            log.interval(step, state.add(step, sums), loader.wait_seconds())
-            if state.stop_requested:
-                break  # main() saves, as it does after the last step
-            if save and rank == 0:
-                state.save()
-    log.end_epoch()
-
-
-def train_step(
-    args: Namespace,
-    model: nn.Module,
-    state: TrainingState,
-    meter: Meter,
-    images: Tensor,
-    labels: Tensor,
-) -> None:
-    """Take one optimizer step on the gradients of --accumulate micro-batches."""
-    state.optimizer.zero_grad()
-    number = args.accumulate
-    parts = zip(images.chunk(number), labels.chunk(number), strict=True)
-    for part, (x, y) in enumerate(parts, start=1):
-        last = part == number
-        # [4/6 step] backward() adds up the replicas' gradients on the first GPU
-        outputs = forward(args, model, x)
-        loss = F.cross_entropy(outputs, y, label_smoothing=args.label_smoothing)
-        state.scaler.scale(loss / number).backward()
-        if last:
-            state.scaler.step(state.optimizer)
-            state.scaler.update()
-        # [/step]
-        meter.add(**batch_sums(loss, outputs, y))
+    meter, timer = Meter(), Timer()
+    epoch, done = checkpoint.epoch, checkpoint.step
+    for step, (images, labels) in enumerate(loader.epoch(epoch, done), start=done + 1):
+        seed_generators(args.seed, epoch, step, rank)
+        optimizer.zero_grad()
+        micro_batches = images.chunk(args.accumulate), labels.chunk(args.accumulate)
+        for part, (x, y) in enumerate(zip(*micro_batches, strict=True), start=1):
+            last = part == len(micro_batches[0])
+            # [4/6 step] backward() adds up the replicas' gradients on the first GPU
+            outputs = forward(args, model, x)
+            loss = F.cross_entropy(outputs, y, label_smoothing=args.label_smoothing)
+            scaler.scale(loss / args.accumulate).backward()
+            if last:
+                scaler.step(optimizer)
+                scaler.update()
+            # [/step]
+            meter.add(batch_sums(loss, outputs, y))
+        learning_rate = optimizer.param_groups[0]["lr"]
+        scheduler.step()
+        # Only here does the host wait for the device and for the other processes
+        if step % args.print_interval == 0 or step == len(loader):
+            recent = checkpoint.add(step, meter.reduce(all_reduce))
+            speed = timer.interval(step, recent["images"], loader.waited)
+            if rank == 0:
+                where = f"epoch {epoch + 1}/{args.epochs}, step {step}/{len(loader)}"
+                print(f"{where}: {in_words(recent)}, {speed}", flush=True)
+                if step < len(loader):
+                    checkpoint.save_if_due()
+    return {**timer.figures(loader.device), "learning_rate": learning_rate}
 
 
 def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:
     """Return float32 logits (B, classes) for normalized images (B, 3, S, S)."""
-    dtype = autocast_dtype(args.precision)
-    with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
+    with autocast(args.precision, images.device):
         return model(images).float()
 
 
 @torch.no_grad()
 def validate(
-    args: Namespace, loader: DeviceLoader, eval_model: nn.Module, watchdog: Watchdog
+    args: Namespace, loader: DeviceLoader, eval_model: nn.Module
 ) -> dict[str, float]:
     """Return metrics averaged over all validation images, equal in all processes."""
     broadcast_buffers(eval_model)
     eval_model.eval()
     meter = Meter()
-    for images, labels in loader:
+    for images, labels in loader.epoch(0):
         outputs = forward(args, eval_model, images)
-        meter.add(**batch_sums(F.cross_entropy(outputs, labels), outputs, labels))
-        watchdog.feed()
-    return averages(meter.reduce(all_reduce, stop=watchdog.stop_requested))
+        meter.add(batch_sums(F.cross_entropy(outputs, labels), outputs, labels))
+    return averages(meter.reduce(all_reduce))
 
 
 # [5/6 combine] the single process already has all sums and buffers
@@ -209,46 +193,12 @@ def broadcast_buffers(model: nn.Module) -> None:
 
 
 # [start]
-def lasting_threads(gpus: list[int]) -> Callable:
-    """Return a parallel_apply() for nn.DataParallel with one thread for each GPU.
-
-    nn.DataParallel itself starts new threads in each step. With cudnn.benchmark, cuDNN
-    searches for algorithms again in every new thread, and since 2.10, PyTorch never
-    frees the results: https://github.com/pytorch/pytorch/issues/104701. The new threads
-    also run bf16 as fp16, because autocast's dtype is thread-local.
-    """
-    threads = [ThreadPoolExecutor(1) for _ in gpus]
-
-    def apply(replicas: list, inputs: list, kwargs: list) -> list:
-        grad, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled("cuda")
-        dtype = torch.get_autocast_dtype("cuda")
-        streams = map(torch.cuda.current_stream, gpus)
-
-        def run(
-            stream: torch.cuda.Stream, replica: nn.Module, given: tuple, named: dict
-        ) -> Tensor:
-            with (
-                torch.cuda.stream(stream),  # on its GPU
-                torch.set_grad_enabled(grad),
-                torch.autocast("cuda", dtype, enabled=autocast),
-            ):
-                return replica(*given, **named)
-
-        parts = zip(threads, streams, replicas, inputs, kwargs, strict=False)
-        running = [thread.submit(run, *one) for thread, *one in parts]
-        return [one.result() for one in running]
-
-    return apply
-
-
-def arguments(argv: list[str] | None = None) -> Namespace:
+def arguments() -> Namespace:
     """Parse the command line."""
-    return parse_arguments(build_parser(__doc__), "dataparallel", argv)
+    return parse_arguments(build_parser(__doc__))
 
 
 if __name__ == "__main__":
-    with exit_status():
-        args = arguments()
-        check(args, 1)
-        main(args)
+    with one_line_errors():
+        main(arguments())
 # [/start]

@@ -1,6 +1,6 @@
-"""Code that all five scripts share: data, model, checkpoint and log, but no strategy.
+"""Code that all five scripts share: data, model, meters and checkpoint.
 
-Nothing in this package imports torch.distributed, Horovod, Apex or torch.nn.parallel;
-callers pass rank and world size as plain integers. A problem that the user can fix,
-such as a wrong flag, a missing folder or a damaged image, raises UserError.
+Nothing here imports torch.distributed, Horovod, Apex or torch.nn.parallel; the scripts
+pass ranks as plain integers. tar.py and nvimgcodec.py are optional: delete them if your
+images are in folders and --decoder nvimgcodec is not for you.
 """

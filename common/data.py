@@ -1,104 +1,90 @@
 """Datasets, and loaders that copy batches to the device."""
 
 import argparse
-import atexit
-import gc
 import hashlib
-import multiprocessing
 import os
-import resource
-import signal
-import sys
-import threading
+import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from itertools import chain, islice, pairwise
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count, islice, repeat
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision.datasets import FakeData
-from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
+from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from common.errors import SIGNALS, ImageError, UserError, end_children
+from common.errors import UserError
 from common.images import Picture, TrainTransform, ValTransform, read_image
-from common.model import pretrained_normalization, validation_protocol
-from common.seeding import seed_augmentation
-from common.tar import Archives, archives_of
 
-# Mean and standard deviation of the RGB values, for pixels between 0 and 255
-MEAN = (123.675, 116.28, 103.53)  # ImageNet's
+# Mean and standard deviation of ImageNet's RGB values, for pixels between 0 and 255
+MEAN = (123.675, 116.28, 103.53)
 STD = (58.395, 57.12, 57.375)
-PREFETCH = 2  # batches that DataLoader asks of each worker ahead of time
-MOST_OPEN_FILES = 65536  # each batch from a loader process takes two
-
-
-# --- datasets ---
-
-
-def digest_of(content: Any) -> int:
-    """A buffer's 48-bit digest, which a float64 represents exactly."""
-    digest = hashlib.blake2b(content, digest_size=6).digest()
-    return int.from_bytes(digest, "big")
-
-
-def fingerprint(dataset: Dataset) -> list[int | None]:
-    """The number of images and, for an ImageFolder, a digest of their names."""
-    names = dataset.paths if isinstance(dataset, ImageFolder) else None
-    return [len(dataset), None if names is None else digest_of(names.view("uint8"))]
 
 
 class ImageFolder(Dataset):
     """Images in one subfolder per class, or in tar archives of such a folder.
 
-    An item is (image, label): a transformed (3, H, W) uint8 RGB image, and an int. An
-    unreadable image raises ImageError.
+    An item is (image, label): a transformed (3, S, S) uint8 RGB image, and an int.
     """
 
     def __init__(
-        self,
-        root: Path,
-        classes: Sequence[str],
-        transform: Callable[[Picture], Tensor],
-        decoder: str,
+        self, root: Path, transform: Callable[[Picture], Tensor], decoder: str
     ):
-        """Index the folder `root`; a label is an index into `classes`.
+        """List the images. Raises UserError if there is no folder or an empty class.
 
-        `decoder` is a key of DECODERS. Raises UserError if a class has no images.
+        `decoder` is a key of DECODERS.
         """
         self.root = str(root)
-        self.classes = classes
         self.transform = transform
         self.decoder = decoder
-        self.archives = Archives(root) if archives_of(root) else None
-        if self.archives:
-            self.root += "*.tar"
+        self.archives = None
+        if not root.is_dir() and any(root.parent.glob(f"{root.name}*.tar")):
+            from common.tar import Archives
+
+            self.archives = Archives(root)
+            self.classes = self.archives.classes
             self.paths, self.labels = self.archives.paths, self.archives.labels
             return
-        labels = {name: label for label, name in enumerate(classes)}
         try:
-            samples = make_dataset(self.root, labels, IMG_EXTENSIONS)
-        except FileNotFoundError as error:  # a class has no images
-            raise UserError(f"{root}: {str(error)[:200]}") from None
+            self.classes = find_classes(self.root)[0]
+        except OSError as error:
+            raise UserError(
+                f"{root}: {error.strerror or error}; --data needs train/CLASS/*.JPEG "
+                "and val/CLASS/*.JPEG, or train.tar and val.tar"
+            ) from None
+        found = [images_below(os.path.join(self.root, name)) for name in self.classes]
+        for name, paths in zip(self.classes, found, strict=True):
+            if not paths:
+                raise UserError(f"{root / name} has no images")
         # Not lists: reading an item changes its reference count, so each loader process
         # would copy the list (https://github.com/pytorch/pytorch/issues/13246)
-        names = [os.fsencode(path[len(self.root) :]) for path, _ in samples]
+        names = [os.fsencode(path[len(self.root) :]) for one in found for path in one]
         self.paths = numpy.array(names)
-        self.labels = numpy.array([label for _, label in samples], numpy.int64)
+        self.labels = numpy.repeat(range(len(found)), list(map(len, found)))
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         path = self.root + os.fsdecode(self.paths[index])
-        read = partial(self.archives.read, index) if self.archives else None
-        image = read_image(path, self.decoder, self.transform, read)
+        content = self.archives.read(index) if self.archives else None
+        image = read_image(path, self.decoder, self.transform, content)
         return image, int(self.labels[index])
+
+
+def images_below(root: str) -> list[str]:
+    """The sorted paths of the images in a folder; links to folders are not followed."""
+    return [
+        os.path.join(folder, file)
+        for folder, _, files in sorted(os.walk(root))
+        for file in sorted(files)
+        if file.lower().endswith(IMG_EXTENSIONS)
+    ]
 
 
 class RandomImages(FakeData):
@@ -112,7 +98,7 @@ class RandomImages(FakeData):
 
 
 def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
-    """Open the training and validation datasets.
+    """Open the training and validation datasets; with --evaluate, both are the second.
 
     Raises UserError if a folder is missing or empty, or if their classes differ.
     """
@@ -121,314 +107,187 @@ def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
         # ImageNet has 25.6 training images for each validation image
         val_images = max(args.global_batch_size, args.synthetic // 25)
         return RandomImages(args.synthetic, size), RandomImages(val_images, size)
-    (train_folder, val_folder), classes = open_folders(args)
-    train_transform = TrainTransform(size, args.min_crop, flip=not args.no_flip)
-    val_transform = ValTransform(*validation_protocol(args))
-    return (
-        ImageFolder(train_folder, classes, train_transform, args.decoder),
-        ImageFolder(val_folder, classes, val_transform, args.decoder),
-    )
-
-
-def open_folders(args: argparse.Namespace) -> tuple[tuple[Path, Path], list[str]]:
-    """Return train/, val/ and their classes; raises UserError if the classes differ."""
-    folders = Path(args.data, "train"), Path(args.data, "val")
-    classes, val_classes = map(class_folders, folders)
-    different = sorted(set(classes) ^ set(val_classes))
-    if different:
-        names = ", ".join(different[:3]) + (" ..." if len(different) > 3 else "")
+    val_set = ImageFolder(Path(args.data, "val"), ValTransform(size), args.decoder)
+    if args.evaluate:
+        return val_set, val_set
+    transform = TrainTransform(size, args.min_crop, flip=not args.no_flip)
+    train_set = ImageFolder(Path(args.data, "train"), transform, args.decoder)
+    if different := sorted(set(train_set.classes) ^ set(val_set.classes)):
         raise UserError(
-            f"{args.data}: train/ and val/ must have the same class folders; "
-            f"{len(different)} found in only one of them: {names}"
+            f"{args.data}: train/ and val/ must have the same classes; "
+            f"{len(different)} are in only one of them, for example {different[0]}"
         )
-    return folders, classes
+    return train_set, val_set
 
 
-def class_folders(root: Path) -> list[str]:
-    """Return the sorted class folders in `root`; raises UserError if it has none."""
-    if archives_of(root):
-        return Archives(root).classes()
-    try:
-        return find_classes(root)[0]
-    except OSError as error:
-        raise UserError(
-            f"cannot open the folder {root}: {error.strerror or error}; --data must be "
-            "a folder with train/CLASS/*.JPEG and val/CLASS/*.JPEG, or train.tar and "
-            "val.tar"
-        ) from None
+def fingerprint(dataset: Dataset) -> list[int]:
+    """The number of images and, for an ImageFolder, a 48-bit digest of their names."""
+    if not isinstance(dataset, ImageFolder):
+        return [len(dataset), 0]
+    digest = hashlib.blake2b(dataset.paths.view("uint8"), digest_size=6).digest()
+    return [len(dataset), int.from_bytes(digest, "big")]
 
 
-# --- the order of the images ---
+class EpochKeys:
+    """Keys for a SeededDataset: (epoch, position in the epoch's order, index).
 
-
-class EpochBatches:
-    """Batches of (epoch, index) keys from a PyTorch sampler, starting at batch `first`.
-
-    The keys carry the epoch to loader processes, which run for several epochs.
+    They carry the epoch to the loader processes, which run for several epochs.
     """
 
-    def __init__(
-        self, sampler: Iterable[int], batch_size: int, drop_last: bool, most: int | None
-    ):
+    def __init__(self, sampler: Sequence[int], rank: int, world_size: int, limit: int):
         self.sampler = sampler
-        self.batches = BatchSampler(sampler, batch_size, drop_last)
-        self.first = 0
-        self.most = most
+        self.place = rank, world_size
+        self.limit = limit
+        self.epoch, self.first = 0, 0  # set before each epoch
 
     def __len__(self) -> int:
-        return min(self.most or len(self.batches), len(self.batches))
+        return min(self.limit, len(self.sampler))
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        if self.first >= len(self):
-            return
-        epoch = getattr(self.sampler, "epoch", 0)  # set by DistributedSampler.set_epoch
-        for batch in islice(self.batches, self.first, len(self)):
-            yield [(epoch, index) for index in batch]
+    def __iter__(self) -> Iterator[tuple[int, int, int]]:
+        # This process's images are every world_size-th of the epoch's order
+        keys = zip(repeat(self.epoch), count(*self.place), self.sampler)
+        return islice(keys, self.first, len(self))
+
+
+def seed_generators(*key: int) -> None:
+    """Seed Python's, NumPy's and PyTorch's random numbers from non-negative integers.
+
+    What is drawn next then depends on the key alone, in a resumed run too.
+
+    Source:
+    https://numpy.org/doc/stable/reference/random/bit_generators/generated/numpy.random.SeedSequence.html
+    """
+    number = int(numpy.random.SeedSequence(key).generate_state(1)[0])
+    random.seed(number)
+    numpy.random.seed(number)
+    # torch.manual_seed() would take 100 times as long while CUDA is not in use
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(number)
 
 
 class SeededDataset(Dataset):
-    """A dataset with (epoch, index) keys; a key also seeds the augmentation."""
+    """A dataset with keys from EpochKeys; a key also seeds the augmentation."""
 
     def __init__(self, dataset: Dataset, seed: int):
         self.dataset = dataset
         self.seed = seed
 
-    def __getitem__(self, key: tuple[int, int]) -> Any:
-        epoch, index = key
-        seed_augmentation(self.seed, epoch, index)
-        try:
-            return self.dataset[index]
-        except ImageError as error:
-            return error  # DeviceLoader raises it, without the worker's traceback
+    def __getitem__(self, key: tuple[int, int, int]) -> Any:
+        epoch, position, index = key
+        seed_generators(self.seed, epoch, index)
+        return self.dataset[index]
 
 
-def collate(items: list) -> list[Tensor] | ImageError:
-    """Return (B, 3, S, S) uint8 images and (B,) int64 labels, or an ImageError."""
-    for item in items:
-        if isinstance(item, ImageError):
-            return item
-        if not is_image_and_label(item):
-            return ImageError(
-                f"a dataset item is {described(item)}, but it must be a pair of a "
-                "uint8 tensor (3, S, S) and an int label; images are normalized "
-                "later, on the device"
-            )
-    sizes = sorted({image.shape[-1] for image, _ in items})
-    if len(sizes) > 1:
-        return ImageError(
-            f"a batch has images of {sizes[0]} px and {sizes[1]} px: the dataset must "
-            "resize all images to the same size"
-        )
-    # Decoders store a pixel's three values next to each other. A batch that keeps this
-    # order can be copied faster, and is already in channels_last format
+def collate(items: list[tuple[Tensor, int]]) -> list[Tensor]:
+    """Return (B, 3, S, S) images and (B,) int64 labels.
+
+    Decoders store a pixel's three values next to each other. A batch that keeps this
+    order can be copied faster, and is already in channels_last format.
+    """
     images, labels = default_collate(
         [(image.permute(1, 2, 0), label) for image, label in items]
     )
     return [images.permute(0, 3, 1, 2), labels]
 
 
-def is_image_and_label(item: Any) -> bool:
-    """Whether an item is a pair of a square uint8 RGB image and an int label."""
-    match item:
-        case [Tensor(dtype=torch.uint8, shape=[3, height, width]), label]:
-            if isinstance(label, Tensor) and label.dtype == torch.int64:
-                label = label.tolist()  # as in a TensorDataset
-            return height == width and isinstance(label, int | numpy.integer)
-    return False
-
-
-def described(item: Any) -> str:
-    """Describe a dataset item in words."""
-    if isinstance(item, Tensor):
-        return f"a {str(item.dtype).removeprefix('torch.')} tensor {tuple(item.shape)}"
-    if isinstance(item, tuple | list):
-        return f"({', '.join(map(described, item))})"
-    return f"of type {type(item).__name__}"
-
-
-def settle_worker(worker: int) -> None:
-    """Make a loader process exit when its training process does, and not before.
-
-    It ignores signals, because the training process saves first. It also watches the
-    training process, because its parent process may be a fork server.
-    """
-
-    def end_with_trainer() -> None:
-        multiprocessing.parent_process().join()
-        os._exit(1)
-
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # importing nvImageCodec could open a GPU
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    sys.excepthook = lambda *_: None  # no traceback if the trainer is killed
-    threading.Thread(target=end_with_trainer, daemon=True).start()
-
-
-# --- loaders ---
-
-
 class DeviceLoader:
-    """Batches on the device: (B, 3, S, S) normalized float32 and (B,) int64 labels.
+    """Batches on the device: (B, 3, S, S) normalized float32 and (B,) int64 labels."""
 
-    Iterating raises ImageError if an image is unusable.
-    """
-
-    def __init__(
-        self,
-        loader: Iterable,
-        batches: EpochBatches,
-        device: torch.device,
-        layout: torch.memory_format,
-    ):
+    def __init__(self, loader: DataLoader, device: torch.device, repeated: bool):
+        """`repeated`: yield the first batch again and again, without loading it."""
         self.loader = loader
-        self.batches = batches
         self.device = device
-        self.layout = layout
         self.mean = torch.tensor(MEAN, device=device).view(1, 3, 1, 1)
         self.std = torch.tensor(STD, device=device).view(1, 3, 1, 1)
-        self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.waits: list = []
-        self.first_step = 0  # batches to skip when an epoch is resumed
+        self.waited = 0.0  # seconds of waiting for data in this epoch
+        self.batch = self.copy(*next(iter(loader))) if repeated else None
 
     def __len__(self) -> int:
-        """The number of batches in a whole epoch, even in a resumed one."""
-        return len(self.batches)
+        """The number of batches in a whole epoch."""
+        return len(self.loader)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        self.batches.first = self.first_step
-        self.waits.clear()
-        batches = map(self._send, self.loader)
-        if self.copies is not None:
-            # Start copying the next batch before yielding this one; otherwise a step
-            # that blocks the host would delay the copy
-            batches = (batch for batch, _ in pairwise(chain(batches, [None])))
+    def epoch(self, epoch: int, first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield an epoch's batches, from number `first` on if the epoch is resumed.
+
+        Raises UserError if an image is unusable.
+        """
+        self.waited = 0.0
+        if self.batch is not None:
+            yield from repeat(self.batch, len(self) - first)
+            return
+        keys = self.loader.sampler
+        keys.epoch, keys.first = epoch, first * self.loader.batch_size
+        batches = iter(self.loader)
         while True:
-            idle_from = self._now()
+            began = time.perf_counter()
             batch = next(batches, None)
+            self.waited += time.perf_counter() - began
             if batch is None:
                 return
-            images, labels, arrival = batch
-            if arrival is not None:
-                # Make subsequent work on the device wait for this batch, whose memory
-                # the allocator must not reuse before the step ends
-                compute = torch.cuda.current_stream(self.device)
-                compute.wait_event(arrival)
-                images.record_stream(compute)
-                labels.record_stream(compute)
-            self.waits.append((idle_from, self._now()))
-            yield self.normalize(images), labels
+            yield self.copy(*batch)
 
-    def normalize(self, images: Tensor) -> Tensor:
-        """(B, 3, S, S) uint8 on the device -> float32, zero mean and unit variance."""
-        images = images.to(torch.float32, memory_format=self.layout)
-        return images.sub_(self.mean).div_(self.std)
+    def copy(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Copy a batch to the device and normalize its uint8 images.
 
-    def wait_seconds(self) -> float:
-        """Seconds of waiting for data since the last call; the device must be idle."""
-        waits, self.waits = self.waits, []
-        if self.device.type == "cuda":
-            return sum(start.elapsed_time(end) for start, end in waits) / 1000
-        return sum(end - start for start, end in waits)
-
-    def _send(self, batch: list[Tensor] | ImageError) -> tuple:
-        """Start copying a batch; return (images, labels, arrival event)."""
-        if isinstance(batch, ImageError):
-            raise batch
-        images, labels = batch
-        if self.copies is None:
-            return images, labels, None
-        # On its own stream, the copy overlaps with the previous step
-        with torch.cuda.stream(self.copies):
-            images = images.to(self.device, non_blocking=True)
-            labels = labels.to(self.device, non_blocking=True)
-        return images, labels, self.copies.record_event()
-
-    def _now(self) -> Any:
-        """The current time: a CUDA event on a GPU, the clock on a CPU."""
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-
-class RepeatedBatch(DeviceLoader):
-    """The sampler's first batch, repeated, on the device from the start."""
-
-    def __init__(self, dataset: Dataset, batches: EpochBatches, *where: Any):
-        super().__init__(dataset, batches, *where)
-        first = next(iter(batches), [(0, 0)])  # of epoch 0, even in a resumed run
-        images, labels = collate([dataset[index] for _, index in first])
-        self.images = self.normalize(images.to(self.device))
-        self.labels = labels.to(self.device)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        self.batches.first = self.first_step
-        for batch in self.batches:
-            yield self.images[: len(batch)], self.labels[: len(batch)]
+        Raises UserError for other images: to normalize twice would ruin them.
+        """
+        if images.dtype != torch.uint8:
+            raise UserError(
+                f"the dataset's images are {images.dtype}, but must be uint8 from 0 to "
+                "255: common/data.py normalizes them on the device"
+            )
+        images = images.to(self.device, non_blocking=True)
+        images = images.to(torch.float32, memory_format=torch.channels_last)
+        labels = labels.to(self.device, non_blocking=True)
+        return images.sub_(self.mean).div_(self.std), labels
 
 
 def build_loader(
     args: argparse.Namespace,
     dataset: Dataset,
-    sampler: Iterable[int],
-    batch_size: int,
-    workers: int,
+    sampler: Sequence[int],
+    rank: int,
+    world_size: int,
     device: torch.device,
     training: bool,
 ) -> DeviceLoader:
-    """Build one process's loader; raises UserError if the images do not fill a batch.
+    """Build one process's loader and start its loader processes.
 
     Args:
         dataset: each item is a (3, S, S) uint8 image and an int label.
         sampler: this process's indices, as a DistributedSampler or any sequence.
-        batch_size: this process's images per step.
-        workers: this process's loader processes; with 0, it loads the data itself.
-        training: drop the last incomplete batch, and end after --max-steps batches.
+        training: a batch is one step's images, and an incomplete one is dropped;
+            in validation, a batch is as large as a micro-batch.
+
+    Raises:
+        UserError: there are too few images.
     """
-    if training and len(dataset) < args.global_batch_size and not args.evaluate:
+    batch_size = args.global_batch_size // world_size  # this process's images
+    if not training:
+        batch_size //= args.accumulate
+    limit = batch_size * args.max_steps if training and args.max_steps else len(dataset)
+    keys = EpochKeys(sampler, rank, world_size, limit)
+    if len(keys) < (batch_size if training else 1) and not args.evaluate:
         raise UserError(
-            f"{len(dataset)} training images do not fill one global batch of "
-            f"{args.global_batch_size}; lower --global-batch-size"
+            f"{len(dataset)} {'training' if training else 'validation'} images are too "
+            f"few for {world_size} processes and --global-batch-size"
         )
-    layout = torch.contiguous_format if args.no_channels_last else torch.channels_last
-    most = args.max_steps if training else None
-    batches = EpochBatches(sampler, batch_size, training, most)
-    if isinstance(dataset, RandomImages):
-        return RepeatedBatch(dataset, batches, device, layout)
+    unused = args.synthetic or (args.evaluate and training)
+    workers = 0 if unused else args.workers
     loader = DataLoader(
         SeededDataset(dataset, args.seed),
-        batch_sampler=batches,
+        batch_size=batch_size,
+        sampler=keys,
         num_workers=workers,
         collate_fn=collate,
         pin_memory=device.type == "cuda",
+        drop_last=training,
         persistent_workers=workers > 0,
-        worker_init_fn=settle_worker,
     )
     if workers:
-        start_workers(loader, batches)
-    on_device = DeviceLoader(loader, batches, device, layout)
-    if args.pretrained:
-        mean, std = pretrained_normalization(args.arch)
-        on_device.mean.copy_(mean)
-        on_device.std.copy_(std)
-    return on_device
-
-
-def start_workers(loader: DataLoader, batches: EpochBatches) -> None:
-    """Start the loader processes now, before there is anything to load.
-
-    A later fork can deadlock: if another thread, for example a communication library's,
-    holds an interpreter lock during the fork, the child process never gets the lock
-    (https://github.com/python/cpython/issues/112275).
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = max(soft, min(hard, MOST_OPEN_FILES))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    # Garbage collection writes to every object that it visits, and a process copies the
-    # memory pages that it writes to: https://docs.python.org/3/library/gc.html#gc.freeze
-    gc.freeze()
-    atexit.register(gc.unfreeze)  # otherwise libraries report leaks at exit
-    batches.first = len(batches)  # nothing to load yet
-    iter(loader)  # persistent workers: the next iter() reuses them
-    atexit.register(end_children)
+        # Start the loader processes before training communicates: a fork may deadlock
+        # while another thread holds a lock
+        keys.first = len(keys)  # nothing to load yet
+        iter(loader)
+    return DeviceLoader(loader, device, repeated=bool(args.synthetic))

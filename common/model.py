@@ -1,113 +1,81 @@
-"""The model: any torchvision classification model, by default a ResNet-18."""
+"""The model (any torchvision classifier), its precision and its learning rate."""
 
 import argparse
-from typing import Any
+import math
+import warnings
+from collections.abc import Sequence
 
 import torch
-import torchvision
-from torch import Tensor, nn
-from torch.utils.data import Dataset
-from torchvision.models import get_model, get_model_weights
-from torchvision.transforms.v2 import InterpolationMode
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torchvision.models import get_model
 
 from common.errors import UserError
 
-
-def architectures() -> list[str]:
-    """Names of torchvision's classification models."""
-    return torchvision.models.list_models(module=torchvision.models)
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def build_model(args: argparse.Namespace, dataset: Dataset) -> nn.Module:
-    """Build `args.arch`: (B, 3, S, S) images in, (B, classes) outputs.
+def build_model(args: argparse.Namespace, classes: Sequence[str]) -> nn.Module:
+    """Build `args.arch`: (B, 3, S, S) images in, (B, len(classes)) outputs.
 
-    Its initial weights are torchvision's (--pretrained), or depend only on the seed, so
-    they are the same in every process. Raises UserError if the dataset has no
-    `classes`, or if the weights do not fit or cannot be loaded.
+    The initial weights are torchvision's (--pretrained), or depend only on the seed, so
+    that they are the same in every process. Raises UserError if torchvision has no such
+    model, or no such weights for these classes and this image size.
     """
-    if not hasattr(dataset, "classes"):
-        raise UserError(
-            f"{type(dataset).__name__} has no `classes`, a list with one class name "
-            "for each output of the model"
-        )
-    options: dict = {"num_classes": len(dataset.classes)}
+    options: dict = {"num_classes": len(classes)}
     if args.arch.startswith("vit_"):
         options["image_size"] = args.image_size
-    if args.arch.startswith("maxvit"):
-        options["input_size"] = (args.image_size, args.image_size)
-    if args.arch in ("googlenet", "inception_v3") and not args.pretrained:
-        options |= {"aux_logits": False, "init_weights": True}
-    weights = get_model_weights(args.arch).DEFAULT if args.pretrained else None
     torch.manual_seed(args.seed)
     try:
+        weights = "DEFAULT" if args.pretrained else None
         model = get_model(args.arch, weights=weights, **options)
     except (OSError, ValueError, AssertionError) as error:
-        flags = f"--arch {args.arch} --image-size {args.image_size}"
-        flags += " --pretrained" * args.pretrained
-        raise UserError(f"{flags}: {error}") from None
-    if args.arch == "inception_v3":  # no auxiliary outputs
-        model.aux_logits, model.AuxLogits = False, None
+        raise UserError(f"--arch {args.arch}: {error}") from None
+    if args.arch in ("googlenet", "inception_v3"):  # one output instead of several
+        model.aux_logits = False
+        model.AuxLogits = model.aux1 = model.aux2 = None
     return model
 
 
-def validation_protocol(args: argparse.Namespace) -> tuple[int, int, InterpolationMode]:
-    """Return (crop size, shorter side before cropping, interpolation) for validation.
+def best_precision(device: torch.device) -> str:
+    """bf16 if the device computes it natively, otherwise fp32."""
+    if device.type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        able = torch.cpu.get_capabilities()
+        native = any(able.get(n) for n in ("avx512_bf16", "amx_bf16", "bf16"))
+    return "bf16" if native else "fp32"
 
-    Sizes are in pixels. Pretrained weights at their own size use torchvision's values.
-    Otherwise, the shorter side is 8/7 of the crop size, as in the ResNet paper.
 
-    Source: https://docs.pytorch.org/vision/stable/models.html#using-the-pre-trained-models
+def autocast(precision: str, device: torch.device) -> torch.autocast:
+    """Return a context that computes in a key of PRECISIONS where that is safe."""
+    dtype = PRECISIONS[precision]
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+
+
+def build_scheduler(
+    args: argparse.Namespace, optimizer: torch.optim.Optimizer, steps_per_epoch: int
+) -> LambdaLR:
+    """Build the learning rate's scheduler; call its step() after each optimizer step.
+
+    The rate rises linearly in --warmup-epochs. Then it falls by a factor of 10 every 30
+    epochs of the run (--schedule step), or follows half a cosine down to 0.
+
+    Source: Goyal et al. 2017, https://arxiv.org/abs/1706.02677, section 2.2
     """
-    size = args.image_size
-    if args.pretrained:
-        preset = get_model_weights(args.arch).DEFAULT.transforms()
-        if preset.crop_size == [size]:
-            return size, preset.resize_size[0], preset.interpolation
-    return size, size * 256 // 224, InterpolationMode.BILINEAR
+    steps_per_epoch, warmup_epochs = max(1, steps_per_epoch), args.warmup_epochs
 
+    def factor(step: int) -> float:
+        epoch = (step + 1) / steps_per_epoch
+        if epoch < warmup_epochs:
+            return epoch / warmup_epochs
+        if args.schedule == "cosine":
+            length = max(args.epochs - warmup_epochs, 1e-9)
+            progress = (step / steps_per_epoch - warmup_epochs) / length
+            return 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
+        return 0.1 ** (step // steps_per_epoch // 30)
 
-def pretrained_normalization(arch: str) -> Tensor:
-    """The mean and standard deviation that torchvision's weights expect: (2, 3, 1, 1).
-
-    Pixels are from 0 to 255. All models except efficientnet_v2_l use ImageNet's values.
-    """
-    preset = get_model_weights(arch).DEFAULT.transforms()
-    values = torch.tensor([preset.mean, preset.std], dtype=torch.float64) * 255
-    return values.float().view(2, 3, 1, 1)
-
-
-def pretrained_image_size(arch: str) -> int:
-    """The image size at which torchvision validates the model's weights."""
-    return get_model_weights(arch).DEFAULT.transforms().crop_size[0]
-
-
-def contiguous_view(tensor: Tensor) -> Tensor:
-    """View a channels_last tensor as contiguous (O, H, W, I); return others unchanged.
-
-    Horovod accepts only contiguous tensors.
-    """
-    if tensor.dim() == 4 and not tensor.is_contiguous():
-        return tensor.permute(0, 2, 3, 1)
-    return tensor
-
-
-class InMemoryOrder:
-    """Passes gradients to a compressor as contiguous views, and restores their format.
-
-    Source: https://horovod.readthedocs.io/en/stable/api.html#horovod.torch.Compressor
-    """
-
-    def __init__(self, compressor: Any):
-        self.compressor = compressor
-
-    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        """Compress a gradient of any memory format."""
-        view = contiguous_view(tensor)
-        compressed, context = self.compressor.compress(view)
-        return compressed, (context, view is not tensor)
-
-    def decompress(self, tensor: Tensor, context: Any) -> Tensor:
-        """Undo `compress`, memory format included."""
-        inner, permuted = context
-        tensor = self.compressor.decompress(tensor, inner)
-        return tensor.permute(0, 3, 1, 2) if permuted else tensor
+    # The scaler skips fp16 steps that overflow; the scheduler would warn about them
+    message = r"Detected call of `lr_scheduler\.step\(\)` before"
+    warnings.filterwarnings("ignore", message)
+    return LambdaLR(optimizer, factor)

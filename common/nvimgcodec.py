@@ -1,10 +1,9 @@
-"""Decodes only the needed part of a JPEG, with NVIDIA nvImageCodec on the CPU."""
+"""Optional: decodes only the needed part of a JPEG, with nvImageCodec on the CPU."""
 
 import functools
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -12,40 +11,32 @@ import numpy
 import torch
 from torch import Tensor
 
+from common.images import Picture
 
-class NvimgcodecPicture:
-    """An image file; nvImageCodec decodes only the rectangle that is read.
 
-    Damage elsewhere in the file goes unnoticed. The library does not report why it
-    cannot read a file, so `otherwise` then reads the file or raises an error.
+def open_picture(content: bytes) -> Picture | None:
+    """Open a file; return None if nvImageCodec cannot read it.
+
+    The library decodes only the rectangle that crop() gets, so that damage elsewhere in
+    the file goes unnoticed.
 
     Source: https://docs.nvidia.com/cuda/nvimagecodec/py_api.html
     """
+    codec, decoder, params = make_decoder(os.getpid())
+    try:
+        stream = codec.CodeStream(content)
+    except RuntimeError:
+        return None
 
-    def __init__(self, content: bytes, otherwise: Callable):
-        self.content = content
-        self.otherwise = otherwise
-        self.codec, self.decoder, self.params = make_decoder(os.getpid())
-        self.stream = self.codec.CodeStream(content)
-        self.height, self.width = self.stream.height, self.stream.width
-
-    def read(self, top: int, left: int, height: int, width: int) -> Tensor:
-        """Read a rectangle of pixels: a (3, height, width) uint8 tensor."""
-        region = self.codec.Region(top, left, top + height, left + width)
-        part = self.stream.get_sub_code_stream(region=region)
-        image = self.decoder.decode(part, params=self.params)
+    def crop(top: int, left: int, height: int, width: int) -> Tensor:
+        region = codec.Region(top, left, top + height, left + width)
+        part = stream.get_sub_code_stream(region=region)
+        image = decoder.decode(part, params=params)
         if image is None:
-            return self.otherwise(self.content).read(top, left, height, width)
+            raise ValueError("nvImageCodec cannot decode it; try another --decoder")
         return torch.from_numpy(numpy.asarray(image)).permute(2, 0, 1)
 
-
-def open_picture(content: bytes, otherwise: Callable) -> Any:
-    """Open a file; `otherwise(content)` opens it if nvImageCodec cannot."""
-    make_decoder(os.getpid())  # raises the error if no decoder can be created
-    try:
-        return NvimgcodecPicture(content, otherwise)
-    except RuntimeError:
-        return otherwise(content)
+    return Picture(stream.height, stream.width, crop)
 
 
 @functools.cache
@@ -67,15 +58,11 @@ def check_library() -> None:
 @functools.cache
 def make_decoder(process: int) -> tuple[ModuleType, Any, Any]:
     """Return the library, this process's decoder, and the decoder's parameters."""
+    if torch.utils.data.get_worker_info():
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the import could open a GPU
     os.environ.setdefault("PYNVIMGCODEC_VERBOSITY", "0")
-    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)  # the import's warnings are about GPUs
-        from nvidia import nvimgcodec as codec
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
-        os.close(nowhere)
+    from nvidia import nvimgcodec as codec
+
     decoder = codec.Decoder(
         device_id=codec.NVIMGCODEC_DEVICE_CPU_ONLY,
         max_num_cpu_threads=1,

@@ -1,4 +1,4 @@
-"""Finds images in tar archives, and reads them in any order without unpacking."""
+"""Optional: reads images from tar archives in any order, without unpacking."""
 
 import functools
 import hashlib
@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from common.errors import UserError, say, speaks_for_machine
+from common.errors import UserError
 
 
 def archives_of(root: Path) -> list[Path]:
@@ -27,7 +27,8 @@ class Archives:
     """The images in the archives that replace a folder, sorted as ImageFolder does.
 
     For N images: `paths`, (N,) bytes; `labels`, (N,) int64; `places`, (N, 3) int64, the
-    archive's index, offset and size in bytes. Raises UserError if one is unusable.
+    archive's index, offset and size in bytes. `classes` are the class folders. Raises
+    UserError if an archive is unusable.
     """
 
     def __init__(self, root: Path):
@@ -37,11 +38,8 @@ class Archives:
         index = cached_index(root, *((n, s.st_size, s.st_mtime_ns) for n, s in found))
         columns = (numpy.ascontiguousarray(index[name]) for name in index.dtype.names)
         self.paths, self.labels, self.places = columns
-
-    def classes(self) -> list[str]:
-        """Return the sorted names of the class folders."""
         _, first = numpy.unique(self.labels, return_index=True)
-        return [os.fsdecode(path).split("/")[1] for path in self.paths[first]]
+        self.classes = [os.fsdecode(path).split("/")[1] for path in self.paths[first]]
 
     def read(self, image: int) -> bytes:
         """Read an image file; each process opens an archive only once."""
@@ -64,15 +62,9 @@ def cached_index(root: Path, *stats: tuple[str, int, int]) -> numpy.ndarray:
     with suppress(OSError, ValueError, EOFError):
         return numpy.load(file)
     index = build_index(archives_of(root))
-    text = f"found {len(index)} images in {root}*.tar; later runs will reuse {file}"
-    try:
-        with tempfile.TemporaryDirectory(dir=root.parent) as folder:
-            numpy.save(Path(folder, file.name), index)
-            os.replace(Path(folder, file.name), file)
-    except OSError as error:
-        text = f"cannot write {file} ({error.strerror}); each process builds an index"
-    if speaks_for_machine():
-        say(text)
+    with suppress(OSError), tempfile.TemporaryDirectory(dir=root.parent) as folder:
+        numpy.save(Path(folder, file.name), index)
+        os.replace(Path(folder, file.name), file)
     return index
 
 

@@ -1,1 +1,0 @@
-"""The steps between the shell and a script's main()."""
