@@ -113,6 +113,7 @@ def main(args: Namespace) -> None:
 
     for epoch in range(checkpoint.epoch, 0 if args.evaluate else args.epochs):
         train_sampler.set_epoch(epoch)
+        seed_generators(args.seed, epoch, 0, rank)  # for other samplers
         figures = train(
             args, rank, train_loader, model, optimizer, scheduler, scaler, checkpoint
         )

@@ -154,8 +154,8 @@ class Checkpoint:
         means = averages(sums)
         if not math.isfinite(means["loss"]):
             raise UserError(
-                f"the loss is {means['loss']} in epoch {self.epoch + 1} by step {step}: "
-                "start again with a lower --lr or more --warmup-epochs"
+                f"the loss is {means['loss']} by step {step} of epoch "
+                f"{self.epoch + 1}: use a lower --lr or more --warmup-epochs"
             )
         return means
 

@@ -42,7 +42,7 @@ class ImageFolder(Dataset):
         self.transform = transform
         self.decoder = decoder
         self.archives = None
-        if not root.is_dir() and any(root.parent.glob(f"{root.name}*.tar")):
+        if not root.is_dir() and any(root.parent.glob(f"{root.name}[.-]*tar")):
             from common.tar import Archives
 
             self.archives = Archives(root)
@@ -144,10 +144,12 @@ class EpochKeys:
     They carry the epoch to the loader processes, which run for several epochs.
     """
 
-    def __init__(self, sampler: Sequence[int], rank: int, world_size: int, limit: int):
+    def __init__(
+        self, sampler: Sequence[int], rank: int, world_size: int, limit: int | None
+    ):
         self.sampler = sampler
         self.place = rank, world_size
-        self.limit = limit
+        self.limit = limit or len(sampler)
         self.epoch, self.first = 0, 0  # set before each epoch
 
     def __len__(self) -> int:
@@ -168,7 +170,7 @@ class SeededDataset(Dataset):
 
     def __getitem__(self, key: tuple[int, int, int]) -> Any:
         epoch, position, index = key
-        seed_generators(self.seed, epoch, index)
+        seed_generators(self.seed, epoch, position)
         return self.dataset[index]
 
 
@@ -258,7 +260,7 @@ def build_loader(
             f"processes, --accumulate {args.accumulate})"
         )
     batch_size = size // world_size if training else size // parts
-    limit = batch_size * args.max_steps if training and args.max_steps else len(dataset)
+    limit = batch_size * args.max_steps if training and args.max_steps else None
     keys = EpochKeys(sampler, rank, world_size, limit)
     unused = args.evaluate and training
     if len(keys) < (batch_size if training else 1) and not unused:

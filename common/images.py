@@ -2,8 +2,6 @@
 
 import importlib
 import io
-import math
-import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import NamedTuple
 import torch
 from PIL import Image
 from torch import Tensor
+from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2 import functional as F
 
 from common.errors import UserError
@@ -96,28 +95,12 @@ def read_image(
         raise UserError(f"{path} cannot be read with {decoder}: {reason}") from None
 
 
-def random_box(height: int, width: int, min_crop: float) -> tuple[int, int, int, int]:
-    narrow, wide = 3 / 4, 4 / 3
-    for _ in range(10):
-        area = height * width * random.uniform(min_crop, 1.0)
-        ratio = math.exp(random.uniform(math.log(narrow), math.log(wide)))
-        box_width = round(math.sqrt(area * ratio))
-        box_height = round(math.sqrt(area / ratio))
-        if 0 < box_width <= width and 0 < box_height <= height:
-            top = random.randint(0, height - box_height)
-            left = random.randint(0, width - box_width)
-            return top, left, box_height, box_width
-    box_width = min(width, round(height * wide))
-    box_height = min(height, round(width / narrow))
-    top, left = (height - box_height) // 2, (width - box_width) // 2
-    return top, left, box_height, box_width
-
-
 def train_transform(picture: Picture, size: int, min_crop: float, flip: bool) -> Tensor:
     """A random crop, resized to (3, size, size) uint8 and mirrored half of the time."""
-    box = random_box(picture.height, picture.width, min_crop)
+    shape = torch.empty(picture.height, picture.width, device="meta")
+    box = RandomResizedCrop.get_params(shape, (min_crop, 1.0), (3 / 4, 4 / 3))
     pixels = F.resize(picture.crop(*box), [size, size])
-    if flip and random.random() < 0.5:
+    if flip and torch.rand(()) < 0.5:
         pixels = F.horizontal_flip(pixels)
     return pixels if isinstance(pixels, Tensor) else F.pil_to_tensor(pixels)
 
