@@ -1,4 +1,4 @@
-"""Put code, output and tables into README*.md and docs/.
+"""Put code, output and tables into README*.md, docs/ and tutorial/.
 
     python docs/make.py            # write the pages that change
     python docs/make.py --check    # only list these; exit with 1 if there are any
@@ -9,7 +9,7 @@ This script writes the text between <!-- KIND ... --> and <!-- /KIND --> in a pa
     statement FILE.py TEXT     the statement that begins with TEXT: a call, a function
     paragraph FILE.py TEXT     the lines around TEXT, from one blank line to the next
     diff ONE.py OTHER.py       the lines that differ between two programs
-    output LESSON [TITLE]      a lesson's output, or the parts that begin with TITLE
+    output NAME [TITLE]        a program's output, or the parts that begin with TITLE
     file PATH                  the unchanged text of a file
     table RESULTS PART         a part of results/RESULTS.json: rows, or figures whose
                                names are PART / ROW / COLUMN
@@ -75,8 +75,9 @@ def diff(source: str) -> str:
 
 def output(source: str) -> str:
     """Return a lesson's output, or the parts that begin with a given title."""
-    lesson, _, title = source.partition(" ")
-    text = (ROOT / "results" / "lessons" / f"{lesson}.txt").read_text()
+    name, _, title = source.partition(" ")
+    (path,) = ROOT.glob(f"tutorial/*/output/{name}.txt")
+    text = path.read_text()
     pattern = rf"^{re.escape(title)}.*\n(?:[ \t]+.*\n)*"  # and the indented lines below
     text = "".join(re.findall(pattern, text, re.M))
     if not text:
@@ -176,7 +177,8 @@ def made(page: Path) -> str:
 
 def main(arguments: list[str]) -> int:
     """Write or check all pages; return the exit status."""
-    pages = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+    patterns = ("*.md", "docs/*.md", "tutorial/**/*.md")
+    pages = sorted(page for pattern in patterns for page in ROOT.glob(pattern))
     try:
         if arguments not in ([], ["--check"]):
             raise ValueError("usage: docs/make.py [--check]")

@@ -42,7 +42,7 @@ def pytest_addoption(parser):
         "--figures",
         metavar="FILE",
         help="add what was measured to FILE, for example results/reliability.json; "
-        "lessons write theirs to results/lessons/",
+        "lessons write theirs to their output/",
     )
     parser.addoption(
         "--rehearse-gpu",

@@ -1,6 +1,6 @@
 """Processes share no variables. The other lessons start their processes like this.
 
-python tutorial/ranks_spawn.py
+python tutorial/01_ranks/ranks_spawn.py
 """
 
 import torch.distributed as dist

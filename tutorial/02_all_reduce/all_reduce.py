@@ -1,6 +1,6 @@
 """Broadcast and all-reduce: two processes train one weight together.
 
-python tutorial/all_reduce.py
+python tutorial/02_all_reduce/all_reduce.py
 """
 
 import torch

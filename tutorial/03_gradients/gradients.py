@@ -1,6 +1,6 @@
 """Is the average of the shards' gradients the gradient of the whole batch?
 
-python tutorial/gradients.py
+python tutorial/03_gradients/gradients.py
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Which rank gets which images: batch arithmetic with PyTorch's own sampler.
 
-python tutorial/batches.py
+python tutorial/04_batches/batches.py
 """
 
 from torch.utils.data import DataLoader

@@ -1,6 +1,6 @@
 """A larger batch needs a larger learning rate, up to a point, and a warm-up.
 
-python tutorial/batches_learning_rate.py
+python tutorial/04_batches/batches_learning_rate.py
 """
 
 import torch

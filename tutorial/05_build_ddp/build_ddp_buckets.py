@@ -1,6 +1,6 @@
 """DDP by hand, third version: all-reduce each bucket of gradients in one call.
 
-python tutorial/build_ddp_buckets.py    # prints times to stderr
+python tutorial/05_build_ddp/build_ddp_buckets.py    # prints times to stderr
 """
 
 import copy

@@ -1,6 +1,6 @@
 """DDP by hand, second version: all-reduce each gradient as soon as it is ready.
 
-python tutorial/build_ddp_hooks.py    # prints times to stderr
+python tutorial/05_build_ddp/build_ddp_hooks.py    # prints times to stderr
 """
 
 import copy

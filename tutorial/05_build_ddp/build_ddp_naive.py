@@ -1,6 +1,6 @@
 """DDP by hand, first version: all-reduce every gradient after the backward pass.
 
-python tutorial/build_ddp_naive.py    # prints times to stderr
+python tutorial/05_build_ddp/build_ddp_naive.py    # prints times to stderr
 """
 
 import copy

@@ -1,6 +1,6 @@
 """Does DDP send some gradients while it computes others? Simulates a slow link.
 
-python tutorial/overlap.py [FILE.json]    # {form: [[what, began_ms, ended_ms], ...]}
+python tutorial/06_overlap/overlap.py [FILE.json]    # {form: [[what, began, ended]]}
 """
 
 import json

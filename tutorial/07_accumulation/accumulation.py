@@ -1,6 +1,6 @@
 """Four backward passes per step: the same gradients with a quarter of the all-reduces.
 
-python tutorial/accumulation.py
+python tutorial/07_accumulation/accumulation.py
 """
 
 from contextlib import nullcontext

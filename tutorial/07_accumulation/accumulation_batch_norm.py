@@ -1,6 +1,6 @@
 """Batch norm sees only its own shard; SyncBatchNorm's remedy, by hand.
 
-python tutorial/accumulation_batch_norm.py
+python tutorial/07_accumulation/accumulation_batch_norm.py
 """
 
 import torch

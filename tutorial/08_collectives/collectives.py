@@ -1,6 +1,6 @@
 """The other collectives: what each of four processes holds before and after.
 
-python tutorial/collectives.py
+python tutorial/08_collectives/collectives.py
 """
 
 import torch

@@ -1,6 +1,6 @@
 """A ring all-reduce by hand, and the bytes that each process sends.
 
-python tutorial/collectives_ring.py
+python tutorial/08_collectives/collectives_ring.py
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Mixed precision: what autocast casts, and how the loss scale changes over the steps.
 
-python tutorial/amp.py
+python tutorial/09_mixed_precision/amp.py
 """
 
 import torch

@@ -1,6 +1,6 @@
 """How precisely fp32, TF32, bf16 and fp16 store numbers and small updates.
 
-python tutorial/amp_formats.py
+python tutorial/09_mixed_precision/amp_formats.py
 """
 
 import torch

@@ -1,6 +1,6 @@
 """The memory that a training step needs, computed from shapes and measured.
 
-python tutorial/memory.py [PARAMETERS]    # 25557032 for ResNet-50
+python tutorial/10_memory/memory.py [PARAMETERS]    # 25557032 for ResNet-50
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """FSDP2 compared with DDP: the weights after training, and the memory per process.
 
-python tutorial/memory_fsdp.py
+python tutorial/10_memory/memory_fsdp.py
 """
 
 import torch

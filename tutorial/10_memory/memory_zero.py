@@ -1,6 +1,6 @@
 """ZeRO by hand: two processes split what DDP keeps whole in each process.
 
-python tutorial/memory_zero.py [FILE.json]    # writes the bytes to FILE for a figure
+python tutorial/10_memory/memory_zero.py [FILE.json]    # bytes of a figure
 """
 
 import json

@@ -1,6 +1,6 @@
 """Three bugs that hang two processes: where each process waits, and how the wait ends.
 
-python tutorial/hangs.py
+python tutorial/11_hangs/hangs.py
 """
 
 import faulthandler

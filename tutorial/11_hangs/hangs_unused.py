@@ -1,6 +1,6 @@
 """Rank 1 does not use one layer: it fails one step later, while rank 0 waits.
 
-python tutorial/hangs_unused.py
+python tutorial/11_hangs/hangs_unused.py
 """
 
 import torch

@@ -1,7 +1,8 @@
 """Rank 1 is killed during training; torchrun starts both processes again.
 
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-torchrun --standalone --nproc-per-node 2 --max-restarts 2 tutorial/restarts.py
+torchrun --standalone --nproc-per-node 2 --max-restarts 2 \
+    tutorial/12_restarts/restarts.py
 """
 
 import os

@@ -1,6 +1,7 @@
 """Four backward passes per step, and gradient clipping, with Horovod.
 
-mpirun -np 2 --bind-to none --oversubscribe python tutorial/horovod_accumulation.py
+mpirun -np 2 --bind-to none --oversubscribe \
+    python tutorial/13_horovod/horovod_accumulation.py
 """
 
 import sys

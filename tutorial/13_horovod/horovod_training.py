@@ -1,6 +1,7 @@
 """Data-parallel training with Horovod: ranks, equal weights, averaged gradients.
 
-mpirun -np 2 --bind-to none --oversubscribe python tutorial/horovod_training.py
+mpirun -np 2 --bind-to none --oversubscribe \
+    python tutorial/13_horovod/horovod_training.py
 """
 
 import sys
