@@ -11,10 +11,10 @@ This script writes the text between <!-- KIND ... --> and <!-- /KIND --> in a pa
     diff ONE.py OTHER.py       the lines that differ between two programs
     output NAME [TITLE]        a program's output, or the parts that begin with TITLE
     file PATH                  the unchanged text of a file
-    table RESULTS PART         a part of results/RESULTS.json: rows, or figures whose
-                               names are PART / ROW / COLUMN
+    table RESULTS PART         a part of benchmarks/results/RESULTS.json: rows, or
+                               figures whose names are PART / ROW / COLUMN
     ratios UNIT RESULTS PART   measurements, and their ratios to the first one
-    machine RESULTS            the machine and versions in results/RESULTS.json
+    machine RESULTS            the machine and versions in that file
 """
 
 import ast
@@ -26,6 +26,7 @@ from pathlib import Path
 from textwrap import dedent
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 SECTION = re.compile(r"^(<!-- (\w+) (.+?) -->\n)(.*?)^<!-- /\2 -->\n", re.M | re.S)
 
 
@@ -91,9 +92,9 @@ def file(source: str) -> str:
 
 
 def results(source: str) -> dict | list:
-    """Return the measurements from a file in results/, or a part of them."""
+    """Return the measurements from benchmarks/results/, or a part of them."""
     name, _, part = source.partition(" ")
-    report, rows = json.loads((ROOT / "results" / f"{name}.json").read_text()), {}
+    report, rows = json.loads((RESULTS / f"{name}.json").read_text()), {}
     if not part or part in report:
         return report[part] if part else report
     for key, value in report.get("figures", {}).items():
@@ -101,7 +102,7 @@ def results(source: str) -> dict | list:
         if kind == part:
             rows.setdefault(row, {})[column] = value
     if not rows:
-        raise ValueError(f"results/{name}.json has no such part")
+        raise ValueError(f"{name}.json has no such part")
     return rows
 
 

@@ -7,12 +7,12 @@ import signal
 import sys
 import time
 
+from benchmarks.timings import plan, report
+from benchmarks.timings.measure import cohort
+from benchmarks.timings.statistics import decide
 from common.errors import UserError
 from common.log import commit
 from launch.exits import exit_status
-from timings import plan, report
-from timings.measure import cohort
-from timings.statistics import decide
 
 
 def open_output(args: argparse.Namespace) -> list[dict]:

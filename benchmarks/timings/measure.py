@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.timings.processes import end, send
+from benchmarks.timings.statistics import orders
 from common.gate import VARIABLE
-from timings.processes import end, send
-from timings.statistics import orders
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 300  # limit for a start with its first interval, and for a turn
 WARM_UP = 1  # first turns of each candidate, which are discarded
 LEAST_SECONDS = 40  # minimum for a cohort's turns
@@ -151,7 +151,7 @@ def wait(jobs: Sequence[Job]) -> None:
 def gates() -> Iterator[Path]:
     """Yield a folder for gates; all processes at them are killed when this one ends."""
     folder = tempfile.mkdtemp(prefix="timings-")
-    words = [sys.executable, "-m", "timings.processes", folder]
+    words = [sys.executable, "-m", "benchmarks.timings.processes", folder]
     guard = subprocess.Popen(
         words, cwd=ROOT, stdin=subprocess.PIPE, start_new_session=True
     )

@@ -12,11 +12,11 @@ import torch
 
 from benchmarks.comparison import KEEP_MEMORY
 from benchmarks.photographs import write_photographs
+from benchmarks.timings.measure import ROOT, Candidate, Job, gates, wait
+from benchmarks.timings.statistics import AGAIN
 from common import arguments
 from common.device import PRECISIONS, best_precision, machine_cores, usable_gpus
 from common.errors import UserError
-from timings.measure import ROOT, Candidate, Job, gates, wait
-from timings.statistics import AGAIN
 
 STRATEGIES = ("dataparallel", "distributed", "multiprocessing_distributed")
 STRATEGIES += ("apex_distributed", "horovod_distributed")

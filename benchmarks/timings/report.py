@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.timings.statistics import ERROR, MARGIN, Verdict, decide, levels
 from common.device import describe
-from timings.statistics import ERROR, MARGIN, Verdict, decide, levels
 
 WHERE = {"synthetic": "With images on the device", "jpeg": "From JPEG files"}
 LIBRARIES = ("horovod", "apex", "amp_C")  # the last one is Apex's CUDA extension
