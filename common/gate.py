@@ -1,4 +1,4 @@
-"""Lets timings/ alternate between training runs, a few intervals at a time."""
+"""Lets benchmarks/timings alternate between runs, a few intervals at a time."""
 
 import json
 import os

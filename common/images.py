@@ -103,7 +103,7 @@ def choose_decoder(name: str) -> str:
     Raises UserError if the decoder is not installed.
     """
     libraries = {
-        "nvimgcodec": (nvimgcodec.check_library, "requirements-nvimgcodec.txt"),
+        "nvimgcodec": (nvimgcodec.check_library, "requirements/nvimgcodec.txt"),
         "torchcodec": (import_torchcodec, "requirements.txt"),
     }
     for decoder, (check, requirements) in libraries.items():

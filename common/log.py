@@ -41,7 +41,7 @@ class Log:
         self.device = device
         self.rank = rank
         self.world_size = world_size
-        path = os.environ.get(VARIABLE)  # set if timings/ measures this run
+        path = os.environ.get(VARIABLE)  # set if benchmarks/timings measures this run
         self.gate = Gate(path, rank, world_size) if path else None
         self.line_at = 0.0  # the first interval of a run is shown immediately
         # The first steps are slow; the next ones use batches that were loaded meanwhile
