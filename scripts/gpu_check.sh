@@ -15,7 +15,7 @@ case " $* " in *" --help "* | *" -h "*)
     ;;
 esac
 MINUTES=${MINUTES:-9} # time limit in minutes
-OUTPUT=${OUTPUT:-}    # default: results/gpu, or runs/gpu_check/rehearsal for a rehearsal
+OUTPUT=${OUTPUT:-}    # default: benchmarks/results/gpu, or runs/gpu_check/rehearsal for a rehearsal
 GPU_TIMINGS=${GPU_TIMINGS:-yes} # no: run only the tests
 PYTHON=${PYTHON:-}    # default: .venv/bin/python, or python3 if it does not exist
 began=$(date +%s)
@@ -35,7 +35,7 @@ if [ -z "$rehearse" ] && ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.c
     echo "gpu_check.sh: error: PyTorch sees no CUDA GPU (--rehearse-gpu runs on the CPU)" >&2
     exit 2
 fi
-folder=results/gpu
+folder=benchmarks/results/gpu
 [ -z "$rehearse" ] || folder=runs/gpu_check/rehearsal
 OUTPUT=$(realpath -m "${OUTPUT:-$ROOT/$folder}")
 cd "$ROOT"

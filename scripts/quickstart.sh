@@ -9,7 +9,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source-path=SCRIPTDIR
 source "$ROOT/scripts/setup.sh"
 
-set_up requirements.txt requirements-nvimgcodec.txt requirements-sample.txt
+set_up requirements.txt requirements/nvimgcodec.txt requirements/sample.txt
 set_up_horovod
 cd "$ROOT"
 "$PYTHON" -m scripts.sample_data sample_data/digits

@@ -25,16 +25,16 @@ set_up() {
         PYTHON=$(command -v "$PYTHON") || fail "PYTHON is set, but is not an interpreter"
         case $PYTHON in /*) ;; *) PYTHON=$PWD/$PYTHON ;; esac
         say "using $PYTHON without installing anything"
-        case "$*" in *requirements-sample.txt*) modules+=,sklearn ;; esac
-        case "$*" in *requirements-report.txt*) modules+=,scipy ;; esac
-        case "$*" in *requirements-test.txt*) modules+=,pytest,xdist ;; esac
+        case "$*" in *requirements/sample.txt*) modules+=,sklearn ;; esac
+        case "$*" in *requirements/report.txt*) modules+=,scipy ;; esac
+        case "$*" in *requirements/test.txt*) modules+=,pytest,xdist ;; esac
         "$PYTHON" -c "import $modules" 2>/dev/null ||
             fail "$PYTHON lacks some requirements; run $PYTHON -m pip install ${files[*]}"
         return
     fi
 
     PYTHON=$ROOT/.venv/bin/python
-    key=$(cat "$ROOT/constraints.txt" "${@/#/$ROOT/}" | cksum | cut -d' ' -f1)
+    key=$(cat "$ROOT/requirements/constraints.txt" "${@/#/$ROOT/}" | cksum | cut -d' ' -f1)
     marker=$ROOT/.venv/installed-$key
     [ ! -e "$marker" ] || return 0
 
@@ -42,13 +42,13 @@ set_up() {
     say "setting up $ROOT/.venv with $("$python" --version)"
     if command -v uv >/dev/null; then
         [ -x "$PYTHON" ] || uv venv --quiet --seed --python "$python" "$ROOT/.venv"
-        uv pip install --quiet --python "$PYTHON" -c "$ROOT/constraints.txt" "${files[@]}"
+        uv pip install --quiet --python "$PYTHON" -c "$ROOT/requirements/constraints.txt" "${files[@]}"
     else
         # A failed attempt may have left a venv without pip
         "$PYTHON" -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear "$ROOT/.venv" ||
             fail "$python cannot create environments (Debian and Ubuntu: apt-get install python3-venv)"
         "$PYTHON" -m pip install --quiet --disable-pip-version-check --progress-bar off \
-            -c "$ROOT/constraints.txt" "${files[@]}"
+            -c "$ROOT/requirements/constraints.txt" "${files[@]}"
     fi
     : >"$marker"
 }

@@ -32,8 +32,8 @@ if [ "$SYSTEM" = true ] && [ ${#packages[@]} -gt 0 ]; then
     fi
 fi
 
-set_up requirements.txt requirements-nvimgcodec.txt requirements-report.txt requirements-sample.txt \
-    requirements-test.txt
+set_up requirements.txt requirements/nvimgcodec.txt requirements/report.txt requirements/sample.txt \
+    requirements/test.txt
 set_up_horovod
 if [ -n "$HOROVOD_PROBLEM" ]; then
     say "Horovod: $HOROVOD_PROBLEM"

@@ -2,7 +2,7 @@
 # Time the strategies that this machine can run: which are faster, and which are equal within 3 %?
 #
 #   bash scripts/timings.sh                      # takes ten minutes; --minutes 40 decides more
-#   bash scripts/timings.sh --data /path/to/imagenet [flags of python -m timings]
+#   bash scripts/timings.sh --data /path/to/imagenet [flags of python -m benchmarks.timings]
 #   PYTHON=/path/to/python bash scripts/timings.sh
 #
 # Unless PYTHON is set, the script sets up .venv. If it is interrupted, run it again to continue.
@@ -11,7 +11,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source-path=SCRIPTDIR
 source "$ROOT/scripts/setup.sh"
 
-set_up requirements.txt requirements-nvimgcodec.txt requirements-report.txt
+set_up requirements.txt requirements/nvimgcodec.txt requirements/report.txt
 set_up_horovod
 export PYTHON PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
-exec "$PYTHON" -m timings "$@"
+exec "$PYTHON" -m benchmarks.timings "$@"

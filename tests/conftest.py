@@ -41,8 +41,8 @@ def pytest_addoption(parser):
     parser.addoption(
         "--figures",
         metavar="FILE",
-        help="add what was measured to FILE, for example results/reliability.json; "
-        "lessons write theirs to results/lessons/",
+        help="add what was measured to FILE, for example benchmarks/results/reliability.json; "
+        "lessons write theirs to their output/",
     )
     parser.addoption(
         "--rehearse-gpu",
@@ -84,7 +84,7 @@ def pytest_report_header(config):
 
 
 def pytest_sessionfinish(session):
-    """Add the figures of this session to a file of results/."""
+    """Add the figures of this session to a file of benchmarks/results/."""
     name = session.config.getoption("figures")
     if name is None or hasattr(session.config, "workerinput"):  # of pytest-xdist
         return
