@@ -5,9 +5,8 @@
 #   bash scripts/gpu_check.sh --last-failed      # only tests that failed or did not run, and missing timings
 #   bash scripts/gpu_check.sh --rehearse-gpu     # only what can run on a CPU, at small sizes
 #
-# The script writes OUTPUT/summary.md and keeps existing timings. It installs nothing and needs pytest and
-# pytest-timeout. Variables: MINUTES=9 (time limit), OUTPUT (benchmarks/results/gpu), GPU_TIMINGS=no (only
-# the tests), PYTHON. The exit status is 1 if a test or a timing failed or did not run.
+# It installs nothing, keeps existing timings and writes OUTPUT/summary.md (benchmarks/results/gpu). It takes
+# at most MINUTES (9). GPU_TIMINGS=no runs only the tests. The exit status is 1 if anything failed or did not run.
 set -euo pipefail
 began=$(date +%s)
 NPROC=1

@@ -8,7 +8,6 @@
 # The wheel is kept in ~/.cache/horovod-wheels, so another installation takes only seconds.
 #   HOROVOD_CAPABILITIES=90   build faster, but only for compute capability 9.0
 #   HOROVOD_SOURCE=ARCHIVE    build without a network, with the build tools' wheels in the archive's folder
-#   HOROVOD_TARGET=FOLDER     install there; add the folder to PYTHONPATH and its bin/ to PATH
 # Exit status: 0 if installed, 3 if it cannot be built here (one line says why), 1 if the build failed.
 set -euo pipefail
 ROOT=$(dirname "$(dirname "$(realpath "$0")")")
@@ -35,10 +34,6 @@ pip_install() {
     fi
 }
 
-install_wheel() { # the wheel
-    if [ -z "${HOROVOD_TARGET:-}" ]; then pip_install "$1"; else pip_install --no-deps --target "$HOROVOD_TARGET" "$1"; fi
-}
-
 if ! facts=$("$PYTHON" -c 'import platform, sys, torch
 print(torch.__version__, torch.version.cuda or "none", "cp%d%d" % sys.version_info[:2], platform.machine())' 2>/dev/null); then
     say "$PYTHON has no working PyTorch; install it first (bash scripts/quickstart.sh does this)" >&2
@@ -51,7 +46,6 @@ if ! command -v "${CXX:-c++}" g++ clang++ >/dev/null; then
     exit 3
 fi
 
-# Gloo is built in; add MPI and NCCL if they are found
 operations=gloo
 mpi="HOROVOD_WITHOUT_MPI=1"
 if command -v mpicxx >/dev/null; then
@@ -69,7 +63,7 @@ fi
 wheels=$CACHE/2-torch$torch_version-$python_tag-$machine-$operations
 if compgen -G "$wheels/horovod-$HOROVOD_VERSION-*.whl" >/dev/null; then
     say "installing the wheel from $wheels"
-    install_wheel "$wheels"/horovod-"$HOROVOD_VERSION"-*.whl
+    pip_install "$wheels"/horovod-"$HOROVOD_VERSION"-*.whl
     exit 0
 fi
 
@@ -143,5 +137,5 @@ if [ $status != 0 ]; then
 fi
 mkdir -p "$wheels"
 mv "$work"/wheel/horovod-*.whl "$wheels/"
-install_wheel "$wheels"/horovod-"$HOROVOD_VERSION"-*.whl
+pip_install "$wheels"/horovod-"$HOROVOD_VERSION"-*.whl
 say "installed; the wheel is in $wheels"

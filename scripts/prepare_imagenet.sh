@@ -11,5 +11,4 @@ ROOT=$(dirname "$(dirname "$(realpath "$0")")")
 source "$ROOT/scripts/setup.sh"
 
 set_up requirements.txt requirements/report.txt
-export PYTHONPATH=$ROOT
-exec "$PYTHON" -m scripts.prepare_imagenet "$@"
+PYTHONPATH=$ROOT exec "$PYTHON" -m scripts.prepare_imagenet "$@"

@@ -76,10 +76,9 @@ def render(report: dict) -> str:
             cells = [run["processes"], f"{minutes:.1f}"]
             cells.append(f"{epochs[-1]['val_top1']:.1f} %")
         table += LINE.format(run["strategy"], run["launcher"], *cells, run["status"])
-    names = ("Python", "PyTorch", "torchvision")
-    versions = ", ".join(f"{name} {report[name]}" for name in names)
     return (
-        f"{table}\n{report['device']}; {versions}.\nresnet18, {report['recipe']}\n"
+        f"{table}\n{report['device']}; Python {report['Python']}, "
+        f"PyTorch {report['PyTorch']}.\nresnet18, {report['recipe']}\n"
         "The minutes exclude startup and validation.\n"
     )
 
@@ -100,10 +99,8 @@ def main() -> None:
         if interrupted:
             print("\ninterrupted; run the same command to continue", file=sys.stderr)
             sys.exit(130)
-        lines = []
-        if status == "done":
-            file = output / strategy / "epochs.jsonl"
-            lines = file.read_text().splitlines()
+        file = output / strategy / "epochs.jsonl"
+        lines = file.read_text().splitlines() if status == "done" else []
         run = {"strategy": strategy, "launcher": launcher, "processes": processes}
         run |= {"status": status, "epochs": [json.loads(line) for line in lines]}
         runs.append(run)

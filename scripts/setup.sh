@@ -22,7 +22,6 @@ set_up() {
         python=$(command -v "$PYTHON") || fail "PYTHON=$PYTHON is not an interpreter"
         case $python in /*) PYTHON=$python ;; *) PYTHON=$PWD/$python ;; esac
         echo "using $PYTHON without installing anything"
-        case "$*" in *sample.txt*) modules+=,sklearn ;; esac
         case "$*" in *report.txt*) modules+=,scipy ;; esac
         case "$*" in *test.txt*) modules+=,pytest,xdist ;; esac
         "$PYTHON" -c "import $modules" 2>/dev/null ||

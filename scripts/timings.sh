@@ -3,9 +3,8 @@
 #
 #   bash scripts/timings.sh                      # takes ten minutes; --minutes 40 decides more
 #   bash scripts/timings.sh --data /path/to/imagenet [flags of python -m benchmarks.timings]
-#   PYTHON=/path/to/python bash scripts/timings.sh
 #
-# Unless PYTHON is set, the script sets up .venv. If it is interrupted, run it again to continue.
+# It sets up .venv, or uses the environment of PYTHON=/path/to/python. If interrupted, run it again to continue.
 set -euo pipefail
 ROOT=$(dirname "$(dirname "$(realpath "$0")")")
 source "$ROOT/scripts/setup.sh"
