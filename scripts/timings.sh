@@ -3,15 +3,13 @@
 #
 #   bash scripts/timings.sh                      # takes ten minutes; --minutes 40 decides more
 #   bash scripts/timings.sh --data /path/to/imagenet [flags of python -m benchmarks.timings]
-#   PYTHON=/path/to/python bash scripts/timings.sh
 #
-# Unless PYTHON is set, the script sets up .venv. If it is interrupted, run it again to continue.
+# It sets up .venv, or uses the environment of PYTHON=/path/to/python. If interrupted, run it again to continue.
 set -euo pipefail
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-# shellcheck source-path=SCRIPTDIR
+ROOT=$(dirname "$(dirname "$(realpath "$0")")")
 source "$ROOT/scripts/setup.sh"
 
-set_up requirements.txt requirements/nvimgcodec.txt requirements/report.txt
+set_up requirements.txt requirements/report.txt
 set_up_horovod
 export PYTHON PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 exec "$PYTHON" -m benchmarks.timings "$@"
