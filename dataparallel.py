@@ -96,7 +96,7 @@ def main(args: Namespace) -> None:
 
     for epoch in range(checkpoint.epoch, 0 if args.evaluate else args.epochs):
         train_sampler.set_epoch(epoch)
-        seed_generators(args.seed, epoch, 0, rank)  # samplers may draw
+        seed_generators(args.seed, epoch, 0, rank + 1)  # a sampler may draw
         figures = train(
             args, rank, train_loader, model, optimizer, scheduler, scaler, checkpoint
         )
@@ -125,7 +125,7 @@ def train(
     meter, timer = Meter(), Timer()
     epoch, done = checkpoint.epoch, checkpoint.step
     for step, (images, labels) in enumerate(loader.epoch(epoch, done), start=done + 1):
-        seed_generators(args.seed, epoch, step, rank)
+        seed_generators(args.seed, epoch, step, rank + 1)  # dropout draws
         optimizer.zero_grad()
         micro_batches = images.chunk(args.accumulate), labels.chunk(args.accumulate)
         for part, (x, y) in enumerate(zip(*micro_batches, strict=True), start=1):
@@ -141,15 +141,15 @@ def train(
             meter.add(batch_sums(loss, outputs, y))
         learning_rate = optimizer.param_groups[0]["lr"]
         scheduler.step()
-        # Only here (and in fp16's scaler) does the host wait for a GPU
+        # Only here does the loop wait for a GPU; a scaler or Horovod may wait per step
         if step % args.print_interval == 0 or step == len(loader):
             recent = checkpoint.add(step, meter.reduce(all_reduce))
             speed = timer.interval(step, recent["images"], loader.waited)
             if rank == 0:
-                where = f"epoch {epoch + 1}/{args.epochs}, step {step}/{len(loader)}"
-                print(f"{where}: {in_words(recent)}, {speed}", flush=True)
                 if step < len(loader):
                     checkpoint.save_if_due()
+                where = f"epoch {epoch + 1}/{args.epochs}, step {step}/{len(loader)}"
+                print(f"{where}: {in_words(recent)}, {speed}", flush=True)
     return {**timer.figures(loader.device), "learning_rate": learning_rate}
 
 
