@@ -25,8 +25,6 @@ from common.meters import Meter, Timer, averages, batch_sums, in_words
 from common.model import autocast, best_precision, build_model, build_scheduler
 
 # [imports]
-import multiprocessing
-
 from common.errors import UserError
 
 try:
@@ -232,9 +230,6 @@ def arguments() -> Namespace:
 
 
 if __name__ == "__main__":
-    # A forked loader process would inherit Horovod's and MPI's connections
-    multiprocessing.set_start_method("forkserver")
-    multiprocessing.set_forkserver_preload(["torchvision"])
     with one_line_errors():
         main(arguments())
 # [/start]

@@ -23,7 +23,9 @@ from common.meters import Meter, Timer, averages, batch_sums, in_words
 from common.model import autocast, best_precision, build_model, build_scheduler
 
 # [imports]
+import ctypes
 import os
+import signal
 import socket
 from contextlib import nullcontext
 
@@ -221,7 +223,8 @@ def arguments() -> Namespace:
 
 def worker(local_rank: int, args: Namespace) -> None:
     """Run main() in a spawned process."""
-    mp.set_start_method("fork", force=True)  # for loader processes, not "spawn"
+    PR_SET_PDEATHSIG = 1  # https://man7.org/linux/man-pages/man2/prctl.2.html
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the parent
     args.local_rank = local_rank
     with one_line_errors():
         main(args)
