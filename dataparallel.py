@@ -20,11 +20,12 @@ from torch.utils.data.distributed import DistributedSampler
 from common.arguments import build_parser, parse_arguments
 from common.checkpoint import Checkpoint
 from common.data import DeviceLoader, build_datasets, build_loader, seed_generators
-from common.errors import UserError, one_line_errors
+from common.errors import one_line_errors
 from common.meters import Meter, Timer, averages, batch_sums, in_words
 from common.model import autocast, best_precision, build_model, build_scheduler
 
 # [imports]
+from common.errors import UserError
 # [/imports]
 
 
@@ -46,11 +47,6 @@ def main(args: Namespace) -> None:
     # [/launch]
 
     args.precision = args.precision or best_precision(device)
-    if args.global_batch_size % (world_size * args.accumulate):
-        raise UserError(
-            f"--global-batch-size {args.global_batch_size} is not a multiple of "
-            f"{world_size} processes times --accumulate {args.accumulate}"
-        )
     train_set, val_set = build_datasets(args)
 
     # [2/6 shard] the single process takes every image
@@ -92,8 +88,7 @@ def main(args: Namespace) -> None:
     if rank == 0:
         print(
             f"{args.arch}, {args.precision}, {world_size} x {device.type}, "
-            f"{len(train_loader)} steps of {args.global_batch_size} images per epoch; "
-            f"done: {checkpoint.epoch} epochs, {checkpoint.step} steps",
+            f"from epoch {checkpoint.epoch + 1}, step {checkpoint.step + 1}",
             flush=True,
         )
     if args.evaluate:
@@ -103,6 +98,7 @@ def main(args: Namespace) -> None:
 
     for epoch in range(checkpoint.epoch, 0 if args.evaluate else args.epochs):
         train_sampler.set_epoch(epoch)
+        seed_generators(args.seed, epoch, 0, rank)  # for other samplers
         figures = train(
             args, rank, train_loader, model, optimizer, scheduler, scaler, checkpoint
         )

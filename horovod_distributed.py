@@ -20,13 +20,15 @@ from torch.utils.data.distributed import DistributedSampler
 from common.arguments import build_parser, parse_arguments
 from common.checkpoint import Checkpoint
 from common.data import DeviceLoader, build_datasets, build_loader, seed_generators
-from common.errors import UserError, one_line_errors
+from common.errors import one_line_errors
 from common.meters import Meter, Timer, averages, batch_sums, in_words
 from common.model import autocast, best_precision, build_model, build_scheduler
 
 # [imports]
 import multiprocessing
 from typing import Any
+
+from common.errors import UserError
 
 try:
     import horovod.torch as hvd
@@ -49,11 +51,6 @@ def main(args: Namespace) -> None:
     # [/launch]
 
     args.precision = args.precision or best_precision(device)
-    if args.global_batch_size % (world_size * args.accumulate):
-        raise UserError(
-            f"--global-batch-size {args.global_batch_size} is not a multiple of "
-            f"{world_size} processes times --accumulate {args.accumulate}"
-        )
     train_set, val_set = build_datasets(args)
 
     # [2/6 shard] each process takes every world_size-th image of one shuffled list
@@ -83,18 +80,16 @@ def main(args: Namespace) -> None:
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
 
     # [3/6 wrap] the optimizer's hooks average gradients during backward()
-    if args.sync_bn:  # Horovod has no converter, but its layer has the same weights
-        for layer in raw_model.modules():
-            if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-                layer.__class__ = hvd.SyncBatchNorm
+    compression = getattr(hvd.Compression, args.compress_gradients or "none")
     optimizer = hvd.DistributedOptimizer(
         optimizer,
         raw_model.named_parameters(),
-        InMemoryOrder(getattr(hvd.Compression, args.compress_gradients or "none")),
+        in_contiguous_format(compression),
         backward_passes_per_step=args.accumulate,
     )
-    weights = {name: contiguous_view(w) for name, w in raw_model.state_dict().items()}
-    hvd.broadcast_parameters(weights, root_rank=0)
+    raw_model.to(memory_format=torch.contiguous_format)  # Horovod sends no other
+    hvd.broadcast_parameters(raw_model.state_dict(), root_rank=0)
+    raw_model.to(memory_format=torch.channels_last)
     # hvd.broadcast_optimizer_state() is for state that only rank 0 has. Here, all ranks
     # load the checkpoint. With a new SGD optimizer, the call also takes a hidden step.
     model = eval_model = raw_model  # the model to train and to validate
@@ -108,8 +103,7 @@ def main(args: Namespace) -> None:
     if rank == 0:
         print(
             f"{args.arch}, {args.precision}, {world_size} x {device.type}, "
-            f"{len(train_loader)} steps of {args.global_batch_size} images per epoch; "
-            f"done: {checkpoint.epoch} epochs, {checkpoint.step} steps",
+            f"from epoch {checkpoint.epoch + 1}, step {checkpoint.step + 1}",
             flush=True,
         )
     if args.evaluate:
@@ -119,6 +113,7 @@ def main(args: Namespace) -> None:
 
     for epoch in range(checkpoint.epoch, 0 if args.evaluate else args.epochs):
         train_sampler.set_epoch(epoch)
+        seed_generators(args.seed, epoch, 0, rank)  # for other samplers
         figures = train(
             args, rank, train_loader, model, optimizer, scheduler, scaler, checkpoint
         )
@@ -214,45 +209,33 @@ def broadcast_buffers(model: nn.Module) -> None:
 
 
 # [start]
-def contiguous_view(tensor: Tensor) -> Tensor:
-    """View a channels_last tensor as contiguous (O, H, W, I); return others unchanged.
-
-    Horovod accepts only contiguous tensors.
-    """
-    if tensor.dim() == 4 and not tensor.is_contiguous():
-        return tensor.permute(0, 2, 3, 1)
-    return tensor
-
-
-class InMemoryOrder:
-    """Passes gradients to a compressor as contiguous views, and restores their format.
+def in_contiguous_format(compressor: type) -> type:
+    """Return a compressor that accepts channels_last gradients, which Horovod does not.
 
     Source: https://horovod.readthedocs.io/en/stable/api.html#horovod.torch.Compressor
     """
 
-    def __init__(self, compressor: Any):
-        self.compressor = compressor
+    class Contiguous(compressor):
+        @staticmethod
+        def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+            return compressor.compress(tensor.contiguous())
 
-    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        """Compress a gradient of any memory format."""
-        view = contiguous_view(tensor)
-        compressed, context = self.compressor.compress(view)
-        return compressed, (context, view is not tensor)
+        @staticmethod
+        def decompress(tensor: Tensor, context: Any) -> Tensor:
+            tensor = compressor.decompress(tensor, context)
+            layout = (
+                torch.channels_last if tensor.dim() == 4 else torch.contiguous_format
+            )
+            return tensor.contiguous(memory_format=layout)
 
-    def decompress(self, tensor: Tensor, context: Any) -> Tensor:
-        """Undo `compress`, memory format included."""
-        inner, permuted = context
-        tensor = self.compressor.decompress(tensor, inner)
-        return tensor.permute(0, 3, 1, 2) if permuted else tensor
+    return Contiguous
 
 
 def arguments() -> Namespace:
     """Parse the command line and check that Horovod is installed."""
     parser = build_parser(__doc__)
-    add = parser.add_argument
-    add("--sync-bn", action="store_true", help="batch norm over all processes")
     rounded = "round gradients to this type before averaging"
-    add("--compress-gradients", choices=("fp16",), help=rounded)
+    parser.add_argument("--compress-gradients", choices=("fp16",), help=rounded)
     args = parse_arguments(parser)
     if hvd is None:
         raise UserError(f"no Horovod ({problem}): bash scripts/install_horovod.sh")

@@ -18,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 from common.arguments import build_parser, parse_arguments
 from common.checkpoint import Checkpoint
 from common.data import DeviceLoader, build_datasets, build_loader, seed_generators
-from common.errors import UserError, one_line_errors
+from common.errors import one_line_errors
 from common.meters import Meter, Timer, averages, batch_sums, in_words
 from common.model import autocast, best_precision, build_model, build_scheduler
 
@@ -31,8 +31,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
-
-from common.arguments import at_least, positive
 # [/imports]
 
 
@@ -53,11 +51,6 @@ def main(args: Namespace) -> None:
     # [/launch]
 
     args.precision = args.precision or best_precision(device)
-    if args.global_batch_size % (world_size * args.accumulate):
-        raise UserError(
-            f"--global-batch-size {args.global_batch_size} is not a multiple of "
-            f"{world_size} processes times --accumulate {args.accumulate}"
-        )
     train_set, val_set = build_datasets(args)
 
     # [2/6 shard] each process takes every world_size-th image of one shuffled list
@@ -105,8 +98,7 @@ def main(args: Namespace) -> None:
     if rank == 0:
         print(
             f"{args.arch}, {args.precision}, {world_size} x {device.type}, "
-            f"{len(train_loader)} steps of {args.global_batch_size} images per epoch; "
-            f"done: {checkpoint.epoch} epochs, {checkpoint.step} steps",
+            f"from epoch {checkpoint.epoch + 1}, step {checkpoint.step + 1}",
             flush=True,
         )
     if args.evaluate:
@@ -116,6 +108,7 @@ def main(args: Namespace) -> None:
 
     for epoch in range(checkpoint.epoch, 0 if args.evaluate else args.epochs):
         train_sampler.set_epoch(epoch)
+        seed_generators(args.seed, epoch, 0, rank)  # for other samplers
         figures = train(
             args, rank, train_loader, model, optimizer, scheduler, scaler, checkpoint
         )
@@ -220,14 +213,9 @@ def arguments() -> Namespace:
     rounded = "round gradients to this type before averaging"
     add("--compress-gradients", choices=("fp16", "bf16"), help=rounded)
     processes = torch.cuda.device_count() or 2
-    add(
-        "--nprocs",
-        type=positive,
-        default=processes,
-        help="on this machine (GPUs, or 2)",
-    )
-    add("--nnodes", type=positive, default=1, help="number of machines (1)")
-    add("--node-rank", type=at_least(0), default=0, help="of this machine (0)")
+    add("--nprocs", type=int, default=processes, help="on this machine (GPUs, or 2)")
+    add("--nnodes", type=int, default=1, help="number of machines (1)")
+    add("--node-rank", type=int, default=0, help="of this machine (0)")
     add("--dist-url", help="tcp://HOST:PORT of the first machine, if there are several")
     args = parse_arguments(parser)
     if args.nnodes > 1 and not args.dist_url:

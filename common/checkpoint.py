@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,10 +30,9 @@ def recipe_of(args: argparse.Namespace) -> dict[str, Any]:
     if args.evaluate:  # only the model matters
         return {"arch": args.arch}
     recipe = {name: v for name, v in vars(args).items() if name not in MAY_CHANGE}
-    if args.schedule != "cosine":  # whose curve depends on --epochs
-        del recipe["epochs"]
-    # Pillow also resizes the images, so that their pixels differ
-    recipe["decoder"] = "pil" if args.decoder == "pil" else "others"
+    # Only the cosine's curve depends on --epochs; only Pillow's pixels differ
+    recipe["epochs"] = args.epochs if args.schedule == "cosine" else None
+    recipe["decoder"] = args.decoder == "pil"
     return recipe
 
 
@@ -54,21 +53,18 @@ class Checkpoint:
         datasets: tuple[Dataset, Dataset],
         objects: dict[str, Any],
     ):
-        """Store what to save.
+        """Store what to save: objects with a state_dict(), by their names in the file.
 
-        Args:
-            datasets: for training and validation; a resumed run needs the same images.
-            objects: by name, what has a state_dict() to save. The one with the name
-                "state_dict" is the model that validates.
+        "state_dict" is the name of the model that validates. `datasets` are those for
+        training and validation; a resumed run needs the same images.
         """
         self.args = args
-        self.folder = Path(args.output)
-        self.file = self.folder / "checkpoint.pt"
+        self.file = args.output / "checkpoint.pt"
+        self.best_file = args.output / "best.pt"
         self.objects = objects
         self.images = [fingerprint(dataset) for dataset in datasets]
-        self.epoch, self.step = 0, 0
+        self.epoch, self.step, self.best = 0, 0, 0.0
         self.sums: dict[str, Tensor] = {}
-        self.best = 0.0
         self.records: list[dict] = []
         self.saved_at = time.monotonic()
 
@@ -79,13 +75,15 @@ class Checkpoint:
         device: torch.device,
         all_reduce: Callable[[Tensor], Tensor],
     ) -> None:
-        """Load the checkpoint that --resume asks for, if any, in every process.
+        """Load the file that --resume asks for, in every process; then compare them.
 
-        With --evaluate, load only the model. Raises UserError if there is no such file,
-        if it is from another recipe or other images, or if --output holds another run;
-        and, in every process, if one has other images or another checkpoint.
+        Raises UserError if there is no such file, if it is from another recipe or other
+        images, if --output holds another run, or if a process differs from rank 0.
         """
-        self._load()
+        if path := self._path():
+            self._load(path)
+        if not self.args.evaluate:
+            self.args.output.mkdir(parents=True, exist_ok=True)
         # Each process fills its row of a table of zeros; the sum is the whole table
         facts = [*self.images[0], *self.images[1], self.epoch, self.step]
         table = torch.zeros(world_size, len(facts), dtype=torch.float64)
@@ -97,57 +95,53 @@ class Checkpoint:
                 "0: --data and --output must be the same on all machines"
             )
 
-    def _load(self) -> None:
-        args, path = self.args, self._path()
-        if path is None:
-            return
+    def _path(self) -> Path | None:
+        """Return the file to load; None for a new run, or without --resume."""
+        args, exists = self.args, self.file.exists()
+        path = self.file if args.resume == "auto" else Path(args.resume or "")
+        starts = args.resume == "auto" and not args.evaluate  # a new run is fine, too
+        if args.resume and not path.is_file() and not starts:
+            raise UserError(f"--resume {path}: there is no such file")
+        if (
+            exists
+            and not args.evaluate
+            and not (args.resume and path.samefile(self.file))
+        ):
+            raise UserError(
+                f"--output {args.output} holds another run: continue it with --resume, "
+                "or choose another --output"
+            )
+        return path if args.resume and path.is_file() else None
+
+    def _load(self, path: Path) -> None:
         try:
             with open(path, "rb") as file:
                 content = torch.load(file, map_location="cpu", weights_only=True)
-            recipe, saved_images = content["recipe"], content["images"]
-        except Exception as error:  # the unpickler raises many kinds of errors
-            reason = str(error).strip().splitlines()[0]
-            raise UserError(f"{path} is not a checkpoint: {reason}") from None
-        for name, now in recipe_of(args).items():
-            if name in recipe and recipe[name] != now:
+            recipe, images = content["recipe"], content["images"]
+        except Exception as error:  # the unpickler raises many kinds
+            raise UserError(f"{path} is not a checkpoint: {error!r:.200}") from None
+        for name, now in recipe_of(self.args).items():
+            if recipe.get(name, now) != now:
+                flag = name.replace("_", "-")
                 raise UserError(
-                    f"--{name.replace('_', '-')} was {recipe[name]} when {path} was "
-                    f"saved, and is now {now}: use the same, or another --output"
+                    f"--{flag} was {recipe[name]} when {path} was saved, and is now "
+                    f"{now}: use the same value, or another --output"
                 )
-        if args.evaluate:
+        if self.args.evaluate:
             self.objects["state_dict"].load_state_dict(content["state_dict"])
             return
-        if saved_images != self.images:
+        if images != self.images:
             raise UserError(
-                f"{path} was saved with {saved_images[0][0]} training and "
-                f"{saved_images[1][0]} validation images that are not those of --data: "
-                "use the same images, or another --output"
+                f"{path} was saved with {images[0][0]} training and {images[1][0]} "
+                "validation images, which are not those of --data: use the same "
+                "images, or another --output"
             )
         for name, one in self.objects.items():
             one.load_state_dict(content[name])
         self.epoch, self.step = content["epoch"], content["step"]
         self.sums, self.records = content["sums"], content["records"]
-        if (self.folder / "best.pt").exists():  # a new folder has no best.pt yet
+        if self.best_file.exists():  # a new folder has none yet
             self.best = content["best_acc1"].item()
-
-    def _path(self) -> Path | None:
-        """Return the file to load, or None for a new run."""
-        args, exists = self.args, self.file.exists()
-        path = self.file if args.resume == "auto" else Path(args.resume or "")
-        if args.resume and not path.is_file() and (path != self.file or args.evaluate):
-            raise UserError(f"--resume {path}: there is no such file")
-        if args.evaluate:
-            return path if args.resume else None
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--output {self.folder}: {error.strerror}") from None
-        if exists and not (args.resume and self.file.samefile(path)):
-            raise UserError(
-                f"--output {self.folder} holds another run: continue it with --resume, "
-                "or choose another --output"
-            )
-        return path if args.resume and path.exists() else None
 
     def add(self, step: int, sums: dict[str, Tensor]) -> dict[str, float]:
         """Add an interval's sums over all processes; return their averages.
@@ -160,8 +154,8 @@ class Checkpoint:
         means = averages(sums)
         if not math.isfinite(means["loss"]):
             raise UserError(
-                f"the loss became {means['loss']} in epoch {self.epoch + 1} by step "
-                f"{step}: start again with a lower --lr or more --warmup-epochs"
+                f"the loss is {means['loss']} by step {step} of epoch "
+                f"{self.epoch + 1}: use a lower --lr or more --warmup-epochs"
             )
         return means
 
@@ -185,14 +179,13 @@ class Checkpoint:
     def save(self) -> None:
         """Write epochs.jsonl, best.pt after the best epoch, and checkpoint.pt last.
 
-        If a file cannot be written, the old one stays and an OSError or RuntimeError is
-        raised.
+        If a file cannot be written, the old one stays and the error is raised.
         """
         files = [self.file]
-        if self.step == 0 and self.records:
-            metric, best = self.records[-1][BEST_METRIC], self.folder / "best.pt"
-            if metric > self.best or not best.exists():
-                files.insert(0, best)
+        if self.step == 0:
+            metric = self.records[-1][BEST_METRIC]
+            if metric > self.best or not self.best_file.exists():
+                files.insert(0, self.best_file)
             self.best = max(metric, self.best)
         content = {
             "epoch": self.epoch,
@@ -206,9 +199,9 @@ class Checkpoint:
             **{name: one.state_dict() for name, one in self.objects.items()},
         }
         lines = "".join(json.dumps(record) + "\n" for record in self.records)
-        replace_file(self.folder / "epochs.jsonl", lambda f: f.write(lines.encode()))
+        replace_file(self.file.with_name("epochs.jsonl"), lines.encode())
         for file in files:
-            replace_file(file, lambda f: torch.save(content, f))
+            replace_file(file, content)
         self.saved_at = time.monotonic()
 
     def save_if_due(self) -> None:
@@ -217,14 +210,14 @@ class Checkpoint:
             self.save()
 
 
-def replace_file(path: Path, write: Callable[[BinaryIO], Any]) -> None:
+def replace_file(path: Path, content: bytes | dict) -> None:
     """Write a file beside `path`, flush it to the disk and rename it to `path`.
 
     A reader, or a crash at any moment, finds either the old content or the new one.
     """
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "wb") as file:
-        write(file)
+        file.write(content) if isinstance(content, bytes) else torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

@@ -6,6 +6,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import count, islice, repeat
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from common.errors import UserError
-from common.images import Picture, TrainTransform, ValTransform, read_image
+from common.images import Picture, read_image, train_transform, val_transform
 
 # Mean and standard deviation of ImageNet's RGB values, for pixels between 0 and 255
 MEAN = (123.675, 116.28, 103.53)
@@ -30,20 +31,18 @@ class ImageFolder(Dataset):
     """Images in one subfolder per class, or in tar archives of such a folder.
 
     An item is (image, label): a transformed (3, S, S) uint8 RGB image, and an int.
+    Raises UserError if the folder has no class folders, or an image is unusable.
     """
 
     def __init__(
         self, root: Path, transform: Callable[[Picture], Tensor], decoder: str
     ):
-        """List the images. Raises UserError if there is no folder or an empty class.
-
-        `decoder` is a key of DECODERS.
-        """
+        """List the images; `decoder` is a key of DECODERS."""
         self.root = str(root)
         self.transform = transform
         self.decoder = decoder
         self.archives = None
-        if not root.is_dir() and any(root.parent.glob(f"{root.name}*.tar")):
+        if not root.is_dir() and any(root.parent.glob(f"{root.name}[.-]*tar")):
             from common.tar import Archives
 
             self.archives = Archives(root)
@@ -57,15 +56,17 @@ class ImageFolder(Dataset):
                 f"{root}: {error.strerror or error}; --data needs train/CLASS/*.JPEG "
                 "and val/CLASS/*.JPEG, or train.tar and val.tar"
             ) from None
-        found = [images_below(os.path.join(self.root, name)) for name in self.classes]
-        for name, paths in zip(self.classes, found, strict=True):
-            if not paths:
-                raise UserError(f"{root / name} has no images")
+        found = [
+            (os.fsencode(os.path.join(folder, file)[len(self.root) :]), label)
+            for label, name in enumerate(self.classes)
+            for folder, _, files in sorted(os.walk(root / name))  # follows no links
+            for file in sorted(files)
+            if file.lower().endswith(IMG_EXTENSIONS)
+        ]
         # Not lists: reading an item changes its reference count, so each loader process
         # would copy the list (https://github.com/pytorch/pytorch/issues/13246)
-        names = [os.fsencode(path[len(self.root) :]) for one in found for path in one]
-        self.paths = numpy.array(names)
-        self.labels = numpy.repeat(range(len(found)), list(map(len, found)))
+        self.paths = numpy.array([path for path, _ in found])
+        self.labels = numpy.array([label for _, label in found], numpy.int64)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -75,16 +76,6 @@ class ImageFolder(Dataset):
         content = self.archives.read(index) if self.archives else None
         image = read_image(path, self.decoder, self.transform, content)
         return image, int(self.labels[index])
-
-
-def images_below(root: str) -> list[str]:
-    """The sorted paths of the images in a folder; links to folders are not followed."""
-    return [
-        os.path.join(folder, file)
-        for folder, _, files in sorted(os.walk(root))
-        for file in sorted(files)
-        if file.lower().endswith(IMG_EXTENSIONS)
-    ]
 
 
 class RandomImages(FakeData):
@@ -107,10 +98,12 @@ def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
         # ImageNet has 25.6 training images for each validation image
         val_images = max(args.global_batch_size, args.synthetic // 25)
         return RandomImages(args.synthetic, size), RandomImages(val_images, size)
-    val_set = ImageFolder(Path(args.data, "val"), ValTransform(size), args.decoder)
+    transform = partial(val_transform, size=size)
+    val_set = ImageFolder(Path(args.data, "val"), transform, args.decoder)
     if args.evaluate:
         return val_set, val_set
-    transform = TrainTransform(size, args.min_crop, flip=not args.no_flip)
+    options = {"size": size, "min_crop": args.min_crop, "flip": not args.no_flip}
+    transform = partial(train_transform, **options)
     train_set = ImageFolder(Path(args.data, "train"), transform, args.decoder)
     if different := sorted(set(train_set.classes) ^ set(val_set.classes)):
         raise UserError(
@@ -126,27 +119,6 @@ def fingerprint(dataset: Dataset) -> list[int]:
         return [len(dataset), 0]
     digest = hashlib.blake2b(dataset.paths.view("uint8"), digest_size=6).digest()
     return [len(dataset), int.from_bytes(digest, "big")]
-
-
-class EpochKeys:
-    """Keys for a SeededDataset: (epoch, position in the epoch's order, index).
-
-    They carry the epoch to the loader processes, which run for several epochs.
-    """
-
-    def __init__(self, sampler: Sequence[int], rank: int, world_size: int, limit: int):
-        self.sampler = sampler
-        self.place = rank, world_size
-        self.limit = limit
-        self.epoch, self.first = 0, 0  # set before each epoch
-
-    def __len__(self) -> int:
-        return min(self.limit, len(self.sampler))
-
-    def __iter__(self) -> Iterator[tuple[int, int, int]]:
-        # This process's images are every world_size-th of the epoch's order
-        keys = zip(repeat(self.epoch), count(*self.place), self.sampler)
-        return islice(keys, self.first, len(self))
 
 
 def seed_generators(*key: int) -> None:
@@ -166,6 +138,29 @@ def seed_generators(*key: int) -> None:
         torch.cuda.manual_seed_all(number)
 
 
+class EpochKeys:
+    """Keys for a SeededDataset: (epoch, position in the epoch's order, index).
+
+    They carry the epoch to the loader processes, which run for several epochs.
+    """
+
+    def __init__(
+        self, sampler: Sequence[int], rank: int, world_size: int, limit: int | None
+    ):
+        self.sampler = sampler
+        self.place = rank, world_size
+        self.limit = limit or len(sampler)
+        self.epoch, self.first = 0, 0  # set before each epoch
+
+    def __len__(self) -> int:
+        return min(self.limit, len(self.sampler))
+
+    def __iter__(self) -> Iterator[tuple[int, int, int]]:
+        # This process's images are every world_size-th of the epoch's order
+        keys = zip(repeat(self.epoch), count(*self.place), self.sampler)
+        return islice(keys, self.first, len(self))
+
+
 class SeededDataset(Dataset):
     """A dataset with keys from EpochKeys; a key also seeds the augmentation."""
 
@@ -175,7 +170,7 @@ class SeededDataset(Dataset):
 
     def __getitem__(self, key: tuple[int, int, int]) -> Any:
         epoch, position, index = key
-        seed_generators(self.seed, epoch, index)
+        seed_generators(self.seed, epoch, position)
         return self.dataset[index]
 
 
@@ -254,27 +249,23 @@ def build_loader(
 ) -> DeviceLoader:
     """Build one process's loader and start its loader processes.
 
-    Args:
-        dataset: each item is a (3, S, S) uint8 image and an int label.
-        sampler: this process's indices, as a DistributedSampler or any sequence.
-        training: a batch is one step's images, and an incomplete one is dropped;
-            in validation, a batch is as large as a micro-batch.
-
-    Raises:
-        UserError: there are too few images.
+    `sampler` has this process's indices. A batch of training is one step's images, an
+    incomplete one is dropped; a batch of validation is as large as a micro-batch.
+    Raises UserError if the global batch leaves a remainder or there are too few images.
     """
-    batch_size = args.global_batch_size // world_size  # this process's images
-    if not training:
-        batch_size //= args.accumulate
-    limit = batch_size * args.max_steps if training and args.max_steps else len(dataset)
-    keys = EpochKeys(sampler, rank, world_size, limit)
-    if len(keys) < (batch_size if training else 1) and not args.evaluate:
+    size, parts = args.global_batch_size, world_size * args.accumulate
+    if size % parts:
         raise UserError(
-            f"{len(dataset)} {'training' if training else 'validation'} images are too "
-            f"few for {world_size} processes and --global-batch-size"
+            f"--global-batch-size {size} is not a multiple of {parts} ({world_size} "
+            f"processes, --accumulate {args.accumulate})"
         )
-    unused = args.synthetic or (args.evaluate and training)
-    workers = 0 if unused else args.workers
+    batch_size = size // world_size if training else size // parts
+    limit = batch_size * args.max_steps if training and args.max_steps else None
+    keys = EpochKeys(sampler, rank, world_size, limit)
+    unused = args.evaluate and training
+    if len(keys) < (batch_size if training else 1) and not unused:
+        raise UserError(f"{len(dataset)} images are too few for {world_size} processes")
+    workers = 0 if args.synthetic or unused else args.workers
     loader = DataLoader(
         SeededDataset(dataset, args.seed),
         batch_size=batch_size,
@@ -286,8 +277,8 @@ def build_loader(
         persistent_workers=workers > 0,
     )
     if workers:
-        # Start the loader processes before training communicates: a fork may deadlock
-        # while another thread holds a lock
+        # Start the loader processes now: a fork can deadlock while another thread, for
+        # example one that communicates, holds a lock
         keys.first = len(keys)  # nothing to load yet
         iter(loader)
     return DeviceLoader(loader, device, repeated=bool(args.synthetic))

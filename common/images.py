@@ -1,8 +1,7 @@
 """Reads image files as uint8 RGB and crops them."""
 
+import importlib
 import io
-import math
-import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,13 +10,11 @@ from typing import NamedTuple
 import torch
 from PIL import Image
 from torch import Tensor
+from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2 import functional as F
 
 from common.errors import UserError
 
-# Errors that decoders raise if a file is damaged or not an image
-READ_ERRORS = (RuntimeError, OSError, ValueError, SyntaxError, EOFError)
-READ_ERRORS += (Image.DecompressionBombError,)
 JPEG = b"\xff\xd8"  # the first bytes of each JPEG file
 NO_EXIF = b"\xff\xe1\0\2"  # an empty APP1 segment, which could contain EXIF data
 
@@ -67,22 +64,17 @@ DECODERS = {
     "pil": open_with_pillow,
     "nvimgcodec": open_with_nvimgcodec,
 }
+MODULES = {"torchcodec": "torchcodec.decoders", "nvimgcodec": "common.nvimgcodec"}
 
 
 def check_decoder(name: str) -> None:
     """Raise a UserError if a decoder is not installed or cannot be imported."""
     try:
-        if name == "torchcodec":
-            import torchcodec.decoders  # noqa: F401
-        elif name == "nvimgcodec":
-            from common import nvimgcodec
-
-            nvimgcodec.check_library()
+        importlib.import_module(MODULES.get(name, "PIL"))
     except (ImportError, RuntimeError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"--decoder {name}: {reason}; install {name}, or use --decoder pil"
-        ) from None
+        use = "install it (pip install -r requirements.txt), or use --decoder pil"
+        raise UserError(f"--decoder {name}: {reason}: {use}") from None
 
 
 def read_image(
@@ -98,57 +90,26 @@ def read_image(
     try:
         content = Path(path).read_bytes() if content is None else content
         return transform(DECODERS[decoder](content))
-    except READ_ERRORS as error:
+    except Exception as error:  # decoders raise many kinds
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise UserError(f"{path} cannot be read with {decoder}: {reason}") from None
 
 
-def random_box(height: int, width: int, min_crop: float) -> tuple[int, int, int, int]:
-    narrow, wide = 3 / 4, 4 / 3
-    for _ in range(10):
-        area = height * width * random.uniform(min_crop, 1.0)
-        ratio = math.exp(random.uniform(math.log(narrow), math.log(wide)))
-        box_width = round(math.sqrt(area * ratio))
-        box_height = round(math.sqrt(area / ratio))
-        if 0 < box_width <= width and 0 < box_height <= height:
-            top = random.randint(0, height - box_height)
-            left = random.randint(0, width - box_width)
-            return top, left, box_height, box_width
-    box_width = min(width, round(height * wide))
-    box_height = min(height, round(width / narrow))
-    top, left = (height - box_height) // 2, (width - box_width) // 2
-    return top, left, box_height, box_width
+def train_transform(picture: Picture, size: int, min_crop: float, flip: bool) -> Tensor:
+    """A random crop, resized to (3, size, size) uint8 and mirrored half of the time."""
+    shape = torch.empty(picture.height, picture.width, device="meta")
+    box = RandomResizedCrop.get_params(shape, (min_crop, 1.0), (3 / 4, 4 / 3))
+    pixels = F.resize(picture.crop(*box), [size, size])
+    if flip and torch.rand(()) < 0.5:
+        pixels = F.horizontal_flip(pixels)
+    return pixels if isinstance(pixels, Tensor) else F.pil_to_tensor(pixels)
 
 
-class TrainTransform:
-    """A random crop, resized to (3, size, size) and mirrored half of the time."""
+def val_transform(picture: Picture, size: int) -> Tensor:
+    """The central (3, size, size) uint8 crop, after resizing to 8/7 of its size.
 
-    def __init__(self, size: int, min_crop: float, flip: bool):
-        self.size = size
-        self.min_crop = min_crop
-        self.flip = flip
-
-    def __call__(self, picture: Picture) -> Tensor:
-        """Return a (3, size, size) uint8 tensor."""
-        box = random_box(picture.height, picture.width, self.min_crop)
-        pixels = F.resize(picture.crop(*box), [self.size, self.size])
-        if self.flip and random.random() < 0.5:
-            pixels = F.horizontal_flip(pixels)
-        return F.to_image(pixels).as_subclass(Tensor)
-
-
-class ValTransform:
-    """The central (3, size, size) crop of an image.
-
-    The image's shorter side is first resized to 8/7 of `size`, as in the ResNet paper:
-    for 224, this is Resize(256) and CenterCrop(224).
+    For 224, this is Resize(256) and CenterCrop(224), as in the ResNet paper.
     """
-
-    def __init__(self, size: int):
-        self.size = size
-
-    def __call__(self, picture: Picture) -> Tensor:
-        """Return a (3, size, size) uint8 tensor."""
-        whole = picture.crop(0, 0, picture.height, picture.width)
-        pixels = F.center_crop(F.resize(whole, [self.size * 256 // 224]), [self.size])
-        return F.to_image(pixels).as_subclass(Tensor)
+    whole = picture.crop(0, 0, picture.height, picture.width)
+    pixels = F.center_crop(F.resize(whole, [size * 256 // 224]), [size])
+    return pixels if isinstance(pixels, Tensor) else F.pil_to_tensor(pixels)

@@ -1,9 +1,8 @@
 """Optional: decodes only the needed part of a JPEG, with nvImageCodec on the CPU."""
 
 import functools
+import importlib.util
 import os
-import subprocess
-import sys
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +11,10 @@ import torch
 from torch import Tensor
 
 from common.images import Picture
+
+# Looked for here, but imported in loader processes only: an import may open a GPU
+if importlib.util.find_spec("nvidia.nvimgcodec") is None:
+    raise ImportError("nvImageCodec is missing (requirements/nvimgcodec.txt)")
 
 
 def open_picture(content: bytes) -> Picture | None:
@@ -37,22 +40,6 @@ def open_picture(content: bytes) -> Picture | None:
         return torch.from_numpy(numpy.asarray(image)).permute(2, 0, 1)
 
     return Picture(stream.height, stream.width, crop)
-
-
-@functools.cache
-def check_library() -> None:
-    """Raise an ImportError if nvImageCodec is missing, too old or cannot be imported.
-
-    A child process imports it: an import opens a GPU if it finds the nvJPEG library.
-    """
-    code = "from nvidia import nvimgcodec as codec\n"
-    code += "hasattr(codec, 'NVIMGCODEC_DEVICE_CPU_ONLY') or exit('older than 0.9')"
-    command = [sys.executable, "-c", code]
-    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1"}
-    child = subprocess.run(command, env=hidden, capture_output=True, text=True)
-    if child.returncode:
-        lines = child.stderr.splitlines() or [f"exit status {child.returncode}"]
-        raise ImportError(lines[-1].split("Error: ", 1)[-1])
 
 
 @functools.cache

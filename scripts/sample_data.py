@@ -15,8 +15,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from common.errors import UserError
-from launch.exits import exit_status
+from common.errors import UserError, one_line_errors
 
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 SIZE = 64
@@ -67,5 +66,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with exit_status():
+    with one_line_errors():
         main()
