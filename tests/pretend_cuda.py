@@ -15,11 +15,10 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from played import spawn
-from torch import Tensor, autocast, cuda, nn
-from torch.backends import cudnn
+from torch import Tensor, autocast, backends, cuda, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 CPU, PLACES = torch.device("cpu"), torch.utils.weak.WeakTensorKeyDictionary()
@@ -34,10 +33,9 @@ class PretendedGpus(TorchFunctionMode):
         self.count, self.folder, self.now, self.user = count, folder, 0, None
 
     def note(self, name: str, *args, **kwargs) -> None:
-        plain = [one for one in args if isinstance(one, (int, str, torch.device))]
-        call = json.dumps([name, plain, kwargs, cudnn.benchmark], default=str)
+        call = [name, args[:3], kwargs, backends.cudnn.benchmark]
         with open(f"{self.folder}/{os.getpid()}.calls", "a") as file:
-            print(call, file=file)
+            print(json.dumps(call, default=str), file=file)
 
     def replace(self, owner, name: str, call) -> None:
         def noting(*args, **kwargs):
@@ -72,8 +70,9 @@ class PretendedGpus(TorchFunctionMode):
         place = self.gpu(place) if place.type == "cuda" else CPU
         if (name in WAITS and before != CPU) or "non_blocking" in kwargs:
             self.note(name, place, **kwargs)
-        args, kwargs = tree_map_only(torch.device, lambda _: CPU, (args, kwargs))
-        result = func(*args, **kwargs)
+        on_cpu = [CPU if isinstance(one, torch.device) else one for one in args]
+        kwargs = {**kwargs, "device": CPU} if kwargs.get("device") else kwargs
+        result = func(*on_cpu, **kwargs)
         if place != before and any(result is one for one in tensors):
             result = result.clone()  # a tensor on another device is a new one
         for leaf in tree_leaves(args[:1] if name == "__set__" else result):
