@@ -35,8 +35,8 @@ def main(args: Namespace) -> None:
     rank, world_size = 0, 1
     gpus = torch.cuda.device_count()
     device = torch.device("cuda" if gpus else "cpu")
-    # nn.DataParallel starts new threads in each step; with benchmark, cuDNN would search
-    # again in each of them (https://github.com/pytorch/pytorch/issues/104701)
+    # nn.DataParallel starts new threads in each step. With benchmark, cuDNN searches
+    # again in each thread (https://github.com/pytorch/pytorch/issues/104701)
     torch.backends.cudnn.benchmark = gpus == 1
     if gpus > 1 and args.precision == "bf16":
         raise UserError("--precision bf16: nn.DataParallel's threads would use fp16")
@@ -86,11 +86,7 @@ def main(args: Namespace) -> None:
     checkpoint = Checkpoint(args, (train_set, val_set), saved)
     checkpoint.load(rank, world_size, device, all_reduce)  # if --resume asks for it
     if rank == 0:
-        print(
-            f"{args.arch}, {args.precision}, {world_size} x {device.type}, "
-            f"from epoch {checkpoint.epoch + 1}, step {checkpoint.step + 1}",
-            flush=True,
-        )
+        print(f"{args.arch}, {args.precision}, {world_size} x {device}", flush=True)
     if args.evaluate:
         val = validate(args, val_loader, eval_model)
         if rank == 0:

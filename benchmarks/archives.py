@@ -5,7 +5,7 @@
 One process reads the same images from both, with and without decoding. The benchmark
 also measures how long it takes to index an archive with as many members as ImageNet.
 All times are the process's CPU times, which other programs affect less. The benchmark
-writes results/archives.json in a few minutes.
+writes benchmarks/results/archives.json in a few minutes.
 """
 
 import os

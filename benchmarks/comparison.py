@@ -23,7 +23,7 @@ from common.arguments import OneLineParser, number
 from common.device import describe
 from common.log import commit
 
-RESULTS = Path(__file__).resolve().parent.parent / "results"
+RESULTS = Path(__file__).resolve().parent / "results"
 
 # By default, glibc returns thousands of freed pages to the system in each step. This
 # takes 10 to 20 % of a step, depending on what else is in memory, and would distort any
@@ -125,7 +125,7 @@ def compare(
 
 
 def write_results(name: str, results: dict) -> None:
-    """Write the results, the machine and the versions to results/NAME.json."""
+    """Write results, the machine and the versions to benchmarks/results/NAME.json."""
     report = {
         "argv": ["python", "-m", f"benchmarks.{name}", *sys.argv[1:]],
         "commit": commit(),

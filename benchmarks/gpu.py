@@ -41,6 +41,7 @@ from benchmarks.step import (
     timed,
     usual_loop,
 )
+from benchmarks.timings.plan import gpus, images
 from common.data import DeviceLoader
 from common.device import autocast_dtype, describe, machine_cores
 from common.errors import UserError
@@ -48,7 +49,6 @@ from common.log import commit
 from launch.check import load_script
 from launch.exits import exit_status
 from launch.machines import use_loopback
-from timings.plan import gpus, images
 
 
 def start_alone(script: ModuleType, flags: list[str]) -> None:

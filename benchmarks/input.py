@@ -4,7 +4,7 @@
 
 On one core, the benchmark reads single images for training and for validation. On all
 cores, it reads batches from a DataLoader with one process per core. It generates JPEG
-files, prints median ratios with quartiles and writes results/input.json.
+files, prints median ratios with quartiles and writes benchmarks/results/input.json.
 """
 
 import os

@@ -5,7 +5,7 @@
 Four loader processes read 1,281,167 entries in random order, without decoding. They
 belong to the five scripts' DataLoader, with and without gc.freeze(), or to a DataLoader
 whose dataset holds a conventional list of (path, label). The benchmark prints a loader
-process's private memory and writes results/memory.json in a few minutes.
+process's private memory and writes benchmarks/results/memory.json in a few minutes.
 """
 
 import gc

@@ -1,6 +1,6 @@
 """Predict the speedup of ResNet-50 on A100s, and compare published measurements.
 
-    python -m benchmarks.scaling    # writes results/scaling.json
+    python -m benchmarks.scaling    # writes benchmarks/results/scaling.json
     python -m benchmarks.scaling --step-milliseconds 100 --parameters 25.6e6
 
 The second form prints the table for your own model and machines.

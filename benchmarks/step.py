@@ -4,7 +4,8 @@
 
 The benchmark alternates between distributed.py's train(), a minimal DDP loop with the
 same model and a conventional loop (fp32, NCHW, the host reads metrics in each step). It
-prints median ratios with quartiles and writes results/step.json in about five minutes.
+prints median ratios with quartiles and writes benchmarks/results/step.json; this takes
+five minutes.
 """
 
 import json

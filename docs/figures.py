@@ -1,4 +1,4 @@
-"""Draw the lessons' figures as SVG from the data below and in results/lessons/.
+"""Draw the lessons' figures as SVG from the data below and from measurements.
 
 python docs/figures.py            # write the figures that change
 python docs/figures.py --check    # only list these; exit with 1 if there are any
@@ -344,14 +344,14 @@ def horovod(draw: Picture) -> float:
     return y + 36
 
 
-def measured(name: str) -> dict:
+def measured(file: str) -> dict:
     """Read the measurements that a lesson's program wrote."""
-    return json.loads((ROOT / "results" / "lessons" / f"{name}.json").read_text())
+    return json.loads((ROOT / "tutorial" / file).read_text())
 
 
 def timeline(draw: Picture) -> float:
     """A training step with two bucket sizes: when it computes and when it sends."""
-    steps = measured("overlap")
+    steps = measured("06_overlap/output/overlap.json")
     longest = max(end for spans in steps.values() for _, _, end in spans)
     colors = {"forward": "d", "backward": "a", "send": "b", "optimizer": "c"}
     for number, (title, spans) in enumerate(steps.items()):
@@ -376,7 +376,7 @@ def timeline(draw: Picture) -> float:
 
 def memory(draw: Picture) -> float:
     """Memory of each process with DDP and with ZeRO 1, 2 and 3."""
-    ways = measured("memory_zero")
+    ways = measured("10_memory/output/memory_zero.json")
     largest = max(sum(parts.values()) for parts in ways.values())
     for number, (name, parts) in enumerate(ways.items()):
         top, total = 58 * number, sum(parts.values()) / 1024
@@ -388,9 +388,16 @@ def memory(draw: Picture) -> float:
     return bottom + 14
 
 
-FIGURES = (tree, all_reduce, shards, buckets, accumulation, collectives, ring, formats)
-FIGURES += (hang, restarts, horovod, timeline, memory)  # the last two use results/
-FIGURES = {f"docs/tutorial/{draw.__name__}.svg": draw for draw in FIGURES}
+LESSONS = {"01_ranks": [tree], "02_all_reduce": [all_reduce], "04_batches": [shards]}
+LESSONS |= {"05_build_ddp": [buckets], "06_overlap": [timeline]}
+LESSONS |= {"07_accumulation": [accumulation], "08_collectives": [collectives, ring]}
+LESSONS |= {"09_mixed_precision": [formats], "10_memory": [memory]}
+LESSONS |= {"11_hangs": [hang], "12_restarts": [restarts], "13_horovod": [horovod]}
+FIGURES = {
+    f"tutorial/{lesson}/{draw.__name__}.svg": draw
+    for lesson, figures in LESSONS.items()
+    for draw in figures
+}
 
 
 def drawn(figure: Callable[[Picture], float]) -> str:

@@ -1,4 +1,4 @@
-"""Put code, output and tables into README*.md and docs/.
+"""Put code, output and tables into README*.md, docs/ and tutorial/.
 
     python docs/make.py            # write the pages that change
     python docs/make.py --check    # only list these; exit with 1 if there are any
@@ -9,12 +9,12 @@ This script writes the text between <!-- KIND ... --> and <!-- /KIND --> in a pa
     statement FILE.py TEXT     the statement that begins with TEXT: a call, a function
     paragraph FILE.py TEXT     the lines around TEXT, from one blank line to the next
     diff ONE.py OTHER.py       the lines that differ between two programs
-    output LESSON [TITLE]      a lesson's output, or the parts that begin with TITLE
+    output NAME [TITLE]        a program's output, or the parts that begin with TITLE
     file PATH                  the unchanged text of a file
-    table RESULTS PART         a part of results/RESULTS.json: rows, or figures whose
-                               names are PART / ROW / COLUMN
+    table RESULTS PART         a part of benchmarks/results/RESULTS.json: rows, or
+                               figures whose names are PART / ROW / COLUMN
     ratios UNIT RESULTS PART   measurements, and their ratios to the first one
-    machine RESULTS            the machine and versions in results/RESULTS.json
+    machine RESULTS            the machine and versions in that file
 """
 
 import ast
@@ -26,6 +26,7 @@ from pathlib import Path
 from textwrap import dedent
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 SECTION = re.compile(r"^(<!-- (\w+) (.+?) -->\n)(.*?)^<!-- /\2 -->\n", re.M | re.S)
 
 
@@ -75,8 +76,9 @@ def diff(source: str) -> str:
 
 def output(source: str) -> str:
     """Return a lesson's output, or the parts that begin with a given title."""
-    lesson, _, title = source.partition(" ")
-    text = (ROOT / "results" / "lessons" / f"{lesson}.txt").read_text()
+    name, _, title = source.partition(" ")
+    (path,) = ROOT.glob(f"tutorial/*/output/{name}.txt")
+    text = path.read_text()
     pattern = rf"^{re.escape(title)}.*\n(?:[ \t]+.*\n)*"  # and the indented lines below
     text = "".join(re.findall(pattern, text, re.M))
     if not text:
@@ -90,9 +92,9 @@ def file(source: str) -> str:
 
 
 def results(source: str) -> dict | list:
-    """Return the measurements from a file in results/, or a part of them."""
+    """Return the measurements from benchmarks/results/, or a part of them."""
     name, _, part = source.partition(" ")
-    report, rows = json.loads((ROOT / "results" / f"{name}.json").read_text()), {}
+    report, rows = json.loads((RESULTS / f"{name}.json").read_text()), {}
     if not part or part in report:
         return report[part] if part else report
     for key, value in report.get("figures", {}).items():
@@ -100,7 +102,7 @@ def results(source: str) -> dict | list:
         if kind == part:
             rows.setdefault(row, {})[column] = value
     if not rows:
-        raise ValueError(f"results/{name}.json has no such part")
+        raise ValueError(f"{name}.json has no such part")
     return rows
 
 
@@ -176,7 +178,8 @@ def made(page: Path) -> str:
 
 def main(arguments: list[str]) -> int:
     """Write or check all pages; return the exit status."""
-    pages = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+    patterns = ("*.md", "docs/*.md", "tutorial/**/*.md")
+    pages = sorted(page for pattern in patterns for page in ROOT.glob(pattern))
     try:
         if arguments not in ([], ["--check"]):
             raise ValueError("usage: docs/make.py [--check]")

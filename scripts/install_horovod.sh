@@ -4,21 +4,14 @@
 #   bash scripts/install_horovod.sh                  # into .venv
 #   PYTHON=/path/to/python bash scripts/install_horovod.sh
 #
-# Without a network, set HOROVOD_SOURCE to the source archive. The build then uses the wheels in the
-# archive's folder: 'setuptools<81', and wheel, cmake, ninja, ... if the environment lacks them.
-# Set HOROVOD_TARGET to a folder to install Horovod there instead; add the folder to PYTHONPATH and
-# its bin/ to PATH. HOROVOD_CAPABILITIES=90 builds faster, but only for compute capability 9.0.
-#
-# The build always includes Gloo, MPI if mpicxx is found, and NCCL if a CUDA toolkit matches
-# PyTorch. The wheel is kept in ~/.cache/horovod-wheels, so another installation takes only seconds.
+# The build always includes Gloo, MPI if mpicxx is found, and NCCL if a CUDA toolkit matches PyTorch.
+# The wheel is kept in ~/.cache/horovod-wheels, so another installation takes only seconds.
+#   HOROVOD_CAPABILITIES=90   build faster, but only for compute capability 9.0
+#   HOROVOD_SOURCE=ARCHIVE    build without a network, with the build tools' wheels in the archive's folder
 # Exit status: 0 if installed, 3 if it cannot be built here (one line says why), 1 if the build failed.
 set -euo pipefail
-case " $* " in *" --help "* | *" -h "*)
-    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
-    exit 0
-    ;;
-esac
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+ROOT=$(dirname "$(dirname "$(realpath "$0")")")
+source "$ROOT/scripts/setup.sh"
 
 PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
 PYTHON=$(command -v "$PYTHON" || printf %s "$PYTHON")
@@ -30,11 +23,10 @@ nvcc=$(realpath "$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)" 2>/dev/nul
 CUDA_HOME=${CUDA_HOME:-$("${nvcc:-false}" --dryrun -x cu /dev/null 2>&1 | sed -n 's|^#\$ _HERE_=\(.*\)/bin$|\1|p' || true)}
 JOBS=${JOBS:-$(nproc)}
 HOROVOD_SOURCE=${HOROVOD_SOURCE:+$(realpath "$HOROVOD_SOURCE")}
-HOROVOD_TARGET=${HOROVOD_TARGET:-}
 
 say() { printf 'install_horovod: %s\n' "$*"; }
 
-install_into_environment() { # arguments of pip install
+pip_install() {
     if "$PYTHON" -m pip --version >/dev/null 2>&1; then
         "$PYTHON" -m pip install --quiet --disable-pip-version-check "$@"
     else
@@ -42,29 +34,18 @@ install_into_environment() { # arguments of pip install
     fi
 }
 
-install_wheel() { # the wheel
-    local where=()
-    [ -z "$HOROVOD_TARGET" ] || where=(--no-deps --target "$HOROVOD_TARGET")
-    install_into_environment ${where[@]+"${where[@]}"} "$1"
-}
-
-if ! facts=$("$PYTHON" - 2>/dev/null <<'PY'
-import platform, sys, torch
-print(torch.__version__, torch.version.cuda or "none", f"cp{sys.version_info[0]}{sys.version_info[1]}", platform.machine())
-PY
-); then
+if ! facts=$("$PYTHON" -c 'import platform, sys, torch
+print(torch.__version__, torch.version.cuda or "none", "cp%d%d" % sys.version_info[:2], platform.machine())' 2>/dev/null); then
     say "$PYTHON has no working PyTorch; install it first (bash scripts/quickstart.sh does this)" >&2
     exit 3
 fi
 read -r torch_version torch_cuda python_tag machine <<<"$facts"
 
-cxx=$(command -v "${CXX:-c++}" || command -v g++ || command -v clang++ || true)
-if [ -z "$cxx" ]; then
+if ! command -v "${CXX:-c++}" g++ clang++ >/dev/null; then
     say "not built: no C++ compiler found (Debian and Ubuntu: apt-get install g++)"
     exit 3
 fi
 
-# Gloo is built in; add MPI and NCCL if they are found
 operations=gloo
 mpi="HOROVOD_WITHOUT_MPI=1"
 if command -v mpicxx >/dev/null; then
@@ -82,23 +63,21 @@ fi
 wheels=$CACHE/2-torch$torch_version-$python_tag-$machine-$operations
 if compgen -G "$wheels/horovod-$HOROVOD_VERSION-*.whl" >/dev/null; then
     say "installing the wheel from $wheels"
-    install_wheel "$wheels"/horovod-"$HOROVOD_VERSION"-*.whl
+    pip_install "$wheels"/horovod-"$HOROVOD_VERSION"-*.whl
     exit 0
 fi
 
 say "building Horovod $HOROVOD_VERSION for PyTorch $torch_version with $operations on $JOBS cores: about 4 minutes of CPU time"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-log=$work/build.log
 
 build() {
-    # Build tools go into their own folder, not into the environment. setuptools 81 dropped
-    # pkg_resources, which Horovod's CMake files import.
+    # The build tools get their own folder. Horovod's CMake files import pkg_resources, which setuptools 81 dropped.
     if [ -z "$HOROVOD_SOURCE" ]; then
-        install_into_environment --target "$work/tools" pip 'setuptools<81' wheel packaging \
+        pip_install --target "$work/tools" pip 'setuptools<81' wheel packaging \
             cloudpickle psutil pyyaml cffi cmake ninja
     elif compgen -G "${HOROVOD_SOURCE%/*}/*.whl" >/dev/null; then
-        install_into_environment --target "$work/tools" --no-index --no-deps "${HOROVOD_SOURCE%/*}"/*.whl
+        pip_install --target "$work/tools" --no-index --no-deps "${HOROVOD_SOURCE%/*}"/*.whl
     fi
     export PYTHONPATH=$work/tools PATH=$work/tools/bin:${PYTHON%/*}:$PATH
     [ -n "$HOROVOD_SOURCE" ] || "$PYTHON" -m pip download --quiet --no-deps --no-binary :all: \
@@ -113,13 +92,11 @@ build() {
     sed -i 's/const size_type count_;/size_type count_;/' third_party/flatbuffers/include/flatbuffers/stl_emulation.h
     # The driver may provide only libcuda.so.1, for example in a container.
     sed -i 's/dlopen("libcuda.so"/dlopen("libcuda.so.1"/' horovod/torch/cuda_util.cc
-
     # Python 3.12 no longer has distutils.
     sed -i "s/from distutils.sysconfig import get_python_inc; print(get_python_inc())/import sysconfig; \
 print(sysconfig.get_path('include'))/" horovod/torch/CMakeLists.txt
     sed -i 's/from distutils.spawn import find_executable/from shutil import which as find_executable/' \
         horovod/runner/js_run.py
-
     # pip would download setup_requires, which are already installed or unnecessary. Ninja comes from
     # PyPI (make may be missing) and does not accept VERBOSE=1. Debug symbols are most of a wheel.
     sed -i -e 's/setup_requires=.*/setup_requires=[],/' -e "s/'VERBOSE=1'/'-j$JOBS'/" \
@@ -149,16 +126,16 @@ print(sysconfig.get_path('include'))/" horovod/torch/CMakeLists.txt
 }
 
 set +e # not `if (...)`: in a condition, the subshell would ignore set -e
-(set -e && build) >"$log" 2>&1
+(set -e && build) >"$work/build.log" 2>&1
 status=$?
 set -e
 if [ $status != 0 ]; then
     mkdir -p "$CACHE"
-    cp "$log" "$CACHE/failed-build.log"
-    say "the build failed: $(sed -nE '/subprocess-exited/d; /fatal error|(^|[^A-Za-z-])[A-Za-z]*[Ee](rror|RROR):|CMake Error/{s/^ *//p;q}' "$log" | cut -c1-200); the log is $CACHE/failed-build.log" >&2
+    cp "$work/build.log" "$CACHE/failed-build.log"
+    say "the build failed: $(sed -nE '/subprocess-exited/d; /fatal error|(^|[^A-Za-z-])[A-Za-z]*[Ee](rror|RROR):|CMake Error/{s/^ *//p;q}' "$work/build.log" | cut -c1-200); the log is $CACHE/failed-build.log" >&2
     exit 1
 fi
 mkdir -p "$wheels"
 mv "$work"/wheel/horovod-*.whl "$wheels/"
-install_wheel "$wheels"/horovod-"$HOROVOD_VERSION"-*.whl
+pip_install "$wheels"/horovod-"$HOROVOD_VERSION"-*.whl
 say "installed; the wheel is in $wheels"

@@ -1,53 +1,31 @@
 # shellcheck shell=bash
-# Sourced by the launch scripts: sets ROOT to this project and PYTHON to the interpreter.
-set -euo pipefail
+# Sourced by the launch scripts, which set ROOT: checks the environment, sets PYTHON and NPROC.
 
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+fail() {
+    echo "$(basename "$0"): error: $*" >&2
+    exit 2
+}
+
 if [ -z "${PYTHON:-}" ]; then
     PYTHON=$ROOT/.venv/bin/python
     [ -x "$PYTHON" ] || PYTHON=python3
 fi
-if ! found=$(command -v "$PYTHON"); then
-    echo "$(basename "$0"): error: PYTHON=$PYTHON is not an interpreter" >&2
-    exit 2
-fi
+found=$(command -v "$PYTHON") || fail "PYTHON=$PYTHON is not an interpreter"
 case $found in /*) PYTHON=$found ;; *) PYTHON=$PWD/$found ;; esac
+PATH=$(dirname "$PYTHON"):$PATH # torchrun and horovodrun are beside the interpreter
 missing=$("$PYTHON" -c 'from importlib.util import find_spec
-print(*(name for name in ("torch", "torchvision", "tqdm", "numpy", "PIL") if not find_spec(name)))')
-if [ -n "$missing" ]; then
-    echo "$(basename "$0"): error: $PYTHON lacks $missing; set PYTHON to an interpreter that has them, or let \
-scripts/quickstart.sh create .venv" >&2
-    exit 2
-fi
-[ -n "${OMP_NUM_THREADS:-}" ] || unset OMP_NUM_THREADS
-if [ -n "${INTERFACE:-}" ]; then # the network interface that connects the machines (see: ip -brief addr)
-    export GLOO_SOCKET_IFNAME=$INTERFACE NCCL_SOCKET_IFNAME="=$INTERFACE" # "=" requires an exact match
-fi
+print(*(name for name in ("torch", "torchvision", "numpy", "PIL") if not find_spec(name)))')
+[ -z "$missing" ] || fail "$PYTHON lacks $missing; set PYTHON to an interpreter that has them, or let" \
+    "scripts/quickstart.sh create .venv"
 
-PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
-if [ -n "${SCRIPT:-}" ]; then # search its folder first: it may contain its own common/
-    SCRIPT=$(realpath -m "$SCRIPT")
-    PYTHONPATH=$(dirname "$SCRIPT"):$PYTHONPATH
-fi
-export PYTHONPATH PYTHONSAFEPATH=1 # do not search the current folder, which may also contain a common/
+# --help prints the launch script's first comment and the flags
+case " $* " in *" --help "* | *" -h "*)
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+    exec "$PYTHON" "$ROOT/$(basename "$(realpath "$0")" .sh).py" --help
+    ;;
+esac
 
-# preflight SCRIPT [FLAGS]: with PREFLIGHT=1, check that the processes can reach each other, and exit
-# if they cannot.
-preflight() {
-    case ${PREFLIGHT:-0} in 0) ;; *) "$PYTHON" -m launch.preflight --nprocs "${NPROC:-auto}" "$@" </dev/null ;; esac
-}
-
-# hand_on SIGNAL COMMAND...: run COMMAND and exit with its status. When a signal asks this script to
-# stop, send SIGNAL to COMMAND, which has its own process group: Ctrl-C reaches only this script.
-hand_on() {
-    signal=$1 stopped=0 status=0
-    shift
-    if command -v setpriv >/dev/null; then set -- setpriv "--pdeathsig=$signal" "$@"; fi
-    set -m
-    "$@" </dev/null &
-    job=$!
-    trap 'stopped=1; kill "-$signal" "$job" 2>/dev/null || :' INT TERM USR1
-    while kill -0 "$job" 2>/dev/null; do wait -f "$job" || :; done # signals interrupt `wait`
-    wait "$job" || status=$?
-    exit $((status ? status : stopped)) # horovodrun may exit with 0 after a stop
-}
+# One process per GPU that CUDA_VISIBLE_DEVICES leaves, or 2 on a CPU
+NPROC=${NPROC:-$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 2)')}
+# A single process uses all cores, like a script without a launcher
+[ "$NPROC" = 1 ] || export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

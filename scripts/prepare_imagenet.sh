@@ -3,11 +3,12 @@
 #
 #   bash scripts/prepare_imagenet.sh ARCHIVES TARGET
 #
-# ARCHIVES holds ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and
-# ILSVRC2012_devkit_t12.tar.gz. The script writes train/CLASS/*.JPEG and val/CLASS/*.JPEG to
-# TARGET (150 GB) and deletes nothing. If it is interrupted, run it again to continue.
-PYTHON=${PYTHON:-} # default: .venv/bin/python, or python3 if it does not exist
-# shellcheck source-path=SCRIPTDIR
-source "$(dirname "${BASH_SOURCE[0]}")/launcher.sh"
+# ARCHIVES contains ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and ILSVRC2012_devkit_t12.tar.gz
+# from https://image-net.org/download. TARGET gets train/CLASS/*.JPEG and val/CLASS/*.JPEG (150 GB). If
+# you interrupt the script, run it again: it repeats only the part (train or val) that it was unpacking.
+set -euo pipefail
+ROOT=$(dirname "$(dirname "$(realpath "$0")")")
+source "$ROOT/scripts/setup.sh"
 
-exec "$PYTHON" -m scripts.prepare_imagenet "$@"
+set_up requirements.txt requirements/report.txt
+PYTHONPATH=$ROOT exec "$PYTHON" -m scripts.prepare_imagenet "$@"

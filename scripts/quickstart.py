@@ -1,18 +1,22 @@
 """Train on the sample data with every strategy and its launcher, and print a table.
 
-    python scripts/quickstart.py DATA OUTPUT       # quickstart.sh calls this
+    python -m scripts.quickstart DATA OUTPUT       # quickstart.sh calls this
 
-If you interrupt it, the same command continues where it stopped. The results are in
-OUTPUT/quickstart.json, and the table is in OUTPUT/quickstart.md.
+The results are in OUTPUT/quickstart.json, and the table is in OUTPUT/quickstart.md.
 """
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+
+import torch
+import torchvision
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCHERS = {
@@ -23,112 +27,88 @@ LAUNCHERS = {
     "horovod_distributed": "horovodrun",
 }
 # A mirrored digit is a different character; --lr is per 256 images, so 0.05 per 64
-RECIPE = shlex.split(
+RECIPE = (
     "--image-size 64 --global-batch-size 64 --lr 0.2 --warmup-epochs 1 "
     "--schedule cosine --min-crop 0.5 --no-flip --epochs 8"
 )
-HEADER = ["strategy", "launcher", "processes", "precision", "minutes", "val top-1"]
-HEADER += ["status"]
+LINE = "| {:27} | {:10} | {:<9} | {:7} | {:9} | {} |\n"
 
 
-def train(strategy: str, data: str, output: Path) -> str:
+def train(strategy: str, data: str, output: Path, processes: int) -> str:
     """Run one strategy; return "done", or why it did not finish."""
     print(f"\n== {strategy}", flush=True)
-    problem = os.environ.get("HOROVOD_PROBLEM")
-    if strategy == "horovod_distributed" and problem:
-        print(problem)
-        return problem
+    apex = torch.cuda.is_available() and find_spec("apex")
+    if strategy == "apex_distributed" and not apex:
+        return "needs a GPU and Apex (docs/running.md)"
+    if strategy == "horovod_distributed" and not find_spec("horovod"):
+        return os.environ.get("HOROVOD_PROBLEM") or "Horovod is not installed"
     command = ["bash", str(ROOT / "scripts" / f"{strategy}.sh"), "--data", data]
-    command += [*RECIPE, "--output", str(output), "--resume", "auto"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, bufsize=1)
-    errors, stopped = [], False
-
-    def listen() -> int:
-        nonlocal stopped
-        for line in process.stderr:
-            reports_stop = ": stopped after " in line
-            if reports_stop or not stopped:  # the launcher's traceback follows
-                print(line, end="", file=sys.stderr, flush=True)
-            stopped |= reports_stop
-            if ": error: " in line:
-                errors.append(line.split(": error: ", 1)[1].strip())
-        return process.wait()
-
-    try:
-        status = listen()
-    except KeyboardInterrupt:
-        # The terminal sent the signal to the children too; they save and exit
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        listen()
-        raise
-    if stopped:  # only the children received a signal
-        raise KeyboardInterrupt
-    if status == 0:
-        return "done"
-    reason = errors[0] if errors else "it printed no reason"
-    missing = status == 2 and strategy in ("apex_distributed", "horovod_distributed")
-    return reason if missing else f"failed ({status}): {reason}"
+    command += [*shlex.split(RECIPE), "--output", str(output / strategy), "--resume"]
+    variables = {**os.environ, "NPROC": str(processes)}
+    status = subprocess.run(command, env=variables).returncode
+    return f"failed with status {status}" if status else "done"
 
 
-def row(run: dict) -> list[str]:
-    """Return one row of the table."""
-    cells = [run["strategy"], run["launcher"]]
-    report = run["report"]
-    if report is None:
-        return [*cells, *["-"] * 4, run["status"]]
-    return [
-        *cells,
-        str(report["world_size"]),
-        report["precision"],
-        f"{report['seconds'] * report['epochs'] / 60:.1f}",
-        f"{report['val_top1']:.1f} %",
-        run["status"],
-    ]
+def environment() -> dict[str, str]:
+    """Return the hardware, versions and commit of this run."""
+    name = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    device = f"{name[1] if name else 'CPU'}, {len(os.sched_getaffinity(0))} cores"
+    if gpus := torch.cuda.device_count():
+        device = f"{gpus} x {torch.cuda.get_device_name()}"
+    commit = f"git -C {shlex.quote(str(ROOT))} rev-parse HEAD 2>/dev/null"
+    return {
+        "device": device,
+        "Python": sys.version.split()[0],
+        "PyTorch": torch.__version__,
+        "torchvision": torchvision.__version__,
+        "commit": subprocess.getoutput(commit),
+    }
 
 
-def aligned(lines: list[list[str]]) -> str:
-    """Format a header and its rows as a Markdown table with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    table = ""
-    for line in [lines[0], ["-" * width for width in widths], *lines[1:]]:
-        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        table += f"| {' | '.join(cells)} |\n"
-    return table
-
-
-def render(runs: list[dict]) -> str:
+def render(report: dict) -> str:
     """Return the table of runs, followed by the machine, versions and settings."""
-    table = aligned([HEADER, *map(row, runs)])
-    report = next((run["report"] for run in runs if run["report"]), None)
-    if report is None:
-        return table
+    header = ("strategy", "launcher", "processes", "minutes", "val top-1", "status")
+    table = LINE.format(*header) + LINE.format(*["---"] * len(header))
+    for run in report["runs"]:
+        cells, epochs = ["-", "-", "-"], run["epochs"]
+        if epochs:
+            minutes = sum(epoch["seconds"] for epoch in epochs) / 60
+            cells = [run["processes"], f"{minutes:.1f}"]
+            cells.append(f"{epochs[-1]['val_top1']:.1f} %")
+        table += LINE.format(run["strategy"], run["launcher"], *cells, run["status"])
     return (
-        f"{table}\n{report['device_name']}, {report['cpu_cores']} cores; Python "
-        f"{report['python']}, PyTorch {report['torch']}, torchvision "
-        f"{report['torchvision']}.\n{report['arch']} at 64 px, global batch "
-        f"{report['global_batch_size']}, {report['epochs']} epochs; the minutes "
-        "exclude startup and validation.\n"
+        f"{table}\n{report['device']}; Python {report['Python']}, "
+        f"PyTorch {report['PyTorch']}.\nresnet18, {report['recipe']}\n"
+        "The minutes exclude startup and validation.\n"
     )
 
 
 def main() -> None:
     """Train all strategies and print the table."""
     data, output = sys.argv[1], Path(sys.argv[2])
+    available = torch.cuda.device_count() or 2
+    # The global batch of 64 must be divisible by the number of processes
+    count = max(number for number in (1, 2, 4, 8) if number <= available)
+    # Ctrl-C reaches the launcher too, which ends its processes; wait for that
+    interrupted = []
+    signal.signal(signal.SIGINT, lambda *_: interrupted.append(True))
     runs = []
-    try:
-        for strategy, launcher in LAUNCHERS.items():
-            status = train(strategy, data, output / strategy)
-            file = output / strategy / "report.json"
-            report = json.loads(file.read_text()) if status == "done" else None
-            run = {"strategy": strategy, "launcher": launcher, "status": status}
-            runs.append({**run, "report": report})
-    except KeyboardInterrupt:
-        print("\ninterrupted; run the same command to continue", file=sys.stderr)
-        sys.exit(130)
+    for strategy, launcher in LAUNCHERS.items():
+        processes = 1 if strategy == "dataparallel" else count
+        status = train(strategy, data, output, processes)
+        if interrupted:
+            print("\ninterrupted; run the same command to continue", file=sys.stderr)
+            sys.exit(130)
+        file = output / strategy / "epochs.jsonl"
+        lines = file.read_text().splitlines() if status == "done" else []
+        run = {"strategy": strategy, "launcher": launcher, "processes": processes}
+        run |= {"status": status, "epochs": [json.loads(line) for line in lines]}
+        runs.append(run)
+    report = {**environment(), "recipe": RECIPE, "runs": runs}
     output.mkdir(parents=True, exist_ok=True)
-    (output / "quickstart.json").write_text(json.dumps(runs, indent=2) + "\n")
-    (output / "quickstart.md").write_text(render(runs))
-    print(f"\n{render(runs)}\nThe runs are in {output}/; delete it to train again.")
+    (output / "quickstart.json").write_text(json.dumps(report, indent=2) + "\n")
+    (output / "quickstart.md").write_text(render(report))
+    print(f"\n{render(report)}\nThe runs are in {output}/; delete it to train again.")
     sys.exit(any(run["status"].startswith("failed") for run in runs))
 
 

@@ -4,14 +4,15 @@
 #
 #   bash scripts/quickstart.sh
 #   PYTHON=/path/to/python bash scripts/quickstart.sh     # your own environment with PyTorch
+#
+# If you interrupt it, the same command continues where it stopped.
 set -euo pipefail
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-# shellcheck source-path=SCRIPTDIR
+ROOT=$(dirname "$(dirname "$(realpath "$0")")")
 source "$ROOT/scripts/setup.sh"
 
-set_up requirements.txt requirements-nvimgcodec.txt requirements-sample.txt
+set_up requirements.txt requirements/sample.txt
 set_up_horovod
 cd "$ROOT"
 "$PYTHON" -m scripts.sample_data sample_data/digits
 export PYTHON
-exec "$PYTHON" scripts/quickstart.py sample_data/digits runs/quickstart
+exec "$PYTHON" -m scripts.quickstart sample_data/digits runs/quickstart

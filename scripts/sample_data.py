@@ -4,9 +4,6 @@
 
 The script enlarges 1,797 scans from 8 x 8 to 64 x 64 pixels and saves them as JPEGs:
 every fifth scan (359) in DIR/val/CLASS/*.JPEG, the others (1,438) in DIR/train/CLASS/.
-
-Source:
-https://scikit-learn.org/stable/modules/generated/sklearn.datasets.load_digits.html
 """
 
 import shutil
@@ -18,7 +15,6 @@ from PIL import Image
 from common.errors import UserError, one_line_errors
 
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-SIZE = 64
 
 
 def write_digits(folder: Path) -> int:
@@ -31,28 +27,24 @@ def write_digits(folder: Path) -> int:
         from sklearn.datasets import load_digits
     except ImportError:
         raise UserError(
-            "the sample data needs scikit-learn: pip install scikit-learn"
+            "the digits need scikit-learn: pip install scikit-learn"
         ) from None
     digits = load_digits()
     if folder.exists():
         present = sum(1 for _ in folder.glob("*/*/digit_*.JPEG"))
         if present == len(digits.images):
             return present
-        raise UserError(
-            f"{folder} exists but is not this dataset; choose another folder"
-        )
+        raise UserError(f"{folder} is not this dataset; choose another folder")
     temporary = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    for number, (pixels, label) in enumerate(
-        zip(digits.images, digits.target, strict=True)
-    ):
+    scans = zip(digits.images, digits.target, strict=True)
+    for number, (pixels, label) in enumerate(scans):
         part = "val" if number % 5 == 4 else "train"
         path = temporary / part / f"{label}_{NAMES[label]}" / f"digit_{number:04d}.JPEG"
         path.parent.mkdir(parents=True, exist_ok=True)
         image = Image.fromarray((pixels * 255 / 16).astype("uint8"))
-        image.resize((SIZE, SIZE), Image.Resampling.BICUBIC).save(
-            path, "JPEG", quality=95
-        )
+        image = image.resize((64, 64), Image.Resampling.BICUBIC)
+        image.save(path, "JPEG", quality=95)
     temporary.rename(folder)  # only now that it is complete
     return len(digits.images)
 

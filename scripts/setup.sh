@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced by quickstart.sh, test.sh and timings.sh, which set ROOT. Finds or creates the environment.
+# Sourced by quickstart.sh, test.sh and others, which set ROOT. Finds or creates the environment.
 
 # --help prints the script's first comment and exits
 case " $* " in *" --help "* | *" -h "*)
@@ -8,76 +8,56 @@ case " $* " in *" --help "* | *" -h "*)
     ;;
 esac
 
-say() { printf '%s\n' "$*"; }
 fail() {
-    printf '%s: error: %s\n' "$(basename "$0")" "$*" >&2
+    echo "$(basename "$0"): error: $*" >&2
     exit 2
 }
 
-# set_up REQUIREMENTS...: sets PYTHON to an interpreter that has all of these packages.
-#
-# If PYTHON is already set, the function uses that environment and installs nothing. Otherwise it
-# creates .venv, with uv if available (in seconds), or else with pip.
+# set_up REQUIREMENTS...: sets PYTHON to an interpreter that has all of these packages. If PYTHON is
+# already set, it installs nothing. Otherwise it creates .venv, with uv if available, or else with pip.
 set_up() {
-    local file files=() key marker modules=torch,torchvision,tqdm python
+    local file files=() marker modules=torch,torchvision,torchcodec python
     for file in "$@"; do files+=(-r "$ROOT/$file"); done
     if [ -n "${PYTHON:-}" ]; then
-        PYTHON=$(command -v "$PYTHON") || fail "PYTHON is set, but is not an interpreter"
-        case $PYTHON in /*) ;; *) PYTHON=$PWD/$PYTHON ;; esac
-        say "using $PYTHON without installing anything"
-        case "$*" in *requirements-sample.txt*) modules+=,sklearn ;; esac
-        case "$*" in *requirements-report.txt*) modules+=,scipy ;; esac
-        case "$*" in *requirements-test.txt*) modules+=,pytest,xdist ;; esac
+        python=$(command -v "$PYTHON") || fail "PYTHON=$PYTHON is not an interpreter"
+        case $python in /*) PYTHON=$python ;; *) PYTHON=$PWD/$python ;; esac
+        echo "using $PYTHON without installing anything"
+        case "$*" in *report.txt*) modules+=,scipy ;; esac
+        case "$*" in *test.txt*) modules+=,pytest,xdist ;; esac
         "$PYTHON" -c "import $modules" 2>/dev/null ||
             fail "$PYTHON lacks some requirements; run $PYTHON -m pip install ${files[*]}"
         return
     fi
 
     PYTHON=$ROOT/.venv/bin/python
-    key=$(cat "$ROOT/constraints.txt" "${@/#/$ROOT/}" | cksum | cut -d' ' -f1)
-    marker=$ROOT/.venv/installed-$key
+    marker=$ROOT/.venv/installed-$(cat "$ROOT"/requirements.txt "$ROOT"/requirements/* - <<<"$*" | cksum | cut -d' ' -f1)
     [ ! -e "$marker" ] || return 0
 
-    python=$(find_python) || fail "no Python 3.10 to 3.13 found; install one, or set PYTHON"
-    say "setting up $ROOT/.venv with $("$python" --version)"
+    for python in python3 python3.13 python3.12 python3.11 python3.10 ""; do # those with PyTorch wheels
+        "${python:-true}" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && break
+    done
+    [ -n "$python" ] || fail "no Python 3.10 to 3.13 found; install one, or set PYTHON"
+    echo "setting up $ROOT/.venv with $("$python" --version)"
+    files+=(-c "$ROOT/requirements/constraints.txt")
     if command -v uv >/dev/null; then
         [ -x "$PYTHON" ] || uv venv --quiet --seed --python "$python" "$ROOT/.venv"
-        uv pip install --quiet --python "$PYTHON" -c "$ROOT/constraints.txt" "${files[@]}"
+        uv pip install --quiet --python "$PYTHON" "${files[@]}"
     else
         # A failed attempt may have left a venv without pip
         "$PYTHON" -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear "$ROOT/.venv" ||
             fail "$python cannot create environments (Debian and Ubuntu: apt-get install python3-venv)"
-        "$PYTHON" -m pip install --quiet --disable-pip-version-check --progress-bar off \
-            -c "$ROOT/constraints.txt" "${files[@]}"
+        "$PYTHON" -m pip install --quiet --disable-pip-version-check --progress-bar off "${files[@]}"
     fi
     : >"$marker"
 }
 
-# Prints the first Python on PATH whose version has PyTorch wheels
-find_python() {
-    local name
-    for name in python3 python3.13 python3.12 python3.11 python3.10 python; do
-        if "$name" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
-            command -v "$name"
-            return
-        fi
-    done
-    return 1
-}
-
-# set_up_horovod: builds and installs Horovod unless the environment has it. If that fails,
-# HOROVOD_PROBLEM contains the reason.
+# Builds and installs Horovod unless the environment has it. If that fails, HOROVOD_PROBLEM is the reason.
 set_up_horovod() {
-    local log
     export HOROVOD_PROBLEM=
     if "$PYTHON" -c 'import horovod.torch' 2>/dev/null; then return; fi
     if [ "$PYTHON" != "$ROOT/.venv/bin/python" ]; then
         HOROVOD_PROBLEM="not installed; run PYTHON=$PYTHON bash scripts/install_horovod.sh"
-        return
+    elif ! bash "$ROOT/scripts/install_horovod.sh" 2>&1 | tee "$ROOT/.venv/horovod.log"; then
+        HOROVOD_PROBLEM=$(tail -n 1 "$ROOT/.venv/horovod.log" | sed 's/^install_horovod: //')
     fi
-    log=$(mktemp)
-    if ! PYTHON=$PYTHON bash "$ROOT/scripts/install_horovod.sh" 2>&1 | tee "$log"; then
-        HOROVOD_PROBLEM=$(tail -n 1 "$log" | sed 's/^install_horovod: //')
-    fi
-    rm -f "$log"
 }

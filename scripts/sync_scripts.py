@@ -21,16 +21,8 @@ SIBLINGS = (
     "horovod_distributed.py",
 )
 # In file order; main(), which contains 6/6, comes before the other functions
-REGIONS = (
-    "imports",
-    "1/6 launch",
-    "2/6 shard",
-    "3/6 wrap",
-    "6/6 finish",
-    "4/6 step",
-    "5/6 combine",
-    "start",
-)
+REGIONS = ("imports", "1/6 launch", "2/6 shard", "3/6 wrap", "6/6 finish")
+REGIONS += ("4/6 step", "5/6 combine", "start")
 PLACE = "\0"  # starts a line that stands in for a region
 OPENING = re.compile(r"\s*# \[(?!/)([^\]]+)\]")
 CLOSING = re.compile(r"\s*# \[/([^\]]+)\]$")
@@ -89,8 +81,7 @@ def main(arguments: list[str], root: Path = ROOT) -> int:
     if arguments not in ([], ["--check"]):
         print("usage: python -m scripts.sync_scripts [--check]", file=sys.stderr)
         return 2
-    base = (root / BASE).read_text()
-    different = 0
+    base, status = (root / BASE).read_text(), 0
     for name in SIBLINGS:
         before = (root / name).read_text()
         try:
@@ -98,16 +89,14 @@ def main(arguments: list[str], root: Path = ROOT) -> int:
         except LayoutError as error:
             print(error, file=sys.stderr)
             return 1
-        if before == after:
-            continue
-        different += 1
-        if arguments:
+        if before != after and arguments:
             versions = before.splitlines(), after.splitlines()
             print(*difflib.unified_diff(*versions, name, BASE, n=1), sep="\n")
-        else:
+            status = 1
+        elif before != after:
             (root / name).write_text(after)
             print(f"{name} updated")
-    return 1 if arguments and different else 0
+    return status
 
 
 if __name__ == "__main__":

@@ -9,8 +9,7 @@
 # Open MPI, and sshd, Slurm, munge and ip for tests on two hosts. Use it in containers: under
 # systemd, some of these packages start daemons. Without the packages, pytest skips these tests.
 set -euo pipefail
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-# shellcheck source-path=SCRIPTDIR
+ROOT=$(dirname "$(dirname "$(realpath "$0")")")
 source "$ROOT/scripts/setup.sh"
 
 SYSTEM=${CI:-false}
@@ -18,25 +17,17 @@ if [ "${1:-}" = --system ]; then
     SYSTEM=true
     shift
 fi
-packages=()
-command -v mpicxx >/dev/null || packages+=(libopenmpi-dev openmpi-bin)
-command -v ip >/dev/null || packages+=(iproute2)
-[ -x /usr/sbin/sshd ] || packages+=(openssh-server openssh-client)
-[ -x /usr/sbin/slurmctld ] || packages+=(slurmctld slurmd slurm-client munge)
-if [ "$SYSTEM" = true ] && [ ${#packages[@]} -gt 0 ]; then
-    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-        say "installing ${packages[*]}"
-        { apt-get update && apt-get install -y --no-install-recommends "${packages[@]}"; } >/dev/null
-    else
-        say "not installing ${packages[*]}: this needs root and apt-get"
-    fi
+if [ "$SYSTEM" = true ] && ! PATH=$PATH:/usr/sbin type -P mpicxx ip sshd slurmctld >/dev/null; then
+    echo "installing Open MPI, sshd, Slurm, munge and ip"
+    { apt-get update && apt-get install -y --no-install-recommends libopenmpi-dev openmpi-bin iproute2 \
+        openssh-server openssh-client slurmctld slurmd slurm-client munge; } >/dev/null ||
+        echo "not all installed: this needs root and apt-get"
 fi
 
-set_up requirements.txt requirements-nvimgcodec.txt requirements-report.txt requirements-sample.txt \
-    requirements-test.txt
+set_up requirements.txt requirements/nvimgcodec.txt requirements/test.txt
 set_up_horovod
 if [ -n "$HOROVOD_PROBLEM" ]; then
-    say "Horovod: $HOROVOD_PROBLEM"
+    echo "Horovod: $HOROVOD_PROBLEM"
     # --system installs everything that Horovod needs, so do not skip its tests
     if [ "$SYSTEM" = true ] && command -v c++ >/dev/null; then exit 1; fi
 fi

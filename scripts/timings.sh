@@ -2,16 +2,14 @@
 # Time the strategies that this machine can run: which are faster, and which are equal within 3 %?
 #
 #   bash scripts/timings.sh                      # takes ten minutes; --minutes 40 decides more
-#   bash scripts/timings.sh --data /path/to/imagenet [flags of python -m timings]
-#   PYTHON=/path/to/python bash scripts/timings.sh
+#   bash scripts/timings.sh --data /path/to/imagenet [flags of python -m benchmarks.timings]
 #
-# Unless PYTHON is set, the script sets up .venv. If it is interrupted, run it again to continue.
+# It sets up .venv, or uses the environment of PYTHON=/path/to/python. If interrupted, run it again to continue.
 set -euo pipefail
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-# shellcheck source-path=SCRIPTDIR
+ROOT=$(dirname "$(dirname "$(realpath "$0")")")
 source "$ROOT/scripts/setup.sh"
 
-set_up requirements.txt requirements-nvimgcodec.txt requirements-report.txt
+set_up requirements.txt requirements/report.txt
 set_up_horovod
 export PYTHON PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
-exec "$PYTHON" -m timings "$@"
+exec "$PYTHON" -m benchmarks.timings "$@"

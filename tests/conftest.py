@@ -33,7 +33,7 @@ TINY = "--image-size 32 -b 4 --arch squeezenet1_1 --precision fp32 --print-inter
 def pytest_addoption(parser):
     add = parser.addoption
     add("--full", action="store_true", help="also long tests: more seeds and kills")
-    figures = "add what was measured to FILE, a report of results"
+    figures = "add what was measured to FILE, a report of benchmarks/results"
     add("--figures", metavar="FILE", help=figures)
     on_cpu = "the rows of tests/gpu on the CPU, those that can run there"
     add("--rehearse-gpu", action="store_true", help=on_cpu)

@@ -5,7 +5,7 @@
 
 Each mistake is made in a copy of the project, where only the tests named beside it run: one
 of them has to fail. Before that, the same tests have to pass in a copy without a mistake.
-Brings results/mutations.json up to date. Exit status 1 where a mistake survived or a test broke.
+Updates benchmarks/results/mutations.json. Exit status 1 where a mistake survived or a test broke.
 """
 
 import json
@@ -112,10 +112,10 @@ def attempt(mutation: Mutation) -> dict:
 
 
 def write(results: list[dict]) -> None:
-    """Write results/mutations.json; mistakes that were not tried keep their results."""
+    """Write benchmarks/results/mutations.json; mistakes that were not tried keep their results."""
     git = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout
-    path = ROOT / "results" / "mutations.json"
+    path = ROOT / "benchmarks" / "results" / "mutations.json"
     found = {old["name"]: old for old in json.loads(path.read_text())["mutations"]}
     found |= {one["name"]: {**one, "commit": commit.strip()} for one in results}
     listed = [found[one.name] for one in MUTATIONS if one.name in found]

@@ -110,7 +110,7 @@ def run_path(path) -> None:
 
 
 def lesson(path: Path, variables: dict, errors: Path) -> None:
-    """Run a lesson of tutorial/; the processes that it starts are forks too.
+    """Run a program of tutorial/; the processes that it starts are forks too.
 
     Args:
         errors: takes what it prints on its standard error, such as times.

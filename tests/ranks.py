@@ -310,7 +310,8 @@ def recorded(name: str, runs: list, counted: bool = False) -> list[dict]:
         return read(dataset, where)
 
     def horizontal_flip(pixels):
-        found["crops"][key][1] = True
+        if key in found["crops"]:  # not in a loader process
+            found["crops"][key][1] = True
         return flip(pixels)
 
     def datasets(args):
@@ -324,7 +325,8 @@ def recorded(name: str, runs: list, counted: bool = False) -> list[dict]:
 
             return transform(picture._replace(crop=crop))
 
-        train_set.transform = noting
+        if not args.workers:
+            train_set.transform = noting
         return train_set, val_set
 
     def act(state, images, labels):
@@ -396,8 +398,7 @@ def save_for_ever(output: str) -> None:
         top1 = float(number * (number % 2))
         state.records = [{"epoch": number - 1, "val_top1": top1}]
         state.save()
-        text = str(number).encode()
-        replace_file(acknowledged, lambda file, text=text: file.write(text))
+        replace_file(acknowledged, str(number).encode())
 
 
 def weights_after(parts: list, **options) -> list:

@@ -1,4 +1,4 @@
-"""README*.md and docs/: links, commands and code hold, and translations agree."""
+"""README*.md, docs/ and tutorial/: links, commands and code hold, and translations agree."""
 
 import ast
 import json
@@ -20,8 +20,10 @@ from torch.utils.data.distributed import DistributedSampler
 from scripts import quickstart
 from scripts.sync_scripts import BASE, SIBLINGS
 
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+PATTERNS = ("*.md", "docs/*.md", "tutorial/**/*.md")
+PAGES = sorted(page for pattern in PATTERNS for page in ROOT.glob(pattern))
 TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
+RESULTS = ROOT / "benchmarks" / "results"
 GENERATED = re.compile(r"<!-- ((\w+) .+?) -->\n(.*?)<!-- /\2 -->\n", re.DOTALL)
 
 
@@ -100,7 +102,7 @@ def flags_of(script):
     if path.name == "test.sh":
         files.append(ROOT / "tests" / "conftest.py")
     if path.name == "timings.sh":
-        files.append(ROOT / "timings" / "plan.py")
+        files.append(ROOT / "benchmarks" / "timings" / "plan.py")
     if path.parent.name == "benchmarks":
         files += path.parent.glob("comparison.py")
     text = "".join(file.read_text() for file in files if file.exists())
@@ -149,7 +151,7 @@ def test_named_tests_exist_and_every_pitfall_has_its_parts():
 
 
 def test_no_page_or_result_names_a_path_of_this_machine():
-    results = [*ROOT.glob("results/**/*.json"), *ROOT.glob("results/**/*.txt")]
+    results = [*RESULTS.glob("**/*.json"), *ROOT.glob("tutorial/*/output/*")]
     for file in [*PAGES, *results]:
         text = file.read_text()
         assert str(ROOT) not in text and sys.prefix not in text, file
@@ -209,10 +211,10 @@ def test_the_example_to_copy_runs_as_it_is(tmp_path):
 
 
 def test_the_quickstart_reached_its_accuracy():
-    runs = json.loads((ROOT / "results" / "quickstart.json").read_text())
+    runs = json.loads((RESULTS / "quickstart.json").read_text())
     done = [one["report"] for one in runs if one["status"] == "done"]
     assert len(done) == 4 and all(one["val_top1"] >= 98 for one in done)
-    table = (ROOT / "results" / "quickstart.md").read_text()
+    table = (RESULTS / "quickstart.md").read_text()
     assert table == quickstart.render(runs)
 
 
@@ -221,7 +223,7 @@ CHINESE = [name for name in TEXTS if "zh-CN" in name]
 
 def english(path):
     """The English page of a Chinese one."""
-    return re.sub(r"\.zh-CN|zh-CN/", "", str(path))
+    return str(path).replace(".zh-CN", "")
 
 
 @pytest.mark.parametrize("chinese", CHINESE)

@@ -16,7 +16,7 @@ import torchvision
 from PIL import Image
 from played import free_port
 from ranks import NETS, recorded
-from test_equality import start
+from test_equality import HOROVOD, start
 
 FLAGS = {  # the default, as README.md and --help have it, and another value
     "lr": (0.1, 0.7),
@@ -168,7 +168,7 @@ TWO = ("distributed", "multiprocessing_distributed")
 NAMES = [("dataparallel", 1, case) for case in CASES]
 NAMES += [(name, 2, case) for name in TWO for case in SHARED]
 NAMES += [
-    pytest.param("horovod_distributed", 2, case, marks=pytest.mark.horovod)
+    pytest.param(HOROVOD, 2, case, marks=pytest.mark.horovod)
     for case in SHARED
 ]
 
@@ -194,7 +194,7 @@ def test_a_run_is_that_of_the_reference(ran, expected, name, processes, case):
         assert {stride for run in rank for stride in run["strides"]} == {right.stride}
         end = rank[-1]
         same(end["weights"], weights)
-        same(end["momenta"], right.momenta)
+        same(end["momenta"], right.momenta, check_stride=name != HOROVOD)
         assert scaler.items() <= end["scaler"].items() if fp16 else not end["scaler"]
         if case in KILLED:
             killed, _ = rank

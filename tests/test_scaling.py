@@ -39,7 +39,7 @@ def test_buckets_are_those_of_ddp():
 
 
 def test_tables_are_those_of_the_model():
-    file = ROOT / "results" / "scaling.json"
+    file = ROOT / "benchmarks" / "results" / "scaling.json"
     assert json.loads(file.read_text()) == scaling.tables()
 
 

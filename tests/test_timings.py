@@ -23,11 +23,11 @@ from played import Played
 from ranks import Ranks, run_ranks, train, train_at_gate
 from trial import NAMES, SETTINGS, invented, simulated
 
+from benchmarks.timings import __main__ as command
+from benchmarks.timings import plan, report, statistics
+from benchmarks.timings.measure import pin
+from benchmarks.timings.statistics import decide, levels, orders, williams
 from common.errors import UserError
-from timings import __main__ as command
-from timings import plan, report, statistics
-from timings.measure import pin
-from timings.statistics import decide, levels, orders, williams
 
 TRUTH = dict.fromkeys(NAMES, 0.0)
 
@@ -170,7 +170,8 @@ def test_a_cohort_ends_with_a_report(digits, tmp_path, monkeypatch, capsys):
 
 
 def test_nothing_outlives_a_killed_measurement(digits, tmp_path):
-    words = ["--data", str(digits), "--output", str(tmp_path / "out"), *SMALL]
+    words = ["-m", "benchmarks.timings", "--data", str(digits), *SMALL]
+    words += ["--output", str(tmp_path / "out")]
 
     def stopped():
         found = 0
@@ -179,7 +180,7 @@ def test_nothing_outlives_a_killed_measurement(digits, tmp_path):
                 found += ") T " in Path(f"/proc/{process}/stat").read_text()
         return found > 4
 
-    with Started(tmp_path, [sys.executable, "-m", "timings", *words]) as measuring:
+    with Started(tmp_path, [sys.executable, *words]) as measuring:
         wait_until(stopped, 90, "a training with its loaders is stopped")
         measuring.process.kill()
         measuring.process.wait()

@@ -8,7 +8,7 @@ simulation: the analysis, on invented turns of which the truth is known.
 copies: four copies of distributed, of which no verdict is right, and one that sleeps for
 5 % of each step and has to be found. power: how wide intervals are, and whether sessions
 contradict each other. The last two need an idle machine; interrupted, they continue.
-Each writes results/timings_NAME.json.
+Each writes benchmarks/results/timings_NAME.json.
 """
 
 import json
@@ -20,11 +20,11 @@ import subprocess
 import sys
 from itertools import combinations
 
+from benchmarks.timings import plan, report
+from benchmarks.timings.measure import ROOT, cohort
+from benchmarks.timings.statistics import AGAIN, decide, orders
 from common.log import commit
 from launch.exits import exit_status
-from timings import plan, report
-from timings.measure import ROOT, cohort
-from timings.statistics import AGAIN, decide, orders
 
 NAMES = ("distributed", "second copy", "third copy", "distributed" + AGAIN)
 SETTINGS = {"minutes": 1, "base": "distributed", "shown": []}
@@ -160,7 +160,7 @@ def power(sessions: int = 3) -> None:
     rows, decided, together, settings = [], {}, [], {}
     for number in range(sessions):
         folder = ROOT / "runs" / f"timings-power-{number + 1}"
-        words = [sys.executable, "-m", "timings", "--output", str(folder)]
+        words = [sys.executable, "-m", "benchmarks.timings", "--output", str(folder)]
         subprocess.run(words, cwd=ROOT, check=True)
         rows.append(json.loads((folder / "report.json").read_text()))
         for one in rows[-1]["verdicts"]:
@@ -187,10 +187,10 @@ def power(sessions: int = 3) -> None:
 
 
 def write(name: str, found: dict) -> None:
-    """Write results/timings_NAME.json."""
+    """Write benchmarks/results/timings_NAME.json."""
     about = {"argv": ["python", "-m", "tests.trial", *sys.argv[1:]]}
     about |= {"commit": commit(), **report.machine("cpu")}
-    path = ROOT / "results" / f"timings_{name}.json"
+    path = ROOT / "benchmarks" / "results" / f"timings_{name}.json"
     path.write_text(json.dumps(about | found, indent=1) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""kubernetes/*.yaml and docker/Dockerfile, without cluster and daemon."""
+"""deploy/kubernetes/*.yaml and deploy/docker/Dockerfile, without cluster and daemon."""
 
 import shlex
 import sys
@@ -16,7 +16,7 @@ VERSIONS = ("1.33", "1.37")  # the oldest that has all that is used, and a new o
 
 
 def documents(name):
-    return list(yaml.safe_load_all((ROOT / "kubernetes" / name).read_text()))
+    return list(yaml.safe_load_all((ROOT / "deploy" / "kubernetes" / name).read_text()))
 
 
 def replicas():
@@ -118,11 +118,11 @@ def test_the_launchers_command_trains_and_saves_when_it_is_drained(pictures, tmp
 
 def test_the_image_has_what_the_scripts_need(tmp_path):
     """What is copied exists, and is enough to check a command line."""
-    for line in DockerfileParser(path=str(ROOT / "docker" / "Dockerfile")).structure:
+    for line in DockerfileParser(path=str(ROOT / "deploy/docker/Dockerfile")).structure:
         words = line["value"].split()
         if line["instruction"] == "COPY" and not words[0].startswith("--from"):
             for source in words[:-1]:
-                (tmp_path / source).parent.mkdir(exist_ok=True)
+                (tmp_path / source).parent.mkdir(parents=True, exist_ok=True)
                 run("cp", "-r", ROOT / source, tmp_path / source)
     flags = ("--synthetic", "64", "-b", "8", "--output", str(tmp_path / "out"))
     words = ("python", "-m", "launch.check", "--nproc-per-node", "1", "distributed.py")

@@ -1,0 +1,272 @@
+"""Reports the verdicts: a headline, tables and a figure in Markdown, JSON and SVG."""
+
+import json
+import math
+import os
+import platform
+import statistics
+from importlib import metadata, util
+from pathlib import Path
+
+import torch
+
+from benchmarks.timings.statistics import ERROR, MARGIN, Verdict, decide, levels
+from common.device import describe
+
+WHERE = {"synthetic": "With images on the device", "jpeg": "From JPEG files"}
+LIBRARIES = ("horovod", "apex", "amp_C")  # the last one is Apex's CUDA extension
+INPUT_BOUND = 0.1  # share of the time spent waiting for data
+WIDTH, EDGE, LINE = 390, 12, 40  # the figure's sizes in pixels
+STYLE = """<style>
+svg{--ink:#1f2328;background:#ffffff;--band:#dbe9f6;--dot:#0969da}
+@media (prefers-color-scheme:dark){
+svg{--ink:#e6edf3;background:#161b22;--band:#27384d;--dot:#79c0ff}}
+text{font:13px sans-serif;fill:var(--ink)}line{stroke:var(--ink)}
+.interval{stroke:var(--dot);stroke-width:3}circle{fill:var(--dot)}
+</style>"""
+
+
+def machine(device: str) -> dict:
+    """This machine's hardware and libraries; a folder on PYTHONPATH has no version."""
+    known = {one.name: one.version for one in metadata.distributions()}
+    return {
+        "device_name": describe(torch.device(device)),
+        "cpu_cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **{n: known.get(n, util.find_spec(n) and "installed") for n in LIBRARIES},
+    }
+
+
+def setting(settings: dict) -> str:
+    """Describe the settings that all candidates share, on one line."""
+    return (
+        "{arch} at {image_size} px, {precision}, batch size {batch_size} in each of "
+        "{processes} processes with {threads} compute thread(s), {workers} loader "
+        "processes in total; {minutes:g} minutes"
+    ).format(**settings)
+
+
+def read_cohorts(folder: Path) -> list[dict]:
+    """Read a folder's complete cohorts; its last line may be truncated."""
+    file = folder / "cohorts.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def table(head: str, rows: list[list[str]]) -> str:
+    """Format a Markdown table with aligned columns; `head` is comma-separated."""
+    lines = [head.split(", "), *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    padded = [map(str.ljust, line, widths) for line in lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in padded)
+
+
+def interval(verdict: Verdict) -> str:
+    """Format a ratio and its confidence interval."""
+    if math.isinf(verdict.high):
+        return f"{verdict.ratio:.3f} (too few cohorts for an interval)"
+    return f"{verdict.ratio:.3f} ({verdict.low:.3f} to {verdict.high:.3f})"
+
+
+def in_words(verdict: Verdict) -> str:
+    """Describe a verdict in words."""
+    one, other = verdict.pair
+    if verdict.verdict == "equal":
+        return f"{one} and {other} are equal within 3 %"
+    percent, *ends = (abs(1 - n) * 100 for n in (verdict.ratio, *verdict[3:]))
+    return (
+        f"{one} is {percent:.1f} % {verdict.verdict} than {other} "
+        f"({min(ends):.1f} to {max(ends):.1f})"
+    )
+
+
+class Mode:
+    """A mode's cohorts, and the verdicts on its pairs of candidates."""
+
+    def __init__(self, name: str, cohorts: list[dict], settings: dict, last: bool):
+        self.name, self.cohorts, self.settings = name, cohorts, settings
+        self.decision = decide(cohorts, settings, last=False)
+        if last and not self.decision.over:
+            self.decision = decide(cohorts, settings, last)
+        self.verdicts, self.copies = self.decision.verdicts, self.decision.copies
+        if not self.decision.honest:
+            self.verdicts = [v._replace(verdict="undecided") for v in self.verdicts]
+        halves = [math.sqrt(v.high / v.low) - 1 for v in self.verdicts if v.low]
+        self.half_width = max(halves, default=None)
+
+    def headline(self) -> str:
+        """Return this mode's part of the headline."""
+        if self.name == "scaling":
+            return self.split()
+        base = self.settings["base"]
+        decided = [v for v in self.verdicts if v.verdict != "undecided"]
+        with_base = [v for v in decided if v.pair[1] == base]
+        text = "; ".join(map(in_words, with_base or decided)) or "nothing was decided"
+        if self.verdicts and not self.decision.honest:
+            problem = "differ" if self.copies else "were not both measured"
+            text = f"there are no verdicts, because two copies of {base} {problem}"
+        return f"{WHERE[self.name]}, {text}."
+
+    def speeds(self) -> list[list[str]]:
+        """Return the rows of the candidates' table."""
+        rows, turns = [], [turn for one in self.cohorts for turn in one["turns"]]
+        for name in sorted({turn[0] for turn in turns}):
+            found = [levels(one, self.settings["shown"]) for one in self.cohorts]
+            logs = [one[name] for one in found if name in one]
+            waited = statistics.mean(turn[2] for turn in turns if turn[0] == name)
+            spread = f"{statistics.stdev(logs):.1%}" if len(logs) > 1 else "-"
+            bound = " (input-bound)" if waited > INPUT_BOUND else ""
+            speed = f"{math.exp(-statistics.mean(logs)):.1f}"
+            rows.append([name, speed, spread, f"{waited:.0%}{bound}"])
+        return rows
+
+    def minutes_needed(self) -> float:
+        """Estimate the minutes that would decide all pairs; 0 if they are decided."""
+        needed = 0.0
+        for verdict in self.verdicts:
+            log, half = math.log(verdict.ratio), math.log(verdict.high / verdict.ratio)
+            if verdict.verdict == "undecided":
+                needed = max(needed, (half / max(abs(log), MARGIN - abs(log))) ** 2)
+        return math.ceil(needed * self.settings["minutes"] / 10) * 10
+
+    def markdown(self) -> str:
+        """Return this mode's section of the report."""
+        head = "candidate, images/s, spread over launches, waited for data"
+        text = f"\n## {self.name}\n\n{table(head, self.speeds())}\n"
+        if self.name == "scaling":
+            return text + self.scaling()
+        rows = [[" : ".join(v.pair), interval(v), v.verdict] for v in self.verdicts]
+        alike = "no significant difference" if self.decision.honest else "DIFFERENT"
+        for one in self.copies:
+            rows.append([" : ".join(one.pair), interval(one), alike])
+        text += table("pair, ratio of images/s, verdict", rows)
+        if self.half_width is not None:
+            text += f"\nThe widest interval is ±{self.half_width:.1%}, from "
+            text += f"{len(self.cohorts)} cohorts."
+            if needed := self.minutes_needed():
+                text += f" About `--minutes {needed} --output DIR` may decide the rest."
+            text += "\n"
+        return text
+
+    def scaling(self) -> str:
+        """Return a table of efficiencies relative to one device, and split()."""
+        fit, rows = self.decision.fit, []
+        for name in fit.names if fit else ():
+            count, _, batch = name.partition(" x ")
+            if count == "1" or not batch.isdecimal():
+                continue
+            for alone in (f"1 x {batch}", f"1 x {int(count) * int(batch)}"):
+                if alone in fit.names:
+                    log, error = fit.compare(name, alone)
+                    share = math.exp(log) / int(count)
+                    rows.append([name, alone, f"{share:.1%} ± {share * error:.1%}"])
+        head = "devices x images, relative to, efficiency ± standard error"
+        return f"{table(head, rows)}\n{self.split()}\n"
+
+    def split(self) -> str:
+        """Say how a step's time divides into computation, more devices and data."""
+        fit, most = self.decision.fit, self.settings["processes"]
+        logs = dict(zip(fit.names, fit.effects, strict=True)) if fit else {}
+        names = [f"{n} x {self.settings['batch_size']}" for n in (1, most)]
+        names.append(f"{names[1]} JPEG")
+        if not {*names} <= logs.keys():
+            return "Dividing a step's time into parts needs two cohorts."
+        one, several, whole = (math.exp(logs[name]) for name in names)
+        shares = one / most / whole, (several - one / most) / whole, 1 - several / whole
+        return (
+            "A step from JPEG files on {} devices: computation {:.0%}, overhead of "
+            "more devices {:.0%}, data {:.0%}."
+        ).format(most, *shares)
+
+
+def draw(modes: list[Mode], base: str) -> str:
+    """Draw the ratios to the base with their intervals and a ±3 % band, as SVG."""
+    drawn = {
+        WHERE[mode.name]: [v for v in mode.verdicts if v.pair[1] == base and v.low]
+        for mode in modes
+        if mode.name in WHERE
+    }
+    ends = [abs(1 - n) for found in drawn.values() for v in found for n in v[3:]]
+    reach = max([0.06, *ends])
+    scale = (WIDTH / 2 - 2 * EDGE) / reach
+    parts, y = [], 22
+
+    def x(ratio: float) -> float:
+        return round(WIDTH / 2 + (ratio - 1) * scale, 1)
+
+    for where, found in drawn.items():
+        top, height = y + 10, LINE * len(found)
+        parts += [
+            f'<text x="{EDGE}" y="{y}" style="font-weight:bold">{where}</text>',
+            f'<rect x="{x(0.97)}" y="{top}" width="{round(x(1.03) - x(0.97), 1)}" '
+            f'height="{height}" fill="var(--band)"/>',
+            f'<line x1="{x(1)}" x2="{x(1)}" y1="{top}" y2="{top + height}"/>',
+        ]
+        for number, verdict in enumerate(found):
+            y = top + LINE * number
+            parts += [
+                f'<text x="{EDGE}" y="{y + 14}">{verdict.pair[0]}: '
+                f"{verdict.verdict}</text>",
+                f'<line class="interval" x1="{x(verdict.low)}" x2="{x(verdict.high)}" '
+                f'y1="{y + 26}" y2="{y + 26}"/>',
+                f'<circle cx="{x(verdict.ratio)}" cy="{y + 26}" r="5"/>',
+            ]
+        y = top + height + 34
+    for ratio in (1 - reach, 1, 1 + reach):
+        parts.append(f'<text x="{x(ratio)}" y="{y - 14}" text-anchor="middle">')
+        parts[-1] += f"{ratio:.2f}</text>"
+    parts.append(f'<text x="{EDGE}" y="{y + 8}">Speed relative to {base}; band: ±3 %')
+    size = f'viewBox="0 0 {WIDTH} {y + 20}" width="{WIDTH}" height="{y + 20}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{STYLE}'
+    return "\n".join([head, *parts, "</text></svg>\n"])
+
+
+def write(folder: Path, last: bool) -> str:
+    """Write report.md, report.json and timings.svg; return the text of report.md."""
+    settings = json.loads((folder / "settings.json").read_text())
+    cohorts = read_cohorts(folder)
+    problems = {n: text for one in cohorts for n, text in one["problems"].items()}
+    modes = []
+    for name in settings["modes"]:
+        if found := [one for one in cohorts if one["mode"] == name]:
+            modes.append(Mode(name, found, settings, last))
+    headline = " ".join(mode.headline() for mode in modes)
+    text = f"# Timings\n\n**{headline}**\n\n![Ratios](timings.svg)\n"
+    text += "".join(mode.markdown() for mode in modes)
+    text += "".join(f"\nNot timed: {n}: {why}\n" for n, why in problems.items())
+    if settings["device"] == "cpu":
+        text += "\nProcesses were pinned to cores, and glibc kept freed memory.\n"
+    if settings["processes"] == 1 and "\n| horovod_distributed" in text:  # was timed
+        text += "\nWith one process, Horovod, unlike DDP, does not copy gradients.\n"
+    for name in settings["shown"]:
+        text += f"\n{name} is one process with all threads here: no verdict.\n"
+    gpus = [gpu for one in cohorts for turn in one["turns"] for gpu in turn[3]]
+    for name in gpus[0] if gpus else ():
+        values = [gpu[name] for gpu in gpus]
+        text += f"\nAfter turns, {name}: {min(values):g} to {max(values):g}.\n"
+    minutes = cohorts[-1]["ended"] if cohorts else 0.0
+    text += f"\n{setting(settings)}, of which {minutes:.1f} were used.\n"
+    text += (
+        "{device_name}, {cpu_cores} cores; Python {python}, PyTorch {torch}, Horovod "
+        "{horovod}, Apex {apex} (amp_C: {amp_C}); commit {commit}.\n\n"
+        "Each launch counts as one sample. Ratios have Student's t intervals over "
+        "launches. The\nprobability that any verdict of a mode is wrong is at most "
+        "{error:.0%} (Holm's method, divided\namong planned looks).\n"
+    ).format(**settings, error=ERROR)
+    verdicts = [{**v._asdict(), "mode": m.name} for m in modes for v in m.verdicts]
+    report = {
+        "minutes": minutes,
+        "device": settings["device_name"],
+        "headline": headline,
+        "verdicts": verdicts,
+        "half_widths": {mode.name: mode.half_width for mode in modes},
+        "problems": problems,
+        "settings": {n: value for n, value in settings.items() if n != "output"},
+    }
+    (folder / "report.md").write_text(text)
+    written = json.dumps(report, indent=1).replace("Infinity", "null")
+    (folder / "report.json").write_text(written + "\n")
+    (folder / "timings.svg").write_text(draw(modes, settings["base"]))
+    return text
