@@ -10,7 +10,6 @@ import json
 import os
 import runpy
 import sys
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -31,15 +30,17 @@ class PretendedGpus(TorchFunctionMode):
 
     def __init__(self, count: int, folder: str):
         self.count, self.folder, self.now, self.user = count, folder, 0, None
+        self.total_memory = self.multi_processor_count = 1
 
     def note(self, name: str, *args, **kwargs) -> None:
-        call = [name, args[:3], kwargs, backends.cudnn.benchmark]
+        call = [name, args, kwargs, backends.cudnn.benchmark]
         with open(f"{self.folder}/{os.getpid()}.calls", "a") as file:
             print(json.dumps(call, default=str), file=file)
 
     def replace(self, owner, name: str, call) -> None:
         def noting(*args, **kwargs):
-            self.note(owner.__name__ if name == "__init__" else name, *args, **kwargs)
+            label, first = (owner.__name__, 1) if name == "__init__" else (name, 0)
+            self.note(label, *args[first:], **kwargs)
             return call(*args, **kwargs)
 
         setattr(owner, name, noting)
@@ -84,10 +85,9 @@ class PretendedGpus(TorchFunctionMode):
         """Replace what needs a GPU, and record the calls of that and some others."""
         replace, load = self.replace, DataLoader.__init__
         join, cast = dist.init_process_group, autocast.__init__
-        alike = SimpleNamespace(total_memory=1, multi_processor_count=1)
         replace(cuda, "is_available", lambda: True)
         replace(cuda, "device_count", lambda: self.count)
-        replace(cuda, "get_device_properties", lambda gpu: alike)
+        replace(cuda, "get_device_properties", lambda gpu: self)
         replace(cuda, "set_device", lambda d: setattr(self, "now", self.gpu(d).index))
         replace(cuda, "is_initialized", lambda: self.user == os.getpid())
         replace(cuda, "is_current_stream_capturing", lambda: False)
