@@ -1,12 +1,10 @@
-"""The scripts' CUDA lines on pretended GPUs (pretend_cuda.py): no GPU is needed.
-
-tests/gpu is for machines that have GPUs.
-"""
+"""The scripts' CUDA lines on pretended GPUs (pretend_cuda.py); tests/gpu needs real ones."""
 
 import functools
 import json
 import os
 import sys
+from collections import Counter
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -15,27 +13,15 @@ import pytest
 import torch
 from conftest import run
 from played import ROOT, Played, free_port
-from torch import nn
+from ranks import NETS
 from torch.utils._pytree import tree_leaves
 
 import common.model
 
 FLAGS = "-b 16 --epochs 1 --max-steps 3 --image-size 32 --warmup-epochs 0 --print-interval 2"
 PRECISION = {1: "bf16", 2: "fp32", 4: "fp16"}  # of the runs with this many processes
-HOROVOD = """
-import sys, horovod.torch, test_cuda
-horovod.torch.nccl_built = lambda: True
-test_cuda.train({}, *sys.argv[1:5], sys.argv[5:])
-"""
-
-
-def build(net: str, args, classes) -> nn.Module:
-    """Batch norm and dropout, or neither, so that only the order of sums can differ."""
-    torch.manual_seed(args.seed)
-    extra = (nn.BatchNorm2d(8), nn.Dropout(0.4)) if net == "full" else ()
-    pool = nn.AdaptiveAvgPool2d(2), nn.Flatten()
-    layers = nn.Conv2d(3, 8, 5, stride=3), *extra, nn.GELU(), *pool
-    return nn.Sequential(*layers, nn.Linear(32, len(classes)))
+HOROVOD = "import horovod.torch as hvd, sys, test_cuda; hvd.nccl_built = lambda: True;"
+HOROVOD += "test_cuda.train({}, *sys.argv[1:5], sys.argv[5:])"
 
 
 def train(place: dict, gpus, folder, script: str, net: str, flags: list) -> None:
@@ -44,22 +30,22 @@ def train(place: dict, gpus, folder, script: str, net: str, flags: list) -> None
     if "EMPTY_APEX" in place:
         sys.modules["apex"] = SimpleNamespace(amp=object())
         sys.modules["apex.parallel"] = SimpleNamespace(DistributedDataParallel=None)
-    common.model.build_model = functools.partial(build, net)
+    common.model.build_model = lambda *_: torch.manual_seed(0) and NETS[net](10)
     pretend_cuda.run(int(gpus), folder, str(ROOT / f"{script}.py"), flags)
 
 
 def places(world_size: int, machines: int) -> list[dict]:
     """Variables of the processes, which a launcher spreads over the machines in turn."""
-    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [(str(rank), str(rank // machines)) for rank in range(world_size)]
-    job["WORLD_SIZE"] = str(world_size)
-    return [{**job, "RANK": rank, "LOCAL_RANK": local} for rank, local in ranks]
+    names = "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK"
+    job = "127.0.0.1", free_port(), world_size
+    ranks = [(*job, rank, rank // machines) for rank in range(world_size)]
+    return [dict(zip(names, map(str, rank), strict=True)) for rank in ranks]
 
 
-def start(folder, script, gpus, processes, net="full", status=0):
+def start(folder, script, gpus, processes, net="norm", status=0):
     """Run a script in processes, of which each has variables and flags.
 
-    Returns each training process's calls in the order of the GPUs, and what all printed.
+    Returns each training process's calls, by GPU, and what all printed.
     """
     with Played(folder) as played:
         for place, flags in processes:
@@ -70,9 +56,9 @@ def start(folder, script, gpus, processes, net="full", status=0):
 
 def calls_in(folder):
     """Each training process's calls: name, arguments, options, cudnn.benchmark."""
-    found = [list(map(json.loads, open(file))) for file in folder.glob("*.calls")]
-    trainers = [calls for calls in found if named(calls, "GradScaler")]
-    return sorted(trainers, key=lambda calls: named(calls, "set_device"))
+    found = [[*map(json.loads, open(file))] for file in folder.glob("*.calls")]
+    found.sort(key=lambda calls: named(calls, "set_device"))
+    return [calls for calls in found if named(calls, "GradScaler")]
 
 
 def named(calls, name):
@@ -84,13 +70,9 @@ def flags_of(data, output, *flags):
 
 
 def came_to(output):
-    """All that a run computed and saved, without times, memory and flags."""
     content = torch.load(output / "checkpoint.pt", weights_only=True)
-    del content["recipe"]
-    for record in content["records"]:
-        for name in ("seconds", "images_per_second", "data_wait", "peak_memory_mib"):
-            del record[name]
-    leaves = tree_leaves(content)
+    losses = [one["val_loss"] for one in content.pop("records")]
+    leaves = tree_leaves([{**content, "recipe": ""}, losses])  # not times and flags
     return [leaf.tolist() if torch.is_tensor(leaf) else leaf for leaf in leaves]
 
 
@@ -99,7 +81,7 @@ def on_the_cpu(tmp_path_factory, digits):
     """What distributed.py comes to on the CPU with a number of processes."""
 
     @functools.cache
-    def of(world_size, net="full"):
+    def of(world_size, net="norm"):
         folder = tmp_path_factory.mktemp("cpu")
         flags = flags_of(digits, folder / "run", "--precision", PRECISION[world_size])
         processes = [(place, flags) for place in places(world_size, 1)]
@@ -135,7 +117,7 @@ def check_training(calls, gpu, precision):
     assert named(calls, "autocast") == 26 * [[["cuda", dtype], {"enabled": cast}, True]]
     # The host waits after loading, at two print intervals and at the end of validation;
     # the scaler looks for infinite gradients in 3 steps, and rank 0 saves it
-    waits = {one: names.count(one) for one in pretend_cuda.WAITS & set(names)}
+    waits = Counter(name for name in names if name in pretend_cuda.WAITS)
     assert waits.pop("item", 0) in ((3, 5) if scaled else (0,))
     assert waits == {"nonzero": 1, "tolist": 1, "cpu": 3}
 
@@ -145,15 +127,14 @@ def check_training(calls, gpu, precision):
 def test_ddp_has_the_bits_of_the_cpu(script, world_size, digits, on_the_cpu, tmp_path):
     """Four processes are on two machines; torchrun's ranks go back and forth there."""
     machines, precision = world_size // 2 or 1, PRECISION[world_size]
-    flags = flags_of(digits, tmp_path / "run")
-    flags += ["--precision", precision] * (precision != "bf16")  # the default on a GPU
+    chosen = ["--precision", precision] * (world_size > 1)  # bf16 is the default
+    flags = flags_of(digits, tmp_path / "run", *chosen)
     processes = [(place, flags) for place in places(world_size, machines)]
     if script != "distributed":  # by default, it starts a process for each GPU
         several = ["--nnodes", 2, "--dist-url", f"tcp://127.0.0.1:{free_port()}"]
         flags += several * (machines > 1)
         processes = [({}, [*flags, "--node-rank", node]) for node in range(machines)]
-    gpus = world_size // machines
-    calls, printed = start(tmp_path / "1", script, gpus, processes)
+    calls, printed = start(tmp_path, script, world_size // machines, processes)
     assert f", {precision}, {world_size} x cuda" in printed
     assert came_to(tmp_path / "run") == on_the_cpu(world_size)
     assert len(calls) == world_size
@@ -168,7 +149,7 @@ def test_horovod(world_size, digits, on_the_cpu, tmp_path):
     """Four processes add up gradients in another order than DDP's."""
     flags = flags_of(digits, tmp_path / "run", "--precision", PRECISION[world_size])
     words = ("horovodrun", "--gloo", "-np", world_size, sys.executable, "-c", HOROVOD)
-    words += (world_size, tmp_path, "horovod_distributed", "full", *flags, "-j", 0)
+    words += (world_size, tmp_path, "horovod_distributed", "norm", *flags, "-j", 0)
     ended = run(*words, timeout=240, PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
     assert ended.returncode == 0, ended.stderr
     check_numbers(tmp_path / "run", on_the_cpu(world_size), world_size < 4)
@@ -189,7 +170,7 @@ def check_numbers(output, expected, exactly):
 @pytest.mark.parametrize("gpus", (1, 2, 4))
 def test_dataparallel(gpus, digits, on_the_cpu, tmp_path):
     """Several GPUs add up gradients in another order than DDP's processes."""
-    net, like = ("full", 1) if gpus == 1 else ("plain", 2)
+    net, like = ("norm", 1) if gpus == 1 else ("small", 2)
     processes = [({}, flags_of(digits, tmp_path / "run"))]
     [calls], printed = start(tmp_path / "1", "dataparallel", gpus, processes, net)
     assert f", {PRECISION[like]}, 1 x cuda" in printed
@@ -208,14 +189,12 @@ def test_dataparallel(gpus, digits, on_the_cpu, tmp_path):
 def test_apex_is_refused_or_ends_before_amp(digits, tmp_path):
     """Without Apex, no more than the lines before amp.initialize() can run."""
     place, flags = places(1, 1)[0], flags_of(digits, tmp_path / "run")
-    refused = "Apex needs a CUDA GPU", "Apex's amp or DDP is missing"
-    for gpus, reason in enumerate(refused):
+    for gpus, reason in enumerate((" needs a CUDA GPU", "'s amp or DDP is missing")):
         how = tmp_path / str(gpus), "apex_distributed", gpus, [(place, flags)]
         printed = start(*how, status=2)[1]
-        assert printed.startswith(f"apex_distributed.py: error: {reason}")
+        assert printed.startswith(f"apex_distributed.py: error: Apex{reason}")
         assert printed.count("\n") == 1
     place |= {"LOCAL_RANK": "1", "EMPTY_APEX": "yes"}
-    how = tmp_path / "2", "apex_distributed", 2, [(place, flags)]
-    [calls], printed = start(*how, status=1)
+    [calls], printed = start(tmp_path / "2", how[1], 2, [(place, flags)], status=1)
     assert "object has no attribute 'initialize'" in printed
     check_launch(calls, 1)
