@@ -7,12 +7,9 @@ Each measurement runs in its own process, the most important ones first. Measure
 this commit that FILE already contains are kept. All end by GPU_CHECK_UNTIL (Unix time).
 """
 
-import contextlib
 import importlib
 import json
 import os
-import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -34,7 +31,6 @@ from benchmarks.step import (
     measure_in_turns,
     usual_loop,
 )
-from benchmarks.timings.plan import gpus
 from common.data import DeviceLoader
 from common.errors import one_line_errors
 
@@ -107,42 +103,23 @@ def plan(tiny: bool) -> list[tuple[str, int, list]]:
 
 def measured(words: list, seconds: float) -> dict:
     """Run one measurement in a separate process."""
-    began, samples = time.monotonic(), []
+    began, status = time.monotonic(), "not run"
     with tempfile.TemporaryDirectory() as folder:
-        file, log = Path(folder, "found.json"), Path(folder, "log")
+        file = Path(folder, "found.json")
         command = [sys.executable, "-m", "benchmarks.gpu", file, *words]
-        with log.open("w") as out:
-            process = subprocess.Popen(
-                list(map(str, command)), stdout=out, stderr=out, start_new_session=True
+        try:
+            ended = subprocess.run(
+                list(map(str, command)), capture_output=True, text=True, timeout=seconds
             )
-        while process.poll() is None and time.monotonic() < began + seconds:
-            samples += gpus()
-            time.sleep(0.5)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        status = {0: "passed", 2: "skipped"}.get(process.wait(), "failed")
-        lines = [line for line in log.read_text().splitlines() if line.strip()] or [""]
-        line = next((line for line in lines if ": error: " in line), lines[-1])
+        except subprocess.TimeoutExpired:
+            line = f"not finished within {seconds:.0f} s"
+        else:
+            status = {0: "passed", 2: "skipped"}.get(ended.returncode, "failed")
+            lines = [line for line in ended.stderr.splitlines() if line.strip()] or [""]
+            line = next((line for line in lines if ": error: " in line), lines[-1])
         found = json.loads(file.read_text()) if status == "passed" else {}
-    taken = time.monotonic() - began
-    if status == "passed":
-        line = found["line"] + under_load(samples)
-    elif status == "failed" and taken >= seconds:
-        status, line = "not run", f"not finished within {seconds:.0f} s"
-    return {"status": status, "line": line, "seconds": taken, "found": found}
-
-
-def under_load(samples: list[dict[str, float]]) -> str:
-    """Format the GPU's median clock and power while the process kept it busy."""
-    power = [one["power.draw"] for one in samples]
-    busy = [one for one in samples if one["power.draw"] > max(power) / 2]
-    if not busy:
-        return ""
-    clock, watts = (
-        statistics.median(one[name] for one in busy)
-        for name in ("clocks.sm", "power.draw")
-    )
-    return f"; {clock:.0f} MHz, {watts:.0f} W"
+    line, seconds = found.get("line", line), time.monotonic() - began
+    return {"status": status, "line": line, "seconds": seconds, "found": found}
 
 
 def in_words(rows: dict[str, dict]) -> str:

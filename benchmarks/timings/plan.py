@@ -13,7 +13,7 @@ from torchvision.datasets.folder import find_classes
 
 from benchmarks.comparison import KEEP_MEMORY, ROOT
 from benchmarks.photographs import write_photographs
-from benchmarks.timings.measure import Candidate, Job, gates, wait
+from benchmarks.timings.measure import Candidate
 from benchmarks.timings.statistics import AGAIN
 from common.errors import UserError
 from common.model import best_precision
@@ -21,8 +21,12 @@ from common.model import best_precision
 IMAGES = 64  # distinct ones in the generated JPEG dataset
 CLASSES = 1000  # as for random images, so that both modes train the same model
 STEPS = 400  # per epoch with the generated dataset
-USED, TOTAL = "memory.used", "memory.total"
-GPU = (USED, TOTAL, "clocks.sm", "power.draw", "temperature.gpu")  # nvidia-smi's names
+GPU = (
+    "memory.used",
+    "clocks.sm",
+    "power.draw",
+    "temperature.gpu",
+)  # nvidia-smi's names
 
 
 def complete(args: argparse.Namespace) -> None:
@@ -126,32 +130,6 @@ def candidates(args: argparse.Namespace, mode: str) -> list[Candidate]:
     named[f"{most} x {each}{AGAIN}"] = (most, each)
     found = [candidate(args, args.base, "synthetic", *one) for one in named.items()]
     return [*found, candidate(args, args.base, "jpeg", f"{most} x {each} JPEG")]
-
-
-def groups(args: argparse.Namespace, mode: str) -> list[list[Candidate]]:
-    """Group the candidates that run at the same time: all, or each with the base.
-
-    This depends on GPU memory: the candidate with the most images is started to measure
-    how much it needs. Raises UserError if there is no room for two.
-    """
-    every = candidates(args, mode)
-    if args.device == "cpu":
-        return [every]
-    before, begins = gpus(), "1 x " if mode == "scaling" else args.base
-    heaviest = next(one for one in reversed(every[:-1]) if one.name.startswith(begins))
-    with gates() as folder:
-        job = Job(heaviest, folder)
-        wait([job])
-        pairs = zip(before, gpus(), strict=True)
-        needed = max((b[USED] - a[USED] for a, b in pairs), default=0)
-    free = min((one[TOTAL] * 0.95 - one[USED] for one in before), default=0)
-    if job.problem or free >= needed * len(every):
-        return [every]
-    if free < 2 * needed:
-        text = f"each needs {needed:.0f} of {free:.0f} MiB: lower --batch-size"
-        raise UserError(f"two runs do not fit in GPU memory ({text})")
-    base = next(one for one in every if one.name + AGAIN in {c.name for c in every})
-    return [[base, other] for other in every if other is not base]
 
 
 def gpu_names() -> list[str]:

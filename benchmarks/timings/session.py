@@ -50,18 +50,16 @@ def measure(args: argparse.Namespace) -> None:
 
     Raises UserError if, in a mode, no strategy can be timed.
     """
-    cohorts, groups = open_output(args), {}
+    cohorts = open_output(args)
     began = time.monotonic() - 60 * (cohorts[-1]["ended"] if cohorts else 0)
     with plan.images(args) as args.data:
         while mode := next_mode(args, cohorts, (time.monotonic() - began) / 60):
-            groups[mode] = groups.get(mode) or plan.groups(args, mode)
             before = [one for one in cohorts if one["mode"] == mode]
             failed = {name for one in before for name in one["problems"]}
-            group = groups[mode][len(before) % len(groups[mode])]
-            group = [one for one in group if one.name not in failed]
-            shown = [one for one in group if one.name in args.shown]
-            group = [one for one in group if one not in shown]
-            found = cohort(group, after_turn=plan.gpus)
+            every = [c for c in plan.candidates(args, mode) if c.name not in failed]
+            shown = [one for one in every if one.name in args.shown]
+            together = [one for one in every if one not in shown]
+            found = cohort(together, after_turn=plan.gpus)
             if shown and not before:  # alone, so that it does not disturb the others
                 alone = cohort(shown, seconds=10)
                 found["turns"] += alone["turns"]
@@ -71,7 +69,7 @@ def measure(args: argparse.Namespace) -> None:
             if not found["turns"]:
                 raise UserError(f"{mode}: there is no strategy left to time")
             minutes = (time.monotonic() - began) / 60
-            found |= {"mode": mode, "groups": len(groups[mode]), "ended": minutes}
+            found |= {"mode": mode, "ended": minutes}
             cohorts.append(found)
             with (args.output / "cohorts.jsonl").open("a") as file:
                 file.write(json.dumps(found) + "\n")
