@@ -86,11 +86,7 @@ def main(args: Namespace) -> None:
     checkpoint = Checkpoint(args, (train_set, val_set), saved)
     checkpoint.load(rank, world_size, device, all_reduce)  # if --resume asks for it
     if rank == 0:
-        print(
-            f"{args.arch}, {args.precision}, {world_size} x {device.type}, "
-            f"from epoch {checkpoint.epoch + 1}, step {checkpoint.step + 1}",
-            flush=True,
-        )
+        print(f"{args.arch}, {args.precision}, {world_size} x {device}", flush=True)
     if args.evaluate:
         val = validate(args, val_loader, eval_model)
         if rank == 0:

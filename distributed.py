@@ -25,7 +25,9 @@ from common.meters import Meter, Timer, averages, batch_sums, in_words
 from common.model import autocast, best_precision, build_model, build_scheduler
 
 # [imports]
+import ctypes
 import os
+import signal
 from contextlib import nullcontext
 
 import torch.distributed as dist
@@ -39,6 +41,8 @@ from common.errors import UserError
 def main(args: Namespace) -> None:
     """Train and validate; every process runs this function."""
     # [1/6 launch] the launcher has set these three variables
+    PR_SET_PDEATHSIG = 1  # https://man7.org/linux/man-pages/man2/prctl.2.html
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the launcher
     if "RANK" not in os.environ:
         raise UserError("start it with torchrun --standalone --nproc-per-node=2")
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -99,11 +103,7 @@ def main(args: Namespace) -> None:
     checkpoint = Checkpoint(args, (train_set, val_set), saved)
     checkpoint.load(rank, world_size, device, all_reduce)  # if --resume asks for it
     if rank == 0:
-        print(
-            f"{args.arch}, {args.precision}, {world_size} x {device.type}, "
-            f"from epoch {checkpoint.epoch + 1}, step {checkpoint.step + 1}",
-            flush=True,
-        )
+        print(f"{args.arch}, {args.precision}, {world_size} x {device}", flush=True)
     if args.evaluate:
         val = validate(args, val_loader, eval_model)
         if rank == 0:

@@ -25,9 +25,6 @@ from common.meters import Meter, Timer, averages, batch_sums, in_words
 from common.model import autocast, best_precision, build_model, build_scheduler
 
 # [imports]
-import multiprocessing
-from typing import Any
-
 from common.errors import UserError
 
 try:
@@ -101,11 +98,7 @@ def main(args: Namespace) -> None:
     checkpoint = Checkpoint(args, (train_set, val_set), saved)
     checkpoint.load(rank, world_size, device, all_reduce)  # if --resume asks for it
     if rank == 0:
-        print(
-            f"{args.arch}, {args.precision}, {world_size} x {device.type}, "
-            f"from epoch {checkpoint.epoch + 1}, step {checkpoint.step + 1}",
-            flush=True,
-        )
+        print(f"{args.arch}, {args.precision}, {world_size} x {device}", flush=True)
     if args.evaluate:
         val = validate(args, val_loader, eval_model)
         if rank == 0:
@@ -210,23 +203,15 @@ def broadcast_buffers(model: nn.Module) -> None:
 
 # [start]
 def in_contiguous_format(compressor: type) -> type:
-    """Return a compressor that accepts channels_last gradients, which Horovod does not.
+    """Return a compressor for channels_last gradients: Horovod sends contiguous ones.
 
     Source: https://horovod.readthedocs.io/en/stable/api.html#horovod.torch.Compressor
     """
 
     class Contiguous(compressor):
         @staticmethod
-        def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        def compress(tensor: Tensor) -> tuple:
             return compressor.compress(tensor.contiguous())
-
-        @staticmethod
-        def decompress(tensor: Tensor, context: Any) -> Tensor:
-            tensor = compressor.decompress(tensor, context)
-            layout = (
-                torch.channels_last if tensor.dim() == 4 else torch.contiguous_format
-            )
-            return tensor.contiguous(memory_format=layout)
 
     return Contiguous
 
@@ -245,9 +230,6 @@ def arguments() -> Namespace:
 
 
 if __name__ == "__main__":
-    # A forked loader process would inherit Horovod's and MPI's connections
-    multiprocessing.set_start_method("forkserver")
-    multiprocessing.set_forkserver_preload(["torchvision"])
     with one_line_errors():
         main(arguments())
 # [/start]

@@ -23,7 +23,9 @@ from common.meters import Meter, Timer, averages, batch_sums, in_words
 from common.model import autocast, best_precision, build_model, build_scheduler
 
 # [imports]
+import ctypes
 import os
+import signal
 import socket
 from contextlib import nullcontext
 
@@ -96,11 +98,7 @@ def main(args: Namespace) -> None:
     checkpoint = Checkpoint(args, (train_set, val_set), saved)
     checkpoint.load(rank, world_size, device, all_reduce)  # if --resume asks for it
     if rank == 0:
-        print(
-            f"{args.arch}, {args.precision}, {world_size} x {device.type}, "
-            f"from epoch {checkpoint.epoch + 1}, step {checkpoint.step + 1}",
-            flush=True,
-        )
+        print(f"{args.arch}, {args.precision}, {world_size} x {device}", flush=True)
     if args.evaluate:
         val = validate(args, val_loader, eval_model)
         if rank == 0:
@@ -225,23 +223,20 @@ def arguments() -> Namespace:
 
 def worker(local_rank: int, args: Namespace) -> None:
     """Run main() in a spawned process."""
-    mp.set_start_method("fork", force=True)  # for loader processes, not "spawn"
+    PR_SET_PDEATHSIG = 1  # https://man7.org/linux/man-pages/man2/prctl.2.html
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the parent
     args.local_rank = local_rank
     with one_line_errors():
         main(args)
 
 
-def free_port() -> int:
-    """Return a port that no other program listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 if __name__ == "__main__":
     with one_line_errors():
         args = arguments()
-    args.dist_url = args.dist_url or f"tcp://127.0.0.1:{free_port()}"
+    if args.dist_url is None:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))  # a free port
+            args.dist_url = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
     mp.spawn(worker, args=(args,), nprocs=args.nprocs)
 # [/start]

@@ -13,6 +13,7 @@ from common.images import DECODERS, check_decoder
 from common.model import PRECISIONS
 
 IMAGENET_TRAIN_IMAGES = 1281167
+AUTO = Path("auto")  # --resume without a path
 MAY_BE_0 = ("workers", "seed", "node_rank")  # other whole numbers are at least 1
 
 
@@ -63,7 +64,7 @@ def build_parser(docstring: str) -> OneLineParser:
     add("--seed", type=int, default=0, help="(%(default)s)")
     add("--output", type=Path, help="folder for checkpoints (runs/SCRIPT)")
     last = "a checkpoint; without PATH, the one in --output, if there is one"
-    add("--resume", metavar="PATH", nargs="?", const="auto", help=last)
+    add("--resume", metavar="PATH", type=Path, nargs="?", const=AUTO, help=last)
     add("--evaluate", action="store_true", help="validate without training")
     often = "also save within an epoch, this long after the last save (%(default)s)"
     add("--save-minutes", type=float, default=10.0, help=often)

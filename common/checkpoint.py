@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from common.arguments import AUTO
 from common.data import fingerprint
 from common.errors import UserError
 from common.meters import averages
@@ -80,10 +81,18 @@ class Checkpoint:
         Raises UserError if there is no such file, if it is from another recipe or other
         images, if --output holds another run, or if a process differs from rank 0.
         """
-        if path := self._path():
-            self._load(path)
+        path = self.file if self.args.resume == AUTO else self.args.resume
         if not self.args.evaluate:
+            if self.file.exists() and path != self.file:
+                raise UserError(
+                    f"--output {self.args.output} holds another run: continue it with "
+                    "--resume, or choose another --output"
+                )
             self.args.output.mkdir(parents=True, exist_ok=True)
+            if self.args.resume == AUTO and not path.exists():
+                path = None  # a new run
+        if path is not None:
+            self._load(path)
         # Each process fills its row of a table of zeros; the sum is the whole table
         facts = [*self.images[0], *self.images[1], self.epoch, self.step]
         table = torch.zeros(world_size, len(facts), dtype=torch.float64)
@@ -95,31 +104,13 @@ class Checkpoint:
                 "0: --data and --output must be the same on all machines"
             )
 
-    def _path(self) -> Path | None:
-        """Return the file to load; None for a new run, or without --resume."""
-        args, exists = self.args, self.file.exists()
-        path = self.file if args.resume == "auto" else Path(args.resume or "")
-        starts = args.resume == "auto" and not args.evaluate  # a new run is fine, too
-        if args.resume and not path.is_file() and not starts:
-            raise UserError(f"--resume {path}: there is no such file")
-        if (
-            exists
-            and not args.evaluate
-            and not (args.resume and path.samefile(self.file))
-        ):
-            raise UserError(
-                f"--output {args.output} holds another run: continue it with --resume, "
-                "or choose another --output"
-            )
-        return path if args.resume and path.is_file() else None
-
     def _load(self, path: Path) -> None:
         try:
             with open(path, "rb") as file:
                 content = torch.load(file, map_location="cpu", weights_only=True)
             recipe, images = content["recipe"], content["images"]
         except Exception as error:  # the unpickler raises many kinds
-            raise UserError(f"{path} is not a checkpoint: {error!r:.200}") from None
+            raise UserError(f"--resume {path}: {error!r:.200}") from None
         for name, now in recipe_of(self.args).items():
             if recipe.get(name, now) != now:
                 flag = name.replace("_", "-")

@@ -275,6 +275,7 @@ def build_loader(
         pin_memory=device.type == "cuda",
         drop_last=training,
         persistent_workers=workers > 0,
+        multiprocessing_context="fork" if workers else None,  # starts in milliseconds
     )
     if workers:
         # Start the loader processes now: a fork can deadlock while another thread, for

@@ -15,6 +15,8 @@ from torchvision.transforms.v2 import functional as F
 
 from common.errors import UserError
 
+DECODE_ERRORS = (RuntimeError, OSError, ValueError, SyntaxError, EOFError)
+DECODE_ERRORS += (Image.DecompressionBombError,)
 JPEG = b"\xff\xd8"  # the first bytes of each JPEG file
 NO_EXIF = b"\xff\xe1\0\2"  # an empty APP1 segment, which could contain EXIF data
 
@@ -90,13 +92,14 @@ def read_image(
     try:
         content = Path(path).read_bytes() if content is None else content
         return transform(DECODERS[decoder](content))
-    except Exception as error:  # decoders raise many kinds
+    except DECODE_ERRORS as error:
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise UserError(f"{path} cannot be read with {decoder}: {reason}") from None
 
 
 def train_transform(picture: Picture, size: int, min_crop: float, flip: bool) -> Tensor:
     """A random crop, resized to (3, size, size) uint8 and mirrored half of the time."""
+    # get_params() reads nothing but the shape
     shape = torch.empty(picture.height, picture.width, device="meta")
     box = RandomResizedCrop.get_params(shape, (min_crop, 1.0), (3 / 4, 4 / 3))
     pixels = F.resize(picture.crop(*box), [size, size])

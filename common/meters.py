@@ -1,7 +1,6 @@
 """Accuracy and timing meters."""
 
 import importlib
-import math
 import os
 import resource
 import time
@@ -31,17 +30,14 @@ class Meter:
         `all_reduce` sums an (N,) float64 tensor over all processes.
         """
         sums, self.sums = self.sums, {}
-        device = next(v.device for v in sums.values() if isinstance(v, Tensor))
-        tensors = [
-            torch.as_tensor(value, dtype=torch.float64, device=device)
-            for value in sums.values()
-        ]
+        options = {"dtype": torch.float64, "device": sums["loss"].device}
+        tensors = [torch.as_tensor(value, **options) for value in sums.values()]
         flat = all_reduce(torch.cat([one.flatten() for one in tensors])).cpu()
         parts = flat.split([one.numel() for one in tensors])
-        return {
-            name: part.view(one.shape)
-            for name, part, one in zip(sums, parts, tensors, strict=True)
-        }
+        shaped = (
+            part.view(one.shape) for part, one in zip(parts, tensors, strict=True)
+        )
+        return dict(zip(sums, shaped, strict=True))
 
 
 def batch_sums(
@@ -64,13 +60,8 @@ def batch_sums(
 
 def averages(sums: dict[str, Tensor]) -> dict[str, float | list]:
     """Divide all sums except "images" by the number of images."""
-    images = sums["images"].item()
-    means = {
-        name: (value / images if images else value * math.nan).tolist()
-        for name, value in sums.items()
-        if name != "images"
-    }
-    return {**means, "images": int(images)}
+    means = {name: (value / sums["images"]).tolist() for name, value in sums.items()}
+    return {**means, "images": int(sums["images"])}
 
 
 def in_words(means: dict[str, float | list]) -> str:
@@ -88,24 +79,18 @@ class Timer:
         self.began, self.waited = time.perf_counter(), 0.0
 
     def interval(self, step: int, images: int, waited: float) -> str:
-        """End an interval at `step`, when the device has finished its work.
+        """End an interval, when the device has finished `step`; describe its speed.
 
-        Args:
-            step: the step in the epoch, counted from 1.
-            images: this interval's images, of all processes.
-            waited: seconds that this process has waited for data in this epoch. On a
-                GPU, this is an upper bound: the host runs ahead of the device.
-
-        Returns:
-            The interval's speed in words.
+        `images` are those of all processes in this interval. `waited` is how many
+        seconds this process has waited for data in this epoch; on a GPU, the device may
+        have been idle for less, because the host runs ahead of it.
         """
         seconds, wait = time.perf_counter() - self.began, waited - self.waited
         self.intervals.append((seconds, images, wait))
         if self.hook:
             self.hook(step, seconds, images, wait)
         self.began, self.waited = time.perf_counter(), waited
-        share = wait / seconds
-        return f"{images / seconds:.0f} images/s, waited for data {share:.0%}"
+        return f"{images / seconds:.0f} images/s, waited for data {wait / seconds:.0%}"
 
     def figures(self, device: torch.device) -> dict[str, float]:
         """The epoch's seconds, images per second, share of waiting, and peak memory.
@@ -115,13 +100,12 @@ class Timer:
         """
         measured = self.intervals[1:] or self.intervals
         seconds, images, waited = map(sum, zip(*measured, strict=True))
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
         if device.type == "cuda":
-            memory = torch.cuda.max_memory_allocated(device)
-        else:
-            memory = 2**10 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            memory = torch.cuda.max_memory_allocated(device) / 2**20
         return {
             "seconds": sum(seconds for seconds, *_ in self.intervals),
             "images_per_second": images / seconds,
             "data_wait": waited / seconds,
-            "peak_memory_mib": memory / 2**20,
+            "peak_memory_mib": memory,
         }
