@@ -27,6 +27,7 @@ import ctypes
 import os
 import signal
 import socket
+import sys
 from contextlib import nullcontext
 
 import torch.distributed as dist
@@ -81,7 +82,8 @@ def main(args: Namespace) -> None:
     )
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
 
-    # [3/6 wrap] a backward pass through `model` also averages the gradients
+    # [3/6 wrap] a backward pass through `model` also averages the gradients; the
+    # first forward pass of a step copies rank 0's batch norm statistics
     if args.sync_bn:
         raw_model = nn.SyncBatchNorm.convert_sync_batchnorm(raw_model)
     gpus = [device.index] if device.type == "cuda" else None
@@ -89,16 +91,18 @@ def main(args: Namespace) -> None:
     if args.compress_gradients:
         hook = getattr(default_hooks, f"{args.compress_gradients}_compress_hook")
         model.register_comm_hook(None, hook)
-    eval_model = raw_model  # the model to validate
-    saved = {"state_dict": raw_model}  # and its entry in the checkpoint
+    eval_model = raw_model  # without DDP: shards may differ in length
+    saved = {"state_dict": eval_model}  # what checkpoints hold; more follows below
     # [/wrap]
 
     scheduler = build_scheduler(args, optimizer, len(train_loader))
     saved |= {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     checkpoint = Checkpoint(args, (train_set, val_set), saved)
-    checkpoint.load(rank, world_size, device, all_reduce)  # if --resume asks for it
+    # Every process reads the file, if --resume asks for it; all_reduce compares them
+    checkpoint.load(rank, world_size, device, all_reduce)
     if rank == 0:
-        print(f"{args.arch}, {args.precision}, {world_size} x {device}", flush=True)
+        where = f"{world_size} x {device.type}"
+        print(f"{args.arch}, {args.precision}, {where}, seed {args.seed}", flush=True)
     if args.evaluate:
         val = validate(args, val_loader, eval_model)
         if rank == 0:
@@ -106,7 +110,7 @@ def main(args: Namespace) -> None:
 
     for epoch in range(checkpoint.epoch, 0 if args.evaluate else args.epochs):
         train_sampler.set_epoch(epoch)
-        seed_generators(args.seed, epoch, 0, rank)  # for other samplers
+        seed_generators(args.seed, epoch, 0, rank + 1)  # a sampler may draw
         figures = train(
             args, rank, train_loader, model, optimizer, scheduler, scaler, checkpoint
         )
@@ -137,7 +141,7 @@ def train(
     meter, timer = Meter(), Timer()
     epoch, done = checkpoint.epoch, checkpoint.step
     for step, (images, labels) in enumerate(loader.epoch(epoch, done), start=done + 1):
-        seed_generators(args.seed, epoch, step, rank)
+        seed_generators(args.seed, epoch, step, rank + 1)  # dropout draws
         optimizer.zero_grad()
         micro_batches = images.chunk(args.accumulate), labels.chunk(args.accumulate)
         for part, (x, y) in enumerate(zip(*micro_batches, strict=True), start=1):
@@ -154,15 +158,15 @@ def train(
             meter.add(batch_sums(loss, outputs, y))
         learning_rate = optimizer.param_groups[0]["lr"]
         scheduler.step()
-        # Only here does the host wait for the device and for the other processes
+        # Only here does the loop wait for a GPU; a scaler or Horovod may wait per step
         if step % args.print_interval == 0 or step == len(loader):
             recent = checkpoint.add(step, meter.reduce(all_reduce))
             speed = timer.interval(step, recent["images"], loader.waited)
             if rank == 0:
-                where = f"epoch {epoch + 1}/{args.epochs}, step {step}/{len(loader)}"
-                print(f"{where}: {in_words(recent)}, {speed}", flush=True)
                 if step < len(loader):
                     checkpoint.save_if_due()
+                where = f"epoch {epoch + 1}/{args.epochs}, step {step}/{len(loader)}"
+                print(f"{where}: {in_words(recent)}, {speed}", flush=True)
     return {**timer.figures(loader.device), "learning_rate": learning_rate}
 
 
@@ -238,5 +242,10 @@ if __name__ == "__main__":
             listener.bind(("127.0.0.1", 0))  # a free port
             args.dist_url = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
-    mp.spawn(worker, args=(args,), nprocs=args.nprocs)
+    try:
+        mp.spawn(worker, args=(args,), nprocs=args.nprocs)
+    except mp.ProcessExitedException as error:
+        if error.exit_code != 2:  # after a UserError, the process has printed its line
+            raise
+        sys.exit(2)
 # [/start]

@@ -160,22 +160,6 @@ def test_apex_has_opt_levels_and_no_precision(monkeypatch):
         script["arguments"]()
 
 
-def test_validation_records_no_gradients(monkeypatch):
-    """A graph of every batch would take memory, and the wrapped model would average."""
-    seen = []
-
-    class Probe(nn.Linear):
-        def forward(self, images):
-            seen.append((torch.is_grad_enabled(), self.training))
-            return super().forward(images)
-
-    monkeypatch.setattr(distributed, "all_reduce", lambda sums: sums)
-    batches = [(torch.rand(2, 4), torch.tensor([0, 1]))] * 2
-    loader, args = Namespace(epoch=lambda _: batches), Namespace(precision="fp32")
-    assert distributed.validate(args, loader, Probe(4, 6))["images"] == 4
-    assert seen == [(False, False)] * 2
-
-
 def test_a_first_step_that_overflows_warns_of_nothing():
     """GradScaler leaves it out, where loss scaling begins too high by design."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
