@@ -52,14 +52,14 @@ def compare_speed(name: str, rounds: str, *flags: str) -> dict:
         return found
 
     def start() -> None:
-        variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
-        os.environ.update(variables)
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+        port = os.environ.setdefault("MASTER_PORT", "29511")
         sys.argv = [f"{name}.py", *flags]
         args = script.arguments()
         if name == "multiprocessing_distributed":
             args.local_rank, args.nprocs = 0, 1
-            args.dist_url = "tcp://127.0.0.1:29511"
+            args.dist_url = f"tcp://127.0.0.1:{port}"
         script.main(args)
 
     rows = measure_in_turns(script, int(rounds), loops, start)

@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.comparison import ROOT
 from benchmarks.timings.gate import VARIABLE
 from benchmarks.timings.processes import end, send
 from benchmarks.timings.statistics import orders
 
-ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 300  # limit for a start with its first interval, and for a turn
 WARM_UP = 1  # first turns of each candidate, which are discarded
 LEAST_SECONDS = 40  # minimum for a cohort's turns

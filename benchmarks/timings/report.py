@@ -103,7 +103,8 @@ class Mode:
         base = self.settings["base"]
         decided = [v for v in self.verdicts if v.verdict != "undecided"]
         with_base = [v for v in decided if v.pair[1] == base]
-        text = "; ".join(map(in_words, with_base or decided)) or "nothing was decided"
+        text = "; ".join(map(in_words, with_base or decided))
+        text = text or f"nothing was decided after {len(self.cohorts)} cohort(s)"
         if self.verdicts and not self.decision.honest:
             problem = "differ" if self.copies else "were not both measured"
             text = f"there are no verdicts, because two copies of {base} {problem}"
