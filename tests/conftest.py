@@ -16,10 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
-from common.device import describe
-from common.images import import_torchcodec
-from common.log import commit
-from common.nvimgcodec import check_library as check_nvimgcodec
+from common.errors import UserError
 from scripts.sample_data import write_digits
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,31 +30,16 @@ TINY = "--image-size 32 -b 4 --arch squeezenet1_1 --precision fp32 --print-inter
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--full",
-        action="store_true",
-        help="also the long form of tests: more seeds, kills and process counts",
-    )
-    parser.addoption(
-        "--figures",
-        metavar="FILE",
-        help="add what was measured to FILE, for example benchmarks/results/reliability.json; "
-        "lessons write theirs to their output/",
-    )
-    parser.addoption(
-        "--rehearse-gpu",
-        action="store_true",
-        help="the rows of tests/gpu on the CPU, those that can run there",
-    )
+    add = parser.addoption
+    add("--full", action="store_true", help="also long tests: more seeds and kills")
+    figures = "add what was measured to FILE, a report of benchmarks/results"
+    add("--figures", metavar="FILE", help=figures)
+    on_cpu = "the rows of tests/gpu on the CPU, those that can run there"
+    add("--rehearse-gpu", action="store_true", help=on_cpu)
 
 
 def pytest_configure(config):
-    """Name the conditions of tests that not every machine meets.
-
-    A shell has what it starts in the background ignore Ctrl-C, and what that starts in
-    turn: bash could not trap it any more.
-    """
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background
         signal.signal(signal.SIGINT, signal.default_int_handler)
     for marker in MISSING:
         config.addinivalue_line("markers", f"{marker}: skipped where it is missing")
@@ -78,13 +60,13 @@ def left_out(config) -> list[str]:
 
 
 def pytest_report_header(config):
-    """With pytest-xdist, pytest does not say that tests are left out."""
+    """With pytest-xdist, pytest does not print that tests are left out."""
     if names := " or ".join(left_out(config)):
         return f"left out: tests marked {names} (--full runs all)"
 
 
 def pytest_sessionfinish(session):
-    """Add the figures of this session to a file of benchmarks/results/."""
+    """Add the figures of this session to the report that --figures names."""
     name = session.config.getoption("figures")
     if name is None or hasattr(session.config, "workerinput"):  # of pytest-xdist
         return
@@ -93,17 +75,19 @@ def pytest_sessionfinish(session):
     for test in (one for found in stats.values() for one in found):
         report["figures"] |= dict(getattr(test, "user_properties", ()))
     counts = {status: len(stats.get(status, [])) for status in ("passed", "failed")}
-    machine = {"cpu": describe(torch.device("cpu")), "cpu_cores": os.cpu_count()}
-    this = {"commit": commit(), **counts, **machine, "torch": torch.__version__}
-    report["sessions"].append(this)
+    head = subprocess.run("git rev-parse --short HEAD".split(), cwd=ROOT, stdout=-1)
+    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    machine = {"cpu": cpu[1] if cpu else "", "cpu_cores": os.cpu_count()}
+    this = {"commit": head.stdout.decode().strip(), **counts, **machine}
+    report["sessions"].append({**this, "torch": torch.__version__})
     (ROOT / name).write_text(json.dumps(report, indent=1) + "\n")
 
 
-def problem_of(use) -> str | None:
+def problem_of(use, *arguments) -> str | None:
     try:
-        use()
-    except (ImportError, RuntimeError) as error:  # TorchCodec raises the second
-        return f"cannot be imported: {error}"
+        use(*arguments)
+    except (ImportError, UserError) as error:
+        return f"cannot be used: {error}"
     return None
 
 
@@ -113,15 +97,15 @@ def mpi_missing() -> str | None:
     return None if shutil.which("mpirun") else "mpirun is not installed"
 
 
-NO_HOROVOD = problem_of(lambda: importlib.import_module("horovod.torch"))
+NO_HOROVOD = problem_of(importlib.import_module, "horovod.torch")
 NO_GPU = None if torch.cuda.is_available() else "no CUDA GPU"
 MISSING = {
-    "nvimgcodec": problem_of(check_nvimgcodec),
-    "torchcodec": problem_of(import_torchcodec),
+    "nvimgcodec": problem_of(importlib.import_module, "nvidia.nvimgcodec"),
+    "torchcodec": problem_of(importlib.import_module, "torchcodec.decoders"),
     "horovod": NO_HOROVOD and (os.environ.get("HOROVOD_PROBLEM") or NO_HOROVOD),
     "mpi": NO_HOROVOD or mpi_missing(),
     "gpu": NO_GPU,
-    "apex": problem_of(lambda: importlib.import_module("apex.amp")) or NO_GPU,
+    "apex": problem_of(importlib.import_module, "apex.amp") or NO_GPU,
 }
 
 
@@ -138,9 +122,8 @@ def pytest_collection_modifyitems(config, items):
 
 def environment(**extra: str) -> dict[str, str]:
     """The environment of a launched script: this Python first, no launcher's variables."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NPROC", "LAUNCHER", "CONTROLLER")
-    names += ("NNODES", "NODE_RANK", "RDZV_ENDPOINT", "MASTER_ADDR", "MASTER_PORT")
-    names += ("HOSTS", "INTERFACE", "MAX_RESTARTS", "JOIN_SECONDS")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    names += ("NPROC", "LAUNCHER", "CONTROLLER", "HOSTS", "INTERVAL_HOOK")
     others = ("SLURM_", "GLOO_", "NCCL_")
     clean = {
         name: value
@@ -201,12 +184,12 @@ def processes_of(run: str) -> dict[int, tuple[int, str]]:
 
 
 def wait_until(condition, seconds: float, what, interval: float = 0.1) -> None:
-    """Poll until `condition()` is true; after `seconds` fail with `what`, or what it says."""
+    """Poll until `condition()` is true; after `seconds` fail with `what`, or what it returns."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
-            said = what()[-5000:] if callable(what) else what
-            pytest.fail(f"not within {seconds} s: {said}")
+            reason = what()[-5000:] if callable(what) else what
+            pytest.fail(f"not within {seconds} s: {reason}")
         time.sleep(interval)
 
 
@@ -239,7 +222,7 @@ class Running(Started):
         self.saved = output / "checkpoint.pt"
         self.before = self.saved.exists() and self.saved.stat().st_mtime_ns
         command = ["bash", ROOT / "scripts" / f"{strategy}.sh", "--data", data]
-        command += ["-j", "2", "--output", output, *flags]
+        command += ["-j", "1", "--output", output, *flags]
         with open(output.with_suffix(".log"), "wb") as log:
             super().__init__(output, command, log, **variables)
 
@@ -247,7 +230,7 @@ class Running(Started):
         return self.saved.exists() and self.saved.stat().st_mtime_ns != self.before
 
     def wait_for_a_save(self):
-        wait_until(self.has_saved, 90, "a save")
+        wait_until(self.has_saved, 90, self.text)
 
     def text(self):
         return self.output.with_suffix(".log").read_text(errors="replace")

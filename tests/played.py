@@ -70,7 +70,6 @@ class Played:
         return (self.folder / f"{number}.log").read_text()
 
     def text(self) -> str:
-        """What all printed."""
         return "\n".join(file.read_text() for file in sorted(self.folder.glob("*.log")))
 
 

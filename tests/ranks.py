@@ -5,31 +5,27 @@ Also runs under horovodrun, which alone can start Horovod's processes:
 A task is a function of this file; what rank R returns is saved as FOLDER/result-R.pt.
 """
 
-import contextlib
-import ctypes
+import hashlib
 import importlib
 import json
+import multiprocessing
 import os
 import signal
 import sys
-import time
 from argparse import Namespace
-from datetime import timedelta
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 
 import torch
 from played import Played, free_port
 from torch import nn
+from torchvision.transforms.v2 import functional as V
 
-import common.data
-import common.images
 from common.arguments import build_parser, parse_arguments
-from common.checkpoint import TrainingState, lock_output, replace_file
-from common.data import RandomImages, digest_of
-from common.schedule import build_scheduler
-from launch import exits
-from launch.exits import Stopped, Watchdog
+from common.checkpoint import Checkpoint, replace_file
+from common.data import RandomImages, SeededDataset
+from common.errors import one_line_errors
+from common.model import build_scheduler
 
 # --- starting processes ---
 
@@ -40,7 +36,7 @@ class Ranks(Played):
     def __init__(self, folder: Path, world_size: int, task, **arguments):
         super().__init__(folder)
         job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        job |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
+        job |= {"WORLD_SIZE": str(world_size), "CUDA_VISIBLE_DEVICES": ""}
         for rank in map(str, range(world_size)):
             place = {**job, "RANK": rank, "LOCAL_RANK": rank}
             self.start(_rank, folder, place, task, arguments)
@@ -65,7 +61,7 @@ def results(folder: Path) -> list:
     return [torch.load(file, weights_only=False) for file in files]
 
 
-def run_ranks(folder: Path, world_size: int, task, seconds: float = 90, **arguments):
+def run_ranks(folder: Path, world_size: int, task, seconds: float = 180, **arguments):
     with Ranks(folder, world_size, task, **arguments) as ranks:
         return ranks.results(seconds)
 
@@ -77,7 +73,7 @@ def _rank(folder: Path, place: dict, task, arguments: dict) -> None:
     torch.save(task(**arguments), folder / f"result-{place['RANK']}.pt")
 
 
-# --- what they run ---
+# --- networks ---
 
 
 class Net(nn.Sequential):
@@ -121,10 +117,12 @@ NETS = {"small": small, "norm": norm, "drop": drop, "flat": flat}
 # Their first gradients are infinite in fp16, until the loss scale is lower
 NETS |= {"loud": partial(drop, times=30), "steep": partial(small, times=8)}
 
+# --- running a script ---
 
-def parse(*flags, strategy: str = "test") -> Namespace:
+
+def parse(*flags) -> Namespace:
     """Flags of the command line, as all scripts have them."""
-    return parse_arguments(build_parser("A test."), strategy, [str(f) for f in flags])
+    return parse_arguments(build_parser("A test."), [str(flag) for flag in flags])
 
 
 def load_script(name: str, net: str | None):
@@ -132,59 +130,56 @@ def load_script(name: str, net: str | None):
     script = importlib.import_module(name)
     if net is not None:
 
-        def build(args: Namespace, dataset) -> nn.Module:
+        def build(args: Namespace, classes) -> nn.Module:
             torch.manual_seed(args.seed)
-            return NETS[net](len(dataset.classes))
+            return NETS[net](len(classes))
 
         script.build_model = build
     return script
 
 
-def weights_after(parts: list, **options) -> list:
-    """Weights after 12 steps with plain DDP; a new DDP object begins each part."""
-    torch.distributed.init_process_group("gloo")
-    torch.manual_seed(0)
-    raw_model, draw = small(10), torch.Generator().manual_seed(int(os.environ["RANK"]))
-    optimizer = torch.optim.SGD(raw_model.parameters(), 0.1, momentum=0.9)
-    for steps in parts:
-        model = nn.parallel.DistributedDataParallel(raw_model, **options)
-        for _ in range(steps):
-            optimizer.zero_grad()
-            images = torch.randn(4, 3, 16, 16, generator=draw)
-            nn.functional.cross_entropy(model(images), torch.arange(4)).backward()
-            optimizer.step()
-    torch.distributed.destroy_process_group()
-    return [weights.detach() for weights in raw_model.parameters()]
-
-
 def start(script, flags: list) -> None:
-    """Run main() as the script itself does in one of its processes, and return."""
-    exits.leave = lambda status, leave=exits.leave: status and leave(status)
-    flags = [str(flag) for flag in flags]
-    sys.argv = [f"{script.__name__}.py", *flags]
-    if script.__name__ != "multiprocessing_distributed":
-        with script.exit_status():
-            script.main(script.arguments(flags))
-        return
-    args = script.arguments([*flags, "--nprocs", os.environ["WORLD_SIZE"]])
-    args.dist_url = f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}"
-    script.worker(int(os.environ["RANK"]), args)
+    """Run main() as the script itself does in one of its processes."""
+    sys.argv = [f"{script.__name__}.py", *map(str, flags)]
+    with one_line_errors():
+        if script.__name__ != "multiprocessing_distributed":
+            return script.main(script.arguments())
+        sys.argv += ["--nprocs", os.environ["WORLD_SIZE"]]
+        args = script.arguments()
+        args.dist_url = f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}"
+        script.worker(int(os.environ["RANK"]), args)
 
 
 def before_each_step(script, act) -> None:
-    """Have act(state, images, labels) called before each training step."""
-    train_step = script.train_step
+    """Have act(state, images, labels) called before each training step.
 
-    def step(args, model, state, meter, images, labels):
-        act(state, images, labels)
-        train_step(args, model, state, meter, images, labels)
+    `state` has what train() gets: model, optimizer, scheduler, scaler and checkpoint.
+    """
+    train = script.train
+    names = "model optimizer scheduler scaler checkpoint".split()
 
-    script.train_step = step
+    def watched(args, rank, loader, *others):
+        state = Namespace(**dict(zip(names, others, strict=True)))
+
+        def epoch(number, first=0):
+            for batch in type(loader).epoch(loader, number, first):
+                act(state, *batch)
+                yield batch
+
+        loader.epoch = epoch
+        return train(args, rank, loader, *others)
+
+    script.train = watched
 
 
 def train(name: str, flags: list, net: str | None = None):
     """Train; whoever asks looks at the output folder."""
     start(load_script(name, net), flags)
+
+
+def train_unlike(name: str, flags: list, own: list[list], net: str | None = None):
+    """Train; rank R has the flags own[R] besides."""
+    train(name, [*flags, *own[int(os.environ["RANK"])]], net)
 
 
 def train_noting(notes: str, name: str, flags: list, net: str):
@@ -199,14 +194,27 @@ def train_noting(notes: str, name: str, flags: list, net: str):
     start(script, flags)
 
 
-def train_at_gate(gate: str, name: str, flags: list):
-    """Train, and wait for turns."""
-    os.environ["TIMINGS_GATE"] = gate
-    train(name, flags)
+def train_disturbed(name: str, flags: list, at: int, what: str, net: str | None = None):
+    """Train; in step `at` of the run rank 1 gets a signal, or images that are no numbers.
+
+    With one process that is rank 0.
+    """
+    script = load_script(name, net)
+    last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"] != "1"))
+
+    def act(state, images, labels):
+        if last and state.scheduler.last_epoch + 1 == at:
+            if what == "nan":
+                images.fill_(float("nan"))
+            else:
+                os.kill(os.getpid(), getattr(signal, what))
+
+    before_each_step(script, act)
+    start(script, flags)
 
 
 def train_watched(
-    name: str, flags: list, net: str | None, skipped: int, gpus: str
+    name: str, flags: list, net: str | None, skipped: int, gpus: str, backend="inductor"
 ) -> list[torch.Tensor] | int:
     """Train without TF32; returns what the first convolution got in the first epoch.
 
@@ -214,13 +222,13 @@ def train_watched(
     do. Of a compiled network returns how many graphs it has.
     """
     torch.backends.cudnn.allow_tf32 = False
-    if gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
+    nn.Module.compile = partialmethod(nn.Module.compile, backend=backend)
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus
     script = load_script(name, net)
-    build, train_step, seen = script.build_model, script.train_step, []
+    build, seen, take = script.build_model, [], []
 
-    def watched(args, dataset):
-        model = build(args, dataset)
+    def watched(args, classes):
+        model = build(args, classes)
         first = next(part for part in model.modules() if isinstance(part, nn.Conv2d))
 
         def keep(part, given):
@@ -231,104 +239,21 @@ def train_watched(
             first.register_forward_pre_hook(keep)
         return model
 
-    def step(args, model, state, *batch):
-        take = state.optimizer.step
-        if state.scheduler.last_epoch < skipped:
-            state.optimizer.step = lambda: None
-        train_step(args, model, state, *batch)
-        state.optimizer.step = take
+    def act(state, images, labels):
+        take[:] = take or [state.optimizer.step]
+        skip = state.scheduler.last_epoch < skipped
+        state.optimizer.step = (lambda *_, **__: None) if skip else take[0]
 
-    script.build_model, script.train_step = watched, step
+    script.build_model = watched
+    if skipped:
+        before_each_step(script, act)
     start(script, flags)
     if "--compile" in flags:
-        from torch._dynamo.utils import counters
-
-        return counters["stats"]["unique_graphs"]
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
     return seen
 
 
-def train_unlike(name: str, flags: list, own: list[list]):
-    """Train; rank R has the flags own[R] besides."""
-    rank = int(os.environ.get("HOROVOD_RANK") or os.environ["RANK"])
-    start(load_script(name, None), [*flags, *own[rank]])
-
-
-def train_disturbed(name: str, flags: list, at: int, what: str, net: str | None = None):
-    """Train; in step `at` of the run rank 1 gets a signal, or a loss that is no number.
-
-    With one process that is rank 0.
-    """
-    script = load_script(name, net)
-    last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"] != "1"))
-
-    def act(state, images, labels):
-        if last and state.scheduler.last_epoch + 1 == at:
-            if what == "nan":
-                with torch.no_grad():
-                    images.fill_(float("nan"))
-            else:
-                os.kill(os.getpid(), getattr(signal, what))
-
-    before_each_step(script, act)
-    start(script, flags)
-
-
-def lock_and_fork(output: str) -> None:
-    """Lock the folder; a forked process is there as long, or longer."""
-    lock = lock_output(Path(output))
-    child = os.fork()
-    if child:
-        print("forked", child, flush=True)
-    time.sleep(60)
-    lock.close()
-
-
-def save_for_ever(output: str) -> None:
-    """Save one checkpoint after the other; all tensors of the Nth are N.
-
-    Each second one, from the first, is the best so far.
-
-    Writes N to the file `acknowledged` once save() has returned.
-    """
-    args = parse("--data", "x", "--output", output, "--precision", "fp32")
-    model = nn.Linear(512, 256)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    scheduler = build_scheduler(args, optimizer, 10)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    images = RandomImages(8, 8), RandomImages(8, 8)
-    state = TrainingState(args, images, model, optimizer, scheduler, scaler)
-    for weight in model.parameters():
-        optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
-    acknowledged = Path(output, "acknowledged")
-    number = int(acknowledged.read_text()) if acknowledged.exists() else 0
-    state.best = float(number - 1 + number % 2)
-    while True:
-        number += 1
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.fill_(number)
-                optimizer.state[weight]["momentum_buffer"].fill_(number)
-        state.epoch, state.step = number, 0
-        top1 = float(number * (number % 2))
-        state.records = [{"epoch": number - 1, "val_top1": top1}]
-        state.save()
-        text = str(number).encode()
-        replace_file(acknowledged, lambda file, text=text: file.write(text))
-
-
-def watched(how: str, limit: int = 60) -> None:
-    """Finish batches under a Watchdog of `limit` seconds, or none."""
-    Watchdog.GRACE = 1
-    watchdog = Watchdog(timedelta(seconds=limit))
-    watchdog.feed()
-    print("begins", flush=True)
-    if how == "waits":  # as for a GPU: no Python handler runs any more
-        mutex, libc = (ctypes.c_char * 64)(), ctypes.CDLL(None)
-        libc.pthread_mutex_lock(mutex)
-        libc.pthread_mutex_lock(mutex)
-    for _ in range(20):
-        watchdog.feed()
-        time.sleep(0.1)
+# --- what a run came to ---
 
 
 def count_bytes(script) -> list[int]:
@@ -363,97 +288,137 @@ def count_bytes(script) -> list[int]:
 def recorded(name: str, runs: list, counted: bool = False) -> list[dict]:
     """Train for each (net, flags, stop, port) of `runs`, one after the other.
 
-    A run is asked to stop in its step `stop`, unless that is None. Returns what each
-    came to in this process: epoch, images, learning rate and strides of each step, the
-    crop box and flip of each (epoch, index), and at the end weights, momenta and scaler;
-    if `counted`, also the bytes of each all-reduce of gradients.
+    A run ends before its step `stop`, as if it was killed, unless that is None. Returns
+    what each came to in this process: epoch, images, learning rate and strides of each
+    step, the crop box and flip of each (epoch, index) if there are no loader processes,
+    and at the end weights, momenta, scaler and losses; if `counted`, also the bytes of
+    each all-reduce of gradients.
     """
     script = load_script(name, None)
-    build, seed = script.build_model, common.data.seed_augmentation
-    box, flip = common.images.random_box, common.images.F.horizontal_flip
+    build_model, build_datasets = script.build_model, script.build_datasets
+    read, flip = SeededDataset.__getitem__, V.horizontal_flip
     key, found, end = None, {}, {}
 
-    def seed_augmentation(number, epoch, index):
-        nonlocal key
-        key = epoch, index
-        return seed(number, epoch, index)
+    class Killed(BaseException):
+        pass
 
-    def random_box(height, width, min_crop):
-        drawn = box(height, width, min_crop)
-        found["crops"][key] = [drawn, False]
-        return drawn
+    def getitem(dataset, where):
+        nonlocal key
+        epoch, *_, index = where
+        key = epoch, index
+        return read(dataset, where)
 
     def horizontal_flip(pixels):
-        found["crops"][key][1] = True
+        if key in found["crops"]:  # not in a loader process
+            found["crops"][key][1] = True
         return flip(pixels)
 
+    def datasets(args):
+        train_set, val_set = build_datasets(args)
+        transform = train_set.transform
+
+        def noting(picture):
+            def crop(*box):
+                found["crops"][key] = [box, False]
+                return picture.crop(*box)
+
+            return transform(picture._replace(crop=crop))
+
+        if not args.workers:
+            train_set.transform = noting
+        return train_set, val_set
+
     def act(state, images, labels):
+        end["state"] = state
+        if len(found["rates"]) == found["stop"]:
+            raise Killed
         found["rates"].append(state.optimizer.param_groups[0]["lr"])
         found["strides"].append(images.stride())
         pixels = [image.contiguous().numpy().tobytes() for image in images]
-        seen = zip(map(digest_of, pixels), labels.tolist(), strict=True)
-        found["steps"].append((state.epoch, list(seen)))
-        if len(found["rates"]) == found["stop"]:
-            os.kill(os.getpid(), signal.SIGTERM)
-        end["state"] = state
+        digests = [hashlib.sha256(one).hexdigest()[:16] for one in pixels]
+        seen = list(zip(digests, labels.tolist(), strict=True))
+        found["steps"].append((state.checkpoint.epoch, seen))
 
-    common.data.seed_augmentation = seed_augmentation
-    common.images.random_box = random_box
-    common.images.F.horizontal_flip = horizontal_flip
-    if name == "horovod_distributed":
-        script.hvd.shutdown = lambda: None
+    SeededDataset.__getitem__, V.horizontal_flip = getitem, horizontal_flip
+    script.build_datasets = datasets
     before_each_step(script, act)
-    script.exit_status = lambda *_: contextlib.suppress(Stopped)  # not os._exit
+    horovod = name == "horovod_distributed"
+    if horovod:  # is started once in a process
+        script.hvd.init()
+        script.hvd.init = script.hvd.shutdown = lambda: None
     came_to, sent = [], count_bytes(script) if counted else []
     for net, flags, stop, port in runs:
         os.environ["MASTER_PORT"] = str(port)  # the last one's store may be closing
-        script.build_model = build
+        script.build_model = build_model
         load_script(name, net)
         found = {"crops": {}, "rates": [], "strides": [], "steps": [], "stop": stop}
-        start(script, flags)
+        try:
+            start(script, flags)
+        except Killed:
+            if "distributed" in name and not horovod:
+                script.dist.destroy_process_group()
         found["sent"] = sent.copy()
         sent.clear()
         state = end["state"]
         momenta = state.optimizer.state_dict()["state"].values()
         found["momenta"] = [one.get("momentum_buffer") for one in momenta]
-        found["weights"] = state.raw_model.state_dict()
+        found["weights"] = state.checkpoint.objects["state_dict"].state_dict()
         found["scaler"] = state.scaler.state_dict()
-        found["losses"] = [record["train_loss"] for record in state.records]
+        found["losses"] = [one["train_loss"] for one in state.checkpoint.records]
         came_to.append(found)
-        if name == "horovod_distributed":  # is started once in a process
-            script.use_fork_server = script.hvd.init = lambda: None
     return came_to
 
 
-def graphs_in_ddp() -> dict[str, list[int]]:
-    """Of six layers, each a bucket of its own: compiled graphs, and breaks of graphs."""
+def save_for_ever(output: str) -> None:
+    """Save one checkpoint after the other; all tensors of the Nth are N.
+
+    Each second one, from the first, is the best so far.
+
+    Writes N to the file `acknowledged` once save() has returned.
+    """
+    args = parse("--synthetic", "--output", output, "--precision", "fp32")
+    model = nn.Linear(512, 256)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    objects = {"state_dict": model, "optimizer": optimizer}
+    objects |= {"scheduler": build_scheduler(args, optimizer, 10)}
+    state = Checkpoint(args, (RandomImages(8, 8), RandomImages(8, 8)), objects)
+    for weight in model.parameters():
+        optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+    acknowledged = Path(output, "acknowledged")
+    number = int(acknowledged.read_text()) if acknowledged.exists() else 0
+    state.best = float(number - 1 + number % 2)
+    while True:
+        number += 1
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.fill_(number)
+                optimizer.state[weight]["momentum_buffer"].fill_(number)
+        state.epoch, state.step = number, 0
+        top1 = float(number * (number % 2))
+        state.records = [{"epoch": number - 1, "val_top1": top1}]
+        state.save()
+        replace_file(acknowledged, str(number).encode())
+
+
+def weights_after(parts: list, **options) -> list:
+    """Weights after 12 steps with plain DDP; a new DDP object begins each part."""
     torch.distributed.init_process_group("gloo")
-    layers = [nn.Linear(512, 512) for _ in range(6)]
-    found = {}
-    for order in ("compile, then wrap", "wrap, then compile", "no DDP"):
-        for model in (nn.Sequential(*layers), Net(1, *layers)):
-            torch._dynamo.reset()
-            torch._dynamo.utils.counters.clear()
-            graphs, name = [], f"{order}: {type(model).__name__}"
-
-            def backend(graph, inputs, graphs=graphs):
-                graphs.append(graph)
-                return graph.forward
-
-            if order == "compile, then wrap":
-                model.compile(backend=backend)
-            if order != "no DDP":
-                model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1)
-            if order != "compile, then wrap":
-                model.compile(backend=backend)
-            model(torch.randn(2, 512)).sum().backward()
-            breaks = torch._dynamo.utils.counters["graph_break"]
-            found[name] = [len(graphs), sum(breaks.values())]
+    torch.manual_seed(0)
+    raw_model, draw = small(10), torch.Generator().manual_seed(int(os.environ["RANK"]))
+    optimizer = torch.optim.SGD(raw_model.parameters(), 0.1, momentum=0.9)
+    for steps in parts:
+        model = nn.parallel.DistributedDataParallel(raw_model, **options)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            images = torch.randn(4, 3, 16, 16, generator=draw)
+            nn.functional.cross_entropy(model(images), torch.arange(4)).backward()
+            optimizer.step()
     torch.distributed.destroy_process_group()
-    return found
+    return [weights.detach() for weights in raw_model.parameters()]
 
 
 if __name__ == "__main__":
+    multiprocessing.set_start_method("forkserver")  # as horovod_distributed.py does
     task, arguments = sys.argv[1], json.loads(sys.argv[2])
     folder = Path(arguments.pop("folder"))
     returned = globals()[task](**arguments)

@@ -53,7 +53,7 @@ def forward(run, samples, sums, smoothing=0.0):
     """The loss of [(file, label, crop), ...]; adds to sums: loss, top-1, top-5, images."""
     r, labels = run.recipe, torch.tensor([label for _, label, _ in samples])
     images = torch.stack([picture(r, file, crop) for file, _, crop in samples])
-    images = images.contiguous(memory_format=run.layout)
+    images = images.contiguous(memory_format=torch.channels_last)
     with torch.autocast("cpu", TYPES[r.precision], enabled=r.precision != "fp32"):
         outputs = run.model(images).float()
     loss = F.cross_entropy(outputs, labels, label_smoothing=smoothing)
@@ -84,9 +84,9 @@ def train(data, build, crops, r, processes=1):
     """Train build(classes) by recipe `r` as `processes` do that share each batch."""
     train_set, val_set = listing(data / "train"), listing(data / "val")
     run = Namespace(recipe=r, scale=2.0**16 if r.precision == "fp16" else 1.0, growth=0)
-    run.layout = torch.contiguous_format if r.no_channels_last else torch.channels_last
     torch.manual_seed(r.seed)
-    model = run.model = build(1 + train_set[-1][1]).to(memory_format=run.layout)
+    model = run.model = build(1 + train_set[-1][1])
+    model.to(memory_format=torch.channels_last)
     run.weights = list(model.parameters())
     run.momenta, run.rates, run.epochs = [None] * len(run.weights), [], []
     steps = min(len(train_set) // r.batch, r.max_steps or len(train_set))
@@ -117,8 +117,9 @@ def train(data, build, crops, r, processes=1):
         model.eval()
         for rank in range(processes):
             own = [(*sample, None) for sample in val_set[rank::processes]]
-            for first in range(0, len(own), r.batch // processes):
-                forward(run, own[first:][: r.batch // processes], val_sums)
+            size = r.batch // processes // r.accumulate
+            for first in range(0, len(own), size):
+                forward(run, own[first:][:size], val_sums)
         weights = {name: value.clone() for name, value in model.state_dict().items()}
         run.epochs.append((weights, train_sums, val_sums))
     return run

@@ -1,74 +1,171 @@
-"""Which images, which pixels, in which order."""
+"""Which images, which augmentation, in which order; and data that cannot be used."""
 
-import gc
 import multiprocessing
+import random
 import subprocess
 
 import numpy
 import pytest
 import torch
-from ranks import parse
-from torch.utils.data import TensorDataset
+from ranks import Ranks, parse, train_unlike
+from torch.utils.data import TensorDataset, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from common.data import build_datasets, build_loader, open_folders
-from common.errors import ImageError, UserError
+from common.data import build_datasets, build_loader, seed_generators
+from common.errors import UserError
 
-CPU = torch.device("cpu")
-
-
-def arguments(*flags):
-    return parse("--image-size", 32, "-b", 4, *flags)
+CPU, NAME = torch.device("cpu"), "distributed"
 
 
-def train_loader(args, workers=0):
-    train_set, _ = build_datasets(args)
-    sampler = DistributedSampler(train_set, 1, 0, seed=args.seed, drop_last=True)
-    return build_loader(args, train_set, sampler, 4, workers, CPU, training=True)
+def loader_of(dataset, *flags, place=(0, 1), sampler=None, training=True):
+    """A process's loader; `place` is its rank and the number of processes."""
+    args = parse("--data", "x", "--decoder", "pil", "-b", 8, "-j", 0, *flags)
+    rank, size = place
+    if sampler is None:
+        sampler = DistributedSampler(dataset, size, rank, seed=1, drop_last=True)
+    return build_loader(args, dataset, sampler, *place, CPU, training)
 
 
-def pixels_of(loader, epoch):
-    loader.batches.sampler.set_epoch(epoch)
+def load(loader, epoch, first=0):
+    """[[(pixels in bytes, label), ...], ...]: the batches of an epoch."""
+    loader.loader.sampler.sampler.set_epoch(epoch)
     return [
-        image.contiguous().numpy().tobytes() for images, _ in loader for image in images
+        [
+            (image.numpy().round(3).tobytes(), int(label))
+            for image, label in zip(*batch, strict=True)
+        ]
+        for batch in loader.epoch(epoch, first)
     ]
 
 
-def test_loader_processes_start_once_and_see_each_new_epoch(pictures):
-    """A fork beside the threads of a training process may leave a child that hangs."""
-    args = arguments("--data", pictures)
-    before = set(multiprocessing.active_children())
-    gc.unfreeze()
-    loader = train_loader(args, workers=2)
-    started = set(multiprocessing.active_children()) - before
-    assert len(started) == 2
-    assert gc.get_freeze_count() > 10_000  # or the collector un-shares their memory
-    epochs = set()
-    for epoch in range(3):
-        seen = pixels_of(loader, epoch)
-        assert seen == pixels_of(train_loader(args), epoch)
-        epochs |= set(seen)
-        assert set(multiprocessing.active_children()) - before == started
-    other = train_loader(arguments("--data", pictures, "--seed", 1))
-    epochs |= set(pixels_of(other, epoch=0))
-    assert len(epochs) == 4 * 16  # no picture twice
+class Draws(torch.utils.data.Dataset):
+    """27 images, of which each channel is drawn by another library."""
+
+    def __len__(self):
+        return 27
+
+    def __getitem__(self, index):
+        channels = random.randbytes(8), numpy.random.bytes(8)
+        channels = [list(channel) for channel in channels]
+        channels.append(torch.randint(256, (8,)).tolist())
+        return torch.tensor(channels, dtype=torch.uint8).view(3, 2, 4), index
+
+
+def test_a_global_batch_is_the_same_whoever_loads_it():
+    """Whatever the processes and their loader processes, which live for all epochs."""
+    whole = [load(loader_of(Draws()), epoch) for epoch in range(3)]
+    for size, workers in ((1, 2), (2, 0), (4, 1)):
+        flags = ("-j", workers)
+        before = set(multiprocessing.active_children())
+        ranks = [loader_of(Draws(), *flags, place=(r, size)) for r in range(size)]
+        started = set(multiprocessing.active_children()) - before
+        assert len(started) == size * workers  # now, not beside a training's threads
+        for epoch, right in enumerate(whole):
+            shards = [load(rank, epoch) for rank in ranks]
+            assert len(right) == 3  # 27 // 8: the incomplete batch is dropped
+            for step, *parts in zip(right, *shards, strict=True):
+                assert sorted(sum(parts, [])) == sorted(step)
+                assert {len(part) for part in parts} == {8 // size}
+            assert set(multiprocessing.active_children()) - before == started
+            assert load(ranks[0], epoch, first=2) == shards[0][2:]  # resumed
+    other = load(loader_of(Draws(), "--seed", 1), 0)
+    images = [image for epoch in (*whole, other) for batch in epoch for image in batch]
+    assert len(images) == 4 * 24
+    for channel in range(3):  # no augmentation twice, in any library
+        seen = {image[32 * channel : 32 * (channel + 1)] for image, _ in images}
+        assert len(seen) == len(images)
+    assert len({tuple(label for b in epoch for _, label in b) for epoch in whole}) == 3
+
+
+class Repeats(WeightedRandomSampler):
+    """A sampler that repeats an image, as a process would draw it."""
+
+    def __init__(self, place):
+        super().__init__([0.0] * 5 + [1.0] + [0.0] * 21, 24)
+
+    def set_epoch(self, epoch):
+        pass
+
+
+def test_a_repeated_image_is_augmented_anew():
+    """In an epoch, on another rank and in another epoch."""
+    seen = []
+    for place in ((0, 2), (1, 2)):
+        loader = loader_of(Draws(), place=place, sampler=Repeats(place))
+        for epoch in range(2):
+            seen += [one for batch in load(loader, epoch) for one in batch]
+    assert {label for _, label in seen} == {5} and len(seen) == 2 * 2 * 24
+    assert len(set(seen)) == len(seen)
+
+
+def test_all_libraries_draw_by_the_key():
+    def draw(*key):
+        seed_generators(*key)
+        return random.random(), numpy.random.rand(), torch.rand(()).item()
+
+    keys = [(0, 0, 1), (0, 1, 1), (1, 0, 1), (0, 0, 2), (0, 0, 1, 1)]
+    drawn = [draw(*key) for key in keys]
+    assert drawn == [draw(*key) for key in keys]
+    assert all(len(set(library)) == 5 for library in zip(*drawn, strict=True))
+
+
+IMAGE = torch.zeros(3, 4, 4, dtype=torch.uint8)
+
+
+def test_batches_that_cannot_be_made_are_one_line():
+    dataset = TensorDataset(torch.stack([IMAGE] * 16), torch.arange(16))
+    few = "training images are too few for --global-batch-size"
+    for flags, place, training, problem in (
+        (("-b", 16), (0, 1), True, None),
+        (("-b", 17), (0, 1), True, f"16 {few} 17 and 1 processes"),
+        (("-b", 20), (0, 2), True, f"16 {few} 20 and 2 processes"),
+        (("-b", 17, "--evaluate", "--pretrained"), (0, 1), True, None),
+        (("-b", 17), (0, 1), False, None),
+        (("-b", 17), (16, 17), False, "16 validation images are too few"),
+        (("-b", 63), (0, 2), True, "63 is not a multiple of 2"),
+        (("-b", 1), (1, 2), True, "1 is not a multiple of 2"),
+        (("-b", 12, "--accumulate", 4), (0, 2), True, "12 is not a multiple of 8"),
+    ):
+        sampler = range(*(place[0], 16, place[1]))
+        how = {"place": place, "sampler": sampler, "training": training}
+        if problem is None:
+            loader_of(dataset, *flags, **how)
+            continue
+        with pytest.raises(UserError, match=problem):
+            loader_of(dataset, *flags, **how)
+
+
+def test_validation_needs_no_more_memory_than_a_micro_batch():
+    dataset = [(IMAGE, numpy.int64(label)) for label in range(11)]
+    flags, how = ("--accumulate", 2), {"place": (1, 2), "sampler": range(1, 11, 2)}
+    loader = loader_of(dataset, *flags, training=False, **how)
+    labels = [labels.tolist() for _, labels in loader.epoch(0)]
+    assert labels == [[1, 3], [5, 7], [9]]  # of 8 images, 4 a process, 2 a micro-batch
+    ((images, labels),) = loader_of(dataset, *flags, **how).epoch(0)
+    assert images.shape == (4, 3, 4, 4) and labels.dtype == torch.int64
+
+
+@pytest.mark.parametrize("workers", (0, 1))
+def test_images_that_are_normalized_already_are_one_line(workers):
+    dataset = [(IMAGE / 255, 1)] * 8
+    loader = loader_of(dataset, "-j", workers)
+    with pytest.raises(UserError, match="images are torch.float32, but must be uint8"):
+        next(loader.epoch(0))
 
 
 @pytest.mark.parametrize(
     "command, message",
     [
-        ("mv train training", "cannot open the folder .*train: No such file"),
-        ("mv val/dog val/wolf", "2 found in only one of them: dog, wolf"),
-        ("mkdir val/wolf", "in only one of them: wolf"),  # dog and cat are in both
-        ("rm -r train/* val/*", "Couldn't find any class folder in .*train"),
-        ("rm val/cat/*", "no valid file for the classes cat"),
+        ("mv train training", "train: No such file or directory; --data needs train/"),
+        ("mv val/dog val/wolf", "2 are in only one of them, for example dog"),
+        ("rm -r train/* val/*", "val: .*find any class folder"),
+        ("mkdir val/wolf", "1 are in only one of them, for example wolf"),
     ],
 )
 def test_bad_folders_are_refused(pictures, command, message):
     subprocess.run(["sh", "-c", command], cwd=pictures, check=True)
-    for look in (build_datasets, open_folders)[: 1 + ("rm val" not in command)]:
-        with pytest.raises(UserError, match=message):
-            look(arguments("--data", pictures))
+    with pytest.raises(UserError, match=message):
+        build_datasets(parse("--data", pictures))
 
 
 def test_pictures_may_be_deeper_in_their_class_folder(pictures):
@@ -77,60 +174,30 @@ def test_pictures_may_be_deeper_in_their_class_folder(pictures):
     for path in (pictures / "train" / "cat").glob("*.JPEG"):
         path.rename(nested / path.name)
     (pictures / "train" / "notes.txt").touch()  # is no class
-    train_set, _ = build_datasets(arguments("--data", pictures))
+    train_set, _ = build_datasets(parse("--data", pictures))
     assert len(train_set) == 16 and train_set[0][1] == 0
 
 
-def test_more_batch_than_images_is_refused(pictures):
-    def load(batch, *flags):
-        args = arguments("--data", pictures, "-b", batch, "--pretrained", *flags)
-        train_set, val_set = build_datasets(args)
-        assert (len(train_set), len(val_set)) == (16, 8)
-        build_loader(args, train_set, range(16), batch, 0, CPU, training=True)
-
-    load(16)
-    load(17, "--evaluate")
-    with pytest.raises(UserError, match="16 training images do not fill one global"):
-        load(17)
+def test_synthetic_batches_are_of_any_number():
+    args = parse("--synthetic", 11, "--image-size", 32, "-b", 4)
+    train_set, val_set = build_datasets(args)
+    assert (len(train_set), len(val_set)) == (11, 4)
+    loader = build_loader(args, train_set, range(11), 0, 1, CPU, training=True)
+    batches = [images for images, _ in loader.epoch(0, first=1)]
+    assert len(loader) == 2 and [tuple(b.shape) for b in batches] == [(4, 3, 32, 32)]
 
 
-def loaded(dataset, workers=0):
-    args = arguments("--data", "x")
-    sampler = range(len(dataset))
-    return list(build_loader(args, dataset, sampler, 4, workers, CPU, training=False))
-
-
-IMAGE = torch.zeros(3, 4, 4, dtype=torch.uint8)
-
-
-def test_items_of_another_kind_are_refused_in_one_line():
-    """Normalized images above all, which the device would normalize again."""
-    for item, described in (
-        ((IMAGE / 255, 1), "(a float32 tensor (3, 4, 4), of type int)"),
-        ((IMAGE[:, 1:], 1), "(a uint8 tensor (3, 3, 4), of type int)"),
-        ((IMAGE, 1.0), "(a uint8 tensor (3, 4, 4), of type float)"),
-        ({"image": IMAGE, "label": 1}, "of type dict"),
-    ):
-        with pytest.raises(ImageError) as raised:
-            loaded([(IMAGE, 0), item], workers=1)
-        assert f"a dataset item is {described}, but" in str(raised.value)
-
-
-def test_items_of_other_people_s_data_sets():
-    small = torch.zeros(3, 2, 2, dtype=torch.uint8)
-    with pytest.raises(ImageError, match="a batch has images of 2 px and 4 px"):
-        loaded([(IMAGE, 0), (small, 0)])
-    tensors = TensorDataset(torch.stack([IMAGE, IMAGE]), torch.tensor([3, 4]))
-    for dataset in ([(IMAGE, numpy.int64(3)), [IMAGE, 4]], tensors):
-        ((_, labels),) = loaded(dataset)
-        assert labels.tolist() == [3, 4] and labels.dtype == torch.int64
-
-
-def test_synthetic_batches_are_on_the_device_and_of_any_number():
-    args = arguments("--synthetic", 11)
-    assert [len(one) for one in build_datasets(args)] == [11, 4]
-    shapes = [tuple(images.shape) for images, _ in train_loader(args)]
-    assert shapes == [(4, 3, 32, 32)] * 2
-    _, val_set = build_datasets(arguments("--synthetic", 125))
-    validation = build_loader(args, val_set, range(5), 4, 0, CPU, training=False)
-    assert [len(images) for images, _ in validation] == [4, 1]
+def test_other_images_on_one_rank_are_one_line_in_every_process(pictures, tmp_path):
+    """As many, but one has another name. Nothing is written."""
+    other = tmp_path / "other"
+    subprocess.run(["cp", "-r", pictures, other], check=True)
+    (other / "val" / "cat" / "3.JPEG").rename(other / "val" / "cat" / "9.JPEG")
+    own = [["--data", folder] for folder in (pictures, pictures, other)]
+    flags = ["--image-size", 32, "-b", 3, "-j", 0, "--output", tmp_path / "out"]
+    with Ranks(tmp_path, 3, train_unlike, name=NAME, flags=flags, own=own) as ranks:
+        assert ranks.end(120) == [2] * 3, ranks.text()
+        for rank in range(3):
+            line = f"{NAME}.py: error: rank 2 has other images or another checkpoint "
+            assert ranks.log(rank).startswith(line)
+            assert ranks.log(rank).count("\n") == 1
+    assert not list((tmp_path / "out").iterdir())
