@@ -17,7 +17,6 @@ import torch
 from PIL import Image
 
 from common.errors import UserError
-from common.images import check_decoder
 from scripts.sample_data import write_digits
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -101,8 +100,8 @@ def mpi_missing() -> str | None:
 NO_HOROVOD = problem_of(importlib.import_module, "horovod.torch")
 NO_GPU = None if torch.cuda.is_available() else "no CUDA GPU"
 MISSING = {
-    "nvimgcodec": problem_of(check_decoder, "nvimgcodec"),
-    "torchcodec": problem_of(check_decoder, "torchcodec"),
+    "nvimgcodec": problem_of(importlib.import_module, "nvidia.nvimgcodec"),
+    "torchcodec": problem_of(importlib.import_module, "torchcodec.decoders"),
     "horovod": NO_HOROVOD and (os.environ.get("HOROVOD_PROBLEM") or NO_HOROVOD),
     "mpi": NO_HOROVOD or mpi_missing(),
     "gpu": NO_GPU,
