@@ -2,12 +2,11 @@
 
     python -m benchmarks.kills [KILLS]
 
-A run of two processes, or of one under python, is interrupted and resumed three times.
-The launcher, a training process or a loader process gets SIGKILL while loader processes
-start, in a step, in a validation or in a save; or the launcher gets SIGTERM or Ctrl-C.
-All processes have to end within 60 seconds. The run has to end with the weights, momenta,
-learning rates and metrics of an uninterrupted run, bit by bit. The benchmark writes
-benchmarks/results/kills.json in about an hour.
+A run of two processes (under python, of one) is interrupted and resumed three times: by
+SIGKILL to the launcher, a training process or a loader process while loader processes
+start, in a step, in a validation or in a save; or by SIGTERM or Ctrl-C to the launcher.
+All processes have to end within 60 seconds, and the weights, momenta, learning rates and
+metrics have to be those of an uninterrupted run. 60 KILLS take an hour.
 """
 
 import json
@@ -17,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from random import Random
 
@@ -38,7 +37,8 @@ FLAGS = "--arch squeezenet1_1 --image-size 32 -b 8 --precision fp32 --lr 0.2 -j 
 FLAGS += "--warmup-epochs 1 --schedule cosine --epochs 5 --max-steps 10 "
 FLAGS += "--print-interval 2 --save-minutes 0"
 MOMENTS = ("loader start", "step", "validation", "save")
-VICTIMS = ("training process", "loader process", "launcher")
+VICTIMS = ("launcher", "training process", "loader process")
+STOPS = [("SIGTERM", "launcher", "step"), ("SIGINT", "launcher", "step")]
 TIMES = {"seconds", "images_per_second", "data_wait", "peak_memory_mib"}
 
 
@@ -48,24 +48,25 @@ class Run:
     def __init__(self, launcher: str, data: Path, output: Path, *flags: str):
         """Start the run, as a shell does, with FLAGS and other `flags`."""
         self.output, self.log = output, output.with_suffix(".log")
-        self.mark, self.began = f"KILLS_RUN={output}", time.time()
-        words = f"{LAUNCHERS[launcher]} {FLAGS} --data {data} --output {output}".split()
+        self.mark = f"KILLS_RUN={output}"
+        for name in self.half_written():
+            (output / name).unlink()  # was left by the run before
         path = f"PATH={Path(sys.executable).parent}:{os.environ['PATH']}"
-        env = ["env", path, self.mark, "OMP_NUM_THREADS=1", "CUDA_VISIBLE_DEVICES="]
-        options = {"stderr": subprocess.STDOUT, "start_new_session": True}
-        with open(self.log, "wb") as log:
-            command = [*env, *words, *flags]
-            self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, **options)
-
-    def alive(self) -> dict[int, list[str]]:
-        """Return each process's parent, name, and command with its environment."""
-        self.process.poll()  # waits for it, if it has ended
-        command = ["ps", "axeww", "-o", "pid=,ppid=,comm=,args="]
-        lines = subprocess.check_output(command, text=True, errors="replace").split(
-            "\n"
+        words = ["env", path, self.mark, "OMP_NUM_THREADS=1", "CUDA_VISIBLE_DEVICES="]
+        words += (
+            f"{LAUNCHERS[launcher]} {FLAGS} --data {data} --output {output}".split()
         )
-        found = [line.split(maxsplit=3) for line in lines if self.mark in line]
-        return {int(pid): others for pid, *others in found}
+        options = {"stderr": subprocess.STDOUT, "start_new_session": True, "cwd": ROOT}
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen([*words, *flags], stdout=log, **options)
+
+    def alive(self) -> dict[int, tuple[int, str]]:
+        """Return each process's parent and name."""
+        self.process.poll()  # waits for it, if it has ended
+        command = ["ps", "axeww", "-o", "pid=,ppid=,comm=,args="]  # e: and variables
+        printed = subprocess.check_output(command, text=True, errors="replace")
+        lines = [line.split() for line in printed.split("\n") if self.mark in line]
+        return {int(pid): (int(parent), name) for pid, parent, name, *_ in lines}
 
     def victims(self, kind: str) -> list[int]:
         """Return the ids of one of VICTIMS."""
@@ -73,31 +74,24 @@ class Run:
             return [self.process.pid]
         found = self.alive()
         loaders = [pid for pid in found if found[pid][1] == "pt_data_worker"]
-        if kind == "loader process":
-            return loaders
-        parents = {int(found[pid][0]) for pid in loaders} & found.keys()
-        return [int(found[p][0]) if "forkserver" in found[p][2] else p for p in parents]
+        trainers = found.keys() & {found[pid][0] for pid in loaders}
+        return loaders if kind == "loader process" else sorted(trainers)
 
     def half_written(self) -> list[str]:
-        """Return the names of the files that this run has not written completely."""
-        with suppress(FileNotFoundError):  # complete by now
-            files = self.output.glob("*.tmp")
-            return [file.name for file in files if file.stat().st_mtime > self.began]
-        return []
+        """Return the names of the files that the run has not written completely."""
+        return [file.name for file in self.output.glob("*.tmp")]
 
     def has_come_to(self, moment: str, count: int) -> bool:
         """Whether the run is at one of MOMENTS, and has printed `count` intervals."""
         if moment == "loader start":
             return bool(self.victims("loader process"))
-        text = self.log.read_text(errors="replace")
-        if moment == "validation":
-            return ", step 10/10" in text
-        ready = text.count(", step ") >= count
-        return ready and (moment == "step" or bool(self.half_written()))
+        if moment == "save" and not self.half_written():
+            return False
+        return self.log.read_text(errors="replace").count(", step ") >= count
 
     def interrupt(self, name: str, victim: str, moment: str, draw: Random) -> dict:
         """Send a signal to one of VICTIMS at one of MOMENTS; return what happened."""
-        count = draw.randint(1, 4)
+        count = 5 if moment == "validation" else draw.randint(1, 4)
         while not self.has_come_to(moment, count):
             assert self.process.poll() is None, f"no {moment}: {self.log.read_text()}"
             time.sleep(0.001)
@@ -107,46 +101,37 @@ class Run:
         began = time.monotonic()
         while (left := self.alive()) and time.monotonic() < began + 60:
             time.sleep(0.05)
-        seconds = time.monotonic() - began
+        row = {"signal": name, "victim": victim, "moment": moment}
+        row["seconds until no process was left"] = time.monotonic() - began
         for pid in left:
             os.kill(pid, signal.SIGKILL)
-        row = {"signal": name, "victim": victim, "moment": moment, "seconds": seconds}
-        row["left"] = [name for _, name, _ in left.values()]
-        return {**row, "half written": self.half_written()}
+        return {**row, "left": list(left.values()), "half written": self.half_written()}
 
     def result(self) -> list:
         """Wait for the end; return all that the run computed, of tensors the bytes."""
         assert self.process.wait() == 0, self.log.read_text()
         content = torch.load(self.output / "checkpoint.pt", weights_only=True)
         lines = (self.output / "epochs.jsonl").read_text().splitlines()
-        assert content.pop("records") == (records := [json.loads(x) for x in lines])
+        assert content.pop("records") == (records := list(map(json.loads, lines)))
         del content["recipe"]  # has the flags of this launcher
-        leaves = tree_leaves(content)
-        leaves += [r[name] for r in records for name in sorted(r.keys() - TIMES)]
+        metrics = [r[name] for r in records for name in sorted(r.keys() - TIMES)]
+        leaves = tree_leaves([content, metrics])
         return [x.numpy().tobytes() if torch.is_tensor(x) else x for x in leaves]
 
 
 def measure(launcher: str, kills: int, data: Path, folder: Path, whole: list) -> dict:
     """Interrupt runs under a launcher; compare their results with `whole`."""
-    draw, events, rows, equal = Random(launcher), [], [], []
-    victims = VICTIMS[: 2 if launcher == "python" else 3]
-    pairs = [("SIGKILL", victim, moment) for victim in victims for moment in MOMENTS]
-    while len(events) < kills:
-        events += draw.sample(pairs, len(pairs))
-    events = events[:kills]
-    events += [("SIGTERM", "launcher", "step"), ("SIGINT", "launcher", "step")]
+    draw, rows, equal = Random(launcher), [], []
+    pairs = list(product(VICTIMS[launcher == "python" :], MOMENTS))
+    pairs *= 1 + kills // len(pairs)
+    events = [("SIGKILL", *pair) for pair in draw.sample(pairs, kills)] + STOPS
     for first in range(0, len(events), 3):
         run = launcher, data, folder / f"{launcher}{first}", "--resume"
         for event in events[first : first + 3]:
             rows.append(Run(*run).interrupt(*event, draw))
-            print(launcher, *rows[-1].values(), flush=True)
+            print(equal, *rows[-1].values(), flush=True)
         equal.append(Run(*run).result() == whole)
-        print(launcher, "equal:", equal[-1], flush=True)
-    found = {"runs": len(equal), "runs equal to the bit": sum(equal)}
-    found["most seconds until no process was left"] = max(r["seconds"] for r in rows)
-    found["interruptions that left a process"] = sum(bool(r["left"]) for r in rows)
-    found["interruptions of a write"] = sum(bool(r["half written"]) for r in rows)
-    return {**found, "interruptions": rows}
+    return {"runs": len(equal), "equal to the bit": sum(equal), "interruptions": rows}
 
 
 def main() -> None:
@@ -155,15 +140,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder, data = Path(name), Path(name, "digits")
         write_digits(data)
-        one, two = (
-            Run("python", data, folder / "1"),
-            Run("torchrun", data, folder / "2"),
-        )
-        whole = dict.fromkeys(LAUNCHERS, two.result()) | {"python": one.result()}
-        found = {}
-        for name in LAUNCHERS:
-            found[name] = measure(name, kills // 4, data, folder, whole[name])
-    write_results("kills", {"flags": FLAGS, "launchers": found})
+        whole = dict.fromkeys(LAUNCHERS, Run("torchrun", data, folder / "2").result())
+        whole["python"] = Run("python", data, folder / "1").result()
+        for one in LAUNCHERS:
+            whole[one] = measure(one, kills // 4, data, folder, whole[one])
+    write_results("kills", {"flags": FLAGS, "launchers": whole})
 
 
 if __name__ == "__main__":
