@@ -5,7 +5,7 @@
 A run of two processes (under python, of one) is interrupted and resumed three times: by
 SIGKILL to the launcher, a training process or a loader process while loader processes
 start, in a step, in a validation or in a save; or by SIGTERM or Ctrl-C to the launcher.
-All processes have to end within 60 seconds, and the weights, momenta, learning rates and
+All processes have to end within 60 seconds, and weights, momenta, learning rates and
 metrics have to be those of an uninterrupted run. 60 KILLS take an hour.
 """
 
@@ -53,12 +53,11 @@ class Run:
             (output / name).unlink()  # was left by the run before
         path = f"PATH={Path(sys.executable).parent}:{os.environ['PATH']}"
         words = ["env", path, self.mark, "OMP_NUM_THREADS=1", "CUDA_VISIBLE_DEVICES="]
-        words += (
-            f"{LAUNCHERS[launcher]} {FLAGS} --data {data} --output {output}".split()
-        )
+        command = f"{LAUNCHERS[launcher]} {FLAGS} --data {data} --output {output}"
+        words += [*command.split(), *flags]
         options = {"stderr": subprocess.STDOUT, "start_new_session": True, "cwd": ROOT}
         with open(self.log, "wb") as log:
-            self.process = subprocess.Popen([*words, *flags], stdout=log, **options)
+            self.process = subprocess.Popen(words, stdout=log, **options)
 
     def alive(self) -> dict[int, tuple[int, str]]:
         """Return each process's parent and name."""
