@@ -121,8 +121,6 @@ calls = {
     18: "torch.save(content, 'all.pt'); assert content['epoch'] == 3",
     19: "assert content['best'] == 0.5",
     20: "assert torch.load(path) == content",
-    21: "assert not stop_together('cpu'); os.kill(os.getpid(), signal.SIGTERM);"
-        "assert stop_together('cpu')",
 }
 count = 0
 for section in page.split("\\n### ")[1:]:
@@ -196,4 +194,4 @@ def test_the_cures_run_as_they_stand(tmp_path):
     page = ROOT / "docs" / "pitfalls.md"
     variables = {**in_a_group(1), "RANK": "0", "LOCAL_RANK": "0"}
     status, printed = run_python(tmp_path, tmp_path / "cures.py", page, **variables)
-    assert status == 0 and printed.endswith("16 cures []\n"), printed
+    assert status == 0 and printed.endswith("15 cures []\n"), printed
