@@ -12,9 +12,11 @@ PAGE = (ROOT / "docs" / "pitfalls.md").read_text()
 # Messages that two CPU processes cannot provoke; their sections name where they were reported
 CITED = (
     "RuntimeError: Timed out initializing process group",
+    "#error C++20 or later",
     "#error You need C++17 to compile PyTorch",
     "ImportError: cannot import name 'amp'",
     "ModuleNotFoundError: No module named 'amp_C'",
+    "Watchdog caught",
     "[Rank 1] Watchdog caught",
     "RuntimeError: ProcessGroupNCCL is only",
     "RuntimeError: Distributed package doesn't",
