@@ -114,7 +114,7 @@ gate.place = lambda: (rank, 2)
 gate.after_interval(2, 100.0, 8, 0.0)
 turn = 0
 while True:
-    kept = (50.0, 50.0) if turn == 0 else (3.0, 4.0) if rank else (1.0, 2.0)
+    kept = (50.0, 50.0) if turn == 0 else (3.0, 2.0) if rank else (1.0, 4.0)
     for seconds, step in zip((100.0, *kept), (4, 6, 2 if turn == 2 else 8)):
         gate.after_interval(step, seconds, 8, 0.9 if rank else 0.3)
     turn += 1
