@@ -22,7 +22,7 @@ from common.checkpoint import Checkpoint
 from common.data import DeviceLoader, build_datasets, build_loader, seed_generators
 from common.errors import one_line_errors
 from common.meters import Meter, Timer, averages, batch_sums, in_words
-from common.model import autocast, best_precision, build_model, build_scheduler
+from common.model import PRECISIONS, best_precision, build_model, build_scheduler
 
 # [imports]
 from common.errors import UserError
@@ -84,8 +84,7 @@ def main(args: Namespace) -> None:
     scheduler = build_scheduler(args, optimizer, len(train_loader))
     saved |= {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     checkpoint = Checkpoint(args, (train_set, val_set), saved)
-    # Every process reads the file, if --resume asks for it; all_reduce compares them
-    checkpoint.load(rank, world_size, device, all_reduce)
+    checkpoint.load(rank, world_size, device, all_reduce)  # compares all processes
     if rank == 0:
         where = f"{world_size} x {device.type}"
         print(f"{args.arch}, {args.precision}, {where}, seed {args.seed}", flush=True)
@@ -141,7 +140,7 @@ def train(
             meter.add(batch_sums(loss, outputs, y))
         learning_rate = optimizer.param_groups[0]["lr"]
         scheduler.step()
-        # Only here does the loop wait for a GPU; a scaler or Horovod may wait per step
+        # The loop waits for a GPU only here; a scaler or hooks may wait in each step
         if step % args.print_interval == 0 or step == len(loader):
             recent = checkpoint.add(step, meter.reduce(all_reduce))
             speed = timer.interval(step, recent["images"], loader.waited)
@@ -155,7 +154,8 @@ def train(
 
 def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:
     """Return float32 logits (B, classes) for normalized images (B, 3, S, S)."""
-    with autocast(args.precision, images.device):
+    dtype = PRECISIONS[args.precision]
+    with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
         return model(images).float()
 
 

@@ -30,7 +30,6 @@ from common.data import (
     build_loader,
 )
 from common.errors import one_line_errors
-from common.images import check_decoder
 
 TRAIN, VAL, BATCH = 384, 256, 64
 DECODERS = ("torchcodec", "nvimgcodec", "pil")
@@ -124,8 +123,6 @@ def all_cores(folder: Path, rounds: int) -> dict[str, dict]:
 
 def main() -> None:
     """Run all measurements."""
-    for name in DECODERS:
-        check_decoder(name)  # fail early if it is missing
     rounds = parse_number(__doc__, "ROUNDS", 9)
     with tempfile.TemporaryDirectory() as folder:
         images = write_photographs(Path(folder), TRAIN, VAL)

@@ -38,7 +38,7 @@ from benchmarks.comparison import (
 )
 from common.data import DeviceLoader
 from common.errors import one_line_errors
-from common.model import autocast
+from common.model import PRECISIONS
 
 PROCESSES = 2
 STEPS = 10  # per measurement; also the print interval
@@ -54,13 +54,13 @@ def bare_loop(
     """Return a minimal training loop."""
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, 0.9, weight_decay=1e-4)
     images, labels = loader.batch
-    device = images.device
+    device, dtype = images.device, PRECISIONS[precision]
     scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
 
     def run() -> None:
         model.train()
         for _ in range(STEPS):
-            with autocast(precision, device):
+            with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
                 outputs = model(images)
             loss = F.cross_entropy(outputs.float(), labels)
             optimizer.zero_grad()

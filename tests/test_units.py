@@ -101,10 +101,10 @@ def test_bad_flags_are_one_line():
         ((*X, "--epoch", "3"), "unrecognized arguments: --epoch 3"),
         ((), "give either --data DIR or --synthetic"),
         ((*X, "--synthetic"), "give either --data DIR or --synthetic"),
-        ((*X, "-b", "0"), "--global-batch-size 0 is not a number >= 1"),
-        ((*X, "-j", "-1"), "--workers -1 is not a number >= 0"),
+        ((*X, "-b", "0"), "--global-batch-size .* >= 1"),
+        ((*X, "-j", "-1"), "--workers .* >= 0"),
         ((*X, "--epochs", "many"), "invalid int value: 'many'"),
-        ((*X, "--lr", "nan"), "--lr nan is not a number >= 0"),
+        ((*X, "--lr", "nan"), "--lr .* >= 0"),
         ((*X, "--decoder", "auto"), "invalid choice: 'auto'"),
         ((*X, "--evaluate"), "--evaluate needs --resume or --pretrained"),
     ):
