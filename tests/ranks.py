@@ -46,9 +46,6 @@ class Ranks(Played):
         chosen = [self.processes[rank] for rank in ranks] or self.processes
         return any(process.is_alive() for process in chosen)
 
-    def signal(self, rank: int, number: int) -> None:
-        os.kill(self.processes[rank].pid, number)
-
     def results(self, seconds: float = 60) -> list:
         """What each rank's task returned."""
         statuses = self.end(seconds)
