@@ -101,10 +101,10 @@ def test_bad_flags_are_one_line():
         ((*X, "--epoch", "3"), "unrecognized arguments: --epoch 3"),
         ((), "give either --data DIR or --synthetic"),
         ((*X, "--synthetic"), "give either --data DIR or --synthetic"),
-        ((*X, "-b", "0"), "--global-batch-size must be a number >= 1, but is 0"),
-        ((*X, "-j", "-1"), "--workers must be a number >= 0, but is -1"),
+        ((*X, "-b", "0"), "--global-batch-size .* >= 1"),
+        ((*X, "-j", "-1"), "--workers .* >= 0"),
         ((*X, "--epochs", "many"), "invalid int value: 'many'"),
-        ((*X, "--lr", "nan"), "--lr must be a number >= 0, but is nan"),
+        ((*X, "--lr", "nan"), "--lr .* >= 0"),
         ((*X, "--decoder", "auto"), "invalid choice: 'auto'"),
         ((*X, "--evaluate"), "--evaluate needs --resume or --pretrained"),
     ):

@@ -1,0 +1,200 @@
+"""The scripts' CUDA lines on pretended GPUs (pretend_cuda.py); tests/gpu needs real ones."""
+
+import functools
+import json
+import os
+import sys
+from collections import Counter
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import pretend_cuda
+import pytest
+import torch
+from conftest import run
+from played import ROOT, Played, free_port
+from ranks import NETS
+from torch.utils._pytree import tree_leaves
+
+import common.model
+
+FLAGS = "-b 16 --epochs 1 --max-steps 3 --image-size 32 --warmup-epochs 0 --print-interval 2"
+PRECISION = {1: "bf16", 2: "fp32", 4: "fp16"}  # of the runs with this many processes
+HOROVOD = "import horovod.torch as hvd, sys, test_cuda; hvd.nccl_built = lambda: True;"
+HOROVOD += "test_cuda.train({}, *sys.argv[1:5], sys.argv[5:])"
+
+
+def train(place: dict, gpus, folder, script: str, net: str, flags: list) -> None:
+    """Run a script as a launcher would that has set the variables in `place`."""
+    os.environ.update(place)
+    if "EMPTY_APEX" in place:
+        sys.modules["apex"] = SimpleNamespace(amp=object())
+        sys.modules["apex.parallel"] = SimpleNamespace(DistributedDataParallel=None)
+    common.model.build_model = lambda *_: torch.manual_seed(0) and NETS[net](10)
+    pretend_cuda.run(int(gpus), folder, str(ROOT / f"{script}.py"), flags)
+
+
+def places(world_size: int, machines: int) -> list[dict]:
+    """Variables of the processes, which a launcher spreads over the machines in turn."""
+    names = "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK"
+    job = "127.0.0.1", free_port(), world_size
+    ranks = [(*job, rank, rank // machines) for rank in range(world_size)]
+    return [dict(zip(names, map(str, rank), strict=True)) for rank in ranks]
+
+
+def start(folder, script, gpus, processes, net="norm", status=0):
+    """Run a script in processes, of which each has variables and flags.
+
+    Returns each training process's calls, by GPU, and what all printed.
+    """
+    with Played(folder) as played:
+        for place, flags in processes:
+            played.start(train, place, gpus, str(folder), script, net, flags)
+        assert set(played.end(240)) == {status}, played.text()
+    return calls_in(folder), played.text()
+
+
+def calls_in(folder):
+    """Each training process's calls: name, arguments, options, cudnn.benchmark."""
+    found = [[*map(json.loads, open(file))] for file in folder.glob("*.calls")]
+    found.sort(key=lambda calls: named(calls, "set_device"))
+    return [calls for calls in found if named(calls, "GradScaler")]
+
+
+def named(calls, name):
+    return [call[1:] for call in calls if call[0] == name]
+
+
+def flags_of(data, output, *flags):
+    return ["--data", data, *FLAGS.split(), "-j", 1, "--output", output, *flags]
+
+
+def came_to(output):
+    content = torch.load(output / "checkpoint.pt", weights_only=True)
+    losses = [one["val_loss"] for one in content.pop("records")]
+    leaves = tree_leaves([{**content, "recipe": ""}, losses])  # not times and flags
+    return [leaf.tolist() if torch.is_tensor(leaf) else leaf for leaf in leaves]
+
+
+@pytest.fixture(scope="module")
+def on_the_cpu(tmp_path_factory, digits):
+    """What distributed.py comes to on the CPU with a number of processes."""
+
+    @functools.cache
+    def of(world_size, net="norm"):
+        folder = tmp_path_factory.mktemp("cpu")
+        flags = flags_of(digits, folder / "run", "--precision", PRECISION[world_size])
+        processes = [(place, flags) for place in places(world_size, 1)]
+        assert start(folder, "distributed", 0, processes, net)[0] == []
+        return came_to(folder / "run")
+
+    return of
+
+
+def check_launch(calls, gpu):
+    """Of one process: its GPU, from the first call on."""
+    names, device = [call[0] for call in calls], f"cuda:{gpu}"
+    assert named(calls, "set_device") == [[[device], {}, False]]
+    order = ["set_device", "init_process_group", "DataLoader", "GradScaler"]
+    order = [name for name in order if name in names]
+    assert sorted(order, key=names.index) == order
+    for backend, options, benchmark in named(calls, "init_process_group"):
+        assert (*backend, options["device_id"], benchmark) == ("nccl", device, True)
+    assert all(options["pin_memory"] for _, options, _ in named(calls, "DataLoader"))
+
+
+def check_training(calls, gpu, precision):
+    """Of one process that trained and validated one epoch."""
+    names = [call[0] for call in calls]
+    for _, options, _ in named(calls, "DistributedDataParallel"):
+        assert options["device_ids"] == [gpu]
+    # Images and labels of 3 batches, and of 23 in validation; not the scaler's own
+    copies = [call for call in named(calls, "to") if "device" not in call[1]]
+    assert copies == 52 * [[[f"cuda:{gpu}"], {"non_blocking": True}, True]]
+    scaled, cast = precision == "fp16", precision != "fp32"
+    assert named(calls, "GradScaler") == [[["cuda"], {"enabled": scaled}, True]]
+    dtype = str(common.model.PRECISIONS[precision])
+    assert named(calls, "autocast") == 26 * [[["cuda", dtype], {"enabled": cast}, True]]
+    # The host waits after loading, at two print intervals and at the end of validation;
+    # the scaler looks for infinite gradients in 3 steps, and rank 0 saves it
+    waits = Counter(name for name in names if name in pretend_cuda.WAITS)
+    assert waits.pop("item", 0) in ((3, 5) if scaled else (0,))
+    assert waits == {"nonzero": 1, "tolist": 1, "cpu": 3}
+
+
+@pytest.mark.parametrize("world_size", (1, 2, 4))
+@pytest.mark.parametrize("script", ("distributed", "multiprocessing_distributed"))
+def test_ddp_has_the_bits_of_the_cpu(script, world_size, digits, on_the_cpu, tmp_path):
+    """Four processes are on two machines; torchrun's ranks go back and forth there."""
+    machines, precision = world_size // 2 or 1, PRECISION[world_size]
+    chosen = ["--precision", precision] * (world_size > 1)  # bf16 is the default
+    flags = flags_of(digits, tmp_path / "run", *chosen)
+    processes = [(place, flags) for place in places(world_size, machines)]
+    if script != "distributed":  # by default, it starts a process for each GPU
+        several = ["--nnodes", 2, "--dist-url", f"tcp://127.0.0.1:{free_port()}"]
+        flags += several * (machines > 1)
+        processes = [({}, [*flags, "--node-rank", node]) for node in range(machines)]
+    calls, printed = start(tmp_path, script, world_size // machines, processes)
+    assert f", {precision}, {world_size} x cuda" in printed
+    assert came_to(tmp_path / "run") == on_the_cpu(world_size)
+    assert len(calls) == world_size
+    for number, one in enumerate(calls):
+        check_launch(one, number // machines)
+        check_training(one, number // machines, precision)
+
+
+@pytest.mark.horovod
+@pytest.mark.parametrize("world_size", (pytest.param(1, marks=pytest.mark.full), 2, 4))
+def test_horovod(world_size, digits, on_the_cpu, tmp_path):
+    """Four processes add up gradients in another order than DDP's."""
+    flags = flags_of(digits, tmp_path / "run", "--precision", PRECISION[world_size])
+    words = ("horovodrun", "--gloo", "-np", world_size, sys.executable, "-c", HOROVOD)
+    words += (world_size, tmp_path, "horovod_distributed", "norm", *flags, "-j", 0)
+    ended = run(*words, timeout=240, PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
+    assert ended.returncode == 0, ended.stderr
+    check_numbers(tmp_path / "run", on_the_cpu(world_size), world_size < 4)
+    assert len(calls_in(tmp_path)) == world_size
+    for gpu, one in enumerate(calls_in(tmp_path)):
+        check_launch(one, gpu)
+        check_training(one, gpu, PRECISION[world_size])
+
+
+def check_numbers(output, expected, exactly):
+    """Raise an AssertionError if results differ by more than rounding, or at all."""
+    runs = [came_to(output), expected]
+    assert runs[0] == runs[1] or not exactly
+    floats = [[x for x in tree_leaves(run) if isinstance(x, float)] for run in runs]
+    torch.testing.assert_close(*map(torch.tensor, floats), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("gpus", (1, 2, 4))
+def test_dataparallel(gpus, digits, on_the_cpu, tmp_path):
+    """Several GPUs add up gradients in another order than DDP's processes."""
+    net, like = ("norm", 1) if gpus == 1 else ("small", 2)
+    processes = [({}, flags_of(digits, tmp_path / "run"))]
+    [calls], printed = start(tmp_path / "1", "dataparallel", gpus, processes, net)
+    assert f", {PRECISION[like]}, 1 x cuda" in printed
+    check_numbers(tmp_path / "run", on_the_cpu(like, net), gpus == 1)
+    assert len(named(calls, "DataParallel")) == (gpus > 1)
+    copies = named(calls, "to")
+    assert {(*to, benchmark) for to, _, benchmark in copies} == {("cuda:0", gpus == 1)}
+    for flag in ("--precision bf16", "--compile") if gpus > 1 else ():
+        processes = [({}, flags_of(digits, tmp_path / "new", *flag.split()))]
+        failed = start(tmp_path / flag, "dataparallel", gpus, processes, status=2)[1]
+        assert failed.startswith(f"dataparallel.py: error: {flag}: nn.DataParallel's")
+        assert failed.count("\n") == 1
+
+
+@pytest.mark.skipif(find_spec("apex") is not None, reason="Apex is installed")
+def test_apex_is_refused_or_ends_before_amp(digits, tmp_path):
+    """Without Apex, no more than the lines before amp.initialize() can run."""
+    place, flags = places(1, 1)[0], flags_of(digits, tmp_path / "run")
+    for gpus, reason in enumerate((" needs a CUDA GPU", "'s amp or DDP is missing")):
+        how = tmp_path / str(gpus), "apex_distributed", gpus, [(place, flags)]
+        printed = start(*how, status=2)[1]
+        assert printed.startswith(f"apex_distributed.py: error: Apex{reason}")
+        assert printed.count("\n") == 1
+    place |= {"LOCAL_RANK": "1", "EMPTY_APEX": "yes"}
+    [calls], printed = start(tmp_path / "2", how[1], 2, [(place, flags)], status=1)
+    assert "object has no attribute 'initialize'" in printed
+    check_launch(calls, 1)
