@@ -40,11 +40,13 @@ from common.errors import UserError
 
 def main(args: Namespace) -> None:
     """Train and validate; every process runs this function."""
-    # [1/6 launch] the launcher has set these three variables
+    # [1/6 launch] the launcher has set RANK, WORLD_SIZE and LOCAL_RANK
     PR_SET_PDEATHSIG = 1  # https://man7.org/linux/man-pages/man2/prctl.2.html
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the launcher
     if "RANK" not in os.environ:
-        raise UserError("start it with torchrun --standalone --nproc-per-node=2")
+        raise UserError(
+            "no RANK: start it with torchrun --standalone --nproc-per-node=2"
+        )
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ["LOCAL_RANK"])
     if torch.cuda.is_available():
@@ -86,7 +88,8 @@ def main(args: Namespace) -> None:
     )
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
 
-    # [3/6 wrap] a backward pass through `model` also averages the gradients
+    # [3/6 wrap] a backward pass through `model` also averages the gradients; the
+    # first forward pass of a step copies rank 0's batch norm statistics
     if args.sync_bn:
         raw_model = nn.SyncBatchNorm.convert_sync_batchnorm(raw_model)
     gpus = [device.index] if device.type == "cuda" else None
@@ -94,16 +97,18 @@ def main(args: Namespace) -> None:
     if args.compress_gradients:
         hook = getattr(default_hooks, f"{args.compress_gradients}_compress_hook")
         model.register_comm_hook(None, hook)
-    eval_model = raw_model  # the model to validate
-    saved = {"state_dict": raw_model}  # and its entry in the checkpoint
+    eval_model = raw_model  # without DDP: shards may differ in length
+    saved = {"state_dict": eval_model}  # what checkpoints hold; more follows below
     # [/wrap]
 
     scheduler = build_scheduler(args, optimizer, len(train_loader))
     saved |= {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     checkpoint = Checkpoint(args, (train_set, val_set), saved)
-    checkpoint.load(rank, world_size, device, all_reduce)  # if --resume asks for it
+    # Every process reads the file, if --resume asks for it; all_reduce compares them
+    checkpoint.load(rank, world_size, device, all_reduce)
     if rank == 0:
-        print(f"{args.arch}, {args.precision}, {world_size} x {device}", flush=True)
+        where = f"{world_size} x {device.type}"
+        print(f"{args.arch}, {args.precision}, {where}, seed {args.seed}", flush=True)
     if args.evaluate:
         val = validate(args, val_loader, eval_model)
         if rank == 0:
@@ -111,7 +116,7 @@ def main(args: Namespace) -> None:
 
     for epoch in range(checkpoint.epoch, 0 if args.evaluate else args.epochs):
         train_sampler.set_epoch(epoch)
-        seed_generators(args.seed, epoch, 0, rank)  # for other samplers
+        seed_generators(args.seed, epoch, 0, rank)  # samplers may draw
         figures = train(
             args, rank, train_loader, model, optimizer, scheduler, scaler, checkpoint
         )
@@ -159,7 +164,7 @@ def train(
             meter.add(batch_sums(loss, outputs, y))
         learning_rate = optimizer.param_groups[0]["lr"]
         scheduler.step()
-        # Only here does the host wait for the device and for the other processes
+        # Only here (and in fp16's scaler) does the host wait for a GPU
         if step % args.print_interval == 0 or step == len(loader):
             recent = checkpoint.add(step, meter.reduce(all_reduce))
             speed = timer.interval(step, recent["images"], loader.waited)

@@ -89,16 +89,18 @@ def main(args: Namespace) -> None:
     raw_model.to(memory_format=torch.channels_last)
     # hvd.broadcast_optimizer_state() is for state that only rank 0 has. Here, all ranks
     # load the checkpoint. With a new SGD optimizer, the call also takes a hidden step.
-    model = eval_model = raw_model  # the model to train and to validate
-    saved = {"state_dict": raw_model}  # and its entry in the checkpoint
+    model = eval_model = raw_model
+    saved = {"state_dict": raw_model}  # what checkpoints hold; more follows below
     # [/wrap]
 
     scheduler = build_scheduler(args, optimizer, len(train_loader))
     saved |= {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     checkpoint = Checkpoint(args, (train_set, val_set), saved)
-    checkpoint.load(rank, world_size, device, all_reduce)  # if --resume asks for it
+    # Every process reads the file, if --resume asks for it; all_reduce compares them
+    checkpoint.load(rank, world_size, device, all_reduce)
     if rank == 0:
-        print(f"{args.arch}, {args.precision}, {world_size} x {device}", flush=True)
+        where = f"{world_size} x {device.type}"
+        print(f"{args.arch}, {args.precision}, {where}, seed {args.seed}", flush=True)
     if args.evaluate:
         val = validate(args, val_loader, eval_model)
         if rank == 0:
@@ -106,7 +108,7 @@ def main(args: Namespace) -> None:
 
     for epoch in range(checkpoint.epoch, 0 if args.evaluate else args.epochs):
         train_sampler.set_epoch(epoch)
-        seed_generators(args.seed, epoch, 0, rank)  # for other samplers
+        seed_generators(args.seed, epoch, 0, rank)  # samplers may draw
         figures = train(
             args, rank, train_loader, model, optimizer, scheduler, scaler, checkpoint
         )
@@ -155,7 +157,7 @@ def train(
             meter.add(batch_sums(loss, outputs, y))
         learning_rate = optimizer.param_groups[0]["lr"]
         scheduler.step()
-        # Only here does the host wait for the device and for the other processes
+        # Only here (and in fp16's scaler) does the host wait for a GPU
         if step % args.print_interval == 0 or step == len(loader):
             recent = checkpoint.add(step, meter.reduce(all_reduce))
             speed = timer.interval(step, recent["images"], loader.waited)

@@ -39,29 +39,31 @@ def build_parser(docstring: str) -> OneLineParser:
     add("--arch", default="resnet18", help="torchvision model (%(default)s)")
     add("--pretrained", action="store_true", help="start from torchvision's weights")
     add("--image-size", type=int, default=224, help="in pixels (%(default)s)")
-    add("--epochs", type=int, default=90, help="(%(default)s)")
+    add("--epochs", type=int, default=90, help="to train (%(default)s)")
     add("--max-steps", type=int, help="end every training epoch after this step")
     images = "images per optimizer step, over all processes (%(default)s)"
     add("-b", "--global-batch-size", type=int, default=256, help=images)
     add("--accumulate", type=int, default=1, help="micro-batches per step (1)")
-    add("--lr", type=float, default=0.1, help="per 256 images (%(default)s)")
-    add("--warmup-epochs", type=float, default=5.0, help="(%(default)s)")
-    curves = "divide the learning rate by 10 every 30 epochs, or lower it to 0 (step)"
+    add("--lr", type=float, default=0.1, help="for 256 images (%(default)s)")
+    add("--warmup-epochs", type=float, default=5.0, help="of rising --lr (5)")
+    curves = "step: divide by 10 every 30 epochs (default); cosine: lower it to 0"
     add("--schedule", choices=("step", "cosine"), default="step", help=curves)
     add("--momentum", type=float, default=0.9, help="of SGD (%(default)s)")
-    add("--weight-decay", type=float, default=1e-4, help="(%(default)s)")
-    add("--label-smoothing", type=float, default=0.0, help="(%(default)s)")
-    area = "smallest share of an image in a training crop (%(default)s)"
+    add("--weight-decay", type=float, default=1e-4, help="of SGD (%(default)s)")
+    add("--label-smoothing", type=float, default=0.0, help="(0)")
+    area = "smallest share of an image's area in a crop (%(default)s)"
     add("--min-crop", type=float, default=0.08, help=area)
     add("--no-flip", action="store_true", help="do not mirror training images")
     workers = min(4, len(os.sched_getaffinity(0)))
-    loaders = "loader processes per training process (%(default)s)"
+    loaders = (
+        "loader processes for training, and for validation, per process (%(default)s)"
+    )
     add("-j", "--workers", type=int, default=workers, help=loaders)
     add("--decoder", choices=tuple(DECODERS), default="torchcodec", help="(torchcodec)")
     bf16 = "default: bf16 where the device computes it natively, otherwise fp32"
     add("--precision", choices=tuple(PRECISIONS), help=bf16)
     add("--compile", action="store_true", help="torch.compile the model")
-    add("--seed", type=int, default=0, help="(%(default)s)")
+    add("--seed", type=int, default=0, help="of all random numbers (0)")
     add("--output", type=Path, help="folder for checkpoints (runs/SCRIPT)")
     last = "a checkpoint; without PATH, the one in --output, if there is one"
     add("--resume", metavar="PATH", type=Path, nargs="?", const=AUTO, help=last)
@@ -89,7 +91,7 @@ def parse_arguments(
         least = 1 if type(value) is int and name not in MAY_BE_0 else 0
         if type(value) in (int, float) and not least <= value < math.inf:
             flag = name.replace("_", "-")
-            parser.error(f"--{flag} {value} is not a number >= {least}")
+            parser.error(f"--{flag} must be a number >= {least}, but is {value}")
     if args.data is not None:
         check_decoder(args.decoder)
     args.output = args.output or Path("runs", Path(sys.argv[0]).stem)

@@ -22,7 +22,7 @@ BEST_METRIC = "val_top1"  # best.pt is from the epoch with the highest value
 # Flags that a resumed run may change; all others must stay the same
 MAY_CHANGE = {"data", "synthetic"}  # images are compared, not paths
 MAY_CHANGE |= {"output", "resume", "evaluate", "workers", "print_interval", "compile"}
-MAY_CHANGE |= {"save_minutes", "compress_gradients", "local_rank"}
+MAY_CHANGE |= {"save_minutes", "accumulate", "compress_gradients", "local_rank"}
 MAY_CHANGE |= {"nprocs", "nnodes", "node_rank", "dist_url"}
 
 
@@ -33,12 +33,12 @@ def recipe_of(args: argparse.Namespace) -> dict[str, Any]:
     recipe = {name: v for name, v in vars(args).items() if name not in MAY_CHANGE}
     # Only the cosine's curve depends on --epochs; only Pillow's pixels differ
     recipe["epochs"] = args.epochs if args.schedule == "cosine" else None
-    recipe["decoder"] = args.decoder == "pil"
+    recipe["decoder"] = "pil" if args.decoder == "pil" else "another than pil"
     return recipe
 
 
 class Checkpoint:
-    """The progress of a run, and OUTPUT/checkpoint.pt, which holds all of it.
+    """A run's progress, which OUTPUT/checkpoint.pt saves and restores.
 
     Attributes:
         epoch: number of finished epochs.
@@ -76,14 +76,14 @@ class Checkpoint:
         device: torch.device,
         all_reduce: Callable[[Tensor], Tensor],
     ) -> None:
-        """Load the file that --resume asks for, in every process; then compare them.
+        """Load the file that --resume asks for; check that all processes have the same.
 
         Raises UserError if there is no such file, if it is from another recipe or other
         images, if --output holds another run, or if a process differs from rank 0.
         """
         path = self.file if self.args.resume == AUTO else self.args.resume
         if not self.args.evaluate:
-            if self.file.exists() and path != self.file:
+            if self.file.exists() and (path or Path()).resolve() != self.file.resolve():
                 raise UserError(
                     f"--output {self.args.output} holds another run: continue it with "
                     "--resume, or choose another --output"
@@ -110,13 +110,13 @@ class Checkpoint:
                 content = torch.load(file, map_location="cpu", weights_only=True)
             recipe, images = content["recipe"], content["images"]
         except Exception as error:  # the unpickler raises many kinds
-            raise UserError(f"--resume {path}: {error!r:.200}") from None
+            raise UserError(f"--resume {path}: no checkpoint: {error!r:.200}") from None
         for name, now in recipe_of(self.args).items():
             if recipe.get(name, now) != now:
                 flag = name.replace("_", "-")
                 raise UserError(
                     f"--{flag} was {recipe[name]} when {path} was saved, and is now "
-                    f"{now}: use the same value, or another --output"
+                    f"{now}: use the same value, or start a new run"
                 )
         if self.args.evaluate:
             self.objects["state_dict"].load_state_dict(content["state_dict"])
@@ -125,7 +125,7 @@ class Checkpoint:
             raise UserError(
                 f"{path} was saved with {images[0][0]} training and {images[1][0]} "
                 "validation images, which are not those of --data: use the same "
-                "images, or another --output"
+                "images, or start a new run"
             )
         for name, one in self.objects.items():
             one.load_state_dict(content[name])
@@ -143,18 +143,23 @@ class Checkpoint:
         for name, value in sums.items():
             self.sums[name] = self.sums.get(name, 0) + value
         means = averages(sums)
-        if not math.isfinite(means["loss"]):
-            raise UserError(
-                f"the loss is {means['loss']} by step {step} of epoch "
-                f"{self.epoch + 1}: use a lower --lr or more --warmup-epochs"
-            )
+        self._check_loss(means["loss"])
         return means
+
+    def _check_loss(self, loss: float) -> None:
+        if not math.isfinite(loss):
+            raise UserError(
+                f"the loss is {loss} by step {self.step} of epoch {self.epoch + 1}: "
+                "start a new run with a lower --lr or more --warmup-epochs"
+            )
 
     def finish_epoch(self, val: dict[str, float], figures: dict[str, float]) -> dict:
         """Finish the current epoch and return its record, as in epochs.jsonl.
 
-        `val` has the validation averages; `figures` are added as they are.
+        `val` has the validation averages; `figures` are added as they are. Raises
+        UserError if the loss is infinite or not a number.
         """
+        self._check_loss(val["loss"])
         train = averages(self.sums)
         record = {
             "epoch": self.epoch,

@@ -91,7 +91,7 @@ class RandomImages(FakeData):
 def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
     """Open the training and validation datasets; with --evaluate, both are the second.
 
-    Raises UserError if a folder is missing or empty, or if their classes differ.
+    Raises UserError if a folder is missing, or if their classes differ.
     """
     size = args.image_size
     if args.synthetic:
@@ -203,7 +203,7 @@ class DeviceLoader:
         return len(self.loader)
 
     def epoch(self, epoch: int, first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield an epoch's batches, from number `first` on if the epoch is resumed.
+        """Yield an epoch's batches, without the first ones if the epoch is resumed.
 
         Raises UserError if an image is unusable.
         """
@@ -225,7 +225,7 @@ class DeviceLoader:
     def copy(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Copy a batch to the device and normalize its uint8 images.
 
-        Raises UserError for other images: to normalize twice would ruin them.
+        Raises UserError for other images: normalizing them again would ruin them.
         """
         if images.dtype != torch.uint8:
             raise UserError(
@@ -264,7 +264,10 @@ def build_loader(
     keys = EpochKeys(sampler, rank, world_size, limit)
     unused = args.evaluate and training
     if len(keys) < (batch_size if training else 1) and not unused:
-        raise UserError(f"{len(dataset)} images are too few for {world_size} processes")
+        raise UserError(
+            f"{len(dataset)} {'training' if training else 'validation'} images are too "
+            f"few for --global-batch-size {size} and {world_size} processes"
+        )
     workers = 0 if args.synthetic or unused else args.workers
     loader = DataLoader(
         SeededDataset(dataset, args.seed),
@@ -282,4 +285,4 @@ def build_loader(
         # example one that communicates, holds a lock
         keys.first = len(keys)  # nothing to load yet
         iter(loader)
-    return DeviceLoader(loader, device, repeated=bool(args.synthetic))
+    return DeviceLoader(loader, device, repeated=bool(args.synthetic) and not unused)

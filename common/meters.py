@@ -1,4 +1,4 @@
-"""Accuracy and timing meters."""
+"""Meters for loss, accuracy and time."""
 
 import importlib
 import os
@@ -93,7 +93,7 @@ class Timer:
         return f"{images / seconds:.0f} images/s, waited for data {wait / seconds:.0%}"
 
     def figures(self, device: torch.device) -> dict[str, float]:
-        """The epoch's seconds, images per second, share of waiting, and peak memory.
+        """The epoch's seconds, images/s and share of waiting; the run's peak memory.
 
         The speed and the share of waiting leave out the first interval, in which loader
         processes, caches and compilers start.

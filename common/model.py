@@ -48,7 +48,7 @@ def best_precision(device: torch.device) -> str:
 
 
 def autocast(precision: str, device: torch.device) -> torch.autocast:
-    """Return a context that computes in a key of PRECISIONS where that is safe."""
+    """Return the autocast context for a key of PRECISIONS; fp32 needs no casts."""
     dtype = PRECISIONS[precision]
     return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
@@ -61,7 +61,7 @@ def build_scheduler(
     The rate rises linearly in --warmup-epochs. Then it falls by a factor of 10 every 30
     epochs of the run (--schedule step), or follows half a cosine down to 0.
 
-    Source: Goyal et al. 2017, https://arxiv.org/abs/1706.02677, section 2.2
+    Source of the warm-up: Goyal et al. 2017, https://arxiv.org/abs/1706.02677
     """
     steps_per_epoch, warmup_epochs = max(1, steps_per_epoch), args.warmup_epochs
 

@@ -81,7 +81,7 @@ def build_index(archives: list[Path]) -> numpy.ndarray:
                 raise UserError(f"{archive}: a second image is {label}/{name}")
             images[label, name] = (number, *place)
     if not images:
-        raise UserError(f"{archives[0]} has no images; expected CLASS/*.JPEG")
+        raise UserError(f"no CLASS/*.JPEG in {', '.join(map(str, archives))}")
     labels = {name: n for n, name in enumerate(sorted({name for name, _ in images}))}
     rows = [
         (os.fsencode(f"/{label}/{name}"), labels[label], place)

@@ -16,8 +16,6 @@ import pytest
 import torch
 from PIL import Image
 
-from common.errors import UserError
-from common.images import check_decoder
 from scripts.sample_data import write_digits
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -87,7 +85,7 @@ def pytest_sessionfinish(session):
 def problem_of(use, *arguments) -> str | None:
     try:
         use(*arguments)
-    except (ImportError, UserError) as error:
+    except (ImportError, RuntimeError) as error:  # TorchCodec raises the second
         return f"cannot be used: {error}"
     return None
 
@@ -101,8 +99,8 @@ def mpi_missing() -> str | None:
 NO_HOROVOD = problem_of(importlib.import_module, "horovod.torch")
 NO_GPU = None if torch.cuda.is_available() else "no CUDA GPU"
 MISSING = {
-    "nvimgcodec": problem_of(check_decoder, "nvimgcodec"),
-    "torchcodec": problem_of(check_decoder, "torchcodec"),
+    "nvimgcodec": problem_of(importlib.import_module, "nvidia.nvimgcodec"),
+    "torchcodec": problem_of(importlib.import_module, "torchcodec.decoders"),
     "horovod": NO_HOROVOD and (os.environ.get("HOROVOD_PROBLEM") or NO_HOROVOD),
     "mpi": NO_HOROVOD or mpi_missing(),
     "gpu": NO_GPU,
@@ -213,56 +211,6 @@ class Started:
 
     def wait_until_gone(self, seconds):
         wait_until(lambda: not processes_of(self.run), seconds, "every process gone")
-
-
-class Running(Started):
-    """A training run that is under way, in a process group of its own."""
-
-    def __init__(self, strategy, data, output, *flags, **variables):
-        self.output = output
-        self.saved = output / "checkpoint.pt"
-        self.before = self.saved.exists() and self.saved.stat().st_mtime_ns
-        command = ["bash", ROOT / "scripts" / f"{strategy}.sh", "--data", data]
-        command += ["-j", "1", "--output", output, *flags]
-        with open(output.with_suffix(".log"), "wb") as log:
-            super().__init__(output, command, log, **variables)
-
-    def has_saved(self):
-        return self.saved.exists() and self.saved.stat().st_mtime_ns != self.before
-
-    def wait_for_a_save(self):
-        wait_until(self.has_saved, 90, self.text)
-
-    def text(self):
-        return self.output.with_suffix(".log").read_text(errors="replace")
-
-    def trainers(self):
-        """Ids of the training processes: no launcher, and no loader (a fork of a trainer)."""
-        processes = processes_of(self.run)
-        spawned = "multiprocessing_distributed" in self.process.args[1]
-        script = r"\S*python\S* (-u )?\S*(distributed|dataparallel)\.py "
-        pattern = r".*spawn_main" if spawned else rf"{script}(--local-rank=\d )?--data"
-        return [
-            pid
-            for pid, (parent, command) in processes.items()
-            if re.match(pattern, command)
-            and processes.get(parent, (0, ""))[1] != command
-        ]
-
-    def loaders(self):
-        """Ids of the loader processes: the youngest generation, below a fork server or not."""
-        processes = processes_of(self.run)
-        parents = {parent for parent, _ in processes.values()}
-        return [
-            pid
-            for pid, (_, command) in processes.items()
-            if pid not in parents and re.search("python(?!.*resource_tracker)", command)
-        ]
-
-    def end(self, seconds):
-        wait_until(lambda: self.process.poll() is not None, seconds, self.text)
-        self.wait_until_gone(40)
-        return self.process.returncode
 
 
 @pytest.fixture(scope="session")

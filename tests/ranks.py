@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 from argparse import Namespace
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 
 import torch
@@ -45,9 +45,6 @@ class Ranks(Played):
         """Whether any of these ranks, or of all, still runs."""
         chosen = [self.processes[rank] for rank in ranks] or self.processes
         return any(process.is_alive() for process in chosen)
-
-    def signal(self, rank: int, number: int) -> None:
-        os.kill(self.processes[rank].pid, number)
 
     def results(self, seconds: float = 60) -> list:
         """What each rank's task returned."""
@@ -214,7 +211,7 @@ def train_disturbed(name: str, flags: list, at: int, what: str, net: str | None 
 
 
 def train_watched(
-    name: str, flags: list, net: str | None, skipped: int, gpus: str
+    name: str, flags: list, net: str | None, skipped: int, gpus: str, backend="inductor"
 ) -> list[torch.Tensor] | int:
     """Train without TF32; returns what the first convolution got in the first epoch.
 
@@ -222,6 +219,7 @@ def train_watched(
     do. Of a compiled network returns how many graphs it has.
     """
     torch.backends.cudnn.allow_tf32 = False
+    nn.Module.compile = partialmethod(nn.Module.compile, backend=backend)
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus
     script = load_script(name, net)
     build, seen, take = script.build_model, [], []
@@ -248,9 +246,7 @@ def train_watched(
         before_each_step(script, act)
     start(script, flags)
     if "--compile" in flags:
-        from torch._dynamo.utils import counters
-
-        return counters["stats"]["unique_graphs"]
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
     return seen
 
 
@@ -416,34 +412,6 @@ def weights_after(parts: list, **options) -> list:
             optimizer.step()
     torch.distributed.destroy_process_group()
     return [weights.detach() for weights in raw_model.parameters()]
-
-
-def graphs_in_ddp() -> dict[str, list[int]]:
-    """Of six layers, each a bucket of its own: compiled graphs, and breaks of graphs."""
-    torch.distributed.init_process_group("gloo")
-    layers = [nn.Linear(512, 512) for _ in range(6)]
-    found = {}
-    for order in ("compile, then wrap", "wrap, then compile", "no DDP"):
-        for model in (nn.Sequential(*layers), Net(1, *layers)):
-            torch._dynamo.reset()
-            torch._dynamo.utils.counters.clear()
-            graphs, name = [], f"{order}: {type(model).__name__}"
-
-            def backend(graph, inputs, graphs=graphs):
-                graphs.append(graph)
-                return graph.forward
-
-            if order == "compile, then wrap":
-                model.compile(backend=backend)
-            if order != "no DDP":
-                model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1)
-            if order != "compile, then wrap":
-                model.compile(backend=backend)
-            model(torch.randn(2, 512)).sum().backward()
-            breaks = torch._dynamo.utils.counters["graph_break"]
-            found[name] = [len(graphs), sum(breaks.values())]
-    torch.distributed.destroy_process_group()
-    return found
 
 
 if __name__ == "__main__":

@@ -114,14 +114,14 @@ IMAGE = torch.zeros(3, 4, 4, dtype=torch.uint8)
 
 def test_batches_that_cannot_be_made_are_one_line():
     dataset = TensorDataset(torch.stack([IMAGE] * 16), torch.arange(16))
-    few = "images are too few for"
+    few = "images are too few for .*and"
     for flags, place, training, problem in (
         (("-b", 16), (0, 1), True, None),
-        (("-b", 17), (0, 1), True, f"16 {few} 1 processes"),
-        (("-b", 20), (0, 2), True, f"16 {few} 2 processes"),
+        (("-b", 17), (0, 1), True, f"16 training {few} 1 pro"),
+        (("-b", 20), (0, 2), True, f"16 training {few} 2 pro"),
         (("-b", 17, "--evaluate", "--pretrained"), (0, 1), True, None),
         (("-b", 17), (0, 1), False, None),
-        (("-b", 17), (16, 17), False, f"16 {few} 17 processes"),
+        (("-b", 17), (16, 17), False, f"16 validation {few} 17 pro"),
         (("-b", 63), (0, 2), True, "63 is not a multiple of 2"),
         (("-b", 1), (1, 2), True, "1 is not a multiple of 2"),
         (("-b", 12, "--accumulate", 4), (0, 2), True, "12 is not a multiple of 8"),

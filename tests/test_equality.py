@@ -3,16 +3,13 @@
 import json
 import os
 import sys
-from argparse import Namespace
 from functools import cache
 
 import pytest
-import reference
 import torch
 from conftest import ROOT, run
 from played import free_port
-from ranks import norm, recorded, results, run_ranks, small
-from torch.nn.functional import cross_entropy
+from ranks import recorded, results, run_ranks, small
 
 FLAGS = "--image-size 32 --precision fp32 --min-crop 0.5 --print-interval 4".split()
 HOROVOD = "horovod_distributed"
@@ -24,10 +21,8 @@ def horovod_ranks(folder, world_size, task, seconds=180, **arguments):
     arguments = json.dumps({"folder": str(folder), **arguments}, default=str)
     command = ("horovodrun", "-np", world_size, "-H", f"localhost:{world_size}")
     probe = (sys.executable, ROOT / "tests" / "ranks.py", task.__name__, arguments)
-    variables = {"CUDA_VISIBLE_DEVICES": ""}
-    variables["PYTHONPATH"] = (
-        f"{ROOT}:{ROOT / 'tests'}:{os.environ.get('PYTHONPATH', '')}"
-    )
+    path = f"{ROOT}:{ROOT / 'tests'}:{os.environ.get('PYTHONPATH', '')}"
+    variables = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
     ended = run(*command, "--gloo", *probe, timeout=seconds, **variables)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return results(folder)
@@ -35,12 +30,6 @@ def horovod_ranks(folder, world_size, task, seconds=180, **arguments):
 
 def start(name):
     return horovod_ranks if name == HOROVOD else run_ranks
-
-
-def cases(*rows):
-    """Parameters, of which the first is a script's name."""
-    marks = {HOROVOD: [pytest.mark.horovod, pytest.mark.full]}
-    return [pytest.param(*row, marks=marks.get(row[0], ())) for row in rows]
 
 
 # --- the same images, the same weights ---
@@ -75,13 +64,13 @@ def trained(digits, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "name, world_size, workers",
-    cases(
+    [
         ("dataparallel", 1, 2),
         ("distributed", 2, 1),
         ("distributed", 3, 0),
         ("multiprocessing_distributed", 4, 1),
-        (HOROVOD, 3, 1),
-    ),
+        pytest.param(HOROVOD, 3, 1, marks=[pytest.mark.horovod, pytest.mark.full]),
+    ],
 )
 def test_same_images_and_weights(trained, name, world_size, workers, record_property):
     """Pixels and labels of each step, over two epochs of persistent loader processes.
@@ -149,76 +138,3 @@ def test_a_step_sends_its_gradients_once(tmp_path, digits, name):
     assert 0 < (parts - whole).abs().max() < 1e-4 * moved
     for half in halves:  # bf16 has 8 bits
         assert 0 < (half - whole).abs().max() < 0.05 * moved
-
-
-# --- the same validation ---
-
-
-@pytest.fixture(scope="module")
-def of_sizes(digits, tmp_path_factory):
-    """Data sets with 10 to 37 validation images, of all classes."""
-    folder, files = tmp_path_factory.mktemp("sizes"), {}
-    for file, label in reference.listing(digits / "val"):
-        files.setdefault(label, []).append(file)
-    turns = [file for turn in zip(*files.values()) for file in turn]  # noqa: B905
-    for size in (10, 13, 24, 37):
-        for file in turns[:size]:
-            copy = folder / str(size) / "val" / file.parent.name / file.name
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.symlink_to(file)
-        (folder / str(size) / "train").symlink_to(digits / "train")
-    return sorted(folder.iterdir())
-
-
-@pytest.mark.parametrize(
-    "name, world_size",
-    cases(
-        ("dataparallel", 1),
-        ("distributed", 3),
-        ("multiprocessing_distributed", 4),
-        (HOROVOD, 3),
-    ),
-)
-def test_validation_counts_every_image_once(
-    of_sizes, tmp_path, name, world_size, record_property
-):
-    """What all processes found is what the saved file scores, image by image."""
-    runs = []
-    for data in of_sizes:
-        flags = ["--data", data, *FLAGS, "-b", 12, "-j", 0, "--epochs", 1]
-        flags += ["--max-steps", 1, "--output", tmp_path / data.name]
-        runs.append(("norm", flags, None, free_port()))
-    found = start(name)(tmp_path, world_size, recorded, name=name, runs=runs)
-    assert len(found) == world_size
-    errors, hits = [], set()
-    for data, *processes in zip(of_sizes, *found, strict=True):
-        record = json.loads((tmp_path / data.name / "epochs.jsonl").read_text())
-        path = tmp_path / data.name / "checkpoint.pt"
-        weights = torch.load(path, weights_only=True)["state_dict"]
-        for process in processes:  # also batch norm's statistics
-            assert all(torch.equal(process["weights"][n], weights[n]) for n in weights)
-        size, (loss, top1, top5) = int(data.name), score(data / "val", weights)
-        counted = record["val_images"], record["val_top1"], record["val_top5"]
-        assert counted == (size, 100 * top1 / size, 100 * top5 / size)
-        errors.append(abs(record["val_loss"] - loss))
-        hits.add((top1, top5))
-    row = f"val loss / {name}, {world_size} processes / batch 12"
-    record_property(row, max(errors))
-    assert max(errors) <= 1e-5
-    assert len(hits) > 2  # or equal counts would say little
-
-
-def score(folder, weights):
-    """Loss and hits of one process, in plain PyTorch, one image after the other."""
-    recipe = Namespace(decoder="torchcodec", image_size=32)
-    model = norm(10).eval()
-    model.load_state_dict(weights)
-    loss = top1 = top5 = 0
-    for file, label in (images := reference.listing(folder)):
-        with torch.no_grad():
-            outputs = model(reference.picture(recipe, file, None).unsqueeze(0))
-        loss += cross_entropy(outputs, torch.tensor([label])).item() / len(images)
-        best = outputs[0].topk(5).indices.tolist()
-        top1 += best[0] == label
-        top5 += label in best
-    return loss, top1, top5

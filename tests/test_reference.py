@@ -167,10 +167,7 @@ def expected(photographs):
 TWO = ("distributed", "multiprocessing_distributed")
 NAMES = [("dataparallel", 1, case) for case in CASES]
 NAMES += [(name, 2, case) for name in TWO for case in SHARED]
-NAMES += [
-    pytest.param(HOROVOD, 2, case, marks=pytest.mark.horovod)
-    for case in SHARED
-]
+NAMES += [pytest.param(HOROVOD, 2, case, marks=pytest.mark.horovod) for case in SHARED]
 
 
 same = partial(torch.testing.assert_close, rtol=0, atol=0, check_stride=True)
@@ -227,21 +224,12 @@ def test_crops_are_random_within_their_bounds(ran, photographs):
     """They are data for the reference, which would follow wherever they go."""
     files = reference.listing(photographs / "train")
     areas = [numpy.prod(Image.open(file).size) for file, _ in files]
-    drawn = {}  # (seed, epoch, image) -> box and flip, without --min-crop
     for case, (_, flags) in CASES.items():
         recipe, crops = {**DEFAULTS, **flags}, crops_of(ran("dataparallel")[case][0])
         flips = numpy.mean([flip for _, flip in crops.values()])
         assert flips == 0 if recipe["no_flip"] else 0.25 < flips < 0.75
-        shares = []
-        for (epoch, index), crop in crops.items():
-            (_, _, height, width), _ = crop
-            shares.append(height * width / areas[index])
-            # Sides are rounded to pixels
-            least = recipe["min_crop"] * areas[index]
-            assert (height + 0.5) * (width + 0.5) >= least
-            if recipe["min_crop"] == DEFAULTS["min_crop"]:
-                key = (recipe["seed"], epoch, index)
-                assert drawn.setdefault(key, crop) == crop  # whatever else is given
-        assert min(shares) < recipe["min_crop"] + 0.1
-    assert len({str(crop) for crop in drawn.values()}) > 0.95 * len(drawn) > 300
-    assert 0.4 < numpy.mean([flip for _, flip in drawn.values()]) < 0.6
+        sides = [(index, *crop[0][2:]) for (_, index), crop in crops.items()]
+        shares = [height * width / areas[index] for index, height, width in sides]
+        least = recipe["min_crop"]
+        assert least - 0.03 < min(shares) < least + 0.1 < 0.8 < max(shares) <= 1
+        assert len(set(map(str, crops.values()))) > 0.95 * len(crops) > 30
