@@ -1,0 +1,59 @@
+"""scripts/slurm.sbatch with stand-ins for Slurm's programs.
+
+cluster/test_multihost.py runs it under Slurm itself.
+"""
+
+import pytest
+from conftest import ROOT, run
+
+# Slurm signals the batch script, in which srun runs
+SRUN = """
+printf '%s\\n' "$@"
+[ -z "${SIGNAL:-}" ] || { kill -"$SIGNAL" "$PPID"; sleep 60 & wait; }
+exit "${STATUS:-0}"
+"""
+SCONTROL = """
+case $1 in show) echo hosta ;; *) echo "scontrol $*" ;; esac
+"""
+
+
+@pytest.fixture
+def sbatch(tmp_path):
+    """Run the batch script: (status, the lines that it printed)."""
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash{text}")
+        (tmp_path / name).chmod(0o755)
+
+    def start(*flags, restarts=0, **variables):
+        words = ("env", "-C", tmp_path, f"PATH={tmp_path}:/usr/bin:/bin", "bash")
+        slurm = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_CPUS_PER_TASK": "3"}
+        slurm |= {"SLURM_JOB_NODELIST": "hosta", "SLURM_RESTART_COUNT": str(restarts)}
+        script = ROOT / "scripts" / "slurm.sbatch"
+        ended = run(*words, script, *flags, **slurm, **variables)
+        return ended.returncode, ended.stdout.splitlines()
+
+    return start
+
+
+def test_a_requeued_job_resumes(sbatch):
+    """From its own checkpoint, unless it only evaluates."""
+    for restarts, flags, more in (
+        (0, ["--lr", "1"], []),
+        (0, ["--resume", "other.pt"], []),
+        (1, ["--resume", "other.pt"], ["--resume"]),
+        (2, ["--resume", "other.pt", "--evaluate"], []),
+    ):
+        status, printed = sbatch(*flags, restarts=restarts)
+        assert status == 0 and "--cpus-per-task=3" in printed
+        assert printed[printed.index("distributed.py") + 1 :] == flags + more
+        assert printed[printed.index("--rdzv-endpoint") + 1] == "hosta:20007"
+
+
+def test_only_a_job_at_its_time_limit_is_queued_again(sbatch):
+    assert sbatch(SIGNAL="USR1")[1][-1] == "scontrol requeue 7"
+    for how, status in (({"STATUS": "1"}, 1), ({"SIGNAL": "TERM"}, 143)):
+        ended, printed = sbatch(**how)
+        assert (abs(ended) % 128, "scontrol requeue 7" in printed) == (
+            status % 128,
+            False,
+        )
