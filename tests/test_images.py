@@ -115,7 +115,10 @@ def test_an_unreadable_image_is_one_line(pictures, capfd, decoder):
     half = path.read_bytes()[:-900]
     path.unlink()
     reasons = {None: "No such file", **dict.fromkeys((b"text", b"", half[:200]), ".")}
-    for content, reason in {**reasons, half: "truncated|incomplete|cannot decode"}.items():
+    for content, reason in {
+        **reasons,
+        half: "truncated|incomplete|cannot decode",
+    }.items():
         if content is not None:
             path.write_bytes(content)
         pattern = f"^{path} cannot be read with {decoder}: .*({reason})"
