@@ -22,7 +22,7 @@ from common.checkpoint import Checkpoint
 from common.data import DeviceLoader, build_datasets, build_loader, seed_generators
 from common.errors import one_line_errors
 from common.meters import Meter, Timer, averages, batch_sums, in_words
-from common.model import autocast, best_precision, build_model, build_scheduler
+from common.model import PRECISIONS, best_precision, build_model, build_scheduler
 
 # [imports]
 from common.errors import UserError
@@ -84,8 +84,7 @@ def main(args: Namespace) -> None:
     scheduler = build_scheduler(args, optimizer, len(train_loader))
     saved |= {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     checkpoint = Checkpoint(args, (train_set, val_set), saved)
-    # Every process reads the file, if --resume asks for it; all_reduce compares them
-    checkpoint.load(rank, world_size, device, all_reduce)
+    checkpoint.load(rank, world_size, device, all_reduce)  # compares all processes
     if rank == 0:
         where = f"{world_size} x {device.type}"
         print(f"{args.arch}, {args.precision}, {where}, seed {args.seed}", flush=True)
@@ -96,7 +95,7 @@ def main(args: Namespace) -> None:
 
     for epoch in range(checkpoint.epoch, 0 if args.evaluate else args.epochs):
         train_sampler.set_epoch(epoch)
-        seed_generators(args.seed, epoch, 0, rank)  # samplers may draw
+        seed_generators(args.seed, epoch, 0, rank + 1)  # a sampler may draw
         figures = train(
             args, rank, train_loader, model, optimizer, scheduler, scaler, checkpoint
         )
@@ -125,7 +124,7 @@ def train(
     meter, timer = Meter(), Timer()
     epoch, done = checkpoint.epoch, checkpoint.step
     for step, (images, labels) in enumerate(loader.epoch(epoch, done), start=done + 1):
-        seed_generators(args.seed, epoch, step, rank)
+        seed_generators(args.seed, epoch, step, rank + 1)  # dropout draws
         optimizer.zero_grad()
         micro_batches = images.chunk(args.accumulate), labels.chunk(args.accumulate)
         for part, (x, y) in enumerate(zip(*micro_batches, strict=True), start=1):
@@ -141,21 +140,22 @@ def train(
             meter.add(batch_sums(loss, outputs, y))
         learning_rate = optimizer.param_groups[0]["lr"]
         scheduler.step()
-        # Only here (and in fp16's scaler) does the host wait for a GPU
+        # The loop waits for a GPU only here; a scaler or hooks may wait in each step
         if step % args.print_interval == 0 or step == len(loader):
             recent = checkpoint.add(step, meter.reduce(all_reduce))
             speed = timer.interval(step, recent["images"], loader.waited)
             if rank == 0:
-                where = f"epoch {epoch + 1}/{args.epochs}, step {step}/{len(loader)}"
-                print(f"{where}: {in_words(recent)}, {speed}", flush=True)
                 if step < len(loader):
                     checkpoint.save_if_due()
+                where = f"epoch {epoch + 1}/{args.epochs}, step {step}/{len(loader)}"
+                print(f"{where}: {in_words(recent)}, {speed}", flush=True)
     return {**timer.figures(loader.device), "learning_rate": learning_rate}
 
 
 def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:
     """Return float32 logits (B, classes) for normalized images (B, 3, S, S)."""
-    with autocast(args.precision, images.device):
+    dtype = PRECISIONS[args.precision]
+    with torch.autocast(images.device.type, dtype, enabled=dtype != torch.float32):
         return model(images).float()
 
 

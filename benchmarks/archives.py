@@ -19,9 +19,8 @@ from benchmarks.comparison import compare, parse_number, pin_core, speed, write_
 from benchmarks.input import TRAIN, Training, arguments
 from benchmarks.photographs import write_photographs
 from common.data import ImageFolder, build_datasets
-from common.images import choose_decoder
+from common.errors import one_line_errors
 from common.tar import Archives
-from launch.exits import exit_status
 
 MEMBERS = 1_281_167
 FOLDERS, TAR = "files in folders", "tar archive"
@@ -36,19 +35,12 @@ class Reading(ImageFolder):
         return Path(self.root + os.fsdecode(self.paths[index])).read_bytes()
 
 
-def reading(folder: Path) -> Reading:
-    """Return the training images in a folder as undecoded files."""
-    classes = build_datasets(arguments(folder, "pil"))[0].classes
-    return Reading(folder / "train", classes, None, "")
-
-
 def single_images(folders: dict[str, Path], rounds: int) -> dict[str, dict]:
     """Measure how fast this process reads single images."""
-    decoder = choose_decoder("auto")
     works: dict[str, dict[str, Callable]] = {"reading": {}, "training": {}}
     for name, folder in folders.items():
-        train_set = Training(build_datasets(arguments(folder, decoder))[0], 0)
-        files = reading(folder)
+        train_set = Training(build_datasets(arguments(folder))[0], 0)
+        files = Reading(folder / "train", None, "")
         works["reading"][name] = speed(files.__getitem__, [*range(TRAIN)] * 30)
         works["training"][name] = speed(train_set.__getitem__, range(TRAIN))
     return {title: compare(title, works[title], rounds) for title in works}
@@ -89,5 +81,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with exit_status():
+    with one_line_errors():
         main()

@@ -10,6 +10,7 @@ import os
 import platform
 import random
 import statistics
+import subprocess
 import sys
 import time
 from collections import deque
@@ -19,11 +20,10 @@ from pathlib import Path
 import torch
 import torchvision
 
-from common.arguments import OneLineParser, number
-from common.device import describe
-from common.log import commit
+from common.arguments import OneLineParser
 
-RESULTS = Path(__file__).resolve().parent / "results"
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 
 # By default, glibc returns thousands of freed pages to the system in each step. This
 # takes 10 to 20 % of a step, depending on what else is in memory, and would distort any
@@ -38,8 +38,25 @@ KEEP_MEMORY = {
 def parse_number(document: str, name: str, default: int) -> int:
     """Parse the command line of a benchmark whose only argument is a number."""
     parser = OneLineParser(description=document.splitlines()[0])
-    parser.add_argument(name, nargs="?", type=number(int, 1), default=default)
+    parser.add_argument(name, nargs="?", type=int, default=default)
     return vars(parser.parse_args())[name]
+
+
+def commit() -> str | None:
+    """The commit, with -dirty if there are uncommitted changes; None outside git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    except OSError:
+        return None
+    return found.stdout.strip() or None
+
+
+def describe(device: torch.device) -> str:
+    """The device's product name."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return torch.cpu.get_capabilities().get("cpu_name") or "CPU"
 
 
 def pin_core() -> set[int]:

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks import usual
 from benchmarks.comparison import compare, parse_number, pin_core, speed, write_results
 from benchmarks.photographs import write_photographs
+from common.arguments import build_parser
 from common.data import (
     MEAN,
     STD,
@@ -28,8 +29,7 @@ from common.data import (
     build_datasets,
     build_loader,
 )
-from common.images import choose_decoder
-from launch.exits import exit_status
+from common.errors import one_line_errors
 
 TRAIN, VAL, BATCH = 384, 256, 64
 DECODERS = ("torchcodec", "nvimgcodec", "pil")
@@ -38,22 +38,9 @@ NORMALIZED = "--decoder nvimgcodec, normalized on the CPU"
 CPU = torch.device("cpu")
 
 
-def arguments(folder: Path, decoder: str) -> Namespace:
-    """Return the flags that common.data reads."""
-    return Namespace(
-        data=str(folder),
-        synthetic=None,
-        decoder=decoder,
-        image_size=224,
-        min_crop=0.08,
-        no_flip=False,
-        no_channels_last=False,
-        pretrained=False,
-        evaluate=False,
-        max_steps=None,
-        seed=0,
-        global_batch_size=BATCH,
-    )
+def arguments(folder: Path, *flags: object) -> Namespace:
+    """Return the scripts' flags: their defaults except for `flags`."""
+    return build_parser("").parse_args(["--data", str(folder), *map(str, flags)])
 
 
 def reading(dataset: Dataset, images: int) -> Callable[[], float]:
@@ -68,7 +55,7 @@ class Training(SeededDataset):
 
     def __getitem__(self, index: int) -> tuple:
         self.epoch += index == 0
-        return super().__getitem__((self.epoch, index))
+        return super().__getitem__((self.epoch, index, index))
 
 
 class Normalized(Dataset):
@@ -90,11 +77,11 @@ def one_core(folder: Path, rounds: int) -> dict[str, dict]:
     training = {USUAL: reading(train_set, TRAIN)}
     validation = {USUAL: reading(val_set, VAL)}
     # These two rows and the conventional ones normalize on the CPU; the others do not
-    train_set, val_set = build_datasets(arguments(folder, "nvimgcodec"))
+    train_set, val_set = build_datasets(arguments(folder, "--decoder", "nvimgcodec"))
     training[NORMALIZED] = reading(Normalized(Training(train_set, 0)), TRAIN)
     validation[NORMALIZED] = reading(Normalized(val_set), VAL)
     for name in DECODERS:
-        train_set, val_set = build_datasets(arguments(folder, name))
+        train_set, val_set = build_datasets(arguments(folder, "--decoder", name))
         training[f"--decoder {name}"] = reading(Training(train_set, 0), TRAIN)
         validation[f"--decoder {name}"] = reading(val_set, VAL)
     works = {"training": training, "validation": validation}
@@ -111,15 +98,16 @@ def all_cores(folder: Path, rounds: int) -> dict[str, dict]:
     def epoch_of(loader: Iterable) -> Callable[[], float]:
         def measure() -> float:
             began = time.perf_counter()
-            images = sum(len(labels) for _, labels in loader)
+            batches = loader.epoch(0) if isinstance(loader, DeviceLoader) else loader
+            images = sum(len(labels) for _, labels in batches)
             return images / (time.perf_counter() - began)
 
         return measure
 
     def own_loader(decoder: str) -> DeviceLoader:
-        args = arguments(folder, decoder)
-        data, share = build_datasets(args)[0], (BATCH, cores, CPU)
-        return build_loader(args, data, indices, *share, training=True)
+        args = arguments(folder, "--decoder", decoder, "-b", BATCH, "-j", cores)
+        data, place = build_datasets(args)[0], (0, 1, CPU)
+        return build_loader(args, data, indices, *place, training=True)
 
     data = usual.folder(folder / "train", usual.TRAIN)
     options = {"num_workers": cores, "persistent_workers": True}
@@ -127,7 +115,7 @@ def all_cores(folder: Path, rounds: int) -> dict[str, dict]:
     candidates[NORMALIZED] = epoch_of(own_loader("nvimgcodec"))
     for name in DECODERS:
         loader = own_loader(name)
-        loader.normalize = lambda images: images  # the device would do it
+        loader.copy = lambda *batch: batch  # the device would normalize it
         candidates[f"--decoder {name}"] = epoch_of(loader)
     title = f"training, {cores} loader processes on {cores} cores"
     return {"loader": compare(title, candidates, rounds)}
@@ -135,8 +123,6 @@ def all_cores(folder: Path, rounds: int) -> dict[str, dict]:
 
 def main() -> None:
     """Run all measurements."""
-    for name in DECODERS:
-        choose_decoder(name)  # fail early if it is missing
     rounds = parse_number(__doc__, "ROUNDS", 9)
     with tempfile.TemporaryDirectory() as folder:
         images = write_photographs(Path(folder), TRAIN, VAL)
@@ -146,5 +132,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with exit_status():
+    with one_line_errors():
         main()

@@ -3,12 +3,11 @@
     python -m benchmarks.memory [EPOCHS]
 
 Four loader processes read 1,281,167 entries in random order, without decoding. They
-belong to the five scripts' DataLoader, with and without gc.freeze(), or to a DataLoader
-whose dataset holds a conventional list of (path, label). The benchmark prints a loader
-process's private memory and writes benchmarks/results/memory.json in a few minutes.
+belong to the five scripts' DataLoader, or to a DataLoader whose dataset holds a
+conventional list of (path, label). The benchmark prints a loader process's private
+memory and writes benchmarks/results/memory.json in a few minutes.
 """
 
-import gc
 import json
 import statistics
 import subprocess
@@ -25,14 +24,10 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 from benchmarks.comparison import parse_number, write_results
 from benchmarks.input import CPU, arguments
 from common.data import build_loader
-from launch.exits import exit_status
+from common.errors import one_line_errors
 
 IMAGES, CLASSES, WORKERS, BATCH = 1_281_167, 1000, 4, 1024
-KINDS = {
-    "lists": "list of (path, label)",
-    "packed": "array",
-    "unfrozen": "array, without `gc.freeze()`",
-}
+KINDS = {"lists": "list of (path, label)", "arrays": "array"}
 NO_IMAGE = torch.zeros(3, 1, 1, dtype=torch.uint8)
 
 
@@ -64,14 +59,12 @@ class Index(Dataset):
 
 def loader_of(kind: str) -> Iterable:
     """Build a conventional loader with lists, or the five scripts' loader."""
-    if kind == "unfrozen":
-        gc.freeze = lambda: None
-    index = Index(packed=kind != "lists")
+    index = Index(packed=kind == "arrays")
     if kind == "lists":
         options = {"num_workers": WORKERS, "persistent_workers": True}
         return DataLoader(index, BATCH, shuffle=True, **options)
-    args, share = arguments(Path(), "auto"), (BATCH, WORKERS, CPU)
-    return build_loader(args, index, RandomSampler(index), *share, training=True)
+    args, place = arguments(Path(), "-b", BATCH, "-j", WORKERS), (0, 1, CPU)
+    return build_loader(args, index, RandomSampler(index), *place, training=True)
 
 
 def unique_mib() -> float:
@@ -87,7 +80,7 @@ def measure(kind: str, epochs: int) -> list[float]:
     """Return a loader process's memory in MiB after the first batch and each epoch."""
     history, loader = [], loader_of(kind)
     for _ in range(epochs):
-        for _ in loader:
+        for _ in loader if kind == "lists" else loader.epoch(0):
             history = history or [unique_mib()]
         history.append(unique_mib())
     return history
@@ -115,5 +108,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with exit_status():
+    with one_line_errors():
         main()

@@ -11,8 +11,8 @@ import json
 
 from benchmarks.comparison import RESULTS
 from benchmarks.scaling_model import MIB, Cluster, Link, Range
-from common.arguments import OneLineParser, number
-from launch.exits import exit_status
+from common.arguments import OneLineParser
+from common.errors import one_line_errors
 
 # NCCL's own estimates for a ring, in seconds per message:
 # https://github.com/NVIDIA/nccl/blob/b6475625fbcaa2c3c0e50eed2fa1255d7514d4a2/src/graph/tuning.cc
@@ -103,14 +103,14 @@ def tables() -> dict[str, list[dict[str, str]]]:
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = OneLineParser(prog="python -m benchmarks.scaling")
-    add, count, positive = parser.add_argument, number(int, 1), number(float, 1e-9)
-    add("--step-milliseconds", type=positive, help="one GPU's step; prints a table")
-    add("--images-per-gpu", type=count, default=256, help="images per step (256)")
-    add("--global-batch-size", type=count, default=8192, help="if fixed (8192)")
-    add("--parameters", type=positive, default=25.6e6, help="in the model (25.6e6)")
-    add("--gpus-per-host", type=count, default=8, help="(%(default)s)")
-    add("--link-gigabytes", type=positive, default=A100_NVLINK / 1e9, help="GB/s (235)")
-    add("--network-gigabits", type=positive, default=100, help="per host (100)")
+    add = parser.add_argument
+    add("--step-milliseconds", type=float, help="one GPU's step; prints a table")
+    add("--images-per-gpu", type=int, default=256, help="images per step (256)")
+    add("--global-batch-size", type=int, default=8192, help="if fixed (8192)")
+    add("--parameters", type=float, default=25.6e6, help="in the model (25.6e6)")
+    add("--gpus-per-host", type=int, default=8, help="(%(default)s)")
+    add("--link-gigabytes", type=float, default=A100_NVLINK / 1e9, help="GB/s (235)")
+    add("--network-gigabits", type=float, default=100, help="per host (100)")
     return parser.parse_args(argv)
 
 
@@ -142,5 +142,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with exit_status():
+    with one_line_errors():
         main()

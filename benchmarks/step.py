@@ -8,6 +8,7 @@ prints median ratios with quartiles and writes benchmarks/results/step.json; thi
 five minutes.
 """
 
+import importlib
 import json
 import os
 import subprocess
@@ -28,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.comparison import (
     KEEP_MEMORY,
+    ROOT,
     compared,
     interleave,
     parse_number,
@@ -35,16 +37,15 @@ from benchmarks.comparison import (
     write_results,
 )
 from common.data import DeviceLoader
-from common.device import autocast_dtype
-from launch.check import load_script
-from launch.exits import exit_status
+from common.errors import one_line_errors
+from common.model import PRECISIONS
 
 PROCESSES = 2
 STEPS = 10  # per measurement; also the print interval
 # (image size, global batch size); the small sizes reveal overhead
 CASES = ((64, 64), (224, 32))
+VARIABLES = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 BARE, USUAL = "minimal loop", "conventional loop: fp32, NCHW"
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def bare_loop(
@@ -52,14 +53,14 @@ def bare_loop(
 ) -> Callable[[], None]:
     """Return a minimal training loop."""
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, 0.9, weight_decay=1e-4)
-    images, labels = loader.images, loader.labels
-    kind, dtype = images.device.type, autocast_dtype(precision)
-    scaler = torch.amp.GradScaler(kind, enabled=precision == "fp16")
+    images, labels = loader.batch
+    device, dtype = images.device, PRECISIONS[precision]
+    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
 
     def run() -> None:
         model.train()
         for _ in range(STEPS):
-            with torch.autocast(kind, dtype, enabled=dtype != torch.float32):
+            with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
                 outputs = model(images)
             loss = F.cross_entropy(outputs.float(), labels)
             optimizer.zero_grad()
@@ -78,7 +79,7 @@ def usual_loop(args: Namespace, loader: DeviceLoader) -> Callable[[], None]:
         gpus = [device.index] if device.type == "cuda" else None
         model = DistributedDataParallel(model, device_ids=gpus)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, 0.9, weight_decay=1e-4)
-    host = loader.images.cpu().contiguous(), loader.labels.cpu()
+    host = loader.batch[0].cpu().contiguous(), loader.batch[1].cpu()
     if device.type == "cuda":
         host = host[0].pin_memory(), host[1].pin_memory()
 
@@ -132,12 +133,13 @@ def measure_in_turns(
     class Measured(Exception):
         pass
 
-    def measure(args, rank, loader, model, state, *others) -> None:
-        state.save = lambda: None  # not part of a step
+    def measure(args, rank, loader, model, *others) -> None:
+        checkpoint = others[-1]
+        checkpoint.save_if_due = lambda: None  # not part of a step
 
         def ours() -> None:
-            state.step = 0
-            train(args, rank, loader, model, state, *others)
+            checkpoint.step = 0
+            train(args, rank, loader, model, *others)
 
         works = {**loops(args, loader, model), f"{script.__name__}.py": ours}
         images = STEPS * args.global_batch_size
@@ -155,15 +157,16 @@ def measure_in_turns(
 
 def one_process(output: str, rounds: str, *flags: str) -> None:
     """Measure as one of the two processes."""
-    script = load_script(ROOT / "distributed.py")
+    script = importlib.import_module("distributed")
 
     def loops(args: Namespace, loader: DeviceLoader, model: nn.Module) -> dict:
         # Both use one model: on a CPU, its place in memory can make 5 % difference
         bare = bare_loop(loader, model, args.precision)
         return {BARE: bare, USUAL: usual_loop(args, loader)}
 
+    sys.argv[1:] = flags
     rows = measure_in_turns(
-        script, int(rounds), loops, lambda: script.main(script.arguments(list(flags)))
+        script, int(rounds), loops, lambda: script.main(script.arguments())
     )
     if dist.get_rank() == 0:
         Path(output).write_text(json.dumps(rows))
@@ -183,13 +186,13 @@ def main() -> None:
             words = ["torch.distributed.run", "--standalone"]
             words += ["--nproc-per-node", PROCESSES, "-m", "benchmarks.step"]
             words += ["--process", output, rounds, "--synthetic", batch * STEPS]
-            words += ["--image-size", size, "-b", batch, "--device", "cpu"]
+            words += ["--image-size", size, "-b", batch]
             words += ["--output", Path(folder, f"run-{size}")]
             subprocess.run(
                 [sys.executable, "-m", *map(str, words)],
                 check=True,
                 cwd=ROOT,
-                env={**os.environ, **KEEP_MEMORY, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, **KEEP_MEMORY, **VARIABLES},
                 stdout=subprocess.DEVNULL,
             )
             title = f"resnet18 at {size} px, {batch // PROCESSES} images per process"
@@ -199,5 +202,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with exit_status():
+    with one_line_errors():
         main()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from common.errors import UserError
-from common.images import DECODERS, check_decoder
+from common.images import DECODERS
 from common.model import PRECISIONS
 
 IMAGENET_TRAIN_IMAGES = 1281167
@@ -78,10 +78,7 @@ def build_parser(docstring: str) -> OneLineParser:
 def parse_arguments(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None = None
 ) -> argparse.Namespace:
-    """Parse the command line.
-
-    Raises UserError if a flag is wrong or the decoder is not installed.
-    """
+    """Parse the command line. Raises UserError if a flag is wrong."""
     args = parser.parse_args(argv)
     if (args.data is None) == (args.synthetic is None):
         parser.error("give either --data DIR or --synthetic")
@@ -92,7 +89,5 @@ def parse_arguments(
         if type(value) in (int, float) and not least <= value < math.inf:
             flag = name.replace("_", "-")
             parser.error(f"--{flag} must be a number >= {least}, but is {value}")
-    if args.data is not None:
-        check_decoder(args.decoder)
     args.output = args.output or Path("runs", Path(sys.argv[0]).stem)
     return args

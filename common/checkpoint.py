@@ -22,7 +22,7 @@ BEST_METRIC = "val_top1"  # best.pt is from the epoch with the highest value
 # Flags that a resumed run may change; all others must stay the same
 MAY_CHANGE = {"data", "synthetic"}  # images are compared, not paths
 MAY_CHANGE |= {"output", "resume", "evaluate", "workers", "print_interval", "compile"}
-MAY_CHANGE |= {"save_minutes", "accumulate", "compress_gradients", "local_rank"}
+MAY_CHANGE |= {"save_minutes", "accumulate", "local_rank"}
 MAY_CHANGE |= {"nprocs", "nnodes", "node_rank", "dist_url"}
 
 
@@ -30,9 +30,14 @@ def recipe_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return the flags that determine what a run computes."""
     if args.evaluate:  # only the model matters
         return {"arch": args.arch}
-    recipe = {name: v for name, v in vars(args).items() if name not in MAY_CHANGE}
-    # Only the cosine's curve depends on --epochs; only Pillow's pixels differ
-    recipe["epochs"] = args.epochs if args.schedule == "cosine" else None
+    recipe = {
+        name: value if isinstance(value, int | float | None) else str(value)
+        for name, value in vars(args).items()
+        if name not in MAY_CHANGE
+    }
+    if args.schedule == "step":  # whose curve does not depend on --epochs
+        del recipe["epochs"]
+    # Pillow also resizes images, so that its pixels differ
     recipe["decoder"] = "pil" if args.decoder == "pil" else "another than pil"
     return recipe
 
@@ -110,7 +115,8 @@ class Checkpoint:
                 content = torch.load(file, map_location="cpu", weights_only=True)
             recipe, images = content["recipe"], content["images"]
         except Exception as error:  # the unpickler raises many kinds
-            raise UserError(f"--resume {path}: no checkpoint: {error!r:.200}") from None
+            reason = type(error).__name__
+            raise UserError(f"--resume {path} is not a checkpoint: {reason}") from None
         for name, now in recipe_of(self.args).items():
             if recipe.get(name, now) != now:
                 flag = name.replace("_", "-")
@@ -143,23 +149,18 @@ class Checkpoint:
         for name, value in sums.items():
             self.sums[name] = self.sums.get(name, 0) + value
         means = averages(sums)
-        self._check_loss(means["loss"])
-        return means
-
-    def _check_loss(self, loss: float) -> None:
-        if not math.isfinite(loss):
+        if not math.isfinite(means["loss"]):
             raise UserError(
-                f"the loss is {loss} by step {self.step} of epoch {self.epoch + 1}: "
-                "start a new run with a lower --lr or more --warmup-epochs"
+                f"the loss is {means['loss']} by step {step} of epoch "
+                f"{self.epoch + 1}: start a new run with a lower --lr"
             )
+        return means
 
     def finish_epoch(self, val: dict[str, float], figures: dict[str, float]) -> dict:
         """Finish the current epoch and return its record, as in epochs.jsonl.
 
-        `val` has the validation averages; `figures` are added as they are. Raises
-        UserError if the loss is infinite or not a number.
+        `val` has the validation averages; `figures` are added as they are.
         """
-        self._check_loss(val["loss"])
         train = averages(self.sums)
         record = {
             "epoch": self.epoch,

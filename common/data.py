@@ -156,6 +156,8 @@ class EpochKeys:
         return min(self.limit, len(self.sampler))
 
     def __iter__(self) -> Iterator[tuple[int, int, int]]:
+        if self.first >= len(self):  # do not walk through the sampler
+            return iter(())
         # This process's images are every world_size-th of the epoch's order
         keys = zip(repeat(self.epoch), count(*self.place), self.sampler)
         return islice(keys, self.first, len(self))

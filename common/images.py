@@ -1,6 +1,5 @@
 """Reads image files as uint8 RGB and crops them."""
 
-import importlib
 import io
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +14,8 @@ from torchvision.transforms.v2 import functional as F
 
 from common.errors import UserError
 
-DECODE_ERRORS = (RuntimeError, OSError, ValueError, SyntaxError, EOFError)
+# What decoders raise if a file is damaged, or if their library is missing
+DECODE_ERRORS = (RuntimeError, OSError, ValueError, SyntaxError, EOFError, ImportError)
 DECODE_ERRORS += (Image.DecompressionBombError,)
 JPEG = b"\xff\xd8"  # the first bytes of each JPEG file
 NO_EXIF = b"\xff\xe1\0\2"  # an empty APP1 segment, which could contain EXIF data
@@ -66,17 +66,6 @@ DECODERS = {
     "pil": open_with_pillow,
     "nvimgcodec": open_with_nvimgcodec,
 }
-MODULES = {"torchcodec": "torchcodec.decoders", "nvimgcodec": "common.nvimgcodec"}
-
-
-def check_decoder(name: str) -> None:
-    """Raise a UserError if a decoder is not installed or cannot be imported."""
-    try:
-        importlib.import_module(MODULES.get(name, "PIL"))
-    except (ImportError, RuntimeError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        use = "install it (pip install -r requirements.txt), or use --decoder pil"
-        raise UserError(f"--decoder {name}: {reason}: {use}") from None
 
 
 def read_image(
@@ -94,7 +83,7 @@ def read_image(
         return transform(DECODERS[decoder](content))
     except DECODE_ERRORS as error:
         reason = (str(error).strip() or repr(error)).splitlines()[0]
-        raise UserError(f"{path} cannot be read with {decoder}: {reason}") from None
+        raise UserError(f"--decoder {decoder} cannot read {path}: {reason}") from None
 
 
 def train_transform(picture: Picture, size: int, min_crop: float, flip: bool) -> Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# A module whose after_interval() is called after each print interval, for benchmarks
+# Benchmarks name a module whose after_interval() is called after each print interval
 HOOK = os.environ.get("INTERVAL_HOOK")
 
 
@@ -75,7 +75,6 @@ class Timer:
 
     def __init__(self):
         self.intervals: list[tuple[float, int, float]] = []
-        self.hook = importlib.import_module(HOOK).after_interval if HOOK else None
         self.began, self.waited = time.perf_counter(), 0.0
 
     def interval(self, step: int, images: int, waited: float) -> str:
@@ -87,8 +86,8 @@ class Timer:
         """
         seconds, wait = time.perf_counter() - self.began, waited - self.waited
         self.intervals.append((seconds, images, wait))
-        if self.hook:
-            self.hook(step, seconds, images, wait)
+        if HOOK:
+            importlib.import_module(HOOK).after_interval(step, seconds, images, wait)
         self.began, self.waited = time.perf_counter(), waited
         return f"{images / seconds:.0f} images/s, waited for data {wait / seconds:.0%}"
 

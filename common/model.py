@@ -47,12 +47,6 @@ def best_precision(device: torch.device) -> str:
     return "bf16" if native else "fp32"
 
 
-def autocast(precision: str, device: torch.device) -> torch.autocast:
-    """Return the autocast context for a key of PRECISIONS; fp32 needs no casts."""
-    dtype = PRECISIONS[precision]
-    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-
-
 def build_scheduler(
     args: argparse.Namespace, optimizer: torch.optim.Optimizer, steps_per_epoch: int
 ) -> LambdaLR:

@@ -1,7 +1,6 @@
 """Optional: decodes only the needed part of a JPEG, with nvImageCodec on the CPU."""
 
 import functools
-import importlib.util
 import os
 from types import ModuleType
 from typing import Any
@@ -11,10 +10,6 @@ import torch
 from torch import Tensor
 
 from common.images import Picture
-
-# Looked for here, but imported in loader processes only: an import may open a GPU
-if importlib.util.find_spec("nvidia.nvimgcodec") is None:
-    raise ImportError("nvImageCodec is missing (requirements/nvimgcodec.txt)")
 
 
 def open_picture(content: bytes) -> Picture | None:

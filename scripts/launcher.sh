@@ -1,4 +1,3 @@
-# shellcheck shell=bash
 # Sourced by the launch scripts, which set ROOT: checks the environment, sets PYTHON and NPROC.
 
 fail() {
@@ -21,7 +20,9 @@ print(*(name for name in ("torch", "torchvision", "numpy", "PIL") if not find_sp
 # --help prints the launch script's first comment and the flags
 case " $* " in *" --help "* | *" -h "*)
     sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
-    exec "$PYTHON" "$ROOT/$(basename "$(realpath "$0")" .sh).py" --help
+    script=$ROOT/$(basename "$(realpath "$0")" .sh).py
+    [ ! -e "$script" ] || exec "$PYTHON" "$script" --help
+    exit 0
     ;;
 esac
 

@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Unpack the official ILSVRC2012 archives into the folders that the scripts read.
-#
+# Unpack the official ILSVRC2012 archives into the folders that the scripts read:
 #   bash scripts/prepare_imagenet.sh ARCHIVES TARGET
 #
 # ARCHIVES contains ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and ILSVRC2012_devkit_t12.tar.gz
@@ -9,6 +8,6 @@
 set -euo pipefail
 ROOT=$(dirname "$(dirname "$(realpath "$0")")")
 source "$ROOT/scripts/setup.sh"
-
+[ $# = 2 ] || fail "usage: bash scripts/prepare_imagenet.sh ARCHIVES TARGET"
 set_up requirements.txt requirements/report.txt
 PYTHONPATH=$ROOT exec "$PYTHON" -m scripts.prepare_imagenet "$@"

@@ -1,4 +1,3 @@
-# shellcheck shell=bash
 # Sourced by quickstart.sh, test.sh and others, which set ROOT. Finds or creates the environment.
 
 # --help prints the script's first comment and exits

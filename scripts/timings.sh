@@ -1,15 +1,25 @@
 #!/usr/bin/env bash
 # Time the strategies that this machine can run: which are faster, and which are equal within 3 %?
 #
-#   bash scripts/timings.sh                      # takes ten minutes; --minutes 40 decides more
-#   bash scripts/timings.sh --data /path/to/imagenet [flags of python -m benchmarks.timings]
+#   bash scripts/timings.sh                         # takes ten minutes; --minutes 40 decides more
+#   bash scripts/timings.sh --data /path/to/imagenet
+#   bash scripts/timings.sh --modes scaling --output runs/scaling    # 1, 2, 4 ... devices
 #
-# It sets up .venv, or uses the environment of PYTHON=/path/to/python. If interrupted, run it again to continue.
+# It sets up .venv, or uses the environment of PYTHON=/path/to/python. The output says which strategies are left
+# out and why; runs/timings/report.md is the report. If you interrupt it, the same command continues.
 set -euo pipefail
 ROOT=$(dirname "$(dirname "$(realpath "$0")")")
+export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+
+# --help prints the first comment and the flags, and installs nothing
+case " $* " in *" --help "* | *" -h "*)
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+    exec "${PYTHON:-python3}" -m benchmarks.timings --help
+    ;;
+esac
 source "$ROOT/scripts/setup.sh"
 
 set_up requirements.txt requirements/report.txt
 set_up_horovod
-export PYTHON PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHON
 exec "$PYTHON" -m benchmarks.timings "$@"

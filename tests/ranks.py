@@ -5,7 +5,6 @@ Also runs under horovodrun, which alone can start Horovod's processes:
 A task is a function of this file; what rank R returns is saved as FOLDER/result-R.pt.
 """
 
-import hashlib
 import importlib
 import json
 import multiprocessing
@@ -285,11 +284,11 @@ def count_bytes(script) -> list[int]:
 def recorded(name: str, runs: list, counted: bool = False) -> list[dict]:
     """Train for each (net, flags, stop, port) of `runs`, one after the other.
 
-    A run ends before its step `stop`, as if it was killed, unless that is None. Returns
-    what each came to in this process: epoch, images, learning rate and strides of each
-    step, the crop box and flip of each (epoch, index) if there are no loader processes,
-    and at the end weights, momenta, scaler and losses; if `counted`, also the bytes of
-    each all-reduce of gradients.
+    A run ends after its step `stop`, as if it was killed, unless that is None. Returns
+    what each came to in this process: learning rate and strides of each step, the crop
+    box and flip of each (epoch, index) if there are no loader processes, and at the end
+    weights, momenta and scaler; if `counted`, also the bytes of each all-reduce of
+    gradients.
     """
     script = load_script(name, None)
     build_model, build_datasets = script.build_model, script.build_datasets
@@ -331,10 +330,6 @@ def recorded(name: str, runs: list, counted: bool = False) -> list[dict]:
             raise Killed
         found["rates"].append(state.optimizer.param_groups[0]["lr"])
         found["strides"].append(images.stride())
-        pixels = [image.contiguous().numpy().tobytes() for image in images]
-        digests = [hashlib.sha256(one).hexdigest()[:16] for one in pixels]
-        seen = list(zip(digests, labels.tolist(), strict=True))
-        found["steps"].append((state.checkpoint.epoch, seen))
 
     SeededDataset.__getitem__, V.horizontal_flip = getitem, horizontal_flip
     script.build_datasets = datasets
@@ -348,7 +343,7 @@ def recorded(name: str, runs: list, counted: bool = False) -> list[dict]:
         os.environ["MASTER_PORT"] = str(port)  # the last one's store may be closing
         script.build_model = build_model
         load_script(name, net)
-        found = {"crops": {}, "rates": [], "strides": [], "steps": [], "stop": stop}
+        found = {"crops": {}, "rates": [], "strides": [], "stop": stop}
         try:
             start(script, flags)
         except Killed:
@@ -361,7 +356,6 @@ def recorded(name: str, runs: list, counted: bool = False) -> list[dict]:
         found["momenta"] = [one.get("momentum_buffer") for one in momenta]
         found["weights"] = state.checkpoint.objects["state_dict"].state_dict()
         found["scaler"] = state.scaler.state_dict()
-        found["losses"] = [one["train_loss"] for one in state.checkpoint.records]
         came_to.append(found)
     return came_to
 

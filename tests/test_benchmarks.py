@@ -1,13 +1,20 @@
 """What benchmarks compare and how; no time is asserted here."""
 
+import json
+import os
+import re
+import time
+from multiprocessing import Process
+from pathlib import Path
+
 import pytest
 import torch
-from torchvision.transforms import InterpolationMode
+from played import Played, free_port
 
-from benchmarks import usual
-from benchmarks.gpu import copies_in, overlap, under_load
+from benchmarks import comparison, gpu, input, memory, usual
 from benchmarks.photographs import write_photographs
 from common import images
+from common.meters import Timer
 
 
 def test_the_usual_pipeline_is_our_pillow_pipeline_normalized(tmp_path):
@@ -15,30 +22,76 @@ def test_the_usual_pipeline_is_our_pillow_pipeline_normalized(tmp_path):
     facts = write_photographs(tmp_path, 12, 6, classes=2)
     assert facts["images"] == 18 and abs(facts["mean_bytes"] / 100_000 - 1) < 0.1
     val = usual.folder(tmp_path / "val", usual.VAL)
-    validation = images.ValTransform(224, 256, InterpolationMode.BILINEAR)
     for number, (path, _) in enumerate(val.samples):
-        ours = images.read_image(path, "pil", validation)
+        content = Path(path).read_bytes()
+        ours = images.val_transform(images.open_with_pillow(content), 224)
         normalized = usual.NORMALIZE(ours.float() / 255)
         torch.testing.assert_close(val[number][0], normalized, rtol=0, atol=1e-6)
     crop = usual.TRAIN[0]
     assert crop.scale == (0.08, 1.0) and crop.size == (224, 224)
 
 
-def test_how_long_copies_overlap_with_kernels():
-    kernels = [(5, 12), (12, 20), (50, 60)]
-    for copies, shared in (([(0, 10)], 5), ([(8, 30), (55, 57)], 14), ([(21, 40)], 0)):
-        assert overlap(copies, kernels) == overlap(kernels, copies) == shared
-    assert overlap([], kernels) == 0
-    event = {"cat": "gpu_memcpy", "name": "Memcpy HtoD (Pinned -> Device)", "ts": 0}
-    events = [{"cat": "kernel", "name": "conv", "ts": 10, "dur": 4000}, {"ph": "M"}]
-    events += [event | {"dur": 9}, event | {"ts": 3010, "dur": 3000}]
-    events += [event | {"name": "Memcpy DtoH (Device -> Pinned)", "ts": 20, "dur": 7}]
-    assert copies_in(events) == (3, 1 / 3)
-    with pytest.raises(RuntimeError, match="no kernels, or no copies"):
-        copies_in(events[:3])
+def test_ratios_are_of_one_round_and_rows_are_medians():
+    found = {"base": [1.0, 2.0, 4.0], "other": [3.0, 2.0, 400.0]}
+    row = comparison.compared(found, "base")["other"]
+    assert row["value"] == {"median": 3.0, "low": 2.5, "high": 201.5}
+    assert row["ratio"] == {"median": 3.0, "low": 2.0, "high": 51.5}
+    called = []
+    works = {name: lambda name=name: called.append(name) or 1.0 for name in found}
+    assert comparison.interleave(works, 3) == {"base": [1.0] * 3, "other": [1.0] * 3}
+    assert called.count("base") == called.count("other") == 4  # with a warm-up round
 
 
-def test_clock_and_power_are_those_of_a_busy_gpu():
-    samples = [(345, 70), (1980, 500), (1700, 600), (1600, 690), (345, 90)]
-    samples = [{"clocks.sm": mhz, "power.draw": watts} for mhz, watts in samples]
-    assert under_load(samples) == "; 1700 MHz, 600 W" and under_load([]) == ""
+def hold(size: int) -> None:
+    kept = bytearray(size)
+    time.sleep(60 + len(kept) * 0)
+
+
+def test_memory_is_in_mib():
+    """A process's peak, and the private memory of loader processes, as Linux has them."""
+    timer = Timer()
+    timer.interval(1, 8, 0.0)
+    peak = timer.figures(torch.device("cpu"))["peak_memory_mib"]
+    status = Path("/proc/self/status").read_text()
+    assert peak == pytest.approx(
+        int(re.search(r"VmHWM:\s+(\d+)", status)[1]) / 1024, 0.02
+    )
+    sizes = (0, 100 * 2**20, 400 * 2**20)
+    children = [Process(target=hold, args=(size,), daemon=True) for size in sizes]
+    for child in children:
+        child.start()
+    time.sleep(2)
+    assert memory.unique_mib() == pytest.approx(100, abs=40)  # the median
+    for child in children:
+        child.kill()
+        child.join()
+
+
+def compare_on_one_process(folder: Path, script: str) -> None:
+    os.environ.update(MASTER_PORT=str(free_port()), CUDA_VISIBLE_DEVICES="")
+    flags = "--synthetic 40 -b 4 --image-size 32 --arch squeezenet1_1 --precision fp32"
+    found = gpu.compare_speed(script, "1", *flags.split(), "--output", str(folder))
+    (folder / "found.json").write_text(json.dumps(found))
+
+
+@pytest.mark.parametrize("script", ("distributed", "dataparallel"))
+def test_train_takes_turns_with_minimal_loops(script, tmp_path):
+    with Played(tmp_path) as played:
+        played.start(compare_on_one_process, tmp_path, script)
+        assert played.end(180) == [0], played.text()
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    usual_too = ["conventional loop: fp32, NCHW"] * (script == "distributed")
+    assert [*rows] == ["minimal loop", *usual_too, f"{script}.py"]
+    assert all(row["value"]["median"] > 0 for row in rows.values())
+
+
+@pytest.mark.nvimgcodec
+@pytest.mark.torchcodec
+def test_all_decoders_are_compared_with_the_usual_pipeline(tmp_path, monkeypatch):
+    for name, number in (("TRAIN", 6), ("VAL", 2), ("BATCH", 2)):
+        monkeypatch.setattr(input, name, number)
+    write_photographs(tmp_path, 6, 2, classes=2)
+    found = input.one_core(tmp_path, 1) | input.all_cores(tmp_path, 1)
+    names = {f"--decoder {name}" for name in images.DECODERS}
+    for rows in found.values():
+        assert {*rows} == {input.USUAL, input.NORMALIZED, *names}

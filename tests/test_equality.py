@@ -1,9 +1,8 @@
-"""One training run, five ways: the same images, the same weights, the same figures."""
+"""What a step sends; and processes that horovodrun starts."""
 
 import json
 import os
 import sys
-from functools import cache
 
 import pytest
 import torch
@@ -30,81 +29,6 @@ def horovod_ranks(folder, world_size, task, seconds=180, **arguments):
 
 def start(name):
     return horovod_ranks if name == HOROVOD else run_ranks
-
-
-# --- the same images, the same weights ---
-
-# Where a bound comes from: a gradient is a sum, and every way to split the batch adds it
-# up in another order. A float32 sum of terms whose absolute values add up to A is off by at
-# most about eps * A a level of the addition tree; A is a few times the gradient here. SGD adds
-# up lr / (1 - momentum) * steps of it. Learning rate at most 0.1 * 48 / 256, momentum 0.9,
-# 20 steps, gradients below 1 (asserted), 4 levels.
-EPS = torch.finfo(torch.float32).eps
-STEPS, RATE, MOMENTUM, LEVELS = 20, 0.1 * 48 / 256, 0.9, 4
-MOMENTUM_BOUND = LEVELS * EPS / (1 - MOMENTUM)
-WEIGHT_BOUND = STEPS * RATE * MOMENTUM_BOUND
-
-
-@pytest.fixture(scope="module")
-def trained(digits, tmp_path_factory):
-    """What each process of a run came to, with `workers` loader processes for each."""
-
-    @cache
-    def of(name, world_size, workers):
-        folder = tmp_path_factory.mktemp("trained")
-        flags = ["--data", digits, *FLAGS, "-b", 48, "--max-steps", 10, "--epochs", 2]
-        flags += ["--lr", 0.1, "--warmup-epochs", 1, "--output", folder / "out"]
-        runs = [("small", [*flags, "-j", workers], None, free_port())]
-        found = start(name)(folder, world_size, recorded, name=name, runs=runs)
-        assert len(found) == world_size
-        return [rank for (rank,) in found]
-
-    return of
-
-
-@pytest.mark.parametrize(
-    "name, world_size, workers",
-    [
-        ("dataparallel", 1, 2),
-        ("distributed", 2, 1),
-        ("distributed", 3, 0),
-        ("multiprocessing_distributed", 4, 1),
-        pytest.param(HOROVOD, 3, 1, marks=[pytest.mark.horovod, pytest.mark.full]),
-    ],
-)
-def test_same_images_and_weights(trained, name, world_size, workers, record_property):
-    """Pixels and labels of each step, over two epochs of persistent loader processes.
-
-    Weights and momenta up to rounding; one process has the very bits.
-    """
-    processes = trained(name, world_size, workers)
-    (whole,) = trained("dataparallel", 1, 0)
-    for *shards, (epoch, images) in zip(
-        *(rank["steps"] for rank in processes), whole["steps"], strict=True
-    ):
-        assert all(len(own) == 48 // world_size for _, own in shards)
-        assert {one for one, _ in shards} == {epoch}
-        assert sorted(sum((own for _, own in shards), [])) == sorted(images)
-    assert len({image for _, images in whole["steps"] for image in images}) == 20 * 48
-    weights, momenta = (
-        max((a - b).abs().max().item() for a, b in zip(*pair, strict=True))
-        for pair in (
-            (processes[0]["weights"].values(), whole["weights"].values()),
-            (processes[0]["momenta"], whole["momenta"]),
-        )
-    )
-    row = f"rounding / {name}, {world_size} processes"
-    record_property(f"{row} / weights", weights)
-    record_property(f"{row} / momentum", momenta)
-    one = world_size == 1
-    assert weights <= (0 if one else WEIGHT_BOUND)
-    assert momenta <= (0 if one else MOMENTUM_BOUND)
-    assert whole["losses"][1] < whole["losses"][0] < 2.4
-    largest = max(momentum.abs().max().item() for momentum in whole["momenta"])
-    assert 0.01 < largest < 1 / (1 - MOMENTUM)
-
-
-# --- micro-batches, and half the bytes ---
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from ranks import free_port
 PAGE = (ROOT / "docs" / "pitfalls.md").read_text()
 # Messages that two CPU processes cannot provoke; their sections name where they were reported
 CITED = (
-    "RuntimeError: Timed out initializing process group",
-    "#error You need C++17 to compile PyTorch",
+    "#error ",
     "ImportError: cannot import name 'amp'",
     "ModuleNotFoundError: No module named 'amp_C'",
+    "Watchdog caught",
     "[Rank 1] Watchdog caught",
     "RuntimeError: ProcessGroupNCCL is only",
     "RuntimeError: Distributed package doesn't",
@@ -113,17 +113,14 @@ os.chdir(os.path.dirname(sys.argv[0]))
 os.makedirs("root/train/cat"), os.makedirs("root/val/cat")
 calls = {
     3: "assert 1024 < port < 65536",
-    8: "assert paths[0].decode() == 'train/cat/1.JPEG'",
-    10: "Net = type('Net', (torch.nn.Module,), {'forward': forward}); two = Net();"
-        "two.first, two.second = (torch.nn.Linear(4, 3) for _ in range(2));"
-        "two = DDP(two); [two(images, b).sum().backward() for b in (1, 0, 0, 1)]",
+    8: "assert paths[0].decode() == 'train/cat/1.JPEG';"
+        "loader = torch.utils.data.DataLoader([], **options);"
+        "assert loader.multiprocessing_context.get_start_method() == 'fork'",
     15: "assert round(lr, 6) == 0.02",
     16: "assert 0 <= accuracy(raw_model, loader, 'cpu') <= 1",
     18: "torch.save(content, 'all.pt'); assert content['epoch'] == 3",
     19: "assert content['best'] == 0.5",
     20: "assert torch.load(path) == content",
-    21: "assert not stop_together('cpu'); os.kill(os.getpid(), signal.SIGTERM);"
-        "assert stop_together('cpu')",
 }
 count = 0
 for section in page.split("\\n### ")[1:]:
@@ -197,4 +194,4 @@ def test_the_cures_run_as_they_stand(tmp_path):
     page = ROOT / "docs" / "pitfalls.md"
     variables = {**in_a_group(1), "RANK": "0", "LOCAL_RANK": "0"}
     status, printed = run_python(tmp_path, tmp_path / "cures.py", page, **variables)
-    assert status == 0 and printed.endswith("18 cures []\n"), printed
+    assert status == 0 and printed.endswith("15 cures []\n"), printed

@@ -45,6 +45,8 @@ BF16 = {"precision": "bf16", "epochs": 2, "warmup_epochs": 0, "seed": 1, "lr": 0
 # Past epoch 30 and 60, and past epoch 30 on the cosine
 LONG = {**FIRST, "epochs": 61, "batch": 4, "max_steps": 1}
 LONG_COSINE = {**LONG, "epochs": 33, "schedule": "cosine", "warmup_epochs": 2, "lr": 1}
+# By any number of processes, with loader processes
+MANY = {**FIRST, "batch": 12, "epochs": 6, "lr": 2, "warmup_epochs": 1}
 CASES = {  # the network, and what differs from the defaults
     "the default recipe": ("small", LONG),
     "the cosine": ("small", LONG_COSINE),
@@ -52,11 +54,18 @@ CASES = {  # the network, and what differs from the defaults
     "all flags": ("drop", OTHER),
     "fp16": ("loud", {**FIRST, **FP16}),
     "bf16": ("norm", {**FIRST, **BF16}),
+    "many": ("small", MANY),
     "mobilenet_v3_small": (None, {**FIRST, "epochs": 2, "seed": 5, "min_crop": 0.5}),
 }
 SHARED = ("all flags", "fp16", "bf16")  # by two processes
 # Killed after step 2 of epoch 2, and after the last of epoch 1; then resumed
 KILLED = {"fp16": 7, "bf16": 5}
+# Where a bound comes from: with more than two processes, the sum of their gradients may be
+# taken in another order. A float32 sum of terms whose absolute values add up to A is off by
+# at most about eps * A a level of the addition tree; A is a few times the gradient here. SGD
+# adds up lr / (1 - momentum) * steps of it. 18 steps, gradients below 1 (asserted), 4 levels.
+MOMENTUM_BOUND = 4 * torch.finfo(torch.float32).eps / (1 - 0.9)
+WEIGHT_BOUND = 18 * 2 * 12 / 256 * MOMENTUM_BOUND
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -100,17 +109,18 @@ def words(recipe):
 
 @pytest.fixture(scope="module")
 def ran(photographs, tmp_path_factory):
-    """Runs a script for all its cases, once.
+    """Runs a script for all its cases, once, with `workers` loader processes.
 
     Returns {case: (for each process what each of its runs came to, output folder)}.
     """
 
     @functools.cache
-    def of(name):
+    def of(name, processes, workers):
         folder, runs = tmp_path_factory.mktemp(name), []
-        for case in CASES if name == "dataparallel" else SHARED:
+        chosen = ("many",) if workers else SHARED if processes == 2 else CASES
+        for case in chosen:
             net, recipe = CASES[case]
-            flags = ["--data", photographs, "-j", 0, "--output", folder / case]
+            flags = ["--data", photographs, "-j", workers, "--output", folder / case]
             flags += ["--print-interval", 1, *words(recipe)]
             flags += ["--arch", case] if net is None else []
             if case in KILLED:
@@ -118,9 +128,9 @@ def ran(photographs, tmp_path_factory):
                 runs.append((case, net, flags, KILLED[case], free_port()))
                 flags = [*flags, "--resume"]
             runs.append((case, net, flags, None, free_port()))
-        processes = 1 if name == "dataparallel" else 2
         arguments = {"name": name, "runs": [run[1:] for run in runs]}
         found = start(name)(folder, processes, recorded, **arguments)
+        assert len(found) == processes
 
         def came_to(case):
             return [
@@ -128,7 +138,7 @@ def ran(photographs, tmp_path_factory):
                 for rank in found
             ]
 
-        return {case: (came_to(case), folder / case) for case, *_ in runs}
+        return {case: (came_to(case), folder / case) for case in chosen}
 
     return of
 
@@ -140,9 +150,8 @@ def crops_of(found):
 
 
 @pytest.fixture(scope="module")
-def expected(photographs):
-    """What the reference comes to with the crops of a run, whatever its strategy."""
-    known = {}
+def expected(photographs, ran):
+    """What the reference comes to with the crops that one process has drawn."""
 
     @functools.cache
     def of(case, processes):
@@ -153,21 +162,24 @@ def expected(photographs):
                 return NETS[net](classes)
             return torchvision.models.get_model(case, num_classes=classes)
 
+        crops = crops_of(ran(*ALONE)[case][0])
         recipe = Namespace(**{**DEFAULTS, **recipe})
-        return reference.train(photographs, build, known[case], recipe, processes)
+        return reference.train(photographs, build, crops, recipe, processes)
 
-    def with_crops(case, found, processes):
-        crops = crops_of(found)
-        assert known.setdefault(case, crops) == crops
-        return of(case, processes)
-
-    return with_crops
+    return of
 
 
-TWO = ("distributed", "multiprocessing_distributed")
-NAMES = [("dataparallel", 1, case) for case in CASES]
-NAMES += [(name, 2, case) for name in TWO for case in SHARED]
-NAMES += [pytest.param(HOROVOD, 2, case, marks=pytest.mark.horovod) for case in SHARED]
+ALONE = ("dataparallel", 1, 0)
+TWO = ("distributed", "multiprocessing_distributed", HOROVOD)
+ROWS = [(*ALONE, case) for case in CASES]
+ROWS += [(name, 2, 0, case) for name in TWO for case in SHARED]
+ROWS += [("dataparallel", 1, 2, "many")]
+
+
+def marked(rows, *others):
+    """Parameters, of which the first is a script's name."""
+    marks = {HOROVOD: [pytest.mark.horovod, *others]}
+    return [pytest.param(*row, marks=marks.get(row[0], ())) for row in rows]
 
 
 same = partial(torch.testing.assert_close, rtol=0, atol=0, check_stride=True)
@@ -178,14 +190,16 @@ def close(found, right):
     return found == pytest.approx(right, rel=1e-12)
 
 
-@pytest.mark.parametrize("name, processes, case", NAMES)
-def test_a_run_is_that_of_the_reference(ran, expected, name, processes, case):
+@pytest.mark.parametrize("name, processes, workers, case", marked(ROWS))
+def test_a_run_is_that_of_the_reference(ran, expected, name, processes, workers, case):
     """Bit by bit: one process, or two, whose sum of two is the same in either order."""
-    found, output = ran(name)[case]
-    recipe, right = CASES[case][1], expected(case, found, processes)
+    found, output = ran(name, processes, workers)[case]
+    recipe, right = CASES[case][1], expected(case, processes)
     weights, *_ = right.epochs[-1]
     scaler = {"scale": right.scale, "_growth_tracker": right.growth}
     fp16 = recipe["precision"] == "fp16"
+    if not workers:  # which would draw the crops
+        assert crops_of(found) == crops_of(ran(*ALONE)[case][0])
     for rank in found:
         assert close([rate for run in rank for rate in run["rates"]], right.rates)
         assert {stride for run in rank for stride in run["strides"]} == {right.stride}
@@ -220,12 +234,40 @@ def test_a_run_is_that_of_the_reference(ran, expected, name, processes, case):
         assert close(content["best_acc1"].item(), 100 * max(hits) / val[3])
 
 
+THREE = [("distributed", 3), ("multiprocessing_distributed", 4), (HOROVOD, 3)]
+
+
+@pytest.mark.parametrize("name, processes", marked(THREE, pytest.mark.full))
+def test_more_processes_differ_by_rounding_only(
+    ran, expected, name, processes, record_property
+):
+    found, output = ran(name, processes, 1)["many"]
+    right = expected("many", 1)
+    for (end,) in found:
+        for part, bound, values in (
+            ("weights", WEIGHT_BOUND, right.epochs[-1][0].values()),
+            ("momentum", MOMENTUM_BOUND, right.momenta),
+        ):
+            own = end["momenta"] if part == "momentum" else end["weights"].values()
+            pairs = zip(own, values, strict=True)
+            apart = max((one - other).abs().max().item() for one, other in pairs)
+            record_property(f"rounding / {name}, {processes} processes / {part}", apart)
+            assert apart <= bound
+    assert 0.01 < max(one.abs().max() for one in right.momenta) < 10
+    records = [json.loads(line) for line in open(output / "epochs.jsonl")]
+    for record, (_, train, val) in zip(records, right.epochs, strict=True):
+        assert (record["images"], record["val_images"]) == (train[3], val[3])
+        losses = [train[0] / train[3], val[0] / val[3]]
+        found = [record["train_loss"], record["val_loss"]]
+        assert found == pytest.approx(losses, rel=1e-5)
+
+
 def test_crops_are_random_within_their_bounds(ran, photographs):
     """They are data for the reference, which would follow wherever they go."""
     files = reference.listing(photographs / "train")
     areas = [numpy.prod(Image.open(file).size) for file, _ in files]
     for case, (_, flags) in CASES.items():
-        recipe, crops = {**DEFAULTS, **flags}, crops_of(ran("dataparallel")[case][0])
+        recipe, crops = {**DEFAULTS, **flags}, crops_of(ran(*ALONE)[case][0])
         flips = numpy.mean([flip for _, flip in crops.values()])
         assert flips == 0 if recipe["no_flip"] else 0.25 < flips < 0.75
         sides = [(index, *crop[0][2:]) for (_, index), crop in crops.items()]

@@ -11,28 +11,28 @@ import socket
 import subprocess
 import sys
 import time
-from argparse import Namespace
 from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import torch
-from conftest import TINY, Started, processes_of, wait_until
+from conftest import ROOT, TINY, Started, processes_of, run, wait_until
 from played import Played
-from ranks import Ranks, run_ranks, train, train_at_gate
+from ranks import Ranks, run_ranks, train
 from trial import NAMES, SETTINGS, invented, simulated
 
 from benchmarks.timings import __main__ as command
-from benchmarks.timings import plan, report, statistics
-from benchmarks.timings.measure import pin
+from benchmarks.timings import gate, options, plan, report, session, statistics
+from benchmarks.timings.measure import Candidate, cohort, pin
 from benchmarks.timings.statistics import decide, levels, orders, williams
+from common import meters
 from common.errors import UserError
 
 TRUTH = dict.fromkeys(NAMES, 0.0)
 
 
-def session(cohorts, truth=TRUTH, launch=0.001, **more):
+def several(cohorts, truth=TRUTH, launch=0.001, **more):
     found = [invented(truth, launch, 8, f"{n}") for n in range(1, cohorts + 1)]
     return [c | {"ended": n / cohorts, **more} for n, c in enumerate(found, 1)]
 
@@ -45,11 +45,11 @@ def test_each_follows_each_other_equally_often_in_an_order_drawn_anew(number):
     names, rows = "abcdef"[:number], len(williams(number))
     drawn = [orders(names, random.Random(seed)) for seed in range(20)]
     blocks = [[next(one) for _ in range(rows)] for one in drawn]
-    for cohort in blocks:
-        followed = [pair for row in cohort for pair in zip(row, row[1:], strict=False)]
+    for block in blocks:
+        followed = [pair for row in block for pair in zip(row, row[1:], strict=False)]
         counts = {pair: followed.count(pair) for pair in followed}
         assert len(counts) == number * (number - 1) and len({*counts.values()}) == 1
-    assert len({str(cohort) for cohort in blocks}) > 1
+    assert len({str(block) for block in blocks}) > 1
 
 
 def test_a_level_is_free_of_the_machine_s_slowness_and_of_single_turns():
@@ -59,9 +59,79 @@ def test_a_level_is_free_of_the_machine_s_slowness_and_of_single_turns():
         turns += [["a", [slowness] * 2, 0.0, []], ["b", [2.0 * slowness], 0.0, []]]
         turns.append(["c", [3.0 * slowness], 0.0, []])
     turns[0][1], turns[7][1] = [9.0], [0.5]
-    found = levels({"turns": [*turns, ["d", [5.0], 0.0, []]]}, alone=["d"])
+    turns += [["d", [seconds], 0.0, []] for seconds in (5.0, 4.0, 90.0)]
+    found = levels({"turns": turns}, alone=["d"])
     expected = {"a": 1, "b": 2, "c": 3, "d": 5}
     assert {n: math.exp(log) for n, log in found.items()} == pytest.approx(expected)
+
+
+def test_two_copies_that_differ_forbid_all_verdicts():
+    truth = TRUTH | {"second copy": 0.2, "distributed again": 0.1}
+    mode = report.Mode("synthetic", several(6, truth), SETTINGS, last=True)
+    assert {v.verdict for v in mode.verdicts} == {"undecided"}
+    assert "two copies of distributed differ" in mode.headline()
+    good = TRUTH | {"second copy": 0.2}
+    mode = report.Mode("synthetic", several(6, good), SETTINGS, last=True)
+    assert re.search(r"second copy is 1\d.\d % slower than distr", mode.headline())
+
+
+def test_too_few_cohorts_give_no_interval():
+    two = dict.fromkeys(("distributed", "distributed again"), 0.0)
+    for truth, cohorts in ((TRUTH, 1), (two, 2)):
+        found = [c | {"ended": c["ended"] / 100} for c in several(cohorts, truth)]
+        (copy,) = decide(found, SETTINGS, last=cohorts == 1).copies
+        assert copy.verdict == "undecided"
+        assert report.interval(copy).endswith("(too few cohorts for an interval)")
+
+
+def test_all_looks_together_spend_the_error_once(monkeypatch):
+    spent = []
+    monkeypatch.setattr(
+        statistics, "judge", lambda fit, pairs, error: [spent.append(error)]
+    )
+    for number in (2, 4, 6, 7):
+        decide(several(7)[:number], SETTINGS, last=number == 7)
+    assert sum(spent[::2]) == sum(spent[1::2]) == pytest.approx(statistics.ERROR)
+
+
+@pytest.mark.parametrize(
+    "slower, launch, draws", [(0.0, 0.02, 400), (0.05, 0.005, 400)]
+)
+def test_verdicts_are_right_and_a_slowdown_is_found(slower, launch, draws):
+    found = simulated(slower, launch, 8, draws)  # the same in each run
+    assert found["with_a_wrong_verdict"] + found["without_verdicts"] < 0.04
+    assert not slower or found["decided"] > 0.5  # two of three pairs differ
+
+
+# --- measuring ---
+
+# Two ranks with invented times, which make all three intervals of each turn different
+INVENTED = """
+import os
+from benchmarks.timings import gate
+rank = int(os.fork() == 0)
+gate.place = lambda: (rank, 2)
+gate.after_interval(2, 100.0, 8, 0.0)
+turn = 0
+while True:
+    kept = (50.0, 50.0) if turn == 0 else (3.0, 4.0) if rank else (1.0, 2.0)
+    for seconds, step in zip((100.0, *kept), (4, 6, 2 if turn == 2 else 8)):
+        gate.after_interval(step, seconds, 8, 0.9 if rank else 0.3)
+    turn += 1
+"""
+
+
+def test_of_a_turn_the_slowest_rank_counts_without_what_a_start_slows_down():
+    """Not counted: a job's first turn, a turn's first interval, an epoch's first one."""
+    code = [sys.executable, "-c", INVENTED]
+    wrong = [sys.executable, "-c", "raise SystemExit('a.py: error: no such thing')"]
+    found = cohort([Candidate("a", code, {}), Candidate("b", wrong, {})], seconds=0.5)
+    assert found["problems"] == {"b": "no such thing"}
+    assert {turn[0] for turn in found["turns"]} == {"a"}
+    times = [turn[1] for turn in found["turns"]]
+    assert times[0] == [3 / 8, 4 / 8] and times[1] == [3 / 8]
+    assert found["turns"][0][2] == pytest.approx((0.6 / 3 + 0.6 / 4) / 2)
+    assert len(times) > 2 and times[2:] == [[3 / 8, 4 / 8]] * (len(times) - 2)
 
 
 def pinned() -> None:
@@ -81,90 +151,68 @@ def test_a_process_and_its_loaders_stay_on_the_cores_of_its_rank(tmp_path):
         assert played.log(0) == 2 * f"{ {every[1 % len(every)]} }\n"
 
 
-def test_two_copies_that_differ_forbid_all_verdicts():
-    truth = TRUTH | {"second copy": 0.2, "distributed again": 0.1}
-    mode = report.Mode("synthetic", session(6, truth), SETTINGS, last=True)
-    assert {v.verdict for v in mode.verdicts} == {"undecided"}
-    assert "two copies of distributed differ" in mode.headline()
-    good = TRUTH | {"second copy": 0.2}
-    mode = report.Mode("synthetic", session(6, good), SETTINGS, last=True)
-    assert re.search(r"second copy is 1\d.\d % slower than distr", mode.headline())
-
-
-def test_too_few_cohorts_give_no_interval():
-    two = dict.fromkeys(("distributed", "distributed again"), 0.0)
-    for truth, cohorts in ((TRUTH, 1), (two, 2)):
-        found = [c | {"ended": c["ended"] / 100} for c in session(cohorts, truth)]
-        (copy,) = decide(found, SETTINGS, last=cohorts == 1).copies
-        assert copy.verdict == "undecided"
-        assert report.interval(copy).endswith("(too few cohorts for an interval)")
-
-
-def test_all_looks_together_spend_the_error_once(monkeypatch):
-    spent = []
-    monkeypatch.setattr(
-        statistics, "judge", lambda fit, pairs, error: [spent.append(error)]
-    )
-    for number in (2, 4, 6, 7):
-        decide(session(7)[:number], SETTINGS, last=number == 7)
-    assert sum(spent[::2]) == sum(spent[1::2]) == pytest.approx(statistics.ERROR)
-
-
-@pytest.mark.parametrize(
-    "slower, launch, draws", [(0.0, 0.02, 400), (0.05, 0.005, 400)]
-)
-def test_verdicts_are_right_and_a_slowdown_is_found(slower, launch, draws):
-    found = simulated(slower, launch, 8, draws)  # the same in each run
-    assert found["with_a_wrong_verdict"] + found["without_verdicts"] < 0.04
-    assert not slower or found["decided"] > 0.5  # two of three pairs differ
-
-
-# --- measuring ---
+def train_at_gate(path: str, **how) -> None:
+    os.environ[gate.VARIABLE] = path
+    meters.HOOK = "benchmarks.timings.gate"
+    train(**how)
 
 
 def test_at_the_gate_all_wait_and_no_bit_changes(tmp_path):
-    flags = [*TINY, "--synthetic", 24, "--epochs", 1, "--device", "cpu", "--output"]
+    flags = [*TINY, "--synthetic", 24, "--epochs", 1, "--output"]
     how = {"name": "distributed", "flags": [*flags, tmp_path / "a"]}
     run_ranks(tmp_path / "free", 2, train, **how)
-    gate = socket.socket(socket.AF_UNIX)
-    gate.bind(str(tmp_path / "gate"))
-    gate.listen()
-    gate.settimeout(60)
-    how |= {"flags": [*flags, tmp_path / "b"], "gate": str(tmp_path / "gate")}
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(tmp_path / "gate"))
+    listener.listen()
+    listener.settimeout(120)
+    how |= {"flags": [*flags, tmp_path / "b"], "path": str(tmp_path / "gate")}
     with Ranks(tmp_path / "held", 2, train_at_gate, **how) as ranks:
-        connections, counts = [gate.accept()[0] for _ in range(2)], []
+        connections, arrived = [listener.accept()[0] for _ in range(2)], []
         for _ in range(3):
             for one in connections:
-                one.settimeout(20)
-                counts.append(len(json.loads(one.recv(10**5))["intervals"]))
+                one.settimeout(60)
+                message = json.loads(one.recv(10**5))
+                intervals = message.pop("intervals")
+                arrived.append([*message.values(), len(intervals), intervals[0][2]])
             time.sleep(0.3)
             assert ranks.alive(0) and ranks.alive(1)
             for one in connections:
                 one.sendall(b"2\n")
         ranks.results()
-    assert counts == [1, 1, 2, 2, 2, 2]
+    assert sorted(arrived[:2]) == [[0, 2, 1, 4], [1, 2, 1, 4]]  # images of both ranks
+    assert [one[2] for one in arrived] == [1, 1, 2, 2, 2, 2]
     weights = (torch.load(tmp_path / n / "checkpoint.pt")["state_dict"] for n in "ab")
     torch.testing.assert_close(*weights, rtol=0, atol=0)
 
 
 SMALL = "--arch squeezenet1_1 --image-size 32 --batch-size 4 --precision fp32".split()
-SMALL += "--modes jpeg --strategies distributed apex_distributed --device cpu".split()
+SMALL += "--modes jpeg --strategies distributed apex_distributed".split()
 
 
-def test_a_cohort_ends_with_a_report(digits, tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+
+
+def test_a_cohort_ends_with_a_report(digits, tmp_path, monkeypatch, capsys, no_gpu):
     words = ["--minutes", "0.1", "--data", str(digits), "--output", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["timings", *words, *SMALL])
-    monkeypatch.setattr(command, "cohort", partial(command.cohort, seconds=3))
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(session, "cohort", partial(cohort, seconds=3))
     monkeypatch.setenv("TEST_RUN", str(tmp_path))
     command.main()
     found = json.loads((tmp_path / "report.json").read_text())
     assert found["minutes"] > 0 and found["device"] and found["verdicts"] == []
-    assert "CUDA GPU" in found["problems"]["apex_distributed"]
-    (cohort,) = report.read_cohorts(tmp_path)
-    names = [turn[0] for turn in cohort["turns"]]
+    assert found["problems"] == {"apex_distributed": "it needs a CUDA GPU"}
+    (measured,) = report.read_cohorts(tmp_path)
+    names = [turn[0] for turn in measured["turns"]]
     assert names.count("distributed") == names.count("distributed again") > 0
-    assert "nothing was decided" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "apex_distributed is left out: it needs a CUDA GPU" in printed
+    assert f"up to 0.1 minutes; then {tmp_path}/report.md has" in printed
+    assert "nothing was decided after 1 cohort" in printed
+    assert "compute in fp32" in printed and "disk" not in printed
     ElementTree.parse(tmp_path / "timings.svg")
     assert not processes_of(str(tmp_path))
 
@@ -181,7 +229,7 @@ def test_nothing_outlives_a_killed_measurement(digits, tmp_path):
         return found > 4
 
     with Started(tmp_path, [sys.executable, *words]) as measuring:
-        wait_until(stopped, 90, "a training with its loaders is stopped")
+        wait_until(stopped, 180, "a training with its loaders is stopped")
         measuring.process.kill()
         measuring.process.wait()
         measuring.wait_until_gone(20)
@@ -190,22 +238,50 @@ def test_nothing_outlives_a_killed_measurement(digits, tmp_path):
 # --- the command ---
 
 
+def test_help_lists_the_flags_before_anything_is_installed(tmp_path):
+    bare = tmp_path / "python"  # without site-packages
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    done = run("bash", ROOT / "scripts" / "timings.sh", "--help", PYTHON=str(bare))
+    assert done.returncode == 0 and "--modes NAME" in done.stdout, done.stderr
+    assert "scripts/timings.sh --data" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "flags, problem",
+    [
+        ("--data /nope", "--data /nope: No such file or directory"),
+        ("--data {empty}", "Couldn't find any class folder in .*train"),
+        ("--strategies apex_distributed", "apex_distributed it needs a CUDA GPU"),
+    ],
+)
+def test_a_wrong_flag_is_refused_before_the_first_cohort(
+    flags, problem, tmp_path, monkeypatch, no_gpu
+):
+    (tmp_path / "empty" / "train").mkdir(parents=True)
+    words = flags.format(empty=tmp_path / "empty").split()
+    monkeypatch.setattr(sys, "argv", ["timings", *words, "--output", f"{tmp_path}/o"])
+    monkeypatch.setattr(session, "cohort", lambda *_, **__: pytest.fail("it measures"))
+    with pytest.raises(UserError, match=problem):
+        command.main()
+    assert not (tmp_path / "o").exists()
+
+
 @pytest.fixture
-def args(tmp_path, monkeypatch):
-    args = plan.parse(
-        ["--modes", "synthetic", "--output", str(tmp_path), "--device", "cpu"]
-    )
-    args.minutes, args.strategies, args.shown = 1, NAMES[:-1], []
-    monkeypatch.setattr(plan, "parse", lambda: args)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(command.time, "monotonic", iter(range(10**6)).__next__)
+def args(tmp_path, monkeypatch, no_gpu):
+    args = options.parse(["--modes", "synthetic", "--output", str(tmp_path)])
+    args.minutes = 1
+    plan.complete(args)
+    args.strategies, args.shown = NAMES[:-1], []
+    monkeypatch.setattr(plan, "complete", lambda args: None)
+    monkeypatch.setattr(session.time, "monotonic", iter(range(10**6)).__next__)
     return args
 
 
 def test_ctrl_c_and_the_same_command_again(args, monkeypatch, capsys):
     made = []
 
-    def cohort(candidates, after_turn):
+    def measured(candidates, after_turn):
         made.append([one.name for one in candidates])
         if len(made) == 4:
             raise KeyboardInterrupt
@@ -214,52 +290,83 @@ def test_ctrl_c_and_the_same_command_again(args, monkeypatch, capsys):
         turns = [[*turn, 0.0, []] for turn in turns]
         return {"turns": turns, "problems": {}, "start_seconds": 1, "seconds": 6}
 
-    monkeypatch.setattr(command, "cohort", cohort)
+    monkeypatch.setattr(session, "cohort", measured)
     with pytest.raises(SystemExit, match="130"):
-        command.main()
+        session.run(args)
     assert "the same command continues" in capsys.readouterr().err
     assert len(report.read_cohorts(args.output)) == 3
-    command.main()
+    session.run(args)
     cohorts = report.read_cohorts(args.output)
     assert len(cohorts) == len(made) - 1 > 4
     ended = [one["ended"] for one in cohorts]
     assert ended == sorted(ended) and 0.7 < ended[-1] <= 1
     args.batch_size = 8
     with pytest.raises(UserError, match="batch_size 32, now it is 8"):
-        command.main()
+        session.run(args)
 
 
-def test_the_report_names_a_library_that_is_only_a_folder(tmp_path, monkeypatch):
-    (tmp_path / "amp_C").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    assert report.machine("cpu")["amp_C"] == "installed"
+def test_a_mode_without_any_strategy_is_an_error_after_the_report(
+    args, monkeypatch, capsys
+):
+    def measured(candidates, after_turn):
+        bad = "--data" in candidates[0].command
+        turns = [[*turn, 0.0, []] for turn in invented(TRUTH, 0.0, 8, "a")["turns"]]
+        problems = {name: "no such image" for name in NAMES} if bad else {}
+        return {"turns": [] if bad else turns, "problems": problems, "seconds": 6}
+
+    args.modes, args.data = ["synthetic", "jpeg"], args.output
+    monkeypatch.setattr(session, "cohort", measured)
+    with pytest.raises(UserError, match="jpeg: there is no strategy left to time"):
+        session.run(args)
+    printed = capsys.readouterr().out
+    assert "jpeg: distributed is left out: no such image" in printed
+    assert "\n## synthetic\n" in printed and (args.output / "report.md").exists()
 
 
-def test_strategies_have_equal_flags_and_threads(args):
+def test_strategies_share_flags_threads_and_loader_processes(args):
+    args.threads = args.workers = 3
+    args.strategies = ["distributed", "horovod_distributed"]
     every = plan.candidates(args, "jpeg")
     assert [one.name for one in every] == [*args.strategies, "distributed again"]
     assert len({str(one.command[2:]) for one in every}) == 1
-    assert len({one.variables["OMP_NUM_THREADS"] for one in every}) == 1
+    assert {one.variables["OMP_NUM_THREADS"] for one in every} == {"3"}
+
+    def flag(one: Candidate, name: str) -> str:
+        return one.command[one.command.index(name) + 1]
+
     alone = plan.candidate(args, "dataparallel", "jpeg")
-    assert int(alone.variables["OMP_NUM_THREADS"]) == args.processes * args.threads
+    processes = args.processes
+    assert int(alone.variables["OMP_NUM_THREADS"]) == 3 * processes
+    assert int(flag(alone, "--workers")) == processes * int(flag(every[0], "--workers"))
+    for precision, level in (("fp16", "O1"), ("fp32", "O0")):
+        args.precision = precision
+        assert (
+            flag(plan.candidate(args, "apex_distributed", "jpeg"), "--opt-level")
+            == level
+        )
 
 
-@pytest.mark.parametrize("total, groups", [(90, 1), (30, 3)])
-def test_gpu_memory_decides_whether_all_are_resident(args, monkeypatch, total, groups):
-    args.device, used = "cuda", iter([0, 10])
-    asked = {"memory.total": total}
-    monkeypatch.setattr(plan, "gpu_names", lambda: ["0", "1"])
-    monkeypatch.setattr(plan, "gpus", lambda: [{"memory.used": next(used), **asked}])
-    monkeypatch.setattr(plan, "Job", lambda *_: Namespace(problem=None))
-    monkeypatch.setattr(plan, "wait", lambda *_: None)
-    found = plan.groups(args, "synthetic")
-    assert len(found) == groups and all(one[0].name == "distributed" for one in found)
+def test_the_report_gives_precision_images_per_second_and_the_page_cache(args):
+    args.device, args.precision = "cuda", "fp16"
+    precision, cache = report.notes({**vars(args), "modes": ["jpeg"], "shown": []})
+    assert "in fp16. Apex and nn.DataParallel have no bf16" in precision
+    assert "64 generated images, which stay in memory" in cache
+    assert "apex_distributed" not in plan.skipped(args)
+    args.precision = "bf16"
+    assert {*plan.skipped(args)} == {"apex_distributed", "dataparallel"}
+    turns = [["distributed", [1 / 80, 1 / 80], share, []] for share in (0.0, 0.3)]
+    mode = report.Mode("jpeg", [{"turns": turns, "ended": 1}], SETTINGS, last=True)
+    assert mode.speeds() == [["distributed", "80.0", "-", "15% (input-bound)"]]
 
 
-def test_a_step_is_split_into_parts_that_add_up(args):
+def test_efficiency_is_per_device_and_the_parts_of_a_step_add_up(args):
     args.processes = 2
     names = [one.name for one in plan.candidates(args, "scaling")]
-    times = dict(zip(names, (0.0, -0.5, 0.0, -0.5, -0.3), strict=True))
-    mode = report.Mode("scaling", session(4, times), vars(args), last=True)
-    shares = re.findall(r"(\d+)%[,.]", mode.scaling().rpartition("A step")[2])
-    assert len(shares) == 3 and abs(sum(map(int, shares)) - 100) <= 2
+    assert names == ["1 x 32", "2 x 32", "1 x 64", "2 x 32 again", "2 x 32 JPEG"]
+    times = dict(zip(names, (1 / 50, 1 / 80, 1 / 40, 1 / 80, 1 / 40), strict=True))
+    turns = [[name, [seconds] * 2, 0.0, []] for name, seconds in times.items()]
+    cohorts = [{"turns": turns, "ended": n / 4} for n in range(1, 5)]
+    text = report.Mode("scaling", cohorts, vars(args), last=True).scaling()
+    shares = re.findall(r"\| (\d x \d+) +\| (\d x \d+) +\| ([\d.]+)%", text)
+    assert shares == [("2 x 32", "1 x 32", "80.0"), ("2 x 32", "1 x 64", "100.0")]
+    assert "computation 40%, overhead of more devices 10%, data 50%" in text

@@ -20,11 +20,11 @@ import subprocess
 import sys
 from itertools import combinations
 
-from benchmarks.timings import plan, report
-from benchmarks.timings.measure import ROOT, cohort
+from benchmarks.comparison import RESULTS, ROOT, commit
+from benchmarks.timings import options, plan, report
+from benchmarks.timings.measure import cohort
 from benchmarks.timings.statistics import AGAIN, decide, orders
-from common.log import commit
-from launch.exits import exit_status
+from common.errors import one_line_errors
 
 NAMES = ("distributed", "second copy", "third copy", "distributed" + AGAIN)
 SETTINGS = {"minutes": 1, "base": "distributed", "shown": []}
@@ -35,22 +35,23 @@ SLOW = '''"""distributed.py, of which each step takes 5 % longer."""
 import time
 
 import distributed
-from distributed import *
 
-step = distributed.train_step
+first, last, began = distributed.seed_generators, distributed.batch_sums, 0.0
 
 
-def slow_step(*arguments):
+def begin(*key):
+    global began
     began = time.perf_counter()
-    result = step(*arguments)
+    first(*key)
+
+
+def end(*tensors):
     time.sleep(0.05 * (time.perf_counter() - began))
-    return result
+    return last(*tensors)
 
 
-distributed.train_step = slow_step
-if __name__ == "__main__":
-    with exit_status():
-        main(distributed.arguments())
+distributed.seed_generators, distributed.batch_sums = begin, end
+distributed.main(distributed.arguments())
 '''
 
 
@@ -71,7 +72,7 @@ def invented(truth: dict[str, float], launch: float, blocks: int, seed: str) -> 
             if draw.random() < DISTURBED:
                 level += draw.expovariate(1 / DELAY)
             turns.append([name, [math.exp(level + draw.gauss(0, NOISE))] * 2])
-    return {"turns": turns, "groups": 1}
+    return {"turns": turns}
 
 
 def simulated(
@@ -129,10 +130,12 @@ def copies(sessions: int = 10, cohorts: int = 4) -> None:
     folder = ROOT / "runs" / "timings-copies"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "slow.py").write_text(SLOW)
-    args, done = plan.parse([]), report.read_cohorts(folder)
+    args, done = options.parse([]), report.read_cohorts(folder)
+    plan.complete(args)
     every = [plan.candidate(args, "distributed", "synthetic", name) for name in NAMES]
-    slow = every[0].variables | {"SCRIPT": str(folder / "slow.py")}
-    every.append(every[0]._replace(name="slow", variables=slow))
+    words = ["torchrun", "--standalone", "--nproc-per-node", str(args.processes)]
+    words += [str(folder / "slow.py"), *every[0].command[2:]]
+    every.append(every[0]._replace(name="slow", command=words))
     while len(done) < sessions * cohorts:
         done.append(cohort(every))
         with (folder / "cohorts.jsonl").open("a") as lines:
@@ -142,7 +145,7 @@ def copies(sessions: int = 10, cohorts: int = 4) -> None:
     for session in range(sessions):
         part = done[session * cohorts : (session + 1) * cohorts]
         minutes = sum(one["seconds"] for one in part) / 60
-        part = [c | {"ended": n / cohorts, "groups": 1} for n, c in enumerate(part, 1)]
+        part = [c | {"ended": n / cohorts} for n, c in enumerate(part, 1)]
         decision = decide(part, SETTINGS, last=True)
         judged = (*decision.verdicts, *decision.copies)
         same = [v for v in judged if "slow" not in v.pair]
@@ -190,12 +193,12 @@ def write(name: str, found: dict) -> None:
     """Write benchmarks/results/timings_NAME.json."""
     about = {"argv": ["python", "-m", "tests.trial", *sys.argv[1:]]}
     about |= {"commit": commit(), **report.machine("cpu")}
-    path = ROOT / "benchmarks" / "results" / f"timings_{name}.json"
+    path = RESULTS / f"timings_{name}.json"
     path.write_text(json.dumps(about | found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    with exit_status():
+    with one_line_errors():
         os.environ.setdefault("PYTHON", sys.executable)
         commands = {one.__name__: one for one in (simulation, copies, power)}
         commands[sys.argv[1]](*map(int, sys.argv[2:]))

@@ -1,111 +1,22 @@
 """Measure the strategies in turn, and report which of them are faster."""
 
-import argparse
-import json
-import os
-import signal
 import sys
-import time
 
-from benchmarks.timings import plan, report
-from benchmarks.timings.measure import cohort
-from benchmarks.timings.statistics import decide
-from common.errors import UserError
-from common.log import commit
-from launch.exits import exit_status
-
-
-def open_output(args: argparse.Namespace) -> list[dict]:
-    """Create the output folder, or return the cohorts of an earlier command.
-
-    Raises UserError if they were measured with other settings.
-    """
-    now = {**vars(args), "commit": commit(), **report.machine(args.device)}
-    now = json.loads(json.dumps(now, default=str))
-    args.output.mkdir(parents=True, exist_ok=True)
-    file = args.output / "settings.json"
-    before = json.loads(file.read_text()) if file.exists() else now
-    for name, value in now.items():
-        if before.get(name) != value:
-            raise UserError(
-                f"{args.output} holds timings with {name} {before.get(name)}, now it "
-                f"is {value}: choose another --output, or delete it"
-            )
-    file.write_text(json.dumps(now, indent=1) + "\n")
-    return report.read_cohorts(args.output)
-
-
-def next_mode(args: argparse.Namespace, cohorts: list[dict], now: float) -> str | None:
-    """Return the mode with the fewest cohorts; None if time is up or all is decided."""
-    of = {mode: [one for one in cohorts if one["mode"] == mode] for mode in args.modes}
-    for mode, found in [*of.items()]:
-        if mode != "scaling" and decide(found, vars(args), last=False).over:
-            del of[mode]
-    mode = min(of, key=lambda mode: len(of[mode]), default=None)
-    longest = max((one["seconds"] for one in of.get(mode, ())), default=0.0)
-    return None if longest and now + longest / 60 > args.minutes else mode
-
-
-def measure(args: argparse.Namespace) -> None:
-    """Measure cohorts until all pairs are decided or the time is up.
-
-    Raises UserError if no candidate can be timed.
-    """
-    cohorts, groups = open_output(args), {}
-    began = time.monotonic() - 60 * (cohorts[-1]["ended"] if cohorts else 0)
-    problems = {n: text for one in cohorts for n, text in one["problems"].items()}
-    if text := os.environ.get("HOROVOD_PROBLEM"):  # from scripts/setup.sh
-        problems["horovod_distributed"] = text
-    with plan.images(args) as args.data:
-        while mode := next_mode(args, cohorts, (time.monotonic() - began) / 60):
-            groups[mode] = groups.get(mode) or plan.groups(args, mode)
-            number = sum(one["mode"] == mode for one in cohorts)
-            group = groups[mode][number % len(groups[mode])]
-            group = [one for one in group if one.name not in problems]
-            shown = [one for one in group if one.name in args.shown]
-            group = [one for one in group if one not in shown]
-            found = {"mode": mode, "groups": len(groups[mode])}
-            found |= cohort(group, after_turn=plan.gpus)
-            if shown and not number:  # alone, so that it does not disturb the others
-                alone = cohort(shown, seconds=10)
-                found["turns"] += alone["turns"]
-                found["problems"] |= alone["problems"]
-            problems |= found["problems"]
-            if not found["turns"]:
-                if cohorts:
-                    break
-                texts = "; ".join(dict.fromkeys(problems.values()))
-                raise UserError(f"no strategy can be timed: {texts}")
-            minutes = (time.monotonic() - began) / 60
-            cohorts.append({**found, "problems": problems, "ended": minutes})
-            with (args.output / "cohorts.jsonl").open("a") as file:
-                file.write(json.dumps(cohorts[-1]) + "\n")
-            text = f"{mode}, cohort {number + 1}: {len(found['turns'])} turns"
-            print(f"{minutes:5.1f} min: {text}", flush=True)
+from benchmarks.timings import options
+from common.errors import one_line_errors
 
 
 def main() -> None:
-    """Measure and report; raises UserError if a file cannot be read or written."""
-    args = plan.parse()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    os.environ.setdefault("PYTHON", sys.executable)
-    print(report.setting(vars(args)), flush=True)
-    try:
-        measure(args)
-        print("\n" + report.write(args.output, last=True))
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if (args.output / "cohorts.jsonl").exists():
-            print("\n" + report.write(args.output, last=False))
-        print("interrupted; the same command continues from here", file=sys.stderr)
-        sys.exit(130)
-    except OSError as error:
-        where = error.filename or "writing"
-        raise UserError(f"{where}: {error.strerror or error}") from None
-    print(f"The report is in {args.output}; delete this folder to measure again.")
+    """Parse the command line and measure."""
+    args = options.parse()
+    from benchmarks.timings import (
+        session,
+    )  # imports PyTorch, which --help does not need
+
+    session.run(args)
 
 
 if __name__ == "__main__":
     sys.argv[0] = "timings"  # the name in error messages
-    with exit_status():
+    with one_line_errors():
         main()

@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.comparison import ROOT
+from benchmarks.timings.gate import VARIABLE
 from benchmarks.timings.processes import end, send
 from benchmarks.timings.statistics import orders
-from common.gate import VARIABLE
 
-ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 300  # limit for a start with its first interval, and for a turn
 WARM_UP = 1  # first turns of each candidate, which are discarded
 LEAST_SECONDS = 40  # minimum for a cohort's turns
@@ -49,7 +49,10 @@ class Job:
         self.listener.bind(str(self.gate))
         self.listener.listen(1024)
         self.log = self.gate.with_suffix(".log")
-        own = {VARIABLE: str(self.gate), "TMPDIR": str(folder)}  # removed with the gate
+        own = {VARIABLE: str(self.gate), "INTERVAL_HOOK": "benchmarks.timings.gate"}
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        own |= {"PYTHONPATH": os.pathsep.join(paths)}
+        own |= {"TMPDIR": str(folder)}  # removed with the gate
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [*candidate.command, "--output", str(self.gate.with_suffix(".run"))],

@@ -9,65 +9,75 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torchvision.datasets.folder import find_classes
 
-from benchmarks.comparison import KEEP_MEMORY
+from benchmarks.comparison import KEEP_MEMORY, ROOT
 from benchmarks.photographs import write_photographs
-from benchmarks.timings.measure import ROOT, Candidate, Job, gates, wait
+from benchmarks.timings.measure import Candidate
 from benchmarks.timings.statistics import AGAIN
-from common import arguments
-from common.device import PRECISIONS, best_precision, machine_cores, usable_gpus
 from common.errors import UserError
+from common.model import best_precision
 
-STRATEGIES = ("dataparallel", "distributed", "multiprocessing_distributed")
-STRATEGIES += ("apex_distributed", "horovod_distributed")
-MODES = ("synthetic", "jpeg", "scaling")
 IMAGES = 64  # distinct ones in the generated JPEG dataset
 CLASSES = 1000  # as for random images, so that both modes train the same model
 STEPS = 400  # per epoch with the generated dataset
-USED, TOTAL = "memory.used", "memory.total"
-GPU = (USED, TOTAL, "clocks.sm", "power.draw", "temperature.gpu")  # nvidia-smi's names
+GPU = (
+    "memory.used",
+    "clocks.sm",
+    "power.draw",
+    "temperature.gpu",
+)  # nvidia-smi's names
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line, and choose defaults that suit the machine."""
-    parser = arguments.OneLineParser(prog="timings", description="Compare strategies.")
-    add = parser.add_argument
-    add(
-        "--minutes", type=arguments.number(float, 0.01), default=10.0, help="total (10)"
-    )
-    modes = "synthetic: images on the device; jpeg: files; scaling: 1, 2, 4 ... devices"
-    add("--modes", choices=MODES, nargs="+", default=["synthetic", "jpeg"], help=modes)
-    add("--strategies", choices=STRATEGIES, nargs="+", default=STRATEGIES)
-    add("--data", metavar="DIR", type=Path, help="train/ and val/ (or generate them)")
-    add("--output", metavar="DIR", type=Path, default=Path("runs/timings"))
-    add("--processes", type=arguments.positive, help="one per GPU; 2 on a CPU")
-    add("--arch", type=arguments.architecture, help="resnet50; CPU: resnet18")
-    add("--image-size", type=arguments.positive, help="224; CPU: 64")
-    add("--batch-size", type=arguments.positive, help="per process (64; CPU: 32)")
-    add("--precision", choices=PRECISIONS, help="fp16; CPU: bf16 or fp32")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    args = parser.parse_args(argv)
-    gpus = usable_gpus() if args.device != "cpu" else 0
-    if args.device == "cuda" and not gpus:
-        parser.error("--device cuda: this machine has no CUDA GPU")
+def complete(args: argparse.Namespace) -> None:
+    """Choose what the command line leaves open, to suit this machine.
+
+    `args.skipped` says which strategies cannot be compared, and why. Raises UserError
+    if --data is not a dataset, or there are too few GPUs or strategies.
+    """
+    for part in ("train", "val") if args.data else ():
+        try:
+            if not any(args.data.glob(f"{part}[.-]*tar")):
+                find_classes(args.data / part)
+        except OSError as error:
+            raise UserError(f"--data {args.data}: {error.strerror or error}") from None
+    gpus = torch.cuda.device_count()
     if gpus and (args.processes or 0) > gpus:
-        parser.error(f"--processes {args.processes}: there are {gpus} GPUs")
+        raise UserError(f"--processes {args.processes}: there are {gpus} GPUs")
     args.device = "cuda" if gpus else "cpu"
-    cores = machine_cores()
+    cores = len(os.sched_getaffinity(0))
     args.processes = args.processes or gpus or min(2, cores)
-    args.threads = max(1, cores // args.processes)  # per process
-    args.workers = min(arguments.WORKERS_PER_GPU, args.threads) * args.processes
+    args.threads = max(1, cores // args.processes)  # compute threads per process
+    args.workers = min(4, args.threads)  # loader processes per process
     args.arch = args.arch or ("resnet50" if gpus else "resnet18")
     args.image_size = args.image_size or (224 if gpus else 64)
     args.batch_size = args.batch_size or (64 if gpus else 32)
     cpu = torch.device("cpu")
     args.precision = args.precision or ("fp16" if gpus else best_precision(cpu))
-    args.interval, names = 10 if gpus else 2, args.strategies
+    args.interval = 10 if gpus else 2
+    args.skipped = {n: why for n, why in skipped(args).items() if n in args.strategies}
+    args.strategies = [name for name in args.strategies if name not in args.skipped]
+    if not args.strategies:
+        reasons = "; ".join(f"{name} {why}" for name, why in args.skipped.items())
+        raise UserError(f"no strategy can be timed: {reasons}")
     # On a CPU, DataParallel has one process with all threads and no replicas
-    args.shown = [] if gpus else [name for name in names if name == "dataparallel"]
-    judged = [name for name in names if name not in args.shown] or names
-    args.base = "distributed" if "distributed" in names else judged[0]
-    return args
+    args.shown = [n for n in args.strategies if n == "dataparallel" and not gpus]
+    judged = [n for n in args.strategies if n not in args.shown] or args.strategies
+    args.base = "distributed" if "distributed" in judged else judged[0]
+
+
+def skipped(args: argparse.Namespace) -> dict[str, str]:
+    """Say which strategies cannot run here with args.precision, and why."""
+    found = {}
+    if args.device == "cpu":
+        found["apex_distributed"] = "it needs a CUDA GPU"
+    elif args.precision == "bf16":
+        found["apex_distributed"] = "it has no bf16"
+        if args.processes > 1:
+            found["dataparallel"] = "its threads have no bf16"
+    if problem := os.environ.get("HOROVOD_PROBLEM"):  # from scripts/setup.sh
+        found["horovod_distributed"] = problem
+    return found
 
 
 def candidate(
@@ -82,24 +92,27 @@ def candidate(
     `size` is (processes, images per process); by default, it comes from `args`.
     """
     processes, share = size or (args.processes, args.batch_size)
-    batch = processes * share
+    batch, alone = processes * share, strategy == "dataparallel"
     flags = ["--data", args.data]
     if mode == "synthetic":
         flags = ["--synthetic", batch * 10**4]
     flags += ["--arch", args.arch, "--image-size", args.image_size]
-    flags += ["--global-batch-size", batch, "--precision", args.precision]
-    flags += ["--workers", args.workers, "--device", args.device]
-    # While the others take their turns, a run waits at its gate
-    flags += ["--print-interval", args.interval, "--timeout-seconds", 1800]
-    variables = {"OMP_NUM_THREADS": str(args.threads), "NPROC": str(processes)}
-    if strategy == "dataparallel":
-        variables["OMP_NUM_THREADS"] = str(args.threads * processes)
+    flags += ["--global-batch-size", batch, "--print-interval", args.interval]
+    # Equal in total, though a single process has to do it
+    flags += ["--workers", args.workers * (processes if alone else 1)]
+    flags += ["--save-minutes", 10**6]  # never
+    if strategy == "apex_distributed":
+        flags += ["--opt-level", "O1" if args.precision == "fp16" else "O0"]
+    else:
+        flags += ["--precision", args.precision]
+    threads = args.threads * (processes if alone else 1)
+    variables = {"OMP_NUM_THREADS": str(threads), "NPROC": str(processes)}
     words = ["bash", ROOT / "scripts" / f"{strategy}.sh", *flags]
     found = Candidate(name or strategy, [*map(str, words)], variables)
     if args.device == "cpu":
         variables |= KEEP_MEMORY
         pinned = args.processes * args.threads == len(os.sched_getaffinity(0))
-        return found._replace(cores=int(variables["OMP_NUM_THREADS"]) * pinned)
+        return found._replace(cores=threads * pinned)
     variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_names()[:processes])
     return found
 
@@ -119,36 +132,10 @@ def candidates(args: argparse.Namespace, mode: str) -> list[Candidate]:
     return [*found, candidate(args, args.base, "jpeg", f"{most} x {each} JPEG")]
 
 
-def groups(args: argparse.Namespace, mode: str) -> list[list[Candidate]]:
-    """Group the candidates that run at the same time: all, or each with the base.
-
-    This depends on GPU memory: the candidate with the most images is started to measure
-    how much it needs. Raises UserError if there is no room for two.
-    """
-    every = candidates(args, mode)
-    if args.device == "cpu":
-        return [every]
-    before, begins = gpus(), "1 x " if mode == "scaling" else args.base
-    heaviest = next(one for one in reversed(every[:-1]) if one.name.startswith(begins))
-    with gates() as folder:
-        job = Job(heaviest, folder)
-        wait([job])
-        pairs = zip(before, gpus(), strict=True)
-        needed = max((b[USED] - a[USED] for a, b in pairs), default=0)
-    free = min((one[TOTAL] * 0.95 - one[USED] for one in before), default=0)
-    if job.problem or free >= needed * len(every):
-        return [every]
-    if free < 2 * needed:
-        text = f"each needs {needed:.0f} of {free:.0f} MiB: lower --batch-size"
-        raise UserError(f"two runs do not fit in GPU memory ({text})")
-    base = next(one for one in every if one.name + AGAIN in {c.name for c in every})
-    return [[base, other] for other in every if other is not base]
-
-
 def gpu_names() -> list[str]:
     """Return the GPUs in CUDA_VISIBLE_DEVICES; by default, all GPUs."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    return names if names[0] else [str(one) for one in range(usable_gpus())]
+    return names if names[0] else [str(one) for one in range(torch.cuda.device_count())]
 
 
 def gpus() -> list[dict[str, float]]:

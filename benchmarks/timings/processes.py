@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from common.gate import VARIABLE
+from benchmarks.timings.gate import VARIABLE
 
 
 def send(where: Path, number: int) -> bool:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.comparison import describe
 from benchmarks.timings.statistics import ERROR, MARGIN, Verdict, decide, levels
-from common.device import describe
 
 WHERE = {"synthetic": "With images on the device", "jpeg": "From JPEG files"}
 LIBRARIES = ("horovod", "apex", "amp_C")  # the last one is Apex's CUDA extension
@@ -42,8 +42,8 @@ def setting(settings: dict) -> str:
     """Describe the settings that all candidates share, on one line."""
     return (
         "{arch} at {image_size} px, {precision}, batch size {batch_size} in each of "
-        "{processes} processes with {threads} compute thread(s), {workers} loader "
-        "processes in total; {minutes:g} minutes"
+        "{processes} processes with {threads} compute thread(s) and {workers} loader "
+        "process(es) each; {minutes:g} minutes"
     ).format(**settings)
 
 
@@ -103,7 +103,8 @@ class Mode:
         base = self.settings["base"]
         decided = [v for v in self.verdicts if v.verdict != "undecided"]
         with_base = [v for v in decided if v.pair[1] == base]
-        text = "; ".join(map(in_words, with_base or decided)) or "nothing was decided"
+        text = "; ".join(map(in_words, with_base or decided))
+        text = text or f"nothing was decided after {len(self.cohorts)} cohort(s)"
         if self.verdicts and not self.decision.honest:
             problem = "differ" if self.copies else "were not both measured"
             text = f"there are no verdicts, because two copies of {base} {problem}"
@@ -223,11 +224,36 @@ def draw(modes: list[Mode], base: str) -> str:
     return "\n".join([head, *parts, "</text></svg>\n"])
 
 
+def notes(settings: dict) -> list[str]:
+    """Say what a reader has to know about the measurements."""
+    found = [f"All strategies compute in {settings['precision']}."]
+    if settings["device"] == "cuda" and settings["precision"] == "fp16":
+        found[0] += (
+            " Apex and nn.DataParallel have no bf16, the scripts' default where a GPU "
+            "has it: --precision bf16 leaves these two out."
+        )
+    if settings["device"] == "cpu":
+        found.append("Processes were pinned to cores, and glibc kept freed memory.")
+    if settings["data"] is None and {*settings["modes"]} & {"jpeg", "scaling"}:
+        found.append(
+            "The JPEG files are links to 64 generated images, which stay in memory: "
+            "their speed does not include a disk's. --data DIR measures your files."
+        )
+    for name in settings["shown"]:
+        found.append(f"{name} is one process with all threads here: no verdict.")
+    return found
+
+
 def write(folder: Path, last: bool) -> str:
     """Write report.md, report.json and timings.svg; return the text of report.md."""
     settings = json.loads((folder / "settings.json").read_text())
     cohorts = read_cohorts(folder)
-    problems = {n: text for one in cohorts for n, text in one["problems"].items()}
+    problems = {
+        f"{name} ({one['mode']})": text
+        for one in cohorts
+        for name, text in one["problems"].items()
+    }
+    problems = {**settings["skipped"], **problems}
     modes = []
     for name in settings["modes"]:
         if found := [one for one in cohorts if one["mode"] == name]:
@@ -235,13 +261,10 @@ def write(folder: Path, last: bool) -> str:
     headline = " ".join(mode.headline() for mode in modes)
     text = f"# Timings\n\n**{headline}**\n\n![Ratios](timings.svg)\n"
     text += "".join(mode.markdown() for mode in modes)
-    text += "".join(f"\nNot timed: {n}: {why}\n" for n, why in problems.items())
-    if settings["device"] == "cpu":
-        text += "\nProcesses were pinned to cores, and glibc kept freed memory.\n"
+    text += "".join(f"\nLeft out: {n}: {why}\n" for n, why in problems.items())
+    text += "".join(f"\n{note}\n" for note in notes(settings))
     if settings["processes"] == 1 and "\n| horovod_distributed" in text:  # was timed
         text += "\nWith one process, Horovod, unlike DDP, does not copy gradients.\n"
-    for name in settings["shown"]:
-        text += f"\n{name} is one process with all threads here: no verdict.\n"
     gpus = [gpu for one in cohorts for turn in one["turns"] for gpu in turn[3]]
     for name in gpus[0] if gpus else ():
         values = [gpu[name] for gpu in gpus]

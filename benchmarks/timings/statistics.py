@@ -157,22 +157,20 @@ class Decision(NamedTuple):
 def decide(cohorts: Sequence[dict], settings: dict, last: bool) -> Decision:
     """Judge a mode's cohorts at the latest planned analysis.
 
-    An analysis follows every LOOKS cohorts of all candidates, and the last cohort. Each
-    may spend a part of ERROR, so that the sum grows with the cube of the elapsed time
+    An analysis follows every LOOKS cohorts, and the last one. Each may spend a part of
+    ERROR, so that the sum grows with the cube of the elapsed time
     (https://doi.org/10.1093/biomet/70.3.659).
 
     Args:
-        cohorts: dicts with "turns"; "ended", the total minutes until the cohort's end;
-            and "groups", the number of cohorts that all candidates take.
+        cohorts: dicts with "turns" and "ended", the total minutes until its end.
         settings: "minutes" planned; "base", the candidate that the others are compared
             with first; and "shown", the candidates without verdicts.
         last: whether no cohort follows.
     """
-    every = LOOKS * cohorts[0]["groups"] if cohorts else 1
-    planned = len(cohorts) // every * every
-    times = [one["ended"] / settings["minutes"] for one in cohorts[every - 1 :: every]]
+    planned = len(cohorts) // LOOKS * LOOKS
+    times = [one["ended"] / settings["minutes"] for one in cohorts[LOOKS - 1 :: LOOKS]]
     if last and cohorts:
-        times = [*times[: (len(cohorts) - 1) // every], 1.0]
+        times = [*times[: (len(cohorts) - 1) // LOOKS], 1.0]
         planned = len(cohorts)
     if not times:
         return Decision([], [], None)

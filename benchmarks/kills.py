@@ -1,0 +1,150 @@
+"""Kill runs at random moments, resume them, and compare them with uninterrupted runs.
+
+    python -m benchmarks.kills [KILLS]
+
+A run of two processes (under python, of one) is interrupted and resumed three times: by
+SIGKILL to the launcher, a training process or a loader process while loader processes
+start, in a step, in a validation or in a save; or by SIGTERM or Ctrl-C to the launcher.
+All processes have to end within 60 seconds, and weights, momenta, learning rates and
+metrics have to be those of an uninterrupted run. 60 KILLS take an hour.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import product
+from pathlib import Path
+from random import Random
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.comparison import parse_number, write_results
+
+ROOT = Path(__file__).resolve().parent.parent
+LAUNCHERS = {
+    "torchrun": "torchrun --standalone --nproc-per-node 2 distributed.py",
+    "mp.spawn": "python multiprocessing_distributed.py --nprocs 2",
+    "horovodrun": "horovodrun --gloo -np 2 python horovod_distributed.py",
+    "python": "python dataparallel.py",
+}
+FLAGS = "--arch squeezenet1_1 --image-size 32 -b 8 --precision fp32 --lr 0.2 -j 1 "
+FLAGS += "--warmup-epochs 1 --schedule cosine --epochs 5 --max-steps 10 "
+FLAGS += "--print-interval 2 --save-minutes 0"
+MOMENTS = ("loader start", "step", "validation", "save")
+VICTIMS = ("launcher", "training process", "loader process")
+STOPS = [("SIGTERM", "launcher", "step"), ("SIGINT", "launcher", "step")]
+TIMES = {"seconds", "images_per_second", "data_wait", "peak_memory_mib"}
+
+
+class Run:
+    """A training run; its processes are those that inherited KILLS_RUN."""
+
+    def __init__(self, launcher: str, data: Path, output: Path, *flags: str):
+        """Start the run, as a shell does, with FLAGS and other `flags`."""
+        self.output, self.log = output, output.with_suffix(".log")
+        self.mark = f"KILLS_RUN={output}"
+        for name in self.half_written():
+            (output / name).unlink()  # was left by the run before
+        path = f"PATH={Path(sys.executable).parent}:{os.environ['PATH']}"
+        words = ["env", path, self.mark, "OMP_NUM_THREADS=1", "CUDA_VISIBLE_DEVICES="]
+        command = f"{LAUNCHERS[launcher]} {FLAGS} --data {data} --output {output}"
+        words += [*command.split(), *flags]
+        options = {"stderr": subprocess.STDOUT, "start_new_session": True, "cwd": ROOT}
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen(words, stdout=log, **options)
+
+    def alive(self) -> dict[int, tuple[int, str]]:
+        """Return each process's parent and name."""
+        self.process.poll()  # waits for it, if it has ended
+        command = ["ps", "axeww", "-o", "pid=,ppid=,comm=,args="]  # e: and variables
+        printed = subprocess.check_output(command, text=True, errors="replace")
+        lines = [line.split() for line in printed.split("\n") if self.mark in line]
+        return {int(pid): (int(parent), name) for pid, parent, name, *_ in lines}
+
+    def victims(self, kind: str) -> list[int]:
+        """Return the ids of one of VICTIMS."""
+        if kind == "launcher":
+            return [self.process.pid]
+        found = self.alive()
+        loaders = [pid for pid in found if found[pid][1] == "pt_data_worker"]
+        trainers = found.keys() & {found[pid][0] for pid in loaders}
+        return loaders if kind == "loader process" else sorted(trainers)
+
+    def half_written(self) -> list[str]:
+        """Return the names of the files that the run has not written completely."""
+        return [file.name for file in self.output.glob("*.tmp")]
+
+    def has_come_to(self, moment: str, count: int) -> bool:
+        """Whether the run is at one of MOMENTS, and has printed `count` intervals."""
+        if moment == "loader start":
+            return bool(self.victims("loader process"))
+        if moment == "save" and not self.half_written():
+            return False
+        return self.log.read_text(errors="replace").count(", step ") >= count
+
+    def interrupt(self, name: str, victim: str, moment: str, draw: Random) -> dict:
+        """Send a signal to one of VICTIMS at one of MOMENTS; return what happened."""
+        count = 5 if moment == "validation" else draw.randint(1, 4)
+        while not self.has_come_to(moment, count):
+            assert self.process.poll() is None, f"no {moment}: {self.log.read_text()}"
+            time.sleep(0.001)
+        time.sleep(0 if moment == "save" else draw.uniform(0, 0.2))
+        send = os.killpg if name == "SIGINT" else os.kill  # Ctrl-C: to the whole group
+        send(draw.choice(self.victims(victim)), signal.Signals[name])
+        began = time.monotonic()
+        while (left := self.alive()) and time.monotonic() < began + 60:
+            time.sleep(0.05)
+        row = {"signal": name, "victim": victim, "moment": moment}
+        row["seconds until no process was left"] = time.monotonic() - began
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        return {**row, "left": list(left.values()), "half written": self.half_written()}
+
+    def result(self) -> list:
+        """Wait for the end; return all that the run computed, of tensors the bytes."""
+        assert self.process.wait() == 0, self.log.read_text()
+        content = torch.load(self.output / "checkpoint.pt", weights_only=True)
+        lines = (self.output / "epochs.jsonl").read_text().splitlines()
+        assert content.pop("records") == (records := list(map(json.loads, lines)))
+        del content["recipe"]  # has the flags of this launcher
+        metrics = [r[name] for r in records for name in sorted(r.keys() - TIMES)]
+        leaves = tree_leaves([content, metrics])
+        return [x.numpy().tobytes() if torch.is_tensor(x) else x for x in leaves]
+
+
+def measure(launcher: str, kills: int, data: Path, folder: Path, whole: list) -> dict:
+    """Interrupt runs under a launcher; compare their results with `whole`."""
+    draw, rows, equal = Random(launcher), [], []
+    pairs = list(product(VICTIMS[launcher == "python" :], MOMENTS))
+    pairs *= 1 + kills // len(pairs)
+    events = [("SIGKILL", *pair) for pair in draw.sample(pairs, kills)] + STOPS
+    for first in range(0, len(events), 3):
+        run = launcher, data, folder / f"{launcher}{first}", "--resume"
+        for event in events[first : first + 3]:
+            rows.append(Run(*run).interrupt(*event, draw))
+            print(equal, *rows[-1].values(), flush=True)
+        equal.append(Run(*run).result() == whole)
+    return {"runs": len(equal), "equal to the bit": sum(equal), "interruptions": rows}
+
+
+def main() -> None:
+    """Measure all LAUNCHERS and write the results."""
+    kills = parse_number(__doc__, "KILLS", 60)
+    with tempfile.TemporaryDirectory() as name:
+        folder, data = Path(name), Path(name, "digits")
+        sample = [sys.executable, "-m", "scripts.sample_data", data]
+        subprocess.run(sample, cwd=ROOT, check=True)
+        whole = dict.fromkeys(LAUNCHERS, Run("torchrun", data, folder / "2").result())
+        whole["python"] = Run("python", data, folder / "1").result()
+        for one in LAUNCHERS:
+            whole[one] = measure(one, kills // 4, data, folder, whole[one])
+    write_results("kills", {"flags": FLAGS, "launchers": whole})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Runs in the training processes: between turns, they wait here.
+
+With INTERVAL_HOOK=benchmarks.timings.gate in the environment, common/meters.py calls
+after_interval() right after an all-reduce, while the device is idle.
+"""
+
+import functools
+import json
+import os
+import socket
+import sys
+
+VARIABLE = "TIMINGS_GATE"  # the path of the measuring process's Unix socket
+
+
+def place() -> tuple[int, int]:
+    """Return this process's rank and the number of processes."""
+    from torch import distributed
+
+    if distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    if horovod := sys.modules.get("horovod.torch"):
+        return horovod.rank(), horovod.size()
+    return 0, 1
+
+
+class Gate:
+    """A training process's connection to the measuring process.
+
+    The measuring process replies with the number of intervals in the next turn.
+    """
+
+    def __init__(self, path: str, rank: int, world_size: int):
+        """Connect; the first turn is a single warm-up interval."""
+        self.connection = socket.socket(socket.AF_UNIX)
+        self.connection.connect(path)
+        self.answers = self.connection.makefile()
+        self.place = {"rank": rank, "world_size": world_size}
+        self.intervals: list[tuple] = []
+        self.turn = 1
+
+    def wait(self, *interval: float) -> None:
+        """Record an interval; at a turn's end, report and wait for the next turn."""
+        self.intervals.append(interval)
+        if len(self.intervals) < self.turn:
+            return
+        message = json.dumps({**self.place, "intervals": self.intervals})
+        try:
+            self.connection.sendall(f"{message}\n".encode())
+            self.turn = int(self.answers.readline())
+        except (OSError, ValueError):  # the measuring process is gone
+            os._exit(1)
+        self.intervals.clear()
+
+
+@functools.cache
+def gate() -> Gate:
+    """Connect this process."""
+    return Gate(os.environ[VARIABLE], *place())
+
+
+def after_interval(step: int, seconds: float, images: int, waited: float) -> None:
+    """Record an interval of all processes' images; maybe wait for the next turn."""
+    gate().wait(step, seconds, images, waited)
