@@ -102,7 +102,7 @@ def flags_of(script):
     if path.name == "test.sh":
         files.append(ROOT / "tests" / "conftest.py")
     if path.name == "timings.sh":
-        files.append(ROOT / "benchmarks" / "timings" / "plan.py")
+        files += (ROOT / "benchmarks" / "timings").glob("*.py")
     if path.parent.name == "benchmarks":
         files += path.parent.glob("comparison.py")
     text = "".join(file.read_text() for file in files if file.exists())
