@@ -116,7 +116,10 @@ def test_an_unreadable_image_is_one_line(pictures, capfd, decoder):
     half = path.read_bytes()[:-900]
     path.unlink()
     reasons = {None: "No such file", **dict.fromkeys((b"text", b"", half[:200]), ".")}
-    for content, reason in {**reasons, half: "truncated|incomplete|cannot decode"}.items():
+    for content, reason in {
+        **reasons,
+        half: "truncated|incomplete|cannot decode",
+    }.items():
         if content is not None:
             path.write_bytes(content)
         pattern = f"^--decoder {decoder} cannot read {path}: .*({reason})"
@@ -159,6 +162,8 @@ def test_a_missing_decoder_is_one_line(monkeypatch, decoder):
     for name in ("torchcodec", "torchcodec.decoders", "nvidia", "nvidia.nvimgcodec"):
         monkeypatch.setitem(sys.modules, name, None)
     make_decoder.cache_clear()
-    with pytest.raises(UserError, match=f"--decoder {decoder} cannot read x: .*nvidia|") as raised:
+    with pytest.raises(
+        UserError, match=f"--decoder {decoder} cannot read x: .*nvidia|"
+    ) as raised:
         images.read_image("x", decoder, str, saved(picture_of(8, 8)))
     print(raised.value)

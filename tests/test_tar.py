@@ -83,9 +83,7 @@ def test_an_unreadable_image_is_named(archives):
     train_set, _ = build_datasets(arguments(made))
     content = (made / "train.tar").read_bytes()
     (made / "train.tar").write_bytes(content.replace(b"\xff\xd8\xff", b"\0\0\0"))
-    with pytest.raises(
-        UserError, match=f"cannot read {made}/train/cat/0.JPEG: "
-    ):
+    with pytest.raises(UserError, match=f"cannot read {made}/train/cat/0.JPEG: "):
         train_set[0]
 
 
