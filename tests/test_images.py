@@ -17,6 +17,7 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 from common import images
 from common.data import build_datasets, build_loader
 from common.errors import UserError, one_line_errors
+from common.nvimgcodec import make_decoder
 
 DECODERS = [name for name in images.DECODERS if not MISSING.get(name)]
 CPU = torch.device("cpu")
@@ -115,10 +116,13 @@ def test_an_unreadable_image_is_one_line(pictures, capfd, decoder):
     half = path.read_bytes()[:-900]
     path.unlink()
     reasons = {None: "No such file", **dict.fromkeys((b"text", b"", half[:200]), ".")}
-    for content, reason in {**reasons, half: "truncated|incomplete|cannot decode"}.items():
+    for content, reason in {
+        **reasons,
+        half: "truncated|incomplete|cannot decode",
+    }.items():
         if content is not None:
             path.write_bytes(content)
-        pattern = f"^{path} cannot be read with {decoder}: .*({reason})"
+        pattern = f"^--decoder {decoder} cannot read {path}: .*({reason})"
         with pytest.raises(UserError, match=pattern) as caught:
             images.read_image(str(path), decoder, partial(images.val_transform, size=8))
         assert "\n" not in str(caught.value)
@@ -130,7 +134,7 @@ def test_an_unreadable_image_is_one_line(pictures, capfd, decoder):
         with pytest.raises(SystemExit) as ended, one_line_errors():
             list(loader.epoch(0))
         printed = capfd.readouterr().err
-        assert f": error: {path} cannot be read with {decoder}: " in printed
+        assert f": error: --decoder {decoder} cannot read {path}: " in printed
         assert printed.count("\n") == 1 and ended.value.code == 2
 
 
@@ -155,9 +159,9 @@ def test_a_loop_of_links_adds_no_images(pictures):
 
 @pytest.mark.parametrize("decoder", ("torchcodec", "nvimgcodec"))
 def test_a_missing_decoder_is_one_line(monkeypatch, decoder):
-    for name in ("torchcodec", "torchcodec.decoders", "common.nvimgcodec"):
+    for name in ("torchcodec", "torchcodec.decoders", "nvidia", "nvidia.nvimgcodec"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(
-        UserError, match=f"--decoder {decoder}: .*, or use --decoder pil$"
-    ):
-        parse("--data", "x", "--decoder", decoder)
+    make_decoder.cache_clear()
+    message = f"--decoder {decoder} cannot read x: import of .* halted"
+    with pytest.raises(UserError, match=message):
+        images.read_image("x", decoder, str, saved(picture_of(8, 8)))
