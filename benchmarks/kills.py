@@ -24,7 +24,6 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.comparison import parse_number, write_results
-from scripts.sample_data import write_digits
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCHERS = {
@@ -134,7 +133,8 @@ def main() -> None:
     kills = parse_number(__doc__, "KILLS", 60)
     with tempfile.TemporaryDirectory() as name:
         folder, data = Path(name), Path(name, "digits")
-        write_digits(data)
+        sample = [sys.executable, "-m", "scripts.sample_data", data]
+        subprocess.run(sample, cwd=ROOT, check=True)
         whole = dict.fromkeys(LAUNCHERS, Run("torchrun", data, folder / "2").result())
         whole["python"] = Run("python", data, folder / "1").result()
         for one in LAUNCHERS:
