@@ -13,7 +13,6 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -114,7 +113,7 @@ gate.place = lambda: (rank, 2)
 gate.after_interval(2, 100.0, 8, 0.0)
 turn = 0
 while True:
-    kept = (50.0, 50.0) if turn == 0 else (3.0, 4.0) if rank else (1.0, 2.0)
+    kept = (50.0, 50.0) if turn == 0 else (3.0, 2.0) if rank else (1.0, 4.0)
     for seconds, step in zip((100.0, *kept), (4, 6, 2 if turn == 2 else 8)):
         gate.after_interval(step, seconds, 8, 0.9 if rank else 0.3)
     turn += 1
@@ -213,7 +212,6 @@ def test_a_cohort_ends_with_a_report(digits, tmp_path, monkeypatch, capsys, no_g
     assert f"up to 0.1 minutes; then {tmp_path}/report.md has" in printed
     assert "nothing was decided after 1 cohort" in printed
     assert "compute in fp32" in printed and "disk" not in printed
-    ElementTree.parse(tmp_path / "timings.svg")
     assert not processes_of(str(tmp_path))
 
 

@@ -1,4 +1,4 @@
-"""Reports the verdicts: a headline, tables and a figure in Markdown, JSON and SVG."""
+"""Reports the verdicts: a headline and tables in Markdown, and JSON."""
 
 import json
 import math
@@ -16,14 +16,6 @@ from benchmarks.timings.statistics import ERROR, MARGIN, Verdict, decide, levels
 WHERE = {"synthetic": "With images on the device", "jpeg": "From JPEG files"}
 LIBRARIES = ("horovod", "apex", "amp_C")  # the last one is Apex's CUDA extension
 INPUT_BOUND = 0.1  # share of the time spent waiting for data
-WIDTH, EDGE, LINE = 390, 12, 40  # the figure's sizes in pixels
-STYLE = """<style>
-svg{--ink:#1f2328;background:#ffffff;--band:#dbe9f6;--dot:#0969da}
-@media (prefers-color-scheme:dark){
-svg{--ink:#e6edf3;background:#161b22;--band:#27384d;--dot:#79c0ff}}
-text{font:13px sans-serif;fill:var(--ink)}line{stroke:var(--ink)}
-.interval{stroke:var(--dot);stroke-width:3}circle{fill:var(--dot)}
-</style>"""
 
 
 def machine(device: str) -> dict:
@@ -182,48 +174,6 @@ class Mode:
         ).format(most, *shares)
 
 
-def draw(modes: list[Mode], base: str) -> str:
-    """Draw the ratios to the base with their intervals and a ±3 % band, as SVG."""
-    drawn = {
-        WHERE[mode.name]: [v for v in mode.verdicts if v.pair[1] == base and v.low]
-        for mode in modes
-        if mode.name in WHERE
-    }
-    ends = [abs(1 - n) for found in drawn.values() for v in found for n in v[3:]]
-    reach = max([0.06, *ends])
-    scale = (WIDTH / 2 - 2 * EDGE) / reach
-    parts, y = [], 22
-
-    def x(ratio: float) -> float:
-        return round(WIDTH / 2 + (ratio - 1) * scale, 1)
-
-    for where, found in drawn.items():
-        top, height = y + 10, LINE * len(found)
-        parts += [
-            f'<text x="{EDGE}" y="{y}" style="font-weight:bold">{where}</text>',
-            f'<rect x="{x(0.97)}" y="{top}" width="{round(x(1.03) - x(0.97), 1)}" '
-            f'height="{height}" fill="var(--band)"/>',
-            f'<line x1="{x(1)}" x2="{x(1)}" y1="{top}" y2="{top + height}"/>',
-        ]
-        for number, verdict in enumerate(found):
-            y = top + LINE * number
-            parts += [
-                f'<text x="{EDGE}" y="{y + 14}">{verdict.pair[0]}: '
-                f"{verdict.verdict}</text>",
-                f'<line class="interval" x1="{x(verdict.low)}" x2="{x(verdict.high)}" '
-                f'y1="{y + 26}" y2="{y + 26}"/>',
-                f'<circle cx="{x(verdict.ratio)}" cy="{y + 26}" r="5"/>',
-            ]
-        y = top + height + 34
-    for ratio in (1 - reach, 1, 1 + reach):
-        parts.append(f'<text x="{x(ratio)}" y="{y - 14}" text-anchor="middle">')
-        parts[-1] += f"{ratio:.2f}</text>"
-    parts.append(f'<text x="{EDGE}" y="{y + 8}">Speed relative to {base}; band: ±3 %')
-    size = f'viewBox="0 0 {WIDTH} {y + 20}" width="{WIDTH}" height="{y + 20}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{STYLE}'
-    return "\n".join([head, *parts, "</text></svg>\n"])
-
-
 def notes(settings: dict) -> list[str]:
     """Say what a reader has to know about the measurements."""
     found = [f"All strategies compute in {settings['precision']}."]
@@ -245,7 +195,7 @@ def notes(settings: dict) -> list[str]:
 
 
 def write(folder: Path, last: bool) -> str:
-    """Write report.md, report.json and timings.svg; return the text of report.md."""
+    """Write report.md and report.json; return the text of report.md."""
     settings = json.loads((folder / "settings.json").read_text())
     cohorts = read_cohorts(folder)
     problems = {
@@ -259,7 +209,7 @@ def write(folder: Path, last: bool) -> str:
         if found := [one for one in cohorts if one["mode"] == name]:
             modes.append(Mode(name, found, settings, last))
     headline = " ".join(mode.headline() for mode in modes)
-    text = f"# Timings\n\n**{headline}**\n\n![Ratios](timings.svg)\n"
+    text = f"# Timings\n\n**{headline}**\n\n"
     text += "".join(mode.markdown() for mode in modes)
     text += "".join(f"\nLeft out: {n}: {why}\n" for n, why in problems.items())
     text += "".join(f"\n{note}\n" for note in notes(settings))
@@ -291,5 +241,4 @@ def write(folder: Path, last: bool) -> str:
     (folder / "report.md").write_text(text)
     written = json.dumps(report, indent=1).replace("Infinity", "null")
     (folder / "report.json").write_text(written + "\n")
-    (folder / "timings.svg").write_text(draw(modes, settings["base"]))
     return text
