@@ -2,27 +2,28 @@
 
 import csv
 from argparse import Namespace
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 from torch.utils.data import Dataset
-from torchvision.transforms.v2 import InterpolationMode
 
 from common.errors import UserError
-from common.images import TrainTransform, ValTransform, read_image
+from common.images import read_image, train_transform, val_transform
 
 
 class Pictures(Dataset):
     """An item is a (3, S, S) uint8 tensor and the label's position in `classes`."""
 
-    def __init__(self, file: Path, decoder: str, transform: Callable):
-        self.folder = file.parent
-        with open(file, newline="") as lines:
-            self.rows = list(csv.DictReader(lines))
-        self.classes = ["0", "1", "2"]
-        self.decoder = decoder
-        self.transform = transform
+    classes = ["0", "1", "2"]
+
+    def __init__(self, file: Path, decoder: str, transform):
+        self.folder, self.decoder, self.transform = file.parent, decoder, transform
+        try:
+            with open(file, newline="") as lines:
+                self.rows = list(csv.DictReader(lines))
+        except OSError as error:
+            raise UserError(f"--data: {error}") from None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -36,12 +37,9 @@ class Pictures(Dataset):
 
 def build_datasets(args: Namespace) -> tuple[Pictures, Pictures]:
     """Training and validation pictures of args.data."""
-    if args.synthetic:
-        raise UserError("--synthetic: this project has pictures only")
-    size, folder = args.image_size, Path(args.data)
-    train = TrainTransform(size, args.min_crop, flip=not args.no_flip)
-    val = ValTransform(size, size, InterpolationMode.BILINEAR)
+    size, flip, folder = args.image_size, not args.no_flip, Path(args.data)
+    train = partial(train_transform, size=size, min_crop=args.min_crop, flip=flip)
     return (
         Pictures(folder / "train.csv", args.decoder, train),
-        Pictures(folder / "val.csv", args.decoder, val),
+        Pictures(folder / "val.csv", args.decoder, partial(val_transform, size=size)),
     )
