@@ -34,7 +34,7 @@ LAUNCHERS = {
     "python": "python dataparallel.py",
 }
 FLAGS = "--arch squeezenet1_1 --image-size 32 -b 8 --precision fp32 --lr 0.2 -j 1 "
-FLAGS += "--warmup-epochs 1 --schedule cosine --epochs 5 --max-steps 10 "
+FLAGS += "--warmup-epochs 1 --schedule cosine --epochs 6 --max-steps 10 "
 FLAGS += "--print-interval 2 --save-minutes 0"
 MOMENTS = ("loader start", "step", "validation", "save")
 VICTIMS = ("launcher", "training process", "loader process")
@@ -68,11 +68,11 @@ class Run:
         return {int(pid): (int(parent), name) for pid, parent, name, *_ in lines}
 
     def victims(self, kind: str) -> list[int]:
-        """Return the ids of one of VICTIMS."""
-        if kind == "launcher":
-            return [self.process.pid]
+        """Return the ids of one of VICTIMS; none before loader processes have begun."""
         found = self.alive()
         loaders = [pid for pid in found if found[pid][1] == "pt_data_worker"]
+        if kind == "launcher" and loaders:
+            return [self.process.pid]
         trainers = found.keys() & {found[pid][0] for pid in loaders}
         return loaders if kind == "loader process" else sorted(trainers)
 
@@ -80,23 +80,19 @@ class Run:
         """Return the names of the files that the run has not written completely."""
         return [file.name for file in self.output.glob("*.tmp")]
 
-    def has_come_to(self, moment: str, count: int) -> bool:
-        """Whether the run is at one of MOMENTS, and has printed `count` intervals."""
-        if moment == "loader start":
-            return bool(self.victims("loader process"))
-        if moment == "save" and not self.half_written():
-            return False
-        return self.log.read_text(errors="replace").count(", step ") >= count
-
     def interrupt(self, name: str, victim: str, moment: str, draw: Random) -> dict:
         """Send a signal to one of VICTIMS at one of MOMENTS; return what happened."""
-        count = 5 if moment == "validation" else draw.randint(1, 4)
-        while not self.has_come_to(moment, count):
+        moments = {"loader start": ("", 0), "validation": (", step 10/10", 1)}
+        line, count = moments.get(moment, (", step ", draw.randint(1, 4)))
+        victims = []
+        while not victims or self.log.read_text(errors="replace").count(line) < count:
             assert self.process.poll() is None, f"no {moment}: {self.log.read_text()}"
-            time.sleep(0.001)
-        time.sleep(0 if moment == "save" else draw.uniform(0, 0.2))
+            time.sleep(0.01)
+            victims = self.victims(victim)
+        # A save begins after a line
+        time.sleep(0 if moment == "save" else draw.uniform(0, 0.3))
         send = os.killpg if name == "SIGINT" else os.kill  # Ctrl-C: to the whole group
-        send(draw.choice(self.victims(victim)), signal.Signals[name])
+        send(draw.choice(victims), signal.Signals[name])
         began = time.monotonic()
         while (left := self.alive()) and time.monotonic() < began + 60:
             time.sleep(0.05)

@@ -23,18 +23,19 @@ def open_picture(content: bytes) -> Picture | None:
     codec, decoder, params = make_decoder(os.getpid())
     try:
         stream = codec.CodeStream(content)
+        height, width = stream.height, stream.width
     except RuntimeError:
         return None
 
-    def crop(top: int, left: int, height: int, width: int) -> Tensor:
-        region = codec.Region(top, left, top + height, left + width)
+    def crop(top: int, left: int, rows: int, columns: int) -> Tensor:
+        region = codec.Region(top, left, top + rows, left + columns)
         part = stream.get_sub_code_stream(region=region)
         image = decoder.decode(part, params=params)
         if image is None:
             raise ValueError("nvImageCodec cannot decode it; try another --decoder")
         return torch.from_numpy(numpy.asarray(image)).permute(2, 0, 1)
 
-    return Picture(stream.height, stream.width, crop)
+    return Picture(height, width, crop)
 
 
 @functools.cache

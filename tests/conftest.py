@@ -96,6 +96,7 @@ def mpi_missing() -> str | None:
     return None if shutil.which("mpirun") else "mpirun is not installed"
 
 
+os.environ.setdefault("PYNVIMGCODEC_VERBOSITY", "0")  # no remarks about GPUs
 NO_HOROVOD = problem_of(importlib.import_module, "horovod.torch")
 NO_GPU = None if torch.cuda.is_available() else "no CUDA GPU"
 MISSING = {

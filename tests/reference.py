@@ -98,7 +98,7 @@ def train(data, build, crops, r, processes=1):
         for step in range(steps):
             gradients, buffers = [], []
             for rank in range(processes):
-                key = numpy.random.SeedSequence((r.seed, epoch, step + 1, rank))
+                key = numpy.random.SeedSequence((r.seed, epoch, step + 1, rank + 1))
                 torch.manual_seed(int(key.generate_state(1)[0]))  # for dropout
                 batch = samples[step * r.batch : (step + 1) * r.batch][rank::processes]
                 model.train().zero_grad()

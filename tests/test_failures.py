@@ -1,75 +1,74 @@
-"""Bad input is one line and exit status 2, and never a hang."""
+"""What the user can mend is one line and status 2; all else keeps its traceback."""
 
-import os
+import errno
 import shutil
 import sys
 
 import pytest
-from conftest import ROOT, TINY, launcher, processes_of, run, wait_until
+from conftest import ROOT, TINY, launcher, run
+from ranks import Ranks, start, train, train_disturbed
 
-from common.errors import UserError
-from launch import check, torchrun
+import dataparallel
 
-HOROVOD = pytest.param("horovod_distributed", marks=pytest.mark.horovod)
-
-
-@pytest.mark.parametrize("strategy", ("dataparallel", HOROVOD))
-def test_missing_data(strategy, tmp_path):
-    ended = launcher(strategy, "--data", tmp_path / "nowhere")
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert len(ended.stderr.splitlines()) == 1 and "nowhere/train" in ended.stderr
+NAME = "distributed"
 
 
-ELASTIC = {"RDZV_ENDPOINT": "a:1", "MAX_RESTARTS": "1"}
-FLAGS = [
-    (("--data", "nowhere"), {}, "nowhere/train"),
-    (("-b", "7"), {}, "the nearest size that can is 8"),
-    (("--resume", "no.pt"), {}, "--resume no.pt: there is no such file"),
-    (("--output", "/proc/nowhere"), {}, "--output /proc/nowhere: "),
-    (("--resume", str(ROOT / "LICENSE")), {}, "LICENSE is not a checkpoint"),
-    ((), {"NNODES": "2"}, "NNODES=2 needs either RDZV_ENDPOINT="),
-    ((), {"NNODES": "3", "RDZV_ENDPOINT": "a:1"}, "evenly among 6 processes"),
-    ((), {"NNODES": "1:2"}, "NNODES=1:2 needs RDZV_ENDPOINT=HOST:PORT, MAX_RESTARTS"),
-    ((), {"NNODES": "3:4", **ELASTIC}, "evenly among 6 processes"),
-    ((), {"NNODES": "2", "RDZV_ENDPOINT": "a:b"}, "is not of the form HOST:PORT"),
-    (("--resume", "x.pt"), {"MAX_RESTARTS": "1"}, "MAX_RESTARTS needs --resume auto"),
-    ((), {"LAUNCHER": "mpirun"}, "LAUNCHER=mpirun; choose torchrun or launch"),
-]
+@pytest.mark.parametrize(
+    "flags, line",
+    [
+        ("--data nowhere", "nowhere/val: No such file or directory; --data needs "),
+        ("--resume no.pt", "--resume no.pt is not a checkpoint: FileNotFoundError"),
+        (f"--resume {ROOT / 'LICENSE'}", "LICENSE is not a checkpoint: "),
+        ("-b 7 --accumulate 2", "--global-batch-size 7 is not a multiple of 2 "),
+        ("-b 700", "16 training images are too few"),
+        ("--lr fast", "argument --lr: invalid float value: 'fast'"),
+        ("--arch resnet19", "--arch resnet19: Unknown model resnet19"),
+        ("--output {folder}/run", "run holds another run: continue it with --resume"),
+    ],
+)
+def test_bad_input_is_one_line(flags, line, pictures, tmp_path, monkeypatch, capsys):
+    """Whatever rank a launcher or Slurm has left in the environment."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoint.pt").touch()
+    for name in ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "RANK"):
+        monkeypatch.setenv(name, "1")
+    base = ["--data", pictures, *TINY, "-j", "0", "--output", tmp_path / "out"]
+    monkeypatch.setattr(sys, "argv", [])
+    with pytest.raises(SystemExit) as ended:
+        start(dataparallel, [*base, *flags.format(folder=tmp_path).split()])
+    printed = capsys.readouterr()
+    assert (ended.value.code, printed.out) == (2, "")
+    assert printed.err.startswith("dataparallel.py: error: ") and line in printed.err
+    assert printed.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("flags, variables, message", FLAGS)
-def test_bad_input_before_torchrun(
-    pictures, tmp_path, monkeypatch, flags, variables, message
+def test_an_unreadable_image_is_one_line_of_the_process_that_reads_it(
+    pictures, tmp_path
 ):
-    words = ["--data", pictures, *TINY, "--output", tmp_path / "out", "--device", "cpu"]
-    words = ["torchrun", "--nproc-per-node", "2", ROOT / "distributed.py", *words]
-    monkeypatch.setattr(sys, "argv", [str(word) for word in (*words, *flags)])
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torchrun, "run", lambda *_: pytest.fail("launched"))
-    with pytest.raises(UserError, match=message):
-        torchrun.main()
+    """Not of the others: their traceback says that they have lost it."""
+    broken = pictures / "train" / "dog" / "3.JPEG"
+    broken.write_bytes(broken.read_bytes()[:200])
+    flags = ["--data", pictures, *TINY, "-b", 16, "-j", 1, "--output", tmp_path / "out"]
+    with Ranks(tmp_path, 2, train, name=NAME, flags=flags) as ranks:
+        assert sorted(ranks.end()) == [1, 2], ranks.text()
+        line = ranks.log(ranks.end().index(2)).splitlines()[-1]
+        assert line.startswith(f"{NAME}.py: error: ") and str(broken) in line
+        assert ranks.text().count(str(broken)) == 1
 
 
-def test_the_check(monkeypatch, capsys, tmp_path):
-    for script, hosts, message in (
-        ("nowhere.py", "", "nowhere.py: there is no such script"),
-        ("launch/ranks.py", "", "ranks.py has no arguments"),
-        ("distributed.py", "a:2,b", "HOSTS=a:2,b is not of the form a:4,b:4"),
-        ("distributed.py", "a:2,b:1", "cannot be divided evenly among 3 processes"),
-        ("distributed.py", "a:2,b:2", None),
-    ):
-        flags = ("--synthetic", "8", "-b", "4", "--device", "cpu", "--output", tmp_path)
-        monkeypatch.setattr(sys, "argv", [*map(str, ("check", ROOT / script, *flags))])
-        monkeypatch.setenv("HOSTS", hosts)
-        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        monkeypatch.setenv("OMP_NUM_THREADS", "3")
-        if message is None:
-            check.main()
-            assert capsys.readouterr().out == "4 3\n"
-        else:
-            with pytest.raises(UserError, match=message):
-                check.main()
+@pytest.mark.parametrize("number", (errno.ECONNREFUSED, errno.EADDRINUSE))
+def test_an_error_of_another_program_keeps_its_traceback(number, pictures, tmp_path):
+    """Such as a user's own metrics server; it is not taken for the launcher's."""
+    what = OSError(number, "for the user's own server")
+    flags = ["--data", pictures, *TINY, "-j", 0, "--output", tmp_path / "out"]
+    how = {"name": NAME, "flags": flags, "net": "small", "at": 2, "what": what}
+    with Ranks(tmp_path, 1, train_disturbed, **how) as ranks:
+        assert ranks.end() == [1], ranks.text()
+        assert "Traceback" in ranks.text() and str(what) in ranks.text()
+        assert f"{NAME}.py: error:" not in ranks.text()
+
+
+# --- launch scripts ---
 
 
 def test_an_interpreter_without_pytorch(tmp_path):
@@ -77,56 +76,12 @@ def test_an_interpreter_without_pytorch(tmp_path):
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')
     bare.chmod(0o755)
     for python, line in {
-        str(bare): f"{bare} lacks torch torchvision tqdm numpy PIL; ",
+        str(bare): f"{bare} lacks torch torchvision numpy PIL; ",
         "/no/python": "PYTHON=/no/python is not an interpreter",
     }.items():
         ended = launcher("distributed", PYTHON=python)
         assert (ended.returncode, ended.stdout) == (2, "")
         assert ended.stderr.startswith(f"distributed.sh: error: {line}")
-
-
-LAUNCHED = pytest.param(*HOROVOD.values, marks=[*HOROVOD.marks, pytest.mark.full])
-
-
-@pytest.mark.parametrize("strategy", ("multiprocessing_distributed", LAUNCHED))
-def test_an_unreadable_image_ends_the_job(strategy, pictures, tmp_path):
-    broken = pictures / "train" / "dog" / "3.JPEG"
-    broken.write_bytes(broken.read_bytes()[:200])
-    flags = ("--data", pictures, *TINY, "--output", tmp_path / "out")
-    ended = launcher(strategy, *flags, timeout=90, TEST_RUN=str(tmp_path))
-    assert ended.returncode == (1 if strategy == "horovod_distributed" else 2)
-    everything = ended.stdout + ended.stderr
-    assert everything.count(f"cannot read the image {broken}") == 1
-    wait_until(lambda: not processes_of(str(tmp_path)), 15, "every process gone")
-
-
-# A training that ends when it starts, as far as torchrun sees
-OWN_SCRIPT = """
-import os, sys, time
-from distributed import arguments
-if __name__ == "__main__":
-    print("started", flush=True)
-    if os.environ["RANK"] == "0":
-        sys.exit({status})
-    time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize(
-    "status, starts", [(2, 1), pytest.param(1, 2, marks=pytest.mark.full)]
-)
-def test_torchrun_does_not_restart_bad_input(status, starts, tmp_path):
-    """The script is one of the user's own, elsewhere."""
-    (tmp_path / "own.py").write_text(OWN_SCRIPT.format(status=status))
-    script = os.path.relpath(tmp_path / "own.py", ROOT)
-    flags = ("--synthetic", "8", "-b", "2", "-j", "1", "--device", "cpu")
-    variables = {"SCRIPT": script, "MAX_RESTARTS": "1"}
-    ended = launcher("distributed", *flags, **variables)
-    assert ended.returncode == status
-    assert ended.stdout.count("started") == 2 * starts, ended.stderr
-    lines = ended.stderr.splitlines()
-    assert len(lines) == starts - 1, lines  # the script says what is wrong
-    assert all("rank 0 on " in line and "restarting" in line for line in lines)
 
 
 def test_help_of_a_launcher():

@@ -1,9 +1,9 @@
-"""Decoders and crops: the same pixels from every decoder, or a clear error."""
+"""Decoders and transforms: the pixels that they must give, or one line."""
 
+import io
 import os
-import random
 import sys
-from pathlib import Path
+from functools import partial
 
 import numpy
 import pytest
@@ -11,28 +11,16 @@ import torch
 from conftest import MISSING
 from PIL import Image
 from ranks import parse
-from torchvision import transforms as v1
-from torchvision.models import get_model_weights
-from torchvision.transforms.v2 import InterpolationMode, RandomResizedCrop
+from torchvision.transforms import v2
+from torchvision.transforms.v2.functional import pil_to_tensor
 
-from common import images, nvimgcodec
+from common import images
 from common.data import build_datasets, build_loader
-from common.errors import ImageError, UserError
-from common.model import architectures, pretrained_normalization, validation_protocol
+from common.nvimgcodec import make_decoder
+from common.errors import UserError, one_line_errors
 
-VALIDATION = images.ValTransform(224, 256, InterpolationMode.BILINEAR)
-TRAINING = images.TrainTransform(224, 0.08, True)
 DECODERS = [name for name in images.DECODERS if not MISSING.get(name)]
-USUAL = images.choose_decoder("auto")
-
-
-def arguments(data, flags):
-    return parse("--data", data, "-b", 1, *flags.split())
-
-
-def one_by_one(args, dataset, workers=0):
-    cpu = torch.device("cpu")
-    return build_loader(args, dataset, range(len(dataset)), 1, workers, cpu, False)
+CPU = torch.device("cpu")
 
 
 def picture_of(height, width):
@@ -40,19 +28,13 @@ def picture_of(height, width):
     rows, columns, colors = numpy.mgrid[:height, :width, :3]
     waves = 128 + 90 * numpy.sin(rows / (5 + colors) + columns / (9 - colors))
     noise = numpy.random.default_rng(0).normal(0, 6, (height, width, 3))
-    return Image.fromarray((waves + noise).clip(0, 255).astype(numpy.uint8))
+    return Image.fromarray((waves + noise).clip(0, 255).astype("uint8"))
 
 
-def whole(picture):
-    return images.to_tensor(picture.read(0, 0, picture.height, picture.width))
-
-
-def seeded(path, decoder, transform, seed=0):
-    random.seed(seed)
-    return images.read_image(str(path), decoder, transform)
-
-
-SIXTEEN = numpy.random.default_rng(1).integers(0, 2**16, (64, 80)).astype(numpy.uint16)
+def saved(image, **options):
+    file = io.BytesIO()
+    image.save(file, **{"format": "JPEG", **options})
+    return file.getvalue()
 
 
 def odd_files():
@@ -61,11 +43,10 @@ def odd_files():
     yield from ((mode, image.convert(mode), {}) for mode in ("CMYK", "L"))
     for mode in ("RGB", "L", "1", "P", "RGBA", "LA"):
         yield f"PNG, {mode}", image.convert(mode), {"format": "PNG"}
-    yield "PNG, 16 bits", Image.fromarray(SIXTEEN), {"format": "PNG"}
     yield "WebP", image, {"format": "WEBP", "lossless": True}
     yield "GIF", image.convert("L"), {"format": "GIF"}
     yield "progressive", image, {"progressive": True}
-    for orientation in range(2, 9):
+    for orientation in (3, 6):
         exif = Image.Exif()
         exif[0x0112] = orientation
         yield f"turned, {orientation}", image, {"exif": exif}
@@ -75,157 +56,109 @@ def odd_files():
         yield f"{width} x {height}", image.crop((0, 0, width, height)), {}
 
 
-def test_every_decoder_reads_the_same_pixels(tmp_path):
-    path = str(tmp_path / "picture.JPEG")
-    for kind, image, options in odd_files():
-        image.save(path, **{"format": "JPEG", **options})
-        content = Path(path).read_bytes()
-        expected = whole(images.PillowPicture(content))
-        if kind == "PNG, 16 bits":
-            assert numpy.array_equal(expected[2], SIXTEEN >> 8)
-        for decoder in DECODERS:
-            found = whole(images.DECODERS[decoder](content))
-            assert torch.equal(found, expected), (decoder, kind)
-            for transform in (TRAINING, VALIDATION):
-                made = images.read_image(path, decoder, transform)
-                assert made.shape == (3, 224, 224) and made.dtype == torch.uint8
-        if "nvimgcodec" in DECODERS and kind != "GIF":  # which it leaves to Pillow
-            own = nvimgcodec.open_picture(content, None)
-            assert torch.equal(whole(own), expected), kind
-
-
-@pytest.fixture
-def photographs(tmp_path):
-    """Pictures larger than what is made of them."""
-    for number, size in enumerate(((375, 500), (500, 333), (240, 240), (200, 640))):
-        picture_of(*size).save(tmp_path / f"{number}.JPEG", quality=92)
-    return sorted(tmp_path.glob("*.JPEG"))
-
-
-def test_decoders_train_on_the_same_bits_and_validate_within_one_level(photographs):
-    largest = 0
-    for path in photographs:
-        for transform, seeds in ((TRAINING, range(10)), (VALIDATION, [0])):
-            for seed in seeds:
-                one = seeded(path, USUAL, transform, seed)
-                for decoder in set(DECODERS) - {"pil"}:
-                    assert torch.equal(one, seeded(path, decoder, transform, seed))
-        one = seeded(path, USUAL, VALIDATION).int()
-        largest = max(largest, (one - seeded(path, "pil", VALIDATION)).abs().max())
-    assert largest == 1  # 0 would mean that Pillow's own resize is not in use
-
-
-@pytest.mark.parametrize("decoder", ("pil", "auto"))
-def test_pretrained_weights_validate_as_torchvision_does(pictures, decoder):
-    """From the file to the normalized batch; all 80 architectures have 25 protocols."""
-    assert len(architectures()) >= 80
-    for path in pictures.glob("val/*/*"):
-        picture_of(250, 330).save(path, quality=92)
-    ours = {}
-    for arch in architectures():
-        args = arguments(pictures, f"--pretrained --arch {arch} --decoder {decoder}")
-        preset = get_model_weights(arch).DEFAULT.transforms()
-        chosen = *validation_protocol(args), *pretrained_normalization(arch).flatten()
-        if ours.setdefault(str(preset), chosen) is not chosen:
-            assert chosen == ours[str(preset)]
-            continue
-        _, val_set = build_datasets(args)
-        batch, _ = next(iter(one_by_one(args, val_set)))
-        image = Image.open(next(pictures.glob("val/*/*"))).convert("RGB")
-        expected = preset(
-            image if decoder == "pil" else v1.functional.pil_to_tensor(image)
-        )
-        std = torch.tensor(preset.std).view(3, 1, 1)
-        assert batch[0].shape == expected.shape, arch
-        most = ((batch[0] - expected).abs() * 255 * std).max()
-        assert most < (0.01 if decoder == "pil" else 1.01), arch
-
-
-def test_the_protocol_of_the_weights_is_for_their_own_image_size():
-    for flags, *expected in (
-        ("--pretrained --arch vit_h_14", 518, 518, "bicubic"),
-        ("--pretrained --image-size 224", 224, 256, "bilinear"),
-        ("--pretrained --arch resnet50", 224, 232, "bilinear"),
-        ("--pretrained --arch resnet50 --image-size 160", 160, 182, "bilinear"),
-        ("--arch vit_h_14", 224, 256, "bilinear"),
-    ):
-        crop, resized, interpolation = validation_protocol(arguments("x", flags))
-        assert [crop, resized, interpolation.value] == expected, flags
-
-
-def test_pil_feeds_the_bits_of_the_usual_transforms(photographs):
-    usual = v1.Compose([v1.Resize(256), v1.CenterCrop(224), v1.PILToTensor()])
-    for path in photographs:
-        image = Image.open(path).convert("RGB")
-        assert torch.equal(usual(image), seeded(path, "pil", VALIDATION))
-        random.seed(3)
-        box = images.random_box(image.height, image.width, 0.08)
-        crop = v1.functional.resized_crop(image, *box, [224, 224])
-        crop = v1.functional.hflip(crop) if random.random() < 0.5 else crop
-        expected = v1.functional.pil_to_tensor(crop)
-        assert torch.equal(expected, seeded(path, "pil", TRAINING, 3))
-
-
-@pytest.mark.parametrize("size", ((375, 500), (500, 375), (30, 3000), (1, 1)))
-def test_random_boxes_are_distributed_like_torchvisions(size):
-    random.seed(0)
-    torch.manual_seed(0)
-    ours = numpy.array([images.random_box(*size, 0.08) for _ in range(4000)])
-    assert (ours[:, :2] >= 0).all() and (ours[:, 2:] > 0).all()
-    assert (ours[:, :2] + ours[:, 2:] <= size).all()
-    crop, image = RandomResizedCrop(224), torch.empty(3, *size)
-    drawn = [crop.make_params([image]) for _ in range(4000)]
-    theirs = numpy.array([[*one.values()] for one in drawn])
-    # Means of 4,000 draws: their standard error is below 1 % of the side
-    assert (abs(ours.mean(0) - theirs.mean(0)) / (*size, *size) < 0.03).all()
-    assert (abs(ours.std(0) - theirs.std(0)) / (*size, *size) < 0.03).all()
+def as_tensor(pixels):
+    return pil_to_tensor(pixels) if isinstance(pixels, Image.Image) else pixels
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
-def test_an_unreadable_image_is_named_with_decoder_and_reason(pictures, capfd, decoder):
+def test_a_decoder_gives_pillows_pixels(decoder):
+    """The EXIF orientation is ignored, as in most ImageNet scripts."""
+    for kind, image, options in odd_files():
+        content = saved(image, **options)
+        with Image.open(io.BytesIO(content)) as opened:
+            expected = pil_to_tensor(opened.convert("RGB"))
+        picture = images.DECODERS[decoder](content)
+        height, width = expected.shape[1:]
+        assert (picture.height, picture.width) == (height, width), kind
+        found = as_tensor(picture.crop(0, 0, height, width))
+        assert torch.equal(found, expected), kind
+        for made in (
+            images.train_transform(picture, 32, 0.08, True),
+            images.val_transform(picture, 32),
+        ):
+            assert made.shape == (3, 32, 32) and made.dtype == torch.uint8, kind
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_crops_are_torchvisions(decoder):
+    """Of an image of Pillow's with --decoder pil, otherwise of a tensor."""
+    for size in ((375, 500), (500, 333), (240, 240), (200, 640)):
+        content = saved(picture_of(*size), quality=92)
+        image = Image.open(io.BytesIO(content))
+        image = image if decoder == "pil" else pil_to_tensor(image)
+        picture = images.DECODERS[decoder](content)
+        usual = v2.Compose([v2.Resize(256), v2.CenterCrop(224)])
+        assert torch.equal(images.val_transform(picture, 224), as_tensor(usual(image)))
+        usual = v2.Compose([v2.RandomResizedCrop(224), v2.RandomHorizontalFlip()])
+        for seed in range(6):
+            torch.manual_seed(seed)
+            expected = as_tensor(usual(image))
+            torch.manual_seed(seed)
+            made = images.train_transform(picture, 224, 0.08, True)
+            assert torch.equal(made, expected), (size, seed)
+
+
+def test_pillows_resize_differs_by_one_level():
+    """So that a run does not resume with --decoder pil, but with the two others."""
+    made = [
+        images.val_transform(images.DECODERS[decoder](content), 224).int()
+        for content in [saved(picture_of(375, 500))]
+        for decoder in DECODERS
+    ]
+    other = DECODERS.index("pil")
+    assert (made.pop(other) - made[0]).abs().max() == 1
+    assert all(torch.equal(one, made[0]) for one in made)
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_an_unreadable_image_is_one_line(pictures, capfd, decoder):
     path = pictures / "train" / "dog" / "3.JPEG"
     half = path.read_bytes()[:-900]
     path.unlink()
     reasons = {None: "No such file", **dict.fromkeys((b"text", b"", half[:200]), ".")}
-    for content, reason in {**reasons, half: "truncated|incomplete"}.items():
+    for content, reason in {**reasons, half: "truncated|incomplete|cannot decode"}.items():
         if content is not None:
             path.write_bytes(content)
-        pattern = f"^cannot read the image {path} with {decoder}: .*({reason})"
-        with pytest.raises(ImageError, match=pattern) as caught:
-            images.read_image(str(path), decoder, VALIDATION)
-        assert "\n" not in str(caught.value) and ".cpp" not in str(caught.value)
+        pattern = f"^--decoder {decoder} cannot read {path}: .*({reason})"
+        with pytest.raises(UserError, match=pattern) as caught:
+            images.read_image(str(path), decoder, partial(images.val_transform, size=8))
+        assert "\n" not in str(caught.value)
     assert capfd.readouterr().err == ""  # no library adds remarks of its own
-    args = arguments(pictures, f"--decoder {decoder}")
-    for workers in (0, 2):
-        with pytest.raises(ImageError, match=f"^cannot read the image {path} with"):
-            list(one_by_one(args, build_datasets(args)[0], workers))
+    for workers in (0, 1):
+        args = parse("--data", pictures, "--decoder", decoder, "-b", 2, "-j", workers)
+        train_set, _ = build_datasets(args)
+        loader = build_loader(args, train_set, range(16), 0, 1, CPU, training=True)
+        with pytest.raises(SystemExit) as ended, one_line_errors():
+            list(loader.epoch(0))
+        printed = capfd.readouterr().err
+        assert f": error: --decoder {decoder} cannot read {path}: " in printed
+        assert printed.count("\n") == 1 and ended.value.code == 2
 
 
-def test_loader_processes_see_no_gpu(pictures):
-    args = arguments(pictures, "--decoder pil")
-    dataset, _ = build_datasets(args)
-    dataset.transform = lambda _: open(os.environ["CUDA_VISIBLE_DEVICES"])
-    with pytest.raises(ImageError, match="with pil: .* No such file .*: ''$"):
-        next(iter(one_by_one(args, dataset, 1)))
+def test_an_error_of_the_code_keeps_its_traceback(pictures):
+    def broken(picture):
+        return picture.width[0]
+
+    path = str(pictures / "train" / "dog" / "3.JPEG")
+    with pytest.raises(TypeError, match="not subscriptable"):
+        images.read_image(path, DECODERS[0], broken)
 
 
-@pytest.mark.nvimgcodec
-@pytest.mark.torchcodec
-def test_auto_is_the_first_decoder_that_is_installed(monkeypatch, tmp_path):
-    assert images.choose_decoder("auto") == "nvimgcodec"
-    for module, name in ((nvimgcodec, "check_library"), (images, "import_torchcodec")):
-        monkeypatch.setattr(module, name, vars(module)[name].__wrapped__)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    load = "import ctypes, os; ctypes.CDLL(os.environ['CUDA_VISIBLE_DEVICES'] or 'none.so')"
-    for decoder, library, problem, following in (
-        ("nvimgcodec", "", "cannot import name 'nvimgcodec'", "torchcodec"),
-        ("nvimgcodec", "nvimgcodec = 'old'", "older than 0.9", "torchcodec"),
-        ("nvimgcodec", load, "none.so: cannot open", "torchcodec"),
-        ("nvimgcodec", "import os; os.abort()", "exit status -6", "torchcodec"),
-        ("torchcodec", "", "import of torchcodec.decoders halted", "pil"),
-    ):
-        (tmp_path / "nvidia.py").write_text(library)
-        monkeypatch.setitem(sys.modules, f"{decoder}.decoders", None)
-        assert images.choose_decoder("auto") == following
-        with pytest.raises(UserError, match=f"{decoder}: {problem}.*; pip install -r"):
-            images.choose_decoder(decoder)
+def test_a_loop_of_links_adds_no_images(pictures):
+    """Links to folders are not followed; links to files are images."""
+    folder = pictures / "train" / "dog"
+    os.symlink("..", folder / "up")
+    os.symlink(".", folder / "here")
+    os.symlink("0.JPEG", folder / "linked.JPEG")
+    train_set, _ = build_datasets(parse("--data", pictures, "--decoder", "pil"))
+    assert len(train_set) == 17 and train_set.labels.tolist() == 8 * [0] + 9 * [1]
+
+
+@pytest.mark.parametrize("decoder", ("torchcodec", "nvimgcodec"))
+def test_a_missing_decoder_is_one_line(monkeypatch, decoder):
+    for name in ("torchcodec", "torchcodec.decoders", "nvidia", "nvidia.nvimgcodec"):
+        monkeypatch.setitem(sys.modules, name, None)
+    make_decoder.cache_clear()
+    with pytest.raises(UserError, match=f"--decoder {decoder} cannot read x: .*nvidia|") as raised:
+        images.read_image("x", decoder, str, saved(picture_of(8, 8)))
+    print(raised.value)

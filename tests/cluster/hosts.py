@@ -88,28 +88,11 @@ class Hosts:
             for left in Path(tempfile.gettempdir()).glob(f"ompi.{name}.*"):
                 shutil.rmtree(left, ignore_errors=True)
 
-    def name_hosts(self, host: str, trap: bool = False) -> None:
-        """Write the host's /etc/hosts; with `trap`, as Debian's installer does."""
-        own = f"127.0.1.1 {host}\n" if trap else ""
-        others = "".join(f"{ADDRESSES[name]} {name}\n" for name in NAMES)
+    def name_hosts(self, host: str) -> None:
+        """Write the host's /etc/hosts."""
+        names = "".join(f"{ADDRESSES[name]} {name}\n" for name in NAMES)
         file = self.folder / f"hosts.{host}"
-        file.write_text(f"127.0.0.1 localhost\n{own}{others}")
-
-    def cut(self) -> None:
-        """From now on nothing arrives, and nobody is told: as after a power failure."""
-        self._neighbours("replace", *"lladdr 02:00:00:00:00:99 nud permanent".split())
-
-    def mend(self) -> None:
-        """Undo cut()."""
-        self._neighbours("delete")
-
-    def _neighbours(self, verb: str, *address: str) -> None:
-        places = zip(
-            self.namespaces.values(), reversed(ADDRESSES.values()), strict=True
-        )
-        for namespace, other in places:
-            neighbour = ("ip", "-n", namespace, "neighbour", verb, other)
-            call(*neighbour, "dev", "eth0", *address, check=verb == "replace")
+        file.write_text(f"127.0.0.1 localhost\n{names}")
 
     def command(self, host: str, *command) -> list[str]:
         """What runs `command` on `host`."""
@@ -157,21 +140,15 @@ class Hosts:
             f"AuthorizedKeysFile {folder}/authorized_keys\nStrictModes no\nUsePAM no\n"
             "PasswordAuthentication no\nPermitRootLogin prohibit-password\n"
         )
-        # The port and the key are left to SSH_PORT and SSH_IDENTITY
         (self.folder / "ssh_config").write_text(
             "StrictHostKeyChecking no\nUserKnownHostsFile /dev/null\nLogLevel ERROR\n"
             "IdentityAgent none\nIdentitiesOnly yes\n"
+            f"Port {SSH_PORT}\nIdentityFile {folder}/user_key\n"
         )
         for host in NAMES:
             log = folder / f"{host}.log"
             daemon = ("/usr/sbin/sshd", "-f", folder / "sshd_config", "-E", log)
             call(*self.command(host, *daemon))
-
-    @property
-    def ssh_variables(self) -> dict[str, str]:
-        """How launch scripts reach the other host."""
-        key = self.folder / "ssh" / "user_key"
-        return {"SSH_PORT": str(SSH_PORT), "SSH_IDENTITY": str(key)}
 
     def start_slurm(self) -> None:
         """Slurm over both hosts: munged, slurmctld on hosta, a slurmd on each."""
