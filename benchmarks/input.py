@@ -45,7 +45,7 @@ def arguments(folder: Path, *flags: object) -> Namespace:
 
 def reading(dataset: Dataset, images: int) -> Callable[[], float]:
     """Return a function that measures the speed of reading single images in order."""
-    return speed(dataset.__getitem__, range(images), time.perf_counter)
+    return speed(dataset.__getitem__, range(images))
 
 
 class Training(SeededDataset):
