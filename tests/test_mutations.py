@@ -9,8 +9,8 @@ def test_every_mistake_can_be_made():
 
 
 def test_a_mistake_that_no_test_sees_survives(capsys):
-    tests = ["test_images.py::test_auto_is_the_first_decoder_that_is_installed"]
-    line = "random.random() < 0.5"
+    tests = ["test_units.py::test_defaults_are_those_of_the_recipe"]
+    line = "torch.rand(()) < 0.5"
     mistake = Mutation("no mirroring", "common/images.py", tests, line, "False")
     assert attempt(mistake)["survived"]
     assert capsys.readouterr().out == "SURVIVED no mirroring\n"
