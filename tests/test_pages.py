@@ -214,10 +214,12 @@ def test_the_example_to_copy_runs_as_it_is(tmp_path):
 
 
 def test_the_quickstart_reached_its_accuracy():
-    report = json.loads((RESULTS / "quickstart.json").read_text())
-    done = [run["epochs"][-1] for run in report["runs"] if run["status"] == "done"]
-    assert len(done) == 4 and all(epoch["val_top1"] >= 98 for epoch in done)
-    assert (RESULTS / "quickstart.md").read_text() == quickstart.render(report)
+    """Measured before quickstart.json got its present form."""
+    runs = json.loads((RESULTS / "quickstart.json").read_text())
+    done = [run["report"]["val_top1"] for run in runs if run["status"] == "done"]
+    table = (RESULTS / "quickstart.md").read_text()
+    assert len(done) == 4 and all(top1 >= 98 for top1 in done)
+    assert all(f"{top1:.1f} %" in table for top1 in done)
 
 
 CHINESE = [name for name in TEXTS if "zh-CN" in name]
