@@ -1,25 +1,26 @@
 """Every strategy on a GPU, compared with the same training on the CPU: pytest -m gpu tests/gpu.
 
-The CPU's is distributed.py's, which tests/test_reference.py holds to plain PyTorch. Rows come
-in the order of their importance. scripts/gpu_check.sh runs them on a machine without more than
-PyTorch and pytest; --rehearse-gpu runs on the CPU what can run there, at a smaller size.
+The CPU's is distributed.py's, which tests/test_reference.py holds to plain PyTorch. Rows
+are in the order of their importance; those with 2 processes need two GPUs. --rehearse-gpu
+runs on the CPU what can run there, at a smaller size. scripts/gpu_check.sh runs the rows
+on a machine without more than PyTorch and pytest.
 """
 
 import functools
 import json
 import math
 import os
+import subprocess
 import time
 from argparse import Namespace
 
 import pytest
 import torch
-from conftest import launcher
+from conftest import ROOT, launcher
 from ranks import train_watched
 from test_equality import start
 
 from benchmarks.photographs import write_photographs
-from common.log import commit
 
 LIMIT = 100  # seconds for the processes of a run
 RESERVE = 40  # seconds in which a row could not do anything
@@ -38,37 +39,34 @@ STATE_TOLERANCE = {"fp32": 0.01, "bf16": 0.2, "fp16": 0.1}
 EXACT, HALF = 1e-6, 2**-10 + 1e-6
 
 EPOCHS, STEPS, BATCH, IMAGES = 4, 4, 16, 64
-RECIPE = f"-b {BATCH} --epochs {EPOCHS} --max-steps {STEPS} --lr 0.001"
-RECIPE += f" --warmup-epochs 0 --print-interval {STEPS} --workers 2 --decoder pil"
-COMPUTES = {"O0": "fp32", "O1": "fp16", "O2": "fp16", "O3": "O3"}
+RECIPE = f"-b {BATCH} --epochs {EPOCHS} --max-steps {STEPS} --lr 0.001 --decoder pil"
+RECIPE += f" --warmup-epochs 0 --print-interval {STEPS} --workers 2"
+COMPUTES = {"O0": "fp32", "O1": "fp16", "O2": "fp16"}
 DDP, SPAWNED, REPLICAS = "distributed", "multiprocessing_distributed", "dataparallel"
 APEX, HOROVOD = "apex_distributed", "horovod_distributed"
 MARKS = {APEX: pytest.mark.apex, HOROVOD: pytest.mark.horovod}
 
 
-def row(strategy, *others):
-    """Parameters of a test; its name says them."""
-    return pytest.param(
-        strategy,
-        *others,
-        marks=MARKS.get(strategy, ()),
-        id="-".join(str(one) for one in (strategy, *others) if one != ""),
-    )
-
-
-def rows(strategy, processes):
-    precisions = (
-        ("O0", "O1", "O2", "O3") if strategy == APEX else ("fp32", "bf16", "fp16")
-    )
-    return [row(strategy, processes, one) for one in precisions]
+def rows(*listed):
+    """Parametrize a test: its rows are a strategy and other words, such as DDP + " 1 fp16"."""
+    found = []
+    for words in map(str.split, listed):
+        values = [int(word) if word.isdigit() else word for word in words]
+        marks = MARKS.get(words[0], ())
+        found.append(pytest.param(*values, marks=marks, id="-".join(words)))
+    names = ("strategy", "processes", "precision")
+    return pytest.mark.parametrize(names[: len(words)], found)
 
 
 @pytest.fixture(scope="session")
 def here(pytestconfig):
     """What rows compute on."""
     if pytestconfig.getoption("rehearse_gpu"):
-        return Namespace(device="cpu", gpus=0, size=32)
-    return Namespace(device="cuda", gpus=torch.cuda.device_count(), size=64)
+        return Namespace(gpus=[], size=32)
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = torch.cuda.device_count()
+    gpus = chosen.split(",") if chosen else map(str, range(count))
+    return Namespace(gpus=list(gpus), size=64)
 
 
 def seconds():
@@ -78,14 +76,15 @@ def seconds():
 
 @pytest.fixture(autouse=True)
 def enough_time():
-    """Else the row ends in an error, so that --last-failed runs it."""
+    """Otherwise the row ends in an error, so that --last-failed runs it."""
     if seconds() < RESERVE:
         pytest.fail("not run: time is up", pytrace=False)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def versions(record_testsuite_property):
-    record_testsuite_property("commit", commit() or "")
+def commit(record_testsuite_property):
+    head = subprocess.run("git rev-parse HEAD".split(), cwd=ROOT, capture_output=True)
+    record_testsuite_property("commit", head.stdout.decode().strip())
 
 
 @pytest.fixture(scope="session")
@@ -95,23 +94,10 @@ def photographs(tmp_path_factory):
     return folder
 
 
-def flags_of(here, data, output, device, *flags):
+def flags_of(here, data, output, *flags):
     """The command line of a run."""
     argv = ["--data", data, *RECIPE.split(), "--image-size", here.size]
-    argv += ["--device", device, "--output", output, *flags]
-    return [str(flag) for flag in argv]
-
-
-def computing(precision):
-    """The flags that choose it."""
-    return ("--opt-level" if precision[0] == "O" else "--precision", precision)
-
-
-def visible(here, number):
-    """The first of the GPUs that may be used, for CUDA_VISIBLE_DEVICES."""
-    every = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    every = every if every[0] else [str(one) for one in range(here.gpus)]
-    return ",".join(every[:number])
+    return [str(flag) for flag in (*argv, "--output", output, *flags)]
 
 
 @pytest.fixture
@@ -119,25 +105,23 @@ def train(here, photographs, tmp_path):
     """Train by one of the scripts; returns what it came to. Skips what cannot be had."""
 
     def run(strategy, processes, precision, *flags, net=None, output="run"):
-        if strategy == HOROVOD and here.gpus == 1 < processes:
-            pytest.skip("one GPU: Horovod has no Gloo for GPUs, NCCL wants one each")
-        if strategy == REPLICAS and here.gpus < processes > 1:
-            pytest.skip("no second GPU for a replica")
-        if here.gpus and here.gpus < processes:
-            flags += "--backend", "gloo"
-        flags = *computing(precision), *flags
-        argv = flags_of(here, photographs, tmp_path / output, here.device, *flags)
+        if 0 < len(here.gpus) < processes:
+            pytest.skip("one GPU: NCCL and nn.DataParallel's replicas want one each")
+        if not here.gpus and strategy == REPLICAS and processes > 1:
+            pytest.skip("a CPU: no replicas")
+        name = "--opt-level" if precision[0] == "O" else "--precision"
+        argv = flags_of(here, photographs, tmp_path / output, name, precision, *flags)
         number = 1 if strategy == REPLICAS else processes
+        gpus = ",".join(here.gpus[:processes])
         arguments = {"name": strategy, "flags": argv, "net": net, "skipped": 0}
-        arguments["gpus"] = visible(here, processes) if strategy == REPLICAS else ""
-        logs = tmp_path / f"{output} of processes"
         returned = start(strategy)(
-            logs, number, train_watched, seconds=seconds(), **arguments
+            tmp_path / f"{output} of processes",
+            *(number, train_watched),
+            **{"seconds": seconds(), "gpus": gpus, **arguments},
         )
         found = came_to(tmp_path / output, returned)
-        names = ("device", "world_size", "precision")
-        asked = [here.device, number, precision]
-        assert [found.report[name] for name in names] == asked
+        recipe = found.content["recipe"]
+        assert recipe["opt_level" if precision[0] == "O" else "precision"] == precision
         return found
 
     return run
@@ -146,9 +130,7 @@ def train(here, photographs, tmp_path):
 def came_to(output, returned=None):
     """What a run left in its output folder."""
     records = [json.loads(line) for line in open(output / "epochs.jsonl")]
-    content = torch.load(
-        output / "checkpoint.pt", map_location="cpu", weights_only=True
-    )
+    content = torch.load(output / "checkpoint.pt", "cpu", weights_only=True)
     scale = content.get("amp", {}).get("loss_scaler0") or content["scaler"]
     factor = scale.get("scale", scale.get("loss_scale", 0))
     return Namespace(
@@ -157,7 +139,6 @@ def came_to(output, returned=None):
         scale=scale,
         skipped=round(math.log2(2**16 / factor)) if factor > 1 else 0,
         returned=returned,
-        report=json.loads((output / "report.json").read_text()),
     )
 
 
@@ -168,11 +149,12 @@ def on_the_cpu(here, photographs, tmp_path_factory):
     @functools.cache
     def of(processes, skipped=0, net=None, *flags):
         output = tmp_path_factory.mktemp("cpu") / "run"
-        flags = flags_of(here, photographs, output, "cpu", *computing("fp32"), *flags)
+        flags = flags_of(here, photographs, output, "--precision", "fp32", *flags)
         arguments = {"name": DDP, "flags": flags, "net": net, "skipped": skipped}
-        logs = output.with_name("processes")
         returned = start(DDP)(
-            logs, processes, train_watched, seconds=seconds(), gpus="", **arguments
+            output.with_name("processes"),
+            *(processes, train_watched),
+            **{"seconds": seconds(), "gpus": "", **arguments},
         )
         return came_to(output, returned)
 
@@ -187,6 +169,10 @@ def difference(found, right, epochs=1):
     return max(math.inf if math.isnan(value) else value for value in values)
 
 
+def tolerance(precision):
+    return LOSS_TOLERANCE[COMPUTES.get(precision, precision)]
+
+
 def pixels_differ(found, right):
     """By how much, in what the first convolutions of all processes got."""
     pairs = [
@@ -198,12 +184,14 @@ def pixels_differ(found, right):
     return max((one - other).abs().max().item() for one, other in pairs)
 
 
-ORDER = [(DDP, 1), (APEX, 1), (DDP, 2), (REPLICAS, 1), (SPAWNED, 1), (HOROVOD, 1)]
-ORDER += [(SPAWNED, 2), (APEX, 2), (HOROVOD, 2), (REPLICAS, 2)]
-TRAININGS = [one for place in ORDER for one in rows(*place)]
+TRAININGS = [f"{DDP} 1 {precision}" for precision in ("fp32", "bf16", "fp16")]
+TRAININGS += [f"{APEX} 1 {level}" for level in ("O0", "O1", "O2", "O3")]
+TRAININGS += [f"{HOROVOD} 1 fp32", f"{HOROVOD} 1 fp16", f"{REPLICAS} 1 bf16"]
+TRAININGS += [f"{REPLICAS} 1 fp16", f"{SPAWNED} 1 bf16", f"{DDP} 2 fp32"]
+TRAININGS += [f"{HOROVOD} 2 bf16", f"{APEX} 2 O1", f"{REPLICAS} 2 fp32"]
 
 
-@pytest.mark.parametrize("strategy, processes, precision", TRAININGS)
+@rows(*TRAININGS)
 def test_it_trains_as_the_cpu_does(
     train, on_the_cpu, record_property, strategy, processes, precision
 ):
@@ -219,19 +207,7 @@ def test_it_trains_as_the_cpu_does(
     record_property("pixels differ by", pixels)
     record_property("loss differs by", loss)
     assert pixels <= (HALF if precision in ("O2", "O3") else EXACT)
-    assert loss <= LOSS_TOLERANCE[COMPUTES.get(precision, precision)]
-
-
-RESUMED = [
-    row(DDP, 1, "fp16", ""),
-    row(APEX, 1, "O1", ""),
-    row(APEX, 1, "O2", ""),
-    row(HOROVOD, 1, "fp16", ""),
-    row(DDP, 2, "bf16", ""),
-    row(REPLICAS, 1, "bf16", ""),
-    row(DDP, 1, "fp32", ""),
-    row(DDP, 1, "bf16", "--compile"),
-]
+    assert loss <= tolerance(precision)
 
 
 def states_differ(one, other):
@@ -259,51 +235,57 @@ def states_differ(one, other):
     return found
 
 
-@pytest.mark.parametrize("strategy, processes, precision, compiled", RESUMED)
-def test_it_resumes(train, record_property, strategy, processes, precision, compiled):
+@rows(
+    *(f"{DDP} 1 fp16", f"{APEX} 1 O1", f"{APEX} 1 O2", f"{HOROVOD} 1 fp16"),
+    *(f"{REPLICAS} 1 bf16", f"{SPAWNED} 1 fp32", f"{DDP} 2 bf16"),
+)
+def test_it_resumes(train, record_property, strategy, processes, precision):
     """In one piece and in two. At learning rate 0 the weights stay, so that rounding does
     not grow; gradients go into momenta, images into losses and batch norm's statistics."""
-    how = (strategy, processes, precision, "--lr", 0, *filter(None, [compiled]))
+    how = (strategy, processes, precision, "--lr", 0)
     whole = train(*how, output="whole")
     train(*how, "--epochs", EPOCHS // 2, output="parts")
-    parts = train(*how, "--resume", "auto", output="parts")
-    computes = COMPUTES.get(precision, precision)
+    parts = train(*how, "--resume", output="parts")
     loss = difference(whole, parts, EPOCHS)
     record_property("loss differs by", loss)
-    assert loss <= LOSS_TOLERANCE[computes]
+    assert loss <= tolerance(precision)
     for name, value in states_differ(whole.content, parts.content).items():
         record_property(f"{name} differ by", value)
-        exact = name in ("weights", "masters")
-        assert value <= (0 if exact else STATE_TOLERANCE[computes]), name
+        allowed = STATE_TOLERANCE[COMPUTES.get(precision, precision)]
+        assert value <= (0 if name in ("weights", "masters") else allowed), name
     assert whole.scale == parts.scale
 
 
 # The loss scale is halved once or twice, and a step more or less is 0.01 of the last loss
 STEEP = ("--lr", 0.03)
-PARTS = [row(DDP, 1, "fp16"), row(APEX, 1, "O1"), row(APEX, 1, "O2")]
-PARTS += [row(HOROVOD, 1, "fp16"), row(DDP, 2, "fp16"), row(SPAWNED, 2, "fp32")]
 
 
-@pytest.mark.parametrize("strategy, processes, precision", PARTS)
-def test_it_adds_up_micro_batches(
+@rows(
+    *(f"{DDP} 1 fp16", f"{APEX} 1 O1", f"{APEX} 1 O2", f"{HOROVOD} 1 fp16"),
+    *(f"{REPLICAS} 1 fp16", f"{DDP} 2 fp16", f"{SPAWNED} 2 fp32"),
+)
+def test_it_adds_up_micro_batches_and_skips_infinite_gradients(
     train, on_the_cpu, record_property, strategy, processes, precision
 ):
-    """As the whole batch on the CPU, at a learning rate at which a factor would show."""
+    """As the whole batch on the CPU, where just as many steps are skipped on purpose.
+
+    The learning rate is one at which a factor would show.
+    """
     more = ["--accumulate", 2] + ["--compress-gradients", "fp16"] * (processes > 1)
     found = train(strategy, processes, precision, *STEEP, *more, net="steep")
-    loss = difference(
-        found, on_the_cpu(processes, found.skipped, "steep", *STEEP), EPOCHS
-    )
+    right = on_the_cpu(processes, found.skipped, "steep", *STEEP)
+    loss = difference(found, right, EPOCHS)
+    record_property("skipped steps", found.skipped)
     record_property("loss differs by", loss)
     # Micro-batches round once more; gradients twice as large were 0.026 off
-    assert loss <= 2 * LOSS_TOLERANCE[COMPUTES.get(precision, precision)]
+    assert loss <= 2 * tolerance(precision)
+    if precision != "fp32":
+        unskipped = on_the_cpu(processes, 0, "steep", *STEEP)
+        assert 0 < found.skipped < STEPS
+        assert loss < difference(found, unskipped, EPOCHS) / 2
 
 
-SYNCHRONIZED = [row(DDP, 2, "fp32"), row(APEX, 2, "O0"), row(SPAWNED, 2, "bf16")]
-SYNCHRONIZED += [row(HOROVOD, 2, "fp32"), row(APEX, 2, "O1")]
-
-
-@pytest.mark.parametrize("strategy, processes, precision", SYNCHRONIZED)
+@rows(f"{DDP} 2 fp32", f"{APEX} 2 O0", f"{SPAWNED} 2 bf16")
 def test_its_batch_norm_sees_the_whole_batch(
     here, train, on_the_cpu, record_property, strategy, processes, precision
 ):
@@ -317,56 +299,26 @@ def test_its_batch_norm_sees_the_whole_batch(
     )
     record_property("loss differs by", whole)
     record_property("from one without --sync-bn", parts)
-    assert whole <= 2 * LOSS_TOLERANCE[COMPUTES.get(precision, precision)]
+    assert whole <= 2 * tolerance(precision)
     assert whole < parts / 2
 
 
-OVERFLOWS = [row(DDP, 1, "fp16"), row(APEX, 1, "O1"), row(DDP, 2, "fp16")]
-OVERFLOWS += [row(one, 1, "fp16") for one in (HOROVOD, REPLICAS, SPAWNED)]
-
-
-@pytest.mark.parametrize("strategy, processes, precision", OVERFLOWS)
-def test_it_skips_steps_with_infinite_gradients(
-    train, on_the_cpu, record_property, strategy, processes, precision
-):
-    """And no others: as on the CPU, where just as many are skipped on purpose."""
-    found = train(strategy, processes, precision, *STEEP, net="steep")
-    record_property("skipped steps", found.skipped)
-    losses = {}
-    for skipped in (found.skipped, 0):
-        right = on_the_cpu(processes, skipped, "steep", *STEEP)
-        losses[skipped] = difference(found, right, EPOCHS)
-    record_property("loss differs by", losses[found.skipped])
-    record_property("from one without skipped steps", losses[0])
-    assert 0 < found.skipped < STEPS
-    assert losses[found.skipped] <= LOSS_TOLERANCE["fp16"] < losses[0] / 2
-
-
-@pytest.mark.parametrize(
-    "strategy", [row(one) for one in (DDP, SPAWNED, APEX, HOROVOD, REPLICAS)]
-)
+@rows(DDP, SPAWNED, APEX, HOROVOD, REPLICAS)
 def test_its_launch_script_starts_it(here, photographs, tmp_path, on_the_cpu, strategy):
     """In the precision that it chooses, on one GPU."""
-    argv = flags_of(here, photographs, tmp_path / "run", here.device)
-    variables = {"NPROC": "" if strategy == REPLICAS else "1"}
-    if here.gpus:
-        variables["CUDA_VISIBLE_DEVICES"] = visible(here, 1)
+    argv = flags_of(here, photographs, tmp_path / "run")
+    variables = {"NPROC": "1", "CUDA_VISIBLE_DEVICES": ",".join(here.gpus[:1])}
     variables["NVIDIA_TF32_OVERRIDE"] = "0"
     ended = launcher(strategy, *argv, timeout=seconds(), **variables)
     assert ended.returncode == 0, ended.stderr[-4000:]
     found = came_to(tmp_path / "run")
-    precision = found.report["precision"]
-    expected = "O1" if strategy == APEX else "bf16"
-    assert precision == expected or not here.gpus
-    loss = difference(found, on_the_cpu(1, found.skipped))
-    assert loss <= LOSS_TOLERANCE[COMPUTES.get(precision, precision)]
+    recipe = found.content["recipe"]
+    precision = recipe.get("opt_level") or recipe["precision"]
+    assert precision == ("O1" if strategy == APEX else "bf16") or not here.gpus
+    assert difference(found, on_the_cpu(1, found.skipped)) <= tolerance(precision)
 
 
-COMPILED = [row(DDP, 1, "bf16"), row(REPLICAS, 1, "bf16"), row(SPAWNED, 1, "fp16")]
-COMPILED += [row(HOROVOD, 1, "bf16"), row(APEX, 1, "O1"), row(DDP, 2, "fp32")]
-
-
-@pytest.mark.parametrize("strategy, processes, precision", COMPILED)
+@rows(f"{DDP} 1 bf16", f"{REPLICAS} 1 bf16", f"{HOROVOD} 1 bf16", f"{APEX} 1 O1")
 def test_it_compiles(
     train, on_the_cpu, record_property, strategy, processes, precision
 ):
@@ -375,4 +327,4 @@ def test_it_compiles(
     record_property("graphs", found.returned)
     record_property("loss differs by", loss)
     assert min(found.returned) > 0
-    assert loss <= LOSS_TOLERANCE[COMPUTES.get(precision, precision)]
+    assert loss <= tolerance(precision)
