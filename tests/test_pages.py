@@ -17,7 +17,6 @@ from markdown_it import MarkdownIt
 from torch.distributed.run import get_args_parser
 from torch.utils.data.distributed import DistributedSampler
 
-from scripts import quickstart
 from scripts.sync_scripts import BASE, SIBLINGS
 
 PATTERNS = ("*.md", "docs/*.md", "tutorial/**/*.md")

@@ -7,7 +7,6 @@ scripts/gpu_check.sh runs these rows; --rehearse-gpu runs on the CPU what can ru
 import json
 import math
 import os
-import subprocess
 import time
 
 import pytest
@@ -57,9 +56,8 @@ def enough_time():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def commit(record_testsuite_property):
-    head = subprocess.run("git rev-parse HEAD".split(), cwd=ROOT, capture_output=True)
-    record_testsuite_property("commit", head.stdout.decode().strip())
+def versions(record_testsuite_property):
+    record_testsuite_property("commit", commit() or "")
 
 
 @pytest.fixture(scope="session")
