@@ -44,12 +44,9 @@ except ImportError as error:
 def main(args: Namespace) -> None:
     """Train and validate; every process runs this function."""
     # [1/6 launch] the launcher has set RANK, WORLD_SIZE and LOCAL_RANK
-    PR_SET_PDEATHSIG = 1  # https://man7.org/linux/man-pages/man2/prctl.2.html
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the launcher
     if "RANK" not in os.environ:
-        raise UserError(
-            "no RANK: start it with torchrun --standalone --nproc-per-node=2"
-        )
+        raise UserError("start it with torchrun --standalone --nproc-per-node=2")
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with torchrun
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", local_rank)
@@ -107,8 +104,7 @@ def main(args: Namespace) -> None:
     checkpoint = Checkpoint(args, (train_set, val_set), saved)
     checkpoint.load(rank, world_size, device, all_reduce)  # compares all processes
     if rank == 0:
-        where = f"{world_size} x {device.type}"
-        print(f"{args.arch}, {args.precision}, {where}, seed {args.seed}", flush=True)
+        print(f"{args.arch}, {args.precision}, {world_size} x {device.type}")
     if args.evaluate:
         val = validate(args, val_loader, eval_model)
         if rank == 0:

@@ -41,12 +41,9 @@ from common.errors import UserError
 def main(args: Namespace) -> None:
     """Train and validate; every process runs this function."""
     # [1/6 launch] the launcher has set RANK, WORLD_SIZE and LOCAL_RANK
-    PR_SET_PDEATHSIG = 1  # https://man7.org/linux/man-pages/man2/prctl.2.html
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the launcher
     if "RANK" not in os.environ:
-        raise UserError(
-            "no RANK: start it with torchrun --standalone --nproc-per-node=2"
-        )
+        raise UserError("start it with torchrun --standalone --nproc-per-node=2")
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with torchrun
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ["LOCAL_RANK"])
     if torch.cuda.is_available():
@@ -91,8 +88,7 @@ def main(args: Namespace) -> None:
     # [3/6 wrap] a backward pass through `model` also averages the gradients
     if args.sync_bn:
         raw_model = nn.SyncBatchNorm.convert_sync_batchnorm(raw_model)
-    gpus = [device.index] if device.type == "cuda" else None
-    model = DDP(raw_model, device_ids=gpus, gradient_as_bucket_view=True)
+    model = DDP(raw_model, gradient_as_bucket_view=True)
     if args.compress_gradients:
         hook = getattr(default_hooks, f"{args.compress_gradients}_compress_hook")
         model.register_comm_hook(None, hook)
@@ -105,8 +101,7 @@ def main(args: Namespace) -> None:
     checkpoint = Checkpoint(args, (train_set, val_set), saved)
     checkpoint.load(rank, world_size, device, all_reduce)  # compares all processes
     if rank == 0:
-        where = f"{world_size} x {device.type}"
-        print(f"{args.arch}, {args.precision}, {where}, seed {args.seed}", flush=True)
+        print(f"{args.arch}, {args.precision}, {world_size} x {device.type}")
     if args.evaluate:
         val = validate(args, val_loader, eval_model)
         if rank == 0:

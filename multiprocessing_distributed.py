@@ -23,7 +23,9 @@ from common.meters import Meter, Timer, averages, batch_sums, in_words
 from common.model import PRECISIONS, best_precision, build_model, build_scheduler
 
 # [imports]
+import ctypes
 import os
+import signal
 import socket
 import sys
 from contextlib import nullcontext
@@ -83,8 +85,7 @@ def main(args: Namespace) -> None:
     # [3/6 wrap] a backward pass through `model` also averages the gradients
     if args.sync_bn:
         raw_model = nn.SyncBatchNorm.convert_sync_batchnorm(raw_model)
-    gpus = [device.index] if device.type == "cuda" else None
-    model = DDP(raw_model, device_ids=gpus, gradient_as_bucket_view=True)
+    model = DDP(raw_model, gradient_as_bucket_view=True)
     if args.compress_gradients:
         hook = getattr(default_hooks, f"{args.compress_gradients}_compress_hook")
         model.register_comm_hook(None, hook)
@@ -97,8 +98,7 @@ def main(args: Namespace) -> None:
     checkpoint = Checkpoint(args, (train_set, val_set), saved)
     checkpoint.load(rank, world_size, device, all_reduce)  # compares all processes
     if rank == 0:
-        where = f"{world_size} x {device.type}"
-        print(f"{args.arch}, {args.precision}, {where}, seed {args.seed}", flush=True)
+        print(f"{args.arch}, {args.precision}, {world_size} x {device.type}")
     if args.evaluate:
         val = validate(args, val_loader, eval_model)
         if rank == 0:
@@ -224,6 +224,7 @@ def arguments() -> Namespace:
 
 def worker(local_rank: int, args: Namespace) -> None:
     """Run main() in a spawned process."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the parent
     args.local_rank = local_rank
     with one_line_errors():
         main(args)

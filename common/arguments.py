@@ -6,79 +6,64 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from common.errors import UserError
 from common.images import DECODERS
 from common.model import PRECISIONS
 
-IMAGENET_TRAIN_IMAGES = 1281167
 AUTO = Path("auto")  # --resume without a path
+SHARES = ("momentum", "label_smoothing", "min_crop")  # at most 1
 MAY_BE_0 = ("workers", "seed", "node_rank")  # other whole numbers are at least 1
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """Reports a wrong flag in one line, without argparse's list of all flags."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise a UserError."""
-        raise UserError(f"{message} (--help lists the flags)")
-
-
-def build_parser(docstring: str) -> OneLineParser:
+def build_parser(docstring: str) -> argparse.ArgumentParser:
     """Build the parser with the shared flags; each script adds its own."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = OneLineParser(
-        description=docstring, formatter_class=raw, allow_abbrev=False
+    parser = argparse.ArgumentParser(
+        usage=argparse.SUPPRESS,  # a wrong flag is then reported in one line
+        description=docstring,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--data", help="folder with train/CLASS/*.JPEG, val/CLASS/*.JPEG, or tar files")
-    length = "instead of --data: one random batch, for epochs of this many images"
-    default = IMAGENET_TRAIN_IMAGES
-    add("--synthetic", nargs="?", type=int, const=default, metavar="N", help=length)
+    images = "no --data: one random batch again and again, in epochs of N images"
+    add("--synthetic", nargs="?", type=int, const=1281167, metavar="N", help=images)
     add("--arch", default="resnet18", help="torchvision model (%(default)s)")
     add("--pretrained", action="store_true", help="start from torchvision's weights")
     add("--image-size", type=int, default=224, help="in pixels (%(default)s)")
     add("--epochs", type=int, default=90, help="to train (%(default)s)")
     add("--max-steps", type=int, help="end every training epoch after this step")
-    images = "images per optimizer step, over all processes (%(default)s)"
+    images = "images per step, over all processes (%(default)s)"
     add("-b", "--global-batch-size", type=int, default=256, help=images)
     add("--accumulate", type=int, default=1, help="micro-batches per step (1)")
     add("--lr", type=float, default=0.1, help="for 256 images (%(default)s)")
     add("--warmup-epochs", type=float, default=5.0, help="of rising --lr (5)")
-    curves = "step: divide by 10 every 30 epochs (default); cosine: lower it to 0"
+    curves = "step: a tenth every 30 epochs (default); cosine: falls to 0"
     add("--schedule", choices=("step", "cosine"), default="step", help=curves)
     add("--momentum", type=float, default=0.9, help="of SGD (%(default)s)")
     add("--weight-decay", type=float, default=1e-4, help="of SGD (%(default)s)")
     add("--label-smoothing", type=float, default=0.0, help="(0)")
-    area = "smallest share of an image's area in a crop (%(default)s)"
-    add("--min-crop", type=float, default=0.08, help=area)
+    add("--min-crop", type=float, default=0.08, help="of an image's area (%(default)s)")
     add("--no-flip", action="store_true", help="do not mirror training images")
     workers = min(4, len(os.sched_getaffinity(0)))
-    loaders = (
-        "loader processes for training, and for validation, per process (%(default)s)"
-    )
+    loaders = "loader processes per training process (%(default)s)"
     add("-j", "--workers", type=int, default=workers, help=loaders)
     add("--decoder", choices=tuple(DECODERS), default="torchcodec", help="(torchcodec)")
-    bf16 = "default: bf16 where the device computes it natively, otherwise fp32"
-    add("--precision", choices=tuple(PRECISIONS), help=bf16)
+    add("--precision", choices=tuple(PRECISIONS), help="(bf16 where native, else fp32)")
     add("--compile", action="store_true", help="torch.compile the model")
     add("--seed", type=int, default=0, help="of all random numbers (0)")
     add("--output", type=Path, help="folder for checkpoints (runs/SCRIPT)")
-    last = "a checkpoint; without PATH, the one in --output, if there is one"
+    last = "go on from PATH, or from --output's checkpoint if there is one"
     add("--resume", metavar="PATH", type=Path, nargs="?", const=AUTO, help=last)
     add("--evaluate", action="store_true", help="validate without training")
-    often = "also save within an epoch, this long after the last save (%(default)s)"
-    add("--save-minutes", type=float, default=10.0, help=often)
-    steps = "sum and print the metrics after this many steps (%(default)s)"
-    add("--print-interval", type=int, default=10, help=steps)
+    add("--save-minutes", type=float, default=10.0, help="between saves (%(default)s)")
+    add("--print-interval", type=int, default=10, help="in steps (%(default)s)")
     return parser
 
 
 def parse_arguments(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None = None
 ) -> argparse.Namespace:
-    """Parse the command line. Raises UserError if a flag is wrong."""
+    """Parse the command line; a wrong flag is one line and exit status 2."""
     args = parser.parse_args(argv)
     if (args.data is None) == (args.synthetic is None):
         parser.error("give either --data DIR or --synthetic")
@@ -86,8 +71,9 @@ def parse_arguments(
         parser.error("--evaluate needs --resume or --pretrained")
     for name, value in vars(args).items():
         least = 1 if type(value) is int and name not in MAY_BE_0 else 0
-        if type(value) in (int, float) and not least <= value < math.inf:
+        most = 1 if name in SHARES else math.inf
+        if type(value) in (int, float) and not least <= value <= most:
             flag = name.replace("_", "-")
-            parser.error(f"--{flag} must be a number >= {least}, but is {value}")
+            parser.error(f"--{flag} must be from {least} to {most}, but is {value}")
     args.output = args.output or Path("runs", Path(sys.argv[0]).stem)
     return args

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 import os
 import time
 from collections.abc import Callable
@@ -19,39 +18,15 @@ from common.errors import UserError
 from common.meters import averages
 
 BEST_METRIC = "val_top1"  # best.pt is from the epoch with the highest value
-# Flags that a resumed run may change; all others must stay the same
-MAY_CHANGE = {"data", "synthetic"}  # images are compared, not paths
-MAY_CHANGE |= {"output", "resume", "evaluate", "workers", "print_interval", "compile"}
-MAY_CHANGE |= {"save_minutes", "accumulate", "local_rank"}
-MAY_CHANGE |= {"nprocs", "nnodes", "node_rank", "dist_url"}
-
-
-def recipe_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the flags that determine what a run computes."""
-    if args.evaluate:  # only the model matters
-        return {"arch": args.arch}
-    recipe = {
-        name: value if isinstance(value, int | float | None) else str(value)
-        for name, value in vars(args).items()
-        if name not in MAY_CHANGE
-    }
-    if args.schedule == "step":  # whose curve does not depend on --epochs
-        del recipe["epochs"]
-    # Pillow also resizes images, so that its pixels differ
-    recipe["decoder"] = "pil" if args.decoder == "pil" else "another than pil"
-    return recipe
+# Flags that a resumed run may change; all others must stay the same. The images are
+# compared, not their paths.
+MAY_CHANGE = {"data", "synthetic", "output", "resume", "evaluate", "workers"}
+MAY_CHANGE |= {"print_interval", "compile", "save_minutes", "accumulate"}
+MAY_CHANGE |= {"local_rank", "nprocs", "nnodes", "node_rank", "dist_url"}
 
 
 class Checkpoint:
-    """A run's progress, which OUTPUT/checkpoint.pt saves and restores.
-
-    Attributes:
-        epoch: number of finished epochs.
-        step: number of finished steps in the current epoch.
-        sums: the Meter's sums for the current epoch, over all processes.
-        best: the highest BEST_METRIC so far.
-        records: one dict for each finished epoch, as in epochs.jsonl.
-    """
+    """A run's progress, which OUTPUT/checkpoint.pt saves and restores."""
 
     def __init__(
         self,
@@ -64,14 +39,17 @@ class Checkpoint:
         "state_dict" is the name of the model that validates. `datasets` are those for
         training and validation; a resumed run needs the same images.
         """
-        self.args = args
+        self.args, self.objects = args, objects
         self.file = args.output / "checkpoint.pt"
-        self.best_file = args.output / "best.pt"
-        self.objects = objects
-        self.images = [fingerprint(dataset) for dataset in datasets]
-        self.epoch, self.step, self.best = 0, 0, 0.0
-        self.sums: dict[str, Tensor] = {}
-        self.records: list[dict] = []
+        self.images = [number for one in datasets for number in fingerprint(one)]
+        recipe = {**vars(args), "images": self.images}
+        if args.schedule == "step":
+            del recipe["epochs"]  # which this schedule does not use
+        self.recipe = {n: str(v) for n, v in recipe.items() if n not in MAY_CHANGE}
+        self.epoch, self.step = 0, 0  # finished epochs, finished steps of the next one
+        self.sums: dict[str, Tensor] = {}  # of these steps, over all processes
+        self.records: list[dict] = []  # one for each finished epoch, as in epochs.jsonl
+        self.best = -1.0  # the highest BEST_METRIC
         self.saved_at = time.monotonic()
 
     def load(
@@ -99,7 +77,7 @@ class Checkpoint:
         if path is not None:
             self._load(path)
         # Each process fills its row of a table of zeros; the sum is the whole table
-        facts = [*self.images[0], *self.images[1], self.epoch, self.step]
+        facts = [*self.images, self.epoch, self.step]
         table = torch.zeros(world_size, len(facts), dtype=torch.float64)
         table[rank] = torch.tensor(facts, dtype=torch.float64)
         table = all_reduce(table.to(device))
@@ -113,48 +91,31 @@ class Checkpoint:
         try:
             with open(path, "rb") as file:
                 content = torch.load(file, map_location="cpu", weights_only=True)
-            recipe, images = content["recipe"], content["images"]
+            recipe = content["recipe"]
         except Exception as error:  # the unpickler raises many kinds
             reason = type(error).__name__
             raise UserError(f"--resume {path} is not a checkpoint: {reason}") from None
-        for name, now in recipe_of(self.args).items():
-            if recipe.get(name, now) != now:
-                flag = name.replace("_", "-")
+        for name in ["arch"] if self.args.evaluate else self.recipe:
+            if recipe.get(name) != self.recipe[name]:
                 raise UserError(
-                    f"--{flag} was {recipe[name]} when {path} was saved, and is now "
-                    f"{now}: use the same value, or start a new run"
+                    f"{path} was saved with {name} = {recipe.get(name)}, now it is "
+                    f"{self.recipe[name]}: use the same, or start a new run"
                 )
         if self.args.evaluate:
             self.objects["state_dict"].load_state_dict(content["state_dict"])
             return
-        if images != self.images:
-            raise UserError(
-                f"{path} was saved with {images[0][0]} training and {images[1][0]} "
-                "validation images, which are not those of --data: use the same "
-                "images, or start a new run"
-            )
         for name, one in self.objects.items():
             one.load_state_dict(content[name])
         self.epoch, self.step = content["epoch"], content["step"]
         self.sums, self.records = content["sums"], content["records"]
-        if self.best_file.exists():  # a new folder has none yet
-            self.best = content["best_acc1"].item()
+        self.best = content["best_acc1"].item()
 
     def add(self, step: int, sums: dict[str, Tensor]) -> dict[str, float]:
-        """Add an interval's sums over all processes; return their averages.
-
-        Raises UserError if the loss is infinite or not a number.
-        """
+        """Add an interval's sums over all processes; return their averages."""
         self.step = step
         for name, value in sums.items():
             self.sums[name] = self.sums.get(name, 0) + value
-        means = averages(sums)
-        if not math.isfinite(means["loss"]):
-            raise UserError(
-                f"the loss is {means['loss']} by step {step} of epoch "
-                f"{self.epoch + 1}: start a new run with a lower --lr"
-            )
-        return means
+        return averages(sums)
 
     def finish_epoch(self, val: dict[str, float], figures: dict[str, float]) -> dict:
         """Finish the current epoch and return its record, as in epochs.jsonl.
@@ -179,11 +140,9 @@ class Checkpoint:
         If a file cannot be written, the old one stays and the error is raised.
         """
         files = [self.file]
-        if self.step == 0:
-            metric = self.records[-1][BEST_METRIC]
-            if metric > self.best or not self.best_file.exists():
-                files.insert(0, self.best_file)
-            self.best = max(metric, self.best)
+        if self.step == 0 and self.records[-1][BEST_METRIC] > self.best:
+            self.best = self.records[-1][BEST_METRIC]
+            files.insert(0, self.file.with_name("best.pt"))
         content = {
             "epoch": self.epoch,
             "step": self.step,
@@ -191,8 +150,7 @@ class Checkpoint:
             "best_acc1": torch.tensor(self.best, dtype=torch.float64),
             "sums": self.sums,
             "records": self.records,
-            "recipe": recipe_of(self.args),
-            "images": self.images,
+            "recipe": self.recipe,
             **{name: one.state_dict() for name, one in self.objects.items()},
         }
         lines = "".join(json.dumps(record) + "\n" for record in self.records)

@@ -14,13 +14,13 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets import FakeData
 from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from common.errors import UserError
-from common.images import Picture, read_image, train_transform, val_transform
+from common.images import Decode, read_image, train_transform, val_transform
 
 # Mean and standard deviation of ImageNet's RGB values, for pixels between 0 and 255
 MEAN = (123.675, 116.28, 103.53)
@@ -31,13 +31,11 @@ class ImageFolder(Dataset):
     """Images in one subfolder per class, or in tar archives of such a folder.
 
     An item is (image, label): a transformed (3, S, S) uint8 RGB image, and an int.
-    Raises UserError if the folder has no class folders, or an image is unusable.
+    `decoder` is a key of DECODERS. Raises UserError if the folder has no class folders,
+    or if an image is unusable.
     """
 
-    def __init__(
-        self, root: Path, transform: Callable[[Picture], Tensor], decoder: str
-    ):
-        """List the images; `decoder` is a key of DECODERS."""
+    def __init__(self, root: Path, transform: Callable[[Decode], Tensor], decoder: str):
         self.root = str(root)
         self.transform = transform
         self.decoder = decoder
@@ -79,13 +77,9 @@ class ImageFolder(Dataset):
 
 
 class RandomImages(FakeData):
-    """Random (3, S, S) uint8 images that are the same in every run."""
+    """Random images that are the same in every run."""
 
-    classes = [str(label) for label in range(1000)]
-
-    def __init__(self, length: int, image_size: int):
-        shape = (3, image_size, image_size)
-        super().__init__(length, shape, len(self.classes), pil_to_tensor)
+    classes = range(1000)
 
 
 def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
@@ -96,8 +90,9 @@ def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
     size = args.image_size
     if args.synthetic:
         # ImageNet has 25.6 training images for each validation image
-        val_images = max(args.global_batch_size, args.synthetic // 25)
-        return RandomImages(args.synthetic, size), RandomImages(val_images, size)
+        lengths = args.synthetic, max(args.global_batch_size, args.synthetic // 25)
+        options = (3, size, size), len(RandomImages.classes), pil_to_tensor
+        return tuple(RandomImages(length, *options) for length in lengths)
     transform = partial(val_transform, size=size)
     val_set = ImageFolder(Path(args.data, "val"), transform, args.decoder)
     if args.evaluate:
@@ -144,27 +139,26 @@ class EpochKeys:
     They carry the epoch to the loader processes, which run for several epochs.
     """
 
-    def __init__(
-        self, sampler: Sequence[int], rank: int, world_size: int, limit: int | None
-    ):
-        self.sampler = sampler
-        self.place = rank, world_size
-        self.limit = limit or len(sampler)
+    def __init__(self, sampler: Sequence[int], length: int, rank: int, world_size: int):
+        self.sampler, self.length = sampler, length
+        self.rank, self.world_size = rank, world_size
         self.epoch, self.first = 0, 0  # set before each epoch
 
     def __len__(self) -> int:
-        return min(self.limit, len(self.sampler))
+        return self.length
 
     def __iter__(self) -> Iterator[tuple[int, int, int]]:
-        if self.first >= len(self):  # do not walk through the sampler
-            return iter(())
         # This process's images are every world_size-th of the epoch's order
-        keys = zip(repeat(self.epoch), count(*self.place), self.sampler)
-        return islice(keys, self.first, len(self))
+        positions = count(self.rank, self.world_size)
+        keys = zip(repeat(self.epoch), positions, self.sampler)
+        return islice(keys, self.first, self.length)
 
 
 class SeededDataset(Dataset):
-    """A dataset with keys from EpochKeys; a key also seeds the augmentation."""
+    """Gets keys from EpochKeys, which also seed the augmentation.
+
+    Its images are (S, S, 3).
+    """
 
     def __init__(self, dataset: Dataset, seed: int):
         self.dataset = dataset
@@ -173,19 +167,9 @@ class SeededDataset(Dataset):
     def __getitem__(self, key: tuple[int, int, int]) -> Any:
         epoch, position, index = key
         seed_generators(self.seed, epoch, position)
-        return self.dataset[index]
-
-
-def collate(items: list[tuple[Tensor, int]]) -> list[Tensor]:
-    """Return (B, 3, S, S) images and (B,) int64 labels.
-
-    Decoders store a pixel's three values next to each other. A batch that keeps this
-    order can be copied faster, and is already in channels_last format.
-    """
-    images, labels = default_collate(
-        [(image.permute(1, 2, 0), label) for image, label in items]
-    )
-    return [images.permute(0, 3, 1, 2), labels]
+        image, label = self.dataset[index]
+        # As decoders store it, which is faster to copy and to normalize
+        return image.permute(1, 2, 0), label
 
 
 class DeviceLoader:
@@ -215,26 +199,16 @@ class DeviceLoader:
             return
         keys = self.loader.sampler
         keys.epoch, keys.first = epoch, first * self.loader.batch_size
-        batches = iter(self.loader)
-        while True:
-            began = time.perf_counter()
-            batch = next(batches, None)
+        began = time.perf_counter()
+        for images, labels in self.loader:
             self.waited += time.perf_counter() - began
-            if batch is None:
-                return
-            yield self.copy(*batch)
+            yield self.copy(images, labels)
+            began = time.perf_counter()
 
     def copy(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy a batch to the device and normalize its uint8 images.
-
-        Raises UserError for other images: normalizing them again would ruin them.
-        """
-        if images.dtype != torch.uint8:
-            raise UserError(
-                f"the dataset's images are {images.dtype}, but must be uint8 from 0 to "
-                "255: common/data.py normalizes them on the device"
-            )
-        images = images.to(self.device, non_blocking=True)
+        """Copy a batch to the device and normalize its images, which must be uint8."""
+        assert images.dtype == torch.uint8, f"images are {images.dtype}, not uint8"
+        images = images.to(self.device, non_blocking=True).permute(0, 3, 1, 2)
         images = images.to(torch.float32, memory_format=torch.channels_last)
         labels = labels.to(self.device, non_blocking=True)
         return images.sub_(self.mean).div_(self.std), labels
@@ -262,21 +236,22 @@ def build_loader(
             f"processes, --accumulate {args.accumulate})"
         )
     batch_size = size // world_size if training else size // parts
-    limit = batch_size * args.max_steps if training and args.max_steps else None
-    keys = EpochKeys(sampler, rank, world_size, limit)
-    unused = args.evaluate and training
-    if len(keys) < (batch_size if training else 1) and not unused:
+    length = len(sampler)
+    if training and args.max_steps:
+        length = min(length, batch_size * args.max_steps)
+    unused = training and args.evaluate
+    if length < (batch_size if training else 1) and not unused:
         raise UserError(
             f"{len(dataset)} {'training' if training else 'validation'} images are too "
             f"few for --global-batch-size {size} and {world_size} processes"
         )
-    workers = 0 if args.synthetic or unused else args.workers
+    workers = 0 if args.synthetic else args.workers
+    keys = EpochKeys(sampler, length, rank, world_size)
     loader = DataLoader(
         SeededDataset(dataset, args.seed),
         batch_size=batch_size,
         sampler=keys,
         num_workers=workers,
-        collate_fn=collate,
         pin_memory=device.type == "cuda",
         drop_last=training,
         persistent_workers=workers > 0,
@@ -285,6 +260,6 @@ def build_loader(
     if workers:
         # Start the loader processes now: a fork can deadlock while another thread, for
         # example one that communicates, holds a lock
-        keys.first = len(keys)  # nothing to load yet
+        keys.first = length  # nothing to load yet
         iter(loader)
     return DeviceLoader(loader, device, repeated=bool(args.synthetic) and not unused)

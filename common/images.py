@@ -4,7 +4,6 @@ import io
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from PIL import Image
@@ -20,94 +19,84 @@ DECODE_ERRORS += (Image.DecompressionBombError,)
 JPEG = b"\xff\xd8"  # the first bytes of each JPEG file
 NO_EXIF = b"\xff\xe1\0\2"  # an empty APP1 segment, which could contain EXIF data
 
-
-class Picture(NamedTuple):
-    """An open image file: its size, and a function that returns a part of it.
-
-    crop(top, left, height, width) returns a (3, height, width) uint8 tensor, or an RGB
-    image of Pillow. As in most ImageNet scripts, the EXIF orientation is ignored.
-    """
-
-    height: int
-    width: int
-    crop: Callable[[int, int, int, int], Tensor | Image.Image]
+# Chooses a part of an image: (height, width) -> (top, left, height, width), in pixels
+Box = Callable[[int, int], tuple[int, int, int, int]]
+# Decodes the part that a Box chooses, to a (3, H, W) uint8 tensor or a Pillow image.
+# As in most ImageNet scripts, decoders ignore the EXIF orientation.
+Decode = Callable[[Box], Tensor | Image.Image]
 
 
-def open_with_pillow(content: bytes) -> Picture:
+def decode_with_pillow(content: bytes, box: Box) -> Image.Image:
     """Decode a file with Pillow, which also resizes it later."""
     with Image.open(io.BytesIO(content)) as image:
-        pixels = image.convert("RGB")
-    return Picture(pixels.height, pixels.width, partial(F.crop, pixels))
+        return F.crop(image.convert("RGB"), *box(image.height, image.width))
 
 
-def open_with_torchcodec(content: bytes) -> Picture:
-    """Decode a JPEG with TorchCodec, or another format with Pillow, to a tensor."""
+def decode_with_torchcodec(content: bytes, box: Box) -> Tensor:
+    """Decode a JPEG with TorchCodec, or another format with Pillow."""
     from torchcodec.decoders import decode_jpeg
 
-    if content.startswith(JPEG):
-        # An empty first APP1 segment makes TorchCodec ignore the EXIF orientation
-        data = bytearray().join((JPEG, NO_EXIF, memoryview(content)[len(JPEG) :]))
-        pixels = decode_jpeg(torch.frombuffer(data, dtype=torch.uint8))
-    else:
-        with Image.open(io.BytesIO(content)) as image:
-            pixels = F.pil_to_tensor(image.convert("RGB"))
-
-    def crop(*box: int) -> Tensor:
-        # Without gaps between rows, in the decoder's format: resize() is then faster
-        part = F.crop(pixels[None], *box)
-        return part.contiguous(memory_format=torch.channels_last)[0]
-
-    return Picture(*pixels.shape[1:], crop)
+    if not content.startswith(JPEG):
+        return F.pil_to_tensor(decode_with_pillow(content, box))
+    # An empty first APP1 segment makes TorchCodec ignore the EXIF orientation
+    data = bytearray().join((JPEG, NO_EXIF, memoryview(content)[len(JPEG) :]))
+    pixels = decode_jpeg(torch.frombuffer(data, dtype=torch.uint8))
+    part = F.crop(pixels[None], *box(*pixels.shape[1:]))
+    # Without gaps between rows, in the decoder's format: resize() is then faster
+    return part.contiguous(memory_format=torch.channels_last)[0]
 
 
-def open_with_nvimgcodec(content: bytes) -> Picture:
-    """Open a file; nvImageCodec decodes only the part that is cropped."""
+def decode_with_nvimgcodec(content: bytes, box: Box) -> Tensor:
+    """Decode with nvImageCodec, which decodes nothing outside of the box."""
     from common import nvimgcodec
 
-    return nvimgcodec.open_picture(content) or open_with_torchcodec(content)
+    pixels = nvimgcodec.decode(content, box)
+    return decode_with_torchcodec(content, box) if pixels is None else pixels
 
 
 DECODERS = {
-    "torchcodec": open_with_torchcodec,
-    "pil": open_with_pillow,
-    "nvimgcodec": open_with_nvimgcodec,
+    "torchcodec": decode_with_torchcodec,
+    "pil": decode_with_pillow,
+    "nvimgcodec": decode_with_nvimgcodec,
 }
 
 
 def read_image(
     path: str,
     decoder: str,
-    transform: Callable[[Picture], Tensor],
+    transform: Callable[[Decode], Tensor],
     content: bytes | None = None,
 ) -> Tensor:
-    """Read a file (or its `content`), open it with one of DECODERS, transform it.
+    """Read a file (or its `content`) with one of DECODERS and transform it.
 
     Raises UserError, which names the file and the reason, if it is not an image.
     """
     try:
         content = Path(path).read_bytes() if content is None else content
-        return transform(DECODERS[decoder](content))
+        return transform(partial(DECODERS[decoder], content))
     except DECODE_ERRORS as error:
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise UserError(f"--decoder {decoder} cannot read {path}: {reason}") from None
 
 
-def train_transform(picture: Picture, size: int, min_crop: float, flip: bool) -> Tensor:
+def train_transform(decode: Decode, size: int, min_crop: float, flip: bool) -> Tensor:
     """A random crop, resized to (3, size, size) uint8 and mirrored half of the time."""
-    # get_params() reads nothing but the shape
-    shape = torch.empty(picture.height, picture.width, device="meta")
-    box = RandomResizedCrop.get_params(shape, (min_crop, 1.0), (3 / 4, 4 / 3))
-    pixels = F.resize(picture.crop(*box), [size, size])
+
+    def box(height: int, width: int) -> tuple[int, int, int, int]:
+        shape = torch.empty(height, width, device="meta")  # the only thing that is read
+        return RandomResizedCrop.get_params(shape, (min_crop, 1.0), (3 / 4, 4 / 3))
+
+    pixels = F.resize(decode(box), [size, size])
     if flip and torch.rand(()) < 0.5:
         pixels = F.horizontal_flip(pixels)
     return pixels if isinstance(pixels, Tensor) else F.pil_to_tensor(pixels)
 
 
-def val_transform(picture: Picture, size: int) -> Tensor:
+def val_transform(decode: Decode, size: int) -> Tensor:
     """The central (3, size, size) uint8 crop, after resizing to 8/7 of its size.
 
     For 224, this is Resize(256) and CenterCrop(224), as in the ResNet paper.
     """
-    whole = picture.crop(0, 0, picture.height, picture.width)
+    whole = decode(lambda height, width: (0, 0, height, width))
     pixels = F.center_crop(F.resize(whole, [size * 256 // 224]), [size])
     return pixels if isinstance(pixels, Tensor) else F.pil_to_tensor(pixels)

@@ -9,8 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# Benchmarks name a module whose after_interval() is called after each print interval
-HOOK = os.environ.get("INTERVAL_HOOK")
+HOOK = os.environ.get("INTERVAL_HOOK")  # benchmarks: a module to call each interval
 
 
 class Meter:

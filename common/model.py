@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import warnings
 from collections.abc import Sequence
 
 import torch
@@ -25,16 +24,14 @@ def build_model(args: argparse.Namespace, classes: Sequence[str]) -> nn.Module:
     options: dict = {"num_classes": len(classes)}
     if args.arch.startswith("vit_"):
         options["image_size"] = args.image_size
+    if args.arch in ("googlenet", "inception_v3"):
+        options["aux_logits"] = False  # one output instead of several
     torch.manual_seed(args.seed)
     try:
         weights = "DEFAULT" if args.pretrained else None
-        model = get_model(args.arch, weights=weights, **options)
+        return get_model(args.arch, weights=weights, **options)
     except (OSError, ValueError, AssertionError) as error:
         raise UserError(f"--arch {args.arch}: {error}") from None
-    if args.arch in ("googlenet", "inception_v3"):  # one output instead of several
-        model.aux_logits = False
-        model.AuxLogits = model.aux1 = model.aux2 = None
-    return model
 
 
 def best_precision(device: torch.device) -> str:
@@ -57,19 +54,16 @@ def build_scheduler(
 
     Source of the warm-up: Goyal et al. 2017, https://arxiv.org/abs/1706.02677
     """
-    steps_per_epoch, warmup_epochs = max(1, steps_per_epoch), args.warmup_epochs
+    steps_per_epoch = max(1, steps_per_epoch)
 
     def factor(step: int) -> float:
         epoch = (step + 1) / steps_per_epoch
-        if epoch < warmup_epochs:
-            return epoch / warmup_epochs
+        if epoch < args.warmup_epochs:
+            return epoch / args.warmup_epochs
         if args.schedule == "cosine":
-            length = max(args.epochs - warmup_epochs, 1e-9)
-            progress = (step / steps_per_epoch - warmup_epochs) / length
+            length = max(args.epochs - args.warmup_epochs, 1e-9)
+            progress = (step / steps_per_epoch - args.warmup_epochs) / length
             return 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
         return 0.1 ** (step // steps_per_epoch // 30)
 
-    # The scaler skips fp16 steps that overflow; the scheduler would warn about them
-    message = r"Detected call of `lr_scheduler\.step\(\)` before"
-    warnings.filterwarnings("ignore", message)
     return LambdaLR(optimizer, factor)

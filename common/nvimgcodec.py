@@ -9,33 +9,28 @@ import numpy
 import torch
 from torch import Tensor
 
-from common.images import Picture
+from common.images import Box
 
 
-def open_picture(content: bytes) -> Picture | None:
-    """Open a file; return None if nvImageCodec cannot read it.
+def decode(content: bytes, box: Box) -> Tensor | None:
+    """Decode the part that `box` chooses; None if nvImageCodec cannot read the file.
 
-    The library decodes only the rectangle that crop() gets, so that damage elsewhere in
-    the file goes unnoticed.
+    The rest is not decoded, so that damage there goes unnoticed.
 
     Source: https://docs.nvidia.com/cuda/nvimagecodec/py_api.html
     """
     codec, decoder, params = make_decoder(os.getpid())
     try:
         stream = codec.CodeStream(content)
-        height, width = stream.height, stream.width
+        top, left, height, width = box(stream.height, stream.width)
     except RuntimeError:
         return None
-
-    def crop(top: int, left: int, rows: int, columns: int) -> Tensor:
-        region = codec.Region(top, left, top + rows, left + columns)
-        part = stream.get_sub_code_stream(region=region)
-        image = decoder.decode(part, params=params)
-        if image is None:
-            raise ValueError("nvImageCodec cannot decode it; try another --decoder")
-        return torch.from_numpy(numpy.asarray(image)).permute(2, 0, 1)
-
-    return Picture(height, width, crop)
+    region = codec.Region(top, left, top + height, left + width)
+    part = stream.get_sub_code_stream(region=region)
+    image = decoder.decode(part, params=params)
+    if image is None:
+        raise ValueError("nvImageCodec cannot decode it; try another --decoder")
+    return torch.from_numpy(numpy.asarray(image)).permute(2, 0, 1)
 
 
 @functools.cache
