@@ -85,7 +85,6 @@ def main(args: Namespace) -> None:
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
 
     # [3/6 wrap] amp first, then Apex's DDP, whose backward pass averages gradients
-    raw_model.to(memory_format=torch.contiguous_format)  # required by amp_C
     if args.sync_bn:  # Apex's converter would replace weights that `optimizer` has
         raw_model = nn.SyncBatchNorm.convert_sync_batchnorm(raw_model)
     raw_model, optimizer = amp.initialize(
@@ -94,9 +93,6 @@ def main(args: Namespace) -> None:
     model = ApexDDP(raw_model)
     eval_model = raw_model  # amp casts in validation, too
     saved = {"state_dict": raw_model, "amp": amp}  # what checkpoints hold
-    if args.opt_level == "O2":
-        optimizer.zero_grad()  # creates the fp32 master weights, to load them
-        saved["masters"] = nn.ParameterList(amp.master_params(optimizer))
     # [/wrap]
 
     scheduler = build_scheduler(args, optimizer, len(train_loader))

@@ -5,6 +5,7 @@ made at nearly the same time. Each round measures every candidate once, in rando
 and each ratio compares two measurements from the same round.
 """
 
+import argparse
 import json
 import os
 import platform
@@ -19,8 +20,6 @@ from pathlib import Path
 
 import torch
 import torchvision
-
-from common.arguments import OneLineParser
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -37,7 +36,7 @@ KEEP_MEMORY = {
 
 def parse_number(document: str, name: str, default: int) -> int:
     """Parse the command line of a benchmark whose only argument is a number."""
-    parser = OneLineParser(description=document.splitlines()[0])
+    parser = argparse.ArgumentParser(description=document.splitlines()[0])
     parser.add_argument(name, nargs="?", type=int, default=default)
     return vars(parser.parse_args())[name]
 

@@ -55,7 +55,8 @@ class Training(SeededDataset):
 
     def __getitem__(self, index: int) -> tuple:
         self.epoch += index == 0
-        return super().__getitem__((self.epoch, index, index))
+        image, label = super().__getitem__((self.epoch, index, index))
+        return image.permute(2, 0, 1), label
 
 
 class Normalized(Dataset):

@@ -51,7 +51,14 @@ class Run:
         for name in self.half_written():
             (output / name).unlink()  # was left by the run before
         path = f"PATH={Path(sys.executable).parent}:{os.environ['PATH']}"
-        words = ["env", path, self.mark, "OMP_NUM_THREADS=1", "CUDA_VISIBLE_DEVICES="]
+        words = [
+            "env",
+            "--default-signal=INT",
+            path,
+            self.mark,
+            "OMP_NUM_THREADS=1",
+            "CUDA_VISIBLE_DEVICES=",
+        ]
         command = f"{LAUNCHERS[launcher]} {FLAGS} --data {data} --output {output}"
         words += [*command.split(), *flags]
         options = {"stderr": subprocess.STDOUT, "start_new_session": True, "cwd": ROOT}

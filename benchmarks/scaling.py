@@ -11,7 +11,6 @@ import json
 
 from benchmarks.comparison import RESULTS
 from benchmarks.scaling_model import MIB, Cluster, Link, Range
-from common.arguments import OneLineParser
 from common.errors import one_line_errors
 
 # NCCL's own estimates for a ring, in seconds per message:
@@ -102,7 +101,7 @@ def tables() -> dict[str, list[dict[str, str]]]:
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = OneLineParser(prog="python -m benchmarks.scaling")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling")
     add = parser.add_argument
     add("--step-milliseconds", type=float, help="one GPU's step; prints a table")
     add("--images-per-gpu", type=int, default=256, help="images per step (256)")

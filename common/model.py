@@ -24,14 +24,16 @@ def build_model(args: argparse.Namespace, classes: Sequence[str]) -> nn.Module:
     options: dict = {"num_classes": len(classes)}
     if args.arch.startswith("vit_"):
         options["image_size"] = args.image_size
-    if args.arch in ("googlenet", "inception_v3"):
-        options["aux_logits"] = False  # one output instead of several
     torch.manual_seed(args.seed)
     try:
         weights = "DEFAULT" if args.pretrained else None
-        return get_model(args.arch, weights=weights, **options)
+        model = get_model(args.arch, weights=weights, **options)
     except (OSError, ValueError, AssertionError) as error:
         raise UserError(f"--arch {args.arch}: {error}") from None
+    if args.arch in ("googlenet", "inception_v3"):  # one output instead of several
+        model.aux_logits = False
+        model.AuxLogits = model.aux1 = model.aux2 = None
+    return model
 
 
 def best_precision(device: torch.device) -> str:

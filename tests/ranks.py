@@ -22,7 +22,7 @@ from torchvision.transforms.v2 import functional as V
 
 from common.arguments import build_parser, parse_arguments
 from common.checkpoint import Checkpoint, replace_file
-from common.data import RandomImages, SeededDataset
+from common.data import SeededDataset
 from common.errors import one_line_errors
 from common.model import build_scheduler
 
@@ -316,12 +316,15 @@ def recorded(name: str, runs: list, counted: bool = False) -> list[dict]:
         train_set, val_set = build_datasets(args)
         transform = train_set.transform
 
-        def noting(picture):
-            def crop(*box):
-                found["crops"][key] = [box, False]
-                return picture.crop(*box)
+        def noting(decode):
+            def decode_and_note(box):
+                def noted(height, width):
+                    found["crops"][key] = [box(height, width), False]
+                    return found["crops"][key][0]
 
-            return transform(picture._replace(crop=crop))
+                return decode(noted)
+
+            return transform(decode_and_note)
 
         if not args.workers:
             train_set.transform = noting
@@ -375,7 +378,7 @@ def save_for_ever(output: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     objects = {"state_dict": model, "optimizer": optimizer}
     objects |= {"scheduler": build_scheduler(args, optimizer, 10)}
-    state = Checkpoint(args, (RandomImages(8, 8), RandomImages(8, 8)), objects)
+    state = Checkpoint(args, ([0] * 8, [0] * 8), objects)
     for weight in model.parameters():
         optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     acknowledged = Path(output, "acknowledged")

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import time
+from functools import partial
 from multiprocessing import Process
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def test_the_usual_pipeline_is_our_pillow_pipeline_normalized(tmp_path):
     val = usual.folder(tmp_path / "val", usual.VAL)
     for number, (path, _) in enumerate(val.samples):
         content = Path(path).read_bytes()
-        ours = images.val_transform(images.DECODERS["pil"](content), 224)
+        ours = images.val_transform(partial(images.decode_with_pillow, content), 224)
         normalized = usual.NORMALIZE(ours.float() / 255)
         torch.testing.assert_close(val[number][0], normalized, rtol=0, atol=1e-6)
     crop = usual.TRAIN[0]

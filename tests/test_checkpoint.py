@@ -17,12 +17,12 @@ from ranks import Ranks, parse, save_for_ever
 from torchvision.models import get_model
 
 from common.checkpoint import Checkpoint, replace_file
-from common.data import RandomImages, build_datasets
+from common.data import build_datasets
 from common.errors import UserError
 from common.model import build_scheduler
 
 FIGURES = {"seconds": 1.0, "learning_rate": 0.1}
-IMAGES = RandomImages(50, 8), RandomImages(20, 8)
+IMAGES = [0] * 50, [0] * 20
 CPU = torch.device("cpu")
 FLAGS = "--data x --precision fp16 --lr 0.1"
 
@@ -144,17 +144,6 @@ def test_best_is_kept_when_the_next_epoch_is_no_better(tmp_path):
     assert records[0]["train_top1"] == 50.0 and records[0]["val_images"] == 40
 
 
-def test_the_first_epoch_in_a_new_folder_is_its_best(tmp_path):
-    """Whatever the best was in the folder that it is resumed from."""
-    run = load(make(tmp_path / "new", "--resume", saved(tmp_path)))
-    for top1, best in ((0.0, 2), (30.0, 3), (20.0, 3)):
-        step(run, 1)
-        run.save()
-        finish(run, top1)
-        run.save()
-        assert read(tmp_path / "new" / "best.pt")["epoch"] == best
-
-
 def test_a_run_saves_once_save_minutes_have_passed(tmp_path, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[-1])
@@ -170,33 +159,23 @@ def test_a_run_saves_once_save_minutes_have_passed(tmp_path, monkeypatch):
 # --- refusals ---
 
 
-def test_numbers_that_are_not_finite_end_the_run(tmp_path):
-    before = saved(tmp_path).read_bytes()
-    run = resumed(tmp_path / "run")
-    for loss in ("nan", "inf"):
-        sums = {"loss": torch.tensor(float(loss)), "images": torch.tensor(8.0)}
-        with pytest.raises(UserError, match=f"the loss is {loss} by step 7 of epoch 2"):
-            run.add(7, sums)
-    assert (tmp_path / "run" / "checkpoint.pt").read_bytes() == before
-
-
 def test_another_recipe_is_refused(tmp_path):
     saved(tmp_path)
     saved(tmp_path / "cosine", "--schedule", "cosine")
     for flags, message in (
-        ("--arch resnet50", "--arch was resnet18 when .* is now resnet50"),
-        ("--lr 0.3", "--lr was 0.1 when .* is now 0.3"),
-        ("--seed 1", "--seed was 0 when .* is now 1"),
-        ("--no-flip", "--no-flip was False when .* is now True"),
-        ("--precision bf16", "--precision was fp16 when .* is now bf16"),
-        ("--decoder pil", "--decoder was .* when .* is now "),
-        ("--evaluate --arch vgg11", "--arch was resnet18 when .* is now vgg11"),
+        ("--arch resnet50", "with arch = resnet18, now it is resnet50: use the same"),
+        ("--lr 0.3", "with lr = 0.1, now it is 0.3"),
+        ("--seed 1", "with seed = 0, now it is 1"),
+        ("--no-flip", "with no_flip = False, now it is True"),
+        ("--precision bf16", "with precision = fp16, now it is bf16"),
+        ("--decoder pil", "with decoder = torchcodec, now it is pil"),
+        ("--evaluate --arch vgg11", "with arch = resnet18, now it is vgg11"),
         ("--evaluate --lr 7", None),
         ("--epochs 120 -j 3 --save-minutes 7 --compile --print-interval 3", None),
     ):
         with pytest.raises(UserError, match=message) if message else nullcontext():
             resumed(tmp_path / "run", *flags.split())
-    with pytest.raises(UserError, match="--epochs was 90 .* is now 120"):
+    with pytest.raises(UserError, match="with epochs = 90, now it is 120"):
         resumed(tmp_path / "cosine" / "run", *"--schedule cosine --epochs 120".split())
 
 
@@ -212,7 +191,7 @@ def test_other_images_are_refused(pictures, tmp_path):
     assert resumed(output, images=images_of(moved)).epoch == 1
     (moved / "val" / "cat" / "3.JPEG").rename(moved / "val" / "cat" / "4.JPEG")
     for images in (images_of(moved), IMAGES):
-        with pytest.raises(UserError, match="with 16 training and 8 validation images"):
+        with pytest.raises(UserError, match=r"with images = \[16, \d+, 8, \d+\], now"):
             resumed(output, images=images)
     resumed(output, "--evaluate", images=images_of(moved))
 

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import wait_until
-from ranks import Ranks, run_ranks, train, train_disturbed, train_unheard
+from ranks import Ranks, run_ranks, train, train_unheard
 from torch.utils._pytree import tree_leaves
 
 from benchmarks import kills
@@ -151,22 +151,6 @@ def wait_for_a_save(output, ranks):
     before = saved()
     ended = partial(lambda before: saved() != before or not ranks.alive(), before)
     wait_until(ended, 60, ranks.text, interval=0.005)
-
-
-def test_a_loss_that_is_not_finite_is_one_line_and_spares_the_checkpoint(few, tmp_path):
-    """On one process only, in the middle of the second epoch."""
-    flags = ["--data", few, *COURSE, "-j", 0, "--output", tmp_path / "out"]
-    how = {"name": "distributed", "flags": flags, "net": "small", "at": STEPS + 7}
-    with Ranks(tmp_path, 2, train_disturbed, what="nan", **how) as ranks:
-        assert ranks.end() == [2, 2], ranks.text()
-        for rank in range(2):
-            last = ranks.log(rank).splitlines()[-1]
-            assert last.startswith(
-                "distributed.py: error: the loss is nan by step 8 of"
-            )
-        assert "Traceback" not in ranks.text()
-    content = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)
-    assert (content["epoch"], content["step"]) == (1, 6)
 
 
 def test_an_epoch_that_cannot_be_printed_is_saved(few, tmp_path):
