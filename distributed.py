@@ -212,8 +212,7 @@ def arguments() -> Namespace:
     parser = build_parser(__doc__)
     add = parser.add_argument
     add("--sync-bn", action="store_true", help="batch norm over all processes")
-    rounded = "round gradients to this type before averaging"
-    add("--compress-gradients", choices=("fp16", "bf16"), help=rounded)
+    add("--compress-gradients", choices=("fp16", "bf16"), help="before averaging")
     add("--local-rank", help="set by older launchers, unused")
     return parse_arguments(parser)
 

@@ -220,8 +220,8 @@ def in_contiguous_format(compressor: type) -> type:
 def arguments() -> Namespace:
     """Parse the command line and check that Horovod is installed."""
     parser = build_parser(__doc__)
-    rounded = "round gradients to this type before averaging"
-    parser.add_argument("--compress-gradients", choices=("fp16",), help=rounded)
+    add = parser.add_argument
+    add("--compress-gradients", choices=("fp16",), help="before averaging")
     args = parse_arguments(parser)
     if hvd is None:
         raise UserError(f"no Horovod ({problem}): bash scripts/install_horovod.sh")

@@ -209,10 +209,8 @@ def arguments() -> Namespace:
     parser = build_parser(__doc__)
     add = parser.add_argument
     add("--sync-bn", action="store_true", help="batch norm over all processes")
-    rounded = "round gradients to this type before averaging"
-    add("--compress-gradients", choices=("fp16", "bf16"), help=rounded)
-    processes = torch.cuda.device_count() or 2
-    add("--nprocs", type=int, default=processes, help="on this machine (GPUs, or 2)")
+    add("--compress-gradients", choices=("fp16", "bf16"), help="before averaging")
+    add("--nprocs", type=int, default=torch.cuda.device_count() or 2, help="GPUs, or 2")
     add("--nnodes", type=int, default=1, help="number of machines (1)")
     add("--node-rank", type=int, default=0, help="of this machine (0)")
     add("--dist-url", help="tcp://HOST:PORT of the first machine, if there are several")

@@ -105,7 +105,7 @@ def flags_of(script):
     if path.parent.name == "benchmarks":
         files += path.parent.glob("comparison.py")
     text = "".join(file.read_text() for file in files if file.exists())
-    return text + " -k -q -x -m" * (path.name == "test.sh")  # pytest's
+    return text + " --help" + " -k -q -x -m" * (path.name == "test.sh")  # pytest's
 
 
 def unknown(words):
