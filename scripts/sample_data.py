@@ -26,9 +26,7 @@ def write_digits(folder: Path) -> int:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise UserError(
-            "the digits need scikit-learn: pip install scikit-learn"
-        ) from None
+        raise UserError("no scikit-learn: pip install scikit-learn") from None
     digits = load_digits()
     if folder.exists():
         present = sum(1 for _ in folder.glob("*/*/digit_*.JPEG"))

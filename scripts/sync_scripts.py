@@ -1,13 +1,12 @@
 """Keep the shared lines of the five scripts byte-identical.
 
     python -m scripts.sync_scripts            # copy them from distributed.py
-    python -m scripts.sync_scripts --check    # show a diff; exit with 1 if they differ
+    python -m scripts.sync_scripts --check    # name those that differ; exit status 1
 
 Only the module docstring and the eight REGIONS may differ: the lines between `# [name]`
 and `# [/name]`.
 """
 
-import difflib
 import re
 import sys
 from pathlib import Path
@@ -29,10 +28,6 @@ CLOSING = re.compile(r"\s*# \[/([^\]]+)\]$")
 DOCSTRING = re.compile(r'""".*?"""\n', re.DOTALL)
 
 
-class LayoutError(Exception):
-    """A script's regions are missing, repeated, not closed, or out of order."""
-
-
 def split(text: str, name: str) -> tuple[list[str], dict[str, list[str]]]:
     """Split a script into its shared lines and its regions.
 
@@ -42,18 +37,18 @@ def split(text: str, name: str) -> tuple[list[str], dict[str, list[str]]]:
         and closing comments.
 
     Raises:
-        LayoutError: the regions differ from REGIONS.
+        ValueError: the regions differ from REGIONS, or one is not closed.
     """
     docstring = DOCSTRING.match(text)
     if not docstring:
-        raise LayoutError(f"{name} has no module docstring")
+        raise ValueError(f"{name} has no module docstring")
     shared, regions = [PLACE + "docstring"], {"docstring": [docstring[0]]}
     found, current = [], None
     for line in text[docstring.end() :].splitlines(keepends=True):
         opening, closing = OPENING.match(line), CLOSING.match(line.rstrip("\n"))
         if opening:
             if current:
-                raise LayoutError(f"{name}: [{current}] is not closed before {line}")
+                raise ValueError(f"{name}: [{current}] is not closed before {line}")
             current = opening[1]
             found.append(current)
             regions[current] = []
@@ -61,17 +56,16 @@ def split(text: str, name: str) -> tuple[list[str], dict[str, list[str]]]:
         (regions[current] if current else shared).append(line)
         if closing:
             if not current or current.split()[-1] != closing[1]:
-                raise LayoutError(f"{name}: [/{closing[1]}] has no matching opening")
+                raise ValueError(f"{name}: [/{closing[1]}] has no matching opening")
             current = None
     if current or tuple(found) != REGIONS:
-        raise LayoutError(f"{name}: needs these regions, closed: {', '.join(REGIONS)}")
+        raise ValueError(f"{name}: needs these regions, closed: {', '.join(REGIONS)}")
     return shared, regions
 
 
 def synchronised(base: str, sibling: str, name: str) -> str:
     """Return a sibling's text with the base's shared lines."""
-    shared, _ = split(base, BASE)
-    _, regions = split(sibling, name)
+    shared, regions = split(base, BASE)[0], split(sibling, name)[1]
     lines = (regions[s[1:]] if s.startswith(PLACE) else [s] for s in shared)
     return "".join(line for part in lines for line in part)
 
@@ -86,12 +80,11 @@ def main(arguments: list[str], root: Path = ROOT) -> int:
         before = (root / name).read_text()
         try:
             after = synchronised(base, before, name)
-        except LayoutError as error:
+        except ValueError as error:
             print(error, file=sys.stderr)
             return 1
         if before != after and arguments:
-            versions = before.splitlines(), after.splitlines()
-            print(*difflib.unified_diff(*versions, name, BASE, n=1), sep="\n")
+            print(f"{name} differs from {BASE}")
             status = 1
         elif before != after:
             (root / name).write_text(after)
