@@ -85,6 +85,8 @@ def main(args: Namespace) -> None:
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
 
     # [3/6 wrap] amp first, then Apex's DDP, whose backward pass averages gradients
+    # Apex's DDP would scramble channels_last gradients: it copies memory as it is
+    raw_model.to(memory_format=torch.contiguous_format)
     if args.sync_bn:  # Apex's converter would replace weights that `optimizer` has
         raw_model = nn.SyncBatchNorm.convert_sync_batchnorm(raw_model)
     raw_model, optimizer = amp.initialize(
@@ -93,6 +95,9 @@ def main(args: Namespace) -> None:
     model = ApexDDP(raw_model)
     eval_model = raw_model  # amp casts in validation, too
     saved = {"state_dict": raw_model, "amp": amp}  # what checkpoints hold
+    if args.opt_level == "O2":
+        optimizer.zero_grad()  # creates the fp32 master weights, to load them
+        saved["masters"] = nn.ParameterList(amp.master_params(optimizer))
     # [/wrap]
 
     scheduler = build_scheduler(args, optimizer, len(train_loader))
@@ -100,7 +105,7 @@ def main(args: Namespace) -> None:
     checkpoint = Checkpoint(args, (train_set, val_set), saved)
     checkpoint.load(rank, world_size, device, all_reduce)  # compares all processes
     if rank == 0:
-        print(f"{args.arch}, {args.precision}, {world_size} x {device.type}")
+        print(f"{args.arch} {args.precision}, {world_size} x {device.type}", flush=True)
     if args.evaluate:
         val = validate(args, val_loader, eval_model)
         if rank == 0:
@@ -145,7 +150,10 @@ def train(
         for part, (x, y) in enumerate(zip(*micro_batches, strict=True), start=1):
             last = part == len(micro_batches[0])
             # [4/6 step] amp scales the loss; Apex's DDP averages in the last backward()
-            model.enable_allreduce() if last else model.disable_allreduce()
+            if last:
+                model.enable_allreduce()
+            else:
+                model.disable_allreduce()
             outputs = forward(args, model, x)
             loss = F.cross_entropy(outputs, y, label_smoothing=args.label_smoothing)
             with amp.scale_loss(
@@ -212,7 +220,7 @@ def arguments() -> Namespace:
     """Parse the command line and check that Apex can run."""
     parser = build_parser(__doc__)
     add = parser.add_argument
-    add("--sync-bn", action="store_true", help="batch norm over all processes")
+    add("--sync-bn", action="store_true", help="batch norm over all GPUs")
     add("--opt-level", choices=("O0", "O1", "O2", "O3"), default="O1", help="(O1)")
     add("--local-rank", help="set by older launchers, unused")
     args = parse_arguments(parser)

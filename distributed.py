@@ -101,7 +101,7 @@ def main(args: Namespace) -> None:
     checkpoint = Checkpoint(args, (train_set, val_set), saved)
     checkpoint.load(rank, world_size, device, all_reduce)  # compares all processes
     if rank == 0:
-        print(f"{args.arch}, {args.precision}, {world_size} x {device.type}")
+        print(f"{args.arch} {args.precision}, {world_size} x {device.type}", flush=True)
     if args.evaluate:
         val = validate(args, val_loader, eval_model)
         if rank == 0:
@@ -211,7 +211,7 @@ def arguments() -> Namespace:
     """Parse the command line."""
     parser = build_parser(__doc__)
     add = parser.add_argument
-    add("--sync-bn", action="store_true", help="batch norm over all processes")
+    add("--sync-bn", action="store_true", help="batch norm over all GPUs")
     add("--compress-gradients", choices=("fp16", "bf16"), help="before averaging")
     add("--local-rank", help="set by older launchers, unused")
     return parse_arguments(parser)

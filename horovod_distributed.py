@@ -98,7 +98,7 @@ def main(args: Namespace) -> None:
     checkpoint = Checkpoint(args, (train_set, val_set), saved)
     checkpoint.load(rank, world_size, device, all_reduce)  # compares all processes
     if rank == 0:
-        print(f"{args.arch}, {args.precision}, {world_size} x {device.type}")
+        print(f"{args.arch} {args.precision}, {world_size} x {device.type}", flush=True)
     if args.evaluate:
         val = validate(args, val_loader, eval_model)
         if rank == 0:

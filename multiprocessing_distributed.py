@@ -98,7 +98,7 @@ def main(args: Namespace) -> None:
     checkpoint = Checkpoint(args, (train_set, val_set), saved)
     checkpoint.load(rank, world_size, device, all_reduce)  # compares all processes
     if rank == 0:
-        print(f"{args.arch}, {args.precision}, {world_size} x {device.type}")
+        print(f"{args.arch} {args.precision}, {world_size} x {device.type}", flush=True)
     if args.evaluate:
         val = validate(args, val_loader, eval_model)
         if rank == 0:
@@ -208,15 +208,15 @@ def arguments() -> Namespace:
     """Parse the command line."""
     parser = build_parser(__doc__)
     add = parser.add_argument
-    add("--sync-bn", action="store_true", help="batch norm over all processes")
+    add("--sync-bn", action="store_true", help="batch norm over all GPUs")
     add("--compress-gradients", choices=("fp16", "bf16"), help="before averaging")
     add("--nprocs", type=int, default=torch.cuda.device_count() or 2, help="GPUs, or 2")
     add("--nnodes", type=int, default=1, help="number of machines (1)")
     add("--node-rank", type=int, default=0, help="of this machine (0)")
     add("--dist-url", help="tcp://HOST:PORT of the first machine, if there are several")
     args = parse_arguments(parser)
-    if args.nnodes > 1 and not args.dist_url:
-        parser.error("--nnodes needs --dist-url and --node-rank")
+    if (args.nnodes > 1 and not args.dist_url) or args.node_rank >= args.nnodes:
+        parser.error("--nnodes N needs --dist-url and a --node-rank from 0 to N - 1")
     return args
 
 

@@ -72,13 +72,14 @@ def main() -> None:
                 one = json.loads(run([*words, method, folder]))
                 if number:  # the first round warms up
                     found[method].append(one)
-    table = {
-        method: {name: spread([one[name] for one in rows]) for name in rows[0]}
-        for method, rows in found.items()
-    }
-    for method, row in table.items():
-        print(method, *(f"{n}: {v['median']:.2f}" for n, v in row.items()), sep="\n  ")
-    write_results("loaders", {"rounds": rounds, "loaders": table})
+    table = {method: {} for method in METHODS}
+    for method, rows in found.items():
+        for name in rows[0]:
+            one = spread([row[name] for row in rows])
+            text = "{median:.3g} ({low:.3g} to {high:.3g})".format(**one)
+            table[method][name] = text
+        print(method, table[method])
+    write_results("loaders", {"rounds": rounds, "methods": table})
 
 
 if __name__ == "__main__":

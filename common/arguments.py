@@ -1,7 +1,6 @@
 """The command-line flags that all five scripts share."""
 
 import argparse
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -42,10 +41,10 @@ def build_parser(docstring: str) -> argparse.ArgumentParser:
     add("--momentum", type=float, default=0.9, help="of SGD (%(default)s)")
     add("--weight-decay", type=float, default=1e-4, help="of SGD (%(default)s)")
     add("--label-smoothing", type=float, default=0.0, help="(0)")
-    add("--min-crop", type=float, default=0.08, help="of an image's area (%(default)s)")
+    add("--min-crop", type=float, default=0.08, help="least area to crop (%(default)s)")
     add("--no-flip", action="store_true", help="do not mirror training images")
     workers = min(4, len(os.sched_getaffinity(0)))
-    loaders = "loader processes per training process (%(default)s)"
+    loaders = "loader processes for training, as many for validation (%(default)s)"
     add("-j", "--workers", type=int, default=workers, help=loaders)
     add("--decoder", choices=tuple(DECODERS), default="torchcodec", help="(torchcodec)")
     add("--precision", choices=tuple(PRECISIONS), help="(bf16 where native, else fp32)")
@@ -71,7 +70,7 @@ def parse_arguments(
         parser.error("--evaluate needs --resume or --pretrained")
     for name, value in vars(args).items():
         least = 1 if type(value) is int and name not in MAY_BE_0 else 0
-        most = 1 if name in SHARES else math.inf
+        most = 1 if name in SHARES else 1e9
         if type(value) in (int, float) and not least <= value <= most:
             flag = name.replace("_", "-")
             parser.error(f"--{flag} must be from {least} to {most}, but is {value}")

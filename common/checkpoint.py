@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import time
 from collections.abc import Callable
@@ -41,8 +42,10 @@ class Checkpoint:
         """
         self.args, self.objects = args, objects
         self.file = args.output / "checkpoint.pt"
+        self.best_file = args.output / "best.pt"
         self.images = [number for one in datasets for number in fingerprint(one)]
-        recipe = {**vars(args), "images": self.images}
+        recipe = {**vars(args), "classes": len(datasets[1].classes)}
+        recipe["images"] = "{} (digest {}), {} (digest {})".format(*self.images)
         if args.schedule == "step":
             del recipe["epochs"]  # which this schedule does not use
         self.recipe = {n: str(v) for n, v in recipe.items() if n not in MAY_CHANGE}
@@ -94,12 +97,13 @@ class Checkpoint:
             recipe = content["recipe"]
         except Exception as error:  # the unpickler raises many kinds
             reason = type(error).__name__
-            raise UserError(f"--resume {path} is not a checkpoint: {reason}") from None
-        for name in ["arch"] if self.args.evaluate else self.recipe:
-            if recipe.get(name) != self.recipe[name]:
+            raise UserError(f"--resume {path} cannot be loaded: {reason}") from None
+        for name in ("arch", "classes") if self.args.evaluate else self.recipe:
+            now = self.recipe[name]
+            if recipe.get(name, now) != now:  # another strategy may lack a flag
                 raise UserError(
-                    f"{path} was saved with {name} = {recipe.get(name)}, now it is "
-                    f"{self.recipe[name]}: use the same, or start a new run"
+                    f"{path} was saved with {name} = {recipe[name]}, now it is {now}: "
+                    "use the same, or start a new run"
                 )
         if self.args.evaluate:
             self.objects["state_dict"].load_state_dict(content["state_dict"])
@@ -108,14 +112,21 @@ class Checkpoint:
             one.load_state_dict(content[name])
         self.epoch, self.step = content["epoch"], content["step"]
         self.sums, self.records = content["sums"], content["records"]
-        self.best = content["best_acc1"].item()
+        if self.best_file.exists():  # a new folder has none yet
+            self.best = content["best_acc1"].item()
 
     def add(self, step: int, sums: dict[str, Tensor]) -> dict[str, float]:
-        """Add an interval's sums over all processes; return their averages."""
+        """Add an interval's sums over all processes; return their averages.
+
+        Raises UserError if the loss is infinite or not a number.
+        """
         self.step = step
         for name, value in sums.items():
             self.sums[name] = self.sums.get(name, 0) + value
-        return averages(sums)
+        means = averages(sums)
+        if not math.isfinite(means["loss"]):
+            raise UserError(f"the loss is {means['loss']} by step {step}: lower --lr")
+        return means
 
     def finish_epoch(self, val: dict[str, float], figures: dict[str, float]) -> dict:
         """Finish the current epoch and return its record, as in epochs.jsonl.
@@ -142,7 +153,7 @@ class Checkpoint:
         files = [self.file]
         if self.step == 0 and self.records[-1][BEST_METRIC] > self.best:
             self.best = self.records[-1][BEST_METRIC]
-            files.insert(0, self.file.with_name("best.pt"))
+            files.insert(0, self.best_file)
         content = {
             "epoch": self.epoch,
             "step": self.step,

@@ -40,7 +40,8 @@ class ImageFolder(Dataset):
         self.transform = transform
         self.decoder = decoder
         self.archives = None
-        if not root.is_dir() and any(root.parent.glob(f"{root.name}[.-]*tar")):
+        shards = root.parent.glob(f"{root.name}-*.tar")
+        if not root.is_dir() and (Path(f"{root}.tar").exists() or any(shards)):
             from common.tar import Archives
 
             self.archives = Archives(root)
@@ -155,10 +156,7 @@ class EpochKeys:
 
 
 class SeededDataset(Dataset):
-    """Gets keys from EpochKeys, which also seed the augmentation.
-
-    Its images are (S, S, 3).
-    """
+    """A dataset of (S, S, 3) images with EpochKeys; a key seeds the augmentation."""
 
     def __init__(self, dataset: Dataset, seed: int):
         self.dataset = dataset
@@ -168,7 +166,7 @@ class SeededDataset(Dataset):
         epoch, position, index = key
         seed_generators(self.seed, epoch, position)
         image, label = self.dataset[index]
-        # As decoders store it, which is faster to copy and to normalize
+        # This is the decoders' order; a batch in it is copied and normalized faster
         return image.permute(1, 2, 0), label
 
 
@@ -245,7 +243,7 @@ def build_loader(
             f"{len(dataset)} {'training' if training else 'validation'} images are too "
             f"few for --global-batch-size {size} and {world_size} processes"
         )
-    workers = 0 if args.synthetic else args.workers
+    workers = 0 if args.synthetic or unused else args.workers
     keys = EpochKeys(sampler, length, rank, world_size)
     loader = DataLoader(
         SeededDataset(dataset, args.seed),

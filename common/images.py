@@ -83,7 +83,8 @@ def train_transform(decode: Decode, size: int, min_crop: float, flip: bool) -> T
     """A random crop, resized to (3, size, size) uint8 and mirrored half of the time."""
 
     def box(height: int, width: int) -> tuple[int, int, int, int]:
-        shape = torch.empty(height, width, device="meta")  # the only thing that is read
+        # get_params() reads only the shape
+        shape = torch.empty(height, width, device="meta")
         return RandomResizedCrop.get_params(shape, (min_crop, 1.0), (3 / 4, 4 / 3))
 
     pixels = F.resize(decode(box), [size, size])
@@ -93,7 +94,7 @@ def train_transform(decode: Decode, size: int, min_crop: float, flip: bool) -> T
 
 
 def val_transform(decode: Decode, size: int) -> Tensor:
-    """The central (3, size, size) uint8 crop, after resizing to 8/7 of its size.
+    """The central (3, size, size) uint8 crop of the image at 8/7 of that size.
 
     For 224, this is Resize(256) and CenterCrop(224), as in the ResNet paper.
     """

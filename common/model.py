@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -68,4 +69,7 @@ def build_scheduler(
             return 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
         return 0.1 ** (step // steps_per_epoch // 30)
 
+    # The scaler skips fp16 steps that overflow; the scheduler would warn about them
+    message = r"Detected call of `lr_scheduler\.step\(\)` before"
+    warnings.filterwarnings("ignore", message)
     return LambdaLR(optimizer, factor)

@@ -116,6 +116,14 @@ NETS |= {"loud": partial(drop, times=30), "steep": partial(small, times=8)}
 # --- running a script ---
 
 
+class Images(list):
+    """A dataset of which a checkpoint only has the number of images and of classes."""
+
+    def __init__(self, length: int, classes: int = 3):
+        super().__init__(range(length))
+        self.classes = range(classes)
+
+
 def parse(*flags) -> Namespace:
     """Flags of the command line, as all scripts have them."""
     return parse_arguments(build_parser("A test."), [str(flag) for flag in flags])
@@ -373,7 +381,7 @@ def save_for_ever(output: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     objects = {"state_dict": model, "optimizer": optimizer}
     objects |= {"scheduler": build_scheduler(args, optimizer, 10)}
-    state = Checkpoint(args, ([0] * 8, [0] * 8), objects)
+    state = Checkpoint(args, (Images(8), Images(8)), objects)
     for weight in model.parameters():
         optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     acknowledged = Path(output, "acknowledged")

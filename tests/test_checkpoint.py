@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from conftest import wait_until
-from ranks import Ranks, parse, save_for_ever
+from ranks import Images, Ranks, parse, save_for_ever
 from torchvision.models import get_model
 
 from common.checkpoint import Checkpoint, replace_file
@@ -22,7 +22,7 @@ from common.errors import UserError
 from common.model import build_scheduler
 
 FIGURES = {"seconds": 1.0, "learning_rate": 0.1}
-IMAGES = [0] * 50, [0] * 20
+IMAGES = Images(50), Images(20)
 CPU = torch.device("cpu")
 FLAGS = "--data x --precision fp16 --lr 0.1"
 
@@ -144,6 +144,17 @@ def test_best_is_kept_when_the_next_epoch_is_no_better(tmp_path):
     assert records[0]["train_top1"] == 50.0 and records[0]["val_images"] == 40
 
 
+def test_the_first_epoch_in_a_new_folder_is_its_best(tmp_path):
+    """Whatever the best was in the folder that it is resumed from."""
+    run = load(make(tmp_path / "new", "--resume", saved(tmp_path)))
+    for top1, best in ((0.0, 2), (30.0, 3), (20.0, 3)):
+        step(run, 1)
+        run.save()
+        finish(run, top1)
+        run.save()
+        assert read(tmp_path / "new" / "best.pt")["epoch"] == best
+
+
 def test_a_run_saves_once_save_minutes_have_passed(tmp_path, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[-1])
@@ -159,6 +170,18 @@ def test_a_run_saves_once_save_minutes_have_passed(tmp_path, monkeypatch):
 # --- refusals ---
 
 
+def test_numbers_that_are_not_finite_end_the_run(tmp_path):
+    before = saved(tmp_path).read_bytes()
+    run = resumed(tmp_path / "run")
+    for loss in ("nan", "inf"):
+        sums = {"loss": torch.tensor(float(loss)), "images": torch.tensor(8.0)}
+        with pytest.raises(
+            UserError, match=f"the loss is {loss} by step 7: lower --lr"
+        ):
+            run.add(7, sums)
+    assert (tmp_path / "run" / "checkpoint.pt").read_bytes() == before
+
+
 def test_another_recipe_is_refused(tmp_path):
     saved(tmp_path)
     saved(tmp_path / "cosine", "--schedule", "cosine")
@@ -170,11 +193,13 @@ def test_another_recipe_is_refused(tmp_path):
         ("--precision bf16", "with precision = fp16, now it is bf16"),
         ("--decoder pil", "with decoder = torchcodec, now it is pil"),
         ("--evaluate --arch vgg11", "with arch = resnet18, now it is vgg11"),
-        ("--evaluate --lr 7", None),
+        ("--evaluate --lr 7 --seed 3", None),
         ("--epochs 120 -j 3 --save-minutes 7 --compile --print-interval 3", None),
     ):
         with pytest.raises(UserError, match=message) if message else nullcontext():
             resumed(tmp_path / "run", *flags.split())
+    with pytest.raises(UserError, match="with classes = 3, now it is 4"):
+        resumed(tmp_path / "run", "--evaluate", images=(Images(50, 4), Images(20, 4)))
     with pytest.raises(UserError, match="with epochs = 90, now it is 120"):
         resumed(tmp_path / "cosine" / "run", *"--schedule cosine --epochs 120".split())
 
@@ -190,8 +215,8 @@ def test_other_images_are_refused(pictures, tmp_path):
     moved = pictures.rename(tmp_path / "elsewhere")
     assert resumed(output, images=images_of(moved)).epoch == 1
     (moved / "val" / "cat" / "3.JPEG").rename(moved / "val" / "cat" / "4.JPEG")
-    for images in (images_of(moved), IMAGES):
-        with pytest.raises(UserError, match=r"with images = \[16, \d+, 8, \d+\], now"):
+    for images in (images_of(moved), (Images(50, 2), Images(20, 2))):
+        with pytest.raises(UserError, match=r"with images = 16 \(digest \d+\), 8 \("):
             resumed(output, images=images)
     resumed(output, "--evaluate", images=images_of(moved))
 
@@ -209,8 +234,8 @@ def test_a_run_is_never_overwritten(tmp_path):
         ("run", ("--resume",), 1),
         ("run", ("--resume", path), 1),
         ("run", ("--resume", tmp_path / "second" / ".." / "run" / path.name), 1),
-        ("only read", ("--resume", "--evaluate"), "is not a checkpoint: FileNotFound"),
-        ("new", ("--resume", tmp_path / "no.pt"), "no.pt is not a checkpoint: FileNot"),
+        ("only read", ("--resume", "--evaluate"), "cannot be loaded: FileNotFound"),
+        ("new", ("--resume", tmp_path / "no.pt"), "no.pt cannot be loaded: FileNot"),
     ):
         run, text = make(tmp_path / folder, *flags), isinstance(outcome, str)
         with pytest.raises(UserError, match=outcome) if text else nullcontext():
@@ -231,7 +256,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path, monkeypatch):
     for name, content in {"text": b"hello", "empty": b"", "truncated": half}.items():
         Path(name).write_bytes(content)
     for name in ("text", "empty", "truncated", "pickle", "other"):
-        with pytest.raises(UserError, match=f"--resume {name} is not a checkpoint"):
+        with pytest.raises(UserError, match=f"--resume {name} cannot be loaded"):
             load(make(tmp_path / "new", "--resume", name))
     assert not Path("evil-was-here").exists()
 

@@ -2,6 +2,7 @@
 
 import runpy
 import sys
+import warnings
 from argparse import Namespace
 from unittest.mock import Mock
 
@@ -17,7 +18,7 @@ import multiprocessing_distributed
 from common import meters
 from common.errors import UserError, one_line_errors
 from common.meters import Meter, Timer, averages, batch_sums, in_words
-from common.model import build_model
+from common.model import build_model, build_scheduler
 
 
 def test_metrics_are_averages_of_sums_over_all_processes():
@@ -100,11 +101,15 @@ def test_bad_flags_are_one_line(capsys):
         ((*X, "--epoch", "3"), "unrecognized arguments: --epoch 3"),
         ((), "give either --data DIR or --synthetic"),
         ((*X, "--synthetic"), "give either --data DIR or --synthetic"),
-        ((*X, "-b", "0"), "--global-batch-size must be from 1 to inf, but is 0"),
-        ((*X, "-j", "-1"), "--workers must be from 0 to inf"),
+        (
+            (*X, "-b", "0"),
+            "--global-batch-size must be from 1 to 1000000000.0, but is 0",
+        ),
+        ((*X, "-j", "-1"), "--workers must be from 0 to 1000000000.0"),
         ((*X, "--min-crop", "8"), "--min-crop must be from 0 to 1"),
         ((*X, "--epochs", "many"), "invalid int value: 'many'"),
-        ((*X, "--lr", "nan"), "--lr must be from 0 to inf, but is nan"),
+        ((*X, "--lr", "inf"), "--lr must be from 0 to 1000000000.0, but is inf"),
+        ((*X, "--lr", "nan"), "--lr must be from 0 to 1000000000.0, but is nan"),
         ((*X, "--decoder", "auto"), "invalid choice: 'auto'"),
         ((*X, "--evaluate"), "--evaluate needs --resume or --pretrained"),
     ):
@@ -117,9 +122,12 @@ def test_bad_flags_are_one_line(capsys):
 def test_processes_of_several_machines_need_an_address(monkeypatch, capsys):
     words = ["x.py", *X, "--nnodes", "2", "--node-rank", "1"]
     monkeypatch.setattr(sys, "argv", words)
-    with pytest.raises(SystemExit, match="2"):
-        multiprocessing_distributed.arguments()
-    assert "--nnodes needs --dist-url and --node-rank" in capsys.readouterr().err
+    for wrong in ([], ["--dist-url", "tcp://h:9", "--node-rank", "2"]):
+        monkeypatch.setattr(sys, "argv", [*words, *wrong])
+        with pytest.raises(SystemExit, match="2"):
+            multiprocessing_distributed.arguments()
+        assert "--nnodes N needs --dist-url and a --node" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", words)
     words += ["--dist-url", "tcp://h:9", "--nprocs", "3"]
     init = Mock(side_effect=InterruptedError)
     monkeypatch.setattr(torch.distributed, "init_process_group", init)
@@ -162,6 +170,14 @@ def test_apex_has_opt_levels_and_no_precision(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         script["arguments"]()
     assert "use --opt-level, not --precision" in capsys.readouterr().err
+
+
+def test_a_first_step_that_overflows_warns_of_nothing():
+    """GradScaler leaves it out, where loss scaling begins too high by design."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build_scheduler(parse(*X), optimizer, 10).step()
 
 
 def test_a_model_that_cannot_be_built_is_one_line(monkeypatch):
