@@ -4,7 +4,6 @@ import contextlib
 import importlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -16,6 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
+from benchmarks.comparison import commit, describe
 from scripts.sample_data import write_digits
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,14 +54,7 @@ def left_out(config) -> list[str]:
     if config.getoption("full"):
         return []
     chosen = "cluster" in config.getoption("markexpr")
-    chosen = chosen or os.environ.get("CI", "false") not in ("", "false")
-    return ["full"] if chosen else ["full", "cluster"]
-
-
-def pytest_report_header(config):
-    """With pytest-xdist, pytest does not print that tests are left out."""
-    if names := " or ".join(left_out(config)):
-        return f"left out: tests marked {names} (--full runs all)"
+    return ["full"] if chosen or os.environ.get("CI") == "true" else ["full", "cluster"]
 
 
 def pytest_sessionfinish(session):
@@ -74,11 +67,9 @@ def pytest_sessionfinish(session):
     for test in (one for found in stats.values() for one in found):
         report["figures"] |= dict(getattr(test, "user_properties", ()))
     counts = {status: len(stats.get(status, [])) for status in ("passed", "failed")}
-    head = subprocess.run("git rev-parse --short HEAD".split(), cwd=ROOT, stdout=-1)
-    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    machine = {"cpu": cpu[1] if cpu else "", "cpu_cores": os.cpu_count()}
-    this = {"commit": head.stdout.decode().strip(), **counts, **machine}
-    report["sessions"].append({**this, "torch": torch.__version__})
+    this = {"commit": commit(), **counts, "cpu": describe(torch.device("cpu"))}
+    this |= {"cpu_cores": os.cpu_count(), "torch": torch.__version__}
+    report["sessions"].append(this)
     (ROOT / name).write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -18,7 +18,6 @@ import random
 import statistics
 import subprocess
 import sys
-from itertools import combinations
 
 from benchmarks.comparison import RESULTS, ROOT, commit
 from benchmarks.timings import options, plan, report
@@ -56,11 +55,9 @@ distributed.main(distributed.arguments())
 
 
 def invented(truth: dict[str, float], launch: float, blocks: int, seed: str) -> dict:
-    """A cohort as measure.cohort() returns it.
+    """A cohort as measure.cohort() returns it, from logs of seconds per image.
 
-    Args:
-        truth: log of each candidate's seconds per image.
-        launch: standard deviation of what a launch adds to it.
+    `launch` is the standard deviation of what a launch adds to them.
     """
     draw, order = random.Random(seed), orders([*truth], random.Random(f"{seed} too"))
     launched = {name: log + draw.gauss(0, launch) for name, log in truth.items()}
@@ -75,16 +72,14 @@ def invented(truth: dict[str, float], launch: float, blocks: int, seed: str) -> 
     return {"turns": turns}
 
 
-def simulated(
-    slower: float, launch: float, cohorts: int, draws: int, blocks: int = 8
-) -> dict:
+def simulated(slower: float, launch: float, cohorts: int, draws: int) -> dict:
     """Error rates over sessions in which the third candidate is slower."""
     truth = dict.fromkeys(NAMES, 0.0) | {NAMES[2]: math.log1p(slower)}
     wrong, silent, halves, verdicts = 0, 0, [], []
     for draw in range(draws):
         found: list[dict] = []
         for number in range(1, cohorts + 1):
-            found.append(invented(truth, launch, blocks, f"{draw} {number}"))
+            found.append(invented(truth, launch, 8, f"{draw} {number}"))
             found[-1]["ended"] = number / cohorts
             decision = decide(found, SETTINGS, last=number == cohorts)
             if decision.over:
@@ -176,8 +171,7 @@ def power(sessions: int = 3) -> None:
     apart = [
         pair
         for pair, found in decided.items()
-        for one, other in combinations(found, 2)
-        if one["low"] > other["high"] or other["low"] > one["high"]
+        if max(one["low"] for one in found) > min(one["high"] for one in found)
     ]
     settings = settings | {"minutes": sessions * settings["minutes"]}
     halves = {}
