@@ -118,16 +118,6 @@ def test_every_change_is_run():
     assert len(CHANGES) == PAGES.count("```diff\n--- tutorial/")
 
 
-def test_a_lesson_has_few_words():
-    """Words of code, output and links' targets do not count."""
-    lessons = [text for text in TEXTS.values() if re.match(r"# \d+\. ", text)]
-    assert len(lessons) == 13
-    for text in lessons:
-        prose = r"^```.*?^```$|<!--.*?-->|\]\(.*?\)"
-        prose = re.sub(prose, "", text, flags=re.M | re.S)
-        assert len(re.findall(r"\w[\w'-]*", prose)) <= 1200
-
-
 def test_lessons_are_short_and_need_nothing_of_this_project():
     ours = {path.stem for path in ROOT.iterdir()} - {""}
     for name, path in LESSONS.items():
