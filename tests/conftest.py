@@ -73,9 +73,9 @@ def pytest_sessionfinish(session):
     (ROOT / name).write_text(json.dumps(report, indent=1) + "\n")
 
 
-def problem_of(use, *arguments) -> str | None:
+def problem_of(module: str) -> str | None:
     try:
-        use(*arguments)
+        importlib.import_module(module)
     except (ImportError, RuntimeError) as error:  # TorchCodec raises the second
         return f"cannot be used: {error}"
     return None
@@ -88,15 +88,15 @@ def mpi_missing() -> str | None:
 
 
 os.environ.setdefault("PYNVIMGCODEC_VERBOSITY", "0")  # no remarks about GPUs
-NO_HOROVOD = problem_of(importlib.import_module, "horovod.torch")
+NO_HOROVOD = problem_of("horovod.torch")
 NO_GPU = None if torch.cuda.is_available() else "no CUDA GPU"
 MISSING = {
-    "nvimgcodec": problem_of(importlib.import_module, "nvidia.nvimgcodec"),
-    "torchcodec": problem_of(importlib.import_module, "torchcodec.decoders"),
+    "nvimgcodec": problem_of("nvidia.nvimgcodec"),
+    "torchcodec": problem_of("torchcodec.decoders"),
     "horovod": NO_HOROVOD and (os.environ.get("HOROVOD_PROBLEM") or NO_HOROVOD),
     "mpi": NO_HOROVOD or mpi_missing(),
     "gpu": NO_GPU,
-    "apex": problem_of(importlib.import_module, "apex.amp") or NO_GPU,
+    "apex": problem_of("apex.amp") or NO_GPU,
 }
 
 
@@ -159,19 +159,14 @@ def launcher(strategy: str, *flags, **extra) -> subprocess.CompletedProcess:
     return run("bash", ROOT / "scripts" / f"{strategy}.sh", *flags, **extra)
 
 
-def processes_of(run: str) -> dict[int, tuple[int, str]]:
-    """Living processes that inherited the variable TEST_RUN=run: {pid: (parent, command)}."""
-    found, mark = {}, f"TEST_RUN={run}".encode()
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if mark not in (folder / "environ").read_bytes().split(b"\0"):
-                continue
-            words = (folder / "cmdline").read_bytes().decode(errors="replace")
-            state, parent = (folder / "stat").read_text().rsplit(")", 1)[1].split()[:2]
-            if state != "Z":
-                command = words.replace("\0", " ").strip()
-                found[int(folder.name)] = int(parent), command
-    return found
+def processes_of(run: str) -> dict[int, str]:
+    """States of the living processes that inherited the variable TEST_RUN=run."""
+    command = "ps axeww -o pid=,stat=,args=".split()  # e: and variables
+    printed = subprocess.check_output(command, text=True, errors="replace")
+    lines = [line.split() for line in printed.splitlines()]
+    return {
+        int(pid): state for pid, state, *words in lines if f"TEST_RUN={run}" in words
+    }
 
 
 def wait_until(condition, seconds: float, what, interval: float = 0.1) -> None:

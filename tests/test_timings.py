@@ -1,6 +1,5 @@
 """Timings: fair turns, no verdict by chance, and nothing left running."""
 
-import contextlib
 import json
 import math
 import os
@@ -11,8 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +18,6 @@ from played import Played
 from ranks import Ranks, run_ranks, train
 from trial import NAMES, SETTINGS, invented, simulated
 
-from benchmarks.timings import __main__ as command
 from benchmarks.timings import gate, options, plan, report, session, statistics
 from benchmarks.timings.measure import Candidate, cohort, pin
 from benchmarks.timings.statistics import decide, levels, orders, williams
@@ -173,47 +169,16 @@ def test_at_the_gate_all_wait_and_no_bit_changes(tmp_path):
     torch.testing.assert_close(*weights, rtol=0, atol=0)
 
 
-SMALL = "--arch squeezenet1_1 --image-size 32 --batch-size 4 --precision fp32".split()
-SMALL += "--modes jpeg --strategies distributed apex_distributed".split()
-
-
-@pytest.fixture
-def no_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-
-
-def test_a_cohort_ends_with_a_report(digits, tmp_path, monkeypatch, capsys, no_gpu):
-    words = ["--minutes", "0.1", "--data", str(digits), "--output", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["timings", *words, *SMALL])
-    monkeypatch.setattr(session, "cohort", partial(cohort, seconds=3))
-    monkeypatch.setenv("TEST_RUN", str(tmp_path))
-    command.main()
-    found = json.loads((tmp_path / "report.json").read_text())
-    assert found["minutes"] > 0 and found["verdicts"] == []
-    assert found["problems"] == {"apex_distributed": "it needs a CUDA GPU"}
-    (measured,) = report.read_cohorts(tmp_path)
-    names = [turn[0] for turn in measured["turns"]]
-    assert names.count("distributed") == names.count("distributed again") > 0
-    printed = capsys.readouterr().out
-    assert "apex_distributed is left out: it needs a CUDA GPU" in printed
-    assert "nothing was decided after 1 cohort" in printed
-    assert not processes_of(str(tmp_path))
-
-
 def test_nothing_outlives_a_killed_measurement(digits, tmp_path):
-    words = ["-m", "benchmarks.timings", "--data", str(digits), *SMALL]
-    words += ["--output", str(tmp_path / "out")]
+    words = "-m benchmarks.timings --modes jpeg --strategies distributed "
+    words += "--arch squeezenet1_1 --image-size 32 --batch-size 4 --precision fp32"
+    where = ["--data", digits, "--output", tmp_path / "out"]
 
     def stopped():
-        found = 0
-        for process in processes_of(str(tmp_path)):
-            with contextlib.suppress(OSError):  # it ended just now
-                found += ") T " in Path(f"/proc/{process}/stat").read_text()
-        return found > 4
+        states = processes_of(str(tmp_path)).values()
+        return sum(state.startswith("T") for state in states) > 4
 
-    with Started(tmp_path, [sys.executable, *words]) as measuring:
+    with Started(tmp_path, [sys.executable, *words.split(), *where]) as measuring:
         wait_until(stopped, 180, "a training with its loaders is stopped")
         measuring.process.kill()
         measuring.process.wait()
@@ -221,6 +186,12 @@ def test_nothing_outlives_a_killed_measurement(digits, tmp_path):
 
 
 # --- the command ---
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
 
 
 def test_help_lists_the_flags_before_anything_is_installed(tmp_path):
