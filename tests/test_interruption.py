@@ -57,18 +57,21 @@ def whole(folder, processes, *flags, **how):
 # --- under each launcher ---
 
 
+@pytest.fixture(scope="module")
+def right(few, tmp_path_factory):
+    flags = [*kills.FLAGS.split(), "--data", few]
+    return whole(tmp_path_factory.mktemp("right"), 2, *flags)
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "way",
-    [
-        pytest.param(one, marks=[pytest.mark.horovod] * (one == "horovodrun"))
-        for one in kills.LAUNCHERS
-    ],
+    ["torchrun", "mp.spawn", pytest.param("horovodrun", marks=pytest.mark.horovod)],
 )
-def test_killed_and_stopped_a_launched_run_ends_with_the_same_bits(way, few, tmp_path):
+def test_killed_and_stopped_a_launched_run_ends_with_the_same_bits(
+    way, few, right, tmp_path
+):
     """A process is killed, then the launcher stopped; all processes end each time."""
-    flags = [*kills.FLAGS.split(), "--data", few]
-    right = whole(tmp_path, 1 if way == "python" else 2, *flags)
     how, draw = (way, few, tmp_path / "out", "--resume"), random.Random(way)
     for event in (
         ("SIGKILL", "training process", draw.choice(kills.MOMENTS)),
