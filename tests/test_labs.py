@@ -42,46 +42,36 @@ LOOP = re.search(
     r" +for x, y in loader:\n(?: {12}.*\n)+", (LABS / SCRIPTS["19"]).read_text()
 )
 JOINED = "        with model.join():\n" + re.sub("(?m)^", "    ", LOOP[0]).rstrip(" ")
-# Other changes than those of solutions/: lab, old text, new text, expected verdict
-CHANGES = [
-    ("03", "torch.manual_seed(dist.get_rank())", "torch.manual_seed(1)", "passes"),
-    ("04", "prepare(images)\n", "prepare(images)\n        dist.barrier()\n", "FileNotFound"),
-    ("06", "(loss / dist", "(2 * loss / dist", "passes"),
-    ("07", "shuffle=True", "sampler=range(dist.get_rank(), 96, 2)", "in the same order"),
-    ("09", "noise = 0.1", "torch.seed()\n        noise = 0.003", "hardly any noise"),
-    ("10", """print(f"accuracy {result""", """print("accuracy", f"{result""", "it prints accuracy"),
-    ("11", "shuffle=False", "shuffle=False, drop_last=True", "32 of the 33 validation"),
-    ("12", "CosineAnnealingLR(optimizer, ", "CosineAnnealingLR(optimizer, 18, 0 * ", "passes"),
+# Other cures than those of solutions/: lab, old text, new text
+CURES = [
+    ("03", "torch.manual_seed(dist.get_rank())", "torch.manual_seed(1)"),
+    ("06", "(loss / dist", "(2 * loss / dist"),
+    ("12", "CosineAnnealingLR(optimizer, ", "CosineAnnealingLR(optimizer, 18, 0 * "),
     ("15", "if not self.training or torch.rand(()) < 0.5:\n            x = x +",
-     "if True:\n            x = x + torch.rand(()).round() *", "passes"),
-    ("16", "accuracy(net, ", "accuracy(model, ", "passes"),
-    ("18", "nullcontext() if number % PASSES == 0 else model.no_sync()", "nullcontext()",
-     "a step averages the gradients 4 times instead of once"),
-    ("19", LOOP[0], JOINED, "passes"),
-    ("20", "if dist.get_rank() == 0:\n            with", "if True:\n            with", "passes"),
-    ("21", "model.state_dict()", "{k[7:]: w for k, w in model.state_dict().items()}", "passes"),
-    ("22", "    net.load_state_dict(torch.load(PRETRAINED))\n", "", "does not start from"),
-    ("24", """torch.save(content, "checkpoint.pt")""",
-     """torch.save(content, open("checkpoint.pt", "wb"))""", "cannot be read"),
-    ("23", "if CHECKPOINT.exists():", "if False:", "takes 18 steps instead of the last 6"),
+     "if True:\n            x = x + torch.rand(()).round() *"),
+    ("16", "accuracy(net, ", "accuracy(model, "),
+    ("18", "nullcontext() if number % PASSES == 0", "nullcontext() if number % 4 == 3"),
+    ("19", LOOP[0], JOINED),
+    ("20", "if dist.get_rank() == 0:\n            with", "if True:\n            with"),
+    ("21", "model.state_dict()", "{k[7:]: w for k, w in model.state_dict().items()}"),
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def graded(tmp_path_factory):
-    """What the grader says of the broken scripts, of the solutions and of the changes."""
-    names = ("broken", "solved", "changed")
+    """What the grader says of the broken scripts, the solutions and the other cures."""
+    names = ("broken", "solved", "cured")
     folder = tmp_path_factory.mktemp("labs")
     labs = [folder / name / "tutorial" / "labs" for name in names]
     for one in labs:
         shutil.copytree(LABS, one)
     for patch in sorted((LABS / "solutions").glob("*.patch")):
         subprocess.run(["git", "apply", patch], cwd=folder / "solved", check=True)
-    for number, old, new, _ in CHANGES:
+    for number, old, new in CURES:
         path = labs[2] / SCRIPTS[number]
         assert path.read_text().count(old) == 1, number
         path.write_text(path.read_text().replace(old, new))
-    words = ["all"], ["all"], [number for number, *_ in CHANGES]
+    words = ["all"], ["all"], [number for number, *_ in CURES]
     patience = "5", "30", "30"  # seconds; only broken labs hang
     with Played(folder / "logs") as played:
         for one, chosen, seconds in zip(labs, words, patience, strict=True):
@@ -89,7 +79,7 @@ def graded(tmp_path_factory):
             played.start(python, (one / "grade.py", *chosen), variables)
         statuses = played.end(seconds=400)
         logs = [played.log(number).splitlines() for number in range(3)]
-    assert statuses == [1, 0, 1]
+    assert statuses == [1, 0, 0]
     # What is printed last is how many labs pass
     return [{line[:2]: line[2:].lstrip(": ") for line in log[:-1]} for log in logs]
 
@@ -101,9 +91,9 @@ def test_a_broken_script_fails_and_its_solution_passes(graded, number):
     assert solved[number] == "passes"
 
 
-@pytest.mark.parametrize("number, old, new, said", CHANGES)
-def test_what_counts_is_what_a_script_does(graded, number, old, new, said):
-    assert said in graded[2][number]
+@pytest.mark.parametrize("number", [number for number, *_ in CURES])
+def test_what_counts_is_what_a_script_does(graded, number):
+    assert graded[2][number] == "passes"
 
 
 def test_an_unknown_lab_and_ctrl_c(tmp_path):

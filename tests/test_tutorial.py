@@ -29,7 +29,8 @@ def command(name):
 
 
 def marks(name):
-    if name == "build_ddp_three":  # processes, for two cores too many
+    # Three processes are too many for two cores; restarts are launched
+    if name in ("build_ddp_three", "restarts_change", "restarts_weights"):
         return [pytest.mark.full]
     program = CHANGES.get(name, [name])[0]
     if "horovod" not in program:
