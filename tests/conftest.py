@@ -19,11 +19,6 @@ from benchmarks.comparison import commit, describe
 from scripts.sample_data import write_digits
 
 ROOT = Path(__file__).resolve().parent.parent
-# Flags of a run of seconds: two epochs of ten steps on tiny pictures of digits
-SHORT = (
-    "--image-size 32 --global-batch-size 64 --lr 0.2 --warmup-epochs 1 --schedule cosine "
-    "--min-crop 0.5 --no-flip --epochs 2 --max-steps 10 --precision fp32"
-).split()
 # Steps of a few milliseconds
 TINY = "--image-size 32 -b 4 --arch squeezenet1_1 --precision fp32 --print-interval 1".split()
 

@@ -5,7 +5,7 @@ from argparse import Namespace
 
 import pytest
 import torch
-from conftest import SHORT, launcher
+from conftest import launcher
 from ranks import Ranks, run_ranks, train, train_watched
 from torchvision.models import resnet18
 
@@ -13,7 +13,9 @@ import distributed
 
 NAMES = "loss top1 top5 images".split()
 TIMED = "seconds images_per_second data_wait peak_memory_mib".split()
-FLAGS = (*SHORT, "--max-steps", "2", "-j", "0")
+FLAGS = "--image-size 32 -b 64 --lr 0.2 --warmup-epochs 1 --schedule cosine -j 0 "
+FLAGS += "--min-crop 0.5 --no-flip --epochs 2 --max-steps 2 --precision fp32"
+FLAGS = FLAGS.split()
 
 
 @pytest.fixture(scope="module")

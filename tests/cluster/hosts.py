@@ -55,14 +55,11 @@ SlurmctldHost=hosta(10.77.0.1)
 SlurmUser=root
 AuthInfo=socket={folder}/munge/socket
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
 SchedulerParameters=batch_sched_delay=0,sched_interval=1
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd.%n.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.%n.log
 SlurmdParameters=config_overrides
 NodeName=hosta NodeAddr=10.77.0.1 CPUs=4 RealMemory=4000
 NodeName=hostb NodeAddr=10.77.0.2 CPUs=4 RealMemory=4000
@@ -76,8 +73,6 @@ def hosts_missing() -> str | None:
     missing = [name for name in PROGRAMS if not shutil.which(name, path=path)]
     if missing:
         return f"no {', '.join(missing)} (bash scripts/test.sh --system installs them)"
-    if os.geteuid() != 0:
-        return "making hosts of network namespaces takes root"
     probe = f"ip netns add probe{os.getpid()} && ip netns delete probe{os.getpid()}"
     probe += " && unshare --mount --uts mount --bind /etc/hosts /etc/hosts"
     ended = subprocess.run(["sh", "-c", probe], capture_output=True, text=True)
