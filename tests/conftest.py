@@ -4,7 +4,6 @@ import contextlib
 import importlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -16,14 +15,10 @@ import pytest
 import torch
 from PIL import Image
 
+from benchmarks.comparison import commit, describe
 from scripts.sample_data import write_digits
 
 ROOT = Path(__file__).resolve().parent.parent
-# Flags of a run of seconds: two epochs of ten steps on tiny pictures of digits
-SHORT = (
-    "--image-size 32 --global-batch-size 64 --lr 0.2 --warmup-epochs 1 --schedule cosine "
-    "--min-crop 0.5 --no-flip --epochs 2 --max-steps 10 --precision fp32"
-).split()
 # Steps of a few milliseconds
 TINY = "--image-size 32 -b 4 --arch squeezenet1_1 --precision fp32 --print-interval 1".split()
 
@@ -54,14 +49,7 @@ def left_out(config) -> list[str]:
     if config.getoption("full"):
         return []
     chosen = "cluster" in config.getoption("markexpr")
-    chosen = chosen or os.environ.get("CI", "false") not in ("", "false")
-    return ["full"] if chosen else ["full", "cluster"]
-
-
-def pytest_report_header(config):
-    """With pytest-xdist, pytest does not print that tests are left out."""
-    if names := " or ".join(left_out(config)):
-        return f"left out: tests marked {names} (--full runs all)"
+    return ["full"] if chosen or os.environ.get("CI") == "true" else ["full", "cluster"]
 
 
 def pytest_sessionfinish(session):
@@ -74,17 +62,15 @@ def pytest_sessionfinish(session):
     for test in (one for found in stats.values() for one in found):
         report["figures"] |= dict(getattr(test, "user_properties", ()))
     counts = {status: len(stats.get(status, [])) for status in ("passed", "failed")}
-    head = subprocess.run("git rev-parse --short HEAD".split(), cwd=ROOT, stdout=-1)
-    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    machine = {"cpu": cpu[1] if cpu else "", "cpu_cores": os.cpu_count()}
-    this = {"commit": head.stdout.decode().strip(), **counts, **machine}
-    report["sessions"].append({**this, "torch": torch.__version__})
+    this = {"commit": commit(), **counts, "cpu": describe(torch.device("cpu"))}
+    this |= {"cpu_cores": os.cpu_count(), "torch": torch.__version__}
+    report["sessions"].append(this)
     (ROOT / name).write_text(json.dumps(report, indent=1) + "\n")
 
 
-def problem_of(use, *arguments) -> str | None:
+def problem_of(module: str) -> str | None:
     try:
-        use(*arguments)
+        importlib.import_module(module)
     except (ImportError, RuntimeError) as error:  # TorchCodec raises the second
         return f"cannot be used: {error}"
     return None
@@ -97,15 +83,15 @@ def mpi_missing() -> str | None:
 
 
 os.environ.setdefault("PYNVIMGCODEC_VERBOSITY", "0")  # no remarks about GPUs
-NO_HOROVOD = problem_of(importlib.import_module, "horovod.torch")
+NO_HOROVOD = problem_of("horovod.torch")
 NO_GPU = None if torch.cuda.is_available() else "no CUDA GPU"
 MISSING = {
-    "nvimgcodec": problem_of(importlib.import_module, "nvidia.nvimgcodec"),
-    "torchcodec": problem_of(importlib.import_module, "torchcodec.decoders"),
+    "nvimgcodec": problem_of("nvidia.nvimgcodec"),
+    "torchcodec": problem_of("torchcodec.decoders"),
     "horovod": NO_HOROVOD and (os.environ.get("HOROVOD_PROBLEM") or NO_HOROVOD),
     "mpi": NO_HOROVOD or mpi_missing(),
     "gpu": NO_GPU,
-    "apex": problem_of(importlib.import_module, "apex.amp") or NO_GPU,
+    "apex": problem_of("apex.amp") or NO_GPU,
 }
 
 
@@ -168,19 +154,14 @@ def launcher(strategy: str, *flags, **extra) -> subprocess.CompletedProcess:
     return run("bash", ROOT / "scripts" / f"{strategy}.sh", *flags, **extra)
 
 
-def processes_of(run: str) -> dict[int, tuple[int, str]]:
-    """Living processes that inherited the variable TEST_RUN=run: {pid: (parent, command)}."""
-    found, mark = {}, f"TEST_RUN={run}".encode()
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if mark not in (folder / "environ").read_bytes().split(b"\0"):
-                continue
-            words = (folder / "cmdline").read_bytes().decode(errors="replace")
-            state, parent = (folder / "stat").read_text().rsplit(")", 1)[1].split()[:2]
-            if state != "Z":
-                command = words.replace("\0", " ").strip()
-                found[int(folder.name)] = int(parent), command
-    return found
+def processes_of(run: str) -> dict[int, str]:
+    """States of the living processes that inherited the variable TEST_RUN=run."""
+    command = "ps axeww -o pid=,stat=,args=".split()  # e: and variables
+    printed = subprocess.check_output(command, text=True, errors="replace")
+    lines = [line.split() for line in printed.splitlines()]
+    return {
+        int(pid): state for pid, state, *words in lines if f"TEST_RUN={run}" in words
+    }
 
 
 def wait_until(condition, seconds: float, what, interval: float = 0.1) -> None:

@@ -37,7 +37,6 @@ class Mutation(NamedTuple):
     new: str
 
     def files(self, root: Path) -> list[Path]:
-        """The files that it is made in."""
         scripts = [root / f"{name}.py" for name in SCRIPTS]
         return scripts if self.file == "scripts" else [root / self.file]
 
@@ -59,7 +58,7 @@ MUTATIONS = read_mutations(Path(__file__).with_suffix(".txt").read_text())
 
 
 def problem(mutation: Mutation) -> str | None:
-    """Say why a mistake cannot be made in the project as it is; None where it can."""
+    """Why a mistake cannot be made in the project as it is; None where it can."""
     for path in mutation.files(ROOT):
         found = path.read_text().count(mutation.old)
         if found != 1:
@@ -73,11 +72,7 @@ def problem(mutation: Mutation) -> str | None:
 
 
 def run_tests(tests: Iterable[str], mistake: Mutation | None = None) -> tuple[int, str]:
-    """Run tests in a copy of what git knows of the project, until one fails.
-
-    Returns:
-        pytest's exit status and its last lines.
-    """
+    """pytest's exit status and last lines, in a copy of what git knows of the project."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True)
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
@@ -102,22 +97,20 @@ def run_tests(tests: Iterable[str], mistake: Mutation | None = None) -> tuple[in
 def attempt(mutation: Mutation) -> dict:
     """Make one mistake in a copy, and run the tests that have to see it."""
     status, text = run_tests(mutation.tests, mutation)
-    seen = re.search(r"^(?:FAILED|ERROR) tests/(\S+)", text, re.MULTILINE)
     # pytest's other exit statuses are no verdict
     verdict = {0: "SURVIVED", 1: "seen"}.get(status, f"BROKEN\n{text}\n")
-    by = f" by {seen[1]}" if seen and verdict == "seen" else ""
-    print(f"{verdict:9}{mutation.name}{by}", flush=True)
+    print(f"{verdict:9}{mutation.name}", flush=True)
     what = {"name": mutation.name, "file": mutation.file, "tests": mutation.tests}
     return {**what, "survived": verdict != "seen"}
 
 
 def write(results: list[dict]) -> None:
     """Write benchmarks/results/mutations.json; mistakes that were not tried keep their results."""
-    git = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout
+    git = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    commit = subprocess.check_output(git, cwd=ROOT, text=True).strip()
     path = ROOT / "benchmarks" / "results" / "mutations.json"
     found = {old["name"]: old for old in json.loads(path.read_text())["mutations"]}
-    found |= {one["name"]: {**one, "commit": commit.strip()} for one in results}
+    found |= {one["name"]: {**one, "commit": commit} for one in results}
     listed = [found[one.name] for one in MUTATIONS if one.name in found]
     report = {
         "mistakes": len(listed),

@@ -82,15 +82,6 @@ def _run(log: Path, task, arguments: tuple) -> None:
     task(*arguments)
 
 
-def run_python(folder: Path, *words, **variables: str) -> tuple[int, str]:
-    """Status of `python WORDS`, and all that it printed."""
-    from conftest import environment  # which looks for what is missing here
-
-    with Played(folder) as played:
-        played.start(python, words, environment(**variables))
-        return played.end()[0], played.log(0)
-
-
 def python(words: tuple, variables: dict) -> None:
     """Do what `python WORDS` does, PyTorch being imported already."""
     os.environ.clear()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from played import Played, free_port
 
-from benchmarks import comparison, gpu, input, memory, usual
+from benchmarks import comparison, gpu, memory, usual
 from benchmarks.photographs import write_photographs
 from common import images
 from common.meters import Timer
@@ -54,9 +54,8 @@ def test_memory_is_in_mib():
     timer.interval(1, 8, 0.0)
     peak = timer.figures(torch.device("cpu"))["peak_memory_mib"]
     status = Path("/proc/self/status").read_text()
-    assert peak == pytest.approx(
-        int(re.search(r"VmHWM:\s+(\d+)", status)[1]) / 1024, 0.02
-    )
+    kib = int(re.search(r"VmHWM:\s+(\d+)", status)[1])
+    assert peak == pytest.approx(kib / 1024, 0.02)
     sizes = (0, 100 * 2**20, 400 * 2**20)
     children = [Process(target=hold, args=(size,), daemon=True) for size in sizes]
     for child in children:
@@ -68,31 +67,20 @@ def test_memory_is_in_mib():
         child.join()
 
 
-def compare_on_one_process(folder: Path, script: str) -> None:
+def compare_on_one_process(folder: Path) -> None:
     os.environ.update(MASTER_PORT=str(free_port()), CUDA_VISIBLE_DEVICES="")
     flags = "--synthetic 40 -b 4 --image-size 32 --arch squeezenet1_1 --precision fp32"
-    found = gpu.compare_speed(script, "1", *flags.split(), "--output", str(folder))
+    found = gpu.compare_speed(
+        "distributed", "1", *flags.split(), "--output", str(folder)
+    )
     (folder / "found.json").write_text(json.dumps(found))
 
 
-@pytest.mark.parametrize("script", ("distributed", "dataparallel"))
-def test_train_takes_turns_with_minimal_loops(script, tmp_path):
+def test_train_takes_turns_with_minimal_loops(tmp_path):
     with Played(tmp_path) as played:
-        played.start(compare_on_one_process, tmp_path, script)
+        played.start(compare_on_one_process, tmp_path)
         assert played.end(180) == [0], played.text()
     rows = json.loads((tmp_path / "found.json").read_text())["rows"]
-    usual_too = ["conventional loop: fp32, NCHW"] * (script == "distributed")
-    assert [*rows] == ["minimal loop", *usual_too, f"{script}.py"]
+    names = ["minimal loop", "conventional loop: fp32, NCHW", "distributed.py"]
+    assert [*rows] == names
     assert all(row["value"]["median"] > 0 for row in rows.values())
-
-
-@pytest.mark.nvimgcodec
-@pytest.mark.torchcodec
-def test_all_decoders_are_compared_with_the_usual_pipeline(tmp_path, monkeypatch):
-    for name, number in (("TRAIN", 6), ("VAL", 2), ("BATCH", 2)):
-        monkeypatch.setattr(input, name, number)
-    write_photographs(tmp_path, 6, 2, classes=2)
-    found = input.one_core(tmp_path, 1) | input.all_cores(tmp_path, 1)
-    names = {f"--decoder {name}" for name in images.DECODERS}
-    for rows in found.values():
-        assert {*rows} == {input.USUAL, input.NORMALIZED, *names}

@@ -6,8 +6,8 @@ import subprocess
 import time
 
 import pytest
-from conftest import ROOT, Started, environment, processes_of, wait_until
-from played import Played, python, run_python
+from conftest import ROOT, Started, environment, processes_of, run, wait_until
+from played import Played, python
 
 LABS = ROOT / "tutorial" / "labs"
 SCRIPTS = {path.name[:2]: path.name for path in sorted(LABS.glob("[0-9][0-9]_*.py"))}
@@ -42,104 +42,63 @@ LOOP = re.search(
     r" +for x, y in loader:\n(?: {12}.*\n)+", (LABS / SCRIPTS["19"]).read_text()
 )
 JOINED = "        with model.join():\n" + re.sub("(?m)^", "    ", LOOP[0]).rstrip(" ")
-# Other changes than those of solutions/, at most two of a lab: lab, old text, new text,
-# and the expected verdict
-CHANGES = [
-    ("03", "torch.manual_seed(dist.get_rank())", "torch.manual_seed(1)", "passes"),
-    ("04", "prepare(images)\n", "prepare(images)\n        dist.barrier()\n", "FileNotFound"),
-    ("06", "(loss / dist", "(2 * loss / dist", "passes"),
-    ("07", "shuffle=True", "sampler=range(dist.get_rank(), 96, 2)", "in the same order"),
-    ("09", "torch.randn(8)", "torch.zeros(8)", "both processes add the same noise"),
-    ("09", "noise = 0.1", "torch.seed()\n        noise = 0.003", "hardly any noise"),
-    ("10", """print(f"accuracy {result""", """print("accuracy", f"{result""", "it prints accuracy"),
-    ("11", "shuffle=False", "shuffle=False, drop_last=True", "32 of the 33 validation"),
-    ("12", "CosineAnnealingLR(optimizer, ", "CosineAnnealingLR(optimizer, 18, 0 * ", "passes"),
-    ("12", "EPOCHS * len(dataset) // BATCH", "len(loader)", "rises again"),
+# Other cures than those of solutions/: lab, old text, new text
+CURES = [
+    ("03", "torch.manual_seed(dist.get_rank())", "torch.manual_seed(1)"),
+    ("06", "(loss / dist", "(2 * loss / dist"),
+    ("12", "CosineAnnealingLR(optimizer, ", "CosineAnnealingLR(optimizer, 18, 0 * "),
     ("15", "if not self.training or torch.rand(()) < 0.5:\n            x = x +",
-     "if True:\n            x = x + torch.rand(()).round() *", "passes"),
-    ("15", "not self.training or torch.rand(()) < 0.5", "True", "uses the middle block"),
-    ("16", "accuracy(net, ", "accuracy(model, ", "passes"),
-    ("16", "momentum=0.9", "momentum=0", "step 2 moves the weights"),
-    ("18", "nullcontext() if number % PASSES == 0", "nullcontext() if number % 4 == 3", "passes"),
-    ("18", "nullcontext() if number % PASSES == 0 else model.no_sync()", "nullcontext()",
-     "a step averages the gradients 4 times instead of once"),
-    ("19", LOOP[0], JOINED, "passes"),
-    ("19", LOOP[0], JOINED.replace("loss.", "(2 * loss)."), "2.00 times as far"),
-    ("20", "if dist.get_rank() == 0:\n            with", "if True:\n            with", "passes"),
-    ("20", "model(images[96:]).argmax(1) == labels[96:]",
-     "net(images[:33]).argmax(1) == labels[:33]", "are trained on as well"),
-    ("21", "model.state_dict()", "{k[7:]: w for k, w in model.state_dict().items()}", "passes"),
-    ("22", "    net.load_state_dict(torch.load(PRETRAINED))\n", "", "does not start from"),
-    ("24", """torch.save(content, "checkpoint.pt")""",
-     """torch.save(content, open("checkpoint.pt", "wb"))""", "cannot be read"),
-    ("23", "if CHECKPOINT.exists():", "if False:", "takes 18 steps instead of the last 6"),
+     "if True:\n            x = x + torch.rand(()).round() *"),
+    ("16", "accuracy(net, ", "accuracy(model, "),
+    ("18", "nullcontext() if number % PASSES == 0", "nullcontext() if number % 4 == 3"),
+    ("19", LOOP[0], JOINED),
+    ("20", "if dist.get_rank() == 0:\n            with", "if True:\n            with"),
+    ("21", "model.state_dict()", "{k[7:]: w for k, w in model.state_dict().items()}"),
 ]  # fmt: skip
-
-
-def copy(folder):
-    return shutil.copytree(LABS, folder / "tutorial" / "labs")
 
 
 @pytest.fixture(scope="module")
 def graded(tmp_path_factory):
-    """What the grader says of the broken scripts, of the solutions and of the changes."""
-    labs = [copy(tmp_path_factory.mktemp("labs")) for _ in range(4)]
+    """What the grader says of the broken scripts, the solutions and the other cures."""
+    names = ("broken", "solved", "cured")
+    folder = tmp_path_factory.mktemp("labs")
+    labs = [folder / name / "tutorial" / "labs" for name in names]
+    for one in labs:
+        shutil.copytree(LABS, one)
     for patch in sorted((LABS / "solutions").glob("*.patch")):
-        folder = labs[1].parent.parent
-        subprocess.run(["git", "apply", patch], cwd=folder, check=True)
-    words = [["all"], ["all"], [], []]
-    for number, old, new, _ in CHANGES:
-        place = 3 if number in words[2] else 2
-        words[place].append(number)
-        path = labs[place] / SCRIPTS[number]
+        subprocess.run(["git", "apply", patch], cwd=folder / "solved", check=True)
+    for number, old, new in CURES:
+        path = labs[2] / SCRIPTS[number]
         assert path.read_text().count(old) == 1, number
         path.write_text(path.read_text().replace(old, new))
-    patience = "5", "30", "30", "30"  # seconds; no other lab hangs
-    with Played(labs[0].parent / "logs") as played:
-        for folder, chosen, seconds in zip(labs, words, patience, strict=True):
+    words = ["all"], ["all"], [number for number, *_ in CURES]
+    patience = "5", "30", "30"  # seconds; only broken labs hang
+    with Played(folder / "logs") as played:
+        for one, chosen, seconds in zip(labs, words, patience, strict=True):
             variables = environment(PATIENCE=seconds)
-            played.start(python, (folder / "grade.py", *chosen), variables)
+            played.start(python, (one / "grade.py", *chosen), variables)
         statuses = played.end(seconds=400)
-        logs = [played.log(number).splitlines() for number in range(4)]
+        logs = [played.log(number).splitlines() for number in range(3)]
+    assert statuses == [1, 0, 0]
     # What is printed last is how many labs pass
-    said = [[(line[:2], line[2:].lstrip(": ")) for line in log[:-1]] for log in logs]
-    return statuses, dict(said[0]), dict(said[1]), said[2] + said[3]
+    return [{line[:2]: line[2:].lstrip(": ") for line in log[:-1]} for log in logs]
 
 
 @pytest.mark.parametrize("number", SCRIPTS)
 def test_a_broken_script_fails_and_its_solution_passes(graded, number):
-    statuses, broken, solved, _ = graded
-    assert statuses[:2] == [1, 0]
+    broken, solved, _ = graded
     assert BROKEN[number] in broken[number]
     assert solved[number] == "passes"
 
 
-@pytest.mark.parametrize("number, old, new, said", CHANGES)
-def test_what_counts_is_what_a_script_does(graded, number, old, new, said):
-    verdicts = [line for lab, line in graded[-1] if lab == number]
-    assert any(said in line for line in verdicts), verdicts
-
-
-def test_a_script_that_never_ends_but_prints(tmp_path):
-    labs = copy(tmp_path)
-    end, loop = (
-        "dist.destroy_process_group()",
-        "while not time.sleep(0.1):\n        print()",
-    )
-    for name, before, after in (
-        ("watch.py", "LIFE = 60", "LIFE = 6"),
-        (SCRIPTS["21"], end, f"import time\n    {loop}"),
-    ):
-        text = (labs / name).read_text()
-        assert text.count(before) == 1
-        (labs / name).write_text(text.replace(before, after))
-    status, printed = run_python(tmp_path, labs / "grade.py", "21")
-    assert status == 1 and "does not end within 6 s" in printed
+@pytest.mark.parametrize("number", [number for number, *_ in CURES])
+def test_what_counts_is_what_a_script_does(graded, number):
+    assert graded[2][number] == "passes"
 
 
 def test_an_unknown_lab_and_ctrl_c(tmp_path):
-    status, printed = run_python(tmp_path, LABS / "grade.py", "99")
-    assert status == 2 and printed.count("\n") == 1
+    ended = run("python", LABS / "grade.py", "99")
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1
     with Started(tmp_path, ["python", LABS / "grade.py", "19"]) as grader:
         wait_until(lambda: len(processes_of(grader.run)) == 3, 60, "two ranks")
         time.sleep(2)

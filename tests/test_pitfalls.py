@@ -4,8 +4,8 @@ import re
 
 import pytest
 import torch
-from conftest import ROOT, environment
-from played import Played, python, run_python
+from conftest import ROOT, environment, run
+from played import Played, python
 from ranks import free_port
 
 PAGE = (ROOT / "docs" / "pitfalls.md").read_text()
@@ -193,5 +193,5 @@ def test_the_cures_run_as_they_stand(tmp_path):
     (tmp_path / "cures.py").write_text(CURES)
     page = ROOT / "docs" / "pitfalls.md"
     variables = {**in_a_group(1), "RANK": "0", "LOCAL_RANK": "0"}
-    status, printed = run_python(tmp_path, tmp_path / "cures.py", page, **variables)
-    assert status == 0 and printed.endswith("15 cures []\n"), printed
+    ended = run("python", tmp_path / "cures.py", page, **variables)
+    assert ended.stdout.endswith("15 cures []\n"), ended.stderr

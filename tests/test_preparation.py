@@ -75,34 +75,22 @@ def test_archives_become_folders_and_a_second_time_what_is_missing(archives, tmp
     kept.write_bytes(b"kept")
     (target / "train").rename(target / "train.partial")
     shutil.rmtree(target / "train.partial" / CLASSES[1])
-    (target / "train.partial" / CLASSES[0] / f"{CLASSES[0]}_3.JPEG").write_bytes(
-        b"half"
-    )
+    half = target / "train.partial" / CLASSES[0] / f"{CLASSES[0]}_3.JPEG"
+    half.write_bytes(b"half")
     unpack(archives, target)
-    assert {path: path.read_bytes() for path in target.rglob("*.JPEG")} == {
-        **files,
-        kept: b"kept",
-    }
+    found = {path: path.read_bytes() for path in target.rglob("*.JPEG")}
+    assert found == {**files, kept: b"kept"}
 
 
 def test_what_cannot_be_unpacked_is_one_line(archives, tmp_path, monkeypatch, capsys):
     val, new = archives / "ILSVRC2012_img_val.tar", tmp_path / "new"
     content = val.read_bytes()
-    for act, target, reason in (
-        (
-            lambda: None,
-            val / "new",
-            "cannot unpack .*_devkit_t12.tar.gz to .*Not a dir",
-        ),
-        (lambda: val.write_bytes(content[:-9]), new, "val.tar is damaged; download it"),
-        (
-            lambda: val.unlink(),
-            new,
-            "img_val.tar is missing; download it from image-net",
-        ),
+    for act, reason in (
+        (lambda: val.write_bytes(content[:-9]), "val.tar is damaged; download it"),
+        (lambda: val.unlink(), "img_val.tar is missing; download it from image-net"),
     ):
         act()
-        monkeypatch.setattr("sys.argv", ["x.py", str(archives), str(target)])
+        monkeypatch.setattr("sys.argv", ["x.py", str(archives), str(new)])
         with pytest.raises(SystemExit) as ended, one_line_errors():
             main()
         printed = capsys.readouterr().err

@@ -51,9 +51,6 @@ def test_a_requeued_job_resumes(sbatch):
 
 def test_only_a_job_at_its_time_limit_is_queued_again(sbatch):
     assert sbatch(SIGNAL="USR1")[1][-1] == "scontrol requeue 7"
-    for how, status in (({"STATUS": "1"}, 1), ({"SIGNAL": "TERM"}, 143)):
-        ended, printed = sbatch(**how)
-        assert (abs(ended) % 128, "scontrol requeue 7" in printed) == (
-            status % 128,
-            False,
-        )
+    for how in ({"STATUS": "1"}, {"SIGNAL": "TERM"}):
+        status, printed = sbatch(**how)
+        assert status != 0 and "scontrol requeue 7" not in printed

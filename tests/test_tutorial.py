@@ -29,7 +29,8 @@ def command(name):
 
 
 def marks(name):
-    if name == "build_ddp_three":  # processes, for two cores too many
+    # Three processes are too many for two cores; restarts are launched
+    if name in ("build_ddp_three", "restarts_change", "restarts_weights"):
         return [pytest.mark.full]
     program = CHANGES.get(name, [name])[0]
     if "horovod" not in program:
@@ -116,16 +117,6 @@ def test_answers_that_are_code_hold(page, tmp_path):
 
 def test_every_change_is_run():
     assert len(CHANGES) == PAGES.count("```diff\n--- tutorial/")
-
-
-def test_a_lesson_has_few_words():
-    """Words of code, output and links' targets do not count."""
-    lessons = [text for text in TEXTS.values() if re.match(r"# \d+\. ", text)]
-    assert len(lessons) == 13
-    for text in lessons:
-        prose = r"^```.*?^```$|<!--.*?-->|\]\(.*?\)"
-        prose = re.sub(prose, "", text, flags=re.M | re.S)
-        assert len(re.findall(r"\w[\w'-]*", prose)) <= 1200
 
 
 def test_lessons_are_short_and_need_nothing_of_this_project():

@@ -11,15 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import MISSING, ROOT, run, start, wait_until
-from hosts import NAMES, Hosts, hosts_missing, programs_missing
+from conftest import ROOT, run, start, wait_until
+from hosts import NAMES, Hosts, call, hosts_missing
 
+REASON = hosts_missing()
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.skipif(bool(hosts_missing()), reason=str(hosts_missing())),
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
 ]
-SSH = programs_missing("sshd", "ssh", "ssh-keygen")
-SLURM = programs_missing("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 FLAGS = (
     "--image-size 32 --arch squeezenet1_1 --precision fp32 --lr 0.02 -b 16 -j 1 "
     "--warmup-epochs 0 --print-interval 1 --epochs 2 --max-steps 3 --schedule cosine"
@@ -34,13 +33,9 @@ exit "$(scontrol --oneliner show job "$job" | sed 's/.* ExitCode=\\([0-9]*\\):.*
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    """The two hosts, with ssh and Slurm where they are installed."""
     with Hosts(tmp_path_factory.mktemp("multihost") / "hosts") as hosts:
-        if not SSH:
-            hosts.start_ssh()
-        if not SLURM:
-            hosts.start_slurm()
-        hosts.daemons = {pid for host in NAMES for pid in hosts.processes(host)}
+        hosts.start_ssh()
+        hosts.start_slurm()
         yield hosts
 
 
@@ -57,6 +52,9 @@ class Job:
             command = self.hosts.command(host, *command)
             self.processes.append(start(command, log, variables))
 
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
     def end(self, seconds: float) -> list[int]:
         """Wait until no process of the hosts is left; the launchers' statuses."""
 
@@ -64,7 +62,7 @@ class Job:
             ended = all(process.poll() is not None for process in self.processes)
             return ended and not any(map(self.hosts.processes, NAMES))
 
-        wait_until(over, seconds, lambda: self.log.read_text(errors="replace"))
+        wait_until(over, seconds, self.text)
         return [process.returncode for process in self.processes]
 
 
@@ -72,8 +70,7 @@ class Job:
 def job(both, tmp_path):
     job = Job(both, tmp_path)
     yield job
-    if not SLURM:
-        both.slurm("scancel", "--user=root", check=False)
+    call(*both.command("hosta", "scancel", "--user=root"))
     for host in NAMES:
         both.kill(host)
     for process in job.processes:
@@ -81,9 +78,7 @@ def job(both, tmp_path):
 
 
 def torchrun(job, *flags):
-    where = (
-        "--nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint hosta:29400"
-    )
+    where = "--nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint hosta"
     for host in NAMES:
         job.start(host, "torchrun", *where.split(), ROOT / "distributed.py", *flags)
 
@@ -95,16 +90,14 @@ def spawn(job, *flags):
         job.start(host, sys.executable, script, *flags, *where, rank)
 
 
-def horovodrun(job, *flags):
+def horovodrun(job, *flags, **variables):
     """Started on hosta, which reaches hostb by ssh."""
-    script = ROOT / "scripts" / "horovod_distributed.sh"
-    job.start("hosta", "bash", script, *flags, HOSTS="hosta:1,hostb:1", NPROC="2")
+    command = ("bash", "scripts/horovod_distributed.sh", *flags)
+    job.start("hosta", *command, HOSTS="hosta:1,hostb:1", NPROC="2", **variables)
 
 
 def mpirun(job, *flags):
-    script = ROOT / "scripts" / "horovod_distributed.sh"
-    where = {"HOSTS": "hosta:1,hostb:1", "NPROC": "2", "CONTROLLER": "mpi"}
-    job.start("hosta", "bash", script, *flags, **where)
+    horovodrun(job, *flags, CONTROLLER="mpi")
 
 
 def sbatch(job, *flags):
@@ -112,19 +105,7 @@ def sbatch(job, *flags):
     edited = ("--gpus-per-node=0", "--cpus-per-task=1", "--time=10")
     command = ("bash", "-c", SUBMIT, "submit", *edited, f"--output={job.log}.slurm")
     command += ("scripts/slurm.sbatch", *flags)
-    job.start("hosta", *command, **job.hosts.slurm_variables, NPROC="1")
-
-
-def launchers():
-    for launch, missing in (
-        (torchrun, None),
-        (spawn, None),
-        (horovodrun, SSH or MISSING["horovod"]),
-        (mpirun, SSH or MISSING["mpi"]),
-        (sbatch, SLURM),
-    ):
-        skip = pytest.mark.skipif(bool(missing), reason=str(missing))
-        yield pytest.param(launch, marks=skip)
+    job.start("hosta", *command, NPROC="1")
 
 
 def came_to(output: Path):
@@ -145,11 +126,20 @@ def one_host(digits, tmp_path_factory):
     return came_to(output)
 
 
-@pytest.mark.parametrize("launch", [*launchers()])
+@pytest.mark.parametrize(
+    "launch",
+    [
+        torchrun,
+        spawn,
+        pytest.param(horovodrun, marks=pytest.mark.horovod),
+        pytest.param(mpirun, marks=pytest.mark.mpi),
+        sbatch,
+    ],
+)
 def test_two_hosts_come_to_what_one_does(job, digits, one_host, tmp_path, launch):
     output = tmp_path / "run"
     launch(job, "--data", digits, *FLAGS, "--output", output)
-    assert not any(job.end(180)), job.log.read_text(errors="replace")
+    assert not any(job.end(180)), job.text()
     (weights, records), (expected, same) = came_to(output), one_host
     assert records == same
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
@@ -160,7 +150,7 @@ def test_a_killed_process_ends_both_hosts(job, digits, tmp_path):
     flags = [*FLAGS, "--epochs", 50, "--save-minutes", 0]
     torchrun(job, "--data", digits, *flags, "--output", output)
     saved = output / "checkpoint.pt"
-    wait_until(saved.exists, 120, lambda: job.log.read_text(errors="replace"))
+    wait_until(saved.exists, 120, job.text)
     trainers = [
         pid
         for pid in job.hosts.processes("hostb")

@@ -21,7 +21,7 @@ def rows(folder):
                 ended = [part for part in case if part.tag in STATUSES]
                 text = [part.get("message", "").partition("\n")[0] for part in ended]
                 for one in case.iter("property"):
-                    text.append(f"{one.get('name')} {shortened(one.get('value'))}")
+                    text.append(f"{one.get('name')} {one.get('value')}")
                 found[case.get("name")] = (
                     STATUSES[ended[0].tag] if ended else "passed",
                     float(case.get("time")),
@@ -29,16 +29,6 @@ def rows(folder):
                     commit.get("value") if commit is not None else "",
                 )
     return found
-
-
-def shortened(text):
-    """Numbers, or a list of them, with three digits."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return text
-    values = value if isinstance(value, list) else [value]
-    return ", ".join(f"{x:.3g}" if isinstance(x, float) else str(x) for x in values)
 
 
 def table(found):

@@ -1,8 +1,8 @@
 """Whether the timings can be trusted, in numbers.
 
-    python -m tests.trial simulation [DRAWS]    # 2,000 sessions per row; 3 minutes
-    python -m tests.trial copies [SESSIONS] [COHORTS]    # 10 of 4: 50 minutes
-    python -m tests.trial power [SESSIONS]    # 3 of ten minutes
+    python -m benchmarks.timings.trial simulation [DRAWS]    # 2,000 sessions per row; 3 minutes
+    python -m benchmarks.timings.trial copies [SESSIONS] [COHORTS]    # 10 of 4: 50 minutes
+    python -m benchmarks.timings.trial power [SESSIONS]    # 3 of ten minutes
 
 simulation: the analysis, on invented turns of which the truth is known.
 copies: four copies of distributed, of which no verdict is right, and one that sleeps for
@@ -18,7 +18,6 @@ import random
 import statistics
 import subprocess
 import sys
-from itertools import combinations
 
 from benchmarks.comparison import RESULTS, ROOT, commit
 from benchmarks.timings import options, plan, report
@@ -56,11 +55,9 @@ distributed.main(distributed.arguments())
 
 
 def invented(truth: dict[str, float], launch: float, blocks: int, seed: str) -> dict:
-    """A cohort as measure.cohort() returns it.
+    """A cohort as measure.cohort() returns it, from logs of seconds per image.
 
-    Args:
-        truth: log of each candidate's seconds per image.
-        launch: standard deviation of what a launch adds to it.
+    `launch` is the standard deviation of what a launch adds to them.
     """
     draw, order = random.Random(seed), orders([*truth], random.Random(f"{seed} too"))
     launched = {name: log + draw.gauss(0, launch) for name, log in truth.items()}
@@ -75,16 +72,14 @@ def invented(truth: dict[str, float], launch: float, blocks: int, seed: str) -> 
     return {"turns": turns}
 
 
-def simulated(
-    slower: float, launch: float, cohorts: int, draws: int, blocks: int = 8
-) -> dict:
+def simulated(slower: float, launch: float, cohorts: int, draws: int) -> dict:
     """Error rates over sessions in which the third candidate is slower."""
     truth = dict.fromkeys(NAMES, 0.0) | {NAMES[2]: math.log1p(slower)}
     wrong, silent, halves, verdicts = 0, 0, [], []
     for draw in range(draws):
         found: list[dict] = []
         for number in range(1, cohorts + 1):
-            found.append(invented(truth, launch, blocks, f"{draw} {number}"))
+            found.append(invented(truth, launch, 8, f"{draw} {number}"))
             found[-1]["ended"] = number / cohorts
             decision = decide(found, SETTINGS, last=number == cohorts)
             if decision.over:
@@ -176,8 +171,7 @@ def power(sessions: int = 3) -> None:
     apart = [
         pair
         for pair, found in decided.items()
-        for one, other in combinations(found, 2)
-        if one["low"] > other["high"] or other["low"] > one["high"]
+        if max(one["low"] for one in found) > min(one["high"] for one in found)
     ]
     settings = settings | {"minutes": sessions * settings["minutes"]}
     halves = {}
@@ -191,7 +185,7 @@ def power(sessions: int = 3) -> None:
 
 def write(name: str, found: dict) -> None:
     """Write benchmarks/results/timings_NAME.json."""
-    about = {"argv": ["python", "-m", "tests.trial", *sys.argv[1:]]}
+    about = {"argv": ["python", "-m", "benchmarks.timings.trial", *sys.argv[1:]]}
     about |= {"commit": commit(), **report.machine("cpu")}
     path = RESULTS / f"timings_{name}.json"
     path.write_text(json.dumps(about | found, indent=1) + "\n")
