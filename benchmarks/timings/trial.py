@@ -1,14 +1,15 @@
 """Whether the timings can be trusted, in numbers.
 
-    python -m benchmarks.timings.trial simulation [DRAWS]    # 2,000 sessions per row; 3 minutes
-    python -m benchmarks.timings.trial copies [SESSIONS] [COHORTS]    # 10 of 4: 50 minutes
-    python -m benchmarks.timings.trial power [SESSIONS]    # 3 of ten minutes
+    python -m benchmarks.timings.trial simulation [DRAWS]
+    python -m benchmarks.timings.trial copies [SESSIONS] [COHORTS]
+    python -m benchmarks.timings.trial power [SESSIONS]
 
-simulation: the analysis, on invented turns of which the truth is known.
-copies: four copies of distributed, of which no verdict is right, and one that sleeps for
-5 % of each step and has to be found. power: how wide intervals are, and whether sessions
-contradict each other. The last two need an idle machine; interrupted, they continue.
-Each writes benchmarks/results/timings_NAME.json.
+simulation (3 minutes; 2,000 sessions per row): the analysis, on invented turns of which
+the truth is known. copies (50 minutes; 10 sessions of 4 cohorts): four copies of
+distributed, of which no verdict is right, and one that sleeps for 5 % of each step and
+has to be found. power (3 sessions of ten minutes): how wide intervals are, and whether
+sessions contradict each other. The last two need an idle machine; interrupted, they
+continue. Each writes benchmarks/results/timings_NAME.json.
 """
 
 import json
