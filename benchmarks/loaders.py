@@ -34,7 +34,8 @@ def measure(method: str, folder: Path) -> dict[str, float]:
     """Start two loader processes, and read some batches."""
 
     def loader(*given, **options) -> DataLoader:
-        return DataLoader(*given, **options | {"multiprocessing_context": method})
+        options |= {"multiprocessing_context": method, "worker_init_fn": None}
+        return DataLoader(*given, **options)
 
     data.DataLoader = loader
     multiprocessing.set_forkserver_preload(["torchvision"])

@@ -243,6 +243,13 @@ def build_loader(
             f"{len(dataset)} {'training' if training else 'validation'} images are too "
             f"few for --global-batch-size {size} and {world_size} processes"
         )
+    training_process = os.getpid()
+
+    def check_parent(worker: int) -> None:
+        # DataLoader does not notice if the training process was killed before this
+        if os.getppid() != training_process:
+            os._exit(1)
+
     workers = 0 if args.synthetic or unused else args.workers
     keys = EpochKeys(sampler, length, rank, world_size)
     loader = DataLoader(
@@ -252,6 +259,7 @@ def build_loader(
         num_workers=workers,
         pin_memory=device.type == "cuda",
         drop_last=training,
+        worker_init_fn=check_parent,
         persistent_workers=workers > 0,
         multiprocessing_context="fork" if workers else None,  # starts in milliseconds
     )

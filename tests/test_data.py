@@ -3,6 +3,8 @@
 import multiprocessing
 import random
 import subprocess
+import sys
+from functools import partial
 
 import numpy
 import pytest
@@ -75,6 +77,24 @@ def test_a_global_batch_is_the_same_whoever_loads_it():
         seen = {image[32 * channel : 32 * (channel + 1)] for image, _ in images}
         assert len(seen) == len(images)
     assert len({tuple(label for b in epoch for _, label in b) for epoch in whole}) == 3
+
+
+def test_a_loader_process_ends_if_its_training_process_is_gone():
+    """Its parent may be killed before DataLoader looks for it the first time."""
+    check = loader_of(Draws()).loader.worker_init_fn
+    child = multiprocessing.get_context("fork").Process
+    for target, status in ((check, 0), (partial(run_in_a_child, check), 1)):
+        process = child(target=target, args=(0,))
+        process.start()
+        process.join()
+        assert process.exitcode == status
+
+
+def run_in_a_child(work, number):
+    process = multiprocessing.get_context("fork").Process(target=work, args=(number,))
+    process.start()
+    process.join()
+    sys.exit(process.exitcode)
 
 
 class Repeats(WeightedRandomSampler):
