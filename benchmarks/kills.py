@@ -132,7 +132,15 @@ def measure(launcher: str, kills: int, data: Path, folder: Path, whole: list) ->
             rows.append(Run(*run).interrupt(*event, draw))
             print(equal, *rows[-1].values(), flush=True)
         equal.append(Run(*run).result() == whole)
-    return {"runs": len(equal), "equal to the bit": sum(equal), "interruptions": rows}
+    seconds = [row["seconds until no process was left"] for row in rows]
+    return {
+        "interruptions": len(rows),
+        "most seconds until all processes had ended": max(seconds),
+        "with processes left after 60 seconds": sum(bool(row["left"]) for row in rows),
+        "runs": len(equal),
+        "equal to the bit": sum(equal),
+        "rows": rows,
+    }
 
 
 def main() -> None:
@@ -146,7 +154,8 @@ def main() -> None:
         whole["python"] = Run("python", data, folder / "1").result()
         for one in LAUNCHERS:
             whole[one] = measure(one, kills // 4, data, folder, whole[one])
-    write_results("kills", {"flags": FLAGS, "launchers": whole})
+    rows = {one: whole[one].pop("rows") for one in LAUNCHERS}
+    write_results("kills", {"flags": FLAGS, "launchers": whole, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from benchmarks.memory import IMAGES, unique_mib
 from benchmarks.photographs import write_photographs
 from common import data
 
-METHODS, PHOTOGRAPHS, STEPS, BATCH = ("fork", "forkserver"), 384, 20, 32
+METHODS, PHOTOGRAPHS, STEPS, BATCH = ("fork", "forkserver"), 384, 120, 32
 
 
 def measure(method: str, folder: Path) -> dict[str, float]:

@@ -74,7 +74,7 @@ def main() -> None:
         of_launch = {tree: found[launch, tree] for tree in trees}
         results[launch] = compared(of_launch, next(iter(trees)))
         print_rows(launch, "seconds", results[launch])
-    write_results("start", {"rounds": ROUNDS, **results})
+    write_results("start", {"rounds": ROUNDS, "launches": results})
 
 
 if __name__ == "__main__":

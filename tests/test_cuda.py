@@ -133,7 +133,7 @@ def test_ddp_has_the_bits_of_the_cpu(script, world_size, digits, on_the_cpu, tmp
         flags += several * (machines > 1)
         processes = [({}, [*flags, "--node-rank", node]) for node in range(machines)]
     calls, printed = start(tmp_path, script, world_size // machines, processes)
-    assert f", {precision}, {world_size} x cuda" in printed
+    assert f" {precision}, {world_size} x cuda" in printed
     assert came_to(tmp_path / "run") == on_the_cpu(world_size)
     assert len(calls) == world_size
     for number, one in enumerate(calls):
@@ -171,7 +171,7 @@ def test_dataparallel(gpus, digits, on_the_cpu, tmp_path):
     net, like = ("norm", 1) if gpus == 1 else ("small", 2)
     processes = [({}, flags_of(digits, tmp_path / "run"))]
     [calls], printed = start(tmp_path / "1", "dataparallel", gpus, processes, net)
-    assert f", {PRECISION[like]}, 1 x cuda" in printed
+    assert f" {PRECISION[like]}, 1 x cuda" in printed
     check_numbers(tmp_path / "run", on_the_cpu(like, net), gpus == 1)
     assert len(named(calls, "DataParallel")) == (gpus > 1)
     copies = named(calls, "to")

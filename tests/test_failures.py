@@ -17,8 +17,8 @@ NAME = "distributed"
     "flags, line",
     [
         ("--data nowhere", "nowhere/val: No such file or directory; --data needs "),
-        ("--resume no.pt", "--resume no.pt is not a checkpoint: FileNotFoundError"),
-        (f"--resume {ROOT / 'LICENSE'}", "LICENSE is not a checkpoint: "),
+        ("--resume no.pt", "--resume no.pt cannot be loaded: FileNotFoundError"),
+        (f"--resume {ROOT / 'LICENSE'}", "LICENSE cannot be loaded: "),
         ("-b 7 --accumulate 2", "--global-batch-size 7 is not a multiple of 2 "),
         ("-b 700", "16 training images are too few"),
         ("--lr fast", "argument --lr: invalid float value: 'fast'"),
