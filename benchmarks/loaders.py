@@ -77,7 +77,7 @@ def main() -> None:
     for method, rows in found.items():
         for name in rows[0]:
             one = spread([row[name] for row in rows])
-            text = "{median:.3g} ({low:.3g} to {high:.3g})".format(**one)
+            text = "{median:.4g} ({low:.4g} to {high:.4g})".format(**one)
             table[method][name] = text
         print(method, table[method])
     write_results("loaders", {"rounds": rounds, "methods": table})
