@@ -91,17 +91,18 @@ class Run:
         moments = {"loader start": ("", 0), "validation": (", step 10/10", 1)}
         line, count = moments.get(moment, (", step ", draw.randint(1, 4)))
         victims = []
-        while not victims or self.log.read_text(errors="replace").count(line) < count:
+        while not victims:
             assert self.process.poll() is None, f"no {moment}: {self.log.read_text()}"
-            time.sleep(0.01)
-            victims = self.victims(victim)
+            time.sleep(0.02)
+            if self.log.read_text(errors="replace").count(line) >= count:
+                victims = self.victims(victim)
         # A save begins after a line
         time.sleep(0 if moment == "save" else draw.uniform(0, 0.3))
         send = os.killpg if name == "SIGINT" else os.kill  # Ctrl-C: to the whole group
         send(draw.choice(victims), signal.Signals[name])
         began = time.monotonic()
         while (left := self.alive()) and time.monotonic() < began + 60:
-            time.sleep(0.05)
+            time.sleep(0.1)
         row = {"signal": name, "victim": victim, "moment": moment}
         row["seconds until no process was left"] = time.monotonic() - began
         for pid in left:
