@@ -6,7 +6,7 @@ A run of two processes (under python, of one) is interrupted and resumed three t
 SIGKILL to the launcher, a training process or a loader process while loader processes
 start, in a step, in a validation or in a save; or by SIGTERM or Ctrl-C to the launcher.
 All processes have to end within 60 seconds, and weights, momenta, learning rates and
-metrics have to be those of an uninterrupted run. 60 KILLS take an hour.
+metrics have to be those of an uninterrupted run. 60 KILLS take half an hour.
 """
 
 import json
@@ -23,9 +23,8 @@ from random import Random
 import torch
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.comparison import parse_number, write_results
+from benchmarks.comparison import ROOT, parse_number, write_results
 
-ROOT = Path(__file__).resolve().parent.parent
 LAUNCHERS = {
     "torchrun": "torchrun --standalone --nproc-per-node 2 distributed.py",
     "mp.spawn": "python multiprocessing_distributed.py --nprocs 2",

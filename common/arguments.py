@@ -51,7 +51,7 @@ def build_parser(docstring: str) -> argparse.ArgumentParser:
     add("--compile", action="store_true", help="torch.compile the model")
     add("--seed", type=int, default=0, help="of all random numbers (0)")
     add("--output", type=Path, help="folder for checkpoints (runs/SCRIPT)")
-    last = "go on from PATH, or from --output's checkpoint if there is one"
+    last = "continue from PATH, or from a checkpoint in --output"
     add("--resume", metavar="PATH", type=Path, nargs="?", const=AUTO, help=last)
     add("--evaluate", action="store_true", help="validate without training")
     add("--save-minutes", type=float, default=10.0, help="between saves (%(default)s)")
@@ -70,7 +70,7 @@ def parse_arguments(
         parser.error("--evaluate needs --resume or --pretrained")
     for name, value in vars(args).items():
         least = 1 if type(value) is int and name not in MAY_BE_0 else 0
-        most = 1 if name in SHARES else 1e9
+        most = 1 if name in SHARES else 1e18
         if type(value) in (int, float) and not least <= value <= most:
             flag = name.replace("_", "-")
             parser.error(f"--{flag} must be from {least} to {most}, but is {value}")

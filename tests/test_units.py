@@ -103,13 +103,13 @@ def test_bad_flags_are_one_line(capsys):
         ((*X, "--synthetic"), "give either --data DIR or --synthetic"),
         (
             (*X, "-b", "0"),
-            "--global-batch-size must be from 1 to 1000000000.0, but is 0",
+            "--global-batch-size must be from 1 to 1e+18, but is 0",
         ),
-        ((*X, "-j", "-1"), "--workers must be from 0 to 1000000000.0"),
+        ((*X, "-j", "-1"), "--workers must be from 0 to 1e+18"),
         ((*X, "--min-crop", "8"), "--min-crop must be from 0 to 1"),
         ((*X, "--epochs", "many"), "invalid int value: 'many'"),
-        ((*X, "--lr", "inf"), "--lr must be from 0 to 1000000000.0, but is inf"),
-        ((*X, "--lr", "nan"), "--lr must be from 0 to 1000000000.0, but is nan"),
+        ((*X, "--lr", "inf"), "--lr must be from 0 to 1e+18, but is inf"),
+        ((*X, "--lr", "nan"), "--lr must be from 0 to 1e+18, but is nan"),
         ((*X, "--decoder", "auto"), "invalid choice: 'auto'"),
         ((*X, "--evaluate"), "--evaluate needs --resume or --pretrained"),
     ):
