@@ -45,6 +45,10 @@ class PretendedGpus(TorchFunctionMode):
 
         setattr(owner, name, noting)
 
+    def before_forward(self, module: nn.Module, _: tuple) -> None:
+        if isinstance(module, (DDP, nn.DataParallel)):
+            self.note("forward")
+
     def gpu(self, device: torch.device) -> torch.device:
         """Return a device with its index, in the process that uses CUDA first."""
         self.user = self.user or os.getpid()
@@ -100,6 +104,7 @@ class PretendedGpus(TorchFunctionMode):
         for one in (torch.amp.GradScaler, DDP, nn.DataParallel):
             replace(one, "__init__", one.__init__)
         nn.DataParallel.forward = data_parallel
+        nn.modules.module.register_module_forward_pre_hook(self.before_forward)
         self.__enter__()
 
 

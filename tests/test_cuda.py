@@ -111,6 +111,9 @@ def check_training(calls, gpu, precision):
     assert copies == 52 * [[[f"cuda:{gpu}"], {"non_blocking": True}, True]]
     scaled, cast = precision == "fp16", precision != "fp32"
     assert named(calls, "GradScaler") == [[["cuda"], {"enabled": scaled}, True]]
+    # DDP's forward pass is for training; validation uses the network without DDP
+    wrapped = len(named(calls, "DistributedDataParallel"))
+    assert len(named(calls, "forward")) == 3 * wrapped
     dtype = str(common.model.PRECISIONS[precision])
     assert named(calls, "autocast") == 26 * [[["cuda", dtype], {"enabled": cast}, True]]
     # The host waits after loading, at two print intervals and at the end of validation;
@@ -174,6 +177,7 @@ def test_dataparallel(gpus, digits, on_the_cpu, tmp_path):
     assert f" {PRECISION[like]}, 1 x cuda" in printed
     check_numbers(tmp_path / "run", on_the_cpu(like, net), gpus == 1)
     assert len(named(calls, "DataParallel")) == (gpus > 1)
+    assert len(named(calls, "forward")) == 26 * (gpus > 1)  # 23 of them in validation
     copies = named(calls, "to")
     assert {(*to, benchmark) for to, _, benchmark in copies} == {("cuda:0", gpus == 1)}
     for flag in ("--precision bf16", "--compile") if gpus > 1 else ():
