@@ -5,6 +5,7 @@ torchrun --standalone --nproc-per-node 2 --max-restarts 2 \
     tutorial/12_restarts/restarts.py
 """
 
+import gc
 import os
 import signal
 import tempfile
@@ -70,6 +71,7 @@ def main() -> None:
         equal = all(map(torch.equal, resumed, whole))
         print("weights of an uninterrupted run:", "equal" if equal else "different")
         path.unlink()
+    gc.collect()  # frees DDP's models, so that the next line ends the threads of Gloo
     dist.destroy_process_group()
 
 
