@@ -166,12 +166,11 @@ def processes_of(run: str) -> dict[int, str]:
 
 def wait_until(condition, seconds: float, what, interval: float = 0.1) -> None:
     """Poll until `condition()` is true; after `seconds` fail with `what`, or what it returns."""
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            reason = what()[-5000:] if callable(what) else what
-            pytest.fail(f"not within {seconds} s: {reason}")
+    for _ in range(round(seconds / interval)):
+        if condition():
+            return
         time.sleep(interval)
+    pytest.fail(f"not within {seconds} s: {what()[-5000:] if callable(what) else what}")
 
 
 class Started:

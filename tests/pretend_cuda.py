@@ -45,10 +45,6 @@ class PretendedGpus(TorchFunctionMode):
 
         setattr(owner, name, noting)
 
-    def before_forward(self, module: nn.Module, _: tuple) -> None:
-        if isinstance(module, (DDP, nn.DataParallel)):
-            self.note("forward")
-
     def gpu(self, device: torch.device) -> torch.device:
         """Return a device with its index, in the process that uses CUDA first."""
         self.user = self.user or os.getpid()
@@ -89,6 +85,7 @@ class PretendedGpus(TorchFunctionMode):
         """Replace what needs a GPU, and record the calls of that and some others."""
         replace, load = self.replace, DataLoader.__init__
         join, cast = dist.init_process_group, autocast.__init__
+        wrappers = DDP, nn.DataParallel
         replace(cuda, "is_available", lambda: True)
         replace(cuda, "device_count", lambda: self.count)
         replace(cuda, "get_device_properties", lambda gpu: self)
@@ -101,10 +98,11 @@ class PretendedGpus(TorchFunctionMode):
         replace(dist, "init_process_group", lambda _, device_id, **k: join("gloo", **k))
         replace(DataLoader, "__init__", lambda *a, pin_memory, **k: load(*a, **k))
         replace(autocast, "__init__", lambda a, _, *b, **k: cast(a, "cpu", *b, **k))
-        for one in (torch.amp.GradScaler, DDP, nn.DataParallel):
+        for one in (torch.amp.GradScaler, *wrappers):
             replace(one, "__init__", one.__init__)
         nn.DataParallel.forward = data_parallel
-        nn.modules.module.register_module_forward_pre_hook(self.before_forward)
+        before = nn.modules.module.register_module_forward_pre_hook
+        before(lambda m, _: self.note("forward") if isinstance(m, wrappers) else None)
         self.__enter__()
 
 

@@ -111,9 +111,8 @@ def check_training(calls, gpu, precision):
     assert copies == 52 * [[[f"cuda:{gpu}"], {"non_blocking": True}, True]]
     scaled, cast = precision == "fp16", precision != "fp32"
     assert named(calls, "GradScaler") == [[["cuda"], {"enabled": scaled}, True]]
-    # DDP's forward pass is for training; validation uses the network without DDP
     wrapped = len(named(calls, "DistributedDataParallel"))
-    assert len(named(calls, "forward")) == 3 * wrapped
+    assert len(named(calls, "forward")) == 3 * wrapped  # it does not validate
     dtype = str(common.model.PRECISIONS[precision])
     assert named(calls, "autocast") == 26 * [[["cuda", dtype], {"enabled": cast}, True]]
     # The host waits after loading, at two print intervals and at the end of validation;

@@ -101,10 +101,7 @@ def test_bad_flags_are_one_line(capsys):
         ((*X, "--epoch", "3"), "unrecognized arguments: --epoch 3"),
         ((), "give either --data DIR or --synthetic"),
         ((*X, "--synthetic"), "give either --data DIR or --synthetic"),
-        (
-            (*X, "-b", "0"),
-            "--global-batch-size must be from 1 to 1e+18, but is 0",
-        ),
+        ((*X, "-b", "0"), "--global-batch-size must be from 1 to 1e+18"),
         ((*X, "-j", "-1"), "--workers must be from 0 to 1e+18"),
         ((*X, "--min-crop", "8"), "--min-crop must be from 0 to 1"),
         ((*X, "--epochs", "many"), "invalid int value: 'many'"),
@@ -121,7 +118,6 @@ def test_bad_flags_are_one_line(capsys):
 
 def test_processes_of_several_machines_need_an_address(monkeypatch, capsys):
     words = ["x.py", *X, "--nnodes", "2", "--node-rank", "1"]
-    monkeypatch.setattr(sys, "argv", words)
     for wrong in ([], ["--dist-url", "tcp://h:9", "--node-rank", "2"]):
         monkeypatch.setattr(sys, "argv", [*words, *wrong])
         with pytest.raises(SystemExit, match="2"):
