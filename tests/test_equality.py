@@ -27,9 +27,15 @@ def horovod_ranks(folder, world_size, task, seconds=180, **arguments):
     return results(folder)
 
 
-@pytest.mark.parametrize(
-    "name", ["distributed", pytest.param(HOROVOD, marks=pytest.mark.horovod)]
-)
+def start(name):
+    return horovod_ranks if name == HOROVOD else run_ranks
+
+
+NAMES = ["distributed", "multiprocessing_distributed"]
+NAMES += [pytest.param(HOROVOD, marks=pytest.mark.horovod)]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_step_sends_its_gradients_once(tmp_path, digits, name):
     """In four bytes a weight, or two, however many micro-batches there are."""
     flags = ["--data", digits, *FLAGS, "-b", 48, "--max-steps", 2, "--epochs", 1]
@@ -42,8 +48,7 @@ def test_a_step_sends_its_gradients_once(tmp_path, digits, name):
         own = [*flags, *others, "-j", 0, "--output", tmp_path / str(number)]
         runs.append(("small", list(map(str, own)), None, free_port()))
     options = {"name": name, "runs": runs, "counted": True}
-    start = horovod_ranks if name == HOROVOD else run_ranks
-    ranks = start(tmp_path, 2, recorded, **options)
+    ranks = start(name)(tmp_path, 2, recorded, **options)
     whole, parts, *halves = ranks[0]
     assert [run["sent"] for run in ranks[0]] == [run["sent"] for run in ranks[1]]
     assert sum(whole["sent"]) == 2 * 4 * sum(w.numel() for w in small(10).parameters())
