@@ -15,6 +15,7 @@ This script writes the text between <!-- KIND ... --> and <!-- /KIND --> in a pa
                                figures whose names are PART / ROW / COLUMN
     ratios UNIT RESULTS PART   measurements, and their ratios to the first one
     machine RESULTS            the machine and versions in that file
+    checks FILE.py             the doctor's checks and what their docstrings say
 """
 
 import ast
@@ -148,7 +149,24 @@ def machine(source: str) -> str:
     return ", ".join(facts) + ".\n"
 
 
+def checks(source: str) -> str:
+    """Return a list of the functions that @check() decorates."""
+    lines = []
+    for node in ast.parse((ROOT / source).read_text()).body:
+        called = [*getattr(node, "decorator_list", ())]
+        if called and ast.unparse(called[0]).startswith("check("):
+            parts = ast.get_docstring(node).split("\n\n")
+            right, mend, *others = (" ".join(part.split()) for part in parts)
+            level = ast.unparse(called[0].args[0])
+            more = "".join(f" {other}" for other in others)
+            lines.append(
+                f"- `{node.name}` ({level}). {right} Otherwise: {mend}{more}\n"
+            )
+    return "".join(lines)
+
+
 MAKERS = (region, statement, paragraph, diff, output, file, table, ratios, machine)
+MAKERS += (checks,)
 KINDS = {make.__name__: make for make in MAKERS}
 
 

@@ -1,0 +1,100 @@
+"""The command: python -m doctor -- COMMAND..."""
+
+import argparse
+import json
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+
+from . import job as jobs
+from .checks import Report, examine, time_table
+
+
+def arguments() -> argparse.Namespace:
+    """Parse the command line; everything after -- is the command to watch."""
+    parser = argparse.ArgumentParser(
+        prog="doctor",
+        description="Run a data-parallel training command; say what is wrong with it.",
+        usage="doctor [options] -- COMMAND...",
+    )
+    parser.add_argument("--steps", type=int, default=40, help="steps to watch (40)")
+    parser.add_argument(
+        "--short", type=int, default=0, help="end epochs after N batches"
+    )
+    parser.add_argument(
+        "--machines", action="store_true", help="play one machine per process"
+    )
+    parser.add_argument("--json", type=Path, help="write the findings to a file")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    args = parser.parse_args()
+    args.command = args.command[args.command[:1] == ["--"] :]
+    if not args.command:
+        parser.error("give a command after --, such as -- torchrun train.py")
+    return args
+
+
+def page(job: jobs.Job, report: Report) -> str:
+    """What is printed at the end."""
+    size = job.world_size
+    ranks = [process.rank for process in job.processes]
+    steps = [len(process.of("step")) for process in job.processes]
+    lines = ["", "=" * 30 + " doctor " + "=" * 30]
+    ended = "hung and was ended" if job.hung else f"ended with status {job.status}"
+    lines.append(
+        f"{len(ranks)} of {size} processes reported; the job {ended}; "
+        f"watched optimizer steps: {', '.join(map(str, steps))}"
+    )
+    for one in report.findings:
+        where = f"  [{one.place}]" if one.place else ""
+        lines += ["", fill(f"{one.level} {one.check}: {one.what}.{where}")]
+        lines += [fill(f"To mend it: {one.mend}", "    ")] if one.mend else []
+        lines += (
+            [fill(f"It is right if {one.right_if}", "    ")] if one.right_if else []
+        )
+        lines += [fill(f"Read: {one.read}", "    ")] if one.read else []
+    if table := list(time_table(job)):
+        lines += ["", "Where the time of a step goes:", *(f"  {row}" for row in table)]
+    if report.right:
+        lines += ["", "Checked, and right:", *(fill(x, "  ") for x in report.right)]
+    if report.not_checked:
+        items = report.not_checked.items()
+        lines += ["", "Not checked:", *(fill(f"{k} ({why})", "  ") for k, why in items)]
+    return "\n".join(lines)
+
+
+def fill(text: str, indent: str = "") -> str:
+    """Break a paragraph into lines."""
+    return textwrap.fill(
+        text, 88, initial_indent=indent, subsequent_indent=indent + "  ",
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+
+
+def main() -> int:
+    """Watch a command; return the exit status."""
+    args = arguments()
+    options = {"DOCTOR_STEPS": str(args.steps), "DOCTOR_SHORT": str(args.short)}
+    if args.machines:
+        options["DOCTOR_MACHINES"] = "yes"
+    with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
+        try:
+            job = jobs.run(args.command, Path(folder), **options)
+        except OSError as error:
+            print(f"doctor: error: {error}", file=sys.stderr)
+            return 2
+    if not job.processes:
+        text = "no process trained, or joined a process group, so nothing is known"
+        print(f"doctor: error: {text} (status {job.status})", file=sys.stderr)
+        return 2
+    report = examine(job)
+    print(page(job, report), file=sys.stderr)
+    if args.json:
+        content = {"status": job.status, "hung": job.hung, **report.as_dict()}
+        args.json.write_text(json.dumps(content, indent=1) + "\n")
+    wrong = any(one.level == "WRONG" for one in report.findings)
+    return job.status if job.status and job.status > 0 else int(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

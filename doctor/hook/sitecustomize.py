@@ -1,0 +1,59 @@
+"""Python runs this file when it starts, because doctor puts this folder on PYTHONPATH.
+
+It waits until the process has imported PyTorch, and then lets doctor/watch.py wrap
+PyTorch's functions. A sitecustomize.py of the user's own runs first.
+"""
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def load(name: str, path: str):
+    """Import a file under a name that no other module has."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+class AfterImport:
+    """Calls a function of doctor/watch.py after a module was imported."""
+
+    calls = {"torch": "torch_is_there", "horovod.torch": "horovod_is_there"}
+
+    def find_spec(self, name: str, path=None, target=None):
+        """Find a module as usual, and wrap what executes it."""
+        if not (call := self.calls.pop(name, None)):
+            return None
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module) -> None:
+            execute(module)
+            getattr(load("_doctor_watch", os.path.join(HERE, "../watch.py")), call)()
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def run_the_users_own() -> None:
+    """Run the sitecustomize.py that this file hides, if there is one."""
+    others = [p for p in sys.path if os.path.abspath(p or ".") != HERE]
+    found = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
+    if found and found.loader:
+        found.loader.exec_module(importlib.util.module_from_spec(found))
+
+
+run_the_users_own()
+if os.environ.get("DOCTOR_FOLDER"):
+    if os.environ.get("DOCTOR_MACHINES") and "RANK" in os.environ:
+        os.environ["GROUP_RANK"] = os.environ["RANK"]
+        os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    sys.meta_path.insert(0, AfterImport())

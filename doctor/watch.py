@@ -1,0 +1,700 @@
+"""What doctor sees in each process of a job: wrapped functions of PyTorch write it.
+
+hook/sitecustomize.py imports this file into processes that have imported PyTorch.
+Nothing here changes what a function returns, draws random numbers or communicates. Each
+process appends pickled dictionaries to a file of its own; job.py reads them.
+"""
+
+import atexit
+import builtins
+import contextlib
+import functools
+import hashlib
+import logging
+import multiprocessing
+import os
+import pickle
+import random
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, Subset, get_worker_info
+from torch.utils.data import dataloader as loaders
+from torch.utils.data._utils import fetch
+
+STEPS = int(os.environ.get("DOCTOR_STEPS", "40"))  # whose numbers are written
+TIMED = 20  # steps after these, which are only timed
+SHORT = int(os.environ.get("DOCTOR_SHORT", "0"))  # batches of an epoch; 0: all
+NUMBERS = 1024  # of all weights, or gradients, in one record
+LIMITS = {"batch": 100_000, "fetch": 30, "collective": 3000, "evaluation": 2000}
+LIMITS |= {"printed": 2000, "save": 200}  # records of a kind that a process writes
+COLLECTIVES = """all_reduce broadcast all_gather reduce barrier all_gather_into_tensor
+    reduce_scatter reduce_scatter_tensor all_to_all all_to_all_single gather scatter
+    all_gather_object broadcast_object_list gather_object monitored_barrier""".split()
+HOROVOD = """allreduce allreduce_ allgather broadcast broadcast_ broadcast_parameters
+    broadcast_optimizer_state broadcast_object allgather_object barrier join""".split()
+# Where a process waits for others, besides
+WAITS = """backward synchronize rendezvous init_process_group destroy_process_group
+    _sync_buffers _sync_module_states _verify_param_shape_across_processes""".split()
+GIVEN = {
+    name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+}
+PORT = not multiprocessing.parent_process() and os.environ.get("MASTER_PORT")
+OWN = os.path.dirname(os.path.abspath(__file__))
+NOT_THE_USERS = (OWN, os.path.dirname(torch.__file__), "<")
+LIBRARY = sysconfig.get_path("stdlib")
+
+
+def place(frame=None) -> str:
+    """The innermost line of the user's code, as file:line, or of a library's."""
+    frame, other = frame or sys._getframe(1), ""
+    while frame:
+        file = frame.f_code.co_filename
+        if not file.startswith(NOT_THE_USERS):
+            where = f"{os.path.relpath(file)}:{frame.f_lineno}"
+            if "site-packages" not in file and not file.startswith(LIBRARY):
+                return where
+            other = other or where
+        frame = frame.f_back
+    return other
+
+
+def digest(value) -> int:
+    """A number for what a value is, the same in every process, as hash() is not."""
+    data = value if isinstance(value, bytes) else str(value).encode()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "big")
+
+
+def sample(tensors: list, each: int = 0) -> array:
+    """The same few numbers of each tensor; zeros for None."""
+    each = each or min(8, max(1, NUMBERS // max(1, len(tensors))))
+    parts = []
+    for one in tensors:
+        part = torch.zeros(each, dtype=torch.float64)
+        if one is not None and one.layout == torch.strided:
+            flat = one.detach().reshape(-1)
+            chosen = flat[:: max(1, flat.numel() // each)][:each]
+            part[: len(chosen)] = chosen
+        parts.append(part)
+    return array("d", torch.cat(parts).tolist() if parts else [])
+
+
+def whole(weights) -> list[Tensor]:
+    """Weights of which each process has all elements, unlike FSDP2's."""
+    return [one for one in weights if not hasattr(one, "placements")]
+
+
+def signature(value, depth: int = 0) -> object:
+    """What tells data sets apart: a part of all tensors, arrays and lists in them."""
+    if isinstance(value, Subset):
+        return "Subset", [*map(int, value.indices)]
+    if isinstance(value, Tensor):
+        part = value.detach().reshape(-1)[:: max(1, value.numel() // 64)]
+        return tuple(value.shape), part.tolist()
+    if isinstance(value, (int, float, str)) or depth > 3:
+        return value if isinstance(value, (int, float, str)) else type(value).__name__
+    if type(value).__name__ == "ndarray" and value.dtype.kind in "biuf":
+        return signature(torch.as_tensor(value))
+    found = [type(value).__name__]
+    if isinstance(value, (list, tuple)):
+        found.append(len(value))
+        inner = value[:: max(1, len(value) // 16)]
+    else:
+        # A rank, or a path, may differ
+        fields = sorted(getattr(value, "__dict__", {}).items())
+        inner = [one for _, one in fields if not isinstance(one, (int, float, str))]
+    return found + [signature(one, depth + 1) for one in inner]
+
+
+def factors(root: Tensor) -> tuple[float, str]:
+    """What a loss is multiplied by after its mean or sum, and which of these it is."""
+    found, node = 1.0, root.grad_fn
+    while name := type(node).__name__:
+        if name.startswith(("Mean", "Sum", "Nll", "Mse", "Binary", "Smooth", "L1")):
+            kind = getattr(node, "_saved_reduction", 1 + name.startswith("Sum"))
+            return found, {1: "mean", 2: "sum"}.get(kind, "")
+        if name in ("DivBackward0", "MulBackward0"):
+            other = node._saved_other
+            if other is None or other.numel() != 1:
+                return found, ""
+            found *= 1 / other.item() if name[0] == "D" else other.item()
+        if name.startswith(("Add", "Sub")) or not getattr(node, "next_functions", ()):
+            return found, ""
+        node = node.next_functions[0][0]
+    return found, ""
+
+
+def states() -> dict[str, int]:
+    """The state of each generator that data sets use."""
+    state = torch.random.default_generator.get_state()
+    found = {"torch": digest(bytes(state.numpy())), "random": digest(random.getstate())}
+    if numpy := sys.modules.get("numpy"):
+        name, keys, *rest = numpy.random.get_state()
+        found["numpy"] = digest((keys.tobytes(), *rest))
+    return found
+
+
+def inside() -> bool:
+    """Whether a network runs as usual: in the main thread, not being compiled."""
+    compiles = torch.compiler.is_compiling()
+    return not compiles and threading.current_thread() is threading.main_thread()
+
+
+class Watch:
+    """The state of the watch in one process. Methods named as a function wrap it."""
+
+    def __init__(self):
+        self.pid, self.file, self.written = os.getpid(), None, Counter()
+        self.rank, self.ticks, self.steps, self.began = None, 0, 0, None
+        self.hooked, self.handles, self.hooks = {}, [], []
+        self.local, self.loaders, self.schedules = {}, {}, []
+        self.optimizers, self.inner, self.scaler, self.scale = {}, None, None, None
+        self.epoch, self.labels, self.indices = None, None, None
+        self.depth, self.collective, self.seeds = 0, None, None
+        self.step_loader, self.undecided = None, None
+        self.last_gradient, self.network_began, self.syncs = 0.0, 0.0, Counter()
+        self.new_step()
+
+    def new_step(self) -> None:
+        """Begin to collect what the next step's record has."""
+        self.now = {"passes": [], "forwards": [], "clipped": [], "inputs": []}
+        self.now["training"] = None
+        self.parts, self.synced, self.buffers_due = Counter(), set(), True
+
+    def write(self, kind: str, **fields) -> None:
+        """Append a record to this process's file."""
+        if self.pid != os.getpid():  # a fork
+            self.__init__()
+        if self.written[kind] >= LIMITS.get(kind, 10**9):
+            return
+        if self.file is None:
+            path = f"{os.environ['DOCTOR_FOLDER']}/{self.pid}.records"
+            self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            parent = multiprocessing.parent_process()  # also under a fork server
+            parent = parent.pid if parent else os.getppid()
+            self.write("start", parent=parent, environment=GIVEN)
+        self.written[kind] += 1
+        record = {"kind": kind, "time": time.time(), "step": self.steps, **fields}
+        os.write(self.file, pickle.dumps(record))
+
+    # --- steps ---
+
+    def add_param_group(self, call, optimizer, group) -> None:
+        call(optimizer, group)
+        for weight in whole(w for one in optimizer.param_groups for w in one["params"]):
+            if (
+                id(weight) not in self.hooked
+                and weight.requires_grad
+                and weight.is_leaf
+            ):
+                self.hooked[id(weight)] = len(self.hooked), weight
+                hook = functools.partial(self.gradient, weight)
+                self.handles.append(weight.register_hook(hook))
+
+    def gradient(self, weight: nn.Parameter, gradient: Tensor) -> None:
+        """Keep the gradient of one backward pass, before it is added to others."""
+        self.last_gradient = time.perf_counter()
+        if self.steps < STEPS and inside():
+            new, old = sample([gradient], 8), self.local.get(id(weight))
+            if old is not None and weight.grad is not None:
+                new = array("d", map(float.__add__, new, old))
+            self.local[id(weight)] = new
+
+    def before_step(self, optimizer: Optimizer, *_) -> None:
+        """Keep gradients and weights, of the inner one of wrapped optimizers."""
+        now = time.perf_counter()
+        if self.inner is not None and self.inner is not optimizer:
+            self.parts["communication"] += now - self.step_began
+        self.inner, self.step_began = optimizer, now
+        weights = [w for group in optimizer.param_groups for w in group["params"]]
+        if self.steps >= STEPS or len(whole(weights)) < len(weights):
+            return
+        before, gradients = sample(weights), [w.grad for w in weights]
+        each, local = len(before) // max(1, len(weights)), array("d")
+        for weight in weights:
+            values = self.local.get(id(weight), [0.0] * 8)
+            local.extend(values[:each] if weight.numel() >= 8 else values[:each])
+        self.now |= {"before": before, "gradients": sample(gradients), "local": local}
+        known = [self.hooked.get(id(weight), (None,))[0] for weight in weights]
+        self.now["which"] = digest(known)  # ZeRO's ranks have different ones
+        self.now["missing"] = sum(one is None for one in gradients)
+
+    def after_step(self, optimizer: Optimizer, *_) -> None:
+        """Write the step."""
+        if self.inner is not optimizer:
+            return  # the outer step of a wrapped optimizer
+        now = time.perf_counter()
+        self.parts["optimizer"] += now - self.step_began
+        if self.steps < STEPS + TIMED:
+            self.now["optimizer"] = self.optimizers.setdefault(
+                id(optimizer), self.steps
+            )
+            self.now["rates"] = [float(one["lr"]) for one in optimizer.param_groups]
+            self.now["wall"] = now - self.began if self.began else 0
+            loader = self.epoch and self.epoch["loader"]
+            self.now |= {"place": place(), "loader": loader, "parts": {**self.parts}}
+            self.write("step", **self.now, threads=torch.get_num_threads())
+        self.new_step()
+        self.step_loader = self.epoch and self.epoch["loader"]
+        self.inner, self.depth, self.steps = None, 0, self.steps + 1
+        if self.steps == STEPS:
+            self.write("syncs", places=dict(self.syncs.most_common(9)))
+        if self.steps == STEPS + TIMED:
+            for handle in [*self.handles, *self.hooks]:
+                handle.remove()
+            self.handles, self.hooks = [], []
+        self.ticks, self.began = self.ticks + 1, time.perf_counter()
+
+    def backward(self, call, tensors, *args, **kwargs):
+        self.ticks, self.undecided = self.ticks + 1, None
+        if self.steps >= STEPS + TIMED:
+            return call(tensors, *args, **kwargs)
+        entry, root = {"place": place()}, tensors
+        if isinstance(root, Tensor) and root.numel() == 1 and self.steps < STEPS:
+            entry["factor"], entry["reduction"] = factors(root)
+            entry["scale"], self.scale = self.scale, None
+        began = self.last_gradient = time.perf_counter()
+        try:
+            return call(tensors, *args, **kwargs)
+        finally:
+            last = (
+                self.last_gradient
+                if self.last_gradient > began
+                else time.perf_counter()
+            )
+            self.parts["backward"] += last - began
+            self.parts["communication"] += time.perf_counter() - last
+            self.now["passes"].append(entry)
+            self.ticks += 1
+
+    def zero_grad(self, call, optimizer, *args, **kwargs):
+        call(optimizer, *args, **kwargs)
+        own = {id(w) for group in optimizer.param_groups for w in group["params"]}
+        lost = [key for key in own if self.local.pop(key, None) is not None]
+        if lost and self.now["passes"]:  # a step that was left out, or emptied
+            self.now |= {"passes": [], "skipped": True}
+
+    def forward(self, call, model, *args, **kwargs):  # of DDP
+        if torch.is_grad_enabled():
+            self.now["forwards"].append(bool(model.require_backward_grad_sync))
+        return call(model, *args, **kwargs)
+
+    def scaled(self, call, scaler, *args, **kwargs):
+        result = call(scaler, *args, **kwargs)
+        if scaler.is_enabled() and self.steps < STEPS:
+            self.scaler, self.scale = scaler, scaler.get_scale()
+        return result
+
+    def clip(self, call, parameters, *args, **kwargs):
+        parameters = parameters if isinstance(parameters, Tensor) else [*parameters]
+        if self.steps < STEPS and isinstance(parameters, list):
+            done = self.scaler._per_optimizer_states.values() if self.scaler else ()
+            scaled = bool(self.scaler) and not any(one["stage"].value for one in done)
+            before = sample([one.grad for one in whole(parameters)])
+            entry = {"scaled": scaled, "before": before, "place": place()}
+            self.now["clipped"].append(entry)
+        return call(parameters, *args, **kwargs)
+
+    # --- networks ---
+
+    def hook_networks(self) -> None:
+        """Watch the forward passes of all networks."""
+        if not self.hooks:
+            module = nn.modules.module
+            before = module.register_module_forward_pre_hook(self.before_forward)
+            after = module.register_module_forward_hook
+            self.hooks = [before, after(self.after_forward, always_call=True)]
+
+    def before_forward(self, module: nn.Module, inputs) -> None:
+        """Note when the outermost network begins, and what it gets."""
+        if inside():
+            self.depth += 1
+            if self.depth == 1:
+                tensors = [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
+                if self.steps < STEPS and torch.is_grad_enabled():
+                    self.now["inputs"].append(digest(sample(tensors[:1], 32)))
+                self.network_began = time.perf_counter()
+
+    def after_forward(self, module: nn.Module, _, outputs) -> None:
+        """Note what the outermost network returns."""
+        if not inside():
+            return
+        self.depth -= 1
+        if self.depth or isinstance(module, nn.modules.loss._Loss):
+            return
+        trains = torch.is_grad_enabled()
+        part = "forward" if trains and module.training else "validation"
+        self.parts[part] += time.perf_counter() - self.network_began
+        self.ticks += 1
+        if trains:
+            self.now["training"] = module.training
+        loader = self.epoch and self.epoch["loader"]
+        if not trains or not module.training:
+            self.evaluation(module, outputs)
+        elif self.steps and loader not in (None, self.step_loader):
+            self.undecided = module, outputs  # an evaluation, if no backward() follows
+
+    def evaluation(self, module: nn.Module, outputs) -> None:
+        """Write which samples a validation batch gets right."""
+        logits = getattr(outputs, "logits", outputs)
+        logits = logits[0] if isinstance(logits, (tuple, list)) and logits else logits
+        fields, labels = {}, self.labels
+        if isinstance(logits, Tensor) and logits.dim() == 2 and labels is not None:
+            if len(labels) == len(logits) and logits.size(1) > 1:
+                hits = logits.detach().argmax(1).cpu() == labels.cpu()
+                fields = {"hits": bytes(hits.tolist()), "indices": self.indices}
+        if self.buffers_due:
+            self.buffers_due = False
+            buffers = [one for one in module.buffers() if one.is_floating_point()]
+            fields["state"] = sample([*whole(module.parameters()), *buffers])
+        modes = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
+        fields["stateful"] = any(isinstance(one, modes) for one in module.modules())
+        fields |= {"training": module.training, "network": type(module).__name__}
+        loader = self.epoch and self.epoch["loader"]
+        self.write("evaluation", **fields, loader=loader, place=place())
+
+    def train(self, call, module, mode=True):
+        if not mode:
+            self.hook_networks()
+        return call(module, mode)
+
+    def wrapped(self, call, model, module, *args, **kwargs):  # DDP's constructor
+        call(model, module, *args, **kwargs)
+        size = sum(one.numel() * one.element_size() for one in module.parameters())
+        search, bucket = model.find_unused_parameters, model.bucket_bytes_cap
+        self.write("ddp", search=search, bucket=bucket, size=size, place=place())
+
+    # --- data ---
+
+    def iterate(self, call, loader):
+        if getattr(loader, "_iterator", None) is not None:  # persistent workers
+            loader._iterator.__dict__["_doctor_indices"] = deque()
+        known = self.loaders.setdefault(id(loader), [len(self.loaders), -1, loader])
+        known[1] += 1
+        base, subsets = loader.dataset, []
+        while isinstance(base, Subset):
+            subsets.append(base.indices)
+            base = base.dataset
+        iterator, sampler = call(loader), loader.sampler
+        epoch = {"loader": known[0], "epoch": known[1], "subsets": subsets, "count": 0}
+        iterator.__dict__["_doctor_epoch"] = epoch
+        found = {"length": None, "samples": None, "base": None}
+        for name, one in {
+            "length": loader,
+            "samples": loader.dataset,
+            "base": base,
+        }.items():
+            with contextlib.suppress(TypeError, NotImplementedError, AttributeError):
+                found[name] = len(one)
+        random = "Random" in type(sampler).__name__
+        found["shuffle"] = getattr(sampler, "shuffle", random)
+        found["replacement"] = getattr(sampler, "replacement", False)
+        found |= {"sampler": type(sampler).__name__, "type": type(base).__name__}
+        found |= {"batch": loader.batch_size, "pinned": loader.pin_memory}
+        found["data"], found["subset"] = map(
+            digest, map(signature, (base, loader.dataset))
+        )
+        self.write("loader", loader=known[0], epoch=known[1], place=place(), **found)
+        return iterator
+
+    def next_index(self, call, iterator):
+        index = call(iterator)
+        iterator.__dict__.setdefault("_doctor_indices", deque()).append(index)
+        return index
+
+    def next_batch(self, call, iterator):
+        epoch = iterator.__dict__.get("_doctor_epoch")
+        if epoch is None:
+            return call(iterator)
+        if self.undecided:
+            self.evaluation(*self.undecided)
+            self.undecided = None
+        short, began = SHORT and epoch["count"] >= SHORT, time.perf_counter()
+        try:
+            if short:
+                raise StopIteration
+            batch = call(iterator)
+        except StopIteration:
+            number, count = epoch["epoch"], epoch["count"]
+            fields = {"epoch": number, "batches": count, "whole": not short}
+            self.write("end", loader=epoch["loader"], **fields)
+            raise
+        finally:
+            self.parts["data"] += time.perf_counter() - began
+        self.epoch, self.ticks = epoch, self.ticks + 1
+        epoch["count"] += 1
+        waiting = iterator.__dict__.get("_doctor_indices")
+        self.read(epoch, waiting.popleft() if waiting else None, batch)
+        return batch
+
+    def read(self, epoch: dict, index, batch) -> None:
+        """Write which samples a batch has."""
+        leaves = [x for x in tree_leaves(batch) if isinstance(x, Tensor) and x.dim()]
+        leaves = [one for one in leaves if len(one) == len(leaves[0])]
+        labels = [x for x in leaves if x.dim() == 1 and not x.is_floating_point()]
+        self.labels, self.indices = (labels or [None])[-1], None
+        fields = {"number": epoch["count"] - 1}
+        if isinstance(index, (list, tuple)) and all(
+            hasattr(i, "__index__") for i in index
+        ):
+            for subset in epoch["subsets"]:
+                index = [subset[i] for i in index]
+            fields["indices"] = self.indices = array("q", map(int, index))
+        elif self.labels is not None:
+            fields["labels"] = array("q", self.labels.tolist())
+        if leaves and self.steps < STEPS:
+            parts = [one.detach().reshape(len(one), -1) for one in leaves]
+            parts = [one[:, :: max(1, one.size(1) // 8)][:, :8] for one in parts]
+            rows = zip(*(one.tolist() for one in parts), strict=True)
+            fields["rows"] = array("q", map(digest, rows))
+        self.write("batch", loader=epoch["loader"], epoch=epoch["epoch"], **fields)
+
+    def fetch(self, call, fetcher, indices):
+        if self.pid == os.getpid() and self.written["fetch"] >= LIMITS["fetch"]:
+            return call(fetcher, indices)
+        before, self.seeds = states(), []
+        try:
+            return call(fetcher, indices)
+        finally:
+            seeds, self.seeds, after = self.seeds, None, states()
+            drawn = {k: before[k] for k in before if after[k] != before[k]}
+            worker = get_worker_info().id if get_worker_info() else None
+            number = self.written["fetch"] if self.pid == os.getpid() else 0
+            fields = {
+                "worker": worker,
+                "number": number,
+                "states": drawn,
+                "seeds": seeds,
+            }
+            self.write("fetch", **fields)
+
+    def seed(self, call, *args, **kwargs):
+        if self.seeds is not None:
+            self.seeds.append(digest(args))
+        return call(*args, **kwargs)
+
+    # --- other calls ---
+
+    def collect(self, name: str, call, /, *args, **kwargs):
+        if self.collective:  # one that another one is made of
+            return call(*args, **kwargs)
+        self.collective, self.ticks = name, self.ticks + 1
+        if self.rank is not None and not kwargs.get("group"):
+            counts = [one.numel() for one in args if isinstance(one, Tensor)]
+            count = counts[0] if counts else None
+            self.write("collective", name=name, count=count, place=place())
+        began = time.perf_counter()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self.collective, self.ticks = None, self.ticks + 1
+            self.parts["communication"] += time.perf_counter() - began
+
+    def join(self, call, *args, **kwargs):
+        method = kwargs.get("init_method") or (args[1:] or [None])[0]
+        port = (method or "").rpartition(":")[2]
+        port = port if port.isdigit() else os.environ.get("MASTER_PORT", "")
+        own = port != PORT and port.isdigit() and int(port)  # not the launcher's
+        self.write("init", own_port=own, place=place())
+        call(*args, **kwargs)
+        self.joined(dist.get_rank(), dist.get_world_size())
+
+    def joined(self, rank: int, world_size: int) -> None:
+        """Write which rank this process is."""
+        self.rank, self.ticks = rank, self.ticks + 1
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self.write("rank", rank=rank, world_size=world_size, device=device)
+
+    def save(self, call, content, file, *args, **kwargs):
+        named = isinstance(file, (str, os.PathLike))
+        path = file if named else getattr(file, "name", None)
+        path = os.path.abspath(path) if isinstance(path, (str, os.PathLike)) else None
+        parts, dicts = [content], []
+        for one in parts:  # grows
+            dicts += [one] if isinstance(one, dict) else []
+            inner = one.values() if isinstance(one, dict) else one
+            if isinstance(one, (dict, list, tuple)) and len(parts) < 1000:
+                parts += inner
+        names = [[*x] for x in dicts if any(isinstance(v, Tensor) for v in x.values())]
+        fields = {
+            "weights": bool(names),
+            "optimizer": any("param_groups" in x for x in dicts),
+        }
+        fields["wrapped"] = any(
+            all(str(name).startswith(("module.", "_orig_mod.")) for name in one)
+            for one in names
+        )
+        values = content.values() if isinstance(content, dict) else content
+        given = values if isinstance(content, (dict, list, tuple)) else ()
+        fields["counts"] = any(isinstance(one, int) for one in given)
+        fields["there"] = named and os.path.exists(path)
+        self.write("save", path=path, **fields, place=place())
+        return call(content, file, *args, **kwargs)
+
+    def schedule(self, call, scheduler, *args, **kwargs):
+        call(scheduler, *args, **kwargs)
+        self.schedules.append(scheduler)
+        planned = getattr(scheduler, "T_max", getattr(scheduler, "total_steps", None))
+        name = type(scheduler).__name__
+        self.write("schedule", type=name, planned=planned, place=place())
+
+    def printed(self, text: str) -> None:
+        """Keep lines that may have an accuracy."""
+        words = ("acc", "top", "prec", "err", "correct")
+        if any(one in text.lower() for one in words) and any(map(str.isdigit, text)):
+            self.write("printed", text=text[:2000], place=place())
+
+    def print(self, call, *args, **kwargs):
+        self.printed(" ".join(map(str, args)))
+        call(*args, **kwargs)
+
+    def handle(self, call, logger, record):
+        self.printed(record.getMessage())
+        call(logger, record)
+
+    def sync(self, name: str, call, tensor, /, *args, **kwargs):
+        if 0 < self.steps < STEPS and self.inner is None:
+            if not sys._getframe(2).f_code.co_filename.startswith(NOT_THE_USERS):
+                where = f"{name.strip('_')}() in {place()}"
+                self.syncs[where] += where not in self.synced
+                self.synced.add(where)
+        return call(tensor, *args, **kwargs)
+
+    def excepthook(self, call, kind, error, trace):
+        if not issubclass(kind, (SystemExit, KeyboardInterrupt)):
+            frames = [frame for frame, _ in traceback.walk_tb(trace)]
+            where, path = "", getattr(error, "filename", None)
+            for frame, line in traceback.walk_tb(trace):
+                file = frame.f_code.co_filename
+                if not file.startswith((*NOT_THE_USERS, LIBRARY)) and frames:
+                    where = f"{os.path.relpath(file)}:{line}"
+            text = f"{kind.__name__}: {error}"[:2000]
+            self.write("error", text=text, place=where, path=str(path or ""))
+        if call:
+            call(kind, error, trace)
+
+    def spawned(self, call, function, *args):
+        def guarded(*inside):
+            try:
+                return function(*inside)
+            except Exception:
+                self.excepthook(None, *sys.exc_info())
+                raise
+
+        return call(guarded, *args)
+
+    def exit(self) -> None:
+        """Write how far the process came."""
+        if self.file is not None and self.pid == os.getpid():
+            if self.steps < STEPS:
+                self.write("syncs", places=dict(self.syncs.most_common(9)))
+            self.write("exit", schedules=[one.last_epoch for one in self.schedules])
+
+    def monitor(self) -> None:
+        """Write where the main thread waits, if nothing happens for some seconds."""
+        seen, since, main = -1, time.monotonic(), threading.main_thread().ident
+        while True:
+            time.sleep(1)
+            if self.ticks != seen:
+                seen, since = self.ticks, time.monotonic()
+            seconds, names = time.monotonic() - since, []
+            if seconds < 4 or self.file is None:
+                continue
+            inner = frame = sys._current_frames().get(main)
+            while frame:
+                names.append(frame.f_code.co_name)
+                frame = frame.f_back
+            known = [one for one in names if one in (*COLLECTIVES, *HOROVOD, *WAITS)]
+            what = self.collective or (known or [""])[0]
+            where = place(inner) if inner else ""
+            self.write("waits", what=what, place=where, seconds=seconds)
+            open(f"{os.environ['DOCTOR_FOLDER']}/waits", "w").close()
+            time.sleep(2)
+
+
+watch = Watch()
+
+
+def wrap(owner, name: str, method: Callable, *first) -> None:
+    """Let a method of Watch be called with a function and its arguments."""
+    call = getattr(owner, name, None)
+    if call is None or hasattr(call, "_doctor"):
+        return
+
+    @functools.wraps(call)
+    def wrapped(*args, **kwargs):
+        return method(*first, call, *args, **kwargs)
+
+    wrapped._doctor = True
+    setattr(owner, name, wrapped)
+
+
+def torch_is_there() -> None:
+    """Wrap PyTorch's functions; PyTorch has just been imported."""
+    w, c10d, next_one = watch, dist.distributed_c10d, loaders._BaseDataLoaderIter
+    register_optimizer_step_pre_hook(w.before_step)
+    register_optimizer_step_post_hook(w.after_step)
+    w.hook_networks()
+    for owner, name, method in (
+        (Optimizer, "add_param_group", w.add_param_group),
+        (Optimizer, "zero_grad", w.zero_grad),
+        (torch.autograd, "backward", w.backward),
+        (torch.amp.GradScaler, "scale", w.scaled),
+        (DDP, "forward", w.forward),
+        (DDP, "__init__", w.wrapped),
+        (nn.Module, "train", w.train),
+        (DataLoader, "__iter__", w.iterate),
+        (next_one, "_next_index", w.next_index),
+        (next_one, "__next__", w.next_batch),
+        (fetch._MapDatasetFetcher, "fetch", w.fetch),
+        (torch, "manual_seed", w.seed),
+        (random, "seed", w.seed),
+        (torch, "save", w.save),
+        (LRScheduler, "__init__", w.schedule),
+        (builtins, "print", w.print),
+        (logging.Logger, "handle", w.handle),
+        (sys, "excepthook", w.excepthook),
+        (sys.modules.get("torch.multiprocessing.spawn"), "_wrap", w.spawned),
+    ):
+        wrap(owner, name, method)
+    for owner in (nn.utils, nn.utils.clip_grad):
+        wrap(owner, "clip_grad_norm_", w.clip)
+        wrap(owner, "clip_grad_value_", w.clip)
+    for owner in (dist, c10d):
+        wrap(owner, "init_process_group", w.join)
+        for name in (*COLLECTIVES, "destroy_process_group"):
+            wrap(owner, name, w.collect, name)
+    for name in "item cpu tolist numpy __bool__ __float__ __int__".split():
+        wrap(Tensor, name, w.sync, name)
+    atexit.register(w.exit)
+    threading.Thread(target=w.monitor, daemon=True, name="doctor").start()
+
+
+def horovod_is_there() -> None:
+    """Wrap Horovod's functions; horovod.torch has just been imported."""
+    import horovod.torch as hvd
+
+    def init(call, *args, **kwargs):
+        call(*args, **kwargs)
+        watch.joined(hvd.rank(), hvd.size())
+
+    wrap(hvd, "init", init)
+    for name in HOROVOD:
+        wrap(hvd, name, watch.collect, name)

@@ -1,0 +1,165 @@
+"""doctor names the mistakes of tests/doctor/mistakes.txt and of the labs, and accuses nobody else.
+
+Each run is a real job, so most of them only run with --full.
+"""
+
+import json
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+from importlib.util import find_spec
+
+import pytest
+import torch
+from conftest import ROOT, Started, run, wait_until
+from mutations import read_mutations
+from torch.utils._pytree import tree_leaves
+
+MODES = {path.stem: path for path in sorted(ROOT.glob("tests/doctor/modes/*.py"))}
+MISTAKES = read_mutations((ROOT / "tests" / "doctor" / "mistakes.txt").read_text())
+LABS = sorted((ROOT / "tutorial" / "labs").glob("[0-9][0-9]_*.py"))
+# What is wrong with each lab
+NAMED = dict(
+    zip(
+        [path.name[:2] for path in LABS],
+        """same_samples port_in_use weights_differ file_race not_averaged loss_scale
+        same_samples same_order same_augmentation wrong_accuracy wrong_accuracy schedule
+        datasets_differ clip_order ends_with_an_error buffers_differ loss_scale not_averaged
+        collectives_differ collectives_differ ddp_keys ends_with_an_error no_optimizer
+        save_in_place""".split(),
+        strict=True,
+    )
+)
+# The others only run with --full
+QUICK = {"plain", "spawn", "the epochs are in the same order"}
+LAUNCHER = "torchrun --standalone --nproc-per-node 2 FILE"
+
+
+def needs(text):
+    """Marks of a script that needs a library, or time."""
+    missing = [
+        n
+        for n in ("accelerate", "lightning", "transformers")
+        if f"import {n}" in text or f"from {n}" in text
+    ]
+    missing = [name for name in missing if find_spec(name) is None]
+    marks = [pytest.mark.skip(reason=f"no {name}") for name in missing]
+    return marks + [pytest.mark.horovod] * ("horovod" in text)
+
+
+def cases(named):
+    """Parameters with their names and marks."""
+    found = []
+    for name, *values, text in named:
+        marks = needs(text) + ([] if name in QUICK else [pytest.mark.full])
+        found.append(pytest.param(*values, id=name, marks=marks))
+    return found
+
+
+def watch(folder, command, *flags, file=None):
+    """Run a command under doctor in a folder; returns (what --json wrote, what it printed)."""
+    words = ["python", "-m", "doctor", *flags, "--json", "found.json", "--", *command]
+    line = f"cd {folder} && {shlex.join(map(str, words))}"
+    ended = run("bash", "-c", line, PYTHONPATH=str(ROOT))
+    assert (folder / "found.json").exists(), ended.stderr[-3000:]
+    return json.loads((folder / "found.json").read_text()), ended
+
+
+def examine(folder, path, text):
+    """The findings on a script."""
+    (folder / path.name).write_text(text)
+    first = re.search(r'"""(.*?FILE)', MODES.get(path.stem, path).read_text())
+    command = first[1] if first else LAUNCHER
+    flags = ["--machines"] * path.name.startswith("01_")
+    found, _ = watch(folder, shlex.split(command.replace("FILE", path.name)), *flags)
+    return {one["check"]: one["level"] for one in found["findings"]}
+
+
+RIGHT = [(name, path, path.read_text()) for name, path in MODES.items()]
+
+
+@pytest.mark.parametrize("path", cases(RIGHT))
+def test_nothing_is_wrong_with_a_right_script(path, tmp_path):
+    found = examine(tmp_path, path, path.read_text())
+    assert not {"WRONG", "RISK"} & {*found.values()}, found
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    cases((m.name, m, (ROOT / "tests/doctor" / m.file).read_text()) for m in MISTAKES),
+)
+def test_a_mistake_is_named(mistake, tmp_path):
+    path = ROOT / "tests" / "doctor" / mistake.file
+    text = path.read_text()
+    assert text.count(mistake.old) == 1
+    found = examine(tmp_path, path, text.replace(mistake.old, mistake.new))
+    assert mistake.tests[0] in found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("path", LABS, ids=lambda path: path.name[:2])
+def test_a_lab_is_named_and_its_solution_is_right(path, tmp_path):
+    broken, solved = tmp_path / "broken", tmp_path / "tutorial" / "labs"
+    for folder in (broken, solved):
+        shutil.copytree(path.parent, folder)
+    found = examine(broken, path, path.read_text())
+    worst = [name for name, level in found.items() if level in ("WRONG", "RISK")]
+    assert NAMED[path.name[:2]] == worst[0], found
+    for patch in path.parent.glob(f"solutions/{path.name[:2]}*.patch"):
+        subprocess.run(["git", "apply", patch], cwd=tmp_path, check=True)
+    found = examine(solved, path, (solved / path.name).read_text())
+    assert not {"WRONG", "RISK"} & {*found.values()}, found
+
+
+def test_a_watched_run_has_the_same_weights(tmp_path):
+    """Those of its checkpoint, with dropout."""
+    contents = []
+    for name in ("alone", "watched"):
+        folder = tmp_path / name
+        folder.mkdir()
+        shutil.copy(MODES["plain"], folder)
+        words = LAUNCHER.replace("FILE", "plain.py")
+        if name == "watched":
+            watch(folder, words.split())
+        else:
+            run("bash", "-c", f"cd {folder} && {words}")
+        contents.append(tree_leaves(torch.load(folder / "checkpoint.pt")))
+    assert len(contents[0]) > 10
+    for one, other in zip(*contents, strict=True):
+        assert torch.equal(one, other) if torch.is_tensor(one) else one == other
+
+
+def test_without_a_training_process_it_says_so():
+    ended = run("python", "-m", "doctor", "--", "python", "-c", "print('hello')")
+    assert ended.returncode == 2 and ended.stdout == "hello\n"
+    assert ended.stderr.startswith("doctor: error: no process trained")
+    ended = run("python", "-m", "doctor", "--", "no-such-command")
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1
+    assert run("python", "-m", "doctor").returncode == 2
+
+
+def test_ctrl_c_ends_the_job_and_prints_the_page(tmp_path):
+    text = MODES["plain"].read_text()
+    path, log = tmp_path / "long.py", tmp_path / "log"
+    end = "dist.destroy_process_group()"
+    path.write_text(text.replace(end, f"__import__('time').sleep(99)\n{end}"))
+    command = f"cd {tmp_path} && exec python -m doctor -- {LAUNCHER.replace('FILE', path.name)}"
+    with (
+        log.open("w") as output,
+        Started(
+            tmp_path,
+            ["bash", "-c", command],
+            output,
+            PYTHONPATH=str(ROOT),
+            PYTHONUNBUFFERED="1",
+        ) as job,
+    ):
+        wait_until(lambda: "epoch 2" in log.read_text(), 90, log.read_text)
+        job.process.send_signal(signal.SIGINT)
+        job.process.wait(60)
+        job.wait_until_gone(20)
+    page = log.read_text()
+    assert "2 of 2 processes reported" in page and "WRONG" not in page
+    assert "The ranks train on different samples" in page
