@@ -163,6 +163,12 @@ def training(job: Job) -> list[dict]:
     return loaders
 
 
+def gpus(job: Job) -> list[int]:
+    """The GPU of each rank's weights; an empty list on CPUs."""
+    steps = [one.of("step")[0]["gpu"] for one in job.processes if one.of("step")]
+    return [gpu for gpu in steps if gpu is not None]
+
+
 def used(batches: list[dict]) -> list[int]:
     """The samples of some batches."""
     return [index for one in batches for index in one.get("indices", ())]
@@ -311,7 +317,13 @@ def ends_with_an_error(job):
         what = f"in step {one['step'] + 1}, rank {one['rank']} ends with {text}"
         yield what, one["place"], {"mend": cures[0]} if cures else {}
     elif not found and job.status and not job.hung and not job.interrupted:
-        yield f"the command ends with status {job.status} and no Python error", ""
+        what = f"the command ends with status {job.status} and no Python error"
+        if all(process.of("exit") for process in job.processes):  # or nearly so
+            mend = (
+                "If 'terminate called' is above: Gloo's threads, see docs/pitfalls.md."
+            )
+            yield f"{what}, after all ranks", "", {"level": NOTE, "mend": mend}
+        yield what, ""
 
 
 @check(WRONG, "ends_with_an_error port_in_use file_race", read="11_hangs")
@@ -378,7 +390,7 @@ def same_samples(job):
                 place,
             )
     loaders, rows = training(job), []
-    own = loaders[0]["base"] is None or len({one["data"] for one in loaders}) > 1
+    own = len({one["data"] for one in loaders}) > 1
     for process, loader in zip(job.processes, loaders, strict=True):
         batches = job.batches(process, loader["loader"], 0)
         key = "rows" if own or not used(batches) else "indices"
@@ -386,7 +398,7 @@ def same_samples(job):
     same = [len({*batches}) == 1 for batches in zip(*rows, strict=False)]
     if not same:
         raise NotChecked("the samples of the batches are not known")
-    flat = [one for batch in rows[0] for one in batch] if own else []
+    flat = [one for batch in rows[0] for one in batch] if key == "rows" else []
     if len({*flat}) < 0.6 * len(flat):
         what = (
             f"an epoch of rank 0 has {len(flat)} samples, {len({*flat})} different ones"
@@ -431,22 +443,22 @@ def left_out(job):
     Right if: the others are left out on purpose.
     """
     loader, found = training(job)[0], []
+    stream = loader["sampler"] == "_InfiniteConstantSampler"  # an IterableDataset
     known = "DistributedSampler", "RandomSampler", "SequentialSampler"
-    if loader["sampler"] not in known or loader["replacement"]:
+    if not stream and (loader["sampler"] not in known or loader["replacement"]):
         raise NotChecked("a sampler of the script's own chooses the samples")
     for process in job.processes:
         number = job.training(process)
-        ends = [
-            x for x in process.of("end") if (x["loader"], x["epoch"]) == (number, 0)
-        ]
+        ends = [(x["loader"], x["epoch"], x["whole"]) for x in process.of("end")]
         batches = job.batches(process, number, 0)
-        if not ends or not ends[0]["whole"] or not all("indices" in x for x in batches):
+        rows = [one.get("rows" if stream else "indices") for one in batches]
+        if (number, 0, True) not in ends or None in rows:
             raise NotChecked("no whole epoch with known samples was seen")
-        found += used(batches)
-    total, different = loader["samples"], len({*found})
-    if total - different >= max(job.world_size * (loader["batch"] or 1), 0.02 * total):
-        what = f"epoch 0 uses {different} of {total} samples; {len(found)} are taken"
-        yield what, loader["place"]
+        found += [sample for row in rows for sample in row]
+    total, count = len(found) if stream else loader["samples"], len({*found})
+    if total - count >= max(job.world_size * (loader["batch"] or 1), 0.02 * total):
+        what = f"in epoch 0 the ranks take {len(found)} samples, {count} different ones"
+        yield what + f" of {total}" * (not stream), loader["place"]
 
 
 @check(WRONG, "datasets_differ", read=16)
@@ -482,8 +494,13 @@ def same_augmentation(job):
     several(job)
     rows, same = [], Counter()
     for process in job.processes:
-        drawn = [one for one in process.fetches if one["states"]]
-        rows.append({(one["worker"], one["number"]): one for one in drawn})
+        seen, row = Counter(), {}  # loader processes begin anew in each epoch
+        for one in sorted(process.fetches, key=lambda one: one["time"]):
+            key = one["worker"], one["number"]
+            seen[key] += 1
+            if one["states"]:
+                row[(*key, seen[key])] = one
+        rows.append(row)
     both = [key for key in rows[0] if all(key in row for row in rows)]
     inputs = [[one["inputs"] for one in row] for row in job.steps("inputs")]
     for number in range(min((len(one["inputs"]) for one in job.of("step")), default=0)):
@@ -992,7 +1009,7 @@ def host_syncs(job):
     found = job.of("syncs")
     if not found or found[0]["step"] < 5:
         raise NotChecked("too few steps were seen")
-    steps, cuda = found[0]["step"], any(x["device"] is not None for x in job.of("rank"))
+    steps, cuda = found[0]["step"], bool(gpus(job))
     often = {k: n for k, n in found[0]["places"].items() if n >= steps / 2}
     if often:
         what = " and ".join(f"{n} of {steps} steps have {k}" for k, n in often.items())
@@ -1007,7 +1024,7 @@ def threads(job):
 
     Set OMP_NUM_THREADS to the number of cores divided by that of processes.
     """
-    if any(one["device"] is not None for one in job.of("rank")) or not job.of("step"):
+    if gpus(job) or not job.of("step"):
         raise NotChecked("the job computes on GPUs, or takes no step")
     cores, count = len(os.sched_getaffinity(0)), job.of("step")[0]["threads"]
     if count * len(job.processes) > 1.5 * cores:
@@ -1021,7 +1038,7 @@ def same_gpu(job):
 
     Call torch.cuda.set_device(local_rank).
     """
-    devices = [one["device"] for one in job.of("rank") if one["device"] is not None]
+    devices = gpus(job)
     if not devices:
         raise NotChecked("the job computes on the CPU")
     local = job.processes[0].of("start")[0]["environment"].get("LOCAL_WORLD_SIZE")
@@ -1035,7 +1052,7 @@ def unpinned(job):
 
     Use DataLoader(..., pin_memory=True) and .to(device, non_blocking=True).
     """
-    if all(one["device"] is None for one in job.of("rank")):
+    if not gpus(job):
         raise NotChecked("the job computes on the CPU")
     for one in training(job)[:1]:
         if not one["pinned"]:

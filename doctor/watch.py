@@ -224,6 +224,8 @@ class Watch:
             self.parts["communication"] += now - self.step_began
         self.inner, self.step_began = optimizer, now
         weights = [w for group in optimizer.param_groups for w in group["params"]]
+        gpu = weights and weights[0].is_cuda
+        self.now["gpu"] = weights[0].device.index if gpu else None
         if self.steps >= STEPS or len(whole(weights)) < len(weights):
             return
         before, gradients = sample(weights), [w.grad for w in weights]
@@ -519,8 +521,7 @@ class Watch:
     def joined(self, rank: int, world_size: int) -> None:
         """Write which rank this process is."""
         self.rank, self.ticks = rank, self.ticks + 1
-        device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        self.write("rank", rank=rank, world_size=world_size, device=device)
+        self.write("rank", rank=rank, world_size=world_size)
 
     def save(self, call, content, file, *args, **kwargs):
         named = isinstance(file, (str, os.PathLike))

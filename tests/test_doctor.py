@@ -95,7 +95,7 @@ def test_a_mistake_is_named(mistake, tmp_path):
     text = path.read_text()
     assert text.count(mistake.old) == 1
     found = examine(tmp_path, path, text.replace(mistake.old, mistake.new))
-    assert mistake.tests[0] in found
+    assert {*mistake.tests} & found.keys(), found
 
 
 @pytest.mark.full
