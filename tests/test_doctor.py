@@ -34,6 +34,18 @@ NAMED = dict(
 )
 # The others only run with --full
 QUICK = {"plain", "spawn", "the epochs are in the same order"}
+# Mistakes that it does not see yet
+UNSEEN = {
+    "summed weights",
+    "no average after the last step",
+    "each process draws its own order",
+    "a loss times the number of processes",
+    "accelerate gathers the repeated samples too",
+    "accelerate gathers after the loop",
+    "the accuracy of rank 0's samples",
+    "Lightning's sampler repeats a validation sample",
+    "the counts are averaged",
+}
 LAUNCHER = "torchrun --standalone --nproc-per-node 2 FILE"
 
 
@@ -54,6 +66,7 @@ def cases(named):
     found = []
     for name, *values, text in named:
         marks = needs(text) + ([] if name in QUICK else [pytest.mark.full])
+        marks += [pytest.mark.xfail(strict=True)] * (name in UNSEEN)
         found.append(pytest.param(*values, id=name, marks=marks))
     return found
 
