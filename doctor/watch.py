@@ -330,7 +330,7 @@ class Watch:
             self.depth += 1
             if self.depth == 1:
                 tensors = [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
-                if self.steps < STEPS and torch.is_grad_enabled():
+                if tensors and self.steps < STEPS and torch.is_grad_enabled():
                     self.now["inputs"].append(digest(sample(tensors[:1], 32)))
                 self.network_began = time.perf_counter()
 
