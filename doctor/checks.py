@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 
 from .job import Job, Process
 
@@ -222,16 +222,16 @@ def file_race(job):
     Let the other ranks wait in a barrier until rank 0 has written the file.
     """
     saved = {one["path"]: one for one in job.of("save")}
+    failed = {one["rank"] for one in job.of("error")}
     for one in errors(job)[:1]:
         path = os.path.abspath(one["path"]) if one["path"] else None
-        if "FileNotFound" in one["text"] and (
-            path in saved or os.path.exists(path or "")
-        ):
-            by = f"rank {saved[path]['rank']}" if path in saved else "another process"
-            yield (
-                f"rank {one['rank']} misses {one['path']}, which {by} writes",
-                one["place"],
-            )
+        if "FileNotFound" not in one["text"] or path is None:
+            continue
+        what = f"rank {one['rank']} misses {one['path']}"
+        if path in saved:
+            yield f"{what}, which rank {saved[path]['rank']} writes", one["place"]
+        elif os.path.exists(path) or 0 not in failed:  # rank 0 may have been ended
+            yield f"{what}, which another process writes, or was about to", one["place"]
 
 
 @check(RISK, read=12)
@@ -326,7 +326,11 @@ def ends_with_an_error(job):
         yield what, ""
 
 
-@check(WRONG, "ends_with_an_error port_in_use file_race", read="11_hangs")
+@check(
+    WRONG,
+    "ends_with_an_error port_in_use file_race batch_counts_differ collectives_differ",
+    read="11_hangs",
+)
 def hangs(job):
     """The processes do not wait for each other for ever.
 
@@ -422,13 +426,17 @@ def same_order(job):
     Call sampler.set_epoch(epoch) at the start of each epoch.
     """
     process, loader = job.processes[0], training(job)[0]
-    epochs = [job.batches(process, loader["loader"], epoch) for epoch in (0, 1)]
+    number = loader["loader"]
+    ends = [one["epoch"] for one in process.of("end") if one["loader"] == number]
+    numbers = ends or [0]  # a pass that is left early only looks at the data
+    numbers += [x["epoch"] for x in process.of("batch") if x["loader"] == number][-1:]
+    epochs = [job.batches(process, number, n) for n in sorted({*numbers})[:2]]
     orders = [[x.get("indices") or x.get("labels") for x in one] for one in epochs]
-    pairs = list(zip(*orders, strict=False))
+    pairs = list(zip(*orders, strict=False)) if len(orders) > 1 else []
     if not pairs or None in pairs[0] or len({*pairs[0][0]}) < 2:
         raise NotChecked("no two epochs with known samples were seen: see --short")
     if all(one == other for one, other in pairs):
-        what = f"epochs 0 and 1 have the same {len(pairs)} batches in the same order"
+        what = f"two epochs have the same {len(pairs)} batches in the same order"
         mend = "Shuffle the training samples."
         own = {} if loader["shuffle"] else {"level": NOTE, "mend": mend}
         yield what, loader["place"], own
@@ -456,7 +464,8 @@ def left_out(job):
             raise NotChecked("no whole epoch with known samples was seen")
         found += [sample for row in rows for sample in row]
     total, count = len(found) if stream else loader["samples"], len({*found})
-    if total - count >= max(job.world_size * (loader["batch"] or 1), 0.02 * total):
+    batch = loader["batch"] or max(map(len, rows))
+    if total - count >= max(job.world_size * batch, 0.02 * total):
         what = f"in epoch 0 the ranks take {len(found)} samples, {count} different ones"
         yield what + f" of {total}" * (not stream), loader["place"]
 
@@ -503,7 +512,7 @@ def same_augmentation(job):
         rows.append(row)
     both = [key for key in rows[0] if all(key in row for row in rows)]
     inputs = [[one["inputs"] for one in row] for row in job.steps("inputs")]
-    for number in range(min((len(one["inputs"]) for one in job.of("step")), default=0)):
+    for number in range(min((len(x) for row in inputs for x in row), default=0)):
         if len(inputs) > 2 and all(
             len({x[number] for x in row}) == 1 for row in inputs
         ):
@@ -511,6 +520,12 @@ def same_augmentation(job):
                 f"in {len(inputs)} steps, forward pass {number + 1} gets the same input"
             )
             yield f"{what} on all ranks, such as noise", job.of("step")[0]["place"]
+    drawn = [
+        len({tuple(one["drawn"]) for one in row}) == 1 for row in job.steps("drawn")
+    ]
+    if len(drawn) > 2 and sum(drawn) > 0.5 * len(job.steps("gradients")):
+        what = f"in {sum(drawn)} steps, draws from a generator of the script's own are"
+        yield f"{what} the same on all ranks", job.of("step")[0]["place"]
     if not both:
         raise NotChecked("samples draw no random numbers of torch, random or NumPy")
     for key in both:
@@ -566,7 +581,7 @@ def learning_rates_differ(job):
             )
 
 
-@check(WRONG, "weights_differ same_samples", read=11)
+@check(WRONG, "weights_differ same_samples ends_with_an_error", read=11)
 def not_averaged(job):
     """Each step uses gradients that are averaged over all ranks.
 
@@ -612,7 +627,7 @@ def not_averaged(job):
     yield what, row[0]["place"], own
 
 
-@check(RISK, "weights_differ not_averaged", read="03_gradients")
+@check(RISK, "weights_differ", read="03_gradients")
 def summed(job):
     """A step's gradient is the mean over the ranks, neither their sum nor divided
     twice.
@@ -624,6 +639,14 @@ def summed(job):
     """
     found, steps = Counter(), compared(job, "gradients")
     size, place = job.world_size, steps[0][0]["place"]
+    for one, other in pairwise(job.steps("before")):  # local SGD
+        before = [
+            sum(column) for column in zip(*(x["before"] for x in one), strict=True)
+        ]
+        apart = not alike([x["before"] for x in one], 1e-6)
+        if apart and alike([x["before"] for x in other], 1e-6):
+            if near(before, other[0]["before"], 0.2):
+                yield f"weights become the sum of the {size} ranks' weights", place
     for row in steps:
         local = [
             sum(column) / size
@@ -746,8 +769,8 @@ def eval_mode(job):
             what = f"step {one['step'] + 1} trains a network in evaluation mode"
             yield what, one["place"]
     for one in evaluations:
-        if one["training"] and one["stateful"] and "hits" in one:
-            if one["loader"] not in numbers:
+        if one["training"] and one["stateful"] and ("hits" in one or not one["grad"]):
+            if one["loader"] not in {*numbers, None}:
                 what = f"rank {one['rank']} validates {one['network']} in training mode"
                 yield what, one["place"]
 
@@ -761,33 +784,53 @@ def wrong_accuracy(job):
 
     Right if: the line is meant for one rank's samples.
     """
-    numbers, groups = {job.training(process) for process in job.processes}, {}
-    for one in job.of("evaluation"):
-        if "hits" in one and one["loader"] not in numbers:
-            groups.setdefault((one["step"], one["loader"]), []).append(one)
-    known = False
-    for (step, _), records in groups.items():
-        after = [x for x in job.of("printed") if x["time"] > records[0]["time"]]
+    names, places, known, passes = Counter(), {}, False, validations(job)
+    for number, records in enumerate(passes):
+        following = [
+            x for x in passes[number + 1 :] if x[0]["step"] == records[0]["step"]
+        ]
+        after = [x for x in job.of("printed") if x["step"] == records[0]["step"]]
+        after = [x for x in after if x["time"] > records[0]["time"]]
+        union = [one for group in (records, *following) for one in group]
+        rights = accuracies(records)[0], accuracies(union)[0]
         right, others = accuracies(records)
-        wrong = []
-        for line, value, gap, scale in values([x for x in after if x["step"] == step]):
-            if abs(value - scale * right) <= gap:
-                known, wrong = True, []
-                break
-            near = [name for name, x in others.items() if abs(value - scale * x) <= gap]
-            wrong += [(line, value, scale * right, name) for name in near]
-        if wrong:
-            line, value, true, name = wrong[0]
-            what = f"rank {line['rank']} prints {value:g}, {name}"
-            own = {"level": RISK if "only" in name else WRONG}
-            yield f"{what}; each sample once gives {true:.4f}", line["place"], own
+        found = [*values(after)]
+        if any(abs(v - scale * x) <= gap for x in rights for _, v, gap, scale in found):
+            known = True
+            continue
+        until = following[0][0]["time"] if following else float("inf")
+        matches = {}  # of the last line that matches
+        for line, value, gap, scale in found:
+            fit = [name for name, x in others.items() if abs(value - scale * x) <= gap]
+            if fit and line["time"] < until:
+                matches = {name: (line, value, scale * right) for name in fit}
+        names.update(matches.keys())
+        places = {**matches, **places}
+    if names:  # the mistake that explains most validations
+        name = max(places, key=names.__getitem__)
+        line, value, true = places[name]
+        what = f"rank {line['rank']} prints {value:g}, {name}"
+        own = {"level": RISK if "only" in name else WRONG}
+        yield f"{what}; each sample once gives {true:.4f}", line["place"], own
     if not known:
         raise NotChecked("no printed accuracy matches the outputs and labels")
+
+
+def validations(job: Job) -> list[list[dict]]:
+    """Records of networks that were validated: a list for each pass over a loader."""
+    numbers, groups = {job.training(process) for process in job.processes}, {}
+    for one in job.of("evaluation"):
+        if "hits" in one and one["loader"] not in numbers - {None}:
+            key = one["step"], one["loader"], one["epoch"]
+            groups.setdefault(key, []).append(one)
+    return [*groups.values()]
 
 
 def values(lines: list[dict]) -> Iterator[tuple[dict, float, float, int]]:
     """Numbers that may be accuracies: line, number, rounding, and 1 or 100 (%)."""
     for line in lines:
+        for text in re.findall(r"(?<![\w.])(\d+) ?%", line["text"]):
+            yield line, float(text), 0.99, 100  # rounded, or cut off
         for word, text in re.findall(r"(\w*)\W*(?<![\w.])(\d+\.\d+)", line["text"]):
             digits = len(text.partition(".")[2])
             for scale, least in ((1, 3), (100, 1)):
@@ -835,13 +878,39 @@ def buffers_differ(job):
     Right if: the difference does not matter to you.
     """
     several(job)
-    rows = [[x for x in p.of("evaluation") if x.get("state")] for p in job.processes]
+    rows = [p.of("evaluation") for p in job.processes]
+    rows = [[x for x in row if x.get("state") and not x["training"]] for row in rows]
     if not all(rows):
         raise NotChecked("not every rank validates a network with weights of its own")
     for number, row in enumerate(zip(*rows, strict=False), 1):
         if not alike([one["state"] for one in row], 1e-4):
             what = f"in validation {number} the ranks' networks differ"
             yield what, row[0]["place"]
+
+
+@check(
+    RISK,
+    "weights_differ not_averaged learning_rates_differ buffers_differ hangs "
+    "ends_with_an_error",
+    read=11,
+)
+def weights_differ_in_the_end(job):
+    """All ranks end with the same weights.
+
+    Look for what one rank does to its weights, and the others do not.
+
+    Right if: only one rank's weights are used.
+    """
+    several(job)
+    rows = [process.of("exit") for process in job.processes]
+    last = [process.of("step")[-1:] for process in job.processes]
+    if not all(rows) or not all(last) or len({one[0].get("which") for one in last}) > 1:
+        raise NotChecked("not every rank trained to its end, with the same weights")
+    weights = [row[-1]["weights"] for row in rows]
+    if len({*map(len, weights)}) == 1 and not alike(weights, 1e-5):
+        gap = max(max(values) - min(values) for values in zip(*weights, strict=True))
+        what = f"in the end the weights of the ranks differ by up to {gap:.3g}"
+        yield what, last[0][0]["place"]
 
 
 # --- files ---
@@ -1019,6 +1088,19 @@ def host_syncs(job):
 
 
 @check(SLOW, read="performance")
+def anomaly(job):
+    """Autograd does not look for anomalies.
+
+    Call torch.autograd.set_detect_anomaly() only to look for a mistake.
+    """
+    if not (steps := job.of("step")):
+        raise NotChecked("no optimizer took a step")
+    if found := [one for one in steps if one.get("anomaly")]:
+        what = f"anomaly detection, which is slow, is on in {len(found)} steps"
+        yield what, found[0]["place"]
+
+
+@check(SLOW, read="performance")
 def threads(job):
     """The processes do not start more compute threads than there are cores.
 
@@ -1075,7 +1157,9 @@ PARTS = {  # of a step's time: how large it may be, and what to do then
 
 def times(process: Process) -> dict[str, float]:
     """Seconds of a step of one rank by part, from steps that are only timed."""
-    steps = [x for x in process.of("step") if "before" not in x and x["wall"]]
+    every = process.of("step")[5:]
+    steps = [one for one in every if "before" not in one]
+    steps = steps if len(steps) > 4 else every  # a short job: those that were watched
     if len(steps) < 5:
         raise NotChecked("too few steps were seen: see --steps")
     found = {part: sum(x["parts"].get(part, 0) for x in steps) for part in PARTS}
@@ -1089,12 +1173,12 @@ def bottleneck(job):
 
     Look for what that rank does more, or at its host.
     """
-    rows = [times(process) for process in job.processes]
+    rows, steps = [times(process) for process in job.processes], job.of("step")
     own = [sum(row.values()) - row["communication"] for row in rows]
     slow, found = max(range(len(own)), key=own.__getitem__), []
     others = [seconds for rank, seconds in enumerate(own) if rank != slow]
     waits = max(row["communication"] / sum(row.values()) for row in rows) > 0.15
-    if others and waits and own[slow] > 1.3 * max(others):
+    if others and waits and own[slow] > 1.3 * max(others) + 0.001:
         what = (
             f"rank {slow} needs {1000 * own[slow]:.0f} ms for its part of a step, and "
         )
@@ -1102,7 +1186,8 @@ def bottleneck(job):
         found.append((1.0, what, {}))
     for part, (limit, mend) in PARTS.items():
         share = max(row[part] / sum(row.values()) for row in rows)
-        if share > limit and not (found and part == "communication"):
+        often = sum(part in one["parts"] for one in steps) > len(steps) / 2
+        if share > limit and often and not (found and part == "communication"):
             what = f"{part} is {share:.0%} of a step's time"
             found.append((share, what, {"mend": mend}))
     for _, what, given in sorted(found, key=lambda one: -one[0]):

@@ -60,7 +60,7 @@ class Job:
         Weights and gradients are only of steps in which all ranks have the same ones.
         """
         rows = zip(*(process.of("step") for process in self.processes), strict=False)
-        found = [list(row) for row in rows if all(name in one for one in row)]
+        found = [list(row) for row in rows if all(one.get(name) for one in row)]
         if name in ("before", "gradients", "local"):
             found = [x for x in found if len({one["which"] for one in x}) == 1]
         return found

@@ -6,7 +6,6 @@ process appends pickled dictionaries to a file of its own; job.py reads them.
 """
 
 import atexit
-import builtins
 import contextlib
 import functools
 import hashlib
@@ -53,9 +52,7 @@ HOROVOD = """allreduce allreduce_ allgather broadcast broadcast_ broadcast_param
 # Where a process waits for others, besides
 WAITS = """backward synchronize rendezvous init_process_group destroy_process_group
     _sync_buffers _sync_module_states _verify_param_shape_across_processes""".split()
-GIVEN = {
-    name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-}
+GIVEN = "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
 PORT = not multiprocessing.parent_process() and os.environ.get("MASTER_PORT")
 OWN = os.path.dirname(os.path.abspath(__file__))
 NOT_THE_USERS = (OWN, os.path.dirname(torch.__file__), "<")
@@ -99,6 +96,12 @@ def sample(tensors: list, each: int = 0) -> array:
 def whole(weights) -> list[Tensor]:
     """Weights of which each process has all elements, unlike FSDP2's."""
     return [one for one in weights if not hasattr(one, "placements")]
+
+
+def is_state(one: dict) -> bool:
+    """Whether a dictionary holds weights, as state_dict() returns them."""
+    floats = [v for v in one.values() if torch.is_tensor(v) and v.is_floating_point()]
+    return bool(floats) and 2 * len(floats) >= len(one)
 
 
 def signature(value, depth: int = 0) -> object:
@@ -163,20 +166,27 @@ class Watch:
     def __init__(self):
         self.pid, self.file, self.written = os.getpid(), None, Counter()
         self.rank, self.ticks, self.steps, self.began = None, 0, 0, None
-        self.hooked, self.handles, self.hooks = {}, [], []
+        self.hooked, self.handles, self.hooks, self.validated = {}, [], [], set()
         self.local, self.loaders, self.schedules = {}, {}, []
         self.optimizers, self.inner, self.scaler, self.scale = {}, None, None, None
-        self.epoch, self.labels, self.indices = None, None, None
-        self.depth, self.collective, self.seeds = 0, None, None
-        self.step_loader, self.undecided = None, None
+        self.epoch = None
+        self.depth, self.collective, self.seeds, self.line = 0, None, None, ""
+        self.step_loader, self.undecided, self.predicted = None, None, None
+        self.optimizer, self.batch = None, (None, None)
         self.last_gradient, self.network_began, self.syncs = 0.0, 0.0, Counter()
         self.new_step()
 
     def new_step(self) -> None:
         """Begin to collect what the next step's record has."""
-        self.now = {"passes": [], "forwards": [], "clipped": [], "inputs": []}
+        self.now = {
+            "passes": [],
+            "forwards": [],
+            "clipped": [],
+            "inputs": [],
+            "drawn": [],
+        }
         self.now["training"] = None
-        self.parts, self.synced, self.buffers_due = Counter(), set(), True
+        self.parts, self.synced = Counter(), set()
 
     def write(self, kind: str, **fields) -> None:
         """Append a record to this process's file."""
@@ -189,7 +199,8 @@ class Watch:
             self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             parent = multiprocessing.parent_process()  # also under a fork server
             parent = parent.pid if parent else os.getppid()
-            self.write("start", parent=parent, environment=GIVEN)
+            given = {name: os.environ.get(name) for name in GIVEN}
+            self.write("start", parent=parent, environment=given)
         self.written[kind] += 1
         record = {"kind": kind, "time": time.time(), "step": self.steps, **fields}
         os.write(self.file, pickle.dumps(record))
@@ -222,7 +233,7 @@ class Watch:
         now = time.perf_counter()
         if self.inner is not None and self.inner is not optimizer:
             self.parts["communication"] += now - self.step_began
-        self.inner, self.step_began = optimizer, now
+        self.inner, self.optimizer, self.step_began = optimizer, optimizer, now
         weights = [w for group in optimizer.param_groups for w in group["params"]]
         gpu = weights and weights[0].is_cuda
         self.now["gpu"] = weights[0].device.index if gpu else None
@@ -237,6 +248,7 @@ class Watch:
         known = [self.hooked.get(id(weight), (None,))[0] for weight in weights]
         self.now["which"] = digest(known)  # ZeRO's ranks have different ones
         self.now["missing"] = sum(one is None for one in gradients)
+        self.now["anomaly"] = torch.is_anomaly_enabled()
 
     def after_step(self, optimizer: Optimizer, *_) -> None:
         """Write the step."""
@@ -342,7 +354,15 @@ class Watch:
         if self.depth or isinstance(module, nn.modules.loss._Loss):
             return
         trains = torch.is_grad_enabled()
-        part = "forward" if trains and module.training else "validation"
+        reads = self.epoch["reads"] if self.epoch else ()
+        while len(reads) > 1 and reads[0][0]:
+            reads.popleft()
+        self.batch = (None, None)
+        if reads and reads[0][0] and self.epoch["ended"]:
+            self.epoch = None  # the input is from elsewhere
+        elif reads:  # the oldest one that is not used yet: a prefetcher reads ahead
+            reads[0][0], self.batch = True, reads[0][1:]
+        part = "forward" if module.training else "validation"
         self.parts[part] += time.perf_counter() - self.network_began
         self.ticks += 1
         if trains:
@@ -357,20 +377,40 @@ class Watch:
         """Write which samples a validation batch gets right."""
         logits = getattr(outputs, "logits", outputs)
         logits = logits[0] if isinstance(logits, (tuple, list)) and logits else logits
-        fields, labels = {}, self.labels
-        if isinstance(logits, Tensor) and logits.dim() == 2 and labels is not None:
-            if len(labels) == len(logits) and logits.size(1) > 1:
-                hits = logits.detach().argmax(1).cpu() == labels.cpu()
-                fields = {"hits": bytes(hits.tolist()), "indices": self.indices}
-        if self.buffers_due:
-            self.buffers_due = False
-            buffers = [one for one in module.buffers() if one.is_floating_point()]
-            fields["state"] = sample([*whole(module.parameters()), *buffers])
+        fields = {key: self.epoch and self.epoch[key] for key in ("loader", "epoch")}
+        fields |= {"training": module.training, "network": type(module).__name__}
+        fields |= {"grad": torch.is_grad_enabled(), "place": place()}
         modes = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
         fields["stateful"] = any(isinstance(one, modes) for one in module.modules())
-        fields |= {"training": module.training, "network": type(module).__name__}
-        loader = self.epoch and self.epoch["loader"]
-        self.write("evaluation", **fields, loader=loader, place=place())
+        (labels, indices), hits, self.predicted = self.batch, {}, None
+        if isinstance(logits, Tensor) and logits.dim() == 2 and logits.size(1) > 1:
+            classes = logits.detach().argmax(1)
+            if labels is not None and len(labels) == len(classes):
+                right = bytes((classes.cpu() == labels.cpu()).tolist())
+                hits = {"hits": right, "indices": indices}
+            else:
+                self.predicted = classes, fields
+        tensors = [*whole(module.parameters()), *module.buffers()]
+        version = id(module), sum(one._version for one in tensors)
+        version += fields["loader"], fields["epoch"]
+        if version not in self.validated:
+            self.validated.add(version)
+            tensors = [one for one in tensors if one.is_floating_point()]
+            hits["state"] = sample(tensors)
+        self.write("evaluation", **fields, **hits)
+
+    def equal(self, call, one, other):
+        result = call(one, other)
+        if self.predicted and isinstance(other, Tensor) and isinstance(result, Tensor):
+            (classes, fields), sides = self.predicted, [one, other, result]
+            if result.dim() == 2:  # of top-5, take the first row or column
+                rows = result.size(1) == len(classes)
+                sides = [x.expand_as(result) for x in sides]
+                sides = [x[0] if rows else x[:, 0] for x in sides]
+            if any(torch.equal(x, classes) for x in sides[:2]):
+                self.predicted, hits = None, bytes(sides[2].tolist())
+                self.write("evaluation", hits=hits, indices=None, **fields)
+        return result
 
     def train(self, call, module, mode=True):
         if not mode:
@@ -396,6 +436,8 @@ class Watch:
             base = base.dataset
         iterator, sampler = call(loader), loader.sampler
         epoch = {"loader": known[0], "epoch": known[1], "subsets": subsets, "count": 0}
+        epoch["ended"] = False
+        epoch["reads"] = deque(maxlen=8)  # the last batches, and whether they were used
         iterator.__dict__["_doctor_epoch"] = epoch
         found = {"length": None, "samples": None, "base": None}
         for name, one in {
@@ -434,12 +476,13 @@ class Watch:
                 raise StopIteration
             batch = call(iterator)
         except StopIteration:
-            number, count = epoch["epoch"], epoch["count"]
+            number, count, epoch["ended"] = epoch["epoch"], epoch["count"], True
             fields = {"epoch": number, "batches": count, "whole": not short}
             self.write("end", loader=epoch["loader"], **fields)
             raise
         finally:
-            self.parts["data"] += time.perf_counter() - began
+            part = "data" if torch.is_grad_enabled() else "validation"
+            self.parts[part] += time.perf_counter() - began
         self.epoch, self.ticks = epoch, self.ticks + 1
         epoch["count"] += 1
         waiting = iterator.__dict__.get("_doctor_indices")
@@ -451,16 +494,17 @@ class Watch:
         leaves = [x for x in tree_leaves(batch) if isinstance(x, Tensor) and x.dim()]
         leaves = [one for one in leaves if len(one) == len(leaves[0])]
         labels = [x for x in leaves if x.dim() == 1 and not x.is_floating_point()]
-        self.labels, self.indices = (labels or [None])[-1], None
+        labels, indices = labels[0] if len(labels) == 1 else None, None
         fields = {"number": epoch["count"] - 1}
         if isinstance(index, (list, tuple)) and all(
             hasattr(i, "__index__") for i in index
         ):
             for subset in epoch["subsets"]:
                 index = [subset[i] for i in index]
-            fields["indices"] = self.indices = array("q", map(int, index))
-        elif self.labels is not None:
-            fields["labels"] = array("q", self.labels.tolist())
+            fields["indices"] = indices = array("q", map(int, index))
+        elif labels is not None:
+            fields["labels"] = array("q", labels.tolist())
+        epoch["reads"].append([False, labels, indices])
         if leaves and self.steps < STEPS:
             parts = [one.detach().reshape(len(one), -1) for one in leaves]
             parts = [one[:, :: max(1, one.size(1) // 8)][:, :8] for one in parts]
@@ -487,6 +531,15 @@ class Watch:
             }
             self.write("fetch", **fields)
 
+    def draw(self, call, *args, **kwargs):
+        result = call(*args, **kwargs)
+        if kwargs.get("generator") is not None and self.steps < STEPS:
+            users = not sys._getframe(2).f_code.co_filename.startswith(NOT_THE_USERS)
+            if users and result.numel() > 1:
+                drawn = self.now["drawn"] if self.seeds is None else self.seeds
+                drawn.append(digest(sample([result], 32)))
+        return result
+
     def seed(self, call, *args, **kwargs):
         if self.seeds is not None:
             self.seeds.append(digest(args))
@@ -508,6 +561,11 @@ class Watch:
         finally:
             self.collective, self.ticks = None, self.ticks + 1
             self.parts["communication"] += time.perf_counter() - began
+
+    def synchronize(self, call, optimizer):
+        began = time.perf_counter()
+        call(optimizer)
+        self.parts["communication"] += time.perf_counter() - began
 
     def join(self, call, *args, **kwargs):
         method = kwargs.get("init_method") or (args[1:] or [None])[0]
@@ -533,7 +591,7 @@ class Watch:
             inner = one.values() if isinstance(one, dict) else one
             if isinstance(one, (dict, list, tuple)) and len(parts) < 1000:
                 parts += inner
-        names = [[*x] for x in dicts if any(isinstance(v, Tensor) for v in x.values())]
+        names = [[*one] for one in dicts if is_state(one)]
         fields = {
             "weights": bool(names),
             "optimizer": any("param_groups" in x for x in dicts),
@@ -562,9 +620,12 @@ class Watch:
         if any(one in text.lower() for one in words) and any(map(str.isdigit, text)):
             self.write("printed", text=text[:2000], place=place())
 
-    def print(self, call, *args, **kwargs):
-        self.printed(" ".join(map(str, args)))
-        call(*args, **kwargs)
+    def stream(self, call, text):
+        self.line += text
+        if text.endswith(("\n", "\r")):
+            self.printed(self.line)
+            self.line = ""
+        return call(text)
 
     def handle(self, call, logger, record):
         self.printed(record.getMessage())
@@ -603,10 +664,15 @@ class Watch:
 
     def exit(self) -> None:
         """Write how far the process came."""
+        if self.line and self.pid == os.getpid():
+            self.printed(self.line)
         if self.file is not None and self.pid == os.getpid():
             if self.steps < STEPS:
                 self.write("syncs", places=dict(self.syncs.most_common(9)))
-            self.write("exit", schedules=[one.last_epoch for one in self.schedules])
+            groups = self.optimizer.param_groups if self.optimizer else ()
+            weights = whole(one for group in groups for one in group["params"])
+            ends = [one.last_epoch for one in self.schedules]
+            self.write("exit", schedules=ends, weights=sample(weights))
 
     def monitor(self) -> None:
         """Write where the main thread waits, if nothing happens for some seconds."""
@@ -650,6 +716,8 @@ def wrap(owner, name: str, method: Callable, *first) -> None:
 def torch_is_there() -> None:
     """Wrap PyTorch's functions; PyTorch has just been imported."""
     w, c10d, next_one = watch, dist.distributed_c10d, loaders._BaseDataLoaderIter
+    if w.pid != os.getpid():  # the labs' grader has imported this before a fork
+        w.__init__()
     register_optimizer_step_pre_hook(w.before_step)
     register_optimizer_step_post_hook(w.after_step)
     w.hook_networks()
@@ -669,7 +737,8 @@ def torch_is_there() -> None:
         (random, "seed", w.seed),
         (torch, "save", w.save),
         (LRScheduler, "__init__", w.schedule),
-        (builtins, "print", w.print),
+        (sys.stdout, "write", w.stream),
+        (sys.stderr, "write", w.stream),
         (logging.Logger, "handle", w.handle),
         (sys, "excepthook", w.excepthook),
         (sys.modules.get("torch.multiprocessing.spawn"), "_wrap", w.spawned),
@@ -682,6 +751,10 @@ def torch_is_there() -> None:
         wrap(owner, "init_process_group", w.join)
         for name in (*COLLECTIVES, "destroy_process_group"):
             wrap(owner, name, w.collect, name)
+    for owner, name in ((Tensor, "__eq__"), (Tensor, "eq"), (torch, "eq")):
+        wrap(owner, name, w.equal)
+    for name in "rand randn randint normal".split():
+        wrap(torch, name, w.draw)
     for name in "item cpu tolist numpy __bool__ __float__ __int__".split():
         wrap(Tensor, name, w.sync, name)
     atexit.register(w.exit)
@@ -699,3 +772,4 @@ def horovod_is_there() -> None:
     wrap(hvd, "init", init)
     for name in HOROVOD:
         wrap(hvd, name, watch.collect, name)
+    wrap(hvd.optimizer._DistributedOptimizer, "synchronize", watch.synchronize)

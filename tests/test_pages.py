@@ -124,7 +124,8 @@ def unknown(words):
 
 
 def test_commands_name_files_and_flags_that_exist():
-    found = [words for text in TEXTS.values() for words in commands(text)]
+    ours = TEXTS.keys() - {"docs/found.md"}
+    found = [words for name in ours for words in commands(TEXTS[name])]
     assert len(found) >= 30
     assert not [(wrong, words) for words in found if (wrong := unknown(words))]
     wrong = "torchrun --nprocs=4 ddp.py", "python -m benchmarks.step --rouds 3"

@@ -25,12 +25,18 @@ class AfterImport:
     """Calls a function of doctor/watch.py after a module was imported."""
 
     calls = {"torch": "torch_is_there", "horovod.torch": "horovod_is_there"}
+    searches = False
 
     def find_spec(self, name: str, path=None, target=None):
         """Find a module as usual, and wrap what executes it."""
-        if not (call := self.calls.pop(name, None)):
+        call = self.calls.get(name)
+        if self.searches or call is None:
             return None
-        spec = importlib.util.find_spec(name)
+        self.searches = True  # the search below asks this finder, too
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.searches = False
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module

@@ -1,4 +1,8 @@
-"""Run a script on two processes and record what they do, for grade.py."""
+"""Run a script on two processes and record what they do, for grade.py.
+
+doctor's recorder notes what is printed, errors and DDP's averages. This file adds what
+only the labs need: all weights after each step, and the images of each forward pass.
+"""
 
 import contextlib
 import faulthandler
@@ -20,12 +24,15 @@ from typing import NamedTuple
 import torch
 import torch._dynamo  # here once, not in each process at its first step
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from doctor import job
+from doctor import watch as recorder
 
 PATIENCE = float(os.environ.get("PATIENCE", "10"))  # seconds
 LIFE = 60  # seconds that a process has at most, even without the grader
@@ -84,34 +91,24 @@ def flat(optimizer: Optimizer) -> Tensor:
 
 
 class Watch:
-    """Sends what this process does; takes the place of its standard output."""
+    """Sends what this process does, besides what doctor's recorder writes."""
 
     def __init__(self, pipe, disturb: Callable[[int], object]):
         self.pipe, self.disturb, self.optimizer = pipe, disturb, None
-        self.passes, self.averages, self.steps, self.text = [], 0, 0, ""
+        self.passes, self.steps = [], 0
         torch.nn.modules.module.register_module_forward_hook(self.forward)
         register_optimizer_step_pre_hook(self.before_step)
         register_optimizer_step_post_hook(self.after_step)
+        recorder.torch_is_there()
 
     def send(self, kind: str, value: object) -> None:
         """Add a value to one of the lists of this process's Rank."""
         self.pipe.send_bytes(pickle.dumps((kind, value)))
 
-    def write(self, text: str) -> None:
-        """Record printed lines once they are complete: print() writes parts of them."""
-        *lines, self.text = (self.text + text).split("\n")
-        for line in lines:
-            self.send("printed", (self.steps, line))
-
-    def flush(self) -> None:
-        """Do nothing: complete lines have been sent."""
-
     def forward(self, layer: nn.Module, inputs: tuple, output: Tensor) -> None:
         """Record the input of a network's first layer and the output of its last."""
         grad = torch.is_grad_enabled()
-        if isinstance(layer, DDP):
-            self.averages += grad and layer.require_backward_grad_sync
-        elif isinstance(layer, nn.Linear) and layer.in_features == 8:
+        if isinstance(layer, nn.Linear) and layer.in_features == 8:
             self.images = inputs[0].detach().clone()
         elif isinstance(layer, nn.Linear) and layer.out_features == 3:
             outputs = output.detach().clone()
@@ -127,9 +124,12 @@ class Watch:
 
     def after_step(self, optimizer: Optimizer, *_) -> None:
         """Record the step."""
-        lr = optimizer.param_groups[0]["lr"]
-        self.send("steps", Step(self.passes, self.averages, lr, flat(optimizer)))
-        self.passes, self.averages, self.steps = [], 0, self.steps + 1
+        lr, averages = (
+            optimizer.param_groups[0]["lr"],
+            sum(recorder.watch.now["forwards"]),
+        )
+        self.send("steps", Step(self.passes, averages, lr, flat(optimizer)))
+        self.passes, self.steps = [], self.steps + 1
 
 
 def be_rank(script: Path, files: Path, stack: Path, variables, pipe, disturb) -> None:
@@ -144,12 +144,11 @@ def be_rank(script: Path, files: Path, stack: Path, variables, pipe, disturb) ->
     sys.argv = [str(script)]
     watch = Watch(pipe, disturb)
     try:
-        with contextlib.redirect_stdout(watch):
-            runpy.run_path(str(script), run_name="__main__")
-    except Exception as error:
-        watch.send("errors", f"{type(error).__name__}: {error}")
+        runpy.run_path(str(script), run_name="__main__")
+    except Exception:
+        recorder.watch.excepthook(None, *sys.exc_info())
         sys.exit(1)
-    watch.write("\n")  # the last line may lack it
+    recorder.watch.exit()
     if watch.optimizer:
         watch.send("weights", flat(watch.optimizer))
 
@@ -162,6 +161,7 @@ class Run:
     """Two processes that run a script."""
 
     files: Path  # their current folder
+    records: Path  # the folder of doctor's recorder
     stacks: list[Path] = field(default_factory=list)
     pipes: list = field(default_factory=list)
     processes: list = field(default_factory=list)
@@ -185,6 +185,10 @@ class Run:
             patience = 2 if any(codes) else PATIENCE
             if not wait([*ends, *(pipe for pipe, _ in self.pipes)], patience):
                 break
+        for process in job.read(self.records).processes:
+            rank = self.ranks[process.rank]
+            rank.errors = [one["text"] for one in process.of("error")]
+            rank.printed = [(x["step"], x["text"]) for x in process.of("printed")]
         if may_fail or codes == [0, 0]:
             return
         lines = [self.ending(rank, code) for rank, code in enumerate(codes)]
@@ -233,7 +237,9 @@ def started(
         port = listener.getsockname()[1]
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     variables |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": str(2 // machines)}
-    run = Run(files)
+    run = Run(files, files.parent / f"records{port}")
+    run.records.mkdir()
+    variables["DOCTOR_FOLDER"] = str(run.records)
     try:
         for rank in (0, 1):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank % (2 // machines))}
