@@ -31,6 +31,20 @@ GOOGLE = "tensorflow/docs/blob/master/site/en/r1/guide/performance/benchmarks.md
 GOOGLE = f"{GITHUB}{GOOGLE}"
 GOYAL = "https://arxiv.org/abs/1706.02677"
 HOROVOD = f"{GITHUB}horovod/horovod/blob/master/docs/benchmarks.rst"
+LAMBDA = f"{GITHUB}lambdal/deeplearning-benchmark/tree/master/pytorch/csv_v1_v2"
+# GPU: images per GPU, images/s of one and eight GPUs, link (partly assumed: the page)
+SYNTHETIC = {
+    "V100": (256, 833, 6174, PCI),
+    "RTX 6000 Ada": (928, 1146, 9211, PCI),
+    "A100": (1280, 1582, 11439, A100),
+    "H100": (1280, 2791, 22059, A100),
+    "B200": (3328, 3076, 24461, A100),
+}
+VISION = "KempnerInstitute/scalable-vision-workflows/tree/main/imagenet1k_resnet50"
+# GPUs: seconds for 90 epochs of ImageNet, everything included, 4 A100s per host
+KEMPNER = {1: 129686, 2: 65752, 4: 33216, 8: 17104, 16: 8914, 32: 4765, 64: 2640}
+# If t(n) = work / n + pause, then 2 t(4) - t(2) is the pause, here for one epoch
+PAUSE = (2 * KEMPNER[4] - KEMPNER[2]) / 90
 
 
 def network(gigabits: float) -> Link:
@@ -48,7 +62,14 @@ def horovod(speed: float, size: float) -> Cluster:
     return Cluster(64 / speed, 64, size, 4, PCI, network(25), 64 * MIB)
 
 
+def kempner(pause: float) -> Cluster:
+    """Return Kempner's hosts; `pause` is a part of one GPU's measured epoch."""
+    step = (KEMPNER[1] / 90 - pause) * 256 / 1281167
+    return Cluster(step, 256, RESNET50, 4, A100, network(200), pause=pause)
+
+
 HOSTS = {"25 Gbit/s": a100(25), "100 Gbit/s": a100(100), "8 x 200 Gbit/s": a100(1600)}
+HOSTS[f"100 Gbit/s, {PAUSE:.1f} s between epochs"] = a100(100)._replace(pause=PAUSE)
 VGG = Cluster(64 / 154, 64, VGG16, 8, P100, network(100))
 GOYALS = Cluster(32 / 195, 32, RESNET50, 8, P100, network(50))
 FAR = "P100, 128 hosts, 25 Gbit/s"
@@ -61,6 +82,14 @@ PUBLISHED = (
     (f"Inception V3, {FAR}", HOROVOD, 512, 1, 0.90, horovod(142, INCEPTION)),
     (f"VGG-16, {FAR}", HOROVOD, 512, 1, 0.68, horovod(154, VGG16)),
 )
+for gpu, (images, one, eight, link) in SYNTHETIC.items():
+    host = Cluster(images / one, images, RESNET50, 8, link, network(100))
+    PUBLISHED += ((f"ResNet-50, AMP, {gpu}", LAMBDA, 8, 1, eight / one / 8, host),)
+WHOLE_RUNS = [
+    (what, GITHUB + VISION, n, 1, KEMPNER[1] / KEMPNER[n] / n, kempner(pause))
+    for what, pause in (("ResNet-50, A100", 0.0), ("the same, with the pause", PAUSE))
+    for n in (8, 16, 32, 64)
+]
 
 
 def times(factor: Range, gpus: int) -> str:
@@ -95,8 +124,9 @@ def expected(gpus: int) -> dict[str, str]:
 
 def tables() -> dict[str, list[dict[str, str]]]:
     """Return the tables of docs/scaling.md."""
-    published = [compared(*case) for case in PUBLISHED]
-    return {"expected": [expected(gpus) for gpus in GPUS], "published": published}
+    published, runs = ([compared(*case) for case in t] for t in (PUBLISHED, WHOLE_RUNS))
+    rows = [expected(gpus) for gpus in GPUS]
+    return {"expected": rows, "published": published, "whole_runs": runs}
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -110,6 +140,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--gpus-per-host", type=int, default=8, help="(%(default)s)")
     add("--link-gigabytes", type=float, default=A100_NVLINK / 1e9, help="GB/s (235)")
     add("--network-gigabits", type=float, default=100, help="per host (100)")
+    add("--pause", type=float, default=0, help="seconds between ImageNet epochs (0)")
     return parser.parse_args(argv)
 
 
@@ -118,7 +149,7 @@ def print_table(args: argparse.Namespace) -> None:
     inside = Link(NVLINK_ALPHA, args.link_gigabytes * 1e9)
     per_gpu = args.step_milliseconds / 1e3, args.images_per_gpu, 4 * args.parameters
     between = network(args.network_gigabits)
-    hosts = Cluster(*per_gpu, args.gpus_per_host, inside, between)
+    hosts = Cluster(*per_gpu, args.gpus_per_host, inside, between, pause=args.pause)
     print("speedup over one GPU, from no overlap of the all-reduce to full overlap")
     total = args.global_batch_size
     batches = f"{hosts.images} images per GPU", f"{total} images in all"

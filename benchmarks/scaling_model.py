@@ -55,6 +55,8 @@ class Cluster(NamedTuple):
     inside: Link  # between GPUs on a host
     network: Link  # between hosts; beta is for a whole host
     bucket: float = BUCKET
+    pause: float = 0.0  # seconds per epoch without a step: start of loaders, a save
+    epoch: int = 1281167  # images per epoch, ImageNet's
 
     def all_reduce(self, gpus: int) -> float:
         """Return the time, in seconds, to sum the gradients.
@@ -76,18 +78,24 @@ class Cluster(NamedTuple):
 
     def weak(self, gpus: int) -> Range:
         """Return the efficiency at a fixed batch size per GPU; 1 is perfect scaling."""
-        return efficiency(self.step, self.all_reduce(gpus))
+        return self.strong(gpus, self.images * gpus)
 
     def strong(self, gpus: int, global_batch: int) -> Range:
         """Return the efficiency at a fixed global batch size, divided among the GPUs.
 
         This assumes that the time per image does not depend on the batch size.
         """
-        compute = self.step / self.images * global_batch / gpus
-        return efficiency(compute, self.all_reduce(gpus))
+        images = global_batch / gpus
+        compute, pause = self.step / self.images * images, self.pause * images
+        return efficiency(compute, self.all_reduce(gpus), pause / self.epoch, gpus)
 
 
-def efficiency(compute: float, communication: float) -> Range:
-    """Return the fraction of a step during which a GPU computes."""
+def efficiency(compute: float, communication: float, pause: float, gpus: int) -> Range:
+    """Return a step's time on one GPU alone, divided by its time as one of `gpus`.
+
+    `pause` is the time between epochs, per step of one GPU alone. n GPUs need an nth of
+    the steps, but the same pause, so each of their steps has n times as much of it.
+    """
     exposed = max(0.0, communication - BACKWARD * compute)
-    return Range(compute / (compute + communication), compute / (compute + exposed))
+    alone, shared = compute + pause, compute + gpus * pause
+    return Range(alone / (shared + communication), alone / (shared + exposed))

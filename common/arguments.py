@@ -4,8 +4,12 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
+import torch
+
+from common.errors import UserError
 from common.images import DECODERS
 from common.model import PRECISIONS
 
@@ -16,6 +20,8 @@ MAY_BE_0 = ("workers", "seed", "node_rank")  # other whole numbers are at least 
 
 def build_parser(docstring: str) -> argparse.ArgumentParser:
     """Build the parser with the shared flags; each script adds its own."""
+    if sys.platform != "linux" or torch.__version__ < "2.4":
+        raise UserError("this needs Linux (on Windows: WSL2) and PyTorch 2.4 or newer")
     parser = argparse.ArgumentParser(
         usage=argparse.SUPPRESS,  # a wrong flag is then reported in one line
         description=docstring,
@@ -46,7 +52,9 @@ def build_parser(docstring: str) -> argparse.ArgumentParser:
     workers = min(4, len(os.sched_getaffinity(0)))
     loaders = "loader processes for training, as many for validation (%(default)s)"
     add("-j", "--workers", type=int, default=workers, help=loaders)
-    add("--decoder", choices=tuple(DECODERS), default="torchcodec", help="(torchcodec)")
+    fits = find_spec("torchcodec") and torch.__version__ >= "2.11"
+    decoder = "torchcodec" if fits else "pil"
+    add("--decoder", choices=tuple(DECODERS), default=decoder, help="(%(default)s)")
     add("--precision", choices=tuple(PRECISIONS), help="(bf16 where native, else fp32)")
     add("--compile", action="store_true", help="torch.compile the model")
     add("--seed", type=int, default=0, help="of all random numbers (0)")

@@ -53,8 +53,12 @@ def page(job: jobs.Job, report: Report) -> str:
             [fill(f"It is right if {one.right_if}", "    ")] if one.right_if else []
         )
         lines += [fill(f"Read: {one.read}", "    ")] if one.read else []
-    if table := list(time_table(job)):
-        lines += ["", "Where the time of a step goes:", *(f"  {row}" for row in table)]
+    if table := time_table(job):
+        lines += ["", "Where the time of a step goes:"]
+    for rank, row in table.items():
+        wall = sum(row.values())
+        parts = ", ".join(f"{part} {row[part] / wall:.0%}" for part in row if row[part])
+        lines.append(f"  rank {rank}: {1000 * wall:.1f} ms a step: {parts}")
     if report.right:
         lines += ["", "Checked, and right:", *(fill(x, "  ") for x in report.right)]
     if report.not_checked:
@@ -91,6 +95,7 @@ def main() -> int:
     print(page(job, report), file=sys.stderr)
     if args.json:
         content = {"status": job.status, "hung": job.hung, **report.as_dict()}
+        content["seconds_of_a_step"] = time_table(job)
         args.json.write_text(json.dumps(content, indent=1) + "\n")
     wrong = any(one.level == "WRONG" for one in report.findings)
     return job.status if job.status and job.status > 0 else int(wrong)

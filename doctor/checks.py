@@ -9,7 +9,7 @@ import inspect
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise, zip_longest
 
@@ -100,7 +100,8 @@ def examine(job: Job) -> Report:
     report = Report()
     for one in CHECKS:
         try:
-            if causes := {found.check for found in report.findings} & one.causes:
+            named = {found.check for found in report.findings if found.level != NOTE}
+            if causes := named & one.causes:
                 raise NotChecked(f"it could be an effect of {min(causes)}")
             found = next(one.function(job), None)  # the first finding is enough
         except NotChecked as reason:
@@ -453,21 +454,24 @@ def left_out(job):
     loader, found = training(job)[0], []
     stream = loader["sampler"] == "_InfiniteConstantSampler"  # an IterableDataset
     known = "DistributedSampler", "RandomSampler", "SequentialSampler"
-    if not stream and (loader["sampler"] not in known or loader["replacement"]):
-        raise NotChecked("a sampler of the script's own chooses the samples")
+    own = not stream and (loader["sampler"] not in known or loader["replacement"])
     for process in job.processes:
         number = job.training(process)
         ends = [(x["loader"], x["epoch"], x["whole"]) for x in process.of("end")]
         batches = job.batches(process, number, 0)
         rows = [one.get("rows" if stream else "indices") for one in batches]
-        if (number, 0, True) not in ends or None in rows:
+        whole = (number, 0, True) in ends or len(batches) == loader["length"]
+        if not whole or None in rows:
             raise NotChecked("no whole epoch with known samples was seen")
-        found += [sample for row in rows for sample in row]
-    total, count = len(found) if stream else loader["samples"], len({*found})
-    batch = loader["batch"] or max(map(len, rows))
+        share = [sample for row in rows for sample in row]
+        if own and len({*share}) < len(share):
+            raise NotChecked("a sampler of the script's own draws samples repeatedly")
+        found += share
+    count, batch = len({*found}), loader["batch"] or max(map(len, rows))
+    total = len(found) if stream or own else loader["samples"]
     if total - count >= max(job.world_size * batch, 0.02 * total):
         what = f"in epoch 0 the ranks take {len(found)} samples, {count} different ones"
-        yield what + f" of {total}" * (not stream), loader["place"]
+        yield what + f" of {total}" * (total != len(found)), loader["place"]
 
 
 @check(WRONG, "datasets_differ", read=16)
@@ -775,7 +779,9 @@ def eval_mode(job):
                 yield what, one["place"]
 
 
-@check(WRONG, "datasets_differ", read=16)
+@check(
+    WRONG, "datasets_differ weights_differ learning_rates_differ not_averaged", read=16
+)
 def wrong_accuracy(job):
     """A printed accuracy counts each validation sample once.
 
@@ -784,7 +790,8 @@ def wrong_accuracy(job):
 
     Right if: the line is meant for one rank's samples.
     """
-    names, places, known, passes = Counter(), {}, False, validations(job)
+    names, places, order = Counter(), {}, {}
+    known, passes = False, validations(job)
     for number, records in enumerate(passes):
         following = [
             x for x in passes[number + 1 :] if x[0]["step"] == records[0]["step"]
@@ -799,15 +806,15 @@ def wrong_accuracy(job):
             known = True
             continue
         until = following[0][0]["time"] if following else float("inf")
-        matches = {}  # of the last line that matches
+        matches = {}
         for line, value, gap, scale in found:
             fit = [name for name, x in others.items() if abs(value - scale * x) <= gap]
-            if fit and line["time"] < until:
-                matches = {name: (line, value, scale * right) for name in fit}
+            if line["time"] < until:
+                matches |= {name: (line, value, scale * right) for name in fit}
         names.update(matches.keys())
-        places = {**matches, **places}
+        places, order = {**matches, **places}, {**order, **others}
     if names:  # the mistake that explains most validations
-        name = max(places, key=names.__getitem__)
+        name = max(order, key=names.__getitem__)
         line, value, true = places[name]
         what = f"rank {line['rank']} prints {value:g}, {name}"
         own = {"level": RISK if "only" in name else WRONG}
@@ -932,7 +939,7 @@ def several_save(job):
     Save on rank 0 only.
     """
     paths = {}
-    for one in saves(job, "path"):
+    for one in [*saves(job, "path"), *job.of("rename")]:
         paths.setdefault(one["path"], {})[one["rank"]] = one["place"]
     for path, ranks in paths.items():
         if len(ranks) > 1:
@@ -1194,13 +1201,9 @@ def bottleneck(job):
         yield what, "", given
 
 
-def time_table(job: Job) -> Iterable[str]:
-    """Where the time of a step goes, a line for each rank."""
-    for process in job.processes:
-        try:
-            row = times(process)
-        except NotChecked:
-            return
-        wall = sum(row.values())
-        parts = ", ".join(f"{part} {row[part] / wall:.0%}" for part in row if row[part])
-        yield f"rank {process.rank}: {1000 * wall:.1f} ms a step: {parts}"
+def time_table(job: Job) -> dict[int, dict[str, float]]:
+    """By rank, seconds of a step by part; empty if too few steps were seen."""
+    try:
+        return {process.rank: times(process) for process in job.processes}
+    except NotChecked:
+        return {}

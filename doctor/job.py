@@ -94,7 +94,7 @@ def read(folder: Path) -> Job:
         with path.open("rb") as file, contextlib.suppress(EOFError, pickle.PickleError):
             while True:
                 records.append(pickle.load(file))
-        files[int(path.stem)] = records
+        files[path.name.removesuffix(".records")] = records
     found = {}
     for pid, records in files.items():
         kinds = {one["kind"] for one in records}

@@ -172,7 +172,7 @@ class Watch:
         self.epoch = None
         self.depth, self.collective, self.seeds, self.line = 0, None, None, ""
         self.step_loader, self.undecided, self.predicted = None, None, None
-        self.optimizer, self.batch = None, (None, None)
+        self.optimizer, self.batch, self.saved = None, (None, None), set()
         self.last_gradient, self.network_began, self.syncs = 0.0, 0.0, Counter()
         self.new_step()
 
@@ -195,12 +195,13 @@ class Watch:
         if self.written[kind] >= LIMITS.get(kind, 10**9):
             return
         if self.file is None:
-            path = f"{os.environ['DOCTOR_FOLDER']}/{self.pid}.records"
+            host = os.uname().nodename  # several may write to a shared folder
+            path = f"{os.environ['DOCTOR_FOLDER']}/{host}-{self.pid}.records"
             self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             parent = multiprocessing.parent_process()  # also under a fork server
             parent = parent.pid if parent else os.getppid()
             given = {name: os.environ.get(name) for name in GIVEN}
-            self.write("start", parent=parent, environment=given)
+            self.write("start", parent=f"{host}-{parent}", environment=given)
         self.written[kind] += 1
         record = {"kind": kind, "time": time.time(), "step": self.steps, **fields}
         os.write(self.file, pickle.dumps(record))
@@ -376,14 +377,15 @@ class Watch:
     def evaluation(self, module: nn.Module, outputs) -> None:
         """Write which samples a validation batch gets right."""
         logits = getattr(outputs, "logits", outputs)
-        logits = logits[0] if isinstance(logits, (tuple, list)) and logits else logits
+        tensors = [x for x in tree_leaves(logits) if isinstance(x, Tensor)]
+        logits = next((x for x in tensors if x.dim() == 2 and x.size(1) > 1), None)
         fields = {key: self.epoch and self.epoch[key] for key in ("loader", "epoch")}
         fields |= {"training": module.training, "network": type(module).__name__}
         fields |= {"grad": torch.is_grad_enabled(), "place": place()}
         modes = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
         fields["stateful"] = any(isinstance(one, modes) for one in module.modules())
         (labels, indices), hits, self.predicted = self.batch, {}, None
-        if isinstance(logits, Tensor) and logits.dim() == 2 and logits.size(1) > 1:
+        if logits is not None:
             classes = logits.detach().argmax(1)
             if labels is not None and len(labels) == len(classes):
                 right = bytes((classes.cpu() == labels.cpu()).tolist())
@@ -605,7 +607,13 @@ class Watch:
         fields["counts"] = any(isinstance(one, int) for one in given)
         fields["there"] = named and os.path.exists(path)
         self.write("save", path=path, **fields, place=place())
+        self.saved.add(path)
         return call(content, file, *args, **kwargs)
+
+    def rename(self, call, old, new, **kwargs):
+        if os.path.abspath(old) in self.saved:
+            self.write("rename", path=os.path.abspath(new), place=place())
+        return call(old, new, **kwargs)
 
     def schedule(self, call, scheduler, *args, **kwargs):
         call(scheduler, *args, **kwargs)
@@ -736,6 +744,8 @@ def torch_is_there() -> None:
         (torch, "manual_seed", w.seed),
         (random, "seed", w.seed),
         (torch, "save", w.save),
+        (os, "replace", w.rename),
+        (os, "rename", w.rename),
         (LRScheduler, "__init__", w.schedule),
         (sys.stdout, "write", w.stream),
         (sys.stderr, "write", w.stream),

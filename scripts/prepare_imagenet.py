@@ -1,51 +1,115 @@
-"""Unpack the official ILSVRC2012 archives to train/CLASS/*.JPEG and val/CLASS/*.JPEG.
+"""Sort ImageNet's images into train/CLASS/*.JPEG and val/CLASS/*.JPEG.
 
     python -m scripts.prepare_imagenet ARCHIVES TARGET    # what the .sh runs
 
-torchvision compares each archive with its official checksum, then unpacks it.
+ARCHIVES has the official archives, whose checksums torchvision compares, or Hugging
+Face's parquet or tar.gz files, whose labels are compared and whose images are counted.
 """
 
+import re
 import shutil
 import sys
 import tarfile
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from torchvision.datasets import imagenet
 
 from common.errors import UserError, one_line_errors
 
+HUGGING_FACE = {
+    "val": ("validation-*.parquet", "val_images.tar.gz"),
+    "train": ("train-*.parquet", "train_images_*.tar.gz"),
+}
+COUNTS = {"val": 50_000, "train": 1_281_167}
 
-def unpack(archives: Path, target: Path) -> None:
+
+def find(source: Path, names: tuple[str, ...]) -> list[Path]:
+    """Return the files with the first name that is in `source` or its folder data."""
+    for pattern in (*names, *(f"data/{name}" for name in names)):
+        if files := sorted(source.glob(pattern)):
+            return files
+    return []
+
+
+def images(file: Path) -> Iterator[tuple[str, bytes, int | None]]:
+    """Yield the name, the content and, from parquet, the label of each image."""
+    if file.suffix == ".parquet":
+        from pyarrow.parquet import ParquetFile
+
+        for batch in ParquetFile(file).iter_batches(100):
+            for row in batch.to_pylist():
+                yield row["image"]["path"], row["image"]["bytes"], row["label"]
+    else:
+        with tarfile.open(file, "r|gz") as archive:
+            for member in filter(tarfile.TarInfo.isfile, archive):
+                yield member.name, archive.extractfile(member).read(), None
+
+
+def sort(part: str, files: list[Path], folder: Path) -> None:
+    """Write Hugging Face's images under the names that the official archives have.
+
+    A name ends with the class: n01440764_18_n01440764.JPEG. Nothing else in the files
+    names a class: a label is a position in the sorted list of classes.
+    """
+    found = set()
+    for file in files:
+        for name, content, label in images(file):
+            match = re.fullmatch(r"(?:.*/)?(\w+)_(n\d{8})\.JPEG", str(name))
+            if not match:
+                raise UserError(f"{file}: the name {name} does not end with a class")
+            path = folder / match[2] / f"{match[1]}.JPEG"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+            found.add((label, match[2]))
+    classes = sorted({name for _, name in found})
+    if found not in (set(enumerate(classes)), {(None, name) for name in classes}):
+        raise UserError(f"{file}: the labels do not number the sorted classes")
+    count = sum(1 for _ in folder.glob("*/*"))
+    if count != COUNTS[part]:
+        wanted = f"{COUNTS[part]}; download {' or '.join(HUGGING_FACE[part])} again"
+        raise UserError(f"{count} images in the {part} files instead of {wanted}")
+
+
+def unpack(source: Path, target: Path) -> None:
     """Unpack both parts, except a part that `target` already contains.
 
     Raises:
-        UserError: an archive is missing or damaged, SciPy is missing, or writing fails.
+        UserError: files or a package are missing, files are damaged, or writing fails.
     """
-    names = {key: name for key, (name, _) in imagenet.ARCHIVE_META.items()}
-    paths = {key: (archives / name).resolve() for key, name in names.items()}
-    for path in paths.values():
-        if not path.is_file():
-            raise UserError(f"{path} is missing; download it from image-net.org")
+    files = {part: find(source, names) for part, names in HUGGING_FACE.items()}
+    official = not any(files.values())
+    for part, (name, _) in imagenet.ARCHIVE_META.items() if official else ():
+        files[part] = (source / name).resolve()
+        if not files[part].is_file():
+            raise UserError(f"{files[part]} is missing; download it from image-net.org")
     try:
-        path = paths["devkit"]
         target.mkdir(parents=True, exist_ok=True)
-        imagenet.parse_devkit_archive(target, path)  # writes TARGET/meta.bin
+        if official:
+            path = files["devkit"]
+            imagenet.parse_devkit_archive(target, path)  # writes TARGET/meta.bin
         for part in ("val", "train"):
-            parse = getattr(imagenet, f"parse_{part}_archive")
-            path, folder = paths[part], target / part
+            folder, partial = target / part, target / f"{part}.partial"
+            path = files[part] if official else source  # for the messages
             if not folder.exists():
-                print(f"checking and unpacking {path}", flush=True)
-                partial = target / f"{part}.partial"
+                print(f"checking and unpacking {part} from {path}", flush=True)
                 shutil.rmtree(partial, ignore_errors=True)
-                parse(target, path, folder=partial.name)
+                if official:
+                    parse = getattr(imagenet, f"parse_{part}_archive")
+                    parse(target, path, folder=partial.name)
+                else:
+                    sort(part, files[part], partial)
                 partial.rename(folder)  # only now that it is complete
             print(f"{folder}: {sum(1 for _ in folder.glob('*/*'))} images", flush=True)
-    except ImportError:
-        raise UserError("the labels are read with SciPy: pip install scipy") from None
+    except ImportError as error:
+        package = "scipy" if official else "pyarrow"
+        install = f"{sys.executable} -m pip install {package}"
+        raise UserError(f"{error}; run {install}") from None
     except RuntimeError:  # torchvision's error for a wrong checksum
         raise UserError(f"{path} is damaged; download it again") from None
-    except (OSError, tarfile.TarError) as error:
-        raise UserError(f"cannot unpack {path} to {target}: {error}") from None
+    except (OSError, tarfile.TarError, EOFError, zlib.error, ValueError, KeyError) as e:
+        raise UserError(f"cannot unpack {path} to {target}: {e}") from None
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Unpack the official ILSVRC2012 archives into the folders that the scripts read:
-#   bash scripts/prepare_imagenet.sh ARCHIVES TARGET
+# Sort ImageNet's images into the folders that the scripts read (150 GB):
+#   bash scripts/prepare_imagenet.sh ARCHIVES TARGET     # writes TARGET/{train,val}/CLASS/*.JPEG
 #
-# ARCHIVES contains ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and ILSVRC2012_devkit_t12.tar.gz
-# from https://image-net.org/download. TARGET gets train/CLASS/*.JPEG and val/CLASS/*.JPEG (150 GB). If
-# you interrupt the script, run it again: it repeats only the part (train or val) that it was unpacking.
+# ARCHIVES has ILSVRC2012_img_{train,val}.tar and ILSVRC2012_devkit_t12.tar.gz (image-net.org/download), or
+# Hugging Face's ILSVRC/imagenet-1k: {train,validation}-*.parquet (needs pyarrow) or the older
+# {train_images_*,val_images}.tar.gz. To continue after an interruption, run it again.
 set -euo pipefail
 ROOT=$(dirname "$(dirname "$(realpath "$0")")")
 source "$ROOT/scripts/setup.sh"

@@ -11,11 +11,12 @@ fail() {
     echo "$(basename "$0"): error: $*" >&2
     exit 2
 }
+[ "$(uname -s)" = Linux ] || fail "this needs Linux (on Windows: WSL2)"
 
 # set_up REQUIREMENTS...: sets PYTHON to an interpreter that has all of these packages. If PYTHON is
 # already set, it installs nothing. Otherwise it creates .venv, with uv if available, or else with pip.
 set_up() {
-    local file files=() marker modules=torch,torchvision,torchcodec python
+    local file files=() marker modules=torch,torchvision,numpy,PIL python
     for file in "$@"; do files+=(-r "$ROOT/$file"); done
     if [ -n "${PYTHON:-}" ]; then
         python=$(command -v "$PYTHON") || fail "PYTHON=$PYTHON is not an interpreter"
@@ -32,15 +33,19 @@ set_up() {
     marker=$ROOT/.venv/installed-$(cat "$ROOT"/requirements.txt "$ROOT"/requirements/* - <<<"$*" | cksum | cut -d' ' -f1)
     [ ! -e "$marker" ] || return 0
 
-    for python in python3 python3.13 python3.12 python3.11 python3.10 ""; do # those with PyTorch wheels
-        "${python:-true}" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && break
+    for python in python3 python3.14 python3.13 python3.12 python3.11 python3.10 ""; do # those with PyTorch wheels
+        "${python:-true}" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null && break
     done
-    [ -n "$python" ] || fail "no Python 3.10 to 3.13 found; install one, or set PYTHON"
+    [ -n "$python" ] || fail "no Python 3.10 to 3.14 found; install one, or set PYTHON"
     echo "setting up $ROOT/.venv with $("$python" --version)"
     files+=(-c "$ROOT/requirements/constraints.txt")
     if command -v uv >/dev/null; then
         [ -x "$PYTHON" ] || uv venv --quiet --seed --python "$python" "$ROOT/.venv"
-        uv pip install --quiet --python "$PYTHON" "${files[@]}"
+        # The wheel for this GPU, driver or CPU, from PyTorch's own index
+        uv pip install --quiet --python "$PYTHON" --torch-backend=auto "${files[@]}" 2>/dev/null || {
+            echo "PyTorch's own index does not answer: installing its ordinary wheel"
+            uv pip install --quiet --python "$PYTHON" "${files[@]}"
+        }
     else
         # A failed attempt may have left a venv without pip
         "$PYTHON" -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear "$ROOT/.venv" ||

@@ -56,8 +56,6 @@ TOGETHER = {
 }
 # Mistakes that it does not see yet
 UNSEEN = {
-    "summed weights",
-    "no average after the last step",
     "each process draws its own order",
     "a loss times the number of processes",
     "accelerate gathers the repeated samples too",

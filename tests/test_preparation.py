@@ -1,9 +1,11 @@
 """Data sets: the sample and ImageNet's archives."""
 
 import hashlib
+import importlib
 import io
-import re
+import os
 import shutil
+import sys
 import tarfile
 
 import numpy
@@ -12,7 +14,7 @@ from PIL import Image
 from torchvision.datasets import imagenet
 
 from common.errors import UserError, one_line_errors
-from scripts import sample_data
+from scripts import prepare_imagenet, sample_data
 from scripts.prepare_imagenet import main, unpack
 
 CLASSES = ("n01440764", "n01443537", "n02119789")
@@ -82,20 +84,73 @@ def test_archives_become_folders_and_a_second_time_what_is_missing(archives, tmp
     assert found == {**files, kept: b"kept"}
 
 
-def test_what_cannot_be_unpacked_is_one_line(archives, tmp_path, monkeypatch, capsys):
-    val, new = archives / "ILSVRC2012_img_val.tar", tmp_path / "new"
-    content = val.read_bytes()
-    for act, reason in (
-        (lambda: val.write_bytes(content[:-9]), "val.tar is damaged; download it"),
-        (lambda: val.unlink(), "img_val.tar is missing; download it from image-net"),
-    ):
+def refuse(source, acts, monkeypatch, capsys):
+    """After each act, unpacking is one line with its reason."""
+    new = source.parent / "new"
+    monkeypatch.setattr("sys.argv", ["x.py", str(source), str(new)])
+    for act, reason in acts:
         act()
-        monkeypatch.setattr("sys.argv", ["x.py", str(archives), str(new)])
         with pytest.raises(SystemExit) as ended, one_line_errors():
             main()
         printed = capsys.readouterr().err
         assert ended.value.code == 2 and printed.count("\n") == 1
-        assert re.search(reason, printed) and not (new / "val").exists()
+        assert reason in printed and not (new / "val").exists()
+
+
+def test_what_cannot_be_unpacked_is_one_line(archives, monkeypatch, capsys):
+    val = archives / "ILSVRC2012_img_val.tar"
+    acts = [(lambda: os.truncate(val, 9999), "val.tar is damaged; download it")]
+    acts += [(val.unlink, "img_val.tar is missing; download it from image-net")]
+    refuse(archives, acts, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        "train-0-of-2.parquet train-1-of-2.parquet validation-0-of-1.parquet",
+        "train_images_0.tar.gz train_images_1.tar.gz val_images.tar.gz",
+    ],
+)
+def test_hugging_faces_files(files, archives, tmp_path, monkeypatch, capsys):
+    """They become the same folders, or one line if something is wrong with them."""
+    monkeypatch.setattr(prepare_imagenet, "COUNTS", {"train": 12, "val": 6})
+    old, new, data = (tmp_path / name for name in ("old", "good", "hub/data"))
+    unpack(archives, old)
+    data.mkdir(parents=True)
+    files = [data / file for file in files.split()]
+    arrow = files[0].suffix == ".parquet" and pytest.importorskip("pyarrow")
+
+    def write(name="{0.stem}_{0.parent.name}.JPEG", classes=CLASSES):
+        train = sorted(old.glob("train/*/*"), key=lambda path: path.stem[::-1])
+        parts = train[::2], train[1::2], [*old.glob("val/*/*")]
+        for file, paths in zip(files, parts, strict=True):
+            images = {name.format(path): path.read_bytes() for path in paths}
+            if arrow:
+                rows = [{"bytes": images[path], "path": path} for path in images]
+                labels = [classes.index(path.parent.name) for path in paths]
+                table = arrow.table({"image": rows, "label": labels})
+                importlib.import_module("pyarrow.parquet").write_table(table, file)
+            else:
+                file.write_bytes(archive(images, "w:gz"))
+
+    write()
+    unpack(data.parent, new)
+    wanted, found = (
+        {path.relative_to(root): path.read_bytes() for path in root.rglob("*.JPEG")}
+        for root in (old, new)
+    )
+    assert found == wanted and len(found) == 18
+
+    acts = [(lambda: write("{0.stem}.JPEG"), "JPEG does not end with a class")]
+    if arrow:
+        acts += [(lambda: write(classes=CLASSES[::-1]), "labels do not number the")]
+    acts += [(lambda: (write(), os.truncate(files[-1], 400)), "cannot unpack ")]
+    acts += [(files[-1].unlink, "0 images in the val files instead of 6; download")]
+    refuse(data.parent, acts, monkeypatch, capsys)
+    if arrow:
+        write()
+        monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+        refuse(data.parent, [(int, "pip install pyarrow\n")], monkeypatch, capsys)
 
 
 def test_sample_data_is_never_overwritten(digits, tmp_path, monkeypatch, capsys):

@@ -1,6 +1,7 @@
 """The model of docs/scaling.md and its tables."""
 
 import json
+import re
 
 import pytest
 import torch.distributed as dist
@@ -26,6 +27,23 @@ def test_hosts_by_hand():
     assert hosts(gpus_per_host=1).all_reduce(4) == pytest.approx(between)
     with pytest.raises(ValueError, match="12 GPUs do not fill hosts of 8"):
         hosts().all_reduce(12)
+
+
+def test_a_pause_takes_as_long_with_any_number_of_gpus():
+    paused, reduce = hosts(pause=3.0, epoch=100 * 256), hosts().all_reduce(32)
+    alone, weak = 100 * 0.1 + 3, 100 / 32 * (0.1 + reduce) + 3
+    assert paused.weak(32).low == pytest.approx(alone / weak / 32)
+    strong = 100 * (0.1 / 32 + reduce) + 3  # a step for each of one GPU's
+    assert paused.strong(32, 256).low == pytest.approx(alone / strong / 32)
+
+
+def test_the_page_has_the_figures_of_the_model():
+    page = (ROOT / "docs" / "speed.md").read_text()
+    for images, one, eight, _ in scaling.SYNTHETIC.values():
+        assert f" | {images:,} | {one:,} | {eight:,} | {eight / one:.2f} | " in page
+    for gpus, seconds in scaling.KEMPNER.items():
+        share = scaling.KEMPNER[1] / seconds / gpus
+        assert re.search(rf"\| {gpus} \|.* {seconds:,} \| {share:.1%} \| ", page)
 
 
 def test_buckets_are_those_of_ddp():

@@ -1,7 +1,9 @@
 """deploy/: manifests and Dockerfile, without cluster and daemon."""
 
 import re
+from itertools import chain
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -10,6 +12,7 @@ from dockerfile_parse import DockerfileParser
 
 pytestmark = pytest.mark.cluster
 
+MANIFESTS = ("torchrun.yaml", "trainjob.yaml", "trainjob-horovod.yaml")
 VERSIONS = ("1.33", "1.37")  # the oldest that has all that is used, and a new one
 
 
@@ -17,26 +20,28 @@ def documents(name):
     return list(yaml.safe_load_all((ROOT / "deploy/kubernetes" / name).read_text()))
 
 
-def replicas():
-    """The MPIJob's own part, as launcher and worker."""
-    (job,) = documents("mpijob.yaml")
-    parts = job["spec"]["mpiReplicaSpecs"]
-    return job["spec"], parts["Launcher"], parts["Worker"]
-
-
 def container(template):
     (only,) = template["template"]["spec"]["containers"]
     return only
 
 
+def pods(node):
+    """All pods in a document: those of a Job, a TrainingRuntime, or a TrainJob's patches."""
+    if "containers" in node:
+        yield {"apiVersion": "v1", "kind": "PodTemplate", "template": {"spec": node}}
+    for part in node.values() if isinstance(node, dict) else node:
+        yield from pods(part) if isinstance(part, dict | list) else ()
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_manifests_fit_the_schemas(version):
-    """The MPIJob's own keys have no published schema; its pods have."""
-    for document in documents("torchrun.yaml"):
-        kubernetes_validate.validate(document, version, strict=True)
-    for part in replicas()[1:]:
-        pod = {"apiVersion": "v1", "kind": "PodTemplate", "template": part["template"]}
-        kubernetes_validate.validate(pod, version, strict=True)
+    """Trainer's part of them is compared with our excerpt, trainer.yaml."""
+    ours = yaml.safe_load((ROOT / "tests/cluster/trainer.yaml").read_text())
+    for document in chain(*map(documents, MANIFESTS)):
+        if document["kind"] in ours:
+            jsonschema.validate(document, ours[document["kind"]])
+        for one in pods(document) if document["kind"] in ours else [document]:
+            kubernetes_validate.validate(one, version, strict=True)
 
 
 def test_names_and_numbers_agree():
@@ -52,11 +57,17 @@ def test_names_and_numbers_agree():
     assert nodes == job["spec"]["parallelism"] == int(flags["nnodes"])
     limits = trainer["resources"]["limits"]
     assert limits["nvidia.com/gpu"] == flags["nproc-per-node"]
-    spec, launcher, worker = replicas()
-    words, slots = container(launcher)["args"], spec["slotsPerWorker"]
-    assert int(words[words.index("-np") + 1]) == slots * worker["replicas"]
-    limits = container(worker)["resources"]["limits"]
-    assert limits["nvidia.com/gpu"] == str(slots)
+    for name in MANIFESTS[1:]:
+        policy, *runtimes, job = documents(name)
+        trainer, (pod, *_) = job["spec"]["trainer"], pods([*runtimes, job])
+        labels = {"jobset.sigs.k8s.io/jobset-name": job["metadata"]["name"]}
+        assert policy["spec"]["podSelector"]["matchLabels"] == labels
+        limits = trainer.get("resourcesPerNode") or container(pod)["resources"]
+        processes = trainer["numProcPerNode"]
+        assert limits["limits"]["nvidia.com/gpu"] == str(processes)
+        for runtime in runtimes:
+            assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+            assert trainer["args"][1] == str(processes * trainer["numNodes"])
 
 
 def test_the_image_has_what_the_scripts_need(tmp_path):

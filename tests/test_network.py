@@ -1,0 +1,90 @@
+"""scripts/network.py: its figures follow from each other, and it names a slow link."""
+
+import re
+import sys
+from itertools import combinations
+
+import pytest
+from cluster.hosts import hosts_missing
+from conftest import run
+
+from scripts import network
+
+# The switch, number 0, sends only 100 Mbit/s to the last of three hosts
+HOSTS = """
+export GLOO_SOCKET_IFNAME=eth0 CUDA_VISIBLE_DEVICES= net=network$$
+trap 'for n in 0 1 2 3; do ip netns delete $net-$n; done' EXIT
+ip netns add $net-0
+ip -n $net-0 link add bridge up type bridge
+for n in 1 2 3; do
+    ip netns add $net-$n
+    ip link add eth0 netns $net-$n type veth peer name eth$n netns $net-0
+    ip -n $net-0 link set eth$n master bridge up
+    ip -n $net-$n addr add 10.78.0.$n/24 dev eth0
+    for link in lo eth0; do ip -n $net-$n link set $link up; done
+done
+tc -n $net-0 qdisc add dev eth3 root tbf rate 100mbit burst 256kb latency 1s
+fewer="from scripts import network as n; n.SIZES, n.PAIR = n.SIZES[:6], 2**21; n.main()"
+torchrun="torchrun --nnodes 3 --master-addr 10.78.0.1 --no-python --node-rank"
+for n in 1 2 3; do
+    job="hostname host$n; exec $torchrun $((n - 1)) python -c '$fewer'"
+    timeout 120 ip netns exec $net-$n unshare --uts sh -c "$job" &
+done
+for job in $(jobs -p); do wait $job; done
+"""
+LINKS = {"": "No link is", "ab": "link: a - b.", "ad bd cd": "that of d,"}
+WRONG = {"": "a launcher: torchrun ", "=x": "float value: 'x'", "=0": "be a positive"}
+MISSING = hosts_missing()
+
+
+def check(text, sizes, count):
+    """What `count` processes have printed, and what they had to."""
+    rows = re.findall(r"^ *([\d,]+) +([\d.]+) +([\d.]+) +([\d.]+)$", text, re.M)
+    rows = [[float(word.replace(",", "")) for word in row] for row in rows]
+    assert [row[0] for row in rows] == sizes
+    for size, ms, algbw, busbw in rows:
+        assert algbw == pytest.approx(size / ms / 1e6, rel=0.01, abs=6e-4)
+        assert busbw == pytest.approx(algbw * 2 * (count - 1) / count, abs=1.3e-3)
+    latency, bandwidth = network.fit({size: ms / 1e3 for size, ms, _, _ in rows})
+    for millions, ms in re.findall(r" ([\d.]+) million .*: (.*) ms", text):
+        seconds = network.predict(float(millions) * 1e6, latency, bandwidth)
+        assert float(ms.replace(",", "")) == pytest.approx(1e3 * seconds, rel=0.02)
+
+
+def test_two_processes_measure_and_predict():
+    command = "torchrun --standalone --nproc-per-node 2 scripts/network.py"
+    ended = run(*command.split(), "--parameters=7e6", CUDA_VISIBLE_DEVICES="")
+    assert ended.returncode == 0, ended.stderr
+    check(ended.stdout, [2**n for n in range(10, 29, 2)], 2)
+    assert "your model, 7.0 million" in ended.stdout and "ResNet-50, " in ended.stdout
+
+
+def test_fit_busbw_and_prediction_of_a_known_network():
+    times = {size: 2e-4 + size / 3e9 for size in network.SIZES}
+    assert network.fit(times) == pytest.approx((2e-4, 3e9))
+    assert network.bandwidths(8000, 2, 4) == (4000, 6000)
+    assert network.predict(25.6e6, 1, 1e9) == pytest.approx(4.1024)  # 4 buckets
+
+
+@pytest.mark.parametrize("slow", LINKS)
+def test_a_link_is_named_if_it_is_clearly_slower(slow):
+    speeds = dict.fromkeys(combinations("abcd", 2), 9e8) | {("a", "c"): 8e8}
+    speeds |= {(one, other): 5e8 for one, other in slow.split()}
+    assert LINKS[slow] in network.slowest_link(speeds)
+
+
+@pytest.mark.parametrize("value", WRONG)
+def test_wrong_input_is_one_line(value):
+    flags = [f"--parameters{value}"] if value else []
+    ended = run(sys.executable, "scripts/network.py", *flags)
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
+    assert WRONG[value] in ended.stderr and not ended.stdout
+
+
+@pytest.mark.cluster
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+def test_the_host_with_a_slow_link_is_named():
+    ended = run("bash", "-ec", HOSTS)
+    assert ended.returncode == 0, ended.stderr
+    check(ended.stdout, network.SIZES[:6], 3)
+    assert "rank 2: host3, CPU" in ended.stdout and "that of host3," in ended.stdout
