@@ -365,15 +365,15 @@ def datasets_differ(job):
         loaders = job.loaders(number)
         if len(loaders) < len(job.processes):
             continue
-        first, samplers = loaders[0], {one["sampler"] for one in loaders}
+        first, divided = loaders[0], all(one["divided"] for one in loaders)
         if len({one["data"] for one in loaders}) > 1:
-            if samplers == {"DistributedSampler"}:
+            if divided:
                 what = f"{first['type']} has other samples on each rank, and "
-                yield what + "DistributedSampler takes a part of them", first["place"]
+                yield what + "each rank's sampler takes a part of them", first["place"]
         elif len({one["subset"] for one in loaders}) > 1:
-            if samplers == {"DistributedSampler"}:
+            if divided:
                 what = f"each rank has another part of {first['type']}, with "
-                what += f"{first['samples']} samples, and DistributedSampler divides it"
+                what += f"{first['samples']} samples, and a sampler divides it again"
                 yield what, first["place"]
 
 

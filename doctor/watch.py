@@ -121,7 +121,8 @@ def signature(value, depth: int = 0) -> object:
         inner = value[:: max(1, len(value) // 16)]
     else:
         # A rank, or a path, may differ
-        fields = sorted(getattr(value, "__dict__", {}).items())
+        fields = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+        fields = sorted(fields.items(), key=str)
         inner = [one for _, one in fields if not isinstance(one, (int, float, str))]
     return found + [signature(one, depth + 1) for one in inner]
 
@@ -451,6 +452,8 @@ class Watch:
                 found[name] = len(one)
         random = "Random" in type(sampler).__name__
         found["shuffle"] = getattr(sampler, "shuffle", random)
+        kinds = {type(one).__name__ for one in (sampler, loader.batch_sampler)}
+        found["divided"] = bool(kinds & {"DistributedSampler", "BatchSamplerShard"})
         found["replacement"] = getattr(sampler, "replacement", False)
         found |= {"sampler": type(sampler).__name__, "type": type(base).__name__}
         found |= {"batch": loader.batch_size, "pinned": loader.pin_memory}

@@ -58,9 +58,9 @@ TOGETHER = {
 UNSEEN = {
     "each process draws its own order",
     "a loss times the number of processes",
-    "accelerate gathers the repeated samples too",
-    "accelerate gathers after the loop",
     "the accuracy of rank 0's samples",
+    "Trainer trains with the validation samples",
+    "Trainer saves the weights only",
     "Lightning's sampler repeats a validation sample",
     "the counts are averaged",
     "each process skips its own bad batches",
