@@ -986,10 +986,10 @@ def no_optimizer(job):
 
     Save optimizer.state_dict(), too, and load it.
 
-    Right if: nobody resumes from it, or the optimizer has no state.
+    Right if: nobody resumes from it.
     """
     for one in saves(job, "weights"):
-        if one["counts"] and not one["optimizer"]:
+        if one["counts"] and one["state"] and not one["optimizer"]:
             name = os.path.basename(one["path"] or "a file")
             what = (
                 f"{name} has weights and a number of epochs or steps, but no optimizer"

@@ -601,6 +601,8 @@ class Watch:
             "weights": bool(names),
             "optimizer": any("param_groups" in x for x in dicts),
         }
+        kept = self.optimizer.state.values() if self.optimizer else ()
+        fields["state"] = any(torch.is_tensor(v) for one in kept for v in one.values())
         fields["wrapped"] = any(
             all(str(name).startswith(("module.", "_orig_mod.")) for name in one)
             for one in names
