@@ -209,8 +209,8 @@ class Watch:
 
     # --- steps ---
 
-    def add_param_group(self, call, optimizer, group) -> None:
-        call(optimizer, group)
+    def add_param_group(self, call, optimizer, param_group) -> None:
+        call(optimizer, param_group)
         for weight in whole(w for one in optimizer.param_groups for w in one["params"]):
             if (
                 id(weight) not in self.hooked
@@ -402,15 +402,16 @@ class Watch:
             hits["state"] = sample(tensors)
         self.write("evaluation", **fields, **hits)
 
-    def equal(self, call, one, other):
-        result = call(one, other)
-        if self.predicted and isinstance(other, Tensor) and isinstance(result, Tensor):
-            (classes, fields), sides = self.predicted, [one, other, result]
+    def equal(self, call, *args, **kwargs):
+        result = call(*args, **kwargs)
+        sides = [x for x in (*args, result) if isinstance(x, Tensor)]
+        if self.predicted and len(sides) == 3:
+            classes, fields = self.predicted
             if result.dim() == 2:  # of top-5, take the first row or column
                 rows = result.size(1) == len(classes)
                 sides = [x.expand_as(result) for x in sides]
                 sides = [x[0] if rows else x[:, 0] for x in sides]
-            if any(torch.equal(x, classes) for x in sides[:2]):
+            if any(x.tolist() == classes.tolist() for x in sides[:2]):
                 self.predicted, hits = None, bytes(sides[2].tolist())
                 self.write("evaluation", hits=hits, indices=None, **fields)
         return result
@@ -586,9 +587,9 @@ class Watch:
         self.rank, self.ticks = rank, self.ticks + 1
         self.write("rank", rank=rank, world_size=world_size)
 
-    def save(self, call, content, file, *args, **kwargs):
-        named = isinstance(file, (str, os.PathLike))
-        path = file if named else getattr(file, "name", None)
+    def save(self, call, obj, f, *args, **kwargs):
+        content, named = obj, isinstance(f, (str, os.PathLike))
+        path = f if named else getattr(f, "name", None)
         path = os.path.abspath(path) if isinstance(path, (str, os.PathLike)) else None
         parts, dicts = [content], []
         for one in parts:  # grows
@@ -613,12 +614,12 @@ class Watch:
         fields["there"] = named and os.path.exists(path)
         self.write("save", path=path, **fields, place=place())
         self.saved.add(path)
-        return call(content, file, *args, **kwargs)
+        return call(obj, f, *args, **kwargs)
 
-    def rename(self, call, old, new, **kwargs):
-        if os.path.abspath(old) in self.saved:
-            self.write("rename", path=os.path.abspath(new), place=place())
-        return call(old, new, **kwargs)
+    def rename(self, call, src, dst, **kwargs):
+        if os.path.abspath(src) in self.saved:
+            self.write("rename", path=os.path.abspath(dst), place=place())
+        return call(src, dst, **kwargs)
 
     def schedule(self, call, scheduler, *args, **kwargs):
         call(scheduler, *args, **kwargs)
@@ -723,7 +724,8 @@ def wrap(owner, name: str, method: Callable, *first) -> None:
         return method(*first, call, *args, **kwargs)
 
     wrapped._doctor = True
-    setattr(owner, name, wrapped)
+    with contextlib.suppress(AttributeError, TypeError):  # an unusual sys.stdout
+        setattr(owner, name, wrapped)
 
 
 def torch_is_there() -> None:
