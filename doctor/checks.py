@@ -136,7 +136,7 @@ def alike(lists: list, tolerance: float = 1e-3) -> bool:
 
 
 def is_factor(value: float, wanted: float) -> bool:
-    """Whether a number is another one but for rounding."""
+    """Whether two numbers are equal up to rounding."""
     return abs(value - wanted) <= 0.002 * abs(wanted)
 
 
@@ -333,7 +333,7 @@ def ends_with_an_error(job):
     read="11_hangs",
 )
 def hangs(job):
-    """The processes do not wait for each other for ever.
+    """No process waits for something that never comes.
 
     Find the call that one rank makes and another does not, or the batch that it has
     more.
@@ -507,7 +507,7 @@ def same_augmentation(job):
     several(job)
     rows, same = [], Counter()
     for process in job.processes:
-        seen, row = Counter(), {}  # loader processes begin anew in each epoch
+        seen, row = Counter(), {}  # each epoch starts new loader processes
         for one in sorted(process.fetches, key=lambda one: one["time"]):
             key = one["worker"], one["number"]
             seen[key] += 1

@@ -272,7 +272,7 @@ class Watch:
         self.inner, self.depth, self.steps = None, 0, self.steps + 1
         if self.steps == STEPS:
             self.write("syncs", places=dict(self.syncs.most_common(9)))
-        if self.steps == STEPS + TIMED:
+        if self.steps >= STEPS + TIMED:  # eval() has watched networks again
             for handle in [*self.handles, *self.hooks]:
                 handle.remove()
             self.handles, self.hooks = [], []
@@ -411,8 +411,9 @@ class Watch:
                 rows = result.size(1) == len(classes)
                 sides = [x.expand_as(result) for x in sides]
                 sides = [x[0] if rows else x[:, 0] for x in sides]
-            if any(x.tolist() == classes.tolist() for x in sides[:2]):
-                self.predicted, hits = None, bytes(sides[2].tolist())
+            sides = [x for x in sides if x.shape == classes.shape]
+            if any(x.tolist() == classes.tolist() for x in sides[:-1]):
+                self.predicted, hits = None, bytes(sides[-1].tolist())
                 self.write("evaluation", hits=hits, indices=None, **fields)
         return result
 
@@ -655,11 +656,10 @@ class Watch:
 
     def excepthook(self, call, kind, error, trace):
         if not issubclass(kind, (SystemExit, KeyboardInterrupt)):
-            frames = [frame for frame, _ in traceback.walk_tb(trace)]
             where, path = "", getattr(error, "filename", None)
             for frame, line in traceback.walk_tb(trace):
                 file = frame.f_code.co_filename
-                if not file.startswith((*NOT_THE_USERS, LIBRARY)) and frames:
+                if not file.startswith((*NOT_THE_USERS, LIBRARY)):
                     where = f"{os.path.relpath(file)}:{line}"
             text = f"{kind.__name__}: {error}"[:2000]
             self.write("error", text=text, place=where, path=str(path or ""))

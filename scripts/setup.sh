@@ -23,7 +23,7 @@ set_up() {
         case $python in /*) PYTHON=$python ;; *) PYTHON=$PWD/$python ;; esac
         echo "using $PYTHON without installing anything"
         case "$*" in *report.txt*) modules+=,scipy ;; esac
-        case "$*" in *test.txt*) modules+=,pytest,xdist ;; esac
+        case "$*" in *test.txt*) modules+=,pytest,xdist,torchcodec ;; esac
         "$PYTHON" -c "import $modules" 2>/dev/null ||
             fail "$PYTHON lacks some requirements; run $PYTHON -m pip install ${files[*]}"
         return
@@ -43,7 +43,7 @@ set_up() {
         [ -x "$PYTHON" ] || uv venv --quiet --seed --python "$python" "$ROOT/.venv"
         # The wheel for this GPU, driver or CPU, from PyTorch's own index
         uv pip install --quiet --python "$PYTHON" --torch-backend=auto "${files[@]}" 2>/dev/null || {
-            echo "PyTorch's own index does not answer: installing its ordinary wheel"
+            echo "uv cannot use PyTorch's own index: installing PyTorch's ordinary wheel"
             uv pip install --quiet --python "$PYTHON" "${files[@]}"
         }
     else
