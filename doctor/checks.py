@@ -480,10 +480,10 @@ def same_augmentation(job):
     ]
     need(both, "samples draw no random numbers of torch, random or NumPy")
     for calls in both:
-        # What is seeded for a sample decides
-        seeded = any(one["seeds"] for one in calls)
-        drawn = [{"seeds": x["seeds"]} if seeded else x["states"] for x in calls]
-        same.update(k for k, v in drawn[0].items() if all(x.get(k) == v for x in drawn))
+        states = [one["states"] for one in calls]
+        same.update(
+            k for k, v in states[0].items() if all(x.get(k) == v for x in states)
+        )
     names = [kind for kind, count in same.items() if count >= 0.9 * len(both)]
     if names:
         what = f"in {max(same.values())} of {len(both)} batches the random numbers of "
@@ -999,18 +999,6 @@ def same_gpu(job):
     local = job.processes[0].of("start")[0]["environment"].get("LOCAL_WORLD_SIZE")
     if len({*devices}) < len(devices) and local == str(len(devices)):
         yield f"the ranks use the GPUs {', '.join(map(str, devices))}", ""
-
-
-@check(SLOW, read="performance")
-def unpinned(job):
-    """Batches for a GPU come from pinned memory.
-
-    Use DataLoader(..., pin_memory=True) and .to(device, non_blocking=True).
-    """
-    need(gpus(job), "the job computes on the CPU")
-    for one in training(job)[:1]:
-        if not one["pinned"]:
-            yield "the copies of the training batches wait", one["place"]
 
 
 PARTS = {  # of a step's time: how large it may be, and what to do then
