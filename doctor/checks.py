@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain, pairwise, zip_longest
+from itertools import chain, zip_longest
 from statistics import fmean
 
 from .job import Job, Process
@@ -118,9 +118,11 @@ def alike(lists: list, tolerance: float = 1e-3) -> bool:
     return all(len(x) == len(first) and near(first, x, tolerance) for x in lists)
 
 
-def widest(lists: list) -> str:
-    """The largest gap between numbers at the same place of lists."""
-    return f"{max(max(x) - min(x) for x in zip(*lists, strict=True)):.3g}"
+def gap(lists: list, tolerance: float) -> str:
+    """How far lists of numbers are apart; "" if they are alike."""
+    columns = [*zip(*lists, strict=True)]
+    apart = max((max(values) - min(values) for values in columns), default=0)
+    return "" if alike(lists, tolerance) else f"{apart:.3g}"
 
 
 def is_factor(value: float, wanted: float) -> bool:
@@ -339,13 +341,11 @@ def datasets_differ(job):
             continue
         if not all(one["divided"] for one in loaders):
             continue
-        what = f"{loaders[0]['type']}, with {loaders[0]['samples']} samples, "
-        if len({one["data"] for one in loaders}) > 1:
-            what += "has other samples on each rank, and a sampler divides them again"
-            yield what, loaders[0]["place"]
-        elif len({one["subset"] for one in loaders}) > 1:
-            what += "is another part on each rank, and a sampler divides it again"
-            yield what, loaders[0]["place"]
+        what = f"{loaders[0]['type']}, with {loaders[0]['samples']} samples, is "
+        for key, how in (("data", "another one"), ("subset", "another part")):
+            if len({one[key] for one in loaders}) > 1:
+                what += f"{how} on each rank, and a sampler divides it again"
+                yield what, loaders[0]["place"]
 
 
 @check(WRONG, "datasets_differ", read="04_batches")
@@ -369,10 +369,6 @@ def same_samples(job):
     same = [len({*batches}) == 1 for batches in zip(*rows, strict=False)]
     need(same, "the samples of the batches are not known")
     counts = [len({*chain(*row)}) for row in rows]
-    read = sum(map(len, rows[0]))
-    if key == "rows" and counts[0] < 0.6 * read:
-        what = f"an epoch of rank 0 has {read} samples, {counts[0]} different ones"
-        yield what + ": do all loader processes read all?", place
     if sum(same) >= 0.9 * len(same):
         what = f"{sum(same)} of the first {len(same)} batches are the same on all ranks"
         yield what, place
@@ -502,11 +498,10 @@ def weights_differ(job):
     """
     first = compared(job, "before")[0]
     before = [one["before"] for one in first]
-    if len({*map(len, before)}) > 1:
-        raise NotChecked("the ranks have optimizers of different sizes")
-    if not alike(before, 1e-6):
-        what = "before the first step the weights of the ranks differ by up to "
-        yield what + widest(before), first[0]["place"]
+    need(len({*map(len, before)}) == 1, "the ranks have optimizers of different sizes")
+    if apart := gap(before, 1e-6):
+        what = f"before the first step the weights of the ranks differ by up to {apart}"
+        yield what, first[0]["place"]
 
 
 @check(WRONG, read=11)
@@ -571,11 +566,6 @@ def summed(job):
     """
     found, steps = Counter(), compared(job, "gradients")
     size, place = job.world_size, steps[0][0]["place"]
-    for one, other in pairwise(job.steps("before")):  # local SGD
-        before, after = ([x["before"] for x in row] for row in (one, other))
-        if not alike(before, 1e-6) and alike(after, 1e-6):
-            if near([*map(sum, zip(*before, strict=True))], after[0], 0.2):
-                yield f"weights become the sum of the {size} ranks' weights", place
     for row in steps:
         ranks = zip(*(one["local"] for one in row), strict=True)
         local, own = [sum(values) / size for values in ranks], row[0]["gradients"]
@@ -652,15 +642,12 @@ def zero_gradients(job):
     weights: the cross-entropy of one output, for example, is always 0.
     """
     need(job.of("step"), "no optimizer took a step")
-    for process in job.processes:
-        optimizers = {}
-        for one in process.of("step"):
-            if "gradients" in one:
-                optimizers.setdefault(one["optimizer"], []).append(one)
-        for steps in optimizers.values():
-            if len(steps) > 1 and not any(any(one["gradients"]) for one in steps):
-                what = f"all gradients of rank {process.rank} are zero in {len(steps)}"
-                yield f"{what} steps", steps[0]["place"]
+    steps = [one for one in job.of("step") if "gradients" in one]
+    for rank, optimizer in sorted({(x["rank"], x["optimizer"]) for x in steps}):
+        own = [x for x in steps if (x["rank"], x["optimizer"]) == (rank, optimizer)]
+        if len(own) > 1 and not any(any(one["gradients"]) for one in own):
+            what = f"all gradients of rank {rank} are zero in {len(own)} steps"
+            yield what, own[0]["place"]
 
 
 # --- modes and metrics ---
@@ -810,9 +797,9 @@ def weights_differ_in_the_end(job):
     last = [process.of("step")[-1:] for process in job.processes]
     if len(weights) < len(last) or len({x.get("which") for y in last for x in y}) != 1:
         raise NotChecked("not every rank trained to its end, with the same weights")
-    if len({*map(len, weights)}) == 1 and not alike(weights, 1e-5):
-        what = "in the end the weights of the ranks differ by up to "
-        yield what + widest(weights), last[0][0]["place"]
+    if apart := len({*map(len, weights)}) == 1 and gap(weights, 1e-5):
+        what = f"in the end the weights of the ranks differ by up to {apart}"
+        yield what, last[0][0]["place"]
 
 
 # --- files ---

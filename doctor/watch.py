@@ -415,24 +415,15 @@ class Watch:
         epoch = {**which, "subsets": subsets, "count": 0, "ended": False}
         epoch["reads"] = deque(maxlen=8)  # the last batches, and whether they were used
         iterator.__dict__["_doctor_epoch"] = epoch
-        kinds = {type(one).__name__ for one in (sampler, loader.batch_sampler)}
-        random = "Random" in type(sampler).__name__
-        self.write(
-            "loader",
-            **which,
-            place=place(),
-            length=size(loader),
-            samples=size(loader.dataset),
-            shuffle=getattr(sampler, "shuffle", random),
-            divided=bool(kinds & {"DistributedSampler", "BatchSamplerShard"}),
-            replacement=getattr(sampler, "replacement", False),
-            sampler=type(sampler).__name__,
-            type=type(base).__name__,
-            batch=loader.batch_size,
-            pinned=loader.pin_memory,
-            data=digest(signature(base)),
-            subset=digest(signature(loader.dataset)),
-        )
+        found = {"type": type(base).__name__, "sampler": type(sampler).__name__}
+        found |= {"length": size(loader), "samples": size(loader.dataset)}
+        found |= {"batch": loader.batch_size, "data": digest(signature(base))}
+        found["subset"] = digest(signature(loader.dataset))
+        found["shuffle"] = getattr(sampler, "shuffle", "Random" in found["sampler"])
+        found["replacement"] = getattr(sampler, "replacement", False)
+        kinds = {found["sampler"], type(loader.batch_sampler).__name__}
+        found["divided"] = bool(kinds & {"DistributedSampler", "BatchSamplerShard"})
+        self.write("loader", **which, **found, place=place())
         return iterator
 
     def next_index(self, call, iterator):
@@ -541,20 +532,15 @@ class Watch:
         names = [[*map(str, one)] for one in found if is_state(one)]
         prefixes = "module.", "_orig_mod."
         wrapped = [all(one.startswith(prefixes) for one in own) for own in names]
+        fields = {"weights": bool(names), "wrapped": any(wrapped)}
+        fields["optimizer"] = any("param_groups" in one for one in found)
         kept = self.optimizer.state.values() if self.optimizer else ()
-        given = obj.values() if isinstance(obj, dict) else obj
-        given = given if isinstance(obj, (dict, list, tuple)) else ()
-        self.write(
-            "save",
-            path=path,
-            place=place(),
-            weights=bool(names),
-            wrapped=any(wrapped),
-            optimizer=any("param_groups" in one for one in found),
-            state=any(torch.is_tensor(v) for one in kept for v in one.values()),
-            counts=any(isinstance(one, int) for one in given),
-            there=named and os.path.exists(path),
-        )
+        fields["state"] = any(torch.is_tensor(v) for one in kept for v in one.values())
+        top = obj.values() if isinstance(obj, dict) else obj
+        top = top if isinstance(obj, (dict, list, tuple)) else ()
+        fields["counts"] = any(isinstance(one, int) for one in top)
+        fields["there"] = named and os.path.exists(path)
+        self.write("save", path=path, place=place(), **fields)
         return call(obj, f, *args, **kwargs)
 
     def schedule(self, call, scheduler, *args, **kwargs):
