@@ -168,15 +168,15 @@ def used(batches: list[dict]) -> set[int]:
 
 def same_inputs(job: Job) -> list[bool]:
     """For each forward pass of a step, whether all ranks get the same in all steps."""
-    steps = [
-        zip(*(x["inputs"] for x in row), strict=False) for row in job.steps("inputs")
-    ]
+    rows = [[one["inputs"] for one in row] for row in job.steps("inputs")]
+    steps = [zip(*row, strict=False) for row in rows]
     passes = zip(*steps, strict=False) if len(steps) > 2 else ()
     return [all(len({*digests}) == 1 for digests in one) for one in passes]
 
 
 # --- how the job ended ---
 
+ENDINGS = "port_in_use file_race collectives_differ batch_counts_differ"
 LOST = re.compile(
     r"onnection (closed|reset|refused)|roken pipe|recvValue failed|Socket Timeout|"
     r"Process(Raised|Exited)Exception|ChildFailedError|Horovod has been shut down|"
@@ -280,7 +280,7 @@ def collectives_differ(job):
             yield what, calls[0]["place"]
 
 
-@check(WRONG, "port_in_use file_race collectives_differ batch_counts_differ")
+@check(WRONG, ENDINGS)
 def ends_with_an_error(job):
     """No process ends with an error.
 
@@ -297,22 +297,17 @@ def ends_with_an_error(job):
         what = f"the command ends with status {job.status} and no Python error"
         if all(process.of("exit") for process in job.processes):  # or nearly so
             mend = (
-                "If 'terminate called' is above: Gloo's threads, see docs/pitfalls.md."
+                "Is 'terminate called' above? See Gloo's threads in docs/pitfalls.md."
             )
             yield f"{what}, after all ranks", "", {"level": NOTE, "mend": mend}
         yield what, ""
 
 
-@check(
-    WRONG,
-    "ends_with_an_error port_in_use file_race batch_counts_differ collectives_differ",
-    read="11_hangs",
-)
+@check(WRONG, f"{ENDINGS} ends_with_an_error", read="11_hangs")
 def hangs(job):
     """No process waits for something that never comes.
 
-    Find the call that one rank makes and another does not, or the batch that it has
-    more.
+    Find the call that one rank makes and another does not, or the batch it has more.
     """
     parts = []
     for process in job.processes:
@@ -458,10 +453,9 @@ def same_augmentation(job):
     """
     several(job)
     if True in (inputs := same_inputs(job)):
-        what = (
-            f"in all steps, forward pass {inputs.index(True) + 1} gets the same input"
-        )
-        yield f"{what} on all ranks, such as noise", job.of("step")[0]["place"]
+        what = f"in all steps, forward pass {inputs.index(True) + 1} gets the same "
+        what += "input on all ranks, such as noise"
+        yield what, job.of("step")[0]["place"]
     rows, same = [], Counter()
     for process in job.processes:
         seen, row = Counter(), {}  # each epoch starts new loader processes
@@ -469,17 +463,13 @@ def same_augmentation(job):
             key = one["worker"], one["number"]
             seen[key] += 1
             if one["states"]:
-                row[(*key, seen[key])] = one
+                row[(*key, seen[key])] = one["states"]
         rows.append(row)
-    both = [
-        [row[key] for row in rows] for key in rows[0] if all(key in x for x in rows)
-    ]
-    need(both, "samples draw no random numbers of torch, random or NumPy")
-    for calls in both:
-        states = [one["states"] for one in calls]
-        same.update(
-            k for k, v in states[0].items() if all(x.get(k) == v for x in states)
-        )
+    both = [key for key in rows[0] if all(key in row for row in rows)]
+    for key in need(both, "samples draw no random numbers of torch, random or NumPy"):
+        first, *others = (row[key] for row in rows)
+        for kind, state in first.items():
+            same[kind] += all(one.get(kind) == state for one in others)
     names = [kind for kind, count in same.items() if count >= 0.9 * len(both)]
     if names:
         what = f"in {max(same.values())} of {len(both)} batches the random numbers of "
@@ -488,6 +478,8 @@ def same_augmentation(job):
 
 
 # --- weights and gradients ---
+
+APART = "weights_differ learning_rates_differ not_averaged"  # networks of their own
 
 
 @check(WRONG, read=11)
@@ -557,11 +549,9 @@ def not_averaged(job):
 
 @check(RISK, "weights_differ", read="03_gradients")
 def summed(job):
-    """A step's gradient is the mean over the ranks, neither their sum nor divided
-    twice.
+    """A step's gradient is the ranks' mean, neither their sum nor divided twice.
 
-    Divide by the world size once: DDP and Horovod do so themselves, all_reduce() does
-    not.
+    Divide by the world size once: DDP and Horovod do that, and all_reduce() does not.
     Right if: the learning rate is meant for it.
     """
     found, steps = Counter(), compared(job, "gradients")
@@ -588,8 +578,7 @@ def summed(job):
 
 @check(RISK, "weights_differ summed", read="07_accumulation")
 def loss_scale(job):
-    """The loss is divided by the number of micro-batches of a step, and by nothing
-    else.
+    """The loss is divided by the number of a step's micro-batches, and by nothing else.
 
     Divide the mean loss of each micro-batch by their number. DDP averages over ranks.
     Right if: the learning rate is meant for it, or the factor has another reason.
@@ -674,9 +663,7 @@ def eval_mode(job):
                 yield what, one["place"]
 
 
-@check(
-    WRONG, "datasets_differ weights_differ learning_rates_differ not_averaged", read=16
-)
+@check(WRONG, f"datasets_differ {APART}", read=16)
 def wrong_accuracy(job):
     """A printed accuracy counts each validation sample once.
 
@@ -763,7 +750,7 @@ def accuracies(records: list[dict]) -> tuple[float, dict[str, float]]:
     return right, {name: value for name, value in found.items() if value != right}
 
 
-@check(RISK, "weights_differ not_averaged", read=16)
+@check(RISK, APART, read=16)
 def buffers_differ(job):
     """All ranks validate a network with the same weights and buffers (batch norm).
 
@@ -780,12 +767,7 @@ def buffers_differ(job):
             yield f"in validation {number} the ranks' networks differ", row[0]["place"]
 
 
-@check(
-    RISK,
-    "weights_differ not_averaged learning_rates_differ buffers_differ hangs "
-    "ends_with_an_error",
-    read=11,
-)
+@check(RISK, f"{APART} buffers_differ hangs ends_with_an_error", read=11)
 def weights_differ_in_the_end(job):
     """All ranks end with the same weights.
 

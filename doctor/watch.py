@@ -21,6 +21,7 @@ import traceback
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from time import perf_counter as clock
 
 import torch
 import torch.distributed as dist
@@ -210,15 +211,6 @@ class Watch:
         record = {"kind": kind, "time": time.time(), "step": self.steps, **fields}
         os.write(self.file, pickle.dumps(record))
 
-    @contextlib.contextmanager
-    def timed(self, part: str) -> Iterator[None]:
-        """Add the time of a block to a part of the step's."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.parts[part] += time.perf_counter() - began
-
     # --- steps ---
 
     def add_param_group(self, call, optimizer, param_group) -> None:
@@ -232,7 +224,7 @@ class Watch:
 
     def gradient(self, weight: nn.Parameter, gradient: Tensor) -> None:
         """Keep the gradient of one backward pass, before it is added to others."""
-        self.last_gradient = time.perf_counter()
+        self.last_gradient = clock()
         if self.steps < STEPS and inside():
             new, old = sample([gradient], 8), self.local.get(id(weight))
             if old is not None and weight.grad is not None:
@@ -241,7 +233,7 @@ class Watch:
 
     def before_step(self, optimizer: Optimizer, *_) -> None:
         """Keep gradients and weights, of the inner one of wrapped optimizers."""
-        now = time.perf_counter()
+        now = clock()
         if self.inner is not None and self.inner is not optimizer:
             self.parts["communication"] += now - self.step_began
         self.inner, self.optimizer, self.step_began = optimizer, optimizer, now
@@ -264,7 +256,7 @@ class Watch:
         """Write the step."""
         if self.inner is not optimizer:
             return  # the outer step of a wrapped optimizer
-        now = time.perf_counter()
+        now = clock()
         self.parts["optimizer"] += now - self.step_began
         if self.steps < STEPS + TIMED:
             first = self.optimizers.setdefault(id(optimizer), self.steps)
@@ -282,7 +274,7 @@ class Watch:
         if self.steps == STEPS + TIMED:
             for handle in self.handles:
                 handle.remove()
-        self.ticks, self.began = self.ticks + 1, time.perf_counter()
+        self.ticks, self.began = self.ticks + 1, clock()
 
     def backward(self, call, tensors, *args, **kwargs):
         self.ticks, self.undecided = self.ticks + 1, None
@@ -292,11 +284,11 @@ class Watch:
         if isinstance(root, Tensor) and root.numel() == 1 and self.steps < STEPS:
             entry["factor"], entry["reduction"] = factors(root)
             entry["scale"], self.scale = self.scale, None
-        began = self.last_gradient = time.perf_counter()
+        began = self.last_gradient = clock()
         try:
             return call(tensors, *args, **kwargs)
         finally:
-            now = time.perf_counter()
+            now = clock()
             last = self.last_gradient if self.last_gradient > began else now
             self.parts["backward"] += last - began
             self.parts["communication"] += now - last
@@ -341,7 +333,7 @@ class Watch:
                 tensors = [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
                 if tensors and self.steps < STEPS and torch.is_grad_enabled():
                     self.now["inputs"].append(digest(sample(tensors[:1], 32)))
-                self.network_began = time.perf_counter()
+                self.network_began = clock()
 
     def after_forward(self, module: nn.Module, _, outputs) -> None:
         """Note what the outermost network returns."""
@@ -360,7 +352,7 @@ class Watch:
         elif reads:  # the oldest one that is not used yet: a prefetcher reads ahead
             reads[0][0], self.batch = True, reads[0][1:]
         part = "forward" if module.training else "validation"
-        self.parts[part] += time.perf_counter() - self.network_began
+        self.parts[part] += clock() - self.network_began
         self.ticks += 1
         if trains:
             self.now["training"] = module.training
@@ -439,16 +431,18 @@ class Watch:
             self.evaluation(*self.undecided)
             self.undecided = None
         short = SHORT and epoch["count"] >= SHORT
+        part, began = "data" if torch.is_grad_enabled() else "validation", clock()
         try:
-            with self.timed("data" if torch.is_grad_enabled() else "validation"):
-                if short:
-                    raise StopIteration
-                batch = call(iterator)
+            if short:
+                raise StopIteration
+            batch = call(iterator)
         except StopIteration:
-            number, count, epoch["ended"] = epoch["epoch"], epoch["count"], True
-            fields = {"epoch": number, "batches": count, "whole": not short}
+            epoch["ended"] = True
+            fields = {"epoch": epoch["epoch"], "whole": not short}
             self.write("end", loader=epoch["loader"], **fields)
             raise
+        finally:
+            self.parts[part] += clock() - began
         self.epoch, self.ticks = epoch, self.ticks + 1
         epoch["count"] += 1
         waiting = iterator.__dict__.get("_doctor_indices")
@@ -461,7 +455,7 @@ class Watch:
         leaves = [one for one in leaves if len(one) == len(leaves[0])]
         labels = [x for x in leaves if x.dim() == 1 and not x.is_floating_point()]
         labels, indices = labels[0] if len(labels) == 1 else None, None
-        fields = {"number": epoch["count"] - 1}
+        fields = {"loader": epoch["loader"], "epoch": epoch["epoch"]}
         numbers = index if isinstance(index, (list, tuple)) else [None]
         if all(hasattr(one, "__index__") for one in numbers):
             for subset in epoch["subsets"]:
@@ -475,7 +469,7 @@ class Watch:
             parts = [one[:, :: max(1, one.size(1) // 8)][:, :8] for one in parts]
             rows = zip(*(one.tolist() for one in parts), strict=True)
             fields["rows"] = array("q", map(digest, rows))
-        self.write("batch", loader=epoch["loader"], epoch=epoch["epoch"], **fields)
+        self.write("batch", **fields)
 
     def fetch(self, call, fetcher, indices):
         if self.pid != os.getpid():  # a loader process
@@ -500,15 +494,12 @@ class Watch:
         if self.rank is not None and not kwargs.get("group"):
             count = next((x.numel() for x in args if isinstance(x, Tensor)), None)
             self.write("collective", name=name, count=count, place=place())
+        began = clock()
         try:
-            with self.timed("communication"):
-                return call(*args, **kwargs)
+            return call(*args, **kwargs)
         finally:
             self.collective, self.ticks = None, self.ticks + 1
-
-    def synchronize(self, call, optimizer):
-        with self.timed("communication"):
-            call(optimizer)
+            self.parts["communication"] += clock() - began
 
     def join(self, call, *args, **kwargs):
         method = kwargs.get("init_method") or (args[1:] or [None])[0]
@@ -695,4 +686,6 @@ def horovod_is_there() -> None:
     wrap(hvd, "init", init)
     for name in HOROVOD:
         wrap(hvd, name, watch.collect, name)
-    wrap(hvd.optimizer._DistributedOptimizer, "synchronize", watch.synchronize)
+    wrap(
+        hvd.optimizer._DistributedOptimizer, "synchronize", watch.collect, "synchronize"
+    )
