@@ -43,10 +43,9 @@ def page(job: jobs.Job, report: Report) -> str:
     for one in report.findings:
         where = f"  [{one.place}]" if one.place else ""
         lines += ["", fill(f"{one.level} {one.check}: {one.what}.{where}")]
-        lines += [fill(f"To mend it: {one.mend}", "    ")] if one.mend else []
-        right_if = f"It is right if {one.right_if}" if one.right_if else ""
-        lines += [fill(right_if, "    ")] if right_if else []
-        lines += [fill(f"Read: {one.read}", "    ")] if one.read else []
+        more = {"To mend it:": one.mend, "It is right if": one.right_if}
+        more["Read:"] = one.read
+        lines += [fill(f"{k} {text}", "    ") for k, text in more.items() if text]
     if table := time_table(job):
         lines += ["", "Where the time of a step goes:"]
     for rank, row in table.items():

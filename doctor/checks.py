@@ -9,7 +9,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
 from statistics import fmean
 
@@ -44,23 +44,9 @@ class Report:
     not_checked: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass
-class Check:
-    """A function, and what all its findings have in common."""
-
-    function: Callable[[Job], Iterator]
-    level: str
-    causes: set[str]  # names of checks after whose findings this one is not made
-    read: str
-
-    def __post_init__(self):
-        self.name = self.function.__name__
-        self.right, mend = self.function.__doc__.split(".\n\n")
-        mend, _, self.right_if = " ".join(mend.split()).partition(" Right if: ")
-        self.right, self.mend = " ".join(self.right.split()), mend
-
-
-CHECKS: list[Check] = []
+# Functions, causes after whose findings they are not made, what is right, and what all
+# findings of one have in common
+CHECKS: list[tuple[Callable[[Job], Iterator], set[str], str, Finding]] = []
 
 
 def check(level: str, causes: str = "", read: str | int = "pitfalls") -> Callable:
@@ -71,7 +57,10 @@ def check(level: str, causes: str = "", read: str | int = "pitfalls") -> Callabl
         read = f"tutorial/{read}/README.md" if read[0] in "01" else f"docs/{read}.md"
 
     def add(function):
-        CHECKS.append(Check(function, level, {*causes.split()}, read))
+        right, _, mend = function.__doc__.partition(".\n\n")
+        mend, _, right_if = " ".join(mend.split()).partition(" Right if: ")
+        shared = Finding(function.__name__, "", "", right_if, read, level, mend)
+        CHECKS.append((function, {*causes.split()}, right, shared))
         return function
 
     return add
@@ -80,24 +69,24 @@ def check(level: str, causes: str = "", read: str | int = "pitfalls") -> Callabl
 def examine(job: Job) -> Report:
     """Make all checks."""
     report, named = Report(), set()
-    for one in CHECKS:
+    for function, causes, right, shared in CHECKS:
         try:
-            if causes := named & one.causes:
-                raise NotChecked(f"it could be an effect of {min(causes)}")
-            found = next(one.function(job), None)  # the first finding is enough
+            if earlier := named & causes:
+                raise NotChecked(f"it could be an effect of {min(earlier)}")
+            found = next(function(job), None)  # the first finding is enough
         except NotChecked as reason:
-            report.not_checked[one.right] = str(reason)
+            report.not_checked[right] = str(reason)
             continue
         if found is None:
-            report.right.append(one.right)
+            report.right.append(right)
             continue
         what, place, own = (*found, {})[:3]
-        given = {"level": one.level, "mend": one.mend, **own}
-        right_if = one.right_if if given["level"] == RISK else ""
-        finding = Finding(one.name, what, place, right_if, one.read, **given)
-        report.findings.append(finding)
+        finding = replace(shared, what=what, place=place, **own)
+        if finding.level != RISK:
+            finding.right_if = ""
         if finding.level != NOTE:
-            named.add(one.name)
+            named.add(finding.check)
+        report.findings.append(finding)
     report.findings.sort(key=lambda finding: LEVELS.index(finding.level))
     return report
 
