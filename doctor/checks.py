@@ -317,11 +317,11 @@ def datasets_differ(job):
             continue
         if not all(one["divided"] for one in loaders):
             continue
-        what = f"{loaders[0]['type']}, with {loaders[0]['samples']} samples, is "
-        for key, how in (("data", "another one"), ("subset", "another part")):
+        first = loaders[0]
+        for key, how in (("data", ""), ("subset", "part of ")):
             if len({one[key] for one in loaders}) > 1:
-                what += f"{how} on each rank, and a sampler divides it again"
-                yield what, loaders[0]["place"]
+                what = f"each rank has another {how}{first['type']}, and a sampler "
+                yield f"{what}divides its {first['samples']} samples", first["place"]
 
 
 @check(WRONG, "datasets_differ", read="04_batches")
@@ -902,10 +902,10 @@ def host_syncs(job):
 
     Add up on the device, and read the sum now and then.
     """
-    for one in job.of("syncs")[:1]:
-        steps, places = one["step"], one["places"]
+    for one in need(job.of("exit"), "no process came to its end")[:1]:
+        steps = one["watched"]
         need(steps > 4, "too few steps were seen")
-        often = {place: n for place, n in places.items() if n >= steps / 2}
+        often = {place: n for place, n in one["syncs"] if n >= steps / 2}
         what = " and ".join(f"{n} of {steps} steps have {k}" for k, n in often.items())
         own = {"level": SLOW if gpus(job) else NOTE}
         if often:

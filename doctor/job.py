@@ -13,7 +13,6 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 HANG = 25  # seconds that all processes wait for each other until a job is ended
-LATE = "syncs", "fetch"  # records that do not say what a process does
 
 
 @dataclass
@@ -31,7 +30,7 @@ class Process:
 
     def last(self) -> dict:
         """The last record that says what the process does, or how it ended."""
-        return next(x for x in reversed(self.records) if x["kind"] not in LATE)
+        return next(x for x in reversed(self.records) if x["kind"] != "fetch")
 
     @cached_property
     def training(self) -> int | None:

@@ -269,8 +269,6 @@ class Watch:
         self.new_step()
         self.step_loader = self.epoch and self.epoch["loader"]
         self.inner, self.depth, self.steps = None, 0, self.steps + 1
-        if self.steps == STEPS:
-            self.write("syncs", places=dict(self.syncs.most_common(9)))
         if self.steps == STEPS + TIMED:
             for handle in self.handles:
                 handle.remove()
@@ -589,12 +587,11 @@ class Watch:
         if self.file is None or self.pid != os.getpid():
             return
         self.printed(self.line)
-        if self.steps < STEPS:
-            self.write("syncs", places=dict(self.syncs.most_common(9)))
         groups = self.optimizer.param_groups if self.optimizer else ()
         weights = whole(one for group in groups for one in group["params"])
-        ends = [one.last_epoch for one in self.schedules]
-        self.write("exit", schedules=ends, weights=sample(weights))
+        fields = {"weights": sample(weights), "syncs": self.syncs.most_common(9)}
+        fields["schedules"] = [one.last_epoch for one in self.schedules]
+        self.write("exit", watched=min(STEPS, self.steps), **fields)
 
     def monitor(self) -> None:
         """Write where the main thread waits, if nothing happens for some seconds."""
