@@ -770,7 +770,7 @@ def weights_differ_in_the_end(job):
 def saves(job: Job, key: str) -> list[dict]:
     """Calls of torch.save() that have a path, or weights."""
     found = [one for one in job.of("save") if one[key]]
-    return need(found, f"no call of torch.save() has a {key}")
+    return need(found, f"torch.save() got no {key}")
 
 
 @check(WRONG, read=20)
