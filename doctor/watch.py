@@ -103,6 +103,8 @@ def is_state(one: dict) -> bool:
 
 def signature(value, depth: int = 0) -> object:
     """What tells data sets apart: a part of all tensors, arrays and lists in them."""
+    if isinstance(value, Subset):
+        return "Subset", [*map(int, value.indices)]
     if type(value).__name__ == "ndarray" and value.dtype.kind in "biuf":
         value = torch.as_tensor(value)
     if isinstance(value, Tensor):
