@@ -182,8 +182,7 @@ class Watch:
         self.hooked, self.handles, self.validated = {}, [], set()
         self.local, self.loaders, self.schedules = {}, {}, []
         self.optimizers, self.inner, self.scaler, self.scale = {}, None, None, None
-        self.epoch = None
-        self.depth, self.collective, self.line = 0, None, ""
+        self.depth, self.line, self.collective, self.epoch = 0, "", None, None
         self.step_loader, self.undecided = None, None
         self.optimizer, self.batch = None, (None, None)
         self.last_gradient, self.network_began, self.syncs = 0.0, 0.0, Counter()
