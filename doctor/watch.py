@@ -183,7 +183,7 @@ class Watch:
         self.local, self.loaders, self.schedules = {}, {}, []
         self.optimizers, self.inner, self.scaler, self.scale = {}, None, None, None
         self.depth, self.line, self.collective, self.epoch = 0, "", None, None
-        self.step_loader, self.undecided = None, None
+        self.step_loader, self.undecided, self.predicted = None, None, None
         self.optimizer, self.batch = None, (None, None)
         self.last_gradient, self.network_began, self.syncs = 0.0, 0.0, Counter()
         self.new_step()
@@ -371,10 +371,14 @@ class Watch:
         fields |= {"grad": torch.is_grad_enabled(), "place": place()}
         modes = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
         fields["stateful"] = any(isinstance(one, modes) for one in module.modules())
-        labels, indices = self.batch
-        if logits is not None and labels is not None and len(labels) == len(logits):
-            right = logits.detach().argmax(1).cpu() == labels.cpu()
-            fields |= {"hits": bytes(right.tolist()), "indices": indices}
+        (labels, indices), self.predicted = self.batch, None
+        if logits is not None:
+            classes = logits.detach().argmax(1).cpu()
+            if labels is not None and len(labels) == len(classes):
+                hits = bytes((classes == labels.cpu()).tolist())
+                fields |= {"hits": hits, "indices": indices}
+            else:  # labels from elsewhere, with which the script compares the classes
+                self.predicted = classes.tolist(), {**fields}
         tensors = [*whole(module.parameters()), *module.buffers()]
         version = id(module), sum(one._version for one in tensors)
         version += fields["loader"], fields["epoch"]
@@ -383,6 +387,15 @@ class Watch:
             tensors = [one for one in tensors if one.is_floating_point()]
             fields["state"] = sample(tensors)
         self.write("evaluation", **fields)
+
+    def equal(self, call, *args, **kwargs):
+        result = call(*args, **kwargs)
+        if self.predicted and isinstance(result, Tensor) and result.dim() == 1:
+            classes, fields = self.predicted
+            if classes in [x.tolist() for x in args if isinstance(x, Tensor)]:
+                self.predicted, hits = None, bytes(result.tolist())
+                self.write("evaluation", hits=hits, indices=None, **fields)
+        return result
 
     def wrapped(self, call, model, module, *args, **kwargs):  # DDP's constructor
         call(model, module, *args, **kwargs)
@@ -667,6 +680,8 @@ def torch_is_there() -> None:
         wrap(owner, "init_process_group", w.join)
         for name in (*COLLECTIVES, "destroy_process_group"):
             wrap(owner, name, w.collect, name)
+    for owner, name in ((Tensor, "__eq__"), (Tensor, "eq"), (torch, "eq")):
+        wrap(owner, name, w.equal)
     for name in "item cpu tolist numpy __bool__ __float__ __int__".split():
         wrap(Tensor, name, w.sync, name)
     atexit.register(w.exit)

@@ -66,7 +66,7 @@ UNSEEN = {
     "each process skips its own bad batches",
     # Draws with generator= are not recorded, only the states of the global generators
     "the same crops from a generator of the script's own",
-    # Labels that come from no DataLoader are not known
+    # Only comparisons with the most probable class are seen, not with the first two
     "the ranks' accuracies without a loader are averaged",
     # Only gradients are compared with their sum, not weights
     "summed weights",
