@@ -988,7 +988,8 @@ def bottleneck(job):
         what += f"and the others, with {1000 * others[-1]:.0f} ms, wait for it"
         found.append((1.0, what, {}))
     for part, (limit, mend) in PARTS.items():
-        often = sum(part in one["parts"] for one in steps) > len(steps) / 2
+        seen = [one for one in steps if part == "rest" or part in one["parts"]]
+        often = len(seen) > len(steps) / 2
         if share[part] > limit and often and not (found and part == "communication"):
             what = f"{part} is {share[part]:.0%} of a step's time"
             found.append((share[part], what, {"mend": mend}))
