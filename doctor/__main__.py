@@ -5,6 +5,7 @@ import json
 import sys
 import tempfile
 import textwrap
+from dataclasses import asdict
 from pathlib import Path
 
 from . import job as jobs
@@ -13,20 +14,14 @@ from .checks import Report, examine, time_table
 
 def arguments() -> argparse.Namespace:
     """Parse the command line; everything after -- is the command to watch."""
-    parser = argparse.ArgumentParser(
-        prog="doctor",
-        description="Run a data-parallel training command; say what is wrong with it.",
-        usage="doctor [options] -- COMMAND...",
-    )
-    parser.add_argument("--steps", type=int, default=40, help="steps to watch (40)")
-    parser.add_argument(
-        "--short", type=int, default=0, help="end epochs after N batches"
-    )
-    parser.add_argument(
-        "--machines", action="store_true", help="play one machine per process"
-    )
-    parser.add_argument("--json", type=Path, help="write the findings to a file")
-    parser.add_argument("command", nargs=argparse.REMAINDER)
+    text = "Run a data-parallel training command; say what is wrong with it."
+    parser = argparse.ArgumentParser("doctor", "doctor [options] -- COMMAND...", text)
+    add = parser.add_argument
+    add("--steps", type=int, default=40, help="steps to watch (40)")
+    add("--short", type=int, default=0, help="end epochs after N batches")
+    add("--machines", action="store_true", help="play one machine per process")
+    add("--json", type=Path, help="write the findings to a file")
+    add("command", nargs=argparse.REMAINDER)
     args = parser.parse_args()
     args.command = args.command[args.command[:1] == ["--"] :]
     if not args.command:
@@ -48,11 +43,9 @@ def page(job: jobs.Job, report: Report) -> str:
     for one in report.findings:
         where = f"  [{one.place}]" if one.place else ""
         lines += ["", fill(f"{one.level} {one.check}: {one.what}.{where}")]
-        lines += [fill(f"To mend it: {one.mend}", "    ")] if one.mend else []
-        lines += (
-            [fill(f"It is right if {one.right_if}", "    ")] if one.right_if else []
-        )
-        lines += [fill(f"Read: {one.read}", "    ")] if one.read else []
+        more = {"To mend it:": one.mend, "It is right if": one.right_if}
+        more["Read:"] = one.read
+        lines += [fill(f"{k} {text}", "    ") for k, text in more.items() if text]
     if table := time_table(job):
         lines += ["", "Where the time of a step goes:"]
     for rank, row in table.items():
@@ -94,7 +87,7 @@ def main() -> int:
     report = examine(job)
     print(page(job, report), file=sys.stderr)
     if args.json:
-        content = {"status": job.status, "hung": job.hung, **report.as_dict()}
+        content = {"status": job.status, "hung": job.hung, **asdict(report)}
         content["seconds_of_a_step"] = time_table(job)
         args.json.write_text(json.dumps(content, indent=1) + "\n")
     wrong = any(one.level == "WRONG" for one in report.findings)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -29,10 +30,23 @@ class Process:
 
     def last(self) -> dict:
         """The last record that says what the process does, or how it ended."""
-        return next(x for x in reversed(self.records) if x["kind"] not in LATE)
+        return next(x for x in reversed(self.records) if x["kind"] != "fetch")
 
+    @cached_property
+    def training(self) -> int | None:
+        """The number of the loader whose batches most steps are made of."""
+        used = [one["loader"] for one in self.of("step") if one["loader"] is not None]
+        return max(used, key=used.count) if used else None
 
-LATE = ("syncs", "fetch")
+    def batches(self, epoch: int | None = None) -> list[dict]:
+        """The batches of the training loader, or those of one epoch."""
+        own = [one for one in self.of("batch") if one["loader"] == self.training]
+        return [one for one in own if epoch in (None, one["epoch"])]
+
+    def whole_epochs(self) -> set[int]:
+        """The epochs of the training loader that were read to their ends."""
+        own = [one for one in self.of("end") if one["loader"] == self.training]
+        return {one["epoch"] for one in own if one["whole"]}
 
 
 @dataclass
@@ -61,63 +75,41 @@ class Job:
         """
         rows = zip(*(process.of("step") for process in self.processes), strict=False)
         found = [list(row) for row in rows if all(one.get(name) for one in row)]
-        if name in ("before", "gradients", "local"):
+        if name in ("before", "gradients"):
             found = [x for x in found if len({one["which"] for one in x}) == 1]
         return found
-
-    def training(self, process: Process) -> int | None:
-        """The number of the loader whose batches most steps are made of."""
-        used = [one["loader"] for one in process.of("step")]
-        used = [one for one in used if one is not None]
-        return max(used, key=used.count) if used else None
 
     def loaders(self, number: int | None = None) -> list[dict]:
         """By rank, the first record of a loader; by default, of the training one."""
         found = []
         for process in self.processes:
-            chosen = self.training(process) if number is None else number
-            records = [x for x in process.of("loader") if x["loader"] == chosen]
-            found += [{**records[0], "rank": process.rank}] if records else []
+            chosen = process.training if number is None else number
+            found += [x for x in process.of("loader") if x["loader"] == chosen][:1]
         return found
-
-    def batches(self, process: Process, loader: int | None, epoch: int) -> list[dict]:
-        """The batches of one epoch of a loader."""
-        records = process.of("batch")
-        return [x for x in records if (x["loader"], x["epoch"]) == (loader, epoch)]
 
 
 def read(folder: Path) -> Job:
     """Read the records of all processes that trained or joined a process group."""
-    files = {}
+    files, found, latest = {}, {}, {}
     for path in folder.glob("*.records"):
-        records = []
+        files[path.stem] = records = []
         with path.open("rb") as file, contextlib.suppress(EOFError, pickle.PickleError):
             while True:
                 records.append(pickle.load(file))
-        files[path.name.removesuffix(".records")] = records
-    found = {}
-    for pid, records in files.items():
-        kinds = {one["kind"] for one in records}
-        ranks = [one for one in records if one["kind"] == "rank"]
-        given = records[0].get("environment", {}) if records else {}
-        if ranks:
-            rank, size = ranks[-1]["rank"], ranks[-1]["world_size"]
-        elif kinds & {"step", "init"} or ("error" in kinds and given.get("RANK")):
+    for name, records in files.items():
+        kinds = {one["kind"]: one for one in records}
+        given = kinds["start"]["environment"] if records else {}
+        if one := kinds.get("rank"):
+            found[name] = Process(one["rank"], one["world_size"], records)
+        elif {"step", "init"} & {*kinds} or ("error" in kinds and given["RANK"]):
             rank, size = int(given["RANK"] or 0), int(given["WORLD_SIZE"] or 1)
-        else:
-            continue
-        found[pid] = Process(rank, size, records)
-    for records in files.values():
-        start = records[0] if records else {}
-        if start.get("parent") in found and not any(
-            x["kind"] == "step" for x in records
-        ):
-            found[start["parent"]].fetches += [
-                x for x in records if x["kind"] == "fetch"
-            ]
-    for process in found.values():
-        process.fetches += process.of("fetch")
-    latest = {}  # of processes with the same rank, the one that trained
+            found[name] = Process(rank, size, records)
+    for name, records in files.items():
+        parent = records[0]["parent"] if records else None
+        owner = found.get(name) or found.get(parent)
+        if owner:
+            owner.fetches += [one for one in records if one["kind"] == "fetch"]
+    # Of processes with the same rank, the one that trained
     for process in sorted(found.values(), key=lambda one: len(one.records)):
         latest[process.rank] = process
     return Job([latest[rank] for rank in sorted(latest)])
@@ -128,28 +120,21 @@ def waits(folder: Path) -> bool:
     signs = folder / "waits"
     if not signs.exists() or time.time() - signs.stat().st_mtime > 6:
         return False
-    job, found = read(folder), 0
-    for process in job.processes:
-        last = process.last()
-        if last["kind"] in ("exit", "error"):
-            continue
-        if last["kind"] != "waits" or not last["what"] or last["seconds"] < HANG:
-            return False
-        found += 1
-    return found > 0 and len(job.processes) == job.world_size
+    job = read(folder)
+    last = [process.last() for process in job.processes]
+    last = [one for one in last if one["kind"] not in ("exit", "error")]
+    if not last or len(job.processes) < job.world_size:
+        return False
+    return all(x["kind"] == "waits" and x["what"] and x["seconds"] > HANG for x in last)
 
 
 def end(process: subprocess.Popen) -> None:
     """End a command and all that it started."""
-    for number, seconds in (
-        (signal.SIGINT, 10),
-        (signal.SIGTERM, 10),
-        (signal.SIGKILL, 9),
-    ):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(seconds)
+            process.wait(10)
             break
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -164,19 +149,16 @@ def run(command: list[str], folder: Path, **options: str) -> Job:
     """
     paths = [str(HERE / "hook"), os.environ.get("PYTHONPATH", "")]
     variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **options}
-    variables["DOCTOR_FOLDER"] = str(folder)
+    variables = {**os.environ, **variables, "DOCTOR_FOLDER": str(folder)}
     hung = interrupted = False
-    process = subprocess.Popen(
-        command, env={**os.environ, **variables}, start_new_session=True
-    )
+    process = subprocess.Popen(command, env=variables, start_new_session=True)
     try:
-        while process.poll() is None:
+        while process.poll() is None and not hung:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(2)
-            if process.poll() is None and waits(folder):
-                hung = True
-                print("doctor: the processes wait for each other", file=sys.stderr)
-                end(process)
+            hung = process.poll() is None and waits(folder)
+        if hung:
+            print("doctor: the processes wait for each other", file=sys.stderr)
     except KeyboardInterrupt:
         interrupted = True
         print("doctor: interrupted; ending the job", file=sys.stderr)

@@ -9,7 +9,6 @@ import atexit
 import contextlib
 import functools
 import hashlib
-import logging
 import multiprocessing
 import os
 import pickle
@@ -21,18 +20,16 @@ import time
 import traceback
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from time import perf_counter as clock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import Optimizer
+from torch.optim import optimizer as optimizers
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Subset, get_worker_info
 from torch.utils.data import dataloader as loaders
@@ -108,23 +105,38 @@ def signature(value, depth: int = 0) -> object:
     """What tells data sets apart: a part of all tensors, arrays and lists in them."""
     if isinstance(value, Subset):
         return "Subset", [*map(int, value.indices)]
+    if type(value).__name__ == "ndarray" and value.dtype.kind in "biuf":
+        value = torch.as_tensor(value)
     if isinstance(value, Tensor):
         part = value.detach().reshape(-1)[:: max(1, value.numel() // 64)]
         return tuple(value.shape), part.tolist()
-    if isinstance(value, (int, float, str)) or depth > 3:
-        return value if isinstance(value, (int, float, str)) else type(value).__name__
-    if type(value).__name__ == "ndarray" and value.dtype.kind in "biuf":
-        return signature(torch.as_tensor(value))
-    found = [type(value).__name__]
+    if isinstance(value, (int, float, str)):
+        return value
+    found, inner = [type(value).__name__], []
     if isinstance(value, (list, tuple)):
         found.append(len(value))
         inner = value[:: max(1, len(value) // 16)]
-    else:
-        # A rank, or a path, may differ
+    elif depth < 4:  # a rank, or a path, may differ
         fields = value if isinstance(value, dict) else getattr(value, "__dict__", {})
         fields = sorted(fields.items(), key=str)
         inner = [one for _, one in fields if not isinstance(one, (int, float, str))]
-    return found + [signature(one, depth + 1) for one in inner]
+    return found + [signature(one, depth + 1) for one in inner if depth < 4]
+
+
+def size(value) -> int | None:
+    """A length, if there is one."""
+    with contextlib.suppress(TypeError, NotImplementedError, AttributeError):
+        return len(value)
+
+
+def dictionaries(value, depth: int = 0) -> Iterator[dict]:
+    """All dictionaries in dictionaries, lists and tuples."""
+    if isinstance(value, dict):
+        yield value
+        value = [*value.values()]
+    if isinstance(value, (list, tuple)) and depth < 5:
+        for one in value:
+            yield from dictionaries(one, depth + 1)
 
 
 def factors(root: Tensor) -> tuple[float, str]:
@@ -167,26 +179,19 @@ class Watch:
     def __init__(self):
         self.pid, self.file, self.written = os.getpid(), None, Counter()
         self.rank, self.ticks, self.steps, self.began = None, 0, 0, None
-        self.hooked, self.handles, self.hooks, self.validated = {}, [], [], set()
+        self.hooked, self.handles, self.validated = {}, [], set()
         self.local, self.loaders, self.schedules = {}, {}, []
         self.optimizers, self.inner, self.scaler, self.scale = {}, None, None, None
-        self.epoch = None
-        self.depth, self.collective, self.seeds, self.line = 0, None, None, ""
+        self.depth, self.line, self.collective, self.epoch = 0, "", None, None
         self.step_loader, self.undecided, self.predicted = None, None, None
-        self.optimizer, self.batch, self.saved = None, (None, None), set()
+        self.optimizer, self.batch = None, (None, None)
         self.last_gradient, self.network_began, self.syncs = 0.0, 0.0, Counter()
         self.new_step()
 
     def new_step(self) -> None:
         """Begin to collect what the next step's record has."""
-        self.now = {
-            "passes": [],
-            "forwards": [],
-            "clipped": [],
-            "inputs": [],
-            "drawn": [],
-        }
-        self.now["training"] = None
+        lists = "passes", "forwards", "clipped", "inputs"
+        self.now = {"training": None, **{name: [] for name in lists}}
         self.parts, self.synced = Counter(), set()
 
     def write(self, kind: str, **fields) -> None:
@@ -211,19 +216,16 @@ class Watch:
 
     def add_param_group(self, call, optimizer, param_group) -> None:
         call(optimizer, param_group)
-        for weight in whole(w for one in optimizer.param_groups for w in one["params"]):
-            if (
-                id(weight) not in self.hooked
-                and weight.requires_grad
-                and weight.is_leaf
-            ):
+        for weight in whole(param_group["params"]):
+            known = id(weight) in self.hooked
+            if weight.requires_grad and weight.is_leaf and not known:
                 self.hooked[id(weight)] = len(self.hooked), weight
                 hook = functools.partial(self.gradient, weight)
                 self.handles.append(weight.register_hook(hook))
 
     def gradient(self, weight: nn.Parameter, gradient: Tensor) -> None:
         """Keep the gradient of one backward pass, before it is added to others."""
-        self.last_gradient = time.perf_counter()
+        self.last_gradient = clock()
         if self.steps < STEPS and inside():
             new, old = sample([gradient], 8), self.local.get(id(weight))
             if old is not None and weight.grad is not None:
@@ -232,7 +234,7 @@ class Watch:
 
     def before_step(self, optimizer: Optimizer, *_) -> None:
         """Keep gradients and weights, of the inner one of wrapped optimizers."""
-        now = time.perf_counter()
+        now = clock()
         if self.inner is not None and self.inner is not optimizer:
             self.parts["communication"] += now - self.step_began
         self.inner, self.optimizer, self.step_began = optimizer, optimizer, now
@@ -244,8 +246,7 @@ class Watch:
         before, gradients = sample(weights), [w.grad for w in weights]
         each, local = len(before) // max(1, len(weights)), array("d")
         for weight in weights:
-            values = self.local.get(id(weight), [0.0] * 8)
-            local.extend(values[:each] if weight.numel() >= 8 else values[:each])
+            local.extend(self.local.get(id(weight), [0.0] * 8)[:each])
         self.now |= {"before": before, "gradients": sample(gradients), "local": local}
         known = [self.hooked.get(id(weight), (None,))[0] for weight in weights]
         self.now["which"] = digest(known)  # ZeRO's ranks have different ones
@@ -256,12 +257,11 @@ class Watch:
         """Write the step."""
         if self.inner is not optimizer:
             return  # the outer step of a wrapped optimizer
-        now = time.perf_counter()
+        now = clock()
         self.parts["optimizer"] += now - self.step_began
         if self.steps < STEPS + TIMED:
-            self.now["optimizer"] = self.optimizers.setdefault(
-                id(optimizer), self.steps
-            )
+            first = self.optimizers.setdefault(id(optimizer), self.steps)
+            self.now["optimizer"] = first
             self.now["rates"] = [float(one["lr"]) for one in optimizer.param_groups]
             self.now["wall"] = now - self.began if self.began else 0
             loader = self.epoch and self.epoch["loader"]
@@ -270,13 +270,10 @@ class Watch:
         self.new_step()
         self.step_loader = self.epoch and self.epoch["loader"]
         self.inner, self.depth, self.steps = None, 0, self.steps + 1
-        if self.steps == STEPS:
-            self.write("syncs", places=dict(self.syncs.most_common(9)))
-        if self.steps >= STEPS + TIMED:  # eval() has watched networks again
-            for handle in [*self.handles, *self.hooks]:
+        if self.steps == STEPS + TIMED:
+            for handle in self.handles:
                 handle.remove()
-            self.handles, self.hooks = [], []
-        self.ticks, self.began = self.ticks + 1, time.perf_counter()
+        self.ticks, self.began = self.ticks + 1, clock()
 
     def backward(self, call, tensors, *args, **kwargs):
         self.ticks, self.undecided = self.ticks + 1, None
@@ -286,17 +283,14 @@ class Watch:
         if isinstance(root, Tensor) and root.numel() == 1 and self.steps < STEPS:
             entry["factor"], entry["reduction"] = factors(root)
             entry["scale"], self.scale = self.scale, None
-        began = self.last_gradient = time.perf_counter()
+        began = self.last_gradient = clock()
         try:
             return call(tensors, *args, **kwargs)
         finally:
-            last = (
-                self.last_gradient
-                if self.last_gradient > began
-                else time.perf_counter()
-            )
+            now = clock()
+            last = self.last_gradient if self.last_gradient > began else now
             self.parts["backward"] += last - began
-            self.parts["communication"] += time.perf_counter() - last
+            self.parts["communication"] += now - last
             self.now["passes"].append(entry)
             self.ticks += 1
 
@@ -305,7 +299,7 @@ class Watch:
         own = {id(w) for group in optimizer.param_groups for w in group["params"]}
         lost = [key for key in own if self.local.pop(key, None) is not None]
         if lost and self.now["passes"]:  # a step that was left out, or emptied
-            self.now |= {"passes": [], "skipped": True}
+            self.now["passes"] = []
 
     def forward(self, call, model, *args, **kwargs):  # of DDP
         if torch.is_grad_enabled():
@@ -319,24 +313,16 @@ class Watch:
         return result
 
     def clip(self, call, parameters, *args, **kwargs):
-        parameters = parameters if isinstance(parameters, Tensor) else [*parameters]
-        if self.steps < STEPS and isinstance(parameters, list):
+        weights = [parameters] if isinstance(parameters, Tensor) else [*parameters]
+        if self.steps < STEPS:
             done = self.scaler._per_optimizer_states.values() if self.scaler else ()
             scaled = bool(self.scaler) and not any(one["stage"].value for one in done)
-            before = sample([one.grad for one in whole(parameters)])
+            before = sample([one.grad for one in whole(weights)])
             entry = {"scaled": scaled, "before": before, "place": place()}
             self.now["clipped"].append(entry)
-        return call(parameters, *args, **kwargs)
+        return call(weights, *args, **kwargs)
 
     # --- networks ---
-
-    def hook_networks(self) -> None:
-        """Watch the forward passes of all networks."""
-        if not self.hooks:
-            module = nn.modules.module
-            before = module.register_module_forward_pre_hook(self.before_forward)
-            after = module.register_module_forward_hook
-            self.hooks = [before, after(self.after_forward, always_call=True)]
 
     def before_forward(self, module: nn.Module, inputs) -> None:
         """Note when the outermost network begins, and what it gets."""
@@ -346,7 +332,7 @@ class Watch:
                 tensors = [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
                 if tensors and self.steps < STEPS and torch.is_grad_enabled():
                     self.now["inputs"].append(digest(sample(tensors[:1], 32)))
-                self.network_began = time.perf_counter()
+                self.network_began = clock()
 
     def after_forward(self, module: nn.Module, _, outputs) -> None:
         """Note what the outermost network returns."""
@@ -365,7 +351,7 @@ class Watch:
         elif reads:  # the oldest one that is not used yet: a prefetcher reads ahead
             reads[0][0], self.batch = True, reads[0][1:]
         part = "forward" if module.training else "validation"
-        self.parts[part] += time.perf_counter() - self.network_began
+        self.parts[part] += clock() - self.network_began
         self.ticks += 1
         if trains:
             self.now["training"] = module.training
@@ -385,42 +371,31 @@ class Watch:
         fields |= {"grad": torch.is_grad_enabled(), "place": place()}
         modes = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
         fields["stateful"] = any(isinstance(one, modes) for one in module.modules())
-        (labels, indices), hits, self.predicted = self.batch, {}, None
+        (labels, indices), self.predicted = self.batch, None
         if logits is not None:
-            classes = logits.detach().argmax(1)
+            classes = logits.detach().argmax(1).cpu()
             if labels is not None and len(labels) == len(classes):
-                right = bytes((classes.cpu() == labels.cpu()).tolist())
-                hits = {"hits": right, "indices": indices}
-            else:
-                self.predicted = classes, fields
+                hits = bytes((classes == labels.cpu()).tolist())
+                fields |= {"hits": hits, "indices": indices}
+            else:  # labels from elsewhere, with which the script compares the classes
+                self.predicted = classes.tolist(), {**fields}
         tensors = [*whole(module.parameters()), *module.buffers()]
         version = id(module), sum(one._version for one in tensors)
         version += fields["loader"], fields["epoch"]
         if version not in self.validated:
             self.validated.add(version)
             tensors = [one for one in tensors if one.is_floating_point()]
-            hits["state"] = sample(tensors)
-        self.write("evaluation", **fields, **hits)
+            fields["state"] = sample(tensors)
+        self.write("evaluation", **fields)
 
     def equal(self, call, *args, **kwargs):
         result = call(*args, **kwargs)
-        sides = [x for x in (*args, result) if isinstance(x, Tensor)]
-        if self.predicted and len(sides) == 3:
+        if self.predicted and isinstance(result, Tensor) and result.dim() == 1:
             classes, fields = self.predicted
-            if result.dim() == 2:  # of top-5, take the first row or column
-                rows = result.size(1) == len(classes)
-                sides = [x.expand_as(result) for x in sides]
-                sides = [x[0] if rows else x[:, 0] for x in sides]
-            sides = [x for x in sides if x.shape == classes.shape]
-            if any(x.tolist() == classes.tolist() for x in sides[:-1]):
-                self.predicted, hits = None, bytes(sides[-1].tolist())
+            if classes in [x.tolist() for x in args if isinstance(x, Tensor)]:
+                self.predicted, hits = None, bytes(result.tolist())
                 self.write("evaluation", hits=hits, indices=None, **fields)
         return result
-
-    def train(self, call, module, mode=True):
-        if not mode:
-            self.hook_networks()
-        return call(module, mode)
 
     def wrapped(self, call, model, module, *args, **kwargs):  # DDP's constructor
         call(model, module, *args, **kwargs)
@@ -440,29 +415,19 @@ class Watch:
             subsets.append(base.indices)
             base = base.dataset
         iterator, sampler = call(loader), loader.sampler
-        epoch = {"loader": known[0], "epoch": known[1], "subsets": subsets, "count": 0}
-        epoch["ended"] = False
+        which = {"loader": known[0], "epoch": known[1]}
+        epoch = {**which, "subsets": subsets, "count": 0, "ended": False}
         epoch["reads"] = deque(maxlen=8)  # the last batches, and whether they were used
         iterator.__dict__["_doctor_epoch"] = epoch
-        found = {"length": None, "samples": None, "base": None}
-        for name, one in {
-            "length": loader,
-            "samples": loader.dataset,
-            "base": base,
-        }.items():
-            with contextlib.suppress(TypeError, NotImplementedError, AttributeError):
-                found[name] = len(one)
-        random = "Random" in type(sampler).__name__
-        found["shuffle"] = getattr(sampler, "shuffle", random)
-        kinds = {type(one).__name__ for one in (sampler, loader.batch_sampler)}
-        found["divided"] = bool(kinds & {"DistributedSampler", "BatchSamplerShard"})
+        found = {"type": type(base).__name__, "sampler": type(sampler).__name__}
+        found |= {"length": size(loader), "samples": size(loader.dataset)}
+        found |= {"batch": loader.batch_size, "data": digest(signature(base))}
+        found["subset"] = digest(signature(loader.dataset))
+        found["shuffle"] = getattr(sampler, "shuffle", "Random" in found["sampler"])
         found["replacement"] = getattr(sampler, "replacement", False)
-        found |= {"sampler": type(sampler).__name__, "type": type(base).__name__}
-        found |= {"batch": loader.batch_size, "pinned": loader.pin_memory}
-        found["data"], found["subset"] = map(
-            digest, map(signature, (base, loader.dataset))
-        )
-        self.write("loader", loader=known[0], epoch=known[1], place=place(), **found)
+        kinds = {found["sampler"], type(loader.batch_sampler).__name__}
+        found["divided"] = bool(kinds & {"DistributedSampler", "BatchSamplerShard"})
+        self.write("loader", **which, **found, place=place())
         return iterator
 
     def next_index(self, call, iterator):
@@ -477,19 +442,19 @@ class Watch:
         if self.undecided:
             self.evaluation(*self.undecided)
             self.undecided = None
-        short, began = SHORT and epoch["count"] >= SHORT, time.perf_counter()
+        short = SHORT and epoch["count"] >= SHORT
+        part, began = "data" if torch.is_grad_enabled() else "validation", clock()
         try:
             if short:
                 raise StopIteration
             batch = call(iterator)
         except StopIteration:
-            number, count, epoch["ended"] = epoch["epoch"], epoch["count"], True
-            fields = {"epoch": number, "batches": count, "whole": not short}
+            epoch["ended"] = True
+            fields = {"epoch": epoch["epoch"], "whole": not short}
             self.write("end", loader=epoch["loader"], **fields)
             raise
         finally:
-            part = "data" if torch.is_grad_enabled() else "validation"
-            self.parts[part] += time.perf_counter() - began
+            self.parts[part] += clock() - began
         self.epoch, self.ticks = epoch, self.ticks + 1
         epoch["count"] += 1
         waiting = iterator.__dict__.get("_doctor_indices")
@@ -502,10 +467,9 @@ class Watch:
         leaves = [one for one in leaves if len(one) == len(leaves[0])]
         labels = [x for x in leaves if x.dim() == 1 and not x.is_floating_point()]
         labels, indices = labels[0] if len(labels) == 1 else None, None
-        fields = {"number": epoch["count"] - 1}
-        if isinstance(index, (list, tuple)) and all(
-            hasattr(i, "__index__") for i in index
-        ):
+        fields = {"loader": epoch["loader"], "epoch": epoch["epoch"]}
+        numbers = index if isinstance(index, (list, tuple)) else [None]
+        if all(hasattr(one, "__index__") for one in numbers):
             for subset in epoch["subsets"]:
                 index = [subset[i] for i in index]
             fields["indices"] = indices = array("q", map(int, index))
@@ -517,40 +481,21 @@ class Watch:
             parts = [one[:, :: max(1, one.size(1) // 8)][:, :8] for one in parts]
             rows = zip(*(one.tolist() for one in parts), strict=True)
             fields["rows"] = array("q", map(digest, rows))
-        self.write("batch", loader=epoch["loader"], epoch=epoch["epoch"], **fields)
+        self.write("batch", **fields)
 
     def fetch(self, call, fetcher, indices):
-        if self.pid == os.getpid() and self.written["fetch"] >= LIMITS["fetch"]:
+        if self.pid != os.getpid():  # a loader process
+            self.__init__()
+        if self.written["fetch"] >= LIMITS["fetch"]:
             return call(fetcher, indices)
-        before, self.seeds = states(), []
+        before = states()
         try:
             return call(fetcher, indices)
         finally:
-            seeds, self.seeds, after = self.seeds, None, states()
+            after, worker = states(), get_worker_info()
             drawn = {k: before[k] for k in before if after[k] != before[k]}
-            worker = get_worker_info().id if get_worker_info() else None
-            number = self.written["fetch"] if self.pid == os.getpid() else 0
-            fields = {
-                "worker": worker,
-                "number": number,
-                "states": drawn,
-                "seeds": seeds,
-            }
-            self.write("fetch", **fields)
-
-    def draw(self, call, *args, **kwargs):
-        result = call(*args, **kwargs)
-        if kwargs.get("generator") is not None and self.steps < STEPS:
-            users = not sys._getframe(2).f_code.co_filename.startswith(NOT_THE_USERS)
-            if users and result.numel() > 1:
-                drawn = self.now["drawn"] if self.seeds is None else self.seeds
-                drawn.append(digest(sample([result], 32)))
-        return result
-
-    def seed(self, call, *args, **kwargs):
-        if self.seeds is not None:
-            self.seeds.append(digest(args))
-        return call(*args, **kwargs)
+            fields = {"worker": worker and worker.id, "states": drawn}
+            self.write("fetch", number=self.written["fetch"], **fields)
 
     # --- other calls ---
 
@@ -559,20 +504,14 @@ class Watch:
             return call(*args, **kwargs)
         self.collective, self.ticks = name, self.ticks + 1
         if self.rank is not None and not kwargs.get("group"):
-            counts = [one.numel() for one in args if isinstance(one, Tensor)]
-            count = counts[0] if counts else None
+            count = next((x.numel() for x in args if isinstance(x, Tensor)), None)
             self.write("collective", name=name, count=count, place=place())
-        began = time.perf_counter()
+        began = clock()
         try:
             return call(*args, **kwargs)
         finally:
             self.collective, self.ticks = None, self.ticks + 1
-            self.parts["communication"] += time.perf_counter() - began
-
-    def synchronize(self, call, optimizer):
-        began = time.perf_counter()
-        call(optimizer)
-        self.parts["communication"] += time.perf_counter() - began
+            self.parts["communication"] += clock() - began
 
     def join(self, call, *args, **kwargs):
         method = kwargs.get("init_method") or (args[1:] or [None])[0]
@@ -589,38 +528,23 @@ class Watch:
         self.write("rank", rank=rank, world_size=world_size)
 
     def save(self, call, obj, f, *args, **kwargs):
-        content, named = obj, isinstance(f, (str, os.PathLike))
+        named = isinstance(f, (str, os.PathLike))
         path = f if named else getattr(f, "name", None)
         path = os.path.abspath(path) if isinstance(path, (str, os.PathLike)) else None
-        parts, dicts = [content], []
-        for one in parts:  # grows
-            dicts += [one] if isinstance(one, dict) else []
-            inner = one.values() if isinstance(one, dict) else one
-            if isinstance(one, (dict, list, tuple)) and len(parts) < 1000:
-                parts += inner
-        names = [[*one] for one in dicts if is_state(one)]
-        fields = {
-            "weights": bool(names),
-            "optimizer": any("param_groups" in x for x in dicts),
-        }
+        found = [*dictionaries(obj)]
+        names = [[*map(str, one)] for one in found if is_state(one)]
+        prefixes = "module.", "_orig_mod."
+        wrapped = [all(one.startswith(prefixes) for one in own) for own in names]
+        fields = {"weights": bool(names), "wrapped": any(wrapped)}
+        fields["optimizer"] = any("param_groups" in one for one in found)
         kept = self.optimizer.state.values() if self.optimizer else ()
         fields["state"] = any(torch.is_tensor(v) for one in kept for v in one.values())
-        fields["wrapped"] = any(
-            all(str(name).startswith(("module.", "_orig_mod.")) for name in one)
-            for one in names
-        )
-        values = content.values() if isinstance(content, dict) else content
-        given = values if isinstance(content, (dict, list, tuple)) else ()
-        fields["counts"] = any(isinstance(one, int) for one in given)
+        top = obj.values() if isinstance(obj, dict) else obj
+        top = top if isinstance(obj, (dict, list, tuple)) else ()
+        fields["counts"] = any(isinstance(one, int) for one in top)
         fields["there"] = named and os.path.exists(path)
-        self.write("save", path=path, **fields, place=place())
-        self.saved.add(path)
+        self.write("save", path=path, place=place(), **fields)
         return call(obj, f, *args, **kwargs)
-
-    def rename(self, call, src, dst, **kwargs):
-        if os.path.abspath(src) in self.saved:
-            self.write("rename", path=os.path.abspath(dst), place=place())
-        return call(src, dst, **kwargs)
 
     def schedule(self, call, scheduler, *args, **kwargs):
         call(scheduler, *args, **kwargs)
@@ -641,10 +565,6 @@ class Watch:
             self.printed(self.line)
             self.line = ""
         return call(text)
-
-    def handle(self, call, logger, record):
-        self.printed(record.getMessage())
-        call(logger, record)
 
     def sync(self, name: str, call, tensor, /, *args, **kwargs):
         if 0 < self.steps < STEPS and self.inner is None:
@@ -678,15 +598,14 @@ class Watch:
 
     def exit(self) -> None:
         """Write how far the process came."""
-        if self.line and self.pid == os.getpid():
-            self.printed(self.line)
-        if self.file is not None and self.pid == os.getpid():
-            if self.steps < STEPS:
-                self.write("syncs", places=dict(self.syncs.most_common(9)))
-            groups = self.optimizer.param_groups if self.optimizer else ()
-            weights = whole(one for group in groups for one in group["params"])
-            ends = [one.last_epoch for one in self.schedules]
-            self.write("exit", schedules=ends, weights=sample(weights))
+        if self.file is None or self.pid != os.getpid():
+            return
+        self.printed(self.line)
+        groups = self.optimizer.param_groups if self.optimizer else ()
+        weights = whole(one for group in groups for one in group["params"])
+        fields = {"weights": sample(weights), "syncs": self.syncs.most_common(9)}
+        fields["schedules"] = [one.last_epoch for one in self.schedules]
+        self.write("exit", watched=min(STEPS, self.steps), **fields)
 
     def monitor(self) -> None:
         """Write where the main thread waits, if nothing happens for some seconds."""
@@ -695,17 +614,14 @@ class Watch:
             time.sleep(1)
             if self.ticks != seen:
                 seen, since = self.ticks, time.monotonic()
-            seconds, names = time.monotonic() - since, []
+            seconds = time.monotonic() - since
             if seconds < 4 or self.file is None:
                 continue
-            inner = frame = sys._current_frames().get(main)
-            while frame:
-                names.append(frame.f_code.co_name)
-                frame = frame.f_back
+            inner = sys._current_frames().get(main)
+            names = [one.f_code.co_name for one, _ in traceback.walk_stack(inner)]
             known = [one for one in names if one in (*COLLECTIVES, *HOROVOD, *WAITS)]
             what = self.collective or (known or [""])[0]
-            where = place(inner) if inner else ""
-            self.write("waits", what=what, place=where, seconds=seconds)
+            self.write("waits", what=what, place=place(inner), seconds=seconds)
             open(f"{os.environ['DOCTOR_FOLDER']}/waits", "w").close()
             time.sleep(2)
 
@@ -733,9 +649,11 @@ def torch_is_there() -> None:
     w, c10d, next_one = watch, dist.distributed_c10d, loaders._BaseDataLoaderIter
     if w.pid != os.getpid():  # the labs' grader has imported this before a fork
         w.__init__()
-    register_optimizer_step_pre_hook(w.before_step)
-    register_optimizer_step_post_hook(w.after_step)
-    w.hook_networks()
+    optimizers.register_optimizer_step_pre_hook(w.before_step)
+    optimizers.register_optimizer_step_post_hook(w.after_step)
+    module = nn.modules.module
+    module.register_module_forward_pre_hook(w.before_forward)
+    module.register_module_forward_hook(w.after_forward, always_call=True)
     for owner, name, method in (
         (Optimizer, "add_param_group", w.add_param_group),
         (Optimizer, "zero_grad", w.zero_grad),
@@ -743,20 +661,14 @@ def torch_is_there() -> None:
         (torch.amp.GradScaler, "scale", w.scaled),
         (DDP, "forward", w.forward),
         (DDP, "__init__", w.wrapped),
-        (nn.Module, "train", w.train),
         (DataLoader, "__iter__", w.iterate),
         (next_one, "_next_index", w.next_index),
         (next_one, "__next__", w.next_batch),
         (fetch._MapDatasetFetcher, "fetch", w.fetch),
-        (torch, "manual_seed", w.seed),
-        (random, "seed", w.seed),
         (torch, "save", w.save),
-        (os, "replace", w.rename),
-        (os, "rename", w.rename),
         (LRScheduler, "__init__", w.schedule),
         (sys.stdout, "write", w.stream),
         (sys.stderr, "write", w.stream),
-        (logging.Logger, "handle", w.handle),
         (sys, "excepthook", w.excepthook),
         (sys.modules.get("torch.multiprocessing.spawn"), "_wrap", w.spawned),
     ):
@@ -770,8 +682,6 @@ def torch_is_there() -> None:
             wrap(owner, name, w.collect, name)
     for owner, name in ((Tensor, "__eq__"), (Tensor, "eq"), (torch, "eq")):
         wrap(owner, name, w.equal)
-    for name in "rand randn randint normal".split():
-        wrap(torch, name, w.draw)
     for name in "item cpu tolist numpy __bool__ __float__ __int__".split():
         wrap(Tensor, name, w.sync, name)
     atexit.register(w.exit)
@@ -789,4 +699,6 @@ def horovod_is_there() -> None:
     wrap(hvd, "init", init)
     for name in HOROVOD:
         wrap(hvd, name, watch.collect, name)
-    wrap(hvd.optimizer._DistributedOptimizer, "synchronize", watch.synchronize)
+    wrap(
+        hvd.optimizer._DistributedOptimizer, "synchronize", watch.collect, "synchronize"
+    )
