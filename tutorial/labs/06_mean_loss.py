@@ -1,9 +1,7 @@
-"""Continue to train the weights in pretrained.pt, which come from a machine with GPUs.
+"""Train a network, and print the loss of each epoch: the mean of both processes.
 
-torchrun --standalone --nproc-per-node 2 tutorial/labs/22_pretrained.py
+torchrun --standalone --nproc-per-node 2 tutorial/labs/06_mean_loss.py
 """
-
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 EPOCHS, BATCH = 3, 8  # images per process and step
-PRETRAINED = Path(__file__).with_name("pretrained.pt")
 
 
 def main() -> None:
@@ -25,18 +22,20 @@ def main() -> None:
     sampler = DistributedSampler(dataset)
     loader = DataLoader(dataset, BATCH, sampler=sampler)
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
-    net.load_state_dict(torch.load(PRETRAINED))
     model = DDP(net)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
+        total = torch.zeros(())
         for x, y in loader:
             loss = F.cross_entropy(model(x), y)
             optimizer.zero_grad()
-            loss.backward()
+            (loss / dist.get_world_size()).backward()
             optimizer.step()
+            total += loss.detach() / dist.get_world_size()
+        dist.all_reduce(total)
         if dist.get_rank() == 0:
-            print(f"epoch {epoch}: loss {loss.item():.4f}")
+            print(f"epoch {epoch}: loss {total.item() / len(loader):.4f}")
     dist.destroy_process_group()
 
 

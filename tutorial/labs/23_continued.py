@@ -1,17 +1,19 @@
-"""Train a network; the learning rate falls from 0.1 to almost 0 at the end of the run.
+"""Train a network; if the run is killed, the next run continues from checkpoint.pt.
 
-torchrun --standalone --nproc-per-node 2 tutorial/labs/12_schedule.py
+torchrun --standalone --nproc-per-node 2 tutorial/labs/23_continued.py
 """
+
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 EPOCHS, BATCH = 3, 8  # images per process and step
+CHECKPOINT = Path("checkpoint.pt")
 
 
 def main() -> None:
@@ -23,19 +25,25 @@ def main() -> None:
     sampler = DistributedSampler(dataset)
     loader = DataLoader(dataset, BATCH, sampler=sampler)
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    first = 0
+    if CHECKPOINT.exists():
+        content = torch.load(CHECKPOINT, map_location="cpu")
+        net.load_state_dict(content["model"])
+        first = content["epoch"] + 1
     model = DDP(net)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    scheduler = CosineAnnealingLR(optimizer, EPOCHS * len(dataset) // BATCH)
-    for epoch in range(EPOCHS):
+    for epoch in range(first, EPOCHS):
         sampler.set_epoch(epoch)
         for x, y in loader:
             loss = F.cross_entropy(model(x), y)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            scheduler.step()
         if dist.get_rank() == 0:
             print(f"epoch {epoch}: loss {loss.item():.4f}")
+            content = {"model": net.state_dict(), "epoch": epoch}
+            torch.save(content, f"{CHECKPOINT}.tmp")
+            Path(f"{CHECKPOINT}.tmp").replace(CHECKPOINT)
     dist.destroy_process_group()
 
 

@@ -1,6 +1,6 @@
 """Train a network on 96 of 129 images, and validate it on the 33 others.
 
-torchrun --standalone --nproc-per-node 2 tutorial/labs/13_split.py
+torchrun --standalone --nproc-per-node 2 tutorial/labs/13_held_out.py
 """
 
 import torch

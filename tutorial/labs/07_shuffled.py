@@ -1,6 +1,6 @@
-"""Train a network, and save its weights to model.pt for scripts that use them alone.
+"""Train a network; each epoch shuffles the 96 images, and two processes share them.
 
-torchrun --standalone --nproc-per-node 2 tutorial/labs/21_export.py
+torchrun --standalone --nproc-per-node 2 tutorial/labs/07_shuffled.py
 """
 
 import torch
@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 EPOCHS, BATCH = 3, 8  # images per process and step
 
@@ -19,13 +19,11 @@ def main() -> None:
     torch.manual_seed(0)
     images = torch.randn(96, 8)
     dataset = TensorDataset(images, images[:, :3].argmax(1))
-    sampler = DistributedSampler(dataset)
-    loader = DataLoader(dataset, BATCH, sampler=sampler)
+    loader = DataLoader(dataset, BATCH, shuffle=True)
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
     model = DDP(net)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     for epoch in range(EPOCHS):
-        sampler.set_epoch(epoch)
         for x, y in loader:
             loss = F.cross_entropy(model(x), y)
             optimizer.zero_grad()
@@ -33,8 +31,6 @@ def main() -> None:
             optimizer.step()
         if dist.get_rank() == 0:
             print(f"epoch {epoch}: loss {loss.item():.4f}")
-    if dist.get_rank() == 0:
-        torch.save(model.state_dict(), "model.pt")
     dist.destroy_process_group()
 
 

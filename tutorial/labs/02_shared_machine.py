@@ -1,38 +1,36 @@
-"""Train a network; as augmentation, each image gets new noise whenever it is loaded.
+"""Train a network on two processes of this machine; other jobs may run here too.
 
-torchrun --standalone --nproc-per-node 2 tutorial/labs/09_noise.py
+torchrun --standalone --nproc-per-node 2 tutorial/labs/02_shared_machine.py
 """
+
+import os
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 EPOCHS, BATCH = 3, 8  # images per process and step
 
 
-class NoisyImages(Dataset):
-    """96 images of 8 pixels, in 3 classes."""
-
-    def __init__(self):
-        self.images = torch.randn(96, 8)
-        self.labels = self.images[:, :3].argmax(1)
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        noise = 0.1 * torch.randn(8)
-        return self.images[index] + noise, self.labels[index]
+def connect() -> None:
+    """Join the other processes."""
+    dist.init_process_group(
+        "gloo",
+        init_method="tcp://127.0.0.1:29500",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
 
 
 def main() -> None:
     """Each process runs this function."""
-    dist.init_process_group("gloo")
+    connect()
     torch.manual_seed(0)
-    dataset = NoisyImages()
+    images = torch.randn(96, 8)
+    dataset = TensorDataset(images, images[:, :3].argmax(1))
     sampler = DistributedSampler(dataset)
     loader = DataLoader(dataset, BATCH, sampler=sampler)
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
