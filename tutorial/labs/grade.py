@@ -40,6 +40,11 @@ CHECKPOINT = "checkpoint.pt"
 HOROVOD = importlib.util.find_spec("horovod")
 
 
+def name(script: Path) -> str:
+    """The number of a lab, or the name of a script without one."""
+    return script.stem.split("_")[0]
+
+
 def differ(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors differ by more than rounding."""
     return one.shape != other.shape or not torch.allclose(one, other, atol=1e-5)
@@ -184,8 +189,8 @@ def check_blocks(run: Run) -> None:
         raise Wrong(f"every forward pass {how} the middle block")
 
 
-def check_schedule(run: Run) -> None:
-    """The learning rate falls over the whole run, and the steps use it."""
+def check_rates(run: Run) -> None:
+    """The learning rate falls over the whole run."""
     rates = [step.lr for step in run.ranks[0].steps]
     if abs(rates[0] - LR) > 1e-6:
         raise Wrong(f"the learning rate of the first step is {rates[0]:.4f}, not {LR}")
@@ -195,7 +200,11 @@ def check_schedule(run: Run) -> None:
         raise Wrong(f"the learning rate falls from {LR:.4f} to only {rates[-1]:.4f}")
     if rates[len(rates) // 2] < LR / 10:
         raise Wrong("the learning rate is almost 0 after half of the steps")
-    check_steps(run, rates=rates)
+
+
+def check_schedule(run: Run) -> None:
+    """Each step moves the weights as one process does with this step's rate."""
+    check_steps(run, rates=[step.lr for step in run.ranks[0].steps])
 
 
 def check_averages(run: Run) -> None:
@@ -384,7 +393,7 @@ CHECKS = {  # of the labs that need others
     "09": (check_weights, check_noise, check_shares, check_steps),
     "10": (*USUAL, check_accuracy),
     "11": (*USUAL, check_accuracy),
-    "12": (*SHARED, check_schedule),
+    "12": (*SHARED, check_rates, check_schedule),
     "13": (check_accuracy, *USUAL),
     "14": (*SHARED, partial(check_steps, max_norm=0.3)),
     "15": (*USUAL, check_blocks),
@@ -425,7 +434,7 @@ def play(script: Path, files: Path, checks=None, **options) -> Run:
 
 def check(run: Run, script: Path, checks=None) -> None:
     """Make the checks of a script's lab, or these."""
-    for one in checks or CHECKS.get(script.name[:2], USUAL):
+    for one in checks or CHECKS.get(name(script), USUAL):
         one(run)
 
 
@@ -464,7 +473,11 @@ def play_twice(script: Path, files: Path) -> None:
 
 def play_killed(script: Path, files: Path) -> None:
     """Once without a break, and once killed and resumed."""
-    whole = play(script, files)
+    compare_killed(play(script, files), script, files)
+
+
+def compare_killed(whole: Run, script: Path, files: Path) -> None:
+    """A run that is killed and resumed ends as the whole one."""
     files = files.with_name("again")
     kill = lambda steps: steps == 12 and os._exit(1)  # noqa: E731
     with started(script, files, disturb=kill) as run:
@@ -504,7 +517,26 @@ def play_killed_while_saving(script: Path, files: Path) -> None:
         check_checkpoint(files / CHECKPOINT)
 
 
+def play_capstone(script: Path, files: Path) -> None:
+    """Without a break, and killed and resumed; count what is left of six mistakes."""
+    run = play(script, files, (check_weights, check_averages))
+    left = 0
+    checks = check_noise, check_rates, check_schedule, check_shares
+    for one in *checks, partial(check_accuracy, times=EPOCHS):
+        try:
+            one(run)
+        except Wrong:
+            left += 1
+    try:
+        compare_killed(run, script, files)
+    except Wrong:
+        left += 1
+    if left:
+        raise Wrong(f"{left} of 6 mistakes are left")
+
+
 PLAYS = {
+    "capstone": play_capstone,
     "01": play_on_machines,
     "02": play_twice,
     "23": play_killed,
@@ -516,7 +548,7 @@ def grade(script: Path) -> str | None:
     """What is wrong with a script, or None."""
     with tempfile.TemporaryDirectory(prefix="lab-") as folder:
         try:
-            PLAYS.get(script.name[:2], play)(script, Path(folder, "files"))
+            PLAYS.get(name(script), play)(script, Path(folder, "files"))
         except Wrong as wrong:
             return str(wrong)
         except Exception as error:
@@ -526,10 +558,11 @@ def grade(script: Path) -> str | None:
 
 def main(words: list[str]) -> int:
     """Grade labs; return the exit status."""
-    scripts = {path.name[:2]: path for path in sorted(FOLDER.glob("[0-9][0-9]_*.py"))}
+    paths = [*sorted(FOLDER.glob("[0-9][0-9]_*.py")), FOLDER / "capstone.py"]
+    scripts = {name(path): path for path in paths}
     chosen = list(scripts) if words in ([], ["all"]) else [w.zfill(2) for w in words]
     if unknown := [number for number in chosen if number not in scripts]:
-        labs = f"labs are {min(scripts)} to {max(scripts)}"
+        labs = f"labs are {', '.join(scripts)}"
         print(f"grade.py: error: no lab {unknown[0]}; {labs}", file=sys.stderr)
         return 2
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the labs need no GPU
