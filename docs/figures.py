@@ -134,9 +134,10 @@ def all_reduce(draw: Picture) -> float:
             if top == 28:
                 draw.block(214, y, 100, 21, "a", "1")
             else:
-                draw.row(214, y, zip(R, [25.5] * 4, "1234", strict=True), 21)
-                draw.text(320, y + 15, "= 10")
-    return 320
+                draw.sum(214, y, 100, 21, R, R)
+                draw.text(320, y + 15, "10", "ink")
+    draw.text(8, 324, "10 = 1 + 2 + 3 + 4: one number, the sum over all ranks.")
+    return 338
 
 
 # What rank r holds in slot c before and after: colors, and which part it is
@@ -195,16 +196,17 @@ def ring(draw: Picture) -> float:
             draw.text(left, y + 11, str(rank))
             for part, ranks in enumerate(parts):
                 draw.sum(left + 14 + 34 * part, y, 28, 14, ranks, R)
-    draw.text(8, 506, "Each row is a rank, each column a part of the data.")
-    draw.text(8, 526, "A block's colors show which ranks its sum includes.")
-    draw.legend(548, a="rank 0", b="rank 1", c="rank 2", d="rank 3")
-    return 560
+    draw.text(8, 500, "An arrow at the edge leads from rank 3 to rank 0.")
+    draw.text(8, 518, "Each row is a rank, each column a part of the data.")
+    draw.text(8, 536, "A block's colors show which ranks its sum includes.")
+    draw.legend(558, a="rank 0", b="rank 1", c="rank 2", d="rank 3")
+    return 570
 
 
 ORDERS = {  # from DistributedSampler; a test compares them with it
     "10 images, after set_epoch(0)": [4, 1, 7, 5, 3, 9, 0, 8, 6, 2],
     "10 images, after set_epoch(1)": [5, 6, 1, 2, 0, 8, 9, 3, 7, 4],
-    "9 images: image 0 is used twice": [0, 1, 2, 3, 4, 5, 6, 7, 8, 0],
+    "9 images, not shuffled: 0 is used twice (*)": [0, 1, 2, 3, 4, 5, 6, 7, 8, 0],
 }
 
 
@@ -243,7 +245,7 @@ def buckets(draw: Picture) -> float:
     draw.line(x - 2, 40, x - 2, 222, kind="dashed")
     draw.text(x - 6, 218, "backward ends", "note end")
     draw.text(x + 4, 218, "the step waits")
-    draw.text(8, 244, "Only the last all-reduce makes the step wait.")
+    draw.text(8, 244, "The step waits for what has not been sent by then.")
     draw.text(8, 262, "The first bucket is small, so that sending starts early.")
     return 276
 
@@ -260,7 +262,9 @@ def accumulation(draw: Picture) -> float:
     draw.text(sooner - 10, 152, "three fewer all-reduces", "note end")
     draw.legend(182, a="a micro-batch", b="all-reduce", c="optimizer's step")
     draw.text(8, 202, "1 to 4: forward and backward; .grad adds up.")
-    return 216
+    draw.text(8, 220, "Drawn without overlap: part of an all-reduce runs during")
+    draw.text(8, 236, "the backward pass before it.")
+    return 250
 
 
 FORMATS = {"fp32": (8, 23), "TF32": (8, 10), "bf16": (8, 7), "fp16": (5, 10)}
@@ -301,23 +305,28 @@ def restarts(draw: Picture) -> float:
     for rank, (saved, last) in enumerate((("c", 26), ("", 14))):
         steps = [cell for n in "23467" for cell in (("a", 26, n), (saved, 10, ""))]
         killed = ("d", last, "5"), ("", 50 - last, "")
-        again = ("empty", 46, "start"), ("c", 10, ""), ("a", 26, "5"), steps[1]
+        again = ("empty", 46, "start"), ("line c", 10, ""), ("a", 26, "5"), steps[1]
         cells = [*steps[:6], *killed, *again, *steps[6:]]
         draw.row(8, 34 + 76 * rank, cells, title=f"rank {rank}")
     draw.text(104, 24, "torchrun stops it", "ink small")
     draw.text(104, 100, "killed", "ink small")
-    draw.line(127, 117, 141, 131, kind="plain")
-    draw.line(127, 131, 141, 117, kind="plain")
+    draw.line(129, 117, 143, 131, kind="plain")
+    draw.line(129, 131, 143, 117, kind="plain")
     draw.line(112, 64, 112, 80, 216, 80, 216, 65)
     draw.line(216, 80, 216, 108)
     draw.text(164, 76, "checkpoint", "note middle")
     draw.line(8, 154, 352, 154)
-    draw.legend(176, a="a step", d="a step that is lost", c="checkpoint")
-    return 188
+    draw.legend(176, a="a step", d="a step that is lost")
+    draw.legend(196, **{"c": "checkpoint saved", "line c": "checkpoint loaded"})
+    return 208
 
 
 HOROVOD = (  # a line of code, what it does with DDP, and what with Horovod
-    ("before the first step", "DDP(model)", "DistributedOptimizer"),
+    (
+        "before the first step",
+        "DDP(model), which also\nbroadcasts the weights",
+        "DistributedOptimizer, and\nbroadcast_parameters()",
+    ),
     ("model(x)", "arms the hooks", "a plain forward"),
     (
         "loss.backward()",
