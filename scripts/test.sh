@@ -17,10 +17,10 @@ if [ "${1:-}" = --system ]; then
     SYSTEM=true
     shift
 fi
-if [ "$SYSTEM" = true ] && ! PATH=$PATH:/usr/sbin type -P mpicxx ip sshd slurmctld >/dev/null; then
-    echo "installing Open MPI, sshd, Slurm, munge and ip"
+if [ "$SYSTEM" = true ] && ! PATH=$PATH:/usr/sbin type -P mpicxx ip sshd slurmctld bwrap >/dev/null; then
+    echo "installing Open MPI, sshd, Slurm, munge, ip and bubblewrap"
     { apt-get update && apt-get install -y --no-install-recommends libopenmpi-dev openmpi-bin iproute2 \
-        openssh-server openssh-client slurmctld slurmd slurm-client munge; } >/dev/null ||
+        openssh-server openssh-client slurmctld slurmd slurm-client munge bubblewrap; } >/dev/null ||
         echo "not all installed: this needs root and apt-get"
 fi
 

@@ -1,6 +1,8 @@
 """The scripts of tutorial/labs/ are broken as their page says; other scripts pass."""
 
+import csv
 import re
+import runpy
 import shutil
 import subprocess
 import time
@@ -10,7 +12,8 @@ from conftest import ROOT, Started, environment, processes_of, run, wait_until
 from played import Played, python
 
 LABS = ROOT / "tutorial" / "labs"
-SCRIPTS = {path.name[:2]: path.name for path in sorted(LABS.glob("[0-9][0-9]_*.py"))}
+PATHS = [*sorted(LABS.glob("[0-9][0-9]_*.py")), LABS / "capstone.py"]
+SCRIPTS = {path.stem.split("_")[0]: path.name for path in PATHS}
 # What is wrong with each
 BROKEN = {
     "01": "on two machines with one process each, epoch 0 leaves out 48 of 96 images",
@@ -37,7 +40,23 @@ BROKEN = {
     "22": "RuntimeError: Attempting to deserialize object on a CUDA device",
     "23": "resumed ends with other weights than a run without a break",
     "24": "killed during its second save, checkpoint.pt cannot be read",
+    "25": "the two processes have different weights after step ",
+    "26": "one process does with the same 16 images and a gradient of at most 0.3",
+    "27": "step 1 moves the weights 0.",
+    "28": "after step 18 rank 0 ",
+    "29": "the network without DDP cannot load model.pt",
+    "30": "one process does with the same 16 images and a gradient of at most 0.3",
+    "31": "on a GPU, 18 of 18 steps would wait for it",
+    "32": "in 18 steps, the script itself calls 37 collectives",
+    "33": "step 1 moves the weights 0.00 times as far as one process does",
+    "34": "step 1 moves the weights 2.00 times as far as one process does",
+    "35": "3 epochs of 96 images are 288; the two processes train on 576",
+    "36": "after step 15 rank 1 ",
+    "37": "the two processes have different weights in the end",
+    "capstone": "6 of 6 mistakes are left",
 }
+HOROVOD = pytest.mark.horovod
+LABELS = [pytest.param(x, marks=[HOROVOD] * (x == "30")) for x in SCRIPTS]
 LOOP = re.search(
     r" +for x, y in loader:\n(?: {12}.*\n)+", (LABS / SCRIPTS["19"]).read_text()
 )
@@ -81,10 +100,11 @@ def graded(tmp_path_factory):
         logs = [played.log(number).splitlines() for number in range(3)]
     assert statuses == [1, 0, 0]
     # What is printed last is how many labs pass
-    return [{line[:2]: line[2:].lstrip(": ") for line in log[:-1]} for log in logs]
+    lines = [[re.split(": | ", line, maxsplit=1) for line in log[:-1]] for log in logs]
+    return [dict(pairs) for pairs in lines]
 
 
-@pytest.mark.parametrize("number", SCRIPTS)
+@pytest.mark.parametrize("number", LABELS)
 def test_a_broken_script_fails_and_its_solution_passes(graded, number):
     broken, solved, _ = graded
     assert BROKEN[number] in broken[number]
@@ -94,6 +114,70 @@ def test_a_broken_script_fails_and_its_solution_passes(graded, number):
 @pytest.mark.parametrize("number", [number for number, *_ in CURES])
 def test_what_counts_is_what_a_script_does(graded, number):
     assert graded[2][number] == "passes"
+
+
+# The mistakes of the capstone: new text, old text
+SIX = [
+    ("        train_loader.sampler.set_epoch(epoch)\n", ""),
+    ("job.world_size * (SEED + epoch) + job.rank", "SEED + epoch"),
+    ("(loss / MICRO_BATCHES).backward()", "loss.backward()"),
+    ("// BATCH  # in", "// (BATCH // job.world_size)  # in"),
+    ("range(job.rank, len(validation), job.world_size)",
+     "DistributedSampler(validation, shuffle=False)"),
+    ('    optimizer.load_state_dict(content["optimizer"])\n', ""),
+]  # fmt: skip
+
+
+def test_each_mistake_of_the_capstone_is_counted(tmp_path):
+    labs = tmp_path / "tutorial" / "labs"
+    shutil.copytree(LABS, labs)
+    patch = labs / "solutions" / "capstone.patch"
+    subprocess.run(["git", "apply", patch], cwd=tmp_path, check=True)
+    solved = (labs / "capstone.py").read_text()
+    for number, (new, old) in enumerate(SIX):
+        assert solved.count(new) == 1
+        (labs / f"capstone_{number}.py").write_text(solved.replace(new, old))
+    task = "import grade\nfor one in sorted(grade.FOLDER.glob('capstone_*.py')):\n"
+    (labs / "six.py").write_text(task + "    print(grade.grade(one))\n")
+    with Played(tmp_path / "logs") as played:
+        played.start(python, (labs / "six.py",), environment())
+        assert played.end(seconds=200) == [0]
+        assert played.log(0).splitlines() == ["1 of 6 mistakes are left"] * 6
+
+
+SANDBOX = "bwrap", "--ro-bind", "/", "/", "--unshare-all", "true"
+MISSING = not shutil.which("bwrap") or subprocess.run(SANDBOX, check=False).returncode
+PEEK = """
+from pathlib import Path
+files = Path("{labs}/solutions/07.patch"), Path("{folder}/ann"), Path.home() / ".profile"
+seen = [one for one in files if one.exists()]
+Path("{folder}/written").write_text("")  # disappears
+raise RuntimeError(seen)
+"""
+
+
+@pytest.mark.skipif(MISSING, reason="bubblewrap does not run here")
+@pytest.mark.parametrize(
+    "script, how, limit",
+    [
+        (PEEK, "before the first step rank 0 fails with RuntimeError: []", 100),
+        ("while True: pass", "no result after 20 s, or the grader ended", 20),
+    ],
+)
+def test_a_class_is_graded_in_a_sandbox(
+    script, how, limit, tmp_path, capsys, monkeypatch
+):
+    for student, text in (("ann", ""), ("bob", script)):
+        (tmp_path / student).mkdir()
+        text = text.format(labs=LABS, folder=tmp_path)
+        (tmp_path / student / "07_shuffled.py").write_text(text)
+    monkeypatch.setenv("PATIENCE", "100")
+    tool = runpy.run_path(str(LABS / "grade_class.py"))
+    tool["grade"].__globals__["LIMIT"] = limit
+    assert tool["main"]([str(tmp_path)]) == 0
+    ann, bob = csv.DictReader(capsys.readouterr().out.splitlines())
+    assert ann["07"] == "the optimizer takes no step" and not ann["08"]
+    assert bob["07"] == how and not (tmp_path / "written").exists()
 
 
 def test_an_unknown_lab_and_ctrl_c(tmp_path):

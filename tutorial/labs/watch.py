@@ -71,7 +71,8 @@ class Rank:
 
     steps: list[Step] = field(default_factory=list)
     validated: list[Pass] = field(default_factory=list)  # passes without gradients
-    printed: list[tuple[int, str]] = field(default_factory=list)  # steps done, text
+    text: str = ""  # all that it prints
+    printed: list[tuple[int, str]] = field(default_factory=list)  # steps done, accuracy
     errors: list[str] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)  # before and after all steps
 
@@ -87,6 +88,7 @@ class Rank:
 def flat(optimizer: Optimizer) -> Tensor:
     """A copy of all weights of an optimizer, as one vector."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    weights = [w.full_tensor() if hasattr(w, "placements") else w for w in weights]
     return nn.utils.parameters_to_vector(weights).detach().clone()
 
 
@@ -95,7 +97,7 @@ class Watch:
 
     def __init__(self, pipe, disturb: Callable[[int], object]):
         self.pipe, self.disturb, self.optimizer = pipe, disturb, None
-        self.passes, self.steps = [], 0
+        self.passes, self.steps, self.depth = [], 0, 0
         torch.nn.modules.module.register_module_forward_hook(self.forward)
         register_optimizer_step_pre_hook(self.before_step)
         register_optimizer_step_post_hook(self.after_step)
@@ -117,6 +119,9 @@ class Watch:
 
     def before_step(self, optimizer: Optimizer, *_) -> None:
         """Record the first weights."""
+        self.depth += 1  # ZeRO's and Horovod's steps contain another step
+        if self.depth > 1:
+            return
         self.disturb(self.steps)
         if not self.optimizer:
             self.send("weights", flat(optimizer))
@@ -124,20 +129,32 @@ class Watch:
 
     def after_step(self, optimizer: Optimizer, *_) -> None:
         """Record the step."""
+        self.depth -= 1
+        if self.depth:
+            return
         lr, averages = (
             optimizer.param_groups[0]["lr"],
             sum(recorder.watch.now["forwards"]),
         )
-        self.send("steps", Step(self.passes, averages, lr, flat(optimizer)))
+        self.last = flat(optimizer)
+        self.send("steps", Step(self.passes, averages, lr, self.last))
         self.passes, self.steps = [], self.steps + 1
+
+    def end(self) -> None:
+        """Record the last weights; shards cannot be gathered after the last step."""
+        if self.optimizer:
+            groups = self.optimizer.param_groups
+            shards = hasattr(groups[0]["params"][0], "placements")
+            self.send("weights", self.last if shards else flat(self.optimizer))
 
 
 def be_rank(script: Path, files: Path, stack: Path, variables, pipe, disturb) -> None:
     """Run the script as one process of two."""
     os.setsid()  # its own processes end with it
     signal.alarm(LIFE)
-    for number in (1, 2):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+    torch.set_num_threads(1)  # a fork's threads must not be the first to do so
+    for number, file in ((1, stack.with_suffix(".text")), (2, os.devnull)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
     faulthandler.register(signal.SIGUSR1, stack.open("wb"))
     os.environ.update(variables)
     os.chdir(files)
@@ -149,8 +166,7 @@ def be_rank(script: Path, files: Path, stack: Path, variables, pipe, disturb) ->
         recorder.watch.excepthook(None, *sys.exc_info())
         sys.exit(1)
     recorder.watch.exit()
-    if watch.optimizer:
-        watch.send("weights", flat(watch.optimizer))
+    watch.end()
 
 
 # --- in the grader ---
@@ -187,6 +203,7 @@ class Run:
                 break
         for process in job.read(self.records).processes:
             rank = self.ranks[process.rank]
+            rank.text = self.stacks[process.rank].with_suffix(".text").read_text()
             rank.errors = [one["text"] for one in process.of("error")]
             rank.printed = [(x["step"], x["text"]) for x in process.of("printed")]
         if may_fail or codes == [0, 0]:
@@ -198,6 +215,14 @@ class Run:
         lost = "onnection|roken pipe"
         own = [r for r in (0, 1) if codes[r] and not re.search(lost, lines[r])]
         raise Wrong(lines[own[0]] if own else " and ".join(lines))
+
+    def kill(self) -> None:
+        """End both, and the processes that they started."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            process.join()
 
     def ending(self, rank: int, code: int | None) -> str:
         """How a process ended; with code None, what it waits in."""
@@ -215,6 +240,25 @@ class Run:
             how = "fails with " + re.sub(r"\[/\S+\] ", "", first)
         when = f"after step {steps}" if steps else "before the first step"
         return f"{when} rank {rank} {how}"
+
+
+@contextlib.contextmanager
+def horovod() -> Iterator[list[dict[str, str]]]:
+    """A place where Horovod's processes meet, as variables of each rank."""
+    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+    from horovod.runner.http.http_server import RendezvousServer
+
+    server = RendezvousServer()
+    common = {"GLOO_RENDEZVOUS_PORT": server.start(), "GLOO_IFACE": "lo", "SIZE": 2}
+    common |= {"GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOSTNAME": "localhost"}
+    common |= {"CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo", "LOCAL_SIZE": 2}
+    common |= {"CROSS_RANK": 0, "CROSS_SIZE": 1, "CYCLE_TIME": 50}  # ms until it sends
+    server.init(get_host_assignments(parse_hosts("localhost:2"), 2))
+    ranks = [common | {"RANK": rank, "LOCAL_RANK": rank} for rank in (0, 1)]
+    try:
+        yield [{f"HOROVOD_{k}": str(v) for k, v in one.items()} for one in ranks]
+    finally:
+        server.stop()
 
 
 @contextlib.contextmanager
@@ -240,19 +284,16 @@ def started(
     run = Run(files, files.parent / f"records{port}")
     run.records.mkdir()
     variables["DOCTOR_FOLDER"] = str(run.records)
-    try:
-        for rank in (0, 1):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank % (2 // machines))}
-            run.stacks.append(files.parent / f"stack{port}.{rank}")
+    with contextlib.ExitStack() as stack:
+        stack.callback(run.kill)
+        needs = "import horovod" in script.read_text()
+        places = stack.enter_context(horovod()) if needs else [{}, {}]
+        for rank, place in enumerate(places):
+            place |= {"RANK": str(rank), "LOCAL_RANK": str(rank % (2 // machines))}
+            run.stacks.append(files.parent / f"{port}-{rank}.stack")
             run.pipes.append(FORK.Pipe(duplex=False))
             task = script, files, run.stacks[rank], variables | place
             task += run.pipes[rank][1], disturb
             run.processes.append(FORK.Process(target=be_rank, args=task))
             run.processes[rank].start()
         yield run
-    finally:
-        for process in run.processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.kill()
-            process.join()

@@ -1,0 +1,41 @@
+"""Train a network on the images of sufficient contrast, which the processes share.
+
+torchrun --standalone --nproc-per-node 2 tutorial/labs/19_contrast.py
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
+
+EPOCHS, BATCH, CONTRAST = 3, 8, 0.7
+
+
+def main() -> None:
+    """Each process runs this function."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    images = torch.randn(96, 8)
+    dataset = TensorDataset(images, images[:, :3].argmax(1))
+    mine = range(dist.get_rank(), len(images), dist.get_world_size())
+    mine = [index for index in mine if images[index].std() > CONTRAST]
+    loader = DataLoader(dataset, BATCH, sampler=SubsetRandomSampler(mine))
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    model = DDP(net)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for epoch in range(EPOCHS):
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            print(f"epoch {epoch}: loss {loss.item():.4f}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

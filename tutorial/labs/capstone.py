@@ -1,0 +1,174 @@
+"""Train a classifier on several processes: the capstone. This script has six mistakes.
+
+    torchrun --standalone --nproc-per-node 2 tutorial/labs/capstone.py
+
+It should do what one process does with batches of 16 images: each epoch goes through
+the 96 training images in a new order, each image gets noise of its own, the learning
+rate falls from 0.1 to almost 0 at the end, and after each epoch the share of the 33
+validation images that the network gets right is printed. If a run is killed, the next
+run continues after the last complete epoch, and ends with the same weights as a run
+without a break.
+"""
+
+import os
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+EPOCHS = 3
+BATCH = 16  # images in a step, over all processes
+MICRO_BATCHES = 2  # in a step of one process
+LR, MOMENTUM = 0.1, 0.9
+NOISE = 0.1
+SEED = 0
+CHECKPOINT = Path("checkpoint.pt")
+
+
+class Images(Dataset):
+    """Images of 8 pixels in 3 classes; the first 96 are for training."""
+
+    def __init__(self, training: bool):
+        generator = torch.Generator().manual_seed(SEED)
+        images = torch.randn(129, 8, generator=generator)
+        labels = images[:, :3].argmax(1)
+        part = slice(96) if training else slice(96, None)
+        self.images, self.labels, self.training = images[part], labels[part], training
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        image = self.images[index]
+        if self.training:
+            image = image + NOISE * torch.randn(len(image))
+        return image, self.labels[index]
+
+
+@dataclass
+class Job:
+    """The place of this process among all processes."""
+
+    rank: int
+    world_size: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process prints and saves."""
+        return self.rank == 0
+
+
+def start() -> Job:
+    """Join the other processes."""
+    dist.init_process_group("gloo")
+    return Job(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+
+
+def build_loaders(job: Job) -> tuple[DataLoader, DataLoader]:
+    """Return the loaders of this process's training and validation images."""
+    size = BATCH // job.world_size // MICRO_BATCHES
+    training, validation = Images(training=True), Images(training=False)
+    sampler = DistributedSampler(training, shuffle=True, seed=SEED)
+    train_loader = DataLoader(training, size, sampler=sampler, drop_last=True)
+    sampler = DistributedSampler(validation, shuffle=False)
+    return train_loader, DataLoader(validation, size, sampler=sampler)
+
+
+def build_network() -> nn.Module:
+    """Return a network with the same weights in each process."""
+    torch.manual_seed(SEED)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def train(
+    model: DDP,
+    loader: DataLoader,
+    optimizer: torch.optim.Optimizer,
+    scheduler: CosineAnnealingLR,
+) -> Tensor:
+    """Train for one epoch; return the sum of the losses of this process's images."""
+    model.train()
+    total = torch.zeros(())
+    for number, (images, labels) in enumerate(loader, start=1):
+        last = number % MICRO_BATCHES == 0  # of a step
+        with nullcontext() if last else model.no_sync():
+            loss = F.cross_entropy(model(images), labels)
+            loss.backward()
+        total += loss.detach() * len(images)
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+    return total
+
+
+@torch.no_grad()
+def validate(net: nn.Module, loader: DataLoader) -> Tensor:
+    """Return how many of this process's images are right, and how many there are."""
+    net.eval()
+    counts = torch.zeros(2)
+    for images, labels in loader:
+        hits = net(images).argmax(1) == labels
+        counts += torch.tensor([hits.sum(), len(hits)])
+    return counts
+
+
+def save(net: nn.Module, scheduler: CosineAnnealingLR, epoch: int) -> None:
+    """Replace the checkpoint; a run that is killed meanwhile keeps the old one."""
+    content = {"model": net.state_dict(), "scheduler": scheduler.state_dict()}
+    content["epoch"] = epoch
+    new = CHECKPOINT.with_suffix(".new")
+    torch.save(content, new)
+    new.replace(CHECKPOINT)
+
+
+def load(
+    net: nn.Module, optimizer: torch.optim.Optimizer, scheduler: CosineAnnealingLR
+) -> int:
+    """Continue from the checkpoint, if there is one; return the first epoch."""
+    if not CHECKPOINT.exists():
+        return 0
+    content = torch.load(CHECKPOINT, map_location="cpu", weights_only=True)
+    net.load_state_dict(content["model"])
+    scheduler.load_state_dict(content["scheduler"])
+    for group, rate in zip(
+        optimizer.param_groups, scheduler.get_last_lr(), strict=True
+    ):
+        group["lr"] = rate
+    return content["epoch"] + 1
+
+
+def main() -> None:
+    """Each process runs this function."""
+    job = start()
+    train_loader, val_loader = build_loaders(job)
+    net = build_network()
+    optimizer = torch.optim.SGD(net.parameters(), LR, momentum=MOMENTUM)
+    steps = len(train_loader.dataset) // (BATCH // job.world_size)  # in an epoch
+    scheduler = CosineAnnealingLR(optimizer, EPOCHS * steps)
+    first_epoch = load(net, optimizer, scheduler)
+    model = DDP(net)
+    for epoch in range(first_epoch, EPOCHS):
+        torch.manual_seed(SEED + epoch)  # a resumed run draws the same noise
+        sums = [train(model, train_loader, optimizer, scheduler)[None]]
+        sums += [validate(net, val_loader)]
+        sums = torch.cat(sums)
+        dist.all_reduce(sums)
+        total, right, count = sums.tolist()
+        if job.is_first:
+            loss, share = total / len(train_loader.dataset), right / count
+            print(f"epoch {epoch}: loss {loss:.4f}, accuracy {share:.4f}")
+            save(net, scheduler, epoch)
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
