@@ -147,7 +147,8 @@ def about_tests(summary: dict) -> Iterator[str]:
     ]
     if missing := [name for name in names if name not in rows]:
         action = "run scripts/gpu_check.sh without -k"
-        yield problem(f"tests: {', '.join(missing)}", None, "rows", action)
+        field = f"tests: {missing[0]} (and {len(missing) - 1} other rows)"
+        yield problem(field, None, "a row", action)
     gpus = summary["machine"]["gpus"]
     for name, row in rows.items():
         optional = "horovod" in name or "apex" in name
@@ -210,6 +211,11 @@ def about_timing(summary: dict, row: dict) -> Iterator[str]:
                 )
                 yield problem(f"{where}{name}", speed, possible)
     if row["kind"] == "train":
+        size = row["arch"], row["image_size"], row["batch"]
+        if size != ("resnet50", 224, 64 * row["processes"]):
+            possible = f"resnet50, 224 px and {64 * row['processes']} images"
+            action = "run scripts/gpu_check.sh without --rehearse-gpu"
+            yield problem(f"{where}arch, image_size and batch", size, possible, action)
         yield from about_training(where, gpus, row, found)
 
 
