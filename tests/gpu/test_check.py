@@ -55,7 +55,7 @@ def test_the_notebook_runs_without_a_gpu(long, tmp_path, monkeypatch, capsys):
     settings["SUMMARY"] = f"{tmp_path}/summary.json"
     settings["CHECK"] = f"{check} scripts/gpu_check.sh --rehearse-gpu -k '{tests}'"
     if not long:
-        settings["QUICKSTART"] = "bash scripts/dataparallel.sh --help"
+        settings["QUICKSTART"] = "bash scripts/quickstart.sh --help"
         settings["TIMINGS"] = "bash scripts/timings.sh --help"
     cells = json.loads((ROOT / "deploy" / "kaggle.ipynb").read_text())["cells"]
     first, *others = [one["source"] for one in cells if one["cell_type"] == "code"]

@@ -23,9 +23,11 @@ RESERVE = 40  # seconds in which a row could not do anything
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(6 * LIMIT)]
 # Largest difference of an epoch's loss between two runs that should be one. On a CPU, at
 # learning rate 0.001, two memory formats in fp32 were 3e-5 apart and bf16 was 0.002 from
-# fp32; O3 was nowhere measured: its fp16 weights lose small updates.
-TOLERANCE = {"fp32": 3e-4, "bf16": 0.02, "fp16": 3e-3}
-TOLERANCE |= {"O0": 3e-4, "O1": 3e-3, "O2": 3e-3, "O3": 0.05}
+# fp32. In fp16, the scaler skipped the first step, and the losses were 0.006 from fp32's.
+# O3 was nowhere measured: its fp16 weights lose small updates.
+TOLERANCE = {"fp32": 3e-4, "bf16": 0.02, "fp16": 0.02}
+TOLERANCE |= {"O0": 3e-4, "O1": 0.02, "O2": 0.02, "O3": 0.05}
+RESUMED = 3e-3  # between two runs of the same precision
 STEPS = 4
 RECIPE = f"-b 16 --epochs 2 --max-steps {STEPS} --lr 0.001 --warmup-epochs 0 -j 2 "
 RECIPE = (RECIPE + f"--print-interval {STEPS} --decoder pil --image-size 64").split()
@@ -136,6 +138,6 @@ def test_a_resumed_run_ends_as_a_whole_one(train, strategy, level, tmp_path):
     parts = tmp_path / "parts"
     train(strategy, *flags_of(level), "--epochs", 1, output=parts)
     resumed = train(strategy, *flags_of(level), "--resume", output=parts)
-    assert difference(whole, resumed) <= TOLERANCE[level]
+    assert difference(whole, resumed) <= RESUMED
     weights = torch.load(parts / "checkpoint.pt", weights_only=True)
     assert all(one.device.type == "cpu" for one in weights["state_dict"].values())
