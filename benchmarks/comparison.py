@@ -58,6 +58,12 @@ def describe(device: torch.device) -> str:
     return torch.cpu.get_capabilities().get("cpu_name") or "CPU"
 
 
+def gpu_names() -> list[str]:
+    """Return the GPUs in CUDA_VISIBLE_DEVICES; by default, all GPUs."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return names if names[0] else [str(one) for one in range(torch.cuda.device_count())]
+
+
 def pin_core() -> set[int]:
     """Pin this process to one core; return the cores that it could use before."""
     cores = os.sched_getaffinity(0)

@@ -5,7 +5,7 @@
 #   bash scripts/gpu_check.sh --last-failed      # only tests that failed or did not run, and missing timings
 #   bash scripts/gpu_check.sh --rehearse-gpu     # only what can run on a CPU, at small sizes
 #
-# It installs nothing, keeps existing timings and writes OUTPUT/summary.md (benchmarks/results/gpu). It takes
+# It installs nothing, keeps existing timings and writes OUTPUT/summary.json (runs/gpu_check; docs/gpus.md). It takes
 # at most MINUTES (9). GPU_TIMINGS=no runs only the tests. The exit status is 1 if anything failed or did not run.
 set -euo pipefail
 began=$(date +%s)
@@ -18,8 +18,8 @@ case " $* " in *" --rehearse-gpu "*) rehearse=--rehearse ;; esac
 if [ -z "$rehearse" ] && ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     fail "PyTorch sees no CUDA GPU (--rehearse-gpu runs on the CPU)"
 fi
-folder=${rehearse:+runs/gpu_check}
-OUTPUT=$(realpath -m "${OUTPUT:-$ROOT/${folder:-benchmarks/results/gpu}}")
+folder=${rehearse:+runs/gpu_rehearsal}
+OUTPUT=$(realpath -m "${OUTPUT:-$ROOT/${folder:-runs/gpu_check}}")
 cd "$ROOT"
 
 export GPU_CHECK_UNTIL=$((began + 60 * ${MINUTES:-9} - 20))
@@ -31,5 +31,5 @@ status=0 none=all # the first run
 if [ "${GPU_TIMINGS:-yes}" != no ]; then
     "$PYTHON" -m benchmarks.gpu "$OUTPUT/timings.json" $rehearse || status=$?
 fi
-"$PYTHON" -m tests.gpu.summary "$OUTPUT"
+"$PYTHON" -m benchmarks.gpu --summary "$OUTPUT"
 exit "$status"

@@ -70,9 +70,7 @@ def test_memory_is_in_mib():
 def compare_on_one_process(folder: Path) -> None:
     os.environ.update(MASTER_PORT=str(free_port()), CUDA_VISIBLE_DEVICES="")
     flags = "--synthetic 40 -b 4 --image-size 32 --arch squeezenet1_1 --precision fp32"
-    found = gpu.compare_speed(
-        "distributed", "1", *flags.split(), "--output", str(folder)
-    )
+    found = gpu.compare("distributed", "1", *flags.split(), "--output", str(folder))
     (folder / "found.json").write_text(json.dumps(found))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torchvision.datasets.folder import find_classes
 
-from benchmarks.comparison import KEEP_MEMORY, ROOT
+from benchmarks.comparison import KEEP_MEMORY, ROOT, gpu_names
 from benchmarks.photographs import write_photographs
 from benchmarks.timings.measure import Candidate
 from benchmarks.timings.statistics import AGAIN
@@ -130,12 +130,6 @@ def candidates(args: argparse.Namespace, mode: str) -> list[Candidate]:
     named[f"{most} x {each}{AGAIN}"] = (most, each)
     found = [candidate(args, args.base, "synthetic", *one) for one in named.items()]
     return [*found, candidate(args, args.base, "jpeg", f"{most} x {each} JPEG")]
-
-
-def gpu_names() -> list[str]:
-    """Return the GPUs in CUDA_VISIBLE_DEVICES; by default, all GPUs."""
-    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    return names if names[0] else [str(one) for one in range(torch.cuda.device_count())]
 
 
 def gpus() -> list[dict[str, float]]:

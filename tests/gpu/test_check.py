@@ -1,11 +1,20 @@
-"""scripts/gpu_check.sh, and what its rows would take for a mistake, without a GPU."""
+"""What scripts/gpu_check.sh takes for a mistake, its summary and the notebook, without a GPU."""
 
+import json
 import math
+import runpy
+import shutil
+import sys
+from pathlib import Path
 
 import pytest
-from conftest import run
-from summary import summary
+from conftest import ROOT
 from test_rows import TOLERANCE, difference
+
+from benchmarks.gpu_problems import problems
+
+MADE_UP = Path(__file__).with_name("made_up.json")
+REFUSED = Path(__file__).with_name("refused.txt").read_text().splitlines()
 
 
 def test_what_rows_take_for_a_mistake():
@@ -15,12 +24,47 @@ def test_what_rows_take_for_a_mistake():
     assert difference(right, [{"train_loss": 2.0, "val_loss": math.nan}]) == math.inf
 
 
-@pytest.mark.full
-def test_a_rehearsal_writes_a_summary(tmp_path):
-    words = ["-k", "cpu_does and multiprocessing_distributed-bf16", "--rehearse-gpu"]
-    script = ("bash", "scripts/gpu_check.sh", *words)
-    ended = run(*script, OUTPUT=str(tmp_path), MINUTES="2", GPU_TIMINGS="no")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    text = (tmp_path / "summary.md").read_text()
-    assert text == summary(tmp_path) and "Rows: 1 passed, 0 failed" in text
-    assert "loss differs by" in text
+@pytest.mark.parametrize("field, value, words", [x.split(" | ") for x in REFUSED])
+def test_impossible_figures_are_refused(field, value, words):
+    part = summary = json.loads(MADE_UP.read_text())
+    assert not problems(summary)
+    *keys, last = field.split("/")
+    for key in keys:
+        part = part[int(key) if key.isdecimal() else key]
+    part[last] = json.loads(value)
+    assert any(words in line for line in problems(summary)), problems(summary)
+
+
+def test_a_summary_is_a_row_per_strategy(tmp_path):
+    gpus = runpy.run_path(str(ROOT / "docs" / "make.py"))["gpus"]
+    assert gpus(str(tmp_path)) == "No reader has sent one yet.\n"
+    shutil.copy(MADE_UP, tmp_path / "reader.json")
+    assert "| 2 x Tesla T4 | distributed | 100 | 200 | 2.00 |" in gpus(str(tmp_path))
+    for file in ROOT.glob("benchmarks/results/gpus/*.json"):
+        assert not problems(json.loads(file.read_text())), file
+
+
+@pytest.mark.parametrize("long", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_the_notebook_runs_without_a_gpu(long, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PYTHON", sys.executable)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.chdir(ROOT / "deploy")
+    tests = "cpu_does and multiprocessing_distributed-bf16-1" if long else "nothing"
+    check = f"bash scripts/gpu_check.sh; GPU_TIMINGS=no OUTPUT={tmp_path} bash"
+    settings = {"INSTALL": False, "HOROVOD": False, "APEX": False}
+    settings["SUMMARY"] = f"{tmp_path}/summary.json"
+    settings["CHECK"] = f"{check} scripts/gpu_check.sh --rehearse-gpu -k '{tests}'"
+    if not long:
+        settings["QUICKSTART"] = "bash scripts/quickstart.sh --help"
+        settings["TIMINGS"] = "bash scripts/timings.sh --help"
+    cells = json.loads((ROOT / "deploy" / "kaggle.ipynb").read_text())["cells"]
+    first, *others = [one["source"] for one in cells if one["cell_type"] == "code"]
+    space = {}
+    exec("".join(first), space)
+    space |= settings
+    for cell in others:
+        exec("".join(cell), space)
+    printed = capsys.readouterr().out
+    assert "error: PyTorch sees no CUDA GPU" in printed
+    assert "summary.json: machine.gpus is []" in printed
+    assert printed.count("(exit status 0)") == 6, printed

@@ -1,0 +1,151 @@
+"""Put what scripts/gpu_check.sh found, the machine and the versions into one file."""
+
+import json
+import os
+import platform
+import re
+import subprocess
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from xml.etree import ElementTree
+
+import torch
+import torchvision
+
+from benchmarks.comparison import commit, gpu_names
+
+FORMAT = 1
+GPU = ("name", "driver_version", "memory.total", "power.limit", "clocks.max.sm")
+TEXTS = ("name", "driver_version")  # the other fields are numbers
+STATUSES = {"failure": "failed", "error": "not run", "skipped": "skipped"}
+
+
+def nvidia_smi(fields: Sequence[str]) -> list[dict]:
+    """Query these fields of each visible GPU; [] if nvidia-smi cannot run.
+
+    Numbers are in MiB, W, MHz and degrees Celsius; None where the GPU has no value.
+    """
+    words = [
+        "nvidia-smi",
+        "-i",
+        ",".join(gpu_names()),
+        f"--query-gpu={','.join(fields)}",
+    ]
+    words += ["--format=csv,noheader,nounits"]
+    try:
+        asked = subprocess.run(words, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    found = []
+    for line in asked.stdout.splitlines():
+        values = [value.strip() for value in line.split(",")]
+        if len(values) == len(fields):
+            row = dict(zip(fields, values, strict=True))
+            numbers = {name: number(row[name]) for name in fields if name not in TEXTS}
+            found.append({**row, **numbers})
+    return found
+
+
+def number(text: str) -> float | None:
+    """Parse a number; None for "[N/A]" and the like."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def links() -> list[str]:
+    """Return nvidia-smi's table of the links between the GPUs, without its legend."""
+    try:
+        words = ["nvidia-smi", "topo", "-m"]
+        asked = subprocess.run(words, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    table = re.sub(r"\x1b\[[0-9;]*m", "", asked.stdout).partition("\n\n")[0]
+    return [" ".join(line.split()) for line in table.splitlines()]
+
+
+def machine() -> dict:
+    """Describe the GPUs and the CPU."""
+    gpus = nvidia_smi(GPU)
+    for index in range(min(len(gpus), torch.cuda.device_count())):
+        major, minor = torch.cuda.get_device_capability(index)
+        gpus[index]["capability"] = major + minor / 10
+    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    return {
+        "gpus": gpus,
+        "links": links(),
+        "cpu": cpu[1] if cpu else platform.machine(),
+        "cpu_cores": len(os.sched_getaffinity(0)),
+    }
+
+
+def versions() -> dict:
+    """Return the versions of Python and of the libraries; None for a missing one."""
+    installed = {one.name: one.version for one in metadata.distributions()}
+    nccl = None
+    if torch.cuda.is_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchvision": torchvision.__version__,
+        "CUDA": torch.version.cuda,
+        "cuDNN": torch.backends.cudnn.version(),
+        "NCCL": nccl,
+        "horovod": installed.get("horovod"),
+        "apex": installed.get("apex"),
+    }
+
+
+def test_rows(folder: Path) -> list[dict]:
+    """Return the last result of each test in the files that pytest wrote."""
+    found = {}
+    for file in sorted(folder.glob("rows-*.xml")):
+        for suite in ElementTree.parse(file).iter("testsuite"):
+            here = suite.find("properties/property[@name='commit']")
+            for case in suite.iter("testcase"):
+                ended = [part for part in case if part.tag in STATUSES]
+                text = [part.get("message", "").partition("\n")[0] for part in ended]
+                for one in case.iter("property"):
+                    text.append(f"{one.get('name')} {one.get('value')}")
+                found[case.get("name")] = {
+                    "name": case.get("name"),
+                    "status": STATUSES[ended[0].tag] if ended else "passed",
+                    "seconds": float(case.get("time")),
+                    "line": "; ".join(text),
+                    "commit": here.get("value") if here is not None else "",
+                }
+    return list(found.values())
+
+
+def summarize(folder: Path) -> dict:
+    """Return the summary of the results in a folder."""
+    file = folder / "timings.json"
+    return {
+        "format": FORMAT,
+        "commit": commit() or "",
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine(),
+        "versions": versions(),
+        "tests": test_rows(folder),
+        "timings": json.loads(file.read_text()) if file.exists() else [],
+    }
+
+
+def write(folder: Path) -> None:
+    """Write FOLDER/summary.json; print the counts, and what has not passed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    summary, file = summarize(folder), folder / "summary.json"
+    for part in ("tests", "timings"):
+        statuses = [row["status"] for row in summary[part]]
+        names = ("passed", *STATUSES.values())
+        counts = ", ".join(f"{statuses.count(name)} {name}" for name in names)
+        print(f"{part}: {counts}")
+        for row in summary[part]:
+            if row["status"] != "passed":
+                print(f"  {row['status']}: {row['name']}: {row['line']}")
+    file.write_text(json.dumps(summary, indent=1) + "\n")
+    print(f"The summary is {file}; docs/gpus.md says how to send it.")
