@@ -1,8 +1,8 @@
-"""Train on the sample data with every strategy and its launcher, and print a table.
+"""Train on the sample data with every strategy and its launcher; show what they reach.
 
     python -m scripts.quickstart DATA OUTPUT       # quickstart.sh calls this
 
-The results are in OUTPUT/quickstart.json, and the table is in OUTPUT/quickstart.md.
+OUTPUT/quickstart.json has the results, quickstart.md a table, curves.png the curves.
 """
 
 import json
@@ -17,6 +17,9 @@ from pathlib import Path
 
 import torch
 import torchvision
+
+from common.errors import UserError
+from scripts import curves
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCHERS = {
@@ -84,7 +87,7 @@ def render(report: dict) -> str:
 
 
 def main() -> None:
-    """Train all strategies and print the table."""
+    """Train all strategies, print the table and draw the curves."""
     data, output = sys.argv[1], Path(sys.argv[2])
     available = torch.cuda.device_count() or 2
     # The global batch of 64 must be divisible by the number of processes
@@ -99,16 +102,20 @@ def main() -> None:
         if interrupted:
             print("\ninterrupted; run the same command to continue", file=sys.stderr)
             sys.exit(130)
-        file = output / strategy / "epochs.jsonl"
-        lines = file.read_text().splitlines() if status == "done" else []
         run = {"strategy": strategy, "launcher": launcher, "processes": processes}
-        run |= {"status": status, "epochs": [json.loads(line) for line in lines]}
-        runs.append(run)
+        epochs = curves.read(output / strategy) if status == "done" else []
+        runs.append({**run, "status": status, "epochs": epochs})
     report = {**environment(), "recipe": RECIPE, "runs": runs}
     output.mkdir(parents=True, exist_ok=True)
     (output / "quickstart.json").write_text(json.dumps(report, indent=2) + "\n")
     (output / "quickstart.md").write_text(render(report))
     print(f"\n{render(report)}\nThe runs are in {output}/; delete it to train again.")
+    if done := {run["strategy"]: run["epochs"] for run in runs if run["epochs"]}:
+        try:
+            curves.draw(done).savefig(output / "curves.png")
+            print(f"{output}/curves.png shows the losses and accuracies of all runs.")
+        except UserError as error:  # no matplotlib
+            print(error)
     sys.exit(any(run["status"].startswith("failed") for run in runs))
 
 

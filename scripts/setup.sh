@@ -1,8 +1,9 @@
-# Sourced by quickstart.sh, test.sh and others, which set ROOT. Finds or creates the environment.
+# Sourced by all other scripts, which set ROOT. Finds or creates the environment.
 
-# --help prints the script's first comment and exits
+# --help prints the script's first comment and the flags of PROGRAM, if a script set it, and exits
 case " $* " in *" --help "* | *" -h "*)
     sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+    [ -z "${PROGRAM:-}" ] || exec "${PROGRAM[@]}" --help
     exit 0
     ;;
 esac
@@ -13,17 +14,23 @@ fail() {
 }
 [ "$(uname -s)" = Linux ] || fail "this needs Linux (on Windows: WSL2)"
 
+# Makes PYTHON an absolute path
+find_python() {
+    local found
+    found=$(command -v "$PYTHON") || fail "PYTHON=$PYTHON is not an interpreter"
+    case $found in /*) PYTHON=$found ;; *) PYTHON=$PWD/$found ;; esac
+}
+
 # set_up REQUIREMENTS...: sets PYTHON to an interpreter that has all of these packages. If PYTHON is
 # already set, it installs nothing. Otherwise it creates .venv, with uv if available, or else with pip.
 set_up() {
     local file files=() marker modules=torch,torchvision,numpy,PIL python
     for file in "$@"; do files+=(-r "$ROOT/$file"); done
     if [ -n "${PYTHON:-}" ]; then
-        python=$(command -v "$PYTHON") || fail "PYTHON=$PYTHON is not an interpreter"
-        case $python in /*) PYTHON=$python ;; *) PYTHON=$PWD/$python ;; esac
+        find_python
         echo "using $PYTHON without installing anything"
         case "$*" in *report.txt*) modules+=,scipy ;; esac
-        case "$*" in *test.txt*) modules+=,pytest,xdist,torchcodec ;; esac
+        case "$*" in *test.txt*) modules+=,pytest,xdist,torchcodec,matplotlib ;; esac
         "$PYTHON" -c "import $modules" 2>/dev/null ||
             fail "$PYTHON lacks some requirements; run $PYTHON -m pip install ${files[*]}"
         return

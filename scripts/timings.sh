@@ -10,13 +10,7 @@
 set -euo pipefail
 ROOT=$(dirname "$(dirname "$(realpath "$0")")")
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
-
-# --help prints the first comment and the flags, and installs nothing
-case " $* " in *" --help "* | *" -h "*)
-    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
-    exec "${PYTHON:-python3}" -m benchmarks.timings --help
-    ;;
-esac
+PROGRAM=("${PYTHON:-python3}" -m benchmarks.timings) # prints its flags without PyTorch
 source "$ROOT/scripts/setup.sh"
 
 set_up requirements.txt requirements/report.txt

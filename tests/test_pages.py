@@ -1,4 +1,4 @@
-"""README*.md, docs/ and tutorial/: links, commands and code hold, and translations agree."""
+"""All pages: links, commands and code hold, and translations agree; files for GitHub."""
 
 import ast
 import json
@@ -19,7 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from scripts import quickstart
 
-PATTERNS = ("*.md", "docs/*.md", "tutorial/**/*.md")
+PATTERNS = ("*.md", ".github/*.md", "docs/*.md", "tutorial/**/*.md")
 PAGES = sorted(page for pattern in PATTERNS for page in ROOT.glob(pattern))
 TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
 RESULTS = ROOT / "benchmarks" / "results"
@@ -179,6 +179,21 @@ def test_the_pictures_are_drawn_from_what_is_there_now():
             sampler = DistributedSampler(range(images), 2, rank, shuffle=images == 10)
             sampler.set_epoch(epoch)
             assert drawn[rank::2] == list(sampler)
+
+
+SCHEMAS = {
+    ".github/workflows/*.yml": "github-workflows",
+    ".github/ISSUE_TEMPLATE/[!c]*.yml": "github-issue-forms",
+    ".github/ISSUE_TEMPLATE/config.yml": "github-issue-config",
+    "CITATION.cff": "citation-file-format",
+}
+
+
+@pytest.mark.parametrize("files", SCHEMAS)
+def test_files_for_github_have_their_schemas(files):
+    check = ["check_jsonschema", "--builtin-schema", f"vendor.{SCHEMAS[files]}"]
+    ended = run(sys.executable, "-m", *check, *ROOT.glob(files))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 # --- the READMEs, and the Chinese pages ---

@@ -1,0 +1,87 @@
+"""Draw the losses and the accuracy of runs in one image, from their epochs.jsonl.
+
+    python -m scripts.curves RUN...       # writes curves.png
+
+RUN is the --output folder of a training run. Each run is drawn on top of the runs
+before it, thinner and with smaller rings, so that equal runs are all visible.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from common.errors import UserError, one_line_errors
+
+try:
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
+except ImportError:
+    Figure = None
+
+PANELS = {
+    "train_loss": "training loss",
+    "val_loss": "validation loss",
+    "val_top1": "validation accuracy (%)",
+}
+
+
+def read(run: Path) -> list[dict]:
+    """Return the records of a run's epochs; raise a UserError if there are none."""
+    file, records = run / "epochs.jsonl", []
+    try:
+        for line in file.read_text().splitlines():
+            record = json.loads(line)
+            sum(record[name] for name in ("epoch", *PANELS))  # all are numbers
+            records.append(record)
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise UserError(f"{file}, line {len(records) + 1}: {what}") from None
+    if not records:
+        raise UserError(f"{file} is empty: no epoch has ended yet")
+    return records
+
+
+def draw(runs: dict[str, list[dict]]) -> Figure:
+    """Return a figure of all runs; `runs` maps a name to the records of its epochs."""
+    if not Figure:
+        raise UserError("no figure of the curves: pip install matplotlib")
+    figure = Figure(figsize=(10, 4), dpi=150, facecolor="white", layout="constrained")
+    for axes, name in zip(figure.subplots(1, 3), PANELS, strict=True):
+        for number, records in enumerate(runs.values()):
+            above = len(runs) - 1 - number
+            axes.plot(
+                [record["epoch"] + 1 for record in records],
+                [record[name] for record in records],
+                "o-",
+                linewidth=1.3 + min(0.6, 5 / len(runs)) * above,
+                markersize=4 + min(3.2, 18 / len(runs)) * above,
+                markerfacecolor="none",
+                markevery=1 + len(records) // 16,
+            )
+        axes.set(title=PANELS[name], xlabel="epoch")
+        axes.margins(0.08)
+        axes.grid(color="#dddddd")
+        axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+        if "loss" in name:
+            axes.set_yscale("log")
+            axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("{x:g}")
+    columns = max(1, 140 // (max(map(len, runs)) + 9))
+    figure.legend(axes.get_lines(), runs, loc="outside lower center", ncols=columns)
+    return figure
+
+
+def main() -> None:
+    """Draw the runs given on the command line."""
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        raise UserError("usage: python -m scripts.curves RUN...")
+    draw({run: read(Path(run)) for run in sys.argv[1:]}).savefig("curves.png")
+    print("curves.png")
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()
