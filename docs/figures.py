@@ -397,11 +397,37 @@ def memory(draw: Picture) -> float:
     return bottom + 14
 
 
+# For each split: how often a file is read, and the readers of files 0, 1, 2, ...
+SPLITS = {
+    "no split": ("each file is read 4 times", ["abcd"]),
+    "by rank": ("each file is read twice", ["ab", "cd"]),
+    "by worker": ("each file is read twice", ["ac", "bd"]),
+    "rank * workers + worker": ("rank 0: 6 files, rank 1: 4", R),
+    "worker * ranks + rank": ("5 files for each rank", "acbd"),
+}
+
+
+def streams(draw: Picture) -> float:
+    """Ten files, and the workers of two ranks that read each of them."""
+    for number, (name, (result, readers)) in enumerate(SPLITS.items()):
+        top = 62 * number
+        draw.text(8, top + 22, name, "ink title")
+        draw.text(352, top + 22, result, "note end")
+        for file in range(10):
+            colors = readers[file % len(readers)]
+            draw.sum(8 + 34.6 * file, top + 30, 32, 24, colors, colors)
+    draw.text(8, 334, "Each block is a file, in the order after the shuffle.")
+    draw.legend(358, a="rank 0, worker 0", b="rank 0, worker 1")
+    draw.legend(380, c="rank 1, worker 0", d="rank 1, worker 1")
+    return 394
+
+
 LESSONS = {"01_ranks": [tree], "02_all_reduce": [all_reduce], "04_batches": [shards]}
 LESSONS |= {"05_build_ddp": [buckets], "06_overlap": [timeline]}
 LESSONS |= {"07_accumulation": [accumulation], "08_collectives": [collectives, ring]}
 LESSONS |= {"09_mixed_precision": [formats], "10_memory": [memory]}
 LESSONS |= {"11_hangs": [hang], "12_restarts": [restarts], "13_horovod": [horovod]}
+LESSONS |= {"18_streams": [streams]}
 FIGURES = {
     f"tutorial/{lesson}/{draw.__name__}.svg": draw
     for lesson, figures in LESSONS.items()
