@@ -388,11 +388,53 @@ def memory(draw: Picture) -> float:
     return bottom + 14
 
 
+def leaving(calls: list) -> float:
+    """KiB that a machine of two ranks sends to the other, if collectives are rings."""
+    total = 0
+    for name, ranks, _, kib, times in calls:
+        here, n = sum(rank < 2 for rank in ranks), len(ranks)
+        if here < n:  # each of the machine's 2 / here rings leaves it once
+            passes = 2 if name == "all_reduce" else 1
+            total += times * kib * passes * (n - 1) / n * 2 / here
+    return total
+
+
+def sharded(draw: Picture) -> float:
+    """Four ranks on two machines: the weights that each keeps, and what is sent."""
+    forms = measured("16_sharded/output/sharded.json")
+    everything = 2 * 256 * 4  # KiB of weights, gradients and two moments
+    most = max(leaving(form["calls"]) for form in forms.values())
+    titles = "4 shards, fp32", "4 shards, bf16", "2 replicas of 2 shards, bf16 (HSDP)"
+    for number, (title, form) in enumerate(zip(titles, forms.values(), strict=True)):
+        top, sent = 168 * number, leaving(form["calls"])
+        draw.text(8, top + 22, title, "ink title")
+        height = 64 * form["kept"] / everything
+        crossing = sum(call[4] for call in form["calls"] if {0, 2} <= {*call[1]})
+        for rank, color in enumerate(R):
+            x = 16 + 60 * rank + 92 * (rank // 2)
+            draw.block(x, top + 44, 52, 64, "empty")
+            y = top + 44 + height * (rank % round(64 / height))
+            draw.block(x, y, 52, height, color if number < 2 else R[rank % 2])
+            draw.text(x + 26, top + 124, f"rank {rank}", "note middle")
+        for x in (8, 220):
+            draw.block(x, top + 32, 128, 98, "line note")
+        draw.line(136, top + 76, 220, top + 76, kind="plain")
+        draw.text(178, top + 68, f"{crossing} calls", "note middle")
+        draw.text(178, top + 94, "network", "note middle")
+        draw.row(8, top + 140, [("b", 160 * sent / most, "")], 14)
+        draw.text(
+            14 + 160 * sent / most, top + 152, f"{sent:,.0f} KiB per machine, step"
+        )
+    draw.text(8, 524, "Filled: the rows of the weights that a rank keeps.")
+    return 536
+
+
 LESSONS = {"01_ranks": [tree], "02_all_reduce": [all_reduce], "04_batches": [shards]}
 LESSONS |= {"05_build_ddp": [buckets], "06_overlap": [timeline]}
 LESSONS |= {"07_accumulation": [accumulation], "08_collectives": [collectives, ring]}
 LESSONS |= {"09_mixed_precision": [formats], "10_memory": [memory]}
 LESSONS |= {"11_hangs": [hang], "12_restarts": [restarts], "13_horovod": [horovod]}
+LESSONS |= {"16_sharded": [sharded]}
 FIGURES = {
     f"tutorial/{lesson}/{draw.__name__}.svg": draw
     for lesson, figures in LESSONS.items()

@@ -6,6 +6,7 @@ Programs, changed programs and answers are run. `--figures` writes tutorial/*/ou
 import ast
 import json
 import re
+import runpy
 
 import pytest
 from conftest import ROOT, run
@@ -136,3 +137,17 @@ def test_the_timeline_shows_that_overlap_is_faster():
     assert took["buckets of one layer"] < took["one bucket"]
     times = [f"{form}: a step takes {ms:.0f} ms\n" for form, ms in took.items()]
     assert (found / "overlap_times.txt").read_text() == "".join(times)
+
+
+def test_the_lesson_on_shards_says_what_was_sent():
+    found = LESSONS["sharded"].parent / "output"
+    forms, lines = json.loads((found / "sharded.json").read_text()), ""
+    for form in forms.values():
+        for name, ranks, kind, kib, n in form["calls"]:
+            lines += f"  {n} x {name:21} {kib:3} KiB {kind[6:]:8} ranks {(*ranks,)}\n"
+    printed = re.findall(r"^  \d x .*\n", (found / "sharded.txt").read_text(), re.M)
+    assert "".join(printed) == lines
+    leaving = runpy.run_path(str(ROOT / "docs" / "figures.py"))["leaving"]
+    sent = [leaving(form["calls"]) for form in forms.values()]
+    assert sent == [1152, 768, 512]
+    assert re.search(r"768 KiB .*512 KiB", TEXTS["16_sharded"], re.S)
