@@ -5,6 +5,7 @@ python docs/figures.py --check    # only list these; exit with 1 if there are an
 """
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -429,12 +430,47 @@ def sharded(draw: Picture) -> float:
     return 536
 
 
+def large_batches(draw: Picture) -> float:
+    """Steps until the accuracy is reached, by batch and rule, both axes logarithmic."""
+    rules = measured("17_large_batches/output/large_batches.json")
+    scales = measured("17_large_batches/output/large_batches_noise.json")
+    batches = 64, 256, 1024, 4096
+
+    def place(batch: float, steps: float) -> tuple[float, float]:
+        return 40 + 49 * math.log2(batch / 64), 244 - 30 * math.log2(steps)
+
+    draw.text(8, 22, "steps to 95%, by batch", "ink title")
+    (left, _), (right, _) = place(min(scales), 1), place(max(scales), 1)
+    draw.block(left, 34, right - left, 210, "empty")
+    words = f"noise scale: {min(scales):.0f} to {max(scales):.0f}"
+    draw.text((left + right) / 2, 236, words, "on-empty small middle")
+    draw.line(*place(64, 1), *place(4096, 1), kind="plain")
+    for steps in (1, 10, 100):
+        draw.text(34, place(64, steps)[1] + 4, str(steps), "note end")
+    for batch in batches:
+        draw.text(place(batch, 1)[0], 260, f"{batch:,}", "note middle")
+    first = min(rules["linear"]) * 4096 / 64
+    draw.line(*place(64, first), *place(4096, first / 64), kind="dashed")
+    draw.text(338, 200, "ideal", "note end")
+    for color, epochs in zip(R, rules.values(), strict=True):
+        steps = [e * 4096 / batch for e, batch in zip(epochs, batches, strict=True)]
+        reached = [pair for pair in zip(batches, steps, strict=True) if pair[1] < 1e9]
+        points = [place(*pair) for pair in reached]
+        path = " ".join(f"{x:g} {y:g}" for x, y in points)
+        draw.append(f'<path class="line {color}" d="M{path}"/>')
+        for x, y in points:
+            draw.block(x - 4, y - 4, 8, 8, color)
+    draw.legend(286, a="same rate", b="square root", c="linear", d="LARS")
+    draw.text(8, 308, "The same rate and linear do not reach it with 4,096.")
+    return 320
+
+
 LESSONS = {"01_ranks": [tree], "02_all_reduce": [all_reduce], "04_batches": [shards]}
 LESSONS |= {"05_build_ddp": [buckets], "06_overlap": [timeline]}
 LESSONS |= {"07_accumulation": [accumulation], "08_collectives": [collectives, ring]}
 LESSONS |= {"09_mixed_precision": [formats], "10_memory": [memory]}
 LESSONS |= {"11_hangs": [hang], "12_restarts": [restarts], "13_horovod": [horovod]}
-LESSONS |= {"16_sharded": [sharded]}
+LESSONS |= {"16_sharded": [sharded], "17_large_batches": [large_batches]}
 FIGURES = {
     f"tutorial/{lesson}/{draw.__name__}.svg": draw
     for lesson, figures in LESSONS.items()
