@@ -422,10 +422,10 @@ def sharded(draw: Picture) -> float:
         draw.line(136, top + 76, 220, top + 76, kind="plain")
         draw.text(178, top + 68, f"{crossing} calls", "note middle")
         draw.text(178, top + 94, "network", "note middle")
-        draw.row(8, top + 140, [("b", 160 * sent / most, "")], 14)
-        draw.text(
-            14 + 160 * sent / most, top + 152, f"{sent:,.0f} KiB per machine, step"
-        )
+        width = 140 * sent / most
+        draw.block(8, top + 140, width, 14, "note")
+        words = f"{sent:,.0f} KiB per machine and step"
+        draw.text(14 + width, top + 152, words)
     draw.text(8, 524, "Filled: the rows of the weights that a rank keeps.")
     return 536
 
