@@ -5,6 +5,7 @@ python docs/figures.py --check    # only list these; exit with 1 if there are an
 """
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -397,6 +398,82 @@ def memory(draw: Picture) -> float:
     return bottom + 14
 
 
+def leaving(calls: list) -> float:
+    """KiB that a machine of two ranks sends to the other, if collectives are rings."""
+    total = 0
+    for name, ranks, _, kib, times in calls:
+        here, n = sum(rank < 2 for rank in ranks), len(ranks)
+        if here < n:  # each of the machine's 2 / here rings leaves it once
+            passes = 2 if name == "all_reduce" else 1
+            total += times * kib * passes * (n - 1) / n * 2 / here
+    return total
+
+
+def sharded(draw: Picture) -> float:
+    """Four ranks on two machines: the weights that each keeps, and what is sent."""
+    forms = measured("16_sharded/output/sharded.json")
+    everything = 2 * 256 * 4  # KiB of weights, gradients and two moments
+    most = max(leaving(form["calls"]) for form in forms.values())
+    titles = "4 shards, fp32", "4 shards, bf16", "2 replicas of 2 shards, bf16 (HSDP)"
+    for number, (title, form) in enumerate(zip(titles, forms.values(), strict=True)):
+        top, sent = 168 * number, leaving(form["calls"])
+        draw.text(8, top + 22, title, "ink title")
+        height = 64 * form["kept"] / everything
+        crossing = sum(call[4] for call in form["calls"] if {0, 2} <= {*call[1]})
+        for rank, color in enumerate(R):
+            x = 16 + 60 * rank + 92 * (rank // 2)
+            draw.block(x, top + 44, 52, 64, "empty")
+            y = top + 44 + height * (rank % round(64 / height))
+            draw.block(x, y, 52, height, color if number < 2 else R[rank % 2])
+            draw.text(x + 26, top + 124, f"rank {rank}", "note middle")
+        for x in (8, 220):
+            draw.block(x, top + 32, 128, 98, "line note")
+        draw.line(136, top + 76, 220, top + 76, kind="plain")
+        draw.text(178, top + 68, f"{crossing} calls", "note middle")
+        draw.text(178, top + 94, "network", "note middle")
+        width = 140 * sent / most
+        draw.block(8, top + 140, width, 14, "note")
+        words = f"{sent:,.0f} KiB per machine and step"
+        draw.text(14 + width, top + 152, words)
+    draw.text(8, 524, "Filled: the rows of the weights that a rank keeps.")
+    return 536
+
+
+def large_batches(draw: Picture) -> float:
+    """Steps until the accuracy is reached, by batch and rule, both axes logarithmic."""
+    rules = measured("17_large_batches/output/large_batches.json")
+    scales = measured("17_large_batches/output/large_batches_noise.json")
+    batches = 64, 256, 1024, 4096
+
+    def place(batch: float, steps: float) -> tuple[float, float]:
+        return 40 + 49 * math.log2(batch / 64), 244 - 30 * math.log2(steps)
+
+    draw.text(8, 22, "steps to 95%, by batch", "ink title")
+    (left, _), (right, _) = place(min(scales), 1), place(max(scales), 1)
+    draw.block(left, 34, right - left, 210, "empty")
+    words = f"noise scale: {min(scales):.0f} to {max(scales):.0f}"
+    draw.text((left + right) / 2, 236, words, "on-empty small middle")
+    draw.line(*place(64, 1), *place(4096, 1), kind="plain")
+    for steps in (1, 10, 100):
+        draw.text(34, place(64, steps)[1] + 4, str(steps), "note end")
+    for batch in batches:
+        draw.text(place(batch, 1)[0], 260, f"{batch:,}", "note middle")
+    first = min(rules["linear"]) * 4096 / 64
+    draw.line(*place(64, first), *place(4096, first / 64), kind="dashed")
+    draw.text(338, 200, "ideal", "note end")
+    for color, epochs in zip(R, rules.values(), strict=True):
+        steps = [e * 4096 / batch for e, batch in zip(epochs, batches, strict=True)]
+        reached = [pair for pair in zip(batches, steps, strict=True) if pair[1] < 1e9]
+        points = [place(*pair) for pair in reached]
+        path = " ".join(f"{x:g} {y:g}" for x, y in points)
+        draw.append(f'<path class="line {color}" d="M{path}"/>')
+        for x, y in points:
+            draw.block(x - 4, y - 4, 8, 8, color)
+    draw.legend(286, a="same rate", b="square root", c="linear", d="LARS")
+    draw.text(8, 308, "The same rate and linear do not reach it with 4,096.")
+    return 320
+
+
 # For each split: how often a file is read, and the readers of files 0, 1, 2, ...
 SPLITS = {
     "no split": ("each file is read 4 times", ["abcd"]),
@@ -427,6 +504,7 @@ LESSONS |= {"05_build_ddp": [buckets], "06_overlap": [timeline]}
 LESSONS |= {"07_accumulation": [accumulation], "08_collectives": [collectives, ring]}
 LESSONS |= {"09_mixed_precision": [formats], "10_memory": [memory]}
 LESSONS |= {"11_hangs": [hang], "12_restarts": [restarts], "13_horovod": [horovod]}
+LESSONS |= {"16_sharded": [sharded], "17_large_batches": [large_batches]}
 LESSONS |= {"18_streams": [streams]}
 FIGURES = {
     f"tutorial/{lesson}/{draw.__name__}.svg": draw

@@ -6,6 +6,7 @@ Programs, changed programs and answers are run. `--figures` writes tutorial/*/ou
 import ast
 import json
 import re
+import runpy
 
 import pytest
 from conftest import ROOT, run
@@ -136,3 +137,31 @@ def test_the_timeline_shows_that_overlap_is_faster():
     assert took["buckets of one layer"] < took["one bucket"]
     times = [f"{form}: a step takes {ms:.0f} ms\n" for form, ms in took.items()]
     assert (found / "overlap_times.txt").read_text() == "".join(times)
+
+
+def test_the_lesson_on_shards_says_what_was_sent():
+    found = LESSONS["sharded"].parent / "output"
+    forms, lines = json.loads((found / "sharded.json").read_text()), ""
+    for form in forms.values():
+        for name, ranks, kind, kib, n in form["calls"]:
+            lines += f"  {n} x {name:21} {kib:3} KiB {kind[6:]:8} ranks {(*ranks,)}\n"
+    printed = re.findall(r"^  \d x .*\n", (found / "sharded.txt").read_text(), re.M)
+    assert "".join(printed) == lines
+    leaving = runpy.run_path(str(ROOT / "docs" / "figures.py"))["leaving"]
+    sent = [leaving(form["calls"]) for form in forms.values()]
+    assert sent == [1152, 768, 512]
+    assert re.search(r"768 KiB .*512 KiB", TEXTS["16_sharded"], re.S)
+
+
+def test_the_lesson_on_large_batches_says_how_many_steps_they_took():
+    found = LESSONS["large_batches"].parent / "output"
+    rules = json.loads((found / "large_batches.json").read_text())
+    rows = [f"{name:18} {' '.join(f'{e:6.2f}' for e in rules[name])}" for name in rules]
+    assert (found / "large_batches.txt").read_text().splitlines()[1:] == rows
+    best = [min(column) for column in zip(*rules.values(), strict=True)]
+    steps = [e * 4096 / b for e, b in zip(best, (64, 256, 1024, 4096), strict=True)]
+    assert steps == [96, 36, 16, 14]
+    scales = json.loads((found / "large_batches_noise.json").read_text())
+    assert [f"{scale:4.0f}" for scale in scales] == re.findall(
+        r"scale (.*)", (found / "large_batches_noise.txt").read_text()
+    )

@@ -1,0 +1,80 @@
+"""What fully_shard keeps and sends: over four ranks, in bf16, and as two replicas.
+
+python tutorial/16_sharded/sharded.py [FILE.json]    # {form: {kept, calls}}
+"""
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+LAYERS, WIDTH = 2, 256  # a layer is one matrix: 256 KiB in fp32
+FP32 = MixedPrecisionPolicy()
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+FORMS = {"fp32": ((4,), FP32), "bf16": ((4,), BF16), "bf16, 2 x 2": ((2, 2), BF16)}
+
+
+def build(shape: tuple[int, ...], policy: MixedPrecisionPolicy) -> nn.Sequential:
+    """Build a model, sharded over a mesh of ranks: shards, or replicas x shards."""
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
+    model = nn.Sequential(*layers)
+    names = ("replicate", "shard")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for part in (*layers, model):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def count(name: str, calls: Counter) -> None:
+    """From now on, count the calls of a collective: ranks, data type and KiB."""
+    original = getattr(dist, name)
+
+    def call(*args, group, **kwargs):
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+        whole = max(tensors, key=torch.Tensor.numel)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        calls[name, ranks, str(whole.dtype), whole.nbytes // 1024] += 1
+        return original(*args, group=group, **kwargs)
+
+    setattr(dist, name, call)
+
+
+def main(rank: int, port: int, file: str | None) -> None:
+    """All four processes run this function; rank 0 prints what it found."""
+    store = dist.TCPStore("127.0.0.1", port)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
+    calls, found = Counter(), {}
+    for name in ("all_gather_single", "reduce_scatter_single", "all_reduce"):
+        count(name, calls)
+    for form, options in FORMS.items():
+        model = build(*options)
+        optimizer = torch.optim.Adam(model.parameters())
+        calls.clear()
+        output = model(torch.randn(8, WIDTH))
+        output.float().square().mean().backward()
+        optimizer.step()
+        weights, states = list(model.parameters()), optimizer.state.values()
+        kept = [*weights, *(w.grad for w in weights), *(s["exp_avg"] for s in states)]
+        kept += [state["exp_avg_sq"] for state in states]
+        kib = sum(tensor.to_local().nbytes for tensor in kept) // 1024
+        found[form] = {"kept": kib, "calls": [(*what, n) for what, n in calls.items()]}
+        if rank == 0:
+            print(f"{form}: a rank keeps {kib} KiB, {weights[0].placements}")
+            print(f"  {weights[0].dtype} weights, {output.dtype} outputs")
+            for (name, ranks, dtype, kib), n in calls.items():
+                print(f"  {n} x {name:21} {kib:3} KiB {dtype[6:]:8} ranks {ranks}")
+    if rank == 0 and file:
+        Path(file).write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    mp.spawn(main, args=(store.port, *(sys.argv[1:] or [None])), nprocs=4)
