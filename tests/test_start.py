@@ -19,6 +19,7 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 
 FLAGS = "--data pictures --image-size 64 -b 8 --warmup-epochs 0 --epochs 2 -j 1"
 FLAGS += " --precision fp32 --print-interval 1 --save-minutes 0"
+TIMED = "seconds images_per_second data_wait peak_memory_mib".split()
 
 
 def edit(folder):
@@ -69,12 +70,7 @@ def came_to(output):
     files = [torch.load(output / name) for name in ("checkpoint.pt", "best.pt")]
     for content in files:
         for record in content["records"]:
-            for name in (
-                "seconds",
-                "images_per_second",
-                "data_wait",
-                "peak_memory_mib",
-            ):
+            for name in TIMED:
                 del record[name]
     leaves = tree_leaves(files)
     return [leaf.tolist() if torch.is_tensor(leaf) else leaf for leaf in leaves]
