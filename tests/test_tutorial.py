@@ -136,3 +136,12 @@ def test_the_timeline_shows_that_overlap_is_faster():
     assert took["buckets of one layer"] < took["one bucket"]
     times = [f"{form}: a step takes {ms:.0f} ms\n" for form, ms in took.items()]
     assert (found / "overlap_times.txt").read_text() == "".join(times)
+
+
+def test_talking_less_sends_as_much_less_as_the_page_says():
+    text = said("talk_less", "talk_less").read_text().replace(",", "")
+    rows = re.findall(r"^(.+?) +(\d+) all-reduces +(\d+) bytes", text, re.M)
+    times, sent = ({row[0]: int(row[n]) for row in rows} for n in (1, 2))
+    assert sent["DDP"] == 2 * sent["DDP fp16"] == 50 * sent["DiLoCo"]
+    assert round(sent["DDP"] / sent["DDP PowerSGD"]) == 17
+    assert round(times["DDP PowerSGD"] / times["DDP"]) == 3
