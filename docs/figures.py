@@ -499,13 +499,46 @@ def streams(draw: Picture) -> float:
     return 394
 
 
+def talk_less(draw: Picture) -> float:
+    """How the weights of two processes move with DDP, local SGD and DiLoCo."""
+    ways = {
+        "DDP": "averages the gradients in each step",
+        "local SGD": "averages the weights at intervals",
+        "DiLoCo": "then takes an outer step from there",
+    }
+    for number, (way, words) in enumerate(ways.items()):
+        top = 124 * number
+        draw.text(8, top + 22, way, "ink title")
+        draw.text(352, top + 22, words, "note end")
+        y, apart = top + 86, 2 if way == "DDP" else 18
+        for turn in range(3):
+            x, end, mean = 10 + 112 * turn, 122 + 112 * turn, y - 6
+            for rank, color in enumerate("ab"):
+                side = apart * (2 * rank - 1)
+                first = y + side if way == "DDP" else y
+                draw.line(x, first, end - 6, mean + side, kind=color)
+                draw.line(
+                    end - 6, mean + side, end, mean + side * (way == "DDP"), kind=color
+                )
+            if way == "DiLoCo":
+                draw.block(end - 2, mean - 10, 4, 10, "c")
+                mean -= 10
+            for step in range(5):
+                if way == "DDP" or step == 4:
+                    draw.block(x + 22.4 * (step + 1) - 9, top + 108, 6, 10, "d")
+            y = mean
+    draw.text(8, 396, "From left to right: 15 steps. Up and down: the weights.")
+    draw.legend(418, a="rank 0", b="rank 1", c="outer step", d="all-reduce")
+    return 432
+
+
 LESSONS = {"01_ranks": [tree], "02_all_reduce": [all_reduce], "04_batches": [shards]}
 LESSONS |= {"05_build_ddp": [buckets], "06_overlap": [timeline]}
 LESSONS |= {"07_accumulation": [accumulation], "08_collectives": [collectives, ring]}
 LESSONS |= {"09_mixed_precision": [formats], "10_memory": [memory]}
 LESSONS |= {"11_hangs": [hang], "12_restarts": [restarts], "13_horovod": [horovod]}
 LESSONS |= {"16_sharded": [sharded], "17_large_batches": [large_batches]}
-LESSONS |= {"18_streams": [streams]}
+LESSONS |= {"18_streams": [streams], "19_talk_less": [talk_less]}
 FIGURES = {
     f"tutorial/{lesson}/{draw.__name__}.svg": draw
     for lesson, figures in LESSONS.items()

@@ -165,3 +165,12 @@ def test_the_lesson_on_large_batches_says_how_many_steps_they_took():
     assert [f"{scale:4.0f}" for scale in scales] == re.findall(
         r"scale (.*)", (found / "large_batches_noise.txt").read_text()
     )
+
+
+def test_talking_less_sends_as_much_less_as_the_page_says():
+    text = said("talk_less", "talk_less").read_text().replace(",", "")
+    rows = re.findall(r"^(.+?) +(\d+) all-reduces +(\d+) bytes", text, re.M)
+    times, sent = ({row[0]: int(row[n]) for row in rows} for n in (1, 2))
+    assert sent["DDP"] == 2 * sent["DDP fp16"] == 50 * sent["DiLoCo"]
+    assert round(sent["DDP"] / sent["DDP PowerSGD"]) == 17
+    assert round(times["DDP PowerSGD"] / times["DDP"]) == 3
