@@ -380,28 +380,34 @@ def same_order(job):
 def left_out(job):
     """Each epoch uses all samples once.
 
-    Give DistributedSampler the number of processes and the global rank.
+    Give DistributedSampler the number of processes and the global rank, and call
+    set_epoch() on every rank.
     Right if: the others are left out on purpose.
     """
-    loader, found = training(job)[0], []
+    loader = training(job)[0]
     stream = loader["sampler"] == "_InfiniteConstantSampler"  # an IterableDataset
     known = "DistributedSampler", "RandomSampler", "SequentialSampler"
     own = not stream and (loader["sampler"] not in known or loader["replacement"])
-    for process in job.processes:
-        batches = process.batches(0)
-        rows = [one.get("rows" if stream else "indices") for one in batches]
-        whole = 0 in process.whole_epochs() or len(batches) == loader["length"]
-        if not whole or None in rows:
-            raise NotChecked("no whole epoch with known samples was seen")
-        share = [*chain(*rows)]
-        if own and len({*share}) < len(share):
-            raise NotChecked("a sampler of the script's own draws samples repeatedly")
-        found += share
-    count, batch = len({*found}), loader["batch"] or max(map(len, rows))
-    total = len(found) if stream or own else loader["samples"]
-    if total - count >= max(job.world_size * batch, 0.02 * total):
-        what = f"in epoch 0 the ranks take {len(found)} samples, {count} different ones"
-        yield what + f" of {total}" * (total != len(found)), loader["place"]
+    for epoch in (0, 1):
+        found = []
+        for process in job.processes:
+            batches = process.batches(epoch)
+            rows = [one.get("rows" if stream else "indices") for one in batches]
+            whole = epoch in process.whole_epochs() or len(batches) == loader["length"]
+            if (not whole or None in rows) and epoch:
+                return
+            if not whole or None in rows:
+                raise NotChecked("no whole epoch with known samples was seen")
+            share = [*chain(*rows)]
+            if own and len({*share}) < len(share):
+                raise NotChecked("the script's own sampler draws samples repeatedly")
+            found += share
+        count, batch = len({*found}), loader["batch"] or max(map(len, rows))
+        total = len(found) if stream or own else loader["samples"]
+        if total - count >= max(job.world_size * batch, 0.02 * total):
+            what = f"in epoch {epoch} the ranks take {len(found)} samples, {count} "
+            what += "different ones" + f" of {total}" * (total != len(found))
+            yield what, loader["place"]
 
 
 @check(WRONG, "datasets_differ", read=16)
@@ -480,13 +486,18 @@ def weights_differ(job):
 def learning_rates_differ(job):
     """All ranks have the same learning rate.
 
-    Let every rank take the same steps of the schedule.
+    Let every rank take the same steps of the schedule, by the same metric.
     """
     for row in compared(job, "rates"):
         if len({tuple(one["rates"]) for one in row}) > 1:
             rates = ", ".join(f"{one['rates'][0]:.4g}" for one in row)
             what = f"in step {row[0]['step'] + 1} the ranks have learning rates {rates}"
             yield what, row[0]["place"]
+    for row in zip(*(process.of("plateau") for process in job.processes), strict=False):
+        if not alike([[one["value"]] for one in row], 1e-6):
+            values = ", ".join(f"{one['value']:.4g}" for one in row)
+            what = f"ReduceLROnPlateau gets {values} on the ranks, and will lower their"
+            yield f"{what} learning rates at different times", row[0]["place"]
 
 
 @check(WRONG, "weights_differ same_samples ends_with_an_error", read=11)

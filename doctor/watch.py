@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Subset, get_worker_info
 from torch.utils.data import dataloader as loaders
@@ -157,13 +157,18 @@ def factors(root: Tensor) -> tuple[float, str]:
     return found, ""
 
 
-def states() -> dict[str, int]:
-    """The state of each generator that data sets use."""
+def states(dataset: object) -> dict[str, int]:
+    """The state of each generator that a data set uses, and of its own ones."""
     state = torch.random.default_generator.get_state()
     found = {"torch": digest(bytes(state.numpy())), "random": digest(random.getstate())}
     if numpy := sys.modules.get("numpy"):
         name, keys, *rest = numpy.random.get_state()
         found["numpy"] = digest((keys.tobytes(), *rest))
+    for name, own in getattr(dataset, "__dict__", {}).items():
+        if isinstance(own, torch.Generator):
+            found[f"its {name}"] = digest(bytes(own.get_state().numpy()))
+        elif hasattr(own, "bit_generator"):  # NumPy's
+            found[f"its {name}"] = digest(own.bit_generator.state)
     return found
 
 
@@ -488,12 +493,12 @@ class Watch:
             self.__init__()
         if self.written["fetch"] >= LIMITS["fetch"]:
             return call(fetcher, indices)
-        before = states()
+        before = states(fetcher.dataset)
         try:
             return call(fetcher, indices)
         finally:
-            after, worker = states(), get_worker_info()
-            drawn = {k: before[k] for k in before if after[k] != before[k]}
+            after, worker = states(fetcher.dataset), get_worker_info()
+            drawn = {k: before[k] for k in before if after.get(k) != before[k]}
             fields = {"worker": worker and worker.id, "states": drawn}
             self.write("fetch", number=self.written["fetch"], **fields)
 
@@ -552,6 +557,10 @@ class Watch:
         planned = getattr(scheduler, "T_max", getattr(scheduler, "total_steps", None))
         name = type(scheduler).__name__
         self.write("schedule", type=name, planned=planned, place=place())
+
+    def plateau(self, call, scheduler, metrics, *args, **kwargs):
+        self.write("plateau", value=float(metrics), place=place())
+        return call(scheduler, metrics, *args, **kwargs)
 
     def printed(self, text: str) -> None:
         """Keep lines that may have an accuracy."""
@@ -667,6 +676,7 @@ def torch_is_there() -> None:
         (fetch._MapDatasetFetcher, "fetch", w.fetch),
         (torch, "save", w.save),
         (LRScheduler, "__init__", w.schedule),
+        (ReduceLROnPlateau, "step", w.plateau),
         (sys.stdout, "write", w.stream),
         (sys.stderr, "write", w.stream),
         (sys, "excepthook", w.excepthook),

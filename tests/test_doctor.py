@@ -19,16 +19,18 @@ from torch.utils._pytree import tree_leaves
 
 MODES = {path.stem: path for path in sorted(ROOT.glob("tests/doctor/modes/*.py"))}
 MISTAKES = read_mutations((ROOT / "tests" / "doctor" / "mistakes.txt").read_text())
-LABS = sorted((ROOT / "tutorial" / "labs").glob("[0-9][0-9]_*.py"))
-# What is wrong with each lab
+# What is wrong with each lab; it does not see what is wrong with the others
+NUMBERS = [f"{number:02}" for number in (*range(1, 27), 28, 33, 35, 36, 37)]
+LABS = [path for n in NUMBERS for path in ROOT.glob(f"tutorial/labs/{n}_*.py")]
 NAMED = dict(
     zip(
-        [path.name[:2] for path in LABS],
+        NUMBERS,
         """same_samples port_in_use weights_differ file_race not_averaged loss_scale
         same_samples same_order same_augmentation wrong_accuracy wrong_accuracy schedule
         datasets_differ clip_order ends_with_an_error buffers_differ loss_scale not_averaged
         batch_counts_differ collectives_differ ddp_keys ends_with_an_error no_optimizer
-        save_in_place""".split(),
+        save_in_place not_averaged clip_order collectives_differ zero_gradients left_out
+        batch_counts_differ weights_differ_in_the_end""".split(),
         strict=True,
     )
 )
