@@ -388,11 +388,43 @@ def memory(draw: Picture) -> float:
     return bottom + 14
 
 
+def exposed(draw: Picture) -> float:
+    """A traced step of two processes, with the communication that is not hidden."""
+    for rank in range(2):
+        trace = measured(f"14_step_cost/output/rank{rank}.json")["traceEvents"]
+        step = [e for e in trace if e["name"].startswith("ProfilerStep#")][2]
+        top, scale = 132 * rank, 262 / step["dur"]
+        spans = {"computes": [], "sends": []}
+        for event in trace:
+            began, lane = event["ts"] - step["ts"], None
+            if event["name"] in ("gloo:all_reduce", "link"):
+                lane = "sends"
+            elif event["name"].startswith("aten::") and event["tid"] == step["tid"]:
+                lane = "computes"
+            if lane and 0 <= began < step["dur"]:
+                took = min(event["dur"], step["dur"] - began)
+                spans[lane].append((90 + began * scale, took * scale))
+        draw.text(8, top + 22, f"rank {rank}", "ink title")
+        draw.text(352, top + 22, f"{step['dur'] / 1000:.0f} ms", "ink title end")
+        lanes = ("computes", "a"), ("sends", "b"), ("exposed", "d")
+        for lane, (name, color) in enumerate(lanes):
+            y = top + 32 + 30 * lane
+            draw.text(8, y + 17, name)
+            for x, width in spans["sends" if name == "exposed" else name]:
+                draw.block(x, y, width, 24, color)
+            for x, width in spans["computes"] if name == "exposed" else ():
+                draw.block(x, y, width, 24, "page")  # leaves what nothing hides
+            draw.block(90, y, 262, 24, "line note dashed")
+    draw.legend(286, a="computing", b="communication", d="exposed")
+    return 300
+
+
 LESSONS = {"01_ranks": [tree], "02_all_reduce": [all_reduce], "04_batches": [shards]}
 LESSONS |= {"05_build_ddp": [buckets], "06_overlap": [timeline]}
 LESSONS |= {"07_accumulation": [accumulation], "08_collectives": [collectives, ring]}
 LESSONS |= {"09_mixed_precision": [formats], "10_memory": [memory]}
 LESSONS |= {"11_hangs": [hang], "12_restarts": [restarts], "13_horovod": [horovod]}
+LESSONS |= {"14_step_cost": [exposed]}
 FIGURES = {
     f"tutorial/{lesson}/{draw.__name__}.svg": draw
     for lesson, figures in LESSONS.items()

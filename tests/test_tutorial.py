@@ -6,6 +6,7 @@ Programs, changed programs and answers are run. `--figures` writes tutorial/*/ou
 import ast
 import json
 import re
+import runpy
 
 import pytest
 from conftest import ROOT, run
@@ -136,3 +137,15 @@ def test_the_timeline_shows_that_overlap_is_faster():
     assert took["buckets of one layer"] < took["one bucket"]
     times = [f"{form}: a step takes {ms:.0f} ms\n" for form, ms in took.items()]
     assert (found / "overlap_times.txt").read_text() == "".join(times)
+
+
+def test_exposed_communication_is_what_no_kernel_hides(tmp_path):
+    names = ("ProfilerStep#1", "gemm", "ncclDevKernel_AllReduce", "gemm")
+    spans = (0, 2000), (100, 900), (500, 800), (1150, 350)  # began, microseconds
+    events = [{"ph": "X", "tid": 1, "cat": "kernel"} for _ in names]
+    for event, name, (began, took) in zip(events, names, spans, strict=True):
+        event |= {"name": name, "ts": began, "dur": took}
+    events[0]["cat"] = "user_annotation"
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    lesson = runpy.run_path(str(LESSONS["step_cost_exposed"]))
+    assert lesson["steps"](tmp_path / "trace.json") == [[2.0, 1.25, 0.8, 0.15]]
