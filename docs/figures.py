@@ -7,6 +7,7 @@ python docs/figures.py --check    # only list these; exit with 1 if there are an
 import json
 import sys
 from collections.abc import Callable, Iterable
+from math import log
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -419,12 +420,48 @@ def exposed(draw: Picture) -> float:
     return 300
 
 
+def fit(draw: Picture) -> float:
+    """Times of all-reduces by size, the fitted line, and its predictions for a step."""
+    found = measured("15_network/output/network_fit.json")
+    latency, bandwidth = found["fit"]
+
+    def place(size: float, seconds: float) -> tuple[float, float]:
+        return 54 + 284 * log(size / 1024, 4096), 190 - 140 * log(seconds * 5e3, 50)
+
+    draw.text(8, 22, "one all-reduce", "ink title")
+    for seconds in (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01):
+        y = place(1024, seconds)[1]
+        draw.text(48, y + 4, f"{seconds * 1000:g} ms", "note end")
+        draw.line(54, y, 352, y, kind="dashed")
+    for power, words in enumerate(("1 KiB", "16 KiB", "256 KiB", "4 MiB")):
+        draw.text(place(1024 * 16**power, 1)[0], 208, words, "note middle")
+    sizes = [1024 * 2 ** (step / 8) for step in range(97)]
+    points = [place(size, latency + size / bandwidth) for size in sizes]
+    draw.line(*(value for point in points for value in point), kind="plain")
+    for size, seconds in found["sizes"].items():
+        x, y = place(int(size), seconds)
+        draw.block(x - 4, y - 4, 8, 8, "a")
+    draw.text(8, 240, "a step's gradients, 8.4 MB", "ink title")
+    steps = found["steps"].items()
+    scale = 260 / max(seconds for _, (*_, seconds) in steps)
+    for number, (name, (count, size, seconds)) in enumerate(steps):
+        y = 252 + 56 * number
+        draw.text(8, y + 12, f"{name}: {count} all-reduce{'s' * (count > 1)}")
+        predicted = count * latency + size / bandwidth
+        for row, (color, value) in enumerate((("b", predicted), ("a", seconds))):
+            draw.block(8, y + 18 + 14 * row, scale * value, 12, color)
+            x = 14 + scale * value
+            draw.text(x, y + 28 + 14 * row, f"{value * 1000:.1f} ms", "note small")
+    draw.legend(434, a="measured", b="predicted by the fit")
+    return 446
+
+
 LESSONS = {"01_ranks": [tree], "02_all_reduce": [all_reduce], "04_batches": [shards]}
 LESSONS |= {"05_build_ddp": [buckets], "06_overlap": [timeline]}
 LESSONS |= {"07_accumulation": [accumulation], "08_collectives": [collectives, ring]}
 LESSONS |= {"09_mixed_precision": [formats], "10_memory": [memory]}
 LESSONS |= {"11_hangs": [hang], "12_restarts": [restarts], "13_horovod": [horovod]}
-LESSONS |= {"14_step_cost": [exposed]}
+LESSONS |= {"14_step_cost": [exposed], "15_network": [fit]}
 FIGURES = {
     f"tutorial/{lesson}/{draw.__name__}.svg": draw
     for lesson, figures in LESSONS.items()

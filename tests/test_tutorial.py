@@ -149,3 +149,14 @@ def test_exposed_communication_is_what_no_kernel_hides(tmp_path):
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
     lesson = runpy.run_path(str(LESSONS["step_cost_exposed"]))
     assert lesson["steps"](tmp_path / "trace.json") == [[2.0, 1.25, 0.8, 0.15]]
+
+
+def test_a_fit_finds_latency_and_bandwidth():
+    lesson, found = runpy.run_path(str(LESSONS["network_fit"])), pytest.approx
+    times = {size: 5e-5 + size / 1e10 for size in (1024, 10**5, 10**7)}
+    assert lesson["fit"](times) == found((5e-5, 1e10))
+    output = LESSONS["network_fit"].parent / "output"
+    measured = json.loads((output / "network_fit.json").read_text())
+    times = {int(size): took for size, took in measured["sizes"].items()}
+    assert lesson["fit"](times) == found(measured["fit"])
+    assert lesson["report"](measured) == (output / "network_fit_times.txt").read_text()
