@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable
+from math import log
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -398,6 +399,73 @@ def memory(draw: Picture) -> float:
     return bottom + 14
 
 
+def exposed(draw: Picture) -> float:
+    """A traced step of two processes, with the communication that is not hidden."""
+    for rank in range(2):
+        trace = measured(f"14_step_cost/output/rank{rank}.json")["traceEvents"]
+        step = [e for e in trace if e["name"].startswith("ProfilerStep#")][2]
+        top, scale = 132 * rank, 262 / step["dur"]
+        spans = {"computes": [], "sends": []}
+        for event in trace:
+            began, lane = event["ts"] - step["ts"], None
+            if event["name"] in ("gloo:all_reduce", "link"):
+                lane = "sends"
+            elif event["name"].startswith("aten::") and event["tid"] == step["tid"]:
+                lane = "computes"
+            if lane and 0 <= began < step["dur"]:
+                took = min(event["dur"], step["dur"] - began)
+                spans[lane].append((90 + began * scale, took * scale))
+        draw.text(8, top + 22, f"rank {rank}", "ink title")
+        draw.text(352, top + 22, f"{step['dur'] / 1000:.0f} ms", "ink title end")
+        lanes = ("computes", "a"), ("sends", "b"), ("exposed", "d")
+        for lane, (name, color) in enumerate(lanes):
+            y = top + 32 + 30 * lane
+            draw.text(8, y + 17, name)
+            for x, width in spans["sends" if name == "exposed" else name]:
+                draw.block(x, y, width, 24, color)
+            for x, width in spans["computes"] if name == "exposed" else ():
+                draw.block(x, y, width, 24, "page")  # leaves what nothing hides
+            draw.block(90, y, 262, 24, "line note dashed")
+    draw.legend(286, a="computing", b="communication", d="exposed")
+    return 300
+
+
+def fit(draw: Picture) -> float:
+    """Times of all-reduces by size, the fitted line, and its predictions for a step."""
+    found = measured("15_network/output/network_fit.json")
+    latency, bandwidth = found["fit"]
+
+    def place(size: float, seconds: float) -> tuple[float, float]:
+        return 54 + 284 * log(size / 1024, 4096), 190 - 140 * log(seconds * 5e3, 50)
+
+    draw.text(8, 22, "one all-reduce", "ink title")
+    for seconds in (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01):
+        y = place(1024, seconds)[1]
+        draw.text(48, y + 4, f"{seconds * 1000:g} ms", "note end")
+        draw.line(54, y, 352, y, kind="dashed")
+    for power, words in enumerate(("1 KiB", "16 KiB", "256 KiB", "4 MiB")):
+        draw.text(place(1024 * 16**power, 1)[0], 208, words, "note middle")
+    sizes = [1024 * 2 ** (step / 8) for step in range(97)]
+    points = [place(size, latency + size / bandwidth) for size in sizes]
+    draw.line(*(value for point in points for value in point), kind="plain")
+    for size, seconds in found["sizes"].items():
+        x, y = place(int(size), seconds)
+        draw.block(x - 4, y - 4, 8, 8, "a")
+    draw.text(8, 240, "a step's gradients, 8.4 MB", "ink title")
+    steps = found["steps"].items()
+    scale = 260 / max(seconds for _, (*_, seconds) in steps)
+    for number, (name, (count, size, seconds)) in enumerate(steps):
+        y = 252 + 56 * number
+        draw.text(8, y + 12, f"{name}: {count} all-reduce{'s' * (count > 1)}")
+        predicted = count * latency + size / bandwidth
+        for row, (color, value) in enumerate((("b", predicted), ("a", seconds))):
+            draw.block(8, y + 18 + 14 * row, scale * value, 12, color)
+            x = 14 + scale * value
+            draw.text(x, y + 28 + 14 * row, f"{value * 1000:.1f} ms", "note small")
+    draw.legend(434, a="measured", b="predicted by the fit")
+    return 446
+
+
 def leaving(calls: list) -> float:
     """KiB that a machine of two ranks sends to the other, if collectives are rings."""
     total = 0
@@ -537,6 +605,7 @@ LESSONS |= {"05_build_ddp": [buckets], "06_overlap": [timeline]}
 LESSONS |= {"07_accumulation": [accumulation], "08_collectives": [collectives, ring]}
 LESSONS |= {"09_mixed_precision": [formats], "10_memory": [memory]}
 LESSONS |= {"11_hangs": [hang], "12_restarts": [restarts], "13_horovod": [horovod]}
+LESSONS |= {"14_step_cost": [exposed], "15_network": [fit]}
 LESSONS |= {"16_sharded": [sharded], "17_large_batches": [large_batches]}
 LESSONS |= {"18_streams": [streams], "19_talk_less": [talk_less]}
 FIGURES = {

@@ -139,6 +139,29 @@ def test_the_timeline_shows_that_overlap_is_faster():
     assert (found / "overlap_times.txt").read_text() == "".join(times)
 
 
+def test_exposed_communication_is_what_no_kernel_hides(tmp_path):
+    names = ("ProfilerStep#1", "gemm", "ncclDevKernel_AllReduce", "gemm")
+    spans = (0, 2000), (100, 900), (500, 800), (1150, 350)  # began, microseconds
+    events = [{"ph": "X", "tid": 1, "cat": "kernel"} for _ in names]
+    for event, name, (began, took) in zip(events, names, spans, strict=True):
+        event |= {"name": name, "ts": began, "dur": took}
+    events[0]["cat"] = "user_annotation"
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    lesson = runpy.run_path(str(LESSONS["step_cost_exposed"]))
+    assert lesson["steps"](tmp_path / "trace.json") == [[2.0, 1.25, 0.8, 0.15]]
+
+
+def test_a_fit_finds_latency_and_bandwidth():
+    lesson, found = runpy.run_path(str(LESSONS["network_fit"])), pytest.approx
+    times = {size: 5e-5 + size / 1e10 for size in (1024, 10**5, 10**7)}
+    assert lesson["fit"](times) == found((5e-5, 1e10))
+    output = LESSONS["network_fit"].parent / "output"
+    measured = json.loads((output / "network_fit.json").read_text())
+    times = {int(size): took for size, took in measured["sizes"].items()}
+    assert lesson["fit"](times) == found(measured["fit"])
+    assert lesson["report"](measured) == (output / "network_fit_times.txt").read_text()
+
+
 def test_the_lesson_on_shards_says_what_was_sent():
     found = LESSONS["sharded"].parent / "output"
     forms, lines = json.loads((found / "sharded.json").read_text()), ""

@@ -1,0 +1,79 @@
+"""Fit the latency and bandwidth of all-reduces, and predict those of a training step.
+
+python tutorial/15_network/network_fit.py [FILE.json]    # what was measured
+"""
+
+import json
+import sys
+from math import inf
+from pathlib import Path
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+SIZES = [4**power for power in range(5, 12)]  # bytes: 1 KiB to 4 MiB
+ROUNDS, REPEATS = 31, 16
+
+
+def seconds(tensors: list[torch.Tensor]) -> float:
+    """Return how long all-reduces take, one after the other."""
+    dist.barrier()  # or the time would include the wait for the other process
+    began = perf_counter()
+    for tensor in tensors:
+        dist.all_reduce(tensor)
+    return perf_counter() - began
+
+
+def fit(times: dict[int, float]) -> tuple[float, float]:
+    """Return latency (s) and bandwidth (bytes/s): brings predicted / measured to 1."""
+    rows = torch.tensor([[1 / t, n / t] for n, t in times.items()], dtype=torch.double)
+    latency, per_byte = torch.linalg.lstsq(rows, torch.ones_like(rows[:, 0])).solution
+    return latency.item(), 1 / per_byte.item()
+
+
+def report(measured: dict[str, dict]) -> str:
+    """Return the fit, and what it predicts for the ways to send a step's gradients."""
+    latency, bandwidth = measured["fit"]
+    text = f"latency {latency * 1e3:.2f} ms, bandwidth {bandwidth / 1e9:.2f} GB/s\n"
+    for name, (all_reduces, size, took) in measured["steps"].items():
+        predicted = all_reduces * latency + size / bandwidth
+        text += f"{name}: predicted {predicted * 1e3:.1f}, measured {took * 1e3:.1f} ms"
+        text += f" ({predicted / took - 1:+.0%})\n"
+    return text
+
+
+def main(rank: int, port: int, file: str | None) -> None:
+    """Both processes run this function; rank 0 reports."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+    fastest, measured = {}, {"sizes": {}, "steps": {}, "fit": ()}
+    for _ in range(ROUNDS):  # keep the fastest: other programs only add time
+        for size in SIZES:
+            took = seconds([torch.zeros(size // 4)] * REPEATS) / REPEATS
+            measured["sizes"][size] = min(took, measured["sizes"].get(size, inf))
+        loss = model(torch.randn(64, 512)).square().mean()
+        each = torch.autograd.grad(loss, list(model.parameters()))
+        flat = torch.cat([gradient.flatten() for gradient in each])
+        steps = {"each gradient": each, "2 MiB": flat.split(2**19), "all": [flat]}
+        for name, parts in steps.items():
+            fastest[name] = min(seconds(parts), fastest.get(name, inf))
+            measured["steps"][name] = len(parts), flat.nbytes, fastest[name]
+    measured["fit"] = fit(measured["sizes"])
+    dist.destroy_process_group()
+    if rank > 0:
+        return
+    for name, (all_reduces, size, _) in measured["steps"].items():
+        print(f"{name}: {all_reduces} x all_reduce, {size:,} bytes")
+    print(report(measured), end="", file=sys.stderr)
+    if file:
+        Path(file).write_text(json.dumps(measured, indent=1))
+
+
+if __name__ == "__main__":
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    mp.spawn(main, args=(store.port, *(sys.argv[1:] or [None])), nprocs=2)
