@@ -1,14 +1,14 @@
-"""Grade the labs that a class has handed in; print a table (CSV) of who passed what.
+"""Grade the labs that a class has handed in; print a table (CSV) of who passed which.
 
     python tutorial/labs/grade_class.py FOLDER > grades.csv
 
-FOLDER has a folder for each student, with the labs that the student has changed, under
-their names (07_shuffled.py). Each student's scripts run in a sandbox of bubblewrap
-(https://github.com/containers/bubblewrap): they see neither this project's folder, nor
-your home folder, nor the other students' files; they reach no network; all that they
-write disappears; and after LIMIT seconds they are ended. A script that attacks the
-grader itself can still print what it wants: look at a lab that passes too easily.
-Exit status: 0, or 2 if this cannot be done.
+FOLDER has a subfolder for each student with the labs that the student has changed,
+under their original names (07_shuffled.py). Each student's scripts run in a bubblewrap
+sandbox (https://github.com/containers/bubblewrap): they cannot see this project's
+folder, your home folder or other students' files; they have no network; everything that
+they write is discarded; and they are stopped after LIMIT seconds. A script that attacks
+the grader itself can still print anything: look at a lab that passes too easily.
+Exit status: 0, or 2 if grading is impossible.
 """
 
 import csv
@@ -21,7 +21,7 @@ from pathlib import Path
 
 LABS = Path(__file__).resolve().parent
 ROOT = LABS.parents[1]
-LIMIT = 900  # seconds for all labs of a student
+LIMIT = 900  # seconds for all of a student's labs
 COPY = "/tmp/course"  # in the sandbox
 
 
