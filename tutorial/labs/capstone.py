@@ -151,7 +151,7 @@ def main() -> None:
     train_loader, val_loader = build_loaders(job)
     net = build_network()
     optimizer = torch.optim.SGD(net.parameters(), LR, momentum=MOMENTUM)
-    steps = len(train_loader.dataset) // (BATCH // job.world_size)  # per epoch
+    steps = len(train_loader.dataset) // (BATCH // job.world_size)  # in an epoch
     scheduler = CosineAnnealingLR(optimizer, EPOCHS * steps)
     first_epoch = load(net, optimizer, scheduler)
     model = DDP(net)
