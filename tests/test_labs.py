@@ -4,6 +4,7 @@ import csv
 import re
 import runpy
 import shutil
+import socket
 import subprocess
 import time
 
@@ -148,10 +149,16 @@ def test_each_mistake_of_the_capstone_is_counted(tmp_path):
 SANDBOX = "bwrap", "--ro-bind", "/", "/", "--unshare-all", "true"
 MISSING = not shutil.which("bwrap") or subprocess.run(SANDBOX, check=False).returncode
 PEEK = """
+import contextlib, os, socket
 from pathlib import Path
-files = Path("{labs}/solutions/07.patch"), Path("{folder}/ann"), Path.home() / ".profile"
+files = [Path("{labs}/solutions/07.patch"), Path("{folder}/ann")]
+files += Path("/tmp/course").rglob("*.patch")
 seen = [one for one in files if one.exists()]
-Path("{folder}/written").write_text("")  # disappears
+seen += [name for name in os.environ if "PYTEST" in name]
+with contextlib.suppress(OSError):
+    seen += [socket.create_connection(("127.0.0.1", {port}))]
+with contextlib.suppress(OSError):
+    Path("{folder}/written").write_text("")
 raise RuntimeError(seen)
 """
 
@@ -161,22 +168,26 @@ raise RuntimeError(seen)
     "script, how, limit",
     [
         (PEEK, "before the first step rank 0 fails with RuntimeError: []", 100),
-        ("while True: pass", "no result after 20 s, or the grader ended", 20),
+        ("while True: pass", "no result after 8 s, or the grader ended", 8),
     ],
 )
-def test_a_class_is_graded_in_a_sandbox(
-    script, how, limit, tmp_path, capsys, monkeypatch
-):
+def test_a_class_is_graded_in_a_sandbox(script, how, limit, tmp_path, capsys):
+    listener = socket.create_server(("127.0.0.1", 0))
+    facts = {"labs": LABS, "folder": tmp_path, "port": listener.getsockname()[1]}
     for student, text in (("ann", ""), ("bob", script)):
         (tmp_path / student).mkdir()
-        text = text.format(labs=LABS, folder=tmp_path)
-        (tmp_path / student / "07_shuffled.py").write_text(text)
-    monkeypatch.setenv("PATIENCE", "100")
+        (tmp_path / student / "07_shuffled.py").write_text(text.format(**facts))
+    (tmp_path / "ann" / "grade.py").write_text("print('07 passes')")
+    (tmp_path / "ann" / "08_three_epochs.py").symlink_to(LABS / "08_three_epochs.py")
+    (tmp_path / "ann" / "lab09.py").write_text("")
     tool = runpy.run_path(str(LABS / "grade_class.py"))
     tool["grade"].__globals__["LIMIT"] = limit
     assert tool["main"]([str(tmp_path)]) == 0
-    ann, bob = csv.DictReader(capsys.readouterr().out.splitlines())
-    assert ann["07"] == "the optimizer takes no step" and not ann["08"]
+    printed = capsys.readouterr()
+    assert printed.err == "ann/lab09.py is no lab's name\n"
+    ann, bob = csv.DictReader(printed.out.splitlines())
+    assert limit < 100 or ann["07"] == "the optimizer takes no step"
+    assert not ann["08"]
     assert bob["07"] == how and not (tmp_path / "written").exists()
 
 

@@ -312,8 +312,8 @@ def check_waits(run: Run) -> None:
     """The host does not wait for the device in each step."""
     steps = len(run.ranks[0].steps)
     for process in job.read(run.records).processes:
-        for one in process.of("syncs"):
-            if (often := max(one["places"].values(), default=0)) > steps / 2:
+        for one in process.of("exit"):
+            if (often := max((n for _, n in one["syncs"]), default=0)) > steps / 2:
                 raise Wrong(f"on a GPU, {often} of {steps} steps would wait for it")
 
 
