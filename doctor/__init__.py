@@ -1,1 +1,1 @@
-"""Watches a data-parallel training job from outside, and says what is wrong with it."""
+"""Watches a data-parallel training job from outside, and reports what is wrong with it."""
