@@ -174,7 +174,7 @@ LOST = re.compile(
 
 
 def errors(job: Job) -> list[dict]:
-    """Return the errors that ended processes; consequences of other errors come last."""
+    """Return the errors that ended processes; effects of other errors come last."""
     return sorted(job.of("error"), key=lambda one: bool(LOST.search(one["text"])))
 
 
@@ -903,7 +903,7 @@ def small_buckets(job):
     for one in need(job.of("ddp"), "DDP is not used")[:1]:
         if one["bucket"] < 2**20 and one["size"] > 4 * one["bucket"]:
             count, mib = one["size"] // one["bucket"], one["bucket"] / 2**20
-            what = f"a step has about {count} all-reduces, as buckets have {mib:.2g} MiB"
+            what = f"a step has about {count} all-reduces, in buckets of {mib:.2g} MiB"
             yield what, one["place"]
 
 

@@ -164,7 +164,7 @@ def test_what_was_found_in_public_scripts_is_named_in_ours():
     """Each finding of docs/found.md has a check, and a mistake that this check names."""
     text = " ".join((ROOT / "docs" / "found.md").read_text().split())
     rows = re.findall(r'\(`(\w+)`; planted as "(.+?)"\)', text)
-    assert len(rows) == text.count("To mend it:") > 10
+    assert len(rows) == text.count("To fix it:") > 10
     known = {(check, one.name) for one in MISTAKES for check in one.tests}
     assert not {*rows} - known
 
