@@ -870,7 +870,7 @@ def schedule(job):
 def every_micro_batch(job):
     """DDP averages gradients once per step.
 
-    Use model.no_sync() in all passes of a step but the last.
+    Use model.no_sync() in all passes of a step except the last.
     """
     need(job.of("ddp"), "DDP is not used")
     for row in job.steps("forwards"):
