@@ -51,7 +51,7 @@ class Picture(list[str]):
     """A list of SVG elements. x and y are pixels from the top left, for a phone."""
 
     def text(self, x: float, y: float, words: str, kind: str = "note") -> None:
-        """Draw text on baseline y; `kind` says whether it starts, centers or ends at x."""
+        """Draw text on baseline y; `kind` makes it start, center or end at x."""
         self.append(f'<text class="{kind}" x="{x:g}" y="{y:g}">{words}</text>')
 
     def block(self, x, y, width, height, color: str, *lines: str) -> None:
