@@ -19,7 +19,7 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--steps", type=int, default=40, help="steps to watch (40)")
     add("--short", type=int, default=0, help="end each epoch after N batches")
-    add("--machines", action="store_true", help="play one machine for each process")
+    add("--machines", action="store_true", help="simulate one machine per process")
     add("--json", type=Path, help="write the findings to a file")
     add("command", nargs=argparse.REMAINDER)
     args = parser.parse_args()

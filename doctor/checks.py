@@ -857,7 +857,7 @@ def schedule(job):
     for one, count in zip(made, ends[-1]["schedules"], strict=False):
         ratio = (one["planned"] or count) / max(1, count)
         if count and not 0.7 < ratio < 1.4:
-            what = f"{one['type']} is made for {one['planned']} steps, but has {count}"
+            what = f"{one['type']} is set to {one['planned']} steps, but takes {count}"
             if any(abs(ratio / x - 1) < 0.15 for x in (size, 1 / size)):
                 what += "; the factor is the world size"
             yield what, one["place"]
@@ -987,7 +987,7 @@ def times(process: Process) -> dict[str, float]:
 def bottleneck(job):
     """No part of a step takes more time than it should.
 
-    Look for extra work on that rank, or for a problem of its host.
+    Look for extra work on that rank, or for a problem with its host.
     """
     rows, steps = [times(process) for process in job.processes], job.of("step")
     own = [sum(row.values()) - row["communication"] for row in rows]
