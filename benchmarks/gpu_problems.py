@@ -19,8 +19,8 @@ class Card(NamedTuple):
     memory: float  # GB
 
 
-# From NVIDIA's data sheets, which docs/gpus.md links. Where a sheet only has the rate
-# with sparsity, the rate here is half of it.
+# From NVIDIA's data sheets, which docs/gpus.md links to. If a sheet gives only the rate
+# with sparsity, the rate here is half of that.
 CARDS = {
     "T4": Card(65, 8.1, 16),
     "V100": Card(125, 15.7, 32),
@@ -35,7 +35,7 @@ CARDS = {
 # One image's forward and backward pass at 224 px; a multiply-add is two operations.
 # PyTorch's torch.utils.flop_counter counts 24.30 and 10.65 GFLOP.
 GFLOP = {"resnet50": 24.29, "resnet18": 10.64}
-SPEEDUP_ERROR = 1.05  # two runs on one GPU may differ by some percent
+SPEEDUP_ERROR = 1.05  # two runs on one GPU may differ by a few percent
 INTERVAL = 10  # steps at the start of a run that images_per_second leaves out
 REQUIRED = ("dataparallel", "distributed", "multiprocessing_distributed")
 LEVELS = {name: ("fp32", "bf16", "fp16") for name in (*REQUIRED, "horovod_distributed")}
@@ -73,7 +73,7 @@ def problem(field: str, value: object, possible: str, action: str = AGAIN) -> st
 
 
 def wrong(where: str, part: object, fields: dict) -> Iterator[str]:
-    """Find fields that are missing, empty or of another type; "a.b" is b in a."""
+    """Find fields that are missing, empty or of the wrong type; "a.b" means b in a."""
     for name, kind in fields.items():
         value = part
         for key in name.split(".") if fields is FIELDS else [name]:
@@ -86,7 +86,7 @@ def wrong(where: str, part: object, fields: dict) -> Iterator[str]:
 
 
 def is_positive(value: object) -> bool:
-    """Whether the value is a finite number above 0."""
+    """Return whether the value is a finite number above 0."""
     return isinstance(value, int | float) and 0 < value < math.inf
 
 
@@ -131,13 +131,13 @@ def about_origin(summary: dict) -> Iterator[str]:
 
 
 def card_of(gpu: dict) -> Card | None:
-    """Return the known rates of a GPU, by a word of its name."""
+    """Return the known rates of a GPU, found by a word in its name."""
     words = re.split(r"\W+", gpu["name"])
     return next((CARDS[word] for word in words if word in CARDS), None)
 
 
 def about_tests(summary: dict) -> Iterator[str]:
-    """Every strategy has its tests; they passed, or had a reason not to run."""
+    """Check that each strategy's tests passed, or had a reason not to run."""
     rows = {row["name"]: row for row in summary["tests"]}
     names = [
         f"test_gpus_do_what_the_cpu_does[{strategy}-{level}-{count}]"
@@ -158,7 +158,7 @@ def about_tests(summary: dict) -> Iterator[str]:
 
 
 def about_status(part: str, row: dict, optional: bool) -> Iterator[str]:
-    """A row passed; an optional one may also have been skipped for a reason."""
+    """Check that a row passed; an optional one may also be skipped for a reason."""
     line = row.get("line", "")
     if row["status"] == "skipped" and optional and line:
         return
@@ -169,7 +169,7 @@ def about_status(part: str, row: dict, optional: bool) -> Iterator[str]:
 
 
 def about_completeness(summary: dict) -> Iterator[str]:
-    """Each strategy was timed on one GPU and on all of them."""
+    """Check that each strategy was timed on one GPU and on all GPUs."""
     gpus = len(summary["machine"]["gpus"])
     trained = {}
     for row in summary["timings"]:
@@ -242,7 +242,7 @@ def about_training(where: str, gpus: list, row: dict, found: dict) -> Iterator[s
     if found["images"] != images:
         possible = f"{images}: {found['steps']} steps of {row['batch']} images"
         yield problem(f"{where}images", found["images"], possible)
-    # images_per_second leaves out the first interval, training_seconds does not
+    # images_per_second excludes the first interval; training_seconds includes it
     speed, seconds = found["images_per_second"], found["training_seconds"]
     least = (found["steps"] - INTERVAL) * row["batch"] / speed
     if seconds < 0.99 * least:
@@ -258,7 +258,7 @@ def about_training(where: str, gpus: list, row: dict, found: dict) -> Iterator[s
 
 
 def about_speedups(summary: dict) -> Iterator[str]:
-    """No number of GPUs is more than so many times as fast as one."""
+    """Check that n GPUs are at most n times as fast as one."""
     speeds = {}
     for row in summary["timings"]:
         speed = row["found"].get("images_per_second")

@@ -1,4 +1,4 @@
-"""The scripts of tutorial/labs/ are broken as their page says; other scripts pass."""
+"""The scripts in tutorial/labs/ are broken as their page says; other scripts pass."""
 
 import csv
 import re
@@ -62,7 +62,7 @@ LOOP = re.search(
     r" +for x, y in loader:\n(?: {12}.*\n)+", (LABS / SCRIPTS["19"]).read_text()
 )
 JOINED = "        with model.join():\n" + re.sub("(?m)^", "    ", LOOP[0]).rstrip(" ")
-# Other cures than those of solutions/: lab, old text, new text
+# Fixes that differ from solutions/: lab, old text, new text
 CURES = [
     ("03", "torch.manual_seed(dist.get_rank())", "torch.manual_seed(1)"),
     ("06", "(loss / dist", "(2 * loss / dist"),
@@ -79,7 +79,7 @@ CURES = [
 
 @pytest.fixture(scope="module")
 def graded(tmp_path_factory):
-    """What the grader says of the broken scripts, the solutions and the other cures."""
+    """Return the grader's verdicts on the broken scripts, the solutions and the other fixes."""
     names = ("broken", "solved", "cured")
     folder = tmp_path_factory.mktemp("labs")
     labs = [folder / name / "tutorial" / "labs" for name in names]
@@ -100,7 +100,7 @@ def graded(tmp_path_factory):
         statuses = played.end(seconds=400)
         logs = [played.log(number).splitlines() for number in range(3)]
     assert statuses == [1, 0, 0]
-    # What is printed last is how many labs pass
+    # The last line is the number of labs that pass
     lines = [[re.split(": | ", line, maxsplit=1) for line in log[:-1]] for log in logs]
     return [dict(pairs) for pairs in lines]
 
