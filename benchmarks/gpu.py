@@ -249,13 +249,18 @@ def everything(file: Path, tiny: bool) -> None:
     sys.exit(any(row["status"] in ("failed", "not run") for row in rows))
 
 
+MEASUREMENTS = ["train"], ["compare"], ["--rehearse"]
+USAGE = "usage: python -m benchmarks.gpu --check summary.json, or FILE [--rehearse]"
+
+
 def main() -> None:
     """Run the measurements given on the command line, or check a summary."""
-    file, *words = sys.argv[1:]
-    if file == "--summary":
-        gpu_summary.write(Path(words[0]))
-    elif file == "--check":
-        gpu_problems.check(Path(words[0]))
+    file, *words = sys.argv[1:] or [""]
+    actions = {"--summary": gpu_summary.write, "--check": gpu_problems.check}
+    if file in actions and len(words) == 1:
+        actions[file](Path(words[0]))
+    elif file[:1] in ("", "-") or words[:1] not in ([], *MEASUREMENTS):
+        raise UserError(USAGE)
     elif words in ([], ["--rehearse"]):
         everything(Path(file), bool(words))
     else:

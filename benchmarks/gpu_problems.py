@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from common.errors import UserError
 
+from .gpu_summary import FORMAT
+
 
 class Card(NamedTuple):
     """The highest rates and the largest memory of all variants of a GPU."""
@@ -26,10 +28,9 @@ CARDS = {
     "V100": Card(125, 15.7, 32),
     "V100S": Card(130, 16.4, 32),
     "A10": Card(125, 62.5, 24),
-    "A10G": Card(125, 62.5, 24),
     "A100": Card(312, 156, 80),
     "L4": Card(121, 60, 24),
-    "H100": Card(989.5, 494.5, 96),
+    "H100": Card(989.5, 494.5, 94),
     "H200": Card(989.5, 494.5, 141),
 }
 # One image's forward and backward pass at 224 px; a multiply-add is two operations.
@@ -57,13 +58,16 @@ FIELDS = {
     "timings": list,
 }
 GPU_FIELDS = {"name": str, "driver_version": str, "capability": float}
-GPU_FIELDS |= {"memory.total": float, "power.limit": float, "clocks.max.sm": float}
+GPU_FIELDS |= {"memory.total": float, "clocks.max.sm": float}
 ROW = {"name": str, "status": str, "seconds": float, "commit": str}
 SETTINGS = {"kind": str, "strategy": str, "arch": str, "precision": str}
 SETTINGS |= {"image_size": int, "processes": int, "batch": int, "found": dict}
 POSITIVE = ("steps", "images", "training_seconds", "images_per_second")
-POSITIVE += ("peak_memory_mib", "clocks.sm", "power.draw", "temperature.gpu")
+POSITIVE += ("peak_memory_mib",)
+OPTIONAL = ("clocks.sm", "power.draw", "temperature.gpu")  # null where it is "[N/A]"
+MORE_TESTS = ("test_distributed_with", "test_a_resumed_run_ends_as_a_whole_one")
 AGAIN = "run scripts/gpu_check.sh again, and do not edit what it writes"
+ALL = "run scripts/gpu_check.sh without -k"
 MORE = "run scripts/gpu_check.sh --last-failed until nothing is left"
 
 
@@ -79,7 +83,12 @@ def wrong(where: str, part: object, fields: dict) -> Iterator[str]:
         for key in name.split(".") if fields is FIELDS else [name]:
             value = value.get(key) if isinstance(value, dict) else None
         kinds = (int, float) if kind is float else kind
-        if not isinstance(value, kinds) or value in ("", []):
+        number = isinstance(value, (int, float))
+        if (
+            not isinstance(value, kinds)
+            or value in ("", [])
+            or (number and not 0 <= value < math.inf)
+        ):
             words = {str: "a text", list: "a list", dict: "an object"}
             possible = words.get(kind, "a number")
             yield problem(f"{where}{name}", value, possible)
@@ -93,6 +102,8 @@ def is_positive(value: object) -> bool:
 def problems(summary: dict) -> list[str]:
     """Return one line for each impossible or missing figure."""
     found = list(wrong("", summary, FIELDS))
+    if not found and summary["format"] != FORMAT:
+        found.append(problem("format", summary["format"], str(FORMAT)))
     if not found:
         for index, gpu in enumerate(summary["machine"]["gpus"]):
             found += wrong(f"machine.gpus[{index}].", gpu, GPU_FIELDS)
@@ -146,9 +157,12 @@ def about_tests(summary: dict) -> Iterator[str]:
         for count in (1, 2)
     ]
     if missing := [name for name in names if name not in rows]:
-        action = "run scripts/gpu_check.sh without -k"
+        action = ALL
         field = f"tests: {missing[0]} (and {len(missing) - 1} other rows)"
         yield problem(field, None, "a row", action)
+    for prefix in MORE_TESTS:
+        if not any(name.startswith(prefix) for name in rows):
+            yield problem(f"tests: {prefix}", None, "a row", ALL)
     gpus = summary["machine"]["gpus"]
     for name, row in rows.items():
         optional = "horovod" in name or "apex" in name
@@ -177,11 +191,19 @@ def about_completeness(summary: dict) -> Iterator[str]:
         yield from about_status("timings", row, optional)
         if row["kind"] == "train":
             trained[row["strategy"], row["processes"]] = row
+    if not any(row["kind"] == "compare" for row in summary["timings"]):
+        yield problem("timings", None, "a row of kind compare", MORE)
     for strategy in REQUIRED:
         for count in sorted({1, gpus}):
             if (strategy, count) not in trained:
                 field = f"timings: {strategy} on {count} GPUs"
                 yield problem(field, None, "a row of kind train", MORE)
+
+
+def median(row: object) -> object:
+    """Return the median of a row of a comparison, or None if it has none."""
+    value = row.get("value") if isinstance(row, dict) else None
+    return value.get("median") if isinstance(value, dict) else None
 
 
 def about_timing(summary: dict, row: dict) -> Iterator[str]:
@@ -193,10 +215,10 @@ def about_timing(summary: dict, row: dict) -> Iterator[str]:
         yield problem(f"{where}processes", row["processes"], possible)
     speeds = {"images_per_second": found.get("images_per_second")}
     if row["kind"] == "compare":
-        rows = found.get("rows") or {"rows": {}}
-        speeds = {
-            name: one.get("value", {}).get("median") for name, one in rows.items()
-        }
+        rows = found.get("rows")
+        speeds = {"rows": None}
+        if isinstance(rows, dict) and rows:
+            speeds = {name: median(one) for name, one in rows.items()}
     card, flop = card_of(gpus[0]), GFLOP.get(row["arch"])
     for name, speed in speeds.items():
         if not is_positive(speed):
@@ -225,6 +247,9 @@ def about_training(where: str, gpus: list, row: dict, found: dict) -> Iterator[s
     for name in bad:
         if name != "images_per_second":
             yield problem(f"{where}{name}", found.get(name), "a number above 0")
+    for name in OPTIONAL:
+        if found.get(name) is not None and not is_positive(found[name]):
+            yield problem(f"{where}{name}", found[name], "a number above 0, or null")
     wait = found.get("data_wait")
     if not isinstance(wait, int | float) or not 0 <= wait <= 1:
         yield problem(f"{where}data_wait", wait, "a share from 0 to 1")
@@ -236,7 +261,7 @@ def about_training(where: str, gpus: list, row: dict, found: dict) -> Iterator[s
         "training_seconds": row["seconds"],
     }
     for name, limit in limits.items():
-        if found[name] > limit:
+        if is_positive(found.get(name)) and found[name] > limit:
             yield problem(f"{where}{name}", found[name], f"at most {limit:g}")
     images = found["steps"] * row["batch"]
     if found["images"] != images:
@@ -251,8 +276,13 @@ def about_training(where: str, gpus: list, row: dict, found: dict) -> Iterator[s
             f"without the first {INTERVAL} steps, at {speed:g} images/s"
         )
         yield problem(f"{where}training_seconds", seconds, possible)
-    later = found.get("intervals", [])[1:]
-    if not later or not min(later) - 1 <= speed <= max(later) + 1:
+    intervals = found.get("intervals")
+    later = intervals[1:] if isinstance(intervals, list) else []
+    if (
+        not later
+        or not all(map(is_positive, later))
+        or not min(later) - 1 <= speed <= max(later) + 1
+    ):
         possible = f"within the later intervals, {later}"
         yield problem(f"{where}images_per_second", speed, possible)
 
