@@ -47,7 +47,7 @@ BROKEN = {
     "28": "after step 18 rank 0 ",
     "29": "the network without DDP cannot load model.pt",
     "30": "one process does with the same 16 images and a gradient of at most 0.3",
-    "31": "on a GPU, 18 of 18 steps would wait for it",
+    "31": "on a GPU, 18 steps would wait for it 18 times",
     "32": "in 18 steps, the script itself calls 37 collectives",
     "33": "step 1 moves the weights 0.00 times as far as one process does",
     "34": "step 1 moves the weights 2.00 times as far as one process does",
@@ -58,6 +58,37 @@ BROKEN = {
 }
 HOROVOD = pytest.mark.horovod
 LABELS = [pytest.param(x, marks=[HOROVOD] * (x == "30")) for x in SCRIPTS]
+CLIP = "            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)\n"
+SAVE = "    if dist.get_rank() == 0:\n        torch.save"
+BATCHES = "        for x, y in loader:\n"
+SOME = "        for x, y in [*loader][:{}]:\n"
+# Repairs that are wrong: lab, old text, new text
+WRONG = [
+    ("20", "nn.BatchNorm1d(16), ", ""),
+    ("25", "    dist.all_reduce(gradients, async_op=True)\n", ""),
+    ("25", "    model.register_comm_hook(sent, send)\n", ""),
+    ("25", "all_reduce(gradients, async_op=True)", "broadcast(gradients, 0)"),
+    ("26", CLIP, ""),
+    ("26", "model.parameters(), 0.1, momentum", "model.parameters(), 6553.6, momentum"),
+    ("26", 'GradScaler("cpu")', 'GradScaler("cpu", enabled=False)'),
+    ("27", "model.parameters(), 0.001", "model.parameters(), 0.1"),
+    ("27", "loss.backward()", "(100 * loss).backward()"),
+    ("28", "        optimizer.consolidate_state_dict()\n",
+     "        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)\n"),
+    ("29", "model.state_dict()",
+     "{k: w.to_local() for k, w in model.state_dict().items()}"),
+    ("31", "            total += loss.item()\n", ""),
+    ("32", "    dist.all_reduce(value)\n    return value / dist.get_world_size()",
+     "    return value"),
+    ("33", "model = fully_shard(net)", "model = net"),
+    ("34", "BATCH // world_size", "BATCH"),
+    ("35", BATCHES, SOME.format(6)),
+    ("36", BATCHES, SOME.format(3)),
+    ("36", "[rank::world_size]", "[:]"),
+    ("37", "EVERY = 3, 8, 4", "EVERY = 3, 12, 4"),
+    ("37", SAVE, "    for w in net.parameters():\n        dist.broadcast(w.data, 0)\n"
+     + SAVE),
+]  # fmt: skip
 LOOP = re.search(
     r" +for x, y in loader:\n(?: {12}.*\n)+", (LABS / SCRIPTS["19"]).read_text()
 )
@@ -115,6 +146,23 @@ def test_a_broken_script_fails_and_its_solution_passes(graded, number):
 @pytest.mark.parametrize("number", [number for number, *_ in CURES])
 def test_what_counts_is_what_a_script_does(graded, number):
     assert graded[2][number] == "passes"
+
+
+def test_wrong_repairs_do_not_pass(tmp_path):
+    labs = tmp_path / "tutorial" / "labs"
+    shutil.copytree(LABS, labs)
+    for number, (lab, old, new) in enumerate(WRONG):
+        text = (LABS / SCRIPTS[lab]).read_text()
+        assert text.count(old) == 1, (lab, old)
+        (labs / f"{lab}_wrong{number:02}.py").write_text(text.replace(old, new))
+    task = "import grade\nfor one in sorted(grade.FOLDER.glob('*_wrong*.py')):\n"
+    (labs / "wrong.py").write_text(task + "    print(one.stem, grade.grade(one))\n")
+    with Played(tmp_path / "logs") as played:
+        played.start(python, (labs / "wrong.py",), environment(PATIENCE="5"))
+        assert played.end(seconds=300) == [0]
+        verdicts = played.log(0).splitlines()
+    assert len(verdicts) == len(WRONG)
+    assert not [line for line in verdicts if line.endswith(" None")]
 
 
 # The mistakes of the capstone: new text, old text
