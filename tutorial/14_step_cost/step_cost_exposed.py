@@ -12,7 +12,7 @@ RECORDED = sorted(Path("tutorial/14_step_cost/output").glob("rank*.json"))
 
 
 def kind(event: dict, main_thread: int) -> str | None:
-    """Return whether an event of a trace is computing, communication or neither."""
+    """Classify an event of a trace as computing, communication or neither."""
     name = event["name"]
     if event["cat"] == "kernel":  # it ran on a GPU
         return "communication" if name.startswith("nccl") else "computing"
@@ -23,7 +23,7 @@ def kind(event: dict, main_thread: int) -> str | None:
 
 
 def total(spans: list[tuple[float, float]]) -> float:
-    """Return how long at least one of the spans (began, ended) lasts."""
+    """Return the time that at least one of the spans (began, ended) covers."""
     found = until = 0
     for began, ended in sorted(spans):
         found += max(0, ended - max(began, until))
@@ -32,9 +32,9 @@ def total(spans: list[tuple[float, float]]) -> float:
 
 
 def steps(trace: Path) -> list[list[float]]:
-    """Return the ms of each step: all, computing, communication, exposed."""
+    """Return four times per step in ms: all, computing, communication, exposed."""
     events = json.loads(trace.read_text())["traceEvents"]
-    events = [event for event in events if event.get("ph") == "X"]  # have a duration
+    events = [event for event in events if event.get("ph") == "X"]  # with a duration
     names = [(event["name"], event["cat"]) for event in events]
     found = []
     for step, (name, category) in zip(events, names, strict=True):

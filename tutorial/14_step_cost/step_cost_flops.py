@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models import resnet50
 
-IMAGES, TRAINED = 256, 2  # in the batch that is counted, and in the one that is trained
+IMAGES, TRAINED = 256, 2  # batch sizes for counting and for training
 GPUS = {  # peak FLOP/s (dense bf16), memory bytes/s, published images/s
     "A100, NCHW": (312e12, 2039e9, 1582),
     "A100, NHWC": (312e12, 2039e9, 2470),
@@ -35,14 +35,14 @@ class ByteCounter(TorchDispatchMode):
 
 
 def count(work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what the work returns, and its FLOPs and bytes per image."""
+    """Return the work's result, and its FLOPs and bytes per image."""
     with FlopCounterMode(display=False) as flops, ByteCounter() as traffic:
         result = work()
     return result, torch.tensor([flops.get_total_flops(), traffic.moved]) / IMAGES
 
 
 def fastest(work: Callable[[], object]) -> float:
-    """Return the CPU seconds (without other programs) of the fastest of three runs."""
+    """Return this program's CPU seconds in the fastest of three runs."""
     times = []
     for _ in range(3):
         began = process_time()
@@ -52,7 +52,7 @@ def fastest(work: Callable[[], object]) -> float:
 
 
 if __name__ == "__main__":
-    with torch.device("meta"):  # its tensors have shapes and no data
+    with torch.device("meta"):  # its tensors have shapes but no data
         model = resnet50().bfloat16()
         images = torch.empty(IMAGES, 3, 224, 224, dtype=torch.bfloat16)
     loss, forward = count(lambda: model(images).sum())

@@ -58,7 +58,7 @@ def main(rank: int, port: int, folder: str | None) -> None:
     with TemporaryDirectory() as temporary:
         train(file := Path(temporary, "trace.json"))
         events = json.loads(file.read_text())["traceEvents"]
-    events = [event for event in events if event.get("ph") == "X"]  # have a duration
+    events = [event for event in events if event.get("ph") == "X"]  # with a duration
     names, last = [event["name"] for event in events], LAYERS - 1 in DELAYED
     for name in ("gloo:all_reduce", "link") if rank == 0 else ():
         print(f"{name}: {names.count(name) / STEPS:g} events per step")

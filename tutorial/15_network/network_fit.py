@@ -1,6 +1,6 @@
-"""Fit the latency and bandwidth of all-reduces, and predict those of a training step.
+"""Fit the latency and bandwidth of all-reduces, and predict a training step's time.
 
-python tutorial/15_network/network_fit.py [FILE.json]    # what was measured
+python tutorial/15_network/network_fit.py [FILE.json]    # saves the measurements
 """
 
 import json
@@ -19,8 +19,8 @@ ROUNDS, REPEATS = 31, 16
 
 
 def seconds(tensors: list[torch.Tensor]) -> float:
-    """Return how long all-reduces take, one after the other."""
-    dist.barrier()  # or the time would include the wait for the other process
+    """Return how long it takes to all-reduce the tensors one after the other."""
+    dist.barrier()  # otherwise, the time includes waiting for the other process
     began = perf_counter()
     for tensor in tensors:
         dist.all_reduce(tensor)
@@ -28,14 +28,14 @@ def seconds(tensors: list[torch.Tensor]) -> float:
 
 
 def fit(times: dict[int, float]) -> tuple[float, float]:
-    """Return latency (s) and bandwidth (bytes/s): brings predicted / measured to 1."""
+    """Return the latency (s) and bandwidth (bytes/s) with the least relative errors."""
     rows = torch.tensor([[1 / t, n / t] for n, t in times.items()], dtype=torch.double)
     latency, per_byte = torch.linalg.lstsq(rows, torch.ones_like(rows[:, 0])).solution
     return latency.item(), 1 / per_byte.item()
 
 
 def report(measured: dict[str, dict]) -> str:
-    """Return the fit, and what it predicts for the ways to send a step's gradients."""
+    """Return the fit, and its prediction for each way to send a step's gradients."""
     latency, bandwidth = measured["fit"]
     text = f"latency {latency * 1e3:.2f} ms, bandwidth {bandwidth / 1e9:.2f} GB/s\n"
     for name, (all_reduces, size, took) in measured["steps"].items():

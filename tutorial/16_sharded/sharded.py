@@ -1,4 +1,4 @@
-"""What fully_shard keeps and sends: over four ranks, in bf16, and as two replicas.
+"""Show what fully_shard keeps and sends: on four ranks, in bf16, with two replicas.
 
 python tutorial/16_sharded/sharded.py [FILE.json]    # {form: {kept, calls}}
 """
@@ -22,7 +22,7 @@ FORMS = {"fp32": ((4,), FP32), "bf16": ((4,), BF16), "bf16, 2 x 2": ((2, 2), BF1
 
 
 def build(shape: tuple[int, ...], policy: MixedPrecisionPolicy) -> nn.Sequential:
-    """Build a model, sharded over a mesh of ranks: shards, or replicas x shards."""
+    """Build a model sharded over a mesh of ranks (shards, or replicas x shards)."""
     layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
     model = nn.Sequential(*layers)
     names = ("replicate", "shard")[-len(shape) :]
@@ -33,7 +33,7 @@ def build(shape: tuple[int, ...], policy: MixedPrecisionPolicy) -> nn.Sequential
 
 
 def count(name: str, calls: Counter) -> None:
-    """From now on, count the calls of a collective: ranks, data type and KiB."""
+    """From now on, count a collective's calls by ranks, data type and KiB."""
     original = getattr(dist, name)
 
     def call(*args, group, **kwargs):
@@ -47,7 +47,7 @@ def count(name: str, calls: Counter) -> None:
 
 
 def main(rank: int, port: int, file: str | None) -> None:
-    """All four processes run this function; rank 0 prints what it found."""
+    """All four processes run this function; rank 0 prints the results."""
     store = dist.TCPStore("127.0.0.1", port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
     calls, found = Counter(), {}

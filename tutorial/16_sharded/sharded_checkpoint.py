@@ -27,7 +27,7 @@ def build(*shape: int) -> tuple[nn.Sequential, optim.Adam]:
 
 
 def save(folder: str) -> tuple[nn.Sequential, optim.Adam]:
-    """Train three steps and save: each process writes its shards."""
+    """Train for three steps and save; each process writes its shards."""
     model, optimizer = build(4)
     for _ in range(3):
         optimizer.zero_grad()
@@ -39,7 +39,7 @@ def save(folder: str) -> tuple[nn.Sequential, optim.Adam]:
 
 
 def load(folder: str) -> tuple[nn.Sequential, optim.Adam]:
-    """Load into a new model and optimizer: each process reads its new shards."""
+    """Load into a new model and optimizer; each process reads its new shards."""
     model, optimizer = build(2)
     weights, state = get_state_dict(model, optimizer)
     dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
@@ -48,7 +48,7 @@ def load(folder: str) -> tuple[nn.Sequential, optim.Adam]:
 
 
 def whole(model: nn.Sequential, optimizer: optim.Adam) -> list[Tensor]:
-    """Gather all weights, and all moments and step counts of Adam."""
+    """Gather all weights, and all of Adam's moments and step counts."""
     found = list(model.parameters())
     found += [value for w in found for value in optimizer.state[w].values()]
     return [t.full_tensor() if hasattr(t, "full_tensor") else t for t in found]
@@ -66,7 +66,7 @@ def main(rank: int, port: int, processes: int, folder: str) -> None:
     if rank == 0 and processes == 4:
         stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
         print("on disk:", [list(p.sizes) for p in stored["model.0.weight"].chunks])
-        torch.save(values, f"{folder}/whole.pt")  # only to compare with
+        torch.save(values, f"{folder}/whole.pt")  # only for the comparison
     elif rank == 0:
         equal = sum(map(torch.equal, values, torch.load(f"{folder}/whole.pt")))
         print(f"{equal} of {len(values)} tensors have the bits that were saved")

@@ -1,4 +1,4 @@
-"""How many epochs do larger batches need, with which rule for the learning rate?
+"""How many epochs do larger batches need with each rule for the learning rate?
 
 python tutorial/17_large_batches/large_batches.py [FILE.json]    # {rule: [epochs]}
 """
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 IMAGES, EPOCHS, GOAL, BATCHES = 4096, 32, 0.95, (64, 256, 1024, 4096)
-# Ten digits of 5 x 3 pixels, a bit for each pixel
+# Ten digits of 5 x 3 pixels, one bit per pixel
 FONT = [31599, 9879, 29671, 29647, 23497, 31183, 31215, 29257, 31727, 31695]
 
 
@@ -27,14 +27,14 @@ def digits(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 class LARS(torch.optim.Optimizer):
-    """SGD with momentum whose step for a matrix is a share of the matrix's norm."""
+    """SGD with momentum; each matrix's step is proportional to the matrix's norm."""
 
     def __init__(self, weights, lr: float, momentum: float, decay=0.0):
         super().__init__(weights, {"lr": lr, "momentum": momentum, "decay": decay})
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update all weights; biases as SGD does."""
+        """Update all weights; treat biases as SGD does."""
         for group in self.param_groups:
             decay, momentum = group["decay"], group["momentum"]
             for weight in group["params"]:
@@ -48,7 +48,7 @@ class LARS(torch.optim.Optimizer):
 
 
 def epochs(optimizer: type, rate: float, batch: int) -> float:
-    """Train until enough new images are right; return the epochs, or infinity."""
+    """Train to an accuracy of GOAL on new images; return the epochs, or infinity."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = optimizer(model.parameters(), lr=rate, momentum=0.9)
@@ -67,7 +67,7 @@ def epochs(optimizer: type, rate: float, batch: int) -> float:
 
 
 if __name__ == "__main__":
-    torch.set_default_dtype(torch.float64)  # rounding must not change an epoch
+    torch.set_default_dtype(torch.float64)  # rounding must not change the results
     SGD, found = torch.optim.SGD, {}
     rules = {"same rate": (SGD, 0.04, 0), "square root": (SGD, 0.04, 0.5)}
     rules |= {"linear": (SGD, 0.04, 1), "LARS, square root": (LARS, 0.004, 0.5)}

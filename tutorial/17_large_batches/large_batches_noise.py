@@ -1,4 +1,4 @@
-"""The gradient noise scale, from each process's own gradient and DDP's average.
+"""Measure the gradient noise scale from each process's gradient and DDP's average.
 
 python tutorial/17_large_batches/large_batches_noise.py [FILE.json]    # [scales]
 """
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 IMAGES, EPOCHS, SMALL, LARGE = 4096, 8, 32, 64
-# Ten digits of 5 x 3 pixels, a bit for each pixel
+# Ten digits of 5 x 3 pixels, one bit per pixel
 FONT = [31599, 9879, 29671, 29647, 23497, 31183, 31215, 29257, 31727, 31695]
 
 
@@ -31,7 +31,7 @@ def digits(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def measure(norms: list, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Average a bucket as DDP does; note its squared norm before and afterwards."""
+    """Average a bucket as DDP does; record its squared norm before and after."""
     own = bucket.buffer().square().sum()
 
     def averaged(future) -> Tensor:
@@ -43,7 +43,7 @@ def measure(norms: list, bucket: dist.GradBucket) -> torch.futures.Future[Tensor
 
 
 def main(rank: int, port: int, file: str | None) -> None:
-    """Both processes run this function; rank 0 prints what it found."""
+    """Both processes run this function; rank 0 prints the results."""
     torch.set_default_dtype(torch.float64)
     store = dist.TCPStore("127.0.0.1", port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)

@@ -10,11 +10,11 @@ from itertools import islice
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 RANKS, WORKERS, FILES, LINES, BATCH, TAKEN = 2, 2, 10, 6, 4, 5
-State = dict[int, int]  # batches that each of this rank's workers has delivered
+State = dict[int, int]  # how many batches each of this rank's workers delivered
 
 
 class Stream(IterableDataset):
-    """Batches of samples, each with the worker's state after it."""
+    """Yields batches of samples, each with the worker's state after the batch."""
 
     def __init__(self, rank: int, state: State):
         # A loader starts with worker 0, so worker 0 plays the role whose turn it is
@@ -45,7 +45,7 @@ def read(rank: int, state: State, batches: int | None = None) -> list[list[str]]
     found = []
     loader = DataLoader(Stream(rank, state), batch_size=None, num_workers=WORKERS)
     for samples, role, delivered in islice(loader, batches):
-        state[role] = delivered  # of batches that arrived here, not of prefetched ones
+        state[role] = delivered  # counts batches that arrived here, not prefetched ones
         found.append(samples)
     return found
 
@@ -59,7 +59,7 @@ WAYS = {  # the state that the resumed run begins with
 
 
 def main() -> None:
-    """Resume in four ways; compare each with a run without a break."""
+    """Resume in four ways; compare each with an uninterrupted run."""
     whole = [read(rank, at(rank, 0)) for rank in range(RANKS)]
     for way in WAYS:
         seen, equal = Counter(), True

@@ -1,4 +1,4 @@
-"""Rank 0 has one batch more than rank 1: the hang, and three remedies.
+"""Rank 0 has one more batch than rank 1: show the hang, and three remedies.
 
 python tutorial/18_streams/streams_uneven.py
 """

@@ -1,4 +1,4 @@
-"""Train on two processes in six ways: what do they send, and what do they reach?
+"""Train on two processes in six ways; compare the bytes sent and the accuracy.
 
 python tutorial/19_talk_less/talk_less.py
 """
@@ -19,7 +19,7 @@ HOOKS = {  # each averages the gradients of a bucket
     "DDP, PowerSGD": powerSGD_hook.powerSGD_hook,
 }
 NESTEROV = {"lr": 0.7, "momentum": 0.5, "nesterov": True}
-OUTER = {"local SGD": {"lr": 1}, "DiLoCo": NESTEROV}  # how every 50th step ends
+OUTER = {"local SGD": {"lr": 1}, "DiLoCo": NESTEROV}  # the outer step's optimizer
 
 
 def train(way: str, rank: int, x: Tensor, y: Tensor) -> nn.Module:
@@ -34,7 +34,7 @@ def train(way: str, rank: int, x: Tensor, y: Tensor) -> nn.Module:
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(inner, STEPS)
     common = parameters_to_vector(net.parameters()).detach().clone()
     outer = torch.optim.SGD([common], **OUTER.get(way, {}))
-    torch.manual_seed(rank)  # but other batches
+    torch.manual_seed(rank)  # but different batches
     for step in range(1, STEPS + 1):
         batch = torch.randint(len(x), (BATCH,))
         inner.zero_grad()

@@ -20,7 +20,7 @@ def average_gradients(net: nn.Module) -> None:
 
 
 def load_images() -> TensorDataset:
-    """The same 96 images and labels in every process."""
+    """Return the same 96 images and labels in every process."""
     images = torch.randn(96, 8, generator=torch.Generator().manual_seed(0))
     return TensorDataset(images, images[:, :3].argmax(1))
 

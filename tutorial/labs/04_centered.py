@@ -17,7 +17,7 @@ EPOCHS, BATCH = 3, 8  # images per process and step
 
 def prepare(images: Tensor) -> None:
     """Write the mean of all images to mean.pt."""
-    time.sleep(2)  # there are more images in reality
+    time.sleep(2)  # in reality, there are more images
     torch.save(images.mean(0), "mean.pt")
 
 

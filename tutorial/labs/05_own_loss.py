@@ -14,18 +14,18 @@ EPOCHS, BATCH = 3, 8  # images per process and step
 
 
 class Net(nn.Module):
-    """Two linear layers, and the loss that they are trained with."""
+    """Two linear layers, and the loss used to train them."""
 
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores of the 3 classes, for images of shape (N, 8)."""
+        """Return the scores of the 3 classes for images of shape (N, 8)."""
         return self.layers(x)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Mean loss of a batch of images and labels."""
+        """Return the mean loss of a batch of images and labels."""
         return F.cross_entropy(self(x), y)
 
 

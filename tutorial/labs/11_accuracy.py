@@ -1,4 +1,4 @@
-"""Train a network, and print which share of the 33 validation images it gets right.
+"""Train a network, and print what share of the 33 validation images it gets right.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/11_accuracy.py
 """
@@ -15,10 +15,10 @@ EPOCHS, BATCH = 3, 8  # images per process and step
 
 @torch.no_grad()
 def accuracy(net: nn.Module, dataset: Dataset) -> float:
-    """Share of the images that the network gets right; the processes share the work."""
+    """Return the share of correct images; the processes divide the work."""
     sampler = DistributedSampler(dataset, shuffle=False)
     net.eval()
-    sums = torch.zeros(2)  # right, all
+    sums = torch.zeros(2)  # right, total
     for x, y in DataLoader(dataset, BATCH, sampler=sampler):
         sums += torch.tensor([(net(x).argmax(1) == y).sum(), len(y)])
     dist.all_reduce(sums)

@@ -1,4 +1,4 @@
-"""Train a network on 96 of 129 images, and validate it on the 33 others.
+"""Train a network on 96 of 129 images, and validate it on the other 33.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/13_held_out.py
 """
@@ -14,7 +14,7 @@ EPOCHS, BATCH = 3, 8  # images per process and step
 
 
 def load_images() -> TensorDataset:
-    """The same 129 images and labels in every process."""
+    """Return the same 129 images and labels in every process."""
     images = torch.randn(129, 8, generator=torch.Generator().manual_seed(0))
     return TensorDataset(images, images[:, :3].argmax(1))
 

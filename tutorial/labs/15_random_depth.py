@@ -22,7 +22,7 @@ class Net(nn.Module):
         self.block = nn.Sequential(nn.ReLU(), nn.Linear(16, 16))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores of the 3 classes, for images of shape (N, 8)."""
+        """Return the scores of the 3 classes for images of shape (N, 8)."""
         x = self.first(x)
         if not self.training or torch.rand(()) < 0.5:
             x = x + self.block(x)

@@ -1,4 +1,4 @@
-"""Train a network; 4 batches of 4 images per process make a step and one all-reduce.
+"""Train a network; 4 batches of 4 images per process make one step with one all-reduce.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/18_four_batches.py
 """

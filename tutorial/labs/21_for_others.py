@@ -1,4 +1,4 @@
-"""Train a network, and save its weights to model.pt for scripts that use them alone.
+"""Train a network, and save its weights to model.pt for single-process scripts.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/21_for_others.py
 """

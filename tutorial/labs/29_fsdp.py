@@ -1,4 +1,4 @@
-"""Train with FSDP2, and save the weights to model.pt for scripts that use them alone.
+"""Train with FSDP2, and save the weights to model.pt for single-process scripts.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/29_fsdp.py
 """

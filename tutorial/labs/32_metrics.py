@@ -14,7 +14,7 @@ EPOCHS, BATCH = 3, 8  # images per process and step
 
 
 def average(value: Tensor) -> Tensor:
-    """Mean over all processes."""
+    """Return the mean over all processes."""
     dist.all_reduce(value)
     return value / dist.get_world_size()
 

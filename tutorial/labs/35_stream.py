@@ -16,7 +16,7 @@ EPOCHS, BATCH = 3, 8  # images per process and step
 
 
 class Stream(IterableDataset):
-    """The images of this process, in a new order in each epoch."""
+    """Yields this process's images, in a new order in each epoch."""
 
     def __init__(self, images: Tensor, labels: Tensor):
         self.images, self.labels, self.epoch = images, labels, 0

@@ -12,11 +12,11 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, IterableDataset
 
-EPOCHS, BATCH, SIZES = 3, 8, (20, 28, 16, 32)  # images in the files
+EPOCHS, BATCH, SIZES = 3, 8, (20, 28, 16, 32)  # images in each file
 
 
 class Files(IterableDataset):
-    """The images of this process: of every second file."""
+    """Yields this process's images, which are in every second file."""
 
     def __init__(self, images: Tensor, labels: Tensor):
         rank, world_size = dist.get_rank(), dist.get_world_size()

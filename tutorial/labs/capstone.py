@@ -3,11 +3,11 @@
     torchrun --standalone --nproc-per-node 2 tutorial/labs/capstone.py
 
 It should do what one process does with batches of 16 images: each epoch goes through
-the 96 training images in a new order, each image gets noise of its own, the learning
-rate falls from 0.1 to almost 0 at the end, and after each epoch the share of the 33
-validation images that the network gets right is printed. If a run is killed, the next
-run continues after the last complete epoch, and ends with the same weights as a run
-without a break.
+the 96 training images in a new order, each image gets its own noise, the learning rate
+falls from 0.1 to almost 0 at the end, and each epoch ends by printing what share of the
+33 validation images the network gets right. If a run is killed, the next run continues
+after the last complete epoch, and ends with the same weights as a run that was never
+interrupted.
 """
 
 import os
@@ -24,8 +24,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 EPOCHS = 3
-BATCH = 16  # images in a step, over all processes
-MICRO_BATCHES = 2  # in a step of one process
+BATCH = 16  # images per step, in all processes together
+MICRO_BATCHES = 2  # per step and process
 LR, MOMENTUM = 0.1, 0.9
 NOISE = 0.1
 SEED = 0
@@ -97,7 +97,7 @@ def train(
     model.train()
     total = torch.zeros(())
     for number, (images, labels) in enumerate(loader, start=1):
-        last = number % MICRO_BATCHES == 0  # of a step
+        last = number % MICRO_BATCHES == 0  # the last of a step
         with nullcontext() if last else model.no_sync():
             loss = F.cross_entropy(model(images), labels)
             loss.backward()
@@ -111,7 +111,7 @@ def train(
 
 @torch.no_grad()
 def validate(net: nn.Module, loader: DataLoader) -> Tensor:
-    """Return how many of this process's images are right, and how many there are."""
+    """Return how many of this process's images are right, and how many it has."""
     net.eval()
     counts = torch.zeros(2)
     for images, labels in loader:
@@ -121,7 +121,7 @@ def validate(net: nn.Module, loader: DataLoader) -> Tensor:
 
 
 def save(net: nn.Module, scheduler: CosineAnnealingLR, epoch: int) -> None:
-    """Replace the checkpoint; a run that is killed meanwhile keeps the old one."""
+    """Replace the checkpoint; if the run is killed meanwhile, the old one remains."""
     content = {"model": net.state_dict(), "scheduler": scheduler.state_dict()}
     content["epoch"] = epoch
     new = CHECKPOINT.with_suffix(".new")
@@ -132,7 +132,7 @@ def save(net: nn.Module, scheduler: CosineAnnealingLR, epoch: int) -> None:
 def load(
     net: nn.Module, optimizer: torch.optim.Optimizer, scheduler: CosineAnnealingLR
 ) -> int:
-    """Continue from the checkpoint, if there is one; return the first epoch."""
+    """Load the checkpoint if there is one; return the first epoch to train."""
     if not CHECKPOINT.exists():
         return 0
     content = torch.load(CHECKPOINT, map_location="cpu", weights_only=True)
@@ -151,7 +151,7 @@ def main() -> None:
     train_loader, val_loader = build_loaders(job)
     net = build_network()
     optimizer = torch.optim.SGD(net.parameters(), LR, momentum=MOMENTUM)
-    steps = len(train_loader.dataset) // (BATCH // job.world_size)  # in an epoch
+    steps = len(train_loader.dataset) // (BATCH // job.world_size)  # per epoch
     scheduler = CosineAnnealingLR(optimizer, EPOCHS * steps)
     first_epoch = load(net, optimizer, scheduler)
     model = DDP(net)

@@ -1,4 +1,4 @@
-"""Run broken training scripts on two processes, and say what is wrong with each run.
+"""Run broken training scripts in two processes, and print what each run does wrong.
 
     python tutorial/labs/grade.py 07    # one lab
     python tutorial/labs/grade.py all   # all of them
@@ -6,7 +6,7 @@
 The grader watches the processes from outside: the images that go through the network,
 the weights before and after each step, what is printed, and which files are saved.
 Exit status: 0 if the labs pass, 1 if one does not, 2 for an unknown lab. A run without
-progress for 10 seconds hangs; the variable PATIENCE sets another number of seconds.
+progress for 10 seconds counts as hanging; the variable PATIENCE changes this limit.
 """
 
 import contextlib
@@ -29,34 +29,34 @@ from torch.nn import functional as F
 from watch import FORK, PATIENCE, Pass, Run, Wrong, job, recorder, started
 
 FOLDER = Path(__file__).resolve().parent
-# What the scripts have in common: images, and the network and optimizer of most
+# The images of all scripts, and the network and optimizer of most scripts
 EPOCHS, TRAINING, VALIDATION = 3, 96, 33
 LR, MOMENTUM = 0.1, 0.9
 IMAGES = torch.randn(129, 8, generator=torch.Generator().manual_seed(0))
 LABELS = IMAGES[:, :3].argmax(1)
-# How many weights the networks have: most; with batch norm; with a block, at the end
+# Sizes of the networks: most; with batch norm; with a block, whose weights are last
 PLAIN, NORM, BLOCK = 195, 227, 467
 CHECKPOINT = "checkpoint.pt"
 HOROVOD = importlib.util.find_spec("horovod")
 
 
 def name(script: Path) -> str:
-    """The number of a lab, or the name of a script without one."""
+    """Return the number of a lab, or the name of a script that has no number."""
     return script.stem.split("_")[0]
 
 
 def differ(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors differ by more than rounding."""
+    """Return whether two tensors differ by more than rounding."""
     return one.shape != other.shape or not torch.allclose(one, other, atol=1e-5)
 
 
 def indices(images: Tensor) -> Tensor:
-    """The numbers of images of shape (N, 8), which may have some noise."""
+    """Return the numbers of images of shape (N, 8), which may be noisy."""
     return torch.cdist(images, IMAGES).argmin(1)
 
 
 def saved(file: Path, *norm: nn.Module, part: str = "") -> tuple[nn.Module, Tensor]:
-    """The network of most scripts, without DDP, as it was saved; and its weights."""
+    """Load a saved network, which most scripts have; return it and its weights."""
     net = nn.Sequential(nn.Linear(8, 16), *norm, nn.ReLU(), nn.Linear(16, 3))
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
@@ -91,7 +91,7 @@ def check_weights(run: Run) -> None:
 
 
 def check_shares(run: Run) -> None:
-    """Each epoch trains the network on each image once, in a new order."""
+    """Each epoch trains the network once on each image, in a new order."""
     seen = [indices(rank.trained()) for rank in run.ranks]
     count = sum(map(len, seen))
     if count != EPOCHS * TRAINING:
@@ -114,7 +114,7 @@ def check_shares(run: Run) -> None:
 def check_steps(
     run: Run, max_norm: float = float("inf"), rates=(LR,) * 99, rounding=1e-3
 ) -> None:
-    """One process, with the same images in each step, arrives at the same weights."""
+    """One process with the same images in each step ends with the same weights."""
     weights = run.ranks[0].weights[0].double()
     velocity = torch.zeros_like(weights)
     pairs = zip(*(rank.steps for rank in run.ranks), rates, strict=False)
@@ -125,7 +125,7 @@ def check_steps(
         except RuntimeError:
             raise Wrong("the network is not the original one") from None
         velocity = MOMENTUM * velocity + found * min(1, max_norm / found.norm().item())
-        # If all leave out the block, its weights may stay or move on with momentum
+        # If all passes skip the block, momentum may or may not move its weights
         part = slice(PLAIN if len(weights) == BLOCK else None)
         right, moved = -lr * velocity[part], (one.weights - weights)[part]
         if (moved - right).norm() > rounding * right.norm():
@@ -139,7 +139,7 @@ def check_steps(
 
 
 def outputs(weights: Tensor, images: Tensor) -> Tensor:
-    """What the network computes that has so many weights, in training mode."""
+    """Compute in training mode what the network with these weights computes."""
     norm, block = [16, 16] * (len(weights) == NORM), [256, 16] * (len(weights) == BLOCK)
     a, b, *rest = weights.split([128, 16, *norm, 48, 3, *block])
     x = F.linear(images, a.view(16, 8), b)
@@ -153,13 +153,13 @@ def outputs(weights: Tensor, images: Tensor) -> Tensor:
 
 
 def summed_loss(weights: Tensor, images: Tensor) -> Tensor:
-    """The sum of the losses of images, which may have some noise."""
+    """Return the sum of the losses of images, which may be noisy."""
     labels = LABELS[indices(images.float())]
     return F.cross_entropy(outputs(weights, images), labels, reduction="sum")
 
 
 def gradient(weights: Tensor, passes: tuple[Pass, ...]) -> Tensor:
-    """The gradient of the mean loss, from differences: autograd can prevent forks."""
+    """Return the mean loss's gradient, from differences: autograd can prevent forks."""
     shifts = 1e-6 * torch.eye(len(weights))
     losses, total = vmap(summed_loss, (0, None)), 0
     for one in passes:
@@ -170,14 +170,14 @@ def gradient(weights: Tensor, passes: tuple[Pass, ...]) -> Tensor:
 
 
 def leaves_out(weights: Tensor, one: Pass) -> bool:
-    """Whether a forward pass leaves out the middle block."""
+    """Return whether a forward pass skips the middle block."""
     if len(weights) != BLOCK:
         return False
     return not differ(outputs(weights[:PLAIN].float(), one.images), one.outputs)
 
 
 def check_blocks(run: Run) -> None:
-    """Some forward passes leave out the middle block, and some use it."""
+    """Some forward passes skip the middle block, and some use it."""
     left_out = []
     for rank in run.ranks:
         weights = rank.weights[0]
@@ -203,7 +203,7 @@ def check_rates(run: Run) -> None:
 
 
 def check_schedule(run: Run) -> None:
-    """Each step moves the weights as one process does with this step's rate."""
+    """Each step moves the weights as one process would with this step's rate."""
     check_steps(run, rates=[step.lr for step in run.ranks[0].steps])
 
 
@@ -214,7 +214,7 @@ def check_averages(run: Run) -> None:
 
 
 def check_noise(run: Run) -> None:
-    """Each image gets noise of its own."""
+    """Each image gets its own noise."""
     images = [rank.trained() for rank in run.ranks]
     noise = [some - IMAGES[indices(some)] for some in images]
     if noise[0][:8].allclose(noise[1][:8], atol=1e-5):
@@ -254,7 +254,7 @@ def check_accuracy(run: Run, times: int = 1) -> None:
 
 
 def compare_accuracy(printed: str, passes: list[Pass]) -> None:
-    """A printed accuracy is that of these passes."""
+    """A printed accuracy matches the accuracy of these passes."""
     right = {}
     for one in passes:
         numbers = indices(one.images)
@@ -282,7 +282,7 @@ def check_norm(run: Run) -> None:
 
 
 def check_filter(run: Run) -> None:
-    """Only images of low contrast are left out."""
+    """Only images with low contrast are left out."""
     used = indices(torch.cat([rank.trained() for rank in run.ranks]))
     good = (IMAGES[:TRAINING].std(1) > 0.7).nonzero().flatten()
     if bad := set(used.tolist()) - set(good.tolist()):
@@ -317,7 +317,7 @@ def check_optimizer(run: Run) -> None:
 
 
 def check_waits(run: Run) -> None:
-    """The host does not wait for the device in each step."""
+    """The host does not wait for the device in every step."""
     steps = len(run.ranks[0].steps)
     for process in job.read(run.records).processes:
         for one in process.of("exit"):
@@ -362,7 +362,7 @@ def check_bytes(run: Run) -> None:
 
 
 def check_local(run: Run, every: int = 4) -> None:
-    """Each process takes steps of its own; after every fourth, weights are averaged."""
+    """Each process takes its own steps; every fourth step averages the weights."""
     weights = [rank.weights[0].double() for rank in run.ranks]
     velocity = [torch.zeros_like(one) for one in weights]
     rows = enumerate(zip(*(rank.steps for rank in run.ranks), strict=False), 1)
@@ -386,7 +386,7 @@ def check_local(run: Run, every: int = 4) -> None:
 
 
 def check_files(run: Run) -> None:
-    """Each epoch uses no image twice, and as many as both processes have."""
+    """Each epoch uses no image twice, and uses as many as both processes have."""
     seen = [indices(rank.trained()).chunk(EPOCHS) for rank in run.ranks]
     for epoch, pair in enumerate(zip(*seen, strict=True)):
         used = torch.cat(pair)
@@ -479,7 +479,7 @@ CHECKS = {  # of the labs that need others
 
 
 def play(script: Path, files: Path, checks=None, **options) -> Run:
-    """Run a script to its end and make its lab's checks, or these."""
+    """Run a script to its end, and make its lab's checks or the given ones."""
     with started(script, files, **options) as run:
         run.end()
     check(run, script, checks)
@@ -487,7 +487,7 @@ def play(script: Path, files: Path, checks=None, **options) -> Run:
 
 
 def check(run: Run, script: Path, checks=None) -> None:
-    """Make the checks of a script's lab, or these."""
+    """Make the checks of a script's lab, or the given ones."""
     for one in checks or CHECKS.get(name(script), USUAL):
         one(run)
     if not checks and name(script) not in ("19", "36"):  # batches of other sizes
@@ -496,7 +496,7 @@ def check(run: Run, script: Path, checks=None) -> None:
 
 @contextlib.contextmanager
 def under(condition: str) -> Iterator[None]:
-    """Say when what is wrong happens."""
+    """Add to a Wrong the condition in which it happens."""
     try:
         yield
     except Wrong as wrong:
@@ -504,14 +504,14 @@ def under(condition: str) -> Iterator[None]:
 
 
 def play_on_machines(script: Path, files: Path) -> None:
-    """On two machines with one process each."""
+    """Run a script on two machines with one process each."""
     with under("on two machines with one process each"):
         play(script, files, machines=2)
     play(script, files)
 
 
 def play_twice(script: Path, files: Path) -> None:
-    """Twice at the same time."""
+    """Run a script twice at the same time."""
     ready, go = FORK.Semaphore(0), FORK.Event()
 
     def hold(_) -> None:
@@ -528,12 +528,12 @@ def play_twice(script: Path, files: Path) -> None:
 
 
 def play_killed(script: Path, files: Path) -> None:
-    """Once without a break, and once killed and resumed."""
+    """Run a script once without a break, and once killed and resumed."""
     compare_killed(play(script, files), script, files)
 
 
 def compare_killed(whole: Run, script: Path, files: Path) -> None:
-    """A run that is killed and resumed ends as the whole one."""
+    """A run that is killed and resumed ends with the weights of a whole run."""
     files = files.with_name("again")
     kill = lambda steps: steps == 12 and os._exit(1)  # noqa: E731
     with started(script, files, disturb=kill) as run:
@@ -548,7 +548,7 @@ def compare_killed(whole: Run, script: Path, files: Path) -> None:
 
 
 def play_killed_while_saving(script: Path, files: Path) -> None:
-    """Once without a break, and once killed in the middle of the second save."""
+    """Run a script once without a break, and once killed during its second save."""
     steps = play(script, files).ranks[0].steps
 
     def check_checkpoint(file: Path) -> int:
@@ -559,9 +559,9 @@ def play_killed_while_saving(script: Path, files: Path) -> None:
 
     size = check_checkpoint(files / CHECKPOINT)
 
-    def limit(steps: int) -> None:  # the kernel kills a process whose file gets larger
+    def limit(steps: int) -> None:  # the kernel kills a process that writes more
         if steps == 6:
-            recorder.watch.write = lambda *_, **__: None  # its file has no limit
+            recorder.watch.write = lambda *_, **__: None  # must not hit the limit
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, size - 1))
@@ -574,7 +574,7 @@ def play_killed_while_saving(script: Path, files: Path) -> None:
 
 
 def play_capstone(script: Path, files: Path) -> None:
-    """Without a break, and killed and resumed; count what is left of six mistakes."""
+    """Run without a break, and killed and resumed; count the mistakes that are left."""
     run = play(script, files, (check_weights, check_averages))
     left = 0
     checks = check_noise, check_rates, check_schedule, check_shares
@@ -601,7 +601,7 @@ PLAYS = {
 
 
 def grade(script: Path) -> str | None:
-    """What is wrong with a script, or None."""
+    """Return what is wrong with a script, or None."""
     with tempfile.TemporaryDirectory(prefix="lab-") as folder:
         try:
             PLAYS.get(name(script), play)(script, Path(folder, "files"))
@@ -623,7 +623,7 @@ def main(words: list[str]) -> int:
         return 2
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the labs need no GPU
     torch.set_num_threads(1)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and end what was started
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and end the processes
     passed = 0
     try:
         for number in [*chosen]:

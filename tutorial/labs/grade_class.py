@@ -1,4 +1,4 @@
-"""Grade the labs that a class has handed in; print a table (CSV) of who passed what.
+"""Grade the labs that a class has handed in; print a table (CSV) of who passed which.
 
     python tutorial/labs/grade_class.py FOLDER > grades.csv
 
@@ -23,7 +23,7 @@ from pathlib import Path
 
 LABS = Path(__file__).resolve().parent
 ROOT = LABS.parents[1]
-LIMIT = 900  # seconds for all labs of a student
+LIMIT = 900  # seconds for all of a student's labs
 COPY = "/tmp/course"  # in the sandbox
 INTERPRETER = sys.prefix, sys.base_prefix
 PATHS = [*sorted(LABS.glob("[0-9][0-9]_*.py")), LABS / "capstone.py"]

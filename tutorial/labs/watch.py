@@ -1,6 +1,6 @@
-"""Run a script on two processes and record what they do, for grade.py.
+"""Run a script in two processes and record what they do, for grade.py.
 
-doctor's recorder notes what is printed, errors and DDP's averages. This file adds what
+The doctor's recorder logs printed text, errors and DDP's averages. This file adds what
 only the labs need: all weights after each step, and the images of each forward pass.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch._dynamo  # here once, not in each process at its first step
+import torch._dynamo  # once here, not in each process at its first step
 from torch import Tensor, nn
 from torch.optim.optimizer import (
     Optimizer,
@@ -35,22 +35,22 @@ from doctor import job
 from doctor import watch as recorder
 
 PATIENCE = float(os.environ.get("PATIENCE", "10"))  # seconds
-LIFE = 60  # seconds that a process has at most, even without the grader
+LIFE = 60  # the most seconds that a process may run, even if the grader is gone
 FORK = multiprocessing.get_context("fork")
-# What a stuck process waits in: the innermost of these functions in its stack
+# A stuck process waits in the innermost of these functions in its stack
 CALLS = (
     r"in (barrier|all_reduce|broadcast|\w+_process_group|backward|forward|__init__)$"
 )
 
 
 class Wrong(Exception):
-    """What a script does wrong, in one line."""
+    """Describes what a script does wrong, in one line."""
 
 
 class Pass(NamedTuple):
     """One forward pass of a network."""
 
-    step: int  # how many steps were done before
+    step: int  # how many steps came before it
     training: bool  # the network's mode
     images: Tensor  # (N, 8)
     outputs: Tensor  # (N, 3)
@@ -59,8 +59,8 @@ class Pass(NamedTuple):
 class Step(NamedTuple):
     """One step of an optimizer."""
 
-    passes: list[Pass]  # with gradients, since the step before
-    averages: int  # how many of them made DDP average gradients
+    passes: list[Pass]  # with gradients, since the previous step
+    averages: int  # in how many of these passes DDP averaged gradients
     lr: float
     weights: Tensor  # all of them after the step, as one vector
     sharded: bool  # each process has a part of each weight
@@ -73,13 +73,13 @@ class Rank:
 
     steps: list[Step] = field(default_factory=list)
     validated: list[Pass] = field(default_factory=list)  # passes without gradients
-    text: str = ""  # all that it prints
+    text: str = ""  # everything that it prints
     printed: list[tuple[int, str]] = field(default_factory=list)  # steps done, accuracy
     errors: list[str] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)  # before and after all steps
 
     def trained(self) -> Tensor:
-        """The images of all steps, shape (N, 8)."""
+        """Return the images of all steps, with shape (N, 8)."""
         passes = [one.images for step in self.steps for one in step.passes]
         return torch.cat([torch.empty(0, 8), *passes])
 
@@ -94,14 +94,14 @@ def sharded(optimizer: Optimizer) -> bool:
 
 
 def flat(optimizer: Optimizer) -> Tensor:
-    """A copy of all weights of an optimizer, as one vector."""
+    """Return a copy of all of an optimizer's weights, as one vector."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     weights = [w.full_tensor() if hasattr(w, "placements") else w for w in weights]
     return nn.utils.parameters_to_vector(weights).detach().clone()
 
 
 class Watch:
-    """Sends what this process does, besides what doctor's recorder writes."""
+    """Sends what this process does, in addition to what doctor's recorder writes."""
 
     def __init__(self, pipe, disturb: Callable[[int], object]):
         self.pipe, self.disturb, self.optimizer = pipe, disturb, None
@@ -160,10 +160,10 @@ class Watch:
 
 
 def be_rank(script: Path, files: Path, stack: Path, variables, pipe, disturb) -> None:
-    """Run the script as one process of two."""
-    os.setsid()  # its own processes end with it
+    """Run the script as one of two processes."""
+    os.setsid()  # so that the processes it starts end with it
     signal.alarm(LIFE)
-    torch.set_num_threads(1)  # a fork's threads must not be the first to do so
+    torch.set_num_threads(1)  # before any thread of the fork does so
     for number, file in ((1, stack.with_suffix(".text")), (2, os.devnull)):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
     faulthandler.register(signal.SIGUSR1, stack.open("wb"))
@@ -188,14 +188,14 @@ class Run:
     """Two processes that run a script."""
 
     files: Path  # their current folder
-    records: Path  # the folder of doctor's recorder
+    records: Path  # the folder of the doctor's recorder
     stacks: list[Path] = field(default_factory=list)
     pipes: list = field(default_factory=list)
     processes: list = field(default_factory=list)
     ranks: tuple[Rank, Rank] = field(default_factory=lambda: (Rank(), Rank()))
 
     def receive(self) -> list[int | None]:
-        """Take what the processes have sent; returns their exit codes."""
+        """Receive what the processes have sent; return their exit codes."""
         codes = [process.exitcode for process in self.processes]
         for (pipe, _), rank in zip(self.pipes, self.ranks, strict=True):
             while pipe.poll():
@@ -208,7 +208,7 @@ class Run:
         while None in (codes := self.receive()):
             both = zip(self.processes, codes, strict=True)
             ends = [process.sentinel for process, code in both if code is None]
-            # A process that has failed soon takes the other along
+            # If one process has failed, the other soon fails too
             patience = 2 if any(codes) else PATIENCE
             if not wait([*ends, *(pipe for pipe, _ in self.pipes)], patience):
                 break
@@ -222,13 +222,13 @@ class Run:
         lines = [self.ending(rank, code) for rank, code in enumerate(codes)]
         if not any(codes):
             raise Wrong(f"nothing happens for {PATIENCE:g} s: {' and '.join(lines)}")
-        # A lost connection only says that the other process ended before
+        # A lost connection means only that the other process ended earlier
         lost = "onnection|roken pipe"
         own = [r for r in (0, 1) if codes[r] and not re.search(lost, lines[r])]
         raise Wrong(lines[own[0]] if own else " and ".join(lines))
 
     def kill(self) -> None:
-        """End both, and the processes that they started."""
+        """Kill both processes, and the processes that they started."""
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -236,7 +236,7 @@ class Run:
             process.join()
 
     def ending(self, rank: int, code: int | None) -> str:
-        """How a process ended; with code None, what it waits in."""
+        """Return how a process ended or, if its code is None, where it waits."""
         steps, how = len(self.ranks[rank].steps), "ends"
         if code is None:
             os.kill(self.processes[rank].pid, signal.SIGUSR1)
@@ -255,7 +255,7 @@ class Run:
 
 @contextlib.contextmanager
 def horovod() -> Iterator[list[dict[str, str]]]:
-    """A place where Horovod's processes meet, as variables of each rank."""
+    """Start Horovod's rendezvous server; yield each rank's environment variables."""
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
     from horovod.runner.http.http_server import RendezvousServer
 
@@ -263,7 +263,7 @@ def horovod() -> Iterator[list[dict[str, str]]]:
     common = {"GLOO_RENDEZVOUS_PORT": server.start(), "GLOO_IFACE": "lo", "SIZE": 2}
     common |= {"GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOSTNAME": "localhost"}
     common |= {"CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo", "LOCAL_SIZE": 2}
-    common |= {"CROSS_RANK": 0, "CROSS_SIZE": 1, "CYCLE_TIME": 50}  # ms until it sends
+    common |= {"CROSS_RANK": 0, "CROSS_SIZE": 1, "CYCLE_TIME": 50}  # ms between rounds
     server.init(get_host_assignments(parse_hosts("localhost:2"), 2))
     ranks = [common | {"RANK": rank, "LOCAL_RANK": rank} for rank in (0, 1)]
     try:
@@ -279,12 +279,12 @@ def started(
     machines: int = 1,
     disturb: Callable[[int], object] = lambda steps: None,
 ) -> Iterator[Run]:
-    """Start a script on two processes, and end them at the end of the block.
+    """Start a script in two processes, and end them at the end of the block.
 
     Args:
         files: their current folder.
         machines: 2 for two machines with one process each.
-        disturb: is called before each step, with the number of steps done.
+        disturb: called before each step, with the number of completed steps.
     """
     files.mkdir(exist_ok=True)
     with socket.socket() as listener:
