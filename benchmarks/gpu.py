@@ -1,4 +1,4 @@
-"""Time the strategies on one GPU and on all of them, and check such figures.
+"""Time the strategies on one GPU and on all GPUs, and check the figures.
 
     python -m benchmarks.gpu FILE [--rehearse]    # --rehearse: tiny sizes on a CPU
     python -m benchmarks.gpu FILE train STRATEGY PROCESSES FLAGS...
@@ -9,7 +9,7 @@
 "train" runs a launch script. "compare" alternates between a script's train() on one GPU
 and minimal and conventional loops. Each measurement runs in its own process, the most
 important ones first. Measurements of this commit that FILE already contains are kept.
-All end by GPU_CHECK_UNTIL (Unix time). docs/gpus.md describes the summary.
+All measurements end by GPU_CHECK_UNTIL (Unix time). docs/gpus.md describes the summary.
 """
 
 import importlib
@@ -45,8 +45,8 @@ from common.errors import UserError, one_line_errors
 from common.model import best_precision
 
 LIBRARIES = {"apex_distributed": "apex.amp", "horovod_distributed": "horovod.torch"}
-INTERVAL = 10  # steps of a training run whose speed is printed together
-LARGE = 40e9  # bytes of a GPU's memory; smaller GPUs get smaller batches
+INTERVAL = 10  # steps between two printed speeds of a training run
+LARGE = 40e9  # bytes of memory; GPUs with less get smaller batches
 WATCHED = ("clocks.sm", "power.draw", "temperature.gpu")  # MHz, W, degrees Celsius
 ERROR = re.compile(r": error: |\b\w*(Error|Exception): \w")
 
@@ -189,7 +189,7 @@ def plan(tiny: bool) -> list[tuple[dict, int, list]]:
 
 
 def measured(words: list, seconds: float) -> dict:
-    """Run one measurement in a separate process, and end all processes that it left."""
+    """Run one measurement in a separate process; end all processes that it leaves."""
     began, status = time.monotonic(), "not run"
     with tempfile.TemporaryDirectory() as folder:
         file, log = Path(folder, "found.json"), Path(folder, "log.txt")
@@ -230,7 +230,7 @@ def in_words(rows: dict[str, dict]) -> str:
 
 
 def everything(file: Path, tiny: bool) -> None:
-    """Make the measurements that FILE lacks; write FILE after each of them."""
+    """Take the measurements that FILE lacks; write FILE after each of them."""
     old = json.loads(file.read_text()) if file.exists() else []
     here, until = commit() or "", float(os.environ.get("GPU_CHECK_UNTIL", "inf"))
     kept = {one["name"]: one for one in old if here and one["commit"] == here}
@@ -249,13 +249,18 @@ def everything(file: Path, tiny: bool) -> None:
     sys.exit(any(row["status"] in ("failed", "not run") for row in rows))
 
 
+MEASUREMENTS = ["train"], ["compare"], ["--rehearse"]
+USAGE = "usage: python -m benchmarks.gpu --check summary.json, or FILE [--rehearse]"
+
+
 def main() -> None:
     """Run the measurements given on the command line, or check a summary."""
-    file, *words = sys.argv[1:]
-    if file == "--summary":
-        gpu_summary.write(Path(words[0]))
-    elif file == "--check":
-        gpu_problems.check(Path(words[0]))
+    file, *words = sys.argv[1:] or [""]
+    actions = {"--summary": gpu_summary.write, "--check": gpu_problems.check}
+    if file in actions and len(words) == 1:
+        actions[file](Path(words[0]))
+    elif file[:1] in ("", "-") or words[:1] not in ([], *MEASUREMENTS):
+        raise UserError(USAGE)
     elif words in ([], ["--rehearse"]):
         everything(Path(file), bool(words))
     else:

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from common.errors import UserError
 
+from .gpu_summary import FORMAT
+
 
 class Card(NamedTuple):
     """The highest rates and the largest memory of all variants of a GPU."""
@@ -19,23 +21,22 @@ class Card(NamedTuple):
     memory: float  # GB
 
 
-# From NVIDIA's data sheets, which docs/gpus.md links. Where a sheet only has the rate
-# with sparsity, the rate here is half of it.
+# From NVIDIA's data sheets, which docs/gpus.md links to. If a sheet gives only the rate
+# with sparsity, the rate here is half of that.
 CARDS = {
     "T4": Card(65, 8.1, 16),
     "V100": Card(125, 15.7, 32),
     "V100S": Card(130, 16.4, 32),
     "A10": Card(125, 62.5, 24),
-    "A10G": Card(125, 62.5, 24),
     "A100": Card(312, 156, 80),
     "L4": Card(121, 60, 24),
-    "H100": Card(989.5, 494.5, 96),
+    "H100": Card(989.5, 494.5, 94),
     "H200": Card(989.5, 494.5, 141),
 }
 # One image's forward and backward pass at 224 px; a multiply-add is two operations.
 # PyTorch's torch.utils.flop_counter counts 24.30 and 10.65 GFLOP.
 GFLOP = {"resnet50": 24.29, "resnet18": 10.64}
-SPEEDUP_ERROR = 1.05  # two runs on one GPU may differ by some percent
+SPEEDUP_ERROR = 1.05  # two runs on one GPU may differ by a few percent
 INTERVAL = 10  # steps at the start of a run that images_per_second leaves out
 REQUIRED = ("dataparallel", "distributed", "multiprocessing_distributed")
 LEVELS = {name: ("fp32", "bf16", "fp16") for name in (*REQUIRED, "horovod_distributed")}
@@ -57,13 +58,16 @@ FIELDS = {
     "timings": list,
 }
 GPU_FIELDS = {"name": str, "driver_version": str, "capability": float}
-GPU_FIELDS |= {"memory.total": float, "power.limit": float, "clocks.max.sm": float}
+GPU_FIELDS |= {"memory.total": float, "clocks.max.sm": float}
 ROW = {"name": str, "status": str, "seconds": float, "commit": str}
 SETTINGS = {"kind": str, "strategy": str, "arch": str, "precision": str}
 SETTINGS |= {"image_size": int, "processes": int, "batch": int, "found": dict}
 POSITIVE = ("steps", "images", "training_seconds", "images_per_second")
-POSITIVE += ("peak_memory_mib", "clocks.sm", "power.draw", "temperature.gpu")
+POSITIVE += ("peak_memory_mib",)
+OPTIONAL = ("clocks.sm", "power.draw", "temperature.gpu")  # null where it is "[N/A]"
+MORE_TESTS = ("test_distributed_with", "test_a_resumed_run_ends_as_a_whole_one")
 AGAIN = "run scripts/gpu_check.sh again, and do not edit what it writes"
+ALL = "run scripts/gpu_check.sh without -k"
 MORE = "run scripts/gpu_check.sh --last-failed until nothing is left"
 
 
@@ -73,26 +77,33 @@ def problem(field: str, value: object, possible: str, action: str = AGAIN) -> st
 
 
 def wrong(where: str, part: object, fields: dict) -> Iterator[str]:
-    """Find fields that are missing, empty or of another type; "a.b" is b in a."""
+    """Find fields that are missing, empty or of the wrong type; "a.b" means b in a."""
     for name, kind in fields.items():
         value = part
         for key in name.split(".") if fields is FIELDS else [name]:
             value = value.get(key) if isinstance(value, dict) else None
         kinds = (int, float) if kind is float else kind
-        if not isinstance(value, kinds) or value in ("", []):
+        number = isinstance(value, (int, float))
+        if (
+            not isinstance(value, kinds)
+            or value in ("", [])
+            or (number and not 0 <= value < math.inf)
+        ):
             words = {str: "a text", list: "a list", dict: "an object"}
             possible = words.get(kind, "a number")
             yield problem(f"{where}{name}", value, possible)
 
 
 def is_positive(value: object) -> bool:
-    """Whether the value is a finite number above 0."""
+    """Return whether the value is a finite number above 0."""
     return isinstance(value, int | float) and 0 < value < math.inf
 
 
 def problems(summary: dict) -> list[str]:
     """Return one line for each impossible or missing figure."""
     found = list(wrong("", summary, FIELDS))
+    if not found and summary["format"] != FORMAT:
+        found.append(problem("format", summary["format"], str(FORMAT)))
     if not found:
         for index, gpu in enumerate(summary["machine"]["gpus"]):
             found += wrong(f"machine.gpus[{index}].", gpu, GPU_FIELDS)
@@ -131,13 +142,13 @@ def about_origin(summary: dict) -> Iterator[str]:
 
 
 def card_of(gpu: dict) -> Card | None:
-    """Return the known rates of a GPU, by a word of its name."""
+    """Return the known rates of a GPU, found by a word in its name."""
     words = re.split(r"\W+", gpu["name"])
     return next((CARDS[word] for word in words if word in CARDS), None)
 
 
 def about_tests(summary: dict) -> Iterator[str]:
-    """Every strategy has its tests; they passed, or had a reason not to run."""
+    """Check that each strategy's tests passed, or had a reason not to run."""
     rows = {row["name"]: row for row in summary["tests"]}
     names = [
         f"test_gpus_do_what_the_cpu_does[{strategy}-{level}-{count}]"
@@ -146,9 +157,12 @@ def about_tests(summary: dict) -> Iterator[str]:
         for count in (1, 2)
     ]
     if missing := [name for name in names if name not in rows]:
-        action = "run scripts/gpu_check.sh without -k"
+        action = ALL
         field = f"tests: {missing[0]} (and {len(missing) - 1} other rows)"
         yield problem(field, None, "a row", action)
+    for prefix in MORE_TESTS:
+        if not any(name.startswith(prefix) for name in rows):
+            yield problem(f"tests: {prefix}", None, "a row", ALL)
     gpus = summary["machine"]["gpus"]
     for name, row in rows.items():
         optional = "horovod" in name or "apex" in name
@@ -158,7 +172,7 @@ def about_tests(summary: dict) -> Iterator[str]:
 
 
 def about_status(part: str, row: dict, optional: bool) -> Iterator[str]:
-    """A row passed; an optional one may also have been skipped for a reason."""
+    """Check that a row passed; an optional one may also be skipped for a reason."""
     line = row.get("line", "")
     if row["status"] == "skipped" and optional and line:
         return
@@ -169,7 +183,7 @@ def about_status(part: str, row: dict, optional: bool) -> Iterator[str]:
 
 
 def about_completeness(summary: dict) -> Iterator[str]:
-    """Each strategy was timed on one GPU and on all of them."""
+    """Check that each strategy was timed on one GPU and on all GPUs."""
     gpus = len(summary["machine"]["gpus"])
     trained = {}
     for row in summary["timings"]:
@@ -177,11 +191,19 @@ def about_completeness(summary: dict) -> Iterator[str]:
         yield from about_status("timings", row, optional)
         if row["kind"] == "train":
             trained[row["strategy"], row["processes"]] = row
+    if not any(row["kind"] == "compare" for row in summary["timings"]):
+        yield problem("timings", None, "a row of kind compare", MORE)
     for strategy in REQUIRED:
         for count in sorted({1, gpus}):
             if (strategy, count) not in trained:
                 field = f"timings: {strategy} on {count} GPUs"
                 yield problem(field, None, "a row of kind train", MORE)
+
+
+def median(row: object) -> object:
+    """Return the median of a row of a comparison, or None if it has none."""
+    value = row.get("value") if isinstance(row, dict) else None
+    return value.get("median") if isinstance(value, dict) else None
 
 
 def about_timing(summary: dict, row: dict) -> Iterator[str]:
@@ -193,10 +215,10 @@ def about_timing(summary: dict, row: dict) -> Iterator[str]:
         yield problem(f"{where}processes", row["processes"], possible)
     speeds = {"images_per_second": found.get("images_per_second")}
     if row["kind"] == "compare":
-        rows = found.get("rows") or {"rows": {}}
-        speeds = {
-            name: one.get("value", {}).get("median") for name, one in rows.items()
-        }
+        rows = found.get("rows")
+        speeds = {"rows": None}
+        if isinstance(rows, dict) and rows:
+            speeds = {name: median(one) for name, one in rows.items()}
     card, flop = card_of(gpus[0]), GFLOP.get(row["arch"])
     for name, speed in speeds.items():
         if not is_positive(speed):
@@ -225,6 +247,9 @@ def about_training(where: str, gpus: list, row: dict, found: dict) -> Iterator[s
     for name in bad:
         if name != "images_per_second":
             yield problem(f"{where}{name}", found.get(name), "a number above 0")
+    for name in OPTIONAL:
+        if found.get(name) is not None and not is_positive(found[name]):
+            yield problem(f"{where}{name}", found[name], "a number above 0, or null")
     wait = found.get("data_wait")
     if not isinstance(wait, int | float) or not 0 <= wait <= 1:
         yield problem(f"{where}data_wait", wait, "a share from 0 to 1")
@@ -236,13 +261,13 @@ def about_training(where: str, gpus: list, row: dict, found: dict) -> Iterator[s
         "training_seconds": row["seconds"],
     }
     for name, limit in limits.items():
-        if found[name] > limit:
+        if is_positive(found.get(name)) and found[name] > limit:
             yield problem(f"{where}{name}", found[name], f"at most {limit:g}")
     images = found["steps"] * row["batch"]
     if found["images"] != images:
         possible = f"{images}: {found['steps']} steps of {row['batch']} images"
         yield problem(f"{where}images", found["images"], possible)
-    # images_per_second leaves out the first interval, training_seconds does not
+    # images_per_second excludes the first interval; training_seconds includes it
     speed, seconds = found["images_per_second"], found["training_seconds"]
     least = (found["steps"] - INTERVAL) * row["batch"] / speed
     if seconds < 0.99 * least:
@@ -251,14 +276,19 @@ def about_training(where: str, gpus: list, row: dict, found: dict) -> Iterator[s
             f"without the first {INTERVAL} steps, at {speed:g} images/s"
         )
         yield problem(f"{where}training_seconds", seconds, possible)
-    later = found.get("intervals", [])[1:]
-    if not later or not min(later) - 1 <= speed <= max(later) + 1:
+    intervals = found.get("intervals")
+    later = intervals[1:] if isinstance(intervals, list) else []
+    if (
+        not later
+        or not all(map(is_positive, later))
+        or not min(later) - 1 <= speed <= max(later) + 1
+    ):
         possible = f"within the later intervals, {later}"
         yield problem(f"{where}images_per_second", speed, possible)
 
 
 def about_speedups(summary: dict) -> Iterator[str]:
-    """No number of GPUs is more than so many times as fast as one."""
+    """Check that n GPUs are at most n times as fast as one."""
     speeds = {}
     for row in summary["timings"]:
         speed = row["found"].get("images_per_second")

@@ -1,4 +1,4 @@
-"""Put what scripts/gpu_check.sh found, the machine and the versions into one file."""
+"""Write scripts/gpu_check.sh's results, the machine and the versions to one file."""
 
 import json
 import os
@@ -136,7 +136,7 @@ def summarize(folder: Path) -> dict:
 
 
 def write(folder: Path) -> None:
-    """Write FOLDER/summary.json; print the counts, and what has not passed."""
+    """Write FOLDER/summary.json; print the counts, and each row that did not pass."""
     folder.mkdir(parents=True, exist_ok=True)
     summary, file = summarize(folder), folder / "summary.json"
     for part in ("tests", "timings"):

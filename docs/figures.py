@@ -1,7 +1,7 @@
 """Draw the lessons' figures as SVG from the data below and from measurements.
 
 python docs/figures.py            # write the figures that change
-python docs/figures.py --check    # only list these; exit with 1 if there are any
+python docs/figures.py --check    # only list them; exit with status 1 if there are any
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 R = "abcd"  # colors of ranks 0 to 3: blue, orange, green, pink
-# Text on a block of color a uses color on-a
+# Text on a block of color a has color on-a
 NAMES = "page ink note empty a b c d on-a on-b on-c on-d on-empty"
 LIGHT = "#ffffff #1f2328 #57606a #e4e8ec #0969da #e8912d #117a5b #c77fb0 "
 LIGHT += "#ffffff #1f2328 #ffffff #1f2328 #1f2328"
@@ -48,10 +48,10 @@ HEAD = f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 360 HEIGHT"
 
 
 class Picture(list[str]):
-    """A list of SVG elements. x and y are pixels from the top left, on a phone."""
+    """A list of SVG elements. x and y are pixels from the top left, for a phone."""
 
     def text(self, x: float, y: float, words: str, kind: str = "note") -> None:
-        """Draw text on baseline y that starts, or by kind is centered or ends, at x."""
+        """Draw text on baseline y; `kind` makes it start, center or end at x."""
         self.append(f'<text class="{kind}" x="{x:g}" y="{y:g}">{words}</text>')
 
     def block(self, x, y, width, height, color: str, *lines: str) -> None:
@@ -142,7 +142,7 @@ def all_reduce(draw: Picture) -> float:
     return 338
 
 
-# What rank r holds in slot c before and after: colors, and which part it is
+# What rank r holds in slot c before and after: colors, and the number of the part
 COLLECTIVES = {
     "reduce: one rank gets the sum": lambda r, c: (R[r] * (c == 0), R * (r == c == 0)),
     "scatter: one rank's parts": lambda r, c: (f"a{c}" * (r == 0), f"a{c}" * (r == c)),
@@ -176,7 +176,7 @@ def collectives(draw: Picture) -> float:
 
 
 def ring(draw: Picture) -> float:
-    """A ring all-reduce: in each of six steps, each rank sends a part to the next."""
+    """A ring all-reduce: in each of six steps, each rank sends one part onward."""
     held = [[rank] * 4 for rank in R]  # the ranks in each part's sum
     draw.text(8, 22, "reduce-scatter", "ink title")
     draw.text(8, 38, "the sums grow")
@@ -400,7 +400,7 @@ def memory(draw: Picture) -> float:
 
 
 def exposed(draw: Picture) -> float:
-    """A traced step of two processes, with the communication that is not hidden."""
+    """A traced step of two processes, and the communication that nothing hides."""
     for rank in range(2):
         trace = measured(f"14_step_cost/output/rank{rank}.json")["traceEvents"]
         step = [e for e in trace if e["name"].startswith("ProfilerStep#")][2]
@@ -467,11 +467,11 @@ def fit(draw: Picture) -> float:
 
 
 def leaving(calls: list) -> float:
-    """KiB that a machine of two ranks sends to the other, if collectives are rings."""
+    """Return the KiB that one machine sends to the other in ring collectives."""
     total = 0
     for name, ranks, _, kib, times in calls:
         here, n = sum(rank < 2 for rank in ranks), len(ranks)
-        if here < n:  # each of the machine's 2 / here rings leaves it once
+        if here < n:  # each of the machine's 2 / here rings crosses once
             passes = 2 if name == "all_reduce" else 1
             total += times * kib * passes * (n - 1) / n * 2 / here
     return total
@@ -480,7 +480,7 @@ def leaving(calls: list) -> float:
 def sharded(draw: Picture) -> float:
     """Four ranks on two machines: the weights that each keeps, and what is sent."""
     forms = measured("16_sharded/output/sharded.json")
-    everything = 2 * 256 * 4  # KiB of weights, gradients and two moments
+    everything = 2 * 256 * 4  # KiB for weights, gradients and two moments
     most = max(leaving(form["calls"]) for form in forms.values())
     titles = "4 shards, fp32", "4 shards, bf16", "2 replicas of 2 shards, bf16 (HSDP)"
     for number, (title, form) in enumerate(zip(titles, forms.values(), strict=True)):

@@ -1,9 +1,9 @@
 """Put code, output and tables into README*.md, docs/ and tutorial/.
 
     python docs/make.py            # write the pages that change
-    python docs/make.py --check    # only list these; exit with 1 if there are any
+    python docs/make.py --check    # only list them; exit with status 1 if there are any
 
-This script writes the text between <!-- KIND ... --> and <!-- /KIND --> in a page:
+This script generates the text between <!-- KIND ... --> and <!-- /KIND --> in a page:
 
     region SCRIPT.py NAME      a marked region of one of the five scripts
     statement FILE.py TEXT     the statement that begins with TEXT: a call, a function
@@ -15,8 +15,8 @@ This script writes the text between <!-- KIND ... --> and <!-- /KIND --> in a pa
                                figures whose names are PART / ROW / COLUMN
     ratios UNIT RESULTS PART   measurements, and their ratios to the first one
     machine RESULTS            the machine and versions in that file
-    checks FILE.py             the doctor's checks and what their docstrings say
-    gpus FOLDER                the speeds in the summaries of readers' GPUs
+    checks FILE.py             doctor's checks and what their docstrings say
+    gpus FOLDER                the speeds in the summaries that readers sent
 """
 
 import ast
@@ -38,7 +38,7 @@ def block(language: str, text: str) -> str:
 
 
 def python(found: list[str]) -> str:
-    """Return a Python block of the only match; otherwise, raise ValueError."""
+    """Return the only match as a Python block; raise ValueError unless there is one."""
     if len(found) != 1:
         raise ValueError(f"expected one match, found {len(found)}")
     return block("python", found[0].strip("\n"))
@@ -201,7 +201,7 @@ def made(page: Path) -> str:
         opening, kind, source, before = match.groups()
         where = f"{page.relative_to(ROOT)}: {opening.strip()}"
         if kind not in KINDS or "<!--" in before:
-            raise ValueError(f"{where}: not closed, or of an unknown kind")
+            raise ValueError(f"{where}: not closed, or its kind is unknown")
         try:
             text = KINDS[kind](source)
         except (OSError, ValueError) as error:

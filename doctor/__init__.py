@@ -1,1 +1,1 @@
-"""Watches a data-parallel training job from outside, and says what is wrong with it."""
+"""Watch a data-parallel training job from outside, and report what is wrong."""

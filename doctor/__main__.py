@@ -14,12 +14,12 @@ from .checks import Report, examine, time_table
 
 def arguments() -> argparse.Namespace:
     """Parse the command line; everything after -- is the command to watch."""
-    text = "Run a data-parallel training command; say what is wrong with it."
+    text = "Run a data-parallel training command and report what is wrong."
     parser = argparse.ArgumentParser("doctor", "doctor [options] -- COMMAND...", text)
     add = parser.add_argument
     add("--steps", type=int, default=40, help="steps to watch (40)")
-    add("--short", type=int, default=0, help="end epochs after N batches")
-    add("--machines", action="store_true", help="play one machine per process")
+    add("--short", type=int, default=0, help="end each epoch after N batches")
+    add("--machines", action="store_true", help="simulate one machine per process")
     add("--json", type=Path, help="write the findings to a file")
     add("command", nargs=argparse.REMAINDER)
     args = parser.parse_args()
@@ -30,7 +30,7 @@ def arguments() -> argparse.Namespace:
 
 
 def page(job: jobs.Job, report: Report) -> str:
-    """What is printed at the end."""
+    """Return the text that is printed at the end."""
     size = job.world_size
     ranks = [process.rank for process in job.processes]
     steps = [len(process.of("step")) for process in job.processes]
@@ -43,7 +43,7 @@ def page(job: jobs.Job, report: Report) -> str:
     for one in report.findings:
         where = f"  [{one.place}]" if one.place else ""
         lines += ["", fill(f"{one.level} {one.check}: {one.what}.{where}")]
-        more = {"To mend it:": one.mend, "It is right if": one.right_if}
+        more = {"To fix it:": one.mend, "It is right if": one.right_if}
         more["Read:"] = one.read
         lines += [fill(f"{k} {text}", "    ") for k, text in more.items() if text]
     if table := time_table(job):
@@ -51,7 +51,7 @@ def page(job: jobs.Job, report: Report) -> str:
     for rank, row in table.items():
         wall = sum(row.values())
         parts = ", ".join(f"{part} {row[part] / wall:.0%}" for part in row if row[part])
-        lines.append(f"  rank {rank}: {1000 * wall:.1f} ms a step: {parts}")
+        lines.append(f"  rank {rank}: {1000 * wall:.1f} ms per step: {parts}")
     if report.right:
         lines += ["", "Checked, and right:", *(fill(x, "  ") for x in report.right)]
     if report.not_checked:
@@ -81,7 +81,7 @@ def main() -> int:
             print(f"doctor: error: {error}", file=sys.stderr)
             return 2
     if not job.processes:
-        text = "no process trained, or joined a process group, so nothing is known"
+        text = "no process trained or joined a process group: nothing to check"
         print(f"doctor: error: {text} (status {job.status})", file=sys.stderr)
         return 2
     report = examine(job)

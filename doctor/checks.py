@@ -1,8 +1,8 @@
-"""What doctor looks for: one function for each mistake, causes before their effects.
+"""The mistakes that doctor looks for: a function for each, causes before effects.
 
-A check takes a Job and yields what is wrong, each with the place in the user's code. It
-raises NotChecked where the records do not hold what it needs. Its docstring says what
-is right where it finds nothing, how to mend what it finds, and when that is right.
+A check takes a Job and yields its findings, each with a place in the user's code. It
+raises NotChecked if the records lack what it needs. Its docstring says what is right if
+the check finds nothing, how to fix a finding, and when a finding is not a mistake.
 """
 
 import os
@@ -19,17 +19,17 @@ WRONG, RISK, SLOW, NOTE = LEVELS = "WRONG", "RISK", "SLOW", "note"
 
 
 class NotChecked(Exception):
-    """Why a check cannot judge this job."""
+    """Raised with the reason why a check cannot judge this job."""
 
 
 @dataclass
 class Finding:
-    """One thing that is wrong."""
+    """One mistake that a check found."""
 
     check: str
     what: str  # with ranks, steps and numbers
     place: str  # file:line
-    right_if: str  # when a RISK is none
+    right_if: str  # when a RISK is not a mistake
     read: str  # a page that explains it
     level: str
     mend: str
@@ -37,15 +37,15 @@ class Finding:
 
 @dataclass
 class Report:
-    """All findings, what is right, and what was not checked with the reasons."""
+    """All findings, what is right, and why some checks were not made."""
 
     findings: list[Finding] = field(default_factory=list)
     right: list[str] = field(default_factory=list)
     not_checked: dict[str, str] = field(default_factory=dict)
 
 
-# Functions, causes after whose findings they are not made, what is right, and what all
-# findings of one have in common
+# Each check's function, the checks whose findings could cause its own, what is right if
+# it finds nothing, and the fields that all its findings share
 CHECKS: list[tuple[Callable[[Job], Iterator], set[str], str, Finding]] = []
 
 
@@ -67,7 +67,7 @@ def check(level: str, causes: str = "", read: str | int = "pitfalls") -> Callabl
 
 
 def examine(job: Job) -> Report:
-    """Make all checks."""
+    """Run all checks."""
     report, named = Report(), set()
     for function, causes, right, shared in CHECKS:
         try:
@@ -95,27 +95,27 @@ def examine(job: Job) -> Report:
 
 
 def near(one, other, tolerance: float = 1e-3) -> bool:
-    """Whether two lists of numbers differ by no more than rounding."""
+    """Return whether two lists of numbers are equal up to rounding."""
     length = lambda values: sum(x * x for x in values) ** 0.5  # noqa: E731
     gap = length(a - b for a, b in zip(one, other, strict=True))
     return gap <= tolerance * max(length(one), length(other)) or gap != gap
 
 
 def alike(lists: list, tolerance: float = 1e-3) -> bool:
-    """Whether all lists of numbers are near the first one."""
+    """Return whether all lists of numbers are near the first one."""
     first = lists[0]
     return all(len(x) == len(first) and near(first, x, tolerance) for x in lists)
 
 
 def gap(lists: list, tolerance: float) -> str:
-    """How far lists of numbers are apart; "" if they are alike."""
+    """Return the largest gap between lists of numbers, or "" if they are alike."""
     columns = [*zip(*lists, strict=True)]
     apart = max((max(values) - min(values) for values in columns), default=0)
     return "" if alike(lists, tolerance) else f"{apart:.3g}"
 
 
 def is_factor(value: float, wanted: float) -> bool:
-    """Whether two numbers are equal up to rounding."""
+    """Return whether two numbers are equal up to rounding."""
     return abs(value - wanted) <= 0.002 * abs(wanted)
 
 
@@ -127,36 +127,36 @@ def need(records, why: str):
 
 
 def several(job: Job) -> None:
-    """Raise NotChecked if the job has one process."""
+    """Raise NotChecked if the job has only one process."""
     if job.world_size < 2 or len(job.processes) < 2:
-        raise NotChecked("the job has one process, and this is about several")
+        raise NotChecked("this check needs at least two processes")
 
 
 def compared(job: Job, name: str) -> list[list[dict]]:
-    """Steps of which every rank has certain numbers."""
+    """Return the steps for which every rank recorded an entry, such as its rates."""
     several(job)
-    return need(job.steps(name), "no step with whole weights was seen on every rank")
+    return need(job.steps(name), "no step with unsharded weights was seen on all ranks")
 
 
 def training(job: Job) -> list[dict]:
-    """The training loader's record of each rank."""
+    """Return each rank's record of its training loader."""
     loaders, why = job.loaders(), "no DataLoader feeds the steps of every rank"
     return need(len(loaders) == len(job.processes) and loaders, why)
 
 
 def gpus(job: Job) -> list[int]:
-    """The GPU of each rank's weights; an empty list on CPUs."""
+    """Return the GPU of each rank's weights, or an empty list on CPUs."""
     steps = [one.of("step")[0]["gpu"] for one in job.processes if one.of("step")]
     return [gpu for gpu in steps if gpu is not None]
 
 
 def used(batches: list[dict]) -> set[int]:
-    """The samples of some batches."""
+    """Return the indices of the samples in these batches."""
     return {index for one in batches for index in one.get("indices", ())}
 
 
 def same_inputs(job: Job) -> list[bool]:
-    """For each forward pass of a step, whether all ranks get the same in all steps."""
+    """For each forward pass of a step: do all ranks always get the same input?"""
     rows = [[one["inputs"] for one in row] for row in job.steps("inputs")]
     steps = [zip(*row, strict=False) for row in rows]
     passes = zip(*steps, strict=False) if len(steps) > 2 else ()
@@ -174,23 +174,23 @@ LOST = re.compile(
 
 
 def errors(job: Job) -> list[dict]:
-    """Errors that ended processes; effects of another process's end come last."""
+    """Return the errors that ended processes; effects of other errors come last."""
     return sorted(job.of("error"), key=lambda one: bool(LOST.search(one["text"])))
 
 
 @check(RISK, read=3)
 def port_in_use(job):
-    """The processes meet at a port that is free and that the launcher chose.
+    """The processes meet at a free port that the launcher chose.
 
-    Leave out init_method, rank and world_size, so that the launcher's port is used.
-    Right if: this machine never runs a second job.
+    Omit init_method, rank and world_size, so that the launcher's port is used.
+    Right if: you never run a second job on this machine.
     """
     for one in errors(job):
         if "ddress already in use" in one["text"]:
             what = f"rank {one['rank']} cannot join the others: {one['text'][:150]}"
             yield what, one["place"], {"level": WRONG}
     for one in job.of("init"):
-        if 0 < one["own_port"] < 32768:  # the system chooses free ports above
+        if 0 < one["own_port"] < 32768:  # the system picks free ports above
             what = f"the script itself chooses port {one['own_port']}: a second job on "
             yield what + "this machine fails, or joins this one", one["place"]
 
@@ -199,15 +199,15 @@ def port_in_use(job):
 def file_race(job):
     """No process reads a file before another one has written it.
 
-    Let the other ranks wait in a barrier until rank 0 has written the file.
+    Make the other ranks wait in a barrier until rank 0 has written the file.
     """
     failed = {one["rank"] for one in job.of("error")}
     for one in errors(job)[:1]:
         if "FileNotFound" in one["text"] and one["path"]:
-            # Rank 0 may have been ended before it wrote the file
+            # Rank 0 may have been stopped before it wrote the file
             if os.path.exists(one["path"]) or 0 not in failed:
-                what = f"rank {one['rank']} misses {one['path']}, which another process"
-                yield f"{what} writes, or was about to", one["place"]
+                what = f"rank {one['rank']} cannot find {one['path']}, which another"
+                yield f"{what} process writes, or was about to write", one["place"]
 
 
 @check(RISK, read=12)
@@ -215,7 +215,7 @@ def batch_counts_differ(job):
     """All ranks have the same number of training batches.
 
     Give each rank the same number, as DistributedSampler does, or use DDP's join().
-    Right if: the loop waits for those that have more, as join() does.
+    Right if: the loop handles ranks that run out of batches, as join() does.
     """
     several(job)
     loaders = training(job)
@@ -228,14 +228,14 @@ def batch_counts_differ(job):
     if len({*counts}) > 1:
         what = f"ranks 0 to {len(counts) - 1} have {', '.join(map(str, counts))}"
         level = WRONG if job.hung or job.of("error") else RISK
-        yield f"{what} batches in an epoch", loaders[0]["place"], {"level": level}
+        yield f"{what} batches per epoch", loaders[0]["place"], {"level": level}
 
 
 @check(WRONG, "batch_counts_differ", read="11_hangs")
 def collectives_differ(job):
     """All ranks call the same collectives in the same order.
 
-    Let every rank call every collective: move it out of branches that not all take.
+    Make every rank call every collective: move it out of branches that some skip.
     """
     several(job)
     gone = [one for one in job.processes if one.of("exit") and not one.of("error")]
@@ -255,7 +255,7 @@ def collectives_differ(job):
                 yield f"{what}{rank} calls after step {one['step']}", one["place"]
             return
         if len({(one["name"], one["count"]) for one in calls}) > 1:
-            what = f"as collective call {number}"
+            what = f"for collective call {number}"
             for rank, one in enumerate(calls):
                 what += f", rank {rank} calls {one['name']}({one['count'] or ''}) "
                 what += f"at {one['place']}"
@@ -266,7 +266,7 @@ def collectives_differ(job):
 def ends_with_an_error(job):
     """No process ends with an error.
 
-    Read the traceback above: PyTorch's messages often name what to change.
+    Read the traceback above: PyTorch's messages often say what to change.
     """
     for one in errors(job)[:1]:
         if LOST.search(one["text"]) and job.hung:
@@ -276,11 +276,11 @@ def ends_with_an_error(job):
         yield what, one["place"]
     if job.status and not job.hung and not job.interrupted:
         what = f"the command ends with status {job.status} and no Python error"
-        if all(process.of("exit") for process in job.processes):  # or nearly so
+        if all(process.of("exit") for process in job.processes):  # atexit ran
             mend = (
-                "Is 'terminate called' above? See Gloo's threads in docs/pitfalls.md."
+                "For 'terminate called' above, see Gloo's threads in docs/pitfalls.md."
             )
-            yield f"{what}, after all ranks", "", {"level": NOTE, "mend": mend}
+            yield f"{what}, after all ranks ended", "", {"level": NOTE, "mend": mend}
         yield what, ""
 
 
@@ -288,7 +288,7 @@ def ends_with_an_error(job):
 def hangs(job):
     """No process waits for something that never comes.
 
-    Find the call that one rank makes and another does not, or the batch it has more.
+    Find the call that only some ranks make, or the rank that has an extra batch.
     """
     parts = []
     for process in job.processes:
@@ -305,9 +305,9 @@ def hangs(job):
 
 @check(WRONG, read="04_batches")
 def datasets_differ(job):
-    """All ranks have one data set, which is split in the same way.
+    """All ranks use the same data set, split in the same way.
 
-    Make the data set, and random_split's generator, from a seed that all ranks share.
+    Seed the data set and random_split's generator with the same seed on every rank.
     """
     several(job)
     records = need(job.of("loader"), "no DataLoader is used")
@@ -320,7 +320,7 @@ def datasets_differ(job):
         first = loaders[0]
         for key, how in (("data", ""), ("subset", "part of ")):
             if len({one[key] for one in loaders}) > 1:
-                what = f"each rank has another {how}{first['type']}, and a sampler "
+                what = f"each rank has a different {how}{first['type']}, and a sampler "
                 yield f"{what}divides its {first['samples']} samples", first["place"]
 
 
@@ -329,11 +329,11 @@ def same_samples(job):
     """The ranks train on different samples.
 
     Give the DataLoader a DistributedSampler with the global rank.
-    Right if: you call that an epoch.
+    Right if: every rank is meant to read all samples in each epoch.
     """
     several(job)
     if not job.of("loader") and all(same_inputs(job) or [False]):
-        what = "in all steps, the networks of all ranks get the same inputs"
+        what = "in every step, the networks of all ranks get the same inputs"
         yield what, job.of("step")[0]["place"]
     loaders, rows = training(job), []
     own = len({one["data"] for one in loaders}) > 1
@@ -350,19 +350,19 @@ def same_samples(job):
         yield what, place
     elif total and not own and not loaders[0]["replacement"]:
         if all(count >= 0.99 * total for count in counts):
-            what = f"in an epoch, each rank goes through all {total} samples"
+            what = f"in an epoch, each rank reads all {total} samples"
             yield what, place, {"level": RISK}
 
 
 @check(WRONG, "same_samples", read=15)
 def same_order(job):
-    """Each epoch has an order of its own.
+    """Each epoch has a different order.
 
     Call sampler.set_epoch(epoch) at the start of each epoch.
     """
     process, loader = job.processes[0], training(job)[0]
     number = loader["loader"]
-    # A pass that is left early only looks at the data
+    # A loop that ends early may only inspect the data
     epochs = [x["epoch"] for x in process.of("end") if x["loader"] == number] or [0]
     epochs += [x["epoch"] for x in process.of("batch") if x["loader"] == number][-1:]
     epochs = [process.batches(n) for n in sorted({*epochs})[:2]]
@@ -382,7 +382,7 @@ def left_out(job):
 
     Give DistributedSampler the number of processes and the global rank, and call
     set_epoch() on every rank.
-    Right if: the others are left out on purpose.
+    Right if: the missing samples are left out on purpose.
     """
     loader = training(job)[0]
     stream = loader["sampler"] == "_InfiniteConstantSampler"  # an IterableDataset
@@ -397,16 +397,16 @@ def left_out(job):
             if (not whole or None in rows) and epoch:
                 return
             if not whole or None in rows:
-                raise NotChecked("no whole epoch with known samples was seen")
+                raise NotChecked("no complete epoch with known samples was seen")
             share = [*chain(*rows)]
             if own and len({*share}) < len(share):
-                raise NotChecked("the script's own sampler draws samples repeatedly")
+                raise NotChecked("the script's own sampler repeats samples")
             found += share
         count, batch = len({*found}), loader["batch"] or max(map(len, rows))
         total = len(found) if stream or own else loader["samples"]
         if total - count >= max(job.world_size * batch, 0.02 * total):
-            what = f"in epoch {epoch} the ranks take {len(found)} samples, {count} "
-            what += "different ones" + f" of {total}" * (total != len(found))
+            what = f"in epoch {epoch} the ranks read {len(found)} samples, {count} "
+            what += "distinct ones" + f" out of {total}" * (total != len(found))
             yield what, loader["place"]
 
 
@@ -420,7 +420,7 @@ def trained_on_validation(job):
     numbers = {process.rank: process.training for process in job.processes}
     trained = used([x for x in batches if x["loader"] == numbers[x["rank"]]])
     others = {x["loader"] for x in job.of("evaluation")} - {*numbers.values(), None}
-    need(others and trained, "no validation with a DataLoader of its own was seen")
+    need(others and trained, "no validation with its own DataLoader was seen")
     for number in sorted(others):
         other = job.loaders(number)[0]
         if other["data"] != train["data"] or other["subset"] == train["subset"]:
@@ -436,11 +436,11 @@ def same_augmentation(job):
     """The ranks draw different random numbers for their samples.
 
     Seed each rank differently: torch.manual_seed(seed + rank).
-    Right if: nothing that is drawn changes samples.
+    Right if: the random numbers do not affect the samples.
     """
     several(job)
     if True in (inputs := same_inputs(job)):
-        what = f"in all steps, forward pass {inputs.index(True) + 1} gets the same "
+        what = f"in every step, forward pass {inputs.index(True) + 1} gets the same "
         what += "input on all ranks, such as noise"
         yield what, job.of("step")[0]["place"]
     rows, same = [], Counter()
@@ -453,7 +453,7 @@ def same_augmentation(job):
                 row[(*key, seen[key])] = one["states"]
         rows.append(row)
     both = [key for key in rows[0] if all(key in row for row in rows)]
-    for key in need(both, "samples draw no random numbers of torch, random or NumPy"):
+    for key in need(both, "no random numbers were drawn while samples were loaded"):
         first, *others = (row[key] for row in rows)
         for kind, state in first.items():
             same[kind] += all(one.get(kind) == state for one in others)
@@ -466,7 +466,7 @@ def same_augmentation(job):
 
 # --- weights and gradients ---
 
-APART = "weights_differ learning_rates_differ not_averaged"  # networks of their own
+APART = "weights_differ learning_rates_differ not_averaged"  # separate networks
 
 
 @check(WRONG, read=11)
@@ -478,7 +478,7 @@ def weights_differ(job):
     first = compared(job, "before")[0]
     before = [one["before"] for one in first]
     if apart := gap(before, 1e-6):
-        what = f"before the first step the weights of the ranks differ by up to {apart}"
+        what = f"before the first step, the ranks' weights differ by up to {apart}"
         yield what, first[0]["place"]
 
 
@@ -486,7 +486,7 @@ def weights_differ(job):
 def learning_rates_differ(job):
     """All ranks have the same learning rate.
 
-    Let every rank take the same steps of the schedule, by the same metric.
+    Step the scheduler equally often on every rank, with the same metric.
     """
     for row in compared(job, "rates"):
         if len({tuple(one["rates"]) for one in row}) > 1:
@@ -496,7 +496,7 @@ def learning_rates_differ(job):
     for row in zip(*(process.of("plateau") for process in job.processes), strict=False):
         if not alike([[one["value"]] for one in row], 1e-6):
             values = ", ".join(f"{one['value']:.4g}" for one in row)
-            what = f"ReduceLROnPlateau gets {values} on the ranks, and will lower their"
+            what = f"the ranks give ReduceLROnPlateau {values}, which lowers their"
             yield f"{what} learning rates at different times", row[0]["place"]
 
 
@@ -504,7 +504,7 @@ def learning_rates_differ(job):
 def not_averaged(job):
     """Each step uses gradients that are averaged over all ranks.
 
-    Wrap the network in DistributedDataParallel, and call the wrapped one.
+    Wrap the network in DistributedDataParallel, and call the DDP model.
     """
     steps = []
     for row in compared(job, "gradients"):
@@ -513,7 +513,7 @@ def not_averaged(job):
     differ = [x for x in steps if not alike([one["gradients"] for one in x])]
     if not differ:
         seen = any(not alike([one["local"] for one in row]) for row in steps)
-        need(seen, "the ranks' own gradients are equal, or not seen")
+        need(seen, "the ranks' own gradients are equal, or were not seen")
         return
     first = differ[0][0]
     what = f"in {len(differ)} of {len(steps)} steps, from step {first['step'] + 1} on, "
@@ -525,7 +525,7 @@ def not_averaged(job):
         yield what, place, {"mend": mend}
     if job.of("ddp") and not all(forwards):
         without = f"{forwards.count(False)} of {len(forwards)}"
-        mend = "Use no_sync() in all passes of a step but the last."
+        mend = "Use no_sync() in all passes of a step except the last."
         yield f"{what}no_sync() is active in {without} passes", place, {"mend": mend}
     what += "nothing averages them"
     if not job.of("ddp"):
@@ -540,10 +540,10 @@ def not_averaged(job):
 
 @check(RISK, "weights_differ", read="03_gradients")
 def summed(job):
-    """A step's gradient is the ranks' mean, neither their sum nor divided twice.
+    """A step's gradient is the mean over ranks: neither the sum nor divided twice.
 
-    Divide by the world size once: DDP and Horovod do that, and all_reduce() does not.
-    Right if: the learning rate is meant for it.
+    Divide by the world size once. DDP and Horovod do that; all_reduce() does not.
+    Right if: the learning rate accounts for it.
     """
     found, steps = Counter(), compared(job, "gradients")
     size, place = job.world_size, steps[0][0]["place"]
@@ -560,7 +560,7 @@ def summed(job):
         value = ratio * scale if is_factor(ratio * scale, 1) else ratio
         if near([ratio * x for x in local], own, 0.01):
             found[next((w for w in (1, size, 1 / size) if is_factor(value, w)), 0)] += 1
-    need(found, "the ranks' own gradients are not seen, or they are clipped")
+    need(found, "the ranks' own gradients were not seen, or were clipped")
     (value, _), *_ = found.most_common(1)
     if value not in (0, 1):
         how = "the sum" if value == size else f"1/{size} of the mean"
@@ -571,8 +571,8 @@ def summed(job):
 def loss_scale(job):
     """The loss is divided by the number of a step's micro-batches, and by nothing else.
 
-    Divide the mean loss of each micro-batch by their number. DDP averages over ranks.
-    Right if: the learning rate is meant for it, or the factor has another reason.
+    With n micro-batches, divide each one's mean loss by n. DDP averages over ranks.
+    Right if: the learning rate accounts for it, or the factor has another reason.
     """
     size, found = max(1, job.world_size), Counter()
     for row in job.steps("passes"):
@@ -589,9 +589,9 @@ def loss_scale(job):
         }
         value = passes[0]["factor"] / (passes[0]["scale"] or 1)
         how = next((k for k, factor in factors.items() if is_factor(value, factor)), "")
-        what = f"a step has {count} passes, each with a mean loss which {how}"
+        what = f"a step has {count} passes, each with a mean loss that {how}"
         found[what if how else "", passes[0]["place"]] += 1
-    need(found, "no loss that is a mean was seen")
+    need(found, "no mean loss was seen")
     for (what, place), steps in found.items():
         if what and steps >= 0.3 * sum(found.values()):
             yield what, place
@@ -609,7 +609,7 @@ def clip_order(job):
         for entries in zip(*(one["clipped"] for one in row), strict=False):
             before, place = [one["before"] for one in entries], entries[0]["place"]
             if entries[0]["scaled"]:
-                yield f"{what}clipped gradients still have the loss scale", place
+                yield f"{what}gradients are clipped before they are unscaled", place
             if not alike(before) and alike([one["gradients"] for one in row]):
                 yield f"{what}each rank clips its own gradient", place
 
@@ -618,8 +618,8 @@ def clip_order(job):
 def zero_gradients(job):
     """Gradients are not zero.
 
-    Call zero_grad() before backward(), and look whether the loss depends on the
-    weights: the cross-entropy of one output, for example, is always 0.
+    Call zero_grad() before backward(), and check that the loss depends on the
+    weights: the cross-entropy of a single output, for example, is always 0.
     """
     need(job.of("step"), "no optimizer took a step")
     steps = [one for one in job.of("step") if "gradients" in one]
@@ -638,7 +638,7 @@ def eval_mode(job):
     """Networks train in training mode, and validate in evaluation mode.
 
     Call model.train() at the start of each epoch, and model.eval() before validation.
-    Right if: dropout and batch norm are meant to work so.
+    Right if: dropout and batch norm are meant to behave this way.
     """
     records = need(job.of("evaluation"), "no validation was seen")
     stateful = [one for one in records if one["stateful"]]
@@ -658,9 +658,9 @@ def eval_mode(job):
 def wrong_accuracy(job):
     """A printed accuracy counts each validation sample once.
 
-    Add up right and all samples over the ranks, without those that DistributedSampler
-    repeats, and divide once.
-    Right if: the line is meant for one rank's samples.
+    Sum the correct predictions and the samples over all ranks, without the samples
+    that DistributedSampler repeats, and divide once.
+    Right if: the line is meant to cover one rank's samples only.
     """
     names, places, known, passes = Counter(), {}, False, validations(job)
     for number, records in enumerate(passes, 1):
@@ -685,12 +685,12 @@ def wrong_accuracy(job):
         line, value, true = places[name]
         what = f"rank {line['rank']} prints {value:g}, {name}"
         own = {"level": RISK if "only" in name else WRONG}
-        yield f"{what}; each sample once gives {true:.4f}", line["place"], own
+        yield f"{what}; counting each sample once gives {true:.4f}", line["place"], own
     need(known, "no printed accuracy matches the outputs and labels")
 
 
 def validations(job: Job) -> list[list[dict]]:
-    """Records of networks that were validated: a list for each pass over a loader."""
+    """Return the records of validations, as one list for each pass over a loader."""
     numbers, groups = {process.training for process in job.processes}, {}
     for one in job.of("evaluation"):
         if "hits" in one and one["loader"] not in numbers - {None}:
@@ -700,7 +700,7 @@ def validations(job: Job) -> list[list[dict]]:
 
 
 def values(lines: list[dict]) -> Iterator[tuple[dict, float, float, int]]:
-    """Numbers that may be accuracies: line, number, rounding, and 1 or 100 (%)."""
+    """Yield possible accuracies: line, number, rounding error, and 1 or 100 (%)."""
     for line in lines:
         for text in re.findall(r"(?<![\w.])(\d+) ?%", line["text"]):
             yield line, float(text), 0.99, 100  # rounded, or cut off
@@ -712,7 +712,7 @@ def values(lines: list[dict]) -> Iterator[tuple[dict, float, float, int]]:
 
 
 def accuracies(records: list[dict]) -> tuple[float, dict[str, float]]:
-    """The accuracy of a validation, and what mistakes make of it."""
+    """Return a validation's accuracy, and the values that mistakes turn it into."""
     once, ranks = {}, {}
     for number, one in enumerate(records):
         hits = [*one["hits"]]
@@ -725,8 +725,8 @@ def accuracies(records: list[dict]) -> tuple[float, dict[str, float]]:
     means = {rank: fmean(map(fmean, batches)) for rank, batches in ranks.items()}
     found = {
         "which counts repeated samples": fmean(every),
-        "which counts repeated samples as right ones": sum(every) / total,
-        "the mean over the ranks of right ones, divided by all": sum(every)
+        "which counts repeated samples if they are correct": sum(every) / total,
+        "the ranks' mean of correct samples, divided by all": sum(every)
         / total
         / len(ranks),
         "the mean of the batches' accuracies": fmean(means.values()),
@@ -736,8 +736,8 @@ def accuracies(records: list[dict]) -> tuple[float, dict[str, float]]:
         found[f"which counts the samples of rank {rank} only"] = value
         found[f"the mean over the batches of rank {rank} only"] = means[rank]
         hits = sum(chain(*ranks[rank]))
-        found[f"right ones of rank {rank}, divided by all"] = hits / total
-    found["right ones of all ranks, divided by one rank's samples"] = sum(own.values())
+        found[f"rank {rank}'s correct samples, divided by all"] = hits / total
+    found["all ranks' correct samples, divided by one rank's own"] = sum(own.values())
     return right, {name: value for name, value in found.items() if value != right}
 
 
@@ -745,33 +745,33 @@ def accuracies(records: list[dict]) -> tuple[float, dict[str, float]]:
 def buffers_differ(job):
     """All ranks validate a network with the same weights and buffers (batch norm).
 
-    Broadcast the buffers from rank 0 before validation, or use SyncBatchNorm. Copy the
-    weights of an average (EMA) after DDP has made those of all ranks equal.
+    Broadcast the buffers from rank 0 before validation, or use SyncBatchNorm. Create
+    an EMA model only after DDP has made the weights of all ranks equal.
     Right if: the difference does not matter to you.
     """
     several(job)
     rows = [process.of("evaluation") for process in job.processes]
     rows = [[x for x in row if x.get("state") and not x["training"]] for row in rows]
-    need(all(rows), "not every rank validates a network with weights of its own")
+    need(all(rows), "not every rank validates a network in evaluation mode")
     for number, row in enumerate(zip(*rows, strict=False), 1):
         if not alike([one["state"] for one in row], 1e-4):
-            yield f"in validation {number} the ranks' networks differ", row[0]["place"]
+            yield f"in validation {number}, the ranks' networks differ", row[0]["place"]
 
 
 @check(RISK, f"{APART} buffers_differ hangs ends_with_an_error", read=11)
 def weights_differ_in_the_end(job):
     """All ranks end with the same weights.
 
-    Look for what one rank does to its weights, and the others do not.
+    Look for code that changes the weights on one rank only.
     Right if: only one rank's weights are used.
     """
     several(job)
     weights = [one["weights"] for one in job.of("exit")]
     last = [process.of("step")[-1:] for process in job.processes]
     if len(weights) < len(last) or len({x.get("which") for y in last for x in y}) != 1:
-        raise NotChecked("not every rank trained to its end, with the same weights")
+        raise NotChecked("not every rank trained the same weights to the end")
     if apart := gap(weights, 1e-5):
-        what = f"in the end the weights of the ranks differ by up to {apart}"
+        what = f"in the end, the ranks' weights differ by up to {apart}"
         yield what, last[0][0]["place"]
 
 
@@ -779,14 +779,14 @@ def weights_differ_in_the_end(job):
 
 
 def saves(job: Job, key: str) -> list[dict]:
-    """Calls of torch.save() that have a path, or weights."""
+    """Return the calls of torch.save() that have a path, or weights."""
     found = [one for one in job.of("save") if one[key]]
     return need(found, f"torch.save() got no {key}")
 
 
 @check(WRONG, read=20)
 def several_save(job):
-    """One rank writes a file, not several.
+    """Only one rank writes each file.
 
     Save on rank 0 only.
     """
@@ -796,30 +796,30 @@ def several_save(job):
     for path, ranks in paths.items():
         if len(ranks) > 1:
             what = f"{os.path.basename(path)} is written by ranks {sorted(ranks)}"
-            yield f"{what}, one into the other's file", min(ranks.values())
+            yield f"{what}, which overwrite each other's data", min(ranks.values())
 
 
 @check(RISK, "several_save", read=20)
 def save_in_place(job):
-    """A checkpoint does not overwrite the only old one while it is written.
+    """A new checkpoint does not overwrite the only old one in place.
 
-    Write to another name, and then os.replace() the old one.
-    Right if: there is an older one besides.
+    Write to a temporary file, then os.replace() the old checkpoint with it.
+    Right if: you also keep an older checkpoint.
     """
     written = set()
     for one in saves(job, "path"):
         if one["there"] and one["path"] in written:
-            what = f"{os.path.basename(one['path'])} is overwritten: a job that is "
-            yield what + "killed meanwhile has lost both", one["place"]
+            what = f"{os.path.basename(one['path'])} is overwritten in place: "
+            yield what + "if the job is killed meanwhile, both are lost", one["place"]
         written.add(one["path"])
 
 
 @check(RISK, read=18)
 def ddp_keys(job):
-    """Saved weights have the names of the network without DDP.
+    """Saved weights are named as in the network without DDP.
 
     Save model.module.state_dict().
-    Right if: only a wrapped network loads them.
+    Right if: you load them only into a DDP model.
     """
     for one in saves(job, "weights"):
         if one["wrapped"]:
@@ -829,21 +829,21 @@ def ddp_keys(job):
 
 @check(RISK, read=18)
 def no_optimizer(job):
-    """A checkpoint to resume from has the optimizer's state.
+    """A checkpoint for resuming contains the optimizer's state.
 
-    Save optimizer.state_dict(), too, and load it.
-    Right if: nobody resumes from it.
+    Also save optimizer.state_dict(), and load it.
+    Right if: you never resume from it.
     """
     for one in saves(job, "weights"):
         if one["counts"] and one["state"] and not one["optimizer"]:
             name = os.path.basename(one["path"] or "a file")
             what = f"{name} has weights and a number of epochs or steps, but no "
-            yield what + "optimizer", one["place"]
+            yield what + "optimizer state", one["place"]
 
 
 @check(RISK, "hangs ends_with_an_error", read=15)
 def schedule(job):
-    """The schedule of the learning rate is as long as the training.
+    """The learning-rate schedule is as long as the training.
 
     Count the steps of one process: len(loader) times the number of epochs.
     Right if: the schedule is meant to be longer, or shorter.
@@ -851,15 +851,15 @@ def schedule(job):
     several(job)
     process, size = job.processes[0], job.world_size
     made, ends = process.of("schedule"), process.of("exit")
-    need(made, "no schedule of torch.optim.lr_scheduler is used")
+    need(made, "no scheduler from torch.optim.lr_scheduler is used")
     if not ends or not all(one["whole"] for one in process.of("end")):
-        raise NotChecked("the job did not train to its end")
+        raise NotChecked("the job did not train to the end")
     for one, count in zip(made, ends[-1]["schedules"], strict=False):
         ratio = (one["planned"] or count) / max(1, count)
         if count and not 0.7 < ratio < 1.4:
-            what = f"{one['type']} is made for {one['planned']} steps, takes {count}"
+            what = f"{one['type']} is set to {one['planned']} steps, but takes {count}"
             if any(abs(ratio / x - 1) < 0.15 for x in (size, 1 / size)):
-                what += ": they differ by the world size"
+                what += "; the factor is the world size"
             yield what, one["place"]
 
 
@@ -868,56 +868,56 @@ def schedule(job):
 
 @check(SLOW, "not_averaged", read="07_accumulation")
 def every_micro_batch(job):
-    """DDP averages gradients once in a step.
+    """DDP averages gradients once per step.
 
-    Use model.no_sync() in all passes of a step but the last.
+    Use model.no_sync() in all passes of a step except the last.
     """
     need(job.of("ddp"), "DDP is not used")
     for row in job.steps("forwards"):
         passes, forwards = row[0]["passes"], row[0]["forwards"]
         places = {one["place"] for one in passes}
         if len(passes) > 1 and sum(forwards) >= len(passes) and len(places) == 1:
-            what = f"DDP averages gradients {len(passes)} times in a step"
+            what = f"DDP averages gradients {len(passes)} times per step"
             yield what, passes[0]["place"]
 
 
 @check(SLOW, read=10)
 def unused_search(job):
-    """DDP does not search for unused weights in vain.
+    """DDP does not search for unused weights where there are none.
 
-    Leave it out.
+    Leave out find_unused_parameters=True.
     """
     steps = [one for one in job.of("step") if "missing" in one]
     for one in need(job.of("ddp"), "DDP is not used")[:1]:
         if one["search"] and steps and not any(x["missing"] for x in steps):
-            what = f"find_unused_parameters=True, and {len(steps)} steps leave none"
-            yield f"{what} unused", one["place"]
+            what = f"find_unused_parameters=True, but in {len(steps)} steps no weight"
+            yield f"{what} is unused", one["place"]
 
 
 @check(SLOW, read="performance")
 def small_buckets(job):
-    """DDP's buckets are large.
+    """DDP's buckets are large enough.
 
     Leave bucket_cap_mb at its default, 25.
     """
     for one in need(job.of("ddp"), "DDP is not used")[:1]:
         if one["bucket"] < 2**20 and one["size"] > 4 * one["bucket"]:
             count, mib = one["size"] // one["bucket"], one["bucket"] / 2**20
-            what = f"a step has about {count} all-reduces of buckets of {mib:.2g} MiB"
+            what = f"a step has about {count} all-reduces, in buckets of {mib:.2g} MiB"
             yield what, one["place"]
 
 
 @check(SLOW, read="performance")
 def host_syncs(job):
-    """No line makes the host wait for the device in each step.
+    """No line makes the host wait for the device in every step.
 
-    Add up on the device, and read the sum now and then.
+    Keep sums on the device, and read them only now and then.
     """
-    for one in need(job.of("exit"), "no process came to its end")[:1]:
+    for one in need(job.of("exit"), "no process ran to the end")[:1]:
         steps = one["watched"]
         need(steps > 4, "too few steps were seen")
         often = {place: n for place, n in one["syncs"] if n >= steps / 2}
-        what = " and ".join(f"{n} of {steps} steps have {k}" for k, n in often.items())
+        what = " and ".join(f"{n} of {steps} steps call {k}" for k, n in often.items())
         own = {"level": SLOW if gpus(job) else NOTE}
         if often:
             place = next(iter(often)).rpartition(" in ")[2]
@@ -926,9 +926,9 @@ def host_syncs(job):
 
 @check(SLOW, read="performance")
 def anomaly(job):
-    """Autograd does not look for anomalies.
+    """Autograd's anomaly detection is off.
 
-    Call torch.autograd.set_detect_anomaly() only to look for a mistake.
+    Call torch.autograd.set_detect_anomaly() only while you debug.
     """
     steps = need(job.of("step"), "no optimizer took a step")
     if found := [one for one in steps if one.get("anomaly")]:
@@ -940,43 +940,43 @@ def anomaly(job):
 def threads(job):
     """The processes do not start more compute threads than there are cores.
 
-    Set OMP_NUM_THREADS to the number of cores divided by that of processes.
+    Set OMP_NUM_THREADS to the number of cores divided by the number of processes.
     """
     steps = need(not gpus(job) and job.of("step"), "no step was taken on CPUs")
     cores, count = len(os.sched_getaffinity(0)), steps[0]["threads"]
     if count * len(job.processes) > 1.5 * cores:
         what = f"{len(job.processes)} processes have {count} threads each"
-        yield f"{what}, for {cores} cores", ""
+        yield f"{what}, but there are {cores} cores", ""
 
 
 @check(WRONG, read=19)
 def same_gpu(job):
-    """Each process has a GPU of its own.
+    """Each process has its own GPU.
 
     Call torch.cuda.set_device(local_rank).
     """
     devices = need(gpus(job), "the job computes on the CPU")
     local = job.processes[0].of("start")[0]["environment"].get("LOCAL_WORLD_SIZE")
     if len({*devices}) < len(devices) and local == str(len(devices)):
-        yield f"the ranks use the GPUs {', '.join(map(str, devices))}", ""
+        yield f"the ranks use GPUs {', '.join(map(str, devices))}", ""
 
 
-PARTS = {  # of a step's time: how large it may be, and what to do then
+PARTS = {  # of a step: the largest acceptable share of its time, and what to do beyond
     "data": (0.2, "Use more loader processes (num_workers), or decode faster."),
     "forward": (1, ""),
     "backward": (1, ""),
-    "communication": (0.4, "Average once in a step, in large buckets."),
+    "communication": (0.4, "Average once per step, in large buckets."),
     "optimizer": (0.35, "Use the optimizer's fused or foreach form."),
-    "validation": (0.2, "Validate once in an epoch."),
-    "rest": (0.3, "Look at what the loop does besides: copies, prints, files."),
+    "validation": (0.2, "Validate once per epoch."),
+    "rest": (0.3, "Look at what else the loop does: copies, prints, files."),
 }
 
 
 def times(process: Process) -> dict[str, float]:
-    """Seconds of a step of one rank by part, from steps that are only timed."""
+    """Return a rank's seconds per step by part, from steps that were only timed."""
     every = process.of("step")[5:]
     steps = [one for one in every if "before" not in one]
-    steps = steps if len(steps) > 4 else every  # a short job: those that were watched
+    steps = steps if len(steps) > 4 else every  # for a short job, the watched steps
     need(len(steps) > 4, "too few steps were seen: see --steps")
     found = {part: sum(x["parts"].get(part, 0) for x in steps) for part in PARTS}
     found["rest"] = max(0.0, sum(x["wall"] for x in steps) - sum(found.values()))
@@ -987,7 +987,7 @@ def times(process: Process) -> dict[str, float]:
 def bottleneck(job):
     """No part of a step takes more time than it should.
 
-    Look for what that rank does more, or at its host.
+    Look for extra work on that rank, or for a problem with its host.
     """
     rows, steps = [times(process) for process in job.processes], job.of("step")
     own = [sum(row.values()) - row["communication"] for row in rows]
@@ -996,7 +996,7 @@ def bottleneck(job):
     found = []
     if others and share["communication"] > 0.15 and max(own) > 1.3 * others[-1] + 0.001:
         what = f"rank {slow} needs {1000 * own[slow]:.0f} ms for its part of a step, "
-        what += f"and the others, with {1000 * others[-1]:.0f} ms, wait for it"
+        what += f"and the others, which need {1000 * others[-1]:.0f} ms, wait"
         found.append((1.0, what, {}))
     for part, (limit, mend) in PARTS.items():
         seen = [one for one in steps if part == "rest" or part in one["parts"]]
@@ -1009,7 +1009,7 @@ def bottleneck(job):
 
 
 def time_table(job: Job) -> dict[int, dict[str, float]]:
-    """By rank, seconds of a step by part; empty if too few steps were seen."""
+    """Return each rank's seconds per step by part; {} if too few steps were seen."""
     try:
         return {process.rank: times(process) for process in job.processes}
     except NotChecked:

@@ -1,4 +1,4 @@
-"""Starts a command under watch, and reads what its processes wrote."""
+"""Run a command under watch, and read what its processes recorded."""
 
 import contextlib
 import os
@@ -12,12 +12,12 @@ from functools import cached_property
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-HANG = 25  # seconds that all processes wait for each other until a job is ended
+HANG = 25  # seconds: a job is ended if all its processes wait so long for each other
 
 
 @dataclass
 class Process:
-    """One training process: rank, records, and those of its loader processes."""
+    """A training process: its rank, its records and its loader processes' records."""
 
     rank: int
     world_size: int
@@ -25,26 +25,26 @@ class Process:
     fetches: list[dict] = field(default_factory=list)
 
     def of(self, kind: str) -> list[dict]:
-        """The records of one kind, in the order in which they were written."""
+        """Return the records of one kind, in the order in which they were written."""
         return [one for one in self.records if one["kind"] == kind]
 
     def last(self) -> dict:
-        """The last record that says what the process does, or how it ended."""
+        """Return the last record that tells what the process does, or how it ended."""
         return next(x for x in reversed(self.records) if x["kind"] != "fetch")
 
     @cached_property
     def training(self) -> int | None:
-        """The number of the loader whose batches most steps are made of."""
+        """The number of the loader that feeds most steps."""
         used = [one["loader"] for one in self.of("step") if one["loader"] is not None]
         return max(used, key=used.count) if used else None
 
     def batches(self, epoch: int | None = None) -> list[dict]:
-        """The batches of the training loader, or those of one epoch."""
+        """Return the training loader's batches, in one epoch or in all of them."""
         own = [one for one in self.of("batch") if one["loader"] == self.training]
         return [one for one in own if epoch in (None, one["epoch"])]
 
     def whole_epochs(self) -> set[int]:
-        """The epochs of the training loader that were read to their ends."""
+        """Return the training loader's epochs that were read to the end."""
         own = [one for one in self.of("end") if one["loader"] == self.training]
         return {one["epoch"] for one in own if one["whole"]}
 
@@ -55,7 +55,7 @@ class Job:
 
     processes: list[Process]  # by rank
     status: int | None = None  # of the command
-    hung: bool = False  # and was ended
+    hung: bool = False  # and doctor ended it
     interrupted: bool = False  # with Ctrl-C
 
     @property
@@ -64,14 +64,14 @@ class Job:
         return max((one.world_size for one in self.processes), default=0)
 
     def of(self, kind: str) -> list[dict]:
-        """The records of one kind of all processes, with their ranks, by time."""
+        """Return all processes' records of one kind, with their ranks, by time."""
         found = [{**x, "rank": p.rank} for p in self.processes for x in p.of(kind)]
         return sorted(found, key=lambda one: one["time"])
 
     def steps(self, name: str) -> list[list[dict]]:
-        """Steps that all ranks took, with an entry; each as its records, by rank.
+        """Return the steps for which all ranks have an entry: lists of records by rank.
 
-        Weights and gradients are only of steps in which all ranks have the same ones.
+        Weights and gradients count only if all ranks update the same weights.
         """
         rows = zip(*(process.of("step") for process in self.processes), strict=False)
         found = [list(row) for row in rows if all(one.get(name) for one in row)]
@@ -80,7 +80,7 @@ class Job:
         return found
 
     def loaders(self, number: int | None = None) -> list[dict]:
-        """By rank, the first record of a loader; by default, of the training one."""
+        """Return each rank's first record of a loader, by default the training one."""
         found = []
         for process in self.processes:
             chosen = process.training if number is None else number
@@ -109,14 +109,14 @@ def read(folder: Path) -> Job:
         owner = found.get(name) or found.get(parent)
         if owner:
             owner.fetches += [one for one in records if one["kind"] == "fetch"]
-    # Of processes with the same rank, the one that trained
+    # If several processes have the same rank, keep the one that trained
     for process in sorted(found.values(), key=lambda one: len(one.records)):
         latest[process.rank] = process
     return Job([latest[rank] for rank in sorted(latest)])
 
 
 def waits(folder: Path) -> bool:
-    """Whether all processes have waited for each other for long."""
+    """Return whether all processes have waited for each other for a long time."""
     signs = folder / "waits"
     if not signs.exists() or time.time() - signs.stat().st_mtime > 6:
         return False
@@ -129,7 +129,7 @@ def waits(folder: Path) -> bool:
 
 
 def end(process: subprocess.Popen) -> None:
-    """End a command and all that it started."""
+    """End a command and all processes that it started."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -144,8 +144,8 @@ def run(command: list[str], folder: Path, **options: str) -> Job:
     """Run a command under watch until its end, Ctrl-C or a hang.
 
     Args:
-        folder: where processes write their records.
-        options: variables for watch.py.
+        folder: where the processes write their records.
+        options: environment variables for watch.py.
     """
     paths = [str(HERE / "hook"), os.environ.get("PYTHONPATH", "")]
     variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **options}

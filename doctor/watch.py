@@ -1,8 +1,8 @@
-"""What doctor sees in each process of a job: wrapped functions of PyTorch write it.
+"""Record what each process of a job does, by wrapping functions of PyTorch.
 
 hook/sitecustomize.py imports this file into processes that have imported PyTorch.
-Nothing here changes what a function returns, draws random numbers or communicates. Each
-process appends pickled dictionaries to a file of its own; job.py reads them.
+The wrappers do not change any result, draw random numbers or communicate. Each process
+appends pickled dictionaries to its own file, which job.py reads.
 """
 
 import atexit
@@ -35,18 +35,18 @@ from torch.utils.data import DataLoader, Subset, get_worker_info
 from torch.utils.data import dataloader as loaders
 from torch.utils.data._utils import fetch
 
-STEPS = int(os.environ.get("DOCTOR_STEPS", "40"))  # whose numbers are written
-TIMED = 20  # steps after these, which are only timed
-SHORT = int(os.environ.get("DOCTOR_SHORT", "0"))  # batches of an epoch; 0: all
-NUMBERS = 1024  # of all weights, or gradients, in one record
+STEPS = int(os.environ.get("DOCTOR_STEPS", "40"))  # steps to record
+TIMED = 20  # later steps that are only timed
+SHORT = int(os.environ.get("DOCTOR_SHORT", "0"))  # batches per epoch; 0: all
+NUMBERS = 1024  # numbers of weights, or of gradients, in one record
 LIMITS = {"batch": 100_000, "fetch": 30, "collective": 3000, "evaluation": 2000}
-LIMITS |= {"printed": 2000, "save": 200}  # records of a kind that a process writes
+LIMITS |= {"printed": 2000, "save": 200}  # of each kind per process
 COLLECTIVES = """all_reduce broadcast all_gather reduce barrier all_gather_into_tensor
     reduce_scatter reduce_scatter_tensor all_to_all all_to_all_single gather scatter
     all_gather_object broadcast_object_list gather_object monitored_barrier""".split()
 HOROVOD = """allreduce allreduce_ allgather broadcast broadcast_ broadcast_parameters
     broadcast_optimizer_state broadcast_object allgather_object barrier join""".split()
-# Where a process waits for others, besides
+# Other functions in which a process waits for others
 WAITS = """backward synchronize rendezvous init_process_group destroy_process_group
     _sync_buffers _sync_module_states _verify_param_shape_across_processes""".split()
 GIVEN = "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
@@ -57,7 +57,7 @@ LIBRARY = sysconfig.get_path("stdlib")
 
 
 def place(frame=None) -> str:
-    """The innermost line of the user's code, as file:line, or of a library's."""
+    """Return the innermost line of the user's code (or a library's) as file:line."""
     frame, other = frame or sys._getframe(1), ""
     while frame:
         file = frame.f_code.co_filename
@@ -71,13 +71,13 @@ def place(frame=None) -> str:
 
 
 def digest(value) -> int:
-    """A number for what a value is, the same in every process, as hash() is not."""
+    """Return a hash of a value that, unlike hash(), is the same in every process."""
     data = value if isinstance(value, bytes) else str(value).encode()
     return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "big")
 
 
 def sample(tensors: list, each: int = 0) -> array:
-    """The same few numbers of each tensor; zeros for None."""
+    """Return a few numbers of each tensor, at fixed positions; zeros for None."""
     each = each or min(8, max(1, NUMBERS // max(1, len(tensors))))
     parts = []
     for one in tensors:
@@ -91,18 +91,18 @@ def sample(tensors: list, each: int = 0) -> array:
 
 
 def whole(weights) -> list[Tensor]:
-    """Weights of which each process has all elements, unlike FSDP2's."""
+    """Return the weights that each process holds in full, unlike FSDP2's."""
     return [one for one in weights if not hasattr(one, "placements")]
 
 
 def is_state(one: dict) -> bool:
-    """Whether a dictionary holds weights, as state_dict() returns them."""
+    """Return whether a dictionary holds weights, such as one from state_dict()."""
     floats = [v for v in one.values() if torch.is_tensor(v) and v.is_floating_point()]
     return bool(floats) and 2 * len(floats) >= len(one)
 
 
 def signature(value, depth: int = 0) -> object:
-    """What tells data sets apart: a part of all tensors, arrays and lists in them."""
+    """Return what tells data sets apart: parts of their tensors, arrays and lists."""
     if isinstance(value, Subset):
         return "Subset", [*map(int, value.indices)]
     if type(value).__name__ == "ndarray" and value.dtype.kind in "biuf":
@@ -116,7 +116,7 @@ def signature(value, depth: int = 0) -> object:
     if isinstance(value, (list, tuple)):
         found.append(len(value))
         inner = value[:: max(1, len(value) // 16)]
-    elif depth < 4:  # a rank, or a path, may differ
+    elif depth < 4:  # but ranks or paths may differ
         fields = value if isinstance(value, dict) else getattr(value, "__dict__", {})
         fields = sorted(fields.items(), key=str)
         inner = [one for _, one in fields if not isinstance(one, (int, float, str))]
@@ -124,13 +124,13 @@ def signature(value, depth: int = 0) -> object:
 
 
 def size(value) -> int | None:
-    """A length, if there is one."""
+    """Return the length of a value, or None if it has none."""
     with contextlib.suppress(TypeError, NotImplementedError, AttributeError):
         return len(value)
 
 
 def dictionaries(value, depth: int = 0) -> Iterator[dict]:
-    """All dictionaries in dictionaries, lists and tuples."""
+    """Yield all dictionaries in nested dictionaries, lists and tuples."""
     if isinstance(value, dict):
         yield value
         value = [*value.values()]
@@ -140,7 +140,7 @@ def dictionaries(value, depth: int = 0) -> Iterator[dict]:
 
 
 def factors(root: Tensor) -> tuple[float, str]:
-    """What a loss is multiplied by after its mean or sum, and which of these it is."""
+    """Return the factor of a loss after its mean or sum, and "mean", "sum" or ""."""
     found, node = 1.0, root.grad_fn
     while name := type(node).__name__:
         if name.startswith(("Mean", "Sum", "Nll", "Mse", "Binary", "Smooth", "L1")):
@@ -158,7 +158,7 @@ def factors(root: Tensor) -> tuple[float, str]:
 
 
 def states(dataset: object) -> dict[str, int]:
-    """The state of each generator that a data set uses, and of its own ones."""
+    """Return the states of the global generators and of the data set's own ones."""
     state = torch.random.default_generator.get_state()
     found = {"torch": digest(bytes(state.numpy())), "random": digest(random.getstate())}
     if numpy := sys.modules.get("numpy"):
@@ -173,13 +173,13 @@ def states(dataset: object) -> dict[str, int]:
 
 
 def inside() -> bool:
-    """Whether a network runs as usual: in the main thread, not being compiled."""
+    """Return whether a network runs normally: in the main thread, not compiling."""
     compiles = torch.compiler.is_compiling()
     return not compiles and threading.current_thread() is threading.main_thread()
 
 
 class Watch:
-    """The state of the watch in one process. Methods named as a function wrap it."""
+    """The recorder of one process. Methods with an argument `call` wrap functions."""
 
     def __init__(self):
         self.pid, self.file, self.written = os.getpid(), None, Counter()
@@ -194,7 +194,7 @@ class Watch:
         self.new_step()
 
     def new_step(self) -> None:
-        """Begin to collect what the next step's record has."""
+        """Start to collect the next step's record."""
         lists = "passes", "forwards", "clipped", "inputs"
         self.now = {"training": None, **{name: [] for name in lists}}
         self.parts, self.synced = Counter(), set()
@@ -206,7 +206,7 @@ class Watch:
         if self.written[kind] >= LIMITS.get(kind, 10**9):
             return
         if self.file is None:
-            host = os.uname().nodename  # several may write to a shared folder
+            host = os.uname().nodename  # hosts may share the folder
             path = f"{os.environ['DOCTOR_FOLDER']}/{host}-{self.pid}.records"
             self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             parent = multiprocessing.parent_process()  # also under a fork server
@@ -229,7 +229,7 @@ class Watch:
                 self.handles.append(weight.register_hook(hook))
 
     def gradient(self, weight: nn.Parameter, gradient: Tensor) -> None:
-        """Keep the gradient of one backward pass, before it is added to others."""
+        """Keep the gradient of one backward pass, before it is accumulated."""
         self.last_gradient = clock()
         if self.steps < STEPS and inside():
             new, old = sample([gradient], 8), self.local.get(id(weight))
@@ -238,7 +238,7 @@ class Watch:
             self.local[id(weight)] = new
 
     def before_step(self, optimizer: Optimizer, *_) -> None:
-        """Keep gradients and weights, of the inner one of wrapped optimizers."""
+        """Keep gradients and weights, from the innermost of wrapped optimizers."""
         now = clock()
         if self.inner is not None and self.inner is not optimizer:
             self.parts["communication"] += now - self.step_began
@@ -254,12 +254,12 @@ class Watch:
             local.extend(self.local.get(id(weight), [0.0] * 8)[:each])
         self.now |= {"before": before, "gradients": sample(gradients), "local": local}
         known = [self.hooked.get(id(weight), (None,))[0] for weight in weights]
-        self.now["which"] = digest(known)  # ZeRO's ranks have different ones
+        self.now["which"] = digest(known)  # ZeRO's ranks update different weights
         self.now["missing"] = sum(one is None for one in gradients)
         self.now["anomaly"] = torch.is_anomaly_enabled()
 
     def after_step(self, optimizer: Optimizer, *_) -> None:
-        """Write the step."""
+        """Write the step's record."""
         if self.inner is not optimizer:
             return  # the outer step of a wrapped optimizer
         now = clock()
@@ -303,7 +303,7 @@ class Watch:
         call(optimizer, *args, **kwargs)
         own = {id(w) for group in optimizer.param_groups for w in group["params"]}
         lost = [key for key in own if self.local.pop(key, None) is not None]
-        if lost and self.now["passes"]:  # a step that was left out, or emptied
+        if lost and self.now["passes"]:  # a skipped step, or cleared gradients
             self.now["passes"] = []
 
     def forward(self, call, model, *args, **kwargs):  # of DDP
@@ -330,7 +330,7 @@ class Watch:
     # --- networks ---
 
     def before_forward(self, module: nn.Module, inputs) -> None:
-        """Note when the outermost network begins, and what it gets."""
+        """Record when the outermost network starts, and its input."""
         if inside():
             self.depth += 1
             if self.depth == 1:
@@ -340,7 +340,7 @@ class Watch:
                 self.network_began = clock()
 
     def after_forward(self, module: nn.Module, _, outputs) -> None:
-        """Note what the outermost network returns."""
+        """Record the time and the output of the outermost network."""
         if not inside():
             return
         self.depth -= 1
@@ -352,8 +352,8 @@ class Watch:
             reads.popleft()
         self.batch = (None, None)
         if reads and reads[0][0] and self.epoch["ended"]:
-            self.epoch = None  # the input is from elsewhere
-        elif reads:  # the oldest one that is not used yet: a prefetcher reads ahead
+            self.epoch = None  # the input comes from elsewhere
+        elif reads:  # the oldest unused batch: a prefetcher reads ahead
             reads[0][0], self.batch = True, reads[0][1:]
         part = "forward" if module.training else "validation"
         self.parts[part] += clock() - self.network_began
@@ -364,10 +364,10 @@ class Watch:
         if not trains or not module.training:
             self.evaluation(module, outputs)
         elif self.steps and loader not in (None, self.step_loader):
-            self.undecided = module, outputs  # an evaluation, if no backward() follows
+            self.undecided = module, outputs  # evaluation if no backward() follows
 
     def evaluation(self, module: nn.Module, outputs) -> None:
-        """Write which samples a validation batch gets right."""
+        """Record for which samples of a validation batch the output is correct."""
         logits = getattr(outputs, "logits", outputs)
         tensors = [x for x in tree_leaves(logits) if isinstance(x, Tensor)]
         logits = next((x for x in tensors if x.dim() == 2 and x.size(1) > 1), None)
@@ -382,7 +382,7 @@ class Watch:
             if labels is not None and len(labels) == len(classes):
                 hits = bytes((classes == labels.cpu()).tolist())
                 fields |= {"hits": hits, "indices": indices}
-            else:  # labels from elsewhere, with which the script compares the classes
+            else:  # wait until the script compares the classes with its labels
                 self.predicted = classes.tolist(), {**fields}
         tensors = [*whole(module.parameters()), *module.buffers()]
         version = id(module), sum(one._version for one in tensors)
@@ -467,7 +467,7 @@ class Watch:
         return batch
 
     def read(self, epoch: dict, index, batch) -> None:
-        """Write which samples a batch has."""
+        """Record which samples a batch contains."""
         leaves = [x for x in tree_leaves(batch) if isinstance(x, Tensor) and x.dim()]
         leaves = [one for one in leaves if len(one) == len(leaves[0])]
         labels = [x for x in leaves if x.dim() == 1 and not x.is_floating_point()]
@@ -505,7 +505,7 @@ class Watch:
     # --- other calls ---
 
     def collect(self, name: str, call, /, *args, **kwargs):
-        if self.collective:  # one that another one is made of
+        if self.collective:  # another collective calls this one
             return call(*args, **kwargs)
         self.collective, self.ticks = name, self.ticks + 1
         if self.rank is not None and not kwargs.get("group"):
@@ -528,7 +528,7 @@ class Watch:
         self.joined(dist.get_rank(), dist.get_world_size())
 
     def joined(self, rank: int, world_size: int) -> None:
-        """Write which rank this process is."""
+        """Record this process's rank."""
         self.rank, self.ticks = rank, self.ticks + 1
         self.write("rank", rank=rank, world_size=world_size)
 
@@ -563,7 +563,7 @@ class Watch:
         return call(scheduler, metrics, *args, **kwargs)
 
     def printed(self, text: str) -> None:
-        """Keep lines that may have an accuracy."""
+        """Record lines that may contain an accuracy."""
         words = ("acc", "top", "prec", "err", "correct")
         if any(one in text.lower() for one in words) and any(map(str.isdigit, text)):
             self.write("printed", text=text[:2000], place=place())
@@ -606,7 +606,7 @@ class Watch:
         return call(guarded, *args)
 
     def exit(self) -> None:
-        """Write how far the process came."""
+        """Record the state at the end of the process."""
         if self.file is None or self.pid != os.getpid():
             return
         self.printed(self.line)
@@ -617,7 +617,7 @@ class Watch:
         self.write("exit", watched=min(STEPS, self.steps), **fields)
 
     def monitor(self) -> None:
-        """Write where the main thread waits, if nothing happens for some seconds."""
+        """Record where the main thread waits if nothing happens for some seconds."""
         seen, since, main = -1, time.monotonic(), threading.main_thread().ident
         while True:
             time.sleep(1)
@@ -639,7 +639,7 @@ watch = Watch()
 
 
 def wrap(owner, name: str, method: Callable, *first) -> None:
-    """Let a method of Watch be called with a function and its arguments."""
+    """Replace a function by a Watch method, which gets it and its arguments."""
     call = getattr(owner, name, None)
     if call is None or hasattr(call, "_doctor"):
         return
@@ -654,9 +654,9 @@ def wrap(owner, name: str, method: Callable, *first) -> None:
 
 
 def torch_is_there() -> None:
-    """Wrap PyTorch's functions; PyTorch has just been imported."""
+    """Wrap PyTorch's functions, right after PyTorch was imported."""
     w, c10d, next_one = watch, dist.distributed_c10d, loaders._BaseDataLoaderIter
-    if w.pid != os.getpid():  # the labs' grader has imported this before a fork
+    if w.pid != os.getpid():  # the labs' grader imports this, then forks
         w.__init__()
     optimizers.register_optimizer_step_pre_hook(w.before_step)
     optimizers.register_optimizer_step_post_hook(w.after_step)
@@ -699,7 +699,7 @@ def torch_is_there() -> None:
 
 
 def horovod_is_there() -> None:
-    """Wrap Horovod's functions; horovod.torch has just been imported."""
+    """Wrap Horovod's functions, right after horovod.torch was imported."""
     import horovod.torch as hvd
 
     def init(call, *args, **kwargs):

@@ -1,9 +1,9 @@
-"""Draw the losses and the accuracy of runs in one image, from their epochs.jsonl.
+"""Plot the losses and accuracies of runs in one image, from their epochs.jsonl files.
 
     python -m scripts.curves RUN...       # writes curves.png
 
-RUN is the --output folder of a training run. Each run is drawn on top of the runs
-before it, thinner and with smaller rings, so that equal runs are all visible.
+RUN is the --output folder of a training run. Each run is drawn on top of the previous
+runs, with a thinner line and smaller rings, so that identical runs all stay visible.
 """
 
 import json

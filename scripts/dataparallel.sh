@@ -3,7 +3,7 @@
 #
 #   bash scripts/dataparallel.sh --data /path/to/imagenet [flags of dataparallel.py]
 #
-# PYTHON is the interpreter, OMP_NUM_THREADS the number of compute threads (default: all cores).
+# PYTHON is the interpreter; OMP_NUM_THREADS is the number of compute threads (default: all cores).
 set -euo pipefail
 NPROC=1
 ROOT=$(dirname "$(dirname "$(realpath "$0")")")

@@ -85,7 +85,7 @@ build() {
     tar -xzf "${HOROVOD_SOURCE:-$work/horovod-$HOROVOD_VERSION.tar.gz}" -C "$work"
     cd "$work/horovod-$HOROVOD_VERSION"
 
-    # PyTorch's headers now need C++20, but Horovod sets C++14. CUDA 13's nvcc needs C++17, not C++11.
+    # PyTorch's headers now need C++20, but Horovod requests C++14. CUDA 13's nvcc needs C++17, not C++11.
     sed -i 's/CMAKE_CXX_STANDARD 14/CMAKE_CXX_STANDARD 20/' CMakeLists.txt horovod/torch/CMakeLists.txt
     sed -i 's/CMAKE_CUDA_STANDARD 11/CMAKE_CUDA_STANDARD 17/' horovod/common/ops/cuda/CMakeLists.txt
     # GCC 13's headers include fewer others, hence CXXFLAGS below. GCC 14 rejects assignments to a const member.

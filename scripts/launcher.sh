@@ -15,7 +15,7 @@ PATH=$(dirname "$PYTHON"):$PATH # torchrun and horovodrun are beside the interpr
 [ -z "$missing" ] || fail "$PYTHON lacks $missing; set PYTHON to an interpreter that has them, or let" \
     "scripts/quickstart.sh create .venv"
 
-# One process per GPU that CUDA_VISIBLE_DEVICES leaves, or 2 on a CPU
+# One process per GPU in CUDA_VISIBLE_DEVICES, or 2 on a CPU
 NPROC=${NPROC:-$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 2)')}
 # A single process uses all cores, like a script without a launcher
 [ "$NPROC" = 1 ] || export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

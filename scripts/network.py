@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node=2 scripts/network.py
 
 Rank 0 prints where each rank runs, the time and bandwidth of all-reduces (NCCL on GPUs,
-Gloo on CPUs), how long those of a training step would take, and the slowest link. A GB
-is 10^9 bytes.
+Gloo on CPUs), how long a training step's all-reduces would take, and the slowest link.
+A GB is 10^9 bytes.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from torch import Tensor
 SIZES = [1024 * 4**power for power in range(10)]  # bytes: 1 KiB to 256 MiB
 PAIR = 64 * 2**20  # bytes of the all-reduces between two hosts
 BUCKET = 25 * 2**20  # bytes; DDP's default, bucket_cap_mb=25
-SLOW = 0.6  # of the fastest pair's bandwidth: a pair below it has a slow link
+SLOW = 0.6  # pairs below this share of the fastest pair's bandwidth have a slow link
 
 
 def bandwidths(size: int, seconds: float, processes: int) -> tuple[float, float]:
@@ -52,7 +52,7 @@ def predict(parameters: float, latency: float, bandwidth: float) -> float:
 
 
 def slowest_link(speeds: dict[tuple[str, str], float]) -> str:
-    """Return a sentence that names the slowest link, from the bytes/s of pairs."""
+    """Return a sentence that names the slowest link, given each pair's bytes/s."""
     name, limit = " - ".join(min(speeds, key=speeds.get)), SLOW * max(speeds.values())
     slow = [pair for pair, speed in speeds.items() if speed < limit]
     if not slow:
@@ -68,7 +68,7 @@ def all_reduce_seconds(
 ) -> float:
     """Return the seconds of an all-reduce in a group: the median, averaged over ranks.
 
-    All ranks have to call this; those that are not in `ranks` wait for the others.
+    All ranks have to call this; ranks that are not in `ranks` only wait.
     """
     times = []
     for _ in range(21 if data.nbytes <= 2**20 else 6):
@@ -89,7 +89,7 @@ def main() -> None:
     """Measure, and print on rank 0; every process runs this function."""
     usage = argparse.SUPPRESS  # makes errors one line
     parser = argparse.ArgumentParser(usage=usage, description=__doc__.split("\n\n")[0])
-    text = "also predict for a model with so many parameters"
+    text = "also predict for a model with this many parameters"
     parser.add_argument("--parameters", type=float, default=25.6e6, help=text)
     parameters = parser.parse_args().parameters
     if not 0 < parameters < math.inf:

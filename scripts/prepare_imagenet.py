@@ -1,9 +1,9 @@
 """Sort ImageNet's images into train/CLASS/*.JPEG and val/CLASS/*.JPEG.
 
-    python -m scripts.prepare_imagenet ARCHIVES TARGET    # what the .sh runs
+    python -m scripts.prepare_imagenet ARCHIVES TARGET    # the .sh runs this
 
-ARCHIVES has the official archives, whose checksums torchvision compares, or Hugging
-Face's parquet or tar.gz files, whose labels are compared and whose images are counted.
+ARCHIVES contains the official archives, whose checksums torchvision verifies, or
+Hugging Face's parquet or tar.gz files, whose labels and number this script verifies.
 """
 
 import re
@@ -26,7 +26,7 @@ COUNTS = {"val": 50_000, "train": 1_281_167}
 
 
 def find(source: Path, names: tuple[str, ...]) -> list[Path]:
-    """Return the files with the first name that is in `source` or its folder data."""
+    """Return the files of the first pattern that matches in `source` or its data/."""
     for pattern in (*names, *(f"data/{name}" for name in names)):
         if files := sorted(source.glob(pattern)):
             return files
@@ -34,7 +34,7 @@ def find(source: Path, names: tuple[str, ...]) -> list[Path]:
 
 
 def images(file: Path) -> Iterator[tuple[str, bytes, int | None]]:
-    """Yield the name, the content and, from parquet, the label of each image."""
+    """Yield each image's name and content and, from parquet, its label."""
     if file.suffix == ".parquet":
         from pyarrow.parquet import ParquetFile
 
@@ -48,10 +48,10 @@ def images(file: Path) -> Iterator[tuple[str, bytes, int | None]]:
 
 
 def sort(part: str, files: list[Path], folder: Path) -> None:
-    """Write Hugging Face's images under the names that the official archives have.
+    """Write Hugging Face's images under the names used in the official archives.
 
-    A name ends with the class: n01440764_18_n01440764.JPEG. Nothing else in the files
-    names a class: a label is a position in the sorted list of classes.
+    A name ends with the class: n01440764_18_n01440764.JPEG. The files name the
+    class nowhere else: a label is a position in the sorted list of classes.
     """
     found = set()
     for file in files:

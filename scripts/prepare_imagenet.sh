@@ -2,7 +2,7 @@
 # Sort ImageNet's images into the folders that the scripts read (150 GB):
 #   bash scripts/prepare_imagenet.sh ARCHIVES TARGET     # writes TARGET/{train,val}/CLASS/*.JPEG
 #
-# ARCHIVES has ILSVRC2012_img_{train,val}.tar and ILSVRC2012_devkit_t12.tar.gz (image-net.org/download), or
+# ARCHIVES contains ILSVRC2012_img_{train,val}.tar and ILSVRC2012_devkit_t12.tar.gz (image-net.org/download), or
 # Hugging Face's ILSVRC/imagenet-1k: {train,validation}-*.parquet (needs pyarrow) or the older
 # {train_images_*,val_images}.tar.gz. To continue after an interruption, run it again.
 set -euo pipefail

@@ -1,8 +1,8 @@
-"""Train on the sample data with every strategy and its launcher; show what they reach.
+"""Train on the sample data with every strategy and its launcher; show the results.
 
     python -m scripts.quickstart DATA OUTPUT       # quickstart.sh calls this
 
-OUTPUT/quickstart.json has the results, quickstart.md a table, curves.png the curves.
+OUTPUT/quickstart.json has the results, quickstart.md a table, curves.png the plots.
 """
 
 import json
@@ -29,7 +29,7 @@ LAUNCHERS = {
     "apex_distributed": "torchrun",
     "horovod_distributed": "horovodrun",
 }
-# A mirrored digit is a different character; --lr is per 256 images, so 0.05 per 64
+# Do not mirror digits: they would change. --lr is per 256 images, so 0.05 per 64
 RECIPE = (
     "--image-size 64 --global-batch-size 64 --lr 0.2 --warmup-epochs 1 "
     "--schedule cosine --min-crop 0.5 --no-flip --epochs 8"
@@ -92,7 +92,7 @@ def main() -> None:
     available = torch.cuda.device_count() or 2
     # The global batch of 64 must be divisible by the number of processes
     count = max(number for number in (1, 2, 4, 8) if number <= available)
-    # Ctrl-C reaches the launcher too, which ends its processes; wait for that
+    # Ctrl-C also reaches the launcher, which ends its processes; wait until it has
     interrupted = []
     signal.signal(signal.SIGINT, lambda *_: interrupted.append(True))
     runs = []

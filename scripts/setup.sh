@@ -40,7 +40,7 @@ set_up() {
     marker=$ROOT/.venv/installed-$(cat "$ROOT"/requirements.txt "$ROOT"/requirements/* - <<<"$*" | cksum | cut -d' ' -f1)
     [ ! -e "$marker" ] || return 0
 
-    for python in python3 python3.14 python3.13 python3.12 python3.11 python3.10 ""; do # those with PyTorch wheels
+    for python in python3 python3.14 python3.13 python3.12 python3.11 python3.10 ""; do # versions with PyTorch wheels
         "${python:-true}" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null && break
     done
     [ -n "$python" ] || fail "no Python 3.10 to 3.14 found; install one, or set PYTHON"
@@ -48,7 +48,7 @@ set_up() {
     files+=(-c "$ROOT/requirements/constraints.txt")
     if command -v uv >/dev/null; then
         [ -x "$PYTHON" ] || uv venv --quiet --seed --python "$python" "$ROOT/.venv"
-        # The wheel for this GPU, driver or CPU, from PyTorch's own index
+        # Install the wheel for this GPU, driver or CPU from PyTorch's own index
         uv pip install --quiet --python "$PYTHON" --torch-backend=auto "${files[@]}" 2>/dev/null || {
             echo "uv cannot use PyTorch's own index: installing PyTorch's ordinary wheel"
             uv pip install --quiet --python "$PYTHON" "${files[@]}"

@@ -1,7 +1,7 @@
 """Keep the shared lines of the five scripts byte-identical.
 
     python -m scripts.sync_scripts            # copy them from distributed.py
-    python -m scripts.sync_scripts --check    # name those that differ; exit status 1
+    python -m scripts.sync_scripts --check    # list scripts that differ; status 1
 
 Only the module docstring and the eight REGIONS may differ: the lines between `# [name]`
 and `# [/name]`.
@@ -22,7 +22,7 @@ SIBLINGS = (
 # In file order; main(), which contains 6/6, comes before the other functions
 REGIONS = ("imports", "1/6 launch", "2/6 shard", "3/6 wrap", "6/6 finish")
 REGIONS += ("4/6 step", "5/6 combine", "start")
-PLACE = "\0"  # starts a line that stands in for a region
+PLACE = "\0"  # starts a line that replaces a region
 OPENING = re.compile(r"\s*# \[(?!/)([^\]]+)\]")
 CLOSING = re.compile(r"\s*# \[/([^\]]+)\]$")
 DOCSTRING = re.compile(r'""".*?"""\n', re.DOTALL)

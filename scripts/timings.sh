@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Time the strategies that this machine can run: which are faster, and which are equal within 3 %?
+# Time the strategies that this machine can run: which are faster, and which are equal to within 3 %?
 #
-#   bash scripts/timings.sh                         # takes ten minutes; --minutes 40 decides more
+#   bash scripts/timings.sh                         # takes ten minutes; --minutes 40 decides more comparisons
 #   bash scripts/timings.sh --data /path/to/imagenet
 #   bash scripts/timings.sh --modes scaling --output runs/scaling    # 1, 2, 4 ... devices
 #

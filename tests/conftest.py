@@ -19,7 +19,7 @@ from benchmarks.comparison import commit, describe
 from scripts.sample_data import write_digits
 
 ROOT = Path(__file__).resolve().parent.parent
-# Steps of a few milliseconds
+# A flag for steps of a few milliseconds
 TINY = "--image-size 32 -b 4 --arch squeezenet1_1 --precision fp32 --print-interval 1".split()
 
 
@@ -33,7 +33,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a background job
         signal.signal(signal.SIGINT, signal.default_int_handler)
     for marker in MISSING:
         config.addinivalue_line("markers", f"{marker}: skipped where it is missing")
@@ -45,7 +45,7 @@ def pytest_configure(config):
 
 
 def left_out(config) -> list[str]:
-    """Markers of the tests that do not run in this session."""
+    """Return the markers whose tests do not run in this session."""
     if config.getoption("full"):
         return []
     chosen = "cluster" in config.getoption("markexpr")
@@ -55,7 +55,7 @@ def left_out(config) -> list[str]:
 def pytest_sessionfinish(session):
     """Add the figures of this session to the report that --figures names."""
     name = session.config.getoption("figures")
-    if name is None or hasattr(session.config, "workerinput"):  # of pytest-xdist
+    if name is None or hasattr(session.config, "workerinput"):  # pytest-xdist's
         return
     report = json.loads((ROOT / name).read_text())
     stats = session.config.pluginmanager.get_plugin("terminalreporter").stats
@@ -71,7 +71,7 @@ def pytest_sessionfinish(session):
 def problem_of(module: str) -> str | None:
     try:
         importlib.import_module(module)
-    except (ImportError, RuntimeError) as error:  # TorchCodec raises the second
+    except (ImportError, RuntimeError) as error:  # TorchCodec raises a RuntimeError
         return f"cannot be used: {error}"
     return None
 
@@ -107,7 +107,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """The environment of a launched script: this Python first, no launcher's variables."""
+    """Return a launched script's environment: this Python first, no launcher's variables."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     names += ("NPROC", "LAUNCHER", "CONTROLLER", "HOSTS", "INTERVAL_HOOK")
     others = ("SLURM_", "GLOO_", "NCCL_")
@@ -124,7 +124,7 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def start(command, output, variables, **options) -> subprocess.Popen:
-    """Start a command from the project's folder, in a session of its own."""
+    """Start a command from the project's folder, in its own session."""
     return subprocess.Popen(
         [str(word) for word in command],
         cwd=ROOT,
@@ -138,7 +138,7 @@ def start(command, output, variables, **options) -> subprocess.Popen:
 
 
 def run(*command, timeout: float = 180, **extra: str) -> subprocess.CompletedProcess:
-    """Run a command from the project's folder; after `timeout` seconds it is killed."""
+    """Run a command from the project's folder; kill it after `timeout` seconds."""
     process = start(command, subprocess.PIPE, extra, text=True, errors="replace")
     try:
         stdout, stderr = process.communicate(timeout=timeout)
@@ -150,13 +150,13 @@ def run(*command, timeout: float = 180, **extra: str) -> subprocess.CompletedPro
 
 
 def launcher(strategy: str, *flags, **extra) -> subprocess.CompletedProcess:
-    """Run scripts/STRATEGY.sh with flags; `timeout` and environment variables by name."""
+    """Run scripts/STRATEGY.sh with flags; keywords are `timeout` and environment variables."""
     return run("bash", ROOT / "scripts" / f"{strategy}.sh", *flags, **extra)
 
 
 def processes_of(run: str) -> dict[int, str]:
-    """States of the living processes that inherited the variable TEST_RUN=run."""
-    command = "ps axeww -o pid=,stat=,args=".split()  # e: and variables
+    """Return the states of the live processes that inherited the variable TEST_RUN=run."""
+    command = "ps axeww -o pid=,stat=,args=".split()  # e: also print variables
     printed = subprocess.check_output(command, text=True, errors="replace")
     lines = [line.split() for line in printed.splitlines()]
     return {
@@ -165,7 +165,7 @@ def processes_of(run: str) -> dict[int, str]:
 
 
 def wait_until(condition, seconds: float, what, interval: float = 0.1) -> None:
-    """Poll until `condition()` is true; after `seconds` fail with `what`, or what it returns."""
+    """Poll until `condition()` is true; after `seconds`, fail with `what` or its result."""
     for _ in range(round(seconds / interval)):
         if condition():
             return
@@ -174,7 +174,7 @@ def wait_until(condition, seconds: float, what, interval: float = 0.1) -> None:
 
 
 class Started:
-    """A command under way; whatever inherited its TEST_RUN is killed at the block's end."""
+    """A running command; leaving the block kills all processes that inherited its TEST_RUN."""
 
     def __init__(self, mark, command, output=subprocess.DEVNULL, **variables):
         self.run = str(mark)
@@ -203,7 +203,7 @@ def digits(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def pictures(tmp_path) -> Path:
-    """A small data set to be spoiled: 2 classes, 8 training and 4 validation images each."""
+    """A small data set for tests to damage: 2 classes, each with 8 training and 4 validation images."""
     generator = torch.Generator().manual_seed(0)
     for part, count in (("train", 8), ("val", 4)):
         for name in ("cat", "dog"):

@@ -1,11 +1,11 @@
-"""Make the mistakes of mutations.txt, and see whether tests notice them.
+"""Make the mistakes of mutations.txt, and check that tests catch them.
 
     bash scripts/test.sh --mutations            # all of them, 30 minutes on two cores
-    bash scripts/test.sh --mutations smoothing  # those with this word in their name
+    bash scripts/test.sh --mutations smoothing  # mistakes with this word in their names
 
-Each mistake is made in a copy of the project, where only the tests named beside it run: one
+Each mistake is made in a copy of the project, where only the tests listed with it run: one
 of them has to fail. Before that, the same tests have to pass in a copy without a mistake.
-Updates benchmarks/results/mutations.json. Exit status 1 where a mistake survived or a test broke.
+This updates benchmarks/results/mutations.json. The exit status is 1 if a mistake survives or a test breaks.
 """
 
 import json
@@ -32,7 +32,7 @@ class Mutation(NamedTuple):
 
     name: str
     file: str  # "scripts": all five
-    tests: list[str]  # of pytest, below tests/
+    tests: list[str]  # names of tests, relative to tests/
     old: str
     new: str
 
@@ -42,7 +42,7 @@ class Mutation(NamedTuple):
 
 
 def read_mutations(text: str) -> list[Mutation]:
-    """Read the blocks of mutations.txt, whose first lines say what they are made of."""
+    """Read the blocks of mutations.txt; its first lines describe the format."""
     mutations = []
     for block in re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).strip().split("\n\n"):
         name, where, *lines = block.strip("\n").split("\n")
@@ -58,7 +58,7 @@ MUTATIONS = read_mutations(Path(__file__).with_suffix(".txt").read_text())
 
 
 def problem(mutation: Mutation) -> str | None:
-    """Why a mistake cannot be made in the project as it is; None where it can."""
+    """Return why a mistake cannot be made in the current project, or None if it can."""
     for path in mutation.files(ROOT):
         found = path.read_text().count(mutation.old)
         if found != 1:
@@ -72,7 +72,7 @@ def problem(mutation: Mutation) -> str | None:
 
 
 def run_tests(tests: Iterable[str], mistake: Mutation | None = None) -> tuple[int, str]:
-    """pytest's exit status and last lines, in a copy of what git knows of the project."""
+    """Run pytest in a copy of the files that git knows; return its exit status and last lines."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True)
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
@@ -95,9 +95,9 @@ def run_tests(tests: Iterable[str], mistake: Mutation | None = None) -> tuple[in
 
 
 def attempt(mutation: Mutation) -> dict:
-    """Make one mistake in a copy, and run the tests that have to see it."""
+    """Make one mistake in a copy, and run the tests that have to catch it."""
     status, text = run_tests(mutation.tests, mutation)
-    # pytest's other exit statuses are no verdict
+    # pytest's other exit statuses do not count as a result
     verdict = {0: "SURVIVED", 1: "seen"}.get(status, f"BROKEN\n{text}\n")
     print(f"{verdict:9}{mutation.name}", flush=True)
     what = {"name": mutation.name, "file": mutation.file, "tests": mutation.tests}
@@ -105,7 +105,7 @@ def attempt(mutation: Mutation) -> dict:
 
 
 def write(results: list[dict]) -> None:
-    """Write benchmarks/results/mutations.json; mistakes that were not tried keep their results."""
+    """Write benchmarks/results/mutations.json; keep the results of mistakes that were not tried."""
     git = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     commit = subprocess.check_output(git, cwd=ROOT, text=True).strip()
     path = ROOT / "benchmarks" / "results" / "mutations.json"
@@ -123,7 +123,7 @@ def write(results: list[dict]) -> None:
 
 
 def main(words: list[str]) -> int:
-    """Try the mistakes whose names have one of `words`, or all; the exit status."""
+    """Try the mistakes whose names contain one of `words`, or all; return the exit status."""
     chosen = [m for m in MUTATIONS if not words or any(w in m.name for w in words)]
     problems = list(filter(None, map(problem, chosen)))
     if problems or not chosen:

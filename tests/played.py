@@ -1,4 +1,4 @@
-"""Processes that a fork server starts, which has imported PyTorch; and any program in one."""
+"""Start processes, and programs in them, from a fork server that has imported PyTorch."""
 
 import multiprocessing
 import os
@@ -17,14 +17,14 @@ SCRIPTS = ("dataparallel", "distributed", "multiprocessing_distributed")
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens at."""
+    """Return a port of this machine on which no process listens."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
 
 
 def fork_server():
-    """A process that has imported everything and forks others, free of our threads."""
+    """Start a process that has imported everything and forks others; it has no threads of ours."""
     own = f"{ROOT}:{ROOT / 'tests'}:"  # the server's imports
     others = os.environ.get("PYTHONPATH", "").removeprefix(own)
     os.environ["PYTHONPATH"] = own + others
@@ -35,7 +35,7 @@ def fork_server():
 
 
 class Played:
-    """Processes; what number N prints goes to N.log. Killed when the block is left."""
+    """Processes that are killed when the block ends; process N prints to N.log."""
 
     def __init__(self, folder: Path):
         folder.mkdir(parents=True, exist_ok=True)
@@ -47,18 +47,18 @@ class Played:
 
     def __exit__(self, *_):
         for process in self.processes:
-            process.kill()  # ends stopped ones too
+            process.kill()  # also ends stopped processes
             process.join()
 
     def start(self, task, *arguments) -> None:
-        """Run a function of a file of tests/ in a new process."""
+        """Run a function from a file in tests/ in a new process."""
         log = self.folder / f"{len(self.processes)}.log"
         process = fork_server().Process(target=_run, args=(log, task, arguments))
         process.start()
         self.processes.append(process)
 
     def end(self, seconds: float = 60) -> list[int]:
-        """Wait for all; their exit statuses, a killed one's below zero."""
+        """Wait for all processes; return their exit statuses (negative if killed)."""
         until = time.monotonic() + seconds
         for process in self.processes:
             process.join(max(0, until - time.monotonic()))
@@ -83,28 +83,28 @@ def _run(log: Path, task, arguments: tuple) -> None:
 
 
 def python(words: tuple, variables: dict) -> None:
-    """Do what `python WORDS` does, PyTorch being imported already."""
+    """Do what `python WORDS` does, but with PyTorch already imported."""
     os.environ.clear()
     os.environ.update(variables)
     sys.argv[:] = [str(word) for word in words]
     if sys.argv[0] == "-m":
         del sys.argv[0]
-        sys.modules.pop(sys.argv[0], None)  # or runpy warns
+        sys.modules.pop(sys.argv[0], None)  # otherwise runpy prints a warning
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
         run_path(sys.argv[0])
 
 
 def run_path(path) -> None:
-    sys.path[:0] = [str(Path(path).parent)]  # which a file may import from
+    sys.path[:0] = [str(Path(path).parent)]  # the file may import from its folder
     runpy.run_path(str(path), run_name="__main__")
 
 
 def lesson(path: Path, variables: dict, errors: Path) -> None:
-    """Run a program of tutorial/; the processes that it starts are forks too.
+    """Run a program from tutorial/; the processes that it starts are also forks.
 
     Args:
-        errors: takes what it prints on its standard error, such as times.
+        errors: receives what the program prints to standard error, such as times.
     """
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
     torch.multiprocessing.spawn = spawn
@@ -112,9 +112,9 @@ def lesson(path: Path, variables: dict, errors: Path) -> None:
 
 
 def spawn(function, args: tuple, nprocs: int) -> None:
-    """torch.multiprocessing.spawn with forks.
+    """Replace torch.multiprocessing.spawn, with forks.
 
-    None begins before the last is forked: when one connects to a TCPStore of this process,
+    No process begins before the last is forked. When one connects to this process's TCPStore,
     the store's thread takes a lock of glibc for a moment, and a fork would wait for it.
     """
     begin = multiprocessing.get_context("fork").Event()

@@ -1,8 +1,8 @@
-"""Runs a script's CUDA lines on a machine without GPUs, and records the calls.
+"""Run a script's CUDA lines on a machine without GPUs, and record the calls.
 
 A tensor on a pretended GPU is a CPU tensor in PLACES. As with CUDA, it is an error to mix
 devices, to send CPU tensors over NCCL, and to use CUDA in a forked process. CPU kernels
-compute, Gloo communicates, nn.DataParallel's replicas take turns in one thread. Nothing
+compute, Gloo communicates, and nn.DataParallel's replicas take turns in one thread. Nothing
 here tests CUDA, cuDNN, NCCL, streams, pinned memory, speed, or calls within backward().
 """
 
@@ -26,7 +26,7 @@ WAITS = {"cpu", "item", "tolist", "numpy", "nonzero", "__bool__", "__float__"}
 
 
 class PretendedGpus(TorchFunctionMode):
-    """Sees the calls of PyTorch's functions while it is active."""
+    """Intercepts calls of PyTorch's functions while it is active."""
 
     def __init__(self, count: int, folder: str):
         self.count, self.folder, self.now, self.user = count, folder, 0, None
@@ -46,7 +46,7 @@ class PretendedGpus(TorchFunctionMode):
         setattr(owner, name, noting)
 
     def gpu(self, device: torch.device) -> torch.device:
-        """Return a device with its index, in the process that uses CUDA first."""
+        """Return a device with its index; allow only the first process that uses CUDA."""
         self.user = self.user or os.getpid()
         index = self.now if device.index is None else device.index
         if self.user != os.getpid() or index >= self.count:
@@ -82,7 +82,7 @@ class PretendedGpus(TorchFunctionMode):
         return result
 
     def install(self) -> None:
-        """Replace what needs a GPU, and record the calls of that and some others."""
+        """Replace functions that need a GPU, and record the calls of these and some others."""
         replace, load = self.replace, DataLoader.__init__
         join, cast = dist.init_process_group, autocast.__init__
         wrappers = DDP, nn.DataParallel
@@ -117,7 +117,7 @@ def data_parallel(wrapped: nn.DataParallel, images: Tensor) -> Tensor:
 
 def run(gpus: int, folder: str, script: str, flags: list) -> None:
     sys.argv = [script, *map(str, flags)]
-    torch.multiprocessing.spawn = spawn  # forks, in which all of this stays in place
+    torch.multiprocessing.spawn = spawn  # forks keep these replacements
     if gpus:  # otherwise the script runs on the CPU
         PretendedGpus(gpus, folder).install()
     runpy.run_path(script, run_name="__main__")

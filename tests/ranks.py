@@ -1,8 +1,8 @@
-"""The scripts' main() in processes that a fork server starts: a second each, not a launch.
+"""Run the scripts' main() in processes from a fork server, which start in a second.
 
-Also runs under horovodrun, which alone can start Horovod's processes:
+This file also runs under horovodrun, as only horovodrun can start Horovod's processes:
     horovodrun -np 2 python tests/ranks.py TASK [ARGUMENTS AS JSON]
-A task is a function of this file; what rank R returns is saved as FOLDER/result-R.pt.
+A task is a function in this file; rank R's result is saved as FOLDER/result-R.pt.
 """
 
 import importlib
@@ -41,12 +41,12 @@ class Ranks(Played):
             self.start(_rank, folder, place, task, arguments)
 
     def alive(self, *ranks: int) -> bool:
-        """Whether any of these ranks, or of all, still runs."""
+        """Return whether any of these ranks (by default, any rank) still runs."""
         chosen = [self.processes[rank] for rank in ranks] or self.processes
         return any(process.is_alive() for process in chosen)
 
     def results(self, seconds: float = 60) -> list:
-        """What each rank's task returned."""
+        """Return the result of each rank's task."""
         statuses = self.end(seconds)
         assert not any(statuses), f"{statuses}\n{self.text()}"
         return results(self.folder)
@@ -63,7 +63,7 @@ def run_ranks(folder: Path, world_size: int, task, seconds: float = 180, **argum
 
 
 def _rank(folder: Path, place: dict, task, arguments: dict) -> None:
-    """What a started process does."""
+    """Run a task in a started process."""
     os.environ.update(place)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.save(task(**arguments), folder / f"result-{place['RANK']}.pt")
@@ -73,7 +73,7 @@ def _rank(folder: Path, place: dict, task, arguments: dict) -> None:
 
 
 class Net(nn.Sequential):
-    """Layers, whose outputs are multiplied."""
+    """A network whose layers' outputs are multiplied."""
 
     def __init__(self, times: float, *layers: nn.Module):
         super().__init__(*layers)
@@ -84,26 +84,26 @@ class Net(nn.Sequential):
 
 
 def small(classes: int, times: float = 1) -> Net:
-    """No batch norm and no dropout: its gradient is the same however a batch is split."""
+    """A network without batch norm and dropout: splitting a batch does not change its gradient."""
     layers = [nn.Conv2d(3, 16, 3, stride=2), nn.GELU()]
     layers += [nn.Conv2d(16, 32, 3, stride=2), nn.GELU()]
     return Net(times, *layers, *POOLED, nn.Linear(128, classes))
 
 
 def norm(classes: int) -> Net:
-    """Its statistics differ between processes that train on shards."""
+    """A network with batch norm: processes that train on shards have different statistics."""
     layers = [nn.Conv2d(3, 8, 3, stride=4, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
     return Net(1, *layers, *POOLED, nn.Linear(32, classes))
 
 
 def drop(classes: int, times: float = 1) -> Net:
-    """With dropout, of which every process draws its own."""
+    """A network with dropout: every process draws its own masks."""
     layers = [nn.Conv2d(3, 8, 5, stride=3), nn.ReLU(), *POOLED, nn.Dropout(0.4)]
     return Net(times, *layers, nn.Linear(32, classes))
 
 
 def flat(classes: int) -> Net:
-    """Of which a compiler has little to make, for images of 32 pixels."""
+    """A network that compiles quickly, for images of 32 pixels."""
     layers = nn.Conv2d(3, 4, 3, stride=4), nn.Flatten()
     return Net(1, *layers, nn.Linear(256, classes))
 
@@ -117,7 +117,7 @@ NETS |= {"loud": partial(drop, times=30), "steep": partial(small, times=8)}
 
 
 class Images(list):
-    """A dataset of which a checkpoint only has the number of images and of classes."""
+    """A dataset of which a checkpoint contains only the numbers of images and classes."""
 
     def __init__(self, length: int, classes: int = 3):
         super().__init__(range(length))
@@ -125,12 +125,12 @@ class Images(list):
 
 
 def parse(*flags) -> Namespace:
-    """Flags of the command line, as all scripts have them."""
+    """Parse command-line flags as all scripts do."""
     return parse_arguments(build_parser("A test."), [str(flag) for flag in flags])
 
 
 def load_script(name: str, net: str | None):
-    """A script as a module, with one of our networks in place of torchvision's."""
+    """Load a script as a module, with one of our networks instead of torchvision's."""
     script = importlib.import_module(name)
     if net is not None:
 
@@ -143,7 +143,7 @@ def load_script(name: str, net: str | None):
 
 
 def start(script, flags: list) -> None:
-    """Run main() as the script itself does in one of its processes."""
+    """Run main() as the script does in each of its processes."""
     sys.argv = [f"{script.__name__}.py", *map(str, flags)]
     with one_line_errors():
         if script.__name__ != "multiprocessing_distributed":
@@ -155,9 +155,9 @@ def start(script, flags: list) -> None:
 
 
 def before_each_step(script, act) -> None:
-    """Have act(state, images, labels) called before each training step.
+    """Arrange that act(state, images, labels) is called before each training step.
 
-    `state` has what train() gets: model, optimizer, scheduler, scaler and checkpoint.
+    `state` contains train()'s arguments: model, optimizer, scheduler, scaler and checkpoint.
     """
     train = script.train
     names = "model optimizer scheduler scaler checkpoint".split()
@@ -177,17 +177,17 @@ def before_each_step(script, act) -> None:
 
 
 def train(name: str, flags: list, net: str | None = None):
-    """Train; whoever asks looks at the output folder."""
+    """Train; the caller reads the output folder."""
     start(load_script(name, net), flags)
 
 
 def train_unlike(name: str, flags: list, own: list[list], net: str | None = None):
-    """Train; rank R has the flags own[R] besides."""
+    """Train; rank R also gets the flags own[R]."""
     train(name, [*flags, *own[int(os.environ["RANK"])]], net)
 
 
 def train_unheard(name: str, flags: list):
-    """Train; what is printed after an epoch has nobody who reads it."""
+    """Train; nothing reads what is printed after an epoch."""
 
     class Closed:
         def __init__(self, stream):
@@ -218,10 +218,10 @@ def train_disturbed(name: str, flags: list, at: int, what, net: str | None = Non
 def train_watched(
     name: str, flags: list, net: str | None, skipped: int, gpus: str, backend="inductor"
 ) -> list[torch.Tensor] | int:
-    """Train without TF32; returns what the first convolution got in the first epoch.
+    """Train without TF32; return the first convolution's inputs in the first epoch.
 
-    The first `skipped` steps leave the weights alone, as steps with infinite gradients
-    do. Of a compiled network returns how many graphs it has.
+    The first `skipped` steps do not change the weights, like steps with infinite
+    gradients. For a compiled network, also return the number of its graphs.
     """
     torch.backends.cudnn.allow_tf32 = False
     nn.Module.compile = partialmethod(nn.Module.compile, backend=backend)
@@ -255,11 +255,11 @@ def train_watched(
     return seen
 
 
-# --- what a run came to ---
+# --- the results of a run ---
 
 
 def count_bytes(script) -> list[int]:
-    """A list to which the bytes of each all-reduce of gradients will be added."""
+    """Return a list that will receive the number of bytes of each gradient all-reduce."""
     sent = []
 
     def counted(send):
@@ -290,11 +290,11 @@ def count_bytes(script) -> list[int]:
 def recorded(name: str, runs: list, counted: bool = False) -> list[dict]:
     """Train for each (net, flags, stop, port) of `runs`, one after the other.
 
-    A run ends after its step `stop`, as if it was killed, unless that is None. Returns
-    what each came to in this process: learning rate and strides of each step, the crop
-    box and flip of each (epoch, index) if there are no loader processes, and at the end
-    weights, momenta and scaler; if `counted`, also the bytes of each all-reduce of
-    gradients.
+    A run ends after its step `stop`, as if it were killed, unless that is None. Return
+    each run's results in this process: the learning rate and strides of each step, the
+    crop box and flip of each (epoch, index) if there are no loader processes, and the
+    final weights, momenta and scaler; if `counted`, also the bytes of each all-reduce
+    of gradients.
     """
     script = load_script(name, None)
     build_model, build_datasets = script.build_model, script.build_datasets
@@ -344,12 +344,12 @@ def recorded(name: str, runs: list, counted: bool = False) -> list[dict]:
     script.build_datasets = datasets
     before_each_step(script, act)
     horovod = name == "horovod_distributed"
-    if horovod:  # is started once in a process
+    if horovod:  # can be started only once per process
         script.hvd.init()
         script.hvd.init = script.hvd.shutdown = lambda: None
     came_to, sent = [], count_bytes(script) if counted else []
     for net, flags, stop, port in runs:
-        os.environ["MASTER_PORT"] = str(port)  # the last one's store may be closing
+        os.environ["MASTER_PORT"] = str(port)  # the previous run's store may be closing
         script.build_model = build_model
         load_script(name, net)
         found = {"crops": {}, "rates": [], "strides": [], "stop": stop}
@@ -370,11 +370,11 @@ def recorded(name: str, runs: list, counted: bool = False) -> list[dict]:
 
 
 def save_for_ever(output: str) -> None:
-    """Save one checkpoint after the other; all tensors of the Nth are N.
+    """Save one checkpoint after another; all tensors of the Nth are N.
 
-    Each second one, from the first, is the best so far.
+    Every second checkpoint, starting with the first, is the best so far.
 
-    Writes N to the file `acknowledged` once save() has returned.
+    Write N to the file `acknowledged` after save() has returned.
     """
     args = parse("--synthetic", "--output", output, "--precision", "fp32")
     model = nn.Linear(512, 256)

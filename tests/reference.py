@@ -1,7 +1,7 @@
-"""One training in plain PyTorch: what the five scripts have to come to.
+"""A training in plain PyTorch, whose results the five scripts have to match.
 
-Nothing of the project is imported here. What only the project can know is data: the
-network, and the crop box and the flip that a run drew for each (epoch, index).
+This file imports nothing from the project. It receives as data what only the project can
+know: the network, and the crop box and the flip that a run drew for each (epoch, index).
 """
 
 import math
@@ -19,13 +19,13 @@ STD = torch.tensor([255 * 0.229, 255 * 0.224, 255 * 0.225]).view(3, 1, 1)
 
 
 def listing(folder):
-    """[(file, label), ...]: class folders by name, and the files of each by name."""
+    """Return [(file, label), ...], with class folders and their files sorted by name."""
     folders = enumerate(sorted(folder.iterdir()))
     return [(file, label) for label, one in folders for file in sorted(one.iterdir())]
 
 
 def picture(r, file, crop):
-    """(3, S, S) as the network takes it; `crop` is (box, flip), None in validation."""
+    """Return the network's input (3, S, S); `crop` is (box, flip), or None in validation."""
     pil = r.decoder == "pil"
     image = Image.open(file).convert("RGB")
     image = image if pil else V.pil_to_tensor(image)
@@ -39,7 +39,7 @@ def picture(r, file, crop):
 
 
 def learning_rate(r, step, steps):
-    """What step `step` of the run, counted from 0, is taken with; `steps` an epoch."""
+    """Return the rate for step `step` of the run, counted from 0, with `steps` per epoch."""
     full, warmup = r.lr * r.batch / 256, r.warmup_epochs * steps
     if step + 1 < warmup:
         return full * (step + 1) / warmup
@@ -50,7 +50,7 @@ def learning_rate(r, step, steps):
 
 
 def forward(run, samples, sums, smoothing=0.0):
-    """The loss of [(file, label, crop), ...]; adds to sums: loss, top-1, top-5, images."""
+    """Return the loss of [(file, label, crop), ...]; add loss, top-1, top-5, images to sums."""
     r, labels = run.recipe, torch.tensor([label for _, label, _ in samples])
     images = torch.stack([picture(r, file, crop) for file, _, crop in samples])
     images = images.contiguous(memory_format=torch.channels_last)
@@ -65,13 +65,13 @@ def forward(run, samples, sums, smoothing=0.0):
 
 @torch.no_grad()
 def take_step(run, gradients, rate):
-    """SGD. In fp16 gradients are scaled; at an infinite one the scale halves instead."""
+    """Take an SGD step. In fp16, an infinite scaled gradient halves the scale instead."""
     gradients = [gradient / run.scale for gradient in gradients]
     if run.recipe.precision == "fp16":
         if not all(gradient.isfinite().all() for gradient in gradients):
             run.scale, run.growth = run.scale / 2, 0
             return
-        run.growth += 1  # doubles the scale at 2,000, further than a test goes
+        run.growth += 1  # at 2,000 the scale doubles; no test gets so far
     for i, (weight, gradient) in enumerate(zip(run.weights, gradients, strict=True)):
         step = gradient.add(weight, alpha=run.recipe.weight_decay)
         if run.momenta[i] is not None:
@@ -81,7 +81,7 @@ def take_step(run, gradients, rate):
 
 
 def train(data, build, crops, r, processes=1):
-    """Train build(classes) by recipe `r` as `processes` do that share each batch."""
+    """Train build(classes) by recipe `r`, as `processes` that share each batch would."""
     train_set, val_set = listing(data / "train"), listing(data / "val")
     run = Namespace(recipe=r, scale=2.0**16 if r.precision == "fp16" else 1.0, growth=0)
     torch.manual_seed(r.seed)

@@ -1,4 +1,4 @@
-"""What benchmarks compare and how; no time is asserted here."""
+"""Check what the benchmarks compare, and how; no test asserts a time."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from common.meters import Timer
 
 
 def test_the_usual_pipeline_is_our_pillow_pipeline_normalized(tmp_path):
-    """Both do the same work, so that comparing their speeds means something."""
+    """Both do the same work, so that comparing their speeds makes sense."""
     facts = write_photographs(tmp_path, 12, 6, classes=2)
     assert facts["images"] == 18 and abs(facts["mean_bytes"] / 100_000 - 1) < 0.1
     val = usual.folder(tmp_path / "val", usual.VAL)
@@ -49,7 +49,7 @@ def hold(size: int) -> None:
 
 
 def test_memory_is_in_mib():
-    """A process's peak, and the private memory of loader processes, as Linux has them."""
+    """Linux reports a process's peak, and the private memory of loader processes."""
     timer = Timer()
     timer.interval(1, 8, 0.0)
     peak = timer.figures(torch.device("cpu"))["peak_memory_mib"]

@@ -1,4 +1,4 @@
-"""Checkpoints: complete, refused where they do not fit, never half written."""
+"""Checkpoints are complete, are refused if they do not fit, and are never half written."""
 
 import json
 import os
@@ -27,7 +27,7 @@ FLAGS = "--data x --precision fp16 --lr 0.1"
 
 
 def make(output, *flags, images=IMAGES):
-    """The state of a new run of a tiny network."""
+    """Return the state of a new run of a tiny network."""
     args = parse(*FLAGS.split(), "--output", output, *flags)
     torch.manual_seed(args.seed)
     model = torch.nn.Linear(4, 3)
@@ -44,7 +44,7 @@ def load(run, rank=0, world_size=1, all_reduce=lambda sums: sums):
 
 
 def resumed(output, *flags, **how):
-    """The state of another process that continues the run."""
+    """Return the state of another process that continues the run."""
     return load(make(output, "--resume", *flags, **how))
 
 
@@ -66,7 +66,7 @@ def finish(run, top1):
 
 
 def train_epochs(run, *top1):
-    """One step an epoch, each saved."""
+    """Train epochs of one step each, and save each of them."""
     for accuracy in top1:
         step(run, 1)
         finish(run, accuracy)
@@ -82,13 +82,13 @@ def read(path):
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
-# --- what a checkpoint holds ---
+# --- the contents of a checkpoint ---
 
 
 def test_a_checkpoint_holds_all_that_a_run_needs(tmp_path, monkeypatch):
-    """Weights, momenta, schedule, loss scale, sums, and place, in the middle of an epoch.
+    """It holds weights, momenta, schedule, loss scale, sums, and the position in an epoch.
 
-    It is loaded on the CPU, whichever GPU it was saved from.
+    It is loaded to the CPU, whichever GPU saved it.
     """
     read = Mock(side_effect=torch.load)
     monkeypatch.setattr(torch, "load", read)
@@ -113,7 +113,7 @@ def test_a_checkpoint_holds_all_that_a_run_needs(tmp_path, monkeypatch):
 
 
 def test_best_is_kept_when_the_next_epoch_is_no_better(tmp_path):
-    """Also by a resumed run; 200 / 3 is another number in float32."""
+    """A resumed run also keeps it; 200 / 3 is a different number in float32."""
     train_epochs(load(make(tmp_path)), 60.0, 200 / 3)
     run = resumed(tmp_path)
     assert run.best == 200 / 3
@@ -130,7 +130,7 @@ def test_best_is_kept_when_the_next_epoch_is_no_better(tmp_path):
 
 
 def test_the_first_epoch_in_a_new_folder_is_its_best(tmp_path):
-    """Whatever the best was in the folder that it is resumed from."""
+    """The best in the folder that the run resumes from does not matter."""
     run = load(make(tmp_path / "new", "--resume", saved(tmp_path)))
     for top1, best in ((0.0, 2), (30.0, 3), (20.0, 3)):
         step(run, 1)
@@ -190,7 +190,7 @@ def test_another_recipe_is_refused(tmp_path):
 
 
 def test_other_images_are_refused(pictures, tmp_path):
-    """But not where they are only validated, and not in another folder."""
+    """They are accepted if they are only validated, or if the folder has merely moved."""
 
     def images_of(folder):
         return build_datasets(parse("--data", folder, "--output", tmp_path))
@@ -247,7 +247,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_process_that_found_another_checkpoint_is_named(tmp_path):
-    """For example because --output is not the same folder on all machines."""
+    """This happens, for example, if --output is not the same folder on all machines."""
     saved(tmp_path)
     tables = []
 
@@ -270,7 +270,7 @@ def test_a_process_that_found_another_checkpoint_is_named(tmp_path):
 def test_a_kill_at_any_moment_of_a_write_leaves_a_whole_checkpoint(
     kills, tmp_path, record_property
 ):
-    """Nothing whose save() had returned is lost, and nothing is mixed."""
+    """No checkpoint is lost after save() has returned, and no two are mixed."""
     moments, halves, last = random.Random(0), 0, 0
     output = tmp_path / "run"
     output.mkdir()
@@ -299,7 +299,7 @@ def test_a_kill_at_any_moment_of_a_write_leaves_a_whole_checkpoint(
 
 
 def whole(content):
-    """The number that all tensors of a checkpoint of save_for_ever hold."""
+    """Return the number that all tensors of a checkpoint from save_for_ever hold."""
     tensors = list(content["state_dict"].values())
     tensors += [s["momentum_buffer"] for s in content["optimizer"]["state"].values()]
     assert len(tensors) == 4
@@ -311,7 +311,7 @@ def whole(content):
 
 
 def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
-    """What a power failure needs."""
+    """Otherwise, a power failure could leave an empty file."""
     calls, replace = [], os.replace
 
     def recorded_replace(source, target):

@@ -25,7 +25,7 @@ HOROVOD += "test_cuda.train({}, *sys.argv[1:5], sys.argv[5:])"
 
 
 def train(place: dict, gpus, folder, script: str, net: str, flags: list) -> None:
-    """Run a script as a launcher would that has set the variables in `place`."""
+    """Run a script as a launcher would, with the variables in `place`."""
     os.environ.update(place)
     if "EMPTY_APEX" in place:
         sys.modules["apex"] = SimpleNamespace(amp=object())
@@ -35,7 +35,7 @@ def train(place: dict, gpus, folder, script: str, net: str, flags: list) -> None
 
 
 def places(world_size: int, machines: int) -> list[dict]:
-    """Variables of the processes, which a launcher spreads over the machines in turn."""
+    """Return the variables of processes that a launcher spreads over the machines in turn."""
     names = "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK"
     job = "127.0.0.1", free_port(), world_size
     ranks = [(*job, rank, rank // machines) for rank in range(world_size)]
@@ -43,9 +43,9 @@ def places(world_size: int, machines: int) -> list[dict]:
 
 
 def start(folder, script, gpus, processes, net="norm", status=0):
-    """Run a script in processes, of which each has variables and flags.
+    """Run a script in processes, each with its own variables and flags.
 
-    Returns each training process's calls, by GPU, and what all printed.
+    Return each training process's calls, by GPU, and everything that was printed.
     """
     with Played(folder) as played:
         for place, flags in processes:
@@ -55,7 +55,7 @@ def start(folder, script, gpus, processes, net="norm", status=0):
 
 
 def calls_in(folder):
-    """Each training process's calls: name, arguments, options, cudnn.benchmark."""
+    """Return each training process's calls: name, arguments, options, cudnn.benchmark."""
     found = [[*map(json.loads, open(file))] for file in folder.glob("*.calls")]
     found.sort(key=lambda calls: named(calls, "set_device"))
     return [calls for calls in found if named(calls, "GradScaler")]
@@ -78,7 +78,7 @@ def came_to(output):
 
 @pytest.fixture(scope="module")
 def on_the_cpu(tmp_path_factory, digits):
-    """What distributed.py comes to on the CPU with a number of processes."""
+    """Return the results of distributed.py on the CPU with this number of processes."""
 
     @functools.cache
     def of(world_size, net="norm"):
@@ -92,7 +92,7 @@ def on_the_cpu(tmp_path_factory, digits):
 
 
 def check_launch(calls, gpu):
-    """Of one process: its GPU, from the first call on."""
+    """Check that one process uses its GPU from the first call on."""
     names, device = [call[0] for call in calls], f"cuda:{gpu}"
     assert named(calls, "set_device") == [[[device], {}, False]]
     order = ["set_device", "init_process_group", "DataLoader", "GradScaler"]
@@ -104,7 +104,7 @@ def check_launch(calls, gpu):
 
 
 def check_training(calls, gpu, precision):
-    """Of one process that trained and validated one epoch."""
+    """Check the calls of one process that trained and validated for one epoch."""
     names = [call[0] for call in calls]
     # Images and labels of 3 batches, and of 23 in validation; not the scaler's own
     copies = [call for call in named(calls, "to") if "device" not in call[1]]
@@ -125,7 +125,7 @@ def check_training(calls, gpu, precision):
 @pytest.mark.parametrize("world_size", (1, 2, 4))
 @pytest.mark.parametrize("script", ("distributed", "multiprocessing_distributed"))
 def test_ddp_has_the_bits_of_the_cpu(script, world_size, digits, on_the_cpu, tmp_path):
-    """Four processes are on two machines; torchrun's ranks go back and forth there."""
+    """Four processes are on two machines; torchrun's ranks alternate between these."""
     machines, precision = world_size // 2 or 1, PRECISION[world_size]
     chosen = ["--precision", precision] * (world_size > 1)  # bf16 is the default
     flags = flags_of(digits, tmp_path / "run", *chosen)
@@ -146,7 +146,7 @@ def test_ddp_has_the_bits_of_the_cpu(script, world_size, digits, on_the_cpu, tmp
 @pytest.mark.horovod
 @pytest.mark.parametrize("world_size", (pytest.param(1, marks=pytest.mark.full), 2, 4))
 def test_horovod(world_size, digits, on_the_cpu, tmp_path):
-    """Four processes add up gradients in another order than DDP's."""
+    """Four processes add up gradients in a different order than DDP's."""
     flags = flags_of(digits, tmp_path / "run", "--precision", PRECISION[world_size])
     words = ("horovodrun", "--gloo", "-np", world_size, sys.executable, "-c", HOROVOD)
     words += (world_size, tmp_path, "horovod_distributed", "norm", *flags, "-j", 0)
@@ -160,7 +160,7 @@ def test_horovod(world_size, digits, on_the_cpu, tmp_path):
 
 
 def check_numbers(output, expected, exactly):
-    """Raise an AssertionError if results differ by more than rounding, or at all."""
+    """Raise an AssertionError if results differ at all, or by more than rounding."""
     runs = [came_to(output), expected]
     assert runs[0] == runs[1] or not exactly
     floats = [[x for x in tree_leaves(run) if isinstance(x, float)] for run in runs]
@@ -169,7 +169,7 @@ def check_numbers(output, expected, exactly):
 
 @pytest.mark.parametrize("gpus", (1, 2, 4))
 def test_dataparallel(gpus, digits, on_the_cpu, tmp_path):
-    """Several GPUs add up gradients in another order than DDP's processes."""
+    """Several GPUs add up gradients in a different order than DDP's processes."""
     net, like = ("norm", 1) if gpus == 1 else ("small", 2)
     processes = [({}, flags_of(digits, tmp_path / "run"))]
     [calls], printed = start(tmp_path / "1", "dataparallel", gpus, processes, net)
@@ -188,7 +188,7 @@ def test_dataparallel(gpus, digits, on_the_cpu, tmp_path):
 
 @pytest.mark.skipif(find_spec("apex") is not None, reason="Apex is installed")
 def test_apex_is_refused_or_ends_before_amp(digits, tmp_path):
-    """Without Apex, no more than the lines before amp.initialize() can run."""
+    """Without Apex, only the lines before amp.initialize() can run."""
     place, flags = places(1, 1)[0], flags_of(digits, tmp_path / "run")
     for gpus, reason in enumerate((" needs a CUDA GPU", "'s amp or DDP is missing")):
         how = tmp_path / str(gpus), "apex_distributed", gpus, [(place, flags)]

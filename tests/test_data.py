@@ -1,4 +1,4 @@
-"""Which images, which augmentation, in which order; and data that cannot be used."""
+"""Check the images, their augmentation and their order; and the errors for unusable data."""
 
 import multiprocessing
 import random
@@ -20,7 +20,7 @@ CPU, NAME = torch.device("cpu"), "distributed"
 
 
 def loader_of(dataset, *flags, place=(0, 1), sampler=None, training=True):
-    """A process's loader; `place` is its rank and the number of processes."""
+    """Return a process's loader; `place` is its rank and the number of processes."""
     args = parse("--data", "x", "--decoder", "pil", "-b", 8, "-j", 0, *flags)
     rank, size = place
     if sampler is None:
@@ -29,7 +29,7 @@ def loader_of(dataset, *flags, place=(0, 1), sampler=None, training=True):
 
 
 def load(loader, epoch, first=0):
-    """[[(pixels in bytes, label), ...], ...]: the batches of an epoch."""
+    """Return the batches of an epoch: [[(pixels in bytes, label), ...], ...]."""
     loader.loader.sampler.sampler.set_epoch(epoch)
     return [
         [
@@ -41,7 +41,7 @@ def load(loader, epoch, first=0):
 
 
 class Draws(torch.utils.data.Dataset):
-    """27 images, of which each channel is drawn by another library."""
+    """27 images whose channels are drawn by three different libraries."""
 
     def __len__(self):
         return 27
@@ -54,7 +54,7 @@ class Draws(torch.utils.data.Dataset):
 
 
 def test_a_global_batch_is_the_same_whoever_loads_it():
-    """Whatever the processes and their loader processes, which live for all epochs."""
+    """The numbers of processes and loader processes, which live for all epochs, do not matter."""
     whole = [load(loader_of(Draws()), epoch) for epoch in range(3)]
     for size, workers in ((1, 2), (2, 0), (4, 1)):
         flags = ("-j", workers)
@@ -64,7 +64,7 @@ def test_a_global_batch_is_the_same_whoever_loads_it():
         assert len(started) == size * workers  # now, not beside a training's threads
         for epoch, right in enumerate(whole):
             shards = [load(rank, epoch) for rank in ranks]
-            assert len(right) == 3  # 27 // 8: the incomplete batch is dropped
+            assert len(right) == 3  # 27 // 8; the incomplete batch is dropped
             for step, *parts in zip(right, *shards, strict=True):
                 assert sorted(sum(parts, [])) == sorted(step)
                 assert {len(part) for part in parts} == {8 // size}
@@ -80,7 +80,7 @@ def test_a_global_batch_is_the_same_whoever_loads_it():
 
 
 def test_a_loader_process_ends_if_its_training_process_is_gone():
-    """Its parent may be killed before DataLoader looks for it the first time."""
+    """The parent may be killed before DataLoader first checks whether it is alive."""
     check = loader_of(Draws()).loader.worker_init_fn
     child = multiprocessing.get_context("fork").Process
     for target, status in ((check, 0), (partial(run_in_a_child, check), 1)):
@@ -98,7 +98,7 @@ def run_in_a_child(work, number):
 
 
 class Repeats(WeightedRandomSampler):
-    """A sampler that repeats an image, as a process would draw it."""
+    """A sampler that repeats an image within one process."""
 
     def __init__(self, place):
         super().__init__([0.0] * 5 + [1.0] + [0.0] * 21, 24)
@@ -108,7 +108,7 @@ class Repeats(WeightedRandomSampler):
 
 
 def test_a_repeated_image_is_augmented_anew():
-    """In an epoch, on another rank and in another epoch."""
+    """It may be repeated in an epoch, on another rank or in another epoch."""
     seen = []
     for place in ((0, 2), (1, 2)):
         loader = loader_of(Draws(), place=place, sampler=Repeats(place))
@@ -191,7 +191,7 @@ def test_pictures_may_be_deeper_in_their_class_folder(pictures):
     nested.mkdir(parents=True)
     for path in (pictures / "train" / "cat").glob("*.JPEG"):
         path.rename(nested / path.name)
-    (pictures / "train" / "notes.txt").touch()  # is no class
+    (pictures / "train" / "notes.txt").touch()  # not a class
     train_set, _ = build_datasets(parse("--data", pictures))
     assert len(train_set) == 16 and train_set[0][1] == 0
 
@@ -206,7 +206,7 @@ def test_synthetic_batches_are_of_any_number():
 
 
 def test_other_images_on_one_rank_are_one_line_in_every_process(pictures, tmp_path):
-    """As many, but one has another name. Nothing is written."""
+    """The number of images is the same, but one has another name. Nothing is written."""
     other = tmp_path / "other"
     subprocess.run(["cp", "-r", pictures, other], check=True)
     (other / "val" / "cat" / "3.JPEG").rename(other / "val" / "cat" / "9.JPEG")

@@ -1,4 +1,4 @@
-"""doctor names the mistakes of tests/doctor/mistakes.txt and of the labs, and accuses nobody else.
+"""doctor names the mistakes of tests/doctor/mistakes.txt and of the labs, and raises no false alarm.
 
 Each run is a real job, so most of them only run with --full.
 """
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 MODES = {path.stem: path for path in sorted(ROOT.glob("tests/doctor/modes/*.py"))}
 MISTAKES = read_mutations((ROOT / "tests" / "doctor" / "mistakes.txt").read_text())
-# What is wrong with each lab; it does not see what is wrong with the others
+# The finding for each lab; doctor does not see what is wrong with the labs left out here
 NUMBERS = [f"{number:02}" for number in (*range(1, 27), 28, 33, 35, 36, 37)]
 LABS = [path for n in NUMBERS for path in ROOT.glob(f"tutorial/labs/{n}_*.py")]
 NAMED = dict(
@@ -36,7 +36,7 @@ NAMED = dict(
 )
 # The others only run with --full
 QUICK = {"plain", "spawn"}
-# Mistakes that are made together
+# Mistakes that are made together in one script
 TOGETHER = {
     "plain": [
         "the epochs are in the same order",
@@ -66,18 +66,18 @@ UNSEEN = {
     "Lightning's sampler repeats a validation sample",
     "the counts are averaged",
     "each process skips its own bad batches",
-    # Draws with generator= are not recorded, only the states of the global generators
+    # Only the global generators and the data set's own are recorded, not draws with generator=
     "the same crops from a generator of the script's own",
-    # Only comparisons with the most probable class are seen, not with the first two
+    # Only comparisons with the most probable class are recorded, not with the top two
     "the ranks' accuracies without a loader are averaged",
-    # Only gradients are compared with their sum, not weights
+    # Only gradients, not weights, are compared with their sum
     "summed weights",
 }
 LAUNCHER = "torchrun --standalone --nproc-per-node 2 FILE"
 
 
 def needs(text):
-    """Marks of a script that needs a library, or time."""
+    """Return the marks of a script that needs a library."""
     missing = [
         n
         for n in ("accelerate", "lightning", "transformers")
@@ -89,7 +89,7 @@ def needs(text):
 
 
 def cases(named):
-    """Parameters with their names and marks."""
+    """Return parameters with their names and marks."""
     found = []
     for name, *values, text in named:
         marks = needs(text) + ([] if name in QUICK else [pytest.mark.full])
@@ -99,7 +99,7 @@ def cases(named):
 
 
 def watch(folder, command, *flags, file=None):
-    """Run a command under doctor in a folder; returns (what --json wrote, what it printed)."""
+    """Run a command under doctor in a folder; return --json's content and the ended process."""
     words = ["python", "-m", "doctor", *flags, "--json", "found.json", "--", *command]
     line = f"cd {folder} && {shlex.join(map(str, words))}"
     ended = run("bash", "-c", line, PYTHONPATH=str(ROOT))
@@ -108,7 +108,7 @@ def watch(folder, command, *flags, file=None):
 
 
 def examine(folder, path, text):
-    """The findings on a script."""
+    """Return doctor's findings on a script."""
     (folder / path.name).write_text(text)
     first = re.search(r'"""(.*?FILE)', MODES.get(path.stem, path).read_text())
     command = first[1] if first else LAUNCHER
@@ -118,7 +118,7 @@ def examine(folder, path, text):
 
 
 def bad(findings):
-    """The names of those that accuse."""
+    """Return the names of the findings that report a mistake."""
     return [one["check"] for one in findings if one["level"] in ("WRONG", "RISK")]
 
 
@@ -141,7 +141,7 @@ def test_a_mistake_is_named(mistake, tmp_path):
     text = path.read_text()
     assert text.count(mistake.old) == 1
     found = examine(tmp_path, path, text.replace(mistake.old, mistake.new))
-    if path.stem == "steps":  # what makes it slow is named first
+    if path.stem == "steps":  # the main reason why it is slow is named first
         first = f"{found[0]['check']} {found[0]['what']}"
         assert all(word in first for word in mistake.tests), found
     assert {*mistake.tests} & {one["check"] for one in found}, found
@@ -164,7 +164,7 @@ def test_what_was_found_in_public_scripts_is_named_in_ours():
     """Each finding of docs/found.md has a check, and a mistake that this check names."""
     text = " ".join((ROOT / "docs" / "found.md").read_text().split())
     rows = re.findall(r'\(`(\w+)`; planted as "(.+?)"\)', text)
-    assert len(rows) == text.count("To mend it:") > 10
+    assert len(rows) == text.count("To fix it:") > 10
     known = {(check, one.name) for one in MISTAKES for check in one.tests}
     assert not {*rows} - known
 
@@ -189,7 +189,7 @@ STRATEGIES += [pytest.param("horovod_distributed", marks=pytest.mark.horovod)]
 
 
 def same_weights(tmp_path, *command, copy=None, written):
-    """A command leaves the same checkpoint whether it is watched or not."""
+    """Check that a command leaves the same checkpoint whether it is watched or not."""
     contents = []
     for name in ("alone", "watched"):
         folder = tmp_path / name
@@ -204,7 +204,7 @@ def same_weights(tmp_path, *command, copy=None, written):
             assert ended.returncode == 0, ended.stderr
         content = torch.load(folder / written)
         if isinstance(content, dict):
-            del content["records"]  # of times
+            del content["records"]  # these contain times
         contents.append(tree_leaves(content))
     assert len(contents[0]) > 10
     for one, other in zip(*contents, strict=True):
@@ -212,7 +212,7 @@ def same_weights(tmp_path, *command, copy=None, written):
 
 
 def test_a_watched_run_has_the_same_weights(tmp_path):
-    """Those of its checkpoint, with dropout."""
+    """The test compares checkpoints of a network with dropout."""
     command = LAUNCHER.replace("FILE", "plain.py").split()
     same_weights(tmp_path, *command, copy=MODES["plain"], written="checkpoint.pt")
 
@@ -220,7 +220,7 @@ def test_a_watched_run_has_the_same_weights(tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_our_scripts_have_the_same_weights(name, tmp_path, digits):
-    """With loader processes; the checkpoint has the state of optimizers and generators."""
+    """They use loader processes; a checkpoint includes the states of optimizers and generators."""
     flags = ["--data", digits, *OURS, "--output", "run"]
     script = ROOT / "scripts" / f"{name}.sh"
     same_weights(tmp_path, "bash", script, *flags, written="run/checkpoint.pt")

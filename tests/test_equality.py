@@ -1,4 +1,4 @@
-"""What a step sends; and processes that horovodrun starts."""
+"""Count what a step sends, and test processes that horovodrun starts."""
 
 import json
 import os
@@ -15,7 +15,7 @@ HOROVOD = "horovod_distributed"
 
 
 def horovod_ranks(folder, world_size, task, seconds=180, **arguments):
-    """run_ranks for Horovod, whose processes horovodrun has to start."""
+    """Like run_ranks, for Horovod, whose processes horovodrun has to start."""
     folder.mkdir(parents=True, exist_ok=True)
     arguments = json.dumps({"folder": str(folder), **arguments}, default=str)
     command = ("horovodrun", "-np", world_size, "-H", f"localhost:{world_size}")
@@ -37,11 +37,11 @@ NAMES += [pytest.param(HOROVOD, marks=pytest.mark.horovod)]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_sends_its_gradients_once(tmp_path, digits, name):
-    """In four bytes a weight, or two, however many micro-batches there are."""
+    """It sends four or two bytes per weight, however many micro-batches there are."""
     flags = ["--data", digits, *FLAGS, "-b", 48, "--max-steps", 2, "--epochs", 1]
     more = [[], ["--accumulate", 4]]
     more.append(["--compress-gradients", "fp16", "--accumulate", 2])
-    if name != HOROVOD:  # which has fp16 alone
+    if name != HOROVOD:  # Horovod compresses only to fp16
         more.append(["--compress-gradients", "bf16"])
     runs = []
     for number, others in enumerate(more):

@@ -1,4 +1,4 @@
-"""What the user can mend is one line and status 2; all else keeps its traceback."""
+"""An error that the user can fix is one line and status 2; others keep their tracebacks."""
 
 import errno
 import shutil
@@ -27,7 +27,7 @@ NAME = "distributed"
     ],
 )
 def test_bad_input_is_one_line(flags, line, pictures, tmp_path, monkeypatch, capsys):
-    """Whatever rank a launcher or Slurm has left in the environment."""
+    """The rank that a launcher or Slurm has left in the environment does not matter."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoint.pt").touch()
     for name in ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "RANK"):
@@ -45,7 +45,7 @@ def test_bad_input_is_one_line(flags, line, pictures, tmp_path, monkeypatch, cap
 def test_an_unreadable_image_is_one_line_of_the_process_that_reads_it(
     pictures, tmp_path
 ):
-    """Not of the others: their traceback says that they have lost it."""
+    """The other processes' tracebacks say that they have lost that process."""
     broken = pictures / "train" / "dog" / "3.JPEG"
     broken.write_bytes(broken.read_bytes()[:200])
     flags = ["--data", pictures, *TINY, "-b", 16, "-j", 1, "--output", tmp_path / "out"]
@@ -58,7 +58,7 @@ def test_an_unreadable_image_is_one_line_of_the_process_that_reads_it(
 
 @pytest.mark.parametrize("number", (errno.ECONNREFUSED, errno.EADDRINUSE))
 def test_an_error_of_another_program_keeps_its_traceback(number, pictures, tmp_path):
-    """Such as a user's own metrics server; it is not taken for the launcher's."""
+    """An example is a user's metrics server; its error is not taken for the launcher's."""
     what = OSError(number, "for the user's own server")
     flags = ["--data", pictures, *TINY, "-j", 0, "--output", tmp_path / "out"]
     how = {"name": NAME, "flags": flags, "net": "small", "at": 2, "what": what}

@@ -1,4 +1,4 @@
-"""Decoders and transforms: the pixels that they must give, or one line."""
+"""Decoders and transforms produce the expected pixels, or a one-line error."""
 
 import io
 import os
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def picture_of(height, width):
-    """A smooth picture with some noise."""
+    """Return a smooth picture with some noise."""
     rows, columns, colors = numpy.mgrid[:height, :width, :3]
     waves = 128 + 90 * numpy.sin(rows / (5 + colors) + columns / (9 - colors))
     noise = numpy.random.default_rng(0).normal(0, 6, (height, width, 3))
@@ -38,7 +38,7 @@ def saved(image, **options):
 
 
 def odd_files():
-    """How files of data sets differ: an image, and how it is saved."""
+    """Return kinds of files that occur in data sets: an image, and how it is saved."""
     image = picture_of(64, 80)
     yield from ((mode, image.convert(mode), {}) for mode in ("CMYK", "L"))
     for mode in ("RGB", "L", "1", "P", "RGBA", "LA"):
@@ -79,7 +79,7 @@ def test_a_decoder_gives_pillows_pixels(decoder):
 
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_crops_are_torchvisions(decoder):
-    """Of an image of Pillow's with --decoder pil, otherwise of a tensor."""
+    """With --decoder pil the crops are of a Pillow image, otherwise of a tensor."""
     for size in ((375, 500), (500, 333), (240, 240), (200, 640)):
         content = saved(picture_of(*size), quality=92)
         image = Image.open(io.BytesIO(content))
@@ -97,7 +97,7 @@ def test_crops_are_torchvisions(decoder):
 
 
 def test_pillows_resize_differs_by_one_level():
-    """So that a run does not resume with --decoder pil, but with the two others."""
+    """So a run does not resume with --decoder pil, but does with the two other decoders."""
     made = [
         images.val_transform(partial(images.DECODERS[decoder], content), 224).int()
         for content in [saved(picture_of(375, 500))]

@@ -1,4 +1,4 @@
-"""Killed or stopped, a run ends, leaves no process behind, and resumes to the bit."""
+"""A killed or stopped run ends, leaves no process behind, and resumes bit for bit."""
 
 import json
 import random
@@ -21,7 +21,7 @@ COURSE = COURSE.split()
 
 @pytest.fixture(scope="module")
 def few(digits, tmp_path_factory):
-    """96 training and 30 validation images."""
+    """A data set of 96 training and 30 validation images."""
     folder = tmp_path_factory.mktemp("data") / "few"
     for part, count in (("train", 10), ("val", 3)):
         for source in sorted((digits / part).iterdir()):
@@ -32,13 +32,13 @@ def few(digits, tmp_path_factory):
 
 
 def came_to(output):
-    """All that a run leaves, but times and speeds."""
+    """Return everything that a run leaves, except times and speeds."""
     names = ("checkpoint.pt", "best.pt")
     found = [torch.load(output / name, weights_only=True) for name in names]
     lines = (output / "epochs.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == found[0]["records"]
     for content in found:
-        del content["recipe"]  # has the flags of one strategy
+        del content["recipe"]  # the flags differ between strategies
         for record in content["records"]:
             for name in kills.TIMES:
                 del record[name]
@@ -47,7 +47,7 @@ def came_to(output):
 
 
 def whole(folder, processes, *flags, **how):
-    """What an uninterrupted run comes to."""
+    """Return the results of an uninterrupted run."""
     name = "dataparallel" if processes == 1 else "distributed"
     flags = [*flags, "--output", folder / "whole"]
     run_ranks(folder, processes, train, name=name, flags=flags, **how)
@@ -103,8 +103,8 @@ def test_killed_again_and_again_it_ends_as_an_uninterrupted_run(
 ):
     """SIGKILL at random moments, from the first step to the last write.
 
-    A run resumes one of another strategy. The sums of another number of processes are
-    added in another order.
+    A run may resume a run of another strategy. With a different number of processes, the
+    sums are added in a different order.
     """
     sizes, flags, net = COURSES[course]
     flags = ["--data", few, *COURSE, *flags, "-j", 1]
@@ -122,7 +122,7 @@ def test_killed_again_and_again_it_ends_as_an_uninterrupted_run(
 
 
 def kill_until_it_ends(output, draw, sizes, **how):
-    """Start a training again and again, and kill it at random; how often it was killed."""
+    """Start a training again and again, killing it at random; return the number of kills."""
     for number in range(30):
         size = sizes[number % len(sizes)]
         names = ("distributed", "multiprocessing_distributed")
@@ -138,7 +138,7 @@ def kill_until_it_ends(output, draw, sizes, **how):
 
 
 def wait_for_a_save(output, ranks):
-    """Or for the end."""
+    """Wait until the run saves a checkpoint or ends."""
 
     def saved():
         path = output / "checkpoint.pt"
@@ -150,7 +150,7 @@ def wait_for_a_save(output, ranks):
 
 
 def test_an_epoch_that_cannot_be_printed_is_saved(few, tmp_path):
-    """As in `python dataparallel.py ... | head`, or with a log on a full disk."""
+    """This happens in `python dataparallel.py ... | head`, or with a log on a full disk."""
     flags = ["--data", few, *COURSE, "-j", 0, "--output", tmp_path / "out"]
     flags += ["--save-minutes", 9]
     with Ranks(tmp_path, 1, train_unheard, name="dataparallel", flags=flags) as ranks:

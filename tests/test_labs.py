@@ -1,9 +1,10 @@
-"""The scripts of tutorial/labs/ are broken as their page says; other scripts pass."""
+"""The scripts in tutorial/labs/ are broken as their page says; other scripts pass."""
 
 import csv
 import re
 import runpy
 import shutil
+import socket
 import subprocess
 import time
 
@@ -46,7 +47,7 @@ BROKEN = {
     "28": "after step 18 rank 0 ",
     "29": "the network without DDP cannot load model.pt",
     "30": "one process does with the same 16 images and a gradient of at most 0.3",
-    "31": "on a GPU, 18 of 18 steps would wait for it",
+    "31": "on a GPU, 18 steps would wait for it 18 times",
     "32": "in 18 steps, the script itself calls 37 collectives",
     "33": "step 1 moves the weights 0.00 times as far as one process does",
     "34": "step 1 moves the weights 2.00 times as far as one process does",
@@ -57,11 +58,42 @@ BROKEN = {
 }
 HOROVOD = pytest.mark.horovod
 LABELS = [pytest.param(x, marks=[HOROVOD] * (x == "30")) for x in SCRIPTS]
+CLIP = "            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)\n"
+SAVE = "    if dist.get_rank() == 0:\n        torch.save"
+BATCHES = "        for x, y in loader:\n"
+SOME = "        for x, y in [*loader][:{}]:\n"
+# Repairs that are wrong: lab, old text, new text
+WRONG = [
+    ("20", "nn.BatchNorm1d(16), ", ""),
+    ("25", "    dist.all_reduce(gradients, async_op=True)\n", ""),
+    ("25", "    model.register_comm_hook(sent, send)\n", ""),
+    ("25", "all_reduce(gradients, async_op=True)", "broadcast(gradients, 0)"),
+    ("26", CLIP, ""),
+    ("26", "model.parameters(), 0.1, momentum", "model.parameters(), 6553.6, momentum"),
+    ("26", 'GradScaler("cpu")', 'GradScaler("cpu", enabled=False)'),
+    ("27", "model.parameters(), 0.001", "model.parameters(), 0.1"),
+    ("27", "loss.backward()", "(100 * loss).backward()"),
+    ("28", "        optimizer.consolidate_state_dict()\n",
+     "        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)\n"),
+    ("29", "model.state_dict()",
+     "{k: w.to_local() for k, w in model.state_dict().items()}"),
+    ("31", "            total += loss.item()\n", ""),
+    ("32", "    dist.all_reduce(value)\n    return value / dist.get_world_size()",
+     "    return value"),
+    ("33", "model = fully_shard(net)", "model = net"),
+    ("34", "BATCH // world_size", "BATCH"),
+    ("35", BATCHES, SOME.format(6)),
+    ("36", BATCHES, SOME.format(3)),
+    ("36", "[rank::world_size]", "[:]"),
+    ("37", "EVERY = 3, 8, 4", "EVERY = 3, 12, 4"),
+    ("37", SAVE, "    for w in net.parameters():\n        dist.broadcast(w.data, 0)\n"
+     + SAVE),
+]  # fmt: skip
 LOOP = re.search(
     r" +for x, y in loader:\n(?: {12}.*\n)+", (LABS / SCRIPTS["19"]).read_text()
 )
 JOINED = "        with model.join():\n" + re.sub("(?m)^", "    ", LOOP[0]).rstrip(" ")
-# Other cures than those of solutions/: lab, old text, new text
+# Fixes that differ from solutions/: lab, old text, new text
 CURES = [
     ("03", "torch.manual_seed(dist.get_rank())", "torch.manual_seed(1)"),
     ("06", "(loss / dist", "(2 * loss / dist"),
@@ -78,7 +110,7 @@ CURES = [
 
 @pytest.fixture(scope="module")
 def graded(tmp_path_factory):
-    """What the grader says of the broken scripts, the solutions and the other cures."""
+    """Return the grader's verdicts on the broken scripts, the solutions and the other fixes."""
     names = ("broken", "solved", "cured")
     folder = tmp_path_factory.mktemp("labs")
     labs = [folder / name / "tutorial" / "labs" for name in names]
@@ -99,7 +131,7 @@ def graded(tmp_path_factory):
         statuses = played.end(seconds=400)
         logs = [played.log(number).splitlines() for number in range(3)]
     assert statuses == [1, 0, 0]
-    # What is printed last is how many labs pass
+    # The last line is the number of labs that pass
     lines = [[re.split(": | ", line, maxsplit=1) for line in log[:-1]] for log in logs]
     return [dict(pairs) for pairs in lines]
 
@@ -114,6 +146,23 @@ def test_a_broken_script_fails_and_its_solution_passes(graded, number):
 @pytest.mark.parametrize("number", [number for number, *_ in CURES])
 def test_what_counts_is_what_a_script_does(graded, number):
     assert graded[2][number] == "passes"
+
+
+def test_wrong_repairs_do_not_pass(tmp_path):
+    labs = tmp_path / "tutorial" / "labs"
+    shutil.copytree(LABS, labs)
+    for number, (lab, old, new) in enumerate(WRONG):
+        text = (LABS / SCRIPTS[lab]).read_text()
+        assert text.count(old) == 1, (lab, old)
+        (labs / f"{lab}_wrong{number:02}.py").write_text(text.replace(old, new))
+    task = "import grade\nfor one in sorted(grade.FOLDER.glob('*_wrong*.py')):\n"
+    (labs / "wrong.py").write_text(task + "    print(one.stem, grade.grade(one))\n")
+    with Played(tmp_path / "logs") as played:
+        played.start(python, (labs / "wrong.py",), environment(PATIENCE="5"))
+        assert played.end(seconds=300) == [0]
+        verdicts = played.log(0).splitlines()
+    assert len(verdicts) == len(WRONG)
+    assert not [line for line in verdicts if line.endswith(" None")]
 
 
 # The mistakes of the capstone: new text, old text
@@ -148,10 +197,16 @@ def test_each_mistake_of_the_capstone_is_counted(tmp_path):
 SANDBOX = "bwrap", "--ro-bind", "/", "/", "--unshare-all", "true"
 MISSING = not shutil.which("bwrap") or subprocess.run(SANDBOX, check=False).returncode
 PEEK = """
+import contextlib, os, socket
 from pathlib import Path
-files = Path("{labs}/solutions/07.patch"), Path("{folder}/ann"), Path.home() / ".profile"
+files = [Path("{labs}/solutions/07.patch"), Path("{folder}/ann")]
+files += Path("/tmp/course").rglob("*.patch")
 seen = [one for one in files if one.exists()]
-Path("{folder}/written").write_text("")  # disappears
+seen += [name for name in os.environ if "PYTEST" in name]
+with contextlib.suppress(OSError):
+    seen += [socket.create_connection(("127.0.0.1", {port}))]
+with contextlib.suppress(OSError):
+    Path("{folder}/written").write_text("")
 raise RuntimeError(seen)
 """
 
@@ -161,22 +216,26 @@ raise RuntimeError(seen)
     "script, how, limit",
     [
         (PEEK, "before the first step rank 0 fails with RuntimeError: []", 100),
-        ("while True: pass", "no result after 20 s, or the grader ended", 20),
+        ("while True: pass", "no result after 8 s, or the grader ended", 8),
     ],
 )
-def test_a_class_is_graded_in_a_sandbox(
-    script, how, limit, tmp_path, capsys, monkeypatch
-):
+def test_a_class_is_graded_in_a_sandbox(script, how, limit, tmp_path, capsys):
+    listener = socket.create_server(("127.0.0.1", 0))
+    facts = {"labs": LABS, "folder": tmp_path, "port": listener.getsockname()[1]}
     for student, text in (("ann", ""), ("bob", script)):
         (tmp_path / student).mkdir()
-        text = text.format(labs=LABS, folder=tmp_path)
-        (tmp_path / student / "07_shuffled.py").write_text(text)
-    monkeypatch.setenv("PATIENCE", "100")
+        (tmp_path / student / "07_shuffled.py").write_text(text.format(**facts))
+    (tmp_path / "ann" / "grade.py").write_text("print('07 passes')")
+    (tmp_path / "ann" / "08_three_epochs.py").symlink_to(LABS / "08_three_epochs.py")
+    (tmp_path / "ann" / "lab09.py").write_text("")
     tool = runpy.run_path(str(LABS / "grade_class.py"))
     tool["grade"].__globals__["LIMIT"] = limit
     assert tool["main"]([str(tmp_path)]) == 0
-    ann, bob = csv.DictReader(capsys.readouterr().out.splitlines())
-    assert ann["07"] == "the optimizer takes no step" and not ann["08"]
+    printed = capsys.readouterr()
+    assert printed.err == "ann/lab09.py is no lab's name\n"
+    ann, bob = csv.DictReader(printed.out.splitlines())
+    assert limit < 100 or ann["07"] == "the optimizer takes no step"
+    assert not ann["08"]
     assert bob["07"] == how and not (tmp_path / "written").exists()
 
 

@@ -1,4 +1,4 @@
-"""scripts/network.py: its figures follow from each other, and it names a slow link."""
+"""scripts/network.py prints consistent figures, and names a slow link."""
 
 import re
 import sys
@@ -10,7 +10,7 @@ from conftest import run
 
 from scripts import network
 
-# The switch, number 0, sends only 100 Mbit/s to the last of three hosts
+# The switch, host number 0, sends only 100 Mbit/s to the last of three hosts
 HOSTS = """
 export GLOO_SOCKET_IFNAME=eth0 CUDA_VISIBLE_DEVICES= net=network$$
 trap 'for n in 0 1 2 3; do ip netns delete $net-$n; done' EXIT
@@ -38,7 +38,7 @@ MISSING = hosts_missing()
 
 
 def check(text, sizes, count):
-    """What `count` processes have printed, and what they had to."""
+    """Check the output of `count` processes."""
     rows = re.findall(r"^ *([\d,]+) +([\d.]+) +([\d.]+) +([\d.]+)$", text, re.M)
     rows = [[float(word.replace(",", "")) for word in row] for row in rows]
     assert [row[0] for row in rows] == sizes

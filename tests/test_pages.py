@@ -1,4 +1,4 @@
-"""All pages: links, commands and code hold, and translations agree; files for GitHub."""
+"""On all pages, links, commands and code work, and translations agree; also GitHub's files."""
 
 import ast
 import json
@@ -41,7 +41,7 @@ def fences(text, *languages):
 
 
 def anchors(text):
-    """What GitHub calls the headings of a page."""
+    """Return GitHub's anchors for the headings of a page."""
     found, all_tokens = [], list(tokens(text))
     for opening, inline in zip(all_tokens, all_tokens[1:], strict=False):
         if opening.type == "heading_open":
@@ -85,7 +85,7 @@ def test_blocks_parse():
 
 
 def commands(text):
-    """Command lines of the bash blocks, and those in the middle of a sentence."""
+    """Return the command lines in bash blocks and in the middle of sentences."""
     found = "\n".join(fences(text, "bash")).replace("\\\n", " ").splitlines()
     inline = [token.content for token in tokens(text) if token.type == "code_inline"]
     found += [c for c in inline if re.match(r"(bash|python|torchrun|horovodrun) \S", c)]
@@ -93,25 +93,25 @@ def commands(text):
 
 
 def flags_of(script):
-    """Text of the files that may define a script's flags."""
+    """Return the text of the files that may define a script's flags."""
     path = ROOT / script
     files = [path, path.with_suffix(".py"), ROOT / f"{path.stem}.py"]
     shared = ["common/arguments.py", "benchmarks/comparison.py", "tests/conftest.py"]
     files += [ROOT / name for name in (*shared, "benchmarks/timings/options.py")]
     text = "".join(file.read_text() for file in files if file.exists())
-    return text + " --help -k -q -x -m"  # the last are pytest's
+    return text + " --help -k -q -x -m"  # the last three are pytest's
 
 
 def unknown(words):
-    """Files of a command that do not exist, and flags that nobody knows."""
-    wrong, known = [], None  # the text that knows what flags the script has
+    """Return a command's files that do not exist, and its flags that no parser defines."""
+    wrong, known = [], None  # the text that defines the script's flags
     launcher = words[0] == "torchrun" or words[1:3] == ["-m", "torch.distributed.run"]
     launcher = launcher and [*get_args_parser()._option_string_actions]
     for before, word in zip(["", *words], words, strict=False):
         flag = word.split("=")[0]
         if before == "-m" and re.match(r"(benchmarks|scripts|tests)\.", word):
             word = word.replace(".", "/") + ".py"
-        if word == "train.py":  # the reader's
+        if word == "train.py":  # the reader's own script
             known = ""
         elif re.fullmatch(r"[a-z][\w/.]*\.(py|sh)", word) and "diff" not in words:
             wrong += [] if (ROOT / word).exists() else [word]
@@ -152,7 +152,7 @@ def test_no_page_or_result_names_a_path_of_this_machine():
         assert not re.search(r"(?<![\w.])/(home|root|Users)/\w", text), file
 
 
-# --- what other files hold ---
+# --- the contents of other files ---
 
 
 def test_pages_show_what_scripts_lessons_and_results_are(tmp_path):
@@ -223,7 +223,7 @@ CHINESE = [name for name in TEXTS if "zh-CN" in name]
 
 
 def english(path):
-    """The English page of a Chinese one."""
+    """Return the English page of a Chinese one."""
     return str(path).replace(".zh-CN", "")
 
 
@@ -238,7 +238,7 @@ def test_chinese_pages_lead_to_chinese_pages(chinese):
 @pytest.mark.parametrize("chinese", CHINESE)
 def test_chinese_pages_have_the_headings_code_tables_links_and_numbers(chinese):
     def target(name, link):
-        """What a link leads to: the English page, and the number of the heading."""
+        """Return the target of a link: the English page, and the number of the heading."""
         path, _, anchor = unquote(link).partition("#")
         if re.match(r"\w+:", path):
             return link
@@ -247,7 +247,7 @@ def test_chinese_pages_have_the_headings_code_tables_links_and_numbers(chinese):
         return f"{english(path.resolve())}#{heading}"
 
     def facts(name):
-        """What a page has in every language; and the numbers in its text."""
+        """Return what must be the same in every language, and the numbers in a page's text."""
         text, fence = TEXTS[name], re.compile(r"^```.*?^```$", re.M | re.S)
         found = {"made": GENERATED.findall(text)}
         text = GENERATED.sub("", text)

@@ -1,4 +1,4 @@
-"""The five scripts are one: the same outside their regions, and strategy only inside."""
+"""The five scripts are the same outside their regions; only the regions differ by strategy."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""docs/pitfalls.md quotes what PyTorch really says, and its cures run."""
+"""docs/pitfalls.md quotes PyTorch's real messages, and its fixes run."""
 
 import re
 
@@ -19,7 +19,7 @@ CITED = (
     "RuntimeError: ProcessGroupNCCL is only",
     "RuntimeError: Distributed package doesn't",
 )
-# What one process can do wrong
+# Mistakes that one process can make
 ALONE = """
 import argparse, os, socket, sys, tempfile, traceback
 from datetime import timedelta
@@ -67,8 +67,8 @@ wrong(ImageFolder, ".")
 os.mkdir("cat")
 wrong(ImageFolder, ".")
 """
-# What two can; rank 0 has one batch less in "uneven", rank 1 sleeps in "silent", and
-# leaves out a parameter in "branch"
+# Mistakes that need two processes: rank 0 has one batch fewer in "uneven"; rank 1 sleeps in
+# "silent", and leaves out a parameter in "branch"
 TWO = """
 import sys, time
 from datetime import timedelta
@@ -77,7 +77,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 dist.init_process_group("gloo")
-dist.barrier()  # both are there, so the time of the next group begins together
+dist.barrier()  # both have arrived, so the timeout of the next group starts at the same time
 group = dist.new_group(timeout=timedelta(seconds=3))
 class Net(torch.nn.Linear):
     def forward(self, inputs, whole):
@@ -99,7 +99,7 @@ parser.add_argument("--local_rank")
 parser.parse_args()
 """
 
-# Runs each cure, and what is said of it here, in one process
+# Runs each fix, and checks what the page says about it, in one process
 CURES = """
 import argparse, ctypes, gc, os, random, re, signal, socket, sys
 from datetime import timedelta
@@ -153,13 +153,13 @@ print(count, "cures", sorted(calls))
 
 
 def in_a_group(size):
-    """Variables of processes that meet, without a GPU."""
+    """Return the variables of processes that form a group, without a GPU."""
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return environment(**group, WORLD_SIZE=str(size), CUDA_VISIBLE_DEVICES="")
 
 
 def alike(text):
-    """Without what differs from one machine and moment to another."""
+    """Return a text without the parts that differ between machines and runs."""
     text = re.sub(r"\x1b\[\d+m|\[[\d.:a-f]+\](:\d+)?", "", text)
     return re.sub(r"\d+", "N", re.sub(r"(folder in) \S+", r"\1 FOLDER", text))
 

@@ -1,4 +1,4 @@
-"""Data sets: the sample and ImageNet's archives."""
+"""Prepare data sets: the sample, and ImageNet's archives."""
 
 import hashlib
 import importlib
@@ -38,7 +38,7 @@ def archive(files, mode="w"):
 
 @pytest.fixture
 def archives(tmp_path, monkeypatch):
-    """In the shape of the official ones: 3 classes, 4 training images each, 6 for validation."""
+    """Archives like the official ones: 3 classes, 4 training images each, 6 for validation."""
     savemat = pytest.importorskip("scipy.io").savemat
     train = {
         f"{name}.tar": archive({f"{name}_{i}.JPEG": jpeg(10 * n + i) for i in range(4)})
@@ -85,7 +85,7 @@ def test_archives_become_folders_and_a_second_time_what_is_missing(archives, tmp
 
 
 def refuse(source, acts, monkeypatch, capsys):
-    """After each act, unpacking is one line with its reason."""
+    """Check that after each act, unpacking fails with one line that gives the reason."""
     new = source.parent / "new"
     monkeypatch.setattr("sys.argv", ["x.py", str(source), str(new)])
     for act, reason in acts:
@@ -112,7 +112,7 @@ def test_what_cannot_be_unpacked_is_one_line(archives, monkeypatch, capsys):
     ],
 )
 def test_hugging_faces_files(files, archives, tmp_path, monkeypatch, capsys):
-    """They become the same folders, or one line if something is wrong with them."""
+    """They become the same folders, or cause a one-line error if something is wrong."""
     monkeypatch.setattr(prepare_imagenet, "COUNTS", {"train": 12, "val": 6})
     old, new, data = (tmp_path / name for name in ("old", "good", "hub/data"))
     unpack(archives, old)

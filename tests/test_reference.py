@@ -1,6 +1,6 @@
-"""The scripts against tests/reference.py, a training that shares no line with them.
+"""Compare the scripts with tests/reference.py, a training that shares no line with them.
 
-Scripts that are compared with each other alone may all be wrong in the same way.
+Scripts that are only compared with each other could all be wrong in the same way.
 """
 
 import functools
@@ -42,12 +42,12 @@ FP16 = {"precision": "fp16", "epochs": 3, "lr": 0.02, "warmup_epochs": 1.5, "see
 FP16 |= {"schedule": "cosine", "label_smoothing": 0.2, "weight_decay": 0.01}
 FP16 |= {"accumulate": 2}
 BF16 = {"precision": "bf16", "epochs": 2, "warmup_epochs": 0, "seed": 1, "lr": 0.5}
-# Past epoch 30 and 60, and past epoch 30 on the cosine
+# Runs past epochs 30 and 60, and past epoch 30 with the cosine schedule
 LONG = {**FIRST, "epochs": 61, "batch": 4, "max_steps": 1}
 LONG_COSINE = {**LONG, "epochs": 33, "schedule": "cosine", "warmup_epochs": 2, "lr": 1}
-# By any number of processes, with loader processes
+# Cases for any number of processes, with loader processes
 MANY = {**FIRST, "batch": 12, "epochs": 6, "lr": 2, "warmup_epochs": 1}
-CASES = {  # the network, and what differs from the defaults
+CASES = {  # the network, and the flags that differ from the defaults
     "the default recipe": ("small", LONG),
     "the cosine": ("small", LONG_COSINE),
     "images of 224": ("small", {**FIRST, "image_size": 224, "epochs": 1}),
@@ -57,12 +57,12 @@ CASES = {  # the network, and what differs from the defaults
     "many": ("small", MANY),
     "mobilenet_v3_small": (None, {**FIRST, "epochs": 2, "seed": 5, "min_crop": 0.5}),
 }
-SHARED = ("all flags", "fp16", "bf16")  # by two processes
+SHARED = ("all flags", "fp16", "bf16")  # with two processes
 # Killed after step 2 of epoch 2, and after the last of epoch 1; then resumed
 KILLED = {"fp16": 7, "bf16": 5}
-# Where a bound comes from: with more than two processes, the sum of their gradients may be
+# The bound is derived as follows: with more than two processes, the sum of their gradients may be
 # taken in another order. A float32 sum of terms whose absolute values add up to A is off by
-# at most about eps * A a level of the addition tree; A is a few times the gradient here. SGD
+# at most about eps * A per level of the addition tree; A is a few times the gradient here. SGD
 # adds up lr / (1 - momentum) * steps of it. 18 steps, gradients below 1 (asserted), 4 levels.
 MOMENTUM_BOUND = 4 * torch.finfo(torch.float32).eps / (1 - 0.9)
 WEIGHT_BOUND = 18 * 2 * 12 / 256 * MOMENTUM_BOUND
@@ -70,7 +70,7 @@ WEIGHT_BOUND = 18 * 2 * 12 / 256 * MOMENTUM_BOUND
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """As the scripts' processes have: sums are taken in the same order."""
+    """Use one thread, like the scripts' processes, so that sums are taken in the same order."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -79,7 +79,7 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def photographs(tmp_path_factory):
-    """7 classes of pictures of all shapes, one of them grey and one turned by EXIF."""
+    """7 classes of pictures of all shapes; one picture is gray, and EXIF rotates another."""
     folder = tmp_path_factory.mktemp("photographs")
     numbers = numpy.random.default_rng(0)
     for part, count in (("train", 47), ("val", 19)):
@@ -100,7 +100,7 @@ def photographs(tmp_path_factory):
 
 
 def words(recipe):
-    """Flags of the command line."""
+    """Return the flags of the command line."""
     for name, value in recipe.items():
         flag = {"batch": "-b"}.get(name, "--" + name.replace("_", "-"))
         if value is not False:
@@ -109,9 +109,9 @@ def words(recipe):
 
 @pytest.fixture(scope="module")
 def ran(photographs, tmp_path_factory):
-    """Runs a script for all its cases, once, with `workers` loader processes.
+    """Run a script once for all its cases, with `workers` loader processes.
 
-    Returns {case: (for each process what each of its runs came to, output folder)}.
+    Return {case: (for each process, the results of each of its runs; output folder)}.
     """
 
     @functools.cache
@@ -145,14 +145,14 @@ def ran(photographs, tmp_path_factory):
 
 
 def crops_of(found):
-    """{(epoch, index): (box, flip)} of all processes and runs."""
+    """Return {(epoch, index): (box, flip)} of all processes and runs."""
     runs = [run for rank in found for run in rank]
     return {key: crop for run in runs for key, crop in run["crops"].items()}
 
 
 @pytest.fixture(scope="module")
 def expected(photographs, ran):
-    """What the reference comes to with the crops that one process has drawn."""
+    """Return the reference's results with the crops that one process has drawn."""
 
     @functools.cache
     def of(case, processes):
@@ -178,7 +178,7 @@ ROWS += [("dataparallel", 1, 2, "many")]
 
 
 def marked(rows, *others):
-    """Parameters, of which the first is a script's name."""
+    """Return parameters whose first value is a script's name."""
     marks = {HOROVOD: [pytest.mark.horovod, *others]}
     return [pytest.param(*row, marks=marks.get(row[0], ())) for row in rows]
 
@@ -187,19 +187,19 @@ same = partial(torch.testing.assert_close, rtol=0, atol=0, check_stride=True)
 
 
 def close(found, right):
-    """Sums of float64 in another grouping: up to 400 roundings of 2^-53 each."""
+    """Allow for float64 sums in another grouping: up to 400 roundings of 2^-53 each."""
     return found == pytest.approx(right, rel=1e-12)
 
 
 @pytest.mark.parametrize("name, processes, workers, case", marked(ROWS))
 def test_a_run_is_that_of_the_reference(ran, expected, name, processes, workers, case):
-    """Bit by bit: one process, or two, whose sum of two is the same in either order."""
+    """One process, or two (a sum of two is the same in either order), match bit for bit."""
     found, output = ran(name, processes, workers)[case]
     recipe, right = CASES[case][1], expected(case, processes)
     weights, *_ = right.epochs[-1]
     scaler = {"scale": right.scale, "_growth_tracker": right.growth}
     fp16 = recipe["precision"] == "fp16"
-    if not workers:  # which would draw the crops
+    if not workers:  # loader processes would draw the crops
         assert crops_of(found) == crops_of(ran(*ALONE)[case][0])
     for rank in found:
         assert close([rate for run in rank for rate in run["rates"]], right.rates)
@@ -211,7 +211,7 @@ def test_a_run_is_that_of_the_reference(ran, expected, name, processes, workers,
         if case in KILLED:
             killed, _ = rank
             assert len(killed["rates"]) == KILLED[case]
-        if fp16:  # its scale changed, or to restore it would be easy
+        if fp16:  # its scale has changed; otherwise, restoring it would prove nothing
             assert killed["scaler"]["scale"] < 2**16
             assert killed["scaler"]["_growth_tracker"] > 0
     saved = torch.load(output / "checkpoint.pt", weights_only=True)
@@ -264,7 +264,7 @@ def test_more_processes_differ_by_rounding_only(
 
 
 def test_crops_are_random_within_their_bounds(ran, photographs):
-    """They are data for the reference, which would follow wherever they go."""
+    """The reference takes the crops as data, so it could not notice wrong ones."""
     files = reference.listing(photographs / "train")
     areas = [numpy.prod(Image.open(file).size) for file, _ in files]
     for case, (_, flags) in CASES.items():

@@ -13,7 +13,7 @@ from benchmarks.scaling_model import MIB, Cluster, Link, buckets
 
 
 def hosts(**changes):
-    """Eight GPUs a host; a step of 100 ms, 100 MB in two calls."""
+    """Hosts with eight GPUs each; a step of 100 ms sends 100 MB in two calls."""
     links = Link(1e-5, 1e11), Link(1e-4, 1e10)
     return Cluster(0.1, 256, 100e6, 8, *links, bucket=1e9)._replace(**changes)
 
@@ -23,7 +23,7 @@ def test_hosts_by_hand():
     between = 2 * 6 * 1e-4 + 6 / 4 * 1e-2
     assert hosts().all_reduce(8) == pytest.approx(inside)
     assert hosts().all_reduce(32) == pytest.approx(inside + between)
-    # A host with one GPU has nothing but its network
+    # A host with one GPU uses only its network
     assert hosts(gpus_per_host=1).all_reduce(4) == pytest.approx(between)
     with pytest.raises(ValueError, match="12 GPUs do not fill hosts of 8"):
         hosts().all_reduce(12)
@@ -33,7 +33,7 @@ def test_a_pause_takes_as_long_with_any_number_of_gpus():
     paused, reduce = hosts(pause=3.0, epoch=100 * 256), hosts().all_reduce(32)
     alone, weak = 100 * 0.1 + 3, 100 / 32 * (0.1 + reduce) + 3
     assert paused.weak(32).low == pytest.approx(alone / weak / 32)
-    strong = 100 * (0.1 / 32 + reduce) + 3  # a step for each of one GPU's
+    strong = 100 * (0.1 / 32 + reduce) + 3  # as many steps as on one GPU
     assert paused.strong(32, 256).low == pytest.approx(alone / strong / 32)
 
 

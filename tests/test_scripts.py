@@ -1,4 +1,4 @@
-"""Launched training, what it leaves and prints, evaluation, and curves."""
+"""Launched training, the files and lines that it writes, evaluation, and curves."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ FLAGS = FLAGS.split()
 
 @pytest.fixture(scope="module")
 def trained(digits, tmp_path_factory):
-    """The output folder of two processes that no launcher started."""
+    """The output folder of a run with two processes that no launcher started."""
     folder = tmp_path_factory.mktemp("trained")
     flags = ["--data", digits, *FLAGS, "--output", folder / "out"]
     run_ranks(folder, 2, train, name="distributed", flags=flags)
@@ -41,7 +41,7 @@ def checkpoint(output):
 
 
 def test_a_launched_training_is_the_same(trained, digits, tmp_path):
-    """To the bit, under torchrun; and what it prints is what it records."""
+    """Under torchrun, the results are bit-for-bit identical, and the log shows the records."""
     flags = ("--data", digits, *FLAGS, "--output", tmp_path / "out", "--local-rank=0")
     ended = launcher("distributed", *flags, NPROC="2", CUDA_VISIBLE_DEVICES="")
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -61,7 +61,7 @@ def test_a_launched_training_is_the_same(trained, digits, tmp_path):
     torch.testing.assert_close(*ends, rtol=0, atol=0)
 
 
-# One process more than needed validates another batch, of one image
+# With one process more than needed, there is one more batch, of one image
 @pytest.mark.parametrize(
     "name, world_size, batch",
     [
@@ -73,7 +73,7 @@ def test_a_launched_training_is_the_same(trained, digits, tmp_path):
 def test_evaluate_finds_what_was_recorded(
     trained, digits, tmp_path, name, world_size, batch
 ):
-    """By any number of processes, of a file with more in it, without images to train."""
+    """Any number of processes can evaluate, also a file with extra keys, without training images."""
     record, file = records(trained)[-1], tmp_path / "with_ema.pt"
     content = checkpoint(trained)
     ema = {key: torch.zeros_like(value) for key, value in content["state_dict"].items()}
@@ -93,7 +93,7 @@ def test_evaluate_finds_what_was_recorded(
 
 
 def test_validation_records_no_gradients(monkeypatch):
-    """A graph of every batch would take memory, and the wrapped model would average."""
+    """A graph for every batch would take memory, and the DDP model would average gradients."""
     seen = []
 
     class Probe(torch.nn.Linear):
@@ -109,7 +109,7 @@ def test_validation_records_no_gradients(monkeypatch):
 
 
 def test_another_script_reads_the_checkpoint(trained):
-    """One that expects the keys of the ImageNet example of pytorch/examples."""
+    """The other script expects the keys of the ImageNet example in pytorch/examples."""
     content, model = checkpoint(trained), resnet18(num_classes=10)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=30)

@@ -1,4 +1,4 @@
-"""scripts/slurm.sbatch and deploy/ with stand-ins for the programs that they start.
+"""Run scripts/slurm.sbatch and deploy/ with stand-ins for the programs that they start.
 
 cluster/test_multihost.py runs slurm.sbatch under Slurm itself.
 """
@@ -7,7 +7,7 @@ import pytest
 import yaml
 from conftest import ROOT, run
 
-# Slurm signals the batch script, in which srun runs
+# Slurm sends the signal to the batch script, which runs srun
 SRUN = """
 printf '%s\\n' "$@"
 [ -z "${SIGNAL:-}" ] || { kill -"$SIGNAL" "$PPID"; sleep 1; }
@@ -20,7 +20,7 @@ case $1 in show) echo hosta ;; *) echo "scontrol $*" ;; esac
 
 @pytest.fixture
 def sbatch(tmp_path):
-    """Run the batch script: (status, the lines that it printed)."""
+    """Run the batch script; return its status and the lines that it printed."""
     for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash{text}")
         (tmp_path / name).chmod(0o755)
@@ -37,7 +37,7 @@ def sbatch(tmp_path):
 
 
 def test_a_requeued_job_resumes(sbatch):
-    """From its own checkpoint, unless it only evaluates."""
+    """It resumes from its own checkpoint, unless it only evaluates."""
     for restarts, flags, more in (
         (0, ["--lr", "1"], []),
         (0, ["--resume", "other.pt"], []),

@@ -1,7 +1,7 @@
-"""distributed.py as the start of another project, changed as README says.
+"""Use distributed.py as the start of another project, changed as the README says.
 
 The project has its own data set and network (start/project), AdamW, one more metric, a
-second loss, and an average of the weights (EMA), which is what validates.
+second loss, and an average of the weights (EMA), which is used for validation.
 """
 
 import shutil
@@ -23,7 +23,7 @@ TIMED = "seconds images_per_second data_wait peak_memory_mib".split()
 
 
 def edit(folder):
-    """Make the edits of start/edits.txt; returns how many lines they remove and add."""
+    """Make the edits of start/edits.txt; return how many lines they remove and add."""
     changed = Counter()
     for block in (ROOT / "tests" / "start" / "edits.txt").read_text().split("\n\n"):
         name, *lines = block.splitlines()
@@ -37,7 +37,7 @@ def edit(folder):
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """The project with pictures and a finished run."""
+    """Return the project with pictures and a finished run."""
     folder = tmp_path_factory.mktemp("project")
     shutil.copy(ROOT / "distributed.py", folder / "train.py")
     optional = shutil.ignore_patterns("tar.py", "nvimgcodec.py", "__pycache__")
@@ -66,7 +66,7 @@ def command(folder, output, *flags):
 
 
 def came_to(output):
-    """All that a run computed and saved, without times and memory."""
+    """Return everything that a run computed and saved, except times and memory."""
     files = [torch.load(output / name) for name in ("checkpoint.pt", "best.pt")]
     for content in files:
         for record in content["records"]:
@@ -77,7 +77,7 @@ def came_to(output):
 
 
 def test_a_killed_run_ends_with_the_same_bits(project):
-    """Its launcher is killed, and takes the other processes along."""
+    """The test kills the launcher, and then the other processes end too."""
     saved = project / "killed" / "checkpoint.pt"
     with Started(saved, command(project, "killed")) as job:
         wait_until(saved.exists, 90, "first checkpoint", interval=0.005)
@@ -107,7 +107,7 @@ def test_validation_is_of_the_average_and_counts_each_picture_once(project):
     assert record["val_images"] == 25 and record["val_top1"] > 50
     name = "layers.4.weight"
     assert not torch.equal(found["state_dict"][name], found["raw_model"][name])
-    assert found["recipe"]["z_loss"] == "0.001"  # a resumed run needs the same
+    assert found["recipe"]["z_loss"] == "0.001"  # a resumed run needs the same flag
     how = ("--evaluate", "--resume", "whole/best.pt")
     ended = run(*command(project, "new", *how))
     assert ended.returncode == 0, ended.stderr

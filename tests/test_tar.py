@@ -1,4 +1,4 @@
-"""Tar archives in place of folders: the same images and the same run, or one line."""
+"""With tar archives instead of folders, images and runs are the same, or there is one line."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from common import tar
 from common.data import build_datasets, build_loader, fingerprint
 from common.errors import UserError
 
-# From the folder of the pictures into $1
+# Archives the current folder's pictures into $1
 WHOLE = "tar -cf $1/train.tar -C train . && tar -cf $1/val.tar val"
 SHARDS = """
 tar -cf $1/train-1.tar -C train cat/0.JPEG "cat 2"
@@ -26,7 +26,7 @@ def arguments(data, *flags):
 
 @pytest.fixture
 def archives(pictures, tmp_path):
-    """A function that makes archives of the pictures in a folder of their own."""
+    """Return a function that archives the pictures in a new folder."""
     for part in ("train", "val"):  # in the order of paths, "cat 2/" is before "cat/"
         cat = pictures / part / "cat"
         (pictures / part / "dog").rename(pictures / part / "cat 2")
@@ -48,7 +48,7 @@ def archives(pictures, tmp_path):
 
 @pytest.mark.parametrize("commands", (WHOLE, SHARDS))
 def test_archives_have_the_images_of_the_folder(pictures, archives, commands):
-    """In loader processes too, which open them; so a run resumes with either."""
+    """Loader processes open the archives themselves; a run can resume with either format."""
     made = archives(commands)
     pairs = map(build_datasets, (arguments(pictures), arguments(made)))
     for files, members in zip(*pairs, strict=True):
@@ -97,7 +97,7 @@ def test_the_index_is_kept_until_an_archive_changes(archives, monkeypatch):
     assert [*map(fingerprint, first)] == [*map(fingerprint, again)]
     os.utime(made / "train.tar", (0, 0))
     for file in made.glob("val-*.npy"):
-        file.write_bytes(b"")  # as a crash may leave it
+        file.write_bytes(b"")  # a crash may leave an empty file
     tar.cached_index.cache_clear()  # as in another process
     build_datasets(arguments(made))
     assert sorted(built) == ["train", "train", "val", "val"]
@@ -105,7 +105,7 @@ def test_the_index_is_kept_until_an_archive_changes(archives, monkeypatch):
     for file in made.glob("*.npy"):
         file.unlink()
     tar.cached_index.cache_clear()
-    build_datasets(arguments(made))  # as in a folder that is read-only
+    build_datasets(arguments(made))  # as if the folder were read-only
     assert not [*made.glob("*.npy")] and len(built) == 6
 
 

@@ -1,4 +1,4 @@
-"""Timings: fair turns, no verdict by chance, and nothing left running."""
+"""Timings take fair turns, give no verdict by chance, and leave nothing running."""
 
 import json
 import math
@@ -48,7 +48,7 @@ def test_each_follows_each_other_equally_often_in_an_order_drawn_anew(number):
 
 
 def test_a_level_is_free_of_the_machine_s_slowness_and_of_single_turns():
-    """All turns of b take twice as long as a's; the machine slows down in the middle."""
+    """Each turn of b takes twice as long as a's; the machine slows down in the middle."""
     turns = []
     for slowness in (1, 1, 3, 3, 3, 1, 1):
         turns += [["a", [slowness] * 2, 0.0, []], ["b", [2.0 * slowness], 0.0, []]]
@@ -89,7 +89,7 @@ def test_verdicts_are_right_and_a_slowdown_is_found(slower, launch):
 
 # --- measuring ---
 
-# Two ranks with invented times, which make all three intervals of each turn different
+# Two ranks with made-up times: all three intervals of each turn differ
 INVENTED = """
 import os
 from benchmarks.timings import gate
@@ -106,7 +106,7 @@ while True:
 
 
 def test_of_a_turn_the_slowest_rank_counts_without_what_a_start_slows_down():
-    """Not counted: a job's first turn, a turn's first interval, an epoch's first one."""
+    """A job's first turn, and the first interval of a turn or an epoch, are not counted."""
     code = [sys.executable, "-c", INVENTED]
     wrong = [sys.executable, "-c", "raise SystemExit('a.py: error: no such thing')"]
     found = cohort([Candidate("a", code, {}), Candidate("b", wrong, {})], seconds=0.5)
@@ -119,7 +119,7 @@ def test_of_a_turn_the_slowest_rank_counts_without_what_a_start_slows_down():
 
 
 def pinned() -> None:
-    """Print the cores of a process of rank 1, and those of its child."""
+    """Print the cores of rank 1's process, and the cores of its child."""
     with subprocess.Popen(["sleep", "60"]) as child:
         one, _ = socket.socketpair()
         pin(one, rank=1, number=1)

@@ -1,6 +1,6 @@
 """The lessons' pages quote what the programs print, and their exercises have answers.
 
-Programs, changed programs and answers are run. `--figures` writes tutorial/*/output/.
+The tests run programs, changed programs and answers. `--figures` writes tutorial/*/output/.
 """
 
 import ast
@@ -24,7 +24,7 @@ ANSWER = r"<details>.*?</details>"
 
 
 def command(name):
-    """How the pages say that a lesson is started."""
+    """Return the command with which the pages start a lesson."""
     (found,) = {block for block in BLOCKS if f"/{name}.py" in block}
     return found
 
@@ -47,7 +47,7 @@ def programs(names):
 
 
 def output(name, path, folder, request):
-    """What it prints if started as its page says, or, sooner, in forks of a process."""
+    """Return a lesson's output, started as its page says or, faster, in forked processes."""
     launched = name == "restarts" or "horovod" in name
     if launched or request.config.getoption("full"):
         words = command(name).replace("29500", str(free_port()))
@@ -56,7 +56,7 @@ def output(name, path, folder, request):
         assert ended.returncode == 0
         return ended.stdout
     processes = [{}]
-    if name == "ranks":  # as torchrun starts four processes on each of two hosts
+    if name == "ranks":  # like torchrun with four processes on each of two hosts
         job = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}
         job["MASTER_PORT"] = str(free_port())
         places = [(str(r), str(r % 4), str(r // 4)) for r in range(8)]
@@ -70,7 +70,7 @@ def output(name, path, folder, request):
 
 
 def said(name, program):
-    """The file of what a program, or a change of it, prints."""
+    """Return the file with the output of a program, or of a changed program."""
     return LESSONS[program].parent / "output" / f"{name}.txt"
 
 
@@ -84,7 +84,7 @@ def compare(name, program, printed, request):
 
 @programs(LESSONS)
 def test_a_lesson_prints_what_its_page_quotes(name, request, tmp_path):
-    """To the letter: nothing in it depends on time or chance."""
+    """The text is identical: nothing in it depends on time or chance."""
     compare(name, name, output(name, LESSONS[name], tmp_path, request), request)
 
 

@@ -22,13 +22,13 @@ from common.model import build_model, build_scheduler
 
 
 def test_metrics_are_averages_of_sums_over_all_processes():
-    """Of batches of unlike sizes; and a metric may be a number for each class."""
+    """The batches may differ in size, and a metric may have a number for each class."""
 
     def batch(rows, labels):
         outputs = torch.tensor(rows, requires_grad=True)
         labels = torch.tensor(labels)
         sums = batch_sums(nn.functional.cross_entropy(outputs, labels), outputs, labels)
-        assert not sums["loss"].requires_grad  # or the graphs of an epoch would stay
+        assert not sums["loss"].requires_grad  # or the epoch's graphs would stay alive
         return {**sums, "by_class": torch.bincount(labels, minlength=7)}
 
     likely, unlikely = [0.0] * 6 + [9.0], [6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.0]
@@ -52,7 +52,7 @@ def test_metrics_are_averages_of_sums_over_all_processes():
 
 
 def test_speeds_leave_out_the_first_interval(monkeypatch):
-    """In which processes start. INTERVAL_HOOK is called after each interval."""
+    """Processes start in the first interval. INTERVAL_HOOK is called after each interval."""
     called, found = [], []
     hook = Namespace(after_interval=lambda *figures: called.append(figures))
     monkeypatch.setitem(sys.modules, "a_hook", hook)
@@ -88,7 +88,7 @@ X = ("--data", "x")
 
 
 def test_defaults_are_those_of_the_recipe():
-    """The others are in test_reference.py."""
+    """test_reference.py checks the other defaults."""
     args = parse(*X)
     assert (args.arch, args.epochs, args.global_batch_size) == ("resnet18", 90, 256)
     assert (args.save_minutes, args.print_interval) == (10, 10)
@@ -169,7 +169,7 @@ def test_apex_has_opt_levels_and_no_precision(monkeypatch, capsys):
 
 
 def test_a_first_step_that_overflows_warns_of_nothing():
-    """GradScaler leaves it out, where loss scaling begins too high by design."""
+    """GradScaler skips it, because the loss scale is too high at first by design."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -194,7 +194,7 @@ def test_a_model_that_cannot_be_built_is_one_line(monkeypatch):
 @pytest.mark.parametrize("pretrained", ([], ["--pretrained"]))
 @pytest.mark.parametrize("arch", ("googlenet", "inception_v3", "vit_b_32"))
 def test_a_model_has_one_output(arch, pretrained, monkeypatch):
-    """And no other network where its weights come from torchvision."""
+    """This also holds if the weights come from torchvision."""
     monkeypatch.setattr(WeightsEnum, "get_state_dict", lambda *_, **__: {})
     monkeypatch.setattr(nn.Module, "load_state_dict", lambda *_: None)
     with torch.device("meta"):

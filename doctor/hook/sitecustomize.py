@@ -1,7 +1,7 @@
 """Python runs this file when it starts, because doctor puts this folder on PYTHONPATH.
 
-It waits until the process has imported PyTorch, and then lets doctor/watch.py wrap
-PyTorch's functions. A sitecustomize.py of the user's own runs first.
+After the process has imported PyTorch, doctor/watch.py wraps PyTorch's functions. If
+the user has a sitecustomize.py, it runs first.
 """
 
 import importlib.machinery
@@ -13,7 +13,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def load(name: str, path: str):
-    """Import a file under a name that no other module has."""
+    """Import a file under a unique module name."""
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -28,11 +28,11 @@ class AfterImport:
     searches = False
 
     def find_spec(self, name: str, path=None, target=None):
-        """Find a module as usual, and wrap what executes it."""
+        """Find a module as usual, and wrap the function that executes it."""
         call = self.calls.get(name)
         if self.searches or call is None:
             return None
-        self.searches = True  # the search below asks this finder, too
+        self.searches = True  # the search below also asks this finder
         try:
             spec = importlib.util.find_spec(name)
         finally:

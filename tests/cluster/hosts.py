@@ -1,4 +1,4 @@
-"""Two hosts on one machine, made of network namespaces; root and iproute2 make them.
+"""Two hosts on one machine, as network namespaces; making them needs root and iproute2.
 
 A host has its own network, host name, /etc/hosts and ssh settings; files and process ids
 are the machine's. Outside the scratch folder there are, until the hosts are gone, two
@@ -48,7 +48,7 @@ PidFile none
 UsePAM no
 PermitRootLogin prohibit-password
 """
-# Without cgroups, which would be the machine's
+# Without cgroups, because they would belong to the machine
 SLURM = """
 ClusterName=test
 SlurmctldHost=hosta(10.77.0.1)
@@ -68,7 +68,7 @@ PartitionName=all Nodes=hosta,hostb Default=YES State=UP
 
 
 def hosts_missing() -> str | None:
-    """Why hosts cannot be made here."""
+    """Return why hosts cannot be made here."""
     path = os.environ["PATH"] + ":/usr/sbin"
     missing = [name for name in PROGRAMS if not shutil.which(name, path=path)]
     if missing:
@@ -80,12 +80,12 @@ def hosts_missing() -> str | None:
 
 
 class Hosts:
-    """hosta and hostb, joined by a cable; leave the block to remove them."""
+    """hosta and hostb, joined by a cable; leaving the block removes them."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.namespaces = {name: f"{name}-{os.getpid()}" for name in NAMES}
-        self.daemons: set[int] = set()  # as if they were no processes of the hosts
+        self.daemons: set[int] = set()  # not counted as the hosts' processes
 
     def __enter__(self) -> "Hosts":
         self.folder.mkdir(parents=True)
@@ -113,10 +113,10 @@ class Hosts:
             self.kill(name)
             call("ip", "netns", "delete", namespace)
             for left in Path(tempfile.gettempdir()).glob(f"ompi.{name}.*"):
-                shutil.rmtree(left, ignore_errors=True)  # of an mpirun that was killed
+                shutil.rmtree(left, ignore_errors=True)  # a killed mpirun leaves this
 
     def start_ssh(self) -> None:
-        """One sshd on each host, with keys of its own; ssh finds both without options."""
+        """Start one sshd on each host, with its own keys; ssh finds both without options."""
         os.makedirs("/run/sshd", 0o755, exist_ok=True)
         for key in ("host_key", "user_key"):
             file = self.folder / key
@@ -126,7 +126,7 @@ class Hosts:
             call(*self.command(host, "/usr/sbin/sshd", "-f", settings))
 
     def start_slurm(self) -> None:
-        """Slurm over both hosts: munged, slurmctld on hosta, a slurmd on each."""
+        """Start Slurm on both hosts: munged, slurmctld on hosta, and a slurmd on each."""
         munge = self.folder / "munge"
         munge.mkdir(mode=0o711)
         (munge / "key").write_bytes(os.urandom(128))
@@ -146,18 +146,18 @@ class Hosts:
         self.daemons = {pid for host in NAMES for pid in self.processes(host)}
 
     def command(self, host: str, *command) -> list[str]:
-        """What runs `command` on `host`."""
+        """Return the command line that runs `command` on `host`."""
         enter = "unshare --mount --uts --propagation private bash -ec".split()
         where = [str(self.folder), self.namespaces[host], host]
         return [*enter, ENTER, "enter", *where, *map(str, command)]
 
     def processes(self, host: str) -> set[int]:
-        """Ids of all processes of a host but its daemons."""
+        """Return the ids of all processes of a host except its daemons."""
         found = call("ip", "netns", "pids", self.namespaces[host]).split()
         return {*map(int, found)} - self.daemons
 
     def kill(self, host: str) -> None:
-        """SIGKILL to every process of a host but its daemons."""
+        """Send SIGKILL to every process of a host except its daemons."""
 
         def gone() -> bool:
             for pid in (found := self.processes(host)):
@@ -169,7 +169,7 @@ class Hosts:
 
 
 def call(*command) -> str:
-    """Run a command that ends soon; its output, or all it said where it failed."""
+    """Run a short command; return its output, or fail with everything it printed."""
     ended = subprocess.run(
         [str(word) for word in command],
         env={**os.environ, "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"},

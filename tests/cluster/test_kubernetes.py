@@ -1,4 +1,4 @@
-"""deploy/: manifests and Dockerfile, without cluster and daemon."""
+"""Check deploy/'s manifests and Dockerfile, without a cluster and a daemon."""
 
 import re
 from itertools import chain
@@ -13,7 +13,7 @@ from dockerfile_parse import DockerfileParser
 pytestmark = pytest.mark.cluster
 
 MANIFESTS = ("torchrun.yaml", "trainjob.yaml", "trainjob-horovod.yaml")
-VERSIONS = ("1.33", "1.37")  # the oldest that has all that is used, and a new one
+VERSIONS = ("1.33", "1.37")  # the oldest with all features used here, and a new one
 
 
 def documents(name):
@@ -26,7 +26,7 @@ def container(template):
 
 
 def pods(node):
-    """All pods in a document: those of a Job, a TrainingRuntime, or a TrainJob's patches."""
+    """Return all pods in a document: a Job, a TrainingRuntime, or a TrainJob's patches."""
     if "containers" in node:
         yield {"apiVersion": "v1", "kind": "PodTemplate", "template": {"spec": node}}
     for part in node.values() if isinstance(node, dict) else node:
@@ -35,7 +35,7 @@ def pods(node):
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_manifests_fit_the_schemas(version):
-    """Trainer's part of them is compared with our excerpt, trainer.yaml."""
+    """Kubeflow Trainer's part is compared with our excerpt, trainer.yaml."""
     ours = yaml.safe_load((ROOT / "tests/cluster/trainer.yaml").read_text())
     for document in chain(*map(documents, MANIFESTS)):
         if document["kind"] in ours:

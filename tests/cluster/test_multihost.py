@@ -1,4 +1,4 @@
-"""Training over two hosts with each launcher; the hosts are network namespaces (hosts.py).
+"""Train on two hosts with each launcher; the hosts are network namespaces (hosts.py).
 
 bash scripts/test.sh -m cluster
 """
@@ -23,7 +23,7 @@ FLAGS = (
     "--image-size 32 --arch squeezenet1_1 --precision fp32 --lr 0.02 -b 16 -j 1 "
     "--warmup-epochs 0 --print-interval 1 --epochs 2 --max-steps 3 --schedule cosine"
 ).split()
-# Submits a job and ends as it does; sbatch --wait looks at it too seldom
+# Submits a job and exits with its status; sbatch --wait polls too rarely
 SUBMIT = """
 job=$(sbatch --parsable "$@") || exit
 while [ -n "$(squeue --noheader --jobs="$job" 2>/dev/null)" ]; do sleep 0.3; done
@@ -40,7 +40,7 @@ def both(tmp_path_factory):
 
 
 class Job:
-    """Commands under way on the hosts, and what they print."""
+    """Commands that run on the hosts, and their output."""
 
     def __init__(self, hosts: Hosts, folder: Path):
         self.hosts = hosts
@@ -56,7 +56,7 @@ class Job:
         return self.log.read_text(errors="replace")
 
     def end(self, seconds: float) -> list[int]:
-        """Wait until no process of the hosts is left; the launchers' statuses."""
+        """Wait until the hosts have no processes left; return the launchers' statuses."""
 
         def over() -> bool:
             ended = all(process.poll() is not None for process in self.processes)
@@ -91,7 +91,7 @@ def spawn(job, *flags):
 
 
 def horovodrun(job, *flags, **variables):
-    """Started on hosta, which reaches hostb by ssh."""
+    """Start the run on hosta, which reaches hostb by SSH."""
     command = ("bash", "scripts/horovod_distributed.sh", *flags)
     job.start("hosta", *command, HOSTS="hosta:1,hostb:1", NPROC="2", **variables)
 
@@ -101,7 +101,7 @@ def mpirun(job, *flags):
 
 
 def sbatch(job, *flags):
-    """scripts/slurm.sbatch, its EDIT lines given as options."""
+    """Submit scripts/slurm.sbatch, with options in place of its EDIT lines."""
     edited = ("--gpus-per-node=0", "--cpus-per-task=1", "--time=10")
     command = ("bash", "-c", SUBMIT, "submit", *edited, f"--output={job.log}.slurm")
     command += ("scripts/slurm.sbatch", *flags)
@@ -109,7 +109,7 @@ def sbatch(job, *flags):
 
 
 def came_to(output: Path):
-    """The weights of a run, and what it recorded but its times."""
+    """Return the weights of a run, and its records except times."""
     weights = torch.load(output / "checkpoint.pt", weights_only=True)["state_dict"]
     lines = (output / "epochs.jsonl").read_text().splitlines()
     names = ("train_loss", "val_loss", "val_top1", "val_images", "learning_rate")
@@ -118,7 +118,7 @@ def came_to(output: Path):
 
 @pytest.fixture(scope="module")
 def one_host(digits, tmp_path_factory):
-    """What the same run comes to on a single host; strategies have the same bits."""
+    """Return the same run's results on one host; all strategies give the same bits."""
     output = tmp_path_factory.mktemp("one_host") / "run"
     command = ("torchrun", "--standalone", "--nproc-per-node", 2, "distributed.py")
     ended = run(*command, "--data", digits, *FLAGS, "--output", output)

@@ -1,4 +1,4 @@
-"""What scripts/gpu_check.sh takes for a mistake, its summary and the notebook, without a GPU."""
+"""Check scripts/gpu_check.sh's errors and summary, and the notebook, without a GPU."""
 
 import json
 import math

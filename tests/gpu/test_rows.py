@@ -1,7 +1,7 @@
 """Every strategy on one GPU and on two, compared with the CPU: pytest -m gpu tests/gpu.
 
-The CPU's is distributed.py's, which tests/test_reference.py holds to plain PyTorch.
-scripts/gpu_check.sh runs these rows; --rehearse-gpu runs on the CPU what can run there.
+The CPU run uses distributed.py, which tests/test_reference.py compares with plain PyTorch.
+scripts/gpu_check.sh runs these rows; --rehearse-gpu runs those on the CPU that can run there.
 """
 
 import functools
@@ -18,13 +18,13 @@ from benchmarks.comparison import commit, gpu_names
 from benchmarks.photographs import write_photographs
 from common.model import best_precision
 
-LIMIT = 100  # seconds for a run
-RESERVE = 40  # seconds in which a row could not do anything
+LIMIT = 100  # seconds per run
+RESERVE = 40  # seconds that are too few for a row
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(6 * LIMIT)]
-# Largest difference of an epoch's loss between two runs that should be one. On a CPU, at
+# Largest difference of an epoch's loss between two runs that should be equal. On a CPU, at
 # learning rate 0.001, two memory formats in fp32 were 3e-5 apart and bf16 was 0.002 from
 # fp32. In fp16, the scaler skipped the first step, and the losses were 0.006 from fp32's.
-# O3 was nowhere measured: its fp16 weights lose small updates.
+# O3 was not measured: its fp16 weights lose small updates.
 TOLERANCE = {"fp32": 3e-4, "bf16": 0.02, "fp16": 0.02}
 TOLERANCE |= {"O0": 3e-4, "O1": 0.02, "O2": 0.02, "O3": 0.05}
 RESUMED = 3e-3  # between two runs of the same precision
@@ -47,7 +47,7 @@ def rows():
 
 @pytest.fixture(autouse=True)
 def enough_time():
-    """Else the row ends in an error, so that --last-failed runs it."""
+    """If time is short, end the row with an error, so that --last-failed runs it."""
     if float(os.environ.get("GPU_CHECK_UNTIL", "inf")) - time.time() < RESERVE:
         pytest.fail("not run: time is up", pytrace=False)
 
@@ -66,7 +66,7 @@ def photographs(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def train(photographs, tmp_path_factory):
-    """Train with a launch script and NPROC processes (1); what epochs.jsonl has."""
+    """Train with a launch script and NPROC processes (1); return epochs.jsonl's records."""
 
     def run(strategy, *flags, output=None, NPROC="1", **variables):
         output = output or tmp_path_factory.mktemp("run")
@@ -88,7 +88,7 @@ def on_the_cpu(train):
 
 
 def difference(one, other):
-    """The largest difference of a loss; infinite where one is not a number."""
+    """Return the largest difference of a loss, or infinity if a loss is not a number."""
     pairs = zip(one, other, strict=True)
     found = [abs(a[n] - b[n]) for a, b in pairs for n in ("train_loss", "val_loss")]
     return max(found) if all(map(math.isfinite, found)) else math.inf
@@ -121,7 +121,7 @@ def test_gpus_do_what_the_cpu_does(
     "flags", ["--accumulate 2", "--compile", "--sync-bn", "--compress-gradients fp16"]
 )
 def test_distributed_with(train, flags, pytestconfig, record_property):
-    """Micro-batches change batch norm's statistics, so that losses are near only."""
+    """Micro-batches change batch norm's statistics, so the losses match only roughly."""
     if flags == "--sync-bn" and pytestconfig.getoption("rehearse_gpu"):
         pytest.skip("SyncBatchNorm needs a GPU")
     fp32 = ("distributed", "--precision", "fp32")

@@ -302,19 +302,27 @@ def check_optimizer(run: Run) -> None:
     if differ(run.ranks[0].weights[-1], saved(run.files / CHECKPOINT, part="model")[1]):
         raise Wrong(f"{CHECKPOINT} does not hold the trained weights")
     content = torch.load(run.files / CHECKPOINT, weights_only=True)
-    state = content["optimizer"]["state"].values()
-    count = sum(one["momentum_buffer"].numel() for one in state)
-    if count != PLAIN:
+    state = content.get("optimizer", {}).get("state", {})
+    buffers = [state[i].get("momentum_buffer") for i in sorted(state)]
+    parts = [one.flatten() for one in buffers if one is not None]
+    momentum = torch.cat([torch.empty(0), *parts])
+    if len(momentum) != PLAIN:
+        count = len(momentum)
         raise Wrong(f"{CHECKPOINT} has the momentum of {count} of {PLAIN} weights")
+    before, last = (step.weights for step in run.ranks[0].steps[-2:])
+    if (LR * momentum - (before - last)).abs().max() > 1e-5:
+        raise Wrong(f"{CHECKPOINT} does not hold the momentum of the last step")
+    if any(step.held == PLAIN for rank in run.ranks for step in rank.steps):
+        raise Wrong("a process holds the optimizer's whole state while it trains")
 
 
 def check_waits(run: Run) -> None:
     """The host does not wait for the device in every step."""
     steps = len(run.ranks[0].steps)
     for process in job.read(run.records).processes:
-        for one in process.of("syncs"):
-            if (often := max(one["places"].values(), default=0)) > steps / 2:
-                raise Wrong(f"on a GPU, {often} of {steps} steps would wait for it")
+        for one in process.of("exit"):
+            if (count := sum(often for _, often in one["syncs"])) > steps / 2:
+                raise Wrong(f"on a GPU, {steps} steps would wait for it {count} times")
 
 
 def check_collectives(run: Run) -> None:
@@ -385,11 +393,56 @@ def check_files(run: Run) -> None:
         if len(used.unique()) < max(len(used), 64):
             text = f"epoch {epoch} uses {len(used.unique())} of {TRAINING} images"
             raise Wrong(f"{text}, in {len(used)} places of its batches")
+    used = indices(torch.cat([rank.trained() for rank in run.ranks])).unique()
+    if len(used) <= 64:
+        raise Wrong(f"no epoch uses {TRAINING - len(used)} of {TRAINING} images")
+
+
+def check_batches(run: Run, size: int) -> None:
+    """Each step uses so many images per process."""
+    for rank, one in enumerate(run.ranks):
+        for number, step in enumerate(one.steps, 1):
+            count = sum(len(x.images) for x in step.passes)
+            if count != size:
+                text = f"in step {number}, rank {rank} uses {count} images"
+                raise Wrong(f"{text} instead of {size}")
+
+
+def check_scaler(run: Run) -> None:
+    """The loss is scaled, and the learning rate is the given one."""
+    if any(abs(step.lr - LR) > 1e-6 for step in run.ranks[0].steps):
+        raise Wrong(f"the learning rate is not {LR}")
+    steps = job.read(run.records).processes[0].of("step")
+    if any((one["scale"] or 1) <= 1 for step in steps for one in step["passes"]):
+        raise Wrong("the loss is not multiplied by a gradient scaler's scale")
+
+
+check_slow_steps = partial(check_steps, rates=(0.001,) * 99, rounding=0.05)
+
+
+def check_bf16(run: Run) -> None:
+    """The network computes in bf16."""
+    passes = [one for step in run.ranks[0].steps for one in step.passes]
+    if any(one.outputs.dtype != torch.bfloat16 for one in passes):
+        raise Wrong("the network does not compute in bf16")
+
+
+def check_sharded(run: Run) -> None:
+    """The optimizer steps shards of the weights."""
+    if not all(step.sharded for rank in run.ranks for step in rank.steps):
+        raise Wrong("each process holds all weights: FSDP2 does not shard them")
+
+
+def check_network(run: Run, size: int = NORM) -> None:
+    """The network has so many weights."""
+    if (count := len(run.ranks[0].weights[0])) != size:
+        raise Wrong(f"the network has {count} weights instead of {size}")
 
 
 SHARED = check_weights, check_shares
 USUAL = *SHARED, check_steps
-CHECKS = {  # of the labs that need other checks than USUAL
+CHECKS = {  # of the labs that need others
+    "06": (*USUAL, partial(check_printed, names=("loss",))),
     "09": (check_weights, check_noise, check_shares, check_steps),
     "10": (*USUAL, check_accuracy),
     "11": (*USUAL, check_accuracy),
@@ -401,14 +454,14 @@ CHECKS = {  # of the labs that need other checks than USUAL
     "18": (*USUAL, check_averages),
     # The first 4 batches are full
     "19": (check_weights, check_filter, partial(check_steps, rates=(LR,) * 4)),
-    "20": (*USUAL, partial(check_accuracy, times=EPOCHS)),
+    "20": (*USUAL, check_network, partial(check_accuracy, times=EPOCHS)),
     "21": (*USUAL, check_export),
     "22": (*USUAL, check_pretrained),
     "25": (*USUAL, check_bytes),
-    "26": (*SHARED, partial(check_steps, max_norm=0.3)),
-    "27": (*SHARED, partial(check_steps, rates=(0.001,) * 99, rounding=0.05)),
+    "26": (*SHARED, check_scaler, partial(check_steps, max_norm=0.3)),
+    "27": (*SHARED, check_slow_steps, check_bf16),
     "28": (*USUAL, check_optimizer),
-    "29": (*USUAL, check_export),
+    "29": (*USUAL, check_sharded, check_export),
     "30": (*SHARED, partial(check_steps, max_norm=0.3)),
     "31": (*USUAL, partial(check_printed, names=("loss",)), check_waits),
     "32": (
@@ -416,6 +469,7 @@ CHECKS = {  # of the labs that need other checks than USUAL
         partial(check_printed, names=("loss", "accuracy")),
         check_collectives,
     ),
+    "33": (*USUAL, check_sharded),
     "36": (check_weights, check_files, check_steps),
     "37": (check_shares, check_local),
 }
@@ -436,6 +490,8 @@ def check(run: Run, script: Path, checks=None) -> None:
     """Make the checks of a script's lab, or the given ones."""
     for one in checks or CHECKS.get(name(script), USUAL):
         one(run)
+    if not checks and name(script) not in ("19", "36"):  # batches of other sizes
+        check_batches(run, 16 if name(script) in ("17", "18") else 8)
 
 
 @contextlib.contextmanager

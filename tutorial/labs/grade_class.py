@@ -2,13 +2,15 @@
 
     python tutorial/labs/grade_class.py FOLDER > grades.csv
 
-FOLDER has a subfolder for each student with the labs that the student has changed,
-under their original names (07_shuffled.py). Each student's scripts run in a bubblewrap
-sandbox (https://github.com/containers/bubblewrap): they cannot see this project's
-folder, your home folder or other students' files; they have no network; everything that
-they write is discarded; and they are stopped after LIMIT seconds. A script that attacks
-the grader itself can still print anything: look at a lab that passes too easily.
-Exit status: 0, or 2 if grading is impossible.
+FOLDER has a folder for each student, with the labs that the student has changed, under
+their names (07_shuffled.py); links and other files are left out. The scripts of each
+student run in a sandbox of bubblewrap (https://github.com/containers/bubblewrap). They
+see the system (/usr, /etc), the Python environment and the labs that the student handed
+in, but no solutions, no home folders, no work of other students, no network and no
+environment variables. All that they write disappears, and after LIMIT seconds they are
+ended. A script that attacks the grader's own process can still print what it wants:
+read the code of a student who passes too easily.
+Exit status: 0, or 2 if this cannot be done.
 """
 
 import csv
@@ -23,30 +25,42 @@ LABS = Path(__file__).resolve().parent
 ROOT = LABS.parents[1]
 LIMIT = 900  # seconds for all of a student's labs
 COPY = "/tmp/course"  # in the sandbox
+INTERPRETER = sys.prefix, sys.base_prefix
+PATHS = [*sorted(LABS.glob("[0-9][0-9]_*.py")), LABS / "capstone.py"]
+NAMES = {path.name: path.stem.split("_")[0] for path in PATHS}
 
 
-def grade(student: Path, others: Path) -> dict[str, str]:
+def handed_in(student: Path) -> dict[str, Path]:
+    """Return a student's labs by number; name on stderr the scripts that are none."""
+    found = {}
+    for path in sorted(student.iterdir()):
+        if path.name in NAMES and path.is_file() and not path.is_symlink():
+            found[NAMES[path.name]] = path
+        elif path.suffix == ".py" and not (LABS / path.name).is_file():
+            print(f"{student.name}/{path.name} is no lab's name", file=sys.stderr)
+    return found
+
+
+def grade(student: Path) -> dict[str, str]:
     """Return what the grader prints about each lab of a student."""
-    handed_in = {p.stem.split("_")[0]: p for p in sorted(student.glob("*.py"))}
+    scripts = handed_in(student)
+    if not scripts:
+        return {}
     with tempfile.TemporaryDirectory() as folder:
         labs = Path(folder, "tutorial", "labs")
-        shutil.copytree(
-            LABS, labs, ignore=shutil.ignore_patterns("solutions", "*_*.py")
-        )
+        labs.mkdir(parents=True)
+        for name in ("grade.py", "watch.py", "pretrained.pt"):
+            shutil.copyfile(LABS / name, labs / name)
         shutil.copytree(ROOT / "doctor", Path(folder, "doctor"))
-        for path in handed_in.values():
+        for path in scripts.values():
             shutil.copyfile(path, labs / path.name)
-        hidden = [
-            word for one in (ROOT, others, Path.home()) for word in ("--tmpfs", one)
-        ]
-        shown = [word for one in (sys.prefix, sys.base_prefix) for word in (one, one)]
-        command = [
-            *("bwrap", "--unshare-all", "--die-with-parent", "--new-session"),
-            *("--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"),
-            *("--tmpfs", "/tmp", *hidden, "--ro-bind", *shown[:2]),
-            *("--ro-bind", *shown[2:], "--ro-bind", folder, COPY, "--chdir", "/tmp"),
-            *(sys.executable, f"{COPY}/tutorial/labs/grade.py", *handed_in),
-        ]
+        command = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session"]
+        command += ["--clearenv", "--setenv", "OMP_NUM_THREADS", "1"]
+        for shown in ("/usr", "/bin", "/lib", "/lib64", "/etc", *INTERPRETER):
+            command += ["--ro-bind-try", shown, shown]
+        command += ["--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp"]
+        command += ["--ro-bind", folder, COPY, "--chdir", "/tmp"]
+        command += [sys.executable, f"{COPY}/tutorial/labs/grade.py", *scripts]
         try:
             ended = subprocess.run(
                 command, stdout=subprocess.PIPE, text=True, timeout=LIMIT, check=False
@@ -55,10 +69,8 @@ def grade(student: Path, others: Path) -> dict[str, str]:
         except subprocess.TimeoutExpired as late:
             text = (late.stdout or b"").decode()
     lines = re.findall(r"^(\w+)(?:: | )(.*)$", text, re.M)
-    missing = dict.fromkeys(
-        handed_in, f"no result after {LIMIT} s, or the grader ended"
-    )
-    return missing | {number: how for number, how in lines if number in handed_in}
+    missing = dict.fromkeys(scripts, f"no result after {LIMIT} s, or the grader ended")
+    return missing | {number: how for number, how in lines if number in scripts}
 
 
 def main(words: list[str]) -> int:
@@ -71,15 +83,12 @@ def main(words: list[str]) -> int:
         text = "bubblewrap is not installed; on Debian: apt-get install bubblewrap"
         print(f"grade_class.py: error: {text}", file=sys.stderr)
         return 2
-    numbers = [p.stem.split("_")[0] for p in sorted(LABS.glob("[0-9][0-9]_*.py"))]
-    numbers.append("capstone")
-    table = csv.DictWriter(sys.stdout, ["student", *numbers], restval="")
+    table = csv.DictWriter(sys.stdout, ["student", *NAMES.values()], restval="")
     table.writeheader()
-    for student in sorted(path for path in folder.iterdir() if path.is_dir()):
-        found = grade(student, folder)
-        known = {number: found[number] for number in numbers if number in found}
-        table.writerow({"student": student.name, **known})
-        sys.stdout.flush()
+    for student in sorted(folder.iterdir()):
+        if student.is_dir() and not student.is_symlink():
+            table.writerow({"student": student.name, **grade(student)})
+            sys.stdout.flush()
     return 0
 
 

@@ -62,7 +62,9 @@ class Step(NamedTuple):
     passes: list[Pass]  # with gradients, since the previous step
     averages: int  # in how many of these passes DDP averaged gradients
     lr: float
-    weights: Tensor  # all weights after the step, as one vector
+    weights: Tensor  # all of them after the step, as one vector
+    sharded: bool  # each process has a part of each weight
+    held: int  # how many numbers of the optimizer's momentum this process has
 
 
 @dataclass
@@ -83,6 +85,12 @@ class Rank:
 
 
 # --- in the processes that run the script ---
+
+
+def sharded(optimizer: Optimizer) -> bool:
+    """Whether each process has a part of each weight, as with FSDP2."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    return all(hasattr(weight, "placements") for weight in weights)
 
 
 def flat(optimizer: Optimizer) -> Tensor:
@@ -137,14 +145,17 @@ class Watch:
             sum(recorder.watch.now["forwards"]),
         )
         self.last = flat(optimizer)
-        self.send("steps", Step(self.passes, averages, lr, self.last))
+        shards = sharded(optimizer)
+        inner = getattr(optimizer, "optim", optimizer)  # of ZeRO's
+        momenta = [state.get("momentum_buffer") for state in inner.state.values()]
+        held = sum(one.numel() for one in momenta if one is not None)
+        self.send("steps", Step(self.passes, averages, lr, self.last, shards, held))
         self.passes, self.steps = [], self.steps + 1
 
     def end(self) -> None:
         """Record the last weights; shards cannot be gathered after the last step."""
         if self.optimizer:
-            groups = self.optimizer.param_groups
-            shards = hasattr(groups[0]["params"][0], "placements")
+            shards = sharded(self.optimizer)
             self.send("weights", self.last if shards else flat(self.optimizer))
 
 
