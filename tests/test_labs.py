@@ -47,7 +47,7 @@ BROKEN = {
     "28": "after step 18 rank 0 ",
     "29": "the network without DDP cannot load model.pt",
     "30": "one process does with the same 16 images and a gradient of at most 0.3",
-    "31": "on a GPU, 18 steps would wait for it 18 times",
+    "31": "on a GPU, 18 steps would wait for it 21 times",
     "32": "in 18 steps, the script itself calls 37 collectives",
     "33": "step 1 moves the weights 0.00 times as far as one process does",
     "34": "step 1 moves the weights 2.00 times as far as one process does",
