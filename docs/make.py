@@ -185,7 +185,7 @@ def gpus(source: str) -> str:
             row += [f"{every / one:.2f}", cell(found[1]["peak_memory_mib"])]
             row += [summary["versions"]["torch"], path.name]
             text += f"| {' | '.join(row)} |\n"
-    return text if files else "No reader has sent one yet.\n"
+    return text if files else "No summaries have been received yet.\n"
 
 
 MAKERS = (region, statement, paragraph, diff, output, file, table, ratios, machine)

@@ -6,8 +6,8 @@ RUN is the --output folder of a training run. Each run is drawn on top of the pr
 runs, with a thinner line and smaller rings, so that identical runs all stay visible.
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 from common.errors import UserError, one_line_errors
@@ -61,7 +61,6 @@ def draw(runs: dict[str, list[dict]]) -> Figure:
                 markevery=1 + len(records) // 16,
             )
         axes.set(title=PANELS[name], xlabel="epoch")
-        axes.margins(0.08)
         axes.grid(color="#dddddd")
         axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
         if "loss" in name:
@@ -76,9 +75,10 @@ def draw(runs: dict[str, list[dict]]) -> Figure:
 
 def main() -> None:
     """Draw the runs given on the command line."""
-    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
-        raise UserError("usage: python -m scripts.curves RUN...")
-    draw({run: read(Path(run)) for run in sys.argv[1:]}).savefig("curves.png")
+    parser = argparse.ArgumentParser(description="Plot runs in one image, curves.png.")
+    parser.add_argument("runs", nargs="+", metavar="RUN")
+    runs = parser.parse_args().runs
+    draw({run: read(Path(run)) for run in runs}).savefig("curves.png")
     print("curves.png")
 
 

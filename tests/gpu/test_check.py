@@ -37,7 +37,7 @@ def test_impossible_figures_are_refused(field, value, words):
 
 def test_a_summary_is_a_row_per_strategy(tmp_path):
     gpus = runpy.run_path(str(ROOT / "docs" / "make.py"))["gpus"]
-    assert gpus(str(tmp_path)) == "No reader has sent one yet.\n"
+    assert gpus(str(tmp_path)) == "No summaries have been received yet.\n"
     shutil.copy(MADE_UP, tmp_path / "reader.json")
     assert "| 2 x Tesla T4 | distributed | 100 | 200 | 2.00 |" in gpus(str(tmp_path))
     for file in ROOT.glob("benchmarks/results/gpus/*.json"):
