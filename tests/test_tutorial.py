@@ -140,12 +140,12 @@ def test_the_timeline_shows_that_overlap_is_faster():
 
 
 def test_exposed_communication_is_what_no_kernel_hides(tmp_path):
-    names = ("ProfilerStep#1", "gemm", "ncclDevKernel_AllReduce", "gemm")
-    spans = (0, 2000), (100, 900), (500, 800), (1150, 350)  # began, microseconds
+    names = "ProfilerStep#1", "gemm", "ncclDevKernel_AllReduce", "gemm", "aten::add"
+    spans = (0, 2000), (100, 900), (500, 800), (1150, 350), (990, 500)  # began, us
     events = [{"ph": "X", "tid": 1, "cat": "kernel"} for _ in names]
     for event, name, (began, took) in zip(events, names, spans, strict=True):
         event |= {"name": name, "ts": began, "dur": took}
-    events[0]["cat"] = "user_annotation"
+    events[0]["cat"], events[4]["cat"] = "user_annotation", "cpu_op"
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
     lesson = runpy.run_path(str(LESSONS["step_cost_exposed"]))
     assert lesson["steps"](tmp_path / "trace.json") == [[2.0, 1.25, 0.8, 0.15]]

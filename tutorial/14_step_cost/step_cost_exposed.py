@@ -11,15 +11,15 @@ from statistics import median
 RECORDED = sorted(Path("tutorial/14_step_cost/output").glob("rank*.json"))
 
 
-def kind(event: dict, main_thread: int) -> str | None:
+def kind(event: dict, main_thread: int, on_gpu: bool) -> str | None:
     """Classify an event of a trace as computing, communication or neither."""
     name = event["name"]
-    if event["cat"] == "kernel":  # it ran on a GPU
-        return "communication" if name.startswith("nccl") else "computing"
-    if name in ("gloo:all_reduce", "link"):
+    if on_gpu and event["cat"] != "kernel":
+        return None  # the CPU only starts kernels
+    if name.startswith("nccl") or name in ("gloo:all_reduce", "link"):
         return "communication"
-    on_cpu = name.startswith("aten::") and event["tid"] == main_thread
-    return "computing" if on_cpu else None
+    computes = name.startswith("aten::") and event["tid"] == main_thread
+    return "computing" if on_gpu or computes else None
 
 
 def total(spans: list[tuple[float, float]]) -> float:
@@ -36,7 +36,7 @@ def steps(trace: Path) -> list[list[float]]:
     events = json.loads(trace.read_text())["traceEvents"]
     events = [event for event in events if event.get("ph") == "X"]  # with a duration
     names = [(event["name"], event["cat"]) for event in events]
-    found = []
+    found, on_gpu = [], any(category == "kernel" for _, category in names)
     for step, (name, category) in zip(events, names, strict=True):
         if not name.startswith("ProfilerStep#") or category != "user_annotation":
             continue
@@ -45,7 +45,7 @@ def steps(trace: Path) -> list[list[float]]:
             began = event["ts"] - step["ts"]
             if 0 <= began < step["dur"]:
                 span = (began, min(began + event["dur"], step["dur"]))
-                spans[kind(event, step["tid"])].append(span)
+                spans[kind(event, step["tid"], on_gpu)].append(span)
         computing, communication = spans["computing"], spans["communication"]
         exposed = total(computing + communication) - total(computing)
         times = step["dur"], total(computing), total(communication), exposed

@@ -5,6 +5,7 @@ python tutorial/14_step_cost/step_cost_trace.py [FOLDER]    # FOLDER/rank0.json 
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import sleep
@@ -20,23 +21,26 @@ LAYERS, WIDTH, SAMPLES, WARMUP, STEPS = 6, 512, 4096, 3, 5
 DELAYED, DELAY = (0, 5), 200  # buckets of each step, and milliseconds for each
 
 
-def slow_link(_, bucket):
+def slow_link(threads: ThreadPoolExecutor, bucket: dist.GradBucket):
     """Average a bucket, slowly. DDP calls this function for each bucket."""
 
-    def arrive(future):  # runs when the all-reduce is done
+    def carry(arrived: torch.futures.Future) -> None:  # in a thread of its own
+        work.wait()
         if bucket.index() in DELAYED:
             with record_function("link"):  # the name in the trace
                 sleep(DELAY / 1000)  # uses no CPU
-        return future.value()[0] / dist.get_world_size()
+        arrived.set_result(bucket.buffer() / dist.get_world_size())
 
-    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(arrive)
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    threads.submit(carry, arrived := torch.futures.Future())
+    return arrived
 
 
 def train(file: Path) -> None:
     """Train a model and write a trace of the last steps."""
     layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
     model = DDP(nn.Sequential(*layers), bucket_cap_mb=1)  # a bucket for each layer
-    model.register_comm_hook(None, slow_link)
+    model.register_comm_hook(ThreadPoolExecutor(LAYERS), slow_link)
     x = torch.randn(SAMPLES, WIDTH)
     with profile(
         schedule=schedule(wait=0, warmup=WARMUP, active=STEPS),
@@ -58,7 +62,6 @@ def main(rank: int, port: int, folder: str | None) -> None:
     with TemporaryDirectory() as temporary:
         train(file := Path(temporary, "trace.json"))
         events = json.loads(file.read_text())["traceEvents"]
-    events = [event for event in events if event.get("ph") == "X"]  # with a duration
     names, last = [event["name"] for event in events], LAYERS - 1 in DELAYED
     for name in ("gloo:all_reduce", "link") if rank == 0 else ():
         print(f"{name}: {names.count(name) / STEPS:g} events per step")
@@ -66,9 +69,9 @@ def main(rank: int, port: int, folder: str | None) -> None:
         print(f"delay after the last gradient: {DELAY if last else 0} ms")
     if folder:  # keep the file small: no events below 0.1 ms
         keys = ("ph", "cat", "name", "pid", "tid", "ts", "dur")
-        kept = [{k: event[k] for k in keys} for event in events if event["dur"] > 100]
-        text = json.dumps({"traceEvents": kept})
-        Path(folder, f"rank{rank}.json").write_text(text.replace("{", "\n{"))
+        long = [event for event in events if event.get("dur", 0) > 100]
+        lines = ",\n".join(json.dumps({k: event[k] for k in keys}) for event in long)
+        Path(folder, f"rank{rank}.json").write_text(f'{{"traceEvents": [{lines}]}}\n')
     dist.destroy_process_group()
 
 

@@ -60,7 +60,7 @@ def main(rank: int, port: int, file: str | None) -> None:
             optimizer.zero_grad()
             F.cross_entropy(model(images[mine]), labels[mine]).backward()
             optimizer.step()
-        means = torch.tensor(norms).mean(0)  # over the steps of the epoch
+        means = torch.tensor(norms).mean(0)  # over the epoch's steps, one bucket each
         dist.all_reduce(means)  # and over the processes
         small, large = (means / 2).tolist()
         signal = (LARGE * large - SMALL * small) / (LARGE - SMALL)
