@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks import kills
 
-EPOCHS, STEPS = 4, 12
-COURSE = "--image-size 32 -b 8 --lr 0.4 --min-crop 0.5 --warmup-epochs 1 "
-COURSE += f"--epochs {EPOCHS} --max-steps {STEPS} --print-interval 2 --save-minutes 0"
-COURSE = COURSE.split()
+COURSE = """--image-size 32 -b 8 --lr 0.4 --min-crop 0.5 --warmup-epochs 1 --epochs 4
+    --max-steps 12 --print-interval 2 --save-minutes 0""".split()
+WAYS = ["torchrun", pytest.param("mp.spawn", marks=pytest.mark.full)]
+WAYS += [pytest.param("horovodrun", marks=pytest.mark.horovod)]
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +64,7 @@ def right(few, tmp_path_factory):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "way",
-    ["torchrun", "mp.spawn", pytest.param("horovodrun", marks=pytest.mark.horovod)],
-)
+@pytest.mark.parametrize("way", WAYS)
 def test_killed_and_stopped_a_launched_run_ends_with_the_same_bits(
     way, few, right, tmp_path
 ):
