@@ -575,25 +575,24 @@ def talk_less(draw: Picture) -> float:
         "DiLoCo": "then takes an outer step from there",
     }
     for number, (way, words) in enumerate(ways.items()):
-        top = 124 * number
+        top, every = 124 * number, 1 if way == "DDP" else 5
         draw.text(8, top + 22, way, "ink title")
         draw.text(352, top + 22, words, "note end")
-        y, apart = top + 86, 2 if way == "DDP" else 18
+        for step in range(every, 16, every):
+            draw.block(1 + 22.4 * step, top + 108, 6, 10, "d")
+        y = top + 86
+        if way == "DDP":
+            for color in ("a", "b dashed"):  # one line in two colors
+                draw.line(10, y, 346, y - 18, kind=color)
+            draw.text(10, y - 28, "one line: both ranks have the same weights")
+            continue
         for turn in range(3):
             x, end, mean = 10 + 112 * turn, 122 + 112 * turn, y - 6
-            for rank, color in enumerate("ab"):
-                side = apart * (2 * rank - 1)
-                first = y + side if way == "DDP" else y
-                draw.line(x, first, end - 6, mean + side, kind=color)
-                draw.line(
-                    end - 6, mean + side, end, mean + side * (way == "DDP"), kind=color
-                )
+            for color, side in (("a", -18), ("b", 18)):
+                draw.line(x, y, end - 6, mean + side, end, mean, kind=color)
             if way == "DiLoCo":
                 draw.block(end - 2, mean - 10, 4, 10, "c")
                 mean -= 10
-            for step in range(5):
-                if way == "DDP" or step == 4:
-                    draw.block(x + 22.4 * (step + 1) - 9, top + 108, 6, 10, "d")
             y = mean
     draw.text(8, 396, "From left to right: 15 steps. Up and down: the weights.")
     draw.legend(418, a="rank 0", b="rank 1", c="outer step", d="all-reduce")

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # NVIDIA Apex (amp and its DistributedDataParallel) under torchrun, one process per GPU.
 #
-#   bash scripts/apex_distributed.sh --data /path/to/imagenet [flags of apex_distributed.py]
+#   bash scripts/apex_distributed.sh --data /path/to/imagenet [apex_distributed.py flags]
 #
 # The variables NPROC, PYTHON and OMP_NUM_THREADS work as in distributed.sh.
 set -euo pipefail

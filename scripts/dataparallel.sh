@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # nn.DataParallel: one process, all GPUs of this machine (CUDA_VISIBLE_DEVICES selects them).
 #
-#   bash scripts/dataparallel.sh --data /path/to/imagenet [flags of dataparallel.py]
+#   bash scripts/dataparallel.sh --data /path/to/imagenet [dataparallel.py flags]
 #
 # PYTHON is the interpreter; OMP_NUM_THREADS is the number of compute threads (default: all cores).
 set -euo pipefail

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # DistributedDataParallel under torchrun, one process per GPU of this machine.
 #
-#   bash scripts/distributed.sh --data /path/to/imagenet [flags of distributed.py]
+#   bash scripts/distributed.sh --data /path/to/imagenet [distributed.py flags]
 #
 # These variables change the launch; for several machines, type torchrun's own flags (docs/multinode.md):
 #   NPROC=2               number of processes (default: one per GPU, or 2 on a CPU)

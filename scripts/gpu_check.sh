@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Test all strategies on a real GPU (tests/gpu), then time them (benchmarks/gpu.py).
 #
-#   bash scripts/gpu_check.sh [arguments of pytest]
+#   bash scripts/gpu_check.sh [pytest arguments]
 #   bash scripts/gpu_check.sh --last-failed      # only tests that failed or did not run, and missing timings
 #   bash scripts/gpu_check.sh --rehearse-gpu     # only what can run on a CPU, at small sizes
 #

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Horovod under horovodrun or mpirun, one process per GPU.
 #
-#   bash scripts/horovod_distributed.sh --data /path/to/imagenet [flags of horovod_distributed.py]
+#   bash scripts/horovod_distributed.sh --data /path/to/imagenet [horovod_distributed.py flags]
 #   HOSTS=a:4,b:4 NPROC=8 bash scripts/horovod_distributed.sh --data /path/to/imagenet
 #
 # HOSTS lists machines that you can log in to by SSH, each with its number of processes. CONTROLLER=mpi

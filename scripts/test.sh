@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set up .venv, including Horovod, and run the tests.
 #
-#   bash scripts/test.sh [--system] [arguments of pytest]
+#   bash scripts/test.sh [--system] [pytest arguments]
 #   bash scripts/test.sh --mutations     # inject known bugs and check that the tests catch them
 #   bash scripts/test.sh -n 0 --pdb      # three processes share the tests; -n 0: only one
 #

@@ -1,6 +1,6 @@
 """Run a script's CUDA lines on a machine without GPUs, and record the calls.
 
-A tensor on a pretended GPU is a CPU tensor in PLACES. As with CUDA, it is an error to mix
+A tensor on a simulated GPU is a CPU tensor in PLACES. As with CUDA, it is an error to mix
 devices, to send CPU tensors over NCCL, and to use CUDA in a forked process. CPU kernels
 compute, Gloo communicates, and nn.DataParallel's replicas take turns in one thread. Nothing
 here tests CUDA, cuDNN, NCCL, streams, pinned memory, speed, or calls within backward().
@@ -25,7 +25,7 @@ MIXED = {"to", "copy_", "__set__", "_has_compatible_shallow_copy_type"}  # two d
 WAITS = {"cpu", "item", "tolist", "numpy", "nonzero", "__bool__", "__float__"}
 
 
-class PretendedGpus(TorchFunctionMode):
+class SimulatedGpus(TorchFunctionMode):
     """Intercepts calls of PyTorch's functions while it is active."""
 
     def __init__(self, count: int, folder: str):
@@ -119,5 +119,5 @@ def run(gpus: int, folder: str, script: str, flags: list) -> None:
     sys.argv = [script, *map(str, flags)]
     torch.multiprocessing.spawn = spawn  # forks keep these replacements
     if gpus:  # otherwise the script runs on the CPU
-        PretendedGpus(gpus, folder).install()
+        SimulatedGpus(gpus, folder).install()
     runpy.run_path(script, run_name="__main__")

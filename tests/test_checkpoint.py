@@ -270,7 +270,7 @@ def test_a_process_that_found_another_checkpoint_is_named(tmp_path):
 def test_a_kill_at_any_moment_of_a_write_leaves_a_whole_checkpoint(
     kills, tmp_path, record_property
 ):
-    """No checkpoint is lost after save() has returned, and no two are mixed."""
+    """No checkpoint is lost after save() has returned, and none is a mixture of two."""
     moments, halves, last = random.Random(0), 0, 0
     output = tmp_path / "run"
     output.mkdir()

@@ -1,4 +1,4 @@
-"""The scripts' CUDA lines on pretended GPUs (pretend_cuda.py); tests/gpu needs real ones."""
+"""The scripts' CUDA lines on simulated GPUs (pretend_cuda.py); tests/gpu needs real ones."""
 
 import functools
 import json

@@ -32,7 +32,7 @@ def few(digits, tmp_path_factory):
 
 
 def came_to(output):
-    """Return everything that a run leaves, except times and speeds."""
+    """Return everything that a run leaves behind, except times and speeds."""
     names = ("checkpoint.pt", "best.pt")
     found = [torch.load(output / name, weights_only=True) for name in names]
     lines = (output / "epochs.jsonl").read_text().splitlines()

@@ -14,7 +14,7 @@ from scripts.sync_scripts import BASE, REGIONS, SIBLINGS, split
 
 SCRIPTS = [name.removesuffix(".py") for name in (BASE, *SIBLINGS)]
 OPTIONAL = {"common.tar", "common.nvimgcodec"}
-# Numbers of lines may only fall; the goals are 900 for the first two, 205, 230 and 70 per script
+# Limits on lines, which we only lower; the goals of the first six: 900, 900, none, 205, 230 and 70
 BUDGETS = {"a script with its imports": 1110, "common": 1026, "optional modules": 161}
 BUDGETS |= {"distributed.py": 223, "a script": 245, "a script's strategy": 80}
 BUDGETS |= {"modules of common": 9, "scripts": 953, "tests": 5946}

@@ -159,7 +159,7 @@ def in_a_group(size):
 
 
 def alike(text):
-    """Return a text without the parts that differ between machines and runs."""
+    """Remove the parts of a text that differ between machines and runs."""
     text = re.sub(r"\x1b\[\d+m|\[[\d.:a-f]+\](:\d+)?", "", text)
     return re.sub(r"\d+", "N", re.sub(r"(folder in) \S+", r"\1 FOLDER", text))
 

@@ -60,8 +60,8 @@ CASES = {  # the network, and the flags that differ from the defaults
 SHARED = ("all flags", "fp16", "bf16")  # with two processes
 # Killed after step 2 of epoch 2, and after the last of epoch 1; then resumed
 KILLED = {"fp16": 7, "bf16": 5}
-# The bound is derived as follows: with more than two processes, the sum of their gradients may be
-# taken in another order. A float32 sum of terms whose absolute values add up to A is off by
+# The bound is derived as follows: with more than two processes, their gradients may be
+# added in a different order. A float32 sum of terms whose absolute values add up to A is off by
 # at most about eps * A per level of the addition tree; A is a few times the gradient here. SGD
 # adds up lr / (1 - momentum) * steps of it. 18 steps, gradients below 1 (asserted), 4 levels.
 MOMENTUM_BOUND = 4 * torch.finfo(torch.float32).eps / (1 - 0.9)
