@@ -1,4 +1,4 @@
-"""Train a network on a stream of images, which each rank reads with two workers.
+"""Train a network on a stream of images, which two workers read for each process.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/35_stream.py
 """
@@ -16,7 +16,7 @@ EPOCHS, BATCH = 3, 8  # images per process and step
 
 
 class Stream(IterableDataset):
-    """Yields this process's images, in a new order in each epoch."""
+    """Yields images and labels, in a new order in each epoch."""
 
     def __init__(self, images: Tensor, labels: Tensor):
         self.images, self.labels, self.epoch = images, labels, 0

@@ -1,4 +1,4 @@
-"""Train a network; the processes average their weights after every fourth step.
+"""Train with weights averaged after every fourth step, and save the mean weights.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/37_local_steps.py
 """

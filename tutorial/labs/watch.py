@@ -38,9 +38,7 @@ PATIENCE = float(os.environ.get("PATIENCE", "10"))  # seconds
 LIFE = 60  # the most seconds that a process may run, even if the grader is gone
 FORK = multiprocessing.get_context("fork")
 # A stuck process waits in the innermost of these functions in its stack
-CALLS = (
-    r"in (barrier|all_reduce|broadcast|\w+_process_group|backward|forward|__init__)$"
-)
+CALLS = r"in (barrier|all_reduce|broadcast|\w+_process_group|\w+ward|__init__)$"
 
 
 class Wrong(Exception):
@@ -63,8 +61,9 @@ class Step(NamedTuple):
     averages: int  # in how many of these passes DDP averaged gradients
     lr: float
     weights: Tensor  # all of them after the step, as one vector
-    sharded: bool  # each process has a part of each weight
+    sharded: bool  # each process has a part of each weight, as with FSDP2
     held: int  # how many numbers of the optimizer's momentum this process has
+    workers: int  # how many processes this process has started, and not ended
 
 
 @dataclass
@@ -77,6 +76,7 @@ class Rank:
     printed: list[tuple[int, str]] = field(default_factory=list)  # steps done, accuracy
     errors: list[str] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)  # before and after all steps
+    collectives: list[str] = field(default_factory=list)  # the script's own calls
 
     def trained(self) -> Tensor:
         """Return the images of all steps, with shape (N, 8)."""
@@ -87,17 +87,12 @@ class Rank:
 # --- in the processes that run the script ---
 
 
-def sharded(optimizer: Optimizer) -> bool:
-    """Whether each process has a part of each weight, as with FSDP2."""
+def flat(optimizer: Optimizer) -> tuple[Tensor, bool]:
+    """Copy an optimizer's weights to a vector; also return whether they are sharded."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    return all(hasattr(weight, "placements") for weight in weights)
-
-
-def flat(optimizer: Optimizer) -> Tensor:
-    """Return a copy of all of an optimizer's weights, as one vector."""
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    shards = [hasattr(weight, "placements") for weight in weights]
     weights = [w.full_tensor() if hasattr(w, "placements") else w for w in weights]
-    return nn.utils.parameters_to_vector(weights).detach().clone()
+    return nn.utils.parameters_to_vector(weights).detach().clone(), all(shards)
 
 
 class Watch:
@@ -109,11 +104,18 @@ class Watch:
         torch.nn.modules.module.register_module_forward_hook(self.forward)
         register_optimizer_step_pre_hook(self.before_step)
         register_optimizer_step_post_hook(self.after_step)
+        self.record, recorder.watch.collect = recorder.watch.collect, self.collect
         recorder.torch_is_there()
 
     def send(self, kind: str, value: object) -> None:
         """Add a value to one of the lists of this process's Rank."""
         self.pipe.send_bytes(pickle.dumps((kind, value)))
+
+    def collect(self, name: str, call: Callable, /, *args, **options) -> object:
+        """Record a collective, in any process group."""
+        if not recorder.watch.collective:  # no other collective calls this one
+            self.send("collectives", name)
+        return self.record(name, call, *args, **options)
 
     def forward(self, layer: nn.Module, inputs: tuple, output: Tensor) -> None:
         """Record the input of a network's first layer and the output of its last."""
@@ -132,7 +134,7 @@ class Watch:
             return
         self.disturb(self.steps)
         if not self.optimizer:
-            self.send("weights", flat(optimizer))
+            self.send("weights", flat(optimizer)[0])
         self.optimizer = optimizer
 
     def after_step(self, optimizer: Optimizer, *_) -> None:
@@ -140,23 +142,20 @@ class Watch:
         self.depth -= 1
         if self.depth:
             return
-        lr, averages = (
-            optimizer.param_groups[0]["lr"],
-            sum(recorder.watch.now["forwards"]),
-        )
-        self.last = flat(optimizer)
-        shards = sharded(optimizer)
+        lr = optimizer.param_groups[0]["lr"]
+        averages = sum(recorder.watch.now["forwards"])
+        self.last, self.sharded = flat(optimizer)
         inner = getattr(optimizer, "optim", optimizer)  # of ZeRO's
         momenta = [state.get("momentum_buffer") for state in inner.state.values()]
         held = sum(one.numel() for one in momenta if one is not None)
-        self.send("steps", Step(self.passes, averages, lr, self.last, shards, held))
+        state = self.last, self.sharded, held, len(multiprocessing.active_children())
+        self.send("steps", Step(self.passes, averages, lr, *state))
         self.passes, self.steps = [], self.steps + 1
 
     def end(self) -> None:
         """Record the last weights; shards cannot be gathered after the last step."""
         if self.optimizer:
-            shards = sharded(self.optimizer)
-            self.send("weights", self.last if shards else flat(self.optimizer))
+            self.send("weights", self.last if self.sharded else flat(self.optimizer)[0])
 
 
 def be_rank(script: Path, files: Path, stack: Path, variables, pipe, disturb) -> None:
@@ -263,7 +262,7 @@ def horovod() -> Iterator[list[dict[str, str]]]:
     common = {"GLOO_RENDEZVOUS_PORT": server.start(), "GLOO_IFACE": "lo", "SIZE": 2}
     common |= {"GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOSTNAME": "localhost"}
     common |= {"CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo", "LOCAL_SIZE": 2}
-    common |= {"CROSS_RANK": 0, "CROSS_SIZE": 1, "CYCLE_TIME": 50}  # ms between rounds
+    common |= {"CROSS_RANK": 0, "CROSS_SIZE": 1, "CYCLE_TIME": 150}  # ms between rounds
     server.init(get_host_assignments(parse_hosts("localhost:2"), 2))
     ranks = [common | {"RANK": rank, "LOCAL_RANK": rank} for rank in (0, 1)]
     try:
@@ -279,12 +278,10 @@ def started(
     machines: int = 1,
     disturb: Callable[[int], object] = lambda steps: None,
 ) -> Iterator[Run]:
-    """Start a script in two processes, and end them at the end of the block.
+    """Start a script in two processes in the folder `files`; end them with the block.
 
-    Args:
-        files: their current folder.
-        machines: 2 for two machines with one process each.
-        disturb: called before each step, with the number of completed steps.
+    With `machines=2`, two machines have one process each. The processes call `disturb`
+    before each step, with the number of completed steps.
     """
     files.mkdir(exist_ok=True)
     with socket.socket() as listener:
