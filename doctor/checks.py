@@ -607,9 +607,8 @@ def gathered_without_gradient(job):
     """
     steps = need(job.of("step"), "no optimizer took a step")
     if found := [one for one in steps if one.get("gathered")]:
-        what = f"in {len({one['step'] for one in found})} steps, all_gather() gets a "
-        what += "tensor with a gradient and returns tensors without one"
-        yield what, found[0]["gathered"]
+        what = f"in step {found[0]['step'] + 1}, all_gather() gets a tensor with a "
+        yield f"{what}gradient, and returns tensors without one", found[0]["gathered"]
 
 
 @check(WRONG, "not_averaged", read="09_mixed_precision")
@@ -921,7 +920,7 @@ def anomaly(job):
     """
     steps = need(job.of("step"), "no optimizer took a step")
     if found := [one for one in steps if one.get("anomaly")]:
-        what = f"anomaly detection, which is slow, is on in {len(found)} steps"
+        what = f"anomaly detection, which is slow, is on in step {found[0]['step'] + 1}"
         yield what, found[0]["place"]
 
 
