@@ -597,6 +597,20 @@ def loss_scale(job):
             yield what, place
 
 
+@check(RISK, read="08_collectives")
+def gathered_without_gradient(job):
+    """Gradients flow through the tensors that training gathers from all ranks.
+
+    Use torch.distributed.nn.functional.all_gather(), or put each rank's own tensor
+    back into its list.
+    Right if: the loss does not use the result, or the own tensor is put back later.
+    """
+    steps = need(job.of("step"), "no optimizer took a step")
+    if found := [one for one in steps if one.get("gathered")]:
+        what = f"in step {found[0]['step'] + 1}, all_gather() gets a tensor with a "
+        yield f"{what}gradient, and returns tensors without one", found[0]["gathered"]
+
+
 @check(WRONG, "not_averaged", read="09_mixed_precision")
 def clip_order(job):
     """Gradients are clipped after they are unscaled and averaged.
@@ -854,10 +868,10 @@ def schedule(job):
     need(made, "no scheduler from torch.optim.lr_scheduler is used")
     if not ends or not all(one["whole"] for one in process.of("end")):
         raise NotChecked("the job did not train to the end")
-    for one, count in zip(made, ends[-1]["schedules"], strict=False):
-        ratio = (one["planned"] or count) / max(1, count)
+    for one, (planned, count) in zip(made, ends[-1]["schedules"], strict=False):
+        ratio = (planned or count) / max(1, count)
         if count and not 0.7 < ratio < 1.4:
-            what = f"{one['type']} is set to {one['planned']} steps, but takes {count}"
+            what = f"{one['type']} is set to {planned} steps, but takes {count}"
             if any(abs(ratio / x - 1) < 0.15 for x in (size, 1 / size)):
                 what += "; the factor is the world size"
             yield what, one["place"]
@@ -879,32 +893,6 @@ def every_micro_batch(job):
         if len(passes) > 1 and sum(forwards) >= len(passes) and len(places) == 1:
             what = f"DDP averages gradients {len(passes)} times per step"
             yield what, passes[0]["place"]
-
-
-@check(SLOW, read=10)
-def unused_search(job):
-    """DDP does not search for unused weights where there are none.
-
-    Leave out find_unused_parameters=True.
-    """
-    steps = [one for one in job.of("step") if "missing" in one]
-    for one in need(job.of("ddp"), "DDP is not used")[:1]:
-        if one["search"] and steps and not any(x["missing"] for x in steps):
-            what = f"find_unused_parameters=True, but in {len(steps)} steps no weight"
-            yield f"{what} is unused", one["place"]
-
-
-@check(SLOW, read="performance")
-def small_buckets(job):
-    """DDP's buckets are large enough.
-
-    Leave bucket_cap_mb at its default, 25.
-    """
-    for one in need(job.of("ddp"), "DDP is not used")[:1]:
-        if one["bucket"] < 2**20 and one["size"] > 4 * one["bucket"]:
-            count, mib = one["size"] // one["bucket"], one["bucket"] / 2**20
-            what = f"a step has about {count} all-reduces, in buckets of {mib:.2g} MiB"
-            yield what, one["place"]
 
 
 @check(SLOW, read="performance")
@@ -932,21 +920,8 @@ def anomaly(job):
     """
     steps = need(job.of("step"), "no optimizer took a step")
     if found := [one for one in steps if one.get("anomaly")]:
-        what = f"anomaly detection, which is slow, is on in {len(found)} steps"
+        what = f"anomaly detection, which is slow, is on in step {found[0]['step'] + 1}"
         yield what, found[0]["place"]
-
-
-@check(SLOW, read="performance")
-def threads(job):
-    """The processes do not start more compute threads than there are cores.
-
-    Set OMP_NUM_THREADS to the number of cores divided by the number of processes.
-    """
-    steps = need(not gpus(job) and job.of("step"), "no step was taken on CPUs")
-    cores, count = len(os.sched_getaffinity(0)), steps[0]["threads"]
-    if count * len(job.processes) > 1.5 * cores:
-        what = f"{len(job.processes)} processes have {count} threads each"
-        yield f"{what}, but there are {cores} cores", ""
 
 
 @check(WRONG, read=19)
@@ -993,19 +968,25 @@ def bottleneck(job):
     own = [sum(row.values()) - row["communication"] for row in rows]
     share = {x: max(row[x] / sum(row.values()) for row in rows) for x in PARTS}
     others, slow = sorted(own)[:-1], own.index(max(own))
-    found = []
+    found, total = [], sum((Counter(one["parts"]) for one in steps), Counter())
+    half = total["communication"] / 2
+    calls = [x for x in total if "() in " in x and total[x] > half]
     if others and share["communication"] > 0.15 and max(own) > 1.3 * others[-1] + 0.001:
         what = f"rank {slow} needs {1000 * own[slow]:.0f} ms for its part of a step, "
         what += f"and the others, which need {1000 * others[-1]:.0f} ms, wait"
-        found.append((1.0, what, {}))
+        found.append((1.0, what, "", {}))
     for part, (limit, mend) in PARTS.items():
         seen = [one for one in steps if part == "rest" or part in one["parts"]]
         often = len(seen) > len(steps) / 2
         if share[part] > limit and often and not (found and part == "communication"):
-            what = f"{part} is {share[part]:.0%} of a step's time"
-            found.append((share[part], what, {"mend": mend}))
-    for _, what, given in sorted(found, key=lambda one: -one[0]):
-        yield what, "", given
+            what, place = f"{part} is {share[part]:.0%} of a step's time", ""
+            if part == "communication" and calls:
+                call, _, place = calls[0].partition(" in ")
+                what += f", mostly {call}"
+                mend = "Call it less often, or with less data."
+            found.append((share[part], what, place, {"mend": mend}))
+    for _, *finding in sorted(found, key=lambda one: -one[0]):
+        yield finding
 
 
 def time_table(job: Job) -> dict[int, dict[str, float]]:

@@ -49,12 +49,12 @@ TOGETHER = {
     "amp": [
         "clipping of scaled gradients",
         "no no_sync",
-        "a search for unused parameters",
         "a loss divided by the number of processes",
         "a mean of the batches' accuracies",
         "each process validates its own batch-norm statistics",
     ],
     "spawn": ["a fixed port", "no DDP"],
+    "contrast": ["a gather without a gradient", "a schedule for all processes"],
 }
 # Mistakes that it does not see yet
 UNSEEN = {
