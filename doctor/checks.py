@@ -540,7 +540,7 @@ def not_averaged(job):
 
 @check(RISK, "weights_differ", read="03_gradients")
 def summed(job):
-    """A step's gradient is the mean over ranks: neither the sum nor divided twice.
+    """A step's gradient is the mean over ranks: not the sum, and not divided twice.
 
     Divide by the world size once. DDP and Horovod do that; all_reduce() does not.
     Right if: the learning rate accounts for it.
@@ -572,7 +572,7 @@ def loss_scale(job):
     """The loss is divided by the number of a step's micro-batches, and by nothing else.
 
     With n micro-batches, divide each one's mean loss by n. DDP averages over ranks.
-    Right if: the learning rate accounts for it, or the factor has another reason.
+    Right if: the learning rate accounts for it, or the factor is meant to be there.
     """
     size, found = max(1, job.world_size), Counter()
     for row in job.steps("passes"):
@@ -895,6 +895,32 @@ def every_micro_batch(job):
             yield what, passes[0]["place"]
 
 
+@check(SLOW, read=10)
+def unused_search(job):
+    """DDP does not search for unused weights where there are none.
+
+    Leave out find_unused_parameters=True.
+    """
+    steps = [one for one in job.of("step") if "missing" in one]
+    for one in need(job.of("ddp"), "DDP is not used")[:1]:
+        if one["search"] and steps and not any(x["missing"] for x in steps):
+            what = f"find_unused_parameters=True, but in {len(steps)} steps no weight"
+            yield f"{what} is unused", one["place"]
+
+
+@check(SLOW, read="performance")
+def small_buckets(job):
+    """DDP's buckets are large enough.
+
+    Leave bucket_cap_mb at its default, 25.
+    """
+    for one in need(job.of("ddp"), "DDP is not used")[:1]:
+        if one["bucket"] < 2**20 and one["size"] > 4 * one["bucket"]:
+            count, mib = one["size"] // one["bucket"], one["bucket"] / 2**20
+            what = f"a step has about {count} all-reduces, in buckets of {mib:.2g} MiB"
+            yield what, one["place"]
+
+
 @check(SLOW, read="performance")
 def host_syncs(job):
     """No line makes the host wait for the device in every step.
@@ -913,15 +939,16 @@ def host_syncs(job):
 
 
 @check(SLOW, read="performance")
-def anomaly(job):
-    """Autograd's anomaly detection is off.
+def threads(job):
+    """The processes do not start more compute threads than there are cores.
 
-    Call torch.autograd.set_detect_anomaly() only while you debug.
+    Set OMP_NUM_THREADS to the number of cores divided by the number of processes.
     """
-    steps = need(job.of("step"), "no optimizer took a step")
-    if found := [one for one in steps if one.get("anomaly")]:
-        what = f"anomaly detection, which is slow, is on in step {found[0]['step'] + 1}"
-        yield what, found[0]["place"]
+    steps = need(not gpus(job) and job.of("step"), "no step was taken on CPUs")
+    cores, count = len(os.sched_getaffinity(0)), steps[0]["threads"]
+    if count * len(job.processes) > 1.5 * cores:
+        what = f"{len(job.processes)} processes have {count} threads each"
+        yield f"{what}, but there are {cores} cores", ""
 
 
 @check(WRONG, read=19)

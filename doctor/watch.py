@@ -256,7 +256,7 @@ class Watch:
             self.local[id(weight)] = new
 
     def before_step(self, optimizer: Optimizer, *_) -> None:
-        """Keep gradients and weights, from the innermost of wrapped optimizers."""
+        """Keep the gradients and weights of the innermost wrapped optimizer."""
         now = clock()
         if self.inner is not None and self.inner is not optimizer:
             self.parts["communication"] += now - self.step_began
@@ -273,7 +273,7 @@ class Watch:
         self.now |= {"before": before, "gradients": gradients, "local": local}
         known = [self.hooked.get(id(weight), (None,))[0] for weight in weights]
         self.now["which"] = digest(known)  # ZeRO's ranks update different weights
-        self.now["anomaly"] = torch.is_anomaly_enabled()
+        self.now["missing"] = sum(w.grad is None for w in weights)
 
     def after_step(self, optimizer: Optimizer, *_) -> None:
         """Write the step's record."""
@@ -288,7 +288,7 @@ class Watch:
             self.now["wall"] = now - self.began if self.began else 0
             loader = self.epoch and self.epoch["loader"]
             self.now |= {"place": place(), "loader": loader, "parts": {**self.parts}}
-            self.write("step", **self.now)
+            self.write("step", **self.now, threads=torch.get_num_threads())
         self.new_step()
         self.step_loader = self.epoch and self.epoch["loader"]
         self.inner, self.depth, self.steps = None, 0, self.steps + 1
@@ -424,7 +424,9 @@ class Watch:
 
     def wrapped(self, call, model, module, *args, **kwargs):  # DDP's constructor
         call(model, module, *args, **kwargs)
-        self.write("ddp")
+        size = sum(one.numel() * one.element_size() for one in module.parameters())
+        search, bucket = model.find_unused_parameters, model.bucket_bytes_cap
+        self.write("ddp", search=search, bucket=bucket, size=size, place=place())
 
     # --- data ---
 

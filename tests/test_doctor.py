@@ -49,6 +49,7 @@ TOGETHER = {
     "amp": [
         "clipping of scaled gradients",
         "no no_sync",
+        "a search for unused parameters",
         "a loss divided by the number of processes",
         "a mean of the batches' accuracies",
         "each process validates its own batch-norm statistics",
@@ -78,12 +79,9 @@ LAUNCHER = "torchrun --standalone --nproc-per-node 2 FILE"
 
 def needs(text):
     """Return the marks of a script that needs a library."""
-    missing = [
-        n
-        for n in ("accelerate", "lightning", "transformers")
-        if f"import {n}" in text or f"from {n}" in text
-    ]
-    missing = [name for name in missing if find_spec(name) is None]
+    libraries = ("accelerate", "lightning", "transformers")
+    used = [one for one in libraries if re.search(rf"(import|from) {one}", text)]
+    missing = [name for name in used if find_spec(name) is None]
     marks = [pytest.mark.skip(reason=f"no {name}") for name in missing]
     return marks + [pytest.mark.horovod] * ("horovod" in text)
 
