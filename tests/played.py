@@ -127,5 +127,5 @@ def spawn(function, args: tuple, nprocs: int) -> None:
 
 def _after(begin, function, rank: int, *args) -> None:
     begin.wait()
-    torch.set_num_threads(1)  # replaces the pool of the parent, before a thread needs it
+    torch.set_num_threads(1)  # replaces the parent's pool before threads need it
     function(rank, *args)
