@@ -227,7 +227,9 @@ def batch_counts_differ(job):
     need(None not in counts, "the lengths of the loaders are not known")
     if len({*counts}) > 1:
         what = f"ranks 0 to {len(counts) - 1} have {', '.join(map(str, counts))}"
-        level = WRONG if job.hung or job.of("error") else RISK
+        exits = all(process.of("exit") for process in job.processes)
+        aborts = job.status and not exits and not job.interrupted
+        level = WRONG if job.hung or job.of("error") or aborts else RISK
         yield f"{what} batches per epoch", loaders[0]["place"], {"level": level}
 
 

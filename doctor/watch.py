@@ -262,8 +262,7 @@ class Watch:
             self.parts["communication"] += now - self.step_began
         self.inner, self.optimizer, self.step_began = optimizer, optimizer, now
         weights = [w for group in optimizer.param_groups for w in group["params"]]
-        gpu = weights and weights[0].is_cuda
-        self.now["gpu"] = weights[0].device.index if gpu else None
+        self.now["gpu"] = weights[0].device.index if weights else None  # None: a CPU
         if self.steps >= STEPS or len(whole(weights)) < len(weights):
             return
         before, gradients = sample(weights), sample([w.grad for w in weights])
@@ -409,8 +408,7 @@ class Watch:
         version += fields["loader"], fields["epoch"]
         if version not in self.validated:
             self.validated.add(version)
-            tensors = [one for one in tensors if one.is_floating_point()]
-            fields["state"] = sample(tensors)
+            fields["state"] = sample([x for x in tensors if x.is_floating_point()])
         self.write("evaluation", **fields)
 
     def equal(self, call, *args, **kwargs):
