@@ -112,6 +112,7 @@ def all_cores(folder: Path, rounds: int) -> dict[str, dict]:
 
     data = usual.folder(folder / "train", usual.TRAIN)
     options = {"num_workers": cores, "persistent_workers": True}
+    options |= {"multiprocessing_context": "fork"}  # as in the scripts' loader
     candidates = {USUAL: epoch_of(DataLoader(data, BATCH, sampler=indices, **options))}
     candidates[NORMALIZED] = epoch_of(own_loader("nvimgcodec"))
     for name in DECODERS:

@@ -62,6 +62,7 @@ def loader_of(kind: str) -> Iterable:
     index = Index(packed=kind == "arrays")
     if kind == "lists":
         options = {"num_workers": WORKERS, "persistent_workers": True}
+        options |= {"multiprocessing_context": "fork"}  # as in the scripts' loader
         return DataLoader(index, BATCH, shuffle=True, **options)
     args, place = arguments(Path(), "-b", BATCH, "-j", WORKERS), (0, 1, CPU)
     return build_loader(args, index, RandomSampler(index), *place, training=True)

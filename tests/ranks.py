@@ -7,7 +7,6 @@ A task is a function in this file; rank R's result is saved as FOLDER/result-R.p
 
 import importlib
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -401,7 +400,6 @@ def save_for_ever(output: str) -> None:
 
 
 if __name__ == "__main__":
-    multiprocessing.set_start_method("forkserver")  # as horovod_distributed.py does
     task, arguments = sys.argv[1], json.loads(sys.argv[2])
     folder = Path(arguments.pop("folder"))
     returned = globals()[task](**arguments)

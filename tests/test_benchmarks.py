@@ -5,7 +5,7 @@ import os
 import re
 import time
 from functools import partial
-from multiprocessing import Process
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -57,7 +57,8 @@ def test_memory_is_in_mib():
     kib = int(re.search(r"VmHWM:\s+(\d+)", status)[1])
     assert peak == pytest.approx(kib / 1024, 0.02)
     sizes = (0, 100 * 2**20, 400 * 2**20)
-    children = [Process(target=hold, args=(size,), daemon=True) for size in sizes]
+    fork = get_context("fork")
+    children = [fork.Process(target=hold, args=(size,), daemon=True) for size in sizes]
     for child in children:
         child.start()
     time.sleep(2)
