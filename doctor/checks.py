@@ -998,8 +998,8 @@ def bottleneck(job):
     share = {x: max(row[x] / sum(row.values()) for row in rows) for x in PARTS}
     others, slow = sorted(own)[:-1], own.index(max(own))
     found, total = [], sum((Counter(one["parts"]) for one in steps), Counter())
-    half = total["communication"] / 2
-    calls = [x for x in total if "() in " in x and total[x] > half]
+    calls = [x for x in total if "() in " in x and "synchronize" not in x]
+    calls = [x for x in calls if total[x] > total["communication"] / 2]
     if others and share["communication"] > 0.15 and max(own) > 1.3 * others[-1] + 0.001:
         what = f"rank {slow} needs {1000 * own[slow]:.0f} ms for its part of a step, "
         what += f"and the others, which need {1000 * others[-1]:.0f} ms, wait"
