@@ -795,7 +795,7 @@ def weights_differ_in_the_end(job):
 
 
 def saves(job: Job, key: str) -> list[dict]:
-    """Return the calls of torch.save() that have a path, or weights."""
+    """Return the calls to torch.save() that have a path, or weights."""
     found = [one for one in job.of("save") if one[key]]
     return need(found, f"torch.save() got no {key}")
 

@@ -114,8 +114,8 @@ def lesson(path: Path, variables: dict, errors: Path) -> None:
 def spawn(function, args: tuple, nprocs: int) -> None:
     """Replace torch.multiprocessing.spawn, with forks.
 
-    No process begins before the last is forked. When one connects to this process's TCPStore,
-    the store's thread takes a lock of glibc for a moment, and a fork would wait for it.
+    No process begins before the last is forked: while one connects to this process's TCPStore,
+    the store's thread briefly holds a lock of glibc, and a fork would wait for this lock.
     """
     begin = multiprocessing.get_context("fork").Event()
     after = partial(_after, begin, function)

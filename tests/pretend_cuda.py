@@ -26,7 +26,7 @@ WAITS = {"cpu", "item", "tolist", "numpy", "nonzero", "__bool__", "__float__"}
 
 
 class SimulatedGpus(TorchFunctionMode):
-    """Intercepts calls of PyTorch's functions while it is active."""
+    """Intercepts calls to PyTorch's functions while it is active."""
 
     def __init__(self, count: int, folder: str):
         self.count, self.folder, self.now, self.user = count, folder, 0, None
@@ -82,7 +82,7 @@ class SimulatedGpus(TorchFunctionMode):
         return result
 
     def install(self) -> None:
-        """Replace functions that need a GPU, and record the calls of these and some others."""
+        """Replace functions that need a GPU, and record the calls to these and some others."""
         replace, load = self.replace, DataLoader.__init__
         join, cast = dist.init_process_group, autocast.__init__
         wrappers = DDP, nn.DataParallel

@@ -40,7 +40,7 @@ class Ranks(Played):
             self.start(_rank, folder, place, task, arguments)
 
     def alive(self, *ranks: int) -> bool:
-        """Return whether any of these ranks (by default, any rank) still runs."""
+        """Return whether any of these ranks (by default, any rank) is still running."""
         chosen = [self.processes[rank] for rank in ranks] or self.processes
         return any(process.is_alive() for process in chosen)
 

@@ -1,4 +1,4 @@
-"""Check the images, their augmentation and their order; and the errors for unusable data."""
+"""Check the images, their augmentation and order, and the errors for unusable data."""
 
 import multiprocessing
 import random

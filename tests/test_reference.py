@@ -100,7 +100,7 @@ def photographs(tmp_path_factory):
 
 
 def words(recipe):
-    """Return the flags of the command line."""
+    """Return the command-line flags."""
     for name, value in recipe.items():
         flag = {"batch": "-b"}.get(name, "--" + name.replace("_", "-"))
         if value is not False:
@@ -193,7 +193,7 @@ def close(found, right):
 
 @pytest.mark.parametrize("name, processes, workers, case", marked(ROWS))
 def test_a_run_is_that_of_the_reference(ran, expected, name, processes, workers, case):
-    """One process, or two (a sum of two is the same in either order), match bit for bit."""
+    """One process matches bit for bit, and so do two (a sum of two needs no order)."""
     found, output = ran(name, processes, workers)[case]
     recipe, right = CASES[case][1], expected(case, processes)
     weights, *_ = right.epochs[-1]

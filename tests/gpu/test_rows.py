@@ -66,7 +66,7 @@ def photographs(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def train(photographs, tmp_path_factory):
-    """Train with a launch script and NPROC processes (1); return epochs.jsonl's records."""
+    """Train with a launch script (NPROC is 1 by default); return epochs.jsonl's records."""
 
     def run(strategy, *flags, output=None, NPROC="1", **variables):
         output = output or tmp_path_factory.mktemp("run")

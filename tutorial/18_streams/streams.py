@@ -1,4 +1,4 @@
-"""Four workers of two processes read ten files: how often is each sample used?
+"""Two processes with two workers each read ten files: how often is a sample used?
 
 python tutorial/18_streams/streams.py
 """
