@@ -166,23 +166,25 @@ def states(dataset: object) -> dict[str, int]:
         name, keys, *rest = numpy.random.get_state()
         found["numpy"] = digest((keys.tobytes(), *rest))
     for name, own in getattr(dataset, "__dict__", {}).items():
+        numpys = getattr(own, "bit_generator", getattr(own, "_bit_generator", None))
         if isinstance(own, torch.Generator):
             found[f"its {name}"] = digest(bytes(own.get_state().numpy()))
-        elif hasattr(own, "bit_generator"):  # NumPy's
-            found[f"its {name}"] = digest(own.bit_generator.state)
+        elif isinstance(own, random.Random):
+            found[f"its {name}"] = digest(own.getstate())
+        elif numpys:
+            found[f"its {name}"] = digest(numpys.state)
     return found
 
 
 def length(scheduler) -> int | None:
-    """Return a schedule's number of steps: LambdaLR's ends where the factor stays 0."""
-    last = scheduler.last_epoch
+    """Return a schedule's number of steps: LambdaLR's falls slowly until there."""
     for factor in getattr(scheduler, "lr_lambdas", [])[:1]:
         with contextlib.suppress(Exception):  # the user's function
-            steps = range(last, 9 * last)[:100_000]
-            step = next((step for step in steps if factor(step) <= 0), None)
-            while step and factor(step - 1) <= 0:
-                step -= 1
-            return step
+            rates = [max(0, factor(n)) for n in range(9 * scheduler.last_epoch)]
+            top = rates.index(max(rates))
+            end = top + rates[top:].index(least := min(rates[top:]))
+            falls = rates[end - 2] > rates[end - 1] > least  # not in one large step
+            return end if falls and end < len(rates) - 1 else None
     return getattr(scheduler, "T_max", getattr(scheduler, "total_steps", None))
 
 

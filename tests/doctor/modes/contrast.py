@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler
 
 dist.init_process_group("gloo")
@@ -13,7 +14,7 @@ loader = DataLoader(pairs, 8, sampler=sampler)
 model = DDP(nn.Linear(8, 16))
 optimizer = torch.optim.Adam(model.parameters())
 steps = 4 * len(loader)
-scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 - n / steps)
+scheduler = LambdaLR(optimizer, lambda n: max(0.1, 1 - n / steps))
 for epoch in range(4):
     sampler.set_epoch(epoch)
     for batch in loader:
