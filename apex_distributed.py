@@ -46,7 +46,7 @@ def main(args: Namespace) -> None:
     # [1/6 launch] the launcher has set RANK, WORLD_SIZE and LOCAL_RANK
     if "RANK" not in os.environ:
         raise UserError("start it with torchrun --standalone --nproc-per-node=2")
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with torchrun
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with torchrun
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", local_rank)
@@ -87,7 +87,7 @@ def main(args: Namespace) -> None:
     # [3/6 wrap] amp first, then Apex's DDP, whose backward pass averages gradients
     # Apex's DDP would scramble channels_last gradients: it copies memory as it is
     raw_model.to(memory_format=torch.contiguous_format)
-    if args.sync_bn:  # Apex's converter would replace weights that `optimizer` has
+    if args.sync_bn:  # Apex's converter would replace weights that `optimizer` holds
         raw_model = nn.SyncBatchNorm.convert_sync_batchnorm(raw_model)
     raw_model, optimizer = amp.initialize(
         raw_model, optimizer, opt_level=args.opt_level
@@ -96,14 +96,14 @@ def main(args: Namespace) -> None:
     eval_model = raw_model  # amp casts in validation, too
     saved = {"state_dict": raw_model, "amp": amp}  # what checkpoints hold
     if args.opt_level == "O2":
-        optimizer.zero_grad()  # creates the fp32 master weights, to load them
+        optimizer.zero_grad()  # creates the fp32 master weights, which load() fills
         saved["masters"] = nn.ParameterList(amp.master_params(optimizer))
     # [/wrap]
 
     scheduler = build_scheduler(args, optimizer, len(train_loader))
     saved |= {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     checkpoint = Checkpoint(args, (train_set, val_set), saved)
-    checkpoint.load(rank, world_size, device, all_reduce)  # compares all processes
+    checkpoint.load(rank, world_size, device, all_reduce)  # checks that all agree
     if rank == 0:
         print(f"{args.arch} {args.precision}, {world_size} x {device.type}", flush=True)
     if args.evaluate:
@@ -113,7 +113,7 @@ def main(args: Namespace) -> None:
 
     for epoch in range(checkpoint.epoch, 0 if args.evaluate else args.epochs):
         train_sampler.set_epoch(epoch)
-        seed_generators(args.seed, epoch, 0, rank + 1)  # a sampler may draw
+        seed_generators(args.seed, epoch, 0, rank + 1)  # a sampler may draw from them
         figures = train(
             args, rank, train_loader, model, optimizer, scheduler, scaler, checkpoint
         )
@@ -144,7 +144,7 @@ def train(
     meter, timer = Meter(), Timer()
     epoch, done = checkpoint.epoch, checkpoint.step
     for step, (images, labels) in enumerate(loader.epoch(epoch, done), start=done + 1):
-        seed_generators(args.seed, epoch, step, rank + 1)  # dropout draws
+        seed_generators(args.seed, epoch, step, rank + 1)  # dropout draws from them
         optimizer.zero_grad()
         micro_batches = images.chunk(args.accumulate), labels.chunk(args.accumulate)
         for part, (x, y) in enumerate(zip(*micro_batches, strict=True), start=1):
@@ -189,7 +189,7 @@ def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:
 def validate(
     args: Namespace, loader: DeviceLoader, eval_model: nn.Module
 ) -> dict[str, float]:
-    """Return metrics averaged over all validation images, equal in all processes."""
+    """Return metrics averaged over all validation images, the same in all processes."""
     broadcast_buffers(eval_model)
     eval_model.eval()
     meter = Meter()

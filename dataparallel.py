@@ -35,8 +35,8 @@ def main(args: Namespace) -> None:
     rank, world_size = 0, 1
     gpus = torch.cuda.device_count()
     device = torch.device("cuda" if gpus else "cpu")
-    # nn.DataParallel starts new threads in each step. With benchmark, cuDNN searches
-    # again in each thread (https://github.com/pytorch/pytorch/issues/104701)
+    # nn.DataParallel starts new threads in each step. With cudnn.benchmark, cuDNN
+    # searches again in each thread (https://github.com/pytorch/pytorch/issues/104701)
     torch.backends.cudnn.benchmark = gpus == 1
     if gpus > 1 and args.precision == "bf16":
         raise UserError("--precision bf16: nn.DataParallel's threads would use fp16")
@@ -84,7 +84,7 @@ def main(args: Namespace) -> None:
     scheduler = build_scheduler(args, optimizer, len(train_loader))
     saved |= {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     checkpoint = Checkpoint(args, (train_set, val_set), saved)
-    checkpoint.load(rank, world_size, device, all_reduce)  # compares all processes
+    checkpoint.load(rank, world_size, device, all_reduce)  # checks that all agree
     if rank == 0:
         print(f"{args.arch} {args.precision}, {world_size} x {device.type}", flush=True)
     if args.evaluate:
@@ -94,7 +94,7 @@ def main(args: Namespace) -> None:
 
     for epoch in range(checkpoint.epoch, 0 if args.evaluate else args.epochs):
         train_sampler.set_epoch(epoch)
-        seed_generators(args.seed, epoch, 0, rank + 1)  # a sampler may draw
+        seed_generators(args.seed, epoch, 0, rank + 1)  # a sampler may draw from them
         figures = train(
             args, rank, train_loader, model, optimizer, scheduler, scaler, checkpoint
         )
@@ -123,7 +123,7 @@ def train(
     meter, timer = Meter(), Timer()
     epoch, done = checkpoint.epoch, checkpoint.step
     for step, (images, labels) in enumerate(loader.epoch(epoch, done), start=done + 1):
-        seed_generators(args.seed, epoch, step, rank + 1)  # dropout draws
+        seed_generators(args.seed, epoch, step, rank + 1)  # dropout draws from them
         optimizer.zero_grad()
         micro_batches = images.chunk(args.accumulate), labels.chunk(args.accumulate)
         for part, (x, y) in enumerate(zip(*micro_batches, strict=True), start=1):
@@ -162,7 +162,7 @@ def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:
 def validate(
     args: Namespace, loader: DeviceLoader, eval_model: nn.Module
 ) -> dict[str, float]:
-    """Return metrics averaged over all validation images, equal in all processes."""
+    """Return metrics averaged over all validation images, the same in all processes."""
     broadcast_buffers(eval_model)
     eval_model.eval()
     meter = Meter()

@@ -43,7 +43,7 @@ def main(args: Namespace) -> None:
     # [1/6 launch] the launcher has set RANK, WORLD_SIZE and LOCAL_RANK
     if "RANK" not in os.environ:
         raise UserError("start it with torchrun --standalone --nproc-per-node=2")
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with torchrun
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with torchrun
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ["LOCAL_RANK"])
     if torch.cuda.is_available():
@@ -99,7 +99,7 @@ def main(args: Namespace) -> None:
     scheduler = build_scheduler(args, optimizer, len(train_loader))
     saved |= {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     checkpoint = Checkpoint(args, (train_set, val_set), saved)
-    checkpoint.load(rank, world_size, device, all_reduce)  # compares all processes
+    checkpoint.load(rank, world_size, device, all_reduce)  # checks that all agree
     if rank == 0:
         print(f"{args.arch} {args.precision}, {world_size} x {device.type}", flush=True)
     if args.evaluate:
@@ -109,7 +109,7 @@ def main(args: Namespace) -> None:
 
     for epoch in range(checkpoint.epoch, 0 if args.evaluate else args.epochs):
         train_sampler.set_epoch(epoch)
-        seed_generators(args.seed, epoch, 0, rank + 1)  # a sampler may draw
+        seed_generators(args.seed, epoch, 0, rank + 1)  # a sampler may draw from them
         figures = train(
             args, rank, train_loader, model, optimizer, scheduler, scaler, checkpoint
         )
@@ -140,7 +140,7 @@ def train(
     meter, timer = Meter(), Timer()
     epoch, done = checkpoint.epoch, checkpoint.step
     for step, (images, labels) in enumerate(loader.epoch(epoch, done), start=done + 1):
-        seed_generators(args.seed, epoch, step, rank + 1)  # dropout draws
+        seed_generators(args.seed, epoch, step, rank + 1)  # dropout draws from them
         optimizer.zero_grad()
         micro_batches = images.chunk(args.accumulate), labels.chunk(args.accumulate)
         for part, (x, y) in enumerate(zip(*micro_batches, strict=True), start=1):
@@ -180,7 +180,7 @@ def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:
 def validate(
     args: Namespace, loader: DeviceLoader, eval_model: nn.Module
 ) -> dict[str, float]:
-    """Return metrics averaged over all validation images, equal in all processes."""
+    """Return metrics averaged over all validation images, the same in all processes."""
     broadcast_buffers(eval_model)
     eval_model.eval()
     meter = Meter()

@@ -84,7 +84,7 @@ def main(args: Namespace) -> None:
         in_contiguous_format(compression),
         backward_passes_per_step=args.accumulate,
     )
-    raw_model.to(memory_format=torch.contiguous_format)  # Horovod sends no other
+    raw_model.to(memory_format=torch.contiguous_format)  # Horovod sends no other format
     hvd.broadcast_parameters(raw_model.state_dict(), root_rank=0)
     raw_model.to(memory_format=torch.channels_last)
     # hvd.broadcast_optimizer_state() is for state that only rank 0 has. Here, all ranks
@@ -96,7 +96,7 @@ def main(args: Namespace) -> None:
     scheduler = build_scheduler(args, optimizer, len(train_loader))
     saved |= {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     checkpoint = Checkpoint(args, (train_set, val_set), saved)
-    checkpoint.load(rank, world_size, device, all_reduce)  # compares all processes
+    checkpoint.load(rank, world_size, device, all_reduce)  # checks that all agree
     if rank == 0:
         print(f"{args.arch} {args.precision}, {world_size} x {device.type}", flush=True)
     if args.evaluate:
@@ -106,7 +106,7 @@ def main(args: Namespace) -> None:
 
     for epoch in range(checkpoint.epoch, 0 if args.evaluate else args.epochs):
         train_sampler.set_epoch(epoch)
-        seed_generators(args.seed, epoch, 0, rank + 1)  # a sampler may draw
+        seed_generators(args.seed, epoch, 0, rank + 1)  # a sampler may draw from them
         figures = train(
             args, rank, train_loader, model, optimizer, scheduler, scaler, checkpoint
         )
@@ -137,7 +137,7 @@ def train(
     meter, timer = Meter(), Timer()
     epoch, done = checkpoint.epoch, checkpoint.step
     for step, (images, labels) in enumerate(loader.epoch(epoch, done), start=done + 1):
-        seed_generators(args.seed, epoch, step, rank + 1)  # dropout draws
+        seed_generators(args.seed, epoch, step, rank + 1)  # dropout draws from them
         optimizer.zero_grad()
         micro_batches = images.chunk(args.accumulate), labels.chunk(args.accumulate)
         for part, (x, y) in enumerate(zip(*micro_batches, strict=True), start=1):
@@ -149,7 +149,7 @@ def train(
             if last:
                 optimizer.synchronize()
                 with optimizer.skip_synchronize():
-                    scaler.step(optimizer)  # all skip the step on overflow
+                    scaler.step(optimizer)  # all ranks skip the step on overflow
                 scaler.update()
             # [/step]
             meter.add(batch_sums(loss, outputs, y))
@@ -178,7 +178,7 @@ def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:
 def validate(
     args: Namespace, loader: DeviceLoader, eval_model: nn.Module
 ) -> dict[str, float]:
-    """Return metrics averaged over all validation images, equal in all processes."""
+    """Return metrics averaged over all validation images, the same in all processes."""
     broadcast_buffers(eval_model)
     eval_model.eval()
     meter = Meter()

@@ -3,9 +3,9 @@
     python -m benchmarks.doctor [ROUNDS]
 
 Two jobs of two processes each take turns: one alone, one under doctor. The benchmark
-compares the time of steps that doctor looks at, of steps that it only times, and of all
-later ones, which ROUNDS times five steps measure. It writes
-benchmarks/results/doctor.json in some minutes.
+compares how long a step takes while doctor looks at it, while doctor only times it, and
+later, in ROUNDS times five steps. It writes benchmarks/results/doctor.json in a few
+minutes.
 """
 
 import os
@@ -72,7 +72,7 @@ def job(folder: Path) -> None:
 
 
 def start(folder: Path, *before: str) -> tuple[subprocess.Popen, Callable, Callable]:
-    """Start a job; return it, and functions that let it take steps and end it."""
+    """Start a job; return it, and functions that make it take steps and end it."""
     folder.mkdir()
     for name in ("orders", "answers"):
         os.mkfifo(folder / name)

@@ -4,7 +4,7 @@
 
 A run of two processes (under python, of one) is interrupted and resumed three times: by
 SIGKILL to the launcher, a training process or a loader process while loader processes
-start, in a step, in a validation or in a save; or by SIGTERM or Ctrl-C to the launcher.
+start, or during a step, validation or saving; or by SIGTERM or Ctrl-C to the launcher.
 All processes have to end within 60 seconds, and weights, momenta, learning rates and
 metrics have to be those of an uninterrupted run. 60 KILLS take half an hour.
 """
@@ -48,7 +48,7 @@ class Run:
         self.output, self.log = output, output.with_suffix(".log")
         self.mark = f"KILLS_RUN={output}"
         for name in self.half_written():
-            (output / name).unlink()  # was left by the run before
+            (output / name).unlink()  # left by the previous run
         path = f"PATH={Path(sys.executable).parent}:{os.environ['PATH']}"
         words = [
             "env",
@@ -109,12 +109,12 @@ class Run:
         return {**row, "left": list(left.values()), "half written": self.half_written()}
 
     def result(self) -> list:
-        """Wait for the end; return all that the run computed, of tensors the bytes."""
+        """Wait for the end; return all that the run computed, with tensors as bytes."""
         assert self.process.wait() == 0, self.log.read_text()
         content = torch.load(self.output / "checkpoint.pt", weights_only=True)
         lines = (self.output / "epochs.jsonl").read_text().splitlines()
         assert content.pop("records") == (records := list(map(json.loads, lines)))
-        del content["recipe"]  # has the flags of this launcher
+        del content["recipe"]  # has this launcher's flags
         metrics = [r[name] for r in records for name in sorted(r.keys() - TIMES)]
         leaves = tree_leaves([content, metrics])
         return [x.numpy().tobytes() if torch.is_tensor(x) else x for x in leaves]

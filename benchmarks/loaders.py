@@ -3,8 +3,8 @@
     python -m benchmarks.loaders [ROUNDS]
 
 Two loader processes read generated photographs through an index as long as ImageNet's.
-The fork server has imported torchvision before. Each round starts both kinds in new
-processes. The benchmark writes benchmarks/results/loaders.json in some minutes.
+The fork server has already imported torchvision. Each round starts both kinds in new
+processes. The benchmark writes benchmarks/results/loaders.json in a few minutes.
 """
 
 import json

@@ -32,7 +32,7 @@ GOOGLE = f"{GITHUB}{GOOGLE}"
 GOYAL = "https://arxiv.org/abs/1706.02677"
 HOROVOD = f"{GITHUB}horovod/horovod/blob/master/docs/benchmarks.rst"
 LAMBDA = f"{GITHUB}lambdal/deeplearning-benchmark/tree/master/pytorch/csv_v1_v2"
-# GPU: images per GPU, images/s of one and eight GPUs, link (partly assumed: the page)
+# GPU: images per GPU, images/s on one and eight GPUs, link (partly assumed: the page)
 SYNTHETIC = {
     "V100": (256, 833, 6174, PCI),
     "RTX 6000 Ada": (928, 1146, 9211, PCI),
@@ -73,7 +73,7 @@ HOSTS[f"100 Gbit/s, {PAUSE:.1f} s between epochs"] = a100(100)._replace(pause=PA
 VGG = Cluster(64 / 154, 64, VGG16, 8, P100, network(100))
 GOYALS = Cluster(32 / 195, 32, RESNET50, 8, P100, network(50))
 FAR = "P100, 128 hosts, 25 Gbit/s"
-# Name, source, GPUs, the baseline's GPUs, efficiency, and input of the model
+# Name, source, GPUs, the baseline's GPUs, efficiency, and the model's input
 PUBLISHED = (
     ("ResNet-50, TF32, A100", NVIDIA, 8, 1, 7248 / 938 / 8, a100(1600, 938)),
     ("ResNet-50, AMP, A100", NVIDIA, 8, 1, 16621 / 2470 / 8, a100(1600)),

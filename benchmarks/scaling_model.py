@@ -55,7 +55,7 @@ class Cluster(NamedTuple):
     inside: Link  # between GPUs on a host
     network: Link  # between hosts; beta is for a whole host
     bucket: float = BUCKET
-    pause: float = 0.0  # seconds per epoch without a step: start of loaders, a save
+    pause: float = 0.0  # seconds per epoch without a step: starting loaders, saving
     epoch: int = 1281167  # images per epoch, ImageNet's
 
     def all_reduce(self, gpus: int) -> float:
@@ -91,7 +91,7 @@ class Cluster(NamedTuple):
 
 
 def efficiency(compute: float, communication: float, pause: float, gpus: int) -> Range:
-    """Return a step's time on one GPU alone, divided by its time as one of `gpus`.
+    """Return a step's time on one GPU alone, divided by its time on `gpus` GPUs.
 
     `pause` is the time between epochs, per step of one GPU alone. n GPUs need an nth of
     the steps, but the same pause, so each of their steps has n times as much of it.

@@ -4,7 +4,7 @@
 
 DATA is a dataset of small images, for example sample_data/digits. OTHER is another copy
 of this project, for example an older version: its launches take turns with these, and
-the ratios compare with it. The benchmark writes benchmarks/results/start.json.
+the ratios are relative to it. The benchmark writes benchmarks/results/start.json.
 """
 
 import os

@@ -160,7 +160,7 @@ def one_process(output: str, rounds: str, *flags: str) -> None:
     script = importlib.import_module("distributed")
 
     def loops(args: Namespace, loader: DeviceLoader, model: nn.Module) -> dict:
-        # Both use one model: on a CPU, its place in memory can make 5 % difference
+        # Both use one model: on a CPU, its place in memory can change speed by 5 %
         bare = bare_loop(loader, model, args.precision)
         return {BARE: bare, USUAL: usual_loop(args, loader)}
 

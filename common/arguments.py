@@ -70,7 +70,7 @@ def build_parser(docstring: str) -> argparse.ArgumentParser:
 def parse_arguments(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None = None
 ) -> argparse.Namespace:
-    """Parse the command line; a wrong flag is one line and exit status 2."""
+    """Parse the command line; exit with status 2 and one line if a flag is wrong."""
     args = parser.parse_args(argv)
     if (args.data is None) == (args.synthetic is None):
         parser.error("give either --data DIR or --synthetic")

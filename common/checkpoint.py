@@ -37,7 +37,7 @@ class Checkpoint:
     ):
         """Store what to save: objects with a state_dict(), by their names in the file.
 
-        "state_dict" is the name of the model that validates. `datasets` are those for
+        "state_dict" is the name of the model that validates. `datasets` are for
         training and validation; a resumed run needs the same images.
         """
         self.args, self.objects = args, objects
@@ -62,9 +62,9 @@ class Checkpoint:
         device: torch.device,
         all_reduce: Callable[[Tensor], Tensor],
     ) -> None:
-        """Load the file that --resume asks for; check that all processes have the same.
+        """Load the file that --resume asks for; check that all ranks have the same one.
 
-        Raises UserError if there is no such file, if it is from another recipe or other
+        Raises UserError if there is no such file, if it is from a different recipe or
         images, if --output holds another run, or if a process differs from rank 0.
         """
         path = self.file if self.args.resume == AUTO else self.args.resume
@@ -179,7 +179,7 @@ class Checkpoint:
 def replace_file(path: Path, content: bytes | dict) -> None:
     """Write a file beside `path`, flush it to the disk and rename it to `path`.
 
-    A reader, or a crash at any moment, finds either the old content or the new one.
+    A reader, or a crash at any moment, finds either the old content or the new.
     """
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "wb") as file:

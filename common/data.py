@@ -84,9 +84,9 @@ class RandomImages(FakeData):
 
 
 def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
-    """Open the training and validation datasets; with --evaluate, both are the second.
+    """Open the training and validation datasets; with --evaluate, both are the latter.
 
-    Raises UserError if a folder is missing, or if their classes differ.
+    Raises UserError if a folder is missing, or if the folders' classes differ.
     """
     size = args.image_size
     if args.synthetic:
@@ -120,7 +120,7 @@ def fingerprint(dataset: Dataset) -> list[int]:
 def seed_generators(*key: int) -> None:
     """Seed Python's, NumPy's and PyTorch's random numbers from non-negative integers.
 
-    What is drawn next then depends on the key alone, in a resumed run too.
+    All later draws then depend on the key alone, in a resumed run too.
 
     Source:
     https://numpy.org/doc/stable/reference/random/bit_generators/generated/numpy.random.SeedSequence.html
@@ -166,7 +166,7 @@ class SeededDataset(Dataset):
         epoch, position, index = key
         seed_generators(self.seed, epoch, position)
         image, label = self.dataset[index]
-        # This is the decoders' order; a batch in it is copied and normalized faster
+        # This is the decoders' order; batches in it are copied and normalized faster
         return image.permute(1, 2, 0), label
 
 
@@ -179,7 +179,7 @@ class DeviceLoader:
         self.device = device
         self.mean = torch.tensor(MEAN, device=device).view(1, 3, 1, 1)
         self.std = torch.tensor(STD, device=device).view(1, 3, 1, 1)
-        self.waited = 0.0  # seconds of waiting for data in this epoch
+        self.waited = 0.0  # seconds spent waiting for data in this epoch
         self.batch = self.copy(*next(iter(loader))) if repeated else None
 
     def __len__(self) -> int:
@@ -223,9 +223,9 @@ def build_loader(
 ) -> DeviceLoader:
     """Build one process's loader and start its loader processes.
 
-    `sampler` has this process's indices. A batch of training is one step's images, an
-    incomplete one is dropped; a batch of validation is as large as a micro-batch.
-    Raises UserError if the global batch leaves a remainder or there are too few images.
+    `sampler` has this process's indices. A training batch is one step's images, and an
+    incomplete one is dropped; a validation batch is as large as a micro-batch. Raises
+    UserError if the global batch cannot be divided equally or there are too few images.
     """
     size, parts = args.global_batch_size, world_size * args.accumulate
     if size % parts:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """A problem that the user can fix. Its text says what, where and what to do."""
+    """A problem the user can fix. It says what is wrong, where, and what to do."""
 
 
 @contextmanager

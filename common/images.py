@@ -47,7 +47,7 @@ def decode_with_torchcodec(content: bytes, box: Box) -> Tensor:
 
 
 def decode_with_nvimgcodec(content: bytes, box: Box) -> Tensor:
-    """Decode with nvImageCodec, which decodes nothing outside of the box."""
+    """Decode with nvImageCodec, which decodes nothing outside the box."""
     from common import nvimgcodec
 
     pixels = nvimgcodec.decode(content, box)
@@ -69,7 +69,7 @@ def read_image(
 ) -> Tensor:
     """Read a file (or its `content`) with one of DECODERS and transform it.
 
-    Raises UserError, which names the file and the reason, if it is not an image.
+    Raises UserError, naming the file and the reason, if the file is not an image.
     """
     try:
         content = Path(path).read_bytes() if content is None else content

@@ -79,9 +79,9 @@ class Timer:
     def interval(self, step: int, images: int, waited: float) -> str:
         """End an interval, when the device has finished `step`; describe its speed.
 
-        `images` are those of all processes in this interval. `waited` is how many
-        seconds this process has waited for data in this epoch; on a GPU, the device may
-        have been idle for less, because the host runs ahead of it.
+        `images` counts those of all processes in this interval. `waited` is how many
+        seconds this process has waited for data in this epoch; a GPU may have been idle
+        for less time, because the host runs ahead of it.
         """
         seconds, wait = time.perf_counter() - self.began, waited - self.waited
         self.intervals.append((seconds, images, wait))
@@ -91,10 +91,10 @@ class Timer:
         return f"{images / seconds:.0f} images/s, waited for data {wait / seconds:.0%}"
 
     def figures(self, device: torch.device) -> dict[str, float]:
-        """The epoch's seconds, images/s and share of waiting; the run's peak memory.
+        """The epoch's time, speed and share of time waiting; the run's peak memory.
 
-        The speed and the share of waiting leave out the first interval, in which loader
-        processes, caches and compilers start.
+        The speed and this share leave out the first interval, in which loader processes
+        and compilers start and caches fill.
         """
         measured = self.intervals[1:] or self.intervals
         seconds, images, waited = map(sum, zip(*measured, strict=True))

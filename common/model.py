@@ -43,17 +43,17 @@ def best_precision(device: torch.device) -> str:
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        native = "bf16" in Path("/proc/cpuinfo").read_text()  # a flag of the cores
+        native = "bf16" in Path("/proc/cpuinfo").read_text()  # one of the CPU flags
     return "bf16" if native else "fp32"
 
 
 def build_scheduler(
     args: argparse.Namespace, optimizer: torch.optim.Optimizer, steps_per_epoch: int
 ) -> LambdaLR:
-    """Build the learning rate's scheduler; call its step() after each optimizer step.
+    """Build the learning-rate scheduler; call its step() after each optimizer step.
 
-    The rate rises linearly in --warmup-epochs. Then it falls by a factor of 10 every 30
-    epochs of the run (--schedule step), or follows half a cosine down to 0.
+    The rate rises linearly during --warmup-epochs, then falls by a factor of 10 every
+    30 epochs of the run (--schedule step), or follows half a cosine down to 0.
 
     Source of the warm-up: Goyal et al. 2017, https://arxiv.org/abs/1706.02677
     """

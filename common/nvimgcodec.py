@@ -15,7 +15,7 @@ from common.images import Box
 def decode(content: bytes, box: Box) -> Tensor | None:
     """Decode the part that `box` chooses; None if nvImageCodec cannot read the file.
 
-    The rest is not decoded, so that damage there goes unnoticed.
+    The rest is not decoded, so damage there goes unnoticed.
 
     Source: https://docs.nvidia.com/cuda/nvimagecodec/py_api.html
     """

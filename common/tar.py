@@ -24,7 +24,7 @@ def archives_of(root: Path) -> list[Path]:
 
 
 class Archives:
-    """The images in the archives that replace a folder, sorted as ImageFolder does.
+    """The images in the archives that replace a folder, in ImageFolder's order.
 
     For N images: `paths`, (N,) bytes; `labels`, (N,) int64; `places`, (N, 3) int64, the
     archive's index, offset and size in bytes. `classes` are the class folders. Raises

@@ -100,7 +100,7 @@ class Picture(list[str]):
 
 
 def tree(draw: Picture) -> float:
-    """Two hosts, each with a launcher and four processes, each with its own GPU."""
+    """Two hosts: each has a launcher and four processes, with one GPU per process."""
     for host, color in enumerate("ab"):
         y = 8 + 196 * host
         draw.block(8, y, 344, 176, f"line {color}")
@@ -323,7 +323,7 @@ def restarts(draw: Picture) -> float:
     return 208
 
 
-HOROVOD = (  # a line of code, what it does with DDP, and what with Horovod
+HOROVOD = (  # a line of code, what it does with DDP, and what it does with Horovod
     (
         "before the first step",
         "DDP(model), which also\nbroadcasts the weights",
@@ -424,7 +424,7 @@ def exposed(draw: Picture) -> float:
             for x, width in spans["sends" if name == "exposed" else name]:
                 draw.block(x, y, width, 24, color)
             for x, width in spans["computes"] if name == "exposed" else ():
-                draw.block(x, y, width, 24, "page")  # leaves what nothing hides
+                draw.block(x, y, width, 24, "page")  # leaves what is exposed
             draw.block(90, y, 262, 24, "line note dashed")
     draw.legend(286, a="computing", b="communication", d="exposed")
     return 300
@@ -508,7 +508,7 @@ def sharded(draw: Picture) -> float:
 
 
 def large_batches(draw: Picture) -> float:
-    """Steps until the accuracy is reached, by batch and rule, both axes logarithmic."""
+    """Steps until the accuracy is reached, by batch and rule, on logarithmic axes."""
     rules = measured("17_large_batches/output/large_batches.json")
     scales = measured("17_large_batches/output/large_batches_noise.json")
     batches = 64, 256, 1024, 4096

@@ -1,4 +1,4 @@
-"""The mistakes that doctor looks for: a function for each, causes before effects.
+"""The mistakes that doctor looks for: one function for each, causes before effects.
 
 A check takes a Job and yields its findings, each with a place in the user's code. It
 raises NotChecked if the records lack what it needs. Its docstring says what is right if
@@ -237,7 +237,7 @@ def batch_counts_differ(job):
 def collectives_differ(job):
     """All ranks call the same collectives in the same order.
 
-    Make every rank call every collective: move it out of branches that some skip.
+    Make every rank call every collective: move it out of branches that some ranks skip.
     """
     several(job)
     gone = [one for one in job.processes if one.of("exit") and not one.of("error")]
@@ -605,7 +605,7 @@ def gathered_without_gradient(job):
 
     Use torch.distributed.nn.functional.all_gather(), or put each rank's own tensor
     back into its list.
-    Right if: the loss does not use the result, or the own tensor is put back later.
+    Right if: the loss does not use the result, or each rank's tensor is put back later.
     """
     steps = need(job.of("step"), "no optimizer took a step")
     if found := [one for one in steps if one.get("gathered")]:
@@ -762,7 +762,7 @@ def buffers_differ(job):
     """All ranks validate a network with the same weights and buffers (batch norm).
 
     Broadcast the buffers from rank 0 before validation, or use SyncBatchNorm. Create
-    an EMA model only after DDP has made the weights of all ranks equal.
+    an EMA model only after DDP has made all ranks' weights equal.
     Right if: the difference does not matter to you.
     """
     several(job)

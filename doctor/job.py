@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-HANG = 25  # seconds: a job is ended if all its processes wait so long for each other
+HANG = 25  # seconds: a job is ended if all its processes wait this long for each other
 
 
 @dataclass
@@ -25,11 +25,11 @@ class Process:
     fetches: list[dict] = field(default_factory=list)
 
     def of(self, kind: str) -> list[dict]:
-        """Return the records of one kind, in the order in which they were written."""
+        """Return the records of one kind, in the order they were written."""
         return [one for one in self.records if one["kind"] == kind]
 
     def last(self) -> dict:
-        """Return the last record that tells what the process does, or how it ended."""
+        """Return the last record of what the process was doing, or of how it ended."""
         return next(x for x in reversed(self.records) if x["kind"] != "fetch")
 
     @cached_property
@@ -116,7 +116,7 @@ def read(folder: Path) -> Job:
 
 
 def waits(folder: Path) -> bool:
-    """Return whether all processes have waited for each other for a long time."""
+    """Return whether all processes have been waiting for each other for a long time."""
     signs = folder / "waits"
     if not signs.exists() or time.time() - signs.stat().st_mtime > 6:
         return False

@@ -1,4 +1,4 @@
-"""Record what each process of a job does, by wrapping functions of PyTorch.
+"""Record what each process of a job does, by wrapping PyTorch's functions.
 
 hook/sitecustomize.py imports this file into processes that have imported PyTorch.
 The wrappers do not change any result, draw random numbers or communicate. Each process
@@ -202,7 +202,7 @@ class Watch:
         os.register_at_fork(after_in_child=self.reset)
 
     def reset(self) -> None:
-        """Forget everything, as a new process that has recorded nothing."""
+        """Forget everything, like a new process that has recorded nothing."""
         self.file, self.written = None, Counter()
         self.rank, self.ticks, self.steps, self.began = None, 0, 0, None
         self.hooked, self.handles, self.validated = {}, [], set()
@@ -639,7 +639,7 @@ class Watch:
         self.write("exit", watched=min(STEPS, self.steps), **fields)
 
     def monitor(self) -> None:
-        """Record where the main thread waits if nothing happens for some seconds."""
+        """Record where the main thread is waiting if nothing happens for a while."""
         seen, since, main = -1, time.monotonic(), threading.main_thread().ident
         while True:
             time.sleep(1)
@@ -661,7 +661,7 @@ watch = Watch()
 
 
 def wrap(owner, name: str, method: Callable, *first) -> None:
-    """Replace a function by a Watch method, which gets it and its arguments."""
+    """Replace a function with a Watch method, which gets it and its arguments."""
     call = getattr(owner, name, None)
     if call is None or hasattr(call, "_doctor"):
         return
@@ -676,7 +676,7 @@ def wrap(owner, name: str, method: Callable, *first) -> None:
 
 
 def torch_is_there() -> None:
-    """Wrap PyTorch's functions, right after PyTorch was imported."""
+    """Wrap PyTorch's functions, right after PyTorch has been imported."""
     w, c10d, next_one = watch, dist.distributed_c10d, loaders._BaseDataLoaderIter
     optimizers.register_optimizer_step_pre_hook(w.before_step)
     optimizers.register_optimizer_step_post_hook(w.after_step)
@@ -719,7 +719,7 @@ def torch_is_there() -> None:
 
 
 def horovod_is_there() -> None:
-    """Wrap Horovod's functions, right after horovod.torch was imported."""
+    """Wrap Horovod's functions, right after horovod.torch has been imported."""
     import horovod.torch as hvd
 
     def init(call, *args, **kwargs):

@@ -6,7 +6,7 @@
 #   bash scripts/gpu_check.sh --rehearse-gpu     # only what can run on a CPU, at small sizes
 #
 # It installs nothing, keeps existing timings and writes OUTPUT/summary.json (runs/gpu_check; docs/gpus.md). It takes
-# at most MINUTES (9). GPU_TIMINGS=no runs only the tests. The exit status is 1 if anything failed or did not run.
+# at most MINUTES (default: 9). GPU_TIMINGS=no runs only the tests. Exit status: 1 if anything failed or did not run.
 set -euo pipefail
 began=$(date +%s)
 NPROC=1

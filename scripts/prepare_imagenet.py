@@ -1,6 +1,6 @@
 """Sort ImageNet's images into train/CLASS/*.JPEG and val/CLASS/*.JPEG.
 
-    python -m scripts.prepare_imagenet ARCHIVES TARGET    # the .sh runs this
+    python -m scripts.prepare_imagenet ARCHIVES TARGET    # the .sh file runs this
 
 ARCHIVES contains the official archives, whose checksums torchvision verifies, or
 Hugging Face's parquet or tar.gz files, whose labels and number this script verifies.
@@ -50,8 +50,8 @@ def images(file: Path) -> Iterator[tuple[str, bytes, int | None]]:
 def sort(part: str, files: list[Path], folder: Path) -> None:
     """Write Hugging Face's images under the names used in the official archives.
 
-    A name ends with the class: n01440764_18_n01440764.JPEG. The files name the
-    class nowhere else: a label is a position in the sorted list of classes.
+    A name ends with the class: n01440764_18_n01440764.JPEG. The files do not
+    name the class elsewhere: a label is a position in the sorted list of classes.
     """
     found = set()
     for file in files:
@@ -76,7 +76,7 @@ def unpack(source: Path, target: Path) -> None:
     """Unpack both parts, except a part that `target` already contains.
 
     Raises:
-        UserError: files or a package are missing, files are damaged, or writing fails.
+        UserError: a file or package is missing, files are damaged, or writing fails.
     """
     files = {part: find(source, names) for part, names in HUGGING_FACE.items()}
     official = not any(files.values())

@@ -92,7 +92,7 @@ def main() -> None:
     available = torch.cuda.device_count() or 2
     # The global batch of 64 must be divisible by the number of processes
     count = max(number for number in (1, 2, 4, 8) if number <= available)
-    # Ctrl-C also reaches the launcher, which ends its processes; wait until it has
+    # Ctrl-C also reaches the launcher, which ends its processes; wait for it
     interrupted = []
     signal.signal(signal.SIGINT, lambda *_: interrupted.append(True))
     runs = []

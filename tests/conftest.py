@@ -19,7 +19,7 @@ from benchmarks.comparison import commit, describe
 from scripts.sample_data import write_digits
 
 ROOT = Path(__file__).resolve().parent.parent
-# A flag for steps of a few milliseconds
+# A flag that makes steps take only a few milliseconds
 TINY = "--image-size 32 -b 4 --arch squeezenet1_1 --precision fp32 --print-interval 1".split()
 
 

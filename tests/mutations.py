@@ -1,10 +1,10 @@
-"""Make the mistakes of mutations.txt, and check that tests catch them.
+"""Make the mistakes in mutations.txt, and check that tests catch them.
 
     bash scripts/test.sh --mutations            # all of them, 30 minutes on two cores
     bash scripts/test.sh --mutations smoothing  # mistakes with this word in their names
 
 Each mistake is made in a copy of the project, where only the tests listed with it run: one
-of them has to fail. Before that, the same tests have to pass in a copy without a mistake.
+of them has to fail. Before that, the same tests have to pass in a copy without the mistake.
 This updates benchmarks/results/mutations.json. The exit status is 1 if a mistake survives or a test breaks.
 """
 

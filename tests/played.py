@@ -112,10 +112,10 @@ def lesson(path: Path, variables: dict, errors: Path) -> None:
 
 
 def spawn(function, args: tuple, nprocs: int) -> None:
-    """Replace torch.multiprocessing.spawn, with forks.
+    """Replace torch.multiprocessing.spawn; this one forks.
 
     No process begins before the last is forked: while one connects to this process's TCPStore,
-    the store's thread briefly holds a lock of glibc, and a fork would wait for this lock.
+    the store's thread briefly holds a glibc lock, and a fork would wait for this lock.
     """
     begin = multiprocessing.get_context("fork").Event()
     after = partial(_after, begin, function)

@@ -116,7 +116,7 @@ NETS |= {"loud": partial(drop, times=30), "steep": partial(small, times=8)}
 
 
 class Images(list):
-    """A dataset of which a checkpoint contains only the numbers of images and classes."""
+    """A dataset; a checkpoint contains only how many images and classes it has."""
 
     def __init__(self, length: int, classes: int = 3):
         super().__init__(range(length))
@@ -348,7 +348,7 @@ def recorded(name: str, runs: list, counted: bool = False) -> list[dict]:
         script.hvd.init = script.hvd.shutdown = lambda: None
     came_to, sent = [], count_bytes(script) if counted else []
     for net, flags, stop, port in runs:
-        os.environ["MASTER_PORT"] = str(port)  # the previous run's store may be closing
+        os.environ["MASTER_PORT"] = str(port)  # the old store may still be closing
         script.build_model = build_model
         load_script(name, net)
         found = {"crops": {}, "rates": [], "strides": [], "stop": stop}
@@ -369,7 +369,7 @@ def recorded(name: str, runs: list, counted: bool = False) -> list[dict]:
 
 
 def save_for_ever(output: str) -> None:
-    """Save one checkpoint after another; all tensors of the Nth are N.
+    """Save one checkpoint after another; all tensors in the Nth are N.
 
     Every second checkpoint, starting with the first, is the best so far.
 

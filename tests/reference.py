@@ -1,4 +1,4 @@
-"""A training in plain PyTorch, whose results the five scripts have to match.
+"""Training in plain PyTorch, whose results the five scripts have to match.
 
 This file imports nothing from the project. It receives as data what only the project can
 know: the network, and the crop box and the flip that a run drew for each (epoch, index).
@@ -71,7 +71,7 @@ def take_step(run, gradients, rate):
         if not all(gradient.isfinite().all() for gradient in gradients):
             run.scale, run.growth = run.scale / 2, 0
             return
-        run.growth += 1  # at 2,000 the scale doubles; no test gets so far
+        run.growth += 1  # at 2,000 the scale doubles; no test gets that far
     for i, (weight, gradient) in enumerate(zip(run.weights, gradients, strict=True)):
         step = gradient.add(weight, alpha=run.recipe.weight_decay)
         if run.momenta[i] is not None:

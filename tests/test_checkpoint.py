@@ -88,7 +88,7 @@ def read(path):
 def test_a_checkpoint_holds_all_that_a_run_needs(tmp_path, monkeypatch):
     """It holds weights, momenta, schedule, loss scale, sums, and the position in an epoch.
 
-    It is loaded to the CPU, whichever GPU saved it.
+    It is loaded onto the CPU, whichever GPU saved it.
     """
     read = Mock(side_effect=torch.load)
     monkeypatch.setattr(torch, "load", read)
@@ -130,7 +130,7 @@ def test_best_is_kept_when_the_next_epoch_is_no_better(tmp_path):
 
 
 def test_the_first_epoch_in_a_new_folder_is_its_best(tmp_path):
-    """The best in the folder that the run resumes from does not matter."""
+    """The best checkpoint in the folder that the run resumes from does not matter."""
     run = load(make(tmp_path / "new", "--resume", saved(tmp_path)))
     for top1, best in ((0.0, 2), (30.0, 3), (20.0, 3)):
         step(run, 1)

@@ -54,14 +54,14 @@ class Draws(torch.utils.data.Dataset):
 
 
 def test_a_global_batch_is_the_same_whoever_loads_it():
-    """The numbers of processes and loader processes, which live for all epochs, do not matter."""
+    """The number of processes, or of loader processes (which live for all epochs), does not matter."""
     whole = [load(loader_of(Draws()), epoch) for epoch in range(3)]
     for size, workers in ((1, 2), (2, 0), (4, 1)):
         flags = ("-j", workers)
         before = set(multiprocessing.active_children())
         ranks = [loader_of(Draws(), *flags, place=(r, size)) for r in range(size)]
         started = set(multiprocessing.active_children()) - before
-        assert len(started) == size * workers  # now, not beside a training's threads
+        assert len(started) == size * workers  # now, not beside training threads
         for epoch, right in enumerate(whole):
             shards = [load(rank, epoch) for rank in ranks]
             assert len(right) == 3  # 27 // 8; the incomplete batch is dropped
@@ -160,7 +160,7 @@ def test_validation_needs_no_more_memory_than_a_micro_batch():
     flags, how = ("--accumulate", 2), {"place": (1, 2), "sampler": range(1, 11, 2)}
     loader = loader_of(dataset, *flags, training=False, **how)
     labels = [labels.tolist() for _, labels in loader.epoch(0)]
-    assert labels == [[1, 3], [5, 7], [9]]  # of 8 images, 4 a process, 2 a micro-batch
+    assert labels == [[1, 3], [5, 7], [9]]  # batch of 8, 4 per rank, 2 per micro-batch
     ((images, labels),) = loader_of(dataset, *flags, **how).epoch(0)
     assert images.shape == (4, 3, 4, 4) and labels.dtype == torch.int64
 
@@ -206,7 +206,7 @@ def test_synthetic_batches_are_of_any_number():
 
 
 def test_other_images_on_one_rank_are_one_line_in_every_process(pictures, tmp_path):
-    """The number of images is the same, but one has another name. Nothing is written."""
+    """The number of images is the same, but one has a different name. Nothing is written."""
     other = tmp_path / "other"
     subprocess.run(["cp", "-r", pictures, other], check=True)
     (other / "val" / "cat" / "3.JPEG").rename(other / "val" / "cat" / "9.JPEG")

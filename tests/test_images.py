@@ -97,7 +97,7 @@ def test_crops_are_torchvisions(decoder):
 
 
 def test_pillows_resize_differs_by_one_level():
-    """So a run does not resume with --decoder pil, but does with the two other decoders."""
+    """So a run does not resume with --decoder pil, but does with the other two decoders."""
     made = [
         images.val_transform(partial(images.DECODERS[decoder], content), 224).int()
         for content in [saved(picture_of(375, 500))]

@@ -68,7 +68,7 @@ def right(few, tmp_path_factory):
 def test_killed_and_stopped_a_launched_run_ends_with_the_same_bits(
     way, few, right, tmp_path
 ):
-    """A process is killed, then the launcher stopped; all processes end each time."""
+    """A process is killed, then the launcher is stopped; all processes end each time."""
     how, draw = (way, few, tmp_path / "out", "--resume"), random.Random(way)
     for event in (
         ("SIGKILL", "training process", draw.choice(kills.MOMENTS)),
@@ -100,7 +100,7 @@ def test_killed_again_and_again_it_ends_as_an_uninterrupted_run(
 ):
     """SIGKILL at random moments, from the first step to the last write.
 
-    A run may resume a run of another strategy. With a different number of processes, the
+    A run may resume a run of a different strategy. With a different number of processes, the
     sums are added in a different order.
     """
     sizes, flags, net = COURSES[course]
@@ -119,7 +119,7 @@ def test_killed_again_and_again_it_ends_as_an_uninterrupted_run(
 
 
 def kill_until_it_ends(output, draw, sizes, **how):
-    """Start a training again and again, killing it at random; return the number of kills."""
+    """Start training again and again, killing it at random; return the number of kills."""
     for number in range(30):
         size = sizes[number % len(sizes)]
         names = ("distributed", "multiprocessing_distributed")

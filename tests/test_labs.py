@@ -15,7 +15,7 @@ from played import Played, python
 LABS = ROOT / "tutorial" / "labs"
 PATHS = [*sorted(LABS.glob("[0-9][0-9]_*.py")), LABS / "capstone.py"]
 SCRIPTS = {path.stem.split("_")[0]: path.name for path in PATHS}
-# What is wrong with each
+# What is wrong with each lab
 BROKEN = {
     "01": "on two machines with one process each, epoch 0 leaves out 48 of 96 images",
     "02": "if another run of it is under way, before the first step rank 0 fails with ",
@@ -164,7 +164,7 @@ def test_wrong_repairs_do_not_pass(tmp_path):
     assert not [line for line in verdicts if line.endswith(" None")]
 
 
-# The mistakes of the capstone: new text, old text
+# The mistakes in the capstone: new text, old text
 SIX = [
     ("        train_loader.sampler.set_epoch(epoch)\n", ""),
     ("job.world_size * (SEED + epoch) + job.rank", "SEED + epoch"),

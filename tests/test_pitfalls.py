@@ -9,7 +9,7 @@ from played import Played, python
 from ranks import free_port
 
 PAGE = (ROOT / "docs" / "pitfalls.md").read_text()
-# Messages that two CPU processes cannot provoke; their sections name where they were reported
+# Messages that two CPU processes cannot provoke; their sections say where they were reported
 CITED = (
     "#error ",
     "ImportError: cannot import name 'amp'",

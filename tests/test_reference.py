@@ -1,4 +1,4 @@
-"""Compare the scripts with tests/reference.py, a training that shares no line with them.
+"""Compare the scripts with tests/reference.py, a program that shares no line with them.
 
 Scripts that are only compared with each other could all be wrong in the same way.
 """
@@ -36,7 +36,7 @@ FLAGS = {  # the default, as README.md and --help have it, and another value
 DEFAULTS = {flag: default for flag, (default, _) in FLAGS.items()}
 OTHER = {flag: other for flag, (_, other) in FLAGS.items()}
 OTHER |= {"epochs": 3, "batch": 12, "precision": "fp32"}
-# A batch of 8 leaves 7 of the 47 images over, which two processes would pad to 48
+# Of the 47 images, a batch size of 8 leaves 7 over; two processes would pad 47 to 48
 FIRST = {"image_size": 20, "batch": 8, "precision": "fp32"}
 FP16 = {"precision": "fp16", "epochs": 3, "lr": 0.02, "warmup_epochs": 1.5, "seed": 3}
 FP16 |= {"schedule": "cosine", "label_smoothing": 0.2, "weight_decay": 0.01}
@@ -187,13 +187,13 @@ same = partial(torch.testing.assert_close, rtol=0, atol=0, check_stride=True)
 
 
 def close(found, right):
-    """Allow for float64 sums in another grouping: up to 400 roundings of 2^-53 each."""
+    """Allow for float64 sums that are grouped differently: up to 400 roundings of 2^-53 each."""
     return found == pytest.approx(right, rel=1e-12)
 
 
 @pytest.mark.parametrize("name, processes, workers, case", marked(ROWS))
 def test_a_run_is_that_of_the_reference(ran, expected, name, processes, workers, case):
-    """One process matches bit for bit, and so do two (a sum of two needs no order)."""
+    """One process matches bit for bit, and so do two (in a sum of two, the order does not matter)."""
     found, output = ran(name, processes, workers)[case]
     recipe, right = CASES[case][1], expected(case, processes)
     weights, *_ = right.epochs[-1]

@@ -73,7 +73,7 @@ def test_a_launched_training_is_the_same(trained, digits, tmp_path):
 def test_evaluate_finds_what_was_recorded(
     trained, digits, tmp_path, name, world_size, batch
 ):
-    """Any number of processes can evaluate, also a file with extra keys, without training images."""
+    """Any number of processes can evaluate, even without training images or with extra keys."""
     record, file = records(trained)[-1], tmp_path / "with_ema.pt"
     content = checkpoint(trained)
     ema = {key: torch.zeros_like(value) for key, value in content["state_dict"].items()}

@@ -1,4 +1,4 @@
-"""Use distributed.py as the start of another project, changed as the README says.
+"""Use distributed.py as the starting point of another project, changed as the README says.
 
 The project has its own data set and network (start/project), AdamW, one more metric, a
 second loss, and an average of the weights (EMA), which is used for validation.
@@ -66,7 +66,7 @@ def command(folder, output, *flags):
 
 
 def came_to(output):
-    """Return everything that a run computed and saved, except times and memory."""
+    """Return everything that a run computed and saved, except for times and memory."""
     files = [torch.load(output / name) for name in ("checkpoint.pt", "best.pt")]
     for content in files:
         for record in content["records"]:

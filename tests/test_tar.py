@@ -1,4 +1,4 @@
-"""With tar archives instead of folders, images and runs are the same, or there is one line."""
+"""With tar archives instead of folders, images and runs are the same, or there is a one-line error."""
 
 import os
 import subprocess

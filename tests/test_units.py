@@ -22,7 +22,7 @@ from common.model import build_model, build_scheduler
 
 
 def test_metrics_are_averages_of_sums_over_all_processes():
-    """The batches may differ in size, and a metric may have a number for each class."""
+    """The batches may differ in size, and a metric may have one number per class."""
 
     def batch(rows, labels):
         outputs = torch.tensor(rows, requires_grad=True)

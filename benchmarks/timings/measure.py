@@ -175,7 +175,7 @@ def cohort(
     By default, turns take as long as the start took, but at least LEAST_SECONDS.
     Returns "turns", a list of [candidate's name, seconds per image of its intervals,
     share of time spent waiting for data, after_turn()'s result]; "problems", which are
-    error messages by name; "start_seconds"; and "seconds" in all.
+    error messages by name; "start_seconds"; and the total "seconds".
     """
     began, turns = time.monotonic(), []
     with gates() as folder:
@@ -188,7 +188,7 @@ def cohort(
             if not alive or (number > WARM_UP and time.monotonic() > until):
                 break
             found = [(job, job.turn(), after_turn()) for job in alive]
-            # Otherwise the nth turns would not be of one time
+            # Otherwise, the jobs' nth turns would not be at the same time
             if number >= WARM_UP and all(kept or job.problem for job, kept, _ in found):
                 for job, kept, after in found:
                     waited = sum(wait for _, wait in kept) / max(1, len(kept))

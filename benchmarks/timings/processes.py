@@ -1,8 +1,8 @@
 """Finds all processes of a run by an environment variable that they inherit.
 
 `python -m benchmarks.timings.processes FOLDER` waits until its standard input is
-closed: the measuring process has ended. It then kills all processes whose gate is in
-FOLDER, even if SIGSTOP has suspended them, and removes FOLDER.
+closed, which means that the measuring process has ended. It then kills all processes
+whose gate is in FOLDER, even if SIGSTOP has suspended them, and removes FOLDER.
 """
 
 import contextlib

@@ -17,7 +17,7 @@ from common.errors import UserError
 def open_output(args: argparse.Namespace) -> list[dict]:
     """Create the output folder, or return the cohorts of an earlier command.
 
-    Raises UserError if they were measured with other settings.
+    Raises UserError if they were measured with different settings.
     """
     now = {**vars(args), "commit": commit(), **report.machine(args.device)}
     now = json.loads(json.dumps(now, default=str))
@@ -78,7 +78,7 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure and report; raises UserError if nothing, or not all, can be measured."""
+    """Measure and report; raises UserError if it cannot start or go on."""
     plan.complete(args)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     os.environ.setdefault("PYTHON", sys.executable)

@@ -120,7 +120,7 @@ def judge(fit: Fit, pairs: Sequence[tuple[str, str]], error: float) -> list[Verd
     left, found = len(pairs), {}
     for pair in sorted(pairs, key=lambda p: -abs(compared[p][0]) / compared[p][1]):
         log, standard_error = compared[pair]
-        half = math.inf  # with a single cohort, or hardly any degree of freedom
+        half = math.inf  # with a single cohort, or hardly any degrees of freedom
         if fit.freedom:
             wide = stats.t.ppf(1 - error / left / 2, fit.freedom) * standard_error
             half = wide if wide < 99 else math.inf
@@ -157,12 +157,12 @@ class Decision(NamedTuple):
 def decide(cohorts: Sequence[dict], settings: dict, last: bool) -> Decision:
     """Judge a mode's cohorts at the latest planned analysis.
 
-    An analysis follows every LOOKS cohorts, and the last one. Each may spend a part of
+    An analysis follows every LOOKS cohorts and the last one. Each may spend a part of
     ERROR, so that the sum grows with the cube of the elapsed time
     (https://doi.org/10.1093/biomet/70.3.659).
 
     Args:
-        cohorts: dicts with "turns" and "ended", the total minutes until its end.
+        cohorts: dicts with "turns" and "ended", the total minutes until it ended.
         settings: "minutes" planned; "base", the candidate that the others are compared
             with first; and "shown", the candidates without verdicts.
         last: whether no cohort follows.

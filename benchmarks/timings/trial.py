@@ -4,12 +4,12 @@
     python -m benchmarks.timings.trial copies [SESSIONS] [COHORTS]
     python -m benchmarks.timings.trial power [SESSIONS]
 
-simulation (3 minutes; 2,000 sessions per row): the analysis, on invented turns of which
-the truth is known. copies (50 minutes; 10 sessions of 4 cohorts): four copies of
-distributed, of which no verdict is right, and one that sleeps for 5 % of each step and
-has to be found. power (3 sessions of ten minutes): how wide intervals are, and whether
-sessions contradict each other. The last two need an idle machine; interrupted, they
-continue. Each writes benchmarks/results/timings_NAME.json.
+simulation (3 minutes; 2,000 sessions per row): the analysis, on invented turns for
+which the truth is known. copies (50 minutes; 10 sessions of 4 cohorts): four copies of
+distributed, none of which is faster than another, and one that sleeps for 5 % of each
+step and has to be found. power (3 sessions of ten minutes): how wide intervals are, and
+whether sessions contradict each other. The last two need an idle machine; if they are
+interrupted, they continue. Each writes benchmarks/results/timings_NAME.json.
 """
 
 import json
@@ -29,7 +29,7 @@ from common.errors import one_line_errors
 NAMES = ("distributed", "second copy", "third copy", "distributed" + AGAIN)
 SETTINGS = {"minutes": 1, "base": "distributed", "shown": []}
 NOISE, DRIFT = 0.03, 0.02  # of an interval; of the machine's speed from turn to turn
-# Share of turns, and by how much, on average, they are longer
+# Share of turns that are longer, and by how much on average
 DISTURBED, DELAY = 0.3, 0.1
 SLOW = '''"""distributed.py, of which each step takes 5 % longer."""
 import time

@@ -22,7 +22,7 @@ def load(name: str, path: str):
 
 
 class AfterImport:
-    """Calls a function of doctor/watch.py after a module was imported."""
+    """Calls a function in doctor/watch.py after a module has been imported."""
 
     calls = {"torch": "torch_is_there", "horovod.torch": "horovod_is_there"}
     searches = False

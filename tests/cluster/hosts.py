@@ -1,8 +1,8 @@
-"""Two hosts on one machine, as network namespaces; making them needs root and iproute2.
+"""Two hosts on one machine, as network namespaces; creating them needs root and iproute2.
 
 A host has its own network, host name, /etc/hosts and ssh settings; files and process ids
-are the machine's. Outside the scratch folder there are, until the hosts are gone, two
-namespaces in /run/netns and Open MPI's folders, and from then on the empty /run/sshd.
+are the machine's. Outside the scratch folder, they need two namespaces in
+/run/netns and Open MPI's folders, which are removed with them. An empty /run/sshd stays.
 """
 
 import contextlib
@@ -68,7 +68,7 @@ PartitionName=all Nodes=hosta,hostb Default=YES State=UP
 
 
 def hosts_missing() -> str | None:
-    """Return why hosts cannot be made here."""
+    """Return why hosts cannot be created here."""
     path = os.environ["PATH"] + ":/usr/sbin"
     missing = [name for name in PROGRAMS if not shutil.which(name, path=path)]
     if missing:

@@ -1,4 +1,4 @@
-"""Check deploy/'s manifests and Dockerfile, without a cluster and a daemon."""
+"""Check deploy/'s manifests and Dockerfile, without a cluster or a daemon."""
 
 import re
 from itertools import chain
@@ -13,7 +13,7 @@ from dockerfile_parse import DockerfileParser
 pytestmark = pytest.mark.cluster
 
 MANIFESTS = ("torchrun.yaml", "trainjob.yaml", "trainjob-horovod.yaml")
-VERSIONS = ("1.33", "1.37")  # the oldest with all features used here, and a new one
+VERSIONS = ("1.33", "1.37")  # the oldest with all features used here, and a recent one
 
 
 def documents(name):

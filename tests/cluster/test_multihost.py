@@ -109,7 +109,7 @@ def sbatch(job, *flags):
 
 
 def came_to(output: Path):
-    """Return the weights of a run, and its records except times."""
+    """Return the weights of a run, and its records except for times."""
     weights = torch.load(output / "checkpoint.pt", weights_only=True)["state_dict"]
     lines = (output / "epochs.jsonl").read_text().splitlines()
     names = ("train_loss", "val_loss", "val_top1", "val_images", "learning_rate")

@@ -1,7 +1,7 @@
 """Every strategy on one GPU and on two, compared with the CPU: pytest -m gpu tests/gpu.
 
 The CPU run uses distributed.py, which tests/test_reference.py compares with plain PyTorch.
-scripts/gpu_check.sh runs these rows; --rehearse-gpu runs those on the CPU that can run there.
+scripts/gpu_check.sh runs these rows; --rehearse-gpu runs, on the CPU, all that can run there.
 """
 
 import functools
@@ -21,7 +21,7 @@ from common.model import best_precision
 LIMIT = 100  # seconds per run
 RESERVE = 40  # seconds that are too few for a row
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(6 * LIMIT)]
-# Largest difference of an epoch's loss between two runs that should be equal. On a CPU, at
+# Largest difference in an epoch's loss between two runs that should be equal. On a CPU, at
 # learning rate 0.001, two memory formats in fp32 were 3e-5 apart and bf16 was 0.002 from
 # fp32. In fp16, the scaler skipped the first step, and the losses were 0.006 from fp32's.
 # O3 was not measured: its fp16 weights lose small updates.
@@ -88,7 +88,7 @@ def on_the_cpu(train):
 
 
 def difference(one, other):
-    """Return the largest difference of a loss, or infinity if a loss is not a number."""
+    """Return the largest difference in a loss, or infinity if a loss is not a number."""
     pairs = zip(one, other, strict=True)
     found = [abs(a[n] - b[n]) for a, b in pairs for n in ("train_loss", "val_loss")]
     return max(found) if all(map(math.isfinite, found)) else math.inf

@@ -41,7 +41,7 @@ def updates() -> None:
 
 
 def defaults() -> None:
-    """Print where PyTorch may use TF32; these flags exist without a GPU too."""
+    """Print where PyTorch may use TF32; these flags exist even without a GPU."""
     print("may PyTorch use TF32?")
     print(f"  matrix products     {torch.backends.cuda.matmul.allow_tf32}")
     print(f"  cuDNN convolutions  {torch.backends.cudnn.allow_tf32}")

@@ -43,7 +43,7 @@ def measured() -> tuple[int, ...]:
 
 
 def total(tensors: list[Tensor]) -> int:
-    """Return the bytes behind these tensors; count memory that they share once."""
+    """Return the bytes behind these tensors; count shared memory only once."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

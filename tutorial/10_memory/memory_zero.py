@@ -1,6 +1,6 @@
 """ZeRO by hand: two processes split what DDP keeps whole in each process.
 
-python tutorial/10_memory/memory_zero.py [FILE.json]    # bytes of a figure
+python tutorial/10_memory/memory_zero.py [FILE.json]    # bytes for a figure
 """
 
 import json
@@ -45,7 +45,7 @@ def train(stage: int, rank: int) -> tuple[Tensor, dict[str, int]]:
                 half = torch.empty(WIDTH // 2, WIDTH)
                 dist.reduce_scatter_tensor(half, gradient)
                 gradient = half
-            gradients.append(gradient.div_(2))  # the mean of both processes
+            gradients.append(gradient.div_(2))  # averaged over both processes
             part.grad = gradient.chunk(2)[rank] if stage == 1 else gradient
         optimizer.step()
         if stage in (1, 2):  # each process has updated its own rows only

@@ -71,7 +71,7 @@ def main() -> None:
         equal = all(map(torch.equal, resumed, whole))
         print("weights of an uninterrupted run:", "equal" if equal else "different")
         path.unlink()
-    gc.collect()  # frees DDP's models, so that the next line ends the threads of Gloo
+    gc.collect()  # frees DDP's models, so that the next line ends Gloo's threads
     dist.destroy_process_group()
 
 

@@ -32,7 +32,7 @@ def total(spans: list[tuple[float, float]]) -> float:
 
 
 def steps(trace: Path) -> list[list[float]]:
-    """Return four times per step in ms: all, computing, communication, exposed."""
+    """Return four durations per step in ms: all, computing, communication, exposed."""
     events = json.loads(trace.read_text())["traceEvents"]
     events = [event for event in events if event.get("ph") == "X"]  # with a duration
     names = [(event["name"], event["cat"]) for event in events]

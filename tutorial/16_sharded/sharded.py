@@ -33,7 +33,7 @@ def build(shape: tuple[int, ...], policy: MixedPrecisionPolicy) -> nn.Sequential
 
 
 def count(name: str, calls: Counter) -> None:
-    """From now on, count a collective's calls by ranks, data type and KiB."""
+    """From now on, count calls to a collective by ranks, data type and KiB."""
     original = getattr(dist, name)
 
     def call(*args, group, **kwargs):

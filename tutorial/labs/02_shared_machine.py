@@ -1,4 +1,4 @@
-"""Train a network on two processes of this machine; other jobs may run here too.
+"""Train a network in two processes on this machine; other jobs may run here too.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/02_shared_machine.py
 """

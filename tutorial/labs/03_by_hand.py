@@ -1,4 +1,4 @@
-"""Train a network on two processes without DDP: the gradients are averaged by hand.
+"""Train a network in two processes without DDP: the gradients are averaged by hand.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/03_by_hand.py
 """

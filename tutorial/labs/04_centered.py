@@ -1,4 +1,4 @@
-"""Train a network on images whose mean, computed once by rank 0, is subtracted.
+"""Train a network on images minus their mean, which rank 0 computes once.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/04_centered.py
 """

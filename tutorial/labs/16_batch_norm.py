@@ -1,4 +1,4 @@
-"""Train a network with batch norm, validate it on both processes, and save it.
+"""Train a network with batch norm, validate it in both processes, and save it.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/16_batch_norm.py
 """

@@ -1,4 +1,4 @@
-"""Train a network on the images of sufficient contrast, which the processes share.
+"""Train a network on the images with enough contrast, which the processes share.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/19_contrast.py
 """

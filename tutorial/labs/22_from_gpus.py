@@ -1,4 +1,4 @@
-"""Continue to train the weights in pretrained.pt, which come from a machine with GPUs.
+"""Continue training the weights in pretrained.pt, which come from a machine with GPUs.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/22_from_gpus.py
 """

@@ -1,4 +1,4 @@
-"""Train a network on a stream of images, which two workers read for each process.
+"""Train a network on a stream of images, read by two workers per process.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/35_stream.py
 """

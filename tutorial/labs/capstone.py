@@ -1,4 +1,4 @@
-"""Train a classifier on several processes: the capstone. This script has six mistakes.
+"""Train a classifier in several processes: the capstone. This script has six mistakes.
 
     torchrun --standalone --nproc-per-node 2 tutorial/labs/capstone.py
 

@@ -3,14 +3,14 @@
     python tutorial/labs/grade_class.py FOLDER > grades.csv
 
 FOLDER has a folder for each student, with the labs that the student has changed, under
-their names (07_shuffled.py); links and other files are left out. The scripts of each
-student run in a sandbox of bubblewrap (https://github.com/containers/bubblewrap). They
+their names (07_shuffled.py); links and other files are left out. Each student's scripts
+run in a bubblewrap sandbox (https://github.com/containers/bubblewrap). The scripts
 see the system (/usr, /etc), the Python environment and the labs that the student handed
-in, but no solutions, no home folders, no work of other students, no network and no
+in, but no solutions, no home folders, no other students' work, no network and no
 environment variables. All that they write disappears, and after LIMIT seconds they are
-ended. A script that attacks the grader's own process can still print what it wants:
+stopped. A script that attacks the grader's own process can still print what it wants:
 read the code of a student who passes too easily.
-Exit status: 0, or 2 if this cannot be done.
+Exit status: 0, or 2 if the labs cannot be graded.
 """
 
 import csv

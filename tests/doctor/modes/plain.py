@@ -21,7 +21,7 @@ net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 
 model = DDP(net)
 optimizer = torch.optim.AdamW(net.parameters())
 scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 3 * len(loader))
-torch.manual_seed(rank)  # another dropout in each process
+torch.manual_seed(rank)  # different dropout in each process
 saved, first = {"model": net, "optimizer": optimizer, "scheduler": scheduler}, 0
 if os.path.exists("checkpoint.pt"):
     first, states = torch.load("checkpoint.pt")

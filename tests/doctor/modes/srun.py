@@ -1,4 +1,4 @@
-r"""bash -c 'seq 0 1 | xargs -P 2 -I@ env SLURM_PROCID=@ python $0' FILE: as srun does it."""
+r"""bash -c 'seq 0 1 | xargs -P 2 -I@ env SLURM_PROCID=@ python $0' FILE: as under srun."""
 
 import os
 
@@ -12,7 +12,7 @@ rank, where = int(os.environ["SLURM_PROCID"]), f"file://{os.path.abspath('meet')
 dist.init_process_group("gloo", init_method=where, rank=rank, world_size=2)
 torch.manual_seed(0)
 x = torch.randn(96, 8)
-data = TensorDataset(x, x[:, :3].argmax(1), torch.arange(96))  # two integers a sample
+data = TensorDataset(x, x[:, :3].argmax(1), torch.arange(96))  # two integers per sample
 sampler = DistributedSampler(data)
 loader = DataLoader(data, 8, sampler=sampler)
 val = torch.randn(33, 8)

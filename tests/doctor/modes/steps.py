@@ -1,4 +1,4 @@
-"""torchrun --standalone --nproc-per-node 2 FILE: steps whose time the network needs."""
+"""torchrun --standalone --nproc-per-node 2 FILE: steps that the network slows down."""
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ optimizer = torch.optim.SGD(net.parameters(), 0.01)
 
 
 def validate():
-    """The share of right ones, of all processes."""
+    """The share of correct predictions, over all processes."""
     net.eval()
     with torch.no_grad():
         right = sum((net(a).argmax(1) == b).sum() for a, b in val_loader)

@@ -36,7 +36,7 @@ class Pictures(Dataset):
 
 
 def build_datasets(args: Namespace) -> tuple[Pictures, Pictures]:
-    """Training and validation pictures of args.data."""
+    """Training and validation pictures in args.data."""
     size, flip, folder = args.image_size, not args.no_flip, Path(args.data)
     train = partial(train_transform, size=size, min_crop=args.min_crop, flip=flip)
     return (
