@@ -1,4 +1,4 @@
-"""Compare loader processes' memory with ImageNet's index in arrays and in lists.
+"""Compare loader processes' memory with ImageNet's index held in arrays and in lists.
 
     python -m benchmarks.memory [EPOCHS]
 

@@ -195,7 +195,7 @@ def inside() -> bool:
 
 
 class Watch:
-    """The recorder of one process. Methods with an argument `call` wrap functions."""
+    """The recorder of one process. Methods that take `call` wrap that function."""
 
     def __init__(self):
         self.reset()

@@ -165,7 +165,7 @@ def processes_of(run: str) -> dict[int, str]:
 
 
 def wait_until(condition, seconds: float, what, interval: float = 0.1) -> None:
-    """Poll until `condition()` is true; after `seconds`, fail with `what` or its result."""
+    """Poll until `condition()` is true; after `seconds` seconds, fail and print `what` or `what()`."""
     for _ in range(round(seconds / interval)):
         if condition():
             return

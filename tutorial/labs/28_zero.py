@@ -1,4 +1,4 @@
-"""Train a network; the processes share the optimizer's state, and save all of it.
+"""Train a network whose optimizer state is split among the processes, then save it whole.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/28_zero.py
 """

@@ -431,7 +431,7 @@ def check_sharded(run: Run) -> None:
 
 
 def check_network(run: Run, size: int = NORM) -> None:
-    """The network has so many weights."""
+    """The network has `size` weights."""
     if (count := len(run.ranks[0].weights[0])) != size:
         raise Wrong(f"the network has {count} weights instead of {size}")
 
