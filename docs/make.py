@@ -38,7 +38,7 @@ def block(language: str, text: str) -> str:
 
 
 def python(found: list[str]) -> str:
-    """Return the match as a Python block; raise ValueError unless there is exactly one."""
+    """Return the match as Python; raise ValueError unless there is exactly one."""
     if len(found) != 1:
         raise ValueError(f"expected one match, found {len(found)}")
     return block("python", found[0].strip("\n"))

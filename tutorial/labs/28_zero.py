@@ -1,4 +1,4 @@
-"""Train a network whose optimizer state is split among the processes, then save it whole.
+"""Train a network with its optimizer state split among processes; save it whole.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/28_zero.py
 """
