@@ -198,7 +198,7 @@ def all_reduce(sums: Tensor) -> Tensor:
 
 
 def broadcast_buffers(model: nn.Module) -> None:
-    """Copy rank 0's batch norm statistics, which it saves, to all processes."""
+    """Copy rank 0's batch norm statistics to all processes (rank 0 saves them)."""
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
 

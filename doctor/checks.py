@@ -976,11 +976,15 @@ PARTS = {  # of a step: the largest acceptable share of its time, and what to do
 }
 
 
+def timed(process: Process) -> list[dict]:
+    """Return the steps that were only timed; [] if there are fewer than five."""
+    steps = [one for one in process.of("step")[5:] if "before" not in one]
+    return steps if len(steps) > 4 else []
+
+
 def times(process: Process) -> dict[str, float]:
     """Return a rank's seconds per step by part, from steps that were only timed."""
-    every = process.of("step")[5:]
-    steps = [one for one in every if "before" not in one]
-    steps = steps if len(steps) > 4 else every  # for a short job, the watched steps
+    steps = timed(process) or process.of("step")[5:]  # or the watched ones
     need(len(steps) > 4, "too few steps were seen: see --steps")
     found = {part: sum(x["parts"].get(part, 0) for x in steps) for part in PARTS}
     found["rest"] = max(0.0, sum(x["wall"] for x in steps) - sum(found.values()))
@@ -1005,6 +1009,8 @@ def bottleneck(job):
         what += f"and the others, which need {1000 * others[-1]:.0f} ms, wait"
         found.append((1.0, what, "", {}))
     for part, (limit, mend) in PARTS.items():
+        if part == "rest" and not all(timed(one) for one in job.processes):
+            continue  # the rest of a watched step is doctor's own work
         seen = [one for one in steps if part == "rest" or part in one["parts"]]
         often = len(seen) > len(steps) / 2
         if share[part] > limit and often and not (found and part == "communication"):

@@ -8,6 +8,7 @@ appends pickled dictionaries to its own file, which job.py reads.
 import atexit
 import contextlib
 import functools
+import gc
 import hashlib
 import multiprocessing
 import os
@@ -637,6 +638,7 @@ class Watch:
         fields = {"weights": sample(weights), "syncs": self.syncs.most_common(9)}
         fields["schedules"] = [(length(x), x.last_epoch) for x in self.schedules]
         self.write("exit", watched=min(STEPS, self.steps), **fields)
+        gc.collect()  # frees the process groups: see Gloo's threads in docs/pitfalls.md
 
     def monitor(self) -> None:
         """Record where the main thread is waiting if nothing happens for a while."""

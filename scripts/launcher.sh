@@ -17,5 +17,6 @@ PATH=$(dirname "$PYTHON"):$PATH # torchrun and horovodrun are beside the interpr
 
 # One process per GPU in CUDA_VISIBLE_DEVICES, or 2 on a CPU
 NPROC=${NPROC:-$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 2)')}
+[[ $NPROC =~ ^[1-9][0-9]*$ ]] || fail "NPROC=$NPROC: set it to the number of processes, for example 2"
 # A single process uses all cores, like a script without a launcher
 [ "$NPROC" = 1 ] || export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

@@ -60,5 +60,5 @@ def gate() -> Gate:
 
 
 def after_interval(step: int, seconds: float, images: int, waited: float) -> None:
-    """Record an interval of all processes' images; maybe wait for the next turn."""
+    """Record the images of all processes in an interval; wait if the turn is over."""
     gate().wait(step, seconds, images, waited)

@@ -31,7 +31,7 @@ NAMES = {path.name: path.stem.split("_")[0] for path in PATHS}
 
 
 def handed_in(student: Path) -> dict[str, Path]:
-    """Return a student's labs by number; name on stderr the scripts that are none."""
+    """Return a student's labs by number; list on stderr scripts that are not labs."""
     found = {}
     for path in sorted(student.iterdir()):
         if path.name in NAMES and path.is_file() and not path.is_symlink():
