@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
+from math import exp
 from statistics import fmean
 
 from .job import Job, Process
@@ -117,6 +118,13 @@ def gap(lists: list, tolerance: float) -> str:
 def is_factor(value: float, wanted: float) -> bool:
     """Return whether two numbers are equal up to rounding."""
     return abs(value - wanted) <= 0.002 * abs(wanted)
+
+
+def proportional(values, others) -> bool:
+    """Return whether one list is a positive multiple of the other, up to 1 %."""
+    square = sum(x * x for x in values)
+    ratio = sum(a * b for a, b in zip(values, others, strict=True)) / (square or 1)
+    return near([ratio * x for x in values], others, 0.01)
 
 
 def need(records, why: str):
@@ -302,6 +310,22 @@ def hangs(job):
         yield "; ".join(parts), ""
 
 
+@check(RISK, f"{ENDINGS} ends_with_an_error hangs", read=11)
+def steps_differ(job):
+    """All ranks take the same number of optimizer steps.
+
+    If one rank skips a step, all ranks must skip it: all_reduce the condition.
+    Right if: the ranks' weights are averaged later, or only some ranks train.
+    """
+    several(job)
+    counts = {one["rank"]: one["step"] for one in job.of("exit")}
+    need(len(counts) == len(job.processes), "not every rank ran to the end")
+    if len({*counts.values()}) > 1:
+        what = ", ".join(f"rank {rank} takes {counts[rank]}" for rank in sorted(counts))
+        level = WRONG if job.of("ddp") else RISK
+        yield f"{what} steps", job.of("step")[0]["place"], {"level": level}
+
+
 # --- data ---
 
 
@@ -455,6 +479,13 @@ def same_augmentation(job):
                 row[(*key, seen[key])] = one["states"]
         rows.append(row)
     both = [key for key in rows[0] if all(key in row for row in rows)]
+    for (worker, number, count), drawn in rows[0].items():
+        earlier = [rows[0].get((worker, number, n)) for n in range(1, count)]
+        if number == 0 and worker is not None and drawn in earlier:
+            what = "in a later epoch, loader processes start with the same random "
+            mend = "Do not seed the generators with the same number for each epoch."
+            own = {"mend": mend}
+            yield f"{what}numbers as before", training(job)[0]["place"], own
     for key in need(both, "no random numbers were drawn while samples were loaded"):
         first, *others = (row[key] for row in rows)
         for kind, state in first.items():
@@ -468,7 +499,8 @@ def same_augmentation(job):
 
 # --- weights and gradients ---
 
-APART = "weights_differ learning_rates_differ not_averaged"  # separate networks
+# Separate networks
+APART = "weights_differ steps_differ learning_rates_differ not_averaged"
 
 
 @check(WRONG, read=11)
@@ -484,7 +516,7 @@ def weights_differ(job):
         yield what, first[0]["place"]
 
 
-@check(WRONG, read=11)
+@check(WRONG, "steps_differ", read=11)
 def learning_rates_differ(job):
     """All ranks have the same learning rate.
 
@@ -502,7 +534,15 @@ def learning_rates_differ(job):
             yield f"{what} learning rates at different times", row[0]["place"]
 
 
-@check(WRONG, "weights_differ same_samples ends_with_an_error", read=11)
+def apart(row: list[dict]) -> list[int]:
+    """Return the numbers of the weights whose gradients differ between ranks."""
+    lists, each = [one["gradients"] for one in row], row[0]["each"]
+    starts = range(0, len(lists[0]), each)
+    parts = [[one[start : start + each] for one in lists] for start in starts]
+    return [number for number, part in enumerate(parts) if not alike(part)]
+
+
+@check(WRONG, "weights_differ steps_differ same_samples ends_with_an_error", read=11)
 def not_averaged(job):
     """Each step uses gradients that are averaged over all ranks.
 
@@ -512,12 +552,12 @@ def not_averaged(job):
     for row in compared(job, "gradients"):
         if any(row[0]["gradients"]) and len({one["optimizer"] for one in row}) == 1:
             steps.append(row)
-    differ = [x for x in steps if not alike([one["gradients"] for one in x])]
+    differ = [x for x in steps if apart(x)]
     if not differ:
         seen = any(not alike([one["local"] for one in row]) for row in steps)
         need(seen, "the ranks' own gradients are equal, or were not seen")
         return
-    first = differ[0][0]
+    first, numbers = differ[0][0], apart(differ[0])
     what = f"in {len(differ)} of {len(steps)} steps, from step {first['step'] + 1} on, "
     what += "the ranks use different gradients: "
     forwards, place = first["forwards"], first["place"]
@@ -529,6 +569,15 @@ def not_averaged(job):
         without = f"{forwards.count(False)} of {len(forwards)}"
         mend = "Use no_sync() in all passes of a step except the last."
         yield f"{what}no_sync() is active in {without} passes", place, {"mend": mend}
+    if job.of("ddp") and len(numbers) < len(first["gradients"]) // first["each"]:
+        what += (
+            f"{len(numbers)} of the optimizer's weights are not averaged, the first "
+        )
+        mend = (
+            "Create all weights, and let them require gradients, before you wrap the "
+        )
+        mend += "network in DDP; use them only in its forward()."
+        yield f"{what}of them is number {numbers[0] + 1}", place, {"mend": mend}
     what += "nothing averages them"
     if not job.of("ddp"):
         own = [x for x in steps if x[0]["optimizer"] == first["optimizer"]]
@@ -540,7 +589,7 @@ def not_averaged(job):
     yield what, place
 
 
-@check(RISK, "weights_differ", read="03_gradients")
+@check(RISK, "weights_differ steps_differ", read="03_gradients")
 def summed(job):
     """A step's gradient is the mean over ranks: not the sum, and not divided twice.
 
@@ -552,20 +601,27 @@ def summed(job):
     for row in steps:
         ranks = zip(*(one["local"] for one in row), strict=True)
         local, own = [sum(values) / size for values in ranks], row[0]["gradients"]
-        if row[0]["clipped"]:
+        if row[0]["clipped"] and any(row[0]["clipped"][0]["before"]):
             own = row[0]["clipped"][0]["before"]
         square = sum(x * x for x in local)
         if not square or len(own) != len(local):
             continue
         ratio = sum(a * b for a, b in zip(local, own, strict=True)) / square
         scale = next((one["scale"] for one in row[0]["passes"] if one.get("scale")), 1)
-        value = ratio * scale if is_factor(ratio * scale, 1) else ratio
         if near([ratio * x for x in local], own, 0.01):
-            found[next((w for w in (1, size, 1 / size) if is_factor(value, w)), 0)] += 1
+            if scale != 1 and is_factor(ratio, 1) and not row[0]["clipped"]:
+                what = f"the gradients are still {scale:g} times too large: use "
+                mend = "Call scaler.step(optimizer), not optimizer.step()."
+                own = {"level": WRONG, "mend": mend}
+                yield f"{what}scaler.step()", row[0]["place"], own
+            value = ratio * scale if is_factor(ratio * scale, 1) else ratio
+            known = (w for w in (1, size, 1 / size) if is_factor(value, w))
+            found[next(known, float(f"{value:.2g}"))] += 1
     need(found, "the ranks' own gradients were not seen, or were clipped")
-    (value, _), *_ = found.most_common(1)
-    if value not in (0, 1):
-        how = "the sum" if value == size else f"1/{size} of the mean"
+    (value, count), *_ = found.most_common(1)
+    if value != 1 and (count > 2 or value in (size, 1 / size)):
+        how = {size: "the sum", 1 / size: f"1/{size} of the mean"}
+        how = how.get(value, f"{value:g} times the mean")
         yield f"steps use {how} of the {size} ranks' gradients", place
 
 
@@ -617,7 +673,9 @@ def gathered_without_gradient(job):
 def clip_order(job):
     """Gradients are clipped after they are unscaled and averaged.
 
-    Clip after scaler.unscale_(optimizer) and after the gradients are averaged.
+    Clip once per step, after scaler.unscale_(optimizer) and after the gradients are
+    averaged.
+    Right if: the gradients are meant to change after they are clipped.
     """
     rows = [row for row in job.steps("gradients") if row[0]["clipped"]]
     for row in need(rows, "no gradients are clipped"):
@@ -628,6 +686,29 @@ def clip_order(job):
                 yield f"{what}gradients are clipped before they are unscaled", place
             if not alike(before) and alike([one["gradients"] for one in row]):
                 yield f"{what}each rank clips its own gradient", place
+        last, used = row[0]["clipped"][-1], row[0]["gradients"]
+        place, own = last["place"], {"level": RISK}
+        if len(last["before"]) == len(used) and last["norm"]:
+            if not proportional(last["before"], used):
+                yield f"{what}gradients change after they are clipped", place, own
+        sizes = [len(one["before"]) for one in row[0]["clipped"]]
+        if len(sizes) == len(row[0]["passes"]) > 1 and len({*sizes}) == 1:
+            yield f"{what}each micro-batch's gradients are clipped", place, own
+
+
+@check(WRONG, read="03_gradients")
+def not_cleared(job):
+    """Each step starts without gradients of the steps before it.
+
+    Call optimizer.zero_grad() once per step.
+    """
+    steps = [one for one in job.of("step") if "stale" in one]
+    found = [one for one in need(steps, "no step was seen") if one["stale"]]
+    if found:
+        what = (
+            f"in step {found[0]['step'] + 1}, {found[0]['stale']} weights still have "
+        )
+        yield f"{what}the gradients of an earlier step", found[0]["place"]
 
 
 @check(WRONG, read="03_gradients")
@@ -670,6 +751,38 @@ def eval_mode(job):
                 yield what, one["place"]
 
 
+@check(SLOW, "eval_mode", read=17)
+def validation_with_gradients(job):
+    """Validation computes no gradients.
+
+    Validate inside torch.no_grad() or torch.inference_mode().
+    """
+    numbers = {None, *(process.training for process in job.processes)}
+    for one in need(job.of("evaluation"), "no validation was seen"):
+        if one["grad"] and not one["training"] and one["loader"] not in numbers:
+            what = (
+                f"rank {one['rank']} validates {one['network']} with gradients, which "
+            )
+            yield f"{what}take time and memory", one["place"]
+
+
+@check(RISK, read=18)
+def not_restored(job):
+    """A resumed run also restores the optimizer and the scheduler.
+
+    Call load_state_dict() of the optimizer and of the scheduler.
+    Right if: you only want the weights.
+    """
+    loads = need(job.of("load"), "no checkpoint with an optimizer is loaded")
+    done = {one["what"] for one in job.of("restored")}
+    for one in loads:
+        lost = ["optimizer"] * ("optimizer" not in done)
+        lost += ["schedule"] * (one["schedule"] and "schedule" not in done)
+        if lost and job.of("step"):
+            what = f"the checkpoint holds the {' and the '.join(lost)}'s state, but "
+            yield f"{what}nothing loads it", one["place"]
+
+
 @check(WRONG, f"datasets_differ {APART}", read=16)
 def wrong_accuracy(job):
     """A printed accuracy counts each validation sample once.
@@ -678,41 +791,113 @@ def wrong_accuracy(job):
     that DistributedSampler repeats, and divide once.
     Right if: the line is meant to cover one rank's samples only.
     """
-    names, places, known, passes = Counter(), {}, False, validations(job)
+    for line, value, name, right in misprinted(job, "evaluation", accuracies, values):
+        what = (
+            f"rank {line['rank']} prints {value:g}, {name}; counting each sample once"
+        )
+        own = {"level": RISK if "only" in name else WRONG}
+        yield f"{what} gives {right:.4f}", line["place"], own
+
+
+@check(RISK, f"datasets_differ wrong_accuracy {APART}", read=16)
+def wrong_loss(job):
+    """A printed validation loss is the mean over all ranks' samples (or tokens).
+
+    Sum the losses and the samples over all ranks, and divide once.
+    Right if: the line is meant to cover one rank or one batch only.
+    """
+    found = misprinted(job, "loss", losses, loss_values, least=2)
+    for line, value, name, right in found:
+        if abs(value - right) > 0.01 * abs(right):
+            what = (
+                f"rank {line['rank']} prints {value:g}, {name}; the mean over all is "
+            )
+            yield f"{what}{right:.4f}", line["place"]
+
+
+def misprinted(
+    job: Job, kind: str, candidates: Callable, numbers: Callable, least: int = 1
+) -> Iterator:
+    """Yield the mistake that explains most printed results of validations.
+
+    `candidates` gives a validation's true results, and what mistakes turn them into;
+    `numbers` finds the printed ones. A mistake has to explain `least` validations.
+    """
+    names, places, known, passes = Counter(), {}, False, validations(job, kind)
     for number, records in enumerate(passes, 1):
         step, began = records[0]["step"], records[0]["time"]
         following = [one for one in passes[number:] if one[0]["step"] == step]
         lines = [x for x in job.of("printed") if x["step"] == step]
-        found = [*values([line for line in lines if line["time"] > began])]
-        right, others = accuracies(records)
-        union, _ = accuracies([*chain(records, *following)])
-        if any(abs(v - s * x) <= gap for x in (right, union) for _, v, gap, s in found):
+        found = [*numbers([line for line in lines if line["time"] > began])]
+        right, others = candidates(records)
+        union, _ = candidates([*chain(records, *following)])
+        if any(abs(v - s * x) <= gap for x in right + union for _, v, gap, s in found):
             known = True
             continue
         until, matches = following[0][0]["time"] if following else float("inf"), {}
         for name, wrong in others.items():
             for line, value, gap, scale in found:
                 if line["time"] < until and abs(value - scale * wrong) <= gap:
-                    matches[name] = line, value, scale * right
+                    near = min(right, key=lambda x: abs(x - wrong))
+                    matches[name] = line, value, name, scale * near
         names.update(matches.keys())
         places = matches | places
-    if names:  # the mistake that explains most validations
+    if names:
         name = max(names, key=names.__getitem__)
-        line, value, true = places[name]
-        what = f"rank {line['rank']} prints {value:g}, {name}"
-        own = {"level": RISK if "only" in name else WRONG}
-        yield f"{what}; counting each sample once gives {true:.4f}", line["place"], own
-    need(known, "no printed accuracy matches the outputs and labels")
+        if names[name] >= least:
+            yield places[name]
+    need(known, "no printed number matches the outputs and labels")
 
 
-def validations(job: Job) -> list[list[dict]]:
+def validations(job: Job, kind: str) -> list[list[dict]]:
     """Return the records of validations, as one list for each pass over a loader."""
     numbers, groups = {process.training for process in job.processes}, {}
-    for one in job.of("evaluation"):
-        if "hits" in one and one["loader"] not in numbers - {None}:
+    for one in job.of(kind):
+        if {"hits", "value"} & {*one} and one["loader"] not in numbers - {None}:
             key = one["step"], one["loader"], one["epoch"]
             groups.setdefault(key, []).append(one)
     return [*groups.values()]
+
+
+def loss_values(lines: list[dict]) -> Iterator[tuple[dict, float, float, int]]:
+    """Yield possible losses and perplexities: line, number, rounding error, and 1."""
+    for line in lines:
+        if re.search("loss|ppl|perplex", line["text"].lower()):
+            for text in re.findall(r"(?<![\w.])\d+\.\d{3,}", line["text"]):
+                digits = len(text.partition(".")[2])
+                yield line, float(text), 0.6 * 10**-digits, 1
+
+
+def losses(records: list[dict]) -> tuple[list[float], dict[str, float]]:
+    """Return a validation's loss and perplexity, and what mistakes turn them into."""
+    indices = [*chain(*(one["indices"] or () for one in records))]
+    if len({*indices}) < len(indices):
+        return [], {}  # without the losses of the repeated samples, the mean is unknown
+    ranks = {}
+    for one in records:
+        ranks.setdefault(one["rank"], []).append((one["value"], one["count"]))
+    batches = {rank: fmean(v for v, _ in row) for rank, row in ranks.items()}
+    own = {rank: mean_of(row) for rank, row in ranks.items()}
+    right = mean_of([*chain(*ranks.values())])
+    found = {
+        "the mean of the batches' losses": fmean(batches.values()),
+        "the mean of the ranks' losses": fmean(own.values()),
+        "the sum of the ranks' losses": sum(own.values()),
+    }
+    for rank, row in ranks.items():
+        found[f"the loss of rank {rank} only"] = own[rank]
+        found[f"the mean over the batches of rank {rank} only"] = batches[rank]
+        found[f"the loss of rank {rank}'s last batch only"] = row[-1][0]
+    found = {name: value for name, value in found.items() if value != right}
+    if max(right, *found.values()) > 50:
+        return [right], found
+    found |= [(f"the exponential of {name}", exp(x)) for name, x in found.items()]
+    return [right, exp(right)], found
+
+
+def mean_of(pairs: list[tuple[float, int]]) -> float:
+    """Return the mean of values that have different weights."""
+    return sum(v * n for v, n in pairs) / (sum(n for _, n in pairs) or 1)
 
 
 def values(lines: list[dict]) -> Iterator[tuple[dict, float, float, int]]:
@@ -727,7 +912,7 @@ def values(lines: list[dict]) -> Iterator[tuple[dict, float, float, int]]:
                     yield line, float(text), 0.6 * 10**-digits, scale
 
 
-def accuracies(records: list[dict]) -> tuple[float, dict[str, float]]:
+def accuracies(records: list[dict]) -> tuple[list[float], dict[str, float]]:
     """Return a validation's accuracy, and the values that mistakes turn it into."""
     once, ranks = {}, {}
     for number, one in enumerate(records):
@@ -754,7 +939,7 @@ def accuracies(records: list[dict]) -> tuple[float, dict[str, float]]:
         hits = sum(chain(*ranks[rank]))
         found[f"rank {rank}'s correct samples, divided by all"] = hits / total
     found["all ranks' correct samples, divided by one rank's own"] = sum(own.values())
-    return right, {name: value for name, value in found.items() if value != right}
+    return [right], {name: value for name, value in found.items() if value != right}
 
 
 @check(RISK, APART, read=16)
@@ -774,7 +959,11 @@ def buffers_differ(job):
             yield f"in validation {number}, the ranks' networks differ", row[0]["place"]
 
 
-@check(RISK, f"{APART} buffers_differ hangs ends_with_an_error", read=11)
+@check(
+    RISK,
+    f"{APART} buffers_differ hangs ends_with_an_error",
+    read=11,
+)
 def weights_differ_in_the_end(job):
     """All ranks end with the same weights.
 
@@ -804,15 +993,20 @@ def saves(job: Job, key: str) -> list[dict]:
 def several_save(job):
     """Only one rank writes each file.
 
-    Save on rank 0 only.
+    Write files on rank 0 only.
+    Right if: all ranks write the same content, or append single lines.
     """
+    several(job)
+    saved = {one["path"] for one in job.of("save")}
     paths = {}
-    for one in saves(job, "path"):
+    for one in need([*job.of("save"), *job.of("opened")], "no file was written"):
         paths.setdefault(one["path"], {})[one["rank"]] = one["place"]
-    for path, ranks in paths.items():
-        if len(ranks) > 1:
+    paths.pop(None, None)
+    for path in sorted(paths, key=lambda path: path not in saved):
+        if len(ranks := paths[path]) > 1 and not path.startswith("/dev/"):
             what = f"{os.path.basename(path)} is written by ranks {sorted(ranks)}"
-            yield f"{what}, which overwrite each other's data", min(ranks.values())
+            own = {"level": WRONG if path in saved else RISK}
+            yield f"{what}, which overwrite each other's data", min(ranks.values()), own
 
 
 @check(RISK, "several_save", read=20)
@@ -870,6 +1064,9 @@ def schedule(job):
     need(made, "no scheduler from torch.optim.lr_scheduler is used")
     if not ends or not all(one["whole"] for one in process.of("end")):
         raise NotChecked("the job did not train to the end")
+    whole = process.whole_epochs()
+    if len(whole) > 1 and not any(count for _, count in ends[-1]["schedules"]):
+        yield f"no scheduler takes a step in {len(whole)} epochs", made[0]["place"]
     for one, (planned, count) in zip(made, ends[-1]["schedules"], strict=False):
         ratio = (planned or count) / max(1, count)
         if count and not 0.7 < ratio < 1.4:
@@ -972,6 +1169,7 @@ PARTS = {  # of a step: the largest acceptable share of its time, and what to do
     "communication": (0.4, "Average once per step, in large buckets."),
     "optimizer": (0.35, "Use the optimizer's fused or foreach form."),
     "validation": (0.2, "Validate once per epoch."),
+    "saving": (0.2, "Save less often."),
     "rest": (0.3, "Look at what else the loop does: copies, prints, files."),
 }
 

@@ -6,10 +6,12 @@ appends pickled dictionaries to its own file, which job.py reads.
 """
 
 import atexit
+import builtins
 import contextlib
 import functools
 import gc
 import hashlib
+import io
 import multiprocessing
 import os
 import pickle
@@ -41,7 +43,13 @@ TIMED = 20  # later steps that are only timed
 SHORT = int(os.environ.get("DOCTOR_SHORT", "0"))  # batches per epoch; 0: all
 NUMBERS = 1024  # numbers of weights, or of gradients, in one record
 LIMITS = {"batch": 100_000, "fetch": 30, "collective": 3000, "evaluation": 2000}
-LIMITS |= {"printed": 2000, "save": 200}  # of each kind per process
+LIMITS |= {
+    "printed": 2000,
+    "save": 200,
+    "loss": 2000,
+    "opened": 200,
+}  # of each kind per process
+LOSSES = "cross_entropy nll_loss mse_loss binary_cross_entropy_with_logits".split()
 COLLECTIVES = """all_reduce broadcast all_gather reduce barrier all_gather_into_tensor
     all_gather_single reduce_scatter reduce_scatter_tensor all_to_all all_to_all_single
     gather scatter all_gather_object broadcast_object_list gather_object
@@ -208,6 +216,7 @@ class Watch:
         self.rank, self.ticks, self.steps, self.began = None, 0, 0, None
         self.hooked, self.handles, self.validated = {}, [], set()
         self.local, self.loaders, self.schedules = {}, {}, []
+        self.stepped, self.stale = set(), set()  # weights; with gradients of old steps
         self.optimizers, self.inner, self.scaler, self.scale = {}, None, None, None
         self.depth, self.line, self.collective, self.epoch = 0, "", None, None
         self.step_loader, self.undecided, self.predicted = None, None, None
@@ -253,6 +262,10 @@ class Watch:
         """Keep the gradient of one backward pass, before it is accumulated."""
         self.last_gradient = clock()
         if self.steps < STEPS and inside():
+            if id(weight) in self.stepped:
+                old = weight.grad is not None and any(sample([weight.grad], 8))
+                (self.stale.add if old else self.stale.discard)(id(weight))
+                self.stepped.discard(id(weight))
             new, old = sample([gradient], 8), self.local.get(id(weight))
             if old is not None and weight.grad is not None:
                 new = array("d", map(float.__add__, new, old))
@@ -273,6 +286,7 @@ class Watch:
         for weight in weights:
             local.extend(self.local.get(id(weight), [0.0] * 8)[:each])
         self.now |= {"before": before, "gradients": gradients, "local": local}
+        self.now |= {"each": each, "stale": sum(id(w) in self.stale for w in weights)}
         known = [self.hooked.get(id(weight), (None,))[0] for weight in weights]
         self.now["which"] = digest(known)  # ZeRO's ranks update different weights
         self.now["missing"] = sum(w.grad is None for w in weights)
@@ -283,6 +297,8 @@ class Watch:
             return  # the outer step of a wrapped optimizer
         now = clock()
         self.parts["optimizer"] += now - self.step_began
+        own = {id(w) for group in optimizer.param_groups for w in group["params"]}
+        self.stepped, self.stale = self.stepped | own, self.stale - own
         if self.steps < STEPS + TIMED:
             first = self.optimizers.setdefault(id(optimizer), self.steps)
             self.now["optimizer"] = first
@@ -324,6 +340,7 @@ class Watch:
     def zero_grad(self, call, optimizer, *args, **kwargs):
         call(optimizer, *args, **kwargs)
         own = {id(w) for group in optimizer.param_groups for w in group["params"]}
+        self.stepped, self.stale = self.stepped - own, self.stale - own
         lost = [key for key in own if self.local.pop(key, None) is not None]
         if lost and self.now["passes"]:  # a skipped step, or cleared gradients
             self.now["passes"] = []
@@ -339,14 +356,14 @@ class Watch:
             self.scaler, self.scale = scaler, scaler.get_scale()
         return result
 
-    def clip(self, call, parameters, *args, **kwargs):
+    def clip(self, norm: bool, call, parameters, *args, **kwargs):
         weights = [parameters] if isinstance(parameters, Tensor) else [*parameters]
         if self.steps < STEPS:
             done = self.scaler._per_optimizer_states.values() if self.scaler else ()
             scaled = bool(self.scaler) and not any(one["stage"].value for one in done)
             before = sample([one.grad for one in whole(weights)])
             entry = {"scaled": scaled, "before": before, "place": place()}
-            self.now["clipped"].append(entry)
+            self.now["clipped"].append({**entry, "norm": norm})
         return call(weights, *args, **kwargs)
 
     # --- networks ---
@@ -388,13 +405,17 @@ class Watch:
         elif self.steps and loader not in (None, self.step_loader):
             self.undecided = module, outputs  # evaluation if no backward() follows
 
+    def which(self) -> dict[str, int | None]:
+        """Return the number of the loader that gave the last batch, and its epoch."""
+        return {key: self.epoch and self.epoch[key] for key in ("loader", "epoch")}
+
     def evaluation(self, module: nn.Module, outputs) -> None:
         """Record for which samples of a validation batch the output is correct."""
         logits = getattr(outputs, "logits", outputs)
         tensors = [x for x in tree_leaves(logits) if isinstance(x, Tensor)]
         logits = next((x for x in tensors if x.dim() == 2 and x.size(1) > 1), None)
-        fields = {key: self.epoch and self.epoch[key] for key in ("loader", "epoch")}
-        fields |= {"training": module.training, "network": type(module).__name__}
+        fields = {"training": module.training, "network": type(module).__name__}
+        fields |= self.which()
         fields |= {"grad": torch.is_grad_enabled(), "place": place()}
         modes = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
         fields["stateful"] = any(isinstance(one, modes) for one in module.modules())
@@ -421,6 +442,19 @@ class Watch:
             if classes in [x.tolist() for x in args if isinstance(x, Tensor)]:
                 self.predicted, hits = None, bytes(result.tolist())
                 self.write("evaluation", hits=hits, indices=None, **fields)
+        return result
+
+    def loss(self, call, outputs, target, *args, **kwargs):
+        result = call(outputs, target, *args, **kwargs)
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return result
+        if inside() and result.numel() == 1 and kwargs.get("weight") is None:
+            count = int((target != kwargs.get("ignore_index", -100)).sum())
+            count = len(target) if target.is_floating_point() else count
+            value = float(result)
+            value /= count if kwargs.get("reduction") == "sum" and count else 1
+            fields = self.which() | {"indices": self.batch[1]}
+            self.write("loss", value=value, count=count, **fields)
         return result
 
     def wrapped(self, call, model, module, *args, **kwargs):  # DDP's constructor
@@ -574,7 +608,32 @@ class Watch:
         fields["counts"] = any(isinstance(one, int) for one in top)
         fields["there"] = named and os.path.exists(path)
         self.write("save", path=path, place=place(), **fields)
-        return call(obj, f, *args, **kwargs)
+        began = clock()
+        result = call(obj, f, *args, **kwargs)
+        self.parts["saving"] += clock() - began
+        return result
+
+    def open(self, call, file, mode="r", *args, **kwargs):
+        if {*"wax"} & {*mode} and isinstance(file, (str, os.PathLike)):
+            caller = sys._getframe(2)
+            name, code = caller.f_globals.get("__name__", ""), caller.f_code.co_filename
+            library = code.startswith((*NOT_THE_USERS, LIBRARY)) or "-packages" in code
+            if not library or name.startswith(("logging", "pathlib")):
+                path = os.path.abspath(os.fsdecode(file))
+                self.write("opened", path=path, place=place(caller))
+        return call(file, mode, *args, **kwargs)
+
+    def load(self, call, *args, **kwargs):
+        result = call(*args, **kwargs)
+        found = [*dictionaries(result)]
+        if any("param_groups" in one for one in found):
+            schedule = any("last_epoch" in one for one in found)
+            self.write("load", place=place(), schedule=schedule)
+        return result
+
+    def restored(self, what: str, call, *args, **kwargs):
+        self.write("restored", what=what)
+        return call(*args, **kwargs)
 
     def schedule(self, call, scheduler, *args, **kwargs):
         call(scheduler, *args, **kwargs)
@@ -587,7 +646,7 @@ class Watch:
 
     def printed(self, text: str) -> None:
         """Record lines that may contain an accuracy."""
-        words = ("acc", "top", "prec", "err", "correct")
+        words = ("acc", "top", "prec", "err", "correct", "loss", "ppl", "perplexity")
         if any(one in text.lower() for one in words) and any(map(str.isdigit, text)):
             self.write("printed", text=text[:2000], place=place())
 
@@ -697,6 +756,9 @@ def torch_is_there() -> None:
         (next_one, "__next__", w.next_batch),
         (fetch._MapDatasetFetcher, "fetch", w.fetch),
         (torch, "save", w.save),
+        (torch, "load", w.load),
+        (builtins, "open", w.open),
+        (io, "open", w.open),
         (LRScheduler, "__init__", w.schedule),
         (ReduceLROnPlateau, "step", w.plateau),
         (sys.stdout, "write", w.stream),
@@ -706,8 +768,12 @@ def torch_is_there() -> None:
     ):
         wrap(owner, name, method)
     for owner in (nn.utils, nn.utils.clip_grad):
-        wrap(owner, "clip_grad_norm_", w.clip)
-        wrap(owner, "clip_grad_value_", w.clip)
+        wrap(owner, "clip_grad_norm_", w.clip, True)
+        wrap(owner, "clip_grad_value_", w.clip, False)
+    wrap(Optimizer, "load_state_dict", w.restored, "optimizer")
+    wrap(LRScheduler, "load_state_dict", w.restored, "schedule")
+    for name in LOSSES:
+        wrap(nn.functional, name, w.loss)
     for owner in (dist, c10d):
         wrap(owner, "init_process_group", w.join)
         for name in (*COLLECTIVES, "destroy_process_group"):

@@ -36,7 +36,8 @@ for epoch in range(first, 3):
         optimizer.step()
         scheduler.step()
     model.eval()
-    right = sum((net(a).argmax(1) == b).sum() for a, b in val_loader)
+    with torch.no_grad():
+        right = sum((net(a).argmax(1) == b).sum() for a, b in val_loader)
     dist.all_reduce(right)
     if rank == 0:
         print(f"epoch {epoch}: accuracy {right.item() / len(val):.4f}")
