@@ -18,7 +18,7 @@ SCRIPTS = {path.stem.split("_")[0]: path.name for path in PATHS}
 # What is wrong with each lab
 BROKEN = {
     "01": "on two machines with one process each, epoch 0 leaves out 48 of 96 images",
-    "02": "if another run of it is under way, before the first step rank 0 fails with ",
+    "02": "if another run is in progress, before the first step rank 0 fails with ",
     "03": "have different weights before the first step",
     "04": "before the first step rank 1 fails with FileNotFoundError: ",
     "05": "have different weights after step 1",
@@ -26,27 +26,27 @@ BROKEN = {
     "07": "3 epochs of 96 images are 288; the two processes train on 576",
     "08": "rank 0 sees the same images in the same order in epochs 0 and 1",
     "09": "both processes add the same noise to their images",
-    "10": "it prints accuracy ",
-    "11": "it prints accuracy ",
+    "10": "the printed accuracy is ",
+    "11": "the printed accuracy is ",
     "12": "the learning rate falls from 0.1000 to only 0.05",
-    "13": "validation images are trained on as well",
-    "14": "one process does with the same 16 images and a gradient of at most 0.3",
+    "13": "validation images are also used for training",
+    "14": "one process does with the same 16 images and a gradient norm of at most 0.3",
     "15": "RuntimeError: Expected to have finished reduction in the prior iteration",
-    "16": "rank 1 validates with another network than model.pt",
+    "16": "rank 1 validates a different network from model.pt",
     "17": "step 1 moves the weights 4.00 times as far as one process does",
     "18": "have different weights after step 1",
-    "19": "rank 0 still waits in b",
+    "19": "rank 0 is still waiting in b",
     "20": "nothing happens for ",
     "21": "the network without DDP cannot load model.pt",
     "22": "RuntimeError: Attempting to deserialize object on a CUDA device",
-    "23": "resumed ends with other weights than a run without a break",
+    "23": "resumed ends with different weights than an uninterrupted run",
     "24": "killed during its second save, checkpoint.pt cannot be read",
     "25": "the two processes have different weights after step ",
-    "26": "one process does with the same 16 images and a gradient of at most 0.3",
+    "26": "one process does with the same 16 images and a gradient norm of at most 0.3",
     "27": "step 1 moves the weights 0.",
     "28": "after step 18 rank 0 ",
     "29": "the network without DDP cannot load model.pt",
-    "30": "one process does with the same 16 images and a gradient of at most 0.3",
+    "30": "one process does with the same 16 images and a gradient norm of at most 0.3",
     "31": "on a GPU, 18 steps would wait for it 21 times",
     "32": "in 18 steps, the script itself calls 37 collectives",
     "33": "step 1 moves the weights 0.00 times as far as one process does",
@@ -231,7 +231,7 @@ def test_a_class_is_graded_in_a_sandbox(script, how, limit, tmp_path, capsys):
     tool["grade"].__globals__["LIMIT"] = limit
     assert tool["main"]([str(tmp_path)]) == 0
     printed = capsys.readouterr()
-    assert printed.err == "ann/lab09.py is no lab's name\n"
+    assert printed.err == "ann/lab09.py is not a lab's name\n"
     ann, bob = csv.DictReader(printed.out.splitlines())
     assert limit < 100 or ann["07"] == "the optimizer takes no step"
     assert not ann["08"]

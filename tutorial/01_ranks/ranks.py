@@ -3,7 +3,7 @@
 torchrun --nnodes 2 --node-rank 0 --nproc-per-node 4 \
     --master-addr 127.0.0.1 --master-port 29500 tutorial/01_ranks/ranks.py
 
-and the same with --node-rank 1 on the second host (or in a second terminal).
+Run the same command with --node-rank 1 on the second host (or in a second terminal).
 """
 
 import os

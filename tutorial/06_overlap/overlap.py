@@ -1,4 +1,4 @@
-"""Does DDP send some gradients while it computes others? Simulates a slow link.
+"""Does DDP send some gradients while it computes others? This simulates a slow link.
 
 python tutorial/06_overlap/overlap.py [FILE.json]    # {form: [[what, began, ended]]}
 """
@@ -34,7 +34,7 @@ def one_step(megabytes: int) -> list[tuple[str, float, float]]:
 
     def slow_link(link, bucket):
         link.submit(carry, bucket.buffer(), arrived := torch.futures.Future())
-        return arrived  # backward() waits for it before it returns
+        return arrived  # backward() waits for this future
 
     layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
     model = DDP(nn.Sequential(*layers), bucket_cap_mb=megabytes)

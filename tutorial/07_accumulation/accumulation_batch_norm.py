@@ -1,4 +1,4 @@
-"""Batch norm sees only its own shard; SyncBatchNorm's remedy, by hand.
+"""Batch norm sees only its own shard; this does by hand what SyncBatchNorm does.
 
 python tutorial/07_accumulation/accumulation_batch_norm.py
 """

@@ -1,4 +1,4 @@
-"""The other collectives: what each of four processes holds before and after.
+"""The other collectives: what four processes hold before and after each call.
 
 python tutorial/08_collectives/collectives.py
 """

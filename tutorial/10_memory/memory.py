@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 BATCH = 512
 SHAPES = [(64, 256), (256, 64)] * 4 + [(64, 10)]  # rows and columns of the weights
 KINDS = ("weights", "gradients", "Adam's moments", "activations")
-PER_PARAMETER = {  # bytes of the weight, of its gradient, and in the optimizer
+PER_PARAMETER = {  # bytes for the weight, its gradient and the optimizer state
     "fp32, SGD with momentum": (4, 4, 4),
     "fp32, Adam": (4, 4, 8),
     "bf16, Adam and a copy in fp32": (2, 2, 8 + 4),
@@ -20,7 +20,7 @@ PER_PARAMETER = {  # bytes of the weight, of its gradient, and in the optimizer
 
 
 def computed() -> tuple[int, ...]:
-    """Compute the fp32 bytes of each of KINDS. Adam also stores its step counts."""
+    """Compute the bytes of each of KINDS in fp32; Adam also stores step counts."""
     weights = 4 * sum(rows * columns for rows, columns in SHAPES)
     inputs = sum(rows for rows, _ in SHAPES) + 10  # of all layers and of the loss
     return weights, weights, 2 * weights + 4 * len(SHAPES), 4 * BATCH * inputs
@@ -43,7 +43,7 @@ def measured() -> tuple[int, ...]:
 
 
 def total(tensors: list[Tensor]) -> int:
-    """Return the bytes behind these tensors; count shared memory only once."""
+    """Return the bytes that these tensors occupy; count shared memory only once."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

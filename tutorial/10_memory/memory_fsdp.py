@@ -37,7 +37,7 @@ def train(name: str, model: nn.Module, batch: Tensor) -> Tensor:
         layer.register_forward_pre_hook(
             lambda *_: halved.append(sum(isinstance(m.weight, DTensor) for m in layers))
         )
-    optimizer = torch.optim.Adam(model.parameters())  # updates halves, after shard()
+    optimizer = torch.optim.Adam(model.parameters())  # holds halves if sharded
     for _ in range(STEPS):
         optimizer.zero_grad()
         model(batch).square().mean().backward()
@@ -53,7 +53,7 @@ def train(name: str, model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def kib(tensors: list[Tensor]) -> int:
-    """Return the local KiB behind these tensors; count shared memory only once."""
+    """Return the local KiB that these tensors occupy; count shared memory once."""
     local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
     storages = [tensor.untyped_storage() for tensor in local]
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values()) // 1024

@@ -1,6 +1,6 @@
-"""ZeRO by hand: two processes split what DDP keeps whole in each process.
+"""ZeRO by hand: two processes divide what DDP keeps whole in each process.
 
-python tutorial/10_memory/memory_zero.py [FILE.json]    # bytes for a figure
+python tutorial/10_memory/memory_zero.py [FILE.json]    # saves the bytes for a figure
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Three bugs that hang two processes: where each one is waiting, and how the wait ends.
+"""Three bugs that hang two processes: where each process waits, and how the wait ends.
 
 python tutorial/11_hangs/hangs.py
 """
@@ -47,7 +47,7 @@ def observe(mistake: Callable[[int], None], rank: int) -> str:
     """Run a bug; return where this process is waiting, and how the wait ends."""
     line, end = "nowhere", "no error"
     with tempfile.TemporaryFile("w+") as stack:
-        faulthandler.dump_traceback_later(2, file=stack)  # write the stack in 2 s
+        faulthandler.dump_traceback_later(2, file=stack)  # writes the stack after 2 s
         try:
             mistake(rank)
         except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Rank 1 does not use one layer: it fails one step later, while rank 0 waits.
+"""Rank 1 does not use one layer. It fails one step later, while rank 0 waits.
 
 python tutorial/11_hangs/hangs_unused.py
 """

@@ -31,7 +31,7 @@ def save(content: dict, path: Path) -> None:
 
 
 def train(run: int, path: Path | None) -> list[Tensor]:
-    """Train, from the checkpoint at `path` if it exists; return the weights."""
+    """Train from the checkpoint at `path`, if it exists; return the weights."""
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = DDP(nn.Linear(4, 2))
@@ -71,7 +71,7 @@ def main() -> None:
         equal = all(map(torch.equal, resumed, whole))
         print("weights of an uninterrupted run:", "equal" if equal else "different")
         path.unlink()
-    gc.collect()  # frees DDP's models, so that the next line ends Gloo's threads
+    gc.collect()  # frees the DDP models, so that the next line ends Gloo's threads
     dist.destroy_process_group()
 
 

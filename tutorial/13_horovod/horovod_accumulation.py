@@ -58,7 +58,7 @@ def main() -> None:
         F.cross_entropy(model(part_x), part_y).backward()
         say(f"after backward {number}: {Counting.tensors} tensors all-reduced")
 
-    optimizer.synchronize()  # wait: now the gradients are averages
+    optimizer.synchronize()  # waits until the gradients are averaged
     pairs = list(zip(model.parameters(), right, strict=True))
     for factor in (1, PASSES):
         equal = all(torch.allclose(w.grad, factor * r, atol=1e-6) for w, r in pairs)

@@ -1,4 +1,4 @@
-"""Compute from one trace per process how long training steps wait for communication.
+"""From one trace per process, compute how long training steps wait for communication.
 
 python tutorial/14_step_cost/step_cost_exposed.py [RANK0.json RANK1.json ...]
 """

@@ -24,7 +24,7 @@ DELAYED, DELAY = (0, 5), 200  # buckets of each step, and milliseconds for each
 def slow_link(threads: ThreadPoolExecutor, bucket: dist.GradBucket):
     """Average a bucket, slowly. DDP calls this function for each bucket."""
 
-    def carry(arrived: torch.futures.Future) -> None:  # in a thread of its own
+    def carry(arrived: torch.futures.Future) -> None:  # in its own thread
         work.wait()
         if bucket.index() in DELAYED:
             with record_function("link"):  # the name in the trace
@@ -67,7 +67,7 @@ def main(rank: int, port: int, folder: str | None) -> None:
         print(f"{name}: {names.count(name) / STEPS:g} events per step")
     if rank == 0:
         print(f"delay after the last gradient: {DELAY if last else 0} ms")
-    if folder:  # keep the file small: no events below 0.1 ms
+    if folder:  # keep the file small: drop events below 0.1 ms
         keys = ("ph", "cat", "name", "pid", "tid", "ts", "dur")
         long = [event for event in events if event.get("dur", 0) > 100]
         lines = ",\n".join(json.dumps({k: event[k] for k in keys}) for event in long)

@@ -1,4 +1,4 @@
-"""Show what fully_shard keeps and sends: on four ranks, in bf16, with two replicas.
+"""Show what fully_shard keeps and sends: in fp32, in bf16, and with two replicas.
 
 python tutorial/16_sharded/sharded.py [FILE.json]    # {form: {kept, calls}}
 """
@@ -33,7 +33,7 @@ def build(shape: tuple[int, ...], policy: MixedPrecisionPolicy) -> nn.Sequential
 
 
 def count(name: str, calls: Counter) -> None:
-    """From now on, count calls to a collective by ranks, data type and KiB."""
+    """Count all later calls to a collective by ranks, data type and KiB."""
     original = getattr(dist, name)
 
     def call(*args, group, **kwargs):

@@ -55,7 +55,7 @@ def whole(model: nn.Sequential, optimizer: optim.Adam) -> list[Tensor]:
 
 
 def main(rank: int, port: int, processes: int, folder: str) -> None:
-    """Four processes run this function and save; then two run it and load."""
+    """Four processes run this function and save; then two processes run it and load."""
     store = dist.TCPStore(HOST, port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=processes)
     torch.manual_seed(processes)

@@ -17,7 +17,7 @@ class Stream(IterableDataset):
     """Yields batches of samples, each with the worker's state after the batch."""
 
     def __init__(self, rank: int, state: State):
-        # A loader starts with worker 0, so worker 0 plays the role whose turn it is
+        # A loader starts with worker 0, so worker 0 takes the role whose turn is next
         self.rank = rank
         self.turns = sorted((delivered, role) for role, delivered in state.items())
 
@@ -26,13 +26,13 @@ class Stream(IterableDataset):
         files = range(FILES)[role * RANKS + self.rank :: RANKS * WORKERS]
         for first in range(delivered * BATCH, len(files) * LINES, BATCH):
             places = range(first, min(first + BATCH, len(files) * LINES))
-            lines = [divmod(place, LINES) for place in places]  # nothing else is read
+            lines = [divmod(place, LINES) for place in places]  # reads nothing else
             samples = [f"{files[file]}.{line}" for file, line in lines]
             yield samples, role, first // BATCH + 1
 
 
 def at(rank: int, taken: int) -> State:
-    """Return the state after a number of batches, from the sizes of the files alone."""
+    """Compute the state after `taken` batches from the sizes of the files alone."""
     order, state = [], dict.fromkeys(range(WORKERS), 0)
     for role in range(WORKERS):
         samples = len(range(FILES)[role * RANKS + rank :: RANKS * WORKERS]) * LINES

@@ -18,7 +18,7 @@ BATCHES, SIZE = (6, 5), 4  # batches of each rank, samples in a batch
 
 
 def step(model: DDP, batch: Tensor) -> str:
-    """Return the average of the gradients, each of which is 1; skip the optimizer."""
+    """Return the averaged gradient (each rank's own is 1); skip the optimizer."""
     model.zero_grad()
     model(batch).mean().backward()
     return f"{model.module.weight.grad.item():.1f}"
@@ -48,7 +48,7 @@ def vote(model: DDP, stream: Iterator[Tensor]) -> Iterator[str]:
 
 
 def join(model: DDP, stream: Iterator[Tensor]) -> Iterator[str]:
-    """A rank that has finished answers the others' all-reduces."""
+    """A rank that has finished takes part in the other ranks' all-reduces."""
     with model.join():
         for batch in stream:
             yield step(model, batch)

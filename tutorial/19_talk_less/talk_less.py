@@ -24,7 +24,7 @@ OUTER = {"local SGD": {"lr": 1}, "DiLoCo": NESTEROV}  # the outer step's optimiz
 
 def train(way: str, rank: int, x: Tensor, y: Tensor) -> nn.Module:
     """Train a new network on this process's samples."""
-    torch.manual_seed(0)  # the same first weights in both processes
+    torch.manual_seed(0)  # the same initial weights in both processes
     layers = nn.Linear(16, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU()
     model = net = nn.Sequential(*layers, nn.Linear(128, 8))
     if way in HOOKS:
@@ -43,7 +43,7 @@ def train(way: str, rank: int, x: Tensor, y: Tensor) -> nn.Module:
         schedule.step()
         if way in OUTER and step % EVERY == 0:
             common.grad = common - parameters_to_vector(net.parameters()).detach()
-            dist.all_reduce(common.grad)  # how far each process went
+            dist.all_reduce(common.grad)  # the sum over the processes
             common.grad /= dist.get_world_size()
             outer.step()
             vector_to_parameters(common.clone(), net.parameters())

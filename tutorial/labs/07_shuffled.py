@@ -1,4 +1,4 @@
-"""Train a network; each epoch shuffles the 96 images, and two processes share them.
+"""Train a network; each epoch shuffles 96 images and splits them between two processes.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/07_shuffled.py
 """

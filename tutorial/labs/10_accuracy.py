@@ -1,4 +1,4 @@
-"""Train a network, and print what share of the 33 validation images it gets right.
+"""Train a network, and print its accuracy on the 33 validation images.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/10_accuracy.py
 """
@@ -15,7 +15,7 @@ EPOCHS, BATCH = 3, 8  # images per process and step
 
 @torch.no_grad()
 def accuracy(net: nn.Module, dataset: Dataset) -> float:
-    """Return the share of correct images; each process takes every second image."""
+    """Return the accuracy; each process evaluates every second image."""
     mine = range(dist.get_rank(), len(dataset), dist.get_world_size())
     loader = DataLoader(dataset, BATCH, sampler=mine)
     net.eval()

@@ -1,4 +1,4 @@
-"""Train a network, and print what share of the 33 validation images it gets right.
+"""Train a network, and print its accuracy on the 33 validation images.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/11_accuracy.py
 """
@@ -15,10 +15,10 @@ EPOCHS, BATCH = 3, 8  # images per process and step
 
 @torch.no_grad()
 def accuracy(net: nn.Module, dataset: Dataset) -> float:
-    """Return the share of correct images; the processes divide the work."""
+    """Return the accuracy; the processes divide the work."""
     sampler = DistributedSampler(dataset, shuffle=False)
     net.eval()
-    sums = torch.zeros(2)  # right, total
+    sums = torch.zeros(2)  # correct, total
     for x, y in DataLoader(dataset, BATCH, sampler=sampler):
         sums += torch.tensor([(net(x).argmax(1) == y).sum(), len(y)])
     dist.all_reduce(sums)

@@ -14,7 +14,7 @@ EPOCHS, BATCH = 3, 8  # images per process and step
 
 
 class Net(nn.Module):
-    """Two linear layers, and between them a block that about half of the steps skip."""
+    """Two linear layers; about half of the steps skip the block between them."""
 
     def __init__(self):
         super().__init__()

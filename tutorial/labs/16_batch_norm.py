@@ -15,7 +15,7 @@ EPOCHS, BATCH = 3, 8  # images per process and step
 
 @torch.no_grad()
 def accuracy(net: nn.Module, dataset: Dataset) -> float:
-    """Return the share of correct images; each process takes every second image."""
+    """Return the accuracy; each process evaluates every second image."""
     mine = range(dist.get_rank(), len(dataset), dist.get_world_size())
     net.eval()
     hits = torch.zeros(())

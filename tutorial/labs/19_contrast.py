@@ -1,4 +1,4 @@
-"""Train a network on the images with enough contrast, which the processes share.
+"""Train a network on images with enough contrast, split between the processes.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/19_contrast.py
 """

@@ -1,4 +1,4 @@
-"""Train a network with its optimizer state split among processes; save it whole.
+"""Train with the optimizer state split among processes, and save the whole state.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/28_zero.py
 """

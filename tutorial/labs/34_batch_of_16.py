@@ -1,4 +1,4 @@
-"""Train a network with batches of 16 images in all and a learning rate of 0.1.
+"""Train a network with a global batch size of 16 and a learning rate of 0.1.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/34_batch_of_16.py
 """

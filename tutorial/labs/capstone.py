@@ -4,10 +4,9 @@
 
 It should do what one process does with batches of 16 images: each epoch goes through
 the 96 training images in a new order, each image gets its own noise, the learning rate
-falls from 0.1 to almost 0 at the end, and each epoch ends by printing what share of the
-33 validation images the network gets right. If a run is killed, the next run continues
-after the last complete epoch, and ends with the same weights as a run that was never
-interrupted.
+falls from 0.1 to almost 0 at the end, and each epoch ends by printing the accuracy on
+the 33 validation images. If a run is killed, the next run continues after the last
+complete epoch, and ends with the same weights as a run that was never interrupted.
 """
 
 import os
@@ -54,7 +53,7 @@ class Images(Dataset):
 
 @dataclass
 class Job:
-    """The place of this process among all processes."""
+    """This process's rank and the number of processes."""
 
     rank: int
     world_size: int
@@ -97,7 +96,7 @@ def train(
     model.train()
     total = torch.zeros(())
     for number, (images, labels) in enumerate(loader, start=1):
-        last = number % MICRO_BATCHES == 0  # the last of a step
+        last = number % MICRO_BATCHES == 0  # the last micro-batch of a step
         with nullcontext() if last else model.no_sync():
             loss = F.cross_entropy(model(images), labels)
             loss.backward()
@@ -111,7 +110,7 @@ def train(
 
 @torch.no_grad()
 def validate(net: nn.Module, loader: DataLoader) -> Tensor:
-    """Return how many of this process's images are right, and how many it has."""
+    """Return this process's numbers of correct predictions and of images."""
     net.eval()
     counts = torch.zeros(2)
     for images, labels in loader:

@@ -4,9 +4,9 @@
     python tutorial/labs/grade.py all   # all of them
 
 The grader watches the processes from outside: the images that go through the network,
-the weights before and after each step, what is printed, and which files are saved.
+the weights before and after each step, the printed text, and the saved files.
 Exit status: 0 if the labs pass, 1 if one does not, 2 for an unknown lab. A run without
-progress for 10 seconds counts as hanging; the variable PATIENCE changes this limit.
+progress for 10 seconds counts as hanging; the variable PATIENCE sets this limit.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ EPOCHS, TRAINING, VALIDATION = 3, 96, 33
 LR, MOMENTUM = 0.1, 0.9
 IMAGES = torch.randn(129, 8, generator=torch.Generator().manual_seed(0))
 LABELS = IMAGES[:, :3].argmax(1)
-# Sizes of the networks: most; with batch norm; with a block, whose weights are last
+# Weights of most networks; with batch norm; with a block, whose weights are last
 PLAIN, NORM, BLOCK = 195, 227, 467
 CHECKPOINT = "checkpoint.pt"
 HOROVOD = importlib.util.find_spec("horovod")
@@ -56,7 +56,7 @@ def indices(images: Tensor) -> Tensor:
 
 
 def saved(file: Path, *norm: nn.Module, part: str = "") -> tuple[nn.Module, Tensor]:
-    """Load a saved network, which most scripts have; return it and its weights."""
+    """Load the network that most scripts save; return it and its weights."""
     net = nn.Sequential(nn.Linear(8, 16), *norm, nn.ReLU(), nn.Linear(16, 3))
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
@@ -84,7 +84,7 @@ def check_weights(run: Run) -> None:
     if len(one.steps) == len(other.steps):
         for number, pair in enumerate(zip(one.steps, other.steps, strict=True), 1):
             stages[f"after step {number}"] = pair[0].weights, pair[1].weights
-    stages["in the end"] = one.weights[-1], other.weights[-1]
+    stages["at the end"] = one.weights[-1], other.weights[-1]
     for when, pair in stages.items():
         if differ(*pair):
             raise Wrong(f"the two processes have different weights {when}")
@@ -130,16 +130,17 @@ def check_steps(
         right, moved = -lr * velocity[part], (one.weights - weights)[part]
         if (moved - right).norm() > rounding * right.norm():
             ratio = moved.norm() / right.norm()
-            how = f"{ratio:.2f} times as far as" if abs(ratio - 1) > 0.01 else "unlike"
+            far = abs(ratio - 1) > 0.01
+            how = f"{ratio:.2f} times as far as" if far else "differently than"
             text = f"step {number} moves the weights {how} one process does"
-            limit = f" and a gradient of at most {max_norm}" * (max_norm < 9)
+            limit = f" and a gradient norm of at most {max_norm}" * (max_norm < 9)
             count = sum(len(one.images) for one in passes)
             raise Wrong(f"{text} with the same {count} images{limit}")
         weights = one.weights.double()
 
 
 def outputs(weights: Tensor, images: Tensor) -> Tensor:
-    """Compute in training mode what the network with these weights computes."""
+    """Return the outputs of the network with these weights, in training mode."""
     norm, block = [16, 16] * (len(weights) == NORM), [256, 16] * (len(weights) == BLOCK)
     a, b, *rest = weights.split([128, 16, *norm, 48, 3, *block])
     x = F.linear(images, a.view(16, 8), b)
@@ -159,7 +160,7 @@ def summed_loss(weights: Tensor, images: Tensor) -> Tensor:
 
 
 def gradient(weights: Tensor, passes: tuple[Pass, ...]) -> Tensor:
-    """Return the mean loss's gradient, from differences: autograd can prevent forks."""
+    """Return the mean loss's gradient, by differences: autograd can prevent forks."""
     shifts = 1e-6 * torch.eye(len(weights))
     losses, total = vmap(summed_loss, (0, None)), 0
     for one in passes:
@@ -203,7 +204,7 @@ def check_rates(run: Run) -> None:
 
 
 def check_schedule(run: Run) -> None:
-    """Each step moves the weights as one process would with this step's rate."""
+    """Each step moves the weights as in one process with this step's learning rate."""
     check_steps(run, rates=[step.lr for step in run.ranks[0].steps])
 
 
@@ -239,9 +240,9 @@ def check_accuracy(run: Run, times: int = 1) -> None:
     trained = {int(i) for rank in run.ranks for i in indices(rank.trained())}
     if both := trained & validated:
         count = f"{len(both)} of {len(validated)} validation images"
-        raise Wrong(f"{count} are trained on as well")
+        raise Wrong(f"{count} are also used for training")
     if any(one.training for one in passes):
-        raise Wrong("it validates a network that is in training mode")
+        raise Wrong("the script validates a network that is in training mode")
     steps = set()
     for rank, other in (run.ranks, run.ranks[::-1]):
         for step, text in rank.printed:
@@ -250,7 +251,7 @@ def check_accuracy(run: Run, times: int = 1) -> None:
                 compare_accuracy(number, [one for one in passes if one.step == step])
                 steps.add(step)
     if len(steps) < times:
-        raise Wrong(f"an accuracy is printed after {len(steps)} of {times} epochs")
+        raise Wrong(f"an accuracy follows only {len(steps)} of {times} epochs")
 
 
 def compare_accuracy(printed: str, passes: list[Pass]) -> None:
@@ -266,7 +267,7 @@ def compare_accuracy(printed: str, passes: list[Pass]) -> None:
     if abs(float(printed) - hits / VALIDATION) > 6e-5:
         text = f"{hits} of {VALIDATION} validation images are right"
         text += f", which is {hits / VALIDATION:.4f}"
-        raise Wrong(f"it prints accuracy {printed}; {text}")
+        raise Wrong(f"the printed accuracy is {printed}; {text}")
 
 
 def check_norm(run: Run) -> None:
@@ -277,7 +278,7 @@ def check_norm(run: Run) -> None:
             errors = [net(one.images) - one.outputs for one in rank.validated]
         off = max((error.abs().max().item() for error in errors), default=0)
         if off > 1e-4:
-            text = f"rank {number} validates with another network than model.pt"
+            text = f"rank {number} validates a different network from model.pt"
             raise Wrong(f"{text}: their outputs differ by up to {off:.3f}")
 
 
@@ -333,7 +334,7 @@ def check_collectives(run: Run) -> None:
 
 
 def check_printed(run: Run, names: tuple[str, ...]) -> None:
-    """After each epoch, the means over all images of this epoch are printed."""
+    """After each epoch, the script prints the means over all images of this epoch."""
     for epoch in range(EPOCHS):
         passes = []
         for rank in run.ranks:
@@ -348,16 +349,16 @@ def check_printed(run: Run, names: tuple[str, ...]) -> None:
             line = rf"^epoch {epoch}\b.*\b{name} (\d+\.\d+)"
             found = re.search(line, run.ranks[0].text, re.M)
             if not found or abs(float(found[1]) - right[name]) > 6e-5:
-                text = f"epoch {epoch}'s {name} is {right[name]:.4f}; it prints"
+                text = f"epoch {epoch}'s {name} is {right[name]:.4f}; the script prints"
                 raise Wrong(f"{text} {found[1] if found else 'none'}")
 
 
 def check_bytes(run: Run) -> None:
-    """After each epoch, the bytes of all gradients so far are printed."""
+    """After each epoch, the script prints the bytes of all gradients so far."""
     for epoch in range(EPOCHS):
         count = (epoch + 1) * 6 * PLAIN * 4
         if str(count) not in run.ranks[0].text:
-            raise Wrong(f"epoch {epoch} ends after {count} bytes; this is not printed")
+            raise Wrong(f"epoch {epoch} ends after {count} bytes; they are not printed")
 
 
 def check_local(run: Run, every: int = 4) -> None:
@@ -380,16 +381,16 @@ def check_local(run: Run, every: int = 4) -> None:
 
 
 def check_files(run: Run) -> None:
-    """Each epoch uses no image twice, and uses as many as both processes have."""
+    """No epoch uses an image twice; each uses at least 64, and all together more."""
     seen = [indices(rank.trained()).chunk(EPOCHS) for rank in run.ranks]
     for epoch, pair in enumerate(zip(*seen, strict=True)):
         used = torch.cat(pair)
         if len(used.unique()) < max(len(used), 64):
             text = f"epoch {epoch} uses {len(used.unique())} of {TRAINING} images"
-            raise Wrong(f"{text}, in {len(used)} places of its batches")
+            raise Wrong(f"{text}, {len(used)} times in all")
     used = indices(torch.cat([rank.trained() for rank in run.ranks])).unique()
     if len(used) <= 64:
-        raise Wrong(f"no epoch uses {TRAINING - len(used)} of {TRAINING} images")
+        raise Wrong(f"{TRAINING - len(used)} of {TRAINING} images are used in no epoch")
 
 
 def check_workers(run: Run) -> None:
@@ -399,7 +400,7 @@ def check_workers(run: Run) -> None:
 
 
 def check_batches(run: Run, size: int) -> None:
-    """Each step uses so many images per process."""
+    """Each step uses `size` images per process."""
     for rank, one in enumerate(run.ranks):
         for number, step in enumerate(one.steps, 1):
             count = sum(len(x.images) for x in step.passes)
@@ -438,7 +439,7 @@ def check_network(run: Run, size: int = NORM) -> None:
 
 SHARED = check_weights, check_shares
 USUAL = *SHARED, check_steps
-CHECKS = {  # of the labs that need others
+CHECKS = {  # of the labs that need other checks
     "06": (*USUAL, partial(check_printed, names=("loss",))),
     "09": (check_weights, check_noise, check_shares, check_steps),
     "10": (*USUAL, check_accuracy),
@@ -477,11 +478,11 @@ CHECKS = {  # of the labs that need others
 }
 
 
-# --- runs that are checked ---
+# --- runs to check ---
 
 
 def play(script: Path, files: Path, checks=None, **options) -> Run:
-    """Run a script to its end, and make its lab's checks or the given ones."""
+    """Run a script to its end, then run its lab's checks or the given ones."""
     with started(script, files, **options) as run:
         run.end()
     check(run, script, checks)
@@ -489,16 +490,16 @@ def play(script: Path, files: Path, checks=None, **options) -> Run:
 
 
 def check(run: Run, script: Path, checks=None) -> None:
-    """Make the checks of a script's lab, or the given ones."""
+    """Run the checks of a script's lab, or the given ones."""
     for one in checks or CHECKS.get(name(script), USUAL):
         one(run)
-    if not checks and name(script) != "19":  # batches of other sizes
+    if not checks and name(script) != "19":  # its batches vary in size
         check_batches(run, 16 if name(script) in ("17", "18") else 8)
 
 
 @contextlib.contextmanager
 def under(condition: str) -> Iterator[None]:
-    """Add to a Wrong the condition in which it happens."""
+    """Put the condition under which a Wrong occurs before its message."""
     try:
         yield
     except Wrong as wrong:
@@ -522,7 +523,7 @@ def play_twice(script: Path, files: Path) -> None:
 
     with started(script, files, disturb=hold) as first:
         all(ready.acquire(timeout=PATIENCE) for _ in range(2))
-        with under("if another run of it is under way"):
+        with under("if another run is in progress"):
             play(script, files)
         go.set()
         first.end()
@@ -530,27 +531,27 @@ def play_twice(script: Path, files: Path) -> None:
 
 
 def play_killed(script: Path, files: Path) -> None:
-    """Run a script once without a break, and once killed and resumed."""
+    """Run a script once uninterrupted, and once killed and resumed."""
     compare_killed(play(script, files), script, files)
 
 
 def compare_killed(whole: Run, script: Path, files: Path) -> None:
-    """A run that is killed and resumed ends with the weights of a whole run."""
+    """A run that is killed and resumed ends with an uninterrupted run's weights."""
     files = files.with_name("again")
     kill = lambda steps: steps == 12 and os._exit(1)  # noqa: E731
     with started(script, files, disturb=kill) as run:
         run.end(may_fail=True)
     again = play(script, files, (check_weights,)).ranks[0]
     if len(again.steps) != 6:
-        text = "after a run that was killed in epoch 2, the next one takes"
+        text = "after a run that was killed in epoch 2, the next run takes"
         raise Wrong(f"{text} {len(again.steps)} steps instead of the last 6")
     if differ(again.weights[-1], whole.ranks[0].weights[-1]):
         text = "a run that is killed in epoch 2 and then resumed"
-        raise Wrong(f"{text} ends with other weights than a run without a break")
+        raise Wrong(f"{text} ends with different weights than an uninterrupted run")
 
 
 def play_killed_while_saving(script: Path, files: Path) -> None:
-    """Run a script once without a break, and once killed during its second save."""
+    """Run a script once uninterrupted, and once killed during its second save."""
     steps = play(script, files).ranks[0].steps
 
     def check_checkpoint(file: Path) -> int:
@@ -576,7 +577,7 @@ def play_killed_while_saving(script: Path, files: Path) -> None:
 
 
 def play_capstone(script: Path, files: Path) -> None:
-    """Run without a break, and killed and resumed; count the mistakes that are left."""
+    """Run uninterrupted, and killed and resumed; count the mistakes that are left."""
     run = play(script, files, (check_weights, check_averages))
     left = 0
     checks = check_noise, check_rates, check_schedule, check_shares
@@ -610,7 +611,7 @@ def grade(script: Path) -> str | None:
         except Wrong as wrong:
             return str(wrong)
         except Exception as error:
-            return f"this cannot be judged: {error}"
+            return f"the script cannot be graded: {error}"
     return None
 
 
@@ -620,7 +621,7 @@ def main(words: list[str]) -> int:
     scripts = {name(path): path for path in paths}
     chosen = list(scripts) if words in ([], ["all"]) else [w.zfill(2) for w in words]
     if unknown := [number for number in chosen if number not in scripts]:
-        labs = f"labs are {', '.join(scripts)}"
+        labs = f"the labs are {', '.join(scripts)}"
         print(f"grade.py: error: no lab {unknown[0]}; {labs}", file=sys.stderr)
         return 2
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the labs need no GPU

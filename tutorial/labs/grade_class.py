@@ -1,15 +1,15 @@
-"""Grade the labs that a class has handed in; print a table (CSV) of who passed which.
+"""Grade the labs that a class has handed in; print the results as a table (CSV).
 
     python tutorial/labs/grade_class.py FOLDER > grades.csv
 
 FOLDER has a folder for each student, with the labs that the student has changed, under
-their names (07_shuffled.py); links and other files are left out. Each student's scripts
+their names (07_shuffled.py); links and other files are ignored. Each student's scripts
 run in a bubblewrap sandbox (https://github.com/containers/bubblewrap). The scripts
 see the system (/usr, /etc), the Python environment and the labs that the student handed
 in, but no solutions, no home folders, no other students' work, no network and no
-environment variables. All that they write disappears, and after LIMIT seconds they are
-stopped. A script that attacks the grader's own process can still print what it wants:
-read the code of a student who passes too easily.
+environment variables. Everything that they write is discarded, and they are stopped
+after LIMIT seconds. A script that attacks the grader's own process can still print what
+it wants: read the code of a student who passes too easily.
 Exit status: 0, or 2 if the labs cannot be graded.
 """
 
@@ -37,7 +37,7 @@ def handed_in(student: Path) -> dict[str, Path]:
         if path.name in NAMES and path.is_file() and not path.is_symlink():
             found[NAMES[path.name]] = path
         elif path.suffix == ".py" and not (LABS / path.name).is_file():
-            print(f"{student.name}/{path.name} is no lab's name", file=sys.stderr)
+            print(f"{student.name}/{path.name} is not a lab's name", file=sys.stderr)
     return found
 
 
@@ -77,7 +77,7 @@ def main(words: list[str]) -> int:
     """Grade all students; return the exit status."""
     folder = Path(words[0]).resolve() if len(words) == 1 else None
     if folder is None or not folder.is_dir():
-        print("grade_class.py: error: give one folder, of the class", file=sys.stderr)
+        print("grade_class.py: error: give the class's folder", file=sys.stderr)
         return 2
     if not shutil.which("bwrap"):
         text = "bubblewrap is not installed; on Debian: apt-get install bubblewrap"

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch._dynamo  # once here, not in each process at its first step
+import torch._dynamo  # here, not in each process at its first step
 from torch import Tensor, nn
 from torch.optim.optimizer import (
     Optimizer,
@@ -35,7 +35,7 @@ from doctor import job
 from doctor import watch as recorder
 
 PATIENCE = float(os.environ.get("PATIENCE", "10"))  # seconds
-LIFE = 60  # the most seconds that a process may run, even if the grader is gone
+LIFE = 60  # seconds after which a process ends, even if the grader is gone
 FORK = multiprocessing.get_context("fork")
 # A stuck process waits in the innermost of these functions in its stack
 CALLS = r"in (barrier|all_reduce|broadcast|\w+_process_group|\w+ward|__init__)$"
@@ -60,10 +60,10 @@ class Step(NamedTuple):
     passes: list[Pass]  # with gradients, since the previous step
     averages: int  # in how many of these passes DDP averaged gradients
     lr: float
-    weights: Tensor  # all of them after the step, as one vector
+    weights: Tensor  # all weights after the step, as one vector
     sharded: bool  # each process has a part of each weight, as with FSDP2
-    held: int  # how many numbers of the optimizer's momentum this process has
-    workers: int  # how many processes this process has started, and not ended
+    held: int  # how many elements of the optimizer's momentum this process holds
+    workers: int  # how many running processes this process has started
 
 
 @dataclass
@@ -96,7 +96,7 @@ def flat(optimizer: Optimizer) -> tuple[Tensor, bool]:
 
 
 class Watch:
-    """Sends what this process does, in addition to what doctor's recorder writes."""
+    """Sends what this process does, beyond what doctor's recorder writes."""
 
     def __init__(self, pipe, disturb: Callable[[int], object]):
         self.pipe, self.disturb, self.optimizer = pipe, disturb, None
@@ -160,7 +160,7 @@ class Watch:
 
 def be_rank(script: Path, files: Path, stack: Path, variables, pipe, disturb) -> None:
     """Run the script as one of two processes."""
-    os.setsid()  # so that the processes it starts end with it
+    os.setsid()  # so that the processes that it starts are killed with it
     signal.alarm(LIFE)
     torch.set_num_threads(1)  # before any thread of the fork does so
     for number, file in ((1, stack.with_suffix(".text")), (2, os.devnull)):
@@ -186,7 +186,7 @@ def be_rank(script: Path, files: Path, stack: Path, variables, pipe, disturb) ->
 class Run:
     """Two processes that run a script."""
 
-    files: Path  # their current folder
+    files: Path  # their working directory
     records: Path  # the folder of the doctor's recorder
     stacks: list[Path] = field(default_factory=list)
     pipes: list = field(default_factory=list)
@@ -241,7 +241,7 @@ class Run:
             os.kill(self.processes[rank].pid, signal.SIGUSR1)
             time.sleep(0.3)
             found = re.search(CALLS, self.stacks[rank].read_text(), re.M)
-            how = f"still waits in {found[1]}()" if found else "does not end"
+            how = f"is still waiting in {found[1]}()" if found else "does not end"
         elif code == -signal.SIGALRM:
             how = f"does not end within {LIFE} s"
         elif code:
@@ -278,7 +278,7 @@ def started(
     machines: int = 1,
     disturb: Callable[[int], object] = lambda steps: None,
 ) -> Iterator[Run]:
-    """Start a script in two processes in the folder `files`; end them with the block.
+    """Start a script in two processes in the folder `files`; kill them after the block.
 
     With `machines=2`, two machines have one process each. The processes call `disturb`
     before each step, with the number of completed steps.
