@@ -326,6 +326,19 @@ def steps_differ(job):
         yield f"{what} steps", job.of("step")[0]["place"], {"level": level}
 
 
+@check(WRONG, f"{ENDINGS} ends_with_an_error hangs", read=1)
+def no_process_group(job):
+    """The processes of the job belong to one process group.
+
+    Call init_process_group() (or choose a distributed strategy), and wrap the network.
+    """
+    if job.world_size > 1 and not job.of("rank") and (steps := job.of("step")):
+        what = (
+            f"{job.world_size} processes train, but none joins a process group: each "
+        )
+        yield f"{what}trains alone", steps[0]["place"]
+
+
 # --- data ---
 
 
@@ -350,7 +363,7 @@ def datasets_differ(job):
                 yield f"{what}divides its {first['samples']} samples", first["place"]
 
 
-@check(WRONG, "datasets_differ", read="04_batches")
+@check(WRONG, "datasets_differ no_process_group", read="04_batches")
 def same_samples(job):
     """The ranks train on different samples.
 
@@ -358,11 +371,19 @@ def same_samples(job):
     Right if: every rank is meant to read all samples in each epoch.
     """
     several(job)
-    if not job.of("loader") and all(same_inputs(job) or [False]):
-        what = "in every step, the networks of all ranks get the same inputs"
-        yield what, job.of("step")[0]["place"]
+    if not job.of("loader"):
+        rows = [chain(*(one["inputs"] for one in p.of("step"))) for p in job.processes]
+        rows = [Counter(row) for row in rows]
+        once = [{x for x, count in row.items() if count == 1} for row in rows]
+        both = set.intersection(*once)
+        if all(same_inputs(job) or [False]) or len(both) > 0.1 * max(map(len, once)):
+            what = (
+                f"{len(both) or 'all'} inputs of rank 0's networks are also inputs of "
+            )
+            yield f"{what}the other ranks' networks", job.of("step")[0]["place"]
     loaders, rows = training(job), []
-    own = len({one["data"] for one in loaders}) > 1
+    fixed = not any(one["states"] for p in job.processes for one in p.fetches)
+    own = fixed or len({one["data"] for one in loaders}) > 1
     place, total = loaders[0]["place"], loaders[0]["samples"]
     for process in job.processes:
         batches = process.batches(0)
@@ -457,7 +478,7 @@ def trained_on_validation(job):
             yield what, other["place"]
 
 
-@check(RISK, "same_samples", read=9)
+@check(RISK, "same_samples no_process_group", read=9)
 def same_augmentation(job):
     """The ranks draw different random numbers for their samples.
 
@@ -503,6 +524,45 @@ def same_augmentation(job):
 APART = "weights_differ steps_differ learning_rates_differ not_averaged"
 
 
+@check(RISK, ENDINGS, read=18)
+def not_restored(job):
+    """A resumed run also restores the optimizer and the scheduler.
+
+    Call load_state_dict() of the optimizer and of the scheduler, on every rank.
+    Right if: you only want the weights.
+    """
+    loads = need(job.of("load"), "no checkpoint with an optimizer is loaded")
+    done = {one["what"] for one in job.of("restored")}
+    ranks = {one["rank"] for one in job.of("restored")}
+    sent = any("optimizer" in one["name"] for one in job.of("collective"))
+    if ranks and len(ranks) < len(job.processes) and not sent:
+        what = f"only ranks {sorted(ranks)} restore the optimizer's state"
+        yield what, loads[0]["place"], {"level": WRONG}
+    for one in loads:
+        lost = ["optimizer"] * ("optimizer" not in done)
+        lost += ["schedule"] * (one["schedule"] and "schedule" not in done)
+        own = [x["time"] for x in job.of("step") if x["rank"] == one["rank"]]
+        if lost and own and own[-1] > one["time"]:
+            what = f"the checkpoint holds the {' and the '.join(lost)}'s state, but "
+            yield f"{what}nothing loads it", one["place"]
+
+
+@check(WRONG, f"datasets_differ {APART}", read=16)
+def wrong_accuracy(job):
+    """A printed accuracy counts each validation sample once.
+
+    Sum the correct predictions and the samples over all ranks, without the samples
+    that DistributedSampler repeats, and divide once.
+    Right if: the line is meant to cover one rank's samples only.
+    """
+    for line, value, name, right in misprinted(job, "evaluation", accuracies, values):
+        what = (
+            f"rank {line['rank']} prints {value:g}, {name}; counting each sample once"
+        )
+        own = {"level": RISK if "only" in name else WRONG}
+        yield f"{what} gives {right:.4f}", line["place"], own
+
+
 @check(WRONG, read=11)
 def weights_differ(job):
     """All ranks start from the same weights.
@@ -516,7 +576,7 @@ def weights_differ(job):
         yield what, first[0]["place"]
 
 
-@check(WRONG, "steps_differ", read=11)
+@check(WRONG, "steps_differ not_restored", read=11)
 def learning_rates_differ(job):
     """All ranks have the same learning rate.
 
@@ -534,9 +594,8 @@ def learning_rates_differ(job):
             yield f"{what} learning rates at different times", row[0]["place"]
 
 
-def apart(row: list[dict]) -> list[int]:
-    """Return the numbers of the weights whose gradients differ between ranks."""
-    lists, each = [one["gradients"] for one in row], row[0]["each"]
+def apart(lists: list, each: int) -> list[int]:
+    """Return the numbers of the tensors (`each` numbers long) that differ."""
     starts = range(0, len(lists[0]), each)
     parts = [[one[start : start + each] for one in lists] for start in starts]
     return [number for number, part in enumerate(parts) if not alike(part)]
@@ -552,12 +611,14 @@ def not_averaged(job):
     for row in compared(job, "gradients"):
         if any(row[0]["gradients"]) and len({one["optimizer"] for one in row}) == 1:
             steps.append(row)
-    differ = [x for x in steps if apart(x)]
+    lists = [[one["gradients"] for one in row] for row in steps]
+    numbers = [apart(x, row[0]["each"]) for x, row in zip(lists, steps, strict=True)]
+    differ = [(row, found) for row, found in zip(steps, numbers, strict=True) if found]
     if not differ:
         seen = any(not alike([one["local"] for one in row]) for row in steps)
         need(seen, "the ranks' own gradients are equal, or were not seen")
         return
-    first, numbers = differ[0][0], apart(differ[0])
+    (first, *_), numbers = differ[0]
     what = f"in {len(differ)} of {len(steps)} steps, from step {first['step'] + 1} on, "
     what += "the ranks use different gradients: "
     forwards, place = first["forwards"], first["place"]
@@ -627,7 +688,7 @@ def summed(job):
 
 @check(RISK, "weights_differ summed", read="07_accumulation")
 def loss_scale(job):
-    """The loss is divided by the number of a step's micro-batches, and by nothing else.
+    """The loss is divided by the number of micro-batches per step, and by nothing else.
 
     With n micro-batches, divide each one's mean loss by n. DDP averages over ranks.
     Right if: the learning rate accounts for it, or the factor is meant to be there.
@@ -715,8 +776,9 @@ def not_cleared(job):
 def zero_gradients(job):
     """Gradients are not zero.
 
-    Call zero_grad() before backward(), and check that the loss depends on the
-    weights: the cross-entropy of a single output, for example, is always 0.
+    Call zero_grad() before backward(), give the optimizer the network's final weights
+    (after fully_shard(), for example), and check that the loss depends on them: the
+    cross-entropy of a single output is always 0.
     """
     need(job.of("step"), "no optimizer took a step")
     steps = [one for one in job.of("step") if "gradients" in one]
@@ -766,37 +828,23 @@ def validation_with_gradients(job):
             yield f"{what}take time and memory", one["place"]
 
 
-@check(RISK, read=18)
-def not_restored(job):
-    """A resumed run also restores the optimizer and the scheduler.
+WARNINGS = {  # parts of libraries' warnings: what they mean here
+    "sync_dist=True": "Lightning logs a metric of each rank's own samples only",
+    "before `optimizer.step()`": "the scheduler takes its first step too early",
+}
 
-    Call load_state_dict() of the optimizer and of the scheduler.
-    Right if: you only want the weights.
+
+@check(RISK, read=16)
+def warned(job):
+    """Libraries print no warning about a mistake of data parallelism.
+
+    Do what the warning in the job's output says.
+    Right if: the warning is about something that you want.
     """
-    loads = need(job.of("load"), "no checkpoint with an optimizer is loaded")
-    done = {one["what"] for one in job.of("restored")}
-    for one in loads:
-        lost = ["optimizer"] * ("optimizer" not in done)
-        lost += ["schedule"] * (one["schedule"] and "schedule" not in done)
-        if lost and job.of("step"):
-            what = f"the checkpoint holds the {' and the '.join(lost)}'s state, but "
-            yield f"{what}nothing loads it", one["place"]
-
-
-@check(WRONG, f"datasets_differ {APART}", read=16)
-def wrong_accuracy(job):
-    """A printed accuracy counts each validation sample once.
-
-    Sum the correct predictions and the samples over all ranks, without the samples
-    that DistributedSampler repeats, and divide once.
-    Right if: the line is meant to cover one rank's samples only.
-    """
-    for line, value, name, right in misprinted(job, "evaluation", accuracies, values):
-        what = (
-            f"rank {line['rank']} prints {value:g}, {name}; counting each sample once"
-        )
-        own = {"level": RISK if "only" in name else WRONG}
-        yield f"{what} gives {right:.4f}", line["place"], own
+    for one in job.of("warning"):
+        for text, what in WARNINGS.items():
+            if text in one["text"]:
+                yield f"{what}, as a warning says", one["place"]
 
 
 @check(RISK, f"datasets_differ wrong_accuracy {APART}", read=16)
@@ -959,11 +1007,24 @@ def buffers_differ(job):
             yield f"in validation {number}, the ranks' networks differ", row[0]["place"]
 
 
-@check(
-    RISK,
-    f"{APART} buffers_differ hangs ends_with_an_error",
-    read=11,
-)
+@check(RISK, APART, read=16)
+def own_buffers(job):
+    """Buffers that training updates (except batch norm's) are the same on all ranks.
+
+    All-reduce the statistics from which you update them: before each forward pass, DDP
+    replaces the other ranks' buffers with rank 0's.
+    Right if: rank 0's statistics alone are good enough.
+    """
+    several(job)
+    for row in need(job.steps("buffers"), "no network has such buffers"):
+        if apart([one["buffers"] for one in row], 8):
+            what = (
+                f"in step {row[0]['step'] + 1}, each rank updates buffers from its own "
+            )
+            yield f"{what}batch only", row[0]["place"]
+
+
+@check(RISK, f"{APART} buffers_differ own_buffers hangs ends_with_an_error", read=11)
 def weights_differ_in_the_end(job):
     """All ranks end with the same weights.
 
@@ -1007,6 +1068,20 @@ def several_save(job):
             what = f"{os.path.basename(path)} is written by ranks {sorted(ranks)}"
             own = {"level": WRONG if path in saved else RISK}
             yield f"{what}, which overwrite each other's data", min(ranks.values()), own
+
+
+@check(WRONG, read="16_sharded")
+def shards_saved(job):
+    """A file from one rank has whole tensors, not only that rank's shards.
+
+    Use get_state_dict() with full_state_dict=True, or torch.distributed.checkpoint.
+    """
+    several(job)
+    for one in saves(job, "path"):
+        ranks = {x["rank"] for x in job.of("save") if x["shards"]}
+        if one["shards"] and len(ranks) < len(job.processes):
+            name = os.path.basename(one["path"])
+            yield f"{name} has rank {one['rank']}'s shards of the weights", one["place"]
 
 
 @check(RISK, "several_save", read=20)

@@ -64,7 +64,7 @@ class Job:
         return max((one.world_size for one in self.processes), default=0)
 
     def of(self, kind: str) -> list[dict]:
-        """Return all processes' records of one kind, with their ranks, by time."""
+        """Return the processes' records of one kind, with ranks, sorted by time."""
         found = [{**x, "rank": p.rank} for p in self.processes for x in p.of(kind)]
         return sorted(found, key=lambda one: one["time"])
 

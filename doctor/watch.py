@@ -21,6 +21,7 @@ import sysconfig
 import threading
 import time
 import traceback
+import warnings
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -43,12 +44,8 @@ TIMED = 20  # later steps that are only timed
 SHORT = int(os.environ.get("DOCTOR_SHORT", "0"))  # batches per epoch; 0: all
 NUMBERS = 1024  # numbers of weights, or of gradients, in one record
 LIMITS = {"batch": 100_000, "fetch": 30, "collective": 3000, "evaluation": 2000}
-LIMITS |= {
-    "printed": 2000,
-    "save": 200,
-    "loss": 2000,
-    "opened": 200,
-}  # of each kind per process
+LIMITS |= {"printed": 2000, "loss": 2000}
+LIMITS |= dict.fromkeys(("save", "opened", "warning"), 200)  # per kind and process
 LOSSES = "cross_entropy nll_loss mse_loss binary_cross_entropy_with_logits".split()
 COLLECTIVES = """all_reduce broadcast all_gather reduce barrier all_gather_into_tensor
     all_gather_single reduce_scatter reduce_scatter_tensor all_to_all all_to_all_single
@@ -115,6 +112,11 @@ def signature(value, depth: int = 0) -> object:
     """Return what tells data sets apart: parts of their tensors, arrays and lists."""
     if isinstance(value, Subset):
         return "Subset", [*map(int, value.indices)]
+    if hasattr(value, "_indices") and hasattr(value, "_data"):  # Hugging Face's
+        count, chosen = len(value), value._indices
+        chosen = chosen.column(0).to_pylist() if chosen else range(count)
+        rows = [chosen[i] for i in range(0, count, max(1, count // 16))]
+        return count, [value._data.slice(one, 1).to_pylist() for one in rows]
     if type(value).__name__ == "ndarray" and value.dtype.kind in "biuf":
         value = torch.as_tensor(value)
     if isinstance(value, Tensor):
@@ -131,6 +133,14 @@ def signature(value, depth: int = 0) -> object:
         fields = sorted(fields.items(), key=str)
         inner = [one for _, one in fields if not isinstance(one, (int, float, str))]
     return found + [signature(one, depth + 1) for one in inner if depth < 4]
+
+
+def own_buffers(module: nn.Module) -> list[Tensor]:
+    """Return a network's floating-point buffers, except batch norm's."""
+    norms = nn.modules.batchnorm._BatchNorm
+    parts = [one for one in module.modules() if not isinstance(one, norms)]
+    found = [x for one in parts for x in one.buffers(recurse=False)]
+    return [one for one in found if one.is_floating_point()]
 
 
 def size(value) -> int | None:
@@ -361,7 +371,9 @@ class Watch:
         if self.steps < STEPS:
             done = self.scaler._per_optimizer_states.values() if self.scaler else ()
             scaled = bool(self.scaler) and not any(one["stage"].value for one in done)
-            before = sample([one.grad for one in whole(weights)])
+            # In the optimizer's order, which may differ from the network's
+            own = sorted(whole(weights), key=lambda w: self.hooked.get(id(w), (0,))[0])
+            before = sample([one.grad for one in own])
             entry = {"scaled": scaled, "before": before, "place": place()}
             self.now["clipped"].append({**entry, "norm": norm})
         return call(weights, *args, **kwargs)
@@ -399,6 +411,8 @@ class Watch:
         self.ticks += 1
         if trains:
             self.now["training"] = module.training
+            if self.steps < STEPS and "buffers" not in self.now:
+                self.now["buffers"] = sample(own_buffers(module), 8)
         loader = self.epoch and self.epoch["loader"]
         if not trains or not module.training:
             self.evaluation(module, outputs)
@@ -606,6 +620,9 @@ class Watch:
         top = obj.values() if isinstance(obj, dict) else obj
         top = top if isinstance(obj, (dict, list, tuple)) else ()
         fields["counts"] = any(isinstance(one, int) for one in top)
+        values = [value for one in found for value in one.values()]
+        shards = [x for one in values for x in getattr(one, "placements", ())]
+        fields["shards"] = any(one.is_shard() for one in shards)
         fields["there"] = named and os.path.exists(path)
         self.write("save", path=path, place=place(), **fields)
         began = clock()
@@ -643,6 +660,10 @@ class Watch:
     def plateau(self, call, scheduler, metrics, *args, **kwargs):
         self.write("plateau", value=float(metrics), place=place())
         return call(scheduler, metrics, *args, **kwargs)
+
+    def warning(self, call, message, *args, **kwargs):
+        self.write("warning", text=str(message)[:300], place=place())
+        return call(message, *args, **kwargs)
 
     def printed(self, text: str) -> None:
         """Record lines that may contain an accuracy."""
@@ -764,6 +785,7 @@ def torch_is_there() -> None:
         (sys.stdout, "write", w.stream),
         (sys.stderr, "write", w.stream),
         (sys, "excepthook", w.excepthook),
+        (warnings, "showwarning", w.warning),
         (sys.modules.get("torch.multiprocessing.spawn"), "_wrap", w.spawned),
     ):
         wrap(owner, name, method)
