@@ -1,8 +1,8 @@
 """Train an ImageNet classifier with NVIDIA Apex: amp mixed precision and Apex's DDP.
 
-amp.initialize prepares the model and optimizer for --opt-level: O0 is fp32, O1 casts
-operations, O2 casts the model and keeps fp32 master weights. Apex's DDP averages the
-gradients. Tag 25.05 is the last Apex release with amp and DDP. Both need CUDA GPUs.
+amp.initialize prepares the model and optimizer for --opt-level: O0 trains in fp32; O1
+casts the inputs of operations; O2 casts the model but keeps fp32 master weights. Apex's
+DDP averages gradients. 25.05 is the last release with amp and DDP. Both need CUDA GPUs.
 
     torchrun --standalone --nproc-per-node=4 apex_distributed.py --data DIR
 
@@ -85,7 +85,7 @@ def main(args: Namespace) -> None:
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
 
     # [3/6 wrap] amp first, then Apex's DDP, whose backward pass averages gradients
-    # Apex's DDP would scramble channels_last gradients: it copies memory as it is
+    # Apex's DDP would scramble channels_last gradients, because it ignores strides
     raw_model.to(memory_format=torch.contiguous_format)
     if args.sync_bn:  # Apex's converter would replace weights that `optimizer` holds
         raw_model = nn.SyncBatchNorm.convert_sync_batchnorm(raw_model)
@@ -93,7 +93,7 @@ def main(args: Namespace) -> None:
         raw_model, optimizer, opt_level=args.opt_level
     )
     model = ApexDDP(raw_model)
-    eval_model = raw_model  # amp casts in validation, too
+    eval_model = raw_model  # amp also casts in validation
     saved = {"state_dict": raw_model, "amp": amp}  # what checkpoints hold
     if args.opt_level == "O2":
         optimizer.zero_grad()  # creates the fp32 master weights, which load() fills
@@ -139,7 +139,7 @@ def train(
     scaler: torch.amp.GradScaler,
     checkpoint: Checkpoint,
 ) -> dict[str, float]:
-    """Train one epoch, or the rest of a resumed one; return its figures."""
+    """Train one epoch, or the rest of a resumed one; return its statistics."""
     model.train()
     meter, timer = Meter(), Timer()
     epoch, done = checkpoint.epoch, checkpoint.step
@@ -220,12 +220,12 @@ def arguments() -> Namespace:
     """Parse the command line and check that Apex can run."""
     parser = build_parser(__doc__)
     add = parser.add_argument
-    add("--sync-bn", action="store_true", help="batch norm over all GPUs")
+    add("--sync-bn", action="store_true", help="synchronize batch norm over all GPUs")
     add("--opt-level", choices=("O0", "O1", "O2", "O3"), default="O1", help="(O1)")
-    add("--local-rank", help="set by older launchers, unused")
+    add("--local-rank", help="set by older launchers; unused")
     args = parse_arguments(parser)
     if args.precision:
-        parser.error("Apex: use --opt-level, not --precision; amp does not have bf16")
+        parser.error("use --opt-level, not --precision, with Apex: amp has no bf16")
     args.precision = "fp32"  # no torch.autocast: amp casts
     if not torch.cuda.is_available():
         raise UserError("Apex needs a CUDA GPU, and PyTorch finds none")

@@ -77,7 +77,7 @@ def main(args: Namespace) -> None:
 
     # [3/6 wrap] a forward pass through `model` also splits the batch across the GPUs
     model = nn.DataParallel(raw_model) if gpus > 1 else raw_model
-    eval_model = model  # it splits validation batches, too
+    eval_model = model  # it also splits validation batches
     saved = {"state_dict": raw_model}  # what checkpoints hold; more follows below
     # [/wrap]
 
@@ -118,7 +118,7 @@ def train(
     scaler: torch.amp.GradScaler,
     checkpoint: Checkpoint,
 ) -> dict[str, float]:
-    """Train one epoch, or the rest of a resumed one; return its figures."""
+    """Train one epoch, or the rest of a resumed one; return its statistics."""
     model.train()
     meter, timer = Meter(), Timer()
     epoch, done = checkpoint.epoch, checkpoint.step

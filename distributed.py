@@ -135,7 +135,7 @@ def train(
     scaler: torch.amp.GradScaler,
     checkpoint: Checkpoint,
 ) -> dict[str, float]:
-    """Train one epoch, or the rest of a resumed one; return its figures."""
+    """Train one epoch, or the rest of a resumed one; return its statistics."""
     model.train()
     meter, timer = Meter(), Timer()
     epoch, done = checkpoint.epoch, checkpoint.step
@@ -211,9 +211,9 @@ def arguments() -> Namespace:
     """Parse the command line."""
     parser = build_parser(__doc__)
     add = parser.add_argument
-    add("--sync-bn", action="store_true", help="batch norm over all GPUs")
-    add("--compress-gradients", choices=("fp16", "bf16"), help="before averaging")
-    add("--local-rank", help="set by older launchers, unused")
+    add("--sync-bn", action="store_true", help="synchronize batch norm over all GPUs")
+    add("--compress-gradients", choices=("fp16", "bf16"), help="dtype for averaging")
+    add("--local-rank", help="set by older launchers; unused")
     return parse_arguments(parser)
 
 

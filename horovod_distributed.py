@@ -132,7 +132,7 @@ def train(
     scaler: torch.amp.GradScaler,
     checkpoint: Checkpoint,
 ) -> dict[str, float]:
-    """Train one epoch, or the rest of a resumed one; return its figures."""
+    """Train one epoch, or the rest of a resumed one; return its statistics."""
     model.train()
     meter, timer = Meter(), Timer()
     epoch, done = checkpoint.epoch, checkpoint.step
@@ -204,7 +204,7 @@ def broadcast_buffers(model: nn.Module) -> None:
 
 # [start]
 def in_contiguous_format(compressor: type) -> type:
-    """Return a compressor for channels_last gradients: Horovod sends contiguous ones.
+    """Return a compressor that makes gradients contiguous, as Horovod requires.
 
     Source: https://horovod.readthedocs.io/en/stable/api.html#horovod.torch.Compressor
     """
@@ -221,7 +221,7 @@ def arguments() -> Namespace:
     """Parse the command line and check that Horovod is installed."""
     parser = build_parser(__doc__)
     add = parser.add_argument
-    add("--compress-gradients", choices=("fp16",), help="before averaging")
+    add("--compress-gradients", choices=("fp16",), help="dtype for averaging")
     args = parse_arguments(parser)
     if hvd is None:
         raise UserError(f"no Horovod ({problem}): bash scripts/install_horovod.sh")

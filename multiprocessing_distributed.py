@@ -132,7 +132,7 @@ def train(
     scaler: torch.amp.GradScaler,
     checkpoint: Checkpoint,
 ) -> dict[str, float]:
-    """Train one epoch, or the rest of a resumed one; return its figures."""
+    """Train one epoch, or the rest of a resumed one; return its statistics."""
     model.train()
     meter, timer = Meter(), Timer()
     epoch, done = checkpoint.epoch, checkpoint.step
@@ -208,11 +208,11 @@ def arguments() -> Namespace:
     """Parse the command line."""
     parser = build_parser(__doc__)
     add = parser.add_argument
-    add("--sync-bn", action="store_true", help="batch norm over all GPUs")
-    add("--compress-gradients", choices=("fp16", "bf16"), help="before averaging")
+    add("--sync-bn", action="store_true", help="synchronize batch norm over all GPUs")
+    add("--compress-gradients", choices=("fp16", "bf16"), help="dtype for averaging")
     add("--nprocs", type=int, default=torch.cuda.device_count() or 2, help="GPUs, or 2")
     add("--nnodes", type=int, default=1, help="number of machines (1)")
-    add("--node-rank", type=int, default=0, help="of this machine (0)")
+    add("--node-rank", type=int, default=0, help="rank of this machine (0)")
     add("--dist-url", help="tcp://HOST:PORT of the first machine, if there are several")
     args = parse_arguments(parser)
     if (args.nnodes > 1 and not args.dist_url) or args.node_rank >= args.nnodes:

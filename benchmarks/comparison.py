@@ -42,7 +42,7 @@ def parse_number(document: str, name: str, default: int) -> int:
 
 
 def commit() -> str | None:
-    """The commit, with -dirty if there are uncommitted changes; None outside git."""
+    """Return the commit, with -dirty if files are modified; None outside git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -52,7 +52,7 @@ def commit() -> str | None:
 
 
 def describe(device: torch.device) -> str:
-    """The device's product name."""
+    """Return the device's product name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return torch.cpu.get_capabilities().get("cpu_name") or "CPU"

@@ -2,10 +2,10 @@
 
     python -m benchmarks.doctor [ROUNDS]
 
-Two jobs of two processes each take turns: one alone, one under doctor. The benchmark
-compares how long a step takes while doctor looks at it, while doctor only times it, and
-later, in ROUNDS times five steps. It writes benchmarks/results/doctor.json in a few
-minutes.
+Two jobs of two processes each take turns: one runs alone, the other under doctor. The
+benchmark compares the durations of steps that doctor watches, of steps that it only
+times, and of ROUNDS times five later steps. It writes benchmarks/results/doctor.json in
+a few minutes.
 """
 
 import os
@@ -35,12 +35,12 @@ from benchmarks.comparison import (
 )
 
 STEPS, BATCH, SIZE = 5, 4, 224  # steps in a turn, images per process and step, pixels
-WATCHED, TIMED = 40, 20  # steps that doctor looks at, and only times
+WATCHED, TIMED = 40, 20  # steps that doctor watches, and steps that it only times
 ALONE, UNDER = "alone", "under doctor"
 
 
 def job(folder: Path) -> None:
-    """Take as many steps as asked for, and say how long they took."""
+    """Take as many steps as requested, and report how long they took."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     images = torch.randn(64 * BATCH, 3, SIZE, SIZE)

@@ -189,7 +189,7 @@ def plan(tiny: bool) -> list[tuple[dict, int, list]]:
 
 
 def measured(words: list, seconds: float) -> dict:
-    """Run one measurement in a separate process; end all processes left behind."""
+    """Run a measurement in a separate process; end all processes that it leaves."""
     began, status = time.monotonic(), "not run"
     with tempfile.TemporaryDirectory() as folder:
         file, log = Path(folder, "found.json"), Path(folder, "log.txt")

@@ -1,4 +1,4 @@
-"""Find what is impossible or missing in a summary that scripts/gpu_check.sh wrote."""
+"""Find impossible or missing figures in a summary from scripts/gpu_check.sh."""
 
 import json
 import math
@@ -172,7 +172,7 @@ def about_tests(summary: dict) -> Iterator[str]:
 
 
 def about_status(part: str, row: dict, optional: bool) -> Iterator[str]:
-    """Check that a row passed; an optional one may also be skipped for a reason."""
+    """Check that a row passed; an optional row may be skipped for a reason."""
     line = row.get("line", "")
     if row["status"] == "skipped" and optional and line:
         return
@@ -201,7 +201,7 @@ def about_completeness(summary: dict) -> Iterator[str]:
 
 
 def median(row: object) -> object:
-    """Return the median of a row of a comparison, or None if it has none."""
+    """Return the median in a row of a comparison, or None if there is none."""
     value = row.get("value") if isinstance(row, dict) else None
     return value.get("median") if isinstance(value, dict) else None
 

@@ -23,9 +23,9 @@ STATUSES = {"failure": "failed", "error": "not run", "skipped": "skipped"}
 
 
 def nvidia_smi(fields: Sequence[str]) -> list[dict]:
-    """Query these fields of each visible GPU; [] if nvidia-smi cannot run.
+    """Query these fields of each visible GPU; return [] if nvidia-smi cannot run.
 
-    Numbers are in MiB, W, MHz and degrees Celsius; None where the GPU has no value.
+    Numbers are in MiB, W, MHz and degrees Celsius, or None where the GPU has no value.
     """
     words = [
         "nvidia-smi",
@@ -49,7 +49,7 @@ def nvidia_smi(fields: Sequence[str]) -> list[dict]:
 
 
 def number(text: str) -> float | None:
-    """Parse a number; None for "[N/A]" and the like."""
+    """Parse a number; return None for "[N/A]" and similar values."""
     try:
         return float(text)
     except ValueError:

@@ -92,7 +92,7 @@ def one_core(folder: Path, rounds: int) -> dict[str, dict]:
 
 
 def all_cores(folder: Path, rounds: int) -> dict[str, dict]:
-    """Measure batches from one loader process per core, received by this process."""
+    """Measure how fast this process gets batches from one loader process per core."""
     cores = len(os.sched_getaffinity(0))
     indices = [*range(TRAIN)] * 3
 

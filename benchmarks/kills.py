@@ -2,11 +2,11 @@
 
     python -m benchmarks.kills [KILLS]
 
-A run of two processes (under python, of one) is interrupted and resumed three times: by
-SIGKILL to the launcher, a training process or a loader process while loader processes
-start, or during a step, validation or saving; or by SIGTERM or Ctrl-C to the launcher.
-All processes have to end within 60 seconds, and weights, momenta, learning rates and
-metrics have to be those of an uninterrupted run. 60 KILLS take half an hour.
+A run has two processes (one with python) and is interrupted and resumed three times.
+The launcher, a training process or a loader process gets SIGKILL while loader processes
+start, or during a step, validation or saving; or the launcher gets SIGTERM or Ctrl-C.
+All processes must end within 60 seconds, and weights, momenta, learning rates and
+metrics must equal those of an uninterrupted run. 60 KILLS take half an hour.
 """
 
 import json
@@ -73,7 +73,7 @@ class Run:
         return {int(pid): (int(parent), name) for pid, parent, name, *_ in lines}
 
     def victims(self, kind: str) -> list[int]:
-        """Return the ids of one of VICTIMS; none before loader processes have begun."""
+        """Return the PIDs of one of VICTIMS, once loader processes have started."""
         found = self.alive()
         loaders = [pid for pid in found if found[pid][1] == "pt_data_worker"]
         if kind == "launcher" and loaders:
@@ -109,7 +109,7 @@ class Run:
         return {**row, "left": list(left.values()), "half written": self.half_written()}
 
     def result(self) -> list:
-        """Wait for the end; return all that the run computed, with tensors as bytes."""
+        """Wait for the run to end; return what it computed, with tensors as bytes."""
         assert self.process.wait() == 0, self.log.read_text()
         content = torch.load(self.output / "checkpoint.pt", weights_only=True)
         lines = (self.output / "epochs.jsonl").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Compare loader processes' memory with ImageNet's index held in arrays and in lists.
+"""Compare the memory of loader processes that hold ImageNet's index in arrays or lists.
 
     python -m benchmarks.memory [EPOCHS]
 

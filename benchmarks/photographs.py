@@ -36,7 +36,7 @@ def write_photographs(folder: Path, train: int, val: int, classes: int = 4) -> d
     """Write folder/train/CLASS/*.JPEG and folder/val/CLASS/*.JPEG.
 
     Returns:
-        The number of images, their mean pixels and file size, and the JPEG quality.
+        The image count, the mean pixel count and file size, and the JPEG quality.
     """
     generator = numpy.random.default_rng(0)
     sizes, pixels = [], 0

@@ -1,4 +1,4 @@
-"""Predict the speedup of ResNet-50 on A100s, and compare published measurements.
+"""Predict ResNet-50's speedup on A100s, and compare it with published measurements.
 
     python -m benchmarks.scaling    # writes benchmarks/results/scaling.json
     python -m benchmarks.scaling --step-milliseconds 100 --parameters 25.6e6
@@ -32,7 +32,7 @@ GOOGLE = f"{GITHUB}{GOOGLE}"
 GOYAL = "https://arxiv.org/abs/1706.02677"
 HOROVOD = f"{GITHUB}horovod/horovod/blob/master/docs/benchmarks.rst"
 LAMBDA = f"{GITHUB}lambdal/deeplearning-benchmark/tree/master/pytorch/csv_v1_v2"
-# GPU: images per GPU, images/s on one and eight GPUs, link (partly assumed: the page)
+# GPU: images per GPU, images/s on 1 and 8 GPUs, link (partly assumed: see the page)
 SYNTHETIC = {
     "V100": (256, 833, 6174, PCI),
     "RTX 6000 Ada": (928, 1146, 9211, PCI),
@@ -63,7 +63,7 @@ def horovod(speed: float, size: float) -> Cluster:
 
 
 def kempner(pause: float) -> Cluster:
-    """Return Kempner's hosts; `pause` is a part of one GPU's measured epoch."""
+    """Return Kempner's hosts; `pause` is part of the epoch measured on one GPU."""
     step = (KEMPNER[1] / 90 - pause) * 256 / 1281167
     return Cluster(step, 256, RESNET50, 4, A100, network(200), pause=pause)
 
@@ -133,9 +133,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling")
     add = parser.add_argument
-    add("--step-milliseconds", type=float, help="one GPU's step; prints a table")
+    add("--step-milliseconds", type=float, help="one GPU's step time; prints a table")
     add("--images-per-gpu", type=int, default=256, help="images per step (256)")
-    add("--global-batch-size", type=int, default=8192, help="if fixed (8192)")
+    add("--global-batch-size", type=int, default=8192, help="if it is fixed (8192)")
     add("--parameters", type=float, default=25.6e6, help="in the model (25.6e6)")
     add("--gpus-per-host", type=int, default=8, help="(%(default)s)")
     add("--link-gigabytes", type=float, default=A100_NVLINK / 1e9, help="GB/s (235)")

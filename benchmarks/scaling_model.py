@@ -55,8 +55,8 @@ class Cluster(NamedTuple):
     inside: Link  # between GPUs on a host
     network: Link  # between hosts; beta is for a whole host
     bucket: float = BUCKET
-    pause: float = 0.0  # seconds per epoch without a step: starting loaders, saving
-    epoch: int = 1281167  # images per epoch, ImageNet's
+    pause: float = 0.0  # seconds per epoch without steps: starting loaders, saving
+    epoch: int = 1281167  # images per epoch (ImageNet)
 
     def all_reduce(self, gpus: int) -> float:
         """Return the time, in seconds, to sum the gradients.

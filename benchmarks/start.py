@@ -3,7 +3,7 @@
     python -m benchmarks.start DATA [OTHER]
 
 DATA is a dataset of small images, for example sample_data/digits. OTHER is another copy
-of this project, for example an older version: its launches take turns with these, and
+of this project, for example an older version: its launches alternate with ours, and
 the ratios are relative to it. The benchmark writes benchmarks/results/start.json.
 """
 

@@ -29,35 +29,35 @@ def build_parser(docstring: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--data", help="folder with train/CLASS/*.JPEG, val/CLASS/*.JPEG, or tar files")
-    images = "no --data: one random batch again and again, in epochs of N images"
+    add("--data", help="folder: train/CLASS/*.JPEG and val/CLASS/*.JPEG, or tar files")
+    images = "repeat one random batch instead of --data, in epochs of N images"
     add("--synthetic", nargs="?", type=int, const=1281167, metavar="N", help=images)
     add("--arch", default="resnet18", help="torchvision model (%(default)s)")
     add("--pretrained", action="store_true", help="start from torchvision's weights")
     add("--image-size", type=int, default=224, help="in pixels (%(default)s)")
-    add("--epochs", type=int, default=90, help="to train (%(default)s)")
+    add("--epochs", type=int, default=90, help="number of epochs (%(default)s)")
     add("--max-steps", type=int, help="end every training epoch after this step")
     images = "images per step, over all processes (%(default)s)"
     add("-b", "--global-batch-size", type=int, default=256, help=images)
     add("--accumulate", type=int, default=1, help="micro-batches per step (1)")
-    add("--lr", type=float, default=0.1, help="for 256 images (%(default)s)")
-    add("--warmup-epochs", type=float, default=5.0, help="of rising --lr (5)")
-    curves = "step: a tenth every 30 epochs (default); cosine: falls to 0"
+    add("--lr", type=float, default=0.1, help="rate for 256 images (%(default)s)")
+    add("--warmup-epochs", type=float, default=5.0, help="in which --lr rises (5)")
+    curves = "step: divide by 10 every 30 epochs (default); cosine: fall to 0"
     add("--schedule", choices=("step", "cosine"), default="step", help=curves)
     add("--momentum", type=float, default=0.9, help="of SGD (%(default)s)")
     add("--weight-decay", type=float, default=1e-4, help="of SGD (%(default)s)")
     add("--label-smoothing", type=float, default=0.0, help="(0)")
-    add("--min-crop", type=float, default=0.08, help="least area to crop (%(default)s)")
+    add("--min-crop", type=float, default=0.08, help="minimum crop area (%(default)s)")
     add("--no-flip", action="store_true", help="do not mirror training images")
     workers = min(4, len(os.sched_getaffinity(0)))
-    loaders = "loader processes for training, as many for validation (%(default)s)"
+    loaders = "loader processes for training, and again for validation (%(default)s)"
     add("-j", "--workers", type=int, default=workers, help=loaders)
     fits = find_spec("torchcodec") and torch.__version__ >= "2.11"
     decoder = "torchcodec" if fits else "pil"
     add("--decoder", choices=tuple(DECODERS), default=decoder, help="(%(default)s)")
     add("--precision", choices=tuple(PRECISIONS), help="(bf16 where native, else fp32)")
     add("--compile", action="store_true", help="torch.compile the model")
-    add("--seed", type=int, default=0, help="of all random numbers (0)")
+    add("--seed", type=int, default=0, help="for all random numbers (0)")
     add("--output", type=Path, help="folder for checkpoints (runs/SCRIPT)")
     last = "continue from PATH, or from a checkpoint in --output"
     add("--resume", metavar="PATH", type=Path, nargs="?", const=AUTO, help=last)

@@ -27,7 +27,7 @@ MAY_CHANGE |= {"local_rank", "nprocs", "nnodes", "node_rank", "dist_url"}
 
 
 class Checkpoint:
-    """A run's progress, which OUTPUT/checkpoint.pt saves and restores."""
+    """A run's progress; it is saved to and restored from OUTPUT/checkpoint.pt."""
 
     def __init__(
         self,
@@ -35,10 +35,10 @@ class Checkpoint:
         datasets: tuple[Dataset, Dataset],
         objects: dict[str, Any],
     ):
-        """Store what to save: objects with a state_dict(), by their names in the file.
+        """Store the objects to save (with a state_dict()), by their names in the file.
 
-        "state_dict" is the name of the model that validates. `datasets` are for
-        training and validation; a resumed run needs the same images.
+        "state_dict" is the name of the model used for validation. `datasets` are those
+        for training and validation; a resumed run needs the same images.
         """
         self.args, self.objects = args, objects
         self.file = args.output / "checkpoint.pt"
@@ -47,7 +47,7 @@ class Checkpoint:
         recipe = {**vars(args), "classes": len(datasets[1].classes)}
         recipe["images"] = "{} (digest {}), {} (digest {})".format(*self.images)
         if args.schedule == "step":
-            del recipe["epochs"]  # which this schedule does not use
+            del recipe["epochs"]  # this schedule does not use them
         self.recipe = {n: str(v) for n, v in recipe.items() if n not in MAY_CHANGE}
         self.epoch, self.step = 0, 0  # finished epochs, finished steps of the next one
         self.sums: dict[str, Tensor] = {}  # of these steps, over all processes
@@ -64,7 +64,7 @@ class Checkpoint:
     ) -> None:
         """Load the file that --resume asks for; check that all ranks have the same one.
 
-        Raises UserError if there is no such file, if it is from a different recipe or
+        Raises UserError if there is no such file, if it has other settings or
         images, if --output holds another run, or if a process differs from rank 0.
         """
         path = self.file if self.args.resume == AUTO else self.args.resume
@@ -100,7 +100,7 @@ class Checkpoint:
             raise UserError(f"--resume {path} cannot be loaded: {reason}") from None
         for name in ("arch", "classes") if self.args.evaluate else self.recipe:
             now = self.recipe[name]
-            if recipe.get(name, now) != now:  # another strategy may lack a flag
+            if recipe.get(name, now) != now:  # other strategies may lack a flag
                 raise UserError(
                     f"{path} was saved with {name} = {recipe[name]}, now it is {now}: "
                     "use the same, or start a new run"
@@ -116,7 +116,7 @@ class Checkpoint:
             self.best = content["best_acc1"].item()
 
     def add(self, step: int, sums: dict[str, Tensor]) -> dict[str, float]:
-        """Add an interval's sums over all processes; return their averages.
+        """Add an interval's sums over all processes; return the averages.
 
         Raises UserError if the loss is infinite or not a number.
         """
@@ -131,7 +131,7 @@ class Checkpoint:
     def finish_epoch(self, val: dict[str, float], figures: dict[str, float]) -> dict:
         """Finish the current epoch and return its record, as in epochs.jsonl.
 
-        `val` has the validation averages; `figures` are added as they are.
+        `val` has the validation averages; `figures` are added unchanged.
         """
         train = averages(self.sums)
         record = {
@@ -148,7 +148,7 @@ class Checkpoint:
     def save(self) -> None:
         """Write epochs.jsonl, best.pt after the best epoch, and checkpoint.pt last.
 
-        If a file cannot be written, the old one stays and the error is raised.
+        If a file cannot be written, the old file stays, and the error is raised.
         """
         files = [self.file]
         if self.step == 0 and self.records[-1][BEST_METRIC] > self.best:
@@ -171,7 +171,7 @@ class Checkpoint:
         self.saved_at = time.monotonic()
 
     def save_if_due(self) -> None:
-        """Save, if the last save was --save-minutes ago."""
+        """Save if the last save was at least --save-minutes ago."""
         if time.monotonic() - self.saved_at >= 60 * self.args.save_minutes:
             self.save()
 

@@ -84,7 +84,7 @@ class RandomImages(FakeData):
 
 
 def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
-    """Open the training and validation datasets; with --evaluate, both are the latter.
+    """Open the training and validation sets; return the latter twice for --evaluate.
 
     Raises UserError if a folder is missing, or if the folders' classes differ.
     """
@@ -110,7 +110,7 @@ def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
 
 
 def fingerprint(dataset: Dataset) -> list[int]:
-    """The number of images and, for an ImageFolder, a 48-bit digest of their names."""
+    """Return the number of images and, for an ImageFolder, a 48-bit digest of names."""
     if not isinstance(dataset, ImageFolder):
         return [len(dataset), 0]
     digest = hashlib.blake2b(dataset.paths.view("uint8"), digest_size=6).digest()
@@ -118,9 +118,9 @@ def fingerprint(dataset: Dataset) -> list[int]:
 
 
 def seed_generators(*key: int) -> None:
-    """Seed Python's, NumPy's and PyTorch's random numbers from non-negative integers.
+    """Seed Python's, NumPy's and PyTorch's generators from non-negative integers.
 
-    All later draws then depend on the key alone, in a resumed run too.
+    All later draws then depend only on these integers, even in a resumed run.
 
     Source:
     https://numpy.org/doc/stable/reference/random/bit_generators/generated/numpy.random.SeedSequence.html
@@ -156,7 +156,7 @@ class EpochKeys:
 
 
 class SeededDataset(Dataset):
-    """A dataset of (S, S, 3) images with EpochKeys; a key seeds the augmentation."""
+    """A dataset of (S, S, 3) images; its EpochKeys also seed the augmentation."""
 
     def __init__(self, dataset: Dataset, seed: int):
         self.dataset = dataset
@@ -166,7 +166,7 @@ class SeededDataset(Dataset):
         epoch, position, index = key
         seed_generators(self.seed, epoch, position)
         image, label = self.dataset[index]
-        # This is the decoders' order; batches in it are copied and normalized faster
+        # The decoders' memory layout; batches are copied and normalized faster in it
         return image.permute(1, 2, 0), label
 
 
@@ -174,7 +174,7 @@ class DeviceLoader:
     """Batches on the device: (B, 3, S, S) normalized float32 and (B,) int64 labels."""
 
     def __init__(self, loader: DataLoader, device: torch.device, repeated: bool):
-        """`repeated`: yield the first batch again and again, without loading it."""
+        """If `repeated`, yield the first batch over and over, and load no others."""
         self.loader = loader
         self.device = device
         self.mean = torch.tensor(MEAN, device=device).view(1, 3, 1, 1)
@@ -183,11 +183,11 @@ class DeviceLoader:
         self.batch = self.copy(*next(iter(loader))) if repeated else None
 
     def __len__(self) -> int:
-        """The number of batches in a whole epoch."""
+        """Return the number of batches in a whole epoch."""
         return len(self.loader)
 
     def epoch(self, epoch: int, first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield an epoch's batches, without the first ones if the epoch is resumed.
+        """Yield an epoch's batches, except those finished before the run was resumed.
 
         Raises UserError if an image is unusable.
         """
@@ -223,7 +223,7 @@ def build_loader(
 ) -> DeviceLoader:
     """Build one process's loader and start its loader processes.
 
-    `sampler` has this process's indices. A training batch is one step's images, and an
+    `sampler` yields indices. A training batch is this process's share of a step, and an
     incomplete one is dropped; a validation batch is as large as a micro-batch. Raises
     UserError if the global batch cannot be divided equally or there are too few images.
     """

@@ -1,4 +1,4 @@
-"""Errors that the user can fix: one line, and exit status 2."""
+"""Reports errors that the user can fix, in one line and with exit status 2."""
 
 import sys
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """A problem the user can fix. It says what is wrong, where, and what to do."""
+    """A problem that the user can fix; says what is wrong, where, and what to do."""
 
 
 @contextmanager

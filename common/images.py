@@ -42,7 +42,7 @@ def decode_with_torchcodec(content: bytes, box: Box) -> Tensor:
     data = bytearray().join((JPEG, NO_EXIF, memoryview(content)[len(JPEG) :]))
     pixels = decode_jpeg(torch.frombuffer(data, dtype=torch.uint8))
     part = F.crop(pixels[None], *box(*pixels.shape[1:]))
-    # Without gaps between rows, in the decoder's format: resize() is then faster
+    # Close gaps between rows, in the decoder's format, so that resize() is faster
     return part.contiguous(memory_format=torch.channels_last)[0]
 
 
@@ -80,7 +80,7 @@ def read_image(
 
 
 def train_transform(decode: Decode, size: int, min_crop: float, flip: bool) -> Tensor:
-    """A random crop, resized to (3, size, size) uint8 and mirrored half of the time."""
+    """Return a random crop, resized to (3, size, size) uint8 and randomly mirrored."""
 
     def box(height: int, width: int) -> tuple[int, int, int, int]:
         # get_params() reads only the shape
@@ -94,7 +94,7 @@ def train_transform(decode: Decode, size: int, min_crop: float, flip: bool) -> T
 
 
 def val_transform(decode: Decode, size: int) -> Tensor:
-    """The central (3, size, size) uint8 crop of the image at 8/7 of that size.
+    """Resize to 8/7 of `size`, and return the central (3, size, size) uint8 crop.
 
     For 224, this is Resize(256) and CenterCrop(224), as in the ResNet paper.
     """

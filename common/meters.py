@@ -42,7 +42,7 @@ class Meter:
 def batch_sums(
     loss: Tensor, outputs: Tensor, labels: Tensor
 ) -> dict[str, Tensor | float]:
-    """Sums over one batch: loss, top-1 and top-5 hits times 100, and images.
+    """Return one batch's sums: loss, top-1 and top-5 hits times 100, and images.
 
     `loss` is the batch's mean, `outputs` are (B, classes) and `labels` (B,) int64. To
     add a metric, add its name and its sum over the batch.
@@ -77,9 +77,9 @@ class Timer:
         self.began, self.waited = time.perf_counter(), 0.0
 
     def interval(self, step: int, images: int, waited: float) -> str:
-        """End an interval, when the device has finished `step`; describe its speed.
+        """End an interval once the device has finished `step`; describe its speed.
 
-        `images` counts those of all processes in this interval. `waited` is how many
+        `images` is the number for all processes in this interval. `waited` is how many
         seconds this process has waited for data in this epoch; a GPU may have been idle
         for less time, because the host runs ahead of it.
         """
@@ -91,9 +91,9 @@ class Timer:
         return f"{images / seconds:.0f} images/s, waited for data {wait / seconds:.0%}"
 
     def figures(self, device: torch.device) -> dict[str, float]:
-        """The epoch's time, speed and share of time waiting; the run's peak memory.
+        """Return an epoch's time, speed and data-wait share, and the run's peak memory.
 
-        The speed and this share leave out the first interval, in which loader processes
+        The speed and the share leave out the first interval, in which loader processes
         and compilers start and caches fill.
         """
         measured = self.intervals[1:] or self.intervals

@@ -17,9 +17,9 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float
 
 
 def build_model(args: argparse.Namespace, classes: Sequence[str]) -> nn.Module:
-    """Build `args.arch`: (B, 3, S, S) images in, (B, len(classes)) outputs.
+    """Build `args.arch`, which maps (B, 3, S, S) images to (B, len(classes)) outputs.
 
-    The initial weights are torchvision's (--pretrained), or depend only on the seed, so
+    The initial weights are torchvision's (--pretrained) or depend only on the seed, so
     that they are the same in every process. Raises UserError if torchvision has no such
     model, or no such weights for these classes and this image size.
     """
@@ -39,7 +39,7 @@ def build_model(args: argparse.Namespace, classes: Sequence[str]) -> nn.Module:
 
 
 def best_precision(device: torch.device) -> str:
-    """bf16 if the device computes it natively, otherwise fp32."""
+    """Return bf16 if the device supports it natively, otherwise fp32."""
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
     else:

@@ -13,7 +13,7 @@ from common.images import Box
 
 
 def decode(content: bytes, box: Box) -> Tensor | None:
-    """Decode the part that `box` chooses; None if nvImageCodec cannot read the file.
+    """Decode the part that `box` chooses; return None if the library cannot read it.
 
     The rest is not decoded, so damage there goes unnoticed.
 
@@ -37,7 +37,7 @@ def decode(content: bytes, box: Box) -> Tensor | None:
 def make_decoder(process: int) -> tuple[ModuleType, Any, Any]:
     """Return the library, this process's decoder, and the decoder's parameters."""
     if torch.utils.data.get_worker_info():
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the import could open a GPU
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the import could initialize a GPU
     os.environ.setdefault("PYNVIMGCODEC_VERBOSITY", "0")
     from nvidia import nvimgcodec as codec
 

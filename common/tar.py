@@ -16,7 +16,7 @@ from common.errors import UserError
 
 
 def archives_of(root: Path) -> list[Path]:
-    """The archives that replace a missing folder `root`: root.tar or root-*.tar."""
+    """Return the archives that hold a missing folder `root`: root.tar or root-*.tar."""
     if root.is_dir():
         return []
     whole = root.with_name(f"{root.name}.tar")
@@ -24,10 +24,10 @@ def archives_of(root: Path) -> list[Path]:
 
 
 class Archives:
-    """The images in the archives that replace a folder, in ImageFolder's order.
+    """The images in a folder's tar archives, in ImageFolder's order.
 
-    For N images: `paths`, (N,) bytes; `labels`, (N,) int64; `places`, (N, 3) int64, the
-    archive's index, offset and size in bytes. `classes` are the class folders. Raises
+    For N images, `paths` is (N,) bytes, `labels` is (N,) int64, and `places` is (N, 3)
+    int64: archive, offset and size in bytes. `classes` are the class folders. Raises
     UserError if an archive is unusable.
     """
 
@@ -69,7 +69,7 @@ def cached_index(root: Path, *stats: tuple[str, int, int]) -> numpy.ndarray:
 
 
 def build_index(archives: list[Path]) -> numpy.ndarray:
-    """Find and sort the images; raises UserError if one is misplaced or none exist."""
+    """Find and sort the images; raise UserError if one is misplaced or none exist."""
     images, first = {}, None
     for number, archive in enumerate(archives):
         for path, *place in images_in(archive):
@@ -93,7 +93,7 @@ def build_index(archives: list[Path]) -> numpy.ndarray:
 
 
 def images_in(archive: Path) -> Iterator[tuple[str, int, int]]:
-    """Yield each image's path, byte offset and size; raises UserError if damaged."""
+    """Yield each image's path, byte offset and size; raise UserError on damage."""
     try:
         with tarfile.open(archive, "r:") as opened:
             while member := opened.next():

@@ -538,7 +538,7 @@ def large_batches(draw: Picture) -> float:
         for x, y in points:
             draw.block(x - 4, y - 4, 8, 8, color)
     draw.legend(286, a="same rate", b="square root", c="linear", d="LARS")
-    draw.text(8, 308, "The same rate and linear do not reach it with 4,096.")
+    draw.text(8, 308, "With 4,096, the same rate and linear do not reach it.")
     return 320
 
 

@@ -3,7 +3,7 @@
 #
 #   bash scripts/distributed.sh --data /path/to/imagenet [distributed.py flags]
 #
-# These variables change the launch; for several machines, type torchrun's own flags (docs/multinode.md):
+# These variables change the launch; for several machines, call torchrun yourself (docs/multinode.md):
 #   NPROC=2               number of processes (default: one per GPU, or 2 on a CPU)
 #   LAUNCHER=launch       use the older python -m torch.distributed.launch
 #   PYTHON=/path/python   interpreter (default: .venv/bin/python, or python3 if it does not exist)

@@ -7,7 +7,7 @@
 # The build always includes Gloo, MPI if mpicxx is found, and NCCL if a CUDA toolkit matches PyTorch.
 # The wheel is kept in ~/.cache/horovod-wheels, so another installation takes only seconds.
 #   HOROVOD_CAPABILITIES=90   build faster, but only for compute capability 9.0
-#   HOROVOD_SOURCE=ARCHIVE    build without a network, with the build tools' wheels in the archive's folder
+#   HOROVOD_SOURCE=ARCHIVE    build offline, with the build tools' wheels from the archive's folder
 # Exit status: 0 if installed, 3 if it cannot be built here (one line says why), 1 if the build failed.
 set -euo pipefail
 ROOT=$(dirname "$(dirname "$(realpath "$0")")")
@@ -88,7 +88,7 @@ build() {
     # PyTorch's headers now need C++20, but Horovod requests C++14. CUDA 13's nvcc needs C++17, not C++11.
     sed -i 's/CMAKE_CXX_STANDARD 14/CMAKE_CXX_STANDARD 20/' CMakeLists.txt horovod/torch/CMakeLists.txt
     sed -i 's/CMAKE_CUDA_STANDARD 11/CMAKE_CUDA_STANDARD 17/' horovod/common/ops/cuda/CMakeLists.txt
-    # GCC 13's headers include fewer others, hence CXXFLAGS below. GCC 14 rejects assignments to a const member.
+    # GCC 13's headers include fewer other headers, hence CXXFLAGS below. GCC 14 rejects assignments to a const member.
     sed -i 's/const size_type count_;/size_type count_;/' third_party/flatbuffers/include/flatbuffers/stl_emulation.h
     # The driver may provide only libcuda.so.1, for example in a container.
     sed -i 's/dlopen("libcuda.so"/dlopen("libcuda.so.1"/' horovod/torch/cuda_util.cc
@@ -98,7 +98,7 @@ print(sysconfig.get_path('include'))/" horovod/torch/CMakeLists.txt
     sed -i 's/from distutils.spawn import find_executable/from shutil import which as find_executable/' \
         horovod/runner/js_run.py
     # pip would download setup_requires, which are already installed or unnecessary. Ninja comes from
-    # PyPI (make may be missing) and does not accept VERBOSE=1. Debug symbols are most of a wheel.
+    # PyPI (make may be missing) and does not accept VERBOSE=1. Debug symbols would be most of a wheel.
     sed -i -e 's/setup_requires=.*/setup_requires=[],/' -e "s/'VERBOSE=1'/'-j$JOBS'/" \
         -e "s/'RelWithDebInfo'/'Release'/" setup.py
 

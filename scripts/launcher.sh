@@ -1,4 +1,4 @@
-# Sourced by the launch scripts, which set ROOT: checks the environment, sets PYTHON and NPROC.
+# Sourced by the launch scripts, which set ROOT. Checks the environment, and sets PYTHON and NPROC.
 
 if [ -z "${PYTHON:-}" ]; then
     PYTHON=$ROOT/.venv/bin/python

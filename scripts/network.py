@@ -87,7 +87,7 @@ def all_reduce_seconds(
 
 def main() -> None:
     """Measure, and print on rank 0; every process runs this function."""
-    usage = argparse.SUPPRESS  # makes errors one line
+    usage = argparse.SUPPRESS  # shortens errors to one line
     parser = argparse.ArgumentParser(usage=usage, description=__doc__.split("\n\n")[0])
     text = "also predict for a model with this many parameters"
     parser.add_argument("--parameters", type=float, default=25.6e6, help=text)

@@ -3,7 +3,7 @@
     python -m scripts.prepare_imagenet ARCHIVES TARGET    # the .sh file runs this
 
 ARCHIVES contains the official archives, whose checksums torchvision verifies, or
-Hugging Face's parquet or tar.gz files, whose labels and number this script verifies.
+Hugging Face's parquet or tar.gz files, whose labels and image count it verifies.
 """
 
 import re

@@ -3,8 +3,8 @@
     python -m scripts.sync_scripts            # copy them from distributed.py
     python -m scripts.sync_scripts --check    # list scripts that differ; status 1
 
-Only the module docstring and the eight REGIONS may differ: the lines between `# [name]`
-and `# [/name]`.
+Only the module docstring and the eight REGIONS (the lines between `# [name]` and
+`# [/name]`) may differ.
 """
 
 import re

@@ -3,7 +3,7 @@
 #
 #   bash scripts/test.sh [--system] [pytest arguments]
 #   bash scripts/test.sh --mutations     # inject known bugs and check that the tests catch them
-#   bash scripts/test.sh -n 0 --pdb      # three processes share the tests; -n 0: only one
+#   bash scripts/test.sh -n 0 --pdb      # run the tests in one process instead of three
 #
 # --system (or CI=true) also installs, as root with apt-get, system packages that some tests need:
 # Open MPI, and sshd, Slurm, munge and ip for tests on two hosts. Use it in containers: under

@@ -3,7 +3,7 @@
 #
 #   bash scripts/timings.sh                         # takes ten minutes; --minutes 40 decides more comparisons
 #   bash scripts/timings.sh --data /path/to/imagenet
-#   bash scripts/timings.sh --modes scaling --output runs/scaling    # 1, 2, 4 ... devices
+#   bash scripts/timings.sh --modes scaling --output runs/scaling    # on 1, 2, 4 ... devices
 #
 # It sets up .venv, or uses the environment of PYTHON=/path/to/python. The output says which strategies are left
 # out and why; runs/timings/report.md is the report. If you interrupt it, the same command continues.

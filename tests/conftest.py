@@ -107,7 +107,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """Return a launched script's environment: this Python first, no launcher's variables."""
+    """Return a launched script's environment: this Python first on PATH, and no launcher's variables."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     names += ("NPROC", "LAUNCHER", "CONTROLLER", "HOSTS", "INTERVAL_HOOK")
     others = ("SLURM_", "GLOO_", "NCCL_")

@@ -4,7 +4,7 @@
     bash scripts/test.sh --mutations smoothing  # mistakes with this word in their names
 
 Each mistake is made in a copy of the project, where only the tests listed with it run: one
-of them has to fail. Before that, the same tests have to pass in a copy without the mistake.
+of them has to fail. Before that, all have to pass in a copy without the mistake.
 This updates benchmarks/results/mutations.json. The exit status is 1 if a mistake survives or a test breaks.
 """
 

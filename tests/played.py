@@ -24,7 +24,7 @@ def free_port() -> int:
 
 
 def fork_server():
-    """Start a process that has imported everything and forks others; it has no threads of ours."""
+    """Start a process that has imported everything and forks others; we start no threads in it."""
     own = f"{ROOT}:{ROOT / 'tests'}:"  # the server's imports
     others = os.environ.get("PYTHONPATH", "").removeprefix(own)
     os.environ["PYTHONPATH"] = own + others

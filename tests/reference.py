@@ -50,7 +50,7 @@ def learning_rate(r, step, steps):
 
 
 def forward(run, samples, sums, smoothing=0.0):
-    """Return the loss of [(file, label, crop), ...]; add loss, top-1, top-5, images to sums."""
+    """Return the loss of [(file, label, crop), ...]; add loss, top-1, top-5 and images to `sums`."""
     r, labels = run.recipe, torch.tensor([label for _, label, _ in samples])
     images = torch.stack([picture(r, file, crop) for file, _, crop in samples])
     images = images.contiguous(memory_format=torch.channels_last)
@@ -81,7 +81,7 @@ def take_step(run, gradients, rate):
 
 
 def train(data, build, crops, r, processes=1):
-    """Train build(classes) by recipe `r`, as `processes` that share each batch would."""
+    """Train build(classes) with recipe `r`, as this number of processes that share each batch would."""
     train_set, val_set = listing(data / "train"), listing(data / "val")
     run = Namespace(recipe=r, scale=2.0**16 if r.precision == "fp16" else 1.0, growth=0)
     torch.manual_seed(r.seed)

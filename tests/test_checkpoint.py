@@ -1,4 +1,4 @@
-"""Checkpoints are complete, are refused if they do not fit, and are never half written."""
+"""Checkpoints are complete, are refused if they do not match the run, and are never half written."""
 
 import json
 import os
@@ -113,7 +113,7 @@ def test_a_checkpoint_holds_all_that_a_run_needs(tmp_path, monkeypatch):
 
 
 def test_best_is_kept_when_the_next_epoch_is_no_better(tmp_path):
-    """A resumed run also keeps it; 200 / 3 is a different number in float32."""
+    """A resumed run keeps it, too; float32 would round 200 / 3 differently."""
     train_epochs(load(make(tmp_path)), 60.0, 200 / 3)
     run = resumed(tmp_path)
     assert run.best == 200 / 3
@@ -190,7 +190,7 @@ def test_another_recipe_is_refused(tmp_path):
 
 
 def test_other_images_are_refused(pictures, tmp_path):
-    """They are accepted if they are only validated, or if the folder has merely moved."""
+    """--evaluate accepts other images, and a folder that has merely moved has the same images."""
 
     def images_of(folder):
         return build_datasets(parse("--data", folder, "--output", tmp_path))

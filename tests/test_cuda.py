@@ -125,7 +125,7 @@ def check_training(calls, gpu, precision):
 @pytest.mark.parametrize("world_size", (1, 2, 4))
 @pytest.mark.parametrize("script", ("distributed", "multiprocessing_distributed"))
 def test_ddp_has_the_bits_of_the_cpu(script, world_size, digits, on_the_cpu, tmp_path):
-    """Four processes are on two machines; torchrun's ranks alternate between these."""
+    """Four processes are on two machines; torchrun's ranks alternate between them."""
     machines, precision = world_size // 2 or 1, PRECISION[world_size]
     chosen = ["--precision", precision] * (world_size > 1)  # bf16 is the default
     flags = flags_of(digits, tmp_path / "run", *chosen)

@@ -58,7 +58,7 @@ def test_an_unreadable_image_is_one_line_of_the_process_that_reads_it(
 
 @pytest.mark.parametrize("number", (errno.ECONNREFUSED, errno.EADDRINUSE))
 def test_an_error_of_another_program_keeps_its_traceback(number, pictures, tmp_path):
-    """An example is a user's metrics server; its error is not taken for the launcher's."""
+    """For example, an error of a user's metrics server is not mistaken for the launcher's."""
     what = OSError(number, "for the user's own server")
     flags = ["--data", pictures, *TINY, "-j", 0, "--output", tmp_path / "out"]
     how = {"name": NAME, "flags": flags, "net": "small", "at": 2, "what": what}

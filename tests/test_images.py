@@ -79,7 +79,7 @@ def test_a_decoder_gives_pillows_pixels(decoder):
 
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_crops_are_torchvisions(decoder):
-    """With --decoder pil the crops are of a Pillow image, otherwise of a tensor."""
+    """With --decoder pil, a Pillow image is cropped; with the others, a tensor."""
     for size in ((375, 500), (500, 333), (240, 240), (200, 640)):
         content = saved(picture_of(*size), quality=92)
         image = Image.open(io.BytesIO(content))
@@ -97,7 +97,7 @@ def test_crops_are_torchvisions(decoder):
 
 
 def test_pillows_resize_differs_by_one_level():
-    """So a run does not resume with --decoder pil, but does with the other two decoders."""
+    """A resumed run may therefore switch between the other two decoders, but not to or from pil."""
     made = [
         images.val_transform(partial(images.DECODERS[decoder], content), 224).int()
         for content in [saved(picture_of(375, 500))]

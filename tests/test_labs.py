@@ -1,4 +1,4 @@
-"""The scripts in tutorial/labs/ are broken as their page says; other scripts pass."""
+"""The scripts in tutorial/labs/ are broken as their page says; repaired scripts pass."""
 
 import csv
 import re

@@ -70,7 +70,7 @@ WEIGHT_BOUND = 18 * 2 * 12 / 256 * MOMENTUM_BOUND
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Use one thread, like the scripts' processes, so that sums are taken in the same order."""
+    """Use one thread, like the scripts' processes, so that sums are computed in the same order."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

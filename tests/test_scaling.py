@@ -1,4 +1,4 @@
-"""The model of docs/scaling.md and its tables."""
+"""Test the model of docs/scaling.md and its tables."""
 
 import json
 import re

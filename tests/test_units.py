@@ -1,4 +1,4 @@
-"""Small parts of common/ and of the scripts."""
+"""Test small parts of common/ and of the scripts."""
 
 import runpy
 import sys

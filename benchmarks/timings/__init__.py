@@ -1,1 +1,1 @@
-"""Measures which strategies are faster: they take turns, and chance is bounded."""
+"""Measures which strategies are faster, in turns, with a bounded chance of error."""

@@ -1,4 +1,4 @@
-"""Runs in the training processes: between turns, they wait here.
+"""Runs in the training processes, which wait here between turns.
 
 With INTERVAL_HOOK=benchmarks.timings.gate in the environment, common/meters.py calls
 after_interval() right after an all-reduce, while the device is idle.

@@ -23,9 +23,9 @@ from benchmarks.timings.gate import VARIABLE
 from benchmarks.timings.processes import end, send
 from benchmarks.timings.statistics import orders
 
-START_SECONDS = 300  # limit for a start with its first interval, and for a turn
+START_SECONDS = 300  # limit for a start (with one interval), and for a turn
 WARM_UP = 1  # first turns of each candidate, which are discarded
-LEAST_SECONDS = 40  # minimum for a cohort's turns
+LEAST_SECONDS = 40  # minimum total for a cohort's turns
 KEPT = 2  # intervals kept per turn, after the first, which is discarded
 
 
@@ -95,7 +95,7 @@ class Job:
             step, _, images, _ = ranks[0]
             seconds = max(rank[1] for rank in ranks)
             waited = sum(rank[3] for rank in ranks) / len(ranks)
-            if step > self.interval:  # else the loaders have just started an epoch
+            if step > self.interval:  # otherwise, an epoch has just started
                 found.append((seconds / images, waited / seconds))
         return [] if self.problem else found
 
@@ -115,7 +115,7 @@ class Job:
 
 
 def pin(connection: socket.socket, rank: int, number: int) -> None:
-    """Pin a process and its loader processes to its rank's `number` cores."""
+    """Pin a process and its loader processes to the `number` cores of its rank."""
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     every, first = sorted(os.sched_getaffinity(0)), rank * number
     own = [every[core % len(every)] for core in range(first, first + number)]
@@ -152,7 +152,7 @@ def wait(jobs: Sequence[Job]) -> None:
 
 @contextlib.contextmanager
 def gates() -> Iterator[Path]:
-    """Yield a folder for gates; all processes at them are killed when this one ends."""
+    """Yield a folder for gates; processes at them are killed when this process ends."""
     folder = tempfile.mkdtemp(prefix="timings-")
     words = [sys.executable, "-m", "benchmarks.timings.processes", folder]
     guard = subprocess.Popen(

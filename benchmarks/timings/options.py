@@ -18,7 +18,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "timings", description=description, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--minutes", type=float, default=10.0, help="limit for all (%(default)g)")
+    add("--minutes", type=float, default=10.0, help="total time limit (%(default)g)")
     modes = """synthetic: images on the device; jpeg: files; scaling: 1, 2, 4 ...
         devices (synthetic jpeg)"""
     several = {"nargs": "+", "metavar": "NAME"}
@@ -26,7 +26,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--modes", choices=MODES, default=default, help=modes, **several)
     names = f"some of {', '.join(STRATEGIES)} (all)"
     add("--strategies", choices=STRATEGIES, default=STRATEGIES, help=names, **several)
-    data = "folder with train/ and val/ for jpeg (64 generated images, linked often)"
+    data = "folder with train/ and val/ for jpeg (many links to 64 generated images)"
     add("--data", metavar="DIR", type=Path, help=data)
     output = "folder for report.md and measurements (%(default)s)"
     add("--output", metavar="DIR", type=Path, default=Path("runs/timings"), help=output)
@@ -34,7 +34,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--arch", metavar="NAME", help="resnet50; CPU: resnet18")
     add("--image-size", type=int, metavar="N", help="224; CPU: 64")
     add("--batch-size", type=int, metavar="N", help="per process (64; CPU: 32)")
-    precision = """the same for all strategies. GPU: fp16, because Apex and
+    precision = """for all strategies. GPU: fp16, because Apex and
         nn.DataParallel have no bf16; CPU: bf16 where it is native, otherwise fp32"""
     add("--precision", choices=("fp32", "bf16", "fp16"), help=precision)
     args = parser.parse_args(argv)

@@ -30,7 +30,7 @@ GPU = (
 
 
 def complete(args: argparse.Namespace) -> None:
-    """Choose what the command line leaves open, to suit this machine.
+    """Choose the settings that the command line leaves open, to suit this machine.
 
     `args.skipped` says which strategies cannot be compared, and why. Raises UserError
     if --data is not a dataset, or there are too few GPUs or strategies.
@@ -98,7 +98,7 @@ def candidate(
         flags = ["--synthetic", batch * 10**4]
     flags += ["--arch", args.arch, "--image-size", args.image_size]
     flags += ["--global-batch-size", batch, "--print-interval", args.interval]
-    # Equal in total, though a single process has to do it
+    # The same total, also if a single process has them all
     flags += ["--workers", args.workers * (processes if alone else 1)]
     flags += ["--save-minutes", 10**6]  # never
     if strategy == "apex_distributed":

@@ -1,4 +1,4 @@
-"""Reports the verdicts: a headline and tables in Markdown, and JSON."""
+"""Writes the verdicts as a headline and tables in Markdown, and as JSON."""
 
 import json
 import math
@@ -19,7 +19,7 @@ INPUT_BOUND = 0.1  # share of the time spent waiting for data
 
 
 def machine(device: str) -> dict:
-    """This machine's hardware and libraries; a folder on PYTHONPATH has no version."""
+    """Return the hardware and libraries; those on PYTHONPATH have no known version."""
     known = {one.name: one.version for one in metadata.distributions()}
     return {
         "device_name": describe(torch.device(device)),
@@ -40,7 +40,7 @@ def setting(settings: dict) -> str:
 
 
 def read_cohorts(folder: Path) -> list[dict]:
-    """Read a folder's complete cohorts; its last line may be truncated."""
+    """Read a folder's complete cohorts; the file's last line may be truncated."""
     file = folder / "cohorts.jsonl"
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
@@ -144,7 +144,7 @@ class Mode:
         return text
 
     def scaling(self) -> str:
-        """Return a table of efficiencies relative to one device, and split()."""
+        """Return a table of efficiencies relative to one device, and split()'s text."""
         fit, rows = self.decision.fit, []
         for name in fit.names if fit else ():
             count, _, batch = name.partition(" x ")
@@ -159,7 +159,7 @@ class Mode:
         return f"{table(head, rows)}\n{self.split()}\n"
 
     def split(self) -> str:
-        """Say how a step's time divides into computation, more devices and data."""
+        """Say how a step's time splits into computation, device overhead and data."""
         fit, most = self.decision.fit, self.settings["processes"]
         logs = dict(zip(fit.names, fit.effects, strict=True)) if fit else {}
         names = [f"{n} x {self.settings['batch_size']}" for n in (1, most)]

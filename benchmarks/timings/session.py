@@ -35,7 +35,7 @@ def open_output(args: argparse.Namespace) -> list[dict]:
 
 
 def next_mode(args: argparse.Namespace, cohorts: list[dict], now: float) -> str | None:
-    """Return the mode with the fewest cohorts; None if time is up or all is decided."""
+    """Return the mode with the fewest cohorts; None if time is up or all are done."""
     of = {mode: [one for one in cohorts if one["mode"] == mode] for mode in args.modes}
     for mode, found in [*of.items()]:
         if mode != "scaling" and decide(found, vars(args), last=False).over:
@@ -78,7 +78,7 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure and report; raises UserError if it cannot start or go on."""
+    """Measure and report; raise UserError if it cannot start or continue."""
     plan.complete(args)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     os.environ.setdefault("PYTHON", sys.executable)

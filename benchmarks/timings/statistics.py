@@ -40,7 +40,7 @@ def williams(number: int) -> list[list[int]]:
 
 
 def orders(names: Sequence[str], draw: random.Random) -> Iterator[list[str]]:
-    """Yield orders of the turns in a cohort, in random blocks, without end."""
+    """Yield orders of a cohort's turns endlessly, in random blocks."""
     names = draw.sample(names, len(names))
     while True:
         rows = williams(len(names))

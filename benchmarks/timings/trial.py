@@ -1,11 +1,11 @@
-"""Whether the timings can be trusted, in numbers.
+"""Measure how far the timings can be trusted.
 
     python -m benchmarks.timings.trial simulation [DRAWS]
     python -m benchmarks.timings.trial copies [SESSIONS] [COHORTS]
     python -m benchmarks.timings.trial power [SESSIONS]
 
-simulation (3 minutes; 2,000 sessions per row): the analysis, on invented turns for
-which the truth is known. copies (50 minutes; 10 sessions of 4 cohorts): four copies of
+simulation (3 minutes; 2,000 sessions per row): the analysis of simulated turns whose
+true speeds are known. copies (50 minutes; 10 sessions of 4 cohorts): four copies of
 distributed, none of which is faster than another, and one that sleeps for 5 % of each
 step and has to be found. power (3 sessions of ten minutes): how wide intervals are, and
 whether sessions contradict each other. The last two need an idle machine; if they are
@@ -31,7 +31,7 @@ SETTINGS = {"minutes": 1, "base": "distributed", "shown": []}
 NOISE, DRIFT = 0.03, 0.02  # of an interval; of the machine's speed from turn to turn
 # Share of turns that are longer, and by how much on average
 DISTURBED, DELAY = 0.3, 0.1
-SLOW = '''"""distributed.py, of which each step takes 5 % longer."""
+SLOW = '''"""distributed.py, with steps that take 5 % longer."""
 import time
 
 import distributed
@@ -56,9 +56,9 @@ distributed.main(distributed.arguments())
 
 
 def invented(truth: dict[str, float], launch: float, blocks: int, seed: str) -> dict:
-    """A cohort as measure.cohort() returns it, from logs of seconds per image.
+    """Return a cohort like measure.cohort()'s, from logs of seconds per image.
 
-    `launch` is the standard deviation of what a launch adds to them.
+    `launch` is the standard deviation of what each launch adds to the logs.
     """
     draw, order = random.Random(seed), orders([*truth], random.Random(f"{seed} too"))
     launched = {name: log + draw.gauss(0, launch) for name, log in truth.items()}
@@ -74,7 +74,7 @@ def invented(truth: dict[str, float], launch: float, blocks: int, seed: str) -> 
 
 
 def simulated(slower: float, launch: float, cohorts: int, draws: int) -> dict:
-    """Error rates over sessions in which the third candidate is slower."""
+    """Return error rates over sessions in which the third candidate is slower."""
     truth = dict.fromkeys(NAMES, 0.0) | {NAMES[2]: math.log1p(slower)}
     wrong, silent, halves, verdicts = 0, 0, [], []
     for draw in range(draws):
@@ -110,7 +110,7 @@ def simulated(slower: float, launch: float, cohorts: int, draws: int) -> dict:
 
 
 def simulation(draws: int = 2000) -> None:
-    """Error rates for a known truth, drift, and launches that vary."""
+    """Measure error rates with known speeds, drift and varying launches."""
     rows = []
     for slower in (0.0, 0.0301, 0.05):
         for launch in (0.0, 0.01, 0.02):

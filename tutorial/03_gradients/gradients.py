@@ -53,7 +53,7 @@ def main(rank: int, port: int) -> None:
     few_x, few_y = x[six_or_two], y[six_or_two]
     report("DDP, shards of six and two", gradients(DDP(build()), few_x, few_y), right)
     weighted = gradients(DDP(build()), few_x, few_y, factor=len(few_x) / 4)
-    report("  the same, each loss times its size / 4", weighted, right)
+    report("  the same, each loss times shard size / 4", weighted, right)
 
     with_norm = gradients(build(nn.BatchNorm1d), x, y)
     shards = gradients(DDP(build(nn.BatchNorm1d)), my_x, my_y)

@@ -67,7 +67,7 @@ def main() -> None:
         loader = DataLoader(range(13), 2, sampler=sampler, drop_last="loader" in drop)
         print(f"  {drop:22} {[len(batch) for batch in loader]}")
 
-    print("images 0 and 1 of 10 are wrong: the accuracy is 80.0%")
+    print("images 0 and 1 of 10 are misclassified: the accuracy is 80.0%")
     correct = [i > 1 for i in range(10)]
     samplers = [DistributedSampler(range(10), 4, r, shuffle=False) for r in range(4)]
     accuracy(correct, [list(sampler) for sampler in samplers])

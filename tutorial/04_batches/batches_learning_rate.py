@@ -23,7 +23,7 @@ def steps(weights: torch.Tensor, batch: int, lr: float) -> torch.Tensor:
 
 
 def main() -> None:
-    """Compare eight small steps with one large step; print a warm-up."""
+    """Compare eight small steps with one large step; print a warm-up schedule."""
     weights = torch.zeros(10)
     small = steps(weights, batch=32, lr=0.01)
     print(f"8 steps, batch  32, lr 0.01: moved {(small - weights).norm():.2f}")

@@ -1,4 +1,4 @@
-"""Does DDP send some gradients while it computes others? This simulates a slow link.
+"""Does DDP send some gradients while it computes others, over a simulated slow link?
 
 python tutorial/06_overlap/overlap.py [FILE.json]    # {form: [[what, began, ended]]}
 """

@@ -1,4 +1,4 @@
-"""Batch norm sees only its own shard; this does by hand what SyncBatchNorm does.
+"""Batch norm sees only its own shard; do by hand what SyncBatchNorm does about it.
 
 python tutorial/07_accumulation/accumulation_batch_norm.py
 """

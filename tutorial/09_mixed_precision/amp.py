@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 
 def casts() -> None:
-    """Print the result types of operations under autocast to fp16 on a CPU."""
+    """Print the result dtypes of operations under fp16 autocast on a CPU."""
     images, kernel = torch.randn(4, 3, 8, 8), torch.randn(8, 3, 3, 3)
     a, weight = torch.randn(4, 4), nn.Parameter(torch.randn(4, 4))
     with torch.autocast("cpu", torch.float16):

@@ -1,4 +1,4 @@
-"""How precisely fp32, TF32, bf16 and fp16 store numbers and small updates.
+"""Show how precisely fp32, TF32, bf16 and fp16 store numbers and small updates.
 
 python tutorial/09_mixed_precision/amp_formats.py
 """

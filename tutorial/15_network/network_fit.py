@@ -29,7 +29,7 @@ def seconds(tensors: list[torch.Tensor]) -> float:
 
 
 def fit(times: dict[int, float]) -> tuple[float, float]:
-    """Return the latency (s) and bandwidth (bytes/s) with the least relative errors."""
+    """Return the latency (s) and bandwidth (bytes/s) that minimize relative errors."""
     rows = torch.tensor([[1 / t, n / t] for n, t in times.items()], dtype=torch.double)
     latency, per_byte = torch.linalg.lstsq(rows, torch.ones_like(rows[:, 0])).solution
     return latency.item(), 1 / per_byte.item()

@@ -25,7 +25,7 @@ def step(model: DDP, batch: Tensor) -> str:
 
 
 def nothing(model: DDP, stream: Iterator[Tensor]) -> Iterator[str]:
-    """Train on every batch."""
+    """Train on every batch, without a remedy."""
     for batch in stream:
         yield step(model, batch)
 
@@ -48,7 +48,7 @@ def vote(model: DDP, stream: Iterator[Tensor]) -> Iterator[str]:
 
 
 def join(model: DDP, stream: Iterator[Tensor]) -> Iterator[str]:
-    """A rank that has finished takes part in the other ranks' all-reduces."""
+    """Let a rank that has finished take part in the other ranks' all-reduces."""
     with model.join():
         for batch in stream:
             yield step(model, batch)
