@@ -186,21 +186,32 @@ def errors(job: Job) -> list[dict]:
     return sorted(job.of("error"), key=lambda one: bool(LOST.search(one["text"])))
 
 
-@check(RISK, read=3)
+@check(WRONG, read=3)
 def port_in_use(job):
+    """No other job on this machine uses the port where the processes meet.
+
+    Omit init_method, rank and world_size, so that the launcher's port is used.
+    """
+    for one in errors(job):
+        if "ddress already in use" in one["text"]:
+            what = f"rank {one['rank']} cannot join the others: {one['text'][:150]}"
+            yield what, one["place"]
+
+
+@check(RISK, "port_in_use", read=3)
+def own_port(job):
     """The processes meet at a free port that the launcher chose.
 
     Omit init_method, rank and world_size, so that the launcher's port is used.
     Right if: you never run a second job on this machine.
     """
-    for one in errors(job):
-        if "ddress already in use" in one["text"]:
-            what = f"rank {one['rank']} cannot join the others: {one['text'][:150]}"
-            yield what, one["place"], {"level": WRONG}
     for one in job.of("init"):
         if 0 < one["own_port"] < 32768:  # the system picks free ports above
-            what = f"the script itself chooses port {one['own_port']}: a second job on "
-            yield what + "this machine fails, or joins this one", one["place"]
+            what = (
+                f"the port is always {one['own_port']}: a second job on this machine "
+            )
+            yield f"{what}fails, or joins this one", one["place"]
+        need(not one["own_port"], "the script chose a port, which may be a free one")
 
 
 @check(WRONG, "port_in_use", read=13)
@@ -302,7 +313,8 @@ def hangs(job):
     """
     parts = []
     for process in job.processes:
-        last = process.last()
+        records = [x for x in process.records if x["kind"] not in ("exit", "error")]
+        last = records[-1]
         waits = f"waits in {last.get('what')}() at {last.get('place')}"
         does = waits if last["kind"] == "waits" else "has ended"
         parts.append(f"after step {last['step']}, rank {process.rank} {does}")
@@ -531,9 +543,18 @@ def not_restored(job):
     Call load_state_dict() of the optimizer and of the scheduler, on every rank.
     Right if: you only want the weights.
     """
+    for one in job.of("restored"):
+        if one["lost"]:
+            what = (
+                "load_state_dict() finds none of the network's names in the file, and "
+            )
+            mend = "Load what model.module.state_dict() saved, with strict=True."
+            own = {"level": WRONG, "mend": mend}
+            yield f"{what}loads no weight", one["place"], own
     loads = need(job.of("load"), "no checkpoint with an optimizer is loaded")
     done = {one["what"] for one in job.of("restored")}
-    ranks = {one["rank"] for one in job.of("restored")}
+    states = [one for one in job.of("restored") if one["what"] == "optimizer"]
+    ranks = {one["rank"] for one in states}
     sent = any("optimizer" in one["name"] for one in job.of("collective"))
     if ranks and len(ranks) < len(job.processes) and not sent:
         what = f"only ranks {sorted(ranks)} restore the optimizer's state"
@@ -570,9 +591,15 @@ def weights_differ(job):
     Wrap the network in DDP, or broadcast its weights from rank 0 before the first step.
     """
     first = compared(job, "before")[0]
-    before = [one["before"] for one in first]
-    if apart := gap(before, 1e-6):
-        what = f"before the first step, the ranks' weights differ by up to {apart}"
+    before, each = [one["before"] for one in first], first[0]["each"]
+    if largest := gap(before, 1e-6):
+        numbers, count = apart(before, each), len(before[0]) // each
+        what = f"before the first step, the ranks' weights differ by up to {largest}"
+        if 0 < len(numbers) < count / 2:
+            what += (
+                f": {len(numbers)} of the optimizer's {count} weights, the first is "
+            )
+            what += f"number {numbers[0] + 1}; are they outside the DDP model?"
         yield what, first[0]["place"]
 
 
@@ -716,6 +743,29 @@ def loss_scale(job):
             yield what, place
 
 
+@check(RISK, "weights_differ summed", read="07_accumulation")
+def unequal_means(job):
+    """All targets of a step have the same weight.
+
+    Sum the losses (reduction="sum"), and divide by the number of the targets of all
+    passes on all ranks (DDP averages over ranks: multiply by the world size).
+    Right if: each batch should have the same weight, whatever its number of targets.
+    """
+    seen, found = 0, []
+    for row in job.steps("passes"):
+        passes = [one for record in row for one in record["passes"]]
+        if len(passes) > 1 and all(x.get("reduction") and x["count"] for x in passes):
+            counts = [x["count"] if x["reduction"] == "mean" else 1 for x in passes]
+            pairs = zip(passes, counts, strict=True)
+            weights = [one["factor"] / count for one, count in pairs]
+            seen += 1
+            found += [row[0]] * (max(weights) > 1.1 * min(weights))
+    need(seen, "no losses with known numbers of targets were seen")
+    if len(found) > seen / 2:
+        what = f"in {len(found)} of {seen} steps, losses are means over different "
+        yield f"{what}numbers of targets, but have equal weights", found[0]["place"]
+
+
 @check(RISK, read="08_collectives")
 def gathered_without_gradient(job):
     """Gradients flow through the tensors that training gathers from all ranks.
@@ -828,23 +878,30 @@ def validation_with_gradients(job):
             yield f"{what}take time and memory", one["place"]
 
 
-WARNINGS = {  # parts of libraries' warnings: what they mean here
-    "sync_dist=True": "Lightning logs a metric of each rank's own samples only",
-    "before `optimizer.step()`": "the scheduler takes its first step too early",
-}
-
-
 @check(RISK, read=16)
-def warned(job):
-    """Libraries print no warning about a mistake of data parallelism.
+def logged_by_each_rank(job):
+    """Lightning averages what the script logs over all ranks.
 
-    Do what the warning in the job's output says.
-    Right if: the warning is about something that you want.
+    Call self.log(..., sync_dist=True), or log a metric of torchmetrics.
+    Right if: only the progress bar shows the value.
     """
     for one in job.of("warning"):
-        for text, what in WARNINGS.items():
-            if text in one["text"]:
-                yield f"{what}, as a warning says", one["place"]
+        if "sync_dist=True" in one["text"]:
+            what = "Lightning warns that self.log() gets the value of each rank's own "
+            yield f"{what}samples", one["place"]
+
+
+@check(WRONG, read=16)
+def reduced_again(job):
+    """Sums over all ranks are not summed again.
+
+    Add up each rank's own numbers, and call all_reduce() once, at the end.
+    """
+    need(job.of("collective"), "the script itself calls no collectives")
+    found = job.of("again")
+    if len({one["rank"] for one in found}) == len(job.processes):
+        what = "each call of all_reduce() sums what the last call has already summed"
+        yield what, found[0]["place"]
 
 
 @check(RISK, f"datasets_differ wrong_accuracy {APART}", read=16)
@@ -885,7 +942,8 @@ def misprinted(
         until, matches = following[0][0]["time"] if following else float("inf"), {}
         for name, wrong in others.items():
             for line, value, gap, scale in found:
-                if line["time"] < until and abs(value - scale * wrong) <= gap:
+                exact = gap <= 0.01 * abs(value)  # or it may be a coincidence
+                if line["time"] < until and abs(value - scale * wrong) <= gap and exact:
                     near = min(right, key=lambda x: abs(x - wrong))
                     matches[name] = line, value, name, scale * near
         names.update(matches.keys())
@@ -1001,10 +1059,14 @@ def buffers_differ(job):
     several(job)
     rows = [process.of("evaluation") for process in job.processes]
     rows = [[x for x in row if x.get("state") and not x["training"]] for row in rows]
-    need(all(rows), "not every rank validates a network in evaluation mode")
-    for number, row in enumerate(zip(*rows, strict=False), 1):
+    # The last network that a rank validates after a step; its size tells networks apart
+    rows = [{(x["step"], len(x["state"])): x for x in row} for row in rows]
+    both = set.intersection(*map(set, rows))
+    for key in sorted(need(both, "the ranks validate no network after the same step")):
+        row = [found[key] for found in rows]
         if not alike([one["state"] for one in row], 1e-4):
-            yield f"in validation {number}, the ranks' networks differ", row[0]["place"]
+            what = f"after step {key[0]}, the ranks validate networks that differ"
+            yield what, row[0]["place"]
 
 
 @check(RISK, APART, read=16)
@@ -1091,8 +1153,11 @@ def save_in_place(job):
     Write to a temporary file, then os.replace() the old checkpoint with it.
     Right if: you also keep an older checkpoint.
     """
-    written = set()
-    for one in saves(job, "path"):
+    written, found = set(), saves(job, "path")
+    counts = Counter(one["path"] for one in found if one["weights"])
+    if 1 in counts.values():
+        return  # another file keeps older weights
+    for one in found:
         if one["there"] and one["path"] in written:
             what = f"{os.path.basename(one['path'])} is overwritten in place: "
             yield what + "if the job is killed meanwhile, both are lost", one["place"]

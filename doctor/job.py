@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-HANG = 25  # seconds: a job is ended if all its processes wait this long for each other
+HANG = 40  # seconds: a job is ended if all its processes wait this long for each other
 
 
 @dataclass
@@ -128,16 +128,19 @@ def waits(folder: Path) -> bool:
     return all(x["kind"] == "waits" and x["what"] and x["seconds"] > HANG for x in last)
 
 
-def end(process: subprocess.Popen) -> None:
-    """End a command and all processes that it started."""
+def end(process: subprocess.Popen, folder: Path) -> None:
+    """End a command and all processes that record into the folder."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(10)
             break
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    own = f"DOCTOR_FOLDER={folder}\0".encode()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if own in path.read_bytes():
+                os.kill(int(path.parent.name), signal.SIGKILL)
 
 
 def run(command: list[str], folder: Path, **options: str) -> Job:
@@ -163,7 +166,7 @@ def run(command: list[str], folder: Path, **options: str) -> Job:
         interrupted = True
         print("doctor: interrupted; ending the job", file=sys.stderr)
     finally:
-        end(process)
+        end(process, folder)
     time.sleep(0.2)
     job = read(folder)
     job.status, job.hung, job.interrupted = process.returncode, hung, interrupted

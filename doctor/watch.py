@@ -57,7 +57,8 @@ HOROVOD = """allreduce allreduce_ allgather broadcast broadcast_ broadcast_param
 WAITS = """backward synchronize rendezvous init_process_group destroy_process_group
     _sync_buffers _sync_module_states _verify_param_shape_across_processes""".split()
 GIVEN = "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
-PORT = not multiprocessing.parent_process() and os.environ.get("MASTER_PORT")
+SPAWNED = "spawn_main" in str(sys.orig_argv)  # its parent may have chosen the port
+PORT = not SPAWNED and os.environ.get("MASTER_PORT")
 OWN = os.path.dirname(os.path.abspath(__file__))
 NOT_THE_USERS = (OWN, os.path.dirname(torch.__file__), "<")
 LIBRARY = sysconfig.get_path("stdlib")
@@ -230,7 +231,8 @@ class Watch:
         self.optimizers, self.inner, self.scaler, self.scale = {}, None, None, None
         self.depth, self.line, self.collective, self.epoch = 0, "", None, None
         self.step_loader, self.undecided, self.predicted = None, None, None
-        self.optimizer, self.batch = None, (None, None)
+        self.optimizer, self.batch, self.count = None, (None, None), None
+        self.stateful, self.reduced = {}, {}
         self.last_gradient, self.network_began, self.syncs = 0.0, 0.0, Counter()
         self.new_step()
 
@@ -281,7 +283,22 @@ class Watch:
                 new = array("d", map(float.__add__, new, old))
             self.local[id(weight)] = new
 
-    def before_step(self, optimizer: Optimizer, *_) -> None:
+    def before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict):
+        """Record a step before it begins, or after its closure made the gradients."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            return self.begin_step(optimizer)
+
+        def recorded():
+            result = closure()
+            self.begin_step(optimizer)
+            return result
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": recorded}
+        return (args[0], recorded, *args[2:]), kwargs
+
+    def begin_step(self, optimizer: Optimizer) -> None:
         """Keep the gradients and weights of the innermost wrapped optimizer."""
         now = clock()
         if self.inner is not None and self.inner is not optimizer:
@@ -333,6 +350,7 @@ class Watch:
         if isinstance(root, Tensor) and root.numel() == 1 and self.steps < STEPS:
             entry["factor"], entry["reduction"] = factors(root)
             entry["scale"], self.scale = self.scale, None
+            entry["count"], self.count = self.count, None
         for results, where in self.gathered:
             if not any(one.requires_grad for one in tree_leaves(results)):
                 self.now["gathered"] = where
@@ -406,18 +424,27 @@ class Watch:
             self.epoch = None  # the input comes from elsewhere
         elif reads:  # the oldest unused batch: a prefetcher reads ahead
             reads[0][0], self.batch = True, reads[0][1:]
-        part = "forward" if module.training else "validation"
+        training = any(one.training for one in self.modes(module) or [module])
+        part = "forward" if training else "validation"
         self.parts[part] += clock() - self.network_began
         self.ticks += 1
         if trains:
-            self.now["training"] = module.training
+            self.now["training"] = training
             if self.steps < STEPS and "buffers" not in self.now:
                 self.now["buffers"] = sample(own_buffers(module), 8)
         loader = self.epoch and self.epoch["loader"]
-        if not trains or not module.training:
+        if not trains or not training:
             self.evaluation(module, outputs)
         elif self.steps and loader not in (None, self.step_loader):
             self.undecided = module, outputs  # evaluation if no backward() follows
+
+    def modes(self, module: nn.Module) -> list[nn.Module]:
+        """Return the parts of a network for which training mode matters."""
+        if id(module) not in self.stateful:
+            kinds = nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd
+            parts = [one for one in module.modules() if isinstance(one, kinds)]
+            self.stateful[id(module)] = parts
+        return self.stateful[id(module)]
 
     def which(self) -> dict[str, int | None]:
         """Return the number of the loader that gave the last batch, and its epoch."""
@@ -428,11 +455,11 @@ class Watch:
         logits = getattr(outputs, "logits", outputs)
         tensors = [x for x in tree_leaves(logits) if isinstance(x, Tensor)]
         logits = next((x for x in tensors if x.dim() == 2 and x.size(1) > 1), None)
-        fields = {"training": module.training, "network": type(module).__name__}
+        modes = self.modes(module)
+        fields = {"stateful": bool(modes), "network": type(module).__name__}
+        fields["training"] = any(one.training for one in modes or [module])
         fields |= self.which()
         fields |= {"grad": torch.is_grad_enabled(), "place": place()}
-        modes = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
-        fields["stateful"] = any(isinstance(one, modes) for one in module.modules())
         (labels, indices), self.predicted = self.batch, None
         if logits is not None:
             classes = logits.detach().argmax(1).cpu()
@@ -458,14 +485,16 @@ class Watch:
                 self.write("evaluation", hits=hits, indices=None, **fields)
         return result
 
-    def loss(self, call, outputs, target, *args, **kwargs):
-        result = call(outputs, target, *args, **kwargs)
-        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+    def loss(self, call, /, *args, **kwargs):
+        result = call(*args, **kwargs)
+        if torch.compiler.is_compiling() or not inside() or result.numel() != 1:
             return result
-        if inside() and result.numel() == 1 and kwargs.get("weight") is None:
-            count = int((target != kwargs.get("ignore_index", -100)).sum())
-            count = len(target) if target.is_floating_point() else count
-            value = float(result)
+        target = kwargs["target"] if "target" in kwargs else args[1]
+        self.count = len(target)  # the targets over which the loss is a mean
+        if not target.is_floating_point() and kwargs.get("weight") is None:
+            self.count = int((target != kwargs.get("ignore_index", -100)).sum())
+        if not torch.is_grad_enabled():
+            value, count = float(result), self.count
             value /= count if kwargs.get("reduction") == "sum" and count else 1
             fields = self.which() | {"indices": self.batch[1]}
             self.write("loss", value=value, count=count, **fields)
@@ -583,13 +612,28 @@ class Watch:
             # One dimension: the losses of a batch, which many scripts gather to print
             if any(one.requires_grad and one.dim() > 1 for one in tensors):
                 self.gathered.append((args[0], where))
-        began = clock()
+        began, sums = clock(), []
+        adds = kwargs.get("op", dist.ReduceOp.SUM) == dist.ReduceOp.SUM
+        plain = name == "all_reduce" and len(args) == 1 and adds and {*kwargs} <= {"op"}
+        if plain and tensors and tensors[0].numel() <= 16 and not self.now["passes"]:
+            sums = [float(one) for one in tensors[0].flatten().tolist()]
         try:
             return call(*args, **kwargs)
         finally:
+            if any(sums):
+                self.reduce_again(tensors[0], sums, where)
             self.collective, self.ticks = None, self.ticks + 1
             for part in ("communication", f"{name}() in {where}"):
                 self.parts[part] += clock() - began
+
+    def reduce_again(self, tensor: Tensor, before: list, where: str) -> None:
+        """Count how often a sum over all ranks is summed again, with more added."""
+        last, count = self.reduced.get(where, ([], 0))
+        grows = len(last) == len(before) and all(map(float.__ge__, before, last))
+        after, count = [float(x) for x in tensor.flatten().tolist()], count + 1
+        self.reduced[where] = after, count if grows else 0
+        if count == 3 and grows:
+            self.write("again", place=where)
 
     def join(self, call, *args, **kwargs):
         method = kwargs.get("init_method") or (args[1:] or [None])[0]
@@ -649,8 +693,11 @@ class Watch:
         return result
 
     def restored(self, what: str, call, *args, **kwargs):
-        self.write("restored", what=what)
-        return call(*args, **kwargs)
+        result = call(*args, **kwargs)
+        unknown = result.unexpected_keys if what == "weights" else ()
+        lost = bool(unknown) and len(unknown) >= len(args[1])
+        self.write("restored", what=what, place=place(), lost=lost)
+        return result
 
     def schedule(self, call, scheduler, *args, **kwargs):
         call(scheduler, *args, **kwargs)
@@ -793,7 +840,10 @@ def torch_is_there() -> None:
         wrap(owner, "clip_grad_norm_", w.clip, True)
         wrap(owner, "clip_grad_value_", w.clip, False)
     wrap(Optimizer, "load_state_dict", w.restored, "optimizer")
-    wrap(LRScheduler, "load_state_dict", w.restored, "schedule")
+    wrap(nn.Module, "load_state_dict", w.restored, "weights")
+    for owner in (LRScheduler, *LRScheduler.__subclasses__()):
+        if "load_state_dict" in vars(owner):
+            wrap(owner, "load_state_dict", w.restored, "schedule")
     for name in LOSSES:
         wrap(nn.functional, name, w.loss)
     for owner in (dist, c10d):

@@ -25,7 +25,7 @@ LABS = [path for n in NUMBERS for path in ROOT.glob(f"tutorial/labs/{n}_*.py")]
 NAMED = dict(
     zip(
         NUMBERS,
-        """same_samples port_in_use weights_differ file_race not_averaged loss_scale
+        """same_samples own_port weights_differ file_race not_averaged loss_scale
         same_samples same_order same_augmentation wrong_accuracy wrong_accuracy schedule
         datasets_differ clip_order ends_with_an_error buffers_differ loss_scale not_averaged
         batch_counts_differ collectives_differ ddp_keys ends_with_an_error no_optimizer
