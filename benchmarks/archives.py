@@ -4,8 +4,8 @@
 
 One process reads the same images from both, with and without decoding. The benchmark
 also measures how long it takes to index an archive with as many members as ImageNet.
-All times are the process's CPU times, which other programs affect less. The benchmark
-writes benchmarks/results/archives.json in a few minutes.
+All times are the process's CPU times, which depend less on other programs than
+wall-clock times do. It writes benchmarks/results/archives.json in a few minutes.
 """
 
 import os

@@ -110,7 +110,7 @@ def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
 
 
 def fingerprint(dataset: Dataset) -> list[int]:
-    """Return the number of images and, for an ImageFolder, a 48-bit digest of names."""
+    """Return the number of images and, for an ImageFolder, a 48-bit digest of paths."""
     if not isinstance(dataset, ImageFolder):
         return [len(dataset), 0]
     digest = hashlib.blake2b(dataset.paths.view("uint8"), digest_size=6).digest()

@@ -43,7 +43,7 @@ def page(job: jobs.Job, report: Report) -> str:
     for one in report.findings:
         where = f"  [{one.place}]" if one.place else ""
         lines += ["", fill(f"{one.level} {one.check}: {one.what}.{where}")]
-        more = {"To fix it:": one.mend, "It is right if": one.right_if}
+        more = {"To fix it:": one.mend, "It is not a mistake if": one.right_if}
         more["Read:"] = one.read
         lines += [fill(f"{k} {text}", "    ") for k, text in more.items() if text]
     if table := time_table(job):

@@ -59,7 +59,7 @@ def check(level: str, causes: str = "", read: str | int = "pitfalls") -> Callabl
 
     def add(function):
         right, _, mend = function.__doc__.partition(".\n\n")
-        mend, _, right_if = " ".join(mend.split()).partition(" Right if: ")
+        mend, _, right_if = " ".join(mend.split()).partition(" Not a mistake if: ")
         shared = Finding(function.__name__, "", "", right_if, read, level, mend)
         CHECKS.append((function, {*causes.split()}, right, shared))
         return function
@@ -203,7 +203,7 @@ def own_port(job):
     """The processes meet at a free port that the launcher chose.
 
     Omit init_method, rank and world_size, so that the launcher's port is used.
-    Right if: you never run a second job on this machine.
+    Not a mistake if: you never run a second job on this machine.
     """
     for one in job.of("init"):
         if 0 < one["own_port"] < 32768:  # the system picks free ports above
@@ -234,7 +234,7 @@ def batch_counts_differ(job):
     """All ranks have the same number of training batches.
 
     Give each rank the same number, as DistributedSampler does, or use DDP's join().
-    Right if: the loop handles ranks that run out of batches, as join() does.
+    Not a mistake if: the loop handles ranks that run out of batches, as join() does.
     """
     several(job)
     loaders = training(job)
@@ -327,7 +327,7 @@ def steps_differ(job):
     """All ranks take the same number of optimizer steps.
 
     If one rank skips a step, all ranks must skip it: all_reduce the condition.
-    Right if: the ranks' weights are averaged later, or only some ranks train.
+    Not a mistake if: the ranks' weights are averaged later, or only some ranks train.
     """
     several(job)
     counts = {one["rank"]: one["step"] for one in job.of("exit")}
@@ -380,7 +380,7 @@ def same_samples(job):
     """The ranks train on different samples.
 
     Give the DataLoader a DistributedSampler with the global rank.
-    Right if: every rank is meant to read all samples in each epoch.
+    Not a mistake if: every rank is meant to read all samples in each epoch.
     """
     several(job)
     if not job.of("loader"):
@@ -441,7 +441,7 @@ def left_out(job):
 
     Give DistributedSampler the number of processes and the global rank, and call
     set_epoch() on every rank.
-    Right if: the missing samples are left out on purpose.
+    Not a mistake if: the missing samples are left out on purpose.
     """
     loader = training(job)[0]
     stream = loader["sampler"] == "_InfiniteConstantSampler"  # an IterableDataset
@@ -495,7 +495,7 @@ def same_augmentation(job):
     """The ranks draw different random numbers for their samples.
 
     Seed each rank differently: torch.manual_seed(seed + rank).
-    Right if: the random numbers do not affect the samples.
+    Not a mistake if: the random numbers do not affect the samples.
     """
     several(job)
     if True in (inputs := same_inputs(job)):
@@ -541,7 +541,7 @@ def not_restored(job):
     """A resumed run also restores the optimizer and the scheduler.
 
     Call load_state_dict() of the optimizer and of the scheduler, on every rank.
-    Right if: you only want the weights.
+    Not a mistake if: you only want the weights.
     """
     for one in job.of("restored"):
         if one["lost"]:
@@ -574,7 +574,7 @@ def wrong_accuracy(job):
 
     Sum the correct predictions and the samples over all ranks, without the samples
     that DistributedSampler repeats, and divide once.
-    Right if: the line is meant to cover one rank's samples only.
+    Not a mistake if: the line is meant to cover one rank's samples only.
     """
     for line, value, name, right in misprinted(job, "evaluation", accuracies, values):
         what = (
@@ -682,7 +682,7 @@ def summed(job):
     """A step's gradient is the mean over ranks: not the sum, and not divided twice.
 
     Divide by the world size once. DDP and Horovod do that; all_reduce() does not.
-    Right if: the learning rate accounts for it.
+    Not a mistake if: the learning rate accounts for it.
     """
     found, steps = Counter(), compared(job, "gradients")
     size, place = job.world_size, steps[0][0]["place"]
@@ -718,7 +718,7 @@ def loss_scale(job):
     """The loss is divided by the number of micro-batches per step, and by nothing else.
 
     With n micro-batches, divide each one's mean loss by n. DDP averages over ranks.
-    Right if: the learning rate accounts for it, or the factor is meant to be there.
+    Not a mistake if: the learning rate accounts for it, or the factor is intended.
     """
     size, found = max(1, job.world_size), Counter()
     for row in job.steps("passes"):
@@ -749,7 +749,7 @@ def unequal_means(job):
 
     Sum the losses (reduction="sum"), and divide by the number of the targets of all
     passes on all ranks (DDP averages over ranks: multiply by the world size).
-    Right if: each batch should have the same weight, whatever its number of targets.
+    Not a mistake if: each batch should have the same weight.
     """
     seen, found = 0, []
     for row in job.steps("passes"):
@@ -772,7 +772,8 @@ def gathered_without_gradient(job):
 
     Use torch.distributed.nn.functional.all_gather(), or put each rank's own tensor
     back into its list.
-    Right if: the loss does not use the result, or each rank's tensor is put back later.
+    Not a mistake if: the loss does not use the result, or each rank's tensor is put
+    back later.
     """
     steps = need(job.of("step"), "no optimizer took a step")
     if found := [one for one in steps if one.get("gathered")]:
@@ -786,7 +787,7 @@ def clip_order(job):
 
     Clip once per step, after scaler.unscale_(optimizer) and after the gradients are
     averaged.
-    Right if: the gradients are meant to change after they are clipped.
+    Not a mistake if: the gradients are meant to change after they are clipped.
     """
     rows = [row for row in job.steps("gradients") if row[0]["clipped"]]
     for row in need(rows, "no gradients are clipped"):
@@ -847,7 +848,7 @@ def eval_mode(job):
     """Networks train in training mode, and validate in evaluation mode.
 
     Call model.train() at the start of each epoch, and model.eval() before validation.
-    Right if: dropout and batch norm are meant to behave this way.
+    Not a mistake if: dropout and batch norm are meant to behave this way.
     """
     records = need(job.of("evaluation"), "no validation was seen")
     stateful = [one for one in records if one["stateful"]]
@@ -883,7 +884,7 @@ def logged_by_each_rank(job):
     """Lightning averages what the script logs over all ranks.
 
     Call self.log(..., sync_dist=True), or log a metric of torchmetrics.
-    Right if: only the progress bar shows the value.
+    Not a mistake if: only the progress bar shows the value.
     """
     for one in job.of("warning"):
         if "sync_dist=True" in one["text"]:
@@ -909,7 +910,7 @@ def wrong_loss(job):
     """A printed validation loss is the mean over all ranks' samples (or tokens).
 
     Sum the losses and the samples over all ranks, and divide once.
-    Right if: the line is meant to cover one rank or one batch only.
+    Not a mistake if: the line is meant to cover one rank or one batch only.
     """
     found = misprinted(job, "loss", losses, loss_values, least=2)
     for line, value, name, right in found:
@@ -1054,7 +1055,7 @@ def buffers_differ(job):
 
     Broadcast the buffers from rank 0 before validation, or use SyncBatchNorm. Create
     an EMA model only after DDP has made all ranks' weights equal.
-    Right if: the difference does not matter to you.
+    Not a mistake if: the difference does not matter to you.
     """
     several(job)
     rows = [process.of("evaluation") for process in job.processes]
@@ -1075,7 +1076,7 @@ def own_buffers(job):
 
     All-reduce the statistics from which you update them: before each forward pass, DDP
     replaces the other ranks' buffers with rank 0's.
-    Right if: rank 0's statistics alone are good enough.
+    Not a mistake if: rank 0's statistics alone are good enough.
     """
     several(job)
     for row in need(job.steps("buffers"), "no network has such buffers"):
@@ -1091,7 +1092,7 @@ def weights_differ_in_the_end(job):
     """All ranks end with the same weights.
 
     Look for code that changes the weights on one rank only.
-    Right if: only one rank's weights are used.
+    Not a mistake if: only one rank's weights are used.
     """
     several(job)
     weights = [one["weights"] for one in job.of("exit")]
@@ -1117,7 +1118,7 @@ def several_save(job):
     """Only one rank writes each file.
 
     Write files on rank 0 only.
-    Right if: all ranks write the same content, or append single lines.
+    Not a mistake if: all ranks write the same content, or append single lines.
     """
     several(job)
     saved = {one["path"] for one in job.of("save")}
@@ -1151,7 +1152,7 @@ def save_in_place(job):
     """A new checkpoint does not overwrite the only old one in place.
 
     Write to a temporary file, then os.replace() the old checkpoint with it.
-    Right if: you also keep an older checkpoint.
+    Not a mistake if: you also keep an older checkpoint.
     """
     written, found = set(), saves(job, "path")
     counts = Counter(one["path"] for one in found if one["weights"])
@@ -1169,7 +1170,7 @@ def ddp_keys(job):
     """Saved weights are named as in the network without DDP.
 
     Save model.module.state_dict().
-    Right if: you load them only into a DDP model.
+    Not a mistake if: you load them only into a DDP model.
     """
     for one in saves(job, "weights"):
         if one["wrapped"]:
@@ -1182,7 +1183,7 @@ def no_optimizer(job):
     """A checkpoint for resuming contains the optimizer's state.
 
     Also save optimizer.state_dict(), and load it.
-    Right if: you never resume from it.
+    Not a mistake if: you never resume from it.
     """
     for one in saves(job, "weights"):
         if one["counts"] and one["state"] and not one["optimizer"]:
@@ -1196,7 +1197,7 @@ def schedule(job):
     """The learning-rate schedule is as long as the training.
 
     Count the steps of one process: len(loader) times the number of epochs.
-    Right if: the schedule is meant to be longer, or shorter.
+    Not a mistake if: the schedule is meant to be longer, or shorter.
     """
     several(job)
     process, size = job.processes[0], job.world_size

@@ -790,7 +790,7 @@ watch = Watch()
 
 
 def wrap(owner, name: str, method: Callable, *first) -> None:
-    """Replace a function with a Watch method, which gets it and its arguments."""
+    """Replace a function with a Watch method that is given the function to call."""
     call = getattr(owner, name, None)
     if call is None or hasattr(call, "_doctor"):
         return

@@ -45,6 +45,8 @@ TOGETHER = {
         "a schedule for the steps of one process",
         "a checkpoint overwritten in place",
         "a checkpoint of the wrapped model",
+        "no zero_grad",
+        "a log that every process writes",
     ],
     "amp": [
         "clipping of scaled gradients",

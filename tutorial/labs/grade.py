@@ -51,7 +51,7 @@ def differ(one: Tensor, other: Tensor) -> bool:
 
 
 def indices(images: Tensor) -> Tensor:
-    """Return the numbers of images of shape (N, 8), which may be noisy."""
+    """Return the index of each image in (N, 8) images, which may be noisy."""
     return torch.cdist(images, IMAGES).argmin(1)
 
 
