@@ -78,6 +78,9 @@ def examine(job: Job) -> Report:
         except NotChecked as reason:
             report.not_checked[right] = str(reason)
             continue
+        except Exception as error:  # the other checks' findings still count
+            report.not_checked[right] = f"doctor's own error: {error!r}"
+            continue
         if found is None:
             report.right.append(right)
             continue
@@ -311,14 +314,15 @@ def hangs(job):
 
     Find the call that only some ranks make, or the rank that has an extra batch.
     """
-    parts = []
+    parts, stuck = [], []
     for process in job.processes:
         records = [x for x in process.records if x["kind"] not in ("exit", "error")]
         last = records[-1]
         waits = f"waits in {last.get('what')}() at {last.get('place')}"
         does = waits if last["kind"] == "waits" else "has ended"
         parts.append(f"after step {last['step']}, rank {process.rank} {does}")
-    if job.hung:
+        stuck.append(last["kind"] == "waits" and last["seconds"] > 20)
+    if job.hung or (job.interrupted and all(stuck)):
         yield "; ".join(parts), ""
 
 
@@ -373,6 +377,28 @@ def datasets_differ(job):
             if len({one[key] for one in loaders}) > 1:
                 what = f"each rank has a different {how}{first['type']}, and a sampler "
                 yield f"{what}divides its {first['samples']} samples", first["place"]
+    one, other = (used(process.batches(0)) for process in job.processes[:2])
+    if one and len(one & other) < 0.1 * len(one):  # the ranks divide the same indices
+        one, other = map(contents, job.processes[:2])
+        both = one.keys() & other.keys()
+        differ = [index for index in both if one[index] != other[index]]
+        if len(differ) > max(4, 0.5 * len(both)):
+            what = f"{len(differ)} of {len(both)} samples that ranks 0 and 1 have both "
+            what += "read have different contents on the two ranks"
+            yield what, job.loaders()[0]["place"]
+
+
+def contents(process: Process) -> dict[int, int]:
+    """Return hashes of samples by index; {} if a sample's content changes."""
+    found = {}
+    for one in process.batches():
+        pairs = zip(one.get("indices", ()), one.get("rows", ()), strict=False)
+        for index, row in pairs:
+            found.setdefault(index, []).append(row)
+    again = [rows for rows in found.values() if len(rows) > 1]
+    stay = sum(len({*rows}) == 1 for rows in again)
+    fixed = again and stay > 0.9 * len(again)
+    return {index: rows[0] for index, rows in found.items()} if fixed else {}
 
 
 @check(WRONG, "datasets_differ no_process_group", read="04_batches")
@@ -395,7 +421,9 @@ def same_samples(job):
             yield f"{what}the other ranks' networks", job.of("step")[0]["place"]
     loaders, rows = training(job), []
     fixed = not any(one["states"] for p in job.processes for one in p.fetches)
-    own = fixed or len({one["data"] for one in loaders}) > 1
+    seen = [{*chain(*(x.get("rows", ()) for x in p.batches()))} for p in job.processes]
+    own = fixed and all(seen) and not set.intersection(*seen)
+    own = own or len({one["data"] for one in loaders}) > 1
     place, total = loaders[0]["place"], loaders[0]["samples"]
     for process in job.processes:
         batches = process.batches(0)
@@ -599,7 +627,7 @@ def weights_differ(job):
             what += (
                 f": {len(numbers)} of the optimizer's {count} weights, the first is "
             )
-            what += f"number {numbers[0] + 1}; are they outside the DDP model?"
+            what += f"number {numbers[0] + 1}; outside the DDP model, or set later?"
         yield what, first[0]["place"]
 
 
@@ -653,19 +681,20 @@ def not_averaged(job):
         mend = "Call model(x), not model.module(x) or the network inside."
         what += "DDP's forward() is not called, and so DDP averages nothing"
         yield what, place, {"mend": mend}
-    if job.of("ddp") and not all(forwards):
+    if job.of("ddp") and not forwards[-1]:
         without = f"{forwards.count(False)} of {len(forwards)}"
         mend = "Use no_sync() in all passes of a step except the last."
         yield f"{what}no_sync() is active in {without} passes", place, {"mend": mend}
-    if job.of("ddp") and len(numbers) < len(first["gradients"]) // first["each"]:
-        what += (
-            f"{len(numbers)} of the optimizer's weights are not averaged, the first "
-        )
-        mend = (
-            "Create all weights, and let them require gradients, before you wrap the "
-        )
-        mend += "network in DDP; use them only in its forward()."
-        yield f"{what}of them is number {numbers[0] + 1}", place, {"mend": mend}
+    values, each = first["gradients"], first["each"]
+    clipped = [one["clipped"][0]["before"] for one in differ[0][0] if one["clipped"]]
+    if len(clipped) == len(job.processes) and len(clipped[0]) == len(values):
+        numbers = apart(clipped, each) or numbers  # clipping changes all gradients
+    total = sum(any(values[n : n + each]) for n in range(0, len(values), each))
+    if len(numbers) < total:
+        mend = "Average these weights, too. With DDP, create all weights, and let them "
+        mend += "require gradients, before you wrap the network; use its forward()."
+        what += f"{len(numbers)} of {total} weights are not averaged, the first is the "
+        yield f"{what}optimizer's number {numbers[0] + 1}", place, {"mend": mend}
     what += "nothing averages them"
     if not job.of("ddp"):
         own = [x for x in steps if x[0]["optimizer"] == first["optimizer"]]
@@ -996,7 +1025,7 @@ def losses(records: list[dict]) -> tuple[list[float], dict[str, float]]:
         found[f"the mean over the batches of rank {rank} only"] = batches[rank]
         found[f"the loss of rank {rank}'s last batch only"] = row[-1][0]
     found = {name: value for name, value in found.items() if value != right}
-    if max(right, *found.values()) > 50:
+    if max([right, *found.values()]) > 50:
         return [right], found
     found |= [(f"the exponential of {name}", exp(x)) for name, x in found.items()]
     return [right, exp(right)], found
@@ -1115,22 +1144,36 @@ def saves(job: Job, key: str) -> list[dict]:
 
 @check(WRONG, read=20)
 def several_save(job):
-    """Only one rank writes each file.
+    """Only one rank saves each file.
 
-    Write files on rank 0 only.
-    Not a mistake if: all ranks write the same content, or append single lines.
+    Save on rank 0 only.
+    """
+    for path, ranks in writers(saves(job, "path")).items():
+        if len(ranks) > 1:
+            what = f"{os.path.basename(path)} is saved by ranks {sorted(ranks)}"
+            yield f"{what}, which overwrite each other's data", min(ranks.values())
+
+
+@check(RISK, "several_save", read=20)
+def several_write(job):
+    """Only one rank writes each log and each other file.
+
+    Write files on rank 0 only, or give each rank its own file.
+    Not a mistake if: all ranks write the same content, or append whole lines.
     """
     several(job)
-    saved = {one["path"] for one in job.of("save")}
-    paths = {}
-    for one in need([*job.of("save"), *job.of("opened")], "no file was written"):
-        paths.setdefault(one["path"], {})[one["rank"]] = one["place"]
-    paths.pop(None, None)
-    for path in sorted(paths, key=lambda path: path not in saved):
-        if len(ranks := paths[path]) > 1 and not path.startswith("/dev/"):
+    for path, ranks in writers(need(job.of("opened"), "no file was written")).items():
+        if len(ranks) > 1 and not path.startswith("/dev/"):
             what = f"{os.path.basename(path)} is written by ranks {sorted(ranks)}"
-            own = {"level": WRONG if path in saved else RISK}
-            yield f"{what}, which overwrite each other's data", min(ranks.values()), own
+            yield what, min(ranks.values())
+
+
+def writers(records: list[dict]) -> dict[str, dict[int, str]]:
+    """Return, by path, which ranks write the file, and the places where they do it."""
+    paths = {}
+    for one in records:
+        paths.setdefault(one["path"], {})[one["rank"]] = one["place"]
+    return paths
 
 
 @check(WRONG, read="16_sharded")

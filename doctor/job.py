@@ -154,6 +154,7 @@ def run(command: list[str], folder: Path, **options: str) -> Job:
     variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **options}
     variables = {**os.environ, **variables, "DOCTOR_FOLDER": str(folder)}
     hung = interrupted = False
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C
     process = subprocess.Popen(command, env=variables, start_new_session=True)
     try:
         while process.poll() is None and not hung:

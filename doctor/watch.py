@@ -55,7 +55,8 @@ HOROVOD = """allreduce allreduce_ allgather broadcast broadcast_ broadcast_param
     broadcast_optimizer_state broadcast_object allgather_object barrier join""".split()
 # Other functions in which a process waits for others
 WAITS = """backward synchronize rendezvous init_process_group destroy_process_group
-    _sync_buffers _sync_module_states _verify_param_shape_across_processes""".split()
+    _sync_buffers _sync_module_states _verify_param_shape_across_processes
+    connect_to_new_process""".split()
 GIVEN = "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
 SPAWNED = "spawn_main" in str(sys.orig_argv)  # its parent may have chosen the port
 PORT = not SPAWNED and os.environ.get("MASTER_PORT")
@@ -487,13 +488,15 @@ class Watch:
 
     def loss(self, call, /, *args, **kwargs):
         result = call(*args, **kwargs)
-        if torch.compiler.is_compiling() or not inside() or result.numel() != 1:
+        if not inside() or result.numel() != 1 or kwargs.get("weight") is not None:
             return result
         target = kwargs["target"] if "target" in kwargs else args[1]
-        self.count = len(target)  # the targets over which the loss is a mean
-        if not target.is_floating_point() and kwargs.get("weight") is None:
-            self.count = int((target != kwargs.get("ignore_index", -100)).sum())
-        if not torch.is_grad_enabled():
+        validates = not torch.is_grad_enabled()
+        if validates or self.steps < STEPS:
+            self.count = len(target)  # the targets over which the loss is a mean
+            if not target.is_floating_point():
+                self.count = int((target != kwargs.get("ignore_index", -100)).sum())
+        if validates:
             value, count = float(result), self.count
             value /= count if kwargs.get("reduction") == "sum" and count else 1
             fields = self.which() | {"indices": self.batch[1]}
@@ -615,7 +618,8 @@ class Watch:
         began, sums = clock(), []
         adds = kwargs.get("op", dist.ReduceOp.SUM) == dist.ReduceOp.SUM
         plain = name == "all_reduce" and len(args) == 1 and adds and {*kwargs} <= {"op"}
-        if plain and tensors and tensors[0].numel() <= 16 and not self.now["passes"]:
+        early = self.written["collective"] < 1000 and not self.now["passes"]
+        if plain and early and tensors and tensors[0].numel() <= 16:
             sums = [float(one) for one in tensors[0].flatten().tolist()]
         try:
             return call(*args, **kwargs)

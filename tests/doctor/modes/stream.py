@@ -17,6 +17,7 @@ class Stream(IterableDataset):
             yield x[index], x[index, :3].argmax()
 
 
+torch.multiprocessing.set_start_method("fork")  # others run this file again
 dist.init_process_group("gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
 x = torch.randn(98, 8, generator=torch.Generator().manual_seed(0))

@@ -21,6 +21,7 @@ class WeightedShard:
         return iter(drawn[rank::ranks].tolist())
 
 
+torch.multiprocessing.set_start_method("fork")  # others run this file again
 dist.init_process_group("gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
 if rank == 0:
