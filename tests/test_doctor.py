@@ -34,8 +34,7 @@ NAMED = dict(
         strict=True,
     )
 )
-# The others only run with --full
-QUICK = {"plain", "spawn"}
+QUICK = {"plain", "spawn"}  # the others only run with --full
 # Mistakes that are made together in one script
 TOGETHER = {
     "plain": [
