@@ -321,7 +321,8 @@ def hangs(job):
         waits = f"waits in {last.get('what')}() at {last.get('place')}"
         does = waits if last["kind"] == "waits" else "has ended"
         parts.append(f"after step {last['step']}, rank {process.rank} {does}")
-        stuck.append(last["kind"] == "waits" and last["seconds"] > 20)
+        waits = last["kind"] == "waits" and last["what"] and last["seconds"] > 20
+        stuck.append(waits and job.world_size > 1)
     if job.hung or (job.interrupted and all(stuck)):
         yield "; ".join(parts), ""
 
@@ -338,15 +339,15 @@ def steps_differ(job):
     need(len(counts) == len(job.processes), "not every rank ran to the end")
     if len({*counts.values()}) > 1:
         what = ", ".join(f"rank {rank} takes {counts[rank]}" for rank in sorted(counts))
-        level = WRONG if job.of("ddp") else RISK
-        yield f"{what} steps", job.of("step")[0]["place"], {"level": level}
+        yield f"{what} steps", job.of("step")[0]["place"]
 
 
-@check(WRONG, f"{ENDINGS} ends_with_an_error hangs", read=1)
+@check(RISK, f"{ENDINGS} ends_with_an_error hangs", read=1)
 def no_process_group(job):
     """The processes of the job belong to one process group.
 
     Call init_process_group() (or choose a distributed strategy), and wrap the network.
+    Not a mistake if: the processes are meant to train separate networks.
     """
     if job.world_size > 1 and not job.of("rank") and (steps := job.of("step")):
         what = (
@@ -572,7 +573,9 @@ def not_restored(job):
     Not a mistake if: you only want the weights.
     """
     for one in job.of("restored"):
-        if one["lost"]:
+        own = [x for x in job.of("restored") if x["rank"] == one["rank"]]
+        own = [x for x in own if x["what"] == "weights"]  # perhaps a second attempt
+        if one["lost"] and own[-1]["lost"]:
             what = (
                 "load_state_dict() finds none of the network's names in the file, and "
             )
@@ -584,7 +587,7 @@ def not_restored(job):
     states = [one for one in job.of("restored") if one["what"] == "optimizer"]
     ranks = {one["rank"] for one in states}
     sent = any("optimizer" in one["name"] for one in job.of("collective"))
-    if ranks and len(ranks) < len(job.processes) and not sent:
+    if 0 < len(ranks) < len(job.processes) and not sent and not job.interrupted:
         what = f"only ranks {sorted(ranks)} restore the optimizer's state"
         yield what, loads[0]["place"], {"level": WRONG}
     for one in loads:
@@ -718,8 +721,9 @@ def summed(job):
     for row in steps:
         ranks = zip(*(one["local"] for one in row), strict=True)
         local, own = [sum(values) / size for values in ranks], row[0]["gradients"]
-        if row[0]["clipped"] and any(row[0]["clipped"][0]["before"]):
-            own = row[0]["clipped"][0]["before"]
+        clips = [x for x in row[0]["clipped"] if x["which"] == row[0]["which"]]
+        if clips and any(clips[0]["before"]):
+            own = clips[0]["before"]
         square = sum(x * x for x in local)
         if not square or len(own) != len(local):
             continue
@@ -829,11 +833,12 @@ def clip_order(job):
                 yield f"{what}each rank clips its own gradient", place
         last, used = row[0]["clipped"][-1], row[0]["gradients"]
         place, own = last["place"], {"level": RISK}
-        if len(last["before"]) == len(used) and last["norm"]:
+        if last["which"] == row[0]["which"] and last["norm"]:
             if not proportional(last["before"], used):
                 yield f"{what}gradients change after they are clipped", place, own
-        sizes = [len(one["before"]) for one in row[0]["clipped"]]
-        if len(sizes) == len(row[0]["passes"]) > 1 and len({*sizes}) == 1:
+        networks = {one["which"] for one in row[0]["clipped"]}
+        after = {one["passes"] for one in row[0]["clipped"]}
+        if len(after) == len(row[0]["passes"]) > 1 and len(networks) == 1:
             yield f"{what}each micro-batch's gradients are clipped", place, own
 
 

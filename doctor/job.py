@@ -167,7 +167,8 @@ def run(command: list[str], folder: Path, **options: str) -> Job:
         interrupted = True
         print("doctor: interrupted; ending the job", file=sys.stderr)
     finally:
-        end(process, folder)
+        if process.poll() is None:
+            end(process, folder)
     time.sleep(0.2)
     job = read(folder)
     job.status, job.hung, job.interrupted = process.returncode, hung, interrupted

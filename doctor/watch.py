@@ -22,6 +22,7 @@ import threading
 import time
 import traceback
 import warnings
+import weakref
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -114,7 +115,7 @@ def signature(value, depth: int = 0) -> object:
     """Return what tells data sets apart: parts of their tensors, arrays and lists."""
     if isinstance(value, Subset):
         return "Subset", [*map(int, value.indices)]
-    if hasattr(value, "_indices") and hasattr(value, "_data"):  # Hugging Face's
+    if type(value).__module__.startswith("datasets.") and hasattr(value, "_indices"):
         count, chosen = len(value), value._indices
         chosen = chosen.column(0).to_pylist() if chosen else range(count)
         rows = [chosen[i] for i in range(0, count, max(1, count // 16))]
@@ -210,9 +211,26 @@ def length(scheduler) -> int | None:
 
 
 def inside() -> bool:
-    """Return whether a network runs normally: in the main thread, not compiling."""
-    compiles = torch.compiler.is_compiling()
-    return not compiles and threading.current_thread() is threading.main_thread()
+    """Return whether a network runs normally: in the main thread, and not traced."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # vmap(), grad()
+        return False
+    if torch._C._len_torch_dispatch_stack():  # fake tensors
+        return False
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return False
+    return threading.current_thread() is threading.main_thread()
+
+
+def quiet(method: Callable) -> Callable:
+    """Return a hook whose own errors do not end the job."""
+
+    def hook(*args, **kwargs):
+        with contextlib.suppress(Exception):
+            return method(*args, **kwargs)
+
+    return hook
 
 
 class Watch:
@@ -233,7 +251,7 @@ class Watch:
         self.depth, self.line, self.collective, self.epoch = 0, "", None, None
         self.step_loader, self.undecided, self.predicted = None, None, None
         self.optimizer, self.batch, self.count = None, (None, None), None
-        self.stateful, self.reduced = {}, {}
+        self.stateful, self.reduced = weakref.WeakKeyDictionary(), {}
         self.last_gradient, self.network_began, self.syncs = 0.0, 0.0, Counter()
         self.new_step()
 
@@ -269,11 +287,11 @@ class Watch:
             if weight.requires_grad and weight.is_leaf and not known:
                 self.hooked[id(weight)] = len(self.hooked), weight
                 hook = functools.partial(self.gradient, weight)
-                self.handles.append(weight.register_hook(hook))
+                self.handles.append(weight.register_hook(quiet(hook)))
 
     def gradient(self, weight: nn.Parameter, gradient: Tensor) -> None:
         """Keep the gradient of one backward pass, before it is accumulated."""
-        self.last_gradient = clock()
+        self.last_gradient, self.ticks = clock(), self.ticks + 1
         if self.steps < STEPS and inside():
             if id(weight) in self.stepped:
                 old = weight.grad is not None and any(sample([weight.grad], 8))
@@ -292,7 +310,7 @@ class Watch:
 
         def recorded():
             result = closure()
-            self.begin_step(optimizer)
+            quiet(self.begin_step)(optimizer)
             return result
 
         if "closure" in kwargs:
@@ -301,6 +319,8 @@ class Watch:
 
     def begin_step(self, optimizer: Optimizer) -> None:
         """Keep the gradients and weights of the innermost wrapped optimizer."""
+        if self.rank is None and dist.is_initialized():  # by init_device_mesh()
+            self.joined(dist.get_rank(), dist.get_world_size())
         now = clock()
         if self.inner is not None and self.inner is not optimizer:
             self.parts["communication"] += now - self.step_began
@@ -325,8 +345,9 @@ class Watch:
             return  # the outer step of a wrapped optimizer
         now = clock()
         self.parts["optimizer"] += now - self.step_began
-        own = {id(w) for group in optimizer.param_groups for w in group["params"]}
-        self.stepped, self.stale = self.stepped | own, self.stale - own
+        if self.steps < STEPS:
+            own = {id(w) for group in optimizer.param_groups for w in group["params"]}
+            self.stepped, self.stale = self.stepped | own, self.stale - own
         if self.steps < STEPS + TIMED:
             first = self.optimizers.setdefault(id(optimizer), self.steps)
             self.now["optimizer"] = first
@@ -368,6 +389,8 @@ class Watch:
 
     def zero_grad(self, call, optimizer, *args, **kwargs):
         call(optimizer, *args, **kwargs)
+        if self.steps >= STEPS:
+            return
         own = {id(w) for group in optimizer.param_groups for w in group["params"]}
         self.stepped, self.stale = self.stepped - own, self.stale - own
         lost = [key for key in own if self.local.pop(key, None) is not None]
@@ -394,6 +417,8 @@ class Watch:
             own = sorted(whole(weights), key=lambda w: self.hooked.get(id(w), (0,))[0])
             before = sample([one.grad for one in own])
             entry = {"scaled": scaled, "before": before, "place": place()}
+            known = [self.hooked.get(id(one), (None,))[0] for one in own]
+            entry |= {"which": digest(known), "passes": len(self.now["passes"])}
             self.now["clipped"].append({**entry, "norm": norm})
         return call(weights, *args, **kwargs)
 
@@ -441,11 +466,11 @@ class Watch:
 
     def modes(self, module: nn.Module) -> list[nn.Module]:
         """Return the parts of a network for which training mode matters."""
-        if id(module) not in self.stateful:
+        if module not in self.stateful:
             kinds = nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd
             parts = [one for one in module.modules() if isinstance(one, kinds)]
-            self.stateful[id(module)] = parts
-        return self.stateful[id(module)]
+            self.stateful[module] = parts
+        return self.stateful[module]
 
     def which(self) -> dict[str, int | None]:
         """Return the number of the loader that gave the last batch, and its epoch."""
@@ -456,6 +481,8 @@ class Watch:
         logits = getattr(outputs, "logits", outputs)
         tensors = [x for x in tree_leaves(logits) if isinstance(x, Tensor)]
         logits = next((x for x in tensors if x.dim() == 2 and x.size(1) > 1), None)
+        if self.written["evaluation"] >= LIMITS["evaluation"]:
+            return
         modes = self.modes(module)
         fields = {"stateful": bool(modes), "network": type(module).__name__}
         fields["training"] = any(one.training for one in modes or [module])
@@ -488,15 +515,18 @@ class Watch:
 
     def loss(self, call, /, *args, **kwargs):
         result = call(*args, **kwargs)
-        if not inside() or result.numel() != 1 or kwargs.get("weight") is not None:
+        if not inside() or not isinstance(result, Tensor) or result.numel() != 1:
             return result
-        target = kwargs["target"] if "target" in kwargs else args[1]
+        if kwargs.get("weight") is not None:
+            return result
         validates = not torch.is_grad_enabled()
-        if validates or self.steps < STEPS:
-            self.count = len(target)  # the targets over which the loss is a mean
+        few = self.written["loss"] < LIMITS["loss"] if validates else self.steps < STEPS
+        if few:
+            target = kwargs["target"] if "target" in kwargs else args[1]
+            self.count = len(target) if target.dim() else 1  # the loss is their mean
             if not target.is_floating_point():
                 self.count = int((target != kwargs.get("ignore_index", -100)).sum())
-        if validates:
+        if few and validates:
             value, count = float(result), self.count
             value /= count if kwargs.get("reduction") == "sum" and count else 1
             fields = self.which() | {"indices": self.batch[1]}
@@ -618,7 +648,7 @@ class Watch:
         began, sums = clock(), []
         adds = kwargs.get("op", dist.ReduceOp.SUM) == dist.ReduceOp.SUM
         plain = name == "all_reduce" and len(args) == 1 and adds and {*kwargs} <= {"op"}
-        early = self.written["collective"] < 1000 and not self.now["passes"]
+        early = self.reduced.get(where, (0,))[-1] < 12 and not self.now["passes"]
         if plain and early and tensors and tensors[0].numel() <= 16:
             sums = [float(one) for one in tensors[0].flatten().tolist()]
         try:
@@ -632,11 +662,11 @@ class Watch:
 
     def reduce_again(self, tensor: Tensor, before: list, where: str) -> None:
         """Count how often a sum over all ranks is summed again, with more added."""
-        last, count = self.reduced.get(where, ([], 0))
-        grows = len(last) == len(before) and all(map(float.__ge__, before, last))
-        after, count = [float(x) for x in tensor.flatten().tolist()], count + 1
-        self.reduced[where] = after, count if grows else 0
-        if count == 3 and grows:
+        one, last, count, calls = self.reduced.get(where, (None, [], 0, 0))
+        grows = one is tensor and all(map(float.__ge__, before, last))
+        after = [float(x) for x in tensor.flatten().tolist()]
+        self.reduced[where] = tensor, after, count + 1 if grows else 0, calls + 1
+        if count == 2 and grows:
             self.write("again", place=where)
 
     def join(self, call, *args, **kwargs):
@@ -669,6 +699,7 @@ class Watch:
         top = top if isinstance(obj, (dict, list, tuple)) else ()
         fields["counts"] = any(isinstance(one, int) for one in top)
         values = [value for one in found for value in one.values()]
+        values = [one for one in values if isinstance(one, Tensor)]
         shards = [x for one in values for x in getattr(one, "placements", ())]
         fields["shards"] = any(one.is_shard() for one in shards)
         fields["there"] = named and os.path.exists(path)
@@ -679,6 +710,7 @@ class Watch:
         return result
 
     def open(self, call, file, mode="r", *args, **kwargs):
+        result = call(file, mode, *args, **kwargs)
         if {*"wax"} & {*mode} and isinstance(file, (str, os.PathLike)):
             caller = sys._getframe(2)
             name, code = caller.f_globals.get("__name__", ""), caller.f_code.co_filename
@@ -686,7 +718,7 @@ class Watch:
             if not library or name.startswith(("logging", "pathlib")):
                 path = os.path.abspath(os.fsdecode(file))
                 self.write("opened", path=path, place=place(caller))
-        return call(file, mode, *args, **kwargs)
+        return result
 
     def load(self, call, *args, **kwargs):
         result = call(*args, **kwargs)
@@ -698,8 +730,9 @@ class Watch:
 
     def restored(self, what: str, call, *args, **kwargs):
         result = call(*args, **kwargs)
-        unknown = result.unexpected_keys if what == "weights" else ()
-        lost = bool(unknown) and len(unknown) >= len(args[1])
+        unknown = getattr(result, "unexpected_keys", ())
+        state = kwargs.get("state_dict", args[1] if len(args) > 1 else ())
+        lost = bool(unknown) and len(unknown) >= len(state)
         self.write("restored", what=what, place=place(), lost=lost)
         return result
 
@@ -801,9 +834,29 @@ def wrap(owner, name: str, method: Callable, *first) -> None:
 
     @functools.wraps(call)
     def wrapped(*args, **kwargs):
-        return method(*first, call, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return call(*args, **kwargs)
+        results, failed = [], []
+
+        def original(*args, **kwargs):
+            try:
+                results.append(call(*args, **kwargs))
+            except BaseException as error:
+                failed.append(error)
+                raise
+            return results[-1]
+
+        try:
+            return method(*first, original, *args, **kwargs)
+        except Exception as error:
+            if failed or isinstance(error, StopIteration):
+                raise
+            watch.collective = None  # the recorder's own error must not end the job
+            return results[-1] if results else call(*args, **kwargs)
 
     wrapped._doctor = True
+    # TorchScript then compiles the original function
+    wrapped.__script_if_tracing_wrapper, wrapped.__original_fn = True, call
     with contextlib.suppress(AttributeError, TypeError):  # an unusual sys.stdout
         setattr(owner, name, wrapped)
 
@@ -811,11 +864,11 @@ def wrap(owner, name: str, method: Callable, *first) -> None:
 def torch_is_there() -> None:
     """Wrap PyTorch's functions, right after PyTorch has been imported."""
     w, c10d, next_one = watch, dist.distributed_c10d, loaders._BaseDataLoaderIter
-    optimizers.register_optimizer_step_pre_hook(w.before_step)
-    optimizers.register_optimizer_step_post_hook(w.after_step)
+    optimizers.register_optimizer_step_pre_hook(quiet(w.before_step))
+    optimizers.register_optimizer_step_post_hook(quiet(w.after_step))
     module = nn.modules.module
-    module.register_module_forward_pre_hook(w.before_forward)
-    module.register_module_forward_hook(w.after_forward, always_call=True)
+    module.register_module_forward_pre_hook(quiet(w.before_forward))
+    module.register_module_forward_hook(quiet(w.after_forward), always_call=True)
     for owner, name, method in (
         (Optimizer, "add_param_group", w.add_param_group),
         (Optimizer, "zero_grad", w.zero_grad),

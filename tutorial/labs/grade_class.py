@@ -56,9 +56,9 @@ def grade(student: Path) -> dict[str, str]:
             shutil.copyfile(path, labs / path.name)
         command = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session"]
         command += ["--clearenv", "--setenv", "OMP_NUM_THREADS", "1"]
+        command += ["--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp"]
         for shown in ("/usr", "/bin", "/lib", "/lib64", "/etc", *INTERPRETER):
             command += ["--ro-bind-try", shown, shown]
-        command += ["--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp"]
         command += ["--ro-bind", folder, COPY, "--chdir", "/tmp"]
         command += [sys.executable, f"{COPY}/tutorial/labs/grade.py", *scripts]
         try:
