@@ -210,17 +210,20 @@ def length(scheduler) -> int | None:
     return getattr(scheduler, "T_max", getattr(scheduler, "total_steps", None))
 
 
+def traced() -> bool:
+    """Return whether PyTorch compiles, traces or transforms the current code."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return True
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # vmap(), grad()
+        return True
+    if torch._C._len_torch_dispatch_stack():  # fake tensors
+        return True
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def inside() -> bool:
     """Return whether a network runs normally: in the main thread, and not traced."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return False
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # vmap(), grad()
-        return False
-    if torch._C._len_torch_dispatch_stack():  # fake tensors
-        return False
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        return False
-    return threading.current_thread() is threading.main_thread()
+    return not traced() and threading.current_thread() is threading.main_thread()
 
 
 def quiet(method: Callable) -> Callable:
@@ -292,7 +295,7 @@ class Watch:
     def gradient(self, weight: nn.Parameter, gradient: Tensor) -> None:
         """Keep the gradient of one backward pass, before it is accumulated."""
         self.last_gradient, self.ticks = clock(), self.ticks + 1
-        if self.steps < STEPS and inside():
+        if self.steps < STEPS and not traced():  # on GPUs, in a thread of autograd
             if id(weight) in self.stepped:
                 old = weight.grad is not None and any(sample([weight.grad], 8))
                 (self.stale.add if old else self.stale.discard)(id(weight))

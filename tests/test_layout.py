@@ -18,7 +18,7 @@ OPTIONAL = {"common.tar", "common.nvimgcodec"}
 BUDGETS = {"a script with its imports": 1110, "common": 1026, "optional modules": 161}
 BUDGETS |= {"distributed.py": 223, "a script": 245, "a script's strategy": 80}
 BUDGETS |= {"modules of common": 9, "scripts": 954, "tests": 5947}
-BUDGETS |= {"doctor": 2689, "doctor's tests": 900, "entries in the root folder": 20}
+BUDGETS |= {"doctor": 2692, "doctor's tests": 900, "entries in the root folder": 20}
 FOLDERS = ("benchmarks", "docs", "scripts", "tests", "tutorial")
 LIBRARIES = ("torch.distributed", "torch.nn.parallel", "horovod", "apex")
 
