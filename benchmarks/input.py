@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 from torch.utils.data import DataLoader, Dataset
+from torchvision import datasets, transforms
 
-from benchmarks import usual
 from benchmarks.comparison import compare, parse_number, pin_core, speed, write_results
 from benchmarks.photographs import write_photographs
 from common.arguments import build_parser
@@ -36,6 +36,16 @@ DECODERS = ("torchcodec", "nvimgcodec", "pil")
 USUAL = "conventional: Pillow, v1 transforms, float"
 NORMALIZED = "--decoder nvimgcodec, normalized on the CPU"
 CPU = torch.device("cpu")
+# The conventional pipeline: Pillow and torchvision's v1 transforms
+NORMALIZE = transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+USUAL_TRAIN = transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip()
+USUAL_VAL = transforms.Resize(256), transforms.CenterCrop(224)
+
+
+def usual_folder(root: Path, steps: tuple) -> datasets.ImageFolder:
+    """Return a dataset of normalized (3, 224, 224) float32 images."""
+    chain = transforms.Compose([*steps, transforms.ToTensor(), NORMALIZE])
+    return datasets.ImageFolder(str(root), chain)
 
 
 def arguments(folder: Path, *flags: object) -> Namespace:
@@ -73,8 +83,8 @@ class Normalized(Dataset):
 def one_core(folder: Path, rounds: int) -> dict[str, dict]:
     """Measure how fast this process reads single images."""
     cores = pin_core()
-    train_set = usual.folder(folder / "train", usual.TRAIN)
-    val_set = usual.folder(folder / "val", usual.VAL)
+    train_set = usual_folder(folder / "train", USUAL_TRAIN)
+    val_set = usual_folder(folder / "val", USUAL_VAL)
     training = {USUAL: reading(train_set, TRAIN)}
     validation = {USUAL: reading(val_set, VAL)}
     # These two rows and the conventional ones normalize on the CPU; the others do not
@@ -110,7 +120,7 @@ def all_cores(folder: Path, rounds: int) -> dict[str, dict]:
         data, place = build_datasets(args)[0], (0, 1, CPU)
         return build_loader(args, data, indices, *place, training=True)
 
-    data = usual.folder(folder / "train", usual.TRAIN)
+    data = usual_folder(folder / "train", USUAL_TRAIN)
     options = {"num_workers": cores, "persistent_workers": True}
     options |= {"multiprocessing_context": "fork"}  # as in the scripts' loader
     candidates = {USUAL: epoch_of(DataLoader(data, BATCH, sampler=indices, **options))}

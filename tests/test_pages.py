@@ -97,7 +97,7 @@ def flags_of(script):
     path = ROOT / script
     files = [path, path.with_suffix(".py"), ROOT / f"{path.stem}.py"]
     shared = ["common/arguments.py", "benchmarks/comparison.py", "tests/conftest.py"]
-    files += [ROOT / name for name in (*shared, "benchmarks/timings/options.py")]
+    files += [ROOT / name for name in (*shared, "benchmarks/timings/__main__.py")]
     text = "".join(file.read_text() for file in files if file.exists())
     return text + " --help -k -q -x -m"  # the last three are pytest's
 
