@@ -86,9 +86,7 @@ def run(args: argparse.Namespace) -> None:
     for name, why in args.skipped.items():
         print(f"{name} is left out: {why}")
     file = args.output / "report.md"
-    print(
-        f"Within {args.minutes:g} minutes, the report will be in {file}.\n", flush=True
-    )
+    print(f"Within {args.minutes:g} minutes: {file}\n", flush=True)
     last = False
     try:
         measure(args)
