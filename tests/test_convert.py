@@ -8,16 +8,29 @@ from conftest import ROOT, environment, run
 BLOCK = re.compile(r"^ *```python\n(.*?)^ *```", re.M | re.S)
 # Runs in two processes: for each block, the lines before it, and what has to be true after it
 PROGRAM = '''
-import logging, os, sys, textwrap
+import os, sys, textwrap
 import torch, torchvision
 import torch.distributed as dist
 import torch.nn.functional as F
 from itertools import islice
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
-from tqdm import tqdm
+from torchvision.transforms.v2 import MixUp
 
 os.chdir(os.path.dirname(sys.argv[0]))
+try:
+    from torch.utils.tensorboard import SummaryWriter
+except ImportError:  # TensorBoard is not among the tests' requirements
+    class SummaryWriter:
+        def __init__(self, folder):
+            os.makedirs(folder)
+
+        def add_scalar(self, name, value, step):
+            open("runs/first/events", "w").write(f"{name} {value} {step}")
+
+        def close(self):
+            pass
+
 dist.init_process_group("gloo")
 rank, world_size = dist.get_rank(), dist.get_world_size()
 BEFORE = {
@@ -29,12 +42,12 @@ BEFORE = {
         " 'weights.pt') if rank == 0 else None; dist.barrier()",
     "prepare()": "prepare = lambda: {'a': 1}",
     "SummaryWriter": "loss = torch.tensor(2.0); step = 50",
-    "MixUp": "x, y = images[rank::2].view(-1, 1, 2, 2), labels[rank::2]",
+    "MixUp": "x, y = images[rank::2].view(-1, 1, 2, 2), labels[rank::2];"
+        "model(images[rank::2]).pow(2).sum().mul(100).backward()",
     "requires_grad_": "raw_model = torch.nn.Sequential(torch.nn.Linear(4, 4),"
         " torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3)); backbone = raw_model[:2]",
     "IterableDataset": "files = [*range(11)]; read = lambda file: [torch.tensor(file)];"
         "steps_per_epoch = 2",
-    "clip_grad": "model(images[rank::2]).pow(2).sum().mul(100).backward()",
 }
 AFTER = {
     "(loss * world_size).backward()": """
@@ -57,7 +70,20 @@ assert sorted(every[0] + every[1]) == [*range(64)]
     "torch.bincount": "assert matrix.sum() == 8 and [round(float(x), 2) for x in iou] == [0.67, 0.67, 0.5]",
     "resnet18": "assert len(optimizer.param_groups[0]['params']) == 2 and raw_model.fc.out_features == 7",
     "prepare()": "assert content == [{'a': 1}]",
-    "MixUp": "assert y.shape == (32, 1000) and torch.allclose(y.sum(1), torch.ones(32))",
+    "MixUp": """
+assert y.shape == (32, 1000) and torch.allclose(y.sum(1), torch.ones(32))
+assert abs(raw_model.weight.grad.norm() - 1) < 1e-4
+every = [None] * 2
+dist.all_gather_object(every, raw_model.weight.grad)
+assert torch.equal(*every)
+""",
+    "SummaryWriter": """
+if rank == 0:
+    writer.close()
+assert (writer is None) == (rank == 1)
+dist.barrier()
+assert len(os.listdir("runs/first")) == 1
+""",
     "requires_grad_": """
 assert not backbone.training and raw_model.training
 before = [w.clone() for w in backbone.state_dict().values()]
@@ -66,12 +92,12 @@ optimizer.step()
 assert all(map(torch.equal, before, backbone.state_dict().values()))
 """,
     "IterableDataset": """
+seen = list(batches)
 assert len(seen) == 2
 every = [None] * 2
 dist.all_gather_object(every, [x for b in seen for x in b.tolist()])
 assert len({*every[0], *every[1]}) == 8, every
 """,
-    "clip_grad": "assert abs(raw_model.weight.grad.norm() - 1) < 1e-4",
 }
 count = 0
 for block in open("blocks.txt").read().split("\\0"):
