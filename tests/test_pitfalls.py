@@ -140,11 +140,9 @@ page = open(sys.argv.pop()).read()
 os.chdir(os.path.dirname(sys.argv[0]))
 os.makedirs("root/train/cat"), os.makedirs("root/val/cat")
 calls = {
-    3: "assert 1024 < port < 65536",
     8: "assert paths[0].decode() == 'train/cat/1.JPEG';"
         "loader = torch.utils.data.DataLoader([], **options);"
         "assert loader.multiprocessing_context.get_start_method() == 'fork'",
-    15: "assert round(lr, 6) == 0.02",
     18: "torch.save(content, 'all.pt'); assert content['epoch'] == 3",
     19: "assert content['best'] == 0.5",
     20: "assert torch.load(path) == content",
@@ -178,8 +176,7 @@ for section in page.split("\\n### ")[1:]:
             "parts": {"model": net, "optimizer": sgd, "scheduler": scheduler},
             "epoch": 3, "best": 0.5, "path": "a.pt" if number == 20 else "all.pt",
             "content": {"a": 1}, "root": "root", "paths": ["train/cat/1.JPEG", "b"],
-            "seed": 0, "rank": 1, "base_lr": 0.01, "global_batch_size": 512,
-            "warm_up_steps": 10, "losses": torch.ones(4), "step": 7, "block": block,
+            "seed": 0, "rank": 1, "losses": torch.ones(4), "step": 7, "block": block,
             "indices": torch.arange(5, 9),
         }
         exec(block, names)
@@ -232,4 +229,4 @@ def test_the_cures_run_as_they_stand(tmp_path):
     page = ROOT / "docs" / "pitfalls.md"
     variables = {**in_a_group(1), "RANK": "0", "LOCAL_RANK": "0"}
     ended = run("python", tmp_path / "cures.py", page, **variables)
-    assert ended.stdout.endswith("15 cures []\n"), ended.stderr
+    assert ended.stdout.endswith("13 cures []\n"), ended.stderr
