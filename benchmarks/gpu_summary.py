@@ -162,7 +162,7 @@ def problems(summary: dict) -> list[str]:
         found.append(f"commit {summary['commit']}: undo or commit your changes")
     for row in (*summary["tests"], *summary["timings"]):
         if row["commit"] != summary["commit"]:
-            found.append(f"{row['name']} is of commit {row['commit']}: start anew")
+            found.append(f"{row['name']} is of commit {row['commit']}: start again")
         if row["status"] in ("failed", "not run"):
             found.append(f"{row['name']}: {row['status']}: {row['line']}")
     for row in summary["timings"]:
