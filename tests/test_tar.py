@@ -35,7 +35,7 @@ def archives(pictures, tmp_path):
         (pictures / part / "dog").rename(pictures / part / "cat 2")
         (cat / "1.JPEG").rename(cat / f"ünï {'long ' * 30}.jpeg")
         for suffix in (".txt", ".gif", *IMG_EXTENSIONS):
-            shutil.copy(cat / "2.JPEG", cat / f"2{suffix.upper()}")
+            shutil.copy(cat / "2.JPEG", cat / f"a{suffix.upper()}")
         (cat / "._0.JPEG").write_bytes(b"of macOS")
 
     def make(commands):
@@ -117,16 +117,21 @@ def test_the_index_is_kept_until_an_archive_changes(archives, monkeypatch):
     first, again = build_datasets(arguments(made)), build_datasets(arguments(made))
     assert sorted(built) == ["train", "val"]
     assert [*map(fingerprint, first)] == [*map(fingerprint, again)]
+    old = os.stat(made / "val.tar")
+    add = "tar -b 1 -rf val.tar --transform s/a.BMP/b.BMP/ -C ../pictures/val cat/a.BMP"
+    subprocess.run(add.split(), cwd=made, check=True)
+    os.utime(made / "val.tar", ns=(old.st_atime_ns, old.st_mtime_ns))
+    assert len(build_datasets(arguments(made))[1]) == 1 + len(first[1])
     os.utime(made / "train.tar", (0, 0))
     for file in made.glob("val-*.npy"):
         file.write_bytes(b"")  # a crash may leave an empty file
     build_datasets(arguments(made))
-    assert sorted(built) == ["train", "train", "val", "val"]
+    assert sorted(built) == ["train", "train", "val", "val", "val"]
     monkeypatch.setattr(tar.tempfile, "TemporaryDirectory", lambda dir: open("/none"))
     for file in made.glob("*.npy"):
         file.unlink()
     build_datasets(arguments(made))  # as if the folder were read-only
-    assert not [*made.glob("*.npy")] and len(built) == 6
+    assert not [*made.glob("*.npy")] and len(built) == 7
 
 
 @pytest.mark.parametrize(
@@ -143,6 +148,7 @@ def test_the_index_is_kept_until_an_archive_changes(archives, monkeypatch):
         ("cp val.tar x && cat x >> val.tar", "or made by cat"),
         ("mkdir c && ln -s x c/x.png && tar -cf val.tar c", "x.png is a link or"),
         ("mkdir c && truncate -s 1M c/1.png && tar -Scf val.tar c", "or a sparse file"),
+        ("mkdir .c && touch .c/1.png && tar -cf val.tar .c", "val/.c/1.png is hidden"),
         ("mkdir c && touch c/1.png && tar -cf val.tar c", "3 are in only one"),
     ],
 )
