@@ -118,10 +118,10 @@ def test_the_index_is_kept_until_an_archive_changes(archives, monkeypatch):
     assert sorted(built) == ["train", "val"]
     assert [*map(fingerprint, first)] == [*map(fingerprint, again)]
     old = os.stat(made / "val.tar")
-    add = "tar -b 1 -rf val.tar --transform s/a.BMP/b.BMP/ -C ../pictures/val cat/a.BMP"
-    subprocess.run(add.split(), cwd=made, check=True)
+    shutil.copy(made / "train.tar", made / "val.tar")
     os.utime(made / "val.tar", ns=(old.st_atime_ns, old.st_mtime_ns))
-    assert len(build_datasets(arguments(made))[1]) == 1 + len(first[1])
+    again = build_datasets(arguments(made))
+    assert [*map(fingerprint, again)] == [fingerprint(first[0])] * 2
     os.utime(made / "train.tar", (0, 0))
     for file in made.glob("val-*.npy"):
         file.write_bytes(b"")  # a crash may leave an empty file
