@@ -42,8 +42,7 @@ def list_images(root: str, name: str) -> list[bytes]:
     if errors:
         raise errors[0]
     if not found:
-        suffixes = " ".join(IMG_EXTENSIONS)
-        raise UserError(f"{top} has no images ({suffixes}); add some, or delete it")
+        raise UserError(f"{top} has no images ({' '.join(IMG_EXTENSIONS)}); delete it")
     return [os.fsencode(os.path.join(*image)[len(root) :]) for image in sorted(found)]
 
 

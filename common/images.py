@@ -18,8 +18,7 @@ NO_TORCHCODEC = ""  # why Pillow is the default decoder
 try:  # in the training process, not in each loader process
     from torchcodec.decoders import decode_jpeg
 except (ImportError, OSError, RuntimeError) as error:  # or made for another PyTorch
-    reason = error.__cause__ or error
-    NO_TORCHCODEC = (str(reason).strip() or repr(reason)).splitlines()[0]
+    NO_TORCHCODEC = str(error.__cause__ or error).strip().split("\n")[0] or repr(error)
 
 # What decoders raise if a file is damaged, or if their library is missing
 DECODE_ERRORS = (RuntimeError, OSError, ValueError, SyntaxError, EOFError, ImportError)

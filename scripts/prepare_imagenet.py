@@ -37,10 +37,8 @@ def find(source: Path, names: tuple[str, ...]) -> list[Path]:
     return []
 
 
-def images(
-    file: Path, opened: BinaryIO | None = None
-) -> Iterator[tuple[str, bytes, int | None]]:
-    """Yield each image's name and content and, from parquet, its label."""
+def images(file: Path, opened: BinaryIO | None = None) -> Iterator[tuple]:
+    """Yield each image's name, content in bytes and, from parquet, label (or None)."""
     if file.suffix == ".parquet":
         from pyarrow.parquet import ParquetFile
 

@@ -230,6 +230,7 @@ rm train/dog/*; touch train/dog/0.gif: train/dog has no images .*png .*webp
 mkdir {train,val}/.ipynb_checkpoints: val/.ipynb_checkpoints has no images
 cp -r train/dog train/.x; cp -r val/dog val/.x: val/.x/0.JPEG is hidden; .*4 are hidden
 cp -r train/dog .x; mv .x train/dog: train/dog/.x/0.JPEG is hidden; .*8 are hidden
+cd train/dog; for i in {1..20}; do mkdir $(printf %0250d); cd 00*; done: 0: File name too long
 touch train/dog/._0.JPEG: train/dog/._0.JPEG is hidden; .*1 are hidden
 ln -s . train/dog/here; ln -s .. train/dog/up: dog/(up|here) links to a folder above it
 mkdir o; ln -s ../../o train/dog/o; ln -s ../train/dog o/y: train/dog/o/y links to a fo
@@ -241,19 +242,6 @@ def test_bad_folders_are_refused(pictures, case):
     command, message = case.split(": ", 1)
     subprocess.run(["bash", "-ec", command], cwd=pictures, check=True)
     with pytest.raises(UserError, match=message):
-        build_datasets(parse("--data", pictures))
-
-
-def test_an_unreadable_folder_is_refused(pictures, monkeypatch):
-    (pictures / "train" / "dog" / "more").mkdir()
-
-    def scandir(path, listed=os.scandir):
-        if str(path).endswith("more"):
-            raise PermissionError(13, "Permission denied", path)
-        return listed(path)
-
-    monkeypatch.setattr(os, "scandir", scandir)
-    with pytest.raises(UserError, match="train/dog/more: Permission denied"):
         build_datasets(parse("--data", pictures))
 
 

@@ -86,26 +86,19 @@ def test_archives_become_folders_and_a_second_time_what_is_missing(archives, tmp
     assert found == {**files, kept: b"kept"}
 
 
-def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_log(
-    archives, tmp_path, monkeypatch, capsys
+def test_progress_is_lines_in_a_log_and_a_bar_on_a_terminal(
+    archives, monkeypatch, capsys
 ):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
     monkeypatch.setattr(prepare_imagenet, "LINE_INTERVAL", 5)
-    unpack(archives, tmp_path / "log")
-    printed = capsys.readouterr()
-    assert re.findall(".* of .*", printed.out) == [
-        f"{n} images" for n in ("5 of 6", "5 of 12", "10 of 12")
-    ]
-    assert printed.err == ""
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    unpack(archives, tmp_path / "terminal")
-    for part, count in (("val", 6), ("train", 12)):
-        assert re.search(
-            rf"{part}: 100%.* {count}/{count} .* images/s", sys.stderr.getvalue()
-        )
+    unpack(archives, archives.parent / "log")
+    printed, bar = capsys.readouterr(), io.StringIO()
+    lines = "5 of 6 images", "5 of 12 images", "10 of 12 images"
+    assert re.findall(".* of .*", printed.out) == [*lines] and not printed.err
+    bar.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", bar)
+    unpack(archives, archives.parent / "terminal")
+    for line in ("val: 100%.* 6/6 .*images/s", "train: 100%.* 12/12 .*images/s"):
+        assert re.search(line, bar.getvalue())
     assert " of " not in capsys.readouterr().out
 
 
