@@ -160,17 +160,14 @@ def test_a_missing_module_or_launcher_is_one_line(launch, tmp_path):
     (tmp_path / "decoy" / "horovodrun").unlink()
     status, text = launch("horovod_distributed.sh")
     assert status == 2 and " error: horovodrun is missing (scripts/install_" in text
-    for name in "tqdm", "PIL":
-        (tmp_path / "modules" / f"{name}.py").unlink()
-    status, text = launch("distributed.sh", NPROC="2")
-    assert status == 2 and " error: python lacks PIL tqdm; set PYTHON " in text
+    (tmp_path / "modules" / "tqdm.py").unlink()
     status, text = launch("quickstart.sh")
     files = "-r requirements.txt -r requirements/sample.txt\n"
-    assert (status, text.splitlines()[0]) == (
-        2,
-        "using python without installing anything",
-    )
+    assert status == 2 and text.startswith("using python without installing anything\n")
     assert f"python lacks some requirements; run python -m pip install {files}" in text
+    (tmp_path / "modules" / "PIL.py").unlink()
+    status, text = launch("distributed.sh", NPROC="2")
+    assert status == 2 and " error: python lacks PIL tqdm; set PYTHON " in text
 
 
 @pytest.mark.parametrize("name", ("distributed", "dataparallel"))
