@@ -6,7 +6,6 @@
 #
 # The build always includes Gloo, MPI if mpicxx is found, and NCCL if a CUDA toolkit matches PyTorch.
 # The wheel is kept in ~/.cache/horovod-wheels, so another installation takes only seconds.
-# HOROVOD_CAPABILITIES=90 builds faster, but only for compute capability 9.0.
 # Exit status: 0 if installed, 3 if it cannot be built here (one line says why), 1 if the build failed.
 set -euo pipefail
 ROOT=$(dirname "$(dirname "$(realpath "$0")")")
@@ -53,7 +52,7 @@ cuda=()
 nccl=$("$PYTHON" -c 'import nvidia.nccl as n; print(list(n.__path__)[0])' 2>/dev/null || true)
 toolkit=$("${CUDA_HOME:-/none}/bin/nvcc" --version 2>/dev/null | sed -n 's/.*release \([0-9.]*\),.*/\1/p' || true)
 if [ -n "$toolkit" ] && [ -n "$nccl" ] && [ "${toolkit%%.*}" = "${torch_cuda%%.*}" ]; then
-    operations=$operations-nccl-cuda$toolkit${HOROVOD_CAPABILITIES:+-$HOROVOD_CAPABILITIES}
+    operations=$operations-nccl-cuda$toolkit
     cuda=(HOROVOD_GPU_OPERATIONS=NCCL)
 fi
 
@@ -100,8 +99,8 @@ print(sysconfig.get_path('include'))/" horovod/torch/CMakeLists.txt
         ln -s "$nccl/lib/libnccl.so.2" "$work/nccl/lib/libnccl.so"
         ln -s "$nccl/lib/libnccl.so.2" "$work/nccl/lib/libnccl.so.2"
         # Compute capabilities that this toolkit still supports
-        capabilities=${HOROVOD_CAPABILITIES:-$("$CUDA_HOME/bin/nvcc" --list-gpu-code |
-            grep -oE 'sm_(70|75|80|86|89|90|100|120)$' | sed 's/sm_//' | paste -sd, -)}
+        capabilities=$("$CUDA_HOME/bin/nvcc" --list-gpu-code |
+            grep -oE 'sm_(70|75|80|86|89|90|100|120)$' | sed 's/sm_//' | paste -sd, -)
         cuda+=(CUDA_HOME="$CUDA_HOME" CUDAToolkit_ROOT="$CUDA_HOME" HOROVOD_CUDA_HOME="$CUDA_HOME"
             HOROVOD_NCCL_HOME="$work/nccl" HOROVOD_NCCL_LINK=SHARED
             HOROVOD_BUILD_CUDA_CC_LIST="$capabilities" PATH="$CUDA_HOME/bin:$PATH")

@@ -69,11 +69,11 @@ def train(strategy: str, data: str, output: Path, count: int) -> str:
     return f"failed with status {status}" if status else "done"
 
 
-def environment() -> dict[str, str]:
+def environment(gpus: int) -> dict[str, str]:
     """Return the hardware, versions and commit of this run."""
     name = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     device = f"{name[1] if name else 'CPU'}, {len(os.sched_getaffinity(0))} cores"
-    if gpus := torch.cuda.device_count():
+    if gpus:
         device = f"{gpus} x {torch.cuda.get_device_name()}"
     commit = f"git -C {shlex.quote(str(ROOT))} rev-parse HEAD 2>/dev/null"
     return {
@@ -106,7 +106,8 @@ def render(report: dict) -> str:
 def main() -> None:
     """Train all strategies, print the table and draw the curves."""
     data, output = sys.argv[1], Path(sys.argv[2])
-    count = processes(torch.cuda.device_count() or 2)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = processes(gpus or 2)
     # Ctrl-C also reaches the launcher, which ends its processes; wait for it
     interrupted = []
     signal.signal(signal.SIGINT, lambda *_: interrupted.append(True))
@@ -135,7 +136,7 @@ def main() -> None:
             sys.exit(130)
         epochs = curves.read(output / strategy) if status == "done" else []
         runs.append({**run, "status": status, "epochs": epochs})
-    report = {**environment(), "recipe": RECIPE, "runs": runs}
+    report = {**environment(gpus), "recipe": RECIPE, "runs": runs}
     output.mkdir(parents=True, exist_ok=True)
     (output / "quickstart.json").write_text(json.dumps(report, indent=2) + "\n")
     (output / "quickstart.md").write_text(render(report))
