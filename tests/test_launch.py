@@ -79,80 +79,47 @@ def launch(tmp_path):
     return start
 
 
-def shown(words, omp=""):
-    return 0, f"{words} OMP={omp}\n"
+# Script, variables, compute threads, and the command without its flags
+LAUNCHES = """
+distributed | GPUS=0 | 1 | torchrun --standalone --nproc-per-node 2
+distributed | GPUS=3 | 1 | torchrun --standalone --nproc-per-node 3
+distributed | GPUS=3 NPROC=1 | | torchrun --standalone --nproc-per-node 1
+distributed | NPROC=4 LAUNCHER=launch OMP_NUM_THREADS=5 | 5 | python -m torch.distributed.launch --nproc-per-node 4
+apex_distributed | GPUS=2 | 1 | torchrun --standalone --nproc-per-node 2
+dataparallel | GPUS=4 | | python
+multiprocessing_distributed | GPUS=6 | 1 | python
+horovod_distributed | GPUS=0 | 1 | python scripts/horovodrun.py --gloo -np 2 -H localhost:2 python
+horovod_distributed | HOSTS=a:4,b:4 NPROC=8 | 1 | python scripts/horovodrun.py --gloo -np 8 -H a:4,b:4 python
+horovod_distributed | CONTROLLER=mpi NPROC=1 | | mpirun -x PATH -np 1 -H localhost:1 python
+horovod_distributed | CONTROLLER=mpi NCCL_DEBUG=INFO NCCL_IB_HCA=x LD_LIBRARY_PATH=/x | 1 | mpirun -x PATH -x OMP_NUM_THREADS -x LD_LIBRARY_PATH -x NCCL_DEBUG -x NCCL_IB_HCA -np 2 -H localhost:2 python
+"""
 
 
-TORCHRUN = "torchrun --standalone --nproc-per-node {} {}.py --lr 1"
-HOROVOD = "-np {} -H {} python horovod_distributed.py --lr 1"
-GLOO = f"python scripts/horovodrun.py --gloo {HOROVOD}"
-MPI = f"mpirun --allow-run-as-root --bind-to none {{}} {HOROVOD}"
-SPAWN = "python multiprocessing_distributed.py --nprocs {} --lr 1"
-
-
-@pytest.mark.parametrize(
-    "name, variables, words, omp",
-    [
-        ("distributed", "", TORCHRUN.format(2, "distributed"), "1"),
-        ("distributed", "GPUS=3", TORCHRUN.format(3, "distributed"), "1"),
-        ("distributed", "GPUS=3 NPROC=1", TORCHRUN.format(1, "distributed"), ""),
-        (
-            "distributed",
-            "NPROC=4 LAUNCHER=launch OMP_NUM_THREADS=5",
-            "python -m torch.distributed.launch --nproc-per-node 4 distributed.py --lr 1",
-            "5",
-        ),
-        ("apex_distributed", "GPUS=2", TORCHRUN.format(2, "apex_distributed"), "1"),
-        ("dataparallel", "GPUS=4", "python dataparallel.py --lr 1", ""),
-        ("multiprocessing_distributed", "GPUS=6", SPAWN.format(6), "1"),
-        ("horovod_distributed", "", GLOO.format(2, "localhost:2"), "1"),
-        (
-            "horovod_distributed",
-            "HOSTS=a:4,b:4 NPROC=8",
-            GLOO.format(8, "a:4,b:4"),
-            "1",
-        ),
-        (
-            "horovod_distributed",
-            "CONTROLLER=mpi NCCL_DEBUG=INFO NCCL_IB_HCA=x LD_LIBRARY_PATH=/x",
-            MPI.format(
-                "-x PATH -x OMP_NUM_THREADS -x LD_LIBRARY_PATH -x NCCL_DEBUG "
-                "-x NCCL_IB_HCA",
-                2,
-                "localhost:2",
-            ),
-            "1",
-        ),
-        (
-            "horovod_distributed",
-            "CONTROLLER=mpi NPROC=1",
-            MPI.format("-x PATH", 1, "localhost:1"),
-            "",
-        ),
-    ],
-)
-def test_a_launcher_starts_the_command_beside_the_interpreter(
-    launch, name, variables, words, omp
-):
+@pytest.mark.parametrize("line", LAUNCHES.strip().splitlines())
+def test_a_launcher_starts_the_command_beside_the_interpreter(launch, line):
     """Programs of the same names come first on PATH."""
+    name, variables, threads, command = map(str.strip, line.split("|"))
     variables = dict(pair.split("=", 1) for pair in variables.split())
-    assert launch(f"{name}.sh", "--lr", "1", **variables) == shown(words, omp)
+    command = command.replace("mpirun", "mpirun --allow-run-as-root --bind-to none")
+    flags = "--nprocs 6 --lr 1" if name.startswith("multi") else "--lr 1"
+    printed = f"{command} {name}.py {flags} OMP={threads}\n"
+    assert launch(f"{name}.sh", "--lr", "1", **variables) == (0, printed)
 
 
-@pytest.mark.parametrize(
-    "name, variables, line",
-    [
-        ("distributed", "LAUNCHER=x", "LAUNCHER=x is unknown; choose torchrun or "),
-        ("distributed", "NPROC=0", "NPROC=0: set it to the number of processes"),
-        ("distributed", "NPROC=two", "NPROC=two: set it to the number of processes"),
-        ("distributed", "PYTHON=no/python", "PYTHON=no/python is not an interpreter"),
-        ("horovod_distributed", "CONTROLLER=x", "CONTROLLER=x is unknown; choose "),
-    ],
-)
-def test_a_wrong_variable_is_one_line(launch, name, variables, line):
-    status, text = launch(f"{name}.sh", **dict([variables.split("=", 1)]))
-    assert status == 2 and text.startswith(f"{name}.sh: error: {line}")
-    assert text.count("\n") == 1
+WRONG = {
+    "LAUNCHER=x": "LAUNCHER=x is unknown; choose torchrun or launch",
+    "NPROC=0": "NPROC=0: set it to the number of processes, for example 2",
+    "NPROC=two": "NPROC=two: set it to the number of processes, for example 2",
+    "PYTHON=no/python": "PYTHON=no/python is not an interpreter",
+    "CONTROLLER=x": "CONTROLLER=x is unknown; choose gloo or mpi",
+}
+
+
+@pytest.mark.parametrize("variable", WRONG)
+def test_a_wrong_variable_is_one_line(launch, variable):
+    script = "horovod_distributed.sh" if "CONTROLLER" in variable else "distributed.sh"
+    line = f"{script}: error: {WRONG[variable]}\n"
+    assert launch(script, **dict([variable.split("=")])) == (2, line)
 
 
 def test_a_missing_module_or_launcher_is_one_line(launch, tmp_path):
