@@ -166,6 +166,8 @@ def test_scripts_that_set_up_start_their_programs(launch):
         f"python -m scripts.quickstart {digits} runs/quickstart OMP=\n"
     )
     assert launch("quickstart.sh", FAILS="python -m scripts.sample_data")[0] == 1
+    line = "quickstart.sh: error: it takes no arguments, but got --data x\n"
+    assert launch("quickstart.sh", "--data", "x") == (2, line)
     status, text = launch("timings.sh", "--minutes", "4")
     assert text == f"{using}python -m benchmarks.timings --minutes 4 OMP=\n"
     loadfile = "-n 3 --dist loadfile --no-loadscope-reorder"
