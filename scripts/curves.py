@@ -14,7 +14,6 @@ from common.errors import UserError, one_line_errors
 
 try:
     from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator
 except ImportError:
     Figure = None
 
@@ -27,17 +26,12 @@ PANELS = {
 
 def read(run: Path) -> list[dict]:
     """Return the records of a run's epochs; raise a UserError if there are none."""
-    file, records = run / "epochs.jsonl", []
+    file = run / "epochs.jsonl"
     try:
-        for line in file.read_text().splitlines():
-            record = json.loads(line)
-            sum(record[name] for name in ("epoch", *PANELS))  # all are numbers
-            records.append(record)
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
-        what = f"{type(error).__name__}: {error}"
-        raise UserError(f"{file}, line {len(records) + 1}: {what}") from None
+        records = [json.loads(line) for line in file.read_text().splitlines()]
+        [record[name] for record in records for name in ("epoch", *PANELS)]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{file}: {type(error).__name__}: {error}") from None
     if not records:
         raise UserError(f"{file} is empty: no epoch has ended yet")
     return records
@@ -51,9 +45,9 @@ def draw(runs: dict[str, list[dict]]) -> Figure:
     for axes, name in zip(figure.subplots(1, 3), PANELS, strict=True):
         for number, records in enumerate(runs.values()):
             above = len(runs) - 1 - number
+            points = [(record["epoch"] + 1, record[name]) for record in records]
             axes.plot(
-                [record["epoch"] + 1 for record in records],
-                [record[name] for record in records],
+                *zip(*points, strict=True),
                 "o-",
                 linewidth=1.3 + min(0.6, 5 / len(runs)) * above,
                 markersize=4 + min(3.2, 18 / len(runs)) * above,
@@ -65,11 +59,7 @@ def draw(runs: dict[str, list[dict]]) -> Figure:
         axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
         if "loss" in name:
             axes.set_yscale("log")
-            axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
-            axes.yaxis.set_major_formatter("{x:g}")
-            axes.yaxis.set_minor_formatter("{x:g}")
-    columns = max(1, 140 // (max(map(len, runs)) + 9))
-    figure.legend(axes.get_lines(), runs, loc="outside lower center", ncols=columns)
+    figure.legend(axes.get_lines(), runs, loc="outside lower center", ncols=3)
     return figure
 
 

@@ -12,10 +12,14 @@ source "$ROOT/scripts/launcher.sh"
 
 HOSTS=${HOSTS:-localhost:$NPROC}
 case ${CONTROLLER:-gloo} in
-    gloo) launch=(horovodrun --gloo -np "$NPROC" -H "$HOSTS") ;;
-    mpi) launch=(mpirun --allow-run-as-root -np "$NPROC" -H "$HOSTS" --bind-to none -x PATH -x OMP_NUM_THREADS) ;;
+    gloo) program=horovodrun launch=("$PYTHON" "$ROOT/scripts/horovodrun.py" --gloo) ;;
+    mpi)
+        program=mpirun launch=(mpirun --allow-run-as-root --bind-to none)
+        # mpirun passes only the variables that are named
+        for name in PATH ${!OMP_NUM_THREADS*} ${!LD_LIBRARY_PATH*} ${!NCCL_*}; do launch+=(-x "$name"); done
+        ;;
     *) fail "CONTROLLER=$CONTROLLER is unknown; choose gloo or mpi" ;;
 esac
-command -v "${launch[0]}" >/dev/null ||
-    fail "${launch[0]} is missing (scripts/install_horovod.sh builds Horovod, with MPI if Open MPI is installed)"
-exec "${launch[@]}" "$PYTHON" "$ROOT/horovod_distributed.py" "$@"
+command -v "$program" >/dev/null ||
+    fail "$program is missing (scripts/install_horovod.sh builds Horovod, with MPI if Open MPI is installed)"
+exec "${launch[@]}" -np "$NPROC" -H "$HOSTS" "$PYTHON" "$ROOT/horovod_distributed.py" "$@"

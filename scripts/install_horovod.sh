@@ -6,8 +6,6 @@
 #
 # The build always includes Gloo, MPI if mpicxx is found, and NCCL if a CUDA toolkit matches PyTorch.
 # The wheel is kept in ~/.cache/horovod-wheels, so another installation takes only seconds.
-#   HOROVOD_CAPABILITIES=90   build faster, but only for compute capability 9.0
-#   HOROVOD_SOURCE=ARCHIVE    build offline, with the build tools' wheels from the archive's folder
 # Exit status: 0 if installed, 3 if it cannot be built here (one line says why), 1 if the build failed.
 set -euo pipefail
 ROOT=$(dirname "$(dirname "$(realpath "$0")")")
@@ -16,13 +14,11 @@ source "$ROOT/scripts/setup.sh"
 PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
 PYTHON=$(command -v "$PYTHON" || printf %s "$PYTHON")
 case $PYTHON in /*) ;; *) PYTHON=$PWD/$PYTHON ;; esac
-HOROVOD_VERSION=${HOROVOD_VERSION:-0.28.1}
+VERSION=0.28.1
 CACHE=${XDG_CACHE_HOME:-$HOME/.cache}/horovod-wheels
 # An nvcc on PATH may be a link or a wrapper script, but prints its folder.
 nvcc=$(realpath "$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)" 2>/dev/null || true)
 CUDA_HOME=${CUDA_HOME:-$("${nvcc:-false}" --dryrun -x cu /dev/null 2>&1 | sed -n 's|^#\$ _HERE_=\(.*\)/bin$|\1|p' || true)}
-JOBS=${JOBS:-$(nproc)}
-HOROVOD_SOURCE=${HOROVOD_SOURCE:+$(realpath "$HOROVOD_SOURCE")}
 
 say() { printf 'install_horovod: %s\n' "$*"; }
 
@@ -56,34 +52,28 @@ cuda=()
 nccl=$("$PYTHON" -c 'import nvidia.nccl as n; print(list(n.__path__)[0])' 2>/dev/null || true)
 toolkit=$("${CUDA_HOME:-/none}/bin/nvcc" --version 2>/dev/null | sed -n 's/.*release \([0-9.]*\),.*/\1/p' || true)
 if [ -n "$toolkit" ] && [ -n "$nccl" ] && [ "${toolkit%%.*}" = "${torch_cuda%%.*}" ]; then
-    operations=$operations-nccl-cuda$toolkit${HOROVOD_CAPABILITIES:+-$HOROVOD_CAPABILITIES}
+    operations=$operations-nccl-cuda$toolkit
     cuda=(HOROVOD_GPU_OPERATIONS=NCCL)
 fi
 
 wheels=$CACHE/2-torch$torch_version-$python_tag-$machine-$operations
-if compgen -G "$wheels/horovod-$HOROVOD_VERSION-*.whl" >/dev/null; then
+if compgen -G "$wheels/horovod-$VERSION-*.whl" >/dev/null; then
     say "installing the wheel from $wheels"
-    pip_install "$wheels"/horovod-"$HOROVOD_VERSION"-*.whl
+    pip_install "$wheels"/horovod-"$VERSION"-*.whl
     exit 0
 fi
 
-say "building Horovod $HOROVOD_VERSION for PyTorch $torch_version with $operations on $JOBS cores: about 4 minutes of CPU time"
+say "building Horovod $VERSION for PyTorch $torch_version with $operations on $(nproc) cores: about 4 minutes of CPU time"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 build() {
     # The build tools get their own folder. Horovod's CMake files import pkg_resources, which setuptools 81 dropped.
-    if [ -z "$HOROVOD_SOURCE" ]; then
-        pip_install --target "$work/tools" pip 'setuptools<81' wheel packaging \
-            cloudpickle psutil pyyaml cffi cmake ninja
-    elif compgen -G "${HOROVOD_SOURCE%/*}/*.whl" >/dev/null; then
-        pip_install --target "$work/tools" --no-index --no-deps "${HOROVOD_SOURCE%/*}"/*.whl
-    fi
+    pip_install --target "$work/tools" pip 'setuptools<81' wheel packaging cloudpickle psutil pyyaml cffi cmake ninja
     export PYTHONPATH=$work/tools PATH=$work/tools/bin:${PYTHON%/*}:$PATH
-    [ -n "$HOROVOD_SOURCE" ] || "$PYTHON" -m pip download --quiet --no-deps --no-binary :all: \
-        --no-build-isolation -d "$work" "horovod==$HOROVOD_VERSION"
-    tar -xzf "${HOROVOD_SOURCE:-$work/horovod-$HOROVOD_VERSION.tar.gz}" -C "$work"
-    cd "$work/horovod-$HOROVOD_VERSION"
+    "$PYTHON" -m pip download --quiet --no-deps --no-binary :all: --no-build-isolation -d "$work" "horovod==$VERSION"
+    tar -xzf "$work/horovod-$VERSION.tar.gz" -C "$work"
+    cd "$work/horovod-$VERSION"
 
     # PyTorch's headers now need C++20, but Horovod requests C++14. CUDA 13's nvcc needs C++17, not C++11.
     sed -i 's/CMAKE_CXX_STANDARD 14/CMAKE_CXX_STANDARD 20/' CMakeLists.txt horovod/torch/CMakeLists.txt
@@ -99,7 +89,7 @@ print(sysconfig.get_path('include'))/" horovod/torch/CMakeLists.txt
         horovod/runner/js_run.py
     # pip would download setup_requires, which are already installed or unnecessary. Ninja comes from
     # PyPI (make may be missing) and does not accept VERBOSE=1. Debug symbols would be most of a wheel.
-    sed -i -e 's/setup_requires=.*/setup_requires=[],/' -e "s/'VERBOSE=1'/'-j$JOBS'/" \
+    sed -i -e 's/setup_requires=.*/setup_requires=[],/' -e "s/'VERBOSE=1'/'-j$(nproc)'/" \
         -e "s/'RelWithDebInfo'/'Release'/" setup.py
 
     if [ ${#cuda[@]} -gt 0 ]; then
@@ -109,8 +99,8 @@ print(sysconfig.get_path('include'))/" horovod/torch/CMakeLists.txt
         ln -s "$nccl/lib/libnccl.so.2" "$work/nccl/lib/libnccl.so"
         ln -s "$nccl/lib/libnccl.so.2" "$work/nccl/lib/libnccl.so.2"
         # Compute capabilities that this toolkit still supports
-        capabilities=${HOROVOD_CAPABILITIES:-$("$CUDA_HOME/bin/nvcc" --list-gpu-code |
-            grep -oE 'sm_(70|75|80|86|89|90|100|120)$' | sed 's/sm_//' | paste -sd, -)}
+        capabilities=$("$CUDA_HOME/bin/nvcc" --list-gpu-code |
+            grep -oE 'sm_(70|75|80|86|89|90|100|120)$' | sed 's/sm_//' | paste -sd, -)
         cuda+=(CUDA_HOME="$CUDA_HOME" CUDAToolkit_ROOT="$CUDA_HOME" HOROVOD_CUDA_HOME="$CUDA_HOME"
             HOROVOD_NCCL_HOME="$work/nccl" HOROVOD_NCCL_LINK=SHARED
             HOROVOD_BUILD_CUDA_CC_LIST="$capabilities" PATH="$CUDA_HOME/bin:$PATH")
@@ -137,5 +127,5 @@ if [ $status != 0 ]; then
 fi
 mkdir -p "$wheels"
 mv "$work"/wheel/horovod-*.whl "$wheels/"
-pip_install "$wheels"/horovod-"$HOROVOD_VERSION"-*.whl
+pip_install "$wheels"/horovod-"$VERSION"-*.whl
 say "installed; the wheel is in $wheels"

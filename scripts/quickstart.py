@@ -12,6 +12,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,33 +31,49 @@ LAUNCHERS = {
     "horovod_distributed": "horovodrun",
 }
 # Do not mirror digits: they would change. --lr is per 256 images, so 0.05 per 64
+EPOCHS = 8
 RECIPE = (
     "--image-size 64 --global-batch-size 64 --lr 0.2 --warmup-epochs 1 "
-    "--schedule cosine --min-crop 0.5 --no-flip --epochs 8"
+    f"--schedule cosine --min-crop 0.5 --no-flip --epochs {EPOCHS}"
 )
 LINE = "| {:27} | {:10} | {:<9} | {:7} | {:9} | {} |\n"
 
 
-def train(strategy: str, data: str, output: Path, processes: int) -> str:
-    """Run one strategy; return "done", or why it did not finish."""
-    print(f"\n== {strategy}", flush=True)
+def unavailable(strategy: str) -> str | None:
+    """Return why this machine cannot run a strategy, or None if it can."""
     apex = torch.cuda.is_available() and find_spec("apex")
     if strategy == "apex_distributed" and not apex:
         return "needs a GPU and Apex (docs/running.md)"
     if strategy == "horovod_distributed" and not find_spec("horovod"):
         return os.environ.get("HOROVOD_PROBLEM") or "Horovod is not installed"
+    return None
+
+
+def processes(devices: int) -> int:
+    """Return how many processes to start: the batch of 64 must be divisible by it."""
+    return max(number for number in (1, 2, 4, 8) if number <= devices)
+
+
+def epochs_left(output: Path) -> int:
+    """Return the number of epochs that the run in `output` still has to train."""
+    file = output / "epochs.jsonl"
+    return EPOCHS - (file.read_text().count("\n") if file.exists() else 0)
+
+
+def train(strategy: str, data: str, output: Path, count: int) -> str:
+    """Run one strategy; return "done", or that it failed."""
     command = ["bash", str(ROOT / "scripts" / f"{strategy}.sh"), "--data", data]
-    command += [*shlex.split(RECIPE), "--output", str(output / strategy), "--resume"]
-    variables = {**os.environ, "NPROC": str(processes)}
+    command += [*shlex.split(RECIPE), "--output", str(output), "--resume"]
+    variables = {**os.environ, "NPROC": str(count)}
     status = subprocess.run(command, env=variables).returncode
     return f"failed with status {status}" if status else "done"
 
 
-def environment() -> dict[str, str]:
+def environment(gpus: int) -> dict[str, str]:
     """Return the hardware, versions and commit of this run."""
     name = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     device = f"{name[1] if name else 'CPU'}, {len(os.sched_getaffinity(0))} cores"
-    if gpus := torch.cuda.device_count():
+    if gpus:
         device = f"{gpus} x {torch.cuda.get_device_name()}"
     commit = f"git -C {shlex.quote(str(ROOT))} rev-parse HEAD 2>/dev/null"
     return {
@@ -89,23 +106,37 @@ def render(report: dict) -> str:
 def main() -> None:
     """Train all strategies, print the table and draw the curves."""
     data, output = sys.argv[1], Path(sys.argv[2])
-    available = torch.cuda.device_count() or 2
-    # The global batch of 64 must be divisible by the number of processes
-    count = max(number for number in (1, 2, 4, 8) if number <= available)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = processes(gpus or 2)
     # Ctrl-C also reaches the launcher, which ends its processes; wait for it
     interrupted = []
     signal.signal(signal.SIGINT, lambda *_: interrupted.append(True))
-    runs = []
-    for strategy, launcher in LAUNCHERS.items():
-        processes = 1 if strategy == "dataparallel" else count
-        status = train(strategy, data, output, processes)
+    runs, waiting, trained, seconds = [], {}, 0, 0.0
+    for strategy in LAUNCHERS:
+        if not unavailable(strategy):
+            waiting[strategy] = epochs_left(output / strategy)
+    for number, (strategy, launcher) in enumerate(LAUNCHERS.items(), 1):
+        title = f"\n== run {number} of {len(LAUNCHERS)}: {strategy}"
+        if trained and strategy in waiting:
+            minutes = seconds / trained * sum(waiting.values()) / 60
+            title += f" (about {minutes:.1f} minutes left)"
+        print(title, flush=True)
+        run = {"strategy": strategy, "launcher": launcher}
+        run["processes"] = 1 if strategy == "dataparallel" else count
+        status = unavailable(strategy)
+        if status:
+            print(status, flush=True)
+        else:
+            began = time.monotonic()
+            status = train(strategy, data, output / strategy, run["processes"])
+            seconds += time.monotonic() - began
+            trained += waiting.pop(strategy) - epochs_left(output / strategy)
         if interrupted:
             print("\ninterrupted; run the same command to continue", file=sys.stderr)
             sys.exit(130)
-        run = {"strategy": strategy, "launcher": launcher, "processes": processes}
         epochs = curves.read(output / strategy) if status == "done" else []
         runs.append({**run, "status": status, "epochs": epochs})
-    report = {**environment(), "recipe": RECIPE, "runs": runs}
+    report = {**environment(gpus), "recipe": RECIPE, "runs": runs}
     output.mkdir(parents=True, exist_ok=True)
     (output / "quickstart.json").write_text(json.dumps(report, indent=2) + "\n")
     (output / "quickstart.md").write_text(render(report))

@@ -9,6 +9,7 @@
 set -euo pipefail
 ROOT=$(dirname "$(dirname "$(realpath "$0")")")
 source "$ROOT/scripts/setup.sh"
+[ $# = 0 ] || fail "it takes no arguments, but got $*"
 
 set_up requirements.txt requirements/sample.txt
 set_up_horovod

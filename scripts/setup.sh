@@ -24,7 +24,7 @@ find_python() {
 # set_up REQUIREMENTS...: sets PYTHON to an interpreter that has all of these packages. If PYTHON is
 # already set, it installs nothing. Otherwise it creates .venv, with uv if available, or else with pip.
 set_up() {
-    local file files=() marker modules=torch,torchvision,numpy,PIL python
+    local file files=() marker modules=torch,torchvision,numpy,PIL,tqdm python
     for file in "$@"; do files+=(-r "$ROOT/$file"); done
     if [ -n "${PYTHON:-}" ]; then
         find_python

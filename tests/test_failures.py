@@ -1,11 +1,10 @@
 """An error that the user can fix is one line and status 2; others keep their tracebacks."""
 
 import errno
-import shutil
 import sys
 
 import pytest
-from conftest import ROOT, TINY, launcher, run
+from conftest import ROOT, TINY
 from ranks import Ranks, start, train, train_disturbed
 
 import dataparallel
@@ -66,34 +65,3 @@ def test_an_error_of_another_program_keeps_its_traceback(number, pictures, tmp_p
         assert ranks.end() == [1], ranks.text()
         assert "Traceback" in ranks.text() and str(what) in ranks.text()
         assert f"{NAME}.py: error:" not in ranks.text()
-
-
-# --- launch scripts ---
-
-
-def test_an_interpreter_without_pytorch(tmp_path):
-    bare = tmp_path / "python"
-    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')
-    bare.chmod(0o755)
-    for python, line in {
-        str(bare): f"{bare} lacks torch torchvision numpy PIL; ",
-        "/no/python": "PYTHON=/no/python is not an interpreter",
-    }.items():
-        ended = launcher("distributed", PYTHON=python)
-        assert (ended.returncode, ended.stdout) == (2, "")
-        assert ended.stderr.startswith(f"distributed.sh: error: {line}")
-
-
-def test_help_of_a_launcher():
-    ended = launcher("distributed", "--help")
-    assert ended.returncode == 0 and "--global-batch-size" in ended.stdout
-
-
-@pytest.mark.parametrize("name", ("quickstart", "test", "timings", "install_horovod"))
-def test_help_sets_nothing_up(name, tmp_path):
-    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
-    script = tmp_path / "scripts" / f"{name}.sh"
-    ended = run("bash", script, "--help", timeout=10, PYTHON="", HOME=str(tmp_path))
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert f"  bash scripts/{name}.sh" in ended.stdout and "#" not in ended.stdout[:60]
-    assert [file.name for file in tmp_path.iterdir()] == ["scripts"]

@@ -74,11 +74,15 @@ def test_a_link_is_named_if_it_is_clearly_slower(slow):
 
 
 @pytest.mark.parametrize("value", WRONG)
-def test_wrong_input_is_one_line(value):
+def test_wrong_input_is_one_line(value, monkeypatch, capsys):
     flags = [f"--parameters{value}"] if value else []
-    ended = run(sys.executable, "scripts/network.py", *flags)
-    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
-    assert WRONG[value] in ended.stderr and not ended.stdout
+    monkeypatch.setattr(sys, "argv", ["network.py", *flags])
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit, match="2"):
+        network.main()
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == 1 and not printed.out
+    assert printed.err.startswith("network.py: error: ") and WRONG[value] in printed.err
 
 
 @pytest.mark.cluster

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from conftest import ROOT, environment, run
+from conftest import ROOT, environment
 from played import Played, python
 from ranks import free_port
 
@@ -228,5 +228,7 @@ def test_the_cures_run_as_they_stand(tmp_path):
     (tmp_path / "cures.py").write_text(CURES)
     page = ROOT / "docs" / "pitfalls.md"
     variables = {**in_a_group(1), "RANK": "0", "LOCAL_RANK": "0"}
-    ended = run("python", tmp_path / "cures.py", page, **variables)
-    assert ended.stdout.endswith("13 cures []\n"), ended.stderr
+    with Played(tmp_path / "logs") as played:
+        played.start(python, (tmp_path / "cures.py", page), variables)
+        assert played.end() == [0], played.text()
+        assert played.log(0).endswith("13 cures []\n"), played.text()

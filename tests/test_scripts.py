@@ -140,7 +140,7 @@ def test_curves_show_every_run(trained, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["curves.py", str(trained), str(tmp_path)])
     with pytest.raises(SystemExit, match="2"), one_line_errors():
         curves.main()
-    error = f"curves.py: error: {tmp_path}/epochs.jsonl, line 1: KeyError: 'train_loss'"
+    error = f"curves.py: error: {tmp_path}/epochs.jsonl: KeyError: 'train_loss'"
     assert capsys.readouterr().err == f"{error}\n"
 
 

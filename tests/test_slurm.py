@@ -61,10 +61,9 @@ def test_skypilot_starts_torchrun_on_each_node(tmp_path):
     task = yaml.safe_load((ROOT / "deploy" / "skypilot.yaml").read_text())
     (tmp_path / "torchrun").write_text('#!/bin/sh\necho "$@"\n')
     (tmp_path / "torchrun").chmod(0o755)
-    gpus = task["resources"]["accelerators"].split(":")[1]
-    set_ = f"NUM_NODES={task['num_nodes']} NODE_RANK=1 NUM_GPUS_PER_NODE={gpus}".split()
+    set_ = f"NUM_NODES={task['num_nodes']} NODE_RANK=1".split()
     set_ = [f"SKYPILOT_{one}" for one in (*set_, "NODE_IPS=10.0.0.1\n10.0.0.2")]
     path = f"PATH={tmp_path}:/usr/bin:/bin"
     ended = run("env", "-C", tmp_path, path, *set_, "bash", "-euc", task["run"])
-    where = "--nnodes=2 --nproc-per-node=4 --node-rank=1 --master-addr=10.0.0.1"
+    where = "--nnodes=2 --nproc-per-node=gpu --node-rank=1 --master-addr=10.0.0.1"
     assert ended.stdout.startswith(f"{where} --master-port=29500 distributed.py ")

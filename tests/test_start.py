@@ -4,14 +4,19 @@ The project has its own data set and network (start/project), AdamW, one more me
 second loss, and an average of the weights (EMA), which is used for validation.
 """
 
+import os
 import shutil
+import sys
 from collections import Counter
+from pathlib import Path
 
 import numpy
 import pytest
 import torch
-from conftest import ROOT, Started, run, wait_until
+from conftest import ROOT, Started, wait_until
 from PIL import Image
+from played import run_path
+from ranks import Ranks
 from start.project.model import Net
 from torch.utils._pytree import tree_leaves
 from torchvision.transforms import v2
@@ -55,14 +60,25 @@ def project(tmp_path_factory):
             lines += f"{part}/{index}.png,{index % 3}\n"
             Image.fromarray(pixels).save(folder / "pictures" / part / f"{index}.png")
         (folder / "pictures" / f"{part}.csv").write_text(lines)
-    whole = run(*command(folder, "whole"))
-    assert whole.returncode == 0, whole.stderr
+    trained(folder, "whole")
     return folder
 
 
-def command(folder, output, *flags):
-    words = "torchrun --standalone --nproc-per-node 2 train.py".split()
-    return "env", "-C", folder, *words, *FLAGS.split(), "--output", output, *flags
+def train(project: Path, flags: tuple) -> None:
+    """Do what a launcher's process does, but with PyTorch already imported."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "common"]:
+        del sys.modules[name]  # the project has its own
+    os.chdir(project)
+    sys.argv[:] = ["train.py", *flags]
+    run_path("train.py")
+
+
+def trained(folder: Path, output: str, *flags: str) -> str:
+    """Run train.py in two processes; return what rank 0 prints."""
+    flags = (*FLAGS.split(), "--output", output, *flags)
+    with Ranks(folder / "logs", 2, train, project=folder, flags=flags) as ranks:
+        assert ranks.end(120) == [0, 0], ranks.text()
+        return ranks.log(0)
 
 
 def came_to(output):
@@ -79,13 +95,14 @@ def came_to(output):
 def test_a_killed_run_ends_with_the_same_bits(project):
     """The test kills the launcher, and then the other processes end too."""
     saved = project / "killed" / "checkpoint.pt"
-    with Started(saved, command(project, "killed")) as job:
+    command = "torchrun --standalone --nproc-per-node 2 train.py --output killed"
+    command = ("env", "-C", project, *command.split(), *FLAGS.split())
+    with Started(saved, command) as job:
         wait_until(saved.exists, 90, "first checkpoint", interval=0.005)
         job.process.kill()
         job.wait_until_gone(60)
     assert torch.load(saved)["step"] > 0
-    again = run(*command(project, "killed", "--resume"))
-    assert again.returncode == 0, again.stderr
+    trained(project, "killed", "--resume")
     whole, killed = map(came_to, (project / "whole", saved.parent))
     assert whole == killed and len(whole) > 90
 
@@ -108,8 +125,6 @@ def test_validation_is_of_the_average_and_counts_each_picture_once(project):
     name = "layers.4.weight"
     assert not torch.equal(found["state_dict"][name], found["raw_model"][name])
     assert found["recipe"]["z_loss"] == "0.001"  # a resumed run needs the same flag
-    how = ("--evaluate", "--resume", "whole/best.pt")
-    ended = run(*command(project, "new", *how))
-    assert ended.returncode == 0, ended.stderr
-    assert f", top1 {record['val_top1']:.4f}, " in ended.stdout
-    assert f", confidence {record['val_confidence']:.4f}, 25 images" in ended.stdout
+    printed = trained(project, "new", "--evaluate", "--resume", "whole/best.pt")
+    assert f", top1 {record['val_top1']:.4f}, " in printed
+    assert f", confidence {record['val_confidence']:.4f}, 25 images" in printed

@@ -1,0 +1,376 @@
+"""Launch and set-up scripts start the right commands; stand-ins for programs print theirs.
+
+test_scripts.py and others run the real launchers.
+"""
+
+import itertools
+import json
+import os
+import re
+import runpy
+import shlex
+import shutil
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from conftest import ROOT, run
+from torch import multiprocessing
+
+from scripts import network, quickstart
+
+PYTHON = sys.executable
+# In place of an interpreter and of what is beside it; real Python runs `-c CODE` without packages
+PRINT = f"""#!/bin/sh
+name=${{0##*/}}
+[ "$name $1" != "python -c" ] || exec {PYTHON} -S "$@"
+echo "$name" "$@" "OMP=${{OMP_NUM_THREADS-}}"
+case "$name $*" in "${{FAILS:-none}}"*) exit 1 ;; esac
+[ "$name $1" != "uv venv" ] || {{ mkdir -p "$6/bin"; cp "$0" "$6/bin/python"; }}
+"""
+CUDA = """
+import os
+class cuda:
+    is_available = lambda: os.environ["GPUS"] == os.environ.get("USABLE", os.environ["GPUS"]) != "0"
+    device_count = lambda: int(os.environ["GPUS"])
+"""
+MACHINE = dict.fromkeys(("device", "Python", "PyTorch", "torchvision", "commit"), "x")
+MODULES = "torch torchvision numpy PIL tqdm scipy pytest xdist torchcodec matplotlib"
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Run a script with the stand-ins; return its status and what it printed."""
+    (tmp_path / "decoy").mkdir()
+    for name in "python", "torchrun", "horovodrun", "mpirun":
+        for folder, text in (("", PRINT), ("decoy", "#!/bin/sh\necho wrong\n")):
+            (tmp_path / folder / name).write_text(text)
+            (tmp_path / folder / name).chmod(0o755)
+    modules = tmp_path / "modules"
+    modules.mkdir()
+    for name in MODULES.split():
+        (modules / f"{name}.py").write_text(CUDA if name == "torch" else "")
+    (modules / "horovod").mkdir()
+    (modules / "horovod" / "torch.py").touch()
+    smi = tmp_path / "decoy" / "nvidia-smi"
+    smi.write_text('#!/bin/sh\necho "${SMI-GPU 0: H100}"\n[ "$1" = -L ]\n')
+    smi.chmod(0o755)
+
+    def start(script, *flags, root=ROOT, **variables):
+        given = {"GPUS": "0", "SMI": "", "PYTHON": f"{tmp_path}/python", **variables}
+        path = f"PATH={tmp_path}/decoy:/usr/bin:/bin"
+        unset = ("-u", "OMP_NUM_THREADS") if "OMP_NUM_THREADS" not in given else ()
+        given["PYTHONPATH"] = str(modules)
+        command = (
+            "env",
+            "-C",
+            tmp_path,
+            *unset,
+            path,
+            "bash",
+            root / "scripts" / script,
+        )
+        ended = run(*command, *flags, timeout=30, **given)
+        text = (ended.stdout + ended.stderr).replace(f"{root}/", "")
+        return ended.returncode, text.replace(f"{tmp_path}/", "")
+
+    return start
+
+
+# Script, variables, compute threads, and the command without its flags
+LAUNCHES = """
+distributed | GPUS=0 | 1 | torchrun --standalone --nproc-per-node 2
+distributed | GPUS=3 | 1 | torchrun --standalone --nproc-per-node 3
+distributed | GPUS=3 NPROC=1 | | torchrun --standalone --nproc-per-node 1
+distributed | NPROC=4 LAUNCHER=launch OMP_NUM_THREADS=5 | 5 | python -m torch.distributed.launch --nproc-per-node 4
+apex_distributed | GPUS=2 | 1 | torchrun --standalone --nproc-per-node 2
+dataparallel | GPUS=4 | | python
+multiprocessing_distributed | GPUS=6 | 1 | python
+horovod_distributed | GPUS=0 | 1 | python scripts/horovodrun.py --gloo -np 2 -H localhost:2 python
+horovod_distributed | HOSTS=a:4,b:4 NPROC=8 | 1 | python scripts/horovodrun.py --gloo -np 8 -H a:4,b:4 python
+horovod_distributed | CONTROLLER=mpi NPROC=1 | | mpirun -x PATH -np 1 -H localhost:1 python
+horovod_distributed | CONTROLLER=mpi NCCL_DEBUG=INFO NCCL_IB_HCA=x LD_LIBRARY_PATH=/x | 1 | mpirun -x PATH -x OMP_NUM_THREADS -x LD_LIBRARY_PATH -x NCCL_DEBUG -x NCCL_IB_HCA -np 2 -H localhost:2 python
+"""
+
+
+@pytest.mark.parametrize("line", LAUNCHES.strip().splitlines())
+def test_a_launcher_starts_the_command_beside_the_interpreter(launch, line):
+    """Programs of the same names come first on PATH."""
+    name, variables, threads, command = map(str.strip, line.split("|"))
+    variables = dict(pair.split("=", 1) for pair in variables.split())
+    command = command.replace("mpirun", "mpirun --allow-run-as-root --bind-to none")
+    flags = "--nprocs 6 --lr 1" if name.startswith("multi") else "--lr 1"
+    printed = f"{command} {name}.py {flags} OMP={threads}\n"
+    assert launch(f"{name}.sh", "--lr", "1", **variables) == (0, printed)
+
+
+WRONG = {
+    "LAUNCHER=x": "LAUNCHER=x is unknown; choose torchrun or launch",
+    "NPROC=0": "NPROC=0: set it to the number of processes, for example 2",
+    "NPROC=two": "NPROC=two: set it to the number of processes, for example 2",
+    "PYTHON=no/python": "PYTHON=no/python is not an interpreter",
+    "CONTROLLER=x": "CONTROLLER=x is unknown; choose gloo or mpi",
+}
+
+
+@pytest.mark.parametrize("variable", WRONG)
+def test_a_wrong_variable_is_one_line(launch, variable):
+    script = "horovod_distributed.sh" if "CONTROLLER" in variable else "distributed.sh"
+    line = f"{script}: error: {WRONG[variable]}\n"
+    assert launch(script, **dict([variable.split("=")])) == (2, line)
+
+
+def test_a_missing_module_or_launcher_is_one_line(launch, tmp_path):
+    (tmp_path / "horovodrun").unlink()
+    (tmp_path / "decoy" / "horovodrun").unlink()
+    status, text = launch("horovod_distributed.sh")
+    assert status == 2 and " error: horovodrun is missing (scripts/install_" in text
+    (tmp_path / "modules" / "tqdm.py").unlink()
+    status, text = launch("quickstart.sh")
+    files = "-r requirements.txt -r requirements/sample.txt\n"
+    assert status == 2 and text.startswith("using python without installing anything\n")
+    assert f"python lacks some requirements; run python -m pip install {files}" in text
+    (tmp_path / "modules" / "PIL.py").unlink()
+    status, text = launch("distributed.sh", NPROC="2")
+    assert status == 2 and " error: python lacks PIL tqdm; set PYTHON " in text
+
+
+@pytest.mark.parametrize("name", ("distributed", "dataparallel"))
+def test_gpus_that_pytorch_cannot_use_are_one_line(launch, name):
+    """The driver is too old, or PyTorch is a build for CPUs; the driver lists the GPUs."""
+    for variables in ({"NPROC": "2"}, {"GPUS": "4", "USABLE": "0"}):
+        status, text = launch(f"{name}.sh", SMI="GPU 0: H100", **variables)
+        assert (status, text.count("\n")) == (2, 1)
+        assert (
+            f"{name}.sh: error: nvidia-smi lists GPUs that PyTorch cannot use" in text
+        )
+    cpu = {"SMI": "GPU 0: H100", "NPROC": "2"}
+    for variables in (
+        {**cpu, "CUDA_VISIBLE_DEVICES": ""},
+        {**cpu, "CUDA_VISIBLE_DEVICES": "-1"},
+        {"SMI": "No devices found."},
+        {"SMI": "GPU 0: H100", "GPUS": "2"},
+    ):
+        assert launch(f"{name}.sh", **variables)[0] == 0
+    assert "nproc-per-node 2 " in launch("distributed.sh", GPUS="4", USABLE="0")[1]
+
+
+def test_scripts_that_set_up_start_their_programs(launch):
+    using = "using python without installing anything\n"
+    digits = "sample_data/digits"
+    status, text = launch("quickstart.sh")
+    assert status == 0 and text == (
+        f"{using}python -m scripts.sample_data {digits} OMP=\n"
+        f"python -m scripts.quickstart {digits} runs/quickstart OMP=\n"
+    )
+    assert launch("quickstart.sh", FAILS="python -m scripts.sample_data")[0] == 1
+    line = "quickstart.sh: error: it takes no arguments, but got --data x\n"
+    assert launch("quickstart.sh", "--data", "x") == (2, line)
+    status, text = launch("timings.sh", "--minutes", "4")
+    assert text == f"{using}python -m benchmarks.timings --minutes 4 OMP=\n"
+    loadfile = "-n 3 --dist loadfile --no-loadscope-reorder"
+    status, text = launch("test.sh", "-k", "x", CI="")
+    assert text == f"{using}python -m pytest {loadfile} -k x OMP=\n"
+    status, text = launch("test.sh", "--mutations", "word", CI="")
+    assert text == f"{using}python tests/mutations.py word OMP=\n"
+
+
+def test_the_environment_is_installed_once(launch, tmp_path):
+    """With uv, and again after a failure or a change of the requirements."""
+    root = tmp_path / "project"
+    shutil.copytree(ROOT / "scripts", root / "scripts")
+    shutil.copytree(ROOT / "requirements", root / "requirements")
+    shutil.copy(ROOT / "requirements.txt", root)
+    (tmp_path / "decoy" / "python3").write_text(f'#!/bin/sh\nexec {PYTHON} "$@"\n')
+    (tmp_path / "decoy" / "uv").write_text(PRINT)
+    for name in "python3", "uv":
+        (tmp_path / "decoy" / name).chmod(0o755)
+
+    def installed(**variables):
+        status, text = launch("timings.sh", root=root, PYTHON="", **variables)
+        return status, [line for line in text.splitlines() if line.startswith("uv ")]
+
+    files = "-r requirements.txt -r requirements/report.txt -c requirements/constraints.txt OMP="
+    pip = "uv pip install --quiet --python .venv/bin/python"
+    venv = "uv venv --quiet --seed --python python3 .venv OMP="
+    auto = f"{pip} --torch-backend=auto {files}"
+    status, lines = installed(FAILS="uv pip")
+    assert status == 1 and [*lines[:2], *lines[3:]] == [venv, auto, f"{pip} {files}"]
+    assert lines[2].startswith("uv cannot use PyTorch's own index: ")
+    assert installed() == (0, [auto])
+    assert installed() == (0, [])
+    (root / "requirements.txt").write_text("torch\n")
+    assert len(installed()[1]) == 1
+
+
+def test_help_of_a_launcher_ends_with_that_of_its_script(launch):
+    status, text = launch("distributed.sh", "--help")
+    assert status == 0 and text.startswith("DistributedDataParallel under torchrun")
+    assert text.endswith("\npython distributed.py --help OMP=\n")
+
+
+@pytest.mark.parametrize("name", ("quickstart", "test", "timings", "install_horovod"))
+def test_help_sets_nothing_up(name, tmp_path):
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    script = tmp_path / "scripts" / f"{name}.sh"
+    ended = run("bash", script, "--help", timeout=10, PYTHON="", HOME=str(tmp_path))
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert f"  bash scripts/{name}.sh" in ended.stdout and "#" not in ended.stdout[:60]
+    assert [file.name for file in tmp_path.iterdir()] == ["scripts"]
+
+
+# --- quickstart.py, network.py, multiprocessing_distributed.py ---
+
+
+@pytest.mark.parametrize(
+    "devices, count", [(1, 1), (2, 2), (3, 2), (4, 4), (6, 4), (8, 8), (16, 8)]
+)
+def test_the_quickstart_divides_its_batch(devices, count):
+    assert quickstart.processes(devices) == count and 64 % count == 0
+
+
+def test_the_quickstart_resumes_each_run_and_shows_how_long_the_rest_takes(
+    tmp_path, monkeypatch, capsys
+):
+    commands, clock = [], itertools.count(0, 120)  # each run takes two minutes
+    record = dict.fromkeys(("train_loss", "val_loss", "val_top1", "seconds"), 1)
+
+    def train(command, env):
+        commands.append((Path(command[1]).stem, env["NPROC"], command[-1]))
+        output = tmp_path / commands[-1][0]
+        assert command[command.index("--output") + 1] == str(output)
+        output.mkdir(exist_ok=True)
+        lines = [json.dumps({**record, "epoch": epoch}) + "\n" for epoch in range(8)]
+        (output / "epochs.jsonl").write_text("".join(lines))
+        return SimpleNamespace(returncode=3 * (output.name == "horovod_distributed"))
+
+    half = tmp_path / "multiprocessing_distributed"
+    half.mkdir()
+    (half / "epochs.jsonl").write_text("{}\n" * 6)  # it was interrupted
+    monkeypatch.setattr(quickstart.subprocess, "run", train)
+    monkeypatch.setattr(quickstart.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(quickstart, "find_spec", lambda name: name == "horovod")
+    monkeypatch.setattr(quickstart, "environment", lambda _: MACHINE)
+    monkeypatch.setattr(quickstart.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(quickstart.torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(quickstart.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["quickstart", "data", str(tmp_path)])
+    with pytest.raises(SystemExit, match="True"):  # one has failed
+        quickstart.main()
+    assert commands == [
+        ("dataparallel", "1", "--resume"),
+        ("distributed", "2", "--resume"),
+        ("multiprocessing_distributed", "2", "--resume"),
+        ("horovod_distributed", "2", "--resume"),
+    ]
+    printed = capsys.readouterr().out
+    assert re.findall(r"^== run (.*)", printed, re.M) == [
+        "1 of 5: dataparallel",  # then 8 + 2 + 8 epochs are left, after 8 in 2 minutes
+        "2 of 5: distributed (about 4.5 minutes left)",
+        "3 of 5: multiprocessing_distributed (about 2.5 minutes left)",
+        "4 of 5: apex_distributed",
+        "5 of 5: horovod_distributed (about 2.7 minutes left)",
+    ]
+    assert re.search(r"^\| horovod_.*\| failed with status 3 \|$", printed, re.M)
+
+
+def test_an_interrupted_quickstart_starts_no_other_run(tmp_path, monkeypatch, capsys):
+    """The launcher may end with any status; the signal is the test's own."""
+    started = []
+
+    def train(command, env):
+        started.append(command)
+        os.kill(os.getpid(), signal.SIGINT)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(quickstart.subprocess, "run", train)
+    monkeypatch.setattr(sys, "argv", ["quickstart", "data", str(tmp_path)])
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit, match="130"):
+        quickstart.main()
+    signal.signal(signal.SIGINT, before)
+    assert len(started) == 1 and not (tmp_path / "quickstart.json").exists()
+    assert "run the same command to continue\n" in capsys.readouterr().err
+
+
+def test_the_bus_bandwidth_of_hosts_with_several_processes(monkeypatch, capsys):
+    """An all-reduce of all four ranks of two hosts, in 1 s for each GB."""
+
+    def gather(places, _):
+        places[:] = [("a", "CPU"), ("a", "CPU"), ("b", "CPU"), ("b", "CPU")]
+
+    names = ("init_process_group", "new_group", "destroy_process_group")
+    job = dict.fromkeys(names, lambda *_: None) | {"all_gather_object": gather}
+    job |= {"get_rank": lambda: 0, "get_world_size": lambda: 4}
+    monkeypatch.setattr(network, "dist", SimpleNamespace(**job))
+    asked = []
+
+    def seconds(data, ranks, group=None):
+        asked.append(ranks)
+        return data.nbytes / 1e9
+
+    monkeypatch.setattr(network, "all_reduce_seconds", seconds)
+    monkeypatch.setattr(network.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr(sys, "argv", ["network.py"])
+    network.main()
+    assert asked == [[0, 1, 2, 3]] * (len(network.SIZES) + 1)
+    printed = capsys.readouterr().out
+    assert "rank 2: b, CPU\n" in printed and "a - b: busbw 1.500 GB/s\n" in printed
+    assert f"{2**28:11,} {2**28 / 1e6:10.3f}       1.000       1.500\n" in printed
+
+
+@pytest.mark.parametrize("status", (-9, 1, 2))
+def test_mp_spawn_names_the_process_that_was_killed(status, monkeypatch):
+    """After a UserError, whose status is 2, the process has printed its line."""
+    script = str(ROOT / "multiprocessing_distributed.py")
+    text = f"process 1 ended: {status}"
+
+    def spawn(*_, **__):
+        raise multiprocessing.ProcessExitedException(text, 1, 7, status)
+
+    monkeypatch.setattr(multiprocessing, "spawn", spawn)
+    monkeypatch.setattr(sys, "argv", [script, "--synthetic", "4"])
+    error = SystemExit if status == 2 else multiprocessing.ProcessExitedException
+    with pytest.raises(error, match="^2$" if status == 2 else f"^{text}$"):
+        runpy.run_path(script, run_name="__main__")
+
+
+# --- horovodrun.py ---
+
+RANK = """
+import os, sys, time
+rank, status = os.environ["HOROVOD_RANK"], int(sys.argv[1])
+print("rank", rank, *map(os.isatty, (1, 2)), flush=True)
+if rank == "1":
+    time.sleep(1)
+    print("script.py: error: what to do", file=sys.stderr)
+    os.kill(os.getpid(), 9) if status == 9 else sys.exit(status)
+time.sleep(60)
+"""
+
+
+@pytest.mark.horovod
+@pytest.mark.parametrize(
+    "status, code, last",
+    [
+        (2, 2, "script.py: error: what to do"),
+        (9, 137, "horovodrun: error: rank 1 ended with status 137 (SIGKILL)"),
+    ],
+)
+def test_horovodrun_prints_what_the_processes_print(status, code, last, tmp_path):
+    """The first run is on a terminal, which each process sees."""
+    (tmp_path / "rank.py").write_text(RANK)
+    command = [PYTHON, "scripts/horovodrun.py", "--gloo", "-np", "2", PYTHON]
+    command += [str(tmp_path / "rank.py"), str(status)]
+    if status == 2:
+        command = ["script", "-qec", shlex.join(command), "/dev/null"]
+    ended = run(*command)
+    text = (ended.stdout + ended.stderr).replace("\r", "")
+    assert (ended.returncode, text.splitlines()[-1]) == (code, last), text
+    for rank in 0, 1:
+        line = f"rank {rank} {status == 2} {status == 2}\n"
+        assert line in text and f":{line}" not in text
+    assert "Traceback" not in text
