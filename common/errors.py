@@ -1,6 +1,9 @@
 """Reports errors that the user can fix, in one line and with exit status 2."""
 
+import json
+import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,13 +17,23 @@ class UserError(Exception):
 def one_line_errors() -> Iterator[None]:
     """Print a UserError as one line and exit with status 2.
 
-    Every process prints its own line. All other exceptions keep their traceback.
+    Every process prints its own line. torchrun's processes write it to the file that
+    torchrun prints last. All other exceptions keep their traceback.
+
+    Source: https://docs.pytorch.org/docs/stable/elastic/errors.html
     """
     try:
         yield
     except UserError as error:
         # DataLoader puts the traceback of its loader process before the message
         message = " ".join(str(error).rpartition("UserError: ")[2].split())
-        script = Path(sys.argv[0]).name
-        print(f"{script}: error: {message}", file=sys.stderr, flush=True)
+        line = f"{Path(sys.argv[0]).name}: error: {message}"
+        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            # Torchrun ends the others before they report what local rank 0 reports, too
+            time.sleep(0 if os.environ["LOCAL_RANK"] == "0" else 5)
+            extra = {"timestamp": str(int(time.time()))}
+            content = {"message": {"message": line, "extraInfo": extra}}
+            Path(file).write_text(json.dumps(content))
+        else:
+            print(line, file=sys.stderr, flush=True)
         sys.exit(2)
