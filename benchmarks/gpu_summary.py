@@ -5,6 +5,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from importlib import metadata
@@ -15,6 +16,7 @@ import torch
 import torchvision
 
 from benchmarks.comparison import commit, gpu_names
+from common.errors import UserError
 
 FORMAT = 1
 GPU = ("name", "driver_version", "memory.total", "power.limit", "clocks.max.sm")
@@ -148,4 +150,47 @@ def write(folder: Path) -> None:
             if row["status"] != "passed":
                 print(f"  {row['status']}: {row['name']}: {row['line']}")
     file.write_text(json.dumps(summary, indent=1) + "\n")
-    print(f"The summary is {file}; docs/gpus.md says how to send it.")
+    print(f"The summary is {file}; docs/measure.md says how to send it.")
+
+
+def problems(summary: dict) -> list[str]:
+    """Return a line for each figure that is missing or impossible."""
+    found, speeds = [], {}
+    gpus = summary["machine"]["gpus"] or [{"memory.total": 0.0}]
+    memory = min(gpu["memory.total"] for gpu in gpus)
+    if not re.fullmatch("[0-9a-f]{40}", summary["commit"]):
+        found.append(f"commit {summary['commit']}: undo or commit your changes")
+    for row in (*summary["tests"], *summary["timings"]):
+        if row["commit"] != summary["commit"]:
+            found.append(f"{row['name']} is of commit {row['commit']}: start anew")
+        if row["status"] in ("failed", "not run"):
+            found.append(f"{row['name']}: {row['status']}: {row['line']}")
+    for row in summary["timings"]:
+        got, name = row["found"], row["name"]
+        speed = got.get("images_per_second", 0.0)
+        speeds[row["strategy"], row["processes"]] = speed
+        alone = speeds.get((row["strategy"], 1)) or speed
+        if row["status"] == "passed" and not speed > 0:
+            found.append(f"{name}: {speed} images/s")
+        elif speed > 1.05 * row["processes"] * alone:
+            found.append(f"{name}: {speed / alone:.2f} times as fast as one GPU")
+        if got.get("peak_memory_mib", 0.0) > memory:
+            found.append(f"{name}: more than the GPU's {memory:.0f} MiB")
+        if got.get("images", 0) != got.get("steps", 0) * row["batch"]:
+            found.append(f"{name}: {got['images']} images in {got['steps']} steps")
+    if not {"distributed", "dataparallel"} <= {strategy for strategy, _ in speeds}:
+        found.append("timings are missing: run scripts/gpu_check.sh --last-failed")
+    return found
+
+
+def check(file: Path) -> None:
+    """Print what is impossible or missing in a summary; then exit with status 2."""
+    try:
+        found = problems(json.loads(file.read_text()))
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{file}: {error!r}") from None
+    for line in found:
+        print(f"{file.name}: {line}", file=sys.stderr)
+    if found:
+        sys.exit(2)
+    print(f"{file.name}: nothing is missing, and all figures are possible")

@@ -2,40 +2,41 @@
 
     python -m benchmarks.input [ROUNDS]
 
-On one core, the benchmark reads single images for training and for validation. On all
-cores, it reads batches from a DataLoader with one process per core. It generates JPEG
-files, prints median ratios with quartiles and writes benchmarks/results/input.json.
+On one core, the benchmark reads single images for training and for validation, and
+measures which part of the time decoding takes. It generates JPEG files, prints median
+ratios with quartiles and writes benchmarks/results/input.json.
 """
 
 import os
 import tempfile
-import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
+from torchvision import datasets, transforms
 
-from benchmarks import usual
 from benchmarks.comparison import compare, parse_number, pin_core, speed, write_results
 from benchmarks.photographs import write_photographs
 from common.arguments import build_parser
-from common.data import (
-    MEAN,
-    STD,
-    DeviceLoader,
-    SeededDataset,
-    build_datasets,
-    build_loader,
-)
+from common.data import MEAN, STD, SeededDataset, build_datasets
 from common.errors import one_line_errors
+from common.images import DECODERS
 
-TRAIN, VAL, BATCH = 384, 256, 64
-DECODERS = ("torchcodec", "nvimgcodec", "pil")
+TRAIN, VAL = 384, 256
 USUAL = "conventional: Pillow, v1 transforms, float"
 NORMALIZED = "--decoder nvimgcodec, normalized on the CPU"
-CPU = torch.device("cpu")
+# The conventional pipeline: Pillow and torchvision's v1 transforms
+NORMALIZE = transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+USUAL_TRAIN = transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip()
+USUAL_VAL = transforms.Resize(256), transforms.CenterCrop(224)
+
+
+def usual_folder(root: Path, steps: tuple) -> datasets.ImageFolder:
+    """Return a dataset of normalized (3, 224, 224) float32 images."""
+    chain = transforms.Compose([*steps, transforms.ToTensor(), NORMALIZE])
+    return datasets.ImageFolder(str(root), chain)
 
 
 def arguments(folder: Path, *flags: object) -> Namespace:
@@ -70,57 +71,38 @@ class Normalized(Dataset):
         return self.dataset[index][0].float().sub_(self.mean).div_(self.std)
 
 
-def one_core(folder: Path, rounds: int) -> dict[str, dict]:
-    """Measure how fast this process reads single images."""
+def crop(height: int, width: int) -> tuple[int, int, int, int]:
+    """Choose a random part of an image, as for training."""
+    shape = torch.empty(height, width, device="meta")
+    return USUAL_TRAIN[0].get_params(shape, (0.08, 1.0), (3 / 4, 4 / 3))
+
+
+def one_core(folder: Path, rounds: int) -> dict[str, dict | list]:
+    """Measure how fast this process reads single images, and how fast it decodes."""
     cores = pin_core()
-    train_set = usual.folder(folder / "train", usual.TRAIN)
-    val_set = usual.folder(folder / "val", usual.VAL)
-    training = {USUAL: reading(train_set, TRAIN)}
-    validation = {USUAL: reading(val_set, VAL)}
+    training = {USUAL: reading(usual_folder(folder / "train", USUAL_TRAIN), TRAIN)}
+    validation = {USUAL: reading(usual_folder(folder / "val", USUAL_VAL), VAL)}
     # These two rows and the conventional ones normalize on the CPU; the others do not
     train_set, val_set = build_datasets(arguments(folder, "--decoder", "nvimgcodec"))
     training[NORMALIZED] = reading(Normalized(Training(train_set, 0)), TRAIN)
     validation[NORMALIZED] = reading(Normalized(val_set), VAL)
-    for name in DECODERS:
+    files = [path.read_bytes() for path in sorted(folder.glob("train/*/*"))]
+    decoding = {}
+    for name, decode in DECODERS.items():
         train_set, val_set = build_datasets(arguments(folder, "--decoder", name))
         training[f"--decoder {name}"] = reading(Training(train_set, 0), TRAIN)
         validation[f"--decoder {name}"] = reading(val_set, VAL)
-    works = {"training": training, "validation": validation}
+        decoding[name] = speed(lambda file, decode=decode: decode(file, crop), files)
+    works = {"validation": validation, "training": training | decoding}
     rows = {name: compare(f"{name}, one core", works[name], rounds) for name in works}
     os.sched_setaffinity(0, cores)
-    return rows
-
-
-def all_cores(folder: Path, rounds: int) -> dict[str, dict]:
-    """Measure how fast this process gets batches from one loader process per core."""
-    cores = len(os.sched_getaffinity(0))
-    indices = [*range(TRAIN)] * 3
-
-    def epoch_of(loader: Iterable) -> Callable[[], float]:
-        def measure() -> float:
-            began = time.perf_counter()
-            batches = loader.epoch(0) if isinstance(loader, DeviceLoader) else loader
-            images = sum(len(labels) for _, labels in batches)
-            return images / (time.perf_counter() - began)
-
-        return measure
-
-    def own_loader(decoder: str) -> DeviceLoader:
-        args = arguments(folder, "--decoder", decoder, "-b", BATCH, "-j", cores)
-        data, place = build_datasets(args)[0], (0, 1, CPU)
-        return build_loader(args, data, indices, *place, training=True)
-
-    data = usual.folder(folder / "train", usual.TRAIN)
-    options = {"num_workers": cores, "persistent_workers": True}
-    options |= {"multiprocessing_context": "fork"}  # as in the scripts' loader
-    candidates = {USUAL: epoch_of(DataLoader(data, BATCH, sampler=indices, **options))}
-    candidates[NORMALIZED] = epoch_of(own_loader("nvimgcodec"))
+    rows["parts"] = []
     for name in DECODERS:
-        loader = own_loader(name)
-        loader.copy = lambda *batch: batch  # the device would normalize it
-        candidates[f"--decoder {name}"] = epoch_of(loader)
-    title = f"training, {cores} loader processes on {cores} cores"
-    return {"loader": compare(title, candidates, rounds)}
+        alone = 1000 / rows["training"].pop(name)["value"]["median"]
+        whole = 1000 / rows["training"][f"--decoder {name}"]["value"]["median"]
+        row = {"--decoder": name, "ms_per_image": whole, "decoding": alone}
+        rows["parts"].append(row | {"crop,_resize,_flip": whole - alone})
+    return rows
 
 
 def main() -> None:
@@ -129,7 +111,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         images = write_photographs(Path(folder), TRAIN, VAL)
         print(f"{images}, {rounds} rounds")
-        results = one_core(Path(folder), rounds) | all_cores(Path(folder), rounds)
+        results = one_core(Path(folder), rounds)
     write_results("input", {"rounds": rounds, "photographs": [images], **results})
 
 

@@ -123,7 +123,7 @@ def expected(gpus: int) -> dict[str, str]:
 
 
 def tables() -> dict[str, list[dict[str, str]]]:
-    """Return the tables of docs/scaling.md."""
+    """Return the tables of docs/understand.md."""
     published, runs = ([compared(*case) for case in t] for t in (PUBLISHED, WHOLE_RUNS))
     rows = [expected(gpus) for gpus in GPUS]
     return {"expected": rows, "published": published, "whole_runs": runs}
@@ -163,7 +163,7 @@ def print_table(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Write the tables of docs/scaling.md, or print the user's table."""
+    """Write the tables of docs/understand.md, or print the user's table."""
     args = arguments()
     if args.step_milliseconds:
         print_table(args)

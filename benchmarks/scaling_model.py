@@ -5,7 +5,7 @@ ring of n processes sums a vector of M bytes in 2 (n - 1) sequential messages of
 bytes each, because every part travels around the ring twice: once to add up its values,
 once to distribute the sum.
 
-Sources: docs/scaling.md.
+Sources: docs/understand.md.
 """
 
 import math

@@ -118,16 +118,8 @@ def timed(
     return measure
 
 
-def measure_in_turns(
-    script: ModuleType, rounds: int, loops: Callable[..., dict], start: Callable
-) -> dict[str, dict]:
-    """Run a script's main(), but measure train() instead of training.
-
-    Args:
-        loops: loops(args, loader, model) returns the loops to compare with train(); the
-            first one is the baseline.
-        start: calls main() with one process's arguments.
-    """
+def measure_in_turns(script: ModuleType, rounds: int) -> dict[str, dict]:
+    """Run a script's main(), but measure train() instead of training."""
     train, found = script.train, {}
 
     class Measured(Exception):
@@ -149,25 +141,25 @@ def measure_in_turns(
 
     script.train = measure
     try:
-        start()
+        script.main(script.arguments())
     except Measured:
         return found
     raise RuntimeError(f"{script.__name__}.py did not call its train()")
+
+
+def loops(args: Namespace, loader: DeviceLoader, model: nn.Module) -> dict:
+    """Return the loops to compare with train(); the first one is the baseline."""
+    # Both use one model: on a CPU, its place in memory can change speed by 5 %
+    bare = bare_loop(loader, model, args.precision)
+    return {BARE: bare, USUAL: usual_loop(args, loader)}
 
 
 def one_process(output: str, rounds: str, *flags: str) -> None:
     """Measure as one of the two processes."""
     script = importlib.import_module("distributed")
 
-    def loops(args: Namespace, loader: DeviceLoader, model: nn.Module) -> dict:
-        # Both use one model: on a CPU, its place in memory can change speed by 5 %
-        bare = bare_loop(loader, model, args.precision)
-        return {BARE: bare, USUAL: usual_loop(args, loader)}
-
     sys.argv[1:] = flags
-    rows = measure_in_turns(
-        script, int(rounds), loops, lambda: script.main(script.arguments())
-    )
+    rows = measure_in_turns(script, int(rounds))
     if dist.get_rank() == 0:
         Path(output).write_text(json.dumps(rows))
     dist.barrier()

@@ -16,7 +16,6 @@ This script generates the text between <!-- KIND ... --> and <!-- /KIND --> in a
     ratios UNIT RESULTS PART   measurements, and their ratios to the first one
     machine RESULTS            the machine and versions in that file
     checks FILE.py             doctor's checks and what their docstrings say
-    gpus FOLDER                the speeds in the summaries that readers sent
 """
 
 import ast
@@ -166,30 +165,8 @@ def checks(source: str) -> str:
     return "".join(lines)
 
 
-def gpus(source: str) -> str:
-    """Return a table of each strategy's speeds in the summaries in a folder."""
-    text = "| GPUs | strategy | 1 GPU | all GPUs | speedup | MiB | PyTorch | file |\n"
-    text += "| --- | --- | --- | --- | --- | --- | --- | --- |\n"
-    files = sorted((ROOT / source).glob("*.json"))
-    for path in files:
-        summary, speeds = json.loads(path.read_text()), {}
-        names = [gpu["name"] for gpu in summary["machine"]["gpus"]]
-        for row in summary["timings"]:
-            if row["kind"] == "train" and row["status"] == "passed":
-                speeds.setdefault(row["strategy"], {})[row["processes"]] = row["found"]
-        for strategy, found in speeds.items():
-            if not {1, len(names)} <= found.keys():
-                continue  # a strategy that could not be timed on all GPUs
-            one, every = (found[n]["images_per_second"] for n in (1, len(names)))
-            row = [f"{len(names)} x {names[0]}", strategy, cell(one), cell(every)]
-            row += [f"{every / one:.2f}", cell(found[1]["peak_memory_mib"])]
-            row += [summary["versions"]["torch"], path.name]
-            text += f"| {' | '.join(row)} |\n"
-    return text if files else "No summaries have been received yet.\n"
-
-
 MAKERS = (region, statement, paragraph, diff, output, file, table, ratios, machine)
-MAKERS += (checks, gpus)
+MAKERS += (checks,)
 KINDS = {make.__name__: make for make in MAKERS}
 
 

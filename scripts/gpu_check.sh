@@ -5,7 +5,7 @@
 #   bash scripts/gpu_check.sh --last-failed      # only tests that failed or did not run, and missing timings
 #   bash scripts/gpu_check.sh --rehearse-gpu     # only what can run on a CPU, at small sizes
 #
-# It installs nothing, keeps existing timings and writes OUTPUT/summary.json (docs/gpus.md; OUTPUT: runs/gpu_check).
+# It installs nothing, keeps existing timings and writes OUTPUT/summary.json (docs/measure.md; OUTPUT: runs/gpu_check).
 # It takes at most MINUTES (9). GPU_TIMINGS=no runs only the tests. Exit status: 1 if anything failed or did not run.
 set -euo pipefail
 began=$(date +%s)

@@ -127,7 +127,7 @@ def copy(tmp_path_factory):
         ("common/errors.py", "from tests.ranks import Net", "imports tests"),
         ("common/model.py", "import distributed as d", "imports distributed"),
         ("horovod_distributed.py", "import distributed", "imports distributed"),
-        ("apex_distributed.py", "from benchmarks import usual", "imports benchmarks"),
+        ("apex_distributed.py", "from benchmarks import input", "imports benchmarks"),
         ("docs/make.py", "from scripts import quickstart", "imports scripts"),
         ("docs/make.py", "import sys\nsys.path.append('')", "docs.make: sys.path"),
         ("distributed.py", "import os\n" * 76, "strategy: "),

@@ -97,7 +97,7 @@ def flags_of(script):
     path = ROOT / script
     files = [path, path.with_suffix(".py"), ROOT / f"{path.stem}.py"]
     shared = ["common/arguments.py", "benchmarks/comparison.py", "tests/conftest.py"]
-    files += [ROOT / name for name in (*shared, "benchmarks/timings/options.py")]
+    files += [ROOT / name for name in (*shared, "benchmarks/timings/__main__.py")]
     text = "".join(file.read_text() for file in files if file.exists())
     return text + " --help -k -q -x -m"  # the last three are pytest's
 
@@ -137,7 +137,7 @@ def test_named_tests_exist_and_every_pitfall_has_its_parts():
         assert f"def {function}(" in (ROOT / file).read_text(), f"{file}::{function}"
     page = TEXTS["docs/pitfalls.md"]
     index, *sections = page.split("\n### ")
-    assert [int(text.split(".")[0]) for text in sections] == list(range(1, 23))
+    assert [int(text.split(".")[0]) for text in sections] == list(range(1, 29))
     for number, text in enumerate(sections, 1):
         assert f"](#{number}-" in index, number
         assert re.findall(r"\n\*\*(\w+\.)", text) == ["Cause.", "Fix."], number

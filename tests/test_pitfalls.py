@@ -18,13 +18,23 @@ CITED = (
     "[Rank 1] Watchdog caught",
     "RuntimeError: ProcessGroupNCCL is only",
     "RuntimeError: Distributed package doesn't",
+    "  exitcode  : -9",
+    "RuntimeError: DataLoader worker (pid 22040) is killed",
+    "RuntimeError: received 0 items of ancdata",
+    "RuntimeError: CUDA error: invalid device ordinal",
+    "torch.distributed.DistBackendError: NCCL error",
+    "ncclSystemError",
+    "AssertionError: Gradients were computed more than",
 )
 # Mistakes that one process can make
 ALONE = """
-import argparse, os, socket, sys, tempfile, traceback
+import argparse, os, resource, socket, sys, tempfile, traceback
 from datetime import timedelta
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 
 os.chdir(os.path.dirname(sys.argv[0]))
@@ -49,11 +59,19 @@ def port(listener):
 wrong(dist.init_process_group, "gloo")
 with socket.socket() as listener:
     listener.bind(("", 0))
+    free = port(listener)
     one = f"tcp://127.0.0.1:{port(listener)}"
     wrong(dist.init_process_group, "gloo", one, None, 1, 0)
 two = {"init_method": one, "rank": 0, "timeout": timedelta(seconds=3)}
 wrong(dist.init_process_group, "gloo", world_size=2, **two)
 wrong(dist.init_process_group, "nccl", world_size=1, **two)
+late = timedelta(seconds=1)
+wrong(dist.TCPStore, "127.0.0.1", free, is_master=False, timeout=late)
+endpoint = {"backend": "c10d", "endpoint": f"127.0.0.1:{free}", "run_id": "1"}
+hosts = {"min_nodes": 2, "max_nodes": 2, "is_host": False, "read_timeout": 1}
+wrong(create_backend, RendezvousParameters(**endpoint, **hosts))
+os.environ["GLOO_SOCKET_IFNAME"] = "eth9"
+wrong(dist.init_process_group, "gloo", one, None, 1, 0)
 
 net = torch.nn.Linear(2, 2)
 wrong(net.load_state_dict, {f"module.{name}": w for name, w in net.state_dict().items()})
@@ -66,6 +84,16 @@ load({"weights": torch.zeros(1)})
 wrong(ImageFolder, ".")
 os.mkdir("cat")
 wrong(ImageFolder, ".")
+
+def killed(sample):
+    os.kill(os.getpid(), 9)
+
+def keep(*sets, **options):
+    return [*DataLoader(*sets, num_workers=1, multiprocessing_context="fork", **options)]
+
+wrong(keep, [torch.zeros(1)], collate_fn=killed)
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+wrong(keep, [torch.zeros(1)] * 200)
 """
 # Mistakes that need two processes: rank 0 has one batch fewer in "uneven"; rank 1 sleeps in
 # "silent", and leaves out a parameter in "branch"
@@ -100,7 +128,7 @@ parser.parse_args()
 """
 
 # Runs each fix, and checks what the page says about it, in one process
-CURES = """
+CURES = '''
 import argparse, ctypes, gc, os, random, re, signal, socket, sys
 from datetime import timedelta
 import numpy
@@ -117,10 +145,19 @@ calls = {
         "loader = torch.utils.data.DataLoader([], **options);"
         "assert loader.multiprocessing_context.get_start_method() == 'fork'",
     15: "assert round(lr, 6) == 0.02",
-    16: "assert 0 <= accuracy(raw_model, loader, 'cpu') <= 1",
     18: "torch.save(content, 'all.pt'); assert content['epoch'] == 3",
     19: "assert content['best'] == 0.5",
     20: "assert torch.load(path) == content",
+    24: "assert torch.multiprocessing.get_sharing_strategy() == 'file_system'",
+    28: """
+losses[1] = float("nan")
+try:
+    exec(block)
+except SystemExit as problem:
+    assert str(problem) == "rank 1, step 7: samples [6]"
+else:
+    raise ValueError("a NaN was not seen")
+""",
 }
 count = 0
 for section in page.split("\\n### ")[1:]:
@@ -142,14 +179,15 @@ for section in page.split("\\n### ")[1:]:
             "epoch": 3, "best": 0.5, "path": "a.pt" if number == 20 else "all.pt",
             "content": {"a": 1}, "root": "root", "paths": ["train/cat/1.JPEG", "b"],
             "seed": 0, "rank": 1, "base_lr": 0.01, "global_batch_size": 512,
-            "warm_up_steps": 10,
+            "warm_up_steps": 10, "losses": torch.ones(4), "step": 7, "block": block,
+            "indices": torch.arange(5, 9),
         }
         exec(block, names)
         exec(calls.pop(number, ""), names)
         assert dist.is_initialized()
         dist.destroy_process_group()
 print(count, "cures", sorted(calls))
-"""
+'''
 
 
 def in_a_group(size):

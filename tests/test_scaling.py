@@ -1,4 +1,4 @@
-"""Test the model of docs/scaling.md and its tables."""
+"""Test the model of docs/understand.md and its tables."""
 
 import json
 import re
@@ -38,7 +38,7 @@ def test_a_pause_takes_as_long_with_any_number_of_gpus():
 
 
 def test_the_page_has_the_figures_of_the_model():
-    page = (ROOT / "docs" / "speed.md").read_text()
+    page = (ROOT / "docs" / "measure.md").read_text()
     for images, one, eight, _ in scaling.SYNTHETIC.values():
         assert f" | {images:,} | {one:,} | {eight:,} | {eight / one:.2f} | " in page
     for gpus, seconds in scaling.KEMPNER.items():

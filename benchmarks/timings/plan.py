@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ import torch
 from torchvision.datasets.folder import find_classes
 
 from benchmarks.comparison import KEEP_MEMORY, ROOT, gpu_names
+from benchmarks.gpu_summary import nvidia_smi
 from benchmarks.photographs import write_photographs
 from benchmarks.timings.measure import Candidate
 from benchmarks.timings.statistics import AGAIN
@@ -21,12 +21,6 @@ from common.model import best_precision
 IMAGES = 64  # distinct ones in the generated JPEG dataset
 CLASSES = 1000  # as for random images, so that both modes train the same model
 STEPS = 400  # per epoch with the generated dataset
-GPU = (
-    "memory.used",
-    "clocks.sm",
-    "power.draw",
-    "temperature.gpu",
-)  # nvidia-smi's names
 
 
 def complete(args: argparse.Namespace) -> None:
@@ -128,27 +122,18 @@ def candidates(args: argparse.Namespace, mode: str) -> list[Candidate]:
     sizes += [(n, each * most // n) for n in counts if not each * most % n]
     named = {f"{n} x {share}": (n, share) for n, share in sizes}
     named[f"{most} x {each}{AGAIN}"] = (most, each)
-    found = [candidate(args, args.base, "synthetic", *one) for one in named.items()]
-    return [*found, candidate(args, args.base, "jpeg", f"{most} x {each} JPEG")]
+    return [candidate(args, args.base, "synthetic", *one) for one in named.items()]
 
 
-def gpus() -> list[dict[str, float]]:
-    """Query the GPU fields (MiB, MHz, W, °C) of each GPU; [] if nvidia-smi fails."""
-    words = ["nvidia-smi", "-i", ",".join(gpu_names()), f"--query-gpu={','.join(GPU)}"]
-    words += ["--format=csv,noheader,nounits"]
-    try:
-        asked = subprocess.run(words, capture_output=True, text=True, timeout=30)
-        numbers = asked.stdout.replace("[N/A]", "nan").splitlines()
-        rows = [map(float, line.split(",")) for line in numbers]
-    except (OSError, ValueError, subprocess.TimeoutExpired):
-        return []
-    return [dict(zip(GPU, row, strict=True)) for row in rows]
+def gpus() -> list[dict]:
+    """Query the state of each GPU (MiB, MHz, W, °C); [] if nvidia-smi fails."""
+    return nvidia_smi(("memory.used", "clocks.sm", "power.draw", "temperature.gpu"))
 
 
 @contextmanager
 def images(args: argparse.Namespace) -> Iterator[Path]:
     """Yield a folder of JPEG files: the user's, or links to a few generated files."""
-    if args.data or args.modes == ["synthetic"]:
+    if args.data or "jpeg" not in args.modes:
         yield args.data
         return
     with tempfile.TemporaryDirectory(prefix="images-") as name:

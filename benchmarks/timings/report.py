@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.comparison import describe
-from benchmarks.timings.statistics import ERROR, MARGIN, Verdict, decide, levels
+from benchmarks.timings.statistics import ERROR, Verdict, decide, levels
 
 WHERE = {"synthetic": "With images on the device", "jpeg": "From JPEG files"}
 LIBRARIES = ("horovod", "apex", "amp_C")  # the last one is Apex's CUDA extension
@@ -47,18 +47,14 @@ def read_cohorts(folder: Path) -> list[dict]:
 
 
 def table(head: str, rows: list[list[str]]) -> str:
-    """Format a Markdown table with aligned columns; `head` is comma-separated."""
-    lines = [head.split(", "), *rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, ["-" * width for width in widths])
-    padded = [map(str.ljust, line, widths) for line in lines]
-    return "".join(f"| {' | '.join(line)} |\n" for line in padded)
+    """Format a Markdown table; `head` is comma-separated."""
+    columns = head.split(", ")
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def interval(verdict: Verdict) -> str:
     """Format a ratio and its confidence interval."""
-    if math.isinf(verdict.high):
-        return f"{verdict.ratio:.3f} (too few cohorts for an interval)"
     return f"{verdict.ratio:.3f} ({verdict.low:.3f} to {verdict.high:.3f})"
 
 
@@ -91,7 +87,7 @@ class Mode:
     def headline(self) -> str:
         """Return this mode's part of the headline."""
         if self.name == "scaling":
-            return self.split()
+            return "The table below shows the efficiency on several devices."
         base = self.settings["base"]
         decided = [v for v in self.verdicts if v.verdict != "undecided"]
         with_base = [v for v in decided if v.pair[1] == base]
@@ -115,15 +111,6 @@ class Mode:
             rows.append([name, speed, spread, f"{waited:.0%}{bound}"])
         return rows
 
-    def minutes_needed(self) -> float:
-        """Estimate the minutes that would decide all pairs; 0 if they are decided."""
-        needed = 0.0
-        for verdict in self.verdicts:
-            log, half = math.log(verdict.ratio), math.log(verdict.high / verdict.ratio)
-            if verdict.verdict == "undecided":
-                needed = max(needed, (half / max(abs(log), MARGIN - abs(log))) ** 2)
-        return math.ceil(needed * self.settings["minutes"] / 10) * 10
-
     def markdown(self) -> str:
         """Return this mode's section of the report."""
         head = "candidate, images/s, spread over launches, waited for data"
@@ -137,14 +124,11 @@ class Mode:
         text += table("pair, ratio of images/s, verdict", rows)
         if self.half_width is not None:
             text += f"\nThe widest interval is ±{self.half_width:.1%}, from "
-            text += f"{len(self.cohorts)} cohorts."
-            if needed := self.minutes_needed():
-                text += f" About `--minutes {needed} --output DIR` may decide the rest."
-            text += "\n"
+            text += f"{len(self.cohorts)} cohorts.\n"
         return text
 
     def scaling(self) -> str:
-        """Return a table of efficiencies relative to one device, and split()'s text."""
+        """Return a table of efficiencies relative to one device."""
         fit, rows = self.decision.fit, []
         for name in fit.names if fit else ():
             count, _, batch = name.partition(" x ")
@@ -156,22 +140,7 @@ class Mode:
                     share = math.exp(log) / int(count)
                     rows.append([name, alone, f"{share:.1%} ± {share * error:.1%}"])
         head = "devices x images, relative to, efficiency ± standard error"
-        return f"{table(head, rows)}\n{self.split()}\n"
-
-    def split(self) -> str:
-        """Say how a step's time splits into computation, device overhead and data."""
-        fit, most = self.decision.fit, self.settings["processes"]
-        logs = dict(zip(fit.names, fit.effects, strict=True)) if fit else {}
-        names = [f"{n} x {self.settings['batch_size']}" for n in (1, most)]
-        names.append(f"{names[1]} JPEG")
-        if not {*names} <= logs.keys():
-            return "Dividing a step's time into parts needs two cohorts."
-        one, several, whole = (math.exp(logs[name]) for name in names)
-        shares = one / most / whole, (several - one / most) / whole, 1 - several / whole
-        return (
-            "A step from JPEG files on {} devices: computation {:.0%}, overhead of "
-            "more devices {:.0%}, data {:.0%}."
-        ).format(most, *shares)
+        return table(head, rows)
 
 
 def notes(settings: dict) -> list[str]:
@@ -184,7 +153,7 @@ def notes(settings: dict) -> list[str]:
         )
     if settings["device"] == "cpu":
         found.append("Processes were pinned to cores, and glibc kept freed memory.")
-    if settings["data"] is None and {*settings["modes"]} & {"jpeg", "scaling"}:
+    if settings["data"] is None and "jpeg" in settings["modes"]:
         found.append(
             "The JPEG files are links to 64 generated images, which stay in memory: "
             "their speed does not include a disk's. --data DIR measures your files."
@@ -198,12 +167,10 @@ def write(folder: Path, last: bool) -> str:
     """Write report.md and report.json; return the text of report.md."""
     settings = json.loads((folder / "settings.json").read_text())
     cohorts = read_cohorts(folder)
-    problems = {
-        f"{name} ({one['mode']})": text
-        for one in cohorts
-        for name, text in one["problems"].items()
-    }
-    problems = {**settings["skipped"], **problems}
+    problems = dict(settings["skipped"])
+    for one in cohorts:
+        found = one["problems"].items()
+        problems |= {f"{name} ({one['mode']})": text for name, text in found}
     modes = []
     for name in settings["modes"]:
         if found := [one for one in cohorts if one["mode"] == name]:
@@ -213,25 +180,20 @@ def write(folder: Path, last: bool) -> str:
     text += "".join(mode.markdown() for mode in modes)
     text += "".join(f"\nLeft out: {n}: {why}\n" for n, why in problems.items())
     text += "".join(f"\n{note}\n" for note in notes(settings))
-    if settings["processes"] == 1 and "\n| horovod_distributed" in text:  # was timed
-        text += "\nWith one process, Horovod, unlike DDP, does not copy gradients.\n"
     gpus = [gpu for one in cohorts for turn in one["turns"] for gpu in turn[3]]
     for name in gpus[0] if gpus else ():
-        values = [gpu[name] for gpu in gpus]
+        values = [gpu[name] for gpu in gpus if gpu[name] is not None] or [math.nan]
         text += f"\nAfter turns, {name}: {min(values):g} to {max(values):g}.\n"
     minutes = cohorts[-1]["ended"] if cohorts else 0.0
     text += f"\n{setting(settings)}, of which {minutes:.1f} were used.\n"
     text += (
         "{device_name}, {cpu_cores} cores; Python {python}, PyTorch {torch}, Horovod "
         "{horovod}, Apex {apex} (amp_C: {amp_C}); commit {commit}.\n\n"
-        "Each launch counts as one sample. Ratios have Student's t intervals over "
-        "launches. The\nprobability that any verdict of a mode is wrong is at most "
-        "{error:.0%} (Holm's method, divided\namong planned looks).\n"
+        "The chance that any verdict of a mode is wrong is at most {error:.0%}.\n"
     ).format(**settings, error=ERROR)
     verdicts = [{**v._asdict(), "mode": m.name} for m in modes for v in m.verdicts]
     report = {
         "minutes": minutes,
-        "device": settings["device_name"],
         "headline": headline,
         "verdicts": verdicts,
         "half_widths": {mode.name: mode.half_width for mode in modes},

@@ -86,8 +86,7 @@ def run(args: argparse.Namespace) -> None:
     for name, why in args.skipped.items():
         print(f"{name} is left out: {why}")
     file = args.output / "report.md"
-    print(f"This takes up to {args.minutes:g} minutes; then {file} has the report.\n")
-    sys.stdout.flush()
+    print(f"Within {args.minutes:g} minutes: {file}\n", flush=True)
     last = False
     try:
         measure(args)
@@ -96,9 +95,6 @@ def run(args: argparse.Namespace) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         print("interrupted; the same command continues from here", file=sys.stderr)
         sys.exit(130)
-    except OSError as error:
-        where = error.filename or "writing"
-        raise UserError(f"{where}: {error.strerror or error}") from None
     finally:
         if (args.output / "cohorts.jsonl").exists():
             print("\n" + report.write(args.output, last))

@@ -1,0 +1,109 @@
+"""The lines to add in README.md and docs/convert.md run, and do what the pages say."""
+
+import re
+import sys
+
+from conftest import ROOT, environment, run
+
+BLOCK = re.compile(r"^ *```python\n(.*?)^ *```", re.M | re.S)
+# Runs in two processes: for each block, the lines before it, and what has to be true after it
+PROGRAM = '''
+import logging, os, sys, textwrap
+import torch, torchvision
+import torch.distributed as dist
+import torch.nn.functional as F
+from itertools import islice
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
+from tqdm import tqdm
+
+os.chdir(os.path.dirname(sys.argv[0]))
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+BEFORE = {
+    "reduction=\\"sum\\")\\n(loss * world_size)": "x, y = images[rank::2], labels[rank::2]",
+    "all_gather_object": "predictions = {rank + 2 * i: [i] for i in range(rank + 3)}",
+    "torch.bincount": "classes = 3; matrix = torch.zeros(3, 3, dtype=torch.long);"
+        "target = torch.tensor([0, 1, 2, 2]); predicted = torch.tensor([0, 1, 2, rank])",
+    "resnet18": "classes = 7; torch.save(torchvision.models.resnet18().state_dict(),"
+        " 'weights.pt') if rank == 0 else None; dist.barrier()",
+    "prepare()": "prepare = lambda: {'a': 1}",
+    "SummaryWriter": "loss = torch.tensor(2.0); step = 50",
+    "MixUp": "x, y = images[rank::2].view(-1, 1, 2, 2), labels[rank::2]",
+    "requires_grad_": "raw_model = torch.nn.Sequential(torch.nn.Linear(4, 4),"
+        " torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3)); backbone = raw_model[:2]",
+    "IterableDataset": "files = [*range(11)]; read = lambda file: [torch.tensor(file)];"
+        "steps_per_epoch = 2",
+    "clip_grad": "model(images[rank::2]).pow(2).sum().mul(100).backward()",
+}
+AFTER = {
+    "(loss * world_size).backward()": """
+total = F.cross_entropy(raw_model(images), labels, reduction="sum")
+torch.testing.assert_close(raw_model.weight.grad, torch.autograd.grad(total, raw_model.weight)[0])
+""",
+    "shares": """
+seen = [torch.zeros(1) for _ in range(2)]
+assert len(batches) == 2 and {*map(len, batches)} == {shares[rank]}
+every = [None] * 2
+dist.all_gather_object(every, sum(batches, []))
+assert sorted(every[0] + every[1]) == sorted(order)
+""",
+    "mine.split": """
+every = [None] * 2
+dist.all_gather_object(every, mine.tolist())
+assert sorted(every[0] + every[1]) == [*range(64)]
+""",
+    "all_gather_object": "assert sorted(everything) == [0, 1, 2, 3, 4, 5, 7]",
+    "torch.bincount": "assert matrix.sum() == 8 and [round(float(x), 2) for x in iou] == [0.67, 0.67, 0.5]",
+    "resnet18": "assert len(optimizer.param_groups[0]['params']) == 2 and raw_model.fc.out_features == 7",
+    "prepare()": "assert content == [{'a': 1}]",
+    "MixUp": "assert y.shape == (32, 1000) and torch.allclose(y.sum(1), torch.ones(32))",
+    "requires_grad_": """
+assert not backbone.training and raw_model.training
+before = [w.clone() for w in backbone.state_dict().values()]
+F.cross_entropy(model(images[rank::2]), labels[rank::2]).backward()
+optimizer.step()
+assert all(map(torch.equal, before, backbone.state_dict().values()))
+""",
+    "IterableDataset": """
+assert len(seen) == 2
+every = [None] * 2
+dist.all_gather_object(every, [x for b in seen for x in b.tolist()])
+assert len({*every[0], *every[1]}) == 8, every
+""",
+    "clip_grad": "assert abs(raw_model.weight.grad.norm() - 1) < 1e-4",
+}
+count = 0
+for block in open("blocks.txt").read().split("\\0"):
+    if "init_process_group" in block:
+        continue  # the whole example, which has a test of its own
+    torch.manual_seed(0)
+    images, labels = torch.randn(64, 4), torch.randint(3, (64,))
+    raw_model = torch.nn.Linear(4, 3, bias=False)
+    names = {**globals(), "device": torch.device("cpu"), "epoch": 1, "model": DDP(raw_model)}
+    names |= {"optimizer": torch.optim.SGD(raw_model.parameters(), 0.1)}
+    names |= {"train_set": TensorDataset(images, labels), "loader": [(images, labels)]}
+    for part in (BEFORE, block, AFTER):
+        if isinstance(part, dict):
+            part = "".join(code for mark, code in part.items() if mark in block)
+        exec(textwrap.dedent(part), names)
+    count += 1
+    dist.barrier()
+print(count, "blocks", flush=True)
+dist.barrier()
+dist.destroy_process_group()
+'''
+
+
+def test_the_lines_to_add_run_and_do_what_is_said(tmp_path):
+    pages = [(ROOT / name).read_text() for name in ("README.md", "docs/convert.md")]
+    section = pages[0].partition("### What else is in your script")[2]
+    pages[0] = section.partition("\n### Start from")[0]
+    blocks = [block for page in pages for block in BLOCK.findall(page)]
+    (tmp_path / "blocks.txt").write_text("\0".join(blocks))
+    (tmp_path / "program.py").write_text(PROGRAM)
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    variables = environment(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    ended = run(sys.executable, *words, tmp_path / "program.py", **variables)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == f"{len(blocks)} blocks\n" * 2
