@@ -4,14 +4,13 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 
 from common.errors import UserError
-from common.images import DECODERS
+from common.images import DECODERS, NO_TORCHCODEC
 from common.model import PRECISIONS
 
 AUTO = Path("auto")  # --resume without a path
@@ -62,8 +61,7 @@ def build_parser(docstring: str) -> Parser:
     workers = max(1, min(16, len(os.sched_getaffinity(0)) // processes))
     loaders = "loader processes for training, and again for validation (%(default)s)"
     add("-j", "--workers", type=int, default=workers, help=loaders)
-    fits = find_spec("torchcodec") and torch.__version__ >= "2.11"
-    decoder = "torchcodec" if fits else "pil"
+    decoder = "pil" if NO_TORCHCODEC else "torchcodec"
     add("--decoder", choices=tuple(DECODERS), default=decoder, help="(%(default)s)")
     add("--precision", choices=tuple(PRECISIONS), help="(bf16 where native, else fp32)")
     add("--compile", action="store_true", help="torch.compile the model")

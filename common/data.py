@@ -27,12 +27,32 @@ MEAN = (123.675, 116.28, 103.53)
 STD = (58.395, 57.12, 57.375)
 
 
+def list_images(root: str, name: str) -> list[bytes]:
+    """Return a class's images, as paths below `root`, in torchvision's order.
+
+    Links to folders are followed. Raises UserError if there are no images or if a link
+    is a loop, and OSError if a folder is unreadable.
+    """
+    found, errors, top = [], [], f"{root}/{name}"
+    for folder, _, files in os.walk(top, followlinks=True, onerror=errors.append):
+        above = Path(folder).absolute().parents
+        if os.path.islink(folder) and any(map(Path(folder).samefile, above)):
+            raise UserError(f"{folder} links to a folder above it; delete this link")
+        found += [(folder, x) for x in files if x.lower().endswith(IMG_EXTENSIONS)]
+    if errors:
+        raise errors[0]
+    if not found:
+        suffixes = " ".join(IMG_EXTENSIONS)
+        raise UserError(f"{top} has no images ({suffixes}); add some, or delete it")
+    return [os.fsencode(os.path.join(*image)[len(root) :]) for image in sorted(found)]
+
+
 class ImageFolder(Dataset):
     """Images in one subfolder per class, or in tar archives of such a folder.
 
     An item is (image, label): a transformed (3, S, S) uint8 RGB image, and an int.
     `decoder` is a key of DECODERS. Raises UserError if the folder has no class folders,
-    or if an image is unusable.
+    one of them has no images, an image is hidden, or an image is unusable.
     """
 
     def __init__(self, root: Path, transform: Callable[[Decode], Tensor], decoder: str):
@@ -40,32 +60,31 @@ class ImageFolder(Dataset):
         self.transform = transform
         self.decoder = decoder
         self.archives = None
-        shards = root.parent.glob(f"{root.name}-*.tar")
-        if not root.is_dir() and (Path(f"{root}.tar").exists() or any(shards)):
-            from common.tar import Archives
-
-            self.archives = Archives(root)
-            self.classes = self.archives.classes
-            self.paths, self.labels = self.archives.paths, self.archives.labels
-            return
-        try:
-            self.classes = find_classes(self.root)[0]
-        except OSError as error:
-            raise UserError(
-                f"{root}: {error.strerror or error}; --data needs train/CLASS/*.JPEG "
-                "and val/CLASS/*.JPEG, or train.tar and val.tar"
-            ) from None
-        found = [
-            (os.fsencode(os.path.join(folder, file)[len(self.root) :]), label)
-            for label, name in enumerate(self.classes)
-            for folder, _, files in sorted(os.walk(root / name))  # follows no links
-            for file in sorted(files)
-            if file.lower().endswith(IMG_EXTENSIONS)
-        ]
+        archives = sorted(root.parent.glob(f"{root.name}.tar"))
+        archives = archives or sorted(root.parent.glob(f"{root.name}-*.tar"))
         # Not lists: reading an item changes its reference count, so each loader process
         # would copy the list (https://github.com/pytorch/pytorch/issues/13246)
-        self.paths = numpy.array([path for path, _ in found])
-        self.labels = numpy.array([label for _, label in found], numpy.int64)
+        if archives and not root.is_dir():
+            from common.tar import Archives
+
+            self.archives = Archives(archives)
+            self.classes = self.archives.classes
+            self.paths, self.labels = self.archives.paths, self.archives.labels
+        else:
+            try:
+                self.classes = find_classes(self.root)[0]
+                found = [list_images(self.root, name) for name in self.classes]
+            except OSError as error:
+                raise UserError(
+                    f"{error.filename or root}: {error.strerror or error}; --data needs"
+                    " train/CLASS/*.JPEG and val/CLASS/*.JPEG, or train.tar and val.tar"
+                    " (scripts/prepare_imagenet.sh sorts ImageNet's own files)"
+                ) from None
+            self.paths = numpy.array([path for paths in found for path in paths])
+            self.labels = numpy.arange(len(found)).repeat([*map(len, found)])
+        if (hidden := self.paths[numpy.char.find(self.paths, b"/.") >= 0]).size:
+            path = self.root + os.fsdecode(hidden[0])
+            raise UserError(f"{path} is hidden; delete it ({hidden.size} are hidden)")
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy
 import torch
 from PIL import Image
 from torch import Tensor
@@ -12,6 +13,13 @@ from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2 import functional as F
 
 from common.errors import UserError
+
+NO_TORCHCODEC = ""  # why Pillow is the default decoder
+try:  # in the training process, not in each loader process
+    from torchcodec.decoders import decode_jpeg
+except (ImportError, OSError, RuntimeError) as error:  # or made for another PyTorch
+    reason = error.__cause__ or error
+    NO_TORCHCODEC = (str(reason).strip() or repr(reason)).splitlines()[0]
 
 # What decoders raise if a file is damaged, or if their library is missing
 DECODE_ERRORS = (RuntimeError, OSError, ValueError, SyntaxError, EOFError, ImportError)
@@ -29,15 +37,19 @@ Decode = Callable[[Box], Tensor | Image.Image]
 def decode_with_pillow(content: bytes, box: Box) -> Image.Image:
     """Decode a file with Pillow, which also resizes it later."""
     with Image.open(io.BytesIO(content)) as image:
+        if image.mode == "F" or (image.mode, image.format) == ("I", "TIFF"):
+            raise ValueError("32-bit pixels have no defined range; use 8 or 16 bits")
+        if image.mode.startswith("I"):  # 16-bit gray, which convert() clips at 255
+            image = Image.fromarray((numpy.asarray(image) >> 8).astype("uint8"))
         return F.crop(image.convert("RGB"), *box(image.height, image.width))
 
 
 def decode_with_torchcodec(content: bytes, box: Box) -> Tensor:
     """Decode a JPEG with TorchCodec, or another format with Pillow."""
-    from torchcodec.decoders import decode_jpeg
-
     if not content.startswith(JPEG):
         return F.pil_to_tensor(decode_with_pillow(content, box))
+    if NO_TORCHCODEC:
+        raise ImportError(f"no TorchCodec ({NO_TORCHCODEC}); use --decoder pil")
     # An empty first APP1 segment makes TorchCodec ignore the EXIF orientation
     data = bytearray().join((JPEG, NO_EXIF, memoryview(content)[len(JPEG) :]))
     pixels = decode_jpeg(torch.frombuffer(data, dtype=torch.uint8))
@@ -47,10 +59,10 @@ def decode_with_torchcodec(content: bytes, box: Box) -> Tensor:
 
 
 def decode_with_nvimgcodec(content: bytes, box: Box) -> Tensor:
-    """Decode with nvImageCodec, which decodes nothing outside the box."""
+    """Decode a JPEG's box with nvImageCodec, or another format with Pillow."""
     from common import nvimgcodec
 
-    pixels = nvimgcodec.decode(content, box)
+    pixels = nvimgcodec.decode(content, box) if content.startswith(JPEG) else None
     return decode_with_torchcodec(content, box) if pixels is None else pixels
 
 

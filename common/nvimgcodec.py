@@ -13,7 +13,7 @@ from common.images import Box
 
 
 def decode(content: bytes, box: Box) -> Tensor | None:
-    """Decode the part that `box` chooses; return None if the library cannot read it.
+    """Decode the part that `box` chooses; return None if another decoder must do it.
 
     The rest is not decoded, so damage there goes unnoticed.
 
@@ -22,6 +22,8 @@ def decode(content: bytes, box: Box) -> Tensor | None:
     codec, decoder, params = make_decoder(os.getpid())
     try:
         stream = codec.CodeStream(content)
+        if stream.num_channels == 4:  # CMYK, whose colors it can invert
+            return None
         top, left, height, width = box(stream.height, stream.width)
     except RuntimeError:
         return None

@@ -1,6 +1,5 @@
 """Optional: reads images from tar archives in any order, without unpacking."""
 
-import functools
 import hashlib
 import os
 import tarfile
@@ -15,57 +14,40 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from common.errors import UserError
 
 
-def archives_of(root: Path) -> list[Path]:
-    """Return the archives that hold a missing folder `root`: root.tar or root-*.tar."""
-    if root.is_dir():
-        return []
-    whole = root.with_name(f"{root.name}.tar")
-    return [whole] if whole.exists() else sorted(root.parent.glob(f"{root.name}-*.tar"))
-
-
 class Archives:
-    """The images in a folder's tar archives, in ImageFolder's order.
+    """The images of the class folders in tar archives, in ImageFolder's order.
 
     For N images, `paths` is (N,) bytes, `labels` is (N,) int64, and `places` is (N, 3)
     int64: archive, offset and size in bytes. `classes` are the class folders. Raises
     UserError if an archive is unusable.
     """
 
-    def __init__(self, root: Path):
-        self.archives = archives_of(root)
-        self.files: dict[tuple[int, int], int] = {}
-        found = [(one.name, one.stat()) for one in self.archives]
-        index = cached_index(root, *((n, s.st_size, s.st_mtime_ns) for n, s in found))
+    def __init__(self, archives: list[Path]):
+        """Read the index from a file next to the archives, or build it and write it.
+
+        The file's name depends on the archives' names, sizes and modification times.
+        """
+        found = [(archive.name, archive.stat()) for archive in archives]
+        key = repr([(name, s.st_size, s.st_mtime_ns) for name, s in found])
+        digest = hashlib.blake2b(key.encode(), digest_size=6).hexdigest()
+        file = archives[0].with_name(f"{archives[0].stem}-{digest}.npy")
+        try:
+            index = numpy.load(file)
+        except (OSError, ValueError, EOFError):
+            index = build_index(archives)
+            with suppress(OSError), tempfile.TemporaryDirectory(dir=file.parent) as new:
+                numpy.save(Path(new, file.name), index)
+                os.replace(Path(new, file.name), file)
         columns = (numpy.ascontiguousarray(index[name]) for name in index.dtype.names)
         self.paths, self.labels, self.places = columns
         _, first = numpy.unique(self.labels, return_index=True)
         self.classes = [os.fsdecode(path).split("/")[1] for path in self.paths[first]]
+        self.files = [os.open(archive, os.O_RDONLY) for archive in archives]
 
     def read(self, image: int) -> bytes:
-        """Read an image file; each process opens an archive only once."""
+        """Read an image file; loader processes share the open archives."""
         archive, offset, size = self.places[image].tolist()
-        key = os.getpid(), archive
-        if key not in self.files:
-            self.files[key] = os.open(self.archives[archive], os.O_RDONLY)
-        return os.pread(self.files[key], size, offset)
-
-
-@functools.cache
-def cached_index(root: Path, *stats: tuple[str, int, int]) -> numpy.ndarray:
-    """Read the index from a file next to the archives, or build it and write the file.
-
-    The file's name depends on the names, sizes and modification times of the archives.
-    Raises UserError if an archive is unusable.
-    """
-    digest = hashlib.blake2b(repr(stats).encode(), digest_size=6).hexdigest()
-    file = root.with_name(f"{root.name}-{digest}.npy")
-    with suppress(OSError, ValueError, EOFError):
-        return numpy.load(file)
-    index = build_index(archives_of(root))
-    with suppress(OSError), tempfile.TemporaryDirectory(dir=root.parent) as folder:
-        numpy.save(Path(folder, file.name), index)
-        os.replace(Path(folder, file.name), file)
-    return index
+        return os.pread(self.files[archive], size, offset)
 
 
 def build_index(archives: list[Path]) -> numpy.ndarray:

@@ -2,8 +2,8 @@
 
     python -m scripts.prepare_imagenet ARCHIVES TARGET    # the .sh file runs this
 
-ARCHIVES contains the official archives, whose checksums torchvision verifies, or
-Hugging Face's parquet or tar.gz files, whose labels and image count it verifies.
+ARCHIVES contains the official archives, whose checksums the script verifies, or Hugging
+Face's parquet or tar.gz files, whose labels it verifies. It also counts the images.
 """
 
 import re
@@ -13,8 +13,11 @@ import tarfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from torchvision.datasets import imagenet
+from torchvision.datasets.utils import check_integrity
+from tqdm import tqdm
 
 from common.errors import UserError, one_line_errors
 
@@ -23,6 +26,7 @@ HUGGING_FACE = {
     "train": ("train-*.parquet", "train_images_*.tar.gz"),
 }
 COUNTS = {"val": 50_000, "train": 1_281_167}
+LINE_INTERVAL = 20_000  # images between the lines of a log file
 
 
 def find(source: Path, names: tuple[str, ...]) -> list[Path]:
@@ -33,7 +37,9 @@ def find(source: Path, names: tuple[str, ...]) -> list[Path]:
     return []
 
 
-def images(file: Path) -> Iterator[tuple[str, bytes, int | None]]:
+def images(
+    file: Path, opened: BinaryIO | None = None
+) -> Iterator[tuple[str, bytes, int | None]]:
     """Yield each image's name and content and, from parquet, its label."""
     if file.suffix == ".parquet":
         from pyarrow.parquet import ParquetFile
@@ -41,35 +47,41 @@ def images(file: Path) -> Iterator[tuple[str, bytes, int | None]]:
         for batch in ParquetFile(file).iter_batches(100):
             for row in batch.to_pylist():
                 yield row["image"]["path"], row["image"]["bytes"], row["label"]
-    else:
-        with tarfile.open(file, "r|gz") as archive:
-            for member in filter(tarfile.TarInfo.isfile, archive):
-                yield member.name, archive.extractfile(member).read(), None
+        return
+    with tarfile.open(file, "r|*", opened) as archive:
+        for member in filter(tarfile.TarInfo.isfile, archive):
+            content = archive.extractfile(member)
+            if member.name.endswith(".tar"):  # the official train.tar has 1,000 of them
+                yield from images(file, content)
+            else:
+                yield member.name, content.read(), None
 
 
-def sort(part: str, files: list[Path], folder: Path) -> None:
-    """Write Hugging Face's images under the names used in the official archives.
+def sort(part: str, files: list[Path], folder: Path, classes: list[str]) -> None:
+    """Write the images under the names used in the official archives.
 
-    A name ends with the class: n01440764_18_n01440764.JPEG. The files do not
-    name the class elsewhere: a label is a position in the sorted list of classes.
+    `classes` are those of the official validation images. Hugging Face's names end with
+    the class (n01440764_18_n01440764.JPEG). Its files do not name it elsewhere: a label
+    is a position in the sorted list of classes.
     """
-    found = set()
-    for file in files:
-        for name, content, label in images(file):
-            match = re.fullmatch(r"(?:.*/)?(\w+)_(n\d{8})\.JPEG", str(name))
-            if not match:
-                raise UserError(f"{file}: the name {name} does not end with a class")
-            path = folder / match[2] / f"{match[1]}.JPEG"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-            found.add((label, match[2]))
-    classes = sorted({name for _, name in found})
-    if found not in (set(enumerate(classes)), {(None, name) for name in classes}):
-        raise UserError(f"{file}: the labels do not number the sorted classes")
-    count = sum(1 for _ in folder.glob("*/*"))
-    if count != COUNTS[part]:
-        wanted = f"{COUNTS[part]}; download {' or '.join(HUGGING_FACE[part])} again"
-        raise UserError(f"{count} images in the {part} files instead of {wanted}")
+    stream, found = (image for file in files for image in images(file)), set()
+    bar = tqdm(stream, part, COUNTS[part], unit=" images", disable=None)
+    for count, (name, content, label) in enumerate(bar, start=1):
+        match = re.fullmatch(r"(?:.*/)?(\w+)_(n\d{8})\.JPEG", str(name))
+        if classes:
+            label_name = classes[int(name[-13:-5]) - 1] if part == "val" else name[:9]
+        elif match:
+            name, label_name = f"{match[1]}.JPEG", match[2]
+        else:
+            raise UserError(f"{part}: the name {name} does not end with a class")
+        (folder / label_name).mkdir(parents=True, exist_ok=True)
+        (folder / label_name / name).write_bytes(content)
+        found.add((label, label_name))
+        if bar.disable and count % LINE_INTERVAL == 0:
+            print(f"{count:,} of {COUNTS[part]:,} images", flush=True)
+    names = sorted({name for _, name in found})
+    if found not in (set(enumerate(names)), {(None, name) for name in names}):
+        raise UserError(f"{part}: the labels do not number the sorted classes")
 
 
 def unpack(source: Path, target: Path) -> None:
@@ -79,34 +91,40 @@ def unpack(source: Path, target: Path) -> None:
         UserError: a file or package is missing, files are damaged, or writing fails.
     """
     files = {part: find(source, names) for part, names in HUGGING_FACE.items()}
-    official = not any(files.values())
-    for part, (name, _) in imagenet.ARCHIVE_META.items() if official else ():
-        files[part] = (source / name).resolve()
-        if not files[part].is_file():
-            raise UserError(f"{files[part]} is missing; download it from image-net.org")
+    official = {} if any(files.values()) else imagenet.ARCHIVE_META
+    for part, (name, _) in official.items():
+        files[part] = [(source / name).resolve()]
+        if not files[part][0].is_file():
+            raise UserError(f"{source}/{name} is missing; get it from image-net.org")
+    path, classes = source, []
     try:
         target.mkdir(parents=True, exist_ok=True)
         if official:
-            path = files["devkit"]
+            path = files["devkit"][0]
             imagenet.parse_devkit_archive(target, path)  # writes TARGET/meta.bin
+            classes = imagenet.load_meta_file(target)[1]
         for part in ("val", "train"):
             folder, partial = target / part, target / f"{part}.partial"
-            path = files[part] if official else source  # for the messages
             if not folder.exists():
-                print(f"checking and unpacking {part} from {path}", flush=True)
                 shutil.rmtree(partial, ignore_errors=True)
                 if official:
-                    parse = getattr(imagenet, f"parse_{part}_archive")
-                    parse(target, path, folder=partial.name)
-                else:
-                    sort(part, files[part], partial)
+                    path = files[part][0]
+                    print(f"checking {path}, which takes minutes", flush=True)
+                    if not check_integrity(path, official[part][1]):
+                        raise RuntimeError
+                print(f"unpacking {part} from {path}", flush=True)
+                sort(part, files[part], partial, classes)
+                if (count := sum(1 for _ in partial.glob("*/*"))) != COUNTS[part]:
+                    again = f"download {' or '.join(HUGGING_FACE[part])} again"
+                    found = f"{count} images in the {part} files"
+                    raise UserError(f"{found} instead of {COUNTS[part]}; {again}")
                 partial.rename(folder)  # only now that it is complete
             print(f"{folder}: {sum(1 for _ in folder.glob('*/*'))} images", flush=True)
     except ImportError as error:
         package = "scipy" if official else "pyarrow"
         install = f"{sys.executable} -m pip install {package}"
         raise UserError(f"{error}; run {install}") from None
-    except RuntimeError:  # torchvision's error for a wrong checksum
+    except RuntimeError:  # a wrong checksum
         raise UserError(f"{path} is damaged; download it again") from None
     except (OSError, tarfile.TarError, EOFError, zlib.error, ValueError, KeyError) as e:
         raise UserError(f"cannot unpack {path} to {target}: {e}") from None

@@ -1,9 +1,11 @@
 """Check the images, their augmentation and order, and the errors for unusable data."""
 
 import multiprocessing
+import os
 import random
 import subprocess
 import sys
+import time
 from functools import partial
 
 import numpy
@@ -12,6 +14,7 @@ import torch
 from ranks import Ranks, parse, train_unlike
 from torch.utils.data import TensorDataset, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
+from torchvision import datasets
 
 from common.data import build_datasets, build_loader, seed_generators
 from common.errors import UserError
@@ -171,29 +174,87 @@ def test_images_that_are_normalized_already_are_refused():
         next(loader.epoch(0))
 
 
-@pytest.mark.parametrize(
-    "command, message",
-    [
-        ("mv train training", "train: No such file or directory; --data needs train/"),
-        ("mv val/dog val/wolf", "2 are in only one of them, for example dog"),
-        ("rm -r train/* val/*", "val: .*find any class folder"),
-        ("mkdir val/wolf", "1 are in only one of them, for example wolf"),
-    ],
-)
-def test_bad_folders_are_refused(pictures, command, message):
-    subprocess.run(["sh", "-c", command], cwd=pictures, check=True)
+def test_waiting_for_data_does_not_include_the_step(monkeypatch):
+    """Each image takes a second, and each step 50. The count starts anew in each epoch."""
+    clock = [0.0]
+
+    class Slow(Draws):
+        def __getitem__(self, index):
+            clock[0] += 1
+            return super().__getitem__(index)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    loader = loader_of(Slow())
+    for epoch, first in ((0, 0), (1, 1)):
+        for step, _ in enumerate(loader.epoch(epoch, first), start=1):
+            assert loader.waited == 8 * step
+            clock[0] += 50
+
+
+FOLDERS = """
+mkdir -p elsewhere/deep test "val/cat 2" "train/cat 2" train/cat/.empty "train/cat/a b" train/cat/a train/dog/x.jpg
+cp train/dog/3.JPEG "val/cat 2"; cp train/dog/4.JPEG "train/cat 2/long ünï $(printf %0200d).JPEG"
+mv train/cat/0.JPEG "train/cat/a b"; mv train/cat/1.JPEG train/cat/a; mv train/cat/2.JPEG elsewhere/deep
+ln -s ../../elsewhere train/cat/linked; ln -s a train/cat/again; ln -s 3.JPEG train/cat/file.JPEG
+mv train/dog/0.JPEG train/dog/x.jpg/
+for suffix in jpg png ppm bmp pgm tif tiff webp gif txt; do
+    cp train/dog/1.JPEG train/dog/a.$suffix; cp train/dog/2.JPEG train/dog/b.${suffix^^}
+done
+touch train/notes.txt; mv train/dog .; ln -s ../dog train/dog
+for n in {100..399}; do for part in train val; do
+    mkdir $part/n$n; ln $part/cat/3.JPEG $part/n$n/0.jpg
+done; done
+"""
+
+
+def test_images_are_those_that_torchvision_finds(pictures):
+    """With any suffix, behind links, in folders within a class, and in hundreds of classes."""
+    subprocess.run(["bash", "-ec", FOLDERS], cwd=pictures, check=True)
+    pair = build_datasets(parse("--data", pictures, "--image-size", 8))
+    for images, count in zip(pair, (10 + 1 + 24 + 300, 4 + 1 + 4 + 300), strict=True):
+        other = datasets.ImageFolder(images.root)
+        paths = [images.root + os.fsdecode(path) for path in images.paths]
+        assert list(zip(paths, images.labels.tolist(), strict=True)) == other.samples
+        assert images.classes == other.classes and len(other.classes) == 303
+        assert [images[n][1] for n in range(count)] == other.targets  # all are readable
+
+
+REFUSED = """
+mv train training: train: No such file or directory; --data needs train/CLASS
+mv val/dog val/wolf: 2 are in only one of them, for example dog
+cp -r train/dog train/wolf: 1 are in only one of them, for example wolf
+rm -r train/* val/*: val: .*find any class folder
+mv val/dog/* val; rm -r val/*/: val.*--data needs .*scripts/prepare_imagenet.sh sorts
+rm val/dog/*: val/dog has no images
+rm train/dog/*; touch train/dog/0.gif: train/dog has no images .*png .*webp
+mkdir {train,val}/.ipynb_checkpoints: val/.ipynb_checkpoints has no images
+cp -r train/dog train/.x; cp -r val/dog val/.x: val/.x/0.JPEG is hidden; .*4 are hidden
+cp -r train/dog .x; mv .x train/dog: train/dog/.x/0.JPEG is hidden; .*8 are hidden
+touch train/dog/._0.JPEG: train/dog/._0.JPEG is hidden; .*1 are hidden
+ln -s . train/dog/here; ln -s .. train/dog/up: dog/(up|here) links to a folder above it
+mkdir o; ln -s ../../o train/dog/o; ln -s ../train/dog o/y: train/dog/o/y links to a fo
+"""
+
+
+@pytest.mark.parametrize("case", REFUSED.strip().split("\n"))
+def test_bad_folders_are_refused(pictures, case):
+    command, message = case.split(": ", 1)
+    subprocess.run(["bash", "-ec", command], cwd=pictures, check=True)
     with pytest.raises(UserError, match=message):
         build_datasets(parse("--data", pictures))
 
 
-def test_pictures_may_be_deeper_in_their_class_folder(pictures):
-    nested = pictures / "train" / "cat" / "more" / "ünï code"
-    nested.mkdir(parents=True)
-    for path in (pictures / "train" / "cat").glob("*.JPEG"):
-        path.rename(nested / path.name)
-    (pictures / "train" / "notes.txt").touch()  # not a class
-    train_set, _ = build_datasets(parse("--data", pictures))
-    assert len(train_set) == 16 and train_set[0][1] == 0
+def test_an_unreadable_folder_is_refused(pictures, monkeypatch):
+    (pictures / "train" / "dog" / "more").mkdir()
+
+    def scandir(path, listed=os.scandir):
+        if str(path).endswith("more"):
+            raise PermissionError(13, "Permission denied", path)
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(UserError, match="train/dog/more: Permission denied"):
+        build_datasets(parse("--data", pictures))
 
 
 def test_synthetic_batches_are_of_any_number():

@@ -1,8 +1,10 @@
 """Decoders and transforms produce the expected pixels, or a one-line error."""
 
+import importlib
 import io
-import os
+import struct
 import sys
+import zlib
 from functools import partial
 
 import numpy
@@ -14,7 +16,7 @@ from ranks import parse
 from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from common import images
+from common import arguments, images
 from common.data import build_datasets, build_loader
 from common.errors import UserError, one_line_errors
 from common.nvimgcodec import make_decoder
@@ -38,22 +40,74 @@ def saved(image, **options):
 
 
 def odd_files():
-    """Return kinds of files that occur in data sets: an image, and how it is saved."""
+    """Return kinds of files that occur in data sets: a name and the content."""
     image = picture_of(64, 80)
-    yield from ((mode, image.convert(mode), {}) for mode in ("CMYK", "L"))
+    for mode in ("CMYK", "L"):
+        yield mode, saved(image.convert(mode))
+    content = saved(image.convert("CMYK"))
+    marker = content.index(b"\xff\xee")  # of Adobe, after which colors are inverted
+    yield "CMYK without Adobe", content[:marker] + content[marker + 16 :]
     for mode in ("RGB", "L", "1", "P", "RGBA", "LA"):
-        yield f"PNG, {mode}", image.convert(mode), {"format": "PNG"}
-    yield "WebP", image, {"format": "WEBP", "lossless": True}
-    yield "GIF", image.convert("L"), {"format": "GIF"}
-    yield "progressive", image, {"progressive": True}
+        yield f"PNG, {mode}", saved(image.convert(mode), format="PNG")
+    yield (
+        "PNG, palette with alpha",
+        saved(image.convert("P"), format="PNG", transparency=3),
+    )
+    yield "WebP", saved(image, format="WEBP", lossless=True)
+    for name in ("GIF", "TIFF", "BMP", "PPM"):
+        yield name, saved(image, format=name)
+    for mode in ("CMYK", "LAB", "RGBA"):  # nvImageCodec would change LAB's colors
+        yield f"TIFF, {mode}", saved(image.convert(mode), format="TIFF")
+    yield "progressive", saved(image, progressive=True)
     for orientation in (3, 6):
         exif = Image.Exif()
         exif[0x0112] = orientation
-        yield f"turned, {orientation}", image, {"exif": exif}
-    yield "damaged EXIF", image, {"exif": b"Exif\0\0II*\0\xff\xff\xff\xffdamaged"}
-    yield from ((name, image, {"subsampling": name}) for name in ("4:4:4", "4:2:2"))
+        yield f"turned, {orientation}", saved(image, exif=exif)
+    yield "damaged EXIF", saved(image, exif=b"Exif\0\0II*\0\xff\xff\xff\xffdamaged")
+    for name in ("4:4:4", "4:2:2", "4:1:1"):
+        yield name, saved(image, subsampling=name)
+    yield "junk at the end", saved(image) + b"junk"
     for width, height in ((80, 1), (1, 1), (77, 61)):
-        yield f"{width} x {height}", image.crop((0, 0, width, height)), {}
+        yield f"{width} x {height}", saved(image.crop((0, 0, width, height)))
+
+
+def png_of_16_bits(pixels):
+    """Return a PNG of (H, W, 3) uint16 pixels, which Pillow cannot write."""
+    height, width, _ = pixels.shape
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in pixels)
+    header = struct.pack(">IIBBBBB", width, height, 16, 2, 0, 0, 0)
+    chunks = (b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")
+    content = b"\x89PNG\r\n\x1a\n"
+    for kind, data in chunks:
+        checksum = struct.pack(">I", zlib.crc32(kind + data))
+        content += struct.pack(">I", len(data)) + kind + data + checksum
+    return content
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_16_bits_become_8(decoder):
+    """Pillow's convert() makes most of 16-bit gray white; it is right for 16-bit RGB."""
+    pixels = numpy.arange(64 * 80, dtype="uint16").reshape(64, 80) * 12
+    expected = torch.from_numpy((pixels >> 8).astype("uint8")).expand(3, 64, 80)
+    gray, big = Image.fromarray(pixels), pixels.astype(">u2").tobytes()
+    for kind, content in {
+        "PNG": saved(gray, format="PNG"),
+        "TIFF": saved(gray, format="TIFF"),
+        "big-endian": saved(Image.frombytes("I;16B", (80, 64), big), format="TIFF"),
+        "PGM": b"P5 80 64 65535\n" + big,
+        "RGB": png_of_16_bits(numpy.stack([pixels] * 3, axis=2)),
+    }.items():
+        found = images.DECODERS[decoder](
+            content, lambda height, width: (0, 0, height, width)
+        )
+        assert torch.equal(as_tensor(found), expected), kind
+    for dtype in ("int32", "float32"):  # is 1.0 white, or 255.0?
+        content = saved(Image.fromarray(pixels.astype(dtype)), format="TIFF")
+        with pytest.raises(
+            UserError, match="x.tif: 32-bit pixels have no defined range"
+        ):
+            transform = partial(images.val_transform, size=8)
+            images.read_image("x.tif", decoder, transform, content)
 
 
 def as_tensor(pixels):
@@ -63,8 +117,7 @@ def as_tensor(pixels):
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_a_decoder_gives_pillows_pixels(decoder):
     """The EXIF orientation is ignored, as in most ImageNet scripts."""
-    for kind, image, options in odd_files():
-        content = saved(image, **options)
+    for kind, content in odd_files():
         with Image.open(io.BytesIO(content)) as opened:
             expected = pil_to_tensor(opened.convert("RGB"))
         decode = partial(images.DECODERS[decoder], content)
@@ -80,13 +133,15 @@ def test_a_decoder_gives_pillows_pixels(decoder):
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_crops_are_torchvisions(decoder):
     """With --decoder pil, a Pillow image is cropped; with the others, a tensor."""
-    for size in ((375, 500), (500, 333), (240, 240), (200, 640)):
+    for size in ((375, 500), (700, 1100), (240, 240), (200, 640)):
         content = saved(picture_of(*size), quality=92)
         image = Image.open(io.BytesIO(content))
         image = image if decoder == "pil" else pil_to_tensor(image)
         decode = partial(images.DECODERS[decoder], content)
-        usual = v2.Compose([v2.Resize(256), v2.CenterCrop(224)])
-        assert torch.equal(images.val_transform(decode, 224), as_tensor(usual(image)))
+        for resized, cropped in ((256, 224), (182, 160), (91, 80)):
+            usual = v2.Compose([v2.Resize(resized), v2.CenterCrop(cropped)])
+            made = images.val_transform(decode, cropped)
+            assert torch.equal(made, as_tensor(usual(image))), (size, cropped)
         usual = v2.Compose([v2.RandomResizedCrop(224), v2.RandomHorizontalFlip()])
         for seed in range(6):
             torch.manual_seed(seed)
@@ -145,22 +200,50 @@ def test_an_error_of_the_code_keeps_its_traceback(pictures):
         images.read_image(path, DECODERS[0], broken)
 
 
-def test_a_loop_of_links_adds_no_images(pictures):
-    """Links to folders are not followed; links to files are images."""
-    folder = pictures / "train" / "dog"
-    os.symlink("..", folder / "up")
-    os.symlink(".", folder / "here")
-    os.symlink("0.JPEG", folder / "linked.JPEG")
-    train_set, _ = build_datasets(parse("--data", pictures, "--decoder", "pil"))
-    assert len(train_set) == 17 and train_set.labels.tolist() == 8 * [0] + 9 * [1]
+@pytest.mark.parametrize(
+    "error, reason",
+    [
+        (ModuleNotFoundError("No module named 'torchcodec'"), "No module named 't.*'"),
+        (OSError("libcudart.so.13: cannot open shared object file"), "libcudart.*file"),
+        (RuntimeError("\n Could not load it.\nCauses: ...\n"), "Could not load it."),
+        (OSError(), r"OSError\(\)"),
+    ],
+)
+def test_without_torchcodec_pillow_is_the_default(monkeypatch, error, reason):
+    """The import may fail in many ways, for example if it was made for another PyTorch."""
+
+    class Broken:
+        def __getattr__(self, name):
+            raise error
+
+    monkeypatch.setitem(sys.modules, "torchcodec.decoders", Broken())
+    spec = importlib.util.find_spec("common.images")
+    without = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(without)
+    monkeypatch.setattr(arguments, "NO_TORCHCODEC", without.NO_TORCHCODEC)
+    assert parse("--data", "x").decoder == "pil"
+    transform = partial(without.val_transform, size=8)
+    files = [saved(picture_of(8, 8), format=name) for name in ("PNG", "JPEG")]
+    assert without.read_image("x", "torchcodec", transform, files[0]).shape == (3, 8, 8)
+    message = (
+        rf"^--decoder torchcodec cannot read x: no TorchCodec \({reason}\); use .*pil"
+    )
+    with pytest.raises(UserError, match=message):
+        without.read_image("x", "torchcodec", transform, files[1])
 
 
-@pytest.mark.parametrize("decoder", ("torchcodec", "nvimgcodec"))
-def test_a_missing_decoder_is_one_line(monkeypatch, decoder):
-    for name in ("torchcodec", "torchcodec.decoders", "nvidia", "nvidia.nvimgcodec"):
+@pytest.mark.torchcodec
+def test_torchcodec_is_the_default_and_imported_before_loader_processes_start():
+    assert images.NO_TORCHCODEC == "" and parse("--data", "x").decoder == "torchcodec"
+    assert images.decode_jpeg is sys.modules["torchcodec.decoders"].decode_jpeg
+
+
+def test_a_missing_nvimagecodec_is_one_line(monkeypatch):
+    for name in ("nvidia", "nvidia.nvimgcodec"):
         monkeypatch.setitem(sys.modules, name, None)
     make_decoder.cache_clear()
-    message = f"--decoder {decoder} cannot read x: import of .* halted"
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(
+        UserError, match="nvimgcodec cannot read x: import of .* halted"
+    ):
         transform = partial(images.val_transform, size=8)
-        images.read_image("x", decoder, transform, saved(picture_of(8, 8)))
+        images.read_image("x", "nvimgcodec", transform, saved(picture_of(8, 8)))

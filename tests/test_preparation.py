@@ -4,6 +4,7 @@ import hashlib
 import importlib
 import io
 import os
+import re
 import shutil
 import sys
 import tarfile
@@ -55,6 +56,7 @@ def archives(tmp_path, monkeypatch):
     devkit = {f"{data}meta.mat": matrix.getvalue(), truth: b"2\n2\n3\n3\n1\n1\n"}
     contents = {"train": archive(train), "val": archive(val)}
     contents["devkit"] = archive(devkit, "w:gz")
+    monkeypatch.setattr(prepare_imagenet, "COUNTS", {"train": 12, "val": 6})
     (tmp_path / "archives").mkdir()
     for part, (name, _) in list(imagenet.ARCHIVE_META.items()):
         digest = hashlib.md5(contents[part]).hexdigest()
@@ -84,6 +86,29 @@ def test_archives_become_folders_and_a_second_time_what_is_missing(archives, tmp
     assert found == {**files, kept: b"kept"}
 
 
+def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_log(
+    archives, tmp_path, monkeypatch, capsys
+):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(prepare_imagenet, "LINE_INTERVAL", 5)
+    unpack(archives, tmp_path / "log")
+    printed = capsys.readouterr()
+    assert re.findall(".* of .*", printed.out) == [
+        f"{n} images" for n in ("5 of 6", "5 of 12", "10 of 12")
+    ]
+    assert printed.err == ""
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    unpack(archives, tmp_path / "terminal")
+    for part, count in (("val", 6), ("train", 12)):
+        assert re.search(
+            rf"{part}: 100%.* {count}/{count} .* images/s", sys.stderr.getvalue()
+        )
+    assert " of " not in capsys.readouterr().out
+
+
 def refuse(source, acts, monkeypatch, capsys):
     """Check that after each act, unpacking fails with one line that gives the reason."""
     new = source.parent / "new"
@@ -100,7 +125,7 @@ def refuse(source, acts, monkeypatch, capsys):
 def test_what_cannot_be_unpacked_is_one_line(archives, monkeypatch, capsys):
     val = archives / "ILSVRC2012_img_val.tar"
     acts = [(lambda: os.truncate(val, 9999), "val.tar is damaged; download it")]
-    acts += [(val.unlink, "img_val.tar is missing; download it from image-net")]
+    acts += [(val.unlink, "img_val.tar is missing; get it from image-net.org")]
     refuse(archives, acts, monkeypatch, capsys)
 
 
@@ -113,7 +138,6 @@ def test_what_cannot_be_unpacked_is_one_line(archives, monkeypatch, capsys):
 )
 def test_hugging_faces_files(files, archives, tmp_path, monkeypatch, capsys):
     """They become the same folders, or cause a one-line error if something is wrong."""
-    monkeypatch.setattr(prepare_imagenet, "COUNTS", {"train": 12, "val": 6})
     old, new, data = (tmp_path / name for name in ("old", "good", "hub/data"))
     unpack(archives, old)
     data.mkdir(parents=True)

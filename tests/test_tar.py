@@ -1,11 +1,14 @@
 """With tar archives instead of folders, images and runs are the same, or there is a one-line error."""
 
 import os
+import shutil
 import subprocess
+import tarfile
 
 import pytest
 import torch
 from ranks import parse
+from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from common import tar
 from common.data import build_datasets, build_loader, fingerprint
@@ -31,7 +34,8 @@ def archives(pictures, tmp_path):
         cat = pictures / part / "cat"
         (pictures / part / "dog").rename(pictures / part / "cat 2")
         (cat / "1.JPEG").rename(cat / f"ünï {'long ' * 30}.jpeg")
-        (cat / "notes.txt").touch()
+        for suffix in (".txt", ".gif", *IMG_EXTENSIONS):
+            shutil.copy(cat / "2.JPEG", cat / f"a{suffix.upper()}")
         (cat / "._0.JPEG").write_bytes(b"of macOS")
 
     def make(commands):
@@ -44,6 +48,24 @@ def archives(pictures, tmp_path):
         return folder
 
     return make
+
+
+def test_images_beyond_4_gib_of_an_archive(pictures, archives):
+    """A file of 5 GiB, here of zeros that need no disk space, may precede them."""
+    file = archives(WHOLE) / "train.tar"
+    content = file.read_bytes()
+    big = tarfile.TarInfo("notes.txt")
+    big.size = 5 * 2**30
+    with open(file, "wb") as opened:
+        opened.write(big.tobuf())
+        opened.seek(big.size, os.SEEK_CUR)
+        opened.write(content)
+    for _ in range(2):  # the second time, from the index's file
+        train_set, _ = build_datasets(arguments(file.parent))
+        assert len(train_set) == 16 + len(IMG_EXTENSIONS)
+        for index, path in enumerate(train_set.paths):
+            image = (pictures / f"train{os.fsdecode(path)}").read_bytes()
+            assert train_set.archives.read(index) == image
 
 
 @pytest.mark.parametrize("commands", (WHOLE, SHARDS))
@@ -95,18 +117,21 @@ def test_the_index_is_kept_until_an_archive_changes(archives, monkeypatch):
     first, again = build_datasets(arguments(made)), build_datasets(arguments(made))
     assert sorted(built) == ["train", "val"]
     assert [*map(fingerprint, first)] == [*map(fingerprint, again)]
+    old = os.stat(made / "val.tar")
+    shutil.copy(made / "train.tar", made / "val.tar")
+    os.utime(made / "val.tar", ns=(old.st_atime_ns, old.st_mtime_ns))
+    again = build_datasets(arguments(made))
+    assert [*map(fingerprint, again)] == [fingerprint(first[0])] * 2
     os.utime(made / "train.tar", (0, 0))
     for file in made.glob("val-*.npy"):
         file.write_bytes(b"")  # a crash may leave an empty file
-    tar.cached_index.cache_clear()  # as in another process
     build_datasets(arguments(made))
-    assert sorted(built) == ["train", "train", "val", "val"]
+    assert sorted(built) == ["train", "train", "val", "val", "val"]
     monkeypatch.setattr(tar.tempfile, "TemporaryDirectory", lambda dir: open("/none"))
     for file in made.glob("*.npy"):
         file.unlink()
-    tar.cached_index.cache_clear()
     build_datasets(arguments(made))  # as if the folder were read-only
-    assert not [*made.glob("*.npy")] and len(built) == 6
+    assert not [*made.glob("*.npy")] and len(built) == 7
 
 
 @pytest.mark.parametrize(
@@ -123,6 +148,7 @@ def test_the_index_is_kept_until_an_archive_changes(archives, monkeypatch):
         ("cp val.tar x && cat x >> val.tar", "or made by cat"),
         ("mkdir c && ln -s x c/x.png && tar -cf val.tar c", "x.png is a link or"),
         ("mkdir c && truncate -s 1M c/1.png && tar -Scf val.tar c", "or a sparse file"),
+        ("mkdir .c && touch .c/1.png && tar -cf val.tar .c", "val/.c/1.png is hidden"),
         ("mkdir c && touch c/1.png && tar -cf val.tar c", "3 are in only one"),
     ],
 )
