@@ -161,7 +161,7 @@ def divide(images: int, parts: int, name: str) -> int:
     """Divide a batch into equal parts; raise UserError if there is a remainder."""
     if images % parts:
         raise UserError(
-            f"--global-batch-size: {images} is not a multiple of {parts} {name}"
+            f"--global-batch-size: {images} images cannot be divided by {parts} {name}"
         )
     return images // parts
 
