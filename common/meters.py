@@ -119,7 +119,7 @@ class Progress(tqdm):
             self.steps,
             initial=done,
             leave=False,
-            dynamic_ncols=True,
+            nrows=20,  # some terminals report 0, and tqdm would show nothing
             bar_format="{desc} |{bar}| ETA {remaining}{postfix}",
             disable=None if loader.rank == 0 else True,  # None: if it is no terminal
         )
@@ -134,16 +134,16 @@ class Progress(tqdm):
         seconds, waited = now - self.began, self.loader.waited - self.waited
         self.intervals.append((seconds, images, waited))
         self.began, self.waited = now, self.loader.waited
-        text = f"{format_metrics(means)}, {images / seconds:.0f} images/s, "
-        text += f"data wait {waited / seconds:.0%}"
-        self.set_postfix_str(text, refresh=False)
+        text = f"{format_metrics(means)}, {images / seconds:.0f} images/s"
+        wait = f"wait {waited / seconds:.0%}"
+        self.set_postfix_str(f"{text}, {wait}", refresh=False)
         log = self.disable and self.loader.rank == 0
         if log and (now > self.log_at or step == self.steps):
             self.log_at = now + LOG_SECONDS
             memory = f"{peak_memory_mib(self.loader.device):,.0f} MiB"
             seconds = self.epoch_stats()["seconds"] / (step - self.done)
             eta = tqdm.format_interval(seconds * (self.steps - step))
-            text += f", lr {learning_rate:.3g}, {memory}, ETA {eta}"
+            text += f", data {wait}, lr {learning_rate:.3g}, {memory}, ETA {eta}"
             print(f"{self.title}, step {step}/{self.steps}: {text}", flush=True)
 
     def epoch_stats(self) -> Metrics:

@@ -1,6 +1,7 @@
 """Test small parts of common/ and of the scripts."""
 
 import hashlib
+import json
 import runpy
 import sys
 import warnings
@@ -16,7 +17,7 @@ from torchvision.models import WeightsEnum, get_model, get_model_weights
 
 import distributed
 import multiprocessing_distributed
-from common import meters
+from common import errors, meters
 from common.errors import UserError, one_line_errors
 from common.meters import Meter, Progress, averages, batch_sums, format_metrics
 from common.model import build_model, build_scheduler, set_up_cuda
@@ -112,6 +113,32 @@ def test_a_user_error_is_one_line_and_others_are_not(monkeypatch, capsys):
         assert capsys.readouterr() == ("", "script.py: error: no such folder\n")
     with pytest.raises(ZeroDivisionError), one_line_errors():
         _ = 1 / 0
+
+
+def test_under_torchrun_one_process_reports_the_error(monkeypatch, tmp_path, capsys):
+    """It writes torchrun's file at once or, if local rank 0 has no error, after seconds."""
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+    slept = []
+    monkeypatch.setattr(errors.time, "sleep", slept.append)
+
+    def fail(rank):
+        file = tmp_path / str(rank) / "error.json"
+        file.parent.mkdir(exist_ok=True)
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        with pytest.raises(SystemExit, match="2"), one_line_errors():
+            raise UserError("no such folder")
+        return json.loads(file.read_text())["message"]
+
+    assert fail(1)["message"] == "script.py: error: no such folder"
+    assert slept == [5]  # nobody else had an error
+    (tmp_path / "1" / "error.json").unlink()
+    slept.clear()
+    assert fail(0)["extraInfo"].keys() == {"timestamp"} and not any(slept)
+    slept.clear()
+    fail(2)
+    assert slept == [6, 60]  # torchrun ends a process that waits so long
+    assert capsys.readouterr() == ("", "")
 
 
 X = ("--data", "x")
