@@ -1,13 +1,11 @@
 """Train an ImageNet classifier with DistributedDataParallel, one process per GPU.
 
-A launcher starts the processes and assigns each one a rank. DDP averages the gradients
-while the backward pass is still running.
+A launcher starts the processes. DDP averages gradients during the backward pass.
 
     torchrun --standalone --nproc-per-node=4 distributed.py --data /path/to/imagenet
     python -m torch.distributed.launch --nproc-per-node=4 distributed.py --data ...
 
-Lines between `# [name]` and `# [/name]` are specific to this strategy. All other lines
-of code are the same in all five scripts.
+Lines between `# [name]` and `# [/name]` differ in the other four scripts; no others do.
 """
 
 from argparse import Namespace
@@ -19,22 +17,21 @@ from torch.utils.data.distributed import DistributedSampler
 
 from common.arguments import build_parser, parse_arguments
 from common.checkpoint import Checkpoint
-from common.data import DeviceLoader, build_datasets, build_loader, seed_generators
-from common.errors import one_line_errors
-from common.meters import Meter, Timer, averages, batch_sums, in_words
+from common.data import DeviceLoader, EpochSampler, build_datasets, build_loader
+from common.data import divide, seed_generators
+from common.errors import UserError, one_line_errors
+from common.meters import Meter, Metrics, Progress, averages, batch_sums, format_metrics
 from common.model import PRECISIONS, best_precision, build_model, build_scheduler
 
 # [imports]
-import ctypes
 import os
-import signal
 from contextlib import nullcontext
 
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from common.errors import UserError
+from common.model import die_with_parent, set_up_cuda
 # [/imports]
 
 
@@ -43,19 +40,22 @@ def main(args: Namespace) -> None:
     # [1/6 launch] the launcher has set RANK, WORLD_SIZE and LOCAL_RANK
     if "RANK" not in os.environ:
         raise UserError("start it with torchrun --standalone --nproc-per-node=2")
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with torchrun
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # set by torchrun
+        die_with_parent()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ["LOCAL_RANK"])
     if torch.cuda.is_available():
+        set_up_cuda(int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1)))
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        torch.backends.cudnn.benchmark = True
         dist.init_process_group("nccl", device_id=device)
     else:
         device = torch.device("cpu")
         dist.init_process_group("gloo")
     # [/launch]
 
+    batch_size = divide(args.global_batch_size, world_size, "processes")
+    micro_batch_size = divide(batch_size, args.accumulate, "micro-batches")
     args.precision = args.precision or best_precision(device)
     train_set, val_set = build_datasets(args)
 
@@ -66,22 +66,22 @@ def main(args: Namespace) -> None:
     val_sampler = range(rank, len(val_set), world_size)  # no padding, no duplicates
     # [/shard]
 
+    train_sampler = EpochSampler(train_sampler, args.seed, rank, world_size)
     train_loader = build_loader(
-        args, train_set, train_sampler, rank, world_size, device, training=True
+        args, train_set, train_sampler, batch_size, device, training=True
     )
+    val_sampler = EpochSampler(val_sampler, args.seed, rank, world_size)
     val_loader = build_loader(
-        args, val_set, val_sampler, rank, world_size, device, training=False
+        args, val_set, val_sampler, micro_batch_size, device, training=False
     )
 
-    raw_model = build_model(args, train_set.classes)
+    raw_model = build_model(args, train_set.classes, rank)
     raw_model = raw_model.to(device, memory_format=torch.channels_last)
     if args.compile:
         raw_model.compile()
+    lr = args.lr * args.global_batch_size / 256  # https://arxiv.org/abs/1706.02677
     optimizer = torch.optim.SGD(
-        raw_model.parameters(),
-        lr=args.lr * args.global_batch_size / 256,  # https://arxiv.org/abs/1706.02677
-        momentum=args.momentum,
-        weight_decay=args.weight_decay,
+        raw_model.parameters(), lr, args.momentum, weight_decay=args.weight_decay
     )
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
 
@@ -89,35 +89,36 @@ def main(args: Namespace) -> None:
     if args.sync_bn:
         raw_model = nn.SyncBatchNorm.convert_sync_batchnorm(raw_model)
     model = DDP(raw_model, gradient_as_bucket_view=True)
+    model.broadcast_buffers = False  # validate() does, once
     if args.compress_gradients:
-        hook = getattr(default_hooks, f"{args.compress_gradients}_compress_hook")
-        model.register_comm_hook(None, hook)
+        compress = {"fp16": hooks.fp16_compress_hook, "bf16": hooks.bf16_compress_hook}
+        model.register_comm_hook(None, compress[args.compress_gradients])
     eval_model = raw_model  # without DDP: shards may differ in length
-    saved = {"state_dict": eval_model}  # what checkpoints hold; more follows below
+    saved = {"state_dict": eval_model}  # the weights in checkpoints
     # [/wrap]
 
     scheduler = build_scheduler(args, optimizer, len(train_loader))
     saved |= {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     checkpoint = Checkpoint(args, (train_set, val_set), saved)
-    checkpoint.load(rank, world_size, device, all_reduce)  # checks that all agree
+    checkpoint.load(rank)
+    checkpoint.compare_ranks(rank, world_size, device, all_reduce)
     if rank == 0:
-        print(f"{args.arch} {args.precision}, {world_size} x {device.type}", flush=True)
+        checkpoint.print_header(device, world_size, steps=len(train_loader))
     if args.evaluate:
         val = validate(args, val_loader, eval_model)
         if rank == 0:
-            print(f"val {in_words(val)}, {val['images']} images")
+            print(f"val {format_metrics(val, val)}")
 
-    for epoch in range(checkpoint.epoch, 0 if args.evaluate else args.epochs):
-        train_sampler.set_epoch(epoch)
-        seed_generators(args.seed, epoch, 0, rank + 1)  # a sampler may draw from them
-        figures = train(
+    for epoch in range(checkpoint.epoch, args.epochs):
+        train_sampler.set_epoch(epoch, first=checkpoint.step * batch_size)
+        stats = train(
             args, rank, train_loader, model, optimizer, scheduler, scaler, checkpoint
         )
         val = validate(args, val_loader, eval_model)
-        record = checkpoint.finish_epoch(val, figures)
+        checkpoint.record_epoch(val, stats)
         if rank == 0:
             checkpoint.save()
-            print(f"epoch {epoch + 1}/{args.epochs}: {in_words(record)}", flush=True)
+            checkpoint.print_epoch()
 
     # [6/6 finish] wait for rank 0, which may still be saving
     dist.barrier()
@@ -134,17 +135,17 @@ def train(
     scheduler: torch.optim.lr_scheduler.LRScheduler,
     scaler: torch.amp.GradScaler,
     checkpoint: Checkpoint,
-) -> dict[str, float]:
-    """Train one epoch, or the rest of a resumed one; return its statistics."""
+) -> Metrics:
+    """Train one epoch, or the rest of a resumed one; return its speed and memory."""
     model.train()
-    meter, timer = Meter(), Timer()
-    epoch, done = checkpoint.epoch, checkpoint.step
-    for step, (images, labels) in enumerate(loader.epoch(epoch, done), start=done + 1):
+    meter, epoch, done = Meter(), checkpoint.epoch, checkpoint.step
+    batches = Progress(f"epoch {epoch + 1}/{args.epochs}", loader, done)
+    for step, (images, labels) in enumerate(batches, start=done + 1):
         seed_generators(args.seed, epoch, step, rank + 1)  # dropout draws from them
         optimizer.zero_grad()
         micro_batches = images.chunk(args.accumulate), labels.chunk(args.accumulate)
-        for part, (x, y) in enumerate(zip(*micro_batches, strict=True), start=1):
-            last = part == len(micro_batches[0])
+        for number, (x, y) in enumerate(zip(*micro_batches, strict=True), start=1):
+            last = number == args.accumulate
             # [4/6 step] DDP averages the gradients only in the last backward()
             with nullcontext() if last else model.no_sync():
                 outputs = forward(args, model, x)
@@ -157,16 +158,13 @@ def train(
             meter.add(batch_sums(loss, outputs, y))
         learning_rate = optimizer.param_groups[0]["lr"]
         scheduler.step()
-        # The loop waits for a GPU only here; a scaler or hooks may wait in each step
         if step % args.print_interval == 0 or step == len(loader):
-            recent = checkpoint.add(step, meter.reduce(all_reduce))
-            speed = timer.interval(step, recent["images"], loader.waited)
-            if rank == 0:
-                if step < len(loader):
-                    checkpoint.save_if_due()
-                where = f"epoch {epoch + 1}/{args.epochs}, step {step}/{len(loader)}"
-                print(f"{where}: {in_words(recent)}, {speed}", flush=True)
-    return {**timer.figures(loader.device), "learning_rate": learning_rate}
+            sums = meter.reduce(all_reduce)  # only here, the loop waits for a GPU
+            checkpoint.record_interval(step, sums)
+            batches.record_interval(step, averages(sums), learning_rate)
+            if rank == 0 and step < len(loader):
+                checkpoint.save_if_due()
+    return {**batches.epoch_stats(), "learning_rate": learning_rate}
 
 
 def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:
@@ -177,14 +175,12 @@ def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def validate(
-    args: Namespace, loader: DeviceLoader, eval_model: nn.Module
-) -> dict[str, float]:
+def validate(args: Namespace, loader: DeviceLoader, eval_model: nn.Module) -> Metrics:
     """Return metrics averaged over all validation images, the same in all processes."""
     broadcast_buffers(eval_model)
     eval_model.eval()
     meter = Meter()
-    for images, labels in loader.epoch(0):
+    for images, labels in Progress("validation", loader):
         outputs = forward(args, eval_model, images)
         meter.add(batch_sums(F.cross_entropy(outputs, labels), outputs, labels))
     return averages(meter.reduce(all_reduce))

@@ -6,8 +6,7 @@ gradients over NCCL, MPI or Gloo while the backward pass is still running.
     horovodrun --gloo -np 4 python horovod_distributed.py --data /path/to/imagenet
     mpirun -np 4 --bind-to none python horovod_distributed.py --data /path/to/imagenet
 
-Lines between `# [name]` and `# [/name]` are specific to this strategy. All other lines
-of code are the same in all five scripts.
+Lines between `# [name]` and `# [/name]` differ in the other four scripts; no others do.
 """
 
 from argparse import Namespace
@@ -19,13 +18,14 @@ from torch.utils.data.distributed import DistributedSampler
 
 from common.arguments import build_parser, parse_arguments
 from common.checkpoint import Checkpoint
-from common.data import DeviceLoader, build_datasets, build_loader, seed_generators
-from common.errors import one_line_errors
-from common.meters import Meter, Timer, averages, batch_sums, in_words
+from common.data import DeviceLoader, EpochSampler, build_datasets, build_loader
+from common.data import divide, seed_generators
+from common.errors import UserError, one_line_errors
+from common.meters import Meter, Metrics, Progress, averages, batch_sums, format_metrics
 from common.model import PRECISIONS, best_precision, build_model, build_scheduler
 
 # [imports]
-from common.errors import UserError
+from common.model import set_up_cuda
 
 try:
     import horovod.torch as hvd
@@ -40,13 +40,15 @@ def main(args: Namespace) -> None:
     hvd.init()
     rank, local_rank, world_size = hvd.rank(), hvd.local_rank(), hvd.size()
     if torch.cuda.is_available():
+        set_up_cuda(hvd.local_size())
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        torch.backends.cudnn.benchmark = True
     else:
         device = torch.device("cpu")
     # [/launch]
 
+    batch_size = divide(args.global_batch_size, world_size, "processes")
+    micro_batch_size = divide(batch_size, args.accumulate, "micro-batches")
     args.precision = args.precision or best_precision(device)
     train_set, val_set = build_datasets(args)
 
@@ -57,31 +59,33 @@ def main(args: Namespace) -> None:
     val_sampler = range(rank, len(val_set), world_size)  # no padding, no duplicates
     # [/shard]
 
+    train_sampler = EpochSampler(train_sampler, args.seed, rank, world_size)
     train_loader = build_loader(
-        args, train_set, train_sampler, rank, world_size, device, training=True
+        args, train_set, train_sampler, batch_size, device, training=True
     )
+    val_sampler = EpochSampler(val_sampler, args.seed, rank, world_size)
     val_loader = build_loader(
-        args, val_set, val_sampler, rank, world_size, device, training=False
+        args, val_set, val_sampler, micro_batch_size, device, training=False
     )
 
-    raw_model = build_model(args, train_set.classes)
+    raw_model = build_model(args, train_set.classes, rank)
     raw_model = raw_model.to(device, memory_format=torch.channels_last)
     if args.compile:
         raw_model.compile()
+    lr = args.lr * args.global_batch_size / 256  # https://arxiv.org/abs/1706.02677
     optimizer = torch.optim.SGD(
-        raw_model.parameters(),
-        lr=args.lr * args.global_batch_size / 256,  # https://arxiv.org/abs/1706.02677
-        momentum=args.momentum,
-        weight_decay=args.weight_decay,
+        raw_model.parameters(), lr, args.momentum, weight_decay=args.weight_decay
     )
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
 
     # [3/6 wrap] the optimizer's hooks average gradients during backward()
-    compression = getattr(hvd.Compression, args.compress_gradients or "none")
+    compressor = (
+        hvd.Compression.fp16 if args.compress_gradients else hvd.Compression.none
+    )
     optimizer = hvd.DistributedOptimizer(
         optimizer,
         raw_model.named_parameters(),
-        in_contiguous_format(compression),
+        for_channels_last(compressor),
         backward_passes_per_step=args.accumulate,
     )
     raw_model.to(memory_format=torch.contiguous_format)  # Horovod sends no other format
@@ -90,31 +94,31 @@ def main(args: Namespace) -> None:
     # hvd.broadcast_optimizer_state() is for state that only rank 0 has. Here, all ranks
     # load the checkpoint. With a new SGD optimizer, the call also takes a hidden step.
     model = eval_model = raw_model
-    saved = {"state_dict": raw_model}  # what checkpoints hold; more follows below
+    saved = {"state_dict": raw_model}  # the weights in checkpoints
     # [/wrap]
 
     scheduler = build_scheduler(args, optimizer, len(train_loader))
     saved |= {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     checkpoint = Checkpoint(args, (train_set, val_set), saved)
-    checkpoint.load(rank, world_size, device, all_reduce)  # checks that all agree
+    checkpoint.load(rank)
+    checkpoint.compare_ranks(rank, world_size, device, all_reduce)
     if rank == 0:
-        print(f"{args.arch} {args.precision}, {world_size} x {device.type}", flush=True)
+        checkpoint.print_header(device, world_size, steps=len(train_loader))
     if args.evaluate:
         val = validate(args, val_loader, eval_model)
         if rank == 0:
-            print(f"val {in_words(val)}, {val['images']} images")
+            print(f"val {format_metrics(val, val)}")
 
-    for epoch in range(checkpoint.epoch, 0 if args.evaluate else args.epochs):
-        train_sampler.set_epoch(epoch)
-        seed_generators(args.seed, epoch, 0, rank + 1)  # a sampler may draw from them
-        figures = train(
+    for epoch in range(checkpoint.epoch, args.epochs):
+        train_sampler.set_epoch(epoch, first=checkpoint.step * batch_size)
+        stats = train(
             args, rank, train_loader, model, optimizer, scheduler, scaler, checkpoint
         )
         val = validate(args, val_loader, eval_model)
-        record = checkpoint.finish_epoch(val, figures)
+        checkpoint.record_epoch(val, stats)
         if rank == 0:
             checkpoint.save()
-            print(f"epoch {epoch + 1}/{args.epochs}: {in_words(record)}", flush=True)
+            checkpoint.print_epoch()
 
     # [6/6 finish] wait for rank 0, which may still be saving
     hvd.barrier()
@@ -131,17 +135,17 @@ def train(
     scheduler: torch.optim.lr_scheduler.LRScheduler,
     scaler: torch.amp.GradScaler,
     checkpoint: Checkpoint,
-) -> dict[str, float]:
-    """Train one epoch, or the rest of a resumed one; return its statistics."""
+) -> Metrics:
+    """Train one epoch, or the rest of a resumed one; return its speed and memory."""
     model.train()
-    meter, timer = Meter(), Timer()
-    epoch, done = checkpoint.epoch, checkpoint.step
-    for step, (images, labels) in enumerate(loader.epoch(epoch, done), start=done + 1):
+    meter, epoch, done = Meter(), checkpoint.epoch, checkpoint.step
+    batches = Progress(f"epoch {epoch + 1}/{args.epochs}", loader, done)
+    for step, (images, labels) in enumerate(batches, start=done + 1):
         seed_generators(args.seed, epoch, step, rank + 1)  # dropout draws from them
         optimizer.zero_grad()
         micro_batches = images.chunk(args.accumulate), labels.chunk(args.accumulate)
-        for part, (x, y) in enumerate(zip(*micro_batches, strict=True), start=1):
-            last = part == len(micro_batches[0])
+        for number, (x, y) in enumerate(zip(*micro_batches, strict=True), start=1):
+            last = number == args.accumulate
             # [4/6 step] Horovod averages in the last backward(); synchronize() waits
             outputs = forward(args, model, x)
             loss = F.cross_entropy(outputs, y, label_smoothing=args.label_smoothing)
@@ -155,16 +159,13 @@ def train(
             meter.add(batch_sums(loss, outputs, y))
         learning_rate = optimizer.param_groups[0]["lr"]
         scheduler.step()
-        # The loop waits for a GPU only here; a scaler or hooks may wait in each step
         if step % args.print_interval == 0 or step == len(loader):
-            recent = checkpoint.add(step, meter.reduce(all_reduce))
-            speed = timer.interval(step, recent["images"], loader.waited)
-            if rank == 0:
-                if step < len(loader):
-                    checkpoint.save_if_due()
-                where = f"epoch {epoch + 1}/{args.epochs}, step {step}/{len(loader)}"
-                print(f"{where}: {in_words(recent)}, {speed}", flush=True)
-    return {**timer.figures(loader.device), "learning_rate": learning_rate}
+            sums = meter.reduce(all_reduce)  # only here, the loop waits for a GPU
+            checkpoint.record_interval(step, sums)
+            batches.record_interval(step, averages(sums), learning_rate)
+            if rank == 0 and step < len(loader):
+                checkpoint.save_if_due()
+    return {**batches.epoch_stats(), "learning_rate": learning_rate}
 
 
 def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:
@@ -175,14 +176,12 @@ def forward(args: Namespace, model: nn.Module, images: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def validate(
-    args: Namespace, loader: DeviceLoader, eval_model: nn.Module
-) -> dict[str, float]:
+def validate(args: Namespace, loader: DeviceLoader, eval_model: nn.Module) -> Metrics:
     """Return metrics averaged over all validation images, the same in all processes."""
     broadcast_buffers(eval_model)
     eval_model.eval()
     meter = Meter()
-    for images, labels in loader.epoch(0):
+    for images, labels in Progress("validation", loader):
         outputs = forward(args, eval_model, images)
         meter.add(batch_sums(F.cross_entropy(outputs, labels), outputs, labels))
     return averages(meter.reduce(all_reduce))
@@ -196,25 +195,34 @@ def all_reduce(sums: Tensor) -> Tensor:
 
 def broadcast_buffers(model: nn.Module) -> None:
     """Copy rank 0's batch norm statistics to all processes (rank 0 saves them)."""
-    hvd.broadcast_parameters(dict(model.named_buffers()), root_rank=0)
+    buffers = {name: buffer.contiguous() for name, buffer in model.named_buffers()}
+    hvd.broadcast_parameters(buffers, root_rank=0)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])  # if it was not contiguous
 
 
 # [/combine]
 
 
 # [start]
-def in_contiguous_format(compressor: type) -> type:
-    """Return a compressor that makes gradients contiguous, as Horovod requires.
+def for_channels_last(compressor: type) -> type:
+    """Return a compressor that sends channels_last gradients as contiguous NHWC views.
 
     Source: https://horovod.readthedocs.io/en/stable/api.html#horovod.torch.Compressor
     """
 
-    class Contiguous(compressor):
+    class ChannelsLast(compressor):
         @staticmethod
         def compress(tensor: Tensor) -> tuple:
-            return compressor.compress(tensor.contiguous())
+            view = tensor.permute(0, 2, 3, 1) if tensor.dim() == 4 else tensor
+            return compressor.compress(view.contiguous())
 
-    return Contiguous
+        @staticmethod
+        def decompress(tensor: Tensor, context: object) -> Tensor:
+            tensor = compressor.decompress(tensor, context)
+            return tensor.permute(0, 3, 1, 2) if tensor.dim() == 4 else tensor
+
+    return ChannelsLast
 
 
 def arguments() -> Namespace:

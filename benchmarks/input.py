@@ -56,7 +56,7 @@ class Training(SeededDataset):
 
     def __getitem__(self, index: int) -> tuple:
         self.epoch += index == 0
-        image, label = super().__getitem__((self.epoch, index, index))
+        image, label = super().__getitem__((0, self.epoch, index, index))
         return image.permute(2, 0, 1), label
 
 
@@ -84,13 +84,13 @@ def one_core(folder: Path, rounds: int) -> dict[str, dict | list]:
     validation = {USUAL: reading(usual_folder(folder / "val", USUAL_VAL), VAL)}
     # These two rows and the conventional ones normalize on the CPU; the others do not
     train_set, val_set = build_datasets(arguments(folder, "--decoder", "nvimgcodec"))
-    training[NORMALIZED] = reading(Normalized(Training(train_set, 0)), TRAIN)
+    training[NORMALIZED] = reading(Normalized(Training(train_set)), TRAIN)
     validation[NORMALIZED] = reading(Normalized(val_set), VAL)
     files = [path.read_bytes() for path in sorted(folder.glob("train/*/*"))]
     decoding = {}
     for name, decode in DECODERS.items():
         train_set, val_set = build_datasets(arguments(folder, "--decoder", name))
-        training[f"--decoder {name}"] = reading(Training(train_set, 0), TRAIN)
+        training[f"--decoder {name}"] = reading(Training(train_set), TRAIN)
         validation[f"--decoder {name}"] = reading(val_set, VAL)
         decoding[name] = speed(lambda file, decode=decode: decode(file, crop), files)
     works = {"validation": validation, "training": training | decoding}

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -17,12 +18,19 @@ SHARES = ("momentum", "label_smoothing", "min_crop")  # at most 1
 MAY_BE_0 = ("workers", "seed", "node_rank")  # other whole numbers are at least 1
 
 
-def build_parser(docstring: str) -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """A parser that raises UserError, so that a launcher can print it last."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UserError."""
+        raise UserError(message)
+
+
+def build_parser(docstring: str) -> Parser:
     """Build the parser with the shared flags; each script adds its own."""
     if sys.platform != "linux" or torch.__version__ < "2.4":
         raise UserError("this needs Linux (on Windows: WSL2) and PyTorch 2.4 or newer")
-    parser = argparse.ArgumentParser(
-        usage=argparse.SUPPRESS,  # a wrong flag is then reported in one line
+    parser = Parser(
         description=docstring,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -48,7 +56,9 @@ def build_parser(docstring: str) -> argparse.ArgumentParser:
     add("--label-smoothing", type=float, default=0.0, help="(0)")
     add("--min-crop", type=float, default=0.08, help="minimum crop area (%(default)s)")
     add("--no-flip", action="store_true", help="do not mirror training images")
-    workers = min(4, len(os.sched_getaffinity(0)))
+    # torchrun sets the number of processes; elsewhere, there is one per GPU
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count() or 1))
+    workers = max(1, min(16, len(os.sched_getaffinity(0)) // processes))
     loaders = "loader processes for training, and again for validation (%(default)s)"
     add("-j", "--workers", type=int, default=workers, help=loaders)
     decoder = "pil" if NO_TORCHCODEC else "torchcodec"
@@ -66,9 +76,9 @@ def build_parser(docstring: str) -> argparse.ArgumentParser:
 
 
 def parse_arguments(
-    parser: argparse.ArgumentParser, argv: Sequence[str] | None = None
+    parser: Parser, argv: Sequence[str] | None = None
 ) -> argparse.Namespace:
-    """Parse the command line; exit with status 2 and one line if a flag is wrong."""
+    """Parse the command line; raise UserError if a flag is wrong."""
     args = parser.parse_args(argv)
     if (args.data is None) == (args.synthetic is None):
         parser.error("give either --data DIR or --synthetic")
@@ -80,5 +90,7 @@ def parse_arguments(
         if type(value) in (int, float) and not least <= value <= most:
             flag = name.replace("_", "-")
             parser.error(f"--{flag} must be from {least} to {most}, but is {value}")
+    if args.evaluate:
+        args.epochs = 0  # nothing to train
     args.output = args.output or Path("runs", Path(sys.argv[0]).stem)
     return args

@@ -1,6 +1,7 @@
 """A run's progress, and the files from which a killed run resumes."""
 
 import argparse
+import fcntl
 import json
 import math
 import os
@@ -16,9 +17,10 @@ from torch.utils.data import Dataset
 from common.arguments import AUTO
 from common.data import fingerprint
 from common.errors import UserError
-from common.meters import averages
+from common.meters import averages, format_metrics
 
-BEST_METRIC = "val_top1"  # best.pt is from the epoch with the highest value
+# best.pt is from the epoch with the highest value, or the lowest (of a loss)
+BEST_METRIC, LOWER_IS_BETTER = "val_top1", False
 # Flags that a resumed run may change; all others must stay the same. The images are
 # compared, not their paths.
 MAY_CHANGE = {"data", "synthetic", "output", "resume", "evaluate", "workers"}
@@ -52,33 +54,38 @@ class Checkpoint:
         self.epoch, self.step = 0, 0  # finished epochs, finished steps of the next one
         self.sums: dict[str, Tensor] = {}  # of these steps, over all processes
         self.records: list[dict] = []  # one for each finished epoch, as in epochs.jsonl
-        self.best = -1.0  # the highest BEST_METRIC
+        self.best = math.inf if LOWER_IS_BETTER else -math.inf  # of BEST_METRIC
         self.saved_at = time.monotonic()
 
-    def load(
+    def load(self, rank: int) -> None:
+        """Load the file that --resume asks for; rank 0 locks --output until it ends.
+
+        Raises UserError if there is no such file, if it has other settings or images,
+        if --output holds another run, or if another process is writing to it.
+        """
+        path, output = self.args.resume, self.args.output
+        if path == AUTO:
+            path = self.file if self.file.exists() or self.args.evaluate else None
+        if not self.args.evaluate:
+            if self.file.exists() and (path or Path()).resolve() != self.file.resolve():
+                raise UserError(
+                    f"--output {output} holds another run: continue it with --resume, "
+                    "or choose another --output"
+                )
+            output.mkdir(parents=True, exist_ok=True)
+            if rank == 0:
+                self.lock = lock_file(output / "lock")
+        if path is not None:
+            self._load(path)
+
+    def compare_ranks(
         self,
         rank: int,
         world_size: int,
         device: torch.device,
         all_reduce: Callable[[Tensor], Tensor],
     ) -> None:
-        """Load the file that --resume asks for; check that all ranks have the same one.
-
-        Raises UserError if there is no such file, if it has other settings or
-        images, if --output holds another run, or if a process differs from rank 0.
-        """
-        path = self.file if self.args.resume == AUTO else self.args.resume
-        if not self.args.evaluate:
-            if self.file.exists() and (path or Path()).resolve() != self.file.resolve():
-                raise UserError(
-                    f"--output {self.args.output} holds another run: continue it with "
-                    "--resume, or choose another --output"
-                )
-            self.args.output.mkdir(parents=True, exist_ok=True)
-            if self.args.resume == AUTO and not path.exists():
-                path = None  # a new run
-        if path is not None:
-            self._load(path)
+        """Raise UserError if a process has other images or progress than rank 0."""
         # Each process fills its row of a table of zeros; the sum is the whole table
         facts = [*self.images, self.epoch, self.step]
         table = torch.zeros(world_size, len(facts), dtype=torch.float64)
@@ -109,14 +116,16 @@ class Checkpoint:
             self.objects["state_dict"].load_state_dict(content["state_dict"])
             return
         for name, one in self.objects.items():
+            if name not in content:
+                raise UserError(f"{path} has no {name}: resume with the same script")
             one.load_state_dict(content[name])
         self.epoch, self.step = content["epoch"], content["step"]
         self.sums, self.records = content["sums"], content["records"]
         if self.best_file.exists():  # a new folder has none yet
             self.best = content["best_acc1"].item()
 
-    def add(self, step: int, sums: dict[str, Tensor]) -> dict[str, float]:
-        """Add an interval's sums over all processes; return the averages.
+    def record_interval(self, step: int, sums: dict[str, Tensor]) -> dict[str, float]:
+        """Add a print interval's sums over all processes; return the averages.
 
         Raises UserError if the loss is infinite or not a number.
         """
@@ -126,12 +135,15 @@ class Checkpoint:
         means = averages(sums)
         if not math.isfinite(means["loss"]):
             raise UserError(f"the loss is {means['loss']} by step {step}: lower --lr")
+        names = [f"val_{name}" for name in means]
+        if BEST_METRIC not in names:
+            raise UserError(f"BEST_METRIC {BEST_METRIC} is none of {', '.join(names)}")
         return means
 
-    def finish_epoch(self, val: dict[str, float], figures: dict[str, float]) -> dict:
-        """Finish the current epoch and return its record, as in epochs.jsonl.
+    def record_epoch(self, val: dict[str, float], stats: dict[str, float]) -> None:
+        """Finish the current epoch, and add its record, as in epochs.jsonl.
 
-        `val` has the validation averages; `figures` are added unchanged.
+        `val` has the validation averages; `stats` are added unchanged.
         """
         train = averages(self.sums)
         record = {
@@ -141,9 +153,8 @@ class Checkpoint:
         }
         record |= {f"train_{name}": value for name, value in train.items()}
         record |= {f"val_{name}": value for name, value in val.items()}
-        self.records.append(record | figures)
+        self.records.append(record | stats)
         self.epoch, self.step, self.sums = self.epoch + 1, 0, {}
-        return self.records[-1]
 
     def save(self) -> None:
         """Write epochs.jsonl, best.pt after the best epoch, and checkpoint.pt last.
@@ -151,13 +162,15 @@ class Checkpoint:
         If a file cannot be written, the old file stays, and the error is raised.
         """
         files = [self.file]
-        if self.step == 0 and self.records[-1][BEST_METRIC] > self.best:
-            self.best = self.records[-1][BEST_METRIC]
+        value = self.records[-1][BEST_METRIC] if self.step == 0 else self.best
+        if value < self.best if LOWER_IS_BETTER else value > self.best:
+            self.best = value
             files.insert(0, self.best_file)
         content = {
             "epoch": self.epoch,
             "step": self.step,
             "arch": self.args.arch,
+            # Other scripts expect a tensor; float32 would round 200 / 3
             "best_acc1": torch.tensor(self.best, dtype=torch.float64),
             "sums": self.sums,
             "records": self.records,
@@ -175,6 +188,57 @@ class Checkpoint:
         if time.monotonic() - self.saved_at >= 60 * self.args.save_minutes:
             self.save()
 
+    def print_header(self, device: torch.device, world_size: int, steps: int) -> None:
+        """Print what runs on what, and where it starts; an epoch has `steps`."""
+        args, (train, _, val, _), name = self.args, self.images, "CPU"
+        weights = sum(one.numel() for one in self.objects["state_dict"].parameters())
+        if device.type == "cuda":
+            name = torch.cuda.get_device_name(device)
+            name += f" ({torch.cuda.device_count()} visible)"
+        size = args.global_batch_size // world_size // args.accumulate
+        start = f"resumed from epoch {self.epoch + 1}, step {self.step}"
+        if self.epoch >= args.epochs:
+            start = f"complete: all {self.epoch} epochs are done"
+        print(
+            f"{args.arch}, {weights / 1e6:.1f} M parameters, {args.precision}, "
+            f"{world_size} x {name}\n"
+            f"{train:,} training and {val:,} validation images of "
+            f"{self.recipe['classes']} classes, decoder {args.decoder}\n"
+            f"{steps:,} steps per epoch, {args.global_batch_size} images per step: "
+            f"{world_size} processes x {size} x {args.accumulate} micro-batches, "
+            f"learning rate {args.lr * args.global_batch_size / 256:.4g}\n"
+            f"{args.output}: {start if self.epoch + self.step else 'a new run'}",
+            flush=True,
+        )
+
+    def print_epoch(self) -> None:
+        """Print the last epoch's metrics, the best one so far, and the speed."""
+        record, best = self.records[-1], BEST_METRIC.removeprefix("val_")
+        print(
+            f"epoch {self.epoch}/{self.args.epochs}: "
+            f"{format_metrics(record, prefix='train_')}; "
+            f"val {format_metrics(record, prefix='val_')}, "
+            f"best {format_metrics({best: self.best}, [best])}; "
+            f"{record['images_per_second']:.0f} images/s, "
+            f"{record['seconds'] / 60:.1f} min, saved",
+            flush=True,
+        )
+
+
+def lock_file(path: Path) -> Any:
+    """Lock a file until this process ends; raise UserError if another one has it."""
+    file = open(path, "w")  # noqa: SIM115
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(
+            f"another process is writing to --output {path.parent}: let it end, or "
+            "choose another --output"
+        ) from None
+    except OSError:  # this file system cannot lock
+        pass
+    return file
+
 
 def replace_file(path: Path, content: bytes | dict) -> None:
     """Write a file beside `path`, flush it to the disk and rename it to `path`.
@@ -183,7 +247,10 @@ def replace_file(path: Path, content: bytes | dict) -> None:
     """
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "wb") as file:
-        file.write(content) if isinstance(content, bytes) else torch.save(content, file)
+        if isinstance(content, bytes):
+            file.write(content)
+        else:
+            torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

@@ -128,11 +128,15 @@ def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
 
 
 def fingerprint(dataset: Dataset) -> list[int]:
-    """Return the number of images and, for an ImageFolder, a 48-bit digest of paths."""
-    if not isinstance(dataset, ImageFolder):
-        return [len(dataset), 0]
-    digest = hashlib.blake2b(dataset.paths.view("uint8"), digest_size=6).digest()
-    return [len(dataset), int.from_bytes(digest, "big")]
+    """Return the number of images, and a 48-bit digest of their paths and labels.
+
+    A dataset may have these attributes: paths, labels, targets (as in torchvision), and
+    indices (as in Subset).
+    """
+    digest = hashlib.blake2b(digest_size=6)
+    for name in ("paths", "labels", "targets", "indices"):
+        digest.update(numpy.asarray(getattr(dataset, name, ())).tobytes())
+    return [len(dataset), int.from_bytes(digest.digest(), "big")]
 
 
 def seed_generators(*key: int) -> None:
@@ -152,37 +156,53 @@ def seed_generators(*key: int) -> None:
         torch.cuda.manual_seed_all(number)
 
 
-class EpochKeys:
-    """Keys for a SeededDataset: (epoch, position in the epoch's order, index).
+def divide(images: int, parts: int, name: str) -> int:
+    """Divide a batch into equal parts; raise UserError if there is a remainder."""
+    if images % parts:
+        raise UserError(
+            f"--global-batch-size: {images} images cannot be divided by {parts} {name}"
+        )
+    return images // parts
+
+
+class EpochSampler:
+    """Yields a SeededDataset's keys: (seed, epoch, position in its order, index).
 
     They carry the epoch to the loader processes, which run for several epochs.
     """
 
-    def __init__(self, sampler: Sequence[int], length: int, rank: int, world_size: int):
-        self.sampler, self.length = sampler, length
+    def __init__(self, sampler: Sequence[int], seed: int, rank: int, world_size: int):
+        """`sampler` yields this process's share: every world_size-th of an order."""
+        self.sampler, self.seed = sampler, seed
         self.rank, self.world_size = rank, world_size
-        self.epoch, self.first = 0, 0  # set before each epoch
+        self.epoch, self.first, self.length = 0, 0, len(sampler)
 
     def __len__(self) -> int:
+        """Return the number of keys in a whole epoch."""
         return self.length
 
-    def __iter__(self) -> Iterator[tuple[int, int, int]]:
-        # This process's images are every world_size-th of the epoch's order
+    def set_epoch(self, epoch: int, first: int = 0) -> None:
+        """Choose an epoch, and how many of its images a resumed run leaves out."""
+        self.epoch, self.first = epoch, first
+        seed_generators(self.seed, epoch, 0, self.rank + 1)  # a sampler may draw
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[tuple[int, int, int, int]]:
         positions = count(self.rank, self.world_size)
-        keys = zip(repeat(self.epoch), positions, self.sampler)
+        keys = zip(repeat(self.seed), repeat(self.epoch), positions, self.sampler)
         return islice(keys, self.first, self.length)
 
 
 class SeededDataset(Dataset):
-    """A dataset of (S, S, 3) images; its EpochKeys also seed the augmentation."""
+    """A dataset of (S, S, 3) images; an EpochSampler's keys seed the augmentation."""
 
-    def __init__(self, dataset: Dataset, seed: int):
+    def __init__(self, dataset: Dataset):
         self.dataset = dataset
-        self.seed = seed
 
-    def __getitem__(self, key: tuple[int, int, int]) -> Any:
-        epoch, position, index = key
-        seed_generators(self.seed, epoch, position)
+    def __getitem__(self, key: tuple[int, int, int, int]) -> Any:
+        *key, index = key
+        seed_generators(*key)
         image, label = self.dataset[index]
         # The decoders' memory layout; batches are copied and normalized faster in it
         return image.permute(1, 2, 0), label
@@ -193,8 +213,8 @@ class DeviceLoader:
 
     def __init__(self, loader: DataLoader, device: torch.device, repeated: bool):
         """If `repeated`, yield the first batch over and over, and load no others."""
-        self.loader = loader
-        self.device = device
+        self.loader, self.device = loader, device
+        self.rank = loader.sampler.rank
         self.mean = torch.tensor(MEAN, device=device).view(1, 3, 1, 1)
         self.std = torch.tensor(STD, device=device).view(1, 3, 1, 1)
         self.waited = 0.0  # seconds spent waiting for data in this epoch
@@ -204,17 +224,16 @@ class DeviceLoader:
         """Return the number of batches in a whole epoch."""
         return len(self.loader)
 
-    def epoch(self, epoch: int, first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield an epoch's batches, except those finished before the run was resumed.
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the batches of the epoch that the sampler is set to.
 
         Raises UserError if an image is unusable.
         """
         self.waited = 0.0
         if self.batch is not None:
+            first = self.loader.sampler.first // self.loader.batch_size
             yield from repeat(self.batch, len(self) - first)
             return
-        keys = self.loader.sampler
-        keys.epoch, keys.first = epoch, first * self.loader.batch_size
         began = time.perf_counter()
         for images, labels in self.loader:
             self.waited += time.perf_counter() - began
@@ -233,33 +252,23 @@ class DeviceLoader:
 def build_loader(
     args: argparse.Namespace,
     dataset: Dataset,
-    sampler: Sequence[int],
-    rank: int,
-    world_size: int,
+    sampler: EpochSampler,
+    batch_size: int,
     device: torch.device,
     training: bool,
 ) -> DeviceLoader:
-    """Build one process's loader and start its loader processes.
+    """Build this process's loader, and start its loader processes.
 
-    `sampler` yields indices. A training batch is this process's share of a step, and an
-    incomplete one is dropped; a validation batch is as large as a micro-batch. Raises
-    UserError if the global batch cannot be divided equally or there are too few images.
+    In training, an incomplete batch is dropped. Raises UserError if there is no batch.
     """
-    size, parts = args.global_batch_size, world_size * args.accumulate
-    if size % parts:
-        raise UserError(
-            f"--global-batch-size {size} is not a multiple of {parts} ({world_size} "
-            f"processes, --accumulate {args.accumulate})"
-        )
-    batch_size = size // world_size if training else size // parts
-    length = len(sampler)
     if training and args.max_steps:
-        length = min(length, batch_size * args.max_steps)
+        sampler.length = min(len(sampler), batch_size * args.max_steps)
     unused = training and args.evaluate
-    if length < (batch_size if training else 1) and not unused:
+    if len(sampler) < (batch_size if training else 1) and not unused:
         raise UserError(
             f"{len(dataset)} {'training' if training else 'validation'} images are too "
-            f"few for --global-batch-size {size} and {world_size} processes"
+            f"few for --global-batch-size {args.global_batch_size} and "
+            f"{sampler.world_size} processes"
         )
     training_process = os.getpid()
 
@@ -269,11 +278,10 @@ def build_loader(
             os._exit(1)
 
     workers = 0 if args.synthetic or unused else args.workers
-    keys = EpochKeys(sampler, length, rank, world_size)
     loader = DataLoader(
-        SeededDataset(dataset, args.seed),
+        SeededDataset(dataset),
         batch_size=batch_size,
-        sampler=keys,
+        sampler=sampler,
         num_workers=workers,
         pin_memory=device.type == "cuda",
         drop_last=training,
@@ -282,8 +290,9 @@ def build_loader(
         multiprocessing_context="fork" if workers else None,  # starts in milliseconds
     )
     if workers:
-        # Start the loader processes now: a fork can deadlock while another thread, for
-        # example one that communicates, holds a lock
-        keys.first = length  # nothing to load yet
+        # Start the loader processes before the first collective: while its threads
+        # communicate, one can hold a lock that a fork would wait for
+        sampler.first = len(sampler)  # nothing to load yet
         iter(loader)
+        sampler.first = 0
     return DeviceLoader(loader, device, repeated=bool(args.synthetic) and not unused)

@@ -1,15 +1,22 @@
-"""Meters for loss, accuracy and time."""
+"""Meters for loss, accuracy and time, and what a run prints about them."""
 
-import importlib
-import os
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
-HOOK = os.environ.get("INTERVAL_HOOK")  # benchmarks: a module to call each interval
+from common.data import DeviceLoader
+from common.errors import UserError
+
+Metrics = dict[str, float | list]  # by name; a list has a number for each class
+# How metrics are printed; epochs.jsonl has all digits of all metrics
+FORMATS = {"top1": "top-1 {:.2f} %", "top5": "top-5 {:.2f} %", "images": "{:,} images"}
+SHOWN = ("loss", "top1")  # while the run trains
+LOG_SECONDS = 30  # between lines, where there is no terminal for a bar
+tqdm.monitor_interval = 0  # no thread of its own
 
 
 class Meter:
@@ -31,12 +38,11 @@ class Meter:
         sums, self.sums = self.sums, {}
         options = {"dtype": torch.float64, "device": sums["loss"].device}
         tensors = [torch.as_tensor(value, **options) for value in sums.values()]
-        flat = all_reduce(torch.cat([one.flatten() for one in tensors])).cpu()
-        parts = flat.split([one.numel() for one in tensors])
-        shaped = (
-            part.view(one.shape) for part, one in zip(parts, tensors, strict=True)
-        )
-        return dict(zip(sums, shaped, strict=True))
+        flat = all_reduce(torch.cat([one.flatten() for one in tensors]))
+        # Not cpu(): Apex's O1 makes it return float32
+        pieces = flat.to("cpu").split([one.numel() for one in tensors])
+        pairs = zip(sums, pieces, tensors, strict=True)
+        return {name: piece.view(one.shape) for name, piece, one in pairs}
 
 
 def batch_sums(
@@ -45,8 +51,16 @@ def batch_sums(
     """Return one batch's sums: loss, top-1 and top-5 hits times 100, and images.
 
     `loss` is the batch's mean, `outputs` are (B, classes) and `labels` (B,) int64. To
-    add a metric, add its name and its sum over the batch.
+    add a metric, add its name and its sum over the batch. Raises UserError if an image
+    does not have exactly one class number as its label.
     """
+    dense = outputs.ndim != 2 or labels.shape != outputs.shape[:1]
+    if dense or labels.is_floating_point():
+        raise UserError(
+            "batch_sums() in common/meters.py counts images with one class number "
+            f"each: change it for outputs {tuple(outputs.shape)} and labels "
+            f"{tuple(labels.shape)} of {labels.dtype}"
+        )
     best = outputs.detach().topk(min(5, outputs.size(1)), dim=1).indices
     hits = best == labels.unsqueeze(1)
     return {
@@ -57,40 +71,82 @@ def batch_sums(
     }
 
 
-def averages(sums: dict[str, Tensor]) -> dict[str, float | list]:
-    """Divide all sums except "images" by the number of images."""
+def averages(sums: dict[str, Tensor]) -> Metrics:
+    """Divide all sums except "images" by the number of images.
+
+    Divide a ratio of two sums here, too. For precision, with "found" and "true_found"
+    from batch_sums(): `means["precision"] = means["true_found"] / means["found"]`.
+    """
     means = {name: (value / sums["images"]).tolist() for name, value in sums.items()}
     return {**means, "images": int(sums["images"])}
 
 
-def in_words(means: dict[str, float | list]) -> str:
-    """Format averages: "loss 1.2345, top1 50.0000, top5 75.0000"."""
-    numbers = {name: v for name, v in means.items() if isinstance(v, float)}
-    return ", ".join(f"{name} {value:.4f}" for name, value in numbers.items())
+def format_metrics(
+    means: Metrics, names: Iterable[str] = SHOWN, prefix: str = ""
+) -> str:
+    """Format metrics, except lists: "loss 1.235, top-1 50.00 %"."""
+    found = {name: means[prefix + name] for name in names if prefix + name in means}
+    return ", ".join(
+        FORMATS.get(name, f"{name} {{:.4g}}").format(value)
+        for name, value in found.items()
+        if not isinstance(value, list)
+    )
 
 
-class Timer:
-    """Times one epoch's training, from one print interval to the next."""
+def peak_memory_mib(device: torch.device) -> float:
+    """Return the run's peak memory: allocated on a GPU, or resident of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
-    def __init__(self):
-        self.intervals: list[tuple[float, int, float]] = []
+
+class Progress(tqdm):
+    """Iterates over a loader and measures its speed; rank 0 shows it.
+
+    A terminal gets a bar. A log gets lines from record_interval(): for the first and
+    the last interval, and at most one in LOG_SECONDS.
+    """
+
+    def __init__(self, title: str, loader: DeviceLoader, done: int = 0):
+        """`loader` yields the steps after `done`."""
+        self.title, self.loader, self.done = title, loader, done
+        self.steps, self.log_at = len(loader), 0.0
+        self.intervals: list[tuple[float, int, float]] = []  # seconds, images, waited
         self.began, self.waited = time.perf_counter(), 0.0
+        super().__init__(
+            loader,
+            title,
+            self.steps,
+            initial=done,
+            leave=False,
+            nrows=20,  # some terminals report 0, and tqdm would show nothing
+            bar_format="{desc} |{bar}| ETA {remaining}{postfix}",
+            disable=None if loader.rank == 0 else True,  # None: if it is no terminal
+        )
 
-    def interval(self, step: int, images: int, waited: float) -> str:
-        """End an interval once the device has finished `step`; describe its speed.
+    def record_interval(self, step: int, means: Metrics, learning_rate: float) -> None:
+        """End a print interval, once the device has finished its last step.
 
-        `images` is the number for all processes in this interval. `waited` is how many
-        seconds this process has waited for data in this epoch; a GPU may have been idle
-        for less time, because the host runs ahead of it.
+        `means` are averages over the images of all processes. A GPU may have been idle
+        for less time than this process waited for data: the host runs ahead of it.
         """
-        seconds, wait = time.perf_counter() - self.began, waited - self.waited
-        self.intervals.append((seconds, images, wait))
-        if HOOK:
-            importlib.import_module(HOOK).after_interval(step, seconds, images, wait)
-        self.began, self.waited = time.perf_counter(), waited
-        return f"{images / seconds:.0f} images/s, waited for data {wait / seconds:.0%}"
+        now, images = time.perf_counter(), means["images"]
+        seconds, waited = now - self.began, self.loader.waited - self.waited
+        self.intervals.append((seconds, images, waited))
+        self.began, self.waited = now, self.loader.waited
+        text = f"{format_metrics(means)}, {images / seconds:.0f} images/s"
+        wait = f"wait {waited / seconds:.0%}"
+        self.set_postfix_str(f"{text}, {wait}", refresh=False)
+        log = self.disable and self.loader.rank == 0
+        if log and (now > self.log_at or step == self.steps):
+            self.log_at = now + LOG_SECONDS
+            memory = f"{peak_memory_mib(self.loader.device):,.0f} MiB"
+            seconds = self.epoch_stats()["seconds"] / (step - self.done)
+            eta = tqdm.format_interval(seconds * (self.steps - step))
+            text += f", data {wait}, lr {learning_rate:.3g}, {memory}, ETA {eta}"
+            print(f"{self.title}, step {step}/{self.steps}: {text}", flush=True)
 
-    def figures(self, device: torch.device) -> dict[str, float]:
+    def epoch_stats(self) -> Metrics:
         """Return an epoch's time, speed and data-wait share, and the run's peak memory.
 
         The speed and the share leave out the first interval, in which loader processes
@@ -98,12 +154,9 @@ class Timer:
         """
         measured = self.intervals[1:] or self.intervals
         seconds, images, waited = map(sum, zip(*measured, strict=True))
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-        if device.type == "cuda":
-            memory = torch.cuda.max_memory_allocated(device) / 2**20
         return {
             "seconds": sum(seconds for seconds, *_ in self.intervals),
             "images_per_second": images / seconds,
             "data_wait": waited / seconds,
-            "peak_memory_mib": memory,
+            "peak_memory_mib": peak_memory_mib(self.loader.device),
         }

@@ -1,7 +1,9 @@
-"""The model (any torchvision classifier), its precision and its learning rate."""
+"""The model (any torchvision classifier), its device and its learning rate."""
 
 import argparse
+import ctypes
 import math
+import signal
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,25 +18,38 @@ from common.errors import UserError
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def build_model(args: argparse.Namespace, classes: Sequence[str]) -> nn.Module:
+def build_model(
+    args: argparse.Namespace, classes: Sequence[str], rank: int
+) -> nn.Module:
     """Build `args.arch`, which maps (B, 3, S, S) images to (B, len(classes)) outputs.
 
-    The initial weights are torchvision's (--pretrained) or depend only on the seed, so
-    that they are the same in every process. Raises UserError if torchvision has no such
-    model, or no such weights for these classes and this image size.
+    The initial weights depend only on the seed, so that they are the same in every
+    process. --pretrained then copies torchvision's where they fit; rank 0 prints which
+    do not. Raises UserError if torchvision has no such model or weights, or if
+    --evaluate would use other weights.
     """
     options: dict = {"num_classes": len(classes)}
     if args.arch.startswith("vit_"):
         options["image_size"] = args.image_size
+    if args.arch in ("googlenet", "inception_v3"):  # one output instead of several
+        options |= {"aux_logits": False, "transform_input": args.pretrained}
     torch.manual_seed(args.seed)
     try:
-        weights = "DEFAULT" if args.pretrained else None
-        model = get_model(args.arch, weights=weights, **options)
+        model = get_model(args.arch, **options)
+        if not args.pretrained:
+            return model
+        found = get_model(args.arch, weights="DEFAULT").state_dict()
     except (OSError, ValueError, AssertionError) as error:
         raise UserError(f"--arch {args.arch}: {error}") from None
-    if args.arch in ("googlenet", "inception_v3"):  # one output instead of several
-        model.aux_logits = False
-        model.AuxLogits = model.aux1 = model.aux2 = None
+    state = model.state_dict()
+    fits = {n: w for n, w in found.items() if n in state and w.shape == state[n].shape}
+    model.load_state_dict(state | fits)
+    if new := ", ".join(name for name in state if name not in fits):
+        message = f"--pretrained: {new} do not fit these classes or this --image-size"
+        if args.evaluate:
+            raise UserError(message)
+        if rank == 0:
+            print(f"{message} and start anew", flush=True)
     return model
 
 
@@ -45,6 +60,25 @@ def best_precision(device: torch.device) -> str:
     else:
         native = "bf16" in Path("/proc/cpuinfo").read_text()  # one of the CPU flags
     return "bf16" if native else "fp32"
+
+
+def die_with_parent() -> None:
+    """Let Linux kill this process when its parent ends."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def set_up_cuda(processes: int) -> None:
+    """Choose fast convolutions, and TF32 for fp32 matrices, as cuDNN has it.
+
+    Raises UserError if this machine has more processes than visible GPUs.
+    """
+    torch.backends.cudnn.benchmark = True
+    torch.set_float32_matmul_precision("high")
+    if processes > (gpus := torch.cuda.device_count()):
+        raise UserError(
+            f"{processes} processes on this machine, but it has {gpus} visible GPU(s): "
+            "start one per GPU; with Slurm, use --gpus-per-node, not --gpus-per-task"
+        )
 
 
 def build_scheduler(
@@ -69,7 +103,7 @@ def build_scheduler(
             return 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
         return 0.1 ** (step // steps_per_epoch // 30)
 
-    # The scaler skips fp16 steps that overflow; the scheduler would warn about them
-    message = r"Detected call of `lr_scheduler\.step\(\)` before"
-    warnings.filterwarnings("ignore", message)
+    if args.precision == "fp16":  # the scaler skips first steps that overflow
+        message = r"Detected call of `lr_scheduler\.step\(\)` before"
+        warnings.filterwarnings("ignore", message)
     return LambdaLR(optimizer, factor)

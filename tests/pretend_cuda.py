@@ -89,6 +89,7 @@ class SimulatedGpus(TorchFunctionMode):
         replace(cuda, "is_available", lambda: True)
         replace(cuda, "device_count", lambda: self.count)
         replace(cuda, "get_device_properties", lambda gpu: self)
+        replace(cuda, "get_device_name", lambda device: "simulated GPU")
         replace(cuda, "set_device", lambda d: setattr(self, "now", self.gpu(d).index))
         replace(cuda, "is_initialized", lambda: self.user == os.getpid())
         replace(cuda, "is_current_stream_capturing", lambda: False)

@@ -20,8 +20,8 @@ from torch import nn
 from torchvision.transforms.v2 import functional as V
 
 from common.arguments import build_parser, parse_arguments
-from common.checkpoint import Checkpoint, replace_file
-from common.data import SeededDataset
+from common.checkpoint import Checkpoint, lock_file, replace_file
+from common.data import DeviceLoader, SeededDataset
 from common.errors import one_line_errors
 from common.model import build_scheduler
 
@@ -133,7 +133,7 @@ def load_script(name: str, net: str | None):
     script = importlib.import_module(name)
     if net is not None:
 
-        def build(args: Namespace, classes) -> nn.Module:
+        def build(args: Namespace, classes, rank: int) -> nn.Module:
             torch.manual_seed(args.seed)
             return NETS[net](len(classes))
 
@@ -164,13 +164,16 @@ def before_each_step(script, act) -> None:
     def watched(args, rank, loader, *others):
         state = Namespace(**dict(zip(names, others, strict=True)))
 
-        def epoch(number, first=0):
-            for batch in type(loader).epoch(loader, number, first):
-                act(state, *batch)
-                yield batch
+        class Watched(DeviceLoader):
+            def __iter__(self):
+                for batch in super().__iter__():
+                    act(state, *batch)
+                    yield batch
 
-        loader.epoch = epoch
-        return train(args, rank, loader, *others)
+        loader.__class__ = Watched
+        result = train(args, rank, loader, *others)
+        loader.__class__ = DeviceLoader
+        return result
 
     script.train = watched
 
@@ -193,7 +196,7 @@ def train_unheard(name: str, flags: list):
             self.stream, self.flush = stream, stream.flush
 
         def write(self, text: str) -> int:
-            if text.startswith("epoch 1/") and ": train_loss" in text:
+            if text.startswith("epoch 1/") and ", saved" in text:
                 raise BrokenPipeError
             return self.stream.write(text)
 
@@ -223,13 +226,14 @@ def train_watched(
     gradients. For a compiled network, also return the number of its graphs.
     """
     torch.backends.cudnn.allow_tf32 = False
+    torch.set_float32_matmul_precision = lambda _: None
     nn.Module.compile = partialmethod(nn.Module.compile, backend=backend)
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus
     script = load_script(name, net)
     build, seen, take = script.build_model, [], []
 
-    def watched(args, classes):
-        model = build(args, classes)
+    def watched(args, *others):
+        model = build(args, *others)
         first = next(part for part in model.modules() if isinstance(part, nn.Conv2d))
 
         def keep(part, given):
@@ -279,7 +283,7 @@ def count_bytes(script) -> list[int]:
         def wrapped(*parts, **options):
             model = wrap(*parts, **options)
             if "--compress-gradients" not in sys.argv:
-                model.register_comm_hook(None, script.default_hooks.allreduce_hook)
+                model.register_comm_hook(None, script.hooks.allreduce_hook)
             return model
 
         script.DDP, script.dist.all_reduce = wrapped, counted(script.dist.all_reduce)
@@ -305,7 +309,7 @@ def recorded(name: str, runs: list, counted: bool = False) -> list[dict]:
 
     def getitem(dataset, where):
         nonlocal key
-        epoch, *_, index = where
+        _, epoch, _, index = where
         key = epoch, index
         return read(dataset, where)
 
@@ -381,6 +385,7 @@ def save_for_ever(output: str) -> None:
     objects = {"state_dict": model, "optimizer": optimizer}
     objects |= {"scheduler": build_scheduler(args, optimizer, 10)}
     state = Checkpoint(args, (Images(8), Images(8)), objects)
+    state.lock = lock_file(Path(output, "lock"))
     for weight in model.parameters():
         optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     acknowledged = Path(output, "acknowledged")

@@ -15,7 +15,7 @@ from played import Played, free_port
 from benchmarks import comparison, input, step
 from benchmarks.photographs import write_photographs
 from common import images
-from common.meters import Timer
+from common.meters import peak_memory_mib
 
 
 def test_the_usual_pipeline_is_our_pillow_pipeline_normalized(tmp_path):
@@ -45,9 +45,7 @@ def test_ratios_are_of_one_round_and_rows_are_medians():
 
 def test_memory_is_in_mib():
     """Linux reports a process's peak."""
-    timer = Timer()
-    timer.interval(1, 8, 0.0)
-    peak = timer.figures(torch.device("cpu"))["peak_memory_mib"]
+    peak = peak_memory_mib(torch.device("cpu"))
     status = Path("/proc/self/status").read_text()
     kib = int(re.search(r"VmHWM:\s+(\d+)", status)[1])
     assert peak == pytest.approx(kib / 1024, 0.02)

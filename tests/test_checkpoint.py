@@ -1,5 +1,6 @@
 """Checkpoints are complete, are refused if they do not match the run, and are never half written."""
 
+import fcntl
 import json
 import os
 import random
@@ -15,12 +16,13 @@ import torch
 from conftest import wait_until
 from ranks import Images, Ranks, parse, save_for_ever
 
+from common import checkpoint
 from common.checkpoint import Checkpoint, replace_file
 from common.data import build_datasets
 from common.errors import UserError
 from common.model import build_scheduler
 
-FIGURES = {"seconds": 1.0, "learning_rate": 0.1}
+STATS = {"seconds": 83.0, "images_per_second": 5120.4, "learning_rate": 0.1}
 IMAGES = Images(50), Images(20)
 CPU = torch.device("cpu")
 FLAGS = "--data x --precision fp16 --lr 0.1"
@@ -38,8 +40,11 @@ def make(output, *flags, images=IMAGES):
     return Checkpoint(args, images, objects)
 
 
-def load(run, rank=0, world_size=1, all_reduce=lambda sums: sums):
-    run.load(rank, world_size, CPU, all_reduce)
+def load(run, rank=0):
+    """Load what --resume asks for; the lock is released, as if the process had ended."""
+    run.load(rank)
+    if not run.args.evaluate:
+        run.lock.close()
     return run
 
 
@@ -57,12 +62,14 @@ def step(run, number):
     scaler.update()
     scheduler.step()
     sums = {"loss": 2.0 * number, "top1": 100, "top5": 200, "images": 2}
-    return run.add(number, {name: torch.tensor(float(v)) for name, v in sums.items()})
+    return run.record_interval(
+        number, {name: torch.tensor(float(v)) for name, v in sums.items()}
+    )
 
 
 def finish(run, top1):
     val = {"loss": 0.5, "top1": top1, "top5": 99.0, "images": 40}
-    return run.finish_epoch(val, FIGURES)
+    run.record_epoch(val, STATS)
 
 
 def train_epochs(run, *top1):
@@ -163,7 +170,7 @@ def test_numbers_that_are_not_finite_end_the_run(tmp_path):
         with pytest.raises(
             UserError, match=f"the loss is {loss} by step 7: lower --lr"
         ):
-            run.add(7, sums)
+            run.record_interval(7, sums)
     assert (tmp_path / "run" / "checkpoint.pt").read_bytes() == before
 
 
@@ -228,6 +235,104 @@ def test_a_run_is_never_overwritten(tmp_path):
     assert not (tmp_path / "only read").exists()
 
 
+def test_two_runs_cannot_write_to_one_folder(tmp_path):
+    """The lock ends with its process, however that ends; --evaluate needs none."""
+    output = tmp_path / "out"
+    output.mkdir()
+    with Ranks(tmp_path / "ranks", 1, save_for_ever, output=str(output)) as ranks:
+        wait_until((output / "checkpoint.pt").exists, 60, ranks.text, interval=0.005)
+        with pytest.raises(UserError, match=f"another .* to --output {output}: let it"):
+            load(make(output, "--resume"))
+        load(make(output, "--evaluate", "--pretrained"))
+        ranks.processes[0].kill()
+        ranks.processes[0].join()
+    with pytest.raises(UserError, match="holds another run"):
+        load(make(output))
+
+
+def test_a_file_system_without_locks_is_no_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        fcntl, "flock", Mock(side_effect=OSError(38, "not implemented"))
+    )
+    assert load(make(tmp_path)).epoch == 0
+
+
+@pytest.mark.parametrize("metric, lower", (("val_loss", True), ("val_top5", False)))
+def test_best_may_be_the_lowest_of_another_metric(metric, lower, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "BEST_METRIC", metric)
+    monkeypatch.setattr(checkpoint, "LOWER_IS_BETTER", lower)
+    run = load(make(tmp_path))
+    for epoch, (loss, top5, best) in enumerate(((3, 5, 1), (1, 9, 2), (2, 8, 2)), 1):
+        step(run, 1)
+        val = {"loss": float(loss), "top1": 7.0, "top5": float(top5), "images": 40}
+        run.record_epoch(val, STATS)
+        run.save()
+        run = resumed(tmp_path)
+        assert (read(tmp_path / "best.pt")["epoch"], run.epoch) == (best, epoch)
+
+
+def test_an_unknown_best_metric_is_one_line_before_the_first_epoch_ends(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(checkpoint, "BEST_METRIC", "val_f1")
+    with pytest.raises(
+        UserError, match="BEST_METRIC val_f1 is none of val_loss, val_t"
+    ):
+        step(load(make(tmp_path)), 1)
+
+
+def test_what_a_checkpoint_lacks_is_named(tmp_path):
+    """For example, only Apex's script saves `amp`."""
+    path = saved(tmp_path)
+    run = make(tmp_path / "run", "--resume", path)
+    run.objects["amp"] = Mock()
+    with pytest.raises(
+        UserError, match="checkpoint.pt has no amp: resume with the same"
+    ):
+        load(run)
+
+
+def test_own_datasets_are_compared_by_what_they_have(tmp_path):
+    one, other = Images(50), Images(50)
+    one.targets, other.targets = [0, 1, 2], torch.tensor([0, 1, 1])
+    train_epochs(load(make(tmp_path, images=(one, one))), 50.0)
+    assert resumed(tmp_path, images=(one, one)).epoch == 1
+    with pytest.raises(UserError, match="with images = 50"):
+        resumed(tmp_path, images=(one, other))
+
+
+def test_what_a_run_prints(tmp_path, capsys):
+    """An epoch's line has at most 120 characters, also in a long run."""
+    run = load(make(tmp_path, "--accumulate", 2))
+    run.print_header(CPU, 4, 5004)
+    name, images, steps, start = capsys.readouterr().out.splitlines()
+    assert name == "resnet18, 0.0 M parameters, fp16, 4 x CPU"
+    assert images.startswith("50 training and 20 validation images of 3 classes, deco")
+    assert steps == (
+        "5,004 steps per epoch, 256 images per step: 4 processes x 32 x 2 micro-batches,"
+        " learning rate 0.1"
+    )
+    assert start == f"{tmp_path}: a new run"
+    step(run, 1)
+    run.save()
+    run = resumed(tmp_path)
+    run.print_header(CPU, 1, 5004)
+    assert capsys.readouterr().out.endswith(": resumed from epoch 1, step 1\n")
+    run.epoch = 80
+    finish(run, 200 / 3)
+    run.records[-1] |= {"images_per_second": 15120.4, "seconds": 3852.0}
+    run.save()
+    run.print_epoch()
+    line = capsys.readouterr().out
+    assert len(line) <= 121 and line == (
+        "epoch 81/90: loss 1, top-1 50.00 %; val loss 0.5, top-1 66.67 %, best top-1 "
+        "66.67 %; 15120 images/s, 64.2 min, saved\n"
+    )
+    run.epoch = 90
+    run.print_header(CPU, 1, 5004)
+    assert capsys.readouterr().out.endswith(": complete: all 90 epochs are done\n")
+
+
 class Evil:
     def __reduce__(self):
         return (Path.touch, (Path("evil-was-here"),))
@@ -257,10 +362,11 @@ def test_a_process_that_found_another_checkpoint_is_named(tmp_path):
         return run
 
     for rank, epochs in enumerate((1, 1, 2)):
-        load(run_of(epochs), rank, 3, lambda table: tables.append(table) or 0 * table)
+        run = load(run_of(epochs))
+        run.compare_ranks(rank, 3, CPU, lambda table: tables.append(table) or 0 * table)
     for rank in range(3):
         with pytest.raises(UserError, match="rank 2 has other images or another check"):
-            load(run_of(1), rank, 3, lambda _: sum(tables))
+            load(run_of(1)).compare_ranks(rank, 3, CPU, lambda _: sum(tables))
 
 
 # --- writing ---

@@ -16,7 +16,13 @@ from torch.utils.data import TensorDataset, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 from torchvision import datasets
 
-from common.data import build_datasets, build_loader, seed_generators
+from common.data import (
+    EpochSampler,
+    build_datasets,
+    build_loader,
+    divide,
+    seed_generators,
+)
 from common.errors import UserError
 
 CPU, NAME = torch.device("cpu"), "distributed"
@@ -28,19 +34,28 @@ def loader_of(dataset, *flags, place=(0, 1), sampler=None, training=True):
     rank, size = place
     if sampler is None:
         sampler = DistributedSampler(dataset, size, rank, seed=1, drop_last=True)
-    return build_loader(args, dataset, sampler, *place, CPU, training)
+    batch_size = divide(args.global_batch_size, size, "processes")
+    if not training:
+        batch_size = divide(batch_size, args.accumulate, "micro-batches")
+    sampler = EpochSampler(sampler, args.seed, rank, size)
+    return build_loader(args, dataset, sampler, batch_size, CPU, training)
 
 
 def load(loader, epoch, first=0):
     """Return the batches of an epoch: [[(pixels in bytes, label), ...], ...]."""
-    loader.loader.sampler.sampler.set_epoch(epoch)
+    set_epoch(loader, epoch, first)
     return [
         [
             (image.numpy().round(3).tobytes(), int(label))
             for image, label in zip(*batch, strict=True)
         ]
-        for batch in loader.epoch(epoch, first)
+        for batch in loader
     ]
+
+
+def set_epoch(loader, epoch, first=0):
+    """Choose an epoch, as a run does that resumes after `first` steps."""
+    loader.loader.sampler.set_epoch(epoch, first * loader.loader.batch_size)
 
 
 class Draws(torch.utils.data.Dataset):
@@ -145,9 +160,14 @@ def test_batches_that_cannot_be_made_are_one_line():
         (("-b", 17, "--evaluate", "--pretrained"), (0, 1), True, None),
         (("-b", 17), (0, 1), False, None),
         (("-b", 17), (16, 17), False, f"16 validation {few} 17 pro"),
-        (("-b", 63), (0, 2), True, "63 is not a multiple of 2"),
-        (("-b", 1), (1, 2), True, "1 is not a multiple of 2"),
-        (("-b", 12, "--accumulate", 4), (0, 2), True, "12 is not a multiple of 8"),
+        (("-b", 63), (0, 2), True, "63 images cannot be divided by 2 proc"),
+        (("-b", 1), (1, 2), True, "1 images cannot be divided by 2 proc"),
+        (
+            ("-b", 12, "--accumulate", 4),
+            (0, 2),
+            False,
+            "6 images cannot be divided by 4 mic",
+        ),
     ):
         sampler = range(*(place[0], 16, place[1]))
         how = {"place": place, "sampler": sampler, "training": training}
@@ -162,16 +182,16 @@ def test_validation_needs_no_more_memory_than_a_micro_batch():
     dataset = [(IMAGE, numpy.int64(label)) for label in range(11)]
     flags, how = ("--accumulate", 2), {"place": (1, 2), "sampler": range(1, 11, 2)}
     loader = loader_of(dataset, *flags, training=False, **how)
-    labels = [labels.tolist() for _, labels in loader.epoch(0)]
+    labels = [labels.tolist() for _, labels in loader]
     assert labels == [[1, 3], [5, 7], [9]]  # batch of 8, 4 per rank, 2 per micro-batch
-    ((images, labels),) = loader_of(dataset, *flags, **how).epoch(0)
+    ((images, labels),) = loader_of(dataset, *flags, **how)
     assert images.shape == (4, 3, 4, 4) and labels.dtype == torch.int64
 
 
 def test_images_that_are_normalized_already_are_refused():
     loader = loader_of([(IMAGE / 255, 1)] * 8)
     with pytest.raises(AssertionError, match="images are torch.float32, not uint8"):
-        next(loader.epoch(0))
+        next(iter(loader))
 
 
 def test_waiting_for_data_does_not_include_the_step(monkeypatch):
@@ -186,7 +206,8 @@ def test_waiting_for_data_does_not_include_the_step(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     loader = loader_of(Slow())
     for epoch, first in ((0, 0), (1, 1)):
-        for step, _ in enumerate(loader.epoch(epoch, first), start=1):
+        set_epoch(loader, epoch, first)
+        for step, _ in enumerate(loader, start=1):
             assert loader.waited == 8 * step
             clock[0] += 50
 
@@ -249,8 +270,10 @@ def test_synthetic_batches_are_of_any_number():
     args = parse("--synthetic", 11, "--image-size", 32, "-b", 4)
     train_set, val_set = build_datasets(args)
     assert (len(train_set), len(val_set)) == (11, 4)
-    loader = build_loader(args, train_set, range(11), 0, 1, CPU, training=True)
-    batches = [images for images, _ in loader.epoch(0, first=1)]
+    sampler = EpochSampler(range(11), args.seed, 0, 1)
+    loader = build_loader(args, train_set, sampler, 4, CPU, training=True)
+    set_epoch(loader, 0, first=1)
+    batches = [images for images, _ in loader]
     assert len(loader) == 2 and [tuple(b.shape) for b in batches] == [(4, 3, 32, 32)]
 
 
@@ -267,4 +290,4 @@ def test_other_images_on_one_rank_are_one_line_in_every_process(pictures, tmp_pa
             line = f"{NAME}.py: error: rank 2 has other images or another checkpoint "
             assert ranks.log(rank).startswith(line)
             assert ranks.log(rank).count("\n") == 1
-    assert not list((tmp_path / "out").iterdir())
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["lock"]

@@ -18,7 +18,10 @@ NAME = "distributed"
         ("--data nowhere", "nowhere/val: No such file or directory; --data needs "),
         ("--resume no.pt", "--resume no.pt cannot be loaded: FileNotFoundError"),
         (f"--resume {ROOT / 'LICENSE'}", "LICENSE cannot be loaded: "),
-        ("-b 7 --accumulate 2", "--global-batch-size 7 is not a multiple of 2 "),
+        (
+            "-b 7 --accumulate 2",
+            "--global-batch-size: 7 images cannot be divided by 2 mic",
+        ),
         ("-b 700", "16 training images are too few"),
         ("--lr fast", "argument --lr: invalid float value: 'fast'"),
         ("--arch resnet19", "--arch resnet19: Unknown model resnet19"),

@@ -16,7 +16,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from common import arguments, images
-from common.data import build_datasets, build_loader
+from common.data import EpochSampler, build_datasets, build_loader
 from common.errors import UserError, one_line_errors
 from common.nvimgcodec import make_decoder
 
@@ -174,9 +174,10 @@ def test_an_unreadable_image_is_one_line(pictures, capfd, decoder):
     for workers in (0, 1):
         args = parse("--data", pictures, "--decoder", decoder, "-b", 2, "-j", workers)
         train_set, _ = build_datasets(args)
-        loader = build_loader(args, train_set, range(16), 0, 1, CPU, training=True)
+        sampler = EpochSampler(range(16), args.seed, 0, 1)
+        loader = build_loader(args, train_set, sampler, 2, CPU, training=True)
         with pytest.raises(SystemExit) as ended, one_line_errors():
-            list(loader.epoch(0))
+            list(loader)
         printed = capfd.readouterr().err
         assert f": error: --decoder {decoder} cannot read {path}: " in printed
         assert printed.count("\n") == 1 and ended.value.code == 2

@@ -11,7 +11,7 @@ from ranks import parse
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from common import tar
-from common.data import build_datasets, build_loader, fingerprint
+from common.data import EpochSampler, build_datasets, build_loader, fingerprint
 from common.errors import UserError
 
 # Archives the current folder's pictures into $1
@@ -76,17 +76,18 @@ def test_archives_have_the_images_of_the_folder(pictures, archives, commands):
     for files, members in zip(*pairs, strict=True):
         assert fingerprint(files) == fingerprint(members)
         assert files.classes == members.classes == ["cat", "cat 2"]
-        one, other = (
-            list(
-                build_loader(
-                    arguments("x", "-j", workers),
-                    images,
-                    range(len(files)),
-                    *(0, 1, torch.device("cpu"), True),
-                ).epoch(0)
+        loaders = [
+            build_loader(
+                arguments("x", "-j", workers),
+                images,
+                EpochSampler(range(len(files)), 0, 0, 1),
+                batch_size=4,
+                device=torch.device("cpu"),
+                training=True,
             )
             for images, workers in ((files, 0), (members, 2))
-        )
+        ]
+        one, other = map(list, loaders)
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 

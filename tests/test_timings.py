@@ -96,12 +96,12 @@ import os
 from benchmarks.timings import gate
 rank = int(os.fork() == 0)
 gate.place = lambda: (rank, 2)
-gate.after_interval(2, 100.0, 8, 0.0)
+gate.after_interval(1, 100.0, 8, 0.0)
 turn = 0
 while True:
     kept = (50.0, 50.0) if turn == 0 else (3.0, 2.0) if rank else (1.0, 4.0)
-    for seconds, step in zip((100.0, *kept), (4, 6, 2 if turn == 2 else 8)):
-        gate.after_interval(step, seconds, 8, 0.9 if rank else 0.3)
+    for seconds, number in zip((100.0, *kept), (2, 3, 1 if turn == 2 else 4)):
+        gate.after_interval(number, seconds, 8, 0.9 if rank else 0.3)
     turn += 1
 """
 
@@ -138,7 +138,7 @@ def test_a_process_and_its_loaders_stay_on_the_cores_of_its_rank(tmp_path):
 
 def train_at_gate(path: str, **how) -> None:
     os.environ[gate.VARIABLE] = path
-    meters.HOOK = "benchmarks.timings.gate"
+    gate.attach(meters.Progress)
     train(**how)
 
 

@@ -1,5 +1,7 @@
 """Test small parts of common/ and of the scripts."""
 
+import hashlib
+import json
 import runpy
 import sys
 import warnings
@@ -11,14 +13,14 @@ import torch
 from conftest import ROOT
 from ranks import parse
 from torch import nn
-from torchvision.models import WeightsEnum
+from torchvision.models import WeightsEnum, get_model, get_model_weights
 
 import distributed
 import multiprocessing_distributed
-from common import meters
+from common import errors, meters
 from common.errors import UserError, one_line_errors
-from common.meters import Meter, Timer, averages, batch_sums, in_words
-from common.model import build_model, build_scheduler
+from common.meters import Meter, Progress, averages, batch_sums, format_metrics
+from common.model import build_model, build_scheduler, set_up_cuda
 
 
 def test_metrics_are_averages_of_sums_over_all_processes():
@@ -48,28 +50,57 @@ def test_metrics_are_averages_of_sums_over_all_processes():
     assert [found["top1"], found["top5"]] == pytest.approx([100 / 3, 200 / 3])
     assert found["images"] == 6 and type(found["images"]) is int
     assert found["by_class"] == pytest.approx([0, 0, 0, 0, 1 / 3, 1 / 3, 1 / 3])
-    assert in_words(found) == f"loss {loss:.4f}, top1 33.3333, top5 66.6667"
+    text = f"loss {loss:.4g}, top-1 33.33 %, top-5 66.67 %"
+    assert format_metrics(found, found) == f"{text}, 6 images"
+
+
+class Batches(list):
+    """A loader whose batches are numbers, on the CPU."""
+
+    device, rank, waited = torch.device("cpu"), 0, 0.0
+
+
+# The seconds at which intervals end, their images, and the seconds of waiting until then
+INTERVALS = [(100, 50, 90.0), (102, 64, 90.5), (106, 8, 92.0), (137, 31, 92.0)]
+
+
+def progress(monkeypatch, intervals, length=40, **place) -> Progress:
+    """Return the progress in an epoch that starts at 0 seconds and has ten-step intervals."""
+    clock = Mock(side_effect=[0, *(end for end, *_ in intervals)])
+    monkeypatch.setattr(meters, "time", Namespace(perf_counter=clock))
+    loader = Batches(range(length))
+    vars(loader).update(place)
+    shown = Progress("epoch 3/90", loader)
+    for number, (_, images, loader.waited) in enumerate(intervals, start=1):
+        means = {"loss": 2.34567, "top1": 45.2, "images": images}
+        shown.record_interval(10 * number, means, 0.1)
+    return shown
 
 
 def test_speeds_leave_out_the_first_interval(monkeypatch):
-    """Processes start in the first interval. INTERVAL_HOOK is called after each interval."""
-    called, found = [], []
-    hook = Namespace(after_interval=lambda *figures: called.append(figures))
-    monkeypatch.setitem(sys.modules, "a_hook", hook)
-    monkeypatch.setattr(meters, "HOOK", "a_hook")
-    intervals = [(10, 50, 90.0), (20, 64, 90.5), (30, 8, 92.0)]
-    for part in (intervals[:1], intervals):
-        clock = Mock(side_effect=(0, 100, 100, 102, 102, 106, 106))
-        monkeypatch.setattr(meters, "time", Namespace(perf_counter=clock))
-        timer = Timer()
-        words = [timer.interval(*interval) for interval in part]
-        found.append(timer.figures(torch.device("cpu")))
-    assert (found[0]["images_per_second"], found[0]["data_wait"]) == (0.5, 0.9)
-    assert words[1] == "32 images/s, waited for data 25%"
-    assert (found[1]["images_per_second"], found[1]["seconds"]) == (12, 106)
-    assert found[1]["data_wait"] == pytest.approx(2 / 6)
-    assert 50 < found[1]["peak_memory_mib"] < 100_000
-    assert called[1:] == [(10, 100, 50, 90.0), (20, 2, 64, 0.5), (30, 4, 8, 1.5)]
+    """Processes start in the first interval."""
+    alone = progress(monkeypatch, INTERVALS[:1]).epoch_stats()
+    assert (alone["images_per_second"], alone["data_wait"]) == (0.5, 0.9)
+    several = progress(monkeypatch, INTERVALS[:3]).epoch_stats()
+    assert (several["images_per_second"], several["seconds"]) == (12, 106)
+    assert several["data_wait"] == pytest.approx(2 / 6)
+    assert 50 < several["peak_memory_mib"] < 100_000
+
+
+def test_a_log_gets_a_line_every_half_minute(monkeypatch, capsys):
+    """And for the first and the last interval; the other ranks print nothing."""
+    progress(monkeypatch, INTERVALS[:3], length=50, rank=1)
+    assert capsys.readouterr() == ("", "")
+    progress(monkeypatch, INTERVALS, length=50)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        f"epoch 3/90, step {step}/50" for step in (10, 40)
+    ]
+    first = "loss 2.346, top-1 45.20 %, 0 images/s, data wait 90%, lr 0.1, "
+    assert lines[0].partition(": ")[2].startswith(first)
+    assert lines[0].endswith(" MiB, ETA 06:40") and lines[1].endswith(" MiB, ETA 00:34")
+    progress(monkeypatch, INTERVALS[:3], length=30)
+    assert len(capsys.readouterr().out.splitlines()) == 2
 
 
 def test_a_user_error_is_one_line_and_others_are_not(monkeypatch, capsys):
@@ -82,6 +113,32 @@ def test_a_user_error_is_one_line_and_others_are_not(monkeypatch, capsys):
         assert capsys.readouterr() == ("", "script.py: error: no such folder\n")
     with pytest.raises(ZeroDivisionError), one_line_errors():
         _ = 1 / 0
+
+
+def test_under_torchrun_one_process_reports_the_error(monkeypatch, tmp_path, capsys):
+    """It writes torchrun's file at once or, if local rank 0 has no error, after seconds."""
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+    slept = []
+    monkeypatch.setattr(errors.time, "sleep", slept.append)
+
+    def fail(rank):
+        file = tmp_path / str(rank) / "error.json"
+        file.parent.mkdir(exist_ok=True)
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        with pytest.raises(SystemExit, match="2"), one_line_errors():
+            raise UserError("no such folder")
+        return json.loads(file.read_text())["message"]
+
+    assert fail(1)["message"] == "script.py: error: no such folder"
+    assert slept == [5]  # nobody else had an error
+    (tmp_path / "1" / "error.json").unlink()
+    slept.clear()
+    assert fail(0)["extraInfo"].keys() == {"timestamp"} and not any(slept)
+    slept.clear()
+    fail(2)
+    assert slept == [6, 60]  # torchrun ends a process that waits so long
+    assert capsys.readouterr() == ("", "")
 
 
 X = ("--data", "x")
@@ -110,19 +167,18 @@ def test_bad_flags_are_one_line(capsys):
         ((*X, "--decoder", "auto"), "invalid choice: 'auto'"),
         ((*X, "--evaluate"), "--evaluate needs --resume or --pretrained"),
     ):
-        with pytest.raises(SystemExit, match="2"):
+        with pytest.raises(SystemExit, match="2"), one_line_errors():
             parse(*flags)
         printed = capsys.readouterr().err
         assert message in printed and printed.count("\n") == 1
 
 
-def test_processes_of_several_machines_need_an_address(monkeypatch, capsys):
+def test_processes_of_several_machines_need_an_address(monkeypatch):
     words = ["x.py", *X, "--nnodes", "2", "--node-rank", "1"]
     for wrong in ([], ["--dist-url", "tcp://h:9", "--node-rank", "2"]):
         monkeypatch.setattr(sys, "argv", [*words, *wrong])
-        with pytest.raises(SystemExit, match="2"):
+        with pytest.raises(UserError, match="--nnodes N needs --dist-url and a --node"):
             multiprocessing_distributed.arguments()
-        assert "--nnodes N needs --dist-url and a --node" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", words)
     words += ["--dist-url", "tcp://h:9", "--nprocs", "3"]
     init = Mock(side_effect=InterruptedError)
@@ -153,7 +209,7 @@ def test_a_missing_launcher_library_or_gpu_is_one_line(monkeypatch):
             script["arguments"]()
 
 
-def test_apex_has_opt_levels_and_no_precision(monkeypatch, capsys):
+def test_apex_has_opt_levels_and_no_precision(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     modules = {"apex": Mock(), "apex.parallel": Mock()}
     monkeypatch.setattr(sys, "modules", sys.modules | modules)
@@ -162,10 +218,12 @@ def test_apex_has_opt_levels_and_no_precision(monkeypatch, capsys):
         script = runpy.run_path(str(ROOT / "apex_distributed.py"))
         args = script["arguments"]()
         assert (args.opt_level, args.precision) == (level, "fp32")  # no autocast
-    monkeypatch.setattr(sys, "argv", ["x.py", *X, "--precision", "bf16"])
-    with pytest.raises(SystemExit, match="2"):
-        script["arguments"]()
-    assert "use --opt-level, not --precision" in capsys.readouterr().err
+    for flags in (["--precision", "bf16"], ["--compile"]):
+        monkeypatch.setattr(sys, "argv", ["x.py", *X, *flags])
+        with pytest.raises(
+            UserError, match="use --opt-level, not --prec|--compile: Ap"
+        ):
+            script["arguments"]()
 
 
 def test_a_first_step_that_overflows_warns_of_nothing():
@@ -173,7 +231,7 @@ def test_a_first_step_that_overflows_warns_of_nothing():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        build_scheduler(parse(*X), optimizer, 10).step()
+        build_scheduler(parse(*X, "--precision", "fp16"), optimizer, 10).step()
 
 
 def test_a_model_that_cannot_be_built_is_one_line(monkeypatch):
@@ -182,23 +240,77 @@ def test_a_model_that_cannot_be_built_is_one_line(monkeypatch):
     for flags, problem in (
         ("--arch resnet19", "Unknown model resnet19"),
         ("--arch vit_b_16 --image-size 30", "Input shape indivisible by patch size!"),
-        ("--pretrained", "'num_classes' expected value 1000 but got 10 "),
-        ("--pretrained --arch vit_b_16 --image-size 192", "'image_size' expected"),
-        ("--pretrained --arch inception_v3", "no network"),
+        ("--pretrained --arch squeezenet1_1", "no network"),
     ):
-        classes = range(10 if flags == "--pretrained" else 1000)
         with pytest.raises(UserError, match=f"--arch .*{problem}"):
-            build_model(parse(*X, *flags.split()), classes)
+            build_model(parse(*X, *flags.split()), range(10), 0)
 
 
-@pytest.mark.parametrize("pretrained", ([], ["--pretrained"]))
+@pytest.fixture
+def weights(tmp_path, monkeypatch):
+    """Let torchvision download SqueezeNet's best weights from a file; others are missing."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    torch.manual_seed(1)
+    state = get_model("squeezenet1_1").state_dict()
+    torch.save(state, tmp_path / "weights.pt")
+    digest = hashlib.sha256((tmp_path / "weights.pt").read_bytes()).hexdigest()
+    file = (tmp_path / "weights.pt").rename(tmp_path / f"net-{digest[:8]}.pth")
+    best = get_model_weights("squeezenet1_1").DEFAULT
+
+    def url(weights):
+        return file.as_uri() if weights is best else "file:///none"
+
+    monkeypatch.setattr(WeightsEnum, "url", property(url))
+    return state
+
+
+def test_pretrained_weights_that_fit_are_kept(weights, capsys):
+    """Rank 0 prints which ones start anew because there are other classes."""
+    args = parse(*X, "--pretrained", "--arch", "squeezenet1_1")
+    for classes, new in (
+        (1000, []),
+        (10, ["classifier.1.weight", "classifier.1.bias"]),
+    ):
+        model = build_model(args, range(classes), 0)
+        torch.manual_seed(args.seed)
+        fresh = get_model("squeezenet1_1", num_classes=classes).state_dict()
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, fresh[name] if name in new else weights[name])
+        lines = capsys.readouterr().out.splitlines()
+        lines = [line for line in lines if not line.startswith("Downloading: ")]
+        start = f"--pretrained: {', '.join(new)} do not fit these classes"
+        assert [line.startswith(start) for line in lines] == [True] * bool(new)
+        build_model(args, range(classes), 1)
+        assert capsys.readouterr().out == ""
+    args = parse(*X, "--pretrained", "--arch", "squeezenet1_1", "--evaluate")
+    build_model(args, range(1000), 0)
+    with pytest.raises(UserError, match="classifier.1.bias do not fit these classes"):
+        build_model(args, range(10), 1)
+
+
 @pytest.mark.parametrize("arch", ("googlenet", "inception_v3", "vit_b_32"))
-def test_a_model_has_one_output(arch, pretrained, monkeypatch):
-    """This also holds if the weights come from torchvision."""
-    monkeypatch.setattr(WeightsEnum, "get_state_dict", lambda *_, **__: {})
-    monkeypatch.setattr(nn.Module, "load_state_dict", lambda *_: None)
+def test_a_model_has_one_output(arch):
     with torch.device("meta"):
-        args = parse(*X, "--arch", arch, *pretrained)
-        model = build_model(args, range(1000)).train()
+        args = parse(*X, "--arch", arch)
+        model = build_model(args, range(1000), 0).train()
         images = torch.empty(2, 3, args.image_size, args.image_size)
         assert model(images).shape == (2, 1000)
+
+
+def test_labels_that_are_not_class_numbers_are_refused():
+    """They would be compared silently in wrong shapes."""
+    loss, outputs = torch.tensor(1.0), torch.rand(4, 4, 4, 4)
+    for scores, labels in (
+        (outputs, torch.zeros(4, 4, 4, dtype=torch.int64)),  # dense
+        (outputs[0, 0], torch.rand(4, 4)),  # soft
+        (outputs[0, 0], torch.rand(4)),
+    ):
+        with pytest.raises(UserError, match="batch_sums.* one class number each"):
+            batch_sums(loss, scores, labels)
+
+
+def test_more_processes_than_gpus_are_one_line(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    set_up_cuda(1)
+    with pytest.raises(UserError, match=r"4 processes .* 1 visible .*--gpus-per-node"):
+        set_up_cuda(4)

@@ -1,14 +1,18 @@
 """Runs in the training processes, which wait here between turns.
 
-With INTERVAL_HOOK=benchmarks.timings.gate in the environment, common/meters.py calls
-after_interval() right after an all-reduce, while the device is idle.
+hook/sitecustomize.py attaches it from outside. Progress.record_interval() is called
+right after an all-reduce, while the device is idle.
 """
 
 import functools
+import importlib.util
 import json
 import os
 import socket
 import sys
+import time
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 
 VARIABLE = "TIMINGS_GATE"  # the path of the measuring process's Unix socket
 
@@ -59,6 +63,37 @@ def gate() -> Gate:
     return Gate(os.environ[VARIABLE], *place())
 
 
-def after_interval(step: int, seconds: float, images: int, waited: float) -> None:
-    """Record the images of all processes in an interval; wait if the turn is over."""
-    gate().wait(step, seconds, images, waited)
+def after_interval(number: int, seconds: float, images: int, waited: float) -> None:
+    """Record an epoch's Nth interval and its images; wait if the turn is over."""
+    gate().wait(number, seconds, images, waited)
+
+
+def attach(progress: type) -> None:
+    """Make common.meters.Progress wait at the gate after each interval."""
+    record = progress.record_interval
+
+    def record_interval(self, *args, **options) -> None:
+        record(self, *args, **options)
+        after_interval(len(self.intervals), *self.intervals[-1])
+        self.began = time.perf_counter()  # waiting is not part of the next interval
+
+    progress.record_interval = record_interval
+
+
+class Attach(MetaPathFinder):
+    """Calls attach() when a training process imports common.meters."""
+
+    def find_spec(self, name: str, path, target=None) -> ModuleSpec | None:
+        """Return the spec of common.meters, whose loader also calls attach()."""
+        if name != "common.meters":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module) -> None:
+            execute(module)
+            attach(module.Progress)
+
+        spec.loader.exec_module = exec_module
+        return spec

@@ -49,9 +49,9 @@ class Job:
         self.listener.bind(str(self.gate))
         self.listener.listen(1024)
         self.log = self.gate.with_suffix(".log")
-        own = {VARIABLE: str(self.gate), "INTERVAL_HOOK": "benchmarks.timings.gate"}
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        own |= {"PYTHONPATH": os.pathsep.join(paths)}
+        hook = ROOT / "benchmarks" / "timings" / "hook"
+        paths = [str(hook), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        own = {VARIABLE: str(self.gate), "PYTHONPATH": os.pathsep.join(paths)}
         own |= {"TMPDIR": str(folder)}  # removed with the gate
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -64,7 +64,7 @@ class Job:
             )
         self.readers: dict = {}  # connection -> its file
         self.arrived: dict[int, list] = {}  # rank -> intervals of this turn
-        self.world_size, self.interval = math.inf, 0  # in processes; in steps
+        self.world_size = math.inf  # in processes
         self.problem: str | None = None
 
     def listen(self, handle: socket.socket) -> None:
@@ -76,7 +76,6 @@ class Job:
             report = json.loads(line)
             self.world_size = report["world_size"]
             self.arrived[report["rank"]] = report["intervals"]
-            self.interval = self.interval or report["intervals"][0][0]
             if self.cores:
                 pin(handle, report["rank"], self.cores)
         else:
@@ -92,10 +91,10 @@ class Job:
         wait([self])
         found = []
         for ranks in [*zip(*self.arrived.values(), strict=False)][1:]:
-            step, _, images, _ = ranks[0]
+            number, _, images, _ = ranks[0]
             seconds = max(rank[1] for rank in ranks)
             waited = sum(rank[3] for rank in ranks) / len(ranks)
-            if step > self.interval:  # otherwise, an epoch has just started
+            if number > 1:  # otherwise, an epoch has just started
                 found.append((seconds / images, waited / seconds))
         return [] if self.problem else found
 
