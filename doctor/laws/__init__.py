@@ -1,0 +1,14 @@
+"""The ten laws: importing this package defines their checks and watchers."""
+
+from . import (  # noqa: F401
+    alive,
+    files,
+    gradient,
+    meeting,
+    printed,
+    randomness,
+    ranks,
+    replicas,
+    samples,
+    time,
+)
