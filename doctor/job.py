@@ -96,8 +96,7 @@ class Job:
     def rows(self, kind: type[Kind]) -> list[list[Kind]]:
         """Return the events of one kind that all ranks wrote in the same step, by rank.
 
-        If a rank wrote several in one step, its first ones are compared with the others'
-        first ones, its second ones with their second ones, and so on.
+        Several events of one step are matched by their order in that step.
         """
         return [row for row in self._rows(kind) if len(row) == len(self.processes)]
 
