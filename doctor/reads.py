@@ -36,6 +36,7 @@ class Input(Event):
 
     rows: array  # a hash for each entry of the input's largest tensor
     loaded: bool  # a DataLoader gave the last batch
+    added: list[float]  # a few numbers of the input less those of the batch
 
 
 @dataclass
@@ -169,3 +170,81 @@ def looped(job: Job) -> Reads:
     text = f"the first {shortest} inputs of the network"
     ranks = [x[:shortest] for x in ranks]
     return Reads(ranks, text, False, index=False, again=again)
+
+
+def other_contents(job: Job, labels: bool) -> str:
+    """Return how samples of the same number differ between two ranks, or ""."""
+    first = feeds(job)
+    epoch = [p.batches(p.epochs[0]) for p in job.processes if p.epochs]
+    read = [{x for b in one for x in b.indices or ()} for one in epoch]
+    if not first or len(read) < 2 or any(one & read[0] for one in read[1:] if one):
+        if not first or not all(one.divides for one in first):
+            return ""  # the ranks' numbers may belong to different samples
+    found = [contents(process, labels) for process in job.processes]
+    for one, other in combinations(range(len(found)), 2):
+        both = found[one].keys() & found[other].keys()
+        differ = sum(found[one][x] != found[other][x] for x in both)
+        if differ > max(4, 0.05 * len(both)):
+            what = "labels" if labels else "contents"
+            text = f"{differ} of {len(both)} samples that ranks {one} and {other} have "
+            return f"{text}both read have different {what} on the two ranks"
+    return ""
+
+
+def contents(process: Process, labels: bool) -> dict[int, int]:
+    """Return labels or hashes of samples by number; {} if they change with time."""
+    found = {}
+    batches = [x for epoch in process.epochs for x in process.batches(epoch)]
+    for one in batches:
+        values = one.labels if labels else one.rows
+        for pair in zip(one.indices or (), values or (), strict=False):
+            found.setdefault(pair[0], []).append(pair[1])
+    again = [x for x in found.values() if len(x) > 1]
+    stay = sum(len({*x}) == 1 for x in again)
+    fixed = len(again) > 4 and stay > 0.9 * len(again)
+    return {index: x[0] for index, x in found.items()} if fixed else {}
+
+
+def same_inputs(job: Job) -> str:
+    """Return which noise of the loop is the same on two ranks, or "".
+
+    Noise is an input, such as a generator's, or what is added to a batch.
+    """
+    rows = []
+    for process in job.processes:
+        own, order = {}, Counter()
+        for one in process.of(Input):
+            order[one.step] += 1
+            if one.loaded:
+                own.setdefault(order[one.step], {})[one.step] = one
+        rows.append(own)
+    for number in rows[0]:
+        passes = [own.get(number, {}) for own in rows]
+        steps = [step for step in passes[0] if all(step in own for own in passes)]
+        for kind in ("rows", "added"):
+            same = [
+                step for step in steps if alike([own[step] for own in passes], kind)
+            ]
+            values = {repr(getattr(passes[0][step], kind)) for step in same}
+            if len(values) > max(2, 0.9 * len(steps)):
+                what = (
+                    "input" if kind == "rows" else "noise, which is added to a batch,"
+                )
+                text = f"in {len(same)} of {len(steps)} steps, forward pass {number} "
+                return f"{text}gets the same {what} on several ranks"
+    return ""
+
+
+def alike(inputs: list[Input], kind: str) -> bool:
+    """Return whether two ranks have the same input, or the same noise added to it."""
+    values = [getattr(one, kind) for one in inputs]
+    for one, other in combinations(values[:8], 2):
+        if len(one) != len(other):
+            continue
+        if kind == "rows" and one == other and len({*one}) > 0.8 * len(one):
+            return True
+        most = max(map(abs, one), default=0)
+        gaps = [abs(a - b) for a, b in zip(one, other, strict=True)]
+        if kind == "added" and most > 1e-6 and max(gaps) < 1e-4 * most:
+            return True
+    return False

@@ -88,3 +88,19 @@ def _text(value, depth: int = 0) -> str:
     if isinstance(value, (list, tuple)) and depth < 3:
         return "|".join(_text(one, depth + 1) for one in value[:16])
     return ""
+
+
+def changed(one: tuple, other: tuple) -> bool:
+    """Return whether two signatures are of different contents."""
+    return one[0] != other[0] or one[1] != other[1]
+
+
+def different(what: str, values: list[tuple], rank: int) -> str:
+    """Return how the contents of ranks 0 and `rank` differ."""
+    one, other = values[0], values[rank]
+    if one[0] != other[0]:
+        return f"{what} has {one[0]} entries on rank 0 and {other[0]} on rank {rank}"
+    if one[2] is not None and one[2] == other[2]:
+        text = f"{what} has the same {one[0]} entries in another order on rank {rank}"
+        return f"{text} than on rank 0, and a sampler divides their numbers"
+    return f"{what} has other contents on rank {rank} than on rank 0"

@@ -1,6 +1,5 @@
 """Law 3: random streams differ between ranks."""
 
-import hashlib
 import os
 import random
 import sys
@@ -10,8 +9,11 @@ from functools import partial
 from typing import ClassVar
 
 from ..event import Event
+from ..generators import states
 from ..law import NOTE, RISK, Breach, Law, NotJudged, check, explains, several
 from ..loaders import Loaders
+from ..moments import Step
+from ..reads import same_inputs
 from ..record import not_the_users, place, recorder, wrap
 from ..watcher import Watcher
 from .samples import same_samples
@@ -158,39 +160,6 @@ def dropout(module) -> bool:
     return module.training and named and used
 
 
-def states(dataset: object = None) -> dict[str, tuple[int, int]]:
-    """Return a hash and the position of each global generator, and a data set's own."""
-    import torch
-
-    state = bytes(torch.random.default_generator.get_state().numpy())
-    found = {"torch": (hashed(state), int.from_bytes(state[16:20], "little"))}
-    state = random.getstate()[1]
-    found["random"] = hash(state), state[-1]
-    if numpy := sys.modules.get("numpy"):
-        _, keys, position, *_ = numpy.random.get_state()
-        found["numpy"] = (
-            hashed(keys.tobytes() + bytes(str(position), "ascii")),
-            position,
-        )
-    if torch.cuda.is_initialized():
-        state = bytes(torch.cuda.get_rng_state().numpy())
-        found["cuda"] = hashed(state), int.from_bytes(state[8:16], "little")
-    for name, own in getattr(dataset, "__dict__", {}).items():
-        bits = getattr(own, "bit_generator", getattr(own, "_bit_generator", None))
-        if isinstance(own, torch.Generator):
-            found[f"its {name}"] = hashed(bytes(own.get_state().numpy())), 0
-        elif isinstance(own, random.Random):
-            found[f"its {name}"] = hash(own.getstate()[1]), 0
-        elif bits is not None:
-            found[f"its {name}"] = hashed(repr(bits.state).encode()), 0
-    return found
-
-
-def hashed(state: bytes) -> int:
-    """Return a hash of a generator's state."""
-    return int.from_bytes(hashlib.blake2b(state, digest_size=7).digest(), "big")
-
-
 def drawn(where: str, before: dict, after: dict) -> Draw:
     """Return which generators drew random numbers, and how many."""
     changed = {k: x for k, x in before.items() if k in after and after[k] != x}
@@ -276,6 +245,8 @@ def same_random_numbers(job):
         elif count > 2:
             differ = count - max(same.values(), default=0)
             held.append(f"in {differ} of {count} {WORDS[where]}")
+    if what := same_inputs(job):
+        yield Breach(what, job.of(Step)[0].place, facts="loop")
     if few:
         raise NotJudged("the ranks draw a few equal numbers, which may be meant")
     if not held:
@@ -284,9 +255,9 @@ def same_random_numbers(job):
 
 
 WORDS = {
-    "forward": "forward passes that draw from it",
-    "fetch": "loaded batches that draw from it",
-    "loop": "steps that draw from it outside the network",
+    "forward": "forward passes that draw",
+    "fetch": "fetched batches that draw",
+    "loop": "draws outside the network",
 }
 
 
@@ -352,3 +323,26 @@ def same_noise(job, breach):
     Not a mistake if: all ranks are meant to decide the same, such as a size.
     """
     return breach if breach.facts == "loop" else None
+
+
+@check(LAW, RISK, needs=[Draw], causes=[same_random_numbers])
+def seeds_restart(job):
+    """Each epoch draws the same random numbers as an earlier one.
+
+    Seed the generators once, before the first epoch, or with a number that depends on
+    the epoch.
+    Not a mistake if: each epoch is meant to draw the same.
+    """
+    process = job.processes[0]
+    first, again = {}, []
+    for one in process.of(Draw) + [x for x in process.loaders if isinstance(x, Draw)]:
+        if one.loader == process.training and one.epoch in process.epochs:
+            for name, state in one.states.items():
+                earlier = first.setdefault((one.where, one.worker, name, state), one)
+                again += [(name, one)] * (earlier.epoch != one.epoch)
+    if len(again) > 2:
+        name, one = again[0]
+        what = f"{GENERATORS.get(name, name)} has the same states in epoch "
+        what += f"{process.epochs.index(one.epoch)} as in an earlier one, in "
+        what += f"{len(again)} draws"
+        yield Breach(what, line(job, name, [one]))

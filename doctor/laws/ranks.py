@@ -80,13 +80,13 @@ class Ranks(Watcher):
         if not recorder.watching or not gradients():
             return
         kinds = [str(one.dtype).removeprefix("torch.") for one in inputs]
-        facts = {"the inputs' types": ", ".join(kinds)}
+        facts = {"types of inputs": ", ".join(kinds)}
         named = [*network.named_modules()]
         still = [name for name, one in named if not one.training]
         facts["modules in eval mode"] = f"{len(still)} of {len(named)}"
         if 0 < len(still) < len(named):
             facts["modules in eval mode"] += f" ({', '.join(still[:2])}, ...)"
-        facts["training weights"] = str(
+        facts["trainable weights"] = str(
             sum(x.requires_grad for x in network.parameters())
         )
         recorder.write(Facts(values=facts, place=place()))
@@ -211,6 +211,8 @@ def ranks_differ(job):
             if error > 6 and share >= 0.05:
                 if odds(above, len(others)) * tests < 1e-6:
                     found.append((name, rank, rows[rank], others, above))
+    if tested < 1e-3:
+        raise NotJudged("the ranks' numbers are the same in all passes")
     if not found:
         text = f"{len(every)} numbers of batches, losses and gradients in {passes} "
         yield f"{text}passes: no rank stands out (at most {tested:.1f} standard errors)"
@@ -258,7 +260,7 @@ def settings_differ(job):
         place = job.processes[0].loader().place
         yield Breach(f"samples in most batches: {', '.join(told)}", place)
     names = ", ".join(name for name in count if " of " not in name)
-    yield f"{names} are equal in {max(count.values())} passes"
+    yield f"{names} are equal on all ranks in {max(count.values())} passes"
 
 
 def batch_sizes(process) -> list[int]:

@@ -1,8 +1,8 @@
 """Law 1: every sample is read once per epoch."""
 
+import weakref
 from array import array
 from dataclasses import dataclass, replace
-from itertools import combinations
 from typing import ClassVar
 
 from ..event import Event
@@ -21,10 +21,10 @@ from ..law import (
 )
 from ..loaders import Loaders, Pass
 from ..moments import Step
-from ..reads import Feed, Input, Reads, feeds, loaded, looped
+from ..reads import Feed, Input, Reads, feeds, loaded, looped, other_contents
 from ..record import recorder
-from ..sample import hashes
-from ..signature import signature
+from ..sample import hashes, numbers
+from ..signature import changed, different, signature
 from ..watcher import Watcher
 
 LAW = Law(1, "samples", "Every sample is read once per epoch")
@@ -47,7 +47,7 @@ class Samples(Watcher):
 
     def __init__(self):
         self.fed: int | None = None
-        self.validated = set()
+        self.validated, self.batch = set(), []
 
     def on_epoch(self, own: Pass, loader) -> None:
         kinds = loader.sampler, loader.batch_sampler
@@ -58,7 +58,7 @@ class Samples(Watcher):
         feed = Feed(
             loader=own.loader,
             epoch=own.epoch,
-            divides=any(one.endswith(DIVIDES) for one in names),
+            divides=any(x in name for x in DIVIDES for name in names),
             shuffles=bool(getattr(loader.sampler, "shuffle", "Random" in names[0])),
             repeats=bool(getattr(loader.sampler, "replacement", False)),
             sampler={k: x for k, x in values.items() if isinstance(x, int)},
@@ -83,8 +83,21 @@ class Samples(Watcher):
         inputs = [one for one in inputs if one.dim()]
         if recorder.watching and torch.is_grad_enabled() and inputs:
             largest = max(inputs, key=torch.Tensor.numel)
-            loaded = Loaders.here.current is not None
-            recorder.write(Input(rows=array("q", hashes(largest)), loaded=loaded))
+            rows, loaded = array("q", hashes(largest)), Loaders.here.current is not None
+            added = self.added(largest)
+            recorder.write(Input(rows=rows, loaded=loaded, added=added))
+
+    def on_batch(self, own: Pass, batch, seconds) -> None:
+        floats = [x for x in batch["tensors"] if x.is_floating_point()]
+        self.batch = [weakref.ref(one) for one in floats]
+
+    def added(self, tensor) -> list[float]:
+        """Return what the loop has added to a few numbers of the last batch."""
+        for one in [reference() for reference in self.batch]:
+            if one is not None and one.shape == tensor.shape:
+                first, second = numbers([one, tensor], 16)
+                return [b - a for a, b in zip(first, second, strict=True)]
+        return []
 
     def on_output(self, network, outputs, batch) -> None:
         import torch
@@ -116,13 +129,12 @@ def datasets_differ(job):
     """The ranks do not use the same data set, though a sampler divides it.
 
     Give every rank the same samples in the same order: sort lists of files, and seed
-    random_split() and every shuffling of the data set alike on all ranks.
+    random_split() and every shuffling of the data set alike on all ranks. If the script
+    divides the samples itself, omit the sampler.
     """
     several(job)
-    loaders = sorted(
-        {one.loader for one in need(job.of(Feed), "no DataLoader is used")}
-    )
-    for number in loaders:
+    need(job.of(Feed), "no DataLoader is used")
+    for number in sorted({one.loader for one in job.of(Feed)}):
         own = feeds(job, number)
         if not own or not all(one.divides for one in own):
             continue
@@ -147,60 +159,11 @@ def datasets_differ(job):
             return
 
 
-def changed(one: tuple, other: tuple) -> bool:
-    """Return whether two signatures are of different contents."""
-    return one[0] != other[0] or one[1] != other[1]
-
-
-def different(what: str, values: list[tuple], rank: int) -> str:
-    """Return how the contents of ranks 0 and `rank` differ."""
-    one, other = values[0], values[rank]
-    if one[0] != other[0]:
-        return f"{what} has {one[0]} entries on rank 0 and {other[0]} on rank {rank}"
-    if one[2] is not None and one[2] == other[2]:
-        text = f"{what} has the same {one[0]} entries in another order on rank {rank}"
-        return f"{text} than on rank 0, and a sampler divides their numbers"
-    return f"{what} has other contents on rank {rank} than on rank 0"
-
-
 def twice(one: array, other: array) -> str:
     """Return the advice if parts that have no samples in common are divided again."""
     if {*one} & {*other}:
         return ""
     return "Divide the samples once: omit the sampler, or the script's own division."
-
-
-def other_contents(job: Job, labels: bool) -> str:
-    """Return how samples of the same number differ between two ranks, or ""."""
-    first = feeds(job)
-    epoch = [p.batches(p.epochs[0]) for p in job.processes if p.epochs]
-    read = [{x for b in one for x in b.indices or ()} for one in epoch]
-    if not first or len(read) < 2 or any(one & read[0] for one in read[1:] if one):
-        if not first or not all(one.divides for one in first):
-            return ""  # the ranks' numbers may belong to different samples
-    found = [contents(process, labels) for process in job.processes]
-    for one, other in combinations(range(len(found)), 2):
-        both = found[one].keys() & found[other].keys()
-        differ = sum(found[one][x] != found[other][x] for x in both)
-        if differ > max(4, 0.05 * len(both)):
-            what = "labels" if labels else "contents"
-            text = f"{differ} of {len(both)} samples that ranks {one} and {other} have "
-            return f"{text}both read have different {what} on the two ranks"
-    return ""
-
-
-def contents(process, labels: bool) -> dict[int, int]:
-    """Return labels or hashes of samples by number; {} if they change with time."""
-    found = {}
-    batches = [x for epoch in process.epochs for x in process.batches(epoch)]
-    for one in batches:
-        values = one.labels if labels else one.rows
-        for pair in zip(one.indices or (), values or (), strict=False):
-            found.setdefault(pair[0], []).append(pair[1])
-    again = [x for x in found.values() if len(x) > 1]
-    stay = sum(len({*x}) == 1 for x in again)
-    fixed = len(again) > 4 and stay > 0.9 * len(again)
-    return {index: x[0] for index, x in found.items()} if fixed else {}
 
 
 @check(LAW, RISK, general=True, needs=[Step], causes=[datasets_differ])
@@ -222,7 +185,8 @@ def left_out(job):
         if one.poor():
             raise NotJudged("the inputs do not tell samples apart, like single words")
         if what := broken(one):
-            yield Breach(what, place, facts=one)
+            extra, mend = mechanism(job, one)
+            yield Breach(what + extra, place, facts=one, mend=mend)
             return
         drawn = one.numbers()["within"] or any(x.repeats for x in one.feeds)
         if one.index and drawn:
@@ -234,7 +198,7 @@ def left_out(job):
     text = f"{held[0].text}: {counts['read']:,} samples read, "
     text += f"{counts['distinct']:,} distinct"
     text += f" of {held[0].total:,}" if held[0].total else " (by their contents)"
-    yield text + f"; {len(held) - 1} more epochs likewise" * (len(held) > 1)
+    yield text + f"; epochs 1 to {len(held) - 1} likewise" * (len(held) > 1)
 
 
 def changing(job: Job) -> bool:
@@ -259,7 +223,7 @@ def broken(one: Reads) -> str:
         return ""  # drawn with replacement
     if one.read_by_all():
         return f"in {one.text}, each rank reads all {one.total:,} samples"
-    most = max(MORE * counts["read"], 2 * one.batch * (not one.whole))
+    most = max(MORE * counts["read"], 2 * one.batch * (not one.whole and not one.index))
     if counts["ranks"] + counts["within"] > most:
         text += f": {counts['ranks']:,} on several ranks" * bool(counts["ranks"])
         return text + f", {counts['within']:,} twice on a rank" * bool(counts["within"])
@@ -277,22 +241,7 @@ def same_samples(job, breach):
     one = breach.facts
     if one.together()[0] < 0.9 and not one.read_by_all():
         return None
-    level = RISK if one.together()[0] < 0.9 else WRONG
-    extra, mend = mechanism(job, one)
-    return replace(breach, what=breach.what + extra, mend=mend, level=level)
-
-
-@explains(left_out)
-def left_out_because(job, breach):
-    """In an epoch, samples are read twice, or never, for a known reason.
-
-    Give the samplers of all ranks the same seed and the same epoch.
-    Not a mistake if: samples are repeated or left out on purpose.
-    """
-    extra, mend = mechanism(job, breach.facts)
-    if not mend:
-        return None
-    return replace(breach, what=breach.what + extra, mend=mend)
+    return replace(breach, level=RISK if one.together()[0] < 0.9 else WRONG)
 
 
 def mechanism(job: Job, one: Reads) -> tuple[str, str]:
