@@ -61,6 +61,12 @@ class Reads:
         """The samples of the largest batch."""
         return max((len(x) for one in self.ranks for x in one), default=0)
 
+    @property
+    def slack(self) -> int:
+        """Samples that may come again: to be of equal length, or of the next epoch."""
+        unsure = not self.whole and not self.index
+        return len(self.ranks) * (self.batch if unsure else 1)
+
     def poor(self) -> bool:
         """Return whether contents do not tell samples apart, as with single words."""
         batches = [x for one in self.ranks for x in one if len(x) > 1]
@@ -84,17 +90,19 @@ class Reads:
 
     def read_by_all(self) -> bool:
         """Return whether each rank reads every sample."""
-        return all(len({*x}) >= 0.99 * (self.total or 10**12) for x in self.all)
+        both = set.intersection(*({*one} for one in self.all))
+        return len(both) >= 0.99 * (self.total or 10**12)
 
     def numbers(self) -> dict[str, int]:
         """Count samples; the last batches may repeat some, to be of equal length."""
         reads = [x for one in self.all for x in one]
         inner = [[x for batch in one[:-1] for x in batch] for one in self.ranks]
-        inner = inner if all(inner) else self.all
+        inner = inner if self.whole and all(inner) else self.all
         ranks = Counter(x for one in inner for x in {*one})
         found = {"read": len(reads), "distinct": len({*reads})}
         found["ranks"] = sum(count > 1 for count in ranks.values())
         found["within"] = sum(len(one) - len({*one}) for one in inner)
+        found["again"] = found["ranks"] + found["within"]
         found["missing"] = (self.total or 0) - len({*reads}) if self.whole else 0
         return found
 
@@ -118,6 +126,8 @@ def loaded(job: Job) -> Iterator[Reads]:
     first = need(feeds(job), "no DataLoader feeds the steps of every rank")
     same = all(one.data == first[0].data for one in first)
     samples = job.processes[0].loader().samples
+    if all(one.part is not None for one in first):
+        samples = len({x for one in first for x in one.part})
     lists, seen = [process.epochs for process in job.processes], set()
     for number, epochs in enumerate(zip(*lists, strict=False)):
         pairs = [*zip(job.processes, epochs, strict=True)]
@@ -131,6 +141,8 @@ def loaded(job: Job) -> Iterator[Reads]:
         if not index:
             ranks = [[x.rows for x in one] for one in batches]
         if not all(ranks) or any(x is None for one in ranks for x in one):
+            if number:
+                return
             raise NotJudged("the samples of the batches are not known")
         if not whole:
             shortest = min(map(len, ranks))
@@ -167,6 +179,8 @@ def looped(job: Job) -> Reads:
             batches.append(rows)
         ranks.append(batches)
     shortest = min(map(len, ranks))
+    if shortest < 3 and again:
+        raise NotJudged("a loop without a DataLoader uses the same samples at once")
     text = f"the first {shortest} inputs of the network"
     ranks = [x[:shortest] for x in ranks]
     return Reads(ranks, text, False, index=False, again=again)

@@ -53,15 +53,15 @@ class Randomness(Watcher):
     """Compares generators before and after they may be used."""
 
     def __init__(self):
-        self.states = self.before = None
-        self.number, self.step, self.counts = 0, -1, Counter()
+        self.states = None
+        self.numbers, self.step, self.counts = Counter(), -1, Counter()
 
     def hooks(self) -> None:
         import torch
         from torch.utils.data._utils import fetch
 
         for name in ("manual_seed", "set_rng_state"):
-            wrap(torch.random, name, partial(self.seeded, "torch", name))
+            wrap(torch.random, name, partial(self.seeded, "torch", f"torch.{name}"))
             setattr(torch, name, getattr(torch.random, name))
         for name in ("seed", "setstate"):
             wrap(random, name, partial(self.seeded, "random", f"random.{name}"))
@@ -78,8 +78,11 @@ class Randomness(Watcher):
 
     def seeded(self, generator: str, name: str, call, *args, **kwargs):
         result = call(*args, **kwargs)
-        caller = sys._getframe(2).f_code.co_filename
-        if not caller.startswith(not_the_users()[:2]):
+        caller = sys._getframe(2)
+        while "_dynamo" in caller.f_code.co_filename:  # it wraps manual_seed()
+            caller = caller.f_back
+        torchs = caller.f_code.co_filename.startswith(not_the_users()[:2])
+        if not recorder.full(Seed) and not torchs:
             value = args[0] if args and isinstance(args[0], int) else ""
             text = f"{name}({value})"
             recorder.write(Seed(generator=generator, call=text, place=place()))
@@ -95,7 +98,8 @@ class Randomness(Watcher):
             new = not hasattr(fetcher, "_doctor_seen")  # persistent workers
             self.counts["fetchers"] += new
             fetcher._doctor_seen = True
-            epoch = epoch and epoch + self.counts["fetchers"] - 1
+            if epoch is not None:
+                epoch += self.counts["fetchers"] - 1
         else:
             loader, epoch = Loaders.here.fetching.loader, Loaders.here.fetching.epoch
         key = loader, epoch
@@ -136,13 +140,13 @@ class Randomness(Watcher):
         now = states()
         if self.states and self.states != now:
             if self.step != recorder.step:
-                self.step, self.number = recorder.step, 0
+                self.step, self.numbers = recorder.step, Counter()
             draw = drawn(where, self.states, now)
-            draw.number, draw.drops = self.number, drops
+            draw.number, draw.drops = self.numbers[where], drops
             draw.loader = Loaders.here.current and Loaders.here.current.loader
             draw.epoch = Loaders.here.current and Loaders.here.current.epoch
             recorder.write(draw)
-            self.number += 1
+            self.numbers[where] += 1
         self.states = now
 
 
@@ -325,7 +329,7 @@ def same_noise(job, breach):
     return breach if breach.facts == "loop" else None
 
 
-@check(LAW, RISK, needs=[Draw], causes=[same_random_numbers])
+@check(LAW, RISK, causes=[same_random_numbers])
 def seeds_restart(job):
     """Each epoch draws the same random numbers as an earlier one.
 
@@ -335,7 +339,8 @@ def seeds_restart(job):
     """
     process = job.processes[0]
     first, again = {}, []
-    for one in process.of(Draw) + [x for x in process.loaders if isinstance(x, Draw)]:
+    draws = [x for x in process.events + process.loaders if isinstance(x, Draw)]
+    for one in sorted(draws, key=lambda one: one.time):
         if one.loader == process.training and one.epoch in process.epochs:
             for name, state in one.states.items():
                 earlier = first.setdefault((one.where, one.worker, name, state), one)

@@ -79,8 +79,13 @@ class Ranks(Watcher):
     def on_input(self, network, inputs) -> None:
         if not recorder.watching or not gradients():
             return
+        floats = [one for one in inputs if one.is_floating_point() and one.dim()]
+        if floats:  # read in on_step(): without waiting for a GPU
+            few = picked(floats[0], 2048)
+            both = few.mean()[None], few.std(correction=0)[None]
+            self.pending.append(("input of the network", *both))
         kinds = [str(one.dtype).removeprefix("torch.") for one in inputs]
-        facts = {"types of inputs": ", ".join(kinds)}
+        facts = {"input types": ", ".join(kinds)}
         named = [*network.named_modules()]
         still = [name for name, one in named if not one.training]
         facts["modules in eval mode"] = f"{len(still)} of {len(named)}"
@@ -101,7 +106,7 @@ class Ranks(Watcher):
             self.pending.append((place(), root.detach()))
 
     def after_backward(self) -> None:
-        if self.pending and recorder.watching:
+        if self.gradients and self.pending and recorder.watching:
             self.pending[-1] += (*self.gradients.values(),)
             self.pending = self.pending[-64:]
 
@@ -113,6 +118,10 @@ class Ranks(Watcher):
         flat = numbers([x for one in pending for x in one[1:]], 16)
         for where, *tensors in pending:
             own = [flat.pop(0) for _ in tensors]
+            if where == "input of the network":
+                found = {f"mean of {where}": own[0][0], f"spread of {where}": own[1][0]}
+                recorder.write(Measured(loader=None, values=found))
+                continue
             norm = sum(x * x for one in own[1:] for x in one) ** 0.5
             found = {f"loss of {where}": own[0][0]}
             if norm:

@@ -1,6 +1,5 @@
 """Law 1: every sample is read once per epoch."""
 
-import weakref
 from array import array
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -89,14 +88,16 @@ class Samples(Watcher):
 
     def on_batch(self, own: Pass, batch, seconds) -> None:
         floats = [x for x in batch["tensors"] if x.is_floating_point()]
-        self.batch = [weakref.ref(one) for one in floats]
+        floats = [x for x in floats if x.is_cpu and recorder.watching]
+        shapes = [one.shape for one in floats]
+        self.batch = [*zip(shapes, numbers(floats, 16), strict=True)]
 
     def added(self, tensor) -> list[float]:
         """Return what the loop has added to a few numbers of the last batch."""
-        for one in [reference() for reference in self.batch]:
-            if one is not None and one.shape == tensor.shape:
-                first, second = numbers([one, tensor], 16)
-                return [b - a for a, b in zip(first, second, strict=True)]
+        for shape, before in self.batch:
+            if shape == tensor.shape:
+                after = numbers([tensor], 16)[0]
+                return [b - a for a, b in zip(before, after, strict=True)]
         return []
 
     def on_output(self, network, outputs, batch) -> None:
@@ -153,8 +154,9 @@ def datasets_differ(job):
             what = f"ranks 0 and {rank} have different parts of {loader.type}, which a "
             what += f"sampler divides: {both} of {len(parts[0])} samples are in both"
             yield Breach(what, loader.place, mend=twice(parts[0], parts[rank]))
+    same = all(one.data == feeds(job)[0].data for one in feeds(job))
     for labels in (True, False):
-        if what := other_contents(job, labels):
+        if same and (what := other_contents(job, labels)):
             yield Breach(what, where(job))
             return
 
@@ -191,6 +193,8 @@ def left_out(job):
         drawn = one.numbers()["within"] or any(x.repeats for x in one.feeds)
         if one.index and drawn:
             raise NotJudged("the sampler draws samples with replacement")
+        if one.numbers()["again"] > MORE * one.numbers()["read"] and not one.whole:
+            raise NotJudged("some inputs came again, but few, or in another epoch")
         held.append(one)
     if not known and changing(job):
         raise NotJudged("the samples have no numbers, and no contents were seen again")
@@ -198,14 +202,16 @@ def left_out(job):
     text = f"{held[0].text}: {counts['read']:,} samples read, "
     text += f"{counts['distinct']:,} distinct"
     text += f" of {held[0].total:,}" if held[0].total else " (by their contents)"
-    yield text + f"; epochs 1 to {len(held) - 1} likewise" * (len(held) > 1)
+    more = "epoch 1" if len(held) == 2 else f"epochs 1 to {len(held) - 1}"
+    yield text + f"; {more} likewise" * (len(held) > 1)
 
 
 def changing(job: Job) -> bool:
     """Return whether random numbers may change the contents of samples."""
     from .randomness import Draw  # which imports this file
 
-    fetches = [one for one in job.of(Draw) if one.where == "fetch"]
+    events = [x for process in job.processes for x in process.events + process.loaders]
+    fetches = [x for x in events if isinstance(x, Draw) and x.where == "fetch"]
     return not fetches or any(one.states for one in fetches)
 
 
@@ -223,8 +229,7 @@ def broken(one: Reads) -> str:
         return ""  # drawn with replacement
     if one.read_by_all():
         return f"in {one.text}, each rank reads all {one.total:,} samples"
-    most = max(MORE * counts["read"], 2 * one.batch * (not one.whole and not one.index))
-    if counts["ranks"] + counts["within"] > most:
+    if counts["again"] > max(MORE * counts["read"], one.slack):
         text += f": {counts['ranks']:,} on several ranks" * bool(counts["ranks"])
         return text + f", {counts['within']:,} twice on a rank" * bool(counts["within"])
     least = max(len(one.ranks) * one.batch, MORE * (one.total or 0))
