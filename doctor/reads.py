@@ -128,6 +128,9 @@ def loaded(job: Job) -> Iterator[Reads]:
     samples = job.processes[0].loader().samples
     if all(one.part is not None for one in first):
         samples = len({x for one in first for x in one.part})
+    plain = job.processes[0].loader().sampler in ("RandomSampler", "SequentialSampler")
+    if not (plain or all(one.divides for one in first)):
+        samples = None  # the script's own sampler may choose a part of them
     lists, seen = [process.epochs for process in job.processes], set()
     for number, epochs in enumerate(zip(*lists, strict=False)):
         pairs = [*zip(job.processes, epochs, strict=True)]

@@ -212,6 +212,7 @@ def ranks_differ(job):
     ranks = range(1 if len(job.processes) == 2 else 0, len(job.processes))
     tests = len(every) * len(ranks)
     for name, rows in every.items():
+        own = []
         for rank in ranks:
             others = [x for n, x in enumerate(rows) if n != rank]
             others = [fmean(values) for values in zip(*others, strict=True)]
@@ -219,19 +220,20 @@ def ranks_differ(job):
             tested = max(tested, error)
             if error > 6 and share >= 0.05:
                 if odds(above, len(others)) * tests < 1e-6:
-                    found.append((name, rank, rows[rank], others, above))
+                    own.append((error, name, rank, rows[rank], others, above))
+        found += sorted(own)[-1:]
     if tested < 1e-3:
         raise NotJudged("the ranks' numbers are the same in all passes")
     if not found:
         text = f"{len(every)} numbers of batches, losses and gradients in {passes} "
         yield f"{text}passes: no rank stands out (at most {tested:.1f} standard errors)"
         return
-    name, rank, values, others, above = found[0]
+    _, name, rank, values, others, above = found[0]
     count, side = len(values), "higher" if 2 * above > len(values) else "lower"
     most = max(above, count - above)
     what = f"{name}: rank {rank} is {side} in {most} of {count} passes "
     what += f"({fmean(values):.4g} against {fmean(others):.4g})"
-    more = sorted({x[0] for x in found} - {name})
+    more = sorted({x[1] for x in found} - {name})
     what += f"; also {', '.join(more[:3])}" * bool(more)
     first = job.processes[0].loader()
     yield Breach(what, first.place if first else "")

@@ -157,7 +157,8 @@ def datasets_differ(job):
     same = all(one.data == feeds(job)[0].data for one in feeds(job))
     for labels in (True, False):
         if same and (what := other_contents(job, labels)):
-            yield Breach(what, where(job))
+            mend = "Number the classes alike on every rank: sort their names."
+            yield Breach(what, where(job), mend=mend if labels else "")
             return
 
 
