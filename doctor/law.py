@@ -181,7 +181,8 @@ def several(job: Job) -> None:
 
 def in_order() -> list[Check]:
     """Return all checks, causes before their effects."""
-    return [*TopologicalSorter({x: x.causes for x in CHECKS.values()}).static_order()]
+    found = {x: x.causes | ({x.explains} - {None}) for x in CHECKS.values()}
+    return [*TopologicalSorter(found).static_order()]
 
 
 def judge(job: Job, own: Check) -> Iterator[Breach | str]:

@@ -1,6 +1,7 @@
 """Follow the passes over DataLoaders: which samples each batch contains."""
 
 import contextlib
+import os
 import weakref
 from array import array
 from collections import deque
@@ -87,6 +88,7 @@ class Loaders(Watcher):
     def __init__(self):
         self.loaders = {}  # by id: a number, the passes, and a weak reference
         self.current: Pass | None = None  # which gave the last batch
+        self.fetching: Pass | None = None  # which loads a batch, in this process
 
     def hooks(self) -> None:
         from torch.utils.data import DataLoader
@@ -113,9 +115,11 @@ class Loaders(Watcher):
         while isinstance(base, Subset):
             subsets.append(base.indices)
             base = base.dataset
-        iterator = call(loader)
         stream = isinstance(base, IterableDataset)
-        own = Pass(known["number"], known["epoch"], subsets, stream)
+        own = self.fetching = Pass(known["number"], known["epoch"], subsets, stream)
+        if loader.num_workers:  # which inherit the environment
+            os.environ["DOCTOR_PASS"] = f"{own.loader} {own.epoch}"
+        iterator = call(loader)
         known["last"] = iterator.__dict__["_doctor_pass"] = own
         sampler = "" if stream else type(loader.sampler).__name__
         epoch = Epoch(
@@ -158,6 +162,7 @@ class Loaders(Watcher):
         try:
             if short:
                 raise StopIteration
+            self.fetching = own
             batch = call(iterator)
         except StopIteration:
             self.end_pass(own, whole=not short)

@@ -188,9 +188,11 @@ class Moments(Watcher):
         if not recorder.timing:
             return call(tensors, *args, **kwargs)
         tell("on_backward", tensors)
+        self.depth += 1  # checkpoints run parts of a network again, in here
         try:
             return call(tensors, *args, **kwargs)
         finally:
+            self.depth = max(0, self.depth - 1)
             recorder.ticks += 1
             tell("after_backward")
 

@@ -64,10 +64,10 @@ class Watcher:
     def after_step(self, optimizer, weights: list) -> None:
         """The optimizer has stepped; recorder.step is still the old number."""
 
-    def on_epoch(self, epoch) -> None:
-        """A pass over a DataLoader begins; `epoch` is moments.py's Epoch."""
+    def on_epoch(self, own, loader) -> None:
+        """A pass over a DataLoader begins; `own` is loaders.py's Pass."""
 
-    def on_batch(self, epoch, batch: dict, seconds: float) -> None:
+    def on_batch(self, own, batch: dict, seconds: float) -> None:
         """A DataLoader has returned a batch, which took `seconds`."""
 
     def on_collective(self, name: str, tensors: list, options: dict, place: str):
