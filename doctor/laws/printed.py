@@ -15,7 +15,7 @@ from ..record import place, recorder, wrap
 from ..results import Measured, Printed
 from ..watcher import Watcher
 
-LAW = Law(7, "printed", "Printed numbers are true")
+LAW = Law(7, "printed", "Prints are true")
 
 
 @dataclass(kw_only=True)
@@ -233,7 +233,7 @@ def wrong_number(job):
         where = unknown[0].place
         raise NotJudged(f"{text} could be recomputed; not the one at {where}")
     if not found:
-        yield f"{text} printed equal the recomputed"
+        yield f"{text} equal the recomputed"
 
 
 def told(breach: Breach, level: str) -> Breach:
