@@ -18,7 +18,7 @@ KINDS = {
     "perplexity": r"\bppl|perplexit",
     "loss": r"loss|\bnll\b|\bbce\b|cross.entropy",
 }
-AFTER = re.compile(r"\W*(?:\w+ ){0,2}?(right|correct|accura|acc\b|wrong)")
+AFTER = re.compile(r"\W*(?:[a-z]+ ){0,2}?(right|correct|wrong)")
 NEUTRAL = re.compile(r"\b(?:ema|avg|mean|is|was|of|at|rate|val|test|eval|train)\b|_")
 SPLITS = re.compile(r"train|val|test|eval|dev")
 BAR = re.compile(r"\d%\|")  # a progress bar
@@ -69,7 +69,7 @@ def numbers(text: str) -> Iterator[Number]:
     if BAR.search(text):
         return
     kind, end, low = "", 0, text.lower()
-    found = [*NUMBER.finditer(low)]
+    found = [x for x in NUMBER.finditer(low) if "." in x[1] or x[2] or x[4]]
     for number, one in enumerate(found):
         before = low[end : one.start()]
         until = found[number + 1].start() if number + 1 < len(found) else len(low)
