@@ -8,7 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from . import laws  # noqa: F401  their checks
-from .law import CHECKS, RISK, WRONG, examine
+from .job import Job
+from .law import CHECKS, RISK, WRONG, Report, examine
+from .laws.time import time_table
 from .page import explanation, page
 from .run import run
 
@@ -19,12 +21,16 @@ def arguments() -> argparse.Namespace:
     name = name if name == "ddp-doctor" else "python -m doctor"
     text = "Run a data-parallel training command and report what is wrong."
     parser = argparse.ArgumentParser(name, f"{name} [options] -- COMMAND...", text)
+    parser.epilog = (
+        "Exit status: that of the command; 1 if it is 0 but a finding is WRONG; 2 if "
+        "nothing was checked, or an option is wrong."
+    )
     add = parser.add_argument
     add("--steps", type=int, default=40, help="steps to watch (40)")
     add("--short", type=int, default=0, help="end each epoch after N batches")
     add("--machines", action="store_true", help="simulate one machine per process")
-    add("--json", type=Path, help="write the findings to a file")
-    add("--verbose", action="store_true", help="list every check")
+    add("--json", type=Path, help="also write the report to a file")
+    add("--verbose", action="store_true", help="list every check and what it saw")
     add("--explain", metavar="CHECK", help="print what a finding means, and exit")
     add("command", nargs=argparse.REMAINDER)
     args = parser.parse_args()
@@ -52,7 +58,7 @@ def main() -> int:
             print(f"doctor: error: {error}", file=sys.stderr)
             return 2
     if not job.processes:
-        text = "no process trained or joined a process group: nothing to check"
+        text = "NOTHING CHECKED: no process trained or joined a process group"
         print(f"doctor: error: {text} (status {job.status})", file=sys.stderr)
         return 2
     report = examine(job)
@@ -67,9 +73,18 @@ def main() -> int:
     return 0 if job.watched or levels & {WRONG, RISK} else 2
 
 
-def as_json(job, report) -> dict:
-    """Return what --json writes."""
-    return {"status": job.status, "hung": job.hung, **asdict(report)}
+def as_json(job: Job, report: Report) -> dict:
+    """Return what --json writes; docs/doctor.md describes it."""
+    return {
+        "version": 1,
+        "status": job.status,
+        "hung": job.hung,
+        "processes": len(job.processes),
+        "world_size": job.world_size,
+        "steps": job.watched,
+        **asdict(report),
+        "seconds": time_table(job),
+    }
 
 
 if __name__ == "__main__":

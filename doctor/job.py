@@ -54,6 +54,11 @@ class Process:
             found.setdefault((one.loader, one.epoch), []).append(one)
         return found
 
+    def batches_before(self, time: float) -> list[Batch]:
+        """Return the training loader's batches that were read before a time."""
+        own = [one for one in self.of(Batch) if one.loader == self.training]
+        return [one for one in own if one.time < time]
+
     def whole(self, epoch: int, loader: int | None = None) -> bool:
         """Return whether a pass was read to the end."""
         key = (self.training if loader is None else loader), epoch

@@ -212,18 +212,18 @@ class Report:
 def examine(job: Job) -> Report:
     """Judge a job by all laws."""
     verdicts = {one.law.number: Verdict(one.law) for one in CHECKS.values()}
-    report, named = Report(), set()
+    report, named, hidden, evidence = Report(), set(), set(), {}
     report.verdicts = [verdicts[number] for number in sorted(verdicts)]
     for own in in_order():
         if own.explains:
             continue
-        verdict, found = verdicts[own.law.number], []
+        verdict, found, seen = verdicts[own.law.number], [], []
         try:
             for one in judge(job, own):
                 if isinstance(one, Breach):
                     found.append(explained(job, own, one))
                 elif own.general:
-                    verdict.evidence.append(one)
+                    seen.append(one)
         except NotJudged as reason:
             verdict.not_judged[own.name] = str(reason)
         except Exception as error:  # the other checks' findings still count
@@ -232,15 +232,19 @@ def examine(job: Job) -> Report:
             report.effects += [(one, cause[0]) for one in found]
             if found:
                 verdict.not_judged[own.name] = f"it could be an effect of {cause[0]}"
+                hidden.add(own.law)
             continue
+        evidence[own] = seen
         report.findings += found
         if any(one.level in (WRONG, RISK) for one in found):
             named |= {own} | {CHECKS[one.check] for one in found}
+        if any(one.level != NOTE for one in found):
             verdict.state = BROKEN
     for verdict in report.verdicts:
-        if verdict.state != BROKEN and verdict.evidence:
-            judged = [x for x in CHECKS.values() if x.law is verdict.law and x.general]
-            first = judged[0].name not in verdict.not_judged
-            verdict.state = HELD if first else NOT_JUDGED
+        general = [x for x in CHECKS.values() if x.law is verdict.law and x.general]
+        verdict.evidence = [text for x in general for text in evidence.get(x, ())]
+        if verdict.state != BROKEN and verdict.evidence and verdict.law not in hidden:
+            if general[0].name not in verdict.not_judged:
+                verdict.state = HELD
     report.findings.sort(key=lambda one: (LEVELS.index(one.level), one.law.number))
     return report

@@ -48,6 +48,7 @@ class Moments(Watcher):
         self.networks = weakref.WeakSet()  # outermost ones
         self.handles, self.optimizers = [], {}
         self.inner, self.depth, self.collective = None, 0, False
+        self.last_gradient = 0.0  # when a backward pass made its last gradient
 
     def hooks(self) -> None:
         import torch
@@ -110,7 +111,7 @@ class Moments(Watcher):
                 self.handles.append(weight.register_hook(quiet(hook)))
 
     def gradient(self, reference, gradient) -> None:
-        recorder.ticks += 1
+        self.last_gradient, recorder.ticks = clock(), recorder.ticks + 1
         weight = reference()
         if recorder.watching and weight is not None and not traced():
             tell("on_gradient", weight, gradient)
