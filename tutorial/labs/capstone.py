@@ -7,6 +7,13 @@ the 96 training images in a new order, each image gets its own noise, the learni
 falls from 0.1 to almost 0 at the end, and each epoch ends by printing the accuracy on
 the 33 validation images. If a run is killed, the next run continues after the last
 complete epoch, and ends with the same weights as a run that was never interrupted.
+
+symptom: none
+grader: 6 of 6 mistakes are left
+checks: noise, rates, schedule, shares, accuracy(times=3)
+doctor: -
+lesson: 12_restarts
+runs: capstone
 """
 
 import os
