@@ -134,10 +134,9 @@ SIX = [
     ("        train_loader.sampler.set_epoch(epoch)\n", ""),
     ("job.world_size * (SEED + epoch) + job.rank", "SEED + epoch"),
     ("(loss / MICRO_BATCHES).backward()", "loss.backward()"),
-    ("// BATCH  # in", "// (BATCH // job.world_size)  # in"),
-    ("range(job.rank, len(validation), job.world_size)",
-     "DistributedSampler(validation, shuffle=False)"),
-    ('    optimizer.load_state_dict(content["optimizer"])\n', ""),
+    ("SGD(net.parameters(), LR,", "SGD(net.parameters(), LR * job.world_size,"),
+    ("right.sum() / count.sum()", "(right / count).mean()"),
+    ('content["epoch"] + 1', 'content["epoch"]'),
 ]  # fmt: skip
 
 
