@@ -16,6 +16,8 @@ This script generates the text between <!-- KIND ... --> and <!-- /KIND --> in a
     ratios UNIT RESULTS PART   measurements, and their ratios to the first one
     machine RESULTS            the machine and versions in that file
     checks FILE.py             doctor's checks and what their docstrings say
+    labs all                   the labs by lesson, with their symptoms
+    labs LESSON [zh]           the labs of one lesson; zh: in Chinese
     gpus FOLDER                the speeds in the summaries that readers sent
 """
 
@@ -28,6 +30,9 @@ from pathlib import Path
 from textwrap import dedent
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tutorial" / "labs"))
+from lab import labs as read_labs  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results"
 SECTION = re.compile(r"^(<!-- (\w+) (.+?) -->\n)(.*?)^<!-- /\2 -->\n", re.M | re.S)
 
@@ -166,6 +171,30 @@ def checks(source: str) -> str:
     return "".join(lines)
 
 
+def labs(source: str) -> str:
+    """Return the labs' symptoms, from their headers."""
+    lesson, _, chinese = source.partition(" ")
+    folder = ROOT / "tutorial" / "labs"
+    found = [*read_labs(folder).values()][:-1]  # without the capstone
+    found.sort(key=lambda lab: (lab.lesson, lab.number))
+    if lesson == "all":
+        text = "| after lesson | lab | symptom |\n|---|---|---|\n"
+        for lab in found:
+            number = f"[{int(lab.lesson[:2])}](../{lab.lesson}/README.md)"
+            text += f"| {number} | [{lab.number}]({lab.script}) | {lab.symptom} |\n"
+        return text
+    found = [lab for lab in found if lab.lesson == lesson]
+    if not found:
+        raise ValueError("no lab belongs to this lesson")
+    rows = (folder / "README.zh-CN.md").read_text()
+    words = dict(re.findall(r"^\| (\d\d) \| (.*) \|$", rows, re.M))
+    text = "现在做实验：\n\n" if chinese else "Now do:\n\n"
+    for lab in found:
+        symptom = words[lab.number] if chinese else lab.symptom
+        text += f"- [lab {lab.number}](../labs/{lab.script}): {symptom}\n"
+    return text.replace("[lab ", "[实验 ") if chinese else text
+
+
 def gpus(source: str) -> str:
     """Return a table of each strategy's speeds in the summaries in a folder."""
     text = "| GPUs | strategy | 1 GPU | all GPUs | speedup | MiB | PyTorch | file |\n"
@@ -189,7 +218,7 @@ def gpus(source: str) -> str:
 
 
 MAKERS = (region, statement, paragraph, diff, output, file, table, ratios, machine)
-MAKERS += (checks, gpus)
+MAKERS += (checks, labs, gpus)
 KINDS = {make.__name__: make for make in MAKERS}
 
 
