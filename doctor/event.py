@@ -20,19 +20,20 @@ class Event:
     """Something that happened in one process."""
 
     limit: ClassVar[int] = 10**9  # a process writes at most this many of one kind
+    kind: ClassVar[str]
     time: float = 0.0  # seconds since the epoch
     step: int = 0  # optimizer steps that the process had completed
     rank: int = -1  # filled in when the job is read
 
     def __init_subclass__(cls, **options):
         super().__init_subclass__(**options)
-        if cls.__name__ in KINDS and KINDS[cls.__name__].__module__ != cls.__module__:
-            raise TypeError(f"two events have the name {cls.__name__}")
-        KINDS[cls.__name__] = cls
+        # In the job, the package has another name
+        cls.kind = f"{cls.__module__.partition('.')[2]}.{cls.__name__}"
+        KINDS[cls.kind] = cls
 
     def packed(self) -> bytes:
         """Return the bytes that `read()` reads."""
-        return pickle.dumps((type(self).__name__, vars(self)))
+        return pickle.dumps((self.kind, vars(self)))
 
 
 @dataclass(kw_only=True)
@@ -86,8 +87,8 @@ def read(path: Path) -> list[Event]:
     return found
 
 
-def _made(name: str, fields: dict) -> Event:
-    return KINDS[name](**fields)
+def _made(kind: str, fields: dict) -> Event:
+    return KINDS[kind](**fields)
 
 
 def of(events: list[Event], kind: type[Event]) -> Iterator[Event]:
