@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from . import laws  # noqa: F401  their checks
+from .html import html, trace
 from .job import Job
 from .law import CHECKS, RISK, WRONG, Report, examine
 from .laws.time import time_table
@@ -30,6 +31,8 @@ def arguments() -> argparse.Namespace:
     add("--short", type=int, default=0, help="end each epoch after N batches")
     add("--machines", action="store_true", help="simulate one machine per process")
     add("--json", type=Path, help="also write the report to a file")
+    add("--html", type=Path, help="also write it as a page with a timeline")
+    add("--trace", type=Path, help="write the timeline for ui.perfetto.dev")
     add("--verbose", action="store_true", help="list every check and what it saw")
     add("--explain", metavar="CHECK", help="print what a finding means, and exit")
     add("command", nargs=argparse.REMAINDER)
@@ -65,6 +68,10 @@ def main() -> int:
     print(page(job, report, args.verbose), file=sys.stderr)
     if args.json:
         args.json.write_text(json.dumps(as_json(job, report), indent=1) + "\n")
+    if args.html:
+        args.html.write_text(html(job, report))
+    if args.trace:
+        args.trace.write_text(trace(job))
     levels = {one.level for one in report.findings}
     if job.status and job.status > 0:
         return job.status

@@ -188,7 +188,7 @@ def in_order() -> list[Check]:
 def judge(job: Job, own: Check) -> Iterator[Breach | str]:
     """Yield a check's breaches and evidence."""
     for kind in own.needs:
-        need(job.of(kind), f"no {kind.__name__.lower()} was seen")
+        need(job.of(kind), f"not seen: {kind.__doc__.splitlines()[0].rstrip('.')}")
     yield from own.function(job)
 
 
