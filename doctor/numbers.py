@@ -61,7 +61,10 @@ class Number:
         if self.count is not None:
             own = self.turned(ratio) * self.count
             return abs(self.count - ratio[1]) < 1e-6 and abs(self.value - own) < 1e-3
-        return abs(self.value - self.turned(ratio)) <= self.gap + 2e-6 * self.value
+        value, limit = self.turned(ratio), self.gap + 2e-6 * self.value
+        if self.scale == 100 and self.kind != "error" and ratio[0] > ratio[1] > 0:
+            value = value if abs(self.value - value) <= limit else value / 100
+        return abs(self.value - value) <= limit
 
 
 def numbers(text: str) -> Iterator[Number]:
@@ -120,6 +123,10 @@ class Group:
     # By rank: batches of (sums, weights, keys of the samples)
     ranks: dict[int, list[tuple]] = field(default_factory=dict)
     times: dict[int, list[float]] = field(default_factory=dict)
+
+    def began(self, rank: int) -> float:
+        """Return when a rank, or else the first one, measured the first batch."""
+        return min(self.times.get(rank) or [*chain(*self.times.values())])
 
     def running(self, rank: int, moment: float) -> bool:
         """Return whether a rank measures before and after a moment."""

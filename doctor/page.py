@@ -141,10 +141,10 @@ def times(job: Job, width: int) -> list[str]:
     for rank in ranks:
         row = sorted(table[rank].items(), key=lambda one: -one[1])
         parts = [f"{part} {s / walls[rank]:.0%}" for part, s in row if s]
-        text = f"A step on rank {rank}: {1000 * walls[rank]:.1f} ms: {', '.join(parts)}"
-        lines.append(
-            textwrap.shorten(text, width, placeholder=" ...").replace(", ...", "")
-        )
+        text = f"A step on rank {rank} takes {1000 * walls[rank]:.1f} ms: {parts[0]}"
+        for one in parts[1:]:
+            text += f", {one}" if len(f"{text}, {one}") <= width else ""
+        lines.append(text)
     return lines
 
 

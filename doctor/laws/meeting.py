@@ -184,7 +184,7 @@ def ends_with_an_error(job):
     for one in errors(job)[:1]:
         if LOST.search(one.text) and job.hung:
             return
-        text = one.text.split("\n")[0][:400]
+        text = one.text.split("\n")[0][:200]
         what = f"in step {one.step + 1}, rank {one.rank} ends with {text}"
         yield Breach(what, one.place)
         return
@@ -240,7 +240,10 @@ def collectives_differ(job):
             made = [
                 f"rank {x.rank} calls {x.name}({x.sent}) at {x.place}" for x in calls
             ]
-            yield Breach(f"for collective call {number}, {texts(made)}", calls[0].place)
+            what, mend = f"for collective call {number}, {texts(made)}", ""
+            if len({one.name for one in calls}) == 1:
+                mend = "Give this call the same size, type and root on every rank."
+            yield Breach(what, calls[0].place, mend=mend)
             return
     yield f"{len(rows[0]):,} collectives in the same order"
 

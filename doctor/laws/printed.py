@@ -155,7 +155,7 @@ def judge(job, everything: list[Group], line: Printed, number: Number):
     """
     process = next(one for one in job.processes if one.rank == line.rank)
     found = [one for one in everything if one.what in WHAT[number.kind]]
-    found = [one for one in found if min(map(min, one.times.values())) < line.time]
+    found = [one for one in found if one.began(line.rank) < line.time]
     if any(one.running(line.rank, line.time) for one in found if not one.trains):
         return None
     evals = [one for one in found if not one.trains and one.step == line.step]
