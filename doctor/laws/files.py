@@ -213,12 +213,24 @@ def several_write(job):
     files, own = written(job), set()
     if not files:
         raise NotJudged("no file was written")
+    shared = []
     for (_, path), events in sorted(files.items()):
-        ranks = sorted({one.rank for one in events})
-        own |= {*ranks}
-        if len(ranks) > 1:
-            what = f"{base(path)} is written by ranks {', '.join(map(str, ranks))}"
+        ranks = {one.rank for one in events}
+        own |= ranks
+        if len({one.rank for one in events if isinstance(one, Saved)}) > 1:
+            what = (
+                f"{base(path)} is saved by ranks {', '.join(map(str, sorted(ranks)))}"
+            )
             yield Breach(what, events[0].place, facts=events)
+        elif len(ranks) > 1:
+            shared.append((base(path), events))
+    if shared:
+        names = ", ".join(name for name, _ in shared[:3])
+        names += f" and {len(shared) - 3} more" * (len(shared) > 3)
+        ranks = sorted({one.rank for _, events in shared for one in events})
+        does = "are" if len(shared) > 1 else "is"
+        what = f"{names} {does} written by ranks {', '.join(map(str, ranks))}"
+        yield Breach(what, shared[0][1][0].place, facts=[])
     count = f"{len(files)} file{'s' * (len(files) > 1)}"
     who = f"rank {min(own)}" if len(own) == 1 else "one rank each"
     yield f"{count} written by {who}"
@@ -230,10 +242,8 @@ def several_save(job, breach):
 
     Save on rank 0 only.
     """
-    saved = [one for one in breach.facts if isinstance(one, Saved)]
-    if len({one.rank for one in saved}) > 1:
-        what = breach.what.replace("is written by", "is saved by")
-        return Breach(f"{what}, which overwrite each other's data", saved[0].place)
+    if breach.facts:
+        return Breach(f"{breach.what}, which overwrite each other's data", breach.place)
     return None
 
 
