@@ -187,7 +187,8 @@ def in_order() -> list[Check]:
 def judge(job: Job, own: Check) -> Iterator[Breach | str]:
     """Yield a check's breaches and evidence."""
     for kind in own.needs:
-        need(job.of(kind), f"no {kind.__name__.lower()} was seen")
+        seen = kind.__doc__.split(".")[0]
+        need(job.of(kind), f"not seen: {seen[0].lower()}{seen[1:]}")
     yield from own.function(job)
 
 

@@ -177,7 +177,12 @@ class Group:
         every, once, count = self.added(), pair(self.once().values()), len(self.ranks)
         samples = self.total or once[1]
         yield "which counts repeated samples", REPEATED, *every
-        yield "which counts repeated samples twice", REPEATED, every[0], once[1]
+        yield (
+            "which counts repeated samples if they are right",
+            REPEATED,
+            every[0],
+            once[1],
+        )
         means = {n: self.means(n) for n in self.ranks}
         own = {n: self.added(n) for n in self.ranks}
         for rank, (top, bottom) in own.items():

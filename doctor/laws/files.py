@@ -3,7 +3,6 @@
 import contextlib
 import os
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -46,7 +45,6 @@ class Saved(Event):
     overwrites: bool  # the file was there, and this process had written it
     others: int  # older files with weights of this process that are still there
     place: str
-    seconds: float
 
 
 class Files(Watcher):
@@ -118,9 +116,7 @@ class Files(Watcher):
         path = os.path.abspath(path) if isinstance(path, (str, os.PathLike)) else None
         there = named and path in self.weights and os.path.exists(path)
         others = [x for x in self.weights if x != path and os.path.exists(x)]
-        began = time.perf_counter()
         result = call(obj, f, *args, **kwargs)
-        seconds = time.perf_counter() - began
         content = self.content(obj)
         if path and content["weights"]:
             self.weights.add(path)
@@ -129,7 +125,6 @@ class Files(Watcher):
             overwrites=there,
             others=len(others),
             place=place(),
-            seconds=seconds,
             has=sorted(self.states),
             **content,
         )
