@@ -159,7 +159,7 @@ def judge(job, everything: list[Group], line: Printed, number: Number):
     if any(one.running(line.rank, line.time) for one in found if not one.trains):
         return None
     evals = [one for one in found if not one.trains and one.step == line.step]
-    trained = [one for one in found if one.trains and one.what != "top5"]
+    trained = [one for one in found if one.trains]
     if number.split == "train":
         evals = [one for one in evals if one.loader == process.training]
     if number.split == "val" or (evals and not number.split):
