@@ -243,8 +243,10 @@ def told(breach: Breach, level: str) -> Breach:
     site, name, others = breach.facts
     rows = [one[name] for one in site.fits if name in one]
     line, number, mend, right = rows[-1]
+    true = number.turned(right)
+    true /= 100 if true > 20 * number.value > 0 else 1  # a share above 1, not in %
     what = f"rank {line.rank} prints {number.text}, {name}; each sample once gives "
-    what += f"{number.turned(right):.4f}"
+    what += f"{true:.4f}"
     if others + site.right > 1:
         what += f" ({len(rows)} of {others + site.right} prints)"
     only = " only" in name and "divided" not in name
