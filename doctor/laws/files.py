@@ -208,7 +208,7 @@ def several_write(job):
     files, own = written(job), set()
     if not files:
         raise NotJudged("no file was written")
-    shared = []
+    shared, saved = [], False
     for (_, path), events in sorted(files.items()):
         ranks = {one.rank for one in events}
         own |= ranks
@@ -216,6 +216,7 @@ def several_write(job):
             what = (
                 f"{base(path)} is saved by ranks {', '.join(map(str, sorted(ranks)))}"
             )
+            saved = True
             yield Breach(what, events[0].place, facts=events)
         elif len(ranks) > 1:
             shared.append((base(path), events))
@@ -226,6 +227,8 @@ def several_write(job):
         does = "are" if len(shared) > 1 else "is"
         what = f"{names} {does} written by ranks {', '.join(map(str, ranks))}"
         yield Breach(what, shared[0][1][0].place, facts=[])
+    if shared or saved:
+        return
     count = f"{len(files)} file{'s' * (len(files) > 1)}"
     who = f"rank {min(own)}" if len(own) == 1 else "one rank each"
     yield f"{count} written by {who}"
