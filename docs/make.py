@@ -15,7 +15,7 @@ This script generates the text between <!-- KIND ... --> and <!-- /KIND --> in a
                                figures whose names are PART / ROW / COLUMN
     ratios UNIT RESULTS PART   measurements, and their ratios to the first one
     machine RESULTS            the machine and versions in that file
-    checks FILE.py             doctor's checks and what their docstrings say
+    checks PACKAGE             doctor's laws and checks
     labs all                   the labs by lesson, with their symptoms
     labs LESSON [zh]           the labs of one lesson; zh: in Chinese
     gpus FOLDER                the speeds in the summaries that readers sent
@@ -23,6 +23,7 @@ This script generates the text between <!-- KIND ... --> and <!-- /KIND --> in a
 
 import ast
 import difflib
+import importlib
 import json
 import re
 import sys
@@ -156,19 +157,19 @@ def machine(source: str) -> str:
 
 
 def checks(source: str) -> str:
-    """Return a list of the functions that @check() decorates."""
-    lines = []
-    for node in ast.parse((ROOT / source).read_text()).body:
-        called = [*getattr(node, "decorator_list", ())]
-        if called and ast.unparse(called[0]).startswith("check("):
-            parts = ast.get_docstring(node).split("\n\n")
-            right, mend, *others = (" ".join(part.split()) for part in parts)
-            level = ast.unparse(called[0].args[0])
-            more = "".join(f" {other}" for other in others)
-            lines.append(
-                f"- `{node.name}` ({level}). {right} Otherwise: {mend}{more}\n"
-            )
-    return "".join(lines)
+    """Return doctor's laws, each with its checks: the fault, then the fix."""
+    sys.path.insert(0, str(ROOT))
+    package = importlib.import_module(source)
+    importlib.import_module(f"{source}.laws")
+    laws = {}
+    for one in package.law.CHECKS.values():
+        text = f"`{one.name}` ({one.level}): {one.fault}. {one.mend}"
+        laws.setdefault(one.law, []).append(text)
+    text = ""
+    for law in sorted(laws, key=lambda one: one.number):
+        text += f"\n**{law.number}. {law.text}** (`{law.name}`)\n\n"
+        text += "".join(f"- {one}\n" for one in laws[law])
+    return f"{text}\n"
 
 
 def labs(source: str) -> str:

@@ -11,9 +11,9 @@ from . import laws  # noqa: F401  their checks
 from .html import html, trace
 from .job import Job
 from .law import CHECKS, RISK, WRONG, Report, examine
-from .laws.time import time_table
 from .page import explanation, page
 from .run import run
+from .spans import time_table
 
 
 def arguments() -> argparse.Namespace:

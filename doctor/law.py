@@ -188,7 +188,8 @@ def in_order() -> list[Check]:
 def judge(job: Job, own: Check) -> Iterator[Breach | str]:
     """Yield a check's breaches and evidence."""
     for kind in own.needs:
-        need(job.of(kind), f"not seen: {kind.__doc__.splitlines()[0].rstrip('.')}")
+        seen = kind.__doc__.split("\n")[0].split(". ")[0].rstrip(".")
+        need(job.of(kind), f"not seen: {seen[0].lower()}{seen[1:]}")
     yield from own.function(job)
 
 

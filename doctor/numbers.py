@@ -61,7 +61,10 @@ class Number:
         if self.count is not None:
             own = self.turned(ratio) * self.count
             return abs(self.count - ratio[1]) < 1e-6 and abs(self.value - own) < 1e-3
-        return abs(self.value - self.turned(ratio)) <= self.gap + 2e-6 * self.value
+        value, limit = self.turned(ratio), self.gap + 2e-6 * self.value
+        if self.scale == 100 and self.kind != "error" and ratio[0] > ratio[1] > 0:
+            value = value if abs(self.value - value) <= limit else value / 100
+        return abs(self.value - value) <= limit
 
 
 def numbers(text: str) -> Iterator[Number]:
@@ -121,6 +124,10 @@ class Group:
     ranks: dict[int, list[tuple]] = field(default_factory=dict)
     times: dict[int, list[float]] = field(default_factory=dict)
 
+    def began(self, rank: int) -> float:
+        """Return when a rank, or else the first one, measured the first batch."""
+        return min(self.times.get(rank) or [*chain(*self.times.values())])
+
     def running(self, rank: int, moment: float) -> bool:
         """Return whether a rank measures before and after a moment."""
         own = self.times.get(rank, [moment])
@@ -170,7 +177,12 @@ class Group:
         every, once, count = self.added(), pair(self.once().values()), len(self.ranks)
         samples = self.total or once[1]
         yield "which counts repeated samples", REPEATED, *every
-        yield "which counts repeated samples twice", REPEATED, every[0], once[1]
+        yield (
+            "which counts repeated samples if they are right",
+            REPEATED,
+            every[0],
+            once[1],
+        )
         means = {n: self.means(n) for n in self.ranks}
         own = {n: self.added(n) for n in self.ranks}
         for rank, (top, bottom) in own.items():

@@ -20,8 +20,8 @@ from .law import (
     Report,
     Verdict,
 )
-from .laws.time import Runs, time_table
 from .moments import Step
+from .spans import Runs, time_table
 
 NOTHING = "NOTHING CHECKED"
 COLOURS = {WRONG: "1;31", RISK: "1;33", SLOW: "1;36", NOTHING: "1;31"}
@@ -140,11 +140,12 @@ def times(job: Job, width: int) -> list[str]:
     lines = [""] * bool(ranks)
     for rank in ranks:
         row = sorted(table[rank].items(), key=lambda one: -one[1])
-        parts = [f"{part} {s / walls[rank]:.0%}" for part, s in row if s]
-        text = f"A step on rank {rank}: {1000 * walls[rank]:.1f} ms: {', '.join(parts)}"
-        lines.append(
-            textwrap.shorten(text, width, placeholder=" ...").replace(", ...", "")
-        )
+        parts = [f"{part} {s / walls[rank]:.0%}" for part, s in row]
+        parts = [one for one in parts if not one.endswith(" 0%")]
+        text = f"A step on rank {rank} takes {1000 * walls[rank]:.1f} ms: {parts[0]}"
+        for one in parts[1:]:
+            text += f", {one}" if len(f"{text}, {one}") <= width else ""
+        lines.append(text)
     return lines
 
 

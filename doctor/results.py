@@ -135,7 +135,11 @@ class Results(Watcher):
             if int(labels.max()) < one.size(1):
                 self.measure("hits", source, one.argmax(1), None, labels)
                 if one.size(1) > 5:
-                    self.measure("top5", source, one.topk(5).indices, None, labels)
+                    best = one.topk(5).indices
+                    self.measure("top5", source, best, None, labels)
+                    if one.element_size() < 4:  # ties: topk() and argmax() differ
+                        other = (*source, "topk")
+                        self.measure("hits", other, best[:, 0], None, labels)
         elif found and found[0].numel() <= LARGE and found[0].is_floating_point():
             one = found[0]
             flat = one.reshape(-1) if one.numel() == len(one) else None

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -46,7 +45,6 @@ class Saved(Event):
     overwrites: bool  # the file was there, and this process had written it
     others: int  # older files with weights of this process that are still there
     place: str
-    seconds: float
 
 
 class Files(Watcher):
@@ -118,9 +116,7 @@ class Files(Watcher):
         path = os.path.abspath(path) if isinstance(path, (str, os.PathLike)) else None
         there = named and path in self.weights and os.path.exists(path)
         others = [x for x in self.weights if x != path and os.path.exists(x)]
-        began = time.perf_counter()
         result = call(obj, f, *args, **kwargs)
-        seconds = time.perf_counter() - began
         content = self.content(obj)
         if path and content["weights"]:
             self.weights.add(path)
@@ -129,7 +125,6 @@ class Files(Watcher):
             overwrites=there,
             others=len(others),
             place=place(),
-            seconds=seconds,
             has=sorted(self.states),
             **content,
         )
@@ -213,12 +208,27 @@ def several_write(job):
     files, own = written(job), set()
     if not files:
         raise NotJudged("no file was written")
+    shared, saved = [], False
     for (_, path), events in sorted(files.items()):
-        ranks = sorted({one.rank for one in events})
-        own |= {*ranks}
-        if len(ranks) > 1:
-            what = f"{base(path)} is written by ranks {', '.join(map(str, ranks))}"
+        ranks = {one.rank for one in events}
+        own |= ranks
+        if len({one.rank for one in events if isinstance(one, Saved)}) > 1:
+            what = (
+                f"{base(path)} is saved by ranks {', '.join(map(str, sorted(ranks)))}"
+            )
+            saved = True
             yield Breach(what, events[0].place, facts=events)
+        elif len(ranks) > 1:
+            shared.append((base(path), events))
+    if shared:
+        names = ", ".join(name for name, _ in shared[:3])
+        names += f" and {len(shared) - 3} more" * (len(shared) > 3)
+        ranks = sorted({one.rank for _, events in shared for one in events})
+        does = "are" if len(shared) > 1 else "is"
+        what = f"{names} {does} written by ranks {', '.join(map(str, ranks))}"
+        yield Breach(what, shared[0][1][0].place, facts=[])
+    if shared or saved:
+        return
     count = f"{len(files)} file{'s' * (len(files) > 1)}"
     who = f"rank {min(own)}" if len(own) == 1 else "one rank each"
     yield f"{count} written by {who}"
@@ -230,10 +240,8 @@ def several_save(job, breach):
 
     Save on rank 0 only.
     """
-    saved = [one for one in breach.facts if isinstance(one, Saved)]
-    if len({one.rank for one in saved}) > 1:
-        what = breach.what.replace("is written by", "is saved by")
-        return Breach(f"{what}, which overwrite each other's data", saved[0].place)
+    if breach.facts:
+        return Breach(f"{breach.what}, which overwrite each other's data", breach.place)
     return None
 
 

@@ -125,11 +125,6 @@ def stuck(job) -> bool:
     return job.hung or (job.interrupted and waits)
 
 
-def texts(values) -> str:
-    """Return values as a list in a sentence."""
-    return ", ".join(map(str, values))
-
-
 @check(LAW, RISK, general=True, needs=[Step], read="docs/pitfalls.md, number 11")
 def steps_differ(job):
     """The ranks take different numbers of optimizer steps.
@@ -143,7 +138,7 @@ def steps_differ(job):
         raise NotJudged("not every rank ran to its end")
     if len({*done.values()}) > 1:
         counts = [f"rank {rank} takes {done[rank]}" for rank in sorted(done)]
-        yield Breach(f"{texts(counts)} steps", job.of(Step)[0].place)
+        yield Breach(f"{', '.join(counts)} steps", job.of(Step)[0].place)
         return
     yield f"{len(done)} ranks took {done[0]:,} steps each"
 
@@ -184,7 +179,7 @@ def ends_with_an_error(job):
     for one in errors(job)[:1]:
         if LOST.search(one.text) and job.hung:
             return
-        text = one.text.split("\n")[0][:400]
+        text = one.text.split("\n")[0][:200]
         what = f"in step {one.step + 1}, rank {one.rank} ends with {text}"
         yield Breach(what, one.place)
         return
@@ -240,16 +235,19 @@ def collectives_differ(job):
             made = [
                 f"rank {x.rank} calls {x.name}({x.sent}) at {x.place}" for x in calls
             ]
-            yield Breach(f"for collective call {number}, {texts(made)}", calls[0].place)
+            what, mend = f"for collective call {number}, {', '.join(made)}", ""
+            if len({one.name for one in calls}) == 1:
+                mend = "Give this call the same size, type and root on every rank."
+            yield Breach(what, calls[0].place, mend=mend)
             return
-    yield f"{len(rows[0]):,} collectives in the same order"
+    yield f"{len(rows[0]):,} collective{'s' * (len(rows[0]) > 1)} in the same order"
 
 
 def behind(job, without, call: Call) -> bool:
     """Return whether a rank read more batches without making another rank's call."""
-    own = job.processes[[one.rank for one in job.processes].index(call.rank)]
-    read = [one for one in own.batches_before(call.time)]
-    return bool(read) and len(without.batches_before(float("inf"))) > len(read)
+    own = next(one for one in job.processes if one.rank == call.rank)
+    read = len(own.batches_before(call.time))
+    return 0 < read < len(without.batches_before(float("inf")))
 
 
 @check(LAW, RISK, general=True, effects=[*EFFECTS, collectives_differ])
@@ -277,9 +275,10 @@ def batch_counts_differ(job):
         elif not ends or not (all(whole) or max(counts) > min(ends)):
             break
         if len({*counts}) > 1:
-            what = f"ranks 0 to {len(counts) - 1} have {texts(counts)} batches in epoch"
+            what = f"ranks 0 to {len(counts) - 1} have {', '.join(map(str, counts))} "
+            what += f"batches in epoch {epoch}"
             level = WRONG if failed else RISK
-            yield Breach(f"{what} {epoch}", feeds[0].place, level=level)
+            yield Breach(what, feeds[0].place, level=level)
             return
     done = [n for n in epochs if all(one.whole(n) for one in job.processes)]
     need(done, "no epoch was read to its end on every rank")
@@ -345,5 +344,5 @@ def same_gpu(job):
             found.setdefault((host, one.identity), []).append(one)
     for row in found.values():
         if len(row) > 1:
-            ranks = texts(one.rank for one in row)
+            ranks = ", ".join(str(one.rank) for one in row)
             yield Breach(f"ranks {ranks} use GPU {row[0].index} of one machine")

@@ -155,11 +155,11 @@ def judge(job, everything: list[Group], line: Printed, number: Number):
     """
     process = next(one for one in job.processes if one.rank == line.rank)
     found = [one for one in everything if one.what in WHAT[number.kind]]
-    found = [one for one in found if min(map(min, one.times.values())) < line.time]
+    found = [one for one in found if one.began(line.rank) < line.time]
     if any(one.running(line.rank, line.time) for one in found if not one.trains):
         return None
     evals = [one for one in found if not one.trains and one.step == line.step]
-    trained = [one for one in found if one.trains and one.what != "top5"]
+    trained = [one for one in found if one.trains]
     if number.split == "train":
         evals = [one for one in evals if one.loader == process.training]
     if number.split == "val" or (evals and not number.split):
@@ -243,8 +243,10 @@ def told(breach: Breach, level: str) -> Breach:
     site, name, others = breach.facts
     rows = [one[name] for one in site.fits if name in one]
     line, number, mend, right = rows[-1]
+    true = number.turned(right)
+    true /= 100 if true > 20 * number.value > 0 else 1  # a share above 1, not in %
     what = f"rank {line.rank} prints {number.text}, {name}; each sample once gives "
-    what += f"{number.turned(right):.4f}"
+    what += f"{true:.4f}"
     if others + site.right > 1:
         what += f" ({len(rows)} of {others + site.right} prints)"
     only = " only" in name and "divided" not in name
