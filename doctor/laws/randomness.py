@@ -4,7 +4,7 @@ import os
 import random
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -307,15 +307,8 @@ def same_dropout(job, breach):
     """
     if breach.facts != "forward":
         return None
-    if "set_rng_state" in breach.what:
-        return restored(breach)
-    return breach
-
-
-def restored(breach: Breach) -> Breach:
-    """Return a breach whose cause is a restored state."""
-    breach.mend = "Save each rank's own state, and restore it on that rank."
-    return breach
+    mend = "Save each rank's own state, and restore it on that rank."
+    return replace(breach, mend=mend if "set_rng_state" in breach.what else "")
 
 
 @explains(same_random_numbers)

@@ -49,8 +49,7 @@ class Samples(Watcher):
         self.validated, self.batch = set(), []
 
     def on_epoch(self, own: Pass, loader) -> None:
-        kinds = loader.sampler, loader.batch_sampler
-        names = [type(one).__name__ for one in kinds]
+        names = [type(x).__name__ for x in (loader.sampler, loader.batch_sampler)]
         known = "seed", "epoch", "rank", "num_replicas"
         values = {name: getattr(loader.sampler, name, None) for name in known}
         first = own.epoch == 0
@@ -105,10 +104,9 @@ class Samples(Watcher):
 
         if batch is None or torch.is_grad_enabled():
             return
-        key = batch["loader"], batch["epoch"]
-        if key not in self.validated:
-            self.validated.add(key)
-            loader, epoch = key
+        loader, epoch = batch["loader"], batch["epoch"]
+        if (loader, epoch) not in self.validated:
+            self.validated.add((loader, epoch))
             recorder.write(Validated(loader=loader, epoch=epoch, fed=self.fed))
 
     def after_step(self, optimizer, weights) -> None:
@@ -300,16 +298,15 @@ def same_order(job):
     """
     several(job)
     first = need(feeds(job), "no DataLoader feeds the steps of every rank")
-    epochs = [[*one.ranks] for one in loaded(job)]
+    epochs = [[x for rank in one.ranks for x in rank] for one in loaded(job)]
     if len(epochs) < 2:
         raise NotJudged("no two epochs of training were seen: see --short")
     for number, (one, other) in enumerate(zip(epochs, epochs[1:], strict=False)):
-        pairs = [p for rank in zip(one, other, strict=True) for p in zip(*rank)]  # noqa: B905
-        if len(pairs) < 2 or any(a != b for a, b in pairs):
+        if one != other or len(one) < 2 * len(job.processes):
             continue
-        what = f"epochs {number} and {number + 1} have the same {len(one[0])} batches "
-        what += "in the same order on every rank"
-        flat = [x for batch in one[0] for x in batch]
+        what = f"epochs {number} and {number + 1} have the same {len(one)} batches in "
+        what += "the same order, on all ranks"
+        flat = [x for batch in one[: len(one) // len(job.processes)] for x in batch]
         stream = job.processes[0].loader().stream
         mixed = first[0].shuffles or (not stream and flat != sorted(flat))
         if mixed:
@@ -328,14 +325,11 @@ def trained_on_validation(job):
     Split the data set once, in the same way on every rank.
     """
     numbers = {process.rank: process.training for process in job.processes}
-    passes = {}
-    for one in need(
-        job.of(Validated), "no validation with its own DataLoader was seen"
-    ):
+    passes, why = {}, "no validation with its own DataLoader was seen"
+    for one in need(job.of(Validated), why):
         if one.fed == numbers[one.rank] and one.loader != one.fed:
             passes.setdefault(one.loader, []).append(one)
-    own = feeds(job)
-    trained = set()
+    own, trained = feeds(job), set()
     for process in job.processes:
         for epoch in process.epochs:
             trained |= {x for b in process.batches(epoch) for x in b.indices or ()}
