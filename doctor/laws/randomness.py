@@ -21,6 +21,7 @@ from .samples import same_samples
 LAW = Law(3, "randomness", "Random streams differ between ranks")
 FETCHES = 15  # that are recorded in each pass and process
 MANY = 8  # fewer equal numbers per draw may be a decision of all ranks
+WORDS = {"forward": "forward passes", "fetch": "batches", "loop": "steps' loops"}
 GENERATORS = {"torch": "PyTorch", "random": "random", "numpy": "NumPy", "cuda": "CUDA"}
 
 
@@ -226,12 +227,12 @@ def same_random_numbers(job):
             continue
         if names:
             told = " and ".join(GENERATORS.get(name, name) for name in names)
-            states = [one.states.get(names[0]) for one in pair]
-            ranks = [str(n) for n, x in enumerate(states) if states.count(x) > 1]
+            own = [one.states.get(names[0]) for one in pair]
+            ranks = [str(n) for n, x in enumerate(own) if own.count(x) > 1]
             what = f"the generators of {told} have equal states on ranks "
             what += f"{' and '.join(ranks)} in {max(same.values())} of {count} "
             place, origin = cause(job, names[0], pair)
-            what += f"{WORDS[where]}{origin}"
+            what += f"{WORDS[where]} that draw{origin}"
             shared = max(one[k].count for one in rows for k in one)
             drops = any(one.drops for one in pair)
             if where == "fetch" or drops or shared >= MANY:
@@ -246,7 +247,7 @@ def same_random_numbers(job):
                 f"states are equal in {equals} of {count} {WORDS[where]}, which is few"
             )
         elif count > 2:
-            held.append(f"in {count} of {count} {WORDS[where]}")
+            held.append(f"in {count} of {count} {WORDS[where]} that draw")
     if what := same_inputs(job):
         yield Breach(what, job.of(Step)[0].place, facts="loop")
     if few or some:
@@ -254,13 +255,6 @@ def same_random_numbers(job):
     if not held:
         raise NotJudged("nothing was seen to draw from a global generator")
     yield f"the ranks' generators differ {', '.join(held)}"
-
-
-WORDS = {
-    "forward": "forward passes that draw",
-    "fetch": "fetched batches that draw",
-    "loop": "draws outside the network",
-}
 
 
 def advice(name: str, origin: str, draw: Draw) -> str:
