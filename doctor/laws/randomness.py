@@ -80,7 +80,8 @@ class Randomness(Watcher):
     def seeded(self, generator: str, name: str, call, *args, **kwargs):
         result = call(*args, **kwargs)
         caller = sys._getframe(2)
-        while "_dynamo" in caller.f_code.co_filename:  # it wraps manual_seed()
+        wraps = "_dynamo", "_compile.py"  # torch.compile wraps manual_seed()
+        while any(one in caller.f_code.co_filename for one in wraps):
             caller = caller.f_back
         torchs = caller.f_code.co_filename.startswith(not_the_users()[:2])
         if not recorder.full(Seed) and not torchs:
