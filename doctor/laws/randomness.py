@@ -330,8 +330,8 @@ def seeds_restart(job):
     the epoch.
     Not a mistake if: each epoch is meant to draw the same.
     """
-    process = job.processes[0]
-    first, again = {}, []
+    several(job)
+    process, first, again = job.processes[0], {}, []
     draws = [x for x in process.events + process.loaders if isinstance(x, Draw)]
     for one in sorted(draws, key=lambda one: one.time):
         if one.loader == process.training and one.epoch in process.epochs:
