@@ -148,7 +148,8 @@ def loaded(job: Job) -> Iterator[Reads]:
                 return
             raise NotJudged("the samples of the batches are not known")
         if not whole:
-            shortest = min(map(len, ranks))
+            new = min(len(before_a_repeat(one)) for one in ranks)
+            shortest = new if new >= 10 else min(map(len, ranks))
             ranks = [x[:shortest] for x in ranks]
             text = f"{shortest} batches of {text}"
         own = [x for p, epoch in pairs for x in p.of(Feed) if same_pass(x, p, epoch)]
@@ -157,6 +158,17 @@ def loaded(job: Job) -> Iterator[Reads]:
         found.again = 2 * len(seen & rows) > len(rows)
         seen |= rows
         yield found
+
+
+def before_a_repeat(batches: list) -> list:
+    """Return the batches before the first one that has an earlier one's sample."""
+    seen, found = set(), []
+    for rows in batches:
+        if seen & {*rows}:
+            break
+        seen |= {*rows}
+        found.append(rows)
+    return found
 
 
 def same_pass(feed: Feed, process: Process, epoch: int) -> bool:
@@ -171,19 +183,14 @@ def looped(job: Job) -> Reads:
         raise NotJudged("no DataLoader feeds the steps of every rank")
     ranks, again = [], False
     for process in job.processes:
-        first, seen, batches = {}, set(), []
+        first = {}
         for one in process.of(Input):
             first.setdefault(one.step, one.rows)
-        for rows in first.values():
-            if seen & {*rows}:
-                again = True
-                break
-            seen |= {*rows}
-            batches.append(rows)
-        ranks.append(batches)
+        ranks.append(before_a_repeat([*first.values()]))
+        again = again or len(ranks[-1]) < len(first)
     shortest = min(map(len, ranks))
     if shortest < 3 and again:
-        raise NotJudged("a loop without a DataLoader uses the same samples at once")
+        raise NotJudged("samples come again at once: they are not read in epochs")
     text = f"the first {shortest} inputs of the network"
     ranks = [x[:shortest] for x in ranks]
     return Reads(ranks, text, False, index=False, again=again)

@@ -179,7 +179,7 @@ def left_out(job):
     if all(process.training is not None for process in job.processes):
         epochs, place = [*loaded(job)], where(job)
     else:
-        epochs, place = [looped(job)], ""
+        epochs, place = [looped(job)], job.of(Step)[0].place
     known = any(one.index or one.again for one in epochs)
     held = []
     for one in need(epochs, "no epoch of training was seen"):
@@ -200,7 +200,8 @@ def left_out(job):
     counts = held[0].numbers()
     text = f"{held[0].text}: {counts['read']:,} samples read, "
     text += f"{counts['distinct']:,} distinct"
-    text += f" of {held[0].total:,}" if held[0].total else " (by their contents)"
+    text += f" of {held[0].total:,}" if held[0].total else ""
+    text += "" if held[0].index else " (by their contents)"
     more = "epoch 1" if len(held) == 2 else f"epochs 1 to {len(held) - 1}"
     yield text + f"; {more} likewise" * (len(held) > 1)
 
