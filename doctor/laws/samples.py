@@ -1,6 +1,7 @@
 """Law 1: every sample is read once per epoch."""
 
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -20,7 +21,18 @@ from ..law import (
 )
 from ..loaders import Loaders, Pass
 from ..moments import Step
-from ..reads import Feed, Input, Reads, feeds, loaded, looped, other_contents
+from ..reads import (
+    MORE,
+    Feed,
+    Input,
+    Reads,
+    broken,
+    feeds,
+    interleaved,
+    loaded,
+    looped,
+    other_contents,
+)
 from ..record import recorder
 from ..sample import hashes, numbers
 from ..signature import changed, different, signature
@@ -28,7 +40,6 @@ from ..watcher import Watcher
 
 LAW = Law(1, "samples", "Every sample is read once per epoch")
 DIVIDES = "DistributedSampler", "BatchSamplerShard", "ElasticSampler"
-MORE = 0.02  # of the samples: more than this must not be read twice, or left out
 
 
 @dataclass(kw_only=True)
@@ -117,9 +128,9 @@ class Samples(Watcher):
 # --- checks ---
 
 
-def where(job: Job) -> str:
-    """Return the line that iterates over the training loader."""
-    loader = job.processes[0].loader()
+def where(job: Job, number: int | None = None) -> str:
+    """Return the line that iterates over a loader, by default the training one."""
+    loader = job.processes[0].loader(number)
     return loader.place if loader else job.of(Step)[0].place
 
 
@@ -176,11 +187,16 @@ def left_out(job):
     Not a mistake if: samples are repeated or left out on purpose.
     """
     several(job)
-    if all(process.training is not None for process in job.processes):
-        epochs, place = [*loaded(job)], where(job)
-    else:
-        epochs, place = [looped(job)], job.of(Step)[0].place
-    known = any(one.index or one.again for one in epochs)
+    if any(process.training is None for process in job.processes):
+        yield from judged(job, [looped(job)], job.of(Step)[0].place)
+        return
+    validated = {one.loader for one in job.of(Validated)}
+    for number in (None, *(x for x in interleaved(job) if x not in validated)):
+        yield from judged(job, [*loaded(job, number)], where(job, number))
+
+
+def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
+    """Judge the epochs of one loader, or of a loop without one."""
     held = []
     for one in need(epochs, "no epoch of training was seen"):
         if one.poor():
@@ -195,10 +211,11 @@ def left_out(job):
         if one.numbers()["again"] > MORE * one.numbers()["read"] and not one.whole:
             raise NotJudged("some inputs came again, but few, or in another epoch")
         held.append(one)
-    if not known and changing(job):
+    if not any(one.index or one.again for one in epochs) and changing(job):
         raise NotJudged("the samples have no numbers, and no contents were seen again")
     counts = held[0].numbers()
-    text = f"{held[0].text}: {counts['read']:,} samples read, "
+    text = f"{place}, " * (held[0].loader is not None)
+    text += f"{held[0].text}: {counts['read']:,} samples read, "
     text += f"{counts['distinct']:,} distinct"
     text += f" of {held[0].total:,}" if held[0].total else ""
     text += "" if held[0].index else " (by their contents)"
@@ -213,27 +230,6 @@ def changing(job: Job) -> bool:
     events = [x for process in job.processes for x in process.events + process.loaders]
     fetches = [x for x in events if isinstance(x, Draw) and x.where == "fetch"]
     return not fetches or any(one.states for one in fetches)
-
-
-def broken(one: Reads) -> str:
-    """Return what is wrong with an epoch, or ""."""
-    counts, (together, near) = one.numbers(), one.together()
-    number = max(map(len, one.ranks))
-    if together >= 0.9 and near < 0.5 * together:
-        same = f"{together * number:.0f} of {number}"
-        return f"in {one.text}, {same} batches have the same samples on several ranks"
-    text = f"in {one.text}, the ranks read {counts['read']:,} samples, "
-    text += f"{counts['distinct']:,} distinct ones"
-    text += f" of {one.total:,}" if one.total else ""
-    if one.index and (counts["within"] or any(x.repeats for x in one.feeds)):
-        return ""  # drawn with replacement
-    if one.read_by_all():
-        return f"in {one.text}, each rank reads all {one.total:,} samples"
-    if counts["again"] > max(MORE * counts["read"], one.slack):
-        text += f": {counts['ranks']:,} on several ranks" * bool(counts["ranks"])
-        return text + f", {counts['within']:,} twice on a rank" * bool(counts["within"])
-    least = max(len(one.ranks) * one.batch, MORE * (one.total or 0))
-    return text if counts["missing"] >= least else ""
 
 
 @explains(left_out, WRONG)
@@ -270,7 +266,7 @@ def mechanism(job: Job, one: Reads) -> tuple[str, str]:
         if None not in ranks:
             mend = "Give DistributedSampler dist.get_world_size() and dist.get_rank()."
             return f"; sampler.rank is {told} (of {[*sizes][0]})", mend
-    loader = job.processes[0].loader()
+    loader = job.processes[0].loader(one.loader)
     if loader.stream:
         part = "Yield only each world_size-th sample, from the rank's number on"
         if first.workers > 1:
