@@ -70,14 +70,14 @@ class Pass:
     reads: deque = field(default_factory=lambda: deque(maxlen=8))
 
 
-def number_in(keys: list[tuple], samples: int) -> int | None:
+def number_in(keys: list[tuple], samples: int | None) -> int | None:
     """Return which part of keys such as (epoch, index) is a sample's number, if any.
 
     It differs in all keys of a batch, is below the number of samples, and is shuffled.
     """
-    found = []
+    found, most = [], 2**62 if samples is None else samples
     for part, values in enumerate(zip(*keys, strict=True)):
-        if all(hasattr(one, "__index__") and 0 <= one < samples for one in values):
+        if all(hasattr(one, "__index__") and 0 <= one < most for one in values):
             if len({*values}) == len(values) and [*values] != sorted(values):
                 found.append(part)
     return found[0] if len(found) == 1 else None
@@ -201,7 +201,7 @@ class Loaders(Watcher):
         numbers, indices = index if isinstance(index, (list, tuple)) else [None], None
         if all(isinstance(one, tuple) for one in numbers):
             if own.part is None:
-                own.part = number_in(numbers, own.samples or 0)
+                own.part = number_in(numbers, own.samples)
             numbers = [
                 one[own.part] if own.part is not None else None for one in numbers
             ]
