@@ -36,3 +36,13 @@ def states(dataset: object = None) -> dict[str, tuple[int, int]]:
 def hashed(state: bytes) -> int:
     """Return a hash of a generator's state."""
     return int.from_bytes(hashlib.blake2b(state, digest_size=7).digest(), "big")
+
+
+def drawn(before: dict, after: dict) -> tuple[dict[str, int], int]:
+    """Return the hashes of generators that drew numbers, and how many at least."""
+    changed = {k: x for k, x in before.items() if k in after and after[k] != x}
+    counts = [0]
+    for name, (_, position) in changed.items():
+        moved = after[name][1] - position
+        counts.append(moved if name == "cuda" else moved % 624 or 624)
+    return {name: value[0] for name, value in changed.items()}, max(counts)

@@ -10,8 +10,10 @@ from typing import ClassVar
 from .event import Event
 from .job import Job, Process
 from .law import NotJudged, need
+from .loaders import Batch, Epoch
 
 EPOCHS = 20  # as many are judged
+MORE = 0.02  # of the samples: more than this must not be read twice, or left out
 
 
 @dataclass(kw_only=True)
@@ -49,6 +51,7 @@ class Reads:
     total: int | None = None  # samples of the data set
     feeds: list[Feed] = field(default_factory=list)
     index: bool = True  # samples are known by their numbers; else by their contents
+    loader: int | None = None  # None: the training loader
     again: bool = False  # contents were seen again, so that they are comparable
 
     @property
@@ -121,24 +124,41 @@ def feeds(job: Job, number: int | None = None, epoch: int = 0) -> list[Feed]:
     return found if len(found) == len(job.processes) else []
 
 
-def loaded(job: Job) -> Iterator[Reads]:
-    """Yield what the training loaders gave in each epoch."""
-    first = need(feeds(job), "no DataLoader feeds the steps of every rank")
+def interleaved(job: Job) -> list[int]:
+    """Return the other loaders whose batches are read between the same steps."""
+    found = []
+    for process in job.processes:
+        steps = {}
+        for one in process.of(Batch):
+            steps.setdefault((one.loader, one.epoch), set()).add(one.step)
+        own = {key[0] for key, values in steps.items() if len(values) > 2}
+        found.append(own - {process.training})
+    return sorted(set.intersection(*found))
+
+
+def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
+    """Yield what loaders gave in each epoch, by default the training loaders."""
+    loader = number
+    first = need(feeds(job, loader), "no DataLoader feeds the steps of every rank")
     same = all(one.data == first[0].data for one in first)
-    samples = job.processes[0].loader().samples
+    samples = job.processes[0].loader(loader).samples
     if all(one.part is not None for one in first):
         samples = len({x for one in first for x in one.part})
-    plain = job.processes[0].loader().sampler in ("RandomSampler", "SequentialSampler")
+    sampler = job.processes[0].loader(loader).sampler
+    plain = sampler in ("RandomSampler", "SequentialSampler")
     if not (plain or all(one.divides for one in first)):
         samples = None  # the script's own sampler may choose a part of them
     lists, seen = [process.epochs for process in job.processes], set()
+    if loader is not None:
+        passes = [[x for x in p.of(Epoch) if x.loader == loader] for p in job.processes]
+        lists = [[one.epoch for one in own] for own in passes]
     for number, epochs in enumerate(zip(*lists, strict=False)):
         pairs = [*zip(job.processes, epochs, strict=True)]
-        whole = all(process.whole(epoch) for process, epoch in pairs)
+        whole = all(process.whole(epoch, loader) for process, epoch in pairs)
         text = f"epoch {number}"
         if number == EPOCHS or (number and not whole):
             return
-        batches = [process.batches(epoch) for process, epoch in pairs]
+        batches = [process.batches(epoch, loader) for process, epoch in pairs]
         ranks = [[x.indices for x in one] for one in batches]
         index = same and not any(x is None for one in ranks for x in one)
         if not index:
@@ -148,20 +168,31 @@ def loaded(job: Job) -> Iterator[Reads]:
                 return
             raise NotJudged("the samples of the batches are not known")
         if not whole:
-            shortest = min(map(len, ranks))
+            new = min(len(before_a_repeat(one)) for one in ranks)
+            shortest = new if new >= 10 else min(map(len, ranks))
             ranks = [x[:shortest] for x in ranks]
             text = f"{shortest} batches of {text}"
-        own = [x for p, epoch in pairs for x in p.of(Feed) if same_pass(x, p, epoch)]
+        own = []
+        for process, epoch in pairs:
+            key = process.training if loader is None else loader, epoch
+            own += [x for x in process.of(Feed) if (x.loader, x.epoch) == key]
         found = Reads(ranks, text, whole, samples if index else None, own, index)
         rows = {x for one in found.all for x in one}
+        found.loader = loader
         found.again = 2 * len(seen & rows) > len(rows)
         seen |= rows
         yield found
 
 
-def same_pass(feed: Feed, process: Process, epoch: int) -> bool:
-    """Return whether a Feed is the one of a pass over the training loader."""
-    return (feed.loader, feed.epoch) == (process.training, epoch)
+def before_a_repeat(batches: list) -> list:
+    """Return the batches before the first one that has an earlier one's sample."""
+    seen, found = set(), []
+    for rows in batches:
+        if seen & {*rows}:
+            break
+        seen |= {*rows}
+        found.append(rows)
+    return found
 
 
 def looped(job: Job) -> Reads:
@@ -171,22 +202,38 @@ def looped(job: Job) -> Reads:
         raise NotJudged("no DataLoader feeds the steps of every rank")
     ranks, again = [], False
     for process in job.processes:
-        first, seen, batches = {}, set(), []
+        first = {}
         for one in process.of(Input):
             first.setdefault(one.step, one.rows)
-        for rows in first.values():
-            if seen & {*rows}:
-                again = True
-                break
-            seen |= {*rows}
-            batches.append(rows)
-        ranks.append(batches)
+        ranks.append(before_a_repeat([*first.values()]))
+        again = again or len(ranks[-1]) < len(first)
     shortest = min(map(len, ranks))
     if shortest < 3 and again:
-        raise NotJudged("a loop without a DataLoader uses the same samples at once")
+        raise NotJudged("samples come again at once: they are not read in epochs")
     text = f"the first {shortest} inputs of the network"
     ranks = [x[:shortest] for x in ranks]
     return Reads(ranks, text, False, index=False, again=again)
+
+
+def broken(one: Reads) -> str:
+    """Return what is wrong with an epoch, or ""."""
+    counts, (together, near) = one.numbers(), one.together()
+    number = max(map(len, one.ranks))
+    if together >= 0.9 and near < 0.5 * together:
+        same = f"{together * number:.0f} of {number}"
+        return f"in {one.text}, {same} batches have the same samples on several ranks"
+    text = f"in {one.text}, the ranks read {counts['read']:,} samples, "
+    text += f"{counts['distinct']:,} distinct ones"
+    text += f" of {one.total:,}" if one.total else ""
+    if one.index and (counts["within"] or any(x.repeats for x in one.feeds)):
+        return ""  # drawn with replacement
+    if one.read_by_all():
+        return f"in {one.text}, each rank reads all {one.total:,} samples"
+    if counts["again"] > max(MORE * counts["read"], one.slack):
+        text += f": {counts['ranks']:,} on several ranks" * bool(counts["ranks"])
+        return text + f", {counts['within']:,} twice on a rank" * bool(counts["within"])
+    least = max(len(one.ranks) * one.batch, MORE * (one.total or 0))
+    return text if counts["missing"] >= least else ""
 
 
 def other_contents(job: Job, labels: bool) -> str:

@@ -1,6 +1,7 @@
 """Tell data sets apart by what they contain."""
 
 import contextlib
+import warnings
 from collections import deque
 from pathlib import PurePath
 
@@ -21,7 +22,8 @@ def signature(dataset) -> dict[str, tuple[int, int, int | None]]:
     found = {}
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
-    with contextlib.suppress(Exception):  # the user's classes
+    with contextlib.suppress(Exception), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # arrays that cannot be written
         _search(dataset, "", 0, found)
     return found
 
@@ -35,8 +37,10 @@ def _search(value, name: str, depth: int, found: dict) -> None:
         if value.ndim and len(value) > 1:
             found[name] = _array(torch.as_tensor(value))
     elif type(value).__module__.startswith("datasets."):  # Hugging Face's
-        if hasattr(value, "_fingerprint"):
-            found[name] = _entries([value[i] for i in positions(len(value), 16)])
+        if hasattr(value, "_indices"):  # value[i] would call the user's transform
+            chosen = value._indices and value._indices.column(0).to_pylist()
+            few = [chosen[i] if chosen else i for i in positions(len(value), 16)]
+            found[name] = _entries([value._data.slice(i, 1).to_pylist() for i in few])
     elif isinstance(value, (list, tuple, deque)):
         inner = [one for one in value if hasattr(one, "__getitem__")][:16]
         if len(value) > 7 and any(_text(value[i]) for i in positions(len(value), 8)):

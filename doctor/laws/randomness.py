@@ -9,7 +9,7 @@ from functools import partial
 from typing import ClassVar
 
 from ..event import Event
-from ..generators import states
+from ..generators import drawn, states
 from ..law import NOTE, RISK, Breach, Law, NotJudged, check, explains, several
 from ..loaders import Loaders
 from ..moments import Step
@@ -21,6 +21,7 @@ from .samples import same_samples
 LAW = Law(3, "randomness", "Random streams differ between ranks")
 FETCHES = 15  # that are recorded in each pass and process
 MANY = 8  # fewer equal numbers per draw may be a decision of all ranks
+WORDS = {"forward": "forward passes", "fetch": "batches", "loop": "steps' loops"}
 GENERATORS = {"torch": "PyTorch", "random": "random", "numpy": "NumPy", "cuda": "CUDA"}
 
 
@@ -79,7 +80,8 @@ class Randomness(Watcher):
     def seeded(self, generator: str, name: str, call, *args, **kwargs):
         result = call(*args, **kwargs)
         caller = sys._getframe(2)
-        while "_dynamo" in caller.f_code.co_filename:  # it wraps manual_seed()
+        wraps = "_dynamo", "_compile.py"  # torch.compile wraps manual_seed()
+        while any(one in caller.f_code.co_filename for one in wraps):
             caller = caller.f_back
         torchs = caller.f_code.co_filename.startswith(not_the_users()[:2])
         if not recorder.full(Seed) and not torchs:
@@ -108,9 +110,9 @@ class Randomness(Watcher):
             return call(fetcher, indices)
         before = states(fetcher.dataset)
         result = call(fetcher, indices)
-        draw = drawn("fetch", before, states(fetcher.dataset))
-        draw.loader, draw.epoch, draw.number = loader, epoch, self.counts[key] - 1
-        draw.worker = worker and worker.id
+        own, count = drawn(before, states(fetcher.dataset))
+        draw = Draw(where="fetch", number=self.counts[key] - 1, states=own, count=count)
+        draw.loader, draw.epoch, draw.worker = loader, epoch, worker and worker.id
         recorder.write(draw)
         return result
 
@@ -141,8 +143,10 @@ class Randomness(Watcher):
         if self.states and self.states != now:
             if self.step != recorder.step:
                 self.step, self.numbers = recorder.step, Counter()
-            draw = drawn(where, self.states, now)
-            draw.number, draw.drops = self.numbers[where], drops
+            own, count = drawn(self.states, now)
+            number = self.numbers[where]
+            draw = Draw(where=where, number=number, states=own, count=count)
+            draw.drops = drops
             draw.loader = Loaders.here.current and Loaders.here.current.loader
             draw.epoch = Loaders.here.current and Loaders.here.current.epoch
             recorder.write(draw)
@@ -162,17 +166,6 @@ def dropout(module) -> bool:
     used = any(isinstance(one, float) and one > 0 for one in values)
     named = "drop" in type(module).__name__.lower() or "dropout" in vars(module)
     return module.training and named and used
-
-
-def drawn(where: str, before: dict, after: dict) -> Draw:
-    """Return which generators drew random numbers, and how many."""
-    changed = {k: x for k, x in before.items() if k in after and after[k] != x}
-    counts = [
-        (after[k][1] - x[1]) % (624 if k != "cuda" else 10**9) or 624
-        for k, x in changed.items()
-    ]
-    own = {name: value[0] for name, value in changed.items()}
-    return Draw(where=where, number=0, states=own, count=max(counts, default=0))
 
 
 # --- checks ---
@@ -225,7 +218,7 @@ def same_random_numbers(job):
     Not a mistake if: all ranks are meant to draw the same.
     """
     several(job)
-    held, few = [], False
+    held, some, few = [], "", False
     for where in ("forward", "fetch", "loop"):
         rows = draws(job, where)
         same, count, pair = equal(rows)
@@ -235,63 +228,73 @@ def same_random_numbers(job):
             continue
         if names:
             told = " and ".join(GENERATORS.get(name, name) for name in names)
-            what = f"{told} {'have' if len(names) > 1 else 'has'} equal states on "
-            what += f"several ranks in {max(same.values())} of {count} {WORDS[where]}"
-            what += origin(job, names[0], pair)
+            own = [one.states.get(names[0]) for one in pair]
+            ranks = [str(n) for n, x in enumerate(own) if own.count(x) > 1]
+            what = f"the generators of {told} have equal states on ranks "
+            what += f"{' and '.join(ranks)} in {max(same.values())} of {count} "
+            place, origin = cause(job, names[0], pair)
+            what += f"{WORDS[where]} that draw{origin}"
             shared = max(one[k].count for one in rows for k in one)
             drops = any(one.drops for one in pair)
             if where == "fetch" or drops or shared >= MANY:
-                yield Breach(what, line(job, names[0], pair), facts=where)
+                mend = advice(names[0], origin, pair[0])
+                yield Breach(what, place, facts=where, mend=mend)
                 continue
             few = True
             mend = "Nothing, if the ranks decide something together, such as a size."
             yield Breach(what, "", level=NOTE, mend=mend)
+        elif equals := max(same.values(), default=0):
+            some = (
+                f"states are equal in {equals} of {count} {WORDS[where]}, which is few"
+            )
         elif count > 2:
-            differ = count - max(same.values(), default=0)
-            held.append(f"in {differ} of {count} {WORDS[where]}")
+            held.append(f"in {count} of {count} {WORDS[where]} that draw")
     if what := same_inputs(job):
         yield Breach(what, job.of(Step)[0].place, facts="loop")
-    if few:
-        raise NotJudged("the ranks draw a few equal numbers, which may be meant")
+    if few or some:
+        raise NotJudged(some or "the ranks draw a few equal numbers, perhaps together")
     if not held:
         raise NotJudged("nothing was seen to draw from a global generator")
     yield f"the ranks' generators differ {', '.join(held)}"
 
 
-WORDS = {
-    "forward": "forward passes that draw",
-    "fetch": "fetched batches that draw",
-    "loop": "draws outside the network",
-}
+def advice(name: str, origin: str, draw: Draw) -> str:
+    """Return what to do about a generator, or "" for the check's own advice."""
+    if "state" in origin:  # set_rng_state(), setstate()
+        return "Save each rank's own state, and restore it on that rank."
+    if draw.worker is not None:
+        text = (
+            "Seed PyTorch, and a generator given to the DataLoader, with seed + rank; "
+        )
+        return f"{text}use torch.initial_seed() in worker_init_fn."
+    if name in ("random", "numpy"):
+        return f"Seed {GENERATORS[name]} with a number that depends on the rank."
+    return ""
 
 
 def setting(job, name: str, draw: Draw) -> Seed | None:
     """Return what set a generator last before a draw, in the same process."""
     process = next(x for x in job.processes if x.rank == draw.rank)
-    own = [x for x in process.of(Seed) if x.generator == name and x.time <= draw.time]
-    return own[-1] if own else None
+    own = process.loaders if draw.worker is not None else process.events
+    own = [x for x in own if isinstance(x, Seed) and x.generator == name]
+    return next((x for x in reversed(own) if x.time <= draw.time), None)
 
 
-def line(job, name: str, pair: list[Draw]) -> str:
-    """Return the line that set a generator last."""
-    one = setting(job, name, pair[0])
-    return one.place if one else ""
-
-
-def origin(job, name: str, pair: list[Draw]) -> str:
-    """Return what set a generator on all ranks, or ""."""
-    calls = {one and one.call for one in (setting(job, name, x) for x in pair)}
-    if len(calls) == 1 and None not in calls:
-        return f", since {[*calls][0]} on each rank"
-    return ""
+def cause(job, name: str, pair: list[Draw]) -> tuple[str, str]:
+    """Return the line that set a generator last, and the call, if all ranks made it."""
+    found = [setting(job, name, one) for one in pair]
+    calls = {one and one.call for one in found}
+    place = found[0].place if found[0] else ""
+    if len(calls) == 1 and found[0]:
+        return place, f", since {found[0].call} on each rank"
+    return place, ""
 
 
 @explains(same_random_numbers)
 def same_augmentation(job, breach):
     """Ranks draw the same random numbers for their samples.
 
-    Seed each rank differently, torch.manual_seed(seed + rank), before the first epoch;
-    a DataLoader's own generator and a worker_init_fn also need a seed per rank.
+    Seed each rank differently, torch.manual_seed(seed + rank), before the first epoch.
     Not a mistake if: the random numbers do not change the samples.
     """
     return breach if breach.facts == "fetch" else None
@@ -305,17 +308,7 @@ def same_dropout(job, breach):
     been made.
     Not a mistake if: the network itself is divided between the ranks.
     """
-    if breach.facts != "forward":
-        return None
-    if "set_rng_state" in breach.what:
-        return restored(breach)
-    return breach
-
-
-def restored(breach: Breach) -> Breach:
-    """Return a breach whose cause is a restored state."""
-    breach.mend = "Save each rank's own state, and restore it on that rank."
-    return breach
+    return breach if breach.facts == "forward" else None
 
 
 @explains(same_random_numbers)
@@ -337,8 +330,8 @@ def seeds_restart(job):
     the epoch.
     Not a mistake if: each epoch is meant to draw the same.
     """
-    process = job.processes[0]
-    first, again = {}, []
+    several(job)
+    process, first, again = job.processes[0], {}, []
     draws = [x for x in process.events + process.loaders if isinstance(x, Draw)]
     for one in sorted(draws, key=lambda one: one.time):
         if one.loader == process.training and one.epoch in process.epochs:
@@ -350,4 +343,4 @@ def seeds_restart(job):
         what = f"{GENERATORS.get(name, name)} has the same states in epoch "
         what += f"{process.epochs.index(one.epoch)} as in an earlier one, in "
         what += f"{len(again)} draws"
-        yield Breach(what, line(job, name, [one]))
+        yield Breach(what, cause(job, name, [one])[0])

@@ -83,7 +83,7 @@ class Ranks(Watcher):
         if floats:  # read in on_step(): without waiting for a GPU
             few = picked(floats[0], 2048)
             both = few.mean()[None], few.std(correction=0)[None]
-            self.pending.append(("input of the network", *both))
+            self.pending = self.pending[-63:] + [("input of the network", *both)]
         kinds = [str(one.dtype).removeprefix("torch.") for one in inputs]
         facts = {"input types": ", ".join(kinds)}
         named = [*network.named_modules()]

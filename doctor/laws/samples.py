@@ -1,6 +1,7 @@
 """Law 1: every sample is read once per epoch."""
 
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -20,7 +21,18 @@ from ..law import (
 )
 from ..loaders import Loaders, Pass
 from ..moments import Step
-from ..reads import Feed, Input, Reads, feeds, loaded, looped, other_contents
+from ..reads import (
+    MORE,
+    Feed,
+    Input,
+    Reads,
+    broken,
+    feeds,
+    interleaved,
+    loaded,
+    looped,
+    other_contents,
+)
 from ..record import recorder
 from ..sample import hashes, numbers
 from ..signature import changed, different, signature
@@ -28,7 +40,6 @@ from ..watcher import Watcher
 
 LAW = Law(1, "samples", "Every sample is read once per epoch")
 DIVIDES = "DistributedSampler", "BatchSamplerShard", "ElasticSampler"
-MORE = 0.02  # of the samples: more than this must not be read twice, or left out
 
 
 @dataclass(kw_only=True)
@@ -49,8 +60,7 @@ class Samples(Watcher):
         self.validated, self.batch = set(), []
 
     def on_epoch(self, own: Pass, loader) -> None:
-        kinds = loader.sampler, loader.batch_sampler
-        names = [type(one).__name__ for one in kinds]
+        names = [type(x).__name__ for x in (loader.sampler, loader.batch_sampler)]
         known = "seed", "epoch", "rank", "num_replicas"
         values = {name: getattr(loader.sampler, name, None) for name in known}
         first = own.epoch == 0
@@ -105,10 +115,9 @@ class Samples(Watcher):
 
         if batch is None or torch.is_grad_enabled():
             return
-        key = batch["loader"], batch["epoch"]
-        if key not in self.validated:
-            self.validated.add(key)
-            loader, epoch = key
+        loader, epoch = batch["loader"], batch["epoch"]
+        if (loader, epoch) not in self.validated:
+            self.validated.add((loader, epoch))
             recorder.write(Validated(loader=loader, epoch=epoch, fed=self.fed))
 
     def after_step(self, optimizer, weights) -> None:
@@ -119,9 +128,9 @@ class Samples(Watcher):
 # --- checks ---
 
 
-def where(job: Job) -> str:
-    """Return the line that iterates over the training loader."""
-    loader = job.processes[0].loader()
+def where(job: Job, number: int | None = None) -> str:
+    """Return the line that iterates over a loader, by default the training one."""
+    loader = job.processes[0].loader(number)
     return loader.place if loader else job.of(Step)[0].place
 
 
@@ -178,11 +187,16 @@ def left_out(job):
     Not a mistake if: samples are repeated or left out on purpose.
     """
     several(job)
-    if all(process.training is not None for process in job.processes):
-        epochs, place = [*loaded(job)], where(job)
-    else:
-        epochs, place = [looped(job)], ""
-    known = any(one.index or one.again for one in epochs)
+    if any(process.training is None for process in job.processes):
+        yield from judged(job, [looped(job)], job.of(Step)[0].place)
+        return
+    validated = {one.loader for one in job.of(Validated)}
+    for number in (None, *(x for x in interleaved(job) if x not in validated)):
+        yield from judged(job, [*loaded(job, number)], where(job, number))
+
+
+def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
+    """Judge the epochs of one loader, or of a loop without one."""
     held = []
     for one in need(epochs, "no epoch of training was seen"):
         if one.poor():
@@ -197,12 +211,14 @@ def left_out(job):
         if one.numbers()["again"] > MORE * one.numbers()["read"] and not one.whole:
             raise NotJudged("some inputs came again, but few, or in another epoch")
         held.append(one)
-    if not known and changing(job):
+    if not any(one.index or one.again for one in epochs) and changing(job):
         raise NotJudged("the samples have no numbers, and no contents were seen again")
     counts = held[0].numbers()
-    text = f"{held[0].text}: {counts['read']:,} samples read, "
+    text = f"{place}, " * (held[0].loader is not None)
+    text += f"{held[0].text}: {counts['read']:,} samples read, "
     text += f"{counts['distinct']:,} distinct"
-    text += f" of {held[0].total:,}" if held[0].total else " (by their contents)"
+    text += f" of {held[0].total:,}" if held[0].total else ""
+    text += "" if held[0].index else " (by their contents)"
     more = "epoch 1" if len(held) == 2 else f"epochs 1 to {len(held) - 1}"
     yield text + f"; {more} likewise" * (len(held) > 1)
 
@@ -214,27 +230,6 @@ def changing(job: Job) -> bool:
     events = [x for process in job.processes for x in process.events + process.loaders]
     fetches = [x for x in events if isinstance(x, Draw) and x.where == "fetch"]
     return not fetches or any(one.states for one in fetches)
-
-
-def broken(one: Reads) -> str:
-    """Return what is wrong with an epoch, or ""."""
-    counts, (together, near) = one.numbers(), one.together()
-    number = max(map(len, one.ranks))
-    if together >= 0.9 and near < 0.5 * together:
-        same = f"{together * number:.0f} of {number}"
-        return f"in {one.text}, {same} batches have the same samples on several ranks"
-    text = f"in {one.text}, the ranks read {counts['read']:,} samples, "
-    text += f"{counts['distinct']:,} distinct ones"
-    text += f" of {one.total:,}" if one.total else ""
-    if one.index and (counts["within"] or any(x.repeats for x in one.feeds)):
-        return ""  # drawn with replacement
-    if one.read_by_all():
-        return f"in {one.text}, each rank reads all {one.total:,} samples"
-    if counts["again"] > max(MORE * counts["read"], one.slack):
-        text += f": {counts['ranks']:,} on several ranks" * bool(counts["ranks"])
-        return text + f", {counts['within']:,} twice on a rank" * bool(counts["within"])
-    least = max(len(one.ranks) * one.batch, MORE * (one.total or 0))
-    return text if counts["missing"] >= least else ""
 
 
 @explains(left_out, WRONG)
@@ -271,7 +266,7 @@ def mechanism(job: Job, one: Reads) -> tuple[str, str]:
         if None not in ranks:
             mend = "Give DistributedSampler dist.get_world_size() and dist.get_rank()."
             return f"; sampler.rank is {told} (of {[*sizes][0]})", mend
-    loader = job.processes[0].loader()
+    loader = job.processes[0].loader(one.loader)
     if loader.stream:
         part = "Yield only each world_size-th sample, from the rank's number on"
         if first.workers > 1:
@@ -300,16 +295,15 @@ def same_order(job):
     """
     several(job)
     first = need(feeds(job), "no DataLoader feeds the steps of every rank")
-    epochs = [[*one.ranks] for one in loaded(job)]
+    epochs = [[x for rank in one.ranks for x in rank] for one in loaded(job)]
     if len(epochs) < 2:
         raise NotJudged("no two epochs of training were seen: see --short")
     for number, (one, other) in enumerate(zip(epochs, epochs[1:], strict=False)):
-        pairs = [p for rank in zip(one, other, strict=True) for p in zip(*rank)]  # noqa: B905
-        if len(pairs) < 2 or any(a != b for a, b in pairs):
+        if one != other or len(one) < 2 * len(job.processes):
             continue
-        what = f"epochs {number} and {number + 1} have the same {len(one[0])} batches "
-        what += "in the same order on every rank"
-        flat = [x for batch in one[0] for x in batch]
+        what = f"epochs {number} and {number + 1} have the same {len(one)} batches in "
+        what += "the same order, on all ranks"
+        flat = [x for batch in one[: len(one) // len(job.processes)] for x in batch]
         stream = job.processes[0].loader().stream
         mixed = first[0].shuffles or (not stream and flat != sorted(flat))
         if mixed:
@@ -328,14 +322,11 @@ def trained_on_validation(job):
     Split the data set once, in the same way on every rank.
     """
     numbers = {process.rank: process.training for process in job.processes}
-    passes = {}
-    for one in need(
-        job.of(Validated), "no validation with its own DataLoader was seen"
-    ):
+    passes, why = {}, "no validation with its own DataLoader was seen"
+    for one in need(job.of(Validated), why):
         if one.fed == numbers[one.rank] and one.loader != one.fed:
             passes.setdefault(one.loader, []).append(one)
-    own = feeds(job)
-    trained = set()
+    own, trained = feeds(job), set()
     for process in job.processes:
         for epoch in process.epochs:
             trained |= {x for b in process.batches(epoch) for x in b.indices or ()}
