@@ -63,7 +63,10 @@ def law_lines(verdict: Verdict, width: int) -> list[str]:
     elif verdict.state == BROKEN:
         text = "see above"
     else:
-        text = next(iter(verdict.not_judged.values()), "nothing was seen")
+        reasons = verdict.not_judged
+        general = [x.name for x in CHECKS.values() if x.law is law and x.general]
+        found = [reasons[name] for name in (*general, *reasons) if name in reasons]
+        text = (found or ["nothing was seen"])[0]
     head = f"{law.number:2} {law.text}: "
     lines = fill(f"{head}{verdict.state}: {text}", width)
     lines[0] = lines[0].replace(

@@ -4,11 +4,13 @@ from . import (  # noqa: F401
     alive,
     files,
     gradient,
+    losses,
     meeting,
     printed,
     randomness,
     ranks,
     replicas,
     samples,
+    schedule,
     time,
 )
