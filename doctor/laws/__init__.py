@@ -6,6 +6,7 @@ from . import (  # noqa: F401
     gradient,
     losses,
     meeting,
+    modes,
     printed,
     randomness,
     ranks,

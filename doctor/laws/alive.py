@@ -1,29 +1,21 @@
 """Law 6: every trainable weight gets gradients, is in an optimizer and is changed."""
 
+import weakref
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass
 
 from ..event import Event
-from ..law import NOTE, RISK, SLOW, WRONG, Breach, Law, NotJudged, check, explains, need
-from ..loaders import Loaders, leaves
+from ..law import NOTE, RISK, WRONG, Breach, Law, NotJudged, check, explains, need
+from ..loaders import leaves
 from ..moments import Moments, Step, runs_normally, weights
-from ..record import STEPS, place, quiet, recorder
+from ..record import STEPS, place, quiet, recorder, wrap
 from ..sample import numbers
 from ..watcher import Watcher
+from .replicas import listed
 
 LAW = Law(6, "alive", "Every weight lives")
-WRITES = {
-    1,
-    2,
-    4,
-    7,
-    10,
-    15,
-    20,
-    30,
-    STEPS,
-}  # steps after which all weights are written
+# Steps after which all weights are written
+WRITES = {*range(1, 4), *range(4, STEPS, 4), STEPS}
 
 
 @dataclass(kw_only=True)
@@ -40,7 +32,6 @@ class Weight(Event):
     alive: int  # in how many of them its gradient was not zero
     reached: bool  # a backward pass has reached it
     cleared: str  # where zero_grad() cleared its gradient before a step, or ""
-    moved: bool  # its value has changed
     first: int  # when its module first ran, or -1
     cut: bool  # its module's results need no gradient
     returned: bool  # the module around it returns its module's results
@@ -52,30 +43,6 @@ class Weight(Event):
         return bool(self.network)
 
 
-@dataclass(kw_only=True)
-class Mode(Event):
-    """In which modes a batch norm or dropout layer has run until now."""
-
-    name: str
-    kind: str  # batch norm or dropout
-    lives: bool  # it, or the module around it, has weights that live
-    moves: bool  # these weights change
-    ran: dict[str, list[int]]  # steps by mode: train, eval, train without gradients
-    place: str
-
-
-@dataclass(kw_only=True)
-class Validation(Event):
-    """The first batch of a network's pass over a validation loader."""
-
-    limit: ClassVar[int] = 500
-    network: str
-    loader: int
-    training: bool  # batch norm or dropout layers are in training mode
-    gradients: bool
-    place: str
-
-
 @dataclass
 class Ran:
     """How a module has run."""
@@ -84,24 +51,28 @@ class Ran:
     place: str
     cut: bool = False
     returned: bool = False
-    modes: dict[str, set[int]] = field(default_factory=dict)
 
 
 class Alive(Watcher):
-    """Counts the gradients of each weight, and follows the modes of all layers."""
+    """Counts the gradients of each weight, and follows which modules run."""
 
     def __init__(self):
         self.alive, self.steps, self.optimizers = Counter(), Counter(), {}
         self.reached, self.fresh, self.cleared, self.begun = set(), set(), {}, {}
-        self.ran, self.results, self.stateful = {}, {}, {}
-        self.outer, self.pending, self.validated = None, None, set()
+        self.ran, self.results, self.outer, self.moved = {}, {}, None, set()
+        self.holders = weakref.WeakSet()  # optimizers
 
     def hooks(self) -> None:
         import torch
 
+        wrap(torch.optim.Optimizer, "add_param_group", self.add_param_group)
         module = torch.nn.modules.module
         module.register_module_forward_pre_hook(quiet(self.before))
         module.register_module_forward_hook(quiet(self.after))
+
+    def add_param_group(self, call, optimizer, group) -> None:
+        call(optimizer, group)
+        self.holders.add(optimizer)
 
     # --- gradients ---
 
@@ -153,25 +124,14 @@ class Alive(Watcher):
         self.outer = network
 
     def before(self, module, inputs) -> None:
-        """Note when a module first runs, and in which mode."""
+        """Note when a module first runs."""
         if not recorder.watching or not runs_normally():
             return
         if id(module) not in self.ran:
             self.ran[id(module)] = Ran(len(self.ran), place())
-        if kind(module):
-            import torch
-
-            mode = "train" if module.training else "eval"
-            if mode == "eval" and self.outer is not None and self.outer.training:
-                mode = "fixed"  # only this part is in evaluation mode
-            mode += "" if torch.is_grad_enabled() else " without gradients"
-            steps = self.ran[id(module)].modes.setdefault(mode, set())
-            steps.add(recorder.step)
 
     def after(self, module, inputs, outputs) -> None:
         """Note in the first steps whether a module's results need a gradient."""
-        import weakref
-
         if recorder.step > 1 or not runs_normally() or id(module) not in self.ran:
             return
         tensors = leaves(outputs)
@@ -187,69 +147,32 @@ class Alive(Watcher):
         cut = bool(floats) and not any(one.requires_grad for one in floats)
         self.ran[id(module)].cut = cut
 
-    def on_output(self, network, outputs, batch) -> None:
-        """Record the mode of a network that a loader other than training's feeds."""
-        import torch
-
-        if network not in self.stateful:
-            found = [one for one in network.modules() if kind(one)]
-            self.stateful = {network: found}  # only the last network's
-        self.pending, gradients = None, torch.is_grad_enabled()
-        current = Loaders.here.current
-        if batch is None or current is None or not recorder.step:
-            return
-        key = id(network), current.loader, current.epoch
-        if key in self.validated or (gradients and current.steps):
-            return
-        event = Validation(
-            network=type(network).__name__,
-            loader=current.loader,
-            training=any(one.training for one in self.stateful[network]),
-            gradients=gradients,
-            place=place(),
-        )
-        if gradients:
-            self.pending = key, event  # unless a backward pass follows
-        else:
-            self.validated.add(key)
-            recorder.write(event)
-
-    def on_backward(self, root) -> None:
-        self.pending = None
-
-    def on_batch(self, epoch, batch, seconds) -> None:
-        if self.pending:
-            self.validated.add(self.pending[0])
-            recorder.write(self.pending[1])
-            self.pending = None
-
     # --- events ---
 
     def write(self) -> None:
-        """Write what is known of all weights, and of layers with modes."""
+        """Write what is known of all weights."""
         owners, found = {}, {}
+        kept = {id(one) for own in [*self.holders] for one in weights(own)}
         for network in [*Moments.here.networks]:
             modules = dict(network.named_modules())
             for name, module in modules.items():
                 for weight in module.parameters(recurse=False):
                     owners.setdefault(id(weight), (modules, name))
                     found[id(weight)] = weight
-        for number, reference in [*Moments.here.known.values()]:
+        for _number, reference in [*Moments.here.known.values()]:
             weight = reference()
             if weight is not None and id(weight) in self.steps:
                 found[id(weight)] = weight
         now = dict(zip(found, few([*found.values()]), strict=True))
-        moved = {key for key in now if now[key] != self.begun.get(key, now[key])}
+        self.moved = {key for key in now if now[key] != self.begun.get(key, now[key])}
         for key, weight in found.items():
             name, ran, network, training = "", None, "", True
             if key in owners:
                 name, ran = self.around(*owners[key])
                 root = owners[key][0][""]
                 network, training = f"{type(root).__name__} {id(root)}", root.training
-            optimizer, _ = self.optimizers.get(key, (None, None))
-            known = Moments.here.known.get(key)
-            if optimizer is None and known and known[1]() is weight:
-                optimizer = -1  # which has not stepped
+            none = -1 if key in kept else None  # or an optimizer that has not stepped
+            optimizer, _ = self.optimizers.get(key, (none, None))
             event = Weight(
                 name=Moments.here.name(weight),
                 module=name,
@@ -261,14 +184,12 @@ class Alive(Watcher):
                 alive=self.alive[key],
                 reached=key in self.reached,
                 cleared=self.cleared.get(key, ""),
-                moved=key in moved,
                 first=ran.first if ran else -1,
                 cut=bool(ran) and ran.cut,
                 returned=bool(ran) and ran.returned,
                 place=ran.place if ran else "",
             )
             recorder.write(event)
-        self.write_modes(owners, moved)
 
     def around(self, modules: dict, name: str) -> tuple[str, Ran | None]:
         """Return the outermost module with no weight that lives, and how it ran."""
@@ -281,39 +202,6 @@ class Alive(Watcher):
             if ran := self.ran.get(id(modules[name])):
                 found = name, ran
         return found
-
-    def write_modes(self, owners: dict, moved: set) -> None:
-        """Write in which modes layers have run."""
-        seen = set()
-        for modules, _ in owners.values():
-            for name, module in modules.items():
-                if id(module) in seen or not kind(module):
-                    continue
-                seen.add(id(module))
-                part = name
-                while part and not [*modules[part].parameters()]:
-                    part = part.rpartition(".")[0]
-                own = [*modules[part].parameters()]
-                if ran := self.ran.get(id(module)):
-                    event = Mode(
-                        name=name.removeprefix("module."),
-                        kind=kind(module),
-                        lives=any(self.alive[id(one)] for one in own),
-                        moves=any(id(one) in moved for one in own),
-                        ran={mode: sorted(steps) for mode, steps in ran.modes.items()},
-                        place=ran.place,
-                    )
-                    recorder.write(event)
-
-
-def kind(module) -> str:
-    """Return what kind of layer with modes a module is, or ""."""
-    from torch.nn.modules import batchnorm, dropout
-
-    if isinstance(module, batchnorm._BatchNorm):
-        return "batch norm" if module.track_running_stats else ""
-    drops = isinstance(module, dropout._DropoutNd) and module.p > 0
-    return "dropout" if drops else ""
 
 
 def local(tensor):
@@ -351,12 +239,9 @@ def latest(job) -> dict[str, list[Weight]]:
     return found
 
 
-def listed(events: list, most: int = 3) -> str:
-    """Return the first names of a list of events."""
-    names = [*dict.fromkeys(one.name for one in events)]
-    return ", ".join(names[:most]) + f" and {len(names) - most} more" * (
-        len(names) > most
-    )
+def names(events: list[Weight]) -> str:
+    """Return the first names of a list of weights."""
+    return listed([*dict.fromkeys(one.name for one in events)])
 
 
 @check(LAW, RISK, general=True, needs=[Step, Weight], read="docs/pitfalls.md")
@@ -381,16 +266,19 @@ def dead_weights(job):
         own = [one for one in dead if one.optimizer == number]
         if number not in {one.optimizer for one in alive}:
             what = f"all {len(own)} weights of an optimizer have no gradient or zero "
-            what += f"gradients in {own[0].steps} steps: {listed(own)}"
+            what += f"gradients in {own[0].steps} steps: {names(own)}"
             yield Breach(what, own[0].place or job.of(Step)[0].place, facts=own)
             dead = [one for one in dead if one not in own]
     runs = max((one.first for one in alive), default=-1)
     if lost(job):  # then an optimizer may have the weights of an old head
         dead = [one for one in dead if one.inside]
-    needed = [x for x in dead if x.reached or not x.inside or (x.cut and x.first >= 0)]
-    needed += [x for x in dead if x not in needed and 0 <= x.first < runs]
-    needed = [x for x in needed if x.reached or x.cut or not x.returned]
-    needed = [x for x in needed if x.module or x.reached or not x.inside]
+    needed = [
+        one
+        for one in dead
+        if (one.reached and not one.returned)  # DDP gives unused results zeros
+        or (one.cut and one.first >= 0)
+        or (one.module and 0 <= one.first < runs and not one.returned)
+    ]
     if needed:
         what = (
             f"{len(needed)} of {len(rows)} trainable weights never get a gradient in "
@@ -400,19 +288,19 @@ def dead_weights(job):
             what = what.replace("never get a gradient", "get gradients of zero only")
         elif any(one.first >= 0 for one in needed):
             what += " (they run before weights that learn)"
-        yield Breach(f"{what}: {listed(needed)}", needed[0].place, facts=needed)
+        yield Breach(f"{what}: {names(needed)}", needed[0].place, facts=needed)
     elif unused := [one for one in dead if one.returned]:
         what = (
             f"{len(unused)} of {len(rows)} trainable weights never get a gradient in "
         )
         what += f"{steps} steps, because the loss does not use the results of "
         module = unused[0].module or unused[0].name
-        yield Breach(f"{what}{module}: {listed(unused)}", unused[0].place, level=NOTE)
+        yield Breach(f"{what}{module}: {names(unused)}", unused[0].place, level=NOTE)
         raise NotJudged(f"the loss does not use the results of {module}")
     elif alive:
         text = f"{len(alive)} of {len(rows)} trainable weights live in {steps} steps"
         idle = [one for one in dead if one not in needed]
-        yield text + f"; the loss does not use {listed(idle)}" * bool(idle)
+        yield text + f"; the loss does not use {names(idle)}" * bool(idle)
 
 
 @explains(dead_weights, WRONG, read="tutorial/03_gradients/README.md")
@@ -456,112 +344,10 @@ def not_in_an_optimizer(job):
     found, rows = lost(job), [x[0] for x in latest(job).values()]
     if found:
         what = f"no optimizer has {len(found)} weights that get gradients: "
-        what += listed(found)
+        what += names(found)
         old = [one for one in rows if one.optimizer is not None and not one.alive]
         old = [one for one in old if not one.inside]
         if old:
             what += f"; an optimizer has {len(old)} weights that no network has: "
-            what += listed(old)
+            what += names(old)
         yield Breach(what, found[0].place, level=WRONG if old else RISK)
-
-
-@check(LAW, RISK, needs=[Weight], causes=[dead_weights])
-def never_changed(job):
-    """Steps do not change weights that get gradients.
-
-    Check their learning rate, and that the optimizer does not update a copy of them.
-    Not a mistake if: their learning rate is meant to be 0.
-    """
-    rows = [x[0] for x in latest(job).values()]
-    held = [one for one in rows if one.trainable and (one.optimizer or 0) >= 0]
-    held = [one for one in held if one.steps > 4 and one.alive == one.steps]
-    still = [one for one in held if not one.moved]
-    if still:
-        what = f"{len(still)} of {len(rows)} weights get gradients in {still[0].steps} "
-        yield Breach(f"{what}steps, but do not change: {listed(still)}", still[0].place)
-
-
-def modes(job) -> list[list[Mode]]:
-    """Return each process's last events of layers with modes."""
-    found = [process.of(Mode) for process in job.processes]
-    return [[x for x in own if x.step == own[-1].step] for own in found]
-
-
-@check(LAW, RISK, needs=[Mode], causes=[dead_weights, not_in_an_optimizer])
-def frozen_in_train_mode(job):
-    """A frozen network runs in training mode.
-
-    Call its eval() after each call of train() on the network around it: train() changes
-    all submodules.
-    Not a mistake if: its dropout or its batch-norm statistics are meant to be those of
-    training.
-    """
-    for own in modes(job)[:1]:
-        for kinds in ("batch norm", "dropout"):
-            layers = [one for one in own if one.kind == kinds]
-            layers = [one for one in layers if not (one.lives or one.moves)]
-            without = [x for x in layers if often(job, x, "train without gradients")]
-            learns = [x for x in layers if often(job, x, "train")]
-            learns = learns if kinds == "batch norm" else []
-            for found, how in ((without, "under no_grad()"), (learns, "")):
-                if not found:
-                    continue
-                what = f"{len(found)} {kinds} layers without weights that learn run in "
-                what += f"training mode {how}".strip() + f": {listed(found)}; their "
-                what += "running statistics " if kinds == "batch norm" else "results "
-                verb = "follow" if kinds == "batch norm" else "contain"
-                what += f"{verb} " + ("the batches" if verb == "follow" else "noise")
-                yield Breach(what, found[0].place)
-
-
-def often(job, layer: Mode, mode: str) -> bool:
-    """Return whether a layer ran in a mode in most of the watched steps."""
-    steps = min(job.watched, STEPS)
-    return len(layer.ran.get(mode, ())) >= max(3, steps / 2)
-
-
-@check(LAW, RISK, causes=[frozen_in_train_mode], read="tutorial/16_sharded/README.md")
-def eval_mode(job):
-    """A network trains in evaluation mode, or validates in training mode.
-
-    Call model.train() at the start of each epoch, and model.eval() before validation.
-    Not a mistake if: dropout and batch norm are meant to behave this way.
-    """
-    need(job.of(Mode) or job.of(Validation), "no batch norm or dropout layer ran")
-    for own, process in zip(modes(job)[:1], job.processes, strict=False):
-        steps = {one.step: one for one in process.of(Step)}
-        layers = [one for one in own if one.lives]
-        trains = {n for one in layers for n in one.ran.get("train", ())}
-        evals = {n for one in layers for n in one.ran.get("eval", ())}
-        found = sorted((evals - trains) & {*steps})
-        if found:
-            what = f"{len(found)} of {len(steps)} steps, from step {found[0] + 1} on, "
-            what += f"train a network in evaluation mode: {listed(layers, 2)}"
-            yield Breach(what, layers[0].place)
-    for one in validations(job):
-        if one.training:
-            what = f"rank {one.rank} validates {one.network} in training mode"
-            yield Breach(what, one.place)
-            return
-
-
-@check(LAW, SLOW, causes=[eval_mode], read="tutorial/17_profiler/README.md")
-def validation_with_gradients(job):
-    """Validation computes gradients.
-
-    Validate inside torch.no_grad() or torch.inference_mode().
-    """
-    for one in need(validations(job), "no validation was seen"):
-        if one.gradients:
-            what = f"rank {one.rank} validates {one.network} with gradients, which "
-            yield Breach(f"{what}take time and memory", one.place)
-            return
-
-
-def validations(job) -> list[Validation]:
-    """Return the first batches of passes over loaders that feed no step."""
-    found = []
-    for process in job.processes:
-        feeding = {one.loader for one in process.of(Step)}
-        found += [x for x in process.of(Validation) if x.loader not in feeding]
-    return sorted(found, key=lambda one: one.time)

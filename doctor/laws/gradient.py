@@ -20,7 +20,16 @@ from ..moments import Moments, weights
 from ..record import place, recorder, wrap
 from ..sample import digest, numbers, picked
 from ..watcher import Watcher
-from .replicas import alike, equal_steps, listed, weights_differ
+from .replicas import (
+    alike,
+    buffers_differ,
+    equal_steps,
+    listed,
+    own_buffers,
+    weights_differ,
+    weights_differ_in_the_end,
+    weights_drift,
+)
 from .schedule import learning_rates_differ
 
 LAW = Law(5, "gradient", "A step is the mean over all samples")
@@ -302,6 +311,7 @@ def near(one: float, other: float, tolerance: float = 0.02) -> bool:
     LAW,
     WRONG,
     causes=[weights_differ],
+    effects=[weights_drift, buffers_differ, own_buffers, weights_differ_in_the_end],
     read="tutorial/11_hangs/README.md",
 )
 def not_averaged(job):

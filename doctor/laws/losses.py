@@ -31,7 +31,7 @@ class Losses(Watcher):
     """Reads from the graph of each loss how it is summed and divided."""
 
     def __init__(self):
-        self.count, self.sums, self.gathered = None, [], []
+        self.count, self.flat, self.sums, self.gathered = None, True, [], []
 
     def hooks(self) -> None:
         from torch.nn import functional
@@ -48,6 +48,8 @@ class Losses(Watcher):
         if isinstance(result, torch.Tensor) and kwargs.get("weight") is None:
             target = kwargs["target"] if "target" in kwargs else args[1]
             self.count = len(target) if target.dim() else 1  # the loss is their mean
+            if target.is_floating_point() and target.dim() > 1:
+                self.flat = False  # a sum has more terms than samples
             if not target.is_floating_point():
                 self.count = (target != kwargs.get("ignore_index", -100)).sum()
         return result
@@ -84,6 +86,7 @@ class Losses(Watcher):
             found = [*terms(root.grad_fn, 1.0)][:20]
             current["terms"] = found
             current["count"] = None if counted is None else int(counted)
+            current["flat"], self.flat = self.flat, True
             if len(found) == 1 and found[0][1] == "sum":
                 sums = [x for one in self.sums for x in one.flatten().tolist()]
                 same = [
@@ -153,10 +156,46 @@ def hypotheses(count: int, size: int) -> dict[str, float]:
     }
 
 
+@check(LAW, RISK, causes=[not_cleared], read="tutorial/07_accumulation/README.md")
+def leaked_passes(job):
+    """Gradients of left-over micro-batches leak into a later step.
+
+    Step also after the last, smaller group of an epoch (and divide by its size), or call
+    zero_grad() at the start of each epoch.
+    Not a mistake if: the number of passes per step is meant to vary.
+    """
+    for process in job.processes[:1]:
+        steps = [one for one in process.of(Update) if one.passes]
+        for optimizer in {one.optimizer for one in steps}:
+            own = [one for one in steps if one.optimizer == optimizer]
+            usual = median(len(one.passes) for one in own)
+            found = [one for one in own if len(one.passes) > usual and spans(one)]
+            if found:
+                one = found[0]
+                what = (
+                    f"step {one.step + 1} adds up {len(one.passes)} backward passes, "
+                )
+                epochs = sorted({x["epoch"] for x in one.passes})
+                what += (
+                    f"others {usual:g}: batches of epochs {epochs[0]} and {epochs[-1]}"
+                )
+                what += f" ({len(found)} of {len(own)} steps)"
+                yield Breach(what, one.passes[0]["place"])
+
+
+def spans(one: Update) -> bool:
+    """Return whether passes of one step have batches of several epochs of a loader."""
+    epochs = {}
+    for entry in one.passes:
+        if entry["loader"] is not None:
+            epochs.setdefault(entry["loader"], set()).add(entry["epoch"])
+    return any(len(found) > 1 for found in epochs.values())
+
+
 @check(
     LAW,
     RISK,
-    causes=[weights_differ, summed],
+    causes=[weights_differ, summed, leaked_passes],
     read="tutorial/07_accumulation/README.md",
 )
 def loss_scale(job):
@@ -210,20 +249,26 @@ def summed_loss(job):
             f"{what}over {size} ranks again", one.passes[-1]["place"], mend=mend
         )
         return
-    found = []
-    for row in rows:
-        own = row[0].passes[-1]
-        scale = own["scale"] or 1
-        kinds = {kind for _, kind in own.get("terms", ())}
-        largest = max((abs(x) / scale for x, _ in own.get("terms", ())), default=0)
-        if kinds == {"sum"} and largest > 0.99:
-            found.append(row)
-    if len(found) > len(rows) / 2:
+    if found := summed_rows(rows):
+        ends = [x.passes[-1] for row in found for x in row]
+        counts = {one.get("count") if one.get("flat") else None for one in ends}
+        constant = len(counts) == 1 and None not in counts  # only a factor
         what = (
             "the loss is a sum over the samples of a rank's batch, and the gradients "
         )
         what += f"are divided by {len(job.processes)}, the number of processes"
-        yield Breach(what, found[0][0].passes[-1]["place"])
+        yield Breach(what, ends[0]["place"], level=NOTE if constant else RISK)
+
+
+def summed_rows(rows: list[list[Update]]) -> list[list[Update]]:
+    """Return the steps whose losses are sums that nothing divides, if most are."""
+    found = []
+    for row in rows:
+        own = row[0].passes[-1]
+        values = [abs(x) / (own["scale"] or 1) for x, _ in own.get("terms", ())]
+        if {kind for _, kind in own.get("terms", ())} == {"sum"} and max(values) > 0.99:
+            found.append(row)
+    return found if len(found) > len(rows) / 2 else []
 
 
 @check(
@@ -258,42 +303,6 @@ def unequal_means(job):
         what = f"in {len(found)} of {seen} steps, losses are means over different "
         what += "numbers of targets, but have equal weights"
         yield Breach(what, found[0].passes[0]["place"])
-
-
-@check(LAW, RISK, causes=[not_cleared], read="tutorial/07_accumulation/README.md")
-def leaked_passes(job):
-    """Gradients of left-over micro-batches leak into a later step.
-
-    Step also after the last, smaller group of an epoch (and divide by its size), or call
-    zero_grad() at the start of each epoch.
-    Not a mistake if: the number of passes per step is meant to vary.
-    """
-    for process in job.processes[:1]:
-        steps = [one for one in process.of(Update) if one.passes]
-        for optimizer in {one.optimizer for one in steps}:
-            own = [one for one in steps if one.optimizer == optimizer]
-            usual = median(len(one.passes) for one in own)
-            found = [one for one in own if len(one.passes) > usual and spans(one)]
-            if found:
-                one = found[0]
-                what = (
-                    f"step {one.step + 1} adds up {len(one.passes)} backward passes, "
-                )
-                epochs = sorted({x["epoch"] for x in one.passes})
-                what += (
-                    f"others {usual:g}: batches of epochs {epochs[0]} and {epochs[-1]}"
-                )
-                what += f" ({len(found)} of {len(own)} steps)"
-                yield Breach(what, one.passes[0]["place"])
-
-
-def spans(one: Update) -> bool:
-    """Return whether passes of one step have batches of several epochs of a loader."""
-    epochs = {}
-    for entry in one.passes:
-        if entry["loader"] is not None:
-            epochs.setdefault(entry["loader"], set()).add(entry["epoch"])
-    return any(len(found) > 1 for found in epochs.values())
 
 
 @check(LAW, RISK, read="tutorial/08_collectives/README.md")
@@ -345,6 +354,10 @@ def mean_gradient(job):
     rows = updates(job)
     if all(alike([one.local for one in row]) for row in rows):
         raise NotJudged("the ranks' own gradients are equal, or were not seen")
+    if not all(alike([one.used for one in row]) for row in rows):
+        raise NotJudged("the ranks use different gradients")
+    if summed_rows(rows):
+        raise NotJudged("the loss is a sum over the samples of a rank's batch")
     pairs = [ratio(row) for row in rows]
     pairs = [(value, off) for value, off in pairs if value == value]
     need(pairs, "the ranks' own gradients are zero")

@@ -82,12 +82,10 @@ class Replicas(Watcher):
             self.write("optimizer", "optimizer", states(optimizer))
 
     def on_output(self, network, outputs, batch) -> None:
-        import torch
-
         current = Loaders.here.current
         late = not recorder.watching or recorder.step
         key = id(network), *([current.loader, current.epoch] if current else [late])
-        if torch.is_grad_enabled() and network.training or key in self.validated:
+        if network.training or key in self.validated:
             return
         self.validated.add(key)
         self.write("validation", type(network).__name__, everything(network), place())
@@ -331,7 +329,12 @@ def weights_drift(job):
     yield ", ".join(parts)
 
 
-@check(LAW, RISK, causes=[weights_drift], read="tutorial/16_sharded/README.md")
+@check(
+    LAW,
+    RISK,
+    causes=[names_differ, weights_drift],
+    read="tutorial/16_sharded/README.md",
+)
 def buffers_differ(job):
     """The ranks validate networks with different weights or buffers (batch norm's).
 
