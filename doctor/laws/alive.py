@@ -307,8 +307,9 @@ def dead_weights(job):
 def zero_gradients(job, breach):
     """All gradients of an optimizer are zero.
 
-    Give the optimizer the network's final weights (after fully_shard(), for example), and
-    check that the loss depends on them: the cross-entropy of a single output is always 0.
+    Give the optimizer the network's final weights (after fully_shard(), for example),
+    and check that the loss depends on them: the cross-entropy of a single output is
+    always 0.
     """
     if not breach.what.startswith("all "):
         return None
@@ -336,8 +337,8 @@ def lost(job) -> list[Weight]:
 def not_in_an_optimizer(job):
     """No optimizer has weights that get gradients.
 
-    Give the optimizer the final network's parameters: create it after the last change of
-    the network.
+    Give the optimizer the final network's parameters: create it after the last change
+    of the network.
     Not a mistake if: these weights are not meant to change; then call
     requires_grad_(False), which saves time.
     """

@@ -4,14 +4,11 @@ from collections import Counter
 from collections.abc import Iterator
 from statistics import median
 
-from ..law import NOTE, RISK, SLOW, Breach, NotJudged, check, need
+from ..law import NOTE, RISK, Breach, NotJudged, check, need
 from ..record import recorder, wrap
 from ..watcher import Watcher
+from .accumulation import leaked_passes
 from .gradient import (
-    LAW,
-    Passes,
-    Update,
-    Wrapped,
     clip_order,
     near,
     not_averaged,
@@ -20,6 +17,7 @@ from .gradient import (
     summed,
     updates,
 )
+from .passes import LAW, Passes, Update
 from .replicas import alike, weights_differ
 
 LOSSES = "cross_entropy nll_loss mse_loss binary_cross_entropy_with_logits".split()
@@ -99,7 +97,10 @@ class Losses(Watcher):
 
 
 def terms(node, factor: float, depth: int = 0) -> Iterator[tuple[float, str]]:
-    """Yield the terms of a loss: its factor, and "mean", "sum" or "" (unknown)."""
+    """Yield the terms of a loss: factors, and "mean", "other mean", "sum" or "".
+
+    Half of a mean of squares is as usual as the mean; half of a cross-entropy is not.
+    """
     name, inner = (
         type(node).__name__,
         [x for x, _ in getattr(node, "next_functions", ())],
@@ -109,7 +110,8 @@ def terms(node, factor: float, depth: int = 0) -> Iterator[tuple[float, str]]:
         yield factor, ""
     elif name.startswith(MEANS):
         kind = getattr(node, "_saved_reduction", 1)
-        yield factor, {1: "mean", 2: "sum"}.get(kind, "")
+        mean = "mean" if name.startswith(("Nll", "Binary")) else "other mean"
+        yield factor, {1: mean, 2: "sum"}.get(kind, "")
     elif name.startswith("Sum"):
         first = type(inner[0]).__name__
         if first.startswith(("Stack", "Cat")):
@@ -139,7 +141,7 @@ def one_mean(row: list[Update]) -> float | None:
     """Return a step's factor if all its passes are means with one factor, or None."""
     found = [x.get("terms") or [(1.0, "")] for one in row for x in one.passes]
     places = {x["place"] for one in row for x in one.passes}
-    if len(places) > 1 or any(len(x) > 1 or x[0][1] != "mean" for x in found):
+    if len(places) > 1 or any(len(x) > 1 or "mean" not in x[0][1] for x in found):
         return None
     values = [x[0][0] / (row[0].passes[0]["scale"] or 1) for x in found]
     return values[0] if alike([[x] for x in values], 1e-3) else None
@@ -154,42 +156,6 @@ def hypotheses(count: int, size: int) -> dict[str, float]:
         f"is divided by {size}, the world size": 1 / count / size,
         f"is multiplied by {size}, the world size": size / count,
     }
-
-
-@check(LAW, RISK, causes=[not_cleared], read="tutorial/07_accumulation/README.md")
-def leaked_passes(job):
-    """Gradients of left-over micro-batches leak into a later step.
-
-    Step also after the last, smaller group of an epoch (and divide by its size), or call
-    zero_grad() at the start of each epoch.
-    Not a mistake if: the number of passes per step is meant to vary.
-    """
-    for process in job.processes[:1]:
-        steps = [one for one in process.of(Update) if one.passes]
-        for optimizer in {one.optimizer for one in steps}:
-            own = [one for one in steps if one.optimizer == optimizer]
-            usual = median(len(one.passes) for one in own)
-            found = [one for one in own if len(one.passes) > usual and spans(one)]
-            if found:
-                one = found[0]
-                what = (
-                    f"step {one.step + 1} adds up {len(one.passes)} backward passes, "
-                )
-                epochs = sorted({x["epoch"] for x in one.passes})
-                what += (
-                    f"others {usual:g}: batches of epochs {epochs[0]} and {epochs[-1]}"
-                )
-                what += f" ({len(found)} of {len(own)} steps)"
-                yield Breach(what, one.passes[0]["place"])
-
-
-def spans(one: Update) -> bool:
-    """Return whether passes of one step have batches of several epochs of a loader."""
-    epochs = {}
-    for entry in one.passes:
-        if entry["loader"] is not None:
-            epochs.setdefault(entry["loader"], set()).add(entry["epoch"])
-    return any(len(found) > 1 for found in epochs.values())
 
 
 @check(
@@ -212,7 +178,10 @@ def loss_scale(job):
             continue
         count, known = len(passes), hypotheses(len(passes), size)
         how = next((k for k, x in known.items() if near(value, x, 0.002)), None)
+        if how and count == 1 and passes[0]["terms"][0][1] == "other mean":
+            how = None
         what = f"a step has {count} passes, each with a mean loss that "
+        what = what if count > 1 else "a step has a mean loss that "
         found[what + how if how else how, passes[0]["place"]] += 1
         if how is None:
             unknown[f"{what}is multiplied by {value:.4g}", passes[0]["place"]] += 1
@@ -233,8 +202,8 @@ def summed_loss(job):
     """The loss is a sum over samples, and DDP averages the ranks' gradients.
 
     Multiply the loss by the world size, or divide the sum by the number of samples (or
-    targets) of all ranks: otherwise N processes with batches of B do not make the step of
-    one process with a batch of N x B.
+    targets) of all ranks: otherwise N processes with batches of B do not make the step
+    of one process with a batch of N x B.
     Not a mistake if: the learning rate accounts for it.
     """
     rows = [row for row in updates(job) if near(ratio(row)[0], 1)]
@@ -271,48 +240,14 @@ def summed_rows(rows: list[list[Update]]) -> list[list[Update]]:
     return found if len(found) > len(rows) / 2 else []
 
 
-@check(
-    LAW,
-    RISK,
-    causes=[weights_differ, summed],
-    read="tutorial/07_accumulation/README.md",
-)
-def unequal_means(job):
-    """Targets of one step have different weights.
-
-    Sum the losses (reduction="sum"), and divide by the number of the targets of all
-    passes on all ranks (DDP averages over ranks: multiply by the world size).
-    Not a mistake if: each batch should have the same weight.
-    """
-    seen, found = 0, []
-    for row in job.rows(Update):
-        passes = [one for x in row for one in x.passes]
-        single = [len(one.get("terms", ())) == 1 for one in passes]
-        if len(passes) < 2 or not all(single) or not all(x["count"] for x in passes):
-            continue
-        kinds = [one["terms"][0][1] for one in passes]
-        if "" in kinds:
-            continue
-        counts = [x["count"] if x["terms"][0][1] == "mean" else 1 for x in passes]
-        pairs = zip(passes, counts, strict=True)
-        weights = [abs(one["terms"][0][0]) / count for one, count in pairs]
-        seen += 1
-        found += [row[0]] * (max(weights) > 1.1 * min(weights))
-    need(seen, "no losses with known numbers of targets were seen")
-    if len(found) > seen / 2:
-        what = f"in {len(found)} of {seen} steps, losses are means over different "
-        what += "numbers of targets, but have equal weights"
-        yield Breach(what, found[0].passes[0]["place"])
-
-
 @check(LAW, RISK, read="tutorial/08_collectives/README.md")
 def gathered_without_gradient(job):
     """Training gathers tensors from all ranks, and their gradients are lost.
 
     Use torch.distributed.nn.functional.all_gather(), or put each rank's own tensor back
     into its list.
-    Not a mistake if: the loss does not use the result, or each rank's tensor is put back
-    later.
+    Not a mistake if: the loss does not use the result, or each rank's tensor is put
+    back later.
     """
     for one in need(job.of(Update), "no optimizer took a step"):
         if found := [x["gathered"] for x in one.passes if x.get("gathered")]:
@@ -320,23 +255,6 @@ def gathered_without_gradient(job):
                 f"in step {one.step + 1}, all_gather() gets a tensor with a gradient, "
             )
             yield Breach(f"{what}and returns tensors without one", found[0])
-            return
-
-
-@check(LAW, SLOW, causes=[not_averaged], read="tutorial/07_accumulation/README.md")
-def every_micro_batch(job):
-    """DDP averages gradients in each pass of a step.
-
-    Use model.no_sync() in all passes of a step except the last.
-    """
-    need(job.of(Wrapped), "DDP is not used")
-    for row in job.rows(Update):
-        passes = row[0].passes
-        forwards = [one["forwards"][-1] for one in passes if one["forwards"]]
-        places = {one["place"] for one in passes}
-        if len(passes) > 1 and sum(forwards) >= len(passes) and len(places) == 1:
-            what = f"DDP averages gradients {len(passes)} times per step"
-            yield Breach(what, passes[0]["place"])
             return
 
 
