@@ -74,6 +74,13 @@ def ratio(row: list[Update]) -> tuple[float, float]:
     return value * scale if good else value, sum(off) / max(1, len(off))
 
 
+def raw(row: list[Update]) -> bool:
+    """Return whether the used gradients are the local ones' mean, scale included."""
+    ranks = zip(*(one.local for one in row), strict=True)
+    mean = [sum(values) / len(row) for values in ranks]
+    return any(mean) and alike([mean, row[0].used], 0.01)
+
+
 def same_scale(row: list[Update]) -> bool:
     """Return whether all passes of a step have the same scale, and nothing clips."""
     return len({x["scale"] for x in row[0].passes}) == 1 and not row[0].clips
@@ -149,24 +156,11 @@ def reason_of(job: Job, row: list[Update], names: list[str], later) -> tuple:
     return "nothing averages them", "", ""
 
 
-@check(LAW, RISK, causes=[not_averaged, learning_rates_differ])
-def unscaled(job):
-    """A step uses gradients that are still multiplied by the scale of a GradScaler.
-
-    Call scaler.step(optimizer), not optimizer.step().
-    """
-    rows = [x for x in updates(job) if x[0].passes[-1]["scale"] not in (None, 1)]
-    for row in need(rows, "no GradScaler is used"):
-        scale = row[0].passes[-1]["scale"]
-        raw = ratio(row)[0]
-        if near(raw, 1) and same_scale(row):
-            what = f"the gradients of step {row[0].step + 1} are still {scale:g} times "
-            yield Breach(f"{what}too large", row[0].place, level=WRONG)
-            return
-
-
 @check(
-    LAW, RISK, causes=[not_averaged, unscaled], read="tutorial/03_gradients/README.md"
+    LAW,
+    RISK,
+    causes=[not_averaged, learning_rates_differ],
+    read="tutorial/03_gradients/README.md",
 )
 def summed(job):
     """The used gradients are the sum over the ranks, or are divided twice.
@@ -175,6 +169,24 @@ def summed(job):
     Not a mistake if: the learning rate accounts for it.
     """
     rows, size = updates(job), len(job.processes)
+    for row in rows:
+        scale = row[0].passes[-1]["scale"]
+        if scale not in (None, 1) and same_scale(row) and raw(row):
+            what = f"the gradients of step {row[0].step + 1} are still {scale:g} times "
+            mend = "Call scaler.step(optimizer), not optimizer.step()."
+            what += "too large: nothing unscales them"
+            yield Breach(what, row[0].place, level=WRONG, mend=mend)
+            return
+    pairs = [ratio(row) for row in rows if not row[0].clips]
+    values = [value for value, off in pairs if value == value and not off]
+    first = values[0] if len(values) > 2 else 1
+    if all(near(x, first, 0.01) for x in values):
+        if not any(near(first, x) for x in (1, size, 1 / size)):
+            what = (
+                f"{len(values)} of {len(rows)} steps use {first:.3g} times the mean of "
+            )
+            yield Breach(f"{what}the {size} ranks' gradients", rows[0][0].place)
+            return
     for value, how in ((size, "the sum"), (1 / size, f"1/{size} of the mean")):
         found = [row for row in rows if near(ratio(row)[0], value)]
         if len(found) > len(rows) / 2:

@@ -289,7 +289,7 @@ def mean_gradient(job):
             )
             yield Breach(f"{what}of the mean of the ranks' own", rows[0][0].place)
         raise NotJudged(
-            f"the used gradients are {value:.3f} x the mean over ranks of the local ones"
+            f"the used gradients are {value:.3f} x the mean of the ranks' own ones"
         )
     factors = [one_mean(row) for row in rows]
     known = [1 / len(row[0].passes) for row in rows]
@@ -298,7 +298,8 @@ def mean_gradient(job):
     if len(strange) >= 0.3 * max(1, len(pairs_of)):
         one, other = strange[0]
         count = round(1 / other)
-        raise NotJudged(f"the loss has a factor of {one:.4g} in each of {count} passes")
+        text = f"the loss has a factor of {one:.4g} in each of {count} passes"
+        raise NotJudged(text)
     yield (
         f"in {len(right)} of {len(pairs)} steps, the gradient is {value:.3f} x the mean "
         f"of {len(rows[0])} ranks' own gradients"

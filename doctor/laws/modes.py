@@ -173,17 +173,15 @@ def frozen_in_train_mode(job):
             without = [x for x in layers if often(job, x, "train without gradients")]
             learns = [x for x in layers if often(job, x, "train")]
             learns = learns if kinds == "batch norm" else []
-            for found, how in ((without, "under no_grad()"), (learns, "")):
+            for found, how in ((without, " under no_grad()"), (learns, "")):
                 if not found:
                     continue
+                names = listed([one.name for one in found])
+                effect = "results contain noise"
+                if kinds == "batch norm":
+                    effect = "running statistics follow the batches"
                 what = f"{len(found)} {kinds} layers without weights that learn run in "
-                what += (
-                    f"training mode {how}".strip()
-                    + f": {listed([x.name for x in found])}; their "
-                )
-                what += "running statistics " if kinds == "batch norm" else "results "
-                verb = "follow" if kinds == "batch norm" else "contain"
-                what += f"{verb} " + ("the batches" if verb == "follow" else "noise")
+                what += f"training mode{how}: {names}; their {effect}"
                 yield Breach(what, found[0].place)
 
 
