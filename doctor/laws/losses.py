@@ -301,6 +301,6 @@ def mean_gradient(job):
         text = f"the loss has a factor of {one:.4g} in each of {count} passes"
         raise NotJudged(text)
     yield (
-        f"in {len(right)} of {len(pairs)} steps, the gradient is {value:.3f} x the mean "
-        f"of {len(rows[0])} ranks' own gradients"
+        f"in {len(right)} of {len(pairs)} steps, the gradient is {value:.3f} x the "
+        f"mean of {len(rows[0])} ranks' own gradients"
     )

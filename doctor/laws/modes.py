@@ -207,7 +207,8 @@ def eval_mode(job):
         found = sorted((evals - trains) & {*steps})
         if found:
             what = f"{len(found)} of {len(steps)} steps, from step {found[0] + 1} on, "
-            what += f"train a network in evaluation mode: {listed([x.name for x in layers], 2)}"
+            names = listed([one.name for one in layers], 2)
+            what += f"train a network in evaluation mode: {names}"
             yield Breach(what, layers[0].place)
     for one in validations(job):
         if one.training:
