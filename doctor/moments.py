@@ -45,7 +45,7 @@ class Moments(Watcher):
     def __init__(self):
         self.known = {}  # weights by id: a number and a weak reference
         self.names = {}  # of weights, by id
-        self.networks = weakref.WeakSet()  # outermost ones
+        self.networks = weakref.WeakKeyDictionary()  # outermost ones, in order
         self.handles, self.optimizers = [], {}
         self.inner, self.depth, self.collective = None, 0, False
         self.last_gradient = 0.0  # when a backward pass made its last gradient
@@ -62,6 +62,7 @@ class Moments(Watcher):
         module.register_module_forward_hook(quiet(self.after_forward), always_call=True)
         wrap(torch.optim.Optimizer, "add_param_group", self.add_param_group)
         wrap(torch.optim.Optimizer, "zero_grad", self.zero_grad)
+        wrap(torch.nn.Module, "zero_grad", self.zero_grad)
         wrap(torch.autograd, "backward", self.backward)
         wrap(torch.nn.parallel.DistributedDataParallel, "__init__", self.ddp)
         for owner in (dist, dist.distributed_c10d):
@@ -95,7 +96,7 @@ class Moments(Watcher):
 
     def learn(self, network) -> None:
         """Remember the names of a network's weights."""
-        self.networks.add(network)
+        self.networks[network] = True
         for name, weight in network.named_parameters():
             name = name.removeprefix("_orig_mod.").removeprefix("module.")
             self.names[id(weight)] = name.removeprefix("_orig_mod.")
@@ -179,10 +180,11 @@ class Moments(Watcher):
         )
         recorder.write(step)
 
-    def zero_grad(self, call, optimizer, *args, **kwargs):
-        call(optimizer, *args, **kwargs)
+    def zero_grad(self, call, owner, *args, **kwargs):
+        call(owner, *args, **kwargs)
         if recorder.watching:
-            tell("on_clear", weights(optimizer))
+            has_groups = hasattr(owner, "param_groups")  # an optimizer
+            tell("on_clear", weights(owner) if has_groups else [*owner.parameters()])
 
     def backward(self, call, tensors, *args, **kwargs):
         recorder.ticks += 1

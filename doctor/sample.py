@@ -34,10 +34,12 @@ def picked(tensor, most: int):
 
 
 def numbers(tensors: Sequence, most: int = 8) -> list[list[float]]:
-    """Return a few numbers of each tensor, read at once; [] for None."""
+    """Return a few numbers of each tensor, read at once; [] for None or sparse ones."""
     import torch
 
-    parts = [picked(x, most) if x is not None else None for x in tensors]
+    dense = [x is not None and x.layout == torch.strided for x in tensors]
+    pairs = zip(tensors, dense, strict=True)
+    parts = [picked(x, most) if one else None for x, one in pairs]
     there = [x for x in parts if x is not None]
     flat = torch.cat([x.to(there[0].device) for x in there]).tolist() if there else []
     found, start = [], 0
