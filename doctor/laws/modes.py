@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..event import Event
-from ..law import RISK, SLOW, Breach, check, need
+from ..law import RISK, Breach, check, need
 from ..loaders import Loaders
 from ..moments import Moments, Step, runs_normally
 from ..record import STEPS, place, quiet, recorder
@@ -214,19 +214,6 @@ def eval_mode(job):
         if one.training:
             what = f"rank {one.rank} validates {one.network} in training mode"
             yield Breach(what, one.place)
-            return
-
-
-@check(LAW, SLOW, causes=[eval_mode], read="tutorial/17_profiler/README.md")
-def validation_with_gradients(job):
-    """Validation computes gradients.
-
-    Validate inside torch.no_grad() or torch.inference_mode().
-    """
-    for one in need(validations(job), "no validation was seen"):
-        if one.gradients:
-            what = f"rank {one.rank} validates {one.network} with gradients, which "
-            yield Breach(f"{what}take time and memory", one.place)
             return
 
 
