@@ -6,7 +6,7 @@ from pathlib import Path
 
 from .job import Job
 from .law import BROKEN, HELD, Finding, Report, Verdict
-from .laws.time import Spans, time_table
+from .spans import Spans, time_table
 
 SHOWN = 6  # steps in the timeline
 PARTS = {  # of a step: a colour for light pages and one for dark pages
