@@ -20,7 +20,7 @@ class Event:
     """Something that happened in one process."""
 
     limit: ClassVar[int] = 10**9  # a process writes at most this many of one kind
-    kind: ClassVar[str]
+    name_in_files: ClassVar[str]
     time: float = 0.0  # seconds since the epoch
     step: int = 0  # optimizer steps that the process had completed
     rank: int = -1  # filled in when the job is read
@@ -28,12 +28,12 @@ class Event:
     def __init_subclass__(cls, **options):
         super().__init_subclass__(**options)
         # In the job, the package has another name
-        cls.kind = f"{cls.__module__.partition('.')[2]}.{cls.__name__}"
-        KINDS[cls.kind] = cls
+        cls.name_in_files = f"{cls.__module__.partition('.')[2]}.{cls.__name__}"
+        KINDS[cls.name_in_files] = cls
 
     def packed(self) -> bytes:
         """Return the bytes that `read()` reads."""
-        return pickle.dumps((self.kind, vars(self)))
+        return pickle.dumps((type(self).name_in_files, vars(self)))
 
 
 @dataclass(kw_only=True)
