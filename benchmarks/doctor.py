@@ -106,7 +106,7 @@ def main() -> None:
         ):
             found[title] = compared(interleave(works, count), ALONE)
             print_rows(title, "s", found[title])
-        files = [*folders[UNDER].glob("doctor-*/*.records")]
+        files = [*folders[UNDER].glob("doctor-*/*.events")]
         found["log MiB"] = sum(path.stat().st_size for path in files) / 2**20
         for process, _, end in started.values():
             end()

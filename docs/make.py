@@ -15,11 +15,14 @@ This script generates the text between <!-- KIND ... --> and <!-- /KIND --> in a
                                figures whose names are PART / ROW / COLUMN
     ratios UNIT RESULTS PART   measurements, and their ratios to the first one
     machine RESULTS            the machine and versions in that file
-    checks FILE.py             doctor's checks and what their docstrings say
+    checks PACKAGE             doctor's laws and checks
+    labs all                   the labs by lesson, with their symptoms
+    labs LESSON [zh]           the labs of one lesson; zh: in Chinese
 """
 
 import ast
 import difflib
+import importlib
 import json
 import re
 import sys
@@ -27,6 +30,9 @@ from pathlib import Path
 from textwrap import dedent
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tutorial" / "labs"))
+from lab import labs as read_labs  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results"
 SECTION = re.compile(r"^(<!-- (\w+) (.+?) -->\n)(.*?)^<!-- /\2 -->\n", re.M | re.S)
 
@@ -150,23 +156,47 @@ def machine(source: str) -> str:
 
 
 def checks(source: str) -> str:
-    """Return a list of the functions that @check() decorates."""
-    lines = []
-    for node in ast.parse((ROOT / source).read_text()).body:
-        called = [*getattr(node, "decorator_list", ())]
-        if called and ast.unparse(called[0]).startswith("check("):
-            parts = ast.get_docstring(node).split("\n\n")
-            right, mend, *others = (" ".join(part.split()) for part in parts)
-            level = ast.unparse(called[0].args[0])
-            more = "".join(f" {other}" for other in others)
-            lines.append(
-                f"- `{node.name}` ({level}). {right} Otherwise: {mend}{more}\n"
-            )
-    return "".join(lines)
+    """Return doctor's laws, each with its checks: the fault, then the fix."""
+    sys.path.insert(0, str(ROOT))
+    package = importlib.import_module(source)
+    importlib.import_module(f"{source}.laws")
+    laws = {}
+    for one in package.law.CHECKS.values():
+        text = f"`{one.name}` ({one.level}): {one.fault}. {one.mend}"
+        laws.setdefault(one.law, []).append(text)
+    text = ""
+    for law in sorted(laws, key=lambda one: one.number):
+        text += f"\n**{law.number}. {law.text}** (`{law.name}`)\n\n"
+        text += "".join(f"- {one}\n" for one in laws[law])
+    return f"{text}\n"
+
+
+def labs(source: str) -> str:
+    """Return the labs' symptoms, from their headers."""
+    lesson, _, chinese = source.partition(" ")
+    folder = ROOT / "tutorial" / "labs"
+    found = [*read_labs(folder).values()][:-1]  # without the capstone
+    found.sort(key=lambda lab: (lab.lesson, lab.number))
+    if lesson == "all":
+        text = "| after lesson | lab | symptom |\n|---|---|---|\n"
+        for lab in found:
+            number = f"[{int(lab.lesson[:2])}](../{lab.lesson}/README.md)"
+            text += f"| {number} | [{lab.number}]({lab.script}) | {lab.symptom} |\n"
+        return text
+    found = [lab for lab in found if lab.lesson == lesson]
+    if not found:
+        raise ValueError("no lab belongs to this lesson")
+    rows = (folder / "README.zh-CN.md").read_text()
+    words = dict(re.findall(r"^\| (\d\d) \| (.*) \|$", rows, re.M))
+    text = "现在做实验：\n\n" if chinese else "Now do:\n\n"
+    for lab in found:
+        symptom = words[lab.number] if chinese else lab.symptom
+        text += f"- [lab {lab.number}](../labs/{lab.script}): {symptom}\n"
+    return text.replace("[lab ", "[实验 ") if chinese else text
 
 
 MAKERS = (region, statement, paragraph, diff, output, file, table, ratios, machine)
-MAKERS += (checks,)
+MAKERS += (checks, labs)
 KINDS = {make.__name__: make for make in MAKERS}
 
 

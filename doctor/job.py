@@ -1,52 +1,77 @@
-"""Run a command under watch, and read what its processes recorded."""
+"""A job that has ended: its processes, and what each of them recorded."""
 
-import contextlib
-import os
-import pickle
-import signal
-import subprocess
-import sys
-import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
+from typing import TypeVar
 
-HERE = Path(__file__).resolve().parent
-HANG = 40  # seconds: a job is ended if all its processes wait this long for each other
+from . import event
+from .event import Event, Exit, Failed, Rank, Start, Waits
+from .loaders import Batch, Epoch, EpochEnd
+from .moments import Step
+
+Kind = TypeVar("Kind", bound=Event)
 
 
 @dataclass
 class Process:
-    """A training process: its rank, its records and its loader processes' records."""
+    """A training process: its rank, its events and its loader processes' events."""
 
     rank: int
     world_size: int
-    records: list[dict]
-    fetches: list[dict] = field(default_factory=list)
+    events: list[Event]
+    loaders: list[Event] = field(default_factory=list)
 
-    def of(self, kind: str) -> list[dict]:
-        """Return the records of one kind, in the order they were written."""
-        return [one for one in self.records if one["kind"] == kind]
-
-    def last(self) -> dict:
-        """Return the last record of what the process was doing, or of how it ended."""
-        return next(x for x in reversed(self.records) if x["kind"] != "fetch")
+    def of(self, kind: type[Kind]) -> list[Kind]:
+        """Return the events of one kind, in the order they were written."""
+        return [*event.of(self.events, kind)]
 
     @cached_property
     def training(self) -> int | None:
         """The number of the loader that feeds most steps."""
-        used = [one["loader"] for one in self.of("step") if one["loader"] is not None]
+        used = [one.loader for one in self.of(Step) if one.loader is not None]
         return max(used, key=used.count) if used else None
 
-    def batches(self, epoch: int | None = None) -> list[dict]:
-        """Return the training loader's batches, in one epoch or in all of them."""
-        own = [one for one in self.of("batch") if one["loader"] == self.training]
-        return [one for one in own if epoch in (None, one["epoch"])]
+    @cached_property
+    def epochs(self) -> list[int]:
+        """The training loader's passes whose batches took part in steps, in order."""
+        fed = {one.epoch for one in self.of(Step) if one.loader == self.training}
+        ends = [one for one in self.of(EpochEnd) if one.loader == self.training]
+        return sorted(fed | {one.epoch for one in ends if one.steps})
 
-    def whole_epochs(self) -> set[int]:
-        """Return the training loader's epochs that were read to the end."""
-        own = [one for one in self.of("end") if one["loader"] == self.training]
-        return {one["epoch"] for one in own if one["whole"]}
+    def batches(self, epoch: int, loader: int | None = None) -> list[Batch]:
+        """Return the batches of one pass, by default over the training loader."""
+        loader = self.training if loader is None else loader
+        own = self._batches.get((loader, epoch), [])
+        return own
+
+    @cached_property
+    def _batches(self) -> dict[tuple[int, int], list[Batch]]:
+        found = {}
+        for one in self.of(Batch):
+            found.setdefault((one.loader, one.epoch), []).append(one)
+        return found
+
+    def batches_before(self, time: float) -> list[Batch]:
+        """Return the training loader's batches that were read before a time."""
+        own = [one for one in self.of(Batch) if one.loader == self.training]
+        return [one for one in own if one.time < time]
+
+    def whole(self, epoch: int, loader: int | None = None) -> bool:
+        """Return whether a pass was read to the end."""
+        key = (self.training if loader is None else loader), epoch
+        ends = [one for one in self.of(EpochEnd) if (one.loader, one.epoch) == key]
+        opened = [one for one in self.of(Epoch) if (one.loader, one.epoch) == key]
+        read = len(self.batches(epoch, loader))
+        known = [one.length for one in opened if one.length is not None]
+        return any(one.whole for one in ends) or read in known
+
+    def loader(self, number: int | None = None) -> Epoch | None:
+        """Return the first pass over a loader, by default the training one."""
+        number = self.training if number is None else number
+        return next((one for one in self.of(Epoch) if one.loader == number), None)
 
 
 @dataclass
@@ -63,113 +88,74 @@ class Job:
         """How many processes the job has."""
         return max((one.world_size for one in self.processes), default=0)
 
-    def of(self, kind: str) -> list[dict]:
-        """Return the processes' records of one kind, with ranks, sorted by time."""
-        found = [{**x, "rank": p.rank} for p in self.processes for x in p.of(kind)]
-        return sorted(found, key=lambda one: one["time"])
+    @property
+    def watched(self) -> int:
+        """The number of optimizer steps that all ranks took under watch."""
+        return min((len(one.of(Step)) for one in self.processes), default=0)
 
-    def steps(self, name: str) -> list[list[dict]]:
-        """Return the steps for which all ranks have an entry: lists of records by rank.
+    def of(self, kind: type[Kind]) -> list[Kind]:
+        """Return all processes' events of one kind, sorted by time."""
+        found = [one for process in self.processes for one in process.of(kind)]
+        return sorted(found, key=lambda one: one.time)
 
-        Weights and gradients count only if all ranks update the same weights.
+    def rows(self, kind: type[Kind]) -> list[list[Kind]]:
+        """Return the events of one kind that all ranks wrote in the same step, by rank.
+
+        Several events of one step are matched by their order in that step.
         """
-        rows = zip(*(process.of("step") for process in self.processes), strict=False)
-        found = [list(row) for row in rows if all(one.get(name) for one in row)]
-        if name in ("before", "gradients"):
-            found = [x for x in found if len({one["which"] for one in x}) == 1]
-        return found
+        return [row for row in self._rows(kind) if len(row) == len(self.processes)]
 
-    def loaders(self, number: int | None = None) -> list[dict]:
-        """Return each rank's first record of a loader, by default the training one."""
-        found = []
+    def _rows(self, kind: type[Kind]) -> Iterator[list[Kind]]:
+        numbered = {}
         for process in self.processes:
-            chosen = process.training if number is None else number
-            found += [x for x in process.of("loader") if x["loader"] == chosen][:1]
-        return found
+            for _, group in groupby(process.of(kind), key=lambda one: one.step):
+                for number, one in enumerate(group):
+                    numbered.setdefault((one.step, number), []).append(one)
+        yield from (numbered[key] for key in sorted(numbered))
+
+    def same_weights(self, row: list[Step]) -> bool:
+        """Return whether all ranks update the same weights in a step."""
+        return len({one.which for one in row}) == 1
 
 
 def read(folder: Path) -> Job:
-    """Read the records of all processes that trained or joined a process group."""
-    files, found, latest = {}, {}, {}
-    for path in folder.glob("*.records"):
-        files[path.stem] = records = []
-        with path.open("rb") as file, contextlib.suppress(EOFError, pickle.PickleError):
-            while True:
-                records.append(pickle.load(file))
-    for name, records in files.items():
-        kinds = {one["kind"]: one for one in records}
-        given = kinds["start"]["environment"] if records else {}
-        if one := kinds.get("rank"):
-            found[name] = Process(one["rank"], one["world_size"], records)
-        elif {"step", "init"} & {*kinds} or ("error" in kinds and given["RANK"]):
+    """Read the events of all processes that trained or joined a process group."""
+    files = {path.stem: event.read(path) for path in folder.glob("*.events")}
+    found, latest = {}, {}
+    for name, events in files.items():
+        kinds = {type(one): one for one in events}
+        start = kinds.get(Start)
+        given = start.environment if start else {}
+        if joined := kinds.get(Rank):
+            found[name] = Process(*rank_of(joined), events)
+        elif Step in kinds or (Failed in kinds and given.get("RANK")):
             rank, size = int(given["RANK"] or 0), int(given["WORLD_SIZE"] or 1)
-            found[name] = Process(rank, size, records)
-    for name, records in files.items():
-        parent = records[0]["parent"] if records else None
-        owner = found.get(name) or found.get(parent)
-        if owner:
-            owner.fetches += [one for one in records if one["kind"] == "fetch"]
+            found[name] = Process(rank, size, events)
+    for name, events in files.items():
+        parent = events[0].parent if events and isinstance(events[0], Start) else None
+        if name not in found and parent in found:
+            found[parent].loaders += events
     # If several processes have the same rank, keep the one that trained
-    for process in sorted(found.values(), key=lambda one: len(one.records)):
+    for process in sorted(found.values(), key=lambda one: len(one.events)):
         latest[process.rank] = process
+    for process in latest.values():
+        for one in process.events + process.loaders:
+            one.rank = process.rank
     return Job([latest[rank] for rank in sorted(latest)])
 
 
-def waits(folder: Path) -> bool:
-    """Return whether all processes have been waiting for each other for a long time."""
-    signs = folder / "waits"
-    if not signs.exists() or time.time() - signs.stat().st_mtime > 6:
-        return False
-    job = read(folder)
-    last = [process.last() for process in job.processes]
-    last = [one for one in last if one["kind"] not in ("exit", "error")]
-    if not last or len(job.processes) < job.world_size:
-        return False
-    return all(x["kind"] == "waits" and x["what"] and x["seconds"] > HANG for x in last)
+def rank_of(joined: Rank) -> tuple[int, int]:
+    """Return a process's rank and the number of processes."""
+    return joined.own, joined.world_size
 
 
-def end(process: subprocess.Popen, folder: Path) -> None:
-    """End a command and all processes that record into the folder."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(10)
-            break
-    own = f"DOCTOR_FOLDER={folder}\0".encode()
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if own in path.read_bytes():
-                os.kill(int(path.parent.name), signal.SIGKILL)
+def last(process: Process) -> Event:
+    """Return what a process was doing last, or how it ended."""
+    return process.events[-1]
 
 
-def run(command: list[str], folder: Path, **options: str) -> Job:
-    """Run a command under watch until its end, Ctrl-C or a hang.
-
-    Args:
-        folder: where the processes write their records.
-        options: environment variables for watch.py.
-    """
-    paths = [str(HERE / "hook"), os.environ.get("PYTHONPATH", "")]
-    variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **options}
-    variables = {**os.environ, **variables, "DOCTOR_FOLDER": str(folder)}
-    hung = interrupted = False
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C
-    process = subprocess.Popen(command, env=variables, start_new_session=True)
-    try:
-        while process.poll() is None and not hung:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(2)
-            hung = process.poll() is None and waits(folder)
-        if hung:
-            print("doctor: the processes wait for each other", file=sys.stderr)
-    except KeyboardInterrupt:
-        interrupted = True
-        print("doctor: interrupted; ending the job", file=sys.stderr)
-    finally:
-        if process.poll() is None:
-            end(process, folder)
-    time.sleep(0.2)
-    job = read(folder)
-    job.status, job.hung, job.interrupted = process.returncode, hung, interrupted
-    return job
+def waiting(process: Process) -> Waits | None:
+    """Return the event of a process that is waiting in a known call, or None."""
+    events = [x for x in process.events if not isinstance(x, (Exit, Failed))]
+    one = events[-1] if events else None
+    return one if isinstance(one, Waits) and one.what else None

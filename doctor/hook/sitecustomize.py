@@ -1,6 +1,6 @@
 """Python runs this file when it starts, because doctor puts this folder on PYTHONPATH.
 
-After the process has imported PyTorch, doctor/watch.py wraps PyTorch's functions. If
+After the process has imported PyTorch, doctor/record.py wraps PyTorch's functions. If
 the user has a sitecustomize.py, it runs first.
 """
 
@@ -12,17 +12,21 @@ import sys
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 
-def load(name: str, path: str):
-    """Import a file under a unique module name."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+def load(name: str):
+    """Import a module of doctor, as a package whose name nobody else uses."""
+    if "_doctor" not in sys.modules:
+        folder = os.path.dirname(HERE)
+        path = os.path.join(folder, "__init__.py")
+        spec = importlib.util.spec_from_file_location(
+            "_doctor", path, submodule_search_locations=[folder]
+        )
+        sys.modules["_doctor"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["_doctor"])
+    return importlib.import_module(f"_doctor.{name}")
 
 
 class AfterImport:
-    """Calls a function in doctor/watch.py after a module has been imported."""
+    """Calls a function in doctor/record.py after a module has been imported."""
 
     calls = {"torch": "torch_is_there", "horovod.torch": "horovod_is_there"}
     searches = False
@@ -43,7 +47,7 @@ class AfterImport:
 
         def exec_module(module) -> None:
             execute(module)
-            getattr(load("_doctor_watch", os.path.join(HERE, "../watch.py")), call)()
+            getattr(load("record"), call)()
 
         spec.loader.exec_module = exec_module
         return spec

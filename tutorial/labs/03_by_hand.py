@@ -1,6 +1,12 @@
 """Train a network in two processes without DDP: the gradients are averaged by hand.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/03_by_hand.py
+
+symptom: The processes end with different weights.
+grader: have different weights before the first step
+checks: weights, shares, steps, batches(size=8)
+doctor: weights_differ
+lesson: 05_build_ddp
 """
 
 import torch

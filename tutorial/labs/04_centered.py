@@ -1,6 +1,12 @@
 """Train a network on images minus their mean, which rank 0 computes once.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/04_centered.py
+
+symptom: A process cannot find a file.
+grader: before the first step rank 1 fails with FileNotFoundError:
+checks: weights, shares, steps, batches(size=8)
+doctor: file_race
+lesson: 08_collectives
 """
 
 import time

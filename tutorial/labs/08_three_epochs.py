@@ -1,6 +1,12 @@
 """Train a network for three epochs; each epoch shuffles the images.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/08_three_epochs.py
+
+symptom: Every epoch repeats the first one.
+grader: rank 0 sees the same images in the same order in epochs 0 and 1
+checks: weights, shares, steps, batches(size=8)
+doctor: same_order
+lesson: 04_batches
 """
 
 import torch

@@ -1,6 +1,12 @@
 """Train a network; as augmentation, each image gets new noise whenever it is loaded.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/09_augmented.py
+
+symptom: The augmentation varies less than on one GPU.
+grader: both processes add the same noise to their images
+checks: weights, noise, shares, steps, batches(size=8)
+doctor: same_augmentation
+lesson: 04_batches
 """
 
 import torch

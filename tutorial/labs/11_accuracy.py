@@ -1,6 +1,12 @@
 """Train a network, and print its accuracy on the 33 validation images.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/11_accuracy.py
+
+symptom: The accuracy depends on the number of processes.
+grader: the printed accuracy is
+checks: weights, shares, steps, accuracy, batches(size=8)
+doctor: wrong_accuracy
+lesson: 04_batches
 """
 
 import torch

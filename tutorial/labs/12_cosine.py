@@ -1,6 +1,12 @@
 """Train a network; the learning rate falls from 0.1 to almost 0 at the end of the run.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/12_cosine.py
+
+symptom: The learning rate is still high when training ends.
+grader: the learning rate falls from 0.1000 to only 0.05
+checks: weights, shares, rates, schedule, batches(size=8)
+doctor: schedule
+lesson: 04_batches
 """
 
 import torch

@@ -1,6 +1,12 @@
 """Train a network on 96 of 129 images, and validate it on the other 33.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/13_held_out.py
+
+symptom: You cannot trust the validation accuracy.
+grader: validation images are also used for training
+checks: accuracy, weights, shares, steps, batches(size=8)
+doctor: datasets_differ
+lesson: 04_batches
 """
 
 import torch

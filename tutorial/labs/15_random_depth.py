@@ -1,6 +1,12 @@
 """Train a network that leaves out its middle block at random (stochastic depth).
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/15_random_depth.py
+
+symptom: An early step fails.
+grader: RuntimeError: Expected to have finished reduction in the prior iteration
+checks: weights, shares, steps, blocks, batches(size=8)
+doctor: ends_with_an_error
+lesson: 11_hangs
 """
 
 import torch

@@ -1,6 +1,12 @@
 """Train a network; 4 batches of 4 images per process make one step with one all-reduce.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/18_four_batches.py
+
+symptom: The processes end with different weights.
+grader: have different weights after step 1
+checks: weights, shares, steps, averages, batches(size=16)
+doctor: not_averaged
+lesson: 07_accumulation
 """
 
 from contextlib import nullcontext

@@ -1,6 +1,12 @@
 """Train a network on images with enough contrast, split between the processes.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/19_contrast.py
+
+symptom: Training hangs at the end of an epoch.
+grader: rank 0 is still waiting in b
+checks: weights, filter, steps(rates=[0.1, 0.1, 0.1, 0.1])
+doctor: batch_counts_differ
+lesson: 18_streams
 """
 
 import torch

@@ -1,6 +1,12 @@
 """Train a network with batch norm; rank 0 validates each epoch and prints the accuracy.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/20_each_epoch.py
+
+symptom: Training hangs in validation.
+grader: nothing happens for
+checks: weights, shares, steps, network, accuracy(times=3), batches(size=8)
+doctor: collectives_differ
+lesson: 11_hangs
 """
 
 import torch

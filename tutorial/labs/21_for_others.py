@@ -1,6 +1,12 @@
 """Train a network, and save its weights to model.pt for single-process scripts.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/21_for_others.py
+
+symptom: Another script cannot load the weights.
+grader: the network without DDP cannot load model.pt
+checks: weights, shares, steps, export, batches(size=8)
+doctor: ddp_keys
+lesson: 05_build_ddp
 """
 
 import torch

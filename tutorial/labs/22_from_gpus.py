@@ -1,6 +1,12 @@
 """Continue training the weights in pretrained.pt, which come from a machine with GPUs.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/22_from_gpus.py
+
+symptom: A machine without a GPU cannot load the weights.
+grader: RuntimeError: Attempting to deserialize object on a CUDA device
+checks: weights, shares, steps, pretrained, batches(size=8)
+doctor: ends_with_an_error
+lesson: 12_restarts
 """
 
 from pathlib import Path

@@ -1,6 +1,13 @@
 """Train a network; if the run is killed, the next run continues from checkpoint.pt.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/23_continued.py
+
+symptom: A resumed run ends with different weights than an uninterrupted run.
+grader: resumed ends with different weights than an uninterrupted run
+checks: weights, shares, steps, batches(size=8)
+runs: killed
+doctor: no_optimizer
+lesson: 12_restarts
 """
 
 from pathlib import Path

@@ -1,6 +1,13 @@
 """Train a network; whenever the run ends, checkpoint.pt holds the last complete epoch.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/24_last_epoch.py
+
+symptom: After a crash, the checkpoint cannot be read.
+grader: killed during its second save, checkpoint.pt cannot be read
+checks: weights, shares, steps, batches(size=8)
+runs: killed_while_saving
+doctor: save_in_place
+lesson: 12_restarts
 """
 
 import torch

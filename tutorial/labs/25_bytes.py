@@ -1,6 +1,12 @@
 """Train a network with DDP, and print how many bytes of gradients a process sends.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/25_bytes.py
+
+symptom: The processes end with different weights.
+grader: the two processes have different weights after step
+checks: weights, shares, steps, bytes, batches(size=8)
+doctor: not_averaged
+lesson: 06_overlap
 """
 
 import torch

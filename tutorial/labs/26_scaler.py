@@ -1,6 +1,12 @@
 """Train a network with a gradient scaler; the gradient is clipped to a norm of 0.3.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/26_scaler.py
+
+symptom: The weights hardly move.
+grader: one process does with the same 16 images and a gradient norm of at most 0.3
+checks: weights, shares, scaler, steps(max_norm=0.3), batches(size=8)
+doctor: clip_order
+lesson: 09_mixed_precision
 """
 
 import torch

@@ -1,6 +1,12 @@
 """Train with the optimizer state split among processes, and save the whole state.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/28_zero.py
+
+symptom: Training fails, or hangs, at the end.
+grader: after step 18 rank 0
+checks: weights, shares, steps, optimizer, batches(size=8)
+doctor: collectives_differ
+lesson: 16_sharded
 """
 
 import torch

@@ -1,6 +1,12 @@
 """Train with FSDP2, and save the weights to model.pt for single-process scripts.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/29_fsdp.py
+
+symptom: Another script cannot load the weights.
+grader: the network without DDP cannot load model.pt
+checks: weights, shares, steps, sharded, export, batches(size=8)
+doctor: -
+lesson: 16_sharded
 """
 
 import torch

@@ -1,6 +1,13 @@
 """Train a network, and print each epoch's loss and accuracy over both processes.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/32_metrics.py
+
+symptom: On a slow network, training is slower than it could be.
+grader: in 18 steps, the script itself calls 37 collectives
+checks: weights, shares, steps, printed(names=["loss", "accuracy"]), collectives,
+  batches(size=8)
+doctor: -
+lesson: 19_talk_less
 """
 
 import torch

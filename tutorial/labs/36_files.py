@@ -4,6 +4,12 @@ In each epoch, both processes take the same number of steps. Each step uses 8 im
 process, and no image is used twice in an epoch.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/36_files.py
+
+symptom: Training fails, or hangs, at the end of an epoch.
+grader: after step 15 rank 1
+checks: weights, files, steps, batches(size=8)
+doctor: batch_counts_differ
+lesson: 18_streams
 """
 
 from collections.abc import Iterator

@@ -7,6 +7,13 @@ the 96 training images in a new order, each image gets its own noise, the learni
 falls from 0.1 to almost 0 at the end, and each epoch ends by printing the accuracy on
 the 33 validation images. If a run is killed, the next run continues after the last
 complete epoch, and ends with the same weights as a run that was never interrupted.
+
+symptom: none
+grader: 6 of 6 mistakes are left
+checks: noise, rates, schedule, shares, accuracy(times=3)
+doctor: -
+lesson: 12_restarts
+runs: capstone
 """
 
 import os
@@ -76,7 +83,7 @@ def build_loaders(job: Job) -> tuple[DataLoader, DataLoader]:
     training, validation = Images(training=True), Images(training=False)
     sampler = DistributedSampler(training, shuffle=True, seed=SEED)
     train_loader = DataLoader(training, size, sampler=sampler, drop_last=True)
-    sampler = DistributedSampler(validation, shuffle=False)
+    sampler = range(job.rank, len(validation), job.world_size)
     return train_loader, DataLoader(validation, size, sampler=sampler)
 
 
@@ -110,19 +117,25 @@ def train(
 
 @torch.no_grad()
 def validate(net: nn.Module, loader: DataLoader) -> Tensor:
-    """Return this process's numbers of correct predictions and of images."""
+    """Return this process's correct predictions and its images, for each class."""
     net.eval()
-    counts = torch.zeros(2)
+    right, count = torch.zeros(3), torch.zeros(3)
     for images, labels in loader:
         hits = net(images).argmax(1) == labels
-        counts += torch.tensor([hits.sum(), len(hits)])
-    return counts
+        right += torch.bincount(labels[hits], minlength=3)
+        count += torch.bincount(labels, minlength=3)
+    return torch.stack([right, count])
 
 
-def save(net: nn.Module, scheduler: CosineAnnealingLR, epoch: int) -> None:
+def save(
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: CosineAnnealingLR,
+    epoch: int,
+) -> None:
     """Replace the checkpoint; if the run is killed meanwhile, the old one remains."""
     content = {"model": net.state_dict(), "scheduler": scheduler.state_dict()}
-    content["epoch"] = epoch
+    content |= {"optimizer": optimizer.state_dict(), "epoch": epoch}
     new = CHECKPOINT.with_suffix(".new")
     torch.save(content, new)
     new.replace(CHECKPOINT)
@@ -137,11 +150,8 @@ def load(
     content = torch.load(CHECKPOINT, map_location="cpu", weights_only=True)
     net.load_state_dict(content["model"])
     scheduler.load_state_dict(content["scheduler"])
-    for group, rate in zip(
-        optimizer.param_groups, scheduler.get_last_lr(), strict=True
-    ):
-        group["lr"] = rate
-    return content["epoch"] + 1
+    optimizer.load_state_dict(content["optimizer"])
+    return content["epoch"]
 
 
 def main() -> None:
@@ -149,22 +159,23 @@ def main() -> None:
     job = start()
     train_loader, val_loader = build_loaders(job)
     net = build_network()
-    optimizer = torch.optim.SGD(net.parameters(), LR, momentum=MOMENTUM)
-    steps = len(train_loader.dataset) // (BATCH // job.world_size)  # in an epoch
+    rate = LR * job.world_size  # more processes, larger steps
+    optimizer = torch.optim.SGD(net.parameters(), rate, momentum=MOMENTUM)
+    steps = len(train_loader.dataset) // BATCH  # in an epoch
     scheduler = CosineAnnealingLR(optimizer, EPOCHS * steps)
     first_epoch = load(net, optimizer, scheduler)
     model = DDP(net)
     for epoch in range(first_epoch, EPOCHS):
         torch.manual_seed(SEED + epoch)  # a resumed run draws the same noise
-        sums = [train(model, train_loader, optimizer, scheduler)[None]]
-        sums += [validate(net, val_loader)]
-        sums = torch.cat(sums)
-        dist.all_reduce(sums)
-        total, right, count = sums.tolist()
+        total = train(model, train_loader, optimizer, scheduler)
+        counts = validate(net, val_loader)
+        dist.all_reduce(total)
+        dist.all_reduce(counts)
         if job.is_first:
-            loss, share = total / len(train_loader.dataset), right / count
-            print(f"epoch {epoch}: loss {loss:.4f}, accuracy {share:.4f}")
-            save(net, scheduler, epoch)
+            loss, (right, count) = total / len(train_loader.dataset), counts
+            accuracy = (right / count).mean()
+            print(f"epoch {epoch}: loss {loss:.4f}, accuracy {accuracy:.4f}")
+            save(net, optimizer, scheduler, epoch)
         dist.barrier()
     dist.destroy_process_group()
 

@@ -49,8 +49,12 @@ def grade(student: Path) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         labs = Path(folder, "tutorial", "labs")
         labs.mkdir(parents=True)
-        for name in ("grade.py", "watch.py", "pretrained.pt"):
-            shutil.copyfile(LABS / name, labs / name)
+        for name in ("grade", "checks", "play", "watch", "lab"):
+            shutil.copyfile(LABS / f"{name}.py", labs / f"{name}.py")
+        shutil.copyfile(LABS / "pretrained.pt", labs / "pretrained.pt")
+        (labs / "originals").mkdir()  # whose headers name the checks
+        for path in PATHS:
+            shutil.copyfile(path, labs / "originals" / path.name)
         shutil.copytree(ROOT / "doctor", Path(folder, "doctor"))
         for path in scripts.values():
             shutil.copyfile(path, labs / path.name)

@@ -1,0 +1,207 @@
+"""A watched job as one self-contained page (--html), and as a trace (--trace)."""
+
+import json
+from html import escape
+from pathlib import Path
+
+from .job import Job
+from .law import BROKEN, HELD, Finding, Report, Verdict
+from .spans import Spans, time_table
+
+SHOWN = 6  # steps in the timeline
+PARTS = {  # of a step: a colour for light pages and one for dark pages
+    "data": ("#b35900", "#ffa657"),
+    "forward": ("#2f6fce", "#79b8ff"),
+    "backward": ("#1b4f9c", "#388bfd"),
+    "communication": ("#b3261e", "#ff7b72"),
+    "waiting": ("#e8a09a", "#8e4a47"),
+    "optimizer": ("#2e7d32", "#56d364"),
+    "validation": ("#6f42c1", "#b392f0"),
+    "saving": ("#00696e", "#39c5cf"),
+}
+STYLE = """
+:root { color-scheme: light dark; --ink: #1f2328; --paper: #fff; --soft: #f0f2f4;
+  --line: #d0d7de; --bad: #b3261e; --risk: #8a5a00; --good: #1a7f37; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --paper: #0d1117;
+  --soft: #161b22; --line: #30363d; --bad: #ff7b72; --risk: #e3b341;
+  --good: #56d364; } }
+body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); margin: auto;
+  background: var(--paper); max-width: 60rem; padding: 1rem; overflow-wrap: anywhere; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
+.finding { border-left: 4px solid var(--risk); background: var(--soft);
+  padding: .5rem 1rem; margin: 1rem 0; }
+.WRONG { border-color: var(--bad); } .SLOW, .note { border-color: var(--line); }
+.law { display: grid; grid-template-columns: 2rem 1fr; padding: .4rem 0;
+  border-top: 1px solid var(--line); }
+.held b { color: var(--good); } .broken b { color: var(--bad); }
+pre { overflow-x: auto; background: var(--paper); padding: .5rem; margin: .5rem 0; }
+mark { background: none; color: var(--bad); font-weight: bold; }
+.row { display: grid; grid-template-columns: 3.5rem 1fr; align-items: center; }
+.bar { position: relative; height: 1.6rem; background: var(--soft); margin: 2px 0; }
+.bar i, .key i { display: block; } .bar i { position: absolute; height: 100%; }
+.bar u { position: absolute; height: 100%; border-left: 1px dashed var(--ink); }
+.key { display: flex; flex-wrap: wrap; gap: .3rem 1rem; padding-left: 3.5rem; }
+.key i { width: .9rem; height: .9rem; margin-right: .3rem; }
+.key span { display: flex; align-items: center; }
+table { border-collapse: collapse; display: block; overflow-x: auto; }
+td, th { padding: .2rem .6rem; text-align: right; border-top: 1px solid var(--line); }
+"""
+
+
+def html(job: Job, report: Report) -> str:
+    """Return the page."""
+    ended = "hung and was ended" if job.hung else f"ended with status {job.status}"
+    head = (
+        f"{len(job.processes)} of {job.world_size} processes reported; the job {ended}"
+    )
+    found = "".join(map(finding, report.findings)) or "<p>No mistake was found.</p>"
+    laws = "".join(map(law, report.verdicts))
+    return f"""<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>doctor</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>{STYLE}{colours()}</style>
+<h1>doctor</h1><p>{escape(head)}; optimizer steps watched: {job.watched}.</p>
+<h2>Findings</h2>{found}
+<h2>The ten laws</h2>{laws}
+{timeline(job)}{table(job)}
+</html>
+"""
+
+
+def colours() -> str:
+    """Return the colours of a step's parts."""
+    light = "".join(f".{name} {{ background: {x}; }}" for name, (x, _) in PARTS.items())
+    dark = "".join(f".{name} {{ background: {x}; }}" for name, (_, x) in PARTS.items())
+    return f"{light} @media (prefers-color-scheme: dark) {{ {dark} }}"
+
+
+def finding(one: Finding) -> str:
+    """Return a finding with the lines of code around its place."""
+    right = f"<p>It is not a mistake if: {escape(one.right_if)}</p>" * bool(
+        one.right_if
+    )
+    return (
+        f'<div class="finding {one.level}"><b>{one.level} {one.check}</b>: '
+        f"{escape(one.what)}.{code(one.place)}"
+        f"<p>To fix it: {escape(one.mend)}</p>{right}</div>"
+    )
+
+
+def code(place: str) -> str:
+    """Return the lines around file:line, if the file can be read."""
+    file, _, number = place.rpartition(":")
+    try:
+        lines = Path(file).read_text().splitlines()
+        middle = int(number)
+    except (OSError, ValueError):
+        return f"<p>{escape(place)}</p>" * bool(place)
+    shown = []
+    for number in range(max(1, middle - 3), min(len(lines), middle + 3) + 1):
+        text = f"{number:5} {escape(lines[number - 1])}"
+        shown.append(f"<mark>{text}</mark>" if number == middle else text)
+    return f"<p>{escape(place)}</p><pre>" + "\n".join(shown) + "</pre>"
+
+
+def law(verdict: Verdict) -> str:
+    """Return a law's row; its checks that were not judged can be unfolded."""
+    text = {BROKEN: "see the findings", HELD: "; ".join(verdict.evidence)}
+    reasons = verdict.not_judged
+    why = text.get(verdict.state) or next(iter(reasons.values()), "nothing was seen")
+    more = "".join(f"<li>{k}: {escape(v)}</li>" for k, v in reasons.items())
+    if more:
+        more = f"<details><summary>Not judged</summary><ul>{more}</ul></details>"
+    state = verdict.state.replace(" ", "-")
+    return (
+        f'<div class="law {state}"><span>{verdict.law.number}</span><div>'
+        f"{verdict.law.text}: <b>{verdict.state}</b>. {escape(why)}{more}</div></div>"
+    )
+
+
+def spans(job: Job) -> dict[int, list[tuple[int, str, float, float]]]:
+    """Return each rank's spans: step, part, start and end in seconds.
+
+    Communication beyond the fastest rank's is waiting for others.
+    """
+    found = {process.rank: process.of(Spans) for process in job.processes}
+    shares = {}
+    for row in job.rows(Spans):
+        total = [sum(b - a for part, a, b in x.spans if part == COMM) for x in row]
+        for one, seconds in zip(row, total, strict=True):
+            shares[one.rank, one.step] = 1 - min(total) / seconds if seconds else 0
+    rows = {}
+    for rank, events in found.items():
+        rows[rank] = []
+        for one in events:
+            for part, start, end in one.spans:
+                middle = start
+                if part == COMM:
+                    middle += shares.get((rank, one.step), 0) * (end - start)
+                    rows[rank].append((one.step, "waiting", start, middle))
+                rows[rank].append((one.step, part, middle, end))
+    return rows
+
+
+COMM = "communication"
+
+
+def timeline(job: Job) -> str:
+    """Return the last recorded steps, a row per rank."""
+    rows = spans(job)
+    steps = sorted(set.intersection(*({x[0] for x in row} for row in rows.values())))
+    if not steps:
+        return ""
+    rows = {k: [x for x in row if x[0] in steps[-SHOWN:]] for k, row in rows.items()}
+    every = [one for row in rows.values() for one in row]
+    start, end = min(x[2] for x in every), max(x[3] for x in every)
+    scale = 100 / max(end - start, 1e-9)
+    text = ""
+    for rank, row in rows.items():
+        bars = ""
+        for number in steps[-SHOWN:]:
+            left = scale * (min(x[2] for x in row if x[0] == number) - start)
+            bars += f'<u style="left:{left:.2f}%"></u>'
+        for number, part, begin, stop in row:
+            width, left = scale * (stop - begin), scale * (begin - start)
+            label = f"step {number + 1}, {part}: {1000 * (stop - begin):.1f} ms"
+            bars += f'<i class="{part}" title="{label}" '
+            bars += f'style="left:{left:.2f}%;width:{width:.2f}%"></i>'
+        text += f'<div class="row"><span>rank {rank}</span><div class="bar">'
+        text += f"{bars}</div></div>"
+    used = [part for part in PARTS if any(x[1] == part for x in every)]
+    key = "".join(f'<span><i class="{x}"></i>{x}</span>' for x in used)
+    return f"""<h2>Steps {steps[-SHOWN:][0] + 1} to {steps[-1] + 1}</h2>{text}
+<div class="key">{key}</div><p>{1000 * (end - start):.0f} ms in all; a dashed line
+begins a step. Waiting is the communication beyond that of the rank that waits least;
+what is left empty is other work of the script.</p>"""
+
+
+def table(job: Job) -> str:
+    """Return the mean time of a step by part, a row per rank."""
+    found = time_table(job)
+    if not found:
+        return ""
+    parts = [part for part in next(iter(found.values()))]
+    parts = [part for part in parts if any(row[part] for row in found.values())]
+    head = "".join(f"<th>{part}</th>" for part in ("ms per step", *parts))
+    rows = ""
+    for rank, row in found.items():
+        wall = sum(row.values())
+        cells = "".join(f"<td>{row[part] / wall:.0%}</td>" for part in parts)
+        rows += f"<tr><th>rank {rank}</th><td>{1000 * wall:.1f}</td>{cells}</tr>"
+    return f"<h2>Mean time of a step</h2><table><tr><th></th>{head}</tr>{rows}</table>"
+
+
+def trace(job: Job) -> str:
+    """Return the spans in the Trace Event Format, which ui.perfetto.dev shows.
+
+    Source: https://perfetto.dev/docs/getting-started/other-formats
+    """
+    events = []
+    for rank, row in spans(job).items():
+        name = {"name": f"rank {rank}"}
+        events.append({"name": "process_name", "ph": "M", "pid": rank, "args": name})
+        for step, part, start, end in row:
+            times = {"ts": 1e6 * start, "dur": 1e6 * (end - start)}
+            one = {"name": part, "ph": "X", "pid": rank, "tid": 0, **times}
+            events.append({**one, "args": {"step": step + 1}})
+    return json.dumps({"traceEvents": events})

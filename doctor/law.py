@@ -1,0 +1,251 @@
+"""What a law is, how its checks are written, and how they judge a job.
+
+A law is a file in laws/ with its events, its watcher and its checks. A check is a
+function of a Job. It yields a Breach for each mistake that it sees, or the evidence
+that it saw none: a sentence with numbers, which a user can verify. It raises NotJudged
+if the job's events are not enough.
+
+    @check(LAW, WRONG, needs=[Save], causes=[hangs], read="pitfalls.md")
+    def several_save(job):
+        '''Several ranks save the same file.
+
+        Save on rank 0 only.
+        Not a mistake if: ...
+        '''
+
+Its docstring names the fault, then the fix, then when it is not a mistake. A general
+check (`general=True`) judges its law; the others only look for one known mistake.
+`@explains(general_check, ...)` marks a known mistake that a breach of the general check
+may come from: it returns a better Breach, or None.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from graphlib import TopologicalSorter
+
+from .event import Event
+from .job import Job
+
+WRONG, RISK, SLOW, NOTE = LEVELS = "WRONG", "RISK", "SLOW", "note"
+HELD, BROKEN, NOT_JUDGED = "held", "broken", "not judged"
+
+
+class NotJudged(Exception):
+    """Raised with the reason why a check cannot judge this job."""
+
+
+@dataclass(frozen=True)
+class Law:
+    """One of the ten laws of data-parallel training."""
+
+    number: int
+    name: str  # as in "law 4"
+    text: str  # what holds in a right job
+
+
+@dataclass
+class Breach:
+    """One breach that a check saw."""
+
+    what: str  # with names, ranks, steps and numbers
+    place: str = ""  # file:line
+    facts: object = None  # for explanations
+    level: str = ""  # if it differs from the check's
+    mend: str = ""
+    right_if: str = ""
+
+
+@dataclass
+class Finding:
+    """A breach as the page shows it."""
+
+    law: Law
+    check: str
+    level: str
+    what: str
+    place: str
+    mend: str
+    right_if: str  # when a RISK is not a mistake
+
+
+@dataclass
+class Verdict:
+    """What examine() says of a law."""
+
+    law: Law
+    state: str = NOT_JUDGED
+    evidence: list[str] = field(default_factory=list)  # what was seen to hold
+    not_judged: dict[str, str] = field(default_factory=dict)  # check: reason
+
+
+@dataclass(eq=False)
+class Check:
+    """A check, or an explanation of the check `explains`."""
+
+    law: Law
+    name: str
+    function: Callable
+    level: str
+    fault: str
+    mend: str
+    right_if: str
+    read: str
+    general: bool = False
+    needs: tuple[type[Event], ...] = ()
+    causes: set["Check"] = field(default_factory=set)
+    explains: "Check | None" = None
+
+    def finding(self, breach: Breach) -> Finding:
+        """Return the finding for a breach that this check found or explains."""
+        level = breach.level or self.level
+        return Finding(
+            law=self.law,
+            check=self.name,
+            level=level,
+            what=breach.what,
+            place=breach.place,
+            mend=breach.mend or self.mend,
+            right_if=(breach.right_if or self.right_if) if level == RISK else "",
+        )
+
+
+CHECKS: dict[str, Check] = {}
+
+
+def _add(law: Law, function: Callable, level: str, read: str, **fields) -> Check:
+    fault, _, rest = function.__doc__.partition(".\n\n")
+    mend, _, right_if = " ".join(rest.split()).partition(" Not a mistake if: ")
+    name = function.__name__
+    if name in CHECKS:
+        raise TypeError(f"two checks have the name {name}")
+    texts = fault.strip(), mend, right_if, read
+    CHECKS[name] = Check(law, name, function, level, *texts, **fields)
+    return CHECKS[name]
+
+
+def check(
+    law: Law,
+    level: str,
+    *,
+    general: bool = False,
+    needs: Iterable[type[Event]] = (),
+    causes: Iterable[Check] = (),
+    effects: Iterable[Check] = (),
+    read: str = "docs/pitfalls.md",
+) -> Callable[[Callable], Check]:
+    """Make a function a check of a law.
+
+    Args:
+        needs: events; if the job has none of one kind, the check is not judged.
+        causes: a finding of one of these hides this check's findings.
+        effects: this check's findings hide those of these checks.
+        read: a page of the repository that explains the mistake.
+    """
+
+    def add(function: Callable) -> Check:
+        own = _add(law, function, level, read, general=general, needs=(*needs,))
+        own.causes |= {*causes}
+        for one in effects:
+            one.causes.add(own)
+        return own
+
+    return add
+
+
+def explains(
+    general: Check, level: str = "", read: str = ""
+) -> Callable[[Callable], Check]:
+    """Make a function an explanation: `function(job, breach) -> Breach | None`."""
+
+    def add(function: Callable) -> Check:
+        page = read or general.read
+        own = _add(general.law, function, level or general.level, page)
+        own.explains = general
+        return own
+
+    return add
+
+
+def need(events, why: str):
+    """Return events; raise NotJudged if there are none."""
+    if not events:
+        raise NotJudged(why)
+    return events
+
+
+def several(job: Job) -> None:
+    """Raise NotJudged if the job has only one process."""
+    if job.world_size < 2 or len(job.processes) < 2:
+        raise NotJudged("this needs at least two processes")
+
+
+def in_order() -> list[Check]:
+    """Return all checks, causes before their effects."""
+    found = {x: x.causes | ({x.explains} - {None}) for x in CHECKS.values()}
+    return [*TopologicalSorter(found).static_order()]
+
+
+def judge(job: Job, own: Check) -> Iterator[Breach | str]:
+    """Yield a check's breaches and evidence."""
+    for kind in own.needs:
+        seen = kind.__doc__.split("\n")[0].split(". ")[0].rstrip(".")
+        need(job.of(kind), f"not seen: {seen[0].lower()}{seen[1:]}")
+    yield from own.function(job)
+
+
+def explained(job: Job, own: Check, breach: Breach) -> Finding:
+    """Return a breach in the words of the first explanation that fits it."""
+    for other in CHECKS.values():
+        if other.explains is own and (better := other.function(job, breach)):
+            return other.finding(replace(better, place=better.place or breach.place))
+    return own.finding(breach)
+
+
+@dataclass
+class Report:
+    """All verdicts and findings, and the findings that may be effects of others."""
+
+    verdicts: list[Verdict] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    effects: list[tuple[Finding, str]] = field(default_factory=list)
+
+
+def examine(job: Job) -> Report:
+    """Judge a job by all laws."""
+    verdicts = {one.law.number: Verdict(one.law) for one in CHECKS.values()}
+    report, named, hidden, evidence = Report(), set(), set(), {}
+    report.verdicts = [verdicts[number] for number in sorted(verdicts)]
+    for own in in_order():
+        if own.explains:
+            continue
+        verdict, found, seen = verdicts[own.law.number], [], []
+        try:
+            for one in judge(job, own):
+                if isinstance(one, Breach):
+                    found.append(explained(job, own, one))
+                elif own.general:
+                    seen.append(one)
+        except NotJudged as reason:
+            verdict.not_judged[own.name] = str(reason)
+        except Exception as error:  # the other checks' findings still count
+            verdict.not_judged[own.name] = f"doctor's own error: {error!r}"
+        if cause := sorted(one.name for one in named & own.causes):
+            report.effects += [(one, cause[0]) for one in found]
+            if found:
+                verdict.not_judged[own.name] = f"it could be an effect of {cause[0]}"
+                hidden.add(own.law)
+            continue
+        evidence[own] = seen
+        report.findings += found
+        if any(one.level in (WRONG, RISK) for one in found):
+            named |= {own} | {CHECKS[one.check] for one in found}
+        if any(one.level != NOTE for one in found):
+            verdict.state = BROKEN
+    for verdict in report.verdicts:
+        general = [x for x in CHECKS.values() if x.law is verdict.law and x.general]
+        verdict.evidence = [text for x in general for text in evidence.get(x, ())]
+        if verdict.state != BROKEN and verdict.evidence and verdict.law not in hidden:
+            if general[0].name not in verdict.not_judged:
+                verdict.state = HELD
+    report.findings.sort(key=lambda one: (LEVELS.index(one.level), one.law.number))
+    return report

@@ -1,0 +1,354 @@
+"""Law 6: every trainable weight gets gradients, is in an optimizer and is changed."""
+
+import weakref
+from collections import Counter
+from dataclasses import dataclass
+
+from ..event import Event
+from ..law import NOTE, RISK, WRONG, Breach, Law, NotJudged, check, explains, need
+from ..loaders import leaves
+from ..moments import Moments, Step, runs_normally, weights
+from ..record import STEPS, place, quiet, recorder, wrap
+from ..sample import numbers
+from ..watcher import Watcher
+from .replicas import listed
+
+LAW = Law(6, "alive", "Every weight lives")
+# Steps after which all weights are written
+WRITES = {*range(1, 4), *range(4, STEPS, 4), STEPS}
+
+
+@dataclass(kw_only=True)
+class Weight(Event):
+    """What happened to one weight until the step in which this was written."""
+
+    name: str
+    module: str  # the outermost module that has run and has no weight that lives
+    trainable: bool
+    optimizer: int | None  # the first step of the optimizer that has it
+    network: str  # the network that has it, or ""
+    training: bool  # this network is in training mode
+    steps: int  # of its optimizer, or of all if none has it
+    alive: int  # in how many of them its gradient was not zero
+    reached: bool  # a backward pass has reached it
+    cleared: str  # where zero_grad() cleared its gradient before a step, or ""
+    first: int  # when its module first ran, or -1
+    cut: bool  # its module's results need no gradient
+    returned: bool  # the module around it returns its module's results
+    place: str  # where its module is called
+
+    @property
+    def inside(self) -> bool:
+        """Whether a network has it."""
+        return bool(self.network)
+
+
+@dataclass
+class Ran:
+    """How a module has run."""
+
+    first: int
+    place: str
+    cut: bool = False
+    returned: bool = False
+
+
+class Alive(Watcher):
+    """Counts the gradients of each weight, and follows which modules run."""
+
+    def __init__(self):
+        self.alive, self.steps, self.optimizers = Counter(), Counter(), {}
+        self.reached, self.fresh, self.cleared, self.begun = set(), set(), {}, {}
+        self.ran, self.results, self.outer, self.moved = {}, {}, None, set()
+        self.holders = weakref.WeakSet()  # optimizers
+
+    def hooks(self) -> None:
+        import torch
+
+        wrap(torch.optim.Optimizer, "add_param_group", self.add_param_group)
+        module = torch.nn.modules.module
+        module.register_module_forward_pre_hook(quiet(self.before))
+        module.register_module_forward_hook(quiet(self.after))
+
+    def add_param_group(self, call, optimizer, group) -> None:
+        call(optimizer, group)
+        self.holders.add(optimizer)
+
+    # --- gradients ---
+
+    def on_gradient(self, weight, gradient) -> None:
+        self.reached.add(id(weight))
+        self.fresh.add(id(weight))
+
+    def on_clear(self, weights) -> None:
+        for weight in weights:
+            if id(weight) in self.fresh:
+                self.fresh.discard(id(weight))
+                self.cleared[id(weight)] = self.cleared.get(id(weight)) or place()
+
+    def on_step(self, optimizer, whole, gradients) -> None:
+        if not recorder.watching:
+            return
+        first = next(
+            (n for n, known in self.optimizers.values() if known == id(optimizer)),
+            recorder.step,
+        )
+        known = {id(one): any(row) for one, row in zip(whole, gradients, strict=True)}
+        own, unclear = weights(optimizer), []
+        for weight in own:
+            self.steps[id(weight)] += 1
+            self.optimizers.setdefault(id(weight), (first, id(optimizer)))
+            self.fresh.discard(id(weight))
+            self.alive[id(weight)] += known.get(id(weight), False)
+            if not self.alive[id(weight)] and weight.grad is not None:
+                unclear.append(weight)  # few of an embedding's rows get gradients
+        for weight, nonzero in zip(unclear, lives(unclear), strict=True):
+            self.alive[id(weight)] += nonzero
+        others = [w for n in [*Moments.here.networks] for w in n.parameters()]
+        others = [one for one in others if id(one) not in self.steps]
+        self.reached |= {id(one) for one in others if one.grad is not None}
+        new = [one for one in own + others if id(one) not in self.begun]
+        self.begun |= {id(one): row for one, row in zip(new, few(new), strict=True)}
+
+    def after_step(self, optimizer, weights) -> None:
+        if recorder.step + 1 in WRITES:
+            self.write()
+
+    def on_exit(self) -> None:
+        if 0 < recorder.step < STEPS and recorder.step not in WRITES:
+            self.write()
+
+    # --- modules ---
+
+    def on_input(self, network, inputs) -> None:
+        self.outer = network
+
+    def before(self, module, inputs) -> None:
+        """Note when a module first runs."""
+        if not recorder.watching or not runs_normally():
+            return
+        if id(module) not in self.ran:
+            self.ran[id(module)] = Ran(len(self.ran), place())
+
+    def after(self, module, inputs, outputs) -> None:
+        """Note in the first steps whether a module's results need a gradient."""
+        if recorder.step > 1 or not runs_normally() or id(module) not in self.ran:
+            return
+        tensors = leaves(outputs)
+        for one in tensors:
+            for owner, reference in self.results.get(id(one), ()):
+                if owner != id(module) and reference() is one:
+                    self.ran[owner].returned = True
+            entry = id(module), weakref.ref(one)
+            self.results.setdefault(id(one), []).append(entry)
+        if self.outer is module:
+            self.results.clear()
+        floats = [one for one in tensors if one.is_floating_point()]
+        cut = bool(floats) and not any(one.requires_grad for one in floats)
+        self.ran[id(module)].cut = cut
+
+    # --- events ---
+
+    def write(self) -> None:
+        """Write what is known of all weights."""
+        owners, found = {}, {}
+        kept = {id(one) for own in [*self.holders] for one in weights(own)}
+        for network in [*Moments.here.networks]:
+            modules = dict(network.named_modules())
+            for name, module in modules.items():
+                for weight in module.parameters(recurse=False):
+                    owners.setdefault(id(weight), (modules, name))
+                    found[id(weight)] = weight
+        for _number, reference in [*Moments.here.known.values()]:
+            weight = reference()
+            if weight is not None and id(weight) in self.steps:
+                found[id(weight)] = weight
+        now = dict(zip(found, few([*found.values()]), strict=True))
+        self.moved = {key for key in now if now[key] != self.begun.get(key, now[key])}
+        for key, weight in found.items():
+            name, ran, network, training = "", None, "", True
+            if key in owners:
+                name, ran = self.around(*owners[key])
+                root = owners[key][0][""]
+                network, training = f"{type(root).__name__} {id(root)}", root.training
+            none = -1 if key in kept else None  # or an optimizer that has not stepped
+            optimizer, _ = self.optimizers.get(key, (none, None))
+            event = Weight(
+                name=Moments.here.name(weight),
+                module=name,
+                trainable=weight.requires_grad,
+                optimizer=optimizer,
+                network=network,
+                training=training,
+                steps=self.steps[key] or recorder.step + 1,
+                alive=self.alive[key],
+                reached=key in self.reached,
+                cleared=self.cleared.get(key, ""),
+                first=ran.first if ran else -1,
+                cut=bool(ran) and ran.cut,
+                returned=bool(ran) and ran.returned,
+                place=ran.place if ran else "",
+            )
+            recorder.write(event)
+
+    def around(self, modules: dict, name: str) -> tuple[str, Ran | None]:
+        """Return the outermost module with no weight that lives, and how it ran."""
+        found = name, self.ran.get(id(modules[name]))
+        while name:
+            name = name.rpartition(".")[0]
+            own = [one for one in modules[name].parameters() if one.requires_grad]
+            if any(self.alive[id(one)] for one in own):
+                break
+            if ran := self.ran.get(id(modules[name])):
+                found = name, ran
+        return found
+
+
+def local(tensor):
+    """Return a process's part of a tensor."""
+    return tensor.to_local() if hasattr(tensor, "placements") else tensor
+
+
+def lives(tensors: list) -> list[bool]:
+    """Return for each tensor whether its gradient has a number other than 0."""
+    import torch
+
+    parts = [local(one.grad) for one in tensors]
+    parts = [one.coalesce().values() if one.is_sparse else one for one in parts]
+    flags = [one.any() if one.numel() else torch.tensor(True) for one in parts]
+    device = flags[0].device if flags else None
+    return torch.stack([one.to(device) for one in flags]).tolist() if flags else []
+
+
+def few(tensors: list) -> list[list[float]]:
+    """Return a few numbers of each tensor."""
+    return numbers([local(one) for one in tensors], 3)
+
+
+# --- checks ---
+
+
+def latest(job) -> dict[str, list[Weight]]:
+    """Return the last events of each weight, one per rank, by name and number."""
+    found = {}
+    for process in job.processes:
+        events = process.of(Weight)
+        own = [one for one in events if one.step == events[-1].step]
+        for number, one in enumerate(own):
+            found.setdefault(f"{number} {one.name}", []).append(one)
+    return found
+
+
+def names(events: list[Weight]) -> str:
+    """Return the first names of a list of weights."""
+    return listed([*dict.fromkeys(one.name for one in events)])
+
+
+@check(LAW, RISK, general=True, needs=[Step, Weight], read="docs/pitfalls.md")
+def dead_weights(job):
+    """Trainable weights never get a gradient.
+
+    Look between these layers and the loss for detach(), no_grad(), item(), argmax(), or
+    a reentrant checkpoint whose inputs need no gradient.
+    Not a mistake if: they are not meant to be trained; then call requires_grad_(False).
+    """
+    rows = [x for x in latest(job).values() if x[0].trainable]
+    rows = [
+        x for x in rows if (x[0].optimizer or 0) >= 0 and x[0].optimizer is not None
+    ]
+    need(rows, "no weights of an optimizer were seen")
+    dead = [x[0] for x in rows if not any(one.alive for one in x)]
+    alive = [x[0] for x in rows if any(one.alive for one in x)]
+    steps = max(x[0].steps for x in rows)
+    if steps < 2:
+        raise NotJudged("only one step was seen")
+    for number in sorted({one.optimizer for one in dead}):
+        own = [one for one in dead if one.optimizer == number]
+        if number not in {one.optimizer for one in alive}:
+            what = f"all {len(own)} weights of an optimizer have no gradient or zero "
+            what += f"gradients in {own[0].steps} steps: {names(own)}"
+            yield Breach(what, own[0].place or job.of(Step)[0].place, facts=own)
+            dead = [one for one in dead if one not in own]
+    runs = max((one.first for one in alive), default=-1)
+    if lost(job):  # then an optimizer may have the weights of an old head
+        dead = [one for one in dead if one.inside]
+    needed = [
+        one
+        for one in dead
+        if (one.reached and not one.returned)  # DDP gives unused results zeros
+        or (one.cut and one.first >= 0)
+        or (one.module and 0 <= one.first < runs and not one.returned)
+    ]
+    if needed:
+        what = (
+            f"{len(needed)} of {len(rows)} trainable weights never get a gradient in "
+        )
+        what += f"{steps} steps"
+        if all(one.reached for one in needed):
+            what = what.replace("never get a gradient", "get gradients of zero only")
+        elif any(one.first >= 0 for one in needed):
+            what += " (they run before weights that learn)"
+        yield Breach(f"{what}: {names(needed)}", needed[0].place, facts=needed)
+    elif unused := [one for one in dead if one.returned]:
+        what = (
+            f"{len(unused)} of {len(rows)} trainable weights never get a gradient in "
+        )
+        what += f"{steps} steps, because the loss does not use the results of "
+        module = unused[0].module or unused[0].name
+        yield Breach(f"{what}{module}: {names(unused)}", unused[0].place, level=NOTE)
+        raise NotJudged(f"the loss does not use the results of {module}")
+    elif alive:
+        text = f"{len(alive)} of {len(rows)} trainable weights live in {steps} steps"
+        idle = [one for one in dead if one not in needed]
+        yield text + f"; the loss does not use {names(idle)}" * bool(idle)
+
+
+@explains(dead_weights, WRONG, read="tutorial/03_gradients/README.md")
+def zero_gradients(job, breach):
+    """All gradients of an optimizer are zero.
+
+    Give the optimizer the network's final weights (after fully_shard(), for example),
+    and check that the loss depends on them: the cross-entropy of a single output is
+    always 0.
+    """
+    if not breach.what.startswith("all "):
+        return None
+    cleared = [one for one in breach.facts if one.cleared and one.reached]
+    if cleared:
+        what = f"zero_grad() clears all gradients after backward(): {breach.what}"
+        mend = "Call zero_grad() before backward(), or after step()."
+        return Breach(what, cleared[0].cleared, mend=mend)
+    return Breach(breach.what)
+
+
+def lost(job) -> list[Weight]:
+    """Return the weights that get gradients, but that no optimizer has."""
+    rows, found = [*latest(job).values()], []
+    used = {x[0].network for x in rows if x[0].optimizer is not None}
+    for row in rows:
+        one = row[0]
+        trains = one.training or one.network in used
+        if one.trainable and one.optimizer is None and trains:
+            found += [one] if any(x.reached for x in row) else []
+    return found
+
+
+@check(LAW, RISK, needs=[Step, Weight])
+def not_in_an_optimizer(job):
+    """No optimizer has weights that get gradients.
+
+    Give the optimizer the final network's parameters: create it after the last change
+    of the network.
+    Not a mistake if: these weights are not meant to change; then call
+    requires_grad_(False), which saves time.
+    """
+    found, rows = lost(job), [x[0] for x in latest(job).values()]
+    if found:
+        what = f"no optimizer has {len(found)} weights that get gradients: "
+        what += names(found)
+        old = [one for one in rows if one.optimizer is not None and not one.alive]
+        old = [one for one in old if not one.inside]
+        if old:
+            what += f"; an optimizer has {len(old)} weights that no network has: "
+            what += names(old)
+        yield Breach(what, found[0].place, level=WRONG if old else RISK)

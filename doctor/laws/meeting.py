@@ -1,0 +1,348 @@
+"""Law 9: all ranks meet in the same calls, take the same steps, and end."""
+
+import os
+import re
+import sys
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import ClassVar
+
+from ..event import Event, Exit, Failed, Rank, Start
+from ..job import last, waiting
+from ..law import NOTE, RISK, WRONG, Breach, Law, NotJudged, check, need, several
+from ..moments import Step
+from ..record import place, recorder, wrap
+from ..watcher import Watcher
+
+LAW = Law(9, "meeting", "All ranks meet")
+SPAWNED = "spawn_main" in str(sys.orig_argv)  # its parent may have chosen the port
+PORT = "" if SPAWNED else os.environ.get("MASTER_PORT", "")
+ROOTS = {"broadcast": 1, "reduce": 1, "scatter": 2, "gather": 2}  # positions
+ROOTS |= {"broadcast_object_list": 1, "gather_object": 2, "broadcast_": 1}
+UNEVEN = "all_to_all_single", "allgather"  # sizes may differ between ranks
+LOST = re.compile(
+    r"onnection (closed|reset|refused)|roken pipe|recvValue failed|Socket Timeout|"
+    r"Process(Raised|Exited)Exception|ChildFailedError|Horovod has been shut down|"
+    r"HorovodInternalError|NCCL error"
+)
+
+
+@dataclass(kw_only=True)
+class Call(Event):
+    """The script calls a collective of all ranks."""
+
+    limit: ClassVar[int] = 3000
+    name: str
+    sent: str  # how many numbers of which type, and from or to which rank
+    place: str
+
+
+@dataclass(kw_only=True)
+class Port(Event):
+    """The script joins a process group."""
+
+    own: int  # the port, if it is not the launcher's
+    place: str
+
+
+@dataclass(kw_only=True)
+class Gpu(Event):
+    """A process takes its first step on this GPU."""
+
+    limit: ClassVar[int] = 1
+    index: int
+    identity: str  # the same in all processes that use it
+
+
+class Meeting(Watcher):
+    """Records collectives, ports and GPUs."""
+
+    def hooks(self) -> None:
+        import torch.distributed as dist
+        from torch.distributed.algorithms.join import Join
+
+        for owner in (dist, dist.distributed_c10d):
+            wrap(owner, "init_process_group", self.join)
+        wrap(Join, "__enter__", self.ending)
+
+    def on_collective(self, name, args, kwargs, where) -> None:
+        import torch
+        import torch.distributed as dist
+
+        values = [*args, *kwargs.values()]
+        groups = [one for one in values if isinstance(one, dist.ProcessGroup)]
+        if recorder.rank is None or any(x is not dist.group.WORLD for x in groups):
+            return
+        tensors = [one for one in values if isinstance(one, torch.Tensor)]
+        sent = ""
+        if tensors and name not in UNEVEN:
+            kind = str(tensors[0].dtype).removeprefix("torch.")
+            sent = f"{tensors[0].numel()} x {kind}"
+        position, given = ROOTS.get(name), {"src", "dst", "root_rank"} & {*kwargs}
+        root = kwargs[given.pop()] if given else None
+        if root is None and position and len(args) > position:
+            root = args[position]
+        if isinstance(root, int):
+            sent += f"{', ' * bool(sent)}root {root}"
+        recorder.write(Call(name=name, sent=sent, place=where))
+
+    def ending(self, call, context):
+        recorder.write(Call(name="join", sent="", place=""))
+        return call(context)
+
+    def join(self, call, *args, **kwargs):
+        method = kwargs.get("init_method") or (args[1:] or [None])[0]
+        port = str(method or "").rpartition(":")[2]
+        port = port if port.isdigit() else os.environ.get("MASTER_PORT", "")
+        own = int(port) if port != PORT and port.isdigit() else 0
+        recorder.write(Port(own=own, place=place()))
+        return call(*args, **kwargs)
+
+    def after_step(self, optimizer, weights) -> None:
+        import torch
+
+        if weights and weights[0].is_cuda and not recorder.full(Gpu):
+            index = weights[0].device.index
+            seen = getattr(torch.cuda.get_device_properties(index), "uuid", "")
+            seen = seen or os.environ.get("CUDA_VISIBLE_DEVICES", "")
+            recorder.write(Gpu(index=index, identity=f"{seen} {index}"))
+
+
+def errors(job) -> list[Failed]:
+    """Return the errors that ended processes; effects of other errors come last."""
+    return sorted(job.of(Failed), key=lambda one: bool(LOST.search(one.text)))
+
+
+def ended(job) -> list:
+    """Return the processes that ran to their end."""
+    return [one for one in job.processes if one.of(Exit) and not one.of(Failed)]
+
+
+def stuck(job) -> bool:
+    """Return whether all processes waited until doctor or Ctrl-C ended them."""
+    waits = [waiting(process) for process in job.processes]
+    waits = all(one and one.seconds > 20 for one in waits) and job.world_size > 1
+    return job.hung or (job.interrupted and waits)
+
+
+@check(LAW, RISK, general=True, needs=[Step], read="docs/pitfalls.md, number 11")
+def steps_differ(job):
+    """The ranks take different numbers of optimizer steps.
+
+    If one rank skips a step, all ranks must skip it: all_reduce the condition.
+    Not a mistake if: the ranks' weights are averaged later, or only some ranks train.
+    """
+    several(job)
+    done = {one.rank: one.step for one in job.of(Exit)}
+    if len(done) < len(job.processes):
+        raise NotJudged("not every rank ran to its end")
+    if len({*done.values()}) > 1:
+        counts = [f"rank {rank} takes {done[rank]}" for rank in sorted(done)]
+        yield Breach(f"{', '.join(counts)} steps", job.of(Step)[0].place)
+        return
+    yield f"{len(done)} ranks took {done[0]:,} steps each"
+
+
+@check(LAW, RISK, needs=[Step], read="docs/pitfalls.md, number 1")
+def no_process_group(job):
+    """The processes of the job train without a process group.
+
+    Call init_process_group() (or choose a distributed strategy), and wrap the network.
+    Not a mistake if: the processes are meant to train separate networks.
+    """
+    if job.world_size > 1 and not job.of(Rank):
+        what = f"{job.world_size} processes train, but none joins a process group: "
+        yield Breach(f"{what}each trains alone", job.of(Step)[0].place)
+
+
+@check(LAW, WRONG, effects=[steps_differ, no_process_group], read="tutorial/11_hangs")
+def hangs(job):
+    """A process waits for something that never comes.
+
+    Find the call that only some ranks make, or the rank that has an extra batch.
+    """
+    parts = []
+    for process in job.processes:
+        one, wait = last(process), waiting(process)
+        does = f"waits in {wait.what}() at {wait.place}" if wait else "has ended"
+        parts.append(f"after step {one.step}, rank {process.rank} {does}")
+    if stuck(job):
+        yield Breach("; ".join(parts))
+
+
+@check(LAW, WRONG, general=True, effects=[steps_differ, no_process_group, hangs])
+def ends_with_an_error(job):
+    """A process ends with an error.
+
+    Read the traceback above: PyTorch's messages often say what to change.
+    """
+    for one in errors(job)[:1]:
+        if LOST.search(one.text) and job.hung:
+            return
+        text = one.text.split("\n")[0][:200]
+        what = f"in step {one.step + 1}, rank {one.rank} ends with {text}"
+        yield Breach(what, one.place)
+        return
+    if job.status and not job.hung and not job.interrupted:
+        what = f"the command ends with status {job.status} and no Python error"
+        if all(process.of(Exit) for process in job.processes):  # atexit ran
+            what += ", after all ranks ended"
+            mend = (
+                "For 'terminate called' above, see Gloo's threads in docs/pitfalls.md."
+            )
+            yield Breach(what, level=NOTE, mend=mend)
+            return
+        yield Breach(what)
+    elif job.interrupted:
+        raise NotJudged("the job was interrupted")
+    elif not job.hung and len(ended(job)) == len(job.processes):
+        yield f"{len(job.processes)} of {len(job.processes)} ended without an error"
+
+
+EFFECTS = steps_differ, no_process_group, hangs, ends_with_an_error
+
+
+@check(
+    LAW, WRONG, general=True, needs=[Call], effects=EFFECTS, read="tutorial/11_hangs"
+)
+def collectives_differ(job):
+    """Some ranks call other collectives, or call them in another order.
+
+    Make every rank call every collective: move it out of branches that some ranks skip.
+    """
+    several(job)
+    gone = ended(job) if not job.interrupted else []
+    for one in errors(job)[:1]:
+        if gone and LOST.search(one.text):
+            what = f"rank {gone[0].rank} ends while rank {one.rank} waits for it"
+            yield Breach(what, one.place)
+            return
+    rows, joins = [process.of(Call) for process in job.processes], False
+    for number, calls in enumerate(zip_longest(*rows), 1):
+        joins |= any(one and one.name == "join" for one in calls)
+        if joins:
+            raise NotJudged("join() lets some ranks end earlier")
+        if None in calls:
+            without = job.processes[calls.index(None)]
+            one = next(one for one in calls if one)
+            if stuck(job) or without in gone or behind(job, without, one):
+                what = f"rank {without.rank} does not call {one.name}(), which rank "
+                what += f"{one.rank} calls after step {one.step}"
+                yield Breach(what, one.place)
+                return
+            raise NotJudged("the job ended between two collectives")
+        if len({(one.name, one.sent) for one in calls}) > 1:
+            made = [
+                f"rank {x.rank} calls {x.name}({x.sent}) at {x.place}" for x in calls
+            ]
+            what, mend = f"for collective call {number}, {', '.join(made)}", ""
+            if len({one.name for one in calls}) == 1:
+                mend = "Give this call the same size, type and root on every rank."
+            yield Breach(what, calls[0].place, mend=mend)
+            return
+    yield f"{len(rows[0]):,} collective{'s' * (len(rows[0]) > 1)} in the same order"
+
+
+def behind(job, without, call: Call) -> bool:
+    """Return whether a rank read more batches without making another rank's call."""
+    own = next(one for one in job.processes if one.rank == call.rank)
+    read = len(own.batches_before(call.time))
+    return 0 < read < len(without.batches_before(float("inf")))
+
+
+@check(LAW, RISK, general=True, effects=[*EFFECTS, collectives_differ])
+def batch_counts_differ(job):
+    """The ranks have different numbers of training batches.
+
+    Give each rank the same number, as DistributedSampler does, or use DDP's join().
+    Not a mistake if: the loop handles ranks that run out of batches.
+    """
+    several(job)
+    feeds = [process.loader() for process in job.processes]
+    need(all(feeds), "no DataLoader feeds the steps of every rank")
+    if any(one.name == "join" for one in job.of(Call)):
+        raise NotJudged("join() handles ranks that run out of batches")
+    failed = stuck(job) or job.of(Failed)
+    failed = failed or (job.status and not job.interrupted and not ended(job))
+    epochs = sorted({epoch for one in job.processes for epoch in one.epochs})
+    for epoch in epochs:
+        counts = [len(one.batches(epoch)) for one in job.processes]
+        whole = [one.whole(epoch) for one in job.processes]
+        ends = [n for n, end in zip(counts, whole, strict=True) if end]
+        lengths = [one.length for one in feeds]
+        if failed and None not in lengths and len({*lengths}) > 1:
+            counts = lengths
+        elif not ends or not (all(whole) or max(counts) > min(ends)):
+            break
+        if len({*counts}) > 1:
+            what = f"ranks 0 to {len(counts) - 1} have {', '.join(map(str, counts))} "
+            what += f"batches in epoch {epoch}"
+            level = WRONG if failed else RISK
+            yield Breach(what, feeds[0].place, level=level)
+            return
+    done = [n for n in epochs if all(one.whole(n) for one in job.processes)]
+    need(done, "no epoch was read to its end on every rank")
+    yield f"{len(job.processes[0].batches(done[0])):,} batches per epoch each"
+
+
+EFFECTS = *EFFECTS, collectives_differ, batch_counts_differ
+
+
+@check(LAW, WRONG, effects=EFFECTS, read="docs/pitfalls.md, number 13")
+def file_race(job):
+    """A process reads a file before another one has written it.
+
+    Make the other ranks wait in a barrier until rank 0 has written the file.
+    """
+    failed = {one.rank for one in job.of(Failed)}
+    for one in errors(job)[:1]:
+        if "FileNotFound" in one.text and one.path:
+            # Rank 0 may have been stopped before it wrote the file
+            if os.path.exists(one.path) or 0 not in failed:
+                what = f"rank {one.rank} cannot find {one.path}, which another process "
+                yield Breach(f"{what}writes, or was about to write", one.place)
+
+
+@check(LAW, RISK, needs=[Port], read="docs/pitfalls.md, number 3")
+def own_port(job):
+    """The processes meet at a port that the script has fixed.
+
+    Omit init_method, rank and world_size, so that the launcher's port is used.
+    Not a mistake if: you never run a second job on this machine.
+    """
+    for one in job.of(Port):
+        if 0 < one.own < 32768:  # the system picks free ports above
+            what = f"the port is always {one.own}: a second job on this machine fails, "
+            yield Breach(f"{what}or joins this one", one.place)
+            return
+        need(not one.own, "the script chose a port, which may be a free one")
+
+
+@check(LAW, WRONG, effects=[*EFFECTS, file_race, own_port])
+def port_in_use(job):
+    """Another job on this machine uses the port where the processes meet.
+
+    Omit init_method, rank and world_size, so that the launcher's port is used.
+    """
+    for one in errors(job)[:1]:
+        if "ddress already in use" in one.text:
+            what = f"rank {one.rank} cannot join the others: {one.text[:150]}"
+            yield Breach(what, one.place)
+
+
+@check(LAW, WRONG, needs=[Gpu], read="docs/pitfalls.md, number 19")
+def same_gpu(job):
+    """Several processes of a machine use the same GPU.
+
+    Call torch.cuda.set_device(local_rank).
+    """
+    several(job)
+    found = {}
+    for process in job.processes:
+        for one in process.of(Gpu):
+            host = process.of(Start)[0].host
+            found.setdefault((host, one.identity), []).append(one)
+    for row in found.values():
+        if len(row) > 1:
+            ranks = ", ".join(str(one.rank) for one in row)
+            yield Breach(f"ranks {ranks} use GPU {row[0].index} of one machine")

@@ -1,0 +1,226 @@
+"""Law 6: every weight lives. The modes in which layers run."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..event import Event
+from ..law import RISK, Breach, check, need
+from ..loaders import Loaders
+from ..moments import Moments, Step, runs_normally
+from ..record import STEPS, place, quiet, recorder
+from ..watcher import Watcher
+from .alive import LAW, WRITES, Alive, dead_weights, not_in_an_optimizer
+from .replicas import listed
+
+
+@dataclass(kw_only=True)
+class Mode(Event):
+    """In which modes a batch norm or dropout layer has run until now."""
+
+    name: str
+    kind: str  # batch norm or dropout
+    lives: bool  # it, or the module around it, has weights that live
+    moves: bool  # these weights change
+    ran: dict[str, list[int]]  # steps by mode: train, eval, train without gradients
+    place: str
+
+
+@dataclass(kw_only=True)
+class Validation(Event):
+    """The first batch of a network's pass over a validation loader."""
+
+    limit: ClassVar[int] = 500
+    network: str
+    loader: int
+    training: bool  # batch norm or dropout layers are in training mode
+    gradients: bool
+    place: str
+
+
+class Modes(Watcher):
+    """Follows the modes of batch norm and dropout layers."""
+
+    def __init__(self):
+        self.ran, self.places = {}, {}  # by id of the layer: steps by mode; lines
+        self.outer, self.stateful = None, {}
+        self.pending, self.validated = None, set()
+
+    def hooks(self) -> None:
+        import torch
+
+        module = torch.nn.modules.module
+        module.register_module_forward_pre_hook(quiet(self.before))
+
+    def on_input(self, network, inputs) -> None:
+        self.outer = network
+
+    def before(self, module, inputs) -> None:
+        """Note in which mode a layer runs."""
+        if not recorder.watching or not kind(module) or not runs_normally():
+            return
+        import torch
+
+        mode = "train" if module.training else "eval"
+        if mode == "eval" and self.outer is not None and self.outer.training:
+            mode = "fixed"  # only this part is in evaluation mode
+        mode += "" if torch.is_grad_enabled() else " without gradients"
+        modes = self.ran.setdefault(id(module), {})
+        modes.setdefault(mode, set()).add(recorder.step)
+        if id(module) not in self.places:
+            self.places[id(module)] = place()
+
+    def on_output(self, network, outputs, batch) -> None:
+        """Record the mode of a network that a loader other than training's feeds."""
+        import torch
+
+        if network not in self.stateful:
+            found = [one for one in network.modules() if kind(one)]
+            self.stateful = {network: found}  # only the last network's
+        self.pending, gradients = None, torch.is_grad_enabled()
+        current = Loaders.here.current
+        if batch is None or current is None or not recorder.step:
+            return
+        key = id(network), current.loader, current.epoch
+        if key in self.validated or (gradients and current.steps):
+            return
+        event = Validation(
+            network=type(network).__name__,
+            loader=current.loader,
+            training=any(one.training for one in self.stateful[network]),
+            gradients=gradients,
+            place=place(),
+        )
+        if gradients:
+            self.pending = key, event  # unless a backward pass follows
+        else:
+            self.validated.add(key)
+            recorder.write(event)
+
+    def on_backward(self, root) -> None:
+        self.pending = None
+
+    def on_batch(self, epoch, batch, seconds) -> None:
+        if self.pending:
+            self.validated.add(self.pending[0])
+            recorder.write(self.pending[1])
+            self.pending = None
+
+    def after_step(self, optimizer, weights) -> None:
+        if recorder.step + 1 in WRITES:
+            self.write()
+
+    def on_exit(self) -> None:
+        if 0 < recorder.step < STEPS and recorder.step not in WRITES:
+            self.write()
+
+    def write(self) -> None:
+        """Write in which modes layers have run."""
+        seen, alive, moved = set(), Alive.here.alive, Alive.here.moved
+        for network in [*Moments.here.networks]:
+            modules = dict(network.named_modules())
+            for name, module in modules.items():
+                if id(module) in seen or id(module) not in self.ran:
+                    continue
+                seen.add(id(module))
+                part = name
+                while part and not [*modules[part].parameters()]:
+                    part = part.rpartition(".")[0]
+                own = [*modules[part].parameters()]
+                modes = self.ran[id(module)]
+                event = Mode(
+                    name=name.removeprefix("module."),
+                    kind=kind(module),
+                    lives=any(alive[id(one)] for one in own),
+                    moves=any(id(one) in moved for one in own),
+                    ran={mode: sorted(steps) for mode, steps in modes.items()},
+                    place=self.places[id(module)],
+                )
+                recorder.write(event)
+
+
+def kind(module) -> str:
+    """Return what kind of layer with modes a module is, or ""."""
+    from torch.nn.modules import batchnorm, dropout
+
+    if isinstance(module, batchnorm._BatchNorm):
+        return "batch norm" if module.track_running_stats else ""
+    drops = isinstance(module, dropout._DropoutNd) and module.p > 0
+    return "dropout" if drops else ""
+
+
+# --- checks ---
+
+
+def modes(job) -> list[list[Mode]]:
+    """Return each process's last events of layers with modes."""
+    found = [process.of(Mode) for process in job.processes]
+    return [[x for x in own if x.step == own[-1].step] for own in found]
+
+
+@check(LAW, RISK, needs=[Mode], causes=[dead_weights, not_in_an_optimizer])
+def frozen_in_train_mode(job):
+    """A frozen network runs in training mode.
+
+    Call its eval() after each call of train() on the network around it: train() changes
+    all submodules.
+    Not a mistake if: its dropout or its batch-norm statistics are meant to be those of
+    training.
+    """
+    for own in modes(job)[:1]:
+        for kinds in ("batch norm", "dropout"):
+            layers = [one for one in own if one.kind == kinds]
+            layers = [one for one in layers if not (one.lives or one.moves)]
+            without = [x for x in layers if often(job, x, "train without gradients")]
+            learns = [x for x in layers if often(job, x, "train")]
+            learns = learns if kinds == "batch norm" else []
+            for found, how in ((without, " under no_grad()"), (learns, "")):
+                if not found:
+                    continue
+                names = listed([one.name for one in found])
+                effect = "results contain noise"
+                if kinds == "batch norm":
+                    effect = "running statistics follow the batches"
+                what = f"{len(found)} {kinds} layers without weights that learn run in "
+                what += f"training mode{how}: {names}; their {effect}"
+                yield Breach(what, found[0].place)
+
+
+def often(job, layer: Mode, mode: str) -> bool:
+    """Return whether a layer ran in a mode in most of the watched steps."""
+    steps = min(job.watched, STEPS)
+    return len(layer.ran.get(mode, ())) >= max(3, steps / 2)
+
+
+@check(LAW, RISK, causes=[frozen_in_train_mode], read="tutorial/16_sharded/README.md")
+def eval_mode(job):
+    """A network trains in evaluation mode, or validates in training mode.
+
+    Call model.train() at the start of each epoch, and model.eval() before validation.
+    Not a mistake if: dropout and batch norm are meant to behave this way.
+    """
+    need(job.of(Mode) or job.of(Validation), "no batch norm or dropout layer ran")
+    for own, process in zip(modes(job)[:1], job.processes, strict=False):
+        steps = {one.step: one for one in process.of(Step)}
+        layers = [one for one in own if one.lives]
+        trains = {n for one in layers for n in one.ran.get("train", ())}
+        evals = {n for one in layers for n in one.ran.get("eval", ())}
+        found = sorted((evals - trains) & {*steps})
+        if found:
+            what = f"{len(found)} of {len(steps)} steps, from step {found[0] + 1} on, "
+            names = listed([one.name for one in layers], 2)
+            what += f"train a network in evaluation mode: {names}"
+            yield Breach(what, layers[0].place)
+    for one in validations(job):
+        if one.training:
+            what = f"rank {one.rank} validates {one.network} in training mode"
+            yield Breach(what, one.place)
+            return
+
+
+def validations(job) -> list[Validation]:
+    """Return the first batches of passes over loaders that feed no step."""
+    found = []
+    for process in job.processes:
+        feeding = {one.loader for one in process.of(Step)}
+        found += [x for x in process.of(Validation) if x.loader not in feeding]
+    return sorted(found, key=lambda one: one.time)

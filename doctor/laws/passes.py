@@ -1,0 +1,228 @@
+"""Law 5: a step is the mean over all samples. Backward passes and steps."""
+
+import weakref
+from dataclasses import dataclass
+
+from ..event import Event
+from ..law import (
+    Law,
+)
+from ..loaders import Loaders
+from ..moments import Moments, weights
+from ..record import place, recorder, wrap
+from ..sample import numbers, picked
+from ..watcher import Watcher
+
+LAW = Law(5, "gradient", "A step is the mean over all samples")
+MOST = 1024  # numbers of all gradients in one event
+
+
+@dataclass(kw_only=True)
+class Wrapped(Event):
+    """DistributedDataParallel has been constructed."""
+
+    place: str
+
+
+@dataclass(kw_only=True)
+class Update(Event):
+    """The gradients of an optimizer's step, and the backward passes behind them."""
+
+    optimizer: int  # the first step of this optimizer
+    names: list[str]  # of the weights
+    each: int  # how many numbers of each weight's gradient follow
+    used: list[float]  # the gradients of the step
+    local: list[float]  # this rank's own gradients, summed over the passes
+    passes: list[dict]  # see Passes.on_backward()
+    lost: list[str]  # lines of passes whose gradients were cleared before the step
+    stale: list[str]  # weights that still had the gradients of an earlier step
+    clips: list[dict]  # see Passes.clip()
+    factor: float | None  # FSDP2: of this rank's shards, between backward() and step()
+    place: str
+
+    def part(self, values: list[float], number: int) -> list[float]:
+        """Return the numbers of one weight."""
+        return values[number * self.each : (number + 1) * self.each]
+
+
+class Passes(Watcher):
+    """Follows backward passes, and the gradients that each of them adds to weights."""
+
+    def __init__(self):
+        self.passes, self.number, self.current = {}, 0, None
+        self.local, self.stepped, self.stale = {}, set(), {}
+        self.lost, self.clips, self.first = {}, [], {}
+        self.forwards, self.model = [], lambda: None
+        self.scale, self.scaler = None, lambda: None
+        self.sharded, self.shards = [], None
+
+    def hooks(self) -> None:
+        import torch
+
+        utils, ddp = torch.nn.utils, torch.nn.parallel.DistributedDataParallel
+        wrap(ddp, "forward", self.forward)
+        wrap(torch.amp.GradScaler, "scale", self.scaled)
+        for owner in (utils, utils.clip_grad):
+            wrap(owner, "clip_grad_norm_", self.clip_norm)
+            wrap(owner, "clip_grad_value_", self.clip_value)
+
+    def on_wrap(self, model, where) -> None:
+        recorder.write(Wrapped(place=where))
+
+    def forward(self, call, model, *args, **kwargs):
+        import torch
+
+        if torch.is_grad_enabled():
+            self.forwards.append(bool(model.require_backward_grad_sync))
+            self.model = weakref.ref(model)
+        return call(model, *args, **kwargs)
+
+    def scaled(self, call, scaler, *args, **kwargs):
+        result = call(scaler, *args, **kwargs)
+        if scaler.is_enabled() and recorder.watching:
+            self.scale, self.scaler = scaler._scale.clone(), weakref.ref(scaler)
+        return result
+
+    def on_backward(self, root) -> None:
+        if not recorder.watching:
+            return
+        self.number += 1
+        current, model = Loaders.here.current, self.model()
+        self.current = {
+            "place": place(),
+            "loader": current and current.loader,
+            "epoch": current and current.epoch,
+            "forwards": self.forwards,  # of DDP: whether this pass will average
+            "flag": bool(model.require_backward_grad_sync) if model else None,
+            "scale": self.scale,
+        }
+        self.passes[self.number] = self.current
+        self.forwards, self.scale = [], None
+
+    def on_gradient(self, weight, gradient) -> None:
+        import torch
+
+        key = id(weight)
+        if gradient.layout != torch.strided or not self.number:
+            return
+        if key in self.stepped or weight.grad is None:
+            self.local.pop(key, None)
+        if key in self.stepped and weight.grad is not None:
+            self.stale[key] = picked(weight.grad, 8).clone()
+        self.stepped.discard(key)
+        entry = self.number, picked(gradient, 8).clone()
+        self.local.setdefault(key, []).append(entry)
+
+    def after_backward(self) -> None:
+        if self.sharded and recorder.watching:
+            self.shards = self.shard_numbers()
+
+    def shard_numbers(self):
+        """Return a few numbers of the gradients of this rank's shards: (N,)."""
+        import torch
+
+        found = [one().grad for one in self.sharded if one() is not None]
+        parts = [picked(x.to_local(), 4) for x in found if x is not None]
+        return torch.cat(parts) if parts else None
+
+    def on_clear(self, weights) -> None:
+        keys = {id(one) for one in weights}
+        for key in keys & {*self.local}:
+            if key not in self.stepped:
+                for number, _ in self.local[key]:
+                    self.lost[number] = key
+            del self.local[key]
+        self.stepped -= keys
+        for key in keys:
+            self.stale.pop(key, None)
+
+    def clip_norm(self, call, parameters, *args, **kwargs):
+        parameters = self.clip(parameters, norm=True)
+        return call(parameters, *args, **kwargs)
+
+    def clip_value(self, call, parameters, *args, **kwargs):
+        parameters = self.clip(parameters, norm=False)
+        return call(parameters, *args, **kwargs)
+
+    def clip(self, parameters, norm: bool):
+        """Note gradients before they are clipped; return the parameters."""
+        import torch
+
+        single = isinstance(parameters, torch.Tensor)
+        found = [parameters] if single else [*parameters]
+        if recorder.watching and not any(hasattr(one, "placements") for one in found):
+            scaler = self.scaler()
+            done = scaler._per_optimizer_states.values() if scaler else ()
+            rows = numbers([one.grad for one in found])
+            before = dict(zip(map(id, found), rows, strict=True))
+            entry = {
+                "before": before,
+                "scaled": bool(scaler) and not any(x["stage"].value for x in done),
+                "passes": self.number,
+                "norm": norm,
+                "place": place(),
+            }
+            self.clips.append(entry)
+        return parameters if single else found
+
+    def on_step(self, optimizer, whole, gradients) -> None:
+        if not recorder.watching:
+            return
+        factor, first = None, self.first.setdefault(id(optimizer), recorder.step)
+        sharded = [x for x in weights(optimizer) if hasattr(x, "placements")]
+        if sharded:
+            if self.shards is not None and (now := self.shard_numbers()) is not None:
+                factor = float((now @ self.shards) / (self.shards @ self.shards))
+            self.sharded = [weakref.ref(one) for one in sharded]
+        each = max(1, min(8, MOST // max(1, len(whole))))
+        found = [self.local.get(id(one), []) for one in whole]
+        sums = [sum(x for _, x in one) if one else None for one in found]
+        stale = [(one, self.stale.pop(id(one), None)) for one in whole]
+        stale = [(one, values) for one, values in stale if values is not None]
+        nonzero = numbers([values for _, values in stale])
+        order = sorted({number for one in found for number, _ in one})
+        passes = [self.passes[number] for number in order if number in self.passes]
+        for one in passes:
+            one["scale"] = None if one["scale"] is None else float(one["scale"])
+        keys, clips = [id(one) for one in whole], []
+        for one in self.clips:
+            if {*one["before"]} & {*keys}:
+                before = [one["before"].get(key, []) for key in keys]
+                done = sum(number <= one["passes"] for number in order)
+                kept = {key: one[key] for key in ("scaled", "norm", "place")}
+                same = {*one["before"]} >= {*keys}
+                before = flat(before, each) if same else []
+                clips.append(kept | {"before": before, "passes": done})
+        lost = {number for number, key in self.lost.items() if key in keys}
+        update = Update(
+            optimizer=first,
+            names=[Moments.here.name(one) for one in whole],
+            each=each,
+            used=flat(gradients, each),
+            local=flat(numbers(sums), each),
+            passes=passes,
+            lost=[self.passes[x]["place"] for x in sorted(lost) if x in self.passes],
+            stale=[
+                Moments.here.name(x[0])
+                for x, y in zip(stale, nonzero, strict=True)
+                if any(y)
+            ],
+            clips=clips,
+            factor=factor,
+            place=place(),
+        )
+        recorder.write(update)
+
+    def after_step(self, optimizer, whole) -> None:
+        keys = {id(one) for one in whole}
+        self.stepped |= keys
+        self.clips = []
+        self.lost = {x: key for x, key in self.lost.items() if key not in keys}
+        used = [number for one in self.local.values() for number, _ in one]
+        kept = {*used, *self.lost, self.number}
+        self.passes = {x: one for x, one in self.passes.items() if x in kept}
+
+
+def flat(rows: list[list[float]], each: int) -> list[float]:
+    """Return the first `each` numbers of each row; zeros where there are fewer."""
+    return [x for row in rows for x in (row + [0.0] * each)[:each]]

@@ -1,0 +1,299 @@
+"""Law 7: printed accuracies and losses equal those of the networks' outputs."""
+
+import re
+import sys
+import weakref
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from ..event import Event
+from ..law import RISK, WRONG, Breach, Law, NotJudged, check, explains, need
+from ..loaders import Batch, Epoch, EpochEnd
+from ..moments import Step
+from ..numbers import Group, Number, numbers
+from ..record import place, recorder, wrap
+from ..results import Measured, Printed
+from ..watcher import Watcher
+
+LAW = Law(7, "printed", "Prints are true")
+
+
+@dataclass(kw_only=True)
+class SummedAgain(Event):
+    """A sum over all ranks has been summed over all ranks again."""
+
+    limit: ClassVar[int] = 20
+    place: str
+
+
+@dataclass(kw_only=True)
+class Warned(Event):
+    """Lightning has warned about self.log()."""
+
+    limit: ClassVar[int] = 20
+    text: str
+    place: str
+
+
+class Sums(Watcher):
+    """Records sums that are summed again, and Lightning's warnings."""
+
+    def __init__(self):
+        self.passes = 0  # backward passes of the current step
+        self.sums, self.adds = {}, None  # of small tensors, by the line that sums
+
+    def hooks(self) -> None:
+        import warnings
+
+        wrap(warnings, "showwarning", self.warning)
+
+    def warning(self, call, message, *args, **kwargs):
+        if "sync_dist=True" in str(message) and "lightning" in str(sys.modules.keys()):
+            recorder.write(Warned(text=str(message)[:300], place=place()))
+        return call(message, *args, **kwargs)
+
+    def on_backward(self, root) -> None:
+        self.passes += 1
+
+    def after_step(self, optimizer, weights) -> None:
+        self.passes = 0
+
+    def on_collective(self, name, args, kwargs, where) -> None:
+        self.adds = None
+        plain = name == "all_reduce" and len(args) == 1 and {*kwargs} <= {"op"}
+        early = self.sums.get(where, (0,))[-1] < 12 and not self.passes
+        if plain and early and "SUM" in str(kwargs.get("op", "SUM")):
+            if args[0].numel() <= 16:
+                self.adds = [float(one) for one in args[0].flatten().tolist()]
+
+    def after_collective(self, name, tensors, where, seconds) -> None:
+        if not self.adds or not any(self.adds):
+            return
+        one, last, count, calls = self.sums.get(where, (lambda: None, [], 0, 0))
+        grows = one() is tensors[0] and all(map(float.__ge__, self.adds, last))
+        after = [float(x) for x in tensors[0].flatten().tolist()]
+        count = count + 1 if grows else 0
+        self.sums[where] = weakref.ref(tensors[0]), after, count, calls + 1
+        if count > 2:
+            recorder.write(SummedAgain(place=where))
+
+
+@dataclass
+class Site:
+    """All prints of one line of the script, by one rank."""
+
+    kind: str
+    place: str
+    words: str  # of the line, without its numbers
+    right: int = 0
+    near: int = 0  # of those, within 1 %
+    unknown: int = 0
+    fits: list[dict] = field(default_factory=list)  # mistakes that explain a print
+
+
+def groups(job) -> list[Group]:
+    """Return what was measured, one group for each pass and source, in order."""
+    found, stepped = {}, set()
+    for process in job.processes:
+        steps = {(one.loader, one.epoch) for one in process.of(Step)}
+        steps |= {(x.loader, x.epoch) for x in process.of(EpochEnd) if x.steps}
+        stepped |= steps
+        keys = {(x.loader, x.epoch, x.number): x for x in process.of(Batch)}
+        for one in process.of(Measured):
+            loaderless = one.loader is None
+            name = one.what, one.source, one.loader, one.epoch
+            name += (one.after, one.trains) if loaderless else ()
+            if name not in found:
+                feed = process.loader(one.loader) if not loaderless else None
+                found[name] = Group(one.what, one.source, one.loader, one.epoch)
+                found[name].total = feed.samples or 0 if feed else 0
+            group = found[name]
+            batch = keys.get((one.loader, one.epoch, one.number))
+            known = batch and (batch.indices or batch.rows)
+            if not known or len(known) != len(one.values):
+                done = len(group.ranks.get(process.rank, ()))
+                known = [(process.rank, done, n) for n in range(len(one.values))]
+            row = one.values, one.weights, [*known]
+            group.ranks.setdefault(process.rank, []).append(row)
+            group.times.setdefault(process.rank, []).append(one.at)
+            group.step = max(group.step, one.after)
+            fed = (one.loader, one.epoch) in stepped
+            group.trains = one.trains if loaderless else fed
+    return sorted(found.values(), key=lambda one: max(map(max, one.times.values())))
+
+
+def judged(job) -> list[Site]:
+    """Return the lines that print results after a pass, and how many are right."""
+    sites, everything = {}, groups(job)
+    for line in job.of(Printed):
+        for order, number in enumerate(numbers(line.text)):
+            known = judge(job, everything, line, number)
+            if known is None:
+                continue
+            words = re.sub(r"\d[\d.]*", "#", line.text)  # helpers print many lines
+            key = line.rank, line.place, words, order, number.kind
+            site = sites.setdefault(key, Site(number.kind, line.place, words))
+            if known in (True, 0.01):
+                site.right += 1
+                site.near += known is not True
+            elif known:
+                site.fits.append(known)
+            else:
+                site.unknown += 1
+    return [*sites.values()]
+
+
+WHAT = {"accuracy": ("hits",), "error": ("hits",), "top5": ("top5",)}
+WHAT |= dict.fromkeys(("loss", "perplexity"), ("loss", "root"))
+
+
+def judge(job, everything: list[Group], line: Printed, number: Number):
+    """Return True for a right number, 0.01 if nearly so, its mistakes, {}, or None.
+
+    None means that it is no result of a whole pass, such as a step's loss.
+    """
+    process = next(one for one in job.processes if one.rank == line.rank)
+    found = [one for one in everything if one.what in WHAT[number.kind]]
+    found = [one for one in found if one.began(line.rank) < line.time]
+    if any(one.running(line.rank, line.time) for one in found if not one.trains):
+        return None
+    evals = [one for one in found if not one.trains and one.step == line.step]
+    trained = [one for one in found if one.trains]
+    if number.split == "train":
+        evals = [one for one in evals if one.loader == process.training]
+    if number.split == "val" or (evals and not number.split):
+        trained = []
+    if trained and in_a_pass(process, line.time):
+        return None
+    ends = {(x.loader, x.epoch): x.batches for x in process.of(EpochEnd)}
+    batches = [ends.get((one.loader, one.epoch), 10**9) for one in trained]
+    rows = [len(one.ranks.get(line.rank, ())) for one in trained]
+    latest = max((one.epoch or 0 for one in trained), default=0)
+    done = [one for one, n, m in zip(trained, rows, batches, strict=True) if n >= m]
+    passes = [one for one in done if one.epoch == latest] + evals
+    if not passes:
+        return None if not evals and number.split == "train" else {}
+    if any(x in number.words for x in ("best", "final", "last", "max")):
+        passes = [one for one in found if one in done or not one.trains]
+    for one in passes:
+        if any(number.equals(x) for x in one.right(line.text, line.rank)):
+            return True
+    fits = {}
+    if number.gap > 0.01 * number.value and number.count is None:
+        return {}
+    for one in passes:
+        same = one.what, one.source, one.loader
+        own = [x for x in everything if (x.what, x.source, x.loader) == same]
+        earlier = own[: own.index(one)]
+        right = one.right(line.text, line.rank)[0]
+        for name, mend, top, bottom in one.wrong(earlier):
+            if number.equals((top, bottom)):
+                fits.setdefault(name, (line, number, mend, right))
+    if fits and number.kind in ("loss", "perplexity"):
+        gaps = [abs(number.turned(one[3]) / number.value - 1) for one in fits.values()]
+        return 0.01 if min(gaps) < 0.01 else fits
+    return fits
+
+
+def in_a_pass(process, moment: float) -> bool:
+    """Return whether a process was reading training batches."""
+    begun = [x for x in process.of(Epoch) if x.loader == process.training]
+    ended = [x for x in process.of(EpochEnd) if x.loader == process.training]
+    count = sum(x.time < moment for x in begun) - sum(x.time < moment for x in ended)
+    return count > 0
+
+
+@check(LAW, RISK, general=True, read="docs/pitfalls.md, number 16")
+def wrong_number(job):
+    """A printed result is not that of the network's outputs.
+
+    Sum the numerators and the numbers of samples over all ranks, and divide once.
+    Not a mistake if: the line is meant to cover one rank's samples only.
+    """
+    need(job.of(Printed), "no accuracy or loss was printed")
+    sites = need(judged(job), "no accuracy or loss was printed after a pass")
+    unknown, counts, found = [], Counter(), False
+    for site in sites:
+        result = "accuracies" if "hits" in WHAT[site.kind] else "losses"
+        result = "accuracies" if site.kind == "top5" else result
+        counts[result] += site.right + site.unknown + len(site.fits)
+        counts["right", result] += site.right
+        names = Counter(name for one in site.fits for name in one)
+        least = 1 if result == "accuracies" else 2
+        name, count = names.most_common(1)[0] if names else ("", 0)
+        others = site.unknown + len(site.fits)
+        if count >= least and count > 0.6 * others:
+            found = True
+            yield Breach("", site.place, facts=(site, name, others))
+        elif others:
+            unknown.append(site)
+    kinds = [one for one in ("accuracies", "losses") if counts[one]]
+    text = ", ".join(f"{counts['right', x]} of {counts[x]} {x}" for x in kinds)
+    if unknown:
+        where = unknown[0].place
+        raise NotJudged(f"{text} could be recomputed; not the one at {where}")
+    if not found:
+        near = " within 1 %" * any(one.near for one in sites)
+        yield f"{text} equal the recomputed{near}"
+
+
+def told(breach: Breach, level: str) -> Breach:
+    """Return a wrong result's breach in words."""
+    site, name, others = breach.facts
+    rows = [one[name] for one in site.fits if name in one]
+    line, number, mend, right = rows[-1]
+    true = number.turned(right)
+    true /= 100 if true > 20 * number.value > 0 else 1  # a share above 1, not in %
+    what = f"rank {line.rank} prints {number.text}, {name}; each sample once gives "
+    what += f"{true:.4f}"
+    if others + site.right > 1:
+        what += f" ({len(rows)} of {others + site.right} prints)"
+    only = " only" in name and "divided" not in name
+    return Breach(what, line.place, level=RISK if only else level, mend=mend)
+
+
+@explains(wrong_number, WRONG)
+def wrong_accuracy(job, breach):
+    """A printed accuracy does not count each validation sample once.
+
+    Sum the correct predictions and the samples over all ranks, without the samples
+    that DistributedSampler repeats, and divide once.
+    Not a mistake if: the line is meant to cover one rank's samples only.
+    """
+    site = breach.facts[0]
+    return told(breach, WRONG) if WHAT[site.kind] != WHAT["loss"] else None
+
+
+@explains(wrong_number, RISK)
+def wrong_loss(job, breach):
+    """A printed loss is not the mean over all ranks' samples (or tokens).
+
+    Sum the losses and the samples over all ranks, and divide once.
+    Not a mistake if: the line is meant to cover one rank or one batch only.
+    """
+    return told(breach, RISK)
+
+
+@check(LAW, WRONG, needs=[Measured], read="docs/pitfalls.md, number 16")
+def reduced_again(job):
+    """Sums over all ranks are summed over all ranks again.
+
+    Add up each rank's own numbers, and call all_reduce() once, at the end.
+    """
+    found = job.of(SummedAgain)
+    if found and len({one.rank for one in found}) == len(job.processes):
+        what = "each call of all_reduce() sums what the last call has already summed"
+        yield Breach(what, found[0].place)
+
+
+@check(LAW, RISK, needs=[Warned], read="docs/pitfalls.md, number 16")
+def logged_by_each_rank(job):
+    """Lightning logs the value of one rank's samples.
+
+    Call self.log(..., sync_dist=True), or log a metric of torchmetrics.
+    Not a mistake if: only the progress bar shows the value.
+    """
+    one = job.of(Warned)[0]
+    what = "Lightning warns that self.log() gets the value of each rank's own samples"
+    yield Breach(what, one.place)

@@ -1,0 +1,346 @@
+"""Law 3: random streams differ between ranks."""
+
+import os
+import random
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from ..event import Event
+from ..generators import drawn, states
+from ..law import NOTE, RISK, Breach, Law, NotJudged, check, explains, several
+from ..loaders import Loaders
+from ..moments import Step
+from ..reads import same_inputs
+from ..record import not_the_users, place, recorder, wrap
+from ..watcher import Watcher
+from .samples import same_samples
+
+LAW = Law(3, "randomness", "Random streams differ between ranks")
+FETCHES = 15  # that are recorded in each pass and process
+MANY = 8  # fewer equal numbers per draw may be a decision of all ranks
+WORDS = {"forward": "forward passes", "fetch": "batches", "loop": "steps' loops"}
+GENERATORS = {"torch": "PyTorch", "random": "random", "numpy": "NumPy", "cuda": "CUDA"}
+
+
+@dataclass(kw_only=True)
+class Draw(Event):
+    """Generators before a part of the job that may draw random numbers from them."""
+
+    limit: ClassVar[int] = 2000
+    where: str  # "fetch": loading a batch; "forward": a network; "loop": between these
+    number: int  # in this pass over a DataLoader, or in this step
+    states: dict[str, int]  # hashes, of the generators that drew
+    count: int  # of the drawn numbers, at least
+    drops: bool = False  # the network has dropout
+    loader: int | None = None
+    epoch: int | None = None
+    worker: int | None = None
+
+
+@dataclass(kw_only=True)
+class Seed(Event):
+    """The script has set a generator's state."""
+
+    limit: ClassVar[int] = 300
+    generator: str
+    call: str
+    place: str
+
+
+class Randomness(Watcher):
+    """Compares generators before and after they may be used."""
+
+    def __init__(self):
+        self.states = None
+        self.numbers, self.step, self.counts = Counter(), -1, Counter()
+
+    def hooks(self) -> None:
+        import torch
+        from torch.utils.data._utils import fetch
+
+        for name in ("manual_seed", "set_rng_state"):
+            wrap(torch.random, name, partial(self.seeded, "torch", f"torch.{name}"))
+            setattr(torch, name, getattr(torch.random, name))
+        for name in ("seed", "setstate"):
+            wrap(random, name, partial(self.seeded, "random", f"random.{name}"))
+            getattr(random, name).__module__ = "random"  # so that it can be pickled
+            getattr(random, name).__qualname__ = name
+        if numpy := sys.modules.get("numpy"):
+            for name in ("seed", "set_state"):
+                own = partial(self.seeded, "numpy", f"numpy.random.{name}")
+                wrap(numpy.random, name, own)
+                getattr(numpy.random, name).__module__ = "numpy.random"
+                getattr(numpy.random, name).__qualname__ = name
+        for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
+            wrap(kind, "fetch", self.fetch)
+
+    def seeded(self, generator: str, name: str, call, *args, **kwargs):
+        result = call(*args, **kwargs)
+        caller = sys._getframe(2)
+        wraps = "_dynamo", "_compile.py"  # torch.compile wraps manual_seed()
+        while any(one in caller.f_code.co_filename for one in wraps):
+            caller = caller.f_back
+        torchs = caller.f_code.co_filename.startswith(not_the_users()[:2])
+        if not recorder.full(Seed) and not torchs:
+            value = args[0] if args and isinstance(args[0], int) else ""
+            text = f"{name}({value})"
+            recorder.write(Seed(generator=generator, call=text, place=place()))
+        return result
+
+    def fetch(self, call, fetcher, indices):
+        from torch.utils.data import get_worker_info
+
+        worker = get_worker_info()
+        if worker:
+            given = os.environ.get("DOCTOR_PASS", "").split()
+            loader, epoch = map(int, given) if given else (None, None)
+            new = not hasattr(fetcher, "_doctor_seen")  # persistent workers
+            self.counts["fetchers"] += new
+            fetcher._doctor_seen = True
+            if epoch is not None:
+                epoch += self.counts["fetchers"] - 1
+        else:
+            loader, epoch = Loaders.here.fetching.loader, Loaders.here.fetching.epoch
+        key = loader, epoch
+        self.counts[key] += 1
+        if self.counts[key] > FETCHES or not recorder.watching:
+            return call(fetcher, indices)
+        before = states(fetcher.dataset)
+        result = call(fetcher, indices)
+        own, count = drawn(before, states(fetcher.dataset))
+        draw = Draw(where="fetch", number=self.counts[key] - 1, states=own, count=count)
+        draw.loader, draw.epoch, draw.worker = loader, epoch, worker and worker.id
+        recorder.write(draw)
+        return result
+
+    def on_batch(self, own, batch, seconds) -> None:
+        self.states = states() if recorder.watching else None
+
+    def on_input(self, network, inputs) -> None:
+        self.compare()
+
+    def on_output(self, network, outputs, batch) -> None:
+        if recorder.watching and self.states:
+            if any(one.training for one in network.modules()) and gradients():
+                drops = any(dropout(one) for one in network.modules())
+                self.compare("forward", drops)
+            self.states = states()
+
+    def on_step(self, optimizer, weights, gradients) -> None:
+        self.compare()
+
+    def after_step(self, optimizer, weights) -> None:
+        self.states = states() if recorder.watching else None
+
+    def compare(self, where: str = "loop", drops: bool = False) -> None:
+        """Write which generators drew since the last call."""
+        if not recorder.watching or not gradients():
+            return
+        now = states()
+        if self.states and self.states != now:
+            if self.step != recorder.step:
+                self.step, self.numbers = recorder.step, Counter()
+            own, count = drawn(self.states, now)
+            number = self.numbers[where]
+            draw = Draw(where=where, number=number, states=own, count=count)
+            draw.drops = drops
+            draw.loader = Loaders.here.current and Loaders.here.current.loader
+            draw.epoch = Loaders.here.current and Loaders.here.current.epoch
+            recorder.write(draw)
+            self.numbers[where] += 1
+        self.states = now
+
+
+def gradients() -> bool:
+    """Return whether gradients are enabled."""
+    return sys.modules["torch"].is_grad_enabled()
+
+
+def dropout(module) -> bool:
+    """Return whether a module is, or contains, dropout in training mode."""
+    known = "p", "dropout", "drop_prob", "dropout_p", "attention_dropout"
+    values = [vars(module).get(name) for name in known]
+    used = any(isinstance(one, float) and one > 0 for one in values)
+    named = "drop" in type(module).__name__.lower() or "dropout" in vars(module)
+    return module.training and named and used
+
+
+# --- checks ---
+
+
+def draws(job, where: str) -> list[dict[tuple, Draw]]:
+    """Return each rank's draws by a key that is the same on all ranks."""
+    found = []
+    for process in job.processes:
+        own, events = {}, process.events
+        epochs = {epoch: n for n, epoch in enumerate(process.epochs)}
+        if where == "fetch":
+            events = events + process.loaders
+        for one in events:
+            if not isinstance(one, Draw) or one.where != where or not one.states:
+                continue
+            if where == "fetch" and one.loader == process.training:
+                if one.epoch in epochs:
+                    own[epochs[one.epoch], one.worker, one.number] = one
+            elif where != "fetch":
+                own[one.step, one.number] = one
+        found.append(own)
+    return found
+
+
+def equal(rows: list[dict]) -> tuple[Counter, int, list[Draw]]:
+    """Return in how many draws two ranks have equal states, by generator.
+
+    Also return how many draws could be compared, and one pair of them.
+    """
+    keys = [key for key in rows[0] if all(key in row for row in rows)]
+    found, pair = Counter(), []
+    for key in keys:
+        ranks = [row[key] for row in rows]
+        for name in ranks[0].states:
+            values = [one.states.get(name) for one in ranks]
+            values = [one for one in values if one is not None]
+            if len({*values}) < len(values):
+                found[name] += 1
+                pair = pair or ranks
+    return found, len(keys), pair
+
+
+@check(LAW, RISK, general=True, causes=[same_samples])
+def same_random_numbers(job):
+    """Ranks draw the same random numbers.
+
+    Seed each rank differently, torch.manual_seed(seed + rank), after the network and
+    the data set have been made.
+    Not a mistake if: all ranks are meant to draw the same.
+    """
+    several(job)
+    held, some, few = [], "", False
+    for where in ("forward", "fetch", "loop"):
+        rows = draws(job, where)
+        same, count, pair = equal(rows)
+        names = [name for name, n in same.items() if n >= max(3, 0.5 * count)]
+        if where == "loop" and any(p.training is None for p in job.processes):
+            few = few or bool(names)  # they may choose the samples of all ranks
+            continue
+        if names:
+            told = " and ".join(GENERATORS.get(name, name) for name in names)
+            own = [one.states.get(names[0]) for one in pair]
+            ranks = [str(n) for n, x in enumerate(own) if own.count(x) > 1]
+            what = f"the generators of {told} have equal states on ranks "
+            what += f"{' and '.join(ranks)} in {max(same.values())} of {count} "
+            place, origin = cause(job, names[0], pair)
+            what += f"{WORDS[where]} that draw{origin}"
+            shared = max(one[k].count for one in rows for k in one)
+            drops = any(one.drops for one in pair)
+            if where == "fetch" or drops or shared >= MANY:
+                mend = advice(names[0], origin, pair[0])
+                yield Breach(what, place, facts=where, mend=mend)
+                continue
+            few = True
+            mend = "Nothing, if the ranks decide something together, such as a size."
+            yield Breach(what, "", level=NOTE, mend=mend)
+        elif equals := max(same.values(), default=0):
+            some = (
+                f"states are equal in {equals} of {count} {WORDS[where]}, which is few"
+            )
+        elif count > 2:
+            held.append(f"in {count} of {count} {WORDS[where]} that draw")
+    if what := same_inputs(job):
+        yield Breach(what, job.of(Step)[0].place, facts="loop")
+    if few or some:
+        raise NotJudged(some or "the ranks draw a few equal numbers, perhaps together")
+    if not held:
+        raise NotJudged("nothing was seen to draw from a global generator")
+    yield f"the ranks' generators differ {', '.join(held)}"
+
+
+def advice(name: str, origin: str, draw: Draw) -> str:
+    """Return what to do about a generator, or "" for the check's own advice."""
+    if "state" in origin:  # set_rng_state(), setstate()
+        return "Save each rank's own state, and restore it on that rank."
+    if draw.worker is not None:
+        text = (
+            "Seed PyTorch, and a generator given to the DataLoader, with seed + rank; "
+        )
+        return f"{text}use torch.initial_seed() in worker_init_fn."
+    if name in ("random", "numpy"):
+        return f"Seed {GENERATORS[name]} with a number that depends on the rank."
+    return ""
+
+
+def setting(job, name: str, draw: Draw) -> Seed | None:
+    """Return what set a generator last before a draw, in the same process."""
+    process = next(x for x in job.processes if x.rank == draw.rank)
+    own = process.loaders if draw.worker is not None else process.events
+    own = [x for x in own if isinstance(x, Seed) and x.generator == name]
+    return next((x for x in reversed(own) if x.time <= draw.time), None)
+
+
+def cause(job, name: str, pair: list[Draw]) -> tuple[str, str]:
+    """Return the line that set a generator last, and the call, if all ranks made it."""
+    found = [setting(job, name, one) for one in pair]
+    calls = {one and one.call for one in found}
+    place = found[0].place if found[0] else ""
+    if len(calls) == 1 and found[0]:
+        return place, f", since {found[0].call} on each rank"
+    return place, ""
+
+
+@explains(same_random_numbers)
+def same_augmentation(job, breach):
+    """Ranks draw the same random numbers for their samples.
+
+    Seed each rank differently, torch.manual_seed(seed + rank), before the first epoch.
+    Not a mistake if: the random numbers do not change the samples.
+    """
+    return breach if breach.facts == "fetch" else None
+
+
+@explains(same_random_numbers)
+def same_dropout(job, breach):
+    """Ranks draw the same random numbers in their networks, such as dropout.
+
+    Seed each rank differently, torch.manual_seed(seed + rank), after the network has
+    been made.
+    Not a mistake if: the network itself is divided between the ranks.
+    """
+    return breach if breach.facts == "forward" else None
+
+
+@explains(same_random_numbers)
+def same_noise(job, breach):
+    """Ranks draw the same noise in their training loops.
+
+    Seed each rank differently, torch.manual_seed(seed + rank), before the first epoch;
+    a generator of the loop's own also needs a seed per rank.
+    Not a mistake if: all ranks are meant to decide the same, such as a size.
+    """
+    return breach if breach.facts == "loop" else None
+
+
+@check(LAW, RISK, causes=[same_random_numbers])
+def seeds_restart(job):
+    """Each epoch draws the same random numbers as an earlier one.
+
+    Seed the generators once, before the first epoch, or with a number that depends on
+    the epoch.
+    Not a mistake if: each epoch is meant to draw the same.
+    """
+    several(job)
+    process, first, again = job.processes[0], {}, []
+    draws = [x for x in process.events + process.loaders if isinstance(x, Draw)]
+    for one in sorted(draws, key=lambda one: one.time):
+        if one.loader == process.training and one.epoch in process.epochs:
+            for name, state in one.states.items():
+                earlier = first.setdefault((one.where, one.worker, name, state), one)
+                again += [(name, one)] * (earlier.epoch != one.epoch)
+    if len(again) > 2:
+        name, one = again[0]
+        what = f"{GENERATORS.get(name, name)} has the same states in epoch "
+        what += f"{process.epochs.index(one.epoch)} as in an earlier one, in "
+        what += f"{len(again)} draws"
+        yield Breach(what, cause(job, name, [one])[0])

@@ -1,0 +1,280 @@
+"""Law 2: ranks are exchangeable."""
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from math import comb
+from statistics import fmean, pstdev
+from typing import ClassVar
+
+from ..event import Event
+from ..law import RISK, Breach, Law, NotJudged, check, several
+from ..loaders import Batch
+from ..record import STEPS, place, recorder, wrap
+from ..sample import numbers, picked
+from ..watcher import Watcher
+from .randomness import gradients
+from .samples import Input, datasets_differ
+
+LAW = Law(2, "ranks", "Ranks are exchangeable")
+FEWEST, BATCHES = 20, 8  # passes, and batches of distinct samples
+LOSSES = """cross_entropy nll_loss binary_cross_entropy mse_loss l1_loss huber_loss
+    smooth_l1_loss binary_cross_entropy_with_logits kl_div ctc_loss
+    triplet_margin_loss gaussian_nll_loss poisson_nll_loss""".split()
+
+
+@dataclass(kw_only=True)
+class Measured(Event):
+    """Numbers of a batch, or of a backward pass: by what they measure."""
+
+    limit: ClassVar[int] = 1000
+    loader: int | None  # None: a backward pass
+    values: dict[str, float]
+
+
+@dataclass(kw_only=True)
+class Facts(Event):
+    """What a training pass uses: by its name."""
+
+    limit: ClassVar[int] = 1000
+    values: dict[str, str]
+    place: str
+
+
+class Ranks(Watcher):
+    """Measures batches, losses and gradients."""
+
+    def __init__(self):
+        self.gradients, self.pending, self.losses = {}, [], {}
+
+    def hooks(self) -> None:
+        import torch.nn.functional as functional
+
+        for name in LOSSES:
+            wrap(functional, name, partial(self.loss, name))
+
+    def loss(self, name: str, call, /, *args, **kwargs):
+        if recorder.watching and gradients():
+            where, plain = place(), (int, float, str, bool)
+            for key, value in kwargs.items():
+                text = f"{key} of {name}() in {where}"
+                if isinstance(value, plain):
+                    self.losses[text] = str(value)
+                elif key in ("weight", "pos_weight") and value is not None:
+                    rounded = [float(f"{x:.4g}") for x in numbers([value], 6)[0]]
+                    self.losses[text] = str(rounded)
+        return call(*args, **kwargs)
+
+    def on_batch(self, own, batch, seconds) -> None:
+        if not recorder.watching:
+            return
+        values = {}
+        for number, one in enumerate(batch["tensors"], 1):
+            few = picked(one, 2048)
+            name = f"input {number}" if one.is_floating_point() else f"numbers {number}"
+            values[f"mean of {name}"] = float(few.mean())
+            values[f"spread of {name}"] = float(few.std(correction=0))
+        recorder.write(Measured(loader=own.loader, values=values))
+
+    def on_input(self, network, inputs) -> None:
+        if not recorder.watching or not gradients():
+            return
+        floats = [one for one in inputs if one.is_floating_point() and one.dim()]
+        if floats:  # read in on_step(): without waiting for a GPU
+            few = picked(floats[0], 2048)
+            both = few.mean()[None], few.std(correction=0)[None]
+            self.pending = self.pending[-63:] + [("input of the network", *both)]
+        kinds = [str(one.dtype).removeprefix("torch.") for one in inputs]
+        facts = {"input types": ", ".join(kinds)}
+        named = [*network.named_modules()]
+        still = [name for name, one in named if not one.training]
+        facts["modules in eval mode"] = f"{len(still)} of {len(named)}"
+        if 0 < len(still) < len(named):
+            facts["modules in eval mode"] += f" ({', '.join(still[:2])}, ...)"
+        facts["trainable weights"] = str(
+            sum(x.requires_grad for x in network.parameters())
+        )
+        recorder.write(Facts(values=facts, place=place()))
+
+    def on_gradient(self, weight, gradient) -> None:
+        if len(self.gradients) < 8:
+            self.gradients.setdefault(id(weight), picked(gradient, 16))
+
+    def on_backward(self, root) -> None:
+        self.gradients = {}
+        if recorder.watching and getattr(root, "numel", int)() == 1:
+            self.pending.append((place(), root.detach()))
+
+    def after_backward(self) -> None:
+        if self.gradients and self.pending and recorder.watching:
+            self.pending[-1] += (*self.gradients.values(),)
+            self.pending = self.pending[-64:]
+
+    def on_step(self, optimizer, weights, values) -> None:
+        pending, self.pending = self.pending, []
+        if self.losses:
+            recorder.write(Facts(values=self.losses, place=""))
+            self.losses = {}
+        flat = numbers([x for one in pending for x in one[1:]], 16)
+        for where, *tensors in pending:
+            own = [flat.pop(0) for _ in tensors]
+            if where == "input of the network":
+                found = {f"mean of {where}": own[0][0], f"spread of {where}": own[1][0]}
+                recorder.write(Measured(loader=None, values=found))
+                continue
+            norm = sum(x * x for one in own[1:] for x in one) ** 0.5
+            found = {f"loss of {where}": own[0][0]}
+            if norm:
+                found[f"gradient norm of {where}"] = norm
+            recorder.write(Measured(loader=None, values=found))
+
+
+# --- checks ---
+
+
+def series(job) -> dict[str, list[list[float]]]:
+    """Return each measured number in the passes of all ranks: one list per rank."""
+    found: dict[str, list[dict]] = {}
+    for number, process in enumerate(job.processes):
+        order = Counter()
+        for one in process.of(Measured):
+            if one.loader is not None and one.loader != process.training:
+                continue
+            step = None if one.loader is not None else one.step
+            order[step] += 1
+            for name, value in one.values.items():
+                rows = found.setdefault(name, [{} for _ in job.processes])
+                rows[number][step, order[step]] = value
+    lists = {}
+    for name, rows in found.items():
+        keys = [key for key in rows[0] if all(key in row for row in rows)]
+        lists[name] = [[row[key] for key in keys] for row in rows]
+    return lists
+
+
+def independent(job) -> float:
+    """Return how many batches' worth of distinct samples each rank has read."""
+    counts = []
+    for process in job.processes:
+        own = [x for x in process.of(Batch) if x.loader == process.training]
+        rows = [x.indices or x.rows for x in own if x.step < STEPS]
+        rows = rows if process.training is not None else []
+        rows = rows or [x.rows for x in process.of(Input)]
+        rows = [one for one in rows if one]
+        distinct = len({x for one in rows for x in one})
+        counts.append(distinct * len(rows) / max(1, sum(map(len, rows))))
+    return min(counts)
+
+
+def odds(above: int, count: int) -> float:
+    """Return the probability that a fair coin's result is at least as uneven."""
+    most = max(above, count - above)
+    return min(1, 2 * sum(comb(count, k) for k in range(most, count + 1)) / 2**count)
+
+
+def apart(values: list[float], others: list[float], batches: float) -> tuple:
+    """Compare a rank's numbers with the other ranks', pass by pass.
+
+    Returns:
+        By how many standard errors the means differ, the share of the larger one that
+        this is, and in how many passes the rank's number is the larger one. The errors
+        are those of distinct samples: a rank may see the same few again and again.
+    """
+    gaps = [a - b for a, b in zip(values, others, strict=True)]
+    moves = [(a - b) ** 2 for a, b in zip(gaps, gaps[1:], strict=False)]
+    error = (fmean(moves) / 2 / min(batches, len(gaps))) ** 0.5
+    means = abs(fmean(values)), abs(fmean(others))
+    share = abs(fmean(gaps)) / (max(means) or 1)
+    return abs(fmean(gaps)) / (error or 1e-12), share, sum(one > 0 for one in gaps)
+
+
+@check(LAW, RISK, general=True, needs=[Measured], causes=[datasets_differ])
+def ranks_differ(job):
+    """One rank's samples, losses or gradients differ from the others' beyond chance.
+
+    Look for what is different on that rank: its files, its preprocessing, its labels,
+    its loss, its GPU.
+    Not a mistake if: the ranks are meant to have different samples, such as one
+    language each.
+    """
+    several(job)
+    found, tested = [], 0
+    every = {
+        name: rows
+        for name, rows in series(job).items()
+        if len(rows[0]) >= FEWEST and all(pstdev(x) > 1e-9 for x in rows)
+    }
+    batches = independent(job)
+    passes = max((len(x[0]) for x in every.values()), default=0)
+    if not every or batches < BATCHES:
+        few = f"fewer than {FEWEST} passes, or {BATCHES} batches of distinct samples"
+        raise NotJudged(f"{few}, were seen on each rank")
+    ranks = range(1 if len(job.processes) == 2 else 0, len(job.processes))
+    tests = len(every) * len(ranks)
+    for name, rows in every.items():
+        own = []
+        for rank in ranks:
+            others = [x for n, x in enumerate(rows) if n != rank]
+            others = [fmean(values) for values in zip(*others, strict=True)]
+            error, share, above = apart(rows[rank], others, batches)
+            tested = max(tested, error)
+            if error > 6 and share >= 0.05:
+                if odds(above, len(others)) * tests < 1e-6:
+                    own.append((error, name, rank, rows[rank], others, above))
+        found += sorted(own)[-1:]
+    if tested < 1e-3:
+        raise NotJudged("the ranks' numbers are the same in all passes")
+    if not found:
+        text = f"{len(every)} numbers of batches, losses and gradients in {passes} "
+        yield f"{text}passes: no rank stands out (at most {tested:.1f} standard errors)"
+        return
+    _, name, rank, values, others, above = found[0]
+    count, side = len(values), "higher" if 2 * above > len(values) else "lower"
+    most = max(above, count - above)
+    what = f"{name}: rank {rank} is {side} in {most} of {count} passes "
+    what += f"({fmean(values):.4g} against {fmean(others):.4g})"
+    more = sorted({x[1] for x in found} - {name})
+    what += f"; also {', '.join(more[:3])}" * bool(more)
+    first = job.processes[0].loader()
+    yield Breach(what, first.place if first else "")
+
+
+@check(LAW, RISK, general=True, causes=[datasets_differ])
+def settings_differ(job):
+    """The ranks train with different settings.
+
+    Make the setting the same on every rank; after an evaluation on one rank, call
+    train() there.
+    Not a mistake if: the ranks are meant to differ, such as in their batch sizes.
+    """
+    several(job)
+    differ, count, place, shown = Counter(), Counter(), {}, {}
+    for row in job.rows(Facts):
+        for name in row[0].values:
+            values = [one.values.get(name) for one in row]
+            count[name] += 1
+            if len({*values}) > 1:
+                differ[name] += 1
+                place[name] = row[0].place
+                told = [f"{x} on rank {n}" for n, x in enumerate(values)]
+                shown.setdefault(name, (", ".join(told[:4]), row[0].step + 1))
+    if not count:
+        raise NotJudged("no training pass was seen on all ranks")
+    for name, number in differ.most_common(3):
+        if number > 2 and number > 0.1 * count[name]:
+            told, step = shown[name]
+            what = f"{name}: {told} in step {step}, and different in {number} of "
+            yield Breach(f"{what}{count[name]} passes", place[name])
+    sizes = [Counter(batch_sizes(process)).most_common(1) for process in job.processes]
+    if all(sizes) and len({one[0][0] for one in sizes}) > 1:
+        told = [f"{one[0][0]} on rank {n}" for n, one in enumerate(sizes)]
+        place = job.processes[0].loader().place
+        yield Breach(f"samples in most batches: {', '.join(told)}", place)
+    names = ", ".join(name for name in count if " of " not in name)
+    yield f"{names} are equal on all ranks in {max(count.values())} passes"
+
+
+def batch_sizes(process) -> list[int]:
+    """Return the numbers of samples of the training batches."""
+    own = [x for x in process.of(Batch) if x.loader == process.training]
+    return [len(x.indices or x.rows or ()) for x in own]

@@ -1,0 +1,346 @@
+"""Law 1: every sample is read once per epoch."""
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from ..event import Event
+from ..job import Job
+from ..law import (
+    NOTE,
+    RISK,
+    WRONG,
+    Breach,
+    Law,
+    NotJudged,
+    check,
+    explains,
+    need,
+    several,
+)
+from ..loaders import Loaders, Pass
+from ..moments import Step
+from ..reads import (
+    MORE,
+    Feed,
+    Input,
+    Reads,
+    broken,
+    feeds,
+    interleaved,
+    loaded,
+    looped,
+    other_contents,
+)
+from ..record import recorder
+from ..sample import hashes, numbers
+from ..signature import changed, different, signature
+from ..watcher import Watcher
+
+LAW = Law(1, "samples", "Every sample is read once per epoch")
+DIVIDES = "DistributedSampler", "BatchSamplerShard", "ElasticSampler"
+
+
+@dataclass(kw_only=True)
+class Validated(Event):
+    """A network has got a batch of a pass, with gradients disabled."""
+
+    limit: ClassVar[int] = 1000
+    loader: int
+    epoch: int
+    fed: int | None  # the loader that gave the last step's batch
+
+
+class Samples(Watcher):
+    """Looks at data sets, samplers and inputs."""
+
+    def __init__(self):
+        self.fed: int | None = None
+        self.validated, self.batch = set(), []
+
+    def on_epoch(self, own: Pass, loader) -> None:
+        names = [type(x).__name__ for x in (loader.sampler, loader.batch_sampler)]
+        known = "seed", "epoch", "rank", "num_replicas"
+        values = {name: getattr(loader.sampler, name, None) for name in known}
+        first = own.epoch == 0
+        feed = Feed(
+            loader=own.loader,
+            epoch=own.epoch,
+            divides=any(x in name for x in DIVIDES for name in names),
+            shuffles=bool(getattr(loader.sampler, "shuffle", "Random" in names[0])),
+            repeats=bool(getattr(loader.sampler, "replacement", False)),
+            sampler={k: x for k, x in values.items() if isinstance(x, int)},
+            workers=loader.num_workers,
+            data=signature(loader.dataset) if first else {},
+            part=self.part(own, loader) if first else None,
+        )
+        recorder.write(feed)
+
+    def part(self, own: Pass, loader) -> array | None:
+        """Return which samples of the data set inside all subsets a loader reads."""
+        if not own.subsets or len(loader.dataset) > 200_000:
+            return None
+        chosen = range(len(loader.dataset))
+        for subset in own.subsets:
+            chosen = [subset[i] for i in chosen]
+        return array("q", map(int, chosen))
+
+    def on_input(self, network, inputs) -> None:
+        import torch
+
+        inputs = [one for one in inputs if one.dim()]
+        if recorder.watching and torch.is_grad_enabled() and inputs:
+            largest = max(inputs, key=torch.Tensor.numel)
+            rows, loaded = array("q", hashes(largest)), Loaders.here.current is not None
+            added = self.added(largest)
+            recorder.write(Input(rows=rows, loaded=loaded, added=added))
+
+    def on_batch(self, own: Pass, batch, seconds) -> None:
+        floats = [x for x in batch["tensors"] if x.is_floating_point()]
+        floats = [x for x in floats if x.is_cpu and recorder.watching]
+        shapes = [one.shape for one in floats]
+        self.batch = [*zip(shapes, numbers(floats, 16), strict=True)]
+
+    def added(self, tensor) -> list[float]:
+        """Return what the loop has added to a few numbers of the last batch."""
+        for shape, before in self.batch:
+            if shape == tensor.shape:
+                after = numbers([tensor], 16)[0]
+                return [b - a for a, b in zip(before, after, strict=True)]
+        return []
+
+    def on_output(self, network, outputs, batch) -> None:
+        import torch
+
+        if batch is None or torch.is_grad_enabled():
+            return
+        loader, epoch = batch["loader"], batch["epoch"]
+        if (loader, epoch) not in self.validated:
+            self.validated.add((loader, epoch))
+            recorder.write(Validated(loader=loader, epoch=epoch, fed=self.fed))
+
+    def after_step(self, optimizer, weights) -> None:
+        current = Loaders.here.current
+        self.fed = current and current.loader
+
+
+# --- checks ---
+
+
+def where(job: Job, number: int | None = None) -> str:
+    """Return the line that iterates over a loader, by default the training one."""
+    loader = job.processes[0].loader(number)
+    return loader.place if loader else job.of(Step)[0].place
+
+
+@check(LAW, WRONG, needs=[Step])
+def datasets_differ(job):
+    """The ranks do not use the same data set, though a sampler divides it.
+
+    Give every rank the same samples in the same order: sort lists of files, and seed
+    random_split() and every shuffling of the data set alike on all ranks. If the script
+    divides the samples itself, omit the sampler.
+    """
+    several(job)
+    need(job.of(Feed), "no DataLoader is used")
+    for number in sorted({one.loader for one in job.of(Feed)}):
+        own = feeds(job, number)
+        if not own or not all(one.divides for one in own):
+            continue
+        loader = job.processes[0].loader(number)
+        for name in own[0].data:
+            values = [one.data.get(name) for one in own]
+            rank = next((n for n, x in enumerate(values) if x != values[0]), 0)
+            if rank and values[rank] and changed(values[0], values[rank]):
+                what = f"{loader.type}.{name}" if name else loader.type
+                yield Breach(different(what, values, rank), loader.place)
+                break
+        parts = [one.part for one in own]
+        rank = next((n for n, x in enumerate(parts) if x != parts[0]), 0)
+        if rank and parts[0] is not None and parts[rank] is not None:
+            both = len({*parts[0]} & {*parts[rank]})
+            what = f"ranks 0 and {rank} have different parts of {loader.type}, which a "
+            what += f"sampler divides: {both} of {len(parts[0])} samples are in both"
+            yield Breach(what, loader.place, mend=twice(parts[0], parts[rank]))
+    same = all(one.data == feeds(job)[0].data for one in feeds(job))
+    for labels in (True, False):
+        if same and (what := other_contents(job, labels)):
+            mend = "Number the classes alike on every rank: sort their names."
+            yield Breach(what, where(job), mend=mend if labels else "")
+            return
+
+
+def twice(one: array, other: array) -> str:
+    """Return the advice if parts that have no samples in common are divided again."""
+    if {*one} & {*other}:
+        return ""
+    return "Divide the samples once: omit the sampler, or the script's own division."
+
+
+@check(LAW, RISK, general=True, needs=[Step], causes=[datasets_differ])
+def left_out(job):
+    """In an epoch, samples are read twice, or never.
+
+    Give DistributedSampler the number of processes and the global rank, and call
+    set_epoch() on every rank.
+    Not a mistake if: samples are repeated or left out on purpose.
+    """
+    several(job)
+    if any(process.training is None for process in job.processes):
+        yield from judged(job, [looped(job)], job.of(Step)[0].place)
+        return
+    validated = {one.loader for one in job.of(Validated)}
+    for number in (None, *(x for x in interleaved(job) if x not in validated)):
+        yield from judged(job, [*loaded(job, number)], where(job, number))
+
+
+def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
+    """Judge the epochs of one loader, or of a loop without one."""
+    held = []
+    for one in need(epochs, "no epoch of training was seen"):
+        if one.poor():
+            raise NotJudged("the inputs do not tell samples apart, like single words")
+        if what := broken(one):
+            extra, mend = mechanism(job, one)
+            yield Breach(what + extra, place, facts=one, mend=mend)
+            return
+        drawn = one.numbers()["within"] or any(x.repeats for x in one.feeds)
+        if one.index and drawn:
+            raise NotJudged("the sampler draws samples with replacement")
+        if one.numbers()["again"] > MORE * one.numbers()["read"] and not one.whole:
+            raise NotJudged("some inputs came again, but few, or in another epoch")
+        held.append(one)
+    if not any(one.index or one.again for one in epochs) and changing(job):
+        raise NotJudged("the samples have no numbers, and no contents were seen again")
+    counts = held[0].numbers()
+    text = f"{place}, " * (held[0].loader is not None)
+    text += f"{held[0].text}: {counts['read']:,} samples read, "
+    text += f"{counts['distinct']:,} distinct"
+    text += f" of {held[0].total:,}" if held[0].total else ""
+    text += "" if held[0].index else " (by their contents)"
+    more = "epoch 1" if len(held) == 2 else f"epochs 1 to {len(held) - 1}"
+    yield text + f"; {more} likewise" * (len(held) > 1)
+
+
+def changing(job: Job) -> bool:
+    """Return whether random numbers may change the contents of samples."""
+    from .randomness import Draw  # which imports this file
+
+    events = [x for process in job.processes for x in process.events + process.loaders]
+    fetches = [x for x in events if isinstance(x, Draw) and x.where == "fetch"]
+    return not fetches or any(one.states for one in fetches)
+
+
+@explains(left_out, WRONG)
+def same_samples(job, breach):
+    """Several ranks train on the same samples.
+
+    Give the DataLoader a DistributedSampler.
+    Not a mistake if: every rank is meant to read all samples in each epoch.
+    """
+    one = breach.facts
+    if one.together()[0] < 0.9 and not one.read_by_all():
+        return None
+    return replace(breach, level=RISK if one.together()[0] < 0.9 else WRONG)
+
+
+def mechanism(job: Job, one: Reads) -> tuple[str, str]:
+    """Return why samples are read twice or never, and the advice, or "" for both."""
+    if not one.feeds:
+        mend = (
+            "Divide the samples, such as order[rank::world_size], after an order that "
+        )
+        return "", f"{mend}is equal on all ranks; or seed each rank differently."
+    first, counts = one.feeds[0], one.numbers()
+    wanted = {"seed": "the same seed", "epoch": "set_epoch(epoch) on every rank"}
+    for name, text in wanted.items():
+        values = [x.sampler.get(name) for x in one.feeds]
+        if first.divides and len({*values}) > 1:
+            told = ", ".join(f"{x} on rank {n}" for n, x in enumerate(values))
+            return f"; sampler.{name} is {told}", f"Give all samplers {text}."
+    ranks = [x.sampler.get("rank") for x in one.feeds]
+    sizes = {x.sampler.get("num_replicas") for x in one.feeds}
+    if first.divides and (len({*ranks}) < len(ranks) or sizes != {job.world_size}):
+        told = ", ".join(f"{x} on rank {n}" for n, x in enumerate(ranks))
+        if None not in ranks:
+            mend = "Give DistributedSampler dist.get_world_size() and dist.get_rank()."
+            return f"; sampler.rank is {told} (of {[*sizes][0]})", mend
+    loader = job.processes[0].loader(one.loader)
+    if loader.stream:
+        part = "Yield only each world_size-th sample, from the rank's number on"
+        if first.workers > 1:
+            part = "Divide the stream into world_size * num_workers parts, and yield "
+            part += "part rank * num_workers + worker (from get_worker_info())"
+            if counts["within"] and not counts["ranks"]:
+                extra = f"; each of the {first.workers} loader processes yields them"
+                return extra, f"{part}."
+        return "", f"{part}; all ranks need the same order before."
+    if first.repeats:
+        mend = "Seed the sampler's generator with a number that depends on the rank; "
+        return f"; {loader.sampler} draws", f"{mend}the classes stay balanced."
+    if first.divides or loader.sampler in ("RandomSampler", "SequentialSampler"):
+        return "", ""
+    mend = (
+        f"Let {loader.sampler} yield this rank's part, order[rank::world_size], of an "
+    )
+    return "", f"{mend}order that is equal on all ranks."
+
+
+@check(LAW, WRONG, needs=[Step], causes=[left_out])
+def same_order(job):
+    """Two epochs have the same order.
+
+    Call sampler.set_epoch(epoch) at the start of each epoch.
+    """
+    several(job)
+    first = need(feeds(job), "no DataLoader feeds the steps of every rank")
+    epochs = [[x for rank in one.ranks for x in rank] for one in loaded(job)]
+    if len(epochs) < 2:
+        raise NotJudged("no two epochs of training were seen: see --short")
+    for number, (one, other) in enumerate(zip(epochs, epochs[1:], strict=False)):
+        if one != other or len(one) < 2 * len(job.processes):
+            continue
+        what = f"epochs {number} and {number + 1} have the same {len(one)} batches in "
+        what += "the same order, on all ranks"
+        flat = [x for batch in one[: len(one) // len(job.processes)] for x in batch]
+        stream = job.processes[0].loader().stream
+        mixed = first[0].shuffles or (not stream and flat != sorted(flat))
+        if mixed:
+            mend = "" if first[0].divides else "Shuffle anew in each epoch."
+            yield Breach(what, where(job), mend=mend)
+        else:
+            mend = "Shuffle the training samples, in another order in each epoch."
+            yield Breach(what, where(job), level=NOTE, mend=mend)
+        return
+
+
+@check(LAW, WRONG, causes=[datasets_differ])
+def trained_on_validation(job):
+    """Validation samples are trained on.
+
+    Split the data set once, in the same way on every rank.
+    """
+    numbers = {process.rank: process.training for process in job.processes}
+    passes, why = {}, "no validation with its own DataLoader was seen"
+    for one in need(job.of(Validated), why):
+        if one.fed == numbers[one.rank] and one.loader != one.fed:
+            passes.setdefault(one.loader, []).append(one)
+    own, trained = feeds(job), set()
+    for process in job.processes:
+        for epoch in process.epochs:
+            trained |= {x for b in process.batches(epoch) for x in b.indices or ()}
+    for loader, found in sorted(passes.items()):
+        other = feeds(job, loader)
+        if not own or not other or other[0].data != own[0].data or not own[0].data:
+            continue  # other files
+        if other[0].part == own[0].part:
+            continue  # the accuracy of the training samples
+        validated = set()
+        for one in found:
+            process = job.processes[[x.rank for x in job.processes].index(one.rank)]
+            for batch in process.batches(one.epoch, loader):
+                validated |= {*(batch.indices or ())}
+        if both := validated & trained:
+            what = f"{len(both)} of {len(validated)} validation samples are trained on"
+            yield Breach(what, job.processes[0].loader(loader).place)

@@ -1,0 +1,251 @@
+"""Law 4: replicas are equal. Learning rates, and what a resumed run restores."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..event import Event, Exit
+from ..law import RISK, WRONG, Breach, NotJudged, check, need, several
+from ..loaders import EpochEnd
+from ..moments import Step
+from ..record import place, recorder, wrap
+from ..watcher import Watcher
+from .replicas import LAW, alike, weights_drift
+
+
+@dataclass(kw_only=True)
+class Schedule(Event):
+    """How a learning-rate scheduler stands at the end."""
+
+    type: str
+    planned: int | None  # its length in steps
+    taken: int  # steps
+    per_step: float  # mean number of its steps per optimizer step
+    place: str  # where it was created
+
+
+@dataclass(kw_only=True)
+class Plateau(Event):
+    """ReduceLROnPlateau gets a metric."""
+
+    limit: ClassVar[int] = 200
+    value: float
+    place: str
+
+
+@dataclass(kw_only=True)
+class Loaded(Event):
+    """torch.load() has returned an optimizer's state."""
+
+    limit: ClassVar[int] = 50
+    schedule: bool  # and a scheduler's
+    place: str
+
+
+@dataclass(kw_only=True)
+class Restored(Event):
+    """load_state_dict() has been called."""
+
+    limit: ClassVar[int] = 200
+    what: str  # weights, optimizer or schedule
+    lost: bool  # no name fits
+    place: str
+
+
+class Schedules(Watcher):
+    """Follows schedulers and load_state_dict()."""
+
+    def __init__(self):
+        self.made, self.written = [], False
+
+    def hooks(self) -> None:
+        import torch
+        from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+        wrap(LRScheduler, "__init__", self.create)
+        wrap(ReduceLROnPlateau, "__init__", self.create)
+        wrap(ReduceLROnPlateau, "step", self.plateau)
+        wrap(torch, "load", self.load)
+        wrap(torch.optim.Optimizer, "load_state_dict", self.optimizer)
+        wrap(torch.nn.Module, "load_state_dict", self.weights)
+        for owner in (LRScheduler, *LRScheduler.__subclasses__()):
+            if "load_state_dict" in vars(owner):
+                wrap(owner, "load_state_dict", self.schedule)
+
+    def create(self, call, scheduler, *args, **kwargs):
+        import weakref
+
+        if all(known() is not scheduler for known, _ in self.made):
+            self.made.append((weakref.ref(scheduler), place()))
+        return call(scheduler, *args, **kwargs)
+
+    def plateau(self, call, scheduler, metrics, *args, **kwargs):
+        recorder.write(Plateau(value=float(metrics), place=place()))
+        return call(scheduler, metrics, *args, **kwargs)
+
+    def load(self, call, *args, **kwargs):
+        result = call(*args, **kwargs)
+        found = [*dictionaries(result)]
+        if any("param_groups" in one for one in found):
+            schedule = any("last_epoch" in one for one in found)
+            recorder.write(Loaded(schedule=schedule, place=place()))
+        return result
+
+    def optimizer(self, call, *args, **kwargs):
+        return self.restore("optimizer", call, *args, **kwargs)
+
+    def weights(self, call, *args, **kwargs):
+        return self.restore("weights", call, *args, **kwargs)
+
+    def schedule(self, call, *args, **kwargs):
+        return self.restore("schedule", call, *args, **kwargs)
+
+    def restore(self, what: str, call, *args, **kwargs):
+        result = call(*args, **kwargs)
+        unknown = getattr(result, "unexpected_keys", ())
+        state = kwargs.get("state_dict", args[1] if len(args) > 1 else ())
+        lost = bool(unknown) and len(unknown) >= len(state)
+        recorder.write(Restored(what=what, lost=lost, place=place()))
+        return result
+
+    def on_collective(self, name, tensors, options, where) -> None:
+        if name == "destroy_process_group":
+            self.on_exit()
+
+    def on_exit(self) -> None:
+        if self.written:
+            return
+        for known, where in self.made:
+            if (one := known()) is not None:
+                self.written = True
+                taken = int(getattr(one, "last_epoch", 0))
+                event = Schedule(
+                    type=type(one).__name__,
+                    planned=length(one),
+                    taken=taken,
+                    per_step=taken / max(1, recorder.step),
+                    place=where,
+                )
+                recorder.write(event)
+
+
+def dictionaries(value, depth: int = 0):
+    """Yield all dictionaries in nested dictionaries, lists and tuples."""
+    if isinstance(value, dict):
+        yield value
+        value = [*value.values()]
+    if isinstance(value, (list, tuple)) and depth < 5:
+        for one in value:
+            yield from dictionaries(one, depth + 1)
+
+
+def length(scheduler) -> int | None:
+    """Return a schedule's number of steps: LambdaLR's falls slowly until there."""
+    for factor in getattr(scheduler, "lr_lambdas", [])[:1]:
+        try:
+            rates = [max(0, factor(n)) for n in range(9 * scheduler.last_epoch)]
+            top = rates.index(max(rates))
+            end = top + rates[top:].index(least := min(rates[top:]))
+            falls = rates[end - 2] > rates[end - 1] > least  # not in one large step
+            return end if falls and end < len(rates) - 1 else None
+        except Exception:  # the user's function
+            return None
+    return getattr(scheduler, "T_max", getattr(scheduler, "total_steps", None))
+
+
+# --- checks ---
+
+
+@check(LAW, WRONG, effects=[weights_drift], read="tutorial/11_hangs/README.md")
+def learning_rates_differ(job):
+    """The ranks have different learning rates.
+
+    Step the scheduler equally often on every rank, with the same metric.
+    """
+    several(job)
+    rows = zip(*(process.of(Plateau) for process in job.processes), strict=False)
+    for row in rows:
+        if not alike([[one.value] for one in row], 1e-6):
+            values = ", ".join(f"{one.value:.4g}" for one in row)
+            what = f"the ranks give ReduceLROnPlateau {values}, which lowers their"
+            mend = "Give it the mean over all ranks, such as an all-reduced loss."
+            what += " learning rates at different times"
+            yield Breach(what, row[0].place, mend=mend)
+            return
+    steps = [row for row in job.rows(Step) if job.same_weights(row)]
+    for row in need(steps, "no step was seen on all ranks"):
+        if len({tuple(one.rates) for one in row}) > 1:
+            rates = ", ".join(f"{one.rates[0]:.4g}" for one in row)
+            what = f"in step {row[0].step + 1} the ranks have learning rates {rates}"
+            yield Breach(what, row[0].place)
+            return
+
+
+@check(LAW, RISK, read="tutorial/15_network/README.md")
+def schedule(job):
+    """The schedule of the learning rate is longer or shorter than the training.
+
+    Count the steps of one process: len(loader) times the number of epochs.
+    Not a mistake if: the schedule is meant to be longer, or shorter.
+    """
+    several(job)
+    process, size = job.processes[0], job.world_size
+    found = need(process.of(Schedule), "no scheduler was there at the end")
+    if not process.of(Exit) or not all(one.whole for one in process.of(EpochEnd)):
+        raise NotJudged("the job did not train to the end")
+    whole = [one for one in process.epochs if process.whole(one)]
+    known = [one for one in found if one.type != "ReduceLROnPlateau"]
+    if len(whole) > 1 and not any(one.taken for one in found):
+        yield Breach(
+            f"no scheduler takes a step in {len(whole)} epochs", found[0].place
+        )
+    for one in known:
+        ratio = (one.planned or one.taken) / max(1, one.taken)
+        if not one.taken or 0.7 < ratio < 1.4:
+            continue
+        what = f"{one.type} is set to {one.planned} steps, but takes {one.taken}"
+        mend = ""
+        if abs(one.per_step / size - 1) < 0.1:
+            what += f": {size} in each optimizer step, one per process, as accelerate "
+            what += "does with a scheduler that it has prepared"
+            mend = "Plan the steps of all processes together (steps times "
+            mend += "accelerator.num_processes), or do not prepare the scheduler."
+        elif any(abs(ratio / x - 1) < 0.15 for x in (size, 1 / size)):
+            what += "; the factor is the world size"
+        yield Breach(what, one.place, mend=mend)
+
+
+@check(LAW, RISK, read="tutorial/18_streams/README.md")
+def not_restored(job):
+    """A resumed run does not restore the optimizer or the scheduler.
+
+    Call load_state_dict() of the optimizer and of the scheduler, on every rank.
+    Not a mistake if: you only want the weights.
+    """
+    restored = job.of(Restored)
+    for process in job.processes:
+        own = [one for one in process.of(Restored) if one.what == "weights"]
+        if own and own[-1].lost:
+            what = (
+                f"rank {process.rank}'s load_state_dict() finds none of the network's "
+            )
+            what += "names in the file, and loads no weight"
+            mend = "Load what model.module.state_dict() saved, with strict=True."
+            yield Breach(what, own[-1].place, level=WRONG, mend=mend)
+            return
+    loads = need(job.of(Loaded), "no checkpoint with an optimizer is loaded")
+    done = {one.what for one in restored}
+    ranks = sorted({one.rank for one in restored if one.what == "optimizer"})
+    if 0 < len(ranks) < len(job.processes) and not job.interrupted:
+        what = f"only ranks {ranks} restore the optimizer's state"
+        yield Breach(what, loads[0].place, level=WRONG)
+        return
+    for one in loads:
+        lost = ["optimizer"] * ("optimizer" not in done)
+        lost += ["schedule"] * (one.schedule and "schedule" not in done)
+        later = [
+            x.time for x in job.of(Step) if x.rank == one.rank and x.time > one.time
+        ]
+        if lost and later:
+            what = f"the checkpoint has the {' and the '.join(lost)}'s state, but "
+            yield Breach(f"{what}nothing loads it", one.place)
+            return

@@ -1,0 +1,176 @@
+"""Law 4: replicas are equal. Numbers of weights, buffers and optimizer states."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..event import Event
+from ..law import Law
+from ..loaders import Loaders
+from ..moments import Moments
+from ..record import STEPS, place, recorder
+from ..sample import numbers
+from ..watcher import Watcher
+
+LAW = Law(4, "replicas", "Replicas are equal")
+MOST = 1024  # numbers of all tensors in one event
+STATES = {
+    1,
+    2,
+    5,
+    10,
+    20,
+    STEPS - 1,
+}  # steps before which optimizer states are compared
+
+
+@dataclass(kw_only=True)
+class Layout(Event):
+    """The weights and buffers of a network that DistributedDataParallel has wrapped."""
+
+    limit: ClassVar[int] = 20
+    weights: list[str]  # names and shapes, in their order
+    buffers: list[str]
+    place: str
+
+
+@dataclass(kw_only=True)
+class State(Event):
+    """A few numbers of named tensors at one moment."""
+
+    limit: ClassVar[int] = 1000
+    moment: str  # step, optimizer, validation or end
+    what: str  # weights, buffers, norms (batch norm's buffers), or the network's name
+    names: list[str]
+    each: int
+    values: list[float]
+    place: str = ""
+
+    def rows(self) -> dict[str, list[float]]:
+        """Return the numbers by name."""
+        parts = range(0, len(self.values), self.each)
+        pairs = zip(self.names, parts, strict=True)
+        return {name: self.values[n : n + self.each] for name, n in pairs}
+
+
+class Replicas(Watcher):
+    """Reads a few numbers of all weights, buffers and optimizer states."""
+
+    def __init__(self):
+        self.validated, self.ended, self.seen = set(), False, set()
+
+    def on_wrap(self, model, where) -> None:
+        layout = Layout(
+            weights=[
+                f"{n} {tuple(x.shape)}" for n, x in model.module.named_parameters()
+            ],
+            buffers=[f"{n} {tuple(x.shape)}" for n, x in model.module.named_buffers()],
+            place=where,
+        )
+        recorder.write(layout)
+
+    def on_step(self, optimizer, weights, gradients) -> None:
+        if not recorder.watching:
+            return
+        self.write("step", "weights", held())
+        for what, found in buffers([*Moments.here.networks]).items():
+            self.write("step", what, found)
+        first = id(optimizer) not in self.seen and optimizer.state
+        self.seen.add(id(optimizer))
+        if first or recorder.step in STATES:
+            self.write("optimizer", "optimizer", states(optimizer))
+
+    def on_output(self, network, outputs, batch) -> None:
+        current = Loaders.here.current
+        late = not recorder.watching or recorder.step
+        key = id(network), *([current.loader, current.epoch] if current else [late])
+        if network.training or key in self.validated:
+            return
+        self.validated.add(key)
+        self.write("validation", type(network).__name__, everything(network), place())
+
+    def on_collective(self, name, tensors, options, where) -> None:
+        if name == "destroy_process_group":
+            self.end()
+
+    def on_exit(self) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Write the last state of all networks, once."""
+        found = held()
+        if found and recorder.step and not self.ended:
+            self.ended = True
+            self.write("end", "weights", found)
+            for what, one in buffers([*Moments.here.networks]).items():
+                self.write("end", what, one)
+
+    def write(self, moment: str, what: str, found: dict, where: str = "") -> None:
+        """Write an event with a few numbers of each tensor."""
+        if found and not recorder.full(State):
+            each = max(1, min(8, MOST // len(found)))
+            rows = numbers([*found.values()], each)
+            values = [x for row in rows for x in (row + [0.0] * each)[:each]]
+            where = where or place()
+            event = State(
+                moment=moment,
+                what=what,
+                names=[*found],
+                each=each,
+                values=values,
+                place=where,
+            )
+            recorder.write(event)
+
+
+def named(pairs) -> dict:
+    """Return floating-point tensors by name; equal names get numbers."""
+    found = {}
+    for name, one in pairs:
+        if hasattr(one, "placements") or not one.is_floating_point():
+            continue
+        name, number = name.removeprefix("module."), 2
+        while name in found and found[name] is not one:
+            name, number = f"{name.split(' #')[0]} #{number}", number + 1
+        found[name] = one
+    return found
+
+
+def held() -> dict:
+    """Return all weights that were ever given to an optimizer, by name."""
+    known = [reference() for _, reference in Moments.here.known.values()]
+    known = [one for one in known if one is not None]
+    return named((Moments.here.name(one), one) for one in known)
+
+
+def buffers(networks: list) -> dict[str, dict]:
+    """Return the networks' buffers: batch norm's, and others that they save."""
+    import torch
+
+    pairs, seen = {"norms": [], "buffers": []}, set()
+    for network in networks:
+        for path, module in network.named_modules():
+            norm = isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+            passing = module._non_persistent_buffers_set
+            for name, one in module.named_buffers(path, recurse=False):
+                saved = name.rpartition(".")[2] not in passing
+                if saved and id(one) not in seen:
+                    seen.add(id(one))
+                    pairs["norms" if norm else "buffers"].append((name, one))
+    return {what: named(own) for what, own in pairs.items()}
+
+
+def everything(network) -> dict:
+    """Return a network's weights and buffers."""
+    return named([*network.named_parameters(), *network.named_buffers()])
+
+
+def states(optimizer) -> dict:
+    """Return the tensors of an optimizer's state."""
+    import torch
+
+    pairs = []
+    for weight, own in optimizer.state.items():
+        for name, one in own.items():
+            if torch.is_tensor(one):
+                pairs.append((f"{name} of {Moments.here.name(weight)}", one))
+    return named(pairs)

@@ -1,0 +1,176 @@
+"""Law 10: the time of a step goes into work."""
+
+from collections import Counter
+from statistics import median
+
+from ..law import NOTE, SLOW, Breach, Law, NotJudged, check
+from ..moments import Step
+from ..spans import Buckets, Runs, Spans, Tracked, parts, timed
+from .meeting import hangs
+
+LAW = Law(10, "time", "Time goes into work")
+PAGE = "docs/performance.md"
+LEAST = 0.05  # seconds: the steps of a job worth judging
+SHARE = 0.05  # of a step: what a mend must win back
+MENDS = {
+    "data": "Load in more processes (num_workers), or do less for each sample.",
+    "validation": "Validate less often than in each step.",
+    "saving": "Save less often than in each step.",
+    "rest": "Look at what the loop does besides training: copies, prints, files.",
+}
+
+
+def walls(job) -> float:
+    """Return a step's median seconds; raise NotJudged for short steps."""
+    rows = [[one.wall for one in timed(process)] for process in job.processes]
+    if min(map(len, rows), default=0) < 5:
+        raise NotJudged("too few steps were seen: see --steps")
+    wall = max(map(median, rows))
+    if wall < LEAST:
+        raise NotJudged(f"a step takes {1000 * wall:.1f} ms (judged from 50 ms)")
+    return wall
+
+
+@check(LAW, SLOW, general=True, needs=[Spans], causes=[hangs], read=PAGE)
+def bottleneck(job):
+    """A part of a step takes time that a change would win back.
+
+    Look at the part's line in the table below.
+    """
+    wall, found = walls(job), []
+    steps = [timed(process) for process in job.processes]
+    shares = {}
+    for rank, rows in enumerate(steps):
+        for part in ("data", "validation", "saving", "rest"):
+            share = median(parts(one)[part] / one.wall for one in rows)
+            shares[part] = max(shares.get(part, (0, 0)), (share, rank))
+    if any(one.watched for one in steps[0]):
+        shares.pop("rest")  # of a watched step: doctor's own work
+    slow = slowest(job, steps, wall)
+    if slow:
+        found.append((1.0, slow))
+    for part, (share, rank) in shares.items():
+        if share > 2 * SHARE and not slow:
+            what = f"{part} is {share:.0%} of a step of {1000 * wall:.0f} ms on rank "
+            found.append((share, Breach(f"{what}{rank}", mend=MENDS[part])))
+    columns = [*zip(*steps, strict=False)]
+    total, costs = sum(column[0].wall for column in columns), Counter()
+    for column in columns:
+        for call in column[0].calls:  # the last rank to arrive does not wait
+            costs[call] += min(one.calls.get(call, 0) for one in column)
+    for call, seconds in costs.most_common(1):
+        name, _, where = call.partition(" in ")
+        if seconds > SHARE * total and not slow:
+            what = f"{name} takes {seconds / total:.0%} of a step (communication)"
+            mend = "Call it less often, or with less data."
+            found.append((seconds / total, Breach(what, where, mend=mend)))
+    for _, breach in sorted(found, key=lambda one: -one[0]):
+        yield breach
+    if not found:
+        rest = ", ".join(f"{part} {share:.0%}" for part, (share, _) in shares.items())
+        yield f"of {1000 * wall:.0f} ms per step, {rest}"
+
+
+def slowest(job, steps: list[list[Spans]], wall: float) -> Breach | None:
+    """Return a breach if one rank does more in nearly every step, and others wait."""
+    if len(steps) < 2:
+        return None
+    rows = [[parts(one) for one in own] for own in steps]
+    own = []  # without the time in which a loaded machine ran other processes
+    for found in steps:
+        waits = [parts(one)["communication"] + one.queued for one in found]
+        own.append([x.wall - wait for x, wait in zip(found, waits, strict=True)])
+    means = [median(one) for one in own]
+    slow = means.index(max(means))
+    others = [one for n, one in enumerate(means) if n != slow]
+    columns = [*zip(*own, strict=False)]
+    often = sum(column[slow] == max(column) for column in columns)
+    gain = means[slow] - max(others)
+    if gain < max(SHARE * wall, 0.2 * max(others)) or often < 0.8 * len(columns):
+        return None
+    names = [part for part in rows[0][0] if part != "communication"]
+    each = {x: [median(row[x] for row in one) for one in rows] for x in names}
+    more = {x: row[slow] - min(row) for x, row in each.items()}
+    part = max(more, key=more.__getitem__)
+    what = f"rank {job.processes[slow].rank} needs {1000 * means[slow]:.0f} ms for its "
+    what += f"part of a step, and the others, which need {1000 * max(others):.0f} ms, "
+    what += f"wait: its {part} takes {1000 * more[part]:.0f} ms longer"
+    return Breach(what, mend=f"Find out what this rank does more in its {part}.")
+
+
+@check(LAW, SLOW, needs=[Tracked], read="docs/pitfalls.md, number 17")
+def validation_with_gradients(job):
+    """Validation computes gradients, which take time and memory.
+
+    Validate inside torch.no_grad() or torch.inference_mode().
+    """
+    stepped = {(one.rank, one.loader, one.epoch) for one in job.of(Step)}
+    for one in job.of(Tracked):
+        numbers = {process.training for process in job.processes}
+        own = (one.rank, one.loader, one.epoch) in stepped
+        if one.loader not in numbers and not own:
+            what = f"rank {one.rank} validates {one.network} with gradients"
+            yield Breach(what, one.place)
+            return
+
+
+@check(LAW, NOTE, needs=[Buckets, Spans], read="docs/pitfalls.md, number 10")
+def unused_search(job):
+    """DDP searches for unused weights where there are none.
+
+    Leave out find_unused_parameters=True.
+    """
+    steps = [one for one in job.of(Spans) if one.watched]
+    for one in job.of(Buckets)[:1]:
+        if one.search and steps and not any(x.missing for x in steps):
+            what = f"find_unused_parameters=True, but in {len(steps)} steps no weight "
+            yield Breach(f"{what}is unused", one.place)
+
+
+@check(LAW, NOTE, needs=[Buckets], read=PAGE)
+def small_buckets(job):
+    """DDP's buckets are small, and so each step needs many all-reduces.
+
+    Leave bucket_cap_mb at its default, 25.
+    """
+    for one in job.of(Buckets)[:1]:
+        if one.bucket < 2**20 and one.size > 4 * one.bucket:
+            count, mib = one.size // one.bucket, one.bucket / 2**20
+            what = f"a step has about {count} all-reduces, in buckets of {mib:.2g} MiB"
+            yield Breach(what, one.place)
+
+
+@check(LAW, SLOW, needs=[Spans], read=PAGE)
+def host_syncs(job):
+    """A line makes the host wait for the GPU in every step.
+
+    Keep sums on the GPU, and read them only now and then.
+    """
+    if not any(one.device == "cuda" for one in job.of(Runs)):
+        raise NotJudged("reading a tensor does not wait on a CPU")
+    wall, steps = walls(job), timed(job.processes[0])
+    seconds = sum((Counter(one.reads) for one in steps), Counter())
+    often = [
+        x for x in seconds if 2 * sum(x in one.reads for one in steps) > len(steps)
+    ]
+    busy = 1 - sum(seconds[x] for x in often) / sum(one.wall for one in steps)
+    if often and busy > SHARE:
+        where = often[0].rpartition(" in ")[2]
+        what = f"{', '.join(often[:3])} waits for the GPU in most steps; then the GPU "
+        what += f"waits for the host, at most {busy:.0%} of {1000 * wall:.0f} ms"
+        yield Breach(what, where)
+
+
+@check(LAW, SLOW, needs=[Spans, Runs], read=PAGE)
+def threads(job):
+    """The processes start more compute threads than there are cores.
+
+    Set OMP_NUM_THREADS to the number of cores divided by the number of processes.
+    """
+    walls(job)
+    if any(one.device != "cpu" for one in job.of(Runs)):
+        raise NotJudged("the job computes on GPUs")
+    cores, count = job.of(Runs)[0].cores, job.of(Step)[0].threads
+    if count * len(job.processes) > 1.5 * cores:
+        what = f"{len(job.processes)} processes have {count} threads each"
+        yield Breach(f"{what}, but there are {cores} cores")

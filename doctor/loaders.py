@@ -1,0 +1,239 @@
+"""Follow the passes over DataLoaders: which samples each batch contains."""
+
+import contextlib
+import os
+import weakref
+from array import array
+from collections import deque
+from dataclasses import dataclass, field
+from time import perf_counter as clock
+from typing import ClassVar
+
+from .event import Event
+from .record import SHORT, place, quiet, recorder, wrap
+from .sample import digest, hashes
+from .watcher import Watcher, tell
+
+
+@dataclass(kw_only=True)
+class Epoch(Event):
+    """A pass over a DataLoader has begun."""
+
+    loader: int  # loaders are numbered by their first pass
+    epoch: int  # from 0 on
+    type: str  # of the data set inside all subsets
+    sampler: str
+    length: int | None  # in batches
+    samples: int | None
+    batch: int | None
+    stream: bool  # an IterableDataset
+    place: str
+
+
+@dataclass(kw_only=True)
+class EpochEnd(Event):
+    """A pass over a DataLoader has ended, or another one has begun."""
+
+    loader: int
+    epoch: int
+    whole: bool  # the loader had no more batches
+    batches: int
+    steps: int  # optimizer steps that used its batches
+
+
+@dataclass(kw_only=True)
+class Batch(Event):
+    """A DataLoader has returned a batch."""
+
+    limit: ClassVar[int] = 100_000
+    loader: int
+    epoch: int
+    number: int  # in this pass, from 0 on
+    indices: array | None  # in the data set inside all subsets
+    labels: array | None  # if it has one tensor (N,) of whole numbers
+    rows: array | None  # a hash of each sample's contents
+
+
+@dataclass
+class Pass:
+    """The state of a pass over a DataLoader, in the process that makes it."""
+
+    loader: int
+    epoch: int
+    subsets: list = field(default_factory=list)
+    stream: bool = False
+    samples: int | None = None
+    part: int | None = None  # of keys that are tuples: the sample's number
+    batches: int = 0
+    steps: int = 0
+    ended: bool = False
+    reads: deque = field(default_factory=lambda: deque(maxlen=8))
+
+
+def number_in(keys: list[tuple], samples: int | None) -> int | None:
+    """Return which part of keys such as (epoch, index) is a sample's number, if any.
+
+    It differs in all keys of a batch, is below the number of samples, and is shuffled.
+    """
+    found, most = [], 2**62 if samples is None else samples
+    for part, values in enumerate(zip(*keys, strict=True)):
+        if all(hasattr(one, "__index__") and 0 <= one < most for one in values):
+            if len({*values}) == len(values) and [*values] != sorted(values):
+                found.append(part)
+    return found[0] if len(found) == 1 else None
+
+
+def size(value) -> int | None:
+    """Return the length of a value, or None if it has none."""
+    with contextlib.suppress(TypeError, NotImplementedError, AttributeError):
+        return len(value)
+
+
+def leaves(value) -> list:
+    """Return all tensors in nested containers."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    return [one for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
+
+
+class Loaders(Watcher):
+    """Wraps DataLoader's iterators."""
+
+    def __init__(self):
+        self.loaders = {}  # by id: a number, the passes, and a weak reference
+        self.current: Pass | None = None  # which gave the last batch
+        self.fetching: Pass | None = None  # which loads a batch, in this process
+
+    def hooks(self) -> None:
+        from torch.utils.data import DataLoader
+        from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+        wrap(DataLoader, "__iter__", self.iterate)
+        wrap(_BaseDataLoaderIter, "_next_index", self.next_index)
+        wrap(_BaseDataLoaderIter, "__next__", self.next_batch)
+
+    def iterate(self, call, loader):
+        from torch.utils.data import IterableDataset, Subset
+
+        if getattr(loader, "_iterator", None) is not None:  # persistent workers
+            loader._iterator.__dict__["_doctor_indices"] = deque()
+        known = self.loaders.get(id(loader))
+        if known is None or known["loader"]() is not loader:
+            known = {"number": len(self.loaders), "epoch": -1, "last": None}
+            self.loaders[id(loader)] = known | {"loader": weakref.ref(loader)}
+            known = self.loaders[id(loader)]
+        if known["last"]:
+            self.end_pass(known["last"], whole=False)
+        known["epoch"] += 1
+        base, subsets = loader.dataset, []
+        while isinstance(base, Subset):
+            subsets.append(base.indices)
+            base = base.dataset
+        stream = isinstance(base, IterableDataset)
+        own = self.fetching = Pass(known["number"], known["epoch"], subsets, stream)
+        own.samples = size(loader.dataset)
+        if loader.num_workers:  # which inherit the environment
+            os.environ["DOCTOR_PASS"] = f"{own.loader} {own.epoch}"
+        iterator = call(loader)
+        known["last"] = iterator.__dict__["_doctor_pass"] = own
+        sampler = "" if stream else type(loader.sampler).__name__
+        epoch = Epoch(
+            loader=own.loader,
+            epoch=own.epoch,
+            type=type(base).__name__,
+            sampler=sampler,
+            length=size(loader),
+            samples=size(loader.dataset),
+            batch=loader.batch_size,
+            stream=stream,
+            place=place(),
+        )
+        recorder.write(epoch)
+        tell("on_epoch", own, loader)
+        return iterator
+
+    def end_pass(self, own: Pass, whole: bool) -> None:
+        if not own.ended:
+            own.ended = True
+            end = EpochEnd(
+                loader=own.loader,
+                epoch=own.epoch,
+                whole=whole,
+                batches=own.batches,
+                steps=own.steps,
+            )
+            recorder.write(end)
+
+    def next_index(self, call, iterator):
+        index = call(iterator)
+        iterator.__dict__.setdefault("_doctor_indices", deque()).append(index)
+        return index
+
+    def next_batch(self, call, iterator):
+        own = iterator.__dict__.get("_doctor_pass")
+        if own is None:
+            return call(iterator)
+        short, began = SHORT and own.batches >= SHORT, clock()
+        try:
+            if short:
+                raise StopIteration
+            self.fetching = own
+            batch = call(iterator)
+        except StopIteration:
+            self.end_pass(own, whole=not short)
+            raise
+        self.current, recorder.ticks = own, recorder.ticks + 1
+        waiting = iterator.__dict__.get("_doctor_indices")
+        index = waiting.popleft() if waiting else None
+        seconds = clock() - began
+        quiet(self.read)(own, index, batch, seconds)
+        own.batches += 1
+        return batch
+
+    def read(self, own: Pass, index, batch, seconds: float) -> None:
+        """Record which samples a batch contains."""
+        tensors = [one for one in leaves(batch) if one.dim()]
+        tensors = [one for one in tensors if len(one) == len(tensors[0])]
+        labels = [x for x in tensors if x.dim() == 1 and not x.is_floating_point()]
+        labels = labels[0] if len(labels) == 1 else None
+        found = {"loader": own.loader, "epoch": own.epoch, "number": own.batches}
+        numbers, indices = index if isinstance(index, (list, tuple)) else [None], None
+        if all(isinstance(one, tuple) for one in numbers):
+            if own.part is None:
+                own.part = number_in(numbers, own.samples)
+            numbers = [
+                one[own.part] if own.part is not None else None for one in numbers
+            ]
+        if not own.stream and all(hasattr(one, "__index__") for one in numbers):
+            for subset in own.subsets:
+                numbers = [subset[i] for i in numbers]
+            indices = array("q", map(int, numbers))
+        rows = None
+        if tensors and (recorder.watching or indices is None):
+            columns = zip(*map(hashes, tensors), strict=True)
+            rows = array("q", [digest(one) for one in columns])
+        values = None if labels is None else array("q", labels.tolist())
+        event = Batch(**found, indices=indices, labels=values, rows=rows)
+        recorder.write(event)
+        read = {**found, "labels": labels, "indices": indices, "used": False}
+        own.reads.append(read)
+        tell("on_batch", own, {**read, "tensors": tensors}, seconds)
+
+    def next_read(self) -> dict | None:
+        """Return the batch that a network has got, if it came from a DataLoader."""
+        reads = self.current.reads if self.current else ()
+        while len(reads) > 1 and reads[0]["used"]:
+            reads.popleft()
+        if not reads:
+            return None
+        if reads[0]["used"] and self.current.ended:
+            self.current = None  # the input comes from elsewhere
+            return None
+        reads[0]["used"] = True  # the oldest unused batch: a prefetcher reads ahead
+        return reads[0]
+
+    def on_exit(self) -> None:
+        for known in self.loaders.values():
+            if known["last"]:
+                self.end_pass(known["last"], whole=False)

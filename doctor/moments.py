@@ -1,0 +1,266 @@
+"""Follow a process through its networks, passes and steps, and tell the laws.
+
+Each moment (see watcher.py) is found here once, in the order in which the job meets
+it, so that all laws see the same steps.
+"""
+
+import functools
+import threading
+import weakref
+from dataclasses import dataclass
+from time import perf_counter as clock
+
+from .event import Event
+from .loaders import Loaders, leaves
+from .record import place, quiet, recorder, traced, waits, wrap
+from .sample import digest, numbers
+from .watcher import Watcher, tell
+
+COLLECTIVES = """all_reduce broadcast all_gather reduce barrier all_gather_into_tensor
+    all_gather_single reduce_scatter reduce_scatter_tensor all_to_all all_to_all_single
+    gather scatter all_gather_object broadcast_object_list gather_object
+    monitored_barrier""".split()
+HOROVOD = """allreduce allreduce_ allgather broadcast broadcast_ broadcast_parameters
+    broadcast_optimizer_state broadcast_object allgather_object barrier join""".split()
+
+
+@dataclass(kw_only=True)
+class Step(Event):
+    """An optimizer has stepped."""
+
+    optimizer: int  # the number of the step in which it was first used
+    which: int  # a hash of the weights that it updates
+    sharded: bool  # a process has only parts of some weights, as with FSDP2
+    rates: list[float]  # learning rates
+    gpu: int | None  # None: a CPU
+    threads: int
+    loader: int | None  # the loader that gave the last batch, and its pass
+    epoch: int | None
+    place: str
+
+
+class Moments(Watcher):
+    """Wraps what all laws need, and keeps track of the current step and batch."""
+
+    def __init__(self):
+        self.known = {}  # weights by id: a number and a weak reference
+        self.names = {}  # of weights, by id
+        self.networks = weakref.WeakKeyDictionary()  # outermost ones, in order
+        self.handles, self.optimizers = [], {}
+        self.inner, self.depth, self.collective = None, 0, False
+        self.last_gradient = 0.0  # when a backward pass made its last gradient
+
+    def hooks(self) -> None:
+        import torch
+        import torch.distributed as dist
+        from torch.optim import optimizer as optimizers
+
+        module = torch.nn.modules.module
+        optimizers.register_optimizer_step_pre_hook(quiet(self.before_step))
+        optimizers.register_optimizer_step_post_hook(quiet(self.end_step))
+        module.register_module_forward_pre_hook(quiet(self.before_forward))
+        module.register_module_forward_hook(quiet(self.after_forward), always_call=True)
+        wrap(torch.optim.Optimizer, "add_param_group", self.add_param_group)
+        wrap(torch.optim.Optimizer, "zero_grad", self.zero_grad)
+        wrap(torch.nn.Module, "zero_grad", self.zero_grad)
+        wrap(torch.autograd, "backward", self.backward)
+        wrap(torch.nn.parallel.DistributedDataParallel, "__init__", self.ddp)
+        for owner in (dist, dist.distributed_c10d):
+            wrap(owner, "init_process_group", self.join)
+            for name in (*COLLECTIVES, "destroy_process_group"):
+                wrap(owner, name, functools.partial(self.collect, name))
+        waits.update(COLLECTIVES)
+
+    def horovod_hooks(self, hvd) -> None:
+        def init(call, *args, **kwargs):
+            call(*args, **kwargs)
+            recorder.joined(hvd.rank(), hvd.size())
+
+        wrap(hvd, "init", init)
+        for name in HOROVOD:
+            wrap(hvd, name, functools.partial(self.collect, name))
+        own = hvd.optimizer._DistributedOptimizer
+        wrap(own, "synchronize", functools.partial(self.collect, "synchronize"))
+        waits.update(HOROVOD)
+
+    # --- names and weights ---
+
+    def name(self, weight) -> str:
+        """Return a weight's name in the outermost network, or its number and shape."""
+        if id(weight) not in self.names:
+            for network in [*self.networks]:
+                self.learn(network)
+        number, _ = self.known.get(id(weight), (len(self.known), None))
+        other = f"weight {number + 1} of shape {tuple(weight.shape)}"
+        return self.names.get(id(weight), other)
+
+    def learn(self, network) -> None:
+        """Remember the names of a network's weights."""
+        self.networks[network] = True
+        for name, weight in network.named_parameters():
+            name = name.removeprefix("_orig_mod.").removeprefix("module.")
+            self.names[id(weight)] = name.removeprefix("_orig_mod.")
+
+    def add_param_group(self, call, optimizer, group) -> None:
+        call(optimizer, group)
+        for weight in whole(group["params"]):
+            _, known = self.known.get(id(weight), (0, lambda: None))
+            if weight.requires_grad and weight.is_leaf and known() is not weight:
+                reference = weakref.ref(weight)
+                self.known[id(weight)] = len(self.known), reference
+                hook = functools.partial(self.gradient, reference)
+                self.handles.append(weight.register_hook(quiet(hook)))
+
+    def gradient(self, reference, gradient) -> None:
+        self.last_gradient, recorder.ticks = clock(), recorder.ticks + 1
+        weight = reference()
+        if recorder.watching and weight is not None and not traced():
+            tell("on_gradient", weight, gradient)
+
+    # --- steps ---
+
+    def before_step(self, optimizer, args: tuple, kwargs: dict):
+        """Begin a step, or begin it after its closure has made the gradients."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            return self.begin_step(optimizer)
+
+        def recorded():
+            result = closure()
+            quiet(self.begin_step)(optimizer)
+            return result
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": recorded}
+        return (args[0], recorded, *args[2:]), kwargs
+
+    def begin_step(self, optimizer) -> None:
+        import torch.distributed as dist
+
+        if recorder.rank is None and dist.is_initialized():  # by init_device_mesh()
+            recorder.joined(dist.get_rank(), dist.get_world_size())
+        self.inner = optimizer  # a wrapped optimizer's step contains another step
+        if recorder.timing:
+            own, gradients = whole(weights(optimizer)), []
+            if recorder.watching:
+                gradients = numbers([weight.grad for weight in own])
+            tell("on_step", optimizer, own, gradients)
+
+    def end_step(self, optimizer, *_) -> None:
+        if self.inner is not optimizer:
+            return  # the outer step of a wrapped optimizer
+        if recorder.timing:
+            tell("after_step", optimizer, whole(weights(optimizer)))
+            self.write_step(optimizer)
+        if Loaders.here.current:
+            Loaders.here.current.steps += 1
+        self.inner, self.depth = None, 0
+        recorder.step += 1
+        recorder.ticks += 1
+        if not recorder.timing:
+            while self.handles:
+                self.handles.pop().remove()
+
+    def write_step(self, optimizer) -> None:
+        import torch
+
+        own, current = weights(optimizer), Loaders.here.current
+        known = [self.known.get(id(weight), (None,))[0] for weight in own]
+        first = self.optimizers.setdefault(id(optimizer), recorder.step)
+        step = Step(
+            optimizer=first,
+            which=digest(known),
+            sharded=len(whole(own)) < len(own),
+            rates=[float(group["lr"]) for group in optimizer.param_groups],
+            gpu=own[0].device.index if own else None,
+            threads=torch.get_num_threads(),
+            loader=current and current.loader,
+            epoch=current and current.epoch,
+            place=place(),
+        )
+        recorder.write(step)
+
+    def zero_grad(self, call, owner, *args, **kwargs):
+        call(owner, *args, **kwargs)
+        if recorder.watching:
+            has_groups = hasattr(owner, "param_groups")  # an optimizer
+            tell("on_clear", weights(owner) if has_groups else [*owner.parameters()])
+
+    def backward(self, call, tensors, *args, **kwargs):
+        recorder.ticks += 1
+        if not recorder.timing:
+            return call(tensors, *args, **kwargs)
+        tell("on_backward", tensors)
+        self.depth += 1  # checkpoints run parts of a network again, in here
+        try:
+            return call(tensors, *args, **kwargs)
+        finally:
+            self.depth = max(0, self.depth - 1)
+            recorder.ticks += 1
+            tell("after_backward")
+
+    def ddp(self, call, model, *args, **kwargs):
+        call(model, *args, **kwargs)
+        self.learn(model)
+        tell("on_wrap", model, place())
+
+    # --- networks ---
+
+    def before_forward(self, module, inputs) -> None:
+        if runs_normally():
+            self.depth += 1
+            if self.depth == 1 and recorder.timing:
+                if module not in self.networks:
+                    self.learn(module)
+                tell("on_input", module, leaves(inputs))
+
+    def after_forward(self, module, _, outputs) -> None:
+        import torch
+
+        if not runs_normally():
+            return
+        self.depth -= 1
+        if self.depth or isinstance(module, torch.nn.modules.loss._Loss):
+            return
+        recorder.ticks += 1
+        tell("on_output", module, outputs, Loaders.here.next_read())
+
+    # --- processes ---
+
+    def collect(self, name: str, call, /, *args, **kwargs):
+        import torch
+
+        if self.collective:  # another collective calls this one
+            return call(*args, **kwargs)
+        where, began = place(), clock()
+        self.collective, recorder.waiting = True, name
+        recorder.ticks += 1
+        tensors = [one for one in args if isinstance(one, torch.Tensor)]
+        tell("on_collective", name, args, kwargs, where)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self.collective, recorder.waiting = False, ""
+            recorder.ticks += 1
+            tell("after_collective", name, tensors, where, clock() - began)
+
+    def join(self, call, *args, **kwargs):
+        import torch.distributed as dist
+
+        call(*args, **kwargs)
+        recorder.joined(dist.get_rank(), dist.get_world_size())
+
+
+def weights(optimizer) -> list:
+    """Return an optimizer's weights, in its order."""
+    return [one for group in optimizer.param_groups for one in group["params"]]
+
+
+def whole(tensors) -> list:
+    """Return the tensors that each process holds in full, unlike FSDP2's."""
+    return [one for one in tensors if not hasattr(one, "placements")]
+
+
+def runs_normally() -> bool:
+    """Return whether a network runs in the main thread and is not traced."""
+    return not traced() and threading.current_thread() is threading.main_thread()

@@ -1,0 +1,225 @@
+"""Find printed results in text, and say what a number was computed from."""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate, chain
+from math import exp
+from statistics import fmean
+
+NUMBER = re.compile(
+    r"(?<![\w.@-])(\d+\.\d+(?:e-\d+)?|\d+)(?![\w.]*\w)"
+    r"(?:\s*(/|of|out of)\s*(\d+)(?![\w.]*\w))?\s*(%?)"
+)
+KINDS = {
+    "top5": r"(?:top|acc|prec|acc_top)[-@_ ]?5",
+    "accuracy": r"acc(?:urac(?:y|ies))?(?![a-z])|top[-@_ ]?1|prec@1|correct|\bright\b",
+    "error": r"\berr(?:or)?s?(?![a-z])|error rate",
+    "perplexity": r"\bppl|perplexit",
+    "loss": r"loss|\bnll\b|\bbce\b|cross.entropy",
+}
+AFTER = re.compile(r"\W*(?:[a-z]+ ){0,2}?(right|correct|wrong)")
+NEUTRAL = re.compile(r"\b(?:ema|avg|mean|is|was|of|at|rate|val|test|eval|train)\b|_")
+SPLITS = re.compile(r"train|val|test|eval|dev")
+BAR = re.compile(r"\d%\|")  # a progress bar
+
+REPEATED = (
+    "Count each sample once: leave out those that DistributedSampler repeats, or "
+    "validate on range(rank, len(data), world_size)."
+)
+ONE_RANK = "Sum the numerator and the number of samples over all ranks; divide once."
+MEANS = "Add up sums and numbers of samples, not means, and divide once at the end."
+DIVISOR = "Divide by the number of samples (or batches) that were added up."
+RESET = "Reset the metric (or the sums) at the start of each pass."
+
+
+@dataclass
+class Number:
+    """A number in a printed line that may be a result."""
+
+    kind: str
+    value: float
+    gap: float  # the largest rounding error
+    scale: float  # 1 or 100
+    count: int | None  # the denominator of a fraction such as 63/76
+    split: str  # train, val, or "" if the line does not say
+    text: str
+    words: str  # before it
+
+    def turned(self, ratio: tuple[float, float]) -> float:
+        """Return a numerator and a denominator as this kind of number."""
+        top, bottom = ratio
+        value = top / bottom if bottom else float("nan")
+        if self.kind == "error":
+            value = 1 - value
+        if self.kind == "perplexity":
+            value = exp(value) if value < 50 else float("inf")
+        return self.scale * value
+
+    def equals(self, ratio: tuple[float, float]) -> bool:
+        """Return whether a numerator and a denominator give this number."""
+        if self.count is not None:
+            own = self.turned(ratio) * self.count
+            return abs(self.count - ratio[1]) < 1e-6 and abs(self.value - own) < 1e-3
+        value, limit = self.turned(ratio), self.gap + 2e-6 * self.value
+        if self.scale == 100 and self.kind != "error" and ratio[0] > ratio[1] > 0:
+            value = value if abs(self.value - value) <= limit else value / 100
+        return abs(self.value - value) <= limit
+
+
+def numbers(text: str) -> Iterator[Number]:
+    """Yield the numbers in a line that may be accuracies, errors, losses, ..."""
+    if BAR.search(text):
+        return
+    kind, end, low = "", 0, text.lower()
+    found = [x for x in NUMBER.finditer(low) if "." in x[1] or x[2] or x[4]]
+    for number, one in enumerate(found):
+        before = low[end : one.start()]
+        until = found[number + 1].start() if number + 1 < len(found) else len(low)
+        after, end = AFTER.match(low[one.end() : until]), one.end()
+        ends = {k: [m.end() for m in re.finditer(p, before)] for k, p in KINDS.items()}
+        ends = {k: max(found) for k, found in ends.items() if found}
+        own = max(ends, key=ends.__getitem__) if ends else ""
+        bare = not re.search("[a-z]", NEUTRAL.sub("", before))
+        digits, _, total, percent = one.groups()
+        fraction = total is not None
+        inherits = kind if bare and (before.strip() or percent) else ""
+        if fraction and "(" not in before:
+            inherits = ""
+        kind = own or inherits
+        if not kind and after and (fraction or percent):
+            kind = "error" if after[1] == "wrong" else "accuracy"
+        if not kind:
+            continue
+        split = (SPLITS.findall(low[: one.start()]) or [""])[-1]
+        split = split if split in ("", "train") else "val"
+        value, places = float(digits), len(digits.partition(".")[2].partition("e")[0])
+        if fraction:
+            yield Number(kind, value, 0, 1, int(total), split, one[0].strip(), before)
+            continue
+        gap = 0.6 * 10**-places if "e" not in digits else 0.01 * value
+        shares = kind in ("accuracy", "error", "top5")
+        scale = 100 if shares and (percent or value > 1) else 1
+        if shares and not places:
+            if not percent:
+                continue  # a count, or a number of something else
+            gap = 0.99  # rounded, or cut off
+        if value > 100 and shares:
+            continue
+        yield Number(kind, value, gap, scale, None, split, one[0].strip(), before)
+
+
+@dataclass
+class Group:
+    """What was measured in one pass over a loader, for one network or one loss."""
+
+    what: str
+    source: int
+    loader: int | None
+    epoch: int | None
+    step: int = 0  # after which the pass was made
+    trains: bool = False
+    total: int = 0  # of the data set's samples; 0: not known
+    # By rank: batches of (sums, weights, keys of the samples)
+    ranks: dict[int, list[tuple]] = field(default_factory=dict)
+    times: dict[int, list[float]] = field(default_factory=dict)
+
+    def began(self, rank: int) -> float:
+        """Return when a rank, or else the first one, measured the first batch."""
+        return min(self.times.get(rank) or [*chain(*self.times.values())])
+
+    def running(self, rank: int, moment: float) -> bool:
+        """Return whether a rank measures before and after a moment."""
+        own = self.times.get(rank, [moment])
+        return min(own) < moment < max(own)
+
+    def added(self, rank: int | None = None) -> tuple[float, float]:
+        """Return the sums over all batches of a rank, or of all: value and weight."""
+        own = self.ranks.values() if rank is None else [self.ranks[rank]]
+        rows = [*chain(*own)]
+        tops, bottoms = (sum(sum(row[n]) for row in rows) for n in (0, 1))
+        return tops, bottoms
+
+    def once(self) -> dict:
+        """Return the sum and weight of each distinct sample."""
+        found = {}
+        for rows in self.ranks.values():
+            for values, weights, keys in rows:
+                found |= zip(keys, zip(values, weights, strict=True), strict=True)
+        return found
+
+    def right(self, line: str, rank: int) -> list[tuple[float, float]]:
+        """Return the values that this group's result may have in a right script."""
+        once = self.once()
+        found = [pair(once.values())]
+        own = {key for row in self.ranks.get(rank, ()) for key in row[2]}
+        if len(own) == len(once):  # each rank validates on all samples
+            found.append(self.added(rank))
+        if re.search(rf"\brank\W{{0,3}}{rank}\b|^\W*{rank}\]", line, re.I):
+            found.append(self.added(rank)) if rank in self.ranks else None
+        if self.trains:
+            found += self.averages(rank)
+        return found
+
+    def averages(self, rank: int) -> Iterator[tuple[float, float]]:
+        """Yield averages over a training pass, of this rank's or of all batches."""
+        own = [self.ranks[rank]] if rank in self.ranks else []
+        for rows in (*own, [*chain(*self.ranks.values())]):
+            yield pair([(sum(v), sum(w)) for v, w, _ in rows])
+            means = [sum(v) / (sum(w) or 1) for v, w, _ in rows]
+            sums = [*accumulate(reversed(means))]  # of the last batches
+            yield from ((total, count) for count, total in enumerate(sums, 1))
+        lasts = [rows[-1] for rows in self.ranks.values()]
+        yield fmean(sum(v) / (sum(w) or 1) for v, w, _ in lasts), 1
+
+    def wrong(self, earlier: list["Group"]) -> Iterator[tuple]:
+        """Yield a mistake's name, its advice, and the numerator and denominator."""
+        every, once, count = self.added(), pair(self.once().values()), len(self.ranks)
+        samples = self.total or once[1]
+        yield "which counts repeated samples", REPEATED, *every
+        yield (
+            "which counts repeated samples if they are right",
+            REPEATED,
+            every[0],
+            once[1],
+        )
+        means = {n: self.means(n) for n in self.ranks}
+        own = {n: self.added(n) for n in self.ranks}
+        for rank, (top, bottom) in own.items():
+            only = f"of rank {rank} only"
+            yield f"which counts the samples {only}", ONE_RANK, top, bottom
+            yield f"the mean over the batches {only}", ONE_RANK, fmean(means[rank]), 1
+            yield f"the last batch {only}", ONE_RANK, means[rank][-1], 1
+            if count > 1:
+                yield f"the sum {only}, divided by all samples", DIVISOR, top, samples
+            if self.what != "hits":
+                name = f"the sum of the batches' means {only}, divided by the samples"
+                yield name, DIVISOR, sum(means[rank]), samples
+                yield name, DIVISOR, sum(means[rank]), bottom
+        both = fmean(map(fmean, means.values()))
+        yield "the mean of the batches' means", MEANS, both, 1
+        ratios = [top / (bottom or 1) for top, bottom in own.values()]
+        yield "the mean of the ranks' means", MEANS, fmean(ratios), 1
+        if count > 1:
+            yield "the sum of the ranks' means", DIVISOR, sum(ratios), 1
+            batches = [fmean(one) for one in means.values()]
+            yield "the sum of the means of the ranks' batches", DIVISOR, sum(batches), 1
+            name = f"which is divided {count} times too often"
+            yield name, DIVISOR, every[0] / count, once[1]
+        if earlier:
+            first = min(one.epoch or 0 for one in earlier)
+            name = f"which counts passes {first} to {self.epoch} together"
+            yield name, RESET, *pair(one.added() for one in (*earlier, self))
+            for rank in self.ranks:
+                rows = [one.added(rank) for one in earlier if rank in one.ranks]
+                yield f"{name}, of rank {rank} only", RESET, *pair([*rows, own[rank]])
+
+    def means(self, rank: int) -> list[float]:
+        """Return the means of a rank's batches."""
+        return [sum(v) / (sum(w) or 1) for v, w, _ in self.ranks[rank]]
+
+
+def pair(values: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """Return the sums of numerators and of denominators."""
+    rows = [*values]
+    return sum(top for top, _ in rows), sum(bottom for _, bottom in rows)

@@ -1,0 +1,188 @@
+"""What a terminal shows at the end of a watched job."""
+
+import os
+import shutil
+import sys
+import textwrap
+
+from .event import Start
+from .job import Job
+from .law import (
+    BROKEN,
+    CHECKS,
+    HELD,
+    NOTE,
+    RISK,
+    SLOW,
+    WRONG,
+    Check,
+    Finding,
+    Report,
+    Verdict,
+)
+from .moments import Step
+from .spans import Runs, time_table
+
+NOTHING = "NOTHING CHECKED"
+COLOURS = {WRONG: "1;31", RISK: "1;33", SLOW: "1;36", NOTHING: "1;31"}
+COLOURS |= {BROKEN: "31", HELD: "32"}
+RANKS = 4  # at most as many have a line in the table of times
+
+
+def page(job: Job, report: Report, verbose: bool = False) -> str:
+    """Return the text that is printed at the end."""
+    width = min(100, shutil.get_terminal_size((80, 24)).columns)
+    lines = ["", " doctor ".center(width, "="), *fill(summary(job), width)]
+    if not job.watched:
+        text = ": no optimizer step was seen on all ranks. doctor watches scripts that "
+        text += "call step() of a torch.optim.Optimizer in the processes of the job."
+        lines += coloured(fill(NOTHING + text, width), NOTHING)
+    for one in report.findings:
+        lines += ["", *paragraph(one, width)] if one.level != NOTE else ()
+    lines.append("")
+    for verdict in report.verdicts:
+        lines += law_lines(verdict, width)
+        if verbose:
+            lines += all_checks(verdict, report, width)
+    notes = [one for one in report.findings if one.level == NOTE]
+    for one in notes:
+        where = f" [{one.place}]" if one.place else ""
+        lines += fill(f"note {one.check}: {one.what}{where}", width)
+    lines += times(job, width)
+    if report.findings:
+        lines += fill(f"To read more: {program()} --explain NAME", width)
+    return "\n".join(lines)
+
+
+def summary(job: Job) -> str:
+    """Return what ran: processes, networks, steps, and how the job ended."""
+    count = f"{len(job.processes)} processes"
+    if len(job.processes) == 1:
+        count = "1 process"
+    if job.world_size > len(job.processes):
+        count = f"{len(job.processes)} of {job.world_size} processes"
+    hosts = {one.host for one in job.of(Start)}
+    count += f" on {len(hosts)} hosts" * (len(hosts) > 1)
+    runs = job.processes[0].of(Runs)
+    names = [f"{one.network} ({one.weights:,} weights)" for one in runs]
+    device = {"cuda": "GPU", "cpu": "CPU"}
+    devices = {device.get(one.device, one.device) for one in job.of(Runs)}
+    what = f"{', '.join(names) or 'no network'} on {', '.join(sorted(devices))}"
+    steps = [len(process.of(Step)) for process in job.processes]
+    watched = str(steps[0]) if len({*steps}) == 1 else ", ".join(map(str, steps))
+    ended = f"it ended with status {job.status}"
+    if job.hung:
+        ended = "it hung, and doctor ended it"
+    elif job.interrupted:
+        ended = "it was interrupted"
+    trained = f"trained {what}" if names else "ran"
+    return f"{count} {trained}; {watched} optimizer steps watched; {ended}."
+
+
+def paragraph(one: Finding, width: int) -> list[str]:
+    """Return a finding's lines."""
+    where = f" [{one.place}]" if one.place else ""
+    lines = coloured(
+        fill(f"{one.level} {one.check}: {one.what}{where}", width), one.level
+    )
+    lines += fill(f"To fix it: {one.mend}", width, "    ")
+    if one.right_if:
+        lines += fill(f"It is not a mistake if: {one.right_if}", width, "    ")
+    return lines
+
+
+def law_lines(verdict: Verdict, width: int) -> list[str]:
+    """Return a law's lines: its state, and as much evidence as fits in one line."""
+    law, state = verdict.law, verdict.state
+    head = f"{law.number:2} {state:10} {law.text}"
+    if state == HELD:
+        text, *others = verdict.evidence
+        for one in others:
+            longer = f"{text}; {one}"
+            text = longer if len(f"{head}: {longer}") <= width else text
+    elif state == BROKEN:
+        text = "see above"
+    else:
+        general = [x.name for x in CHECKS.values() if x.law is law and x.general]
+        reasons = [verdict.not_judged[x] for x in general if x in verdict.not_judged]
+        text = (reasons or ["nothing was seen"])[0]
+    return coloured(fill(f"{head}: {text}", width, indent=" " * 14), state)
+
+
+def all_checks(verdict: Verdict, report: Report, width: int) -> list[str]:
+    """Return what each check of a law saw, and all evidence."""
+    lines = []
+    for one in verdict.evidence:
+        lines += fill(f"seen: {one}", width, "     ")
+    found = {one.check for one in report.findings}
+    found |= {x.explains.name for x in map(CHECKS.get, found) if x.explains}
+    effects = {one.check: cause for one, cause in report.effects}
+    for one in CHECKS.values():
+        if one.law is not verdict.law:
+            continue
+        text = "found" if one.name in found else "not found"
+        if one.name in verdict.not_judged:
+            text = f"not judged: {verdict.not_judged[one.name]}"
+        elif one.name in effects:
+            text = f"found, perhaps an effect of {effects[one.name]}"
+        lines += fill(f"{one.name}: {text}", width, "     ")
+    return lines
+
+
+def times(job: Job, width: int) -> list[str]:
+    """Return the lines that show where a step's time goes."""
+    table = time_table(job)
+    walls = {rank: sum(row.values()) for rank, row in table.items()}
+    ranks = sorted(walls)
+    if len(ranks) > RANKS:  # those with the least and the most work of their own
+        own = sorted(ranks, key=lambda rank: walls[rank] - table[rank]["communication"])
+        ranks = [*own[: RANKS // 2], *own[-RANKS // 2 :]]
+    lines = [""] * bool(ranks)
+    for rank in ranks:
+        row = sorted(table[rank].items(), key=lambda one: -one[1])
+        parts = [f"{part} {s / walls[rank]:.0%}" for part, s in row]
+        parts = [one for one in parts if not one.endswith(" 0%")]
+        text = f"A step on rank {rank} takes {1000 * walls[rank]:.1f} ms: {parts[0]}"
+        for one in parts[1:]:
+            text += f", {one}" if len(f"{text}, {one}") <= width else ""
+        lines.append(text)
+    return lines
+
+
+def explanation(one: Check) -> str:
+    """Return what --explain prints."""
+    level = f"{one.name} ({one.level}, law {one.law.number}: {one.law.text})"
+    parts = [level, one.fault + ".", f"To fix it: {one.mend}"]
+    if one.right_if:
+        parts.append(f"It is not a mistake if: {one.right_if}")
+    if one.read:
+        parts.append(f"The repository explains it in {one.read}.")
+    return "\n\n".join("\n".join(fill(part, 80, "")) for part in parts)
+
+
+def program() -> str:
+    """Return how the user can call this program."""
+    name = os.path.basename(sys.argv[0])
+    return name if name == "ddp-doctor" else "python -m doctor"
+
+
+def coloured(lines: list[str], word: str) -> list[str]:
+    """Return lines with the first of a word in its colour, if a terminal shows it."""
+    if word in COLOURS and sys.stderr.isatty() and "NO_COLOR" not in os.environ:
+        new = f"\033[{COLOURS[word]}m{word}\033[0m"
+        return [lines[0].replace(word, new, 1), *lines[1:]]
+    return lines
+
+
+def fill(
+    text: str, width: int, start: str = "", indent: str | None = None
+) -> list[str]:
+    """Break a paragraph into lines; the lines after the first are indented."""
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=start,
+        subsequent_indent=start + "  " if indent is None else indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

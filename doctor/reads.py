@@ -1,0 +1,314 @@
+"""Which samples the ranks of a job read in each epoch."""
+
+from array import array
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import ClassVar
+
+from .event import Event
+from .job import Job, Process
+from .law import NotJudged, need
+from .loaders import Batch, Epoch
+
+EPOCHS = 20  # as many are judged
+MORE = 0.02  # of the samples: more than this must not be read twice, or left out
+
+
+@dataclass(kw_only=True)
+class Feed(Event):
+    """The sampler of a loader at the start of a pass, and in the first one its data."""
+
+    limit: ClassVar[int] = 1000
+    loader: int
+    epoch: int
+    divides: bool  # between ranks
+    shuffles: bool
+    repeats: bool  # it draws with replacement
+    sampler: dict[str, int]  # its seed, epoch, rank and num_replicas
+    workers: int
+    data: dict[str, tuple]  # see signature()
+    part: array | None  # the samples that subsets choose
+
+
+@dataclass(kw_only=True)
+class Input(Event):
+    """A network has got an input, with gradients enabled."""
+
+    rows: array  # a hash for each entry of the input's largest tensor
+    loaded: bool  # a DataLoader gave the last batch
+    added: list[float]  # a few numbers of the input less those of the batch
+
+
+@dataclass
+class Reads:
+    """What all ranks read in an epoch, or in the part of it that was seen."""
+
+    ranks: list[list[list[int]]]  # for each rank, the samples of each batch
+    text: str  # such as "epoch 0"
+    whole: bool = True
+    total: int | None = None  # samples of the data set
+    feeds: list[Feed] = field(default_factory=list)
+    index: bool = True  # samples are known by their numbers; else by their contents
+    loader: int | None = None  # None: the training loader
+    again: bool = False  # contents were seen again, so that they are comparable
+
+    @property
+    def all(self) -> list[list[int]]:
+        """The samples of each rank."""
+        return [[x for batch in one for x in batch] for one in self.ranks]
+
+    @property
+    def batch(self) -> int:
+        """The samples of the largest batch."""
+        return max((len(x) for one in self.ranks for x in one), default=0)
+
+    @property
+    def slack(self) -> int:
+        """Samples that may come again: to be of equal length, or of the next epoch."""
+        unsure = not self.whole and not self.index
+        return len(self.ranks) * (self.batch if unsure else 1)
+
+    def poor(self) -> bool:
+        """Return whether contents do not tell samples apart, as with single words."""
+        batches = [x for one in self.ranks for x in one if len(x) > 1]
+        distinct = sum(len({*one}) for one in batches)
+        return not self.index and distinct < 0.8 * sum(map(len, batches))
+
+    def together(self) -> tuple[float, float]:
+        """Return the share of samples that two ranks read in the same step.
+
+        The second number is the share that they read in neighbouring steps.
+        """
+        found = []
+        for shift in (0, 1):
+            shares = [0.0]
+            for one, other in combinations(self.ranks[:8], 2):
+                pairs = [*zip(one, other[shift:], strict=False)]
+                alike = sum(shared(a, b) > 0.3 for a, b in pairs)
+                shares.append(alike / max(1, len(pairs)))
+            found.append(max(shares))
+        return tuple(found)
+
+    def read_by_all(self) -> bool:
+        """Return whether each rank reads every sample."""
+        both = set.intersection(*({*one} for one in self.all))
+        return len(both) >= 0.99 * (self.total or 10**12)
+
+    def numbers(self) -> dict[str, int]:
+        """Count samples; the last batches may repeat some, to be of equal length."""
+        reads = [x for one in self.all for x in one]
+        inner = [[x for batch in one[:-1] for x in batch] for one in self.ranks]
+        inner = inner if self.whole and all(inner) else self.all
+        ranks = Counter(x for one in inner for x in {*one})
+        found = {"read": len(reads), "distinct": len({*reads})}
+        found["ranks"] = sum(count > 1 for count in ranks.values())
+        found["within"] = sum(len(one) - len({*one}) for one in inner)
+        found["again"] = found["ranks"] + found["within"]
+        found["missing"] = (self.total or 0) - len({*reads}) if self.whole else 0
+        return found
+
+
+def shared(one: list[int], other: list[int]) -> float:
+    """Return the share of samples that two batches have in common."""
+    return len({*one} & {*other}) / max(1, min(len({*one}), len({*other})))
+
+
+def feeds(job: Job, number: int | None = None, epoch: int = 0) -> list[Feed]:
+    """Return each rank's Feed of a pass, by default over the training loader."""
+    found = []
+    for process in job.processes:
+        key = process.training if number is None else number, epoch
+        found += [x for x in process.of(Feed) if (x.loader, x.epoch) == key][:1]
+    return found if len(found) == len(job.processes) else []
+
+
+def interleaved(job: Job) -> list[int]:
+    """Return the other loaders whose batches are read between the same steps."""
+    found = []
+    for process in job.processes:
+        steps = {}
+        for one in process.of(Batch):
+            steps.setdefault((one.loader, one.epoch), set()).add(one.step)
+        own = {key[0] for key, values in steps.items() if len(values) > 2}
+        found.append(own - {process.training})
+    return sorted(set.intersection(*found))
+
+
+def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
+    """Yield what loaders gave in each epoch, by default the training loaders."""
+    loader = number
+    first = need(feeds(job, loader), "no DataLoader feeds the steps of every rank")
+    same = all(one.data == first[0].data for one in first)
+    samples = job.processes[0].loader(loader).samples
+    if all(one.part is not None for one in first):
+        samples = len({x for one in first for x in one.part})
+    sampler = job.processes[0].loader(loader).sampler
+    plain = sampler in ("RandomSampler", "SequentialSampler")
+    if not (plain or all(one.divides for one in first)):
+        samples = None  # the script's own sampler may choose a part of them
+    lists, seen = [process.epochs for process in job.processes], set()
+    if loader is not None:
+        passes = [[x for x in p.of(Epoch) if x.loader == loader] for p in job.processes]
+        lists = [[one.epoch for one in own] for own in passes]
+    for number, epochs in enumerate(zip(*lists, strict=False)):
+        pairs = [*zip(job.processes, epochs, strict=True)]
+        whole = all(process.whole(epoch, loader) for process, epoch in pairs)
+        text = f"epoch {number}"
+        if number == EPOCHS or (number and not whole):
+            return
+        batches = [process.batches(epoch, loader) for process, epoch in pairs]
+        ranks = [[x.indices for x in one] for one in batches]
+        index = same and not any(x is None for one in ranks for x in one)
+        if not index:
+            ranks = [[x.rows for x in one] for one in batches]
+        if not all(ranks) or any(x is None for one in ranks for x in one):
+            if number:
+                return
+            raise NotJudged("the samples of the batches are not known")
+        if not whole:
+            new = min(len(before_a_repeat(one)) for one in ranks)
+            shortest = new if new >= 10 else min(map(len, ranks))
+            ranks = [x[:shortest] for x in ranks]
+            text = f"{shortest} batches of {text}"
+        own = []
+        for process, epoch in pairs:
+            key = process.training if loader is None else loader, epoch
+            own += [x for x in process.of(Feed) if (x.loader, x.epoch) == key]
+        found = Reads(ranks, text, whole, samples if index else None, own, index)
+        rows = {x for one in found.all for x in one}
+        found.loader = loader
+        found.again = 2 * len(seen & rows) > len(rows)
+        seen |= rows
+        yield found
+
+
+def before_a_repeat(batches: list) -> list:
+    """Return the batches before the first one that has an earlier one's sample."""
+    seen, found = set(), []
+    for rows in batches:
+        if seen & {*rows}:
+            break
+        seen |= {*rows}
+        found.append(rows)
+    return found
+
+
+def looped(job: Job) -> Reads:
+    """Return what networks got without a DataLoader, until an input comes again."""
+    inputs = need(job.of(Input), "no input was seen")
+    if any(one.loaded for one in inputs):
+        raise NotJudged("no DataLoader feeds the steps of every rank")
+    ranks, again = [], False
+    for process in job.processes:
+        first = {}
+        for one in process.of(Input):
+            first.setdefault(one.step, one.rows)
+        ranks.append(before_a_repeat([*first.values()]))
+        again = again or len(ranks[-1]) < len(first)
+    shortest = min(map(len, ranks))
+    if shortest < 3 and again:
+        raise NotJudged("samples come again at once: they are not read in epochs")
+    text = f"the first {shortest} inputs of the network"
+    ranks = [x[:shortest] for x in ranks]
+    return Reads(ranks, text, False, index=False, again=again)
+
+
+def broken(one: Reads) -> str:
+    """Return what is wrong with an epoch, or ""."""
+    counts, (together, near) = one.numbers(), one.together()
+    number = max(map(len, one.ranks))
+    if together >= 0.9 and near < 0.5 * together:
+        same = f"{together * number:.0f} of {number}"
+        return f"in {one.text}, {same} batches have the same samples on several ranks"
+    text = f"in {one.text}, the ranks read {counts['read']:,} samples, "
+    text += f"{counts['distinct']:,} distinct ones"
+    text += f" of {one.total:,}" if one.total else ""
+    if one.index and (counts["within"] or any(x.repeats for x in one.feeds)):
+        return ""  # drawn with replacement
+    if one.read_by_all():
+        return f"in {one.text}, each rank reads all {one.total:,} samples"
+    if counts["again"] > max(MORE * counts["read"], one.slack):
+        text += f": {counts['ranks']:,} on several ranks" * bool(counts["ranks"])
+        return text + f", {counts['within']:,} twice on a rank" * bool(counts["within"])
+    least = max(len(one.ranks) * one.batch, MORE * (one.total or 0))
+    return text if counts["missing"] >= least else ""
+
+
+def other_contents(job: Job, labels: bool) -> str:
+    """Return how samples of the same number differ between two ranks, or ""."""
+    first = feeds(job)
+    epoch = [p.batches(p.epochs[0]) for p in job.processes if p.epochs]
+    read = [{x for b in one for x in b.indices or ()} for one in epoch]
+    if not first or len(read) < 2 or any(one & read[0] for one in read[1:] if one):
+        if not first or not all(one.divides for one in first):
+            return ""  # the ranks' numbers may belong to different samples
+    found = [contents(process, labels) for process in job.processes]
+    for one, other in combinations(range(len(found)), 2):
+        both = found[one].keys() & found[other].keys()
+        differ = sum(found[one][x] != found[other][x] for x in both)
+        if differ > max(4, 0.05 * len(both)):
+            what = "labels" if labels else "contents"
+            text = f"{differ} of {len(both)} samples that ranks {one} and {other} have "
+            return f"{text}both read have different {what} on the two ranks"
+    return ""
+
+
+def contents(process: Process, labels: bool) -> dict[int, int]:
+    """Return labels or hashes of samples by number; {} if they change with time."""
+    found = {}
+    batches = [x for epoch in process.epochs for x in process.batches(epoch)]
+    for one in batches:
+        values = one.labels if labels else one.rows
+        for pair in zip(one.indices or (), values or (), strict=False):
+            found.setdefault(pair[0], []).append(pair[1])
+    again = [x for x in found.values() if len(x) > 1]
+    stay = sum(len({*x}) == 1 for x in again)
+    fixed = len(again) > 4 and stay > 0.9 * len(again)
+    return {index: x[0] for index, x in found.items()} if fixed else {}
+
+
+def same_inputs(job: Job) -> str:
+    """Return which noise of the loop is the same on two ranks, or "".
+
+    Noise is an input, such as a generator's, or what is added to a batch.
+    """
+    rows = []
+    for process in job.processes:
+        own, order = {}, Counter()
+        for one in process.of(Input):
+            order[one.step] += 1
+            if one.loaded:
+                own.setdefault(order[one.step], {})[one.step] = one
+        rows.append(own)
+    for number in rows[0]:
+        passes = [own.get(number, {}) for own in rows]
+        steps = [step for step in passes[0] if all(step in own for own in passes)]
+        for kind in ("rows", "added"):
+            same = [
+                step for step in steps if alike([own[step] for own in passes], kind)
+            ]
+            values = {repr(getattr(passes[0][step], kind)) for step in same}
+            if len(values) > max(2, 0.9 * len(steps)):
+                what = (
+                    "input" if kind == "rows" else "noise, which is added to a batch,"
+                )
+                text = f"in {len(same)} of {len(steps)} steps, forward pass {number} "
+                return f"{text}gets the same {what} on several ranks"
+    return ""
+
+
+def alike(inputs: list[Input], kind: str) -> bool:
+    """Return whether two ranks have the same input, or the same noise added to it."""
+    values = [getattr(one, kind) for one in inputs]
+    for one, other in combinations(values[:8], 2):
+        if len(one) != len(other):
+            continue
+        if kind == "rows" and one == other and len({*one}) > 0.8 * len(one):
+            return True
+        most = max(map(abs, one), default=0)
+        gaps = [abs(a - b) for a, b in zip(one, other, strict=True)]
+        if kind == "added" and most > 1e-6 and max(gaps) < 1e-4 * most:
+            return True
+    return False

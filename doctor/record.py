@@ -1,0 +1,270 @@
+"""Inside the processes of a job: write events and wrap PyTorch's functions.
+
+hook/sitecustomize.py imports this package into each process that imports PyTorch. The
+wrappers change no result, draw no random numbers and do not communicate.
+"""
+
+import atexit
+import contextlib
+import functools
+import gc
+import multiprocessing
+import os
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Callable
+
+from .event import Event, Exit, Failed, Rank, Start, Waits
+
+STEPS = int(os.environ.get("DOCTOR_STEPS", "40"))  # optimizer steps to record
+TIMED = 20  # later steps that are only timed
+SHORT = int(os.environ.get("DOCTOR_SHORT", "0"))  # batches per epoch; 0: all
+GIVEN = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+OWN = os.path.dirname(os.path.abspath(__file__))
+LIBRARY = sysconfig.get_path("stdlib")
+
+
+class Recorder:
+    """This process's file of events, and what it is doing."""
+
+    def __init__(self):
+        self.file, self.written = None, Counter()
+        self.rank: int | None = None
+        self.step = 0  # completed optimizer steps
+        self.ticks = 0  # changes whenever something happens: see monitor()
+        self.waiting = ""  # the collective that the main thread is calling
+
+    @property
+    def watching(self) -> bool:
+        """Whether the current step is recorded closely."""
+        return self.step < STEPS
+
+    @property
+    def timing(self) -> bool:
+        """Whether the current step is at least timed."""
+        return self.step < STEPS + TIMED
+
+    def full(self, kind: type[Event]) -> bool:
+        """Return whether no more events of a kind are written."""
+        return self.written[kind] >= kind.limit
+
+    def write(self, event: Event) -> None:
+        """Append an event to this process's file, and tell the subscribers."""
+        kind = type(event)
+        if "DOCTOR_FOLDER" not in os.environ or self.full(kind):
+            return
+        if self.file is None:
+            self.open()
+        self.written[kind] += 1
+        event.time, event.step = time.time(), self.step
+        os.write(self.file, event.packed())
+        for function in subscribers[kind]:
+            function(event)
+
+    def open(self) -> None:
+        """Create the file, and write how the process was started."""
+        host = os.uname().nodename  # several hosts may share the folder
+        path = f"{os.environ['DOCTOR_FOLDER']}/{host}-{os.getpid()}.events"
+        self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        parent = multiprocessing.parent_process()  # also under a fork server
+        parent = parent.pid if parent else os.getppid()
+        given = {name: os.environ.get(name) for name in GIVEN}
+        start = Start(parent=f"{host}-{parent}", host=host, environment=given)
+        self.write(start)
+
+    def joined(self, rank: int, world_size: int) -> None:
+        """Record this process's rank."""
+        self.rank, self.ticks = rank, self.ticks + 1
+        self.write(Rank(own=rank, world_size=world_size))
+
+
+recorder = Recorder()
+subscribers: dict[type[Event], list[Callable]] = defaultdict(list)
+# Functions in which a process waits for others
+waits = set(
+    """backward synchronize rendezvous init_process_group destroy_process_group
+    _sync_buffers _sync_module_states _verify_param_shape_across_processes
+    connect_to_new_process""".split()
+)
+
+
+def subscribe(kind: type[Event], function: Callable[[Event], object]) -> None:
+    """Call a function with each event of one kind, in the process that writes it."""
+    subscribers[kind].append(function)
+
+
+def quiet(method: Callable) -> Callable:
+    """Return a hook whose own errors do not end the job."""
+
+    @functools.wraps(method)
+    def hook(*args, **kwargs):
+        with contextlib.suppress(Exception):
+            return method(*args, **kwargs)
+
+    return hook
+
+
+def wrap(owner, name: str, method: Callable) -> None:
+    """Replace owner.name with a method that gets the original function first.
+
+    `method(call, *args, **kwargs)` must return `call(*args, **kwargs)`. If the method
+    itself fails, the job gets the original's result. Several laws may wrap a function.
+    """
+    call = getattr(owner, name, None)
+    if call is None or method in getattr(call, "_doctor", ()):
+        return
+
+    @functools.wraps(call)
+    def wrapped(*args, **kwargs):
+        if compiling():
+            return call(*args, **kwargs)
+        results, failed = [], []
+
+        def original(*args, **kwargs):
+            try:
+                results.append(call(*args, **kwargs))
+            except BaseException as error:
+                failed.append(error)
+                raise
+            return results[-1]
+
+        try:
+            return method(original, *args, **kwargs)
+        except Exception as error:
+            if failed or isinstance(error, StopIteration):
+                raise
+            recorder.waiting = ""
+            return results[-1] if results else call(*args, **kwargs)
+
+    wrapped._doctor = (*getattr(call, "_doctor", ()), method)
+    # TorchScript then compiles the original function
+    wrapped.__script_if_tracing_wrapper = True
+    wrapped.__original_fn = getattr(call, "__original_fn", call)
+    with contextlib.suppress(AttributeError, TypeError):  # an unusual sys.stdout
+        setattr(owner, name, wrapped)
+
+
+def compiling() -> bool:
+    """Return whether torch.compile is reading the current code."""
+    return sys.modules["torch"].compiler.is_compiling()
+
+
+def traced() -> bool:
+    """Return whether PyTorch compiles, traces or transforms the current code."""
+    import torch
+
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return True
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # vmap(), grad()
+        return True
+    if torch._C._len_torch_dispatch_stack():  # fake tensors
+        return True
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def not_the_users() -> tuple[str, ...]:
+    """Return how the files of this package and of PyTorch begin."""
+    return OWN, os.path.dirname(sys.modules["torch"].__file__), "<"
+
+
+def place(frame=None) -> str:
+    """Return the innermost line of the user's code (or a library's) as file:line."""
+    frame, other = frame or sys._getframe(1), ""
+    while frame:
+        file = frame.f_code.co_filename
+        if not file.startswith(not_the_users()):
+            where = f"{os.path.relpath(file)}:{frame.f_lineno}"
+            if "site-packages" not in file and not file.startswith(LIBRARY):
+                return where
+            other = other or where
+        frame = frame.f_back
+    return other
+
+
+# --- the start and the end of a process ---
+
+
+def excepthook(call, kind, error, trace) -> None:
+    """Record the exception that ends the process."""
+    if not issubclass(kind, (SystemExit, KeyboardInterrupt)):
+        where, path = "", getattr(error, "filename", None)
+        for frame, line in traceback.walk_tb(trace):
+            file = frame.f_code.co_filename
+            if not file.startswith((*not_the_users(), LIBRARY)):
+                where = f"{os.path.relpath(file)}:{line}"
+        text = f"{kind.__name__}: {error}"[:2000]
+        recorder.write(Failed(text=text, place=where, path=str(path or "")))
+    if call:
+        call(kind, error, trace)
+
+
+def spawned(call, function, *args):
+    """Record the exceptions of processes that torch.multiprocessing.spawn starts."""
+
+    def guarded(*inside):
+        try:
+            return function(*inside)
+        except Exception:
+            excepthook(None, *sys.exc_info())
+            raise
+
+    return call(guarded, *args)
+
+
+def leave() -> None:
+    """Record the state at the end of the process."""
+    from .watcher import tell
+
+    if recorder.file is not None:
+        tell("on_exit")
+        recorder.write(Exit(watched=min(STEPS, recorder.step)))
+        gc.collect()  # frees the process groups: see Gloo's threads in docs/pitfalls.md
+
+
+def monitor() -> None:
+    """Record where the main thread is waiting if nothing happens for a while."""
+    seen, since, main = -1, time.monotonic(), threading.main_thread().ident
+    while True:
+        time.sleep(1)
+        if recorder.ticks != seen:
+            seen, since = recorder.ticks, time.monotonic()
+        seconds = time.monotonic() - since
+        if seconds < 4 or recorder.file is None:
+            continue
+        inner = sys._current_frames().get(main)
+        names = [one.f_code.co_name for one, _ in traceback.walk_stack(inner)]
+        known = [one for one in names if one in waits]
+        what = recorder.waiting or (known or [""])[0]
+        recorder.write(Waits(what=what, place=place(inner), seconds=seconds))
+        open(f"{os.environ['DOCTOR_FOLDER']}/waits", "w").close()
+        time.sleep(2)
+
+
+def torch_is_there() -> None:
+    """Install all hooks, right after PyTorch has been imported."""
+    from . import laws, moments  # noqa: F401  their watchers
+    from .watcher import watchers
+
+    for watcher in watchers:
+        quiet(watcher.hooks)()
+    wrap(sys, "excepthook", excepthook)
+    wrap(sys.modules.get("torch.multiprocessing.spawn"), "_wrap", spawned)
+    atexit.register(leave)
+    threading.Thread(target=monitor, daemon=True, name="doctor").start()
+
+
+def horovod_is_there() -> None:
+    """Install the hooks of Horovod, right after horovod.torch has been imported."""
+    import horovod.torch as hvd
+
+    from .watcher import watchers
+
+    for watcher in watchers:
+        quiet(watcher.horovod_hooks)(hvd)
+
+
+os.register_at_fork(after_in_child=recorder.__init__)

@@ -1,0 +1,251 @@
+"""Recompute the results of validations in the job's processes, and record prints."""
+
+import re
+import sys
+import time
+from array import array
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .event import Event
+from .loaders import leaves
+from .moments import Moments, runs_normally
+from .record import place, recorder, wrap
+from .watcher import Watcher
+
+LOSSES = """cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss
+    binary_cross_entropy binary_cross_entropy_with_logits""".split()
+LARGE = 2**20  # numbers in an output or in a loss
+WORDS = re.compile(r"acc|top|prec|err|correct|right|loss|ppl|perplex|nll|%", re.I)
+
+
+@dataclass(kw_only=True)
+class Printed(Event):
+    """A line with a number that may be a result has been printed."""
+
+    limit: ClassVar[int] = 2000
+    text: str
+    place: str
+
+
+@dataclass(kw_only=True)
+class Measured(Event):
+    """What doctor computed from the outputs for one batch."""
+
+    limit: ClassVar[int] = 5000
+    what: str  # hits, top5, loss, or root (the value on which backward() is called)
+    source: int  # the network, or the line that calls the loss
+    loader: int | None
+    epoch: int | None
+    number: int | None  # of the batch
+    trains: bool  # gradients were enabled
+    after: int  # completed steps; the event may be written later
+    at: float  # when
+    values: array  # sums, for each sample or for the batch
+    weights: array  # how many targets each sum has
+
+
+class Results(Watcher):
+    """Records what is printed, and recomputes it; reads GPUs only now and then."""
+
+    def __init__(self):
+        self.line, self.batch, self.sources = "", None, {}
+        self.waiting = []  # measured tensors that are not yet read
+        self.inside = []  # losses that a network computes itself
+        self.guesses, self.tries = [], 0  # predicted classes that have no labels yet
+        self.nested = False
+
+    def hooks(self) -> None:
+        import torch
+
+        for stream in (sys.stdout, sys.stderr):
+            wrap(stream, "write", self.write)
+        for name in LOSSES:
+            wrap(torch.nn.functional, name, self.loss)
+        for owner, name in ((torch.Tensor, "__eq__"), (torch.Tensor, "eq")):
+            wrap(owner, name, self.equal)
+        wrap(torch, "eq", self.equal)
+
+    # --- prints ---
+
+    def write(self, call, text):
+        self.line += text
+        if text.endswith(("\n", "\r")):
+            if text.endswith("\n"):
+                self.printed()
+            self.line = ""
+        return call(text)
+
+    def printed(self) -> None:
+        """Record a line that may contain a result."""
+        if WORDS.search(self.line) and any(map(str.isdigit, self.line)):
+            self.read()
+            recorder.write(Printed(text=self.line[-2000:], place=place()))
+
+    # --- outputs and losses ---
+
+    def keeps(self) -> bool:
+        """Return whether outputs are measured now."""
+        import torch
+
+        now = recorder.timing or not torch.is_grad_enabled()
+        return now and not recorder.full(Measured)
+
+    def measure(self, what: str, source, values, weights, labels=None) -> None:
+        """Keep tensors for read(): hits are `values` that equal `labels`."""
+        import torch
+
+        number = self.sources.setdefault(source, len(self.sources))
+        batch = self.batch or dict.fromkeys(("loader", "epoch", "number"))
+        which = {key: batch[key] for key in ("loader", "epoch", "number")}
+        fields = which | {"what": what, "source": number, "at": time.time()}
+        fields["after"] = recorder.step
+        fields["trains"] = torch.is_grad_enabled()
+        self.waiting.append((fields, values, weights, labels))
+        if len(self.waiting) > 64:
+            self.read()
+
+    def read(self) -> None:
+        """Read the tensors that wait, and write them."""
+        waiting, self.waiting = self.waiting, []
+        for fields, values, weights, labels in waiting:
+            values = values.cpu()
+            if labels is not None:
+                labels = labels.cpu().reshape(-1, 1)
+                values = (values.reshape(len(labels), -1) == labels).any(1)
+            values = array("d", values.double().reshape(-1).tolist())
+            weights = [1.0] * len(values) if weights is None else weights.tolist()
+            one = Measured(**fields, values=values, weights=array("d", weights))
+            recorder.write(one)
+
+    def on_output(self, network, outputs, batch) -> None:
+        self.batch, self.guesses, self.tries = batch, [], 0
+        if not self.keeps():
+            self.inside = []
+            return
+        for where, values, weights in self.inside:
+            self.measure("loss", where, values, weights)
+        self.inside, source = [], ("network", id(network))
+        outputs = getattr(outputs, "logits", outputs)
+        found = [one.detach() for one in leaves(outputs) if one.dim()]
+        scores = [one for one in found if one.dim() == 2 and one.size(1) > 1]
+        labels = batch and batch["labels"]
+        if scores and labels is not None and len(labels) == len(scores[0]):
+            one = scores[0]
+            if int(labels.max()) < one.size(1):
+                self.measure("hits", source, one.argmax(1), None, labels)
+                if one.size(1) > 5:
+                    best = one.topk(5).indices
+                    self.measure("top5", source, best, None, labels)
+                    if one.element_size() < 4:  # ties: topk() and argmax() differ
+                        other = (*source, "topk")
+                        self.measure("hits", other, best[:, 0], None, labels)
+        elif found and found[0].numel() <= LARGE and found[0].is_floating_point():
+            one = found[0]
+            flat = one.reshape(-1) if one.numel() == len(one) else None
+            self.guesses = [flat > 0, flat > 0.5] if flat is not None else []
+            if flat is None:
+                axes = {1, one.dim() - 1}
+                self.guesses = [one.argmax(axis) for axis in axes]
+                if one.dim() == 2 and one.size(1) > 5:
+                    self.guesses.append(one.topk(5).indices)
+            self.source = source
+
+    def equal(self, call, *args, **kwargs):
+        import torch
+
+        result = call(*args, **kwargs)
+        if self.guesses and self.tries < 6 and isinstance(result, torch.Tensor):
+            if result.dim() and not self.nested:
+                self.tries += 1
+                operands = [x for x in (*args, *kwargs.values()) if torch.is_tensor(x)]
+                self.nested = True
+                try:
+                    self.compared(result, operands)
+                finally:
+                    self.nested = False
+        return result
+
+    def compared(self, result, operands: list) -> None:
+        """Measure hits if one operand has the predicted classes."""
+        import torch
+
+        for guess in self.guesses:
+            for number, one in enumerate(operands):
+                if one.numel() != guess.numel() or one.device != guess.device:
+                    continue
+                if not torch.equal(one.reshape(-1), guess.reshape(-1).to(one.dtype)):
+                    continue
+                if len(result) != len(guess) or result.shape != one.shape:
+                    continue
+                valid = torch.ones_like(result)
+                if len(operands) == 2 and operands[1 - number].shape == one.shape:
+                    valid = operands[1 - number] != -100
+                rows = (result & valid).reshape(len(guess), -1).sum(1)
+                weights = valid.reshape(len(guess), -1).sum(1)
+                self.measure("hits", self.source, rows, weights)
+                self.guesses = []
+                return
+
+    def loss(self, call, /, *args, **kwargs):
+        import torch
+
+        result = call(*args, **kwargs)
+        usual = not self.nested and isinstance(result, torch.Tensor)
+        if usual and kwargs.get("weight") is None and self.keeps() and runs_normally():
+            self.nested = True
+            try:
+                found = self.rows(call, result.detach(), args, kwargs)
+            finally:
+                self.nested = False
+            if found and Moments.here.depth:
+                self.inside.append(found)
+            elif found:
+                self.measure("loss", *found)
+        return result
+
+    def rows(self, call, result, args: tuple, kwargs: dict):
+        """Return a loss's line, its sums, and their numbers of targets."""
+        import torch
+
+        target = kwargs["target"] if "target" in kwargs else args[1]
+        ignored = kwargs.get("ignore_index", -100)
+        whole = target.is_floating_point() or target.dim() == 0
+        valid = torch.ones_like(target) if whole else target != ignored
+        count = valid.double().sum()
+        where = f"loss {place()}"
+        if torch.is_grad_enabled():  # the batch's sum is enough
+            if result.numel() > 1:
+                return where, result.double().sum()[None], count[None]
+            summed = kwargs.get("reduction") == "sum"
+            return (
+                where,
+                (result.double() * (1 if summed else count))[None],
+                count[None],
+            )
+        if target.numel() > LARGE or not target.dim():
+            return None
+        each = call(*args, **{**kwargs, "reduction": "none"}).detach().double()
+        size = len(each)
+        if self.batch and self.batch["indices"] and not Moments.here.depth:
+            own = len(self.batch["indices"])  # tokens: back to their samples
+            size = own if size % own == 0 else size
+        sums, counts = each.reshape(size, -1).sum(1), valid.double()
+        if whole and target.dim() > 0 and target.numel() != each.numel():
+            return where, sums, torch.ones_like(sums)  # class probabilities
+        return where, sums, counts.reshape(size, -1).sum(1)
+
+    def on_backward(self, root) -> None:
+        import torch
+
+        if isinstance(root, torch.Tensor) and root.numel() == 1 and self.keeps():
+            one = root.detach().double().reshape(1)
+            self.measure("root", "root", one, torch.ones(1))
+
+    def after_step(self, optimizer, weights) -> None:
+        if len(self.waiting) > 64:
+            self.read()
+
+    def on_exit(self) -> None:
+        self.printed()
+        self.read()

@@ -1,0 +1,75 @@
+"""Start a command under watch, and end it if it hangs."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from .event import Exit, Failed
+from .job import Job, read, waiting
+
+HERE = Path(__file__).resolve().parent
+HANG = 40  # seconds: a job is ended if all its processes wait this long for each other
+
+
+def hangs(folder: Path) -> bool:
+    """Return whether all processes have been waiting for each other for a long time."""
+    sign = folder / "waits"
+    if not sign.exists() or time.time() - sign.stat().st_mtime > 6:
+        return False
+    job = read(folder)
+    alive = [p for p in job.processes if not (p.of(Exit) or p.of(Failed))]
+    if not alive or len(job.processes) < job.world_size:
+        return False
+    waits = [waiting(process) for process in alive]
+    return all(one and one.seconds > HANG for one in waits)
+
+
+def end(process: subprocess.Popen, folder: Path) -> None:
+    """End a command and all processes that record into the folder."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+            break
+    own = f"DOCTOR_FOLDER={folder}\0".encode()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if own in path.read_bytes():
+                os.kill(int(path.parent.name), signal.SIGKILL)
+
+
+def run(command: list[str], folder: Path, **options: str) -> Job:
+    """Run a command under watch until its end, Ctrl-C or a hang.
+
+    Args:
+        folder: where the processes write their events.
+        options: environment variables for the processes.
+    """
+    paths = [str(HERE / "hook"), os.environ.get("PYTHONPATH", "")]
+    variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **options}
+    variables = {**os.environ, **variables, "DOCTOR_FOLDER": str(folder)}
+    hung = interrupted = False
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C
+    process = subprocess.Popen(command, env=variables, start_new_session=True)
+    try:
+        while process.poll() is None and not hung:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(2)
+            hung = process.poll() is None and hangs(folder)
+        if hung:
+            print("doctor: the processes wait for each other", file=sys.stderr)
+    except KeyboardInterrupt:
+        interrupted = True
+        print("doctor: interrupted; ending the job", file=sys.stderr)
+    finally:
+        if process.poll() is None:
+            end(process, folder)
+    time.sleep(0.2)
+    job = read(folder)
+    job.status, job.hung, job.interrupted = process.returncode, hung, interrupted
+    return job

@@ -1,0 +1,73 @@
+"""Look at a few numbers of large tensors."""
+
+import functools
+import hashlib
+from collections.abc import Sequence
+
+GOLDEN = 0.6180339887498949
+
+
+@functools.lru_cache(512)
+def positions(count: int, most: int) -> tuple[int, ...]:
+    """Return at most `most` of `count` positions, spread without a period.
+
+    Strided positions read a single column of a matrix whose width divides the stride.
+    """
+    if count <= most:
+        return tuple(range(count))
+    return tuple(sorted({int(n * GOLDEN % 1 * count) for n in range(1, most + 1)}))
+
+
+@functools.lru_cache(512)
+def _index(count: int, most: int, device: str):
+    import torch
+
+    return torch.tensor(positions(count, most), device=device)
+
+
+def picked(tensor, most: int):
+    """Return a few numbers of a tensor: (at most `most`,) float64, on its device."""
+    flat = tensor.detach().reshape(-1)
+    if flat.numel() > most:
+        flat = flat[_index(flat.numel(), most, str(flat.device))]
+    return flat.double()
+
+
+def numbers(tensors: Sequence, most: int = 8) -> list[list[float]]:
+    """Return a few numbers of each tensor, read at once; [] for None or sparse ones."""
+    import torch
+
+    dense = [x is not None and x.layout == torch.strided for x in tensors]
+    pairs = zip(tensors, dense, strict=True)
+    parts = [picked(x, most) if one else None for x, one in pairs]
+    there = [x for x in parts if x is not None]
+    flat = torch.cat([x.to(there[0].device) for x in there]).tolist() if there else []
+    found, start = [], 0
+    for one in parts:
+        count = 0 if one is None else len(one)
+        found.append(flat[start : start + count])
+        start += count
+    return found
+
+
+def hashes(rows, most: int = 64) -> list[int]:
+    """Return one hash for each row of a tensor (N, ...), from `most` of its numbers.
+
+    The hashes are the same in every process.
+    """
+    import torch
+
+    flat = rows.detach().reshape(len(rows), -1)
+    if flat.size(1) > most:
+        flat = flat[:, _index(flat.size(1), most, str(flat.device))]
+    bits = flat.double().contiguous().view(torch.int64)
+    bits = bits ^ (bits >> 29)
+    odd = [2 * int((n * GOLDEN % 1) * 2**61) + 1 for n in range(1, flat.size(1) + 1)]
+    mixed = (bits * torch.tensor(odd, device=flat.device)).sum(1)
+    return ((mixed ^ (mixed >> 31)) & (2**62 - 1)).tolist()
+
+
+def digest(*values) -> int:
+    """Return a hash of values that, unlike hash(), is the same in every process."""
+    data = repr(values).encode()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "big")

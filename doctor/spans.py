@@ -1,0 +1,223 @@
+"""Measure where the time of each step goes, in the job's processes."""
+
+import functools
+import os
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .event import Event
+from .job import Process
+from .moments import Moments
+from .record import not_the_users, place, recorder, wrap
+from .watcher import Watcher
+
+PARTS = "data forward backward communication optimizer validation saving".split()
+READS = "item cpu tolist numpy __bool__ __float__ __int__".split()  # wait for a GPU
+
+
+@dataclass(kw_only=True)
+class Spans(Event):
+    """Where the time of a step went. On a GPU, these are the host's times."""
+
+    watched: bool  # the step was recorded closely, which takes time
+    wall: float  # seconds since the end of the last step
+    queued: float  # seconds in which the process waited for a core
+    spans: list[tuple[str, float, float]]  # part, start and end: seconds since 1970
+    calls: dict[str, float]  # seconds in collectives, by line
+    reads: dict[str, float]  # seconds in which the host read from the GPU, by line
+    missing: int  # weights without a gradient
+
+
+@dataclass(kw_only=True)
+class Runs(Event):
+    """A network runs for the first time."""
+
+    limit: ClassVar[int] = 4
+    network: str
+    weights: int  # how many numbers
+    device: str
+    cores: int  # that this process may use
+
+
+@dataclass(kw_only=True)
+class Tracked(Event):
+    """A network in evaluation mode runs with gradients."""
+
+    limit: ClassVar[int] = 40
+    network: str
+    loader: int
+    epoch: int
+    place: str
+
+
+@dataclass(kw_only=True)
+class Buckets(Event):
+    """How DistributedDataParallel was constructed."""
+
+    limit: ClassVar[int] = 9
+    search: bool  # for unused weights
+    bucket: int  # bytes
+    size: int  # bytes of all weights
+    place: str
+
+
+class Clock(Watcher):
+    """Measures the parts of each step."""
+
+    def __init__(self):
+        self.known = set()
+        self.ended, self.forward, self.back, self.stepping = None, 0.0, 0.0, 0.0
+        self.waited, self.queue = 0.0, 0.0
+        self.clear()
+
+    def clear(self) -> None:
+        self.spans, self.missing, self.averages = [], 0, False
+        self.calls, self.reads = Counter(), Counter()
+
+    def hooks(self) -> None:
+        import torch
+
+        for name in READS:
+            wrap(torch.Tensor, name, functools.partial(self.host_read, name))
+        wrap(torch, "save", self.save)
+
+    def add(self, part: str, seconds: float, ago: float = 0) -> None:
+        """Add a span that ends now, or ended some seconds ago."""
+        if recorder.timing and seconds:
+            end = time.time() - ago
+            self.spans.append((part, end - seconds, end))
+
+    def on_batch(self, epoch, batch, seconds) -> None:
+        import torch
+
+        self.add("data" if torch.is_grad_enabled() else "validation", seconds)
+
+    def on_input(self, network, inputs) -> None:
+        self.forward = time.perf_counter()
+
+    def on_output(self, network, outputs, batch) -> None:
+        import torch
+
+        part = "forward" if torch.is_grad_enabled() else "validation"
+        self.add(part, time.perf_counter() - self.forward)
+        if torch.is_grad_enabled():
+            self.learn(network, batch)
+
+    def learn(self, network, batch) -> None:
+        """Record a network's size, once, and whether it tracks gradients in vain."""
+        inner = getattr(network, "_orig_mod", network)
+        inner = getattr(inner, "module", inner)
+        name = type(inner).__name__
+        if batch and not network.training:
+            which = {"loader": batch["loader"], "epoch": batch["epoch"]}
+            if (name, *which.values()) not in self.known:
+                self.known.add((name, *which.values()))
+                recorder.write(Tracked(network=name, place=place(), **which))
+        if name not in self.known and (weights := [*inner.parameters()]):
+            self.known.add(name)
+            cores = len(os.sched_getaffinity(0))
+            count, device = sum(one.numel() for one in weights), weights[0].device.type
+            one = Runs(network=name, weights=count, device=device, cores=cores)
+            recorder.write(one)
+
+    def on_wrap(self, model, place) -> None:
+        size = sum(x.numel() * x.element_size() for x in model.module.parameters())
+        bucket, search = model.bucket_bytes_cap, model.find_unused_parameters
+        recorder.write(Buckets(search=search, bucket=bucket, size=size, place=place))
+
+    def on_backward(self, root) -> None:
+        self.back = Moments.here.last_gradient = time.perf_counter()
+
+    def after_backward(self) -> None:
+        now, last = time.perf_counter(), Moments.here.last_gradient
+        last = last if last > self.back else now
+        self.add("backward", last - self.back, now - last)
+        self.add("communication", now - last)
+        self.averages = True
+
+    def after_collective(self, name, tensors, where, seconds) -> None:
+        self.add("communication", seconds)
+        self.waited += seconds
+        if not self.averages or "object" in name:  # else it may average gradients
+            self.calls[f"{name}() in {where}"] += seconds
+
+    def save(self, call, *args, **kwargs):
+        began = time.perf_counter()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self.add("saving", time.perf_counter() - began)
+
+    def on_step(self, optimizer, weights, gradients) -> None:
+        self.stepping, self.waited = time.perf_counter(), 0.0
+        self.missing = sum(not one for one in gradients)
+
+    def after_step(self, optimizer, weights) -> None:
+        now = time.perf_counter()
+        self.add("optimizer", max(0.0, now - self.stepping - self.waited))
+        queue = queued()
+        one = Spans(
+            watched=recorder.watching,
+            wall=now - self.ended if self.ended else 0.0,
+            queued=queue - self.queue,
+            spans=self.spans[-200:],
+            calls=dict(self.calls.most_common(9)),
+            reads=dict(self.reads.most_common(9)),
+            missing=self.missing,
+        )
+        recorder.write(one)
+        self.clear()
+        self.ended, self.queue = time.perf_counter(), queue
+
+    def host_read(self, name: str, call, tensor, /, *args, **kwargs):
+        if not (tensor.is_cuda and recorder.timing):
+            return call(tensor, *args, **kwargs)
+        began = time.perf_counter()
+        result = call(tensor, *args, **kwargs)
+        if not sys._getframe(2).f_code.co_filename.startswith(not_the_users()):
+            where = f"{name.strip('_')}() in {place()}"
+            self.reads[where] += time.perf_counter() - began
+        return result
+
+
+def queued() -> float:
+    """Return for how many seconds this thread has waited for a core (Linux)."""
+    try:
+        with open("/proc/thread-self/schedstat") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+# --- what the steps show ---
+
+
+def timed(process: Process) -> list[Spans]:
+    """Return a process's steps: those that were only timed, or else the watched."""
+    steps = [one for one in process.of(Spans) if one.wall]
+    only = [one for one in steps if not one.watched]
+    return only if len(only) > 4 else steps[5:]
+
+
+def parts(one: Spans) -> dict[str, float]:
+    """Return the seconds of a step's parts, with the rest."""
+    found = dict.fromkeys(PARTS, 0.0)
+    for part, start, end in one.spans:
+        found[part] += end - start
+    return found | {"rest": max(0.0, one.wall - sum(found.values()))}
+
+
+def time_table(job) -> dict[int, dict[str, float]]:
+    """Return each rank's seconds per step by part; {} if too few steps were seen."""
+    table = {}
+    for process in job.processes:
+        rows = [parts(one) for one in timed(process)]
+        if len(rows) < 5:
+            return {}
+        table[process.rank] = {
+            part: sum(row[part] for row in rows) / len(rows) for part in rows[0]
+        }
+    return table

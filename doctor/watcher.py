@@ -1,0 +1,88 @@
+"""The moments in a job that a law can watch."""
+
+import contextlib
+import os
+
+watchers: list["Watcher"] = []
+
+
+class Watcher:
+    """A law's recorder: it wraps functions in hooks(), and overrides moments (on_...).
+
+    Defining a subclass makes its only instance, `here`, whose __init__() runs again in
+    each forked process. moments.py calls the moments. Their own errors do not reach the
+    job. Weights are the optimizer's
+    (without FSDP2's shards), in its order.
+    """
+
+    def __init_subclass__(cls, **options):
+        super().__init_subclass__(**options)
+        unknown = [x for x in vars(cls) if x[:3] == "on_" and not hasattr(Watcher, x)]
+        if unknown:
+            raise TypeError(f"{cls.__name__}: there is no moment {unknown[0]}")
+        cls.here = cls()
+        watchers.append(cls.here)
+        os.register_at_fork(after_in_child=cls.here.__init__)
+
+    def hooks(self) -> None:
+        """Wrap functions, right after PyTorch has been imported."""
+
+    def horovod_hooks(self, hvd) -> None:
+        """Wrap functions, right after horovod.torch has been imported."""
+
+    def on_input(self, network, inputs: list) -> None:
+        """The outermost network is called; `inputs` are its tensors."""
+
+    def on_output(self, network, outputs, batch: "dict | None") -> None:
+        """It has returned; `batch` is what moments.py knows of its batch."""
+
+    def on_wrap(self, model, place: str) -> None:
+        """DistributedDataParallel has been constructed."""
+
+    def on_backward(self, root) -> None:
+        """A backward pass begins at `root` (a tensor, or several)."""
+
+    def after_backward(self) -> None:
+        """The backward pass has ended."""
+
+    def on_gradient(self, weight, gradient) -> None:
+        """A pass has computed a gradient that is not yet added to weight.grad.
+
+        On GPUs, autograd's own threads call this.
+        """
+
+    def on_clear(self, weights: list) -> None:
+        """zero_grad() has cleared the gradients of these weights."""
+
+    def on_step(self, optimizer, weights: list, gradients: list) -> None:
+        """The optimizer is about to step; the gradients are final.
+
+        `gradients` has a few numbers of each weight's gradient ([] for None), and is
+        empty after the watched steps.
+        """
+
+    def after_step(self, optimizer, weights: list) -> None:
+        """The optimizer has stepped; recorder.step is still the old number."""
+
+    def on_epoch(self, own, loader) -> None:
+        """A pass over a DataLoader begins; `own` is loaders.py's Pass."""
+
+    def on_batch(self, own, batch: dict, seconds: float) -> None:
+        """A DataLoader has returned a batch, which took `seconds`."""
+
+    def on_collective(self, name: str, tensors: list, options: dict, place: str):
+        """The script (or a library) calls a collective."""
+
+    def after_collective(self, name: str, tensors: list, place: str, seconds: float):
+        """The collective has returned."""
+
+    def on_exit(self) -> None:
+        """The process ends."""
+
+
+def tell(moment: str, *args) -> None:
+    """Call a moment of all watchers; their own errors do not reach the job."""
+    for watcher in watchers:
+        if moment in type(watcher).__dict__:
+            with contextlib.suppress(Exception):
+                getattr(watcher, moment)(*args)

@@ -1,0 +1,44 @@
+"""What the header of each lab says: its symptom, its checks and its lesson."""
+
+import ast
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+
+
+@dataclass
+class Lab:
+    """A lab's header: the docstring's first line, and its `name: value` lines."""
+
+    number: str
+    script: str  # the file's name
+    purpose: str  # what the script should do
+    symptom: str
+    grader: str  # a part of what the grader prints
+    checks: dict[str, dict]  # of checks.py, in this order, with their options
+    doctor: str  # the finding, or "-"
+    lesson: str  # the folder of the lesson that teaches what is needed
+    runs: str = "once"  # of grade.py
+
+
+def read(path: Path) -> Lab:
+    """Read a lab's header."""
+    docstring = ast.get_docstring(ast.parse(path.read_text()))
+    pairs = re.findall(r"^(\w+): (.+(?:\n  .+)*)", docstring, re.M)
+    facts = {name: " ".join(value.split()) for name, value in pairs}
+    calls = ast.parse(f"({facts.pop('checks')},)", mode="eval").body.elts
+    checks = {}
+    for one in calls:
+        options = getattr(one, "keywords", ())
+        name = getattr(one, "func", one).id
+        checks[name] = {x.arg: ast.literal_eval(x.value) for x in options}
+    purpose = docstring.partition("\n\n")[0]
+    return Lab(path.stem.split("_")[0], path.name, purpose, checks=checks, **facts)
+
+
+def labs(folder: Path = FOLDER) -> dict[str, Lab]:
+    """Return all labs by number, and the capstone."""
+    paths = [*sorted(folder.glob("[0-9][0-9]_*.py")), folder / "capstone.py"]
+    return {one.number: one for one in map(read, paths)}
