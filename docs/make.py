@@ -17,7 +17,7 @@ This script generates the text between <!-- KIND ... --> and <!-- /KIND --> in a
     machine RESULTS            the machine and versions in that file
     checks PACKAGE             doctor's laws and checks
     labs all                   the labs by lesson, with their symptoms
-    labs LESSON [zh]           the labs of one lesson; zh: in Chinese
+    labs LESSON [zh-CN]        the labs of one lesson
 """
 
 import ast
@@ -25,14 +25,13 @@ import difflib
 import importlib
 import json
 import re
+import runpy
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from textwrap import dedent
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tutorial" / "labs"))
-from lab import labs as read_labs  # noqa: E402
-
 RESULTS = ROOT / "benchmarks" / "results"
 SECTION = re.compile(r"^(<!-- (\w+) (.+?) -->\n)(.*?)^<!-- /\2 -->\n", re.M | re.S)
 
@@ -157,11 +156,13 @@ def machine(source: str) -> str:
 
 def checks(source: str) -> str:
     """Return doctor's laws, each with its checks: the fault, then the fix."""
-    sys.path.insert(0, str(ROOT))
-    package = importlib.import_module(source)
+    folder = ROOT / source
+    spec = spec_from_file_location(source, folder / "__init__.py")
+    sys.modules[source] = module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[source])
     importlib.import_module(f"{source}.laws")
     laws = {}
-    for one in package.law.CHECKS.values():
+    for one in sys.modules[f"{source}.law"].CHECKS.values():
         text = f"`{one.name}` ({one.level}): {one.fault}. {one.mend}"
         laws.setdefault(one.law, []).append(text)
     text = ""
@@ -173,26 +174,33 @@ def checks(source: str) -> str:
 
 def labs(source: str) -> str:
     """Return the labs' symptoms, from their headers."""
-    lesson, _, chinese = source.partition(" ")
+    lesson, _, language = source.partition(" ")
     folder = ROOT / "tutorial" / "labs"
-    found = [*read_labs(folder).values()][:-1]  # without the capstone
+    read = runpy.run_path(str(folder / "lab.py"))["labs"]
+    found = [lab for lab in read(folder).values() if lab.number != "capstone"]
     found.sort(key=lambda lab: (lab.lesson, lab.number))
+    symptoms, page = {lab.number: lab.symptom for lab in found}, "README.md"
+    if language:  # the only place of the Chinese symptoms is the page itself
+        page = f"README.{language}.md"
+        rows = r"^\|(?:.*\|)? \[?(\d\d)\]?(?:\(\S+\))? \| (.*) \|$"
+        symptoms = dict(re.findall(rows, (folder / page).read_text(), re.M))
     if lesson == "all":
-        text = "| after lesson | lab | symptom |\n|---|---|---|\n"
+        head = (
+            "学完第几课 | 实验 | 症状" if language else "after lesson | lab | symptom"
+        )
+        text = f"| {head} |\n|---|---|---|\n"
         for lab in found:
-            number = f"[{int(lab.lesson[:2])}](../{lab.lesson}/README.md)"
-            text += f"| {number} | [{lab.number}]({lab.script}) | {lab.symptom} |\n"
+            number = f"[{int(lab.lesson[:2])}](../{lab.lesson}/{page})"
+            text += f"| {number} | [{lab.number}]({lab.script}) "
+            text += f"| {symptoms[lab.number]} |\n"
         return text
     found = [lab for lab in found if lab.lesson == lesson]
     if not found:
         raise ValueError("no lab belongs to this lesson")
-    rows = (folder / "README.zh-CN.md").read_text()
-    words = dict(re.findall(r"^\| (\d\d) \| (.*) \|$", rows, re.M))
-    text = "现在做实验：\n\n" if chinese else "Now do:\n\n"
-    for lab in found:
-        symptom = words[lab.number] if chinese else lab.symptom
-        text += f"- [lab {lab.number}](../labs/{lab.script}): {symptom}\n"
-    return text.replace("[lab ", "[实验 ") if chinese else text
+    text, name = ("现在做实验：", "实验") if language else ("Now do:", "lab")
+    lines = [f"- [{name} {x.number}](../labs/{x.script}): " for x in found]
+    lines = [a + symptoms[x.number] for a, x in zip(lines, found, strict=True)]
+    return "\n".join([text, "", *lines, ""])
 
 
 MAKERS = (region, statement, paragraph, diff, output, file, table, ratios, machine)
