@@ -208,7 +208,7 @@ def test_the_example_to_copy_runs_as_it_is(tmp_path):
         if "terminate called without an active exception" not in ended.stderr:
             break
     assert ended.returncode == 0, ended.stderr
-    assert re.fullmatch(r"(epoch [01]: \d+ of 199 right\n){2}", ended.stdout)
+    assert re.fullmatch(r"(epoch [01]: accuracy \d+\.\d\d%\n){2}", ended.stdout)
     assert (tmp_path / "model.pt").exists()
 
 
