@@ -150,7 +150,7 @@ def start(script, flags: list) -> None:
         sys.argv += ["--nprocs", os.environ["WORLD_SIZE"]]
         args = script.arguments()
         args.dist_url = f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}"
-        script.worker(int(os.environ["RANK"]), args)
+        script.worker(int(os.environ["RANK"]), args, os.getppid())
 
 
 def before_each_step(script, act) -> None:
