@@ -364,6 +364,8 @@ def recorded(name: str, runs: list, counted: bool = False) -> list[dict]:
         found["sent"] = sent.copy()
         sent.clear()
         state = end["state"]
+        if "lock" in vars(state.checkpoint):
+            state.checkpoint.lock.close()  # as when the process ends
         momenta = state.optimizer.state_dict()["state"].values()
         found["momenta"] = [one.get("momentum_buffer") for one in momenta]
         found["weights"] = state.checkpoint.objects["state_dict"].state_dict()

@@ -111,5 +111,5 @@ def test_validation_is_of_the_average_and_counts_each_picture_once(project):
     how = ("--evaluate", "--resume", "whole/best.pt")
     ended = run(*command(project, "new", *how))
     assert ended.returncode == 0, ended.stderr
-    assert f", top1 {record['val_top1']:.4f}, " in ended.stdout
-    assert f", confidence {record['val_confidence']:.4f}, 25 images" in ended.stdout
+    assert f", top-1 {record['val_top1']:.2f} %, " in ended.stdout
+    assert f", confidence {record['val_confidence']:.4g}, 25 images" in ended.stdout
