@@ -85,7 +85,7 @@ def main(args: Namespace) -> None:
     optimizer = hvd.DistributedOptimizer(
         optimizer,
         raw_model.named_parameters(),
-        for_channels_last(compressor),
+        as_contiguous_views(compressor),
         backward_passes_per_step=args.accumulate,
     )
     raw_model.to(memory_format=torch.contiguous_format)  # Horovod sends no other format
@@ -205,7 +205,7 @@ def broadcast_buffers(model: nn.Module) -> None:
 
 
 # [start]
-def for_channels_last(compressor: type) -> type:
+def as_contiguous_views(compressor: type) -> type:
     """Return a compressor that sends channels_last gradients as contiguous NHWC views.
 
     Source: https://horovod.readthedocs.io/en/stable/api.html#horovod.torch.Compressor

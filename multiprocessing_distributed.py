@@ -218,9 +218,9 @@ def arguments() -> Namespace:
     return args
 
 
-def worker(local_rank: int, args: Namespace) -> None:
+def worker(local_rank: int, args: Namespace, parent: int) -> None:
     """Run main() in a spawned process."""
-    die_with_parent()
+    die_with_parent(parent)
     args.local_rank = local_rank
     with one_line_errors():
         main(args)
@@ -237,7 +237,7 @@ if __name__ == "__main__":
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
     try:
-        mp.spawn(worker, args=(args,), nprocs=args.nprocs)
+        mp.spawn(worker, args=(args, os.getpid()), nprocs=args.nprocs)
     except mp.ProcessExitedException as error:
         if error.exit_code != 2:  # after a UserError, the process has printed its line
             raise

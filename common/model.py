@@ -3,6 +3,7 @@
 import argparse
 import ctypes
 import math
+import os
 import signal
 import warnings
 from collections.abc import Sequence
@@ -62,9 +63,11 @@ def best_precision(device: torch.device) -> str:
     return "bf16" if native else "fp32"
 
 
-def die_with_parent() -> None:
-    """Let Linux kill this process when its parent ends."""
+def die_with_parent(parent: int) -> None:
+    """Let Linux kill this process when its parent ends, or exit if it has ended."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def set_up_cuda(processes: int) -> None:

@@ -56,6 +56,7 @@ class SimulatedGpus(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name, kwargs, leaves = func.__name__, kwargs or {}, tree_leaves((args, kwargs))
         asked = [leaf for leaf in leaves if isinstance(leaf, torch.device)]
+        asked += [CPU for leaf in leaves if isinstance(leaf, str) and leaf == "cpu"]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if func == Tensor.device.__get__:
             return PLACES.get(args[0], CPU)
@@ -71,6 +72,8 @@ class SimulatedGpus(TorchFunctionMode):
         place = self.gpu(place) if place.type == "cuda" else CPU
         if (name in WAITS and before != CPU) or "non_blocking" in kwargs:
             self.note(name, place, **kwargs)
+        elif name == "to" and place == CPU != before:
+            self.note("cpu", place)
         on_cpu = [CPU if isinstance(one, torch.device) else one for one in args]
         kwargs = {**kwargs, "device": CPU} if kwargs.get("device") else kwargs
         result = func(*on_cpu, **kwargs)

@@ -150,7 +150,7 @@ def start(script, flags: list) -> None:
         sys.argv += ["--nprocs", os.environ["WORLD_SIZE"]]
         args = script.arguments()
         args.dist_url = f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}"
-        script.worker(int(os.environ["RANK"]), args)
+        script.worker(int(os.environ["RANK"]), args, os.getppid())
 
 
 def before_each_step(script, act) -> None:
@@ -364,6 +364,8 @@ def recorded(name: str, runs: list, counted: bool = False) -> list[dict]:
         found["sent"] = sent.copy()
         sent.clear()
         state = end["state"]
+        if "lock" in vars(state.checkpoint):
+            state.checkpoint.lock.close()  # as when the process ends
         momenta = state.optimizer.state_dict()["state"].values()
         found["momenta"] = [one.get("momentum_buffer") for one in momenta]
         found["weights"] = state.checkpoint.objects["state_dict"].state_dict()

@@ -54,7 +54,10 @@ def test_a_launched_training_is_the_same(trained, digits, tmp_path):
         assert {n: one[n] for n in same} == {n: other[n] for n in same}
         counts = other["steps"], other["images"], other["val_images"]
         assert counts == (2, 128, 359)
-        printed = "epoch {}/2: train_loss {train_loss:.4f}, train_top1 {train_top1:.4f}"
+        printed = (
+            "epoch {}/2: loss {train_loss:.4g}, top-1 {train_top1:.2f} %; val loss "
+        )
+        printed += "{val_loss:.4g}, top-1 {val_top1:.2f} %, best top-1 "
         assert printed.format(other["epoch"] + 1, **other) in ended.stdout
     contents = map(checkpoint, (tmp_path / "out", trained))
     ends = ([one["state_dict"], one["optimizer"]["state"]] for one in contents)
@@ -85,11 +88,17 @@ def test_evaluate_finds_what_was_recorded(
     flags += ["--output", tmp_path / "none"]
     with Ranks(tmp_path, world_size, train, name=name, flags=flags) as ranks:
         assert not any(ranks.end(180)), ranks.text()
-        figures = [f"{key} {record[f'val_{key}']:.4f}" for key in NAMES[:3]]
-        line = f"val {', '.join(figures)}, 359 images"
+        line = "val loss {val_loss:.4g}, top-1 {val_top1:.2f} %, top-5 {val_top5:.2f} %"
+        line = line.format(**record) + ", 359 images"
         assert ranks.log(0).splitlines()[-1] == line
         assert not any(ranks.log(rank) for rank in range(1, world_size))
     assert not (tmp_path / "none").exists()
+
+
+class Batches(list):
+    """A loader of these batches."""
+
+    rank = 0
 
 
 def test_validation_records_no_gradients(monkeypatch):
@@ -103,7 +112,7 @@ def test_validation_records_no_gradients(monkeypatch):
 
     monkeypatch.setattr(distributed, "all_reduce", lambda sums: sums)
     batches = [(torch.rand(2, 4), torch.tensor([0, 1]))] * 2
-    loader, args = Namespace(epoch=lambda _: batches), Namespace(precision="fp32")
+    loader, args = Batches(batches), Namespace(precision="fp32")
     assert distributed.validate(args, loader, Probe(4, 6))["images"] == 4
     assert seen == [(False, False)] * 2
 

@@ -126,5 +126,5 @@ def test_validation_is_of_the_average_and_counts_each_picture_once(project):
     assert not torch.equal(found["state_dict"][name], found["raw_model"][name])
     assert found["recipe"]["z_loss"] == "0.001"  # a resumed run needs the same flag
     printed = trained(project, "new", "--evaluate", "--resume", "whole/best.pt")
-    assert f", top1 {record['val_top1']:.4f}, " in printed
-    assert f", confidence {record['val_confidence']:.4f}, 25 images" in printed
+    assert f", top-1 {record['val_top1']:.2f} %, " in printed
+    assert f", confidence {record['val_confidence']:.4g}, 25 images" in printed
