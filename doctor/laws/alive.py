@@ -229,13 +229,17 @@ def few(tensors: list) -> list[list[float]]:
 
 
 def latest(job) -> dict[str, list[Weight]]:
-    """Return the last events of each weight, one per rank, by name and number."""
+    """Return the last events of each weight, one per rank, by name.
+
+    Weights of one name are told apart by their order.
+    """
     found = {}
     for process in job.processes:
-        events = process.of(Weight)
-        own = [one for one in events if one.step == events[-1].step]
-        for number, one in enumerate(own):
-            found.setdefault(f"{number} {one.name}", []).append(one)
+        events, count = process.of(Weight), Counter()
+        for one in events:
+            if one.step == events[-1].step:
+                count[one.name] += 1
+                found.setdefault(f"{one.name} {count[one.name]}", []).append(one)
     return found
 
 
@@ -253,9 +257,7 @@ def dead_weights(job):
     Not a mistake if: they are not meant to be trained; then call requires_grad_(False).
     """
     rows = [x for x in latest(job).values() if x[0].trainable]
-    rows = [
-        x for x in rows if (x[0].optimizer or 0) >= 0 and x[0].optimizer is not None
-    ]
+    rows = [x for x in rows if x[0].optimizer is not None and x[0].optimizer >= 0]
     need(rows, "no weights of an optimizer were seen")
     dead = [x[0] for x in rows if not any(one.alive for one in x)]
     alive = [x[0] for x in rows if any(one.alive for one in x)]
@@ -279,21 +281,16 @@ def dead_weights(job):
         or (one.cut and one.first >= 0)
         or (one.module and 0 <= one.first < runs and not one.returned)
     ]
+    never = f"of {len(rows)} trainable weights never get a gradient in {steps} steps"
     if needed:
-        what = (
-            f"{len(needed)} of {len(rows)} trainable weights never get a gradient in "
-        )
-        what += f"{steps} steps"
+        what = f"{len(needed)} {never}"
         if all(one.reached for one in needed):
             what = what.replace("never get a gradient", "get gradients of zero only")
         elif any(one.first >= 0 for one in needed):
             what += " (they run before weights that learn)"
         yield Breach(f"{what}: {names(needed)}", needed[0].place, facts=needed)
     elif unused := [one for one in dead if one.returned]:
-        what = (
-            f"{len(unused)} of {len(rows)} trainable weights never get a gradient in "
-        )
-        what += f"{steps} steps, because the loss does not use the results of "
+        what = f"{len(unused)} {never}, because the loss does not use the results of "
         module = unused[0].module or unused[0].name
         yield Breach(f"{what}{module}: {names(unused)}", unused[0].place, level=NOTE)
         raise NotJudged(f"the loss does not use the results of {module}")
