@@ -296,8 +296,7 @@ def dead_weights(job):
         raise NotJudged(f"the loss does not use the results of {module}")
     elif alive:
         text = f"{len(alive)} of {len(rows)} trainable weights live in {steps} steps"
-        idle = [one for one in dead if one not in needed]
-        yield text + f"; the loss does not use {names(idle)}" * bool(idle)
+        yield text + f"; the loss does not use {names(dead)}" * bool(dead)
 
 
 @explains(dead_weights, WRONG, read="tutorial/03_gradients/README.md")
