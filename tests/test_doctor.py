@@ -55,7 +55,6 @@ TOGETHER = {
 }
 # Mistakes that doctor does not see; docs/doctor.md tells what it cannot see
 UNSEEN = {
-    "each process draws its own order",
     "a loss times the number of processes",
     "the accuracy of rank 0's samples",
     "Trainer trains with the validation samples",
