@@ -159,7 +159,7 @@ def made(batches, last):
         own = {"loader": 0, "epoch": 0}
         opened = dict.fromkeys(("length", "samples", "batch"))
         opened |= {"type": "", "sampler": "", "stream": True, "place": "a.py:9"}
-        step = {"optimizer": 0, "which": 0, "sharded": False, "rates": [], "gpu": None}
+        step = {"optimizer": 0, "which": 0, "sharded": False, "rates": []}
         step |= {"threads": 1, "place": "a.py:10"}
         events = [Rank(own=rank, world_size=3), Epoch(**own, **opened)]
         for number in range(count):
