@@ -10,6 +10,7 @@ from pathlib import Path
 
 from . import job as jobs
 from .checks import Report, examine, time_table
+from .cpu import NOT_CHECKED
 
 
 def arguments() -> argparse.Namespace:
@@ -20,6 +21,8 @@ def arguments() -> argparse.Namespace:
     add("--steps", type=int, default=40, help="steps to watch (40)")
     add("--short", type=int, default=0, help="end each epoch after N batches")
     add("--machines", action="store_true", help="simulate one machine per process")
+    text = "play CUDA on the CPU: N GPUs ($LOCAL_WORLD_SIZE, or 2)"
+    add("--cpu", nargs="?", const="", metavar="N", help=text)
     add("--json", type=Path, help="write the findings to a file")
     add("command", nargs=argparse.REMAINDER)
     args = parser.parse_args()
@@ -74,6 +77,8 @@ def main() -> int:
     options = {"DOCTOR_STEPS": str(args.steps), "DOCTOR_SHORT": str(args.short)}
     if args.machines:
         options["DOCTOR_MACHINES"] = "yes"
+    if args.cpu is not None:
+        options["DOCTOR_CPU"] = args.cpu
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         try:
             job = jobs.run(args.command, Path(folder), **options)
@@ -86,6 +91,8 @@ def main() -> int:
         return 2
     report = examine(job)
     print(page(job, report), file=sys.stderr)
+    if args.cpu is not None:
+        print("\n" + NOT_CHECKED, file=sys.stderr)
     if args.json:
         content = {"status": job.status, "hung": job.hung, **asdict(report)}
         content["seconds_of_a_step"] = time_table(job)

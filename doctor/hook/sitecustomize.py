@@ -43,6 +43,9 @@ class AfterImport:
 
         def exec_module(module) -> None:
             execute(module)
+            if name == "torch" and "DOCTOR_CPU" in os.environ:
+                cpu = load("_doctor_cpu", os.path.join(HERE, "../cpu/__init__.py"))
+                cpu.play(os.environ["DOCTOR_CPU"])
             getattr(load("_doctor_watch", os.path.join(HERE, "../watch.py")), call)()
 
         spec.loader.exec_module = exec_module
