@@ -1,10 +1,8 @@
-"""Play CUDA on the CPU: `python -m doctor --cpu -- COMMAND` runs a script without GPUs.
+"""Play CUDA on the CPU: `python -m doctor --cpu -- COMMAND` needs no GPU.
 
-play() is called right after PyTorch has been imported. From then on, each process has
-GPUs as far as its Python code can see: a tensor on a played GPU is a CPU tensor whose
-storage is marked, Gloo stands in for NCCL, and the CPU's kernels compute. Tensors on
-different devices may meet, because the gradients that autograd makes are not marked.
-Memory, speed, streams and the numerics of GPUs are not played.
+A tensor on a played GPU is a CPU tensor whose storage is marked; the CPU's kernels
+compute, and Gloo stands in for NCCL. Tensors on different devices may meet, because
+the gradients that autograd makes have no mark.
 """
 
 import os
@@ -13,7 +11,7 @@ NOT_CHECKED = "Played on the CPU: times, memory and GPU numerics are not checked
 
 
 def play(count: str | int = "") -> None:
-    """Play CUDA in this process, which has imported PyTorch.
+    """Play CUDA in this process, right after it has imported PyTorch.
 
     Args:
         count: number of GPUs; if empty, $LOCAL_WORLD_SIZE, or else 2.

@@ -1,5 +1,6 @@
 """torch.cuda, torch.accelerator, and what else names a GPU."""
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -11,17 +12,14 @@ import torch
 from torch import cuda
 
 from . import gpus
-from .gpus import CannotPlay, generator, local, put, replace, resolve
+from .gpus import CannotPlay, generator, local, mark, replace, resolve
 
 MEMORY = 80 * 2**30  # bytes that each played GPU says it has
-PROPERTIES = SimpleNamespace(
-    name="GPU played by doctor --cpu", total_memory=MEMORY, major=8, minor=0,
-    multi_processor_count=108, warp_size=32, max_threads_per_multi_processor=2048,
-    regs_per_multiprocessor=65536, shared_memory_per_block=49152, L2_cache_size=2**25,
-    is_integrated=0, is_multi_gpu_board=0, uuid="played", gcnArchName="",
-)  # fmt: skip
-READ_FROM_THE_DRIVER = "utilization temperature power_draw clock_rate memory_usage"
-GRAPHS = "CUDAGraph graph make_graphed_callables graph_pool_handle"
+GPU = SimpleNamespace(name="GPU played by doctor --cpu", major=8, minor=0, warp_size=32)
+GPU.total_memory, GPU.multi_processor_count, GPU.L2_cache_size = MEMORY, 108, 2**25
+TRUE = "is_available is_bf16_supported is_tf32_supported can_device_access_peer".split()
+FROM_THE_DRIVER = "utilization temperature power_draw clock_rate memory_usage".split()
+GRAPHS = "CUDAGraph graph make_graphed_callables graph_pool_handle".split()
 
 
 class Stream:
@@ -32,15 +30,12 @@ class Stream:
     def __init__(self, device=None, priority=0, **kwargs):
         self.device = resolve(device)
 
-    def nothing(self, *args, **kwargs) -> None: ...
+    def wait_stream(self, *args): ...
 
-    wait_stream = wait_event = synchronize = nothing
+    wait_event = synchronize = is_capturing = wait_stream
 
     def query(self) -> bool:
         return True
-
-    def is_capturing(self) -> bool:
-        return False
 
     def record_event(self, event=None):
         event = event or Event()
@@ -58,12 +53,10 @@ class Stream:
 class Event:
     """An event that knows when it was recorded."""
 
-    cuda_event = 0
-    wait = synchronize = Stream.nothing
-    query = Stream.query
+    wait, synchronize, query, cuda_event = *[Stream.wait_stream] * 2, Stream.query, 0
 
     def __init__(self, *args, **kwargs):
-        self.device, self.time = None, 0.0
+        self.time = 0.0
 
     def record(self, stream=None) -> None:
         self.time = time.perf_counter()
@@ -72,101 +65,67 @@ class Event:
         return 1000 * (end.time - self.time)
 
 
-class StreamContext:
-    """The context manager torch.cuda.stream()."""
-
-    def __init__(self, stream):
-        self.stream = stream
-
-    def __enter__(self):
-        return self.stream and self.stream.__enter__()
-
-    def __exit__(self, *error):
-        return self.stream and self.stream.__exit__()
-
-
-class AnyGenerator(type(torch._C.Generator)):
-    """The type of Generator: PyTorch's own generators count as instances."""
-
-    def __instancecheck__(cls, one) -> bool:
-        return isinstance(one, torch._C.Generator)
-
-
-class Generator(torch._C.Generator, metaclass=AnyGenerator):
+class Generator(torch._C.Generator):
     """A random number generator that may be on a GPU."""
+
+    device = property(lambda self: self.place)
 
     def __new__(cls, device="cpu"):
         self = super().__new__(cls)
         self.place = resolve(device)
         return self
 
-    device = property(lambda self: self.place)
-
 
 class OldType(type):
     """The type of the types that make tensors, such as torch.cuda.FloatTensor."""
 
     def __instancecheck__(cls, one) -> bool:
-        of_type = getattr(torch, cls.__name__)
-        return isinstance(one, torch.Tensor) and one.is_cuda and one.type(of_type)
+        return isinstance(one, torch.Tensor) and one.type() == gpus.name_of_type(cls)
 
     def __call__(cls, *args, **kwargs):
-        return put(getattr(torch, cls.__name__)(*args, **kwargs), resolve(None))
+        return mark(getattr(torch, cls.__name__)(*args, **kwargs), resolve())
 
 
 def current_stream(device=None) -> Stream:
     """Return the thread's current stream."""
-    if getattr(local, "stream", None) is None:
-        local.stream = Stream(device)
+    local.stream = getattr(local, "stream", None) or Stream(device)
     return local.stream
 
 
 def set_device(device) -> int:
     """Choose the thread's GPU, and return the one before."""
-    before, index = gpus.current(), resolve(device).index
+    before, index = getattr(local, "gpu", 0), resolve(device).index
     local.gpu = before if index is None else index
     return before
 
 
-def seed(number: int, devices: range) -> None:
-    """Seed the generators of GPUs."""
-    for one in devices:
-        generator(one).manual_seed(int(number))
-
-
 def set_rng_state(state: torch.Tensor, device="cuda") -> None:
-    """Set a GPU's generator, unless the state comes from a real GPU."""
+    """Set a GPU's generator, unless the state is a real GPU's."""
     if state.numel() == generator(device).get_state().numel():
-        generator(device).set_state(state.as_subclass(torch.Tensor).clone())
+        generator(device).set_state(state.cpu())
 
 
-def everywhere() -> range:
-    """Return the indices of the GPUs."""
-    return range(gpus.visible())
+def each(call) -> list:
+    """Return a function's results for all GPUs."""
+    return [call(index) for index in range(gpus.visible())]
 
 
 PLAYED = {
-    "is_available": lambda: True,
     "is_initialized": lambda: gpus.used,
-    "_is_compiled": lambda: True,
-    "_lazy_init": lambda: None,
-    "is_bf16_supported": lambda including_emulation=True: True,
-    "is_tf32_supported": lambda: True,
     "device_count": gpus.visible,
-    "current_device": lambda: resolve(None).index,
+    "current_device": lambda: resolve().index,
     "set_device": set_device,
     "_exchange_device": set_device,
     "_maybe_exchange_device": set_device,
-    "get_device_name": lambda device=None: PROPERTIES.name,
+    "get_device_name": lambda device=None: GPU.name,
     "get_device_capability": lambda device=None: (8, 0),
-    "get_device_properties": lambda device=None: PROPERTIES,
-    "can_device_access_peer": lambda device, peer_device: True,
+    "get_device_properties": lambda device=None: GPU,
     "get_arch_list": lambda: ["sm_80"],
     "current_stream": current_stream,
     "default_stream": lambda device=None: Stream(device),
     "set_stream": lambda stream: setattr(local, "stream", stream),
-    "stream": lambda stream: StreamContext(stream),
-    "StreamContext": StreamContext,
+    "stream": lambda stream: stream or contextlib.nullcontext(),
+    "StreamContext": lambda stream: stream or contextlib.nullcontext(),
     "Stream": Stream,
     "Event": Event,
     "mem_get_info": lambda device=None: (MEMORY, MEMORY),
@@ -174,33 +133,34 @@ PLAYED = {
     "memory_stats": lambda device=None: Counter(),
     "memory_snapshot": lambda *args, **kwargs: [],
     "memory_summary": lambda *args, **kwargs: "",
-    "manual_seed": lambda seed_: seed(seed_, [resolve(None).index]),
-    "manual_seed_all": lambda seed_: seed(seed_, everywhere()),
+    "manual_seed": lambda seed: generator().manual_seed(seed) and None,
+    "manual_seed_all": lambda seed: each(lambda i: generator(i).manual_seed(seed)),
     "seed": lambda: generator().seed(),
-    "seed_all": lambda: [generator(one).seed() for one in everywhere()],
+    "seed_all": lambda: each(lambda i: generator(i).seed()),
     "initial_seed": lambda device=None: generator(device).initial_seed(),
     "get_rng_state": lambda device="cuda": generator(device).get_state(),
-    "get_rng_state_all": lambda: [generator(one).get_state() for one in everywhere()],
+    "get_rng_state_all": lambda: each(lambda i: generator(i).get_state()),
     "set_rng_state": set_rng_state,
-    "set_rng_state_all": lambda new_states: [
-        set_rng_state(state, index) for index, state in enumerate(new_states)
-    ],
+    "set_rng_state_all": lambda states: each(lambda i: set_rng_state(states[i], i)),
     "current_accelerator": lambda check_available=False: torch.device("cuda"),
-    "current_device_index": lambda: resolve(None).index,
-    "current_device_idx": lambda: resolve(None).index,
+    "current_device_index": lambda: resolve().index,
+    "current_device_idx": lambda: resolve().index,
     "set_device_index": set_device,
     "set_device_idx": set_device,
     "device_index": type("device_index", (cuda.device,), {}),
+    "_lazy_init": lambda: None,
 }
 
 
 def other(name: str):
-    """Return a function for one that tells about a GPU or changes its memory."""
+    """Return what a function does that tells about a GPU, or changes its memory."""
 
     def call(*args, **kwargs):
-        if name in READ_FROM_THE_DRIVER.split():
+        if name in TRUE:
+            return True
+        if name in FROM_THE_DRIVER:
             where = gpus.line_of_the_user()
-            gpus.say(f"torch.cuda.{name}() returns 0 [{where}]: there is no driver")
+            gpus.say(f"cannot play torch.cuda.{name}() [{where}], and returns 0")
             return 0
         return 0 if "memory" in name and not name.startswith(("re", "set")) else None
 
@@ -216,11 +176,25 @@ def refuse(name: str):
     return type(name, (), {"__new__": new})
 
 
-def set_default_tensor_type(kind) -> None:
-    """Set the type of new tensors by name or class, such as torch.cuda.FloatTensor."""
-    name = gpus.name_of_type(kind)
-    torch.set_default_dtype(getattr(torch, name.rpartition(".")[2])().dtype)
-    torch.set_default_device("cuda" if ".cuda." in name else "cpu")
+def copy_of(call):
+    """Return a function that does the same; a class is returned itself."""
+    if isinstance(call, type):
+        return call
+    return functools.wraps(call)(lambda *args, **kwargs: call(*args, **kwargs))
+
+
+def play_modules(*modules) -> None:
+    """Replace modules' functions, each by a new one: torch.compile() insists on it."""
+    new = {name: refuse(name) for name in GRAPHS}
+    new |= {name: copy_of(call) for name, call in PLAYED.items()}
+    for module in modules:
+        for name, old in list(vars(module).items()):
+            function = inspect.isfunction(old) and old.__module__.startswith("torch.")
+            if name not in new and function and name[0] != "_":
+                if not inspect.isgeneratorfunction(inspect.unwrap(old)):
+                    new[name] = other(name)
+            if name in new:
+                replace(module, name, new[name])
 
 
 def restore(storage, location: str):
@@ -231,15 +205,15 @@ def restore(storage, location: str):
     return storage
 
 
+def storage_to_gpu(storage, device=None, non_blocking=False):
+    """Play storage.cuda(), which functions for map_location call."""
+    return restore(storage.clone(), str(resolve(device)))
+
+
 def place_in_file(storage) -> str | None:
     """Return the place of a storage that torch.save() writes, if it is on a GPU."""
     place = getattr(getattr(storage, "_untyped_storage", storage), "place", None)
     return place and str(place)
-
-
-def storage_to_gpu(storage, device=None, non_blocking=False):
-    """Play storage.cuda(), which functions for map_location call."""
-    return restore(storage.clone(), str(resolve(device)))
 
 
 def hook(previous):
@@ -255,42 +229,20 @@ def hook(previous):
     return excepthook
 
 
-def alone(call):
-    """Return a function of its own, because torch.compile() wants each one once."""
-    if isinstance(call, type):
-        return call
-    return functools.wraps(call)(lambda *args, **kwargs: call(*args, **kwargs))
-
-
-def play_module(modules: list) -> None:
-    """Replace the functions of modules."""
-    new = {name: alone(call) for name, call in PLAYED.items()}
-    new |= {name: refuse(name) for name in GRAPHS.split()}
-    for module in modules:
-        for name, old in list(vars(module).items()):
-            function = inspect.isfunction(old) and old.__module__.startswith("torch.")
-            if name not in new and function and name[0] != "_":
-                if not inspect.isgeneratorfunction(inspect.unwrap(old)):
-                    new[name] = other(name)
-            if name in new:
-                replace(module, name, new[name])
-
-
 def install() -> None:
     """Replace the functions of torch.cuda and its kind."""
-    accelerator = [sys.modules.get(f"torch.accelerator{x}") for x in ("", ".memory")]
-    play_module([cuda, cuda.memory, cuda.random, cuda.nvtx, cuda.profiler])
-    play_module([one for one in accelerator if one])
+    play_modules(cuda, cuda.memory, cuda.random, cuda.nvtx, cuda.profiler)
+    names = "torch.accelerator", "torch.accelerator.memory"
+    play_modules(*[sys.modules[one] for one in names if one in sys.modules])
     for name in [one for one in vars(cuda) if one.endswith("Tensor")]:
         setattr(cuda, name, OldType(name, (), {"__module__": "torch.cuda"}))
-    cuda.nccl.is_available = lambda tensors: False  # of torch.nn.parallel.comm
-    cuda.nccl.version = lambda: (2, 21, 5)
     for owner, name, call in (
         (torch, "Generator", Generator),
         (torch, "Stream", Stream),
         (torch, "Event", Event),
-        (torch, "set_default_tensor_type", set_default_tensor_type),
+        (torch.Tensor, "record_stream", lambda tensor, stream: None),
         (torch.storage._StorageBase, "cuda", storage_to_gpu),
+        (cuda.nccl, "version", lambda: (2, 21, 5)),
         (torch.backends.cuda, "is_built", lambda: True),
         (torch.backends.cudnn, "is_available", lambda: True),
         (torch.backends.cudnn, "is_acceptable", lambda tensor: False),

@@ -1,29 +1,32 @@
 """The played GPUs: their number, tensors, random numbers, and what cannot be played."""
 
+import contextlib
 import os
 import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 CPU = torch.device("cpu")
-OWN = os.path.dirname(os.path.abspath(__file__))
-TORCH = os.path.dirname(torch.__file__)
-# Packages and words in errors of code that needs a real GPU
-GPU_ONLY = r"""(?i)cuda|nccl|cudnn|nvml|nvidia|triton|flash.?attn|cupy|bitsandbytes
-    |transformer.engine|\bamp_C\b|\bapex_C\b|fused_layer_norm|no kernel image"""
-GPU_ONLY = re.compile(GPU_ONLY, re.VERBOSE)
+NOT_THE_USERS = (
+    os.path.dirname(os.path.abspath(__file__)),
+    os.path.dirname(torch.__file__),
+)
+# Words in errors of code that needs a GPU or NCCL
+GPU_ONLY = """cuda|nccl|gloo|cudnn|nvml|nvidia|triton|flash_attn|cupy|bitsandbytes|
+    amp_C|apex_C|transformer_engine|'Half'|kernel"""
+GPU_ONLY = re.compile(re.sub(r"\s", "", GPU_ONLY), re.IGNORECASE)
 
-count = 0  # GPUs of this process; play() sets it
+count = 0  # GPUs; play() sets it
 used = False  # whether the process has used a GPU
-local = threading.local()  # as in CUDA, each thread has a current device and stream
-generators: dict[int, torch.Generator] = {}  # of the GPUs, by their index
+local = threading.local()  # each thread has a current GPU and a current stream
+generators: dict[int, torch.Generator] = {}  # by the index of their GPU
 replaced: dict[int, tuple] = {}  # by id: a function of PyTorch, and its replacement
-printed: set[str] = set()
+said: set[str] = set()
 
 
 class CannotPlay(RuntimeError):
@@ -34,24 +37,17 @@ class CannotPlay(RuntimeError):
 
 
 def cannot_play(name: str, where: str) -> str:
-    """Return the line that ends a job which --cpu cannot play."""
-    text = f"doctor --cpu cannot play {name} [{where}]: it runs only on a GPU."
-    return f"{text} Nothing after this line was checked."
+    """Return the line about a call that only a GPU can carry out."""
+    why = "it runs only on a GPU. Nothing after this line was checked."
+    return f"doctor --cpu cannot play {name} [{where}]: {why}"
 
 
 def line_of_the_user() -> str:
     """Return the innermost line outside PyTorch and this folder as file:line."""
     frame = sys._getframe(1)
-    while frame.f_back and frame.f_code.co_filename.startswith((OWN, TORCH, "<")):
+    while frame.f_back and frame.f_code.co_filename.startswith((*NOT_THE_USERS, "<")):
         frame = frame.f_back
     return f"{os.path.relpath(frame.f_code.co_filename)}:{frame.f_lineno}"
-
-
-def say(text: str) -> None:
-    """Print a line once, in rank 0 alone."""
-    if text not in printed and os.environ.get("RANK", "0") == "0":
-        print(f"doctor --cpu: {text}", file=sys.stderr)
-    printed.add(text)
 
 
 def explain(kind: type, error: BaseException, trace) -> str:
@@ -60,7 +56,7 @@ def explain(kind: type, error: BaseException, trace) -> str:
         return str(error)
     text = "".join(traceback.format_exception(kind, error, trace))
     calls = re.findall(r'File "(.+)", line (\d+), in .*\n +(.*)', text)
-    users = [one for one in calls if not one[0].startswith((OWN, TORCH))]
+    users = [one for one in calls if not one[0].startswith((*NOT_THE_USERS, "<"))]
     if "doctor --cpu cannot play" in text or not users:
         return ""
     if not GPU_ONLY.search(f"{kind.__module__}.{kind.__name__}: {error}"):
@@ -69,18 +65,20 @@ def explain(kind: type, error: BaseException, trace) -> str:
     return cannot_play(f"`{code}`", f"{os.path.relpath(file)}:{line}")
 
 
+def say(text: str) -> None:
+    """Print a line once, in rank 0 alone."""
+    if text not in said and os.environ.get("RANK", "0") == "0":
+        print(f"doctor --cpu: {text}", file=sys.stderr)
+    said.add(text)
+
+
 def visible() -> int:
-    """Return the number of GPUs that the process can use."""
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    return min(count, len(listed)) if listed != [""] else count
+    """Return the number of GPUs that the process may use."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return min(count, len(listed.split(","))) if listed else count
 
 
-def current() -> int:
-    """Return the index of the thread's current GPU."""
-    return getattr(local, "gpu", 0)
-
-
-def resolve(device) -> torch.device:
+def resolve(device=None) -> torch.device:
     """Return a device with its index, from any of the forms that PyTorch takes.
 
     Raises:
@@ -88,43 +86,37 @@ def resolve(device) -> torch.device:
     """
     global used
     if device is None or isinstance(device, int):
-        device = torch.device("cuda", current() if device in (None, -1) else device)
-    elif isinstance(device, str):
-        device = torch.device(device)
+        device = "cuda" if device in (None, -1) else torch.device("cuda", device)
+    device = torch.device(device)
     if device.type != "cuda":
         return CPU if device.type == "cpu" else device
-    used, index = True, current() if device.index is None else device.index
+    used, index = (
+        True,
+        getattr(local, "gpu", 0) if device.index is None else device.index,
+    )
     if index >= visible():
-        text = f"CUDA error: invalid device ordinal {index}: doctor --cpu plays"
-        raise RuntimeError(f"{text} {visible()} GPUs, and --cpu N plays N")
+        text = f"doctor --cpu plays {visible()} GPUs, and --cpu N plays N"
+        raise RuntimeError(f"CUDA error: invalid device ordinal {index}: {text}")
     return torch.device("cuda", index)
 
 
-def place_of(tensor: torch.Tensor) -> torch.device:
+def place_of(tensor: Tensor) -> torch.device:
     """Return the device that a tensor is on, as the job sees it."""
     try:
         return getattr(tensor.untyped_storage(), "place", CPU)
-    except (NotImplementedError, RuntimeError):  # sparse, or without memory
-        return CPU if not tensor.is_sparse else place_of(tensor._values())
+    except (NotImplementedError, RuntimeError):  # it has no memory of its own
+        return CPU
 
 
-def put(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
-    """Mark a tensor's storage, unless it is marked already, and return the tensor."""
-    try:
-        storage = tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):
-        return put(tensor._values(), place) and tensor if tensor.is_sparse else tensor
-    if storage.device.type == "cpu" and not hasattr(storage, "place"):
-        storage.place = place
-    return tensor
-
-
-def generator(device=None) -> torch.Generator:
-    """Return a GPU's own random number generator."""
-    index = resolve(device).index
-    if index not in generators:
-        generators[index] = torch._C.Generator().manual_seed(67280421310721)
-    return generators[index]
+def mark(result, place: torch.device):
+    """Mark the tensors of a result that are not marked yet, and return the result."""
+    if isinstance(result, (tuple, list)):
+        for one in result:
+            mark(one, place)
+    elif isinstance(result, Tensor) and place != CPU and place_of(result) == CPU:
+        with contextlib.suppress(NotImplementedError, RuntimeError):
+            result.untyped_storage().place = place
+    return result
 
 
 def name_of_type(kind) -> str:
@@ -132,13 +124,19 @@ def name_of_type(kind) -> str:
     return kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__name__}"
 
 
-def replace(owner: ModuleType | type, name: str, new: Callable) -> Callable | None:
-    """Replace a function or class of PyTorch, and return the old one."""
-    old = getattr(owner, name, None)
-    if old is not None:
+def generator(device=None) -> torch.Generator:
+    """Return a GPU's own random number generator."""
+    index = resolve(device).index
+    if index not in generators:  # with the seed of CUDA's generators
+        generators[index] = torch._C.Generator().manual_seed(67280421310721)
+    return generators[index]
+
+
+def replace(owner: ModuleType | type, name: str, new) -> None:
+    """Replace a function or class of PyTorch, if there is one with this name."""
+    if old := getattr(owner, name, None):
         replaced[id(old)] = old, new
         setattr(owner, name, new)
-    return old
 
 
 def replace_everywhere() -> None:

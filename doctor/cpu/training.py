@@ -12,15 +12,17 @@ from . import gpus, mode
 from .gpus import replace, resolve
 
 
-def channels(tensor: Tensor, values: Tensor) -> Tensor:
-    """Return one number per channel, shaped to broadcast over a batch of images."""
-    return values.view(1, -1, *[1] * (tensor.dim() - 2))
-
-
 def rows(tensor: Tensor) -> Tensor:
     """Return a batch as a matrix with a row per channel, in float32 or float64."""
     wide = tensor if tensor.dtype == torch.float64 else tensor.float()
     return wide.transpose(0, 1).flatten(1)
+
+
+def like(batch: Tensor, values: Tensor | float | None) -> Tensor | float:
+    """Return one number per channel, in a shape to multiply a batch with; None as 1."""
+    if not isinstance(values, Tensor):
+        return 1.0 if values is None else values
+    return values.view(1, -1, *[1] * (batch.dim() - 2))
 
 
 class Kernels:
@@ -33,90 +35,61 @@ class Kernels:
     def batch_norm_gather_stats_with_counts(
         input, mean, invstd, running_mean, running_var, momentum, eps, counts
     ):
-        counts, means = counts.double().unsqueeze(1), mean.double()
-        total = counts.sum()
-        center = (means * counts).sum(0) / total
-        var = invstd.double() ** -2 - eps + (means - center) ** 2
-        var = (var * counts).sum(0) / total
+        shares = (counts.double() / (total := counts.sum().item())).unsqueeze(1)
+        center = (mean.double() * shares).sum(0)
+        var = invstd.double() ** -2 - eps + (mean.double() - center) ** 2
+        var = (var * shares).sum(0)
         if running_mean is not None:
-            unbiased = (var * total / (total - 1)).to(running_var.dtype)
             running_mean.lerp_(center.to(running_mean.dtype), momentum)
+            unbiased = (var * total / (total - 1)).to(running_var.dtype)
             running_var.lerp_(unbiased, momentum)
         return center.to(mean.dtype), (var + eps).rsqrt().to(mean.dtype)
 
     def batch_norm_elemt(input, weight, bias, mean, invstd, eps):
-        scale = invstd if weight is None else invstd * weight
-        result = (input - channels(input, mean)) * channels(input, scale)
-        result = result if bias is None else result + channels(input, bias)
-        return result.to(input.dtype)
+        result = (input - like(input, mean)) * like(input, invstd) * like(input, weight)
+        return (result + like(input, 0.0 if bias is None else bias)).to(input.dtype)
 
     def batch_norm_backward_reduce(grad, input, mean, invstd, weight, *needed):
         total = rows(grad).sum(1)
         with_input = (rows(grad) * (rows(input) - mean.unsqueeze(1))).sum(1)
         return total, with_input, with_input * invstd, total
 
-    def batch_norm_backward_elemt(
-        grad, input, mean, invstd, weight, sum_dy, sum_dy_xmu, count
-    ):
-        mean, scale = channels(input, mean), channels(input, invstd)
-        along = channels(input, sum_dy_xmu / count.sum()) * scale**2
-        result = grad - channels(input, sum_dy / count.sum()) - (input - mean) * along
-        result = result * (scale if weight is None else scale * channels(input, weight))
-        return result.to(input.dtype)
+    def batch_norm_backward_elemt(grad, input, mean, invstd, weight, dy, dy_xmu, count):
+        along = like(input, dy_xmu / count.sum() * invstd**2)
+        result = grad - like(input, dy / count.sum())
+        result = result - (input - like(input, mean)) * along
+        return (result * like(input, invstd) * like(input, weight)).to(input.dtype)
 
 
-def compute(kernel, func, args: tuple, kwargs: dict):
-    """Call a kernel in place of PyTorch's function, and mark its results."""
-    result = kernel(*args, **kwargs)
-    return mode.mark(result, mode.place_among(args))
-
-
-def scatter(tensor, devices=None, chunk_sizes=None, dim=0, streams=None, *, out=None):
+def scatter(tensor, devices=None, chunk_sizes=None, dim=0, streams=None) -> tuple:
     """Play torch.cuda.comm.scatter()."""
     parts = tensor.split(chunk_sizes, dim) if chunk_sizes else None
-    parts = parts or tensor.chunk(len(devices or out), dim)
-    if out is not None:
-        return tuple(one.copy_(part) for one, part in zip(out, parts, strict=True))
-    return tuple(part.to(resolve(one)) for part, one in zip(parts, devices))  # noqa: B905
+    parts = parts or tensor.chunk(len(devices), dim)
+    return tuple(part.to(resolve(devices[i])) for i, part in enumerate(parts))
 
 
-def gather(tensors, dim=0, destination=None, *, out=None):
+def gather(tensors, dim=0, destination=None) -> Tensor:
     """Play torch.cuda.comm.gather()."""
     place = gpus.CPU if destination == -1 else resolve(destination)
-    place = out.device if out is not None else place
-    return torch.cat([one.to(place) for one in tensors], dim, out=out)
+    return torch.cat([one.to(place) for one in tensors], dim)
 
 
-def broadcast(tensor, devices=None, *, out=None):
-    """Play torch.cuda.comm.broadcast()."""
-    if out is not None:
-        return tuple(one.copy_(tensor) for one in out)
-    return tuple(tensor.to(resolve(one)) for one in devices)
-
-
-def broadcast_coalesced(tensors, devices, buffer_size=0):
+def copies(tensors, devices, buffer_size=0) -> list[list[Tensor]]:
     """Play torch.cuda.comm.broadcast_coalesced()."""
     return [[one.to(resolve(device)) for one in tensors] for device in devices]
 
 
-def on_cpu(name: str) -> None:
-    """Let a function that asks for a device's autocast use the CPU's."""
-    old = getattr(torch, name, None)
-
-    @functools.wraps(old)
-    def call(*args):
-        if not args or isinstance(args[0], bool):
-            args = ("cuda", *args)
-        return old("cpu" if args[0] == "cuda" else args[0], *args[1:])
-
-    replace(torch, name, call)
+def sums(inputs, destination=None, buffer_size=0) -> tuple:
+    """Play torch.cuda.comm.reduce_add_coalesced()."""
+    moved = [[one.to(resolve(destination)) for one in some] for some in inputs]
+    return tuple(functools.reduce(Tensor.add, one) for one in zip(*moved, strict=True))
 
 
 def install() -> None:
     """Replace functions that a training loop calls."""
     old_init, old_dtype = torch.autocast.__init__, torch.get_autocast_dtype
     old_iterate = dataloader._BaseDataLoaderIter.__init__
-    old_compile = torch.compile
+    old_compile, old_enabled = torch.compile, torch.is_autocast_enabled
 
     @functools.wraps(old_init)
     def init(self, device_type, dtype=None, enabled=True, cache_enabled=None):
@@ -126,8 +99,11 @@ def install() -> None:
         device_type = "cpu" if device_type == "cuda" else device_type
         old_init(self, device_type, dtype, enabled, cache_enabled)
 
+    def is_autocast_enabled(device_type="cuda"):
+        return old_enabled("cpu" if device_type == "cuda" else device_type)
+
     def get_autocast_dtype(device_type):
-        played = device_type == "cuda" and torch.is_autocast_enabled("cpu")
+        played = device_type == "cuda" and old_enabled("cpu")
         return old_dtype("cpu" if played else device_type)
 
     def iterate(self, loader):
@@ -141,19 +117,19 @@ def install() -> None:
 
     for name, kernel in vars(Kernels).items():
         if name.startswith("batch_norm"):
-            mode.KERNELS[name] = functools.partial(compute, kernel)
-    for name in ("is_autocast_enabled", "set_autocast_enabled"):
-        on_cpu(name)
-    for owner, name, new in (
-        (torch.autocast, "__init__", init),
-        (torch, "get_autocast_dtype", get_autocast_dtype),
-        (torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype("cuda")),
-        (dataloader._BaseDataLoaderIter, "__init__", iterate),
-        (torch, "compile", compile),
-        (comm, "scatter", scatter),
-        (comm, "gather", gather),
-        (comm, "broadcast", broadcast),
-        (comm, "broadcast_coalesced", broadcast_coalesced),
+            mode.KERNELS[name] = kernel
+    for name, new in (
+        ("scatter", scatter),
+        ("gather", gather),
+        ("broadcast_coalesced", copies),
+        ("reduce_add_coalesced", sums),
+        ("broadcast", lambda tensor, devices: [tensor.to(resolve(d)) for d in devices]),
+        ("reduce_add", lambda inputs, destination=None: sums([inputs], destination)[0]),
     ):
-        replace(owner, name, new)
+        replace(comm, name, new)
+    for new in (is_autocast_enabled, get_autocast_dtype, compile):
+        replace(torch, new.__name__, new)
+    replace(torch, "get_autocast_gpu_dtype", lambda: get_autocast_dtype("cuda"))
+    replace(torch.autocast, "__init__", init)
+    replace(dataloader._BaseDataLoaderIter, "__init__", iterate)
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
