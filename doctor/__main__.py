@@ -26,6 +26,8 @@ def arguments() -> argparse.Namespace:
     add("--json", type=Path, help="write the findings to a file")
     add("command", nargs=argparse.REMAINDER)
     args = parser.parse_args()
+    if args.cpu and not (args.cpu.isdigit() and int(args.cpu)):
+        parser.error(f"--cpu takes a number of GPUs, not {args.cpu}")
     args.command = args.command[args.command[:1] == ["--"] :]
     if not args.command:
         parser.error("give a command after --, such as -- torchrun train.py")

@@ -1,5 +1,6 @@
 """torch.cuda, torch.accelerator, and what else names a GPU."""
 
+import abc
 import contextlib
 import functools
 import inspect
@@ -12,14 +13,13 @@ import torch
 from torch import cuda
 
 from . import gpus
-from .gpus import CannotPlay, generator, local, mark, replace, resolve
+from .gpus import generator, local, replace, resolve
 
 MEMORY = 80 * 2**30  # bytes that each played GPU says it has
 GPU = SimpleNamespace(name="GPU played by doctor --cpu", major=8, minor=0, warp_size=32)
 GPU.total_memory, GPU.multi_processor_count, GPU.L2_cache_size = MEMORY, 108, 2**25
 TRUE = "is_available is_bf16_supported is_tf32_supported can_device_access_peer".split()
 FROM_THE_DRIVER = "utilization temperature power_draw clock_rate memory_usage".split()
-GRAPHS = "CUDAGraph graph make_graphed_callables graph_pool_handle".split()
 
 
 class Stream:
@@ -76,16 +76,6 @@ class Generator(torch._C.Generator):
         return self
 
 
-class OldType(type):
-    """The type of the types that make tensors, such as torch.cuda.FloatTensor."""
-
-    def __instancecheck__(cls, one) -> bool:
-        return isinstance(one, torch.Tensor) and one.type() == gpus.name_of_type(cls)
-
-    def __call__(cls, *args, **kwargs):
-        return mark(getattr(torch, cls.__name__)(*args, **kwargs), resolve())
-
-
 def current_stream(device=None) -> Stream:
     """Return the thread's current stream."""
     local.stream = getattr(local, "stream", None) or Stream(device)
@@ -112,6 +102,7 @@ def each(call) -> list:
 
 PLAYED = {
     "is_initialized": lambda: gpus.used,
+    "is_current_stream_capturing": lambda: False,
     "device_count": gpus.visible,
     "current_device": lambda: resolve().index,
     "set_device": set_device,
@@ -167,15 +158,6 @@ def other(name: str):
     return call
 
 
-def refuse(name: str):
-    """Return a class, so that annotations work, which cannot be played."""
-
-    def new(cls, *args, **kwargs):
-        raise CannotPlay(f"torch.cuda.{name}()")
-
-    return type(name, (), {"__new__": new})
-
-
 def copy_of(call):
     """Return a function that does the same; a class is returned itself."""
     if isinstance(call, type):
@@ -185,11 +167,11 @@ def copy_of(call):
 
 def play_modules(*modules) -> None:
     """Replace modules' functions, each by a new one: torch.compile() insists on it."""
-    new = {name: refuse(name) for name in GRAPHS}
-    new |= {name: copy_of(call) for name, call in PLAYED.items()}
+    new = {name: copy_of(call) for name, call in PLAYED.items()}
+    names = [one.__name__ for one in modules]
     for module in modules:
         for name, old in list(vars(module).items()):
-            function = inspect.isfunction(old) and old.__module__.startswith("torch.")
+            function = inspect.isfunction(old) and old.__module__ in names
             if name not in new and function and name[0] != "_":
                 if not inspect.isgeneratorfunction(inspect.unwrap(old)):
                     new[name] = other(name)
@@ -217,14 +199,11 @@ def place_in_file(storage) -> str | None:
 
 
 def hook(previous):
-    """Return a function for sys.excepthook that explains errors for lack of a GPU."""
+    """Return a function for sys.excepthook that also explains errors without a GPU."""
 
     def excepthook(kind, error, trace) -> None:
-        line = gpus.explain(kind, error, trace)
-        if not isinstance(error, CannotPlay):
-            previous(kind, error, trace)
-        if line:
-            print(line, file=sys.stderr)
+        previous(kind, error, trace)
+        print(end=gpus.explain(kind, error, trace), file=sys.stderr)
 
     return excepthook
 
@@ -234,8 +213,6 @@ def install() -> None:
     play_modules(cuda, cuda.memory, cuda.random, cuda.nvtx, cuda.profiler)
     names = "torch.accelerator", "torch.accelerator.memory"
     play_modules(*[sys.modules[one] for one in names if one in sys.modules])
-    for name in [one for one in vars(cuda) if one.endswith("Tensor")]:
-        setattr(cuda, name, OldType(name, (), {"__module__": "torch.cuda"}))
     for owner, name, call in (
         (torch, "Generator", Generator),
         (torch, "Stream", Stream),
@@ -249,6 +226,10 @@ def install() -> None:
         (torch.backends.cudnn, "version", lambda: 90100),
     ):
         replace(owner, name, call)
+    bases = sys.modules.get("torch._streambase")
+    if isinstance(getattr(bases, "_EventBase", None), abc.ABCMeta):  # before 2.5
+        bases._StreamBase.register(Stream)
+        bases._EventBase.register(Event)
     torch.version.cuda = torch.version.cuda or "12.8"
     torch.serialization.register_package(1, place_in_file, restore)
     sys.excepthook = hook(sys.excepthook)

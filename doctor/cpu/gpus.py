@@ -29,19 +29,6 @@ replaced: dict[int, tuple] = {}  # by id: a function of PyTorch, and its replace
 said: set[str] = set()
 
 
-class CannotPlay(RuntimeError):
-    """A call that only a GPU can carry out."""
-
-    def __init__(self, name: str):
-        super().__init__(cannot_play(name, line_of_the_user()))
-
-
-def cannot_play(name: str, where: str) -> str:
-    """Return the line about a call that only a GPU can carry out."""
-    why = "it runs only on a GPU. Nothing after this line was checked."
-    return f"doctor --cpu cannot play {name} [{where}]: {why}"
-
-
 def line_of_the_user() -> str:
     """Return the innermost line outside PyTorch and this folder as file:line."""
     frame = sys._getframe(1)
@@ -51,18 +38,16 @@ def line_of_the_user() -> str:
 
 
 def explain(kind: type, error: BaseException, trace) -> str:
-    """Return the line about an error of code that needs a GPU; else an empty string."""
-    if isinstance(error, CannotPlay):
-        return str(error)
+    """Return a line about an error of code that needs a GPU; else an empty string."""
     text = "".join(traceback.format_exception(kind, error, trace))
     calls = re.findall(r'File "(.+)", line (\d+), in .*\n +(.*)', text)
     users = [one for one in calls if not one[0].startswith((*NOT_THE_USERS, "<"))]
-    if "doctor --cpu cannot play" in text or not users:
-        return ""
-    if not GPU_ONLY.search(f"{kind.__module__}.{kind.__name__}: {error}"):
+    if not users or not GPU_ONLY.search(f"{kind.__module__}.{kind.__name__}: {error}"):
         return ""
     file, line, code = users[-1]
-    return cannot_play(f"`{code}`", f"{os.path.relpath(file)}:{line}")
+    why = "it runs only on a GPU. Nothing after this line was checked."
+    place = f"{os.path.relpath(file)}:{line}"
+    return f"doctor --cpu cannot play `{code}` [{place}]: {why}\n"
 
 
 def say(text: str) -> None:
@@ -117,11 +102,6 @@ def mark(result, place: torch.device):
         with contextlib.suppress(NotImplementedError, RuntimeError):
             result.untyped_storage().place = place
     return result
-
-
-def name_of_type(kind) -> str:
-    """Return the name of a tensor's type, such as torch.cuda.FloatTensor."""
-    return kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__name__}"
 
 
 def generator(device=None) -> torch.Generator:

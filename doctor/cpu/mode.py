@@ -22,7 +22,6 @@ PLAIN = set(
 DRAWS = """rand normal uniform dropout bernoulli multinomial exponential poisson cauchy
     geometric rrelu gumbel fractional_max_pool multi_head_attention lstm gru rnn_tanh
     rnn_relu scaled_dot_product""".split()
-KERNELS: dict = {}  # by name: functions that PyTorch has for GPUs alone
 drawing = threading.Lock()
 
 
@@ -107,17 +106,14 @@ class Functions:
         return moved(args[0], func(*args, **kwargs), CPU)
 
     def type(func, args, kwargs):
-        source, place = args[0], place_of(args[0])
-        wanted = kwargs.get("dtype", args[1] if len(args) > 1 else None)
-        if wanted is None:  # Horovod has functions with these names
-            caller = sys._getframe(2).f_globals.get("__name__", "")
-            played = place != CPU and not caller.startswith("horovod")
-            return func(source).replace("torch.", "torch.cuda." if played else "torch.")
-        if not isinstance(wanted, torch.dtype):
-            wanted = gpus.name_of_type(wanted)
-            place = resolve() if ".cuda." in wanted else CPU
-            wanted = wanted.replace(".cuda", "")
-        return moved(source, func(source, wanted), place)
+        if "cuda" in (wanted := str(args[1:])):  # such as torch.cuda.FloatTensor
+            name = "torch." + wanted.rpartition(".")[2].strip(")>,'")
+            return moved(args[0], func(args[0], name), resolve())
+        result, caller = general(func, args, kwargs), sys._getframe(2)
+        horovod = caller.f_globals.get("__name__", "").startswith("horovod")
+        if isinstance(result, str) and place_of(args[0]) != CPU and not horovod:
+            return result.replace("torch.", "torch.cuda.")
+        return result
 
     def __getitem__(func, args, kwargs):  # the index may be on another device
         return mark(func(*args, **kwargs), place_of(args[0]))
@@ -164,8 +160,6 @@ def choose(func):
     if name in ("__get__", "__set__", "__delete__"):
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         return getattr(Attributes, attribute if name == "__get__" else "", plain)
-    if kernel := KERNELS.get(name):
-        return lambda func, args, kwargs: general(kernel, args, kwargs)
     if way := vars(Functions).get(name):
         return way
     inplace = name.endswith("_") and not name.endswith("__")

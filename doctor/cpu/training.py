@@ -2,63 +2,50 @@
 
 import functools
 import os
+from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import comm
 from torch.utils.data import dataloader
 
-from . import gpus, mode
+from . import gpus
 from .gpus import replace, resolve
 
 
-def rows(tensor: Tensor) -> Tensor:
-    """Return a batch as a matrix with a row per channel, in float32 or float64."""
-    wide = tensor if tensor.dtype == torch.float64 else tensor.float()
-    return wide.transpose(0, 1).flatten(1)
+class AllReduce(torch.autograd.Function):
+    """A sum over the ranks; so is its gradient."""
+
+    def forward(ctx, tensor, group):
+        ctx.group, result = group, tensor.clone()
+        dist.all_reduce(result, group=group)
+        return result
+
+    def backward(ctx, gradient):
+        return AllReduce.apply(gradient, ctx.group), None
 
 
-def like(batch: Tensor, values: Tensor | float | None) -> Tensor | float:
-    """Return one number per channel, in a shape to multiply a batch with; None as 1."""
-    if not isinstance(values, Tensor):
-        return 1.0 if values is None else values
-    return values.view(1, -1, *[1] * (batch.dim() - 2))
-
-
-class Kernels:
-    """What PyTorch computes for SyncBatchNorm on GPUs alone, under the same names."""
-
-    def batch_norm_stats(input, eps):
-        var, mean = torch.var_mean(rows(input), 1, correction=0)
-        return mean, (var + eps).rsqrt()
-
-    def batch_norm_gather_stats_with_counts(
-        input, mean, invstd, running_mean, running_var, momentum, eps, counts
-    ):
-        shares = (counts.double() / (total := counts.sum().item())).unsqueeze(1)
-        center = (mean.double() * shares).sum(0)
-        var = invstd.double() ** -2 - eps + (mean.double() - center) ** 2
-        var = (var * shares).sum(0)
-        if running_mean is not None:
-            running_mean.lerp_(center.to(running_mean.dtype), momentum)
-            unbiased = (var * total / (total - 1)).to(running_var.dtype)
+def sync_batch_norm(
+    batch, weight, bias, running_mean, running_var, eps, momentum, group, world_size
+) -> Tensor:
+    """Compute a batch norm over the batches of all ranks, which may differ in size."""
+    x = batch if batch.dtype == torch.float64 else batch.float()
+    rows = x.transpose(0, 1).flatten(1)  # a row per channel
+    number = rows.new_full([1], rows.shape[1])
+    sums = AllReduce.apply(torch.cat([rows.sum(1), number]), group)
+    number, mean = sums[-1].detach(), sums[:-1] / sums[-1].detach()
+    squares = (rows - mean.unsqueeze(1)).square().sum(1)
+    var = AllReduce.apply(squares, group) / number
+    if running_mean is not None:
+        with torch.no_grad():
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            unbiased = (var * number / (number - 1)).to(running_var.dtype)
             running_var.lerp_(unbiased, momentum)
-        return center.to(mean.dtype), (var + eps).rsqrt().to(mean.dtype)
-
-    def batch_norm_elemt(input, weight, bias, mean, invstd, eps):
-        result = (input - like(input, mean)) * like(input, invstd) * like(input, weight)
-        return (result + like(input, 0.0 if bias is None else bias)).to(input.dtype)
-
-    def batch_norm_backward_reduce(grad, input, mean, invstd, weight, *needed):
-        total = rows(grad).sum(1)
-        with_input = (rows(grad) * (rows(input) - mean.unsqueeze(1))).sum(1)
-        return total, with_input, with_input * invstd, total
-
-    def batch_norm_backward_elemt(grad, input, mean, invstd, weight, dy, dy_xmu, count):
-        along = like(input, dy_xmu / count.sum() * invstd**2)
-        result = grad - like(input, dy / count.sum())
-        result = result - (input - like(input, mean)) * along
-        return (result * like(input, invstd) * like(input, weight)).to(input.dtype)
+    scale = (var + eps).rsqrt() if weight is None else (var + eps).rsqrt() * weight
+    offset = -mean * scale if bias is None else bias - mean * scale
+    shape = 1, -1, *[1] * (batch.dim() - 2)
+    return (x * scale.view(shape) + offset.view(shape)).to(batch.dtype)
 
 
 def scatter(tensor, devices=None, chunk_sizes=None, dim=0, streams=None) -> tuple:
@@ -115,9 +102,6 @@ def install() -> None:
         gpus.say("torch.compile() compiles nothing: the code runs as it is written")
         return old_compile(*args, **kwargs)
 
-    for name, kernel in vars(Kernels).items():
-        if name.startswith("batch_norm"):
-            mode.KERNELS[name] = kernel
     for name, new in (
         ("scatter", scatter),
         ("gather", gather),
@@ -131,5 +115,7 @@ def install() -> None:
         replace(torch, new.__name__, new)
     replace(torch, "get_autocast_gpu_dtype", lambda: get_autocast_dtype("cuda"))
     replace(torch.autocast, "__init__", init)
+    by_name = SimpleNamespace(apply=sync_batch_norm)
+    replace(torch.nn.modules.batchnorm, "sync_batch_norm", by_name)
     replace(dataloader._BaseDataLoaderIter, "__init__", iterate)
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
