@@ -13,7 +13,7 @@ import torch
 from torch import cuda
 
 from . import gpus
-from .gpus import generator, local, replace, resolve
+from .gpus import generator, local, mark, replace, resolve
 
 MEMORY = 80 * 2**30  # bytes that each played GPU says it has
 GPU = SimpleNamespace(name="GPU played by doctor --cpu", major=8, minor=0, warp_size=32)
@@ -74,6 +74,18 @@ class Generator(torch._C.Generator):
         self = super().__new__(cls)
         self.place = resolve(device)
         return self
+
+
+class OldType(type):
+    """The type of the types that make tensors, such as torch.cuda.FloatTensor."""
+
+    def __instancecheck__(cls, one) -> bool:
+        return (
+            isinstance(one, torch.Tensor) and one.type() == f"torch.cuda.{cls.__name__}"
+        )
+
+    def __call__(cls, *args):
+        return mark(getattr(torch, cls.__name__)(*args), resolve())
 
 
 def current_stream(device=None) -> Stream:
@@ -213,6 +225,8 @@ def install() -> None:
     play_modules(cuda, cuda.memory, cuda.random, cuda.nvtx, cuda.profiler)
     names = "torch.accelerator", "torch.accelerator.memory"
     play_modules(*[sys.modules[one] for one in names if one in sys.modules])
+    for name in [one for one in vars(cuda) if one.endswith("Tensor")]:
+        setattr(cuda, name, OldType(name, (), {"__module__": "torch.cuda"}))
     for owner, name, call in (
         (torch, "Generator", Generator),
         (torch, "Stream", Stream),

@@ -17,7 +17,7 @@ NOT_THE_USERS = (
     os.path.dirname(torch.__file__),
 )
 # Words in errors of code that needs a GPU or NCCL
-GPU_ONLY = """cuda|nccl|gloo|cudnn|nvml|nvidia|triton|flash_attn|cupy|bitsandbytes|
+GPU_ONLY = """cuda|nccl|gloo|cudnn|nvml|nvidia|triton|flash_att|cupy|bitsandbytes|
     amp_C|apex_C|transformer_engine|'Half'|kernel"""
 GPU_ONLY = re.compile(re.sub(r"\s", "", GPU_ONLY), re.IGNORECASE)
 
