@@ -17,8 +17,8 @@ NOT_THE_USERS = (
     os.path.dirname(torch.__file__),
 )
 # Words in errors of code that needs a GPU or NCCL
-GPU_ONLY = """cuda|nccl|gloo|cudnn|nvml|nvidia|triton|flash_att|cupy|bitsandbytes|
-    amp_C|apex_C|transformer_engine|'Half'|kernel"""
+GPU_ONLY = """cuda|nccl|cudnn|nvml|nvidia|triton|flash_att|cupy|bitsandbytes|amp_C|
+    apex_C|transformer_engine|'Half'|available.kernel|gloo.does.not.support"""
 GPU_ONLY = re.compile(re.sub(r"\s", "", GPU_ONLY), re.IGNORECASE)
 
 count = 0  # GPUs; play() sets it
@@ -42,7 +42,9 @@ def explain(kind: type, error: BaseException, trace) -> str:
     text = "".join(traceback.format_exception(kind, error, trace))
     calls = re.findall(r'File "(.+)", line (\d+), in .*\n +(.*)', text)
     users = [one for one in calls if not one[0].startswith((*NOT_THE_USERS, "<"))]
-    if not users or not GPU_ONLY.search(f"{kind.__module__}.{kind.__name__}: {error}"):
+    own = "doctor --cpu" in text or kind.__name__ == "ChildFailedError"  # torchrun's
+    name = f"{kind.__module__}.{kind.__name__}: {error}"
+    if own or not users or not GPU_ONLY.search(name):
         return ""
     file, line, code = users[-1]
     why = "it runs only on a GPU. Nothing after this line was checked."
