@@ -32,7 +32,6 @@ class Step(Event):
     which: int  # a hash of the weights that it updates
     sharded: bool  # a process has only parts of some weights, as with FSDP2
     rates: list[float]  # learning rates
-    gpu: int | None  # None: a CPU
     threads: int
     loader: int | None  # the loader that gave the last batch, and its pass
     epoch: int | None
@@ -175,7 +174,6 @@ class Moments(Watcher):
             which=digest(known),
             sharded=len(whole(own)) < len(own),
             rates=[float(group["lr"]) for group in optimizer.param_groups],
-            gpu=own[0].device.index if own else None,
             threads=torch.get_num_threads(),
             loader=current and current.loader,
             epoch=current and current.epoch,

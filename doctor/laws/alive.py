@@ -229,13 +229,17 @@ def few(tensors: list) -> list[list[float]]:
 
 
 def latest(job) -> dict[str, list[Weight]]:
-    """Return the last events of each weight, one per rank, by name and number."""
+    """Return the last events of each weight, one per rank, by name.
+
+    Weights of one name are told apart by their order.
+    """
     found = {}
     for process in job.processes:
-        events = process.of(Weight)
-        own = [one for one in events if one.step == events[-1].step]
-        for number, one in enumerate(own):
-            found.setdefault(f"{number} {one.name}", []).append(one)
+        events, count = process.of(Weight), Counter()
+        for one in events:
+            if one.step == events[-1].step:
+                count[one.name] += 1
+                found.setdefault(f"{one.name} {count[one.name]}", []).append(one)
     return found
 
 

@@ -240,7 +240,7 @@ def is_validation(one: State) -> bool:
 @check(
     LAW,
     RISK,
-    causes=[weights_drift, buffers_differ, own_buffers, weights_differ],
+    causes=[names_differ, weights_differ, weights_drift, buffers_differ, own_buffers],
     read="tutorial/11_hangs/README.md",
 )
 def weights_differ_in_the_end(job):

@@ -127,7 +127,8 @@ def unused_search(job):
     steps = [one for one in job.of(Spans) if one.watched]
     for one in job.of(Buckets)[:1]:
         if one.search and steps and not any(x.missing for x in steps):
-            what = f"find_unused_parameters=True, but in {len(steps)} steps no weight "
+            count = len({x.step for x in steps})
+            what = f"find_unused_parameters=True, but in {count} steps no weight "
             yield Breach(f"{what}is unused", one.place)
 
 
