@@ -79,7 +79,8 @@ def slowest(job, steps: list[list[Spans]], wall: float) -> Breach | None:
     own = []  # without the time in which a loaded machine ran other processes
     for found in steps:
         waits = [parts(one)["communication"] + one.queued for one in found]
-        own.append([x.wall - wait for x, wait in zip(found, waits, strict=True)])
+        pairs = zip(found, waits, strict=True)
+        own.append([max(0.0, one.wall - wait) for one, wait in pairs])
     means = [median(one) for one in own]
     slow = means.index(max(means))
     others = [one for n, one in enumerate(means) if n != slow]
