@@ -32,7 +32,6 @@ class Step(Event):
     which: int  # a hash of the weights that it updates
     sharded: bool  # a process has only parts of some weights, as with FSDP2
     rates: list[float]  # learning rates
-    gpu: int | None  # None: a CPU
     threads: int
     loader: int | None  # the loader that gave the last batch, and its pass
     epoch: int | None
@@ -139,8 +138,11 @@ class Moments(Watcher):
 
         if recorder.rank is None and dist.is_initialized():  # by init_device_mesh()
             recorder.joined(dist.get_rank(), dist.get_world_size())
+        # Horovod's step() averages, and then calls step() of the same optimizer
+        averages = hasattr(optimizer, "_should_synchronize")
+        averages = averages and self.inner is not optimizer
         self.inner = optimizer  # a wrapped optimizer's step contains another step
-        if recorder.timing:
+        if recorder.timing and not averages:
             own, gradients = whole(weights(optimizer)), []
             if recorder.watching:
                 gradients = numbers([weight.grad for weight in own])
@@ -172,7 +174,6 @@ class Moments(Watcher):
             which=digest(known),
             sharded=len(whole(own)) < len(own),
             rates=[float(group["lr"]) for group in optimizer.param_groups],
-            gpu=own[0].device.index if own else None,
             threads=torch.get_num_threads(),
             loader=current and current.loader,
             epoch=current and current.epoch,

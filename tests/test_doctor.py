@@ -18,6 +18,13 @@ from conftest import ROOT, Started, run, wait_until
 from mutations import read_mutations
 from torch.utils._pytree import tree_leaves
 
+import doctor.laws  # noqa: F401  its checks
+from doctor.event import Exit, Failed, Rank
+from doctor.job import Job, Process
+from doctor.law import examine as examine_job
+from doctor.loaders import Batch, Epoch, EpochEnd
+from doctor.moments import Step
+
 MODES = {path.stem: path for path in sorted(ROOT.glob("tests/doctor/modes/*.py"))}
 MISTAKES = read_mutations((ROOT / "tests" / "doctor" / "mistakes.txt").read_text())
 FACTS = runpy.run_path(str(ROOT / "tutorial" / "labs" / "lab.py"))["labs"]()
@@ -48,7 +55,6 @@ TOGETHER = {
 }
 # Mistakes that doctor does not see; docs/doctor.md tells what it cannot see
 UNSEEN = {
-    "each process draws its own order",
     "a loss times the number of processes",
     "the accuracy of rank 0's samples",
     "Trainer trains with the validation samples",
@@ -146,6 +152,41 @@ def test_several_mistakes_in_one_script_are_all_named(mode, tmp_path):
     assert all(one["place"].startswith(f"{mode}.py:") for one in found if one["place"])
 
 
+def made(batches, last):
+    """Return a job of three processes with these numbers of batches; `last` ends rank 2."""
+    processes = []
+    for rank, count in enumerate(batches):
+        own = {"loader": 0, "epoch": 0}
+        opened = dict.fromkeys(("length", "samples", "batch"))
+        opened |= {"type": "", "sampler": "", "stream": True, "place": "a.py:9"}
+        step = {"optimizer": 0, "which": 0, "sharded": False, "rates": []}
+        step |= {"threads": 1, "place": "a.py:10"}
+        events = [Rank(own=rank, world_size=3), Epoch(**own, **opened)]
+        for number in range(count):
+            parts = dict.fromkeys(("indices", "labels", "rows"))
+            events += [Batch(**own, number=number, **parts), Step(**own, **step)]
+        events.append(EpochEnd(**own, whole=True, batches=count, steps=count))
+        events.append(last if rank == 2 else Exit(watched=count))
+        for one in events:
+            one.rank = rank
+        processes.append(Process(rank, 3, events))
+    return Job(processes, status=0)
+
+
+def test_what_only_the_last_rank_does_is_named():
+    """It has one batch less than the others, or an error."""
+    found = examine_job(made([5, 5, 5], Exit(watched=5)))
+    assert not found.findings, found.findings
+    found = examine_job(made([5, 5, 4], Exit(watched=4))).findings
+    assert "batch_counts_differ" in bad(map(vars, found)), found
+    failed = Failed(text="ValueError: no", place="a.py:11", path="")
+    found = examine_job(made([5, 5, 5], failed)).findings
+    assert [(one.check, one.place) for one in found] == [
+        ("ends_with_an_error", "a.py:11")
+    ]
+    assert "rank 2 ends with ValueError: no" in found[0].what
+
+
 def test_what_was_found_in_public_scripts_is_named_in_ours():
     """Each finding in docs/found.md has a check, and a mistake that this check names."""
     text = " ".join((ROOT / "docs" / "found.md").read_text().split())
@@ -216,7 +257,7 @@ def test_our_scripts_have_the_same_weights(name, tmp_path, digits):
 def test_without_a_training_process_it_says_so():
     ended = run("python", "-m", "doctor", "--", "python", "-c", "print('hello')")
     assert ended.returncode == 2 and ended.stdout == "hello\n"
-    assert ended.stderr.startswith("doctor: error: no process trained")
+    assert ended.stderr.startswith("doctor: error: NOTHING CHECKED: no process")
     ended = run("python", "-m", "doctor", "--", "no-such-command")
     assert ended.returncode == 2 and ended.stderr.count("\n") == 1
     assert run("python", "-m", "doctor").returncode == 2
@@ -241,5 +282,7 @@ def test_ctrl_c_ends_the_job_and_prints_the_page(tmp_path):
         job.process.wait(60)
         job.wait_until_gone(20)
     page = log.read_text()
-    assert "2 of 2 processes reported" in page and "WRONG" not in page
-    assert re.search(r"1 Every sample is read once per epoch: held: epoch 0: \d+", page)
+    assert "2 processes trained" in page and "it was interrupted" in page
+    assert "WRONG" not in page
+    held = r"1 held +Every sample is read once per epoch: epoch 0: \d+ samples read"
+    assert re.search(held, " ".join(page.split()))

@@ -229,13 +229,17 @@ def few(tensors: list) -> list[list[float]]:
 
 
 def latest(job) -> dict[str, list[Weight]]:
-    """Return the last events of each weight, one per rank, by name and number."""
+    """Return the last events of each weight, one per rank, by name.
+
+    Weights of one name are told apart by their order.
+    """
     found = {}
     for process in job.processes:
-        events = process.of(Weight)
-        own = [one for one in events if one.step == events[-1].step]
-        for number, one in enumerate(own):
-            found.setdefault(f"{number} {one.name}", []).append(one)
+        events, count = process.of(Weight), Counter()
+        for one in events:
+            if one.step == events[-1].step:
+                count[one.name] += 1
+                found.setdefault(f"{one.name} {count[one.name]}", []).append(one)
     return found
 
 
@@ -253,9 +257,7 @@ def dead_weights(job):
     Not a mistake if: they are not meant to be trained; then call requires_grad_(False).
     """
     rows = [x for x in latest(job).values() if x[0].trainable]
-    rows = [
-        x for x in rows if (x[0].optimizer or 0) >= 0 and x[0].optimizer is not None
-    ]
+    rows = [x for x in rows if x[0].optimizer not in (None, -1)]
     need(rows, "no weights of an optimizer were seen")
     dead = [x[0] for x in rows if not any(one.alive for one in x)]
     alive = [x[0] for x in rows if any(one.alive for one in x)]
@@ -279,28 +281,24 @@ def dead_weights(job):
         or (one.cut and one.first >= 0)
         or (one.module and 0 <= one.first < runs and not one.returned)
     ]
+    count = f"of {len(rows)} trainable weights"
+    never = f"{count} never get a gradient in {steps} steps"
     if needed:
-        what = (
-            f"{len(needed)} of {len(rows)} trainable weights never get a gradient in "
-        )
-        what += f"{steps} steps"
+        what = f"{len(needed)} {never}"
         if all(one.reached for one in needed):
             what = what.replace("never get a gradient", "get gradients of zero only")
         elif any(one.first >= 0 for one in needed):
             what += " (they run before weights that learn)"
         yield Breach(f"{what}: {names(needed)}", needed[0].place, facts=needed)
     elif unused := [one for one in dead if one.returned]:
-        what = (
-            f"{len(unused)} of {len(rows)} trainable weights never get a gradient in "
-        )
-        what += f"{steps} steps, because the loss does not use the results of "
         module = unused[0].module or unused[0].name
-        yield Breach(f"{what}{module}: {names(unused)}", unused[0].place, level=NOTE)
-        raise NotJudged(f"the loss does not use the results of {module}")
+        why = f"the loss does not use the results of {module}"
+        what = f"{len(unused)} {never}, because {why}: {names(unused)}"
+        yield Breach(what, unused[0].place, level=NOTE)
+        raise NotJudged(why)
     elif alive:
-        text = f"{len(alive)} of {len(rows)} trainable weights live in {steps} steps"
-        idle = [one for one in dead if one not in needed]
-        yield text + f"; the loss does not use {names(idle)}" * bool(idle)
+        text = f"{len(alive)} {count} live in {steps} steps"
+        yield text + f"; the loss does not use {names(dead)}" * bool(dead)
 
 
 @explains(dead_weights, WRONG, read="tutorial/03_gradients/README.md")
@@ -313,6 +311,8 @@ def zero_gradients(job, breach):
     """
     if not breach.what.startswith("all "):
         return None
+    if not any(one.inside for one in breach.facts):
+        breach.what += "; no network has these weights"
     cleared = [one for one in breach.facts if one.cleared and one.reached]
     if cleared:
         what = f"zero_grad() clears all gradients after backward(): {breach.what}"
@@ -333,7 +333,7 @@ def lost(job) -> list[Weight]:
     return found
 
 
-@check(LAW, RISK, needs=[Step, Weight])
+@check(LAW, RISK, needs=[Step, Weight], causes=[zero_gradients])
 def not_in_an_optimizer(job):
     """No optimizer has weights that get gradients.
 

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -163,7 +162,7 @@ def is_state(one: dict) -> bool:
     return bool(floats) and 2 * len(floats) >= len(one)
 
 
-def dictionaries(value, depth: int = 0) -> Iterator[dict]:
+def dictionaries(value, depth: int = 0):
     """Yield all dictionaries in nested dictionaries, lists and tuples."""
     if isinstance(value, dict):
         yield value

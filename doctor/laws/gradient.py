@@ -13,7 +13,7 @@ from ..law import (
     several,
 )
 from ..sample import digest
-from .passes import LAW, Update, Wrapped
+from .passes import LAW, NotAwaited, Update, Wrapped
 from .replicas import (
     alike,
     buffers_differ,
@@ -152,7 +152,7 @@ def reason_of(job: Job, row: list[Update], names: list[str], later) -> tuple:
         return what + listed(names), mend, ""
     if not wrapped and any(same for step, same in equal_steps(job) if step > own.step):
         mend = "Nothing, if you average weights instead of gradients."
-        return "their weights are averaged, as in local SGD", mend, NOTE
+        return "their weights become equal again, as in local SGD", mend, NOTE
     return "nothing averages them", "", ""
 
 
@@ -260,6 +260,24 @@ def changed(before: list[float], after: list[float]) -> bool:
     square = sum(x * x for x in before)
     value = sum(a * b for a, b in zip(before, after, strict=True)) / (square or 1)
     return value <= 0 or not alike([[value * x for x in before], after], 0.01)
+
+
+@check(
+    LAW,
+    WRONG,
+    effects=[not_averaged, summed, clip_order, weights_drift],
+    read="tutorial/08_collectives/README.md",
+)
+def not_awaited(job):
+    """A step uses gradients before all_reduce() has ended.
+
+    Call wait() of each all_reduce(..., async_op=True) before you use the gradient.
+    """
+    several(job)
+    if found := job.of(NotAwaited):
+        names = listed([*dict.fromkeys(one.name for one in found)])
+        what = f"step {found[0].step + 1} begins before all_reduce(..., async_op=True) "
+        yield Breach(f"{what}of gradients is awaited: {names}", found[0].place)
 
 
 @check(LAW, WRONG, effects=[summed], read="tutorial/03_gradients/README.md")

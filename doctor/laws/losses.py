@@ -12,6 +12,7 @@ from .gradient import (
     clip_order,
     near,
     not_averaged,
+    not_awaited,
     not_cleared,
     ratio,
     summed,
@@ -262,7 +263,7 @@ def gathered_without_gradient(job):
     LAW,
     NOTE,
     general=True,
-    causes=[not_averaged, summed, clip_order, not_cleared, weights_differ],
+    causes=[not_averaged, not_awaited, summed, clip_order, not_cleared, weights_differ],
 )
 def mean_gradient(job):
     """The gradients of a step are not the mean of the ranks' own gradients.

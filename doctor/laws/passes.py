@@ -2,17 +2,17 @@
 
 import weakref
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..event import Event
-from ..law import (
-    Law,
-)
+from ..law import Law
 from ..loaders import Loaders
 from ..moments import Moments, weights
 from ..record import place, recorder, wrap
 from ..sample import numbers, picked
 from ..watcher import Watcher
 
+AWAIT = "wait", "synchronize", "is_completed", "get_future", "block_current_stream"
 LAW = Law(5, "gradient", "A step is the mean over all samples")
 MOST = 1024  # numbers of all gradients in one event
 
@@ -45,6 +45,15 @@ class Update(Event):
         return values[number * self.each : (number + 1) * self.each]
 
 
+@dataclass(kw_only=True)
+class NotAwaited(Event):
+    """A step begins before an asynchronous all_reduce() of a gradient is awaited."""
+
+    limit: ClassVar[int] = 20
+    name: str  # of the weight
+    place: str
+
+
 class Passes(Watcher):
     """Follows backward passes, and the gradients that each of them adds to weights."""
 
@@ -55,10 +64,16 @@ class Passes(Watcher):
         self.forwards, self.model = [], lambda: None
         self.scale, self.scaler = None, lambda: None
         self.sharded, self.shards = [], None
+        self.works = {}  # asynchronous calls that nobody has awaited
 
     def hooks(self) -> None:
         import torch
+        import torch.distributed as dist
 
+        for owner in (dist, dist.distributed_c10d):
+            wrap(owner, "all_reduce", self.reduce)
+        for name in AWAIT:
+            wrap(dist.Work, name, self.awaited)
         utils, ddp = torch.nn.utils, torch.nn.parallel.DistributedDataParallel
         wrap(ddp, "forward", self.forward)
         wrap(torch.amp.GradScaler, "scale", self.scaled)
@@ -68,6 +83,16 @@ class Passes(Watcher):
 
     def on_wrap(self, model, where) -> None:
         recorder.write(Wrapped(place=where))
+
+    def reduce(self, call, tensor, *args, **kwargs):
+        work = call(tensor, *args, **kwargs)
+        if work is not None and recorder.watching:
+            self.works[id(work)] = tensor.data_ptr(), place()
+        return work
+
+    def awaited(self, call, work, *args, **kwargs):
+        self.works.pop(id(work), None)
+        return call(work, *args, **kwargs)
 
     def forward(self, call, model, *args, **kwargs):
         import torch
@@ -168,6 +193,14 @@ class Passes(Watcher):
     def on_step(self, optimizer, whole, gradients) -> None:
         if not recorder.watching:
             return
+        works, self.works = dict(self.works.values()), {}
+        for one in whole if works else ():
+            if one.grad is not None and (where := works.get(one.grad.data_ptr())):
+                name = Moments.here.name(one)
+                recorder.write(NotAwaited(name=name, place=where))
+        # A fused optimizer unscales the gradients itself
+        if (scale := getattr(optimizer, "grad_scale", None)) is not None:
+            gradients = [[x / float(scale) for x in one] for one in gradients]
         factor, first = None, self.first.setdefault(id(optimizer), recorder.step)
         sharded = [x for x in weights(optimizer) if hasattr(x, "placements")]
         if sharded:

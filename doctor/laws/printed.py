@@ -15,6 +15,9 @@ from ..numbers import Group, Number, numbers
 from ..record import place, recorder, wrap
 from ..results import Measured, Printed
 from ..watcher import Watcher
+from .gradient import not_averaged
+from .replicas import names_differ, weights_differ, weights_drift
+from .samples import datasets_differ
 
 LAW = Law(7, "printed", "Prints are true")
 
@@ -204,7 +207,13 @@ def in_a_pass(process, moment: float) -> bool:
     return count > 0
 
 
-@check(LAW, RISK, general=True, read="docs/pitfalls.md, number 16")
+@check(
+    LAW,
+    RISK,
+    general=True,
+    causes=[datasets_differ, names_differ, weights_differ, weights_drift, not_averaged],
+    read="docs/pitfalls.md, number 16",
+)
 def wrong_number(job):
     """A printed result is not that of the network's outputs.
 
