@@ -23,8 +23,7 @@ from common.meters import averages, format_metrics
 
 # best.pt is from the epoch with the highest value, or the lowest (of a loss)
 BEST_METRIC, LOWER_IS_BETTER = "val_top1", False
-# Flags that a resumed run may change; all others must stay the same. The images are
-# compared, not their paths.
+# Flags that a resumed run may change. The images are compared, not their paths.
 MAY_CHANGE = {"data", "synthetic", "output", "resume", "evaluate", "workers"}
 MAY_CHANGE |= {"print_interval", "compile", "save_minutes", "accumulate"}
 MAY_CHANGE |= {"local_rank", "nprocs", "nnodes", "node_rank", "dist_url"}
@@ -148,7 +147,8 @@ class Checkpoint:
         `val` has the validation averages; `stats` are added unchanged.
         """
         train = averages(self.sums)
-        record = {"epoch": self.epoch, "steps": self.step, "images": train.pop("images")}
+        record = {"epoch": self.epoch, "steps": self.step}
+        record["images"] = train.pop("images")
         record |= {f"train_{name}": value for name, value in train.items()}
         record |= {f"val_{name}": value for name, value in val.items()}
         self.records.append(record | stats)
