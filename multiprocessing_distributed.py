@@ -24,7 +24,6 @@ from common.model import PRECISIONS, best_precision, build_model, build_schedule
 
 # [imports]
 import os
-import sys
 import tempfile
 from contextlib import nullcontext
 
@@ -229,6 +228,7 @@ def worker(local_rank: int, args: Namespace, parent: int) -> None:
 if __name__ == "__main__":
     with one_line_errors():
         args = arguments()
+        set_up_cuda(args.nprocs)  # here, so that an error is printed once
     if args.dist_url is None:
         # The processes meet in a file without a name, and no other machine can connect
         meeting = tempfile.TemporaryFile()  # noqa: SIM115
@@ -241,5 +241,5 @@ if __name__ == "__main__":
     except mp.ProcessExitedException as error:
         if error.exit_code != 2:  # after a UserError, the process has printed its line
             raise
-        sys.exit(2)
+        raise SystemExit(2) from None
 # [/start]

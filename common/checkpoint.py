@@ -13,16 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+from tqdm import tqdm
 
 from common.arguments import AUTO
 from common.data import fingerprint
 from common.errors import UserError
+from common.images import NO_TORCHCODEC
 from common.meters import averages, format_metrics
 
 # best.pt is from the epoch with the highest value, or the lowest (of a loss)
 BEST_METRIC, LOWER_IS_BETTER = "val_top1", False
-# Flags that a resumed run may change; all others must stay the same. The images are
-# compared, not their paths.
+# Flags that a resumed run may change. The images are compared, not their paths.
 MAY_CHANGE = {"data", "synthetic", "output", "resume", "evaluate", "workers"}
 MAY_CHANGE |= {"print_interval", "compile", "save_minutes", "accumulate"}
 MAY_CHANGE |= {"local_rank", "nprocs", "nnodes", "node_rank", "dist_url"}
@@ -146,11 +147,8 @@ class Checkpoint:
         `val` has the validation averages; `stats` are added unchanged.
         """
         train = averages(self.sums)
-        record = {
-            "epoch": self.epoch,
-            "steps": self.step,
-            "images": train.pop("images"),
-        }
+        record = {"epoch": self.epoch, "steps": self.step}
+        record["images"] = train.pop("images")
         record |= {f"train_{name}": value for name, value in train.items()}
         record |= {f"val_{name}": value for name, value in val.items()}
         self.records.append(record | stats)
@@ -194,8 +192,12 @@ class Checkpoint:
         weights = sum(one.numel() for one in self.objects["state_dict"].parameters())
         if device.type == "cuda":
             name = torch.cuda.get_device_name(device)
-            name += f" ({torch.cuda.device_count()} visible)"
-        size = args.global_batch_size // world_size // args.accumulate
+        share = f"{args.global_batch_size // world_size // args.accumulate} images"
+        if args.accumulate > 1:
+            share += f" x {args.accumulate} micro-batches"
+        decoder = args.decoder
+        if NO_TORCHCODEC and decoder == "pil":
+            decoder += f" (no TorchCodec: {NO_TORCHCODEC})"
         start = f"resumed from epoch {self.epoch + 1}, step {self.step}"
         if self.epoch >= args.epochs:
             start = f"complete: all {self.epoch} epochs are done"
@@ -203,9 +205,9 @@ class Checkpoint:
             f"{args.arch}, {weights / 1e6:.1f} M parameters, {args.precision}, "
             f"{world_size} x {name}\n"
             f"{train:,} training and {val:,} validation images of "
-            f"{self.recipe['classes']} classes, decoder {args.decoder}\n"
+            f"{self.recipe['classes']} classes, decoder {decoder}\n"
             f"{steps:,} steps per epoch, {args.global_batch_size} images per step: "
-            f"{world_size} processes x {size} x {args.accumulate} micro-batches, "
+            f"{world_size} processes x {share}, "
             f"learning rate {args.lr * args.global_batch_size / 256:.4g}\n"
             f"{args.output}: {start if self.epoch + self.step else 'a new run'}",
             flush=True,
@@ -218,9 +220,9 @@ class Checkpoint:
             f"epoch {self.epoch}/{self.args.epochs}: "
             f"{format_metrics(record, prefix='train_')}; "
             f"val {format_metrics(record, prefix='val_')}, "
-            f"best {format_metrics({best: self.best}, [best])}; "
+            f"best {format_metrics({best: self.best}, [best]).removeprefix('top-1 ')}; "
             f"{record['images_per_second']:.0f} images/s, "
-            f"{record['seconds'] / 60:.1f} min, saved",
+            f"{tqdm.format_interval(record['seconds'])}, saved",
             flush=True,
         )
 

@@ -73,11 +73,11 @@ def die_with_parent(parent: int) -> None:
 def set_up_cuda(processes: int) -> None:
     """Choose fast convolutions, and TF32 for fp32 matrices, as cuDNN has it.
 
-    Raises UserError if this machine has more processes than visible GPUs.
+    Raises UserError if this machine has GPUs, but fewer than processes.
     """
     torch.backends.cudnn.benchmark = True
     torch.set_float32_matmul_precision("high")
-    if processes > (gpus := torch.cuda.device_count()):
+    if 0 < (gpus := torch.cuda.device_count()) < processes:
         raise UserError(
             f"{processes} processes on this machine, but it has {gpus} visible GPU(s): "
             "start one per GPU; with Slurm, use --gpus-per-node, not --gpus-per-task"

@@ -301,7 +301,7 @@ def test_own_datasets_are_compared_by_what_they_have(tmp_path):
         resumed(tmp_path, images=(one, other))
 
 
-def test_what_a_run_prints(tmp_path, capsys):
+def test_what_a_run_prints(tmp_path, capsys, monkeypatch):
     """An epoch's line has at most 120 characters, also in a long run."""
     run = load(make(tmp_path, "--accumulate", 2))
     run.print_header(CPU, 4, 5004)
@@ -309,10 +309,17 @@ def test_what_a_run_prints(tmp_path, capsys):
     assert name == "resnet18, 0.0 M parameters, fp16, 4 x CPU"
     assert images.startswith("50 training and 20 validation images of 3 classes, deco")
     assert steps == (
-        "5,004 steps per epoch, 256 images per step: 4 processes x 32 x 2 micro-batches,"
-        " learning rate 0.1"
+        "5,004 steps per epoch, 256 images per step: 4 processes x 32 images x 2 "
+        "micro-batches, learning rate 0.1"
     )
     assert start == f"{tmp_path}: a new run"
+    run.args.accumulate, run.args.decoder = 1, "pil"
+    monkeypatch.setattr(checkpoint, "NO_TORCHCODEC", "no FFmpeg")
+    run.print_header(CPU, 4, 5004)
+    printed = capsys.readouterr().out
+    assert ", decoder pil (no TorchCodec: no FFmpeg)\n" in printed
+    assert ": 4 processes x 64 images, learning rate 0.1\n" in printed
+    run.args.accumulate = 2
     step(run, 1)
     run.save()
     run = resumed(tmp_path)
@@ -321,12 +328,13 @@ def test_what_a_run_prints(tmp_path, capsys):
     run.epoch = 80
     finish(run, 200 / 3)
     run.records[-1] |= {"images_per_second": 15120.4, "seconds": 3852.0}
+    run.records[-1] |= {"train_loss": 0.51234, "val_loss": 0.51234}
     run.save()
     run.print_epoch()
     line = capsys.readouterr().out
     assert len(line) <= 121 and line == (
-        "epoch 81/90: loss 1, top-1 50.00 %; val loss 0.5, top-1 66.67 %, best top-1 "
-        "66.67 %; 15120 images/s, 64.2 min, saved\n"
+        "epoch 81/90: loss 0.5123, top-1 50.00 %; val loss 0.5123, top-1 66.67 %, "
+        "best 66.67 %; 15120 images/s, 1:04:12, saved\n"
     )
     run.epoch = 90
     run.print_header(CPU, 1, 5004)
