@@ -9,7 +9,7 @@ from ..spans import Buckets, Runs, Spans, Tracked, parts, timed
 from .meeting import hangs
 
 LAW = Law(10, "time", "Time goes into work")
-PAGE = "docs/performance.md"
+PAGE = "docs/understand.md"
 LEAST = 0.05  # seconds: the steps of a job worth judging
 SHARE = 0.05  # of a step: what a mend must win back
 MENDS = {
