@@ -15,7 +15,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 
 from .event import Event, Exit, Failed, Rank, Start, Waits
@@ -53,7 +53,7 @@ class Recorder:
         return self.written[kind] >= kind.limit
 
     def write(self, event: Event) -> None:
-        """Append an event to this process's file, and tell the subscribers."""
+        """Append an event to this process's file."""
         kind = type(event)
         if "DOCTOR_FOLDER" not in os.environ or self.full(kind):
             return
@@ -62,8 +62,6 @@ class Recorder:
         self.written[kind] += 1
         event.time, event.step = time.time(), self.step
         os.write(self.file, event.packed())
-        for function in subscribers[kind]:
-            function(event)
 
     def open(self) -> None:
         """Create the file, and write how the process was started."""
@@ -83,18 +81,12 @@ class Recorder:
 
 
 recorder = Recorder()
-subscribers: dict[type[Event], list[Callable]] = defaultdict(list)
 # Functions in which a process waits for others
 waits = set(
     """backward synchronize rendezvous init_process_group destroy_process_group
     _sync_buffers _sync_module_states _verify_param_shape_across_processes
     connect_to_new_process""".split()
 )
-
-
-def subscribe(kind: type[Event], function: Callable[[Event], object]) -> None:
-    """Call a function with each event of one kind, in the process that writes it."""
-    subscribers[kind].append(function)
 
 
 def quiet(method: Callable) -> Callable:

@@ -89,11 +89,9 @@ class Alive(Watcher):
     def on_step(self, optimizer, whole, gradients) -> None:
         if not recorder.watching:
             return
-        first = next(
-            (n for n, known in self.optimizers.values() if known == id(optimizer)),
-            recorder.step,
-        )
-        known = {id(one): any(row) for one, row in zip(whole, gradients, strict=True)}
+        same = [n for n, one in self.optimizers.values() if one == id(optimizer)]
+        first = same[0] if same else recorder.step
+        known = dict(zip(map(id, whole), map(any, gradients), strict=True))
         own, unclear = weights(optimizer), []
         for weight in own:
             self.steps[id(weight)] += 1
@@ -291,8 +289,8 @@ def dead_weights(job):
             what += " (they run before weights that learn)"
         yield Breach(f"{what}: {names(needed)}", needed[0].place, facts=needed)
     elif unused := [one for one in dead if one.returned]:
-        module = unused[0].module or unused[0].name
-        why = f"the loss does not use the results of {module}"
+        why = "the loss does not use the results of "
+        why += unused[0].module or unused[0].name
         what = f"{len(unused)} {never}, because {why}: {names(unused)}"
         yield Breach(what, unused[0].place, level=NOTE)
         raise NotJudged(why)
@@ -344,11 +342,10 @@ def not_in_an_optimizer(job):
     """
     found, rows = lost(job), [x[0] for x in latest(job).values()]
     if found:
-        what = f"no optimizer has {len(found)} weights that get gradients: "
-        what += names(found)
-        old = [one for one in rows if one.optimizer is not None and not one.alive]
-        old = [one for one in old if not one.inside]
+        count = f"{len(found)} weights that get gradients"
+        what = f"no optimizer has {count}: {names(found)}"
+        old = [x for x in rows if x.optimizer is not None]
+        old = [x for x in old if not (x.alive or x.inside)]
         if old:
-            what += f"; an optimizer has {len(old)} weights that no network has: "
-            what += names(old)
+            what += f"; an optimizer has {len(old)} of no network: {names(old)}"
         yield Breach(what, found[0].place, level=WRONG if old else RISK)

@@ -52,8 +52,6 @@ class Files(Watcher):
     def __init__(self):
         self.weights = set()  # paths of files with weights
         self.states = set()  # what the job has
-        self.optimizer = None
-        self.saving = False
 
     def hooks(self) -> None:
         import torch
