@@ -70,11 +70,11 @@ def summary(job: Job) -> str:
     what = f"{', '.join(names) or 'no network'} on {', '.join(sorted(devices))}"
     steps = [len(process.of(Step)) for process in job.processes]
     watched = str(steps[0]) if len({*steps}) == 1 else ", ".join(map(str, steps))
-    ended = f"it ended with status {job.status}"
+    ended = f"the job ended with status {job.status}"
     if job.hung:
-        ended = "it hung, and doctor ended it"
+        ended = "the job hung, and doctor ended it"
     elif job.interrupted:
-        ended = "it was interrupted"
+        ended = "the job was interrupted"
     trained = f"trained {what}" if names else "ran"
     return f"{count} {trained}; {watched} optimizer steps watched; {ended}."
 
