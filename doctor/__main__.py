@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from . import laws  # noqa: F401  their checks
+from .cpu import NOT_CHECKED
 from .html import html, trace
 from .job import Job
 from .law import CHECKS, RISK, WRONG, Report, examine
@@ -30,6 +31,8 @@ def arguments() -> argparse.Namespace:
     add("--steps", type=int, default=40, help="steps to watch (40)")
     add("--short", type=int, default=0, help="end each epoch after N batches")
     add("--machines", action="store_true", help="simulate one machine per process")
+    text = "play CUDA on the CPU: N GPUs ($LOCAL_WORLD_SIZE, or 2)"
+    add("--cpu", nargs="?", const="", metavar="N", help=text)
     add("--json", type=Path, help="also write the report to a file")
     add("--html", type=Path, help="also write it as a page with a timeline")
     add("--trace", type=Path, help="write the timeline for ui.perfetto.dev")
@@ -37,6 +40,8 @@ def arguments() -> argparse.Namespace:
     add("--explain", metavar="CHECK", help="print what a finding means, and exit")
     add("command", nargs=argparse.REMAINDER)
     args = parser.parse_args()
+    if args.cpu and not (args.cpu.isdigit() and int(args.cpu)):
+        parser.error(f"--cpu takes a number of GPUs, not {args.cpu}")
     args.command = args.command[args.command[:1] == ["--"] :]
     if args.explain and args.explain not in CHECKS:
         parser.error(f"--explain: no check has the name {args.explain}")
@@ -54,6 +59,8 @@ def main() -> int:
     options = {"DOCTOR_STEPS": str(args.steps), "DOCTOR_SHORT": str(args.short)}
     if args.machines:
         options["DOCTOR_MACHINES"] = "yes"
+    if args.cpu is not None:
+        options["DOCTOR_CPU"] = args.cpu
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         try:
             job = run(args.command, Path(folder), **options)
@@ -66,6 +73,8 @@ def main() -> int:
         return 2
     report = examine(job)
     print(page(job, report, args.verbose), file=sys.stderr)
+    if args.cpu is not None:
+        print("\n" + NOT_CHECKED, file=sys.stderr)
     if args.json:
         args.json.write_text(json.dumps(as_json(job, report), indent=1) + "\n")
     if args.html:

@@ -138,8 +138,11 @@ class Moments(Watcher):
 
         if recorder.rank is None and dist.is_initialized():  # by init_device_mesh()
             recorder.joined(dist.get_rank(), dist.get_world_size())
+        # Horovod's step() averages, and then calls step() of the same optimizer
+        averages = hasattr(optimizer, "_should_synchronize")
+        averages = averages and self.inner is not optimizer
         self.inner = optimizer  # a wrapped optimizer's step contains another step
-        if recorder.timing:
+        if recorder.timing and not averages:
             own, gradients = whole(weights(optimizer)), []
             if recorder.watching:
                 gradients = numbers([weight.grad for weight in own])

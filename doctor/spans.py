@@ -141,7 +141,8 @@ class Clock(Watcher):
     def after_collective(self, name, tensors, where, seconds) -> None:
         self.add("communication", seconds)
         self.waited += seconds
-        if not self.averages or "object" in name:  # else it may average gradients
+        averages = self.averages and "object" not in name
+        if not averages and not Moments.here.depth:  # else FSDP may call it
             self.calls[f"{name}() in {where}"] += seconds
 
     def save(self, call, *args, **kwargs):

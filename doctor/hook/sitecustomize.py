@@ -47,6 +47,8 @@ class AfterImport:
 
         def exec_module(module) -> None:
             execute(module)
+            if name == "torch" and "DOCTOR_CPU" in os.environ:
+                load("cpu").play(os.environ["DOCTOR_CPU"])
             getattr(load("record"), call)()
 
         spec.loader.exec_module = exec_module

@@ -257,7 +257,7 @@ def dead_weights(job):
     Not a mistake if: they are not meant to be trained; then call requires_grad_(False).
     """
     rows = [x for x in latest(job).values() if x[0].trainable]
-    rows = [x for x in rows if x[0].optimizer is not None and x[0].optimizer >= 0]
+    rows = [x for x in rows if x[0].optimizer not in (None, -1)]
     need(rows, "no weights of an optimizer were seen")
     dead = [x[0] for x in rows if not any(one.alive for one in x)]
     alive = [x[0] for x in rows if any(one.alive for one in x)]
@@ -281,7 +281,8 @@ def dead_weights(job):
         or (one.cut and one.first >= 0)
         or (one.module and 0 <= one.first < runs and not one.returned)
     ]
-    never = f"of {len(rows)} trainable weights never get a gradient in {steps} steps"
+    count = f"of {len(rows)} trainable weights"
+    never = f"{count} never get a gradient in {steps} steps"
     if needed:
         what = f"{len(needed)} {never}"
         if all(one.reached for one in needed):
@@ -290,12 +291,13 @@ def dead_weights(job):
             what += " (they run before weights that learn)"
         yield Breach(f"{what}: {names(needed)}", needed[0].place, facts=needed)
     elif unused := [one for one in dead if one.returned]:
-        what = f"{len(unused)} {never}, because the loss does not use the results of "
         module = unused[0].module or unused[0].name
-        yield Breach(f"{what}{module}: {names(unused)}", unused[0].place, level=NOTE)
-        raise NotJudged(f"the loss does not use the results of {module}")
+        why = f"the loss does not use the results of {module}"
+        what = f"{len(unused)} {never}, because {why}: {names(unused)}"
+        yield Breach(what, unused[0].place, level=NOTE)
+        raise NotJudged(why)
     elif alive:
-        text = f"{len(alive)} of {len(rows)} trainable weights live in {steps} steps"
+        text = f"{len(alive)} {count} live in {steps} steps"
         yield text + f"; the loss does not use {names(dead)}" * bool(dead)
 
 
@@ -309,6 +311,8 @@ def zero_gradients(job, breach):
     """
     if not breach.what.startswith("all "):
         return None
+    if not any(one.inside for one in breach.facts):
+        breach.what += "; no network has these weights"
     cleared = [one for one in breach.facts if one.cleared and one.reached]
     if cleared:
         what = f"zero_grad() clears all gradients after backward(): {breach.what}"
@@ -329,7 +333,7 @@ def lost(job) -> list[Weight]:
     return found
 
 
-@check(LAW, RISK, needs=[Step, Weight])
+@check(LAW, RISK, needs=[Step, Weight], causes=[zero_gradients])
 def not_in_an_optimizer(job):
     """No optimizer has weights that get gradients.
 

@@ -11,7 +11,6 @@ from ..law import NOTE, RISK, WRONG, Breach, Law, NotJudged, check, explains, se
 from ..record import LIBRARY, OWN, not_the_users, place, recorder, wrap
 from ..watcher import Watcher
 from .meeting import ends_with_an_error, hangs
-from .schedule import dictionaries
 
 LAW = Law(8, "files", "One process writes each file")
 WRITES = os.O_WRONLY | os.O_RDWR
@@ -161,6 +160,16 @@ def is_state(one: dict) -> bool:
 
     floats = [v for v in one.values() if torch.is_tensor(v) and v.is_floating_point()]
     return bool(floats) and 2 * len(floats) >= len(one)
+
+
+def dictionaries(value, depth: int = 0):
+    """Yield all dictionaries in nested dictionaries, lists and tuples."""
+    if isinstance(value, dict):
+        yield value
+        value = [*value.values()]
+    if isinstance(value, (list, tuple)) and depth < 5:
+        for one in value:
+            yield from dictionaries(one, depth + 1)
 
 
 def written(job) -> dict[tuple[str, str], list[Event]]:

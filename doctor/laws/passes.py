@@ -198,6 +198,9 @@ class Passes(Watcher):
             if one.grad is not None and (where := works.get(one.grad.data_ptr())):
                 name = Moments.here.name(one)
                 recorder.write(NotAwaited(name=name, place=where))
+        # A fused optimizer unscales the gradients itself
+        if (scale := getattr(optimizer, "grad_scale", None)) is not None:
+            gradients = [[x / float(scale) for x in one] for one in gradients]
         factor, first = None, self.first.setdefault(id(optimizer), recorder.step)
         sharded = [x for x in weights(optimizer) if hasattr(x, "placements")]
         if sharded:

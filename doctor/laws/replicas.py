@@ -13,6 +13,7 @@ from ..law import (
     need,
     several,
 )
+from .files import Saved
 from .states import LAW, Layout, State
 
 
@@ -184,7 +185,14 @@ def buffers_differ(job):
         if found and len({one.what for one in row}) == 1:
             what = f"after step {row[0].step}, {len(found)} of {count} weights and "
             what += f"buffers of the validated {row[0].what} differ between the ranks: "
-            yield Breach(what + listed(found), row[0].place)
+            what += listed(found)
+            # DDP copies rank 0's statistics before the next step
+            norms = all("running_" in name for name in found) and row[0].trains
+            saved = [x for x in job.of(Saved) if x.weights and x.step >= row[0].step]
+            if saved and norms:
+                what += f"; {saved[0].place} saves those of rank {saved[0].rank} only"
+            level = NOTE if norms and not saved else RISK
+            yield Breach(what, row[0].place, level=level)
             return
 
 

@@ -9,6 +9,7 @@ from ..loaders import EpochEnd
 from ..moments import Step
 from ..record import place, recorder, wrap
 from ..watcher import Watcher
+from .files import dictionaries
 from .replicas import LAW, alike, weights_differ_in_the_end, weights_drift
 
 
@@ -126,16 +127,6 @@ class Schedules(Watcher):
                     place=where,
                 )
                 recorder.write(event)
-
-
-def dictionaries(value, depth: int = 0):
-    """Yield all dictionaries in nested dictionaries, lists and tuples."""
-    if isinstance(value, dict):
-        yield value
-        value = [*value.values()]
-    if isinstance(value, (list, tuple)) and depth < 5:
-        for one in value:
-            yield from dictionaries(one, depth + 1)
 
 
 def length(scheduler) -> int | None:

@@ -44,6 +44,7 @@ class State(Event):
     each: int
     values: list[float]
     place: str = ""
+    trains: bool = True  # an optimizer has weights of the network
 
     def rows(self) -> dict[str, list[float]]:
         """Return the numbers by name."""
@@ -86,7 +87,9 @@ class Replicas(Watcher):
         if network.training or key in self.validated:
             return
         self.validated.add(key)
-        self.write("validation", type(network).__name__, everything(network), place())
+        found, known = everything(network), Moments.here.known
+        trains = any(id(one) in known for one in network.parameters())
+        self.write("validation", type(network).__name__, found, place(), trains)
 
     def on_collective(self, name, tensors, options, where) -> None:
         if name == "destroy_process_group":
@@ -104,7 +107,7 @@ class Replicas(Watcher):
             for what, one in buffers([*Moments.here.networks]).items():
                 self.write("end", what, one)
 
-    def write(self, moment: str, what: str, found: dict, where: str = "") -> None:
+    def write(self, moment: str, what: str, found: dict, where="", trains=True) -> None:
         """Write an event with a few numbers of each tensor."""
         if found and not recorder.full(State):
             each = max(1, min(8, MOST // len(found)))
@@ -118,6 +121,7 @@ class Replicas(Watcher):
                 each=each,
                 values=values,
                 place=where,
+                trains=trains,
             )
             recorder.write(event)
 

@@ -87,7 +87,10 @@ def slowest(job, steps: list[list[Spans]], wall: float) -> Breach | None:
     columns = [*zip(*own, strict=False)]
     often = sum(column[slow] == max(column) for column in columns)
     gain = means[slow] - max(others)
-    if gain < max(SHARE * wall, 0.2 * max(others)) or often < 0.8 * len(columns):
+    queued = max(median(one.queued for one in found) for found in steps)
+    if gain < max(SHARE * wall, 0.2 * max(others), queued):
+        return None  # or the machine is too loaded to tell
+    if often < 0.8 * len(columns):
         return None
     names = [part for part in rows[0][0] if part != "communication"]
     each = {x: [median(row[x] for row in one) for one in rows] for x in names}

@@ -1,0 +1,131 @@
+"""The played GPUs: their number, tensors, random numbers, and what cannot be played."""
+
+import contextlib
+import os
+import re
+import sys
+import threading
+import traceback
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+CPU = torch.device("cpu")
+NOT_THE_USERS = (
+    os.path.dirname(os.path.abspath(__file__)),
+    os.path.dirname(torch.__file__),
+)
+# Words in errors of code that needs a GPU or NCCL
+GPU_ONLY = """cuda|nccl|cudnn|nvml|nvidia|triton|flash_att|cupy|bitsandbytes|amp_C|
+    apex_C|transformer_engine|'Half'|available.kernel|gloo.does.not.support"""
+GPU_ONLY = re.compile(re.sub(r"\s", "", GPU_ONLY), re.IGNORECASE)
+
+count = 0  # GPUs; play() sets it
+used = False  # whether the process has used a GPU
+local = threading.local()  # each thread has a current GPU and a current stream
+generators: dict[int, torch.Generator] = {}  # by the index of their GPU
+replaced: dict[int, tuple] = {}  # by id: a function of PyTorch, and its replacement
+said: set[str] = set()
+
+
+def line_of_the_user() -> str:
+    """Return the innermost line outside PyTorch and this folder as file:line."""
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_code.co_filename.startswith((*NOT_THE_USERS, "<")):
+        frame = frame.f_back
+    return f"{os.path.relpath(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def explain(kind: type, error: BaseException, trace) -> str:
+    """Return a line about an error of code that needs a GPU; else an empty string."""
+    text = "".join(traceback.format_exception(kind, error, trace))
+    calls = re.findall(r'File "(.+)", line (\d+), in .*\n +(.*)', text)
+    users = [one for one in calls if not one[0].startswith((*NOT_THE_USERS, "<"))]
+    own = "doctor --cpu" in text or kind.__name__ == "ChildFailedError"  # torchrun's
+    name = f"{kind.__module__}.{kind.__name__}: {error}"
+    if own or not users or not GPU_ONLY.search(name):
+        return ""
+    file, line, code = users[-1]
+    why = "it runs only on a GPU. Nothing after this line was checked."
+    place = f"{os.path.relpath(file)}:{line}"
+    return f"doctor --cpu cannot play `{code}` [{place}]: {why}\n"
+
+
+def say(text: str) -> None:
+    """Print a line once, in rank 0 alone."""
+    if text not in said and os.environ.get("RANK", "0") == "0":
+        print(f"doctor --cpu: {text}", file=sys.stderr)
+    said.add(text)
+
+
+def visible() -> int:
+    """Return the number of GPUs that the process may use."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return min(count, len(listed.split(","))) if listed else count
+
+
+def resolve(device=None) -> torch.device:
+    """Return a device with its index, from any of the forms that PyTorch takes.
+
+    Raises:
+        RuntimeError: if the process has no GPU with this index.
+    """
+    global used
+    if device is None or isinstance(device, int):
+        device = "cuda" if device in (None, -1) else torch.device("cuda", device)
+    device = torch.device(device)
+    if device.type != "cuda":
+        return CPU if device.type == "cpu" else device
+    used, index = (
+        True,
+        getattr(local, "gpu", 0) if device.index is None else device.index,
+    )
+    if index >= visible():
+        text = f"doctor --cpu plays {visible()} GPUs, and --cpu N plays N"
+        raise RuntimeError(f"CUDA error: invalid device ordinal {index}: {text}")
+    return torch.device("cuda", index)
+
+
+def place_of(tensor: Tensor) -> torch.device:
+    """Return the device that a tensor is on, as the job sees it."""
+    try:
+        return getattr(tensor.untyped_storage(), "place", CPU)
+    except (NotImplementedError, RuntimeError):  # it has no memory of its own
+        return CPU
+
+
+def mark(result, place: torch.device):
+    """Mark the tensors of a result that are not marked yet, and return the result."""
+    if isinstance(result, (tuple, list)):
+        for one in result:
+            mark(one, place)
+    elif isinstance(result, Tensor) and place != CPU and place_of(result) == CPU:
+        with contextlib.suppress(NotImplementedError, RuntimeError):
+            result.untyped_storage().place = place
+    return result
+
+
+def generator(device=None) -> torch.Generator:
+    """Return a GPU's own random number generator."""
+    index = resolve(device).index
+    if index not in generators:  # with the seed of CUDA's generators
+        generators[index] = torch._C.Generator().manual_seed(67280421310721)
+    return generators[index]
+
+
+def replace(owner: ModuleType | type, name: str, new) -> None:
+    """Replace a function or class of PyTorch, if there is one with this name."""
+    if old := getattr(owner, name, None):
+        replaced[id(old)] = old, new
+        setattr(owner, name, new)
+
+
+def replace_everywhere() -> None:
+    """Replace the functions in the modules of PyTorch that imported them by name."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "torch" and isinstance(module, ModuleType):
+            for key, value in list(vars(module).items()):
+                old, new = replaced.get(id(value), (None, None))
+                if old is value and old is not None:
+                    setattr(module, key, new)

@@ -1,0 +1,94 @@
+"""Process groups: Gloo stands in for NCCL."""
+
+import functools
+import inspect
+import sys
+
+import torch.distributed as dist
+
+from .gpus import replace
+
+REDUCTIONS = {"all_reduce": "tensor", "all_reduce_coalesced": "tensors"}
+REDUCTIONS |= {"reduce": "tensor", "reduce_scatter": "output"}
+REDUCTIONS |= {"reduce_scatter_tensor": "output", "reduce_scatter_single": "output"}
+asked_for_nccl: list[bool] = []
+
+
+def wrap(name: str, change) -> None:
+    """Let `change` call a function; it is given the arguments by their names."""
+    if old := getattr(dist, name, None):
+        signature = inspect.signature(old)
+
+        @functools.wraps(old)
+        def call(*args, **kwargs):
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            return change(old, given.arguments)
+
+        replace(dist, name, call)
+
+
+def join(old, given: dict):
+    """Call init_process_group() or new_group() for Gloo."""
+    backend = str(given["backend"] or "").lower()
+    if "nccl" in backend or ("world_size" in given and not backend):
+        asked_for_nccl.append(True)
+        given["backend"] = "gloo"
+    return old(**{**given, **dict.fromkeys({"device_id", "pg_options"} & {*given})})
+
+
+def flat(old, given: dict):
+    """Call a function for two tensors whose shapes NCCL does not compare."""
+    for name in {"output_tensor", "input_tensor", "output", "input"} & {*given}:
+        given[name] = given[name].contiguous().view(-1)
+    return old(**given)
+
+
+def average(output: str):
+    """Return a change of a reduction: Gloo adds up, and AVG divides the sum here."""
+
+    def call(old, given: dict):
+        return flat(old, given) if "input" in given else old(**given)
+
+    def change(old, given: dict):
+        if given["op"] != dist.ReduceOp.AVG:
+            return call(old, given)
+        work, result = call(old, {**given, "op": dist.ReduceOp.SUM}), given[output]
+        if work:
+            work.wait()
+        if given.get("dst") in (None, dist.get_rank()):
+            for one in result if isinstance(result, list) else [result]:
+                exact = one.is_floating_point() or one.is_complex()
+                size = dist.get_world_size(given["group"])
+                one.div_(size, rounding_mode=None if exact else "trunc")
+        return work
+
+    return change
+
+
+def install() -> None:
+    """Replace functions that name a backend or a device."""
+    if not dist.is_available():
+        return
+    old_backend, mesh = dist.get_backend, sys.modules["torch.distributed.device_mesh"]
+    old_init = mesh.DeviceMesh.__init__
+
+    def get_backend(group=None) -> str:
+        found = old_backend(group)
+        return "nccl" if found == "gloo" and asked_for_nccl else found
+
+    @functools.wraps(old_init)
+    def init(self, device_type, *args, **kwargs):
+        device_type = "cpu" if device_type == "cuda" else device_type
+        old_init(self, device_type, *args, **kwargs)
+
+    for name, output in REDUCTIONS.items():
+        wrap(name, average(output))
+    for name in ("all_gather_into_tensor", "all_gather_single"):
+        wrap(name, flat)
+    for name in ("init_process_group", "new_group"):
+        wrap(name, join)
+    wrap("barrier", lambda old, given: old(**{**given, "device_ids": None}))
+    replace(dist, "get_backend", get_backend)
+    replace(dist, "is_nccl_available", lambda: True)
+    replace(mesh.DeviceMesh, "__init__", init)

@@ -1,0 +1,74 @@
+"""doctor --cpu plays CUDA: its numbers, its bits, and the line about what only a GPU can do."""
+
+import sys
+
+import torch
+from conftest import ROOT, run
+
+TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
+OWN = """import torch, threading
+with torch.device("cuda"):
+    x = torch.ones(2)
+cpu = x.to("cpu")
+cpu += 1
+assert x.is_cuda and x.tolist() == [1, 1] and x.cuda() is x and x.to(1).get_device() == 1
+torch.save(x, "x.pt")
+places = {None: "cuda:0", "cpu": "cpu", "cuda:1": "cuda:1"}
+assert all(torch.load("x.pt", map_location=a).device == torch.device(b) for a, b in places.items())
+assert torch.load("x.pt", map_location=lambda one, _: one.cuda(1)).device.index == 1
+seen = []
+thread = threading.Thread(target=lambda: seen.append((x * 2).device.type))
+thread.start(), thread.join()
+weight = torch.ones(2, device="cuda", requires_grad=True)
+weight.register_hook(lambda gradient: seen.append(torch.ones(1).cuda().device.type))
+(weight * 2).sum().backward()
+assert seen == ["cuda", "cuda"] and weight.grad.is_cuda
+torch.manual_seed(0)
+on_cpu = torch.rand(2)
+torch.manual_seed(0)
+torch.rand(2, device="cuda")
+assert torch.equal(torch.rand(2), on_cpu)
+"""
+
+
+def played(folder, *command, flags=("--cpu",)):
+    """Run a command under doctor in a folder."""
+    words = [sys.executable, "-m", "doctor", *flags, "--", sys.executable, *command]
+    line = f"cd {folder} && {' '.join(map(str, words))}"
+    return run("bash", "-c", line, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+
+
+def test_numbers(tmp_path):
+    """SyncBatchNorm, AVG, autocast and GradScaler are compared with results by hand."""
+    ended = played(tmp_path, *TORCHRUN, ROOT / "tests/doctor/played_numbers.py")
+    assert ended.stdout.count("all numbers are right") == 2, ended.stderr[-3000:]
+
+
+def test_devices_and_the_line(tmp_path):
+    """The rest of the script is about one process; its last call needs a GPU."""
+    (tmp_path / "own.py").write_text(f"{OWN}graph = torch.cuda.CUDAGraph()\n")
+    last = played(tmp_path, "own.py").stderr.partition("=====")[0].splitlines()
+    place = f"[own.py:{len(OWN.splitlines()) + 1}]"
+    assert any(
+        f"cannot play `graph = torch.cuda.CUDAGraph()` {place}" in x for x in last
+    )
+
+
+def test_same_bits(tmp_path):
+    """A script for the CPU saves the same weights with and without --cpu."""
+    saved = []
+    for flags in ((), ("--cpu",)):
+        ended = played(
+            tmp_path, *TORCHRUN, ROOT / "tests/doctor/modes/plain.py", flags=flags
+        )
+        assert "accuracy" in ended.stdout, ended.stderr[-3000:]
+        assert ("Played on the CPU" in ended.stderr) == bool(flags)
+        saved.append(torch.load(tmp_path / "checkpoint.pt")[1]["model"])
+        (tmp_path / "checkpoint.pt").unlink()
+    assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
+
+
+def test_bad_count(tmp_path):
+    """A wrong number of GPUs is one line."""
+    ended = played(tmp_path, "own.py", flags=("--cpu", "0"))
+    assert ended.returncode == 2 and "--cpu" in ended.stderr.splitlines()[-1]
