@@ -189,7 +189,8 @@ def excepthook(call, kind, error, trace) -> None:
             if not file.startswith((*not_the_users(), LIBRARY)):
                 where = f"{os.path.relpath(file)}:{line}"
         text = f"{kind.__name__}: {error}"[:2000]
-        recorder.write(Failed(text=text, place=where, path=str(path or "")))
+        path = os.path.abspath(path) if isinstance(path, str) else ""
+        recorder.write(Failed(text=text, place=where, path=path))
     if call:
         call(kind, error, trace)
 

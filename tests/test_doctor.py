@@ -62,7 +62,6 @@ UNSEEN = {
     "Lightning's sampler repeats a validation sample",
     "the counts are averaged",
     "each process skips its own bad batches",
-    "the same crops from a generator of the script's own",
     "the ranks' accuracies without a loader are averaged",
     "summed weights",
 }

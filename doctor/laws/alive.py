@@ -227,10 +227,7 @@ def few(tensors: list) -> list[list[float]]:
 
 
 def latest(job) -> dict[str, list[Weight]]:
-    """Return the last events of each weight, one per rank, by name.
-
-    Weights of one name are told apart by their order.
-    """
+    """Return the last events of each weight, one per rank, by its name and number."""
     found = {}
     for process in job.processes:
         events, count = process.of(Weight), Counter()
@@ -259,8 +256,7 @@ def dead_weights(job):
     need(rows, "no weights of an optimizer were seen")
     dead = [x[0] for x in rows if not any(one.alive for one in x)]
     alive = [x[0] for x in rows if any(one.alive for one in x)]
-    steps = max(x[0].steps for x in rows)
-    if steps < 2:
+    if (steps := max(x[0].steps for x in rows)) < 2:
         raise NotJudged("only one step was seen")
     for number in sorted({one.optimizer for one in dead}):
         own = [one for one in dead if one.optimizer == number]
@@ -295,8 +291,8 @@ def dead_weights(job):
         yield Breach(what, unused[0].place, level=NOTE)
         raise NotJudged(why)
     elif alive:
-        text = f"{len(alive)} {count} live in {steps} steps"
-        yield text + f"; the loss does not use {names(dead)}" * bool(dead)
+        unused = f"; the loss does not use {names(dead)}" * bool(dead)
+        yield f"{len(alive)} {count} live in {steps} steps{unused}"
 
 
 @explains(dead_weights, WRONG, read="tutorial/03_gradients/README.md")

@@ -220,7 +220,7 @@ def uneven(rows: list[list[Update]], value: float) -> list[str]:
 @check(
     LAW,
     WRONG,
-    effects=[not_averaged, summed],
+    effects=[not_averaged, summed, weights_drift, weights_differ_in_the_end],
     read="tutorial/09_mixed_precision/README.md",
 )
 def clip_order(job):
@@ -265,7 +265,13 @@ def changed(before: list[float], after: list[float]) -> bool:
 @check(
     LAW,
     WRONG,
-    effects=[not_averaged, summed, clip_order, weights_drift],
+    effects=[
+        not_averaged,
+        summed,
+        clip_order,
+        weights_drift,
+        weights_differ_in_the_end,
+    ],
     read="tutorial/08_collectives/README.md",
 )
 def not_awaited(job):

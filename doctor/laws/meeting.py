@@ -299,7 +299,8 @@ def file_race(job):
         if "FileNotFound" in one.text and one.path:
             # Rank 0 may have been stopped before it wrote the file
             if os.path.exists(one.path) or 0 not in failed:
-                what = f"rank {one.rank} cannot find {one.path}, which another process "
+                what = f"rank {one.rank} cannot find {os.path.relpath(one.path)}, "
+                what += "which another process "
                 yield Breach(f"{what}writes, or was about to write", one.place)
 
 

@@ -10,7 +10,7 @@ from ..moments import Step
 from ..record import place, recorder, wrap
 from ..watcher import Watcher
 from .files import dictionaries
-from .replicas import LAW, alike, weights_drift
+from .replicas import LAW, alike, weights_differ_in_the_end, weights_drift
 
 
 @dataclass(kw_only=True)
@@ -146,7 +146,12 @@ def length(scheduler) -> int | None:
 # --- checks ---
 
 
-@check(LAW, WRONG, effects=[weights_drift], read="tutorial/11_hangs/README.md")
+@check(
+    LAW,
+    WRONG,
+    effects=[weights_drift, weights_differ_in_the_end],
+    read="tutorial/11_hangs/README.md",
+)
 def learning_rates_differ(job):
     """The ranks have different learning rates.
 
