@@ -74,6 +74,8 @@ class Ranks(Watcher):
             name = f"input {number}" if one.is_floating_point() else f"numbers {number}"
             values[f"mean of {name}"] = float(few.mean())
             values[f"spread of {name}"] = float(few.std(correction=0))
+            if one.dim() > 1:  # as padded sequences
+                values[f"length of {name}"] = float(one[0].numel())
         recorder.write(Measured(loader=own.loader, values=values))
 
     def on_input(self, network, inputs) -> None:

@@ -219,6 +219,8 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
     text += f"{counts['distinct']:,} distinct"
     text += f" of {held[0].total:,}" if held[0].total else ""
     text += "" if held[0].index else " (by their contents)"
+    if held[0].feeds and not held[0].index and not held[0].total:
+        raise NotJudged(f"{text}; how many a stream has is not known")
     more = "epoch 1" if len(held) == 2 else f"epochs 1 to {len(held) - 1}"
     yield text + f"; {more} likewise" * (len(held) > 1)
 
