@@ -132,8 +132,7 @@ class Alive(Watcher):
         """Note in the first steps whether a module's results need a gradient."""
         if recorder.step > 1 or not runs_normally() or id(module) not in self.ran:
             return
-        tensors = leaves(outputs)
-        for one in tensors:
+        for one in (tensors := leaves(outputs)):
             for owner, reference in self.results.get(id(one), ()):
                 if owner != id(module) and reference() is one:
                     self.ran[owner].returned = True
@@ -285,8 +284,8 @@ def dead_weights(job):
             what += " (they run before weights that learn)"
         yield Breach(f"{what}: {names(needed)}", needed[0].place, facts=needed)
     elif unused := [one for one in dead if one.returned]:
-        why = "the loss does not use the results of "
-        why += unused[0].module or unused[0].name
+        part = unused[0].module or unused[0].name
+        why = f"the loss does not use the results of {part}"
         what = f"{len(unused)} {never}, because {why}: {names(unused)}"
         yield Breach(what, unused[0].place, level=NOTE)
         raise NotJudged(why)

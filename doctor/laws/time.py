@@ -79,18 +79,16 @@ def slowest(job, steps: list[list[Spans]], wall: float) -> Breach | None:
     own = []  # without the time in which a loaded machine ran other processes
     for found in steps:
         waits = [parts(one)["communication"] + one.queued for one in found]
-        pairs = zip(found, waits, strict=True)
-        own.append([max(0.0, one.wall - wait) for one, wait in pairs])
+        own.append([x.wall - wait for x, wait in zip(found, waits, strict=True)])
     means = [median(one) for one in own]
     slow = means.index(max(means))
     others = [one for n, one in enumerate(means) if n != slow]
     columns = [*zip(*own, strict=False)]
     often = sum(column[slow] == max(column) for column in columns)
     gain = means[slow] - max(others)
-    queued = max(median(one.queued for one in found) for found in steps)
-    if gain < max(SHARE * wall, 0.2 * max(others), queued):
-        return None  # or the machine is too loaded to tell
-    if often < 0.8 * len(columns):
+    if min(means) < 0:  # it waited for a core in collectives: the machine is loaded
+        return None
+    if gain < max(SHARE * wall, 0.2 * max(others)) or often < 0.8 * len(columns):
         return None
     names = [part for part in rows[0][0] if part != "communication"]
     each = {x: [median(row[x] for row in one) for one in rows] for x in names}
