@@ -103,7 +103,7 @@ class Watch(Watcher):
 
     def read(self, call, *args, **kwargs):
         frame = sys._getframe(1)
-        while frame.f_code.co_filename in (__file__, record.__file__):
+        while frame.f_code.co_filename.startswith((record.OWN, __file__)):
             frame = frame.f_back
         self.waits += frame.f_code.co_filename == self.script
         return call(*args, **kwargs)
