@@ -192,6 +192,7 @@ class Checkpoint:
         weights = sum(one.numel() for one in self.objects["state_dict"].parameters())
         if device.type == "cuda":
             name = torch.cuda.get_device_name(device)
+            name += f" ({torch.cuda.device_count()} visible)"
         share = f"{args.global_batch_size // world_size // args.accumulate} images"
         if args.accumulate > 1:
             share += f" x {args.accumulate} micro-batches"
