@@ -192,6 +192,7 @@ class Checkpoint:
         weights = sum(one.numel() for one in self.objects["state_dict"].parameters())
         if device.type == "cuda":
             name = torch.cuda.get_device_name(device)
+            name += f" ({torch.cuda.device_count()} visible)"
         share = f"{args.global_batch_size // world_size // args.accumulate} images"
         if args.accumulate > 1:
             share += f" x {args.accumulate} micro-batches"
@@ -216,13 +217,14 @@ class Checkpoint:
     def print_epoch(self) -> None:
         """Print the last epoch's metrics, the best one so far, and the speed."""
         record, best = self.records[-1], BEST_METRIC.removeprefix("val_")
+        seconds = record["seconds"]
+        took = f"{seconds:.1f} s" if seconds < 60 else tqdm.format_interval(seconds)
         print(
             f"epoch {self.epoch}/{self.args.epochs}: "
             f"{format_metrics(record, prefix='train_')}; "
             f"val {format_metrics(record, prefix='val_')}, "
             f"best {format_metrics({best: self.best}, [best]).removeprefix('top-1 ')}; "
-            f"{record['images_per_second']:.0f} images/s, "
-            f"{tqdm.format_interval(record['seconds'])}, saved",
+            f"{record['images_per_second']:.0f} images/s, {took}, saved",
             flush=True,
         )
 

@@ -94,7 +94,7 @@ def on_the_cpu(tmp_path_factory, digits):
 def check_launch(calls, gpu):
     """Check that one process uses its GPU from the first call on."""
     names, device = [call[0] for call in calls], f"cuda:{gpu}"
-    assert named(calls, "set_device") == [[[device], {}, False]]
+    assert named(calls, "set_device") == [[[device], {}, True]]  # set_up_cuda() was first
     order = ["set_device", "init_process_group", "DataLoader", "GradScaler"]
     order = [name for name in order if name in names]
     assert sorted(order, key=names.index) == order
@@ -135,7 +135,9 @@ def test_ddp_has_the_bits_of_the_cpu(script, world_size, digits, on_the_cpu, tmp
         flags += several * (machines > 1)
         processes = [({}, [*flags, "--node-rank", node]) for node in range(machines)]
     calls, printed = start(tmp_path, script, world_size // machines, processes)
-    assert f" {precision}, {world_size} x cuda" in printed
+    gpus = world_size // machines
+    name = f" {precision}, {world_size} x simulated GPU ({gpus} visible)\n"
+    assert name in printed
     assert came_to(tmp_path / "run") == on_the_cpu(world_size)
     assert len(calls) == world_size
     for number, one in enumerate(calls):
@@ -173,7 +175,7 @@ def test_dataparallel(gpus, digits, on_the_cpu, tmp_path):
     net, like = ("norm", 1) if gpus == 1 else ("small", 2)
     processes = [({}, flags_of(digits, tmp_path / "run"))]
     [calls], printed = start(tmp_path / "1", "dataparallel", gpus, processes, net)
-    assert f" {PRECISION[like]}, 1 x cuda" in printed
+    assert f" {PRECISION[like]}, 1 x simulated GPU ({gpus} visible)\n" in printed
     check_numbers(tmp_path / "run", on_the_cpu(like, net), gpus == 1)
     assert len(named(calls, "DataParallel")) == (gpus > 1)
     assert len(named(calls, "forward")) == 26 * (gpus > 1)  # 23 of them in validation

@@ -54,11 +54,14 @@ def test_a_launched_training_is_the_same(trained, digits, tmp_path):
         assert {n: one[n] for n in same} == {n: other[n] for n in same}
         counts = other["steps"], other["images"], other["val_images"]
         assert counts == (2, 128, 359)
+        best = max(one["val_top1"] for one in epochs[: other["epoch"] + 1])
         printed = (
             "epoch {}/2: loss {train_loss:.4g}, top-1 {train_top1:.2f} %; val loss "
+            "{val_loss:.4g}, top-1 {val_top1:.2f} %, best {best:.2f} %; "
+            "{images_per_second:.0f} images/s, {seconds:.1f} s, saved\n"
         )
-        printed += "{val_loss:.4g}, top-1 {val_top1:.2f} %, best top-1 "
-        assert printed.format(other["epoch"] + 1, **other) in ended.stdout
+        line = printed.format(other["epoch"] + 1, best=best, **other)
+        assert line in ended.stdout and len(line) <= 121
     contents = map(checkpoint, (tmp_path / "out", trained))
     ends = ([one["state_dict"], one["optimizer"]["state"]] for one in contents)
     torch.testing.assert_close(*ends, rtol=0, atol=0)

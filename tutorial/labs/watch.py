@@ -103,8 +103,8 @@ class Watch(Watcher):
 
     def read(self, call, *args, **kwargs):
         frame = sys._getframe(1)
-        while frame.f_code.co_filename.startswith((record.OWN, __file__)):
-            frame = frame.f_back
+        while frame.f_code.co_name in ("wrapped", "original", "host_read"):
+            frame = frame.f_back  # other wrappers of the same function
         self.waits += frame.f_code.co_filename == self.script
         return call(*args, **kwargs)
 
