@@ -94,7 +94,7 @@ def on_the_cpu(tmp_path_factory, digits):
 def check_launch(calls, gpu):
     """Check that one process uses its GPU from the first call on."""
     names, device = [call[0] for call in calls], f"cuda:{gpu}"
-    assert named(calls, "set_device") == [[[device], {}, True]]  # set_up_cuda() was first
+    assert named(calls, "set_device") == [[[device], {}, True]]
     order = ["set_device", "init_process_group", "DataLoader", "GradScaler"]
     order = [name for name in order if name in names]
     assert sorted(order, key=names.index) == order
