@@ -104,14 +104,14 @@ def main(args: Namespace) -> None:
     scheduler = build_scheduler(args, optimizer, len(train_loader))
     saved |= {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     checkpoint = Checkpoint(args, (train_set, val_set), saved)
-    checkpoint.load(rank)
+    checkpoint.load(rank)  # if --resume; rank 0 also locks --output
     checkpoint.compare_ranks(rank, world_size, device, all_reduce)
     if rank == 0:
         checkpoint.print_header(device, world_size, steps=len(train_loader))
     if args.evaluate:
         val = validate(args, val_loader, eval_model)
         if rank == 0:
-            print(f"val {format_metrics(val, val)}")
+            print(f"val {format_metrics(val, names=val)}")
 
     for epoch in range(checkpoint.epoch, args.epochs):
         train_sampler.set_epoch(epoch, first=checkpoint.step * batch_size)
@@ -168,7 +168,7 @@ def train(
         learning_rate = optimizer.param_groups[0]["lr"]
         scheduler.step()
         if step % args.print_interval == 0 or step == len(loader):
-            sums = meter.reduce(all_reduce)  # only here, the loop waits for a GPU
+            sums = meter.reduce(all_reduce)  # waits for a GPU (fp16: so does step())
             checkpoint.record_interval(step, sums)
             batches.record_interval(step, averages(sums), learning_rate)
             if rank == 0 and step < len(loader):

@@ -199,6 +199,7 @@ class Checkpoint:
         decoder = args.decoder
         if NO_TORCHCODEC and decoder == "pil":
             decoder += f" (no TorchCodec: {NO_TORCHCODEC})"
+        rate = self.objects["optimizer"].param_groups[0]["initial_lr"]
         start = f"resumed from epoch {self.epoch + 1}, step {self.step}"
         if self.epoch >= args.epochs:
             start = f"complete: all {self.epoch} epochs are done"
@@ -209,7 +210,7 @@ class Checkpoint:
             f"{self.recipe['classes']} classes, decoder {decoder}\n"
             f"{steps:,} steps per epoch, {args.global_batch_size} images per step: "
             f"{world_size} processes x {share}, "
-            f"learning rate {args.lr * args.global_batch_size / 256:.4g}\n"
+            f"learning rate {rate:.4g}\n"
             f"{args.output}: {start if self.epoch + self.step else 'a new run'}",
             flush=True,
         )

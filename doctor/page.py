@@ -64,7 +64,7 @@ def summary(job: Job) -> str:
     hosts = {one.host for one in job.of(Start)}
     count += f" on {len(hosts)} hosts" * (len(hosts) > 1)
     runs = job.processes[0].of(Runs)
-    names = [f"{one.network} ({one.weights:,} weights)" for one in runs]
+    names = [f"{one.network} ({one.weights:,} parameters)" for one in runs]
     device = {"cuda": "GPU", "cpu": "CPU"}
     devices = {device.get(one.device, one.device) for one in job.of(Runs)}
     what = f"{', '.join(names) or 'no network'} on {', '.join(sorted(devices))}"

@@ -303,8 +303,8 @@ def same_order(job):
     for number, (one, other) in enumerate(zip(epochs, epochs[1:], strict=False)):
         if one != other or len(one) < 2 * len(job.processes):
             continue
-        what = f"epochs {number} and {number + 1} have the same {len(one)} batches in "
-        what += "the same order, on all ranks"
+        what = f"epochs {number} and {number + 1} have the same "
+        what += f"{len(one) // len(job.processes)} batches per rank in the same order"
         flat = [x for batch in one[: len(one) // len(job.processes)] for x in batch]
         stream = job.processes[0].loader().stream
         mixed = first[0].shuffles or (not stream and flat != sorted(flat))
