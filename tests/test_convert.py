@@ -108,7 +108,7 @@ for block in blocks:
         exec(textwrap.dedent(part), names)
     count += 1
     dist.barrier()
-print(count, "blocks", flush=True)
+sys.stdout.write(f"{count} blocks\\n")  # at once: two processes write
 dist.barrier()
 dist.destroy_process_group()
 '''
