@@ -203,6 +203,8 @@ class Checkpoint:
         start = f"resumed from epoch {self.epoch + 1}, step {self.step}"
         if self.epoch >= args.epochs:
             start = f"complete: all {self.epoch} epochs are done"
+        elif not self.epoch + self.step:
+            start = "validation only" if args.evaluate else "a new run"
         print(
             f"{args.arch}, {weights / 1e6:.1f} M parameters, {args.precision}, "
             f"{world_size} x {name}\n"
@@ -211,7 +213,7 @@ class Checkpoint:
             f"{steps:,} steps per epoch, {args.global_batch_size} images per step: "
             f"{world_size} processes x {share}, "
             f"learning rate {rate:.4g}\n"
-            f"{args.output}: {start if self.epoch + self.step else 'a new run'}",
+            f"{args.output}: {start}",
             flush=True,
         )
 
@@ -238,7 +240,7 @@ def lock_file(path: Path) -> Any:
     except BlockingIOError:
         raise UserError(
             f"another process is writing to --output {path.parent}: let it end, or "
-            "choose another --output"
+            f"choose another --output (if its machine has died, delete {path})"
         ) from None
     except OSError:  # this file system cannot lock
         pass

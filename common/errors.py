@@ -28,7 +28,7 @@ def one_line_errors() -> Iterator[None]:
         # DataLoader puts the traceback of its loader process before the message
         message = " ".join(str(error).rpartition("UserError: ")[2].split())
         line = f"{Path(sys.argv[0]).name}: error: {message}"
-        if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        if {"TORCHELASTIC_ERROR_FILE", "LOCAL_RANK"} <= os.environ.keys():
             write_error_file(Path(os.environ["TORCHELASTIC_ERROR_FILE"]), line)
         else:
             print(line, file=sys.stderr, flush=True)

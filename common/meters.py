@@ -1,6 +1,7 @@
 """Meters for loss, accuracy and time, and what a run prints about them."""
 
 import resource
+import threading
 import time
 from collections.abc import Callable, Iterable
 
@@ -16,7 +17,8 @@ Metrics = dict[str, float | list]  # by name; a list has a number for each class
 FORMATS = {"top1": "top-1 {:.2f} %", "top5": "top-5 {:.2f} %", "images": "{:,} images"}
 SHOWN = ("loss", "top1")  # while the run trains
 LOG_SECONDS = 30  # between lines, where there is no terminal for a bar
-tqdm.monitor_interval = 0  # no thread of its own
+tqdm.monitor_interval = 0  # no thread of its own, and no lock between processes
+tqdm.set_lock(threading.RLock())
 
 
 class Meter:

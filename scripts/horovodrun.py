@@ -22,7 +22,7 @@ def execute_rank(command: str, index: int | None = None, **options) -> int:
     if index is None:  # not a training process
         return execute(command, **options)
     for stream in (1, 2):
-        if os.isatty(stream):
+        if os.isatty(stream) and os.access(os.ttyname(stream), os.W_OK):
             command += f" {stream}>{os.ttyname(stream)}"
     status = execute(f"exec {command}", **options)
     if status:
@@ -37,7 +37,7 @@ if __name__ == "__main__":
     launch.run_commandline()
     rank, status = failed[0] if failed else (0, 0)
     if status not in (0, 2):  # with 2, the process has printed what the user can do
-        name = f" ({signal.Signals(status - 128).name})" if status > 128 else ""
+        name = f" ({signal.Signals(status - 128).name})" if 128 < status < 160 else ""
         text = f"horovodrun: error: rank {rank} ended with status {status}{name}"
         print(text, file=sys.stderr)
     sys.exit(status)

@@ -17,10 +17,11 @@ PATH=$(dirname "$PYTHON"):$PATH # torchrun and horovodrun are beside the interpr
 
 # One process per GPU in CUDA_VISIBLE_DEVICES, or 2 on a CPU
 listed=$(nvidia-smi -L 2>/dev/null) || listed=
-[[ $listed == "GPU "* && ! ${CUDA_VISIBLE_DEVICES-0} =~ ^(-1)?$ ]] || listed=
+[[ $listed == "GPU "* && ! ${CUDA_VISIBLE_DEVICES-0} =~ ^(-1|NoDevFiles)?$ ]] || listed=
 if [ -n "$listed" ] || [ -z "${NPROC:-}" ]; then
     # With a driver that is too old, only device_count() still counts the GPUs
-    gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.is_available() and torch.cuda.device_count() or 0)' 2>/dev/null)
+    gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.is_available() and torch.cuda.device_count() or 0)') ||
+        fail "$PYTHON cannot import torch; see above"
     [ -z "$listed" ] || [ "$gpus" != 0 ] || fail "nvidia-smi lists GPUs that PyTorch cannot use; install PyTorch for" \
         "the driver's CUDA version (README.md), or set CUDA_VISIBLE_DEVICES= to use the CPU"
     [ "$gpus" != 0 ] || gpus=2
