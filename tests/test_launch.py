@@ -343,7 +343,8 @@ def test_mp_spawn_names_the_process_that_was_killed(status, monkeypatch):
 RANK = """
 import os, sys, time
 rank, status = os.environ["HOROVOD_RANK"], int(sys.argv[1])
-print("rank", rank, *map(os.isatty, (1, 2)), flush=True)
+line = " ".join(map(str, ("rank", rank, *map(os.isatty, (1, 2)))))
+os.write(1, f"{line}\\n".encode())  # at once: two processes write
 if rank == "1":
     time.sleep(1)
     print("script.py: error: what to do", file=sys.stderr)
