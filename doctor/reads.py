@@ -209,7 +209,9 @@ def looped(job: Job) -> Reads:
         again = again or len(ranks[-1]) < len(first)
     shortest = min(map(len, ranks))
     if shortest < 3 and again:
-        raise NotJudged("samples come again at once: they are not read in epochs")
+        raise NotJudged(
+            "samples are repeated within 3 steps: they are not read in epochs"
+        )
     text = f"the first {shortest} inputs of the network"
     ranks = [x[:shortest] for x in ranks]
     return Reads(ranks, text, False, index=False, again=again)

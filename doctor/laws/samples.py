@@ -309,7 +309,7 @@ def same_order(job):
         stream = job.processes[0].loader().stream
         mixed = first[0].shuffles or (not stream and flat != sorted(flat))
         if mixed:
-            mend = "" if first[0].divides else "Shuffle anew in each epoch."
+            mend = "" if first[0].divides else "Shuffle again in each epoch."
             yield Breach(what, where(job), mend=mend)
         else:
             mend = "Shuffle the training samples, in another order in each epoch."

@@ -15,7 +15,7 @@ from .replicas import LAW, alike, weights_differ_in_the_end, weights_drift
 
 @dataclass(kw_only=True)
 class Schedule(Event):
-    """How a learning-rate scheduler stands at the end."""
+    """The state of a learning-rate scheduler at the end."""
 
     type: str
     planned: int | None  # its length in steps
