@@ -7,6 +7,7 @@ grader: the printed accuracy is
 checks: weights, shares, steps, accuracy, batches(size=8)
 doctor: wrong_accuracy
 lesson: 04_batches
+path: core
 """
 
 import torch

@@ -7,6 +7,7 @@ grader: step 1 moves the weights 4.00 times as far as one process does
 checks: weights, shares, steps, batches(size=16)
 doctor: loss_scale
 lesson: 07_accumulation
+path: core
 """
 
 import torch

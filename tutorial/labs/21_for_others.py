@@ -7,6 +7,7 @@ grader: the network without DDP cannot load model.pt
 checks: weights, shares, steps, export, batches(size=8)
 doctor: ddp_keys
 lesson: 05_build_ddp
+path: core
 """
 
 import torch
