@@ -68,11 +68,11 @@ def main() -> None:
         print("host b: torchrun ends with status", b.wait(), flush=True)
         b = start("b", port, folder)
         print("then, a and b end with status", a.wait(), b.wait(), flush=True)
-        for file in sorted(folder.glob("*/*/*/*/stdout.log")):
-            host, _, attempt, *_ = file.relative_to(folder).parts
-            print(
-                f"host {host}, {attempt}: {', '.join(file.read_text().split(chr(10)))}"
-            )
+        for host in ("a", "b"):  # folders are RUN/ATTEMPT/LOCAL_RANK
+            files = folder.glob(f"{host}/*/*/*/stdout.log")
+            for file in sorted(files, key=lambda file: file.stat().st_mtime):
+                print(f"host {host}, {file.parts[-3]}:", end=" ")
+                print(", ".join(file.read_text().splitlines()))
 
 
 if __name__ == "__main__":

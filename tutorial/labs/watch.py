@@ -9,6 +9,7 @@ import os
 import runpy
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,8 @@ from doctor.event import Event
 from doctor.record import recorder, wrap
 from doctor.watcher import Watcher
 
+# Methods of a tensor that wait for a GPU
+READS = "item cpu tolist numpy __bool__ __float__ __int__ __format__ __repr__".split()
 LIFE = 60  # seconds after which a process ends, even if the grader is gone
 
 
@@ -87,8 +90,9 @@ class Watch(Watcher):
         register_optimizer_step_post_hook(self.end_step)
         wrap(DDP, "forward", self.ddp)
         wrap(torch.amp.GradScaler, "scale", self.scaled)
-        for name in "item cpu tolist numpy __bool__ __float__ __int__".split():
+        for name in READS:
             wrap(Tensor, name, self.read)
+        wrap(Tensor, "to", self.moved)
 
     def on_collective(self, name, *_) -> None:
         recorder.write(Call(name=name))
@@ -103,9 +107,14 @@ class Watch(Watcher):
 
     def read(self, call, *args, **kwargs):
         frame = sys._getframe(1)
-        while frame.f_code.co_name in ("wrapped", "original", "host_read"):
+        while frame.f_code.co_name in ("wrapped", "original", "host_read", "moved"):
             frame = frame.f_back  # other wrappers of the same function
         self.waits += frame.f_code.co_filename == self.script
+        return call(*args, **kwargs)
+
+    def moved(self, call, *args, **kwargs):
+        if "cpu" in map(str, (*args[1:], *kwargs.values())):
+            return self.read(call, *args, **kwargs)
         return call(*args, **kwargs)
 
     def forward(self, layer: nn.Module, inputs: tuple, output: Tensor) -> None:
@@ -166,7 +175,7 @@ def be_rank(script: Path, files: Path, text: Path, variables: dict, disturb) -> 
     """Run the script as one of two processes, in the folder `files`.
 
     Its text goes to the file `text`. `disturb` is called before each step, with the
-    number of completed steps.
+    number of completed steps. Only rank 0 can sleep: to sleep is not to wait for it.
     """
     os.setsid()  # so that the processes that it starts are killed with it
     signal.alarm(LIFE)
@@ -178,6 +187,8 @@ def be_rank(script: Path, files: Path, text: Path, variables: dict, disturb) -> 
     sys.argv = [str(script)]
     Watch.here.disturb, Watch.here.script = disturb, str(script)
     record.torch_is_there()
+    if variables["RANK"] != "0":
+        time.sleep = lambda seconds: None
     try:
         runpy.run_path(str(script), run_name="__main__")
     except Exception:
