@@ -30,8 +30,10 @@ def command(name):
 
 
 def marks(name):
-    # Three processes are too many for two cores; restarts are launched
+    # Three processes are too many for two cores; restarts are launched; it measures
     if name in ("build_ddp_three", "restarts_change", "restarts_weights"):
+        return [pytest.mark.full]
+    if name in ("restarts_hosts", "network_crossing"):
         return [pytest.mark.full]
     program = CHANGES.get(name, [name])[0]
     if "horovod" not in program:
@@ -48,7 +50,7 @@ def programs(names):
 
 def output(name, path, folder, request):
     """Return a lesson's output, started as its page says or, faster, in forked processes."""
-    launched = name == "restarts" or "horovod" in name
+    launched = name.startswith("restarts") or "horovod" in name
     if launched or request.config.getoption("full"):
         words = command(name).replace("29500", str(free_port()))
         ended = run("bash", "-c", re.sub(rf"tutorial/\w+/{name}\.py", str(path), words))
@@ -160,6 +162,48 @@ def test_a_fit_finds_latency_and_bandwidth():
     times = {int(size): took for size, took in measured["sizes"].items()}
     assert lesson["fit"](times) == found(measured["fit"])
     assert lesson["report"](measured) == (output / "network_fit_times.txt").read_text()
+
+
+def test_a_batch_for_which_communication_takes_as_long_is_predicted():
+    lesson, found = runpy.run_path(str(LESSONS["network_crossing"])), pytest.approx
+    size, link = 8e6, lesson["LINK"]
+    rows = [[n, n / 1000, n / 1000, size / link] for n in lesson["BATCHES"]]
+    same = 1000 * size / link
+    text = f"predicted {same:.0f}, measured {same:.0f} samples (+0%)"
+    assert lesson["report"](size, rows).endswith(f"crossing: {text}\n")
+    lesson = runpy.run_path(str(LESSONS["network_batch"]))
+    assert lesson["crossing"](2000, 0.2e9, 12.5e9) == found(32)
+    output = LESSONS["network_crossing"].parent / "output"
+    text = (output / "network_crossing_times.txt").read_text()
+    pairs = re.findall(r"predicted (\d+), measured (\d+) samples", text)
+    assert len(pairs) >= 3
+    assert all(abs(int(a) / int(b) - 1) < 0.25 for a, b in pairs)
+
+
+def test_each_lesson_begins_with_three_objectives():
+    heads = {
+        "README.md": "After this lesson, you can",
+        "README.zh-CN.md": "学完这一课，你能：",
+    }
+    for folder in sorted({path.parent for path in LESSONS.values()}):
+        for page, head in heads.items():
+            top = (folder / page).read_text().split("\n\n", 2)[2]
+            assert re.match(rf"{head}\n\n(- .{{10,120}}\n){{3}}\n", top), folder / page
+
+
+def test_the_core_path_and_the_tracks_are_the_whole_course():
+    labs = runpy.run_path(str(TUTORIAL / "labs" / "lab.py"))["labs"]().values()
+    labs = [lab for lab in labs if lab.number != "capstone"]
+    core, tracks = {*range(1, 10), 11, 12, 14}, {}
+    for row in re.findall(r"^\| \w.*: .* \| (.*) \| (.*) \|$", TEXTS["tutorial"], re.M):
+        lessons, numbers = (cell.split(", ") for cell in row)
+        tracks |= dict.fromkeys(map(int, lessons), numbers)
+    assert core | tracks.keys() == set(range(1, 20)) and not core & tracks.keys()
+    assert sum(lab.path == "core" for lab in labs) == 16
+    for lab in labs:
+        lesson = int(lab.lesson[:2])
+        assert lesson in core or lab.number in tracks[lesson]
+        assert lesson in core or lab.path == "optional"
 
 
 def test_the_lesson_on_shards_says_what_was_sent():

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -41,8 +41,8 @@ class Forward(Event):
 
     training: bool  # the network's mode
     grad: bool
-    images: list  # (N, 8)
-    outputs: list  # (N, 3)
+    images: "list | Tensor"  # (N, 8); play.py makes tensors of lists
+    outputs: "list | Tensor"  # (N, 3)
     dtype: str  # of the outputs
 
 
@@ -51,7 +51,8 @@ class Weights(Event):
     """All weights before the first step, after a step, or at the end."""
 
     when: str  # "first", "step" or "last"
-    values: list  # as one vector
+    weights: "list | Tensor"  # as one vector
+    passes: list[Forward] = field(default_factory=list)  # with gradients, of this step
     lr: float = 0
     scale: float = 1  # of the gradient scaler
     averages: int = 0  # in how many passes of the step DDP averaged gradients
@@ -138,7 +139,7 @@ class Watch(Watcher):
             self.disturb(recorder.step)
             if not self.optimizer:
                 values = flat(optimizer)[0].tolist()
-                recorder.write(Weights(when="first", values=values))
+                recorder.write(Weights(when="first", weights=values))
             self.optimizer = optimizer
 
     def end_step(self, optimizer: Optimizer, *_) -> None:
@@ -152,7 +153,7 @@ class Watch(Watcher):
         momenta = [state.get("momentum_buffer") for state in inner.state.values()]
         one = Weights(
             when="step",
-            values=self.last.tolist(),
+            weights=self.last.tolist(),
             lr=optimizer.param_groups[0]["lr"],
             scale=self.scale,
             averages=self.averages,
@@ -168,7 +169,7 @@ class Watch(Watcher):
         """Record the last weights; shards cannot be gathered after the last step."""
         if self.optimizer:
             last = self.last if self.sharded else flat(self.optimizer)[0]
-            recorder.write(Weights(when="last", values=last.tolist()))
+            recorder.write(Weights(when="last", weights=last.tolist()))
 
 
 def be_rank(script: Path, files: Path, text: Path, variables: dict, disturb) -> None:
