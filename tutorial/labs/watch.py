@@ -9,6 +9,7 @@ import os
 import runpy
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -188,8 +189,9 @@ def be_rank(script: Path, files: Path, text: Path, variables: dict, disturb) -> 
     sys.argv = [str(script)]
     Watch.here.disturb, Watch.here.script = disturb, str(script)
     record.torch_is_there()
+    sleep, main = time.sleep, threading.current_thread()
     if variables["RANK"] != "0":
-        time.sleep = lambda seconds: None
+        time.sleep = lambda s: threading.current_thread() is main or sleep(s)
     try:
         runpy.run_path(str(script), run_name="__main__")
     except Exception:
