@@ -39,7 +39,7 @@ def report(measured: dict[str, dict]) -> str:
     (latency, bandwidth), sizes = measured["fit"], measured["sizes"].items()
     off = max(abs((latency + int(n) / bandwidth) / took - 1) for n, took in sizes)
     text = f"latency {latency * 1e3:.2f} ms, bandwidth {bandwidth / 1e9:.2f} GB/s"
-    text += f", off by up to {off:.0%}{', a poor fit' * (off > 0.25)}\n"
+    text += f", off by up to {off:.0%}{', a poor fit' * (off > 0.2)}\n"
     for name, (all_reduces, size, took) in measured["steps"].items():
         a, b = 1e3 * (all_reduces * latency + size / bandwidth), 1e3 * took
         text += f"{name}: predicted {a:.1f}, measured {b:.1f} ms ({a / b - 1:+.0%})\n"
