@@ -104,10 +104,16 @@ def compare_killed(whole: Run, script: Path, files: Path) -> None:
 def play_killed_while_saving(script: Path, files: Path) -> None:
     """Run a script once uninterrupted, and once killed during its second save."""
 
+    def removes(event: str, arguments: tuple) -> None:
+        if event in ("os.remove", "os.rename"):  # what os.replace does is a rename
+            if Path(str(arguments[0])).name == checks.CHECKPOINT:
+                Path("removed").touch()
+
     def link(steps: int) -> None:  # the first checkpoint gets a second name
         exists = Path(checks.CHECKPOINT).exists()
         if steps == 6 and os.environ["RANK"] == "0" and exists:
             os.link(checks.CHECKPOINT, "first.pt")
+            sys.addaudithook(removes)
 
     steps = play_once(script, files, disturb=link).ranks[0].steps
 
@@ -135,6 +141,8 @@ def play_killed_while_saving(script: Path, files: Path) -> None:
         checks.saved(first, part="model")[1], steps[5].weights
     ):
         raise Wrong("the second save writes into the file of the first")
+    if first.with_name("removed").exists():
+        raise Wrong("for a moment, the second save leaves no checkpoint")
 
 
 def play_capstone(script: Path, files: Path) -> None:
