@@ -105,9 +105,9 @@ def play_killed_while_saving(script: Path, files: Path) -> None:
     """Run a script once uninterrupted, and once killed during its second save."""
 
     def removes(event: str, arguments: tuple) -> None:
-        if event in ("os.remove", "os.rename"):  # what os.replace does is a rename
-            if Path(str(arguments[0])).name == checks.CHECKPOINT:
-                Path("removed").touch()
+        moves = event in ("os.remove", "os.rename")  # os.replace is a rename, too
+        if moves and Path(str(arguments[0])).name == checks.CHECKPOINT:
+            Path("removed").touch()
 
     def link(steps: int) -> None:  # the first checkpoint gets a second name
         exists = Path(checks.CHECKPOINT).exists()
