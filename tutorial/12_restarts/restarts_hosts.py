@@ -39,7 +39,7 @@ def train(folder: Path) -> None:
         content = torch.load(path, weights_only=True)
         model.module.load_state_dict(content["model"])
         first = content["step"] + 1
-    print(f"rank {dist.get_rank()} of {dist.get_world_size()}", flush=True)
+    print(f"{dist.get_world_size()} processes", flush=True)
     for step in range(first, STEPS):
         if (host, first, step) == ("b", 0, LOST_IN):
             print(f"step {step}: power failure", flush=True)
