@@ -24,8 +24,8 @@ def arguments() -> argparse.Namespace:
     text = "Run a data-parallel training command and report what is wrong."
     parser = argparse.ArgumentParser(name, f"{name} [options] -- COMMAND...", text)
     parser.epilog = (
-        "Exit status: that of the command; 1 if it is 0 but a finding is WRONG; 2 if "
-        "nothing was checked, or an option is wrong."
+        "Exit status: that of the command; 1 if it is 0 but a finding is WRONG, or the "
+        "command hung; 2 if nothing was checked, or an option is wrong."
     )
     add = parser.add_argument
     add("--steps", type=int, default=40, help="steps to watch (40)")
@@ -70,7 +70,7 @@ def main() -> int:
     if not job.processes:
         text = "NOTHING CHECKED: no process trained or joined a process group"
         print(f"doctor: error: {text} (status {job.status})", file=sys.stderr)
-        return 2
+        return status_of(job) or 2
     report = examine(job)
     print(page(job, report, args.verbose), file=sys.stderr)
     if args.cpu is not None:
@@ -82,15 +82,22 @@ def main() -> int:
     if args.trace:
         args.trace.write_text(trace(job))
     levels = {one.level for one in report.findings}
-    if job.status and job.status > 0:
-        return job.status
+    if status := status_of(job):
+        return status
     if WRONG in levels:
         return 1
     return 0 if job.watched or levels & {WRONG, RISK} else 2
 
 
+def status_of(job: Job) -> int:
+    """Return the command's exit status as a shell does, or 1 if doctor ended it."""
+    if job.hung:
+        return 1
+    return job.status if job.status >= 0 else 128 - job.status
+
+
 def as_json(job: Job, report: Report) -> dict:
-    """Return what --json writes; docs/doctor.md describes it."""
+    """Return what --json writes; report.schema.json describes it."""
     return {
         "version": 1,
         "status": job.status,
