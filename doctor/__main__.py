@@ -69,7 +69,8 @@ def main() -> int:
             return 2
     if not job.processes:
         text = "NOTHING CHECKED: no process trained or joined a process group"
-        print(f"doctor: error: {text} (status {job.status})", file=sys.stderr)
+        hint = "If the command sets PYTHONPATH, let it keep $PYTHONPATH."
+        print(f"doctor: error: {text} (status {job.status}). {hint}", file=sys.stderr)
         return status_of(job) or 2
     report = examine(job)
     print(page(job, report, args.verbose), file=sys.stderr)

@@ -109,8 +109,9 @@ def mark(result, place: torch.device):
 def generator(device=None) -> torch.Generator:
     """Return a GPU's own random number generator."""
     index = resolve(device).index
-    if index not in generators:  # with the seed of CUDA's generators
-        generators[index] = torch._C.Generator().manual_seed(67280421310721)
+    if index not in generators:  # unless it is seeded, each process has its own seed
+        generators[index] = torch._C.Generator()
+        generators[index].seed()
     return generators[index]
 
 
