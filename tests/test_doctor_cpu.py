@@ -88,13 +88,19 @@ def test_bad_count(tmp_path):
 
 def test_exit_status(tmp_path):
     """The command's own status comes first, also that of a signal; then 2: nothing was checked."""
-    for code, status in (("exit(3)", 3), ("", 2), ("import os; os.kill(os.getpid(), 9)", 137)):
+    for code, status in (
+        ("exit(3)", 3),
+        ("", 2),
+        ("import os; os.kill(os.getpid(), 9)", 137),
+    ):
         assert played(tmp_path, "-c", f"'{code}'", flags=()).returncode == status
 
 
 def test_workflow(tmp_path):
     """The workflow in docs/doctor.md has the public schema of GitHub's workflows."""
-    (text,) = re.findall(r"```yaml\n(name: doctor.*?)```", (ROOT / "docs/doctor.md").read_text(), re.S)
+    (text,) = re.findall(
+        r"```yaml\n(name: doctor.*?)```", (ROOT / "docs/doctor.md").read_text(), re.S
+    )
     for number, one in enumerate((text, text.replace("runs-on", "runs-at"))):
         (tmp_path / "doctor.yml").write_text(one)
         check = ["check_jsonschema", "--builtin-schema", "vendor.github-workflows"]
