@@ -47,6 +47,7 @@ def test_numbers(tmp_path):
     """SyncBatchNorm, AVG, autocast and GradScaler are compared with results by hand."""
     ended = played(tmp_path, *TORCHRUN, ROOT / "tests/doctor/played_numbers.py")
     assert ended.stdout.count("all numbers are right") == 2, ended.stderr[-3000:]
+    assert "on GPU" in ended.stderr  # doctor saw the networks run
 
 
 def test_devices_and_the_line(tmp_path):

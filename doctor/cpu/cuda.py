@@ -114,6 +114,7 @@ def each(call) -> list:
 
 PLAYED = {
     "is_initialized": lambda: gpus.used,
+    "is_current_stream_capturing": lambda: False,  # the recorder asks
     "device_count": gpus.visible,
     "current_device": lambda: resolve().index,
     "set_device": set_device,
