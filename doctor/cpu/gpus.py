@@ -77,10 +77,8 @@ def resolve(device=None) -> torch.device:
     device = torch.device(device)
     if device.type != "cuda":
         return CPU if device.type == "cpu" else device
-    used, index = (
-        True,
-        getattr(local, "gpu", 0) if device.index is None else device.index,
-    )
+    used = True
+    index = getattr(local, "gpu", 0) if device.index is None else device.index
     if index >= visible():
         text = f"doctor --cpu plays {visible()} GPUs, and --cpu N plays N"
         raise RuntimeError(f"CUDA error: invalid device ordinal {index}: {text}")
