@@ -59,7 +59,7 @@ def measure(args: argparse.Namespace) -> None:
             every = [c for c in plan.candidates(args, mode) if c.name not in failed]
             shown = [one for one in every if one.name in args.shown]
             together = [one for one in every if one not in shown]
-            found = cohort(together, after_turn=plan.gpus)
+            found = cohort(together)
             if shown and not before:  # alone, so that it does not disturb the others
                 alone = cohort(shown, seconds=10)
                 found["turns"] += alone["turns"]
