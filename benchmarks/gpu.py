@@ -3,7 +3,7 @@
     python -m benchmarks.gpu FILE [--rehearse]    # --rehearse: tiny sizes on a CPU
     python -m benchmarks.gpu FILE STRATEGY PROCESSES FLAGS...
     python -m benchmarks.gpu --summary FOLDER     # write FOLDER/summary.json
-    python -m benchmarks.gpu --check SUMMARY      # is anything impossible or missing?
+    python -m benchmarks.gpu --check SUMMARY      # is anything missing or implausible?
 
 Each measurement runs a launch script in its own process. Measurements of this commit
 that FILE already contains are kept. All measurements end by GPU_CHECK_UNTIL (Unix
