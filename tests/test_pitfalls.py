@@ -129,7 +129,7 @@ parser.parse_args()
 
 # Runs each fix, and checks what the page says about it, in one process
 CURES = '''
-import ctypes, os, re, signal, sys
+import os, re, sys
 import numpy
 import torch
 
@@ -139,8 +139,7 @@ calls = {
     8: "assert paths[0].decode() == 'train/cat/1.JPEG';"
         "loader = torch.utils.data.DataLoader([], **options);"
         "assert loader.multiprocessing_context.get_start_method() == 'fork'",
-    18: "torch.save(content, 'all.pt'); assert content['epoch'] == 3",
-    19: "assert content['best'] == 0.5",
+    18: "assert content['epoch'] == 3 and {*parts} < {*content}",
     20: "assert torch.load(path) == content",
     28: """
 losses[1] = float("nan")
@@ -163,9 +162,8 @@ for section in page.split("\\n### ")[1:]:
         names = {
             **globals(), "raw_model": net, "optimizer": sgd,
             "scheduler": scheduler, "scaler": torch.amp.GradScaler("cpu"),
-            "parts": {"model": net, "optimizer": sgd, "scheduler": scheduler},
-            "epoch": 3, "best": 0.5, "path": "a.pt" if number == 20 else "all.pt",
-            "content": {"a": 1}, "paths": ["train/cat/1.JPEG", "b"], "rank": 1,
+            "epoch": 3, "best": 0.5, "path": "a.pt", "content": {"a": 1},
+            "paths": ["train/cat/1.JPEG", "b"], "rank": 1,
             "losses": torch.ones(4), "step": 7, "indices": torch.arange(5, 9),
             "block": block,
         }
@@ -218,4 +216,4 @@ def test_the_cures_run_as_they_stand(tmp_path):
     with Played(tmp_path / "logs") as played:
         played.start(python, (tmp_path / "cures.py", page), environment())
         assert played.end() == [0], played.text()
-        assert played.log(0).endswith("6 cures []\n"), played.text()
+        assert played.log(0).endswith("4 cures []\n"), played.text()
