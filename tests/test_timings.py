@@ -250,7 +250,7 @@ def test_ctrl_c_and_the_same_command_again(args, monkeypatch, capsys):
     ended = [one["ended"] for one in cohorts]
     assert ended == sorted(ended) and 0.7 < ended[-1] <= 1
     args.batch_size = 8
-    with pytest.raises(UserError, match="batch_size 32, now it is 8"):
+    with pytest.raises(UserError, match="batch_size 32, not 8"):
         session.run(args)
 
 

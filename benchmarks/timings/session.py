@@ -27,8 +27,8 @@ def open_output(args: argparse.Namespace) -> list[dict]:
     for name, value in now.items():
         if before.get(name) != value:
             raise UserError(
-                f"{args.output} holds timings with {name} {before.get(name)}, now it "
-                f"is {value}: choose another --output, or delete it"
+                f"{args.output} holds timings with {name} {before.get(name)}, not "
+                f"{value}: choose another --output, or delete it"
             )
     file.write_text(json.dumps(now, indent=1) + "\n")
     return report.read_cohorts(args.output)
