@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data.distributed import DistributedSampler
 
-from common.arguments import build_parser, parse_arguments
+from common.arguments import build_parser, choose_defaults, parse_arguments
 from common.checkpoint import Checkpoint
 from common.data import DeviceLoader, EpochSampler, build_datasets, build_loader
 from common.data import divide, seed_generators
 from common.errors import UserError, one_line_errors
 from common.meters import Meter, Metrics, Progress, averages, batch_sums, format_metrics
-from common.model import PRECISIONS, best_precision, build_model, build_scheduler
+from common.model import PRECISIONS, build_model, build_scheduler
 
 # [imports]
 import os
@@ -39,11 +39,12 @@ from common.model import die_with_parent, set_up_cuda
 def main(args: Namespace) -> None:
     """Train and validate; every process runs this function."""
     # [1/6 launch] mp.spawn has passed this process's local rank to worker()
-    local_rank, world_size = args.local_rank, args.nnodes * args.nprocs
-    rank = args.node_rank * args.nprocs + local_rank
+    local_rank, local_world_size = args.local_rank, args.nprocs
+    rank = args.node_rank * local_world_size + local_rank
+    world_size = args.nnodes * local_world_size
     where = {"init_method": args.dist_url, "rank": rank, "world_size": world_size}
     if torch.cuda.is_available():
-        set_up_cuda(args.nprocs)
+        set_up_cuda(local_world_size)
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device, **where)
@@ -54,21 +55,21 @@ def main(args: Namespace) -> None:
 
     batch_size = divide(args.global_batch_size, world_size, "processes")
     micro_batch_size = divide(batch_size, args.accumulate, "micro-batches")
-    args.precision = args.precision or best_precision(device)
+    choose_defaults(args, device, local_world_size)
     train_set, val_set = build_datasets(args)
 
     # [2/6 shard] each process takes every world_size-th image of one shuffled list
-    train_sampler = DistributedSampler(
+    train_share = DistributedSampler(
         train_set, num_replicas=world_size, rank=rank, seed=args.seed, drop_last=True
     )
-    val_sampler = range(rank, len(val_set), world_size)  # no padding, no duplicates
+    val_share = range(rank, len(val_set), world_size)  # no padding, no duplicates
     # [/shard]
 
-    train_sampler = EpochSampler(train_sampler, args.seed, rank, world_size)
+    train_sampler = EpochSampler(train_share, args.seed, rank, world_size)
     train_loader = build_loader(
         args, train_set, train_sampler, batch_size, device, training=True
     )
-    val_sampler = EpochSampler(val_sampler, args.seed, rank, world_size)
+    val_sampler = EpochSampler(val_share, args.seed, rank, world_size)
     val_loader = build_loader(
         args, val_set, val_sampler, micro_batch_size, device, training=False
     )
@@ -92,12 +93,12 @@ def main(args: Namespace) -> None:
         compress = {"fp16": hooks.fp16_compress_hook, "bf16": hooks.bf16_compress_hook}
         model.register_comm_hook(None, compress[args.compress_gradients])
     eval_model = raw_model  # it never communicates: shards may differ in length
-    saved = {"state_dict": eval_model}  # the weights in checkpoints
+    to_save = {"state_dict": eval_model}  # the weights in checkpoints
     # [/wrap]
 
     scheduler = build_scheduler(args, optimizer, len(train_loader))
-    saved |= {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-    checkpoint = Checkpoint(args, (train_set, val_set), saved)
+    to_save |= {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    checkpoint = Checkpoint(args, (train_set, val_set), to_save)
     checkpoint.load(rank)  # if --resume; rank 0 also locks --output
     checkpoint.compare_ranks(rank, world_size, device, all_reduce)
     if rank == 0:
