@@ -90,7 +90,7 @@ def main(args: Namespace) -> None:
     if args.sync_bn:
         raw_model = nn.SyncBatchNorm.convert_sync_batchnorm(raw_model)
     model = DDP(raw_model, gradient_as_bucket_view=True)
-    model.broadcast_buffers = False  # only validate() broadcasts them
+    model.broadcast_buffers = False  # validate() does it; the argument would warn
     if args.compress_gradients:
         compress = {"fp16": hooks.fp16_compress_hook, "bf16": hooks.bf16_compress_hook}
         model.register_comm_hook(None, compress[args.compress_gradients])

@@ -96,7 +96,7 @@ def parse_arguments(
 def choose_defaults(
     args: argparse.Namespace, device: torch.device, local_world_size: int
 ) -> None:
-    """Set the defaults that depend on the machine and on the processes that share it."""
+    """Set the defaults that depend on the device and on the cores of a process."""
     args.precision = args.precision or best_precision(device)
     if args.workers is None:
         cores = len(os.sched_getaffinity(0))

@@ -80,8 +80,32 @@ class Checkpoint:
             output.mkdir(parents=True, exist_ok=True)
             if rank == 0:
                 self.lock = lock_file(output / "lock")
-        if path is not None:
-            self._load(path)
+        if path is None:
+            return
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+            recipe = content["recipe"]
+        except Exception as error:  # the unpickler raises many kinds
+            reason = type(error).__name__
+            raise UserError(f"--resume {path} cannot be loaded: {reason}") from None
+        for name in ("arch", "classes") if self.args.evaluate else self.recipe:
+            now = self.recipe[name]
+            if recipe.get(name, now) != now:  # other strategies may lack a flag
+                text = f"{path} was saved with {name} = {recipe[name]}, now it is {now}"
+                if name == "images":
+                    text += " (older versions of this project have other digests)"
+                raise UserError(f"{text}: use the same, or start a new run")
+        if self.args.evaluate:
+            self.objects["state_dict"].load_state_dict(content["state_dict"])
+            return
+        for name, one in self.objects.items():
+            if name not in content:
+                raise UserError(f"{path} has no {name}: resume with the same script")
+            one.load_state_dict(content[name])
+        self.epoch, self.step = content["epoch"], content["step"]
+        self.sums, self.records = content["sums"], content["records"]
+        if self.best_file.exists():  # a new folder has none yet
+            self.best = content["best_acc1"].item()
 
     def compare_ranks(
         self,
@@ -102,46 +126,16 @@ class Checkpoint:
                 "0: --data and --output must be the same on all machines"
             )
 
-    def _load(self, path: Path) -> None:
-        try:
-            with open(path, "rb") as file:
-                content = torch.load(file, map_location="cpu", weights_only=True)
-            recipe = content["recipe"]
-        except Exception as error:  # the unpickler raises many kinds
-            reason = type(error).__name__
-            raise UserError(f"--resume {path} cannot be loaded: {reason}") from None
-        for name in ("arch", "classes") if self.args.evaluate else self.recipe:
-            now = self.recipe[name]
-            if recipe.get(name, now) != now:  # other strategies may lack a flag
-                raise UserError(
-                    f"{path} was saved with {name} = {recipe[name]}, now it is {now}: "
-                    "use the same, or start a new run (an older version of this "
-                    "project has other digests)"
-                )
-        if self.args.evaluate:
-            self.objects["state_dict"].load_state_dict(content["state_dict"])
-            return
-        for name, one in self.objects.items():
-            if name not in content:
-                raise UserError(f"{path} has no {name}: resume with the same script")
-            one.load_state_dict(content[name])
-        self.epoch, self.step = content["epoch"], content["step"]
-        self.sums, self.records = content["sums"], content["records"]
-        if self.best_file.exists():  # a new folder has none yet
-            self.best = content["best_acc1"].item()
-
-    def record_interval(self, step: int, sums: dict[str, Tensor]) -> dict[str, float]:
-        """Add a print interval's sums over all processes; return the averages.
+    def record_interval(self, step: int, sums: dict[str, Tensor]) -> None:
+        """Add a print interval's sums over all processes.
 
         Raises UserError if the loss is infinite or not a number.
         """
+        if not math.isfinite(loss := sums["loss"].item()):
+            raise UserError(f"the loss is {loss} by step {step}: lower --lr")
         self.step = step
         for name, value in sums.items():
             self.sums[name] = self.sums.get(name, 0) + value
-        means = averages(sums)
-        if not math.isfinite(means["loss"]):
-            raise UserError(f"the loss is {means['loss']} by step {step}: lower --lr")
-        return means
 
     def record_epoch(self, val: dict[str, float], stats: dict[str, float]) -> None:
         """Finish the current epoch, and add its record, as in epochs.jsonl.

@@ -34,7 +34,8 @@ class Ranks(Played):
     def __init__(self, folder: Path, world_size: int, task, **arguments):
         super().__init__(folder)
         job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        job |= {"WORLD_SIZE": str(world_size), "CUDA_VISIBLE_DEVICES": ""}
+        job |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+        job |= {"CUDA_VISIBLE_DEVICES": ""}
         for rank in map(str, range(world_size)):
             place = {**job, "RANK": rank, "LOCAL_RANK": rank}
             self.start(_rank, folder, place, task, arguments)
@@ -202,19 +203,6 @@ def train_unheard(name: str, flags: list):
 
     sys.stdout = Closed(sys.stdout)
     train(name, flags, "small")
-
-
-def train_disturbed(name: str, flags: list, at: int, what, net: str | None = None):
-    """Train; the last rank raises `what` in step `at` of the run."""
-    script = load_script(name, net)
-    last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"] != "1"))
-
-    def act(state, images, labels):
-        if last and state.scheduler.last_epoch + 1 == at:
-            raise what
-
-    before_each_step(script, act)
-    start(script, flags)
 
 
 def train_watched(

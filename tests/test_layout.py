@@ -5,10 +5,11 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 
 import pytest
-from conftest import ROOT, environment
+from conftest import ROOT, TINY
+from played import Played
+from test_start import train
 
 from scripts.sync_scripts import BASE, REGIONS, SIBLINGS, split
 
@@ -151,10 +152,9 @@ def test_a_script_and_common_train_alone_without_optional_modules(pictures, tmp_
     shutil.copy(ROOT / "dataparallel.py", tmp_path)
     for name in OPTIONAL:
         (tmp_path / f"{name.replace('.', '/')}.py").unlink()
-    words = "dataparallel.py --image-size 32 -b 8 -j 1 --epochs 1 --precision fp32 "
-    words += "--arch squeezenet1_1 --output out --data"
-    command = [sys.executable, *words.split(), pictures]
-    variables = environment(CUDA_VISIBLE_DEVICES="")
-    subprocess.run(command, cwd=tmp_path, env=variables, check=True, timeout=300)
+    flags = (*TINY, "-b", "8", "-j", "1", "--epochs", "1", "--output", "out", "--data")
+    with Played(tmp_path / "logs") as played:
+        played.start(train, tmp_path, (*flags, str(pictures)), "dataparallel.py")
+        assert played.end() == [0], played.text()
     record = json.loads((tmp_path / "out" / "epochs.jsonl").read_text())
     assert (record["images"], record["val_images"]) == (16, 8)
