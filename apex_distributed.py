@@ -45,7 +45,7 @@ def main(args: Namespace) -> None:
     if "RANK" not in os.environ:
         raise UserError("start it with torchrun --standalone --nproc-per-node=2")
     if "TORCHELASTIC_RUN_ID" in os.environ:  # set by torchrun
-        die_with_parent(os.getppid())
+        die_with_parent()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ["LOCAL_RANK"])
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
