@@ -24,7 +24,6 @@ from common.model import PRECISIONS, build_model, build_scheduler
 
 # [imports]
 import os
-import tempfile
 from contextlib import nullcontext
 
 import torch.distributed as dist
@@ -231,9 +230,9 @@ if __name__ == "__main__":
         args = arguments()
         set_up_cuda(args.nprocs)  # here, so that an error is printed once
     if args.dist_url is None:
-        # The processes meet in a file without a name, and no other machine can connect
-        meeting = tempfile.TemporaryFile()  # noqa: SIM115
-        args.dist_url = f"file:///proc/{os.getpid()}/fd/{meeting.fileno()}"
+        # The processes meet in a file in memory, and no other machine can connect
+        meeting = os.memfd_create("meeting")
+        args.dist_url = f"file:///proc/{os.getpid()}/fd/{meeting}"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does

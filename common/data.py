@@ -96,12 +96,6 @@ class ImageFolder(Dataset):
         return image, int(self.labels[index])
 
 
-class RandomImages(FakeData):
-    """Random images that are the same in every run."""
-
-    classes = range(1000)
-
-
 def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
     """Open the training and validation sets; return the latter twice for --evaluate.
 
@@ -111,8 +105,11 @@ def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
     if args.synthetic:
         # ImageNet has 25.6 training images for each validation image
         lengths = args.synthetic, max(args.global_batch_size, args.synthetic // 25)
-        options = (3, size, size), len(RandomImages.classes), pil_to_tensor
-        return tuple(RandomImages(length, *options) for length in lengths)
+        options = (3, size, size), 1000, pil_to_tensor
+        random_sets = tuple(FakeData(length, *options) for length in lengths)
+        for one in random_sets:
+            one.classes = range(1000)
+        return random_sets
     transform = partial(val_transform, size=size)
     val_set = ImageFolder(Path(args.data, "val"), transform, args.decoder)
     if args.evaluate:

@@ -4,7 +4,6 @@ import fcntl
 import json
 import os
 import random
-import resource
 import time
 from contextlib import nullcontext
 from functools import partial
@@ -189,6 +188,10 @@ def test_another_recipe_is_refused(tmp_path):
     ):
         with pytest.raises(UserError, match=message) if message else nullcontext():
             resumed(tmp_path / "run", *flags.split())
+    run = make(tmp_path / "run")
+    free = "data synthetic output resume evaluate workers print_interval compile"
+    free += " save_minutes accumulate epochs"
+    assert {*vars(run.args)} - run.recipe.keys() == {*free.split()}
     with pytest.raises(UserError, match="with classes = 3, now it is 4"):
         resumed(tmp_path / "run", "--evaluate", images=(Images(50, 4), Images(20, 4)))
     with pytest.raises(UserError, match="with epochs = 90, now it is 120"):
@@ -319,7 +322,11 @@ def test_what_a_run_prints(tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert ", decoder pil (no TorchCodec: no FFmpeg)\n" in printed
     assert ": 4 processes x 64 images, learning rate 0.1\n" in printed
-    run.args.accumulate = 2
+    run.args.evaluate = True
+    run.print_header(CPU, 4, 0)
+    name, images = capsys.readouterr().out.splitlines()
+    assert images.startswith("20 validation images of 3 classes, decoder pil")
+    run.args.accumulate, run.args.evaluate = 2, False
     step(run, 1)
     run.save()
     run = resumed(tmp_path)
@@ -359,14 +366,18 @@ def test_what_is_no_checkpoint_is_refused(tmp_path, monkeypatch):
     assert not Path("evil-was-here").exists()
 
 
-def test_a_process_that_found_another_checkpoint_is_named(tmp_path):
+@pytest.mark.parametrize(
+    "other", ({"epoch": 2}, {"step": 3}, {"images": [50, 2**48 - 2]})
+)
+def test_a_process_that_found_another_checkpoint_is_named(other, tmp_path):
     """This happens, for example, if --output is not the same folder on all machines."""
     saved(tmp_path)
     tables = []
 
-    for rank, epochs in enumerate((1, 1, 2)):
+    for rank in range(3):
         run = resumed(tmp_path / "run")
-        run.epoch = epochs
+        run.images = [50, 2**48 - 1]
+        vars(run).update(other if rank == 2 else {})
         run.compare_ranks(rank, 3, CPU, lambda table: tables.append(table) or 0 * table)
     for rank in range(3):
         with pytest.raises(UserError, match="rank 2 has other images or another check"):
@@ -435,19 +446,3 @@ def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", recorded_replace)
     replace_file(tmp_path / "file", b"new")
     assert calls == [b"new", (b"new", tmp_path / "file")]
-
-
-def test_a_full_disk_leaves_the_old_checkpoint(tmp_path):
-    path = saved(tmp_path)
-    before, run = path.read_bytes(), resumed(tmp_path / "run")
-    step(run, 1)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    try:
-        with pytest.raises((OSError, RuntimeError)):
-            run.save()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert path.read_bytes() == before
-    run.save()
-    assert (resumed(tmp_path / "run").step, read(path)["step"]) == (1, 1)

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import wait_until
-from ranks import Ranks, run_ranks, train, train_unheard
+from ranks import Ranks, run_ranks, train
 from torch.utils._pytree import tree_leaves
 
 from benchmarks import kills
@@ -144,14 +144,3 @@ def wait_for_a_save(output, ranks):
     before = saved()
     ended = partial(lambda before: saved() != before or not ranks.alive(), before)
     wait_until(ended, 60, ranks.text, interval=0.005)
-
-
-def test_an_epoch_that_cannot_be_printed_is_saved(few, tmp_path):
-    """This happens in `python dataparallel.py ... | head`, or with a log on a full disk."""
-    flags = ["--data", few, *COURSE, "-j", 0, "--output", tmp_path / "out"]
-    flags += ["--save-minutes", 9]
-    with Ranks(tmp_path, 1, train_unheard, name="dataparallel", flags=flags) as ranks:
-        assert ranks.end() == [1] and "BrokenPipeError" in ranks.text()
-    assert len((tmp_path / "out" / "epochs.jsonl").read_text().splitlines()) == 1
-    saved = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)
-    assert (saved["epoch"], saved["step"]) == (1, 0)
