@@ -57,7 +57,7 @@ def main(args: Namespace) -> None:
 
     batch_size = divide(args.global_batch_size, world_size, "processes")
     micro_batch_size = divide(batch_size, args.accumulate, "micro-batches")
-    choose_defaults(args, device, local_world_size)
+    choose_defaults(args, device, local_world_size)  # of --precision and --workers
     train_set, val_set = build_datasets(args)
 
     # [2/6 shard] each process takes every world_size-th image of one shuffled list
