@@ -212,13 +212,6 @@ def test_the_environment_is_installed_once(launch, tmp_path):
     assert status == 2 and "error: no Python 3.10 to 3.14 found; install one" in text
 
 
-@pytest.mark.parametrize("failing, status", [("pytest", 1), ("benchmarks", 1), ("", 0)])
-def test_gpu_check_ends_with_1_if_anything_fails(failing, status, launch, tmp_path):
-    how = {"GPUS": "1", "OUTPUT": str(tmp_path), "FAILS": f"python -m {failing or '-'}"}
-    found, text = launch("gpu_check.sh", **how)
-    assert found == status and "python -m benchmarks.gpu " in text
-
-
 def test_help_of_a_launcher_ends_with_that_of_its_script(launch):
     status, text = launch("distributed.sh", "--help")
     assert status == 0 and text.startswith("DistributedDataParallel under torchrun")
