@@ -80,17 +80,18 @@ def main(args: Namespace) -> None:
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
 
     # [3/6 wrap] the optimizer's hooks average gradients during backward()
-    raw_model.to(memory_format=torch.contiguous_format)  # Horovod sends no other format
-    compression = hvd.Compression.none
-    if args.compress_gradients:
-        compression = hvd.Compression.fp16
+    compressor = (
+        hvd.Compression.fp16 if args.compress_gradients else hvd.Compression.none
+    )
     optimizer = hvd.DistributedOptimizer(
         optimizer,
         raw_model.named_parameters(),
-        compression,
+        as_contiguous_views(compressor),
         backward_passes_per_step=args.accumulate,
     )
+    raw_model.to(memory_format=torch.contiguous_format)  # Horovod sends no other format
     hvd.broadcast_parameters(raw_model.state_dict(), root_rank=0)
+    raw_model.to(memory_format=torch.channels_last)
     # hvd.broadcast_optimizer_state() is for state that only rank 0 has. Here, all ranks
     # load the checkpoint. With a new SGD optimizer, the call also takes a hidden step.
     model = eval_model = raw_model
@@ -195,13 +196,36 @@ def all_reduce(sums: Tensor) -> Tensor:
 
 def broadcast_buffers(model: nn.Module) -> None:
     """Copy rank 0's batch norm statistics to all processes (rank 0 saves them)."""
-    hvd.broadcast_parameters(dict(model.named_buffers()), root_rank=0)
+    buffers = {name: buffer.contiguous() for name, buffer in model.named_buffers()}
+    hvd.broadcast_parameters(buffers, root_rank=0)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])  # if it was not contiguous
 
 
 # [/combine]
 
 
 # [start]
+def as_contiguous_views(compressor: type) -> type:
+    """Return a compressor that sends channels_last gradients as contiguous NHWC views.
+
+    Source: https://horovod.readthedocs.io/en/stable/api.html#horovod.torch.Compressor
+    """
+
+    class ChannelsLast(compressor):
+        @staticmethod
+        def compress(tensor: Tensor) -> tuple:
+            view = tensor.permute(0, 2, 3, 1) if tensor.dim() == 4 else tensor
+            return compressor.compress(view.contiguous())
+
+        @staticmethod
+        def decompress(tensor: Tensor, context: object) -> Tensor:
+            tensor = compressor.decompress(tensor, context)
+            return tensor.permute(0, 3, 1, 2) if tensor.dim() == 4 else tensor
+
+    return ChannelsLast
+
+
 def arguments() -> Namespace:
     """Parse the command line and check that Horovod is installed."""
     parser = build_parser(__doc__)
