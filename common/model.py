@@ -50,7 +50,7 @@ def build_model(
         if args.evaluate:
             raise UserError(message)
         if rank == 0:
-            print(f"{message} and start anew", flush=True)
+            print(f"{message} and start from random values", flush=True)
     return model
 
 
