@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data.distributed import DistributedSampler
 
-from common.arguments import build_parser, parse_arguments
+from common.arguments import build_parser, choose_defaults, parse_arguments
 from common.checkpoint import Checkpoint
 from common.data import DeviceLoader, EpochSampler, build_datasets, build_loader
 from common.data import divide, seed_generators
 from common.errors import UserError, one_line_errors
 from common.meters import Meter, Metrics, Progress, averages, batch_sums, format_metrics
-from common.model import PRECISIONS, best_precision, build_model, build_scheduler
+from common.model import PRECISIONS, build_model, build_scheduler
 
 # [imports]
 from common.model import set_up_cuda
@@ -32,10 +32,10 @@ from common.model import set_up_cuda
 def main(args: Namespace) -> None:
     """Train and validate; every process runs this function."""
     # [1/6 launch] one process uses all GPUs
-    rank, world_size = 0, 1
+    rank, world_size, local_world_size = 0, 1, 1
     gpus = torch.cuda.device_count()
     if gpus:
-        set_up_cuda(processes=1)
+        set_up_cuda(local_world_size)
     device = torch.device("cuda" if gpus else "cpu")
     # nn.DataParallel starts new threads in each step. With cudnn.benchmark, cuDNN
     # searches again in each thread (https://github.com/pytorch/pytorch/issues/104701)
@@ -50,21 +50,21 @@ def main(args: Namespace) -> None:
 
     batch_size = divide(args.global_batch_size, world_size, "processes")
     micro_batch_size = divide(batch_size, args.accumulate, "micro-batches")
-    args.precision = args.precision or best_precision(device)
+    choose_defaults(args, device, local_world_size)  # of --precision and --workers
     train_set, val_set = build_datasets(args)
 
     # [2/6 shard] the single process takes every image
-    train_sampler = DistributedSampler(
+    train_share = DistributedSampler(
         train_set, num_replicas=world_size, rank=rank, seed=args.seed, drop_last=True
     )
-    val_sampler = range(len(val_set))
+    val_share = range(len(val_set))
     # [/shard]
 
-    train_sampler = EpochSampler(train_sampler, args.seed, rank, world_size)
+    train_sampler = EpochSampler(train_share, args.seed, rank, world_size)
     train_loader = build_loader(
         args, train_set, train_sampler, batch_size, device, training=True
     )
-    val_sampler = EpochSampler(val_sampler, args.seed, rank, world_size)
+    val_sampler = EpochSampler(val_share, args.seed, rank, world_size)
     val_loader = build_loader(
         args, val_set, val_sampler, micro_batch_size, device, training=False
     )
@@ -82,12 +82,12 @@ def main(args: Namespace) -> None:
     # [3/6 wrap] a forward pass through `model` also splits the batch across the GPUs
     model = nn.DataParallel(raw_model) if gpus > 1 else raw_model
     eval_model = model  # it also splits validation batches
-    saved = {"state_dict": raw_model}  # the weights in checkpoints
+    to_save = {"state_dict": raw_model}  # the weights in checkpoints
     # [/wrap]
 
     scheduler = build_scheduler(args, optimizer, len(train_loader))
-    saved |= {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-    checkpoint = Checkpoint(args, (train_set, val_set), saved)
+    to_save |= {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    checkpoint = Checkpoint(args, (train_set, val_set), to_save)
     checkpoint.load(rank)  # if --resume; rank 0 also locks --output
     checkpoint.compare_ranks(rank, world_size, device, all_reduce)
     if rank == 0:

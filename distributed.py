@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data.distributed import DistributedSampler
 
-from common.arguments import build_parser, parse_arguments
+from common.arguments import build_parser, choose_defaults, parse_arguments
 from common.checkpoint import Checkpoint
 from common.data import DeviceLoader, EpochSampler, build_datasets, build_loader
 from common.data import divide, seed_generators
 from common.errors import UserError, one_line_errors
 from common.meters import Meter, Metrics, Progress, averages, batch_sums, format_metrics
-from common.model import PRECISIONS, best_precision, build_model, build_scheduler
+from common.model import PRECISIONS, build_model, build_scheduler
 
 # [imports]
 import os
@@ -37,15 +37,16 @@ from common.model import die_with_parent, set_up_cuda
 
 def main(args: Namespace) -> None:
     """Train and validate; every process runs this function."""
-    # [1/6 launch] the launcher has set RANK, WORLD_SIZE and LOCAL_RANK
+    # [1/6 launch] the launcher has set these environment variables
     if "RANK" not in os.environ:
         raise UserError("start it with torchrun --standalone --nproc-per-node=2")
     if "TORCHELASTIC_RUN_ID" in os.environ:  # set by torchrun
-        die_with_parent(os.getppid())
+        die_with_parent()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ["LOCAL_RANK"])
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if torch.cuda.is_available():
-        set_up_cuda(int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1)))
+        set_up_cuda(local_world_size)
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device)
@@ -56,21 +57,21 @@ def main(args: Namespace) -> None:
 
     batch_size = divide(args.global_batch_size, world_size, "processes")
     micro_batch_size = divide(batch_size, args.accumulate, "micro-batches")
-    args.precision = args.precision or best_precision(device)
+    choose_defaults(args, device, local_world_size)  # of --precision and --workers
     train_set, val_set = build_datasets(args)
 
     # [2/6 shard] each process takes every world_size-th image of one shuffled list
-    train_sampler = DistributedSampler(
+    train_share = DistributedSampler(
         train_set, num_replicas=world_size, rank=rank, seed=args.seed, drop_last=True
     )
-    val_sampler = range(rank, len(val_set), world_size)  # no padding, no duplicates
+    val_share = range(rank, len(val_set), world_size)  # no padding, no duplicates
     # [/shard]
 
-    train_sampler = EpochSampler(train_sampler, args.seed, rank, world_size)
+    train_sampler = EpochSampler(train_share, args.seed, rank, world_size)
     train_loader = build_loader(
         args, train_set, train_sampler, batch_size, device, training=True
     )
-    val_sampler = EpochSampler(val_sampler, args.seed, rank, world_size)
+    val_sampler = EpochSampler(val_share, args.seed, rank, world_size)
     val_loader = build_loader(
         args, val_set, val_sampler, micro_batch_size, device, training=False
     )
@@ -89,17 +90,17 @@ def main(args: Namespace) -> None:
     if args.sync_bn:
         raw_model = nn.SyncBatchNorm.convert_sync_batchnorm(raw_model)
     model = DDP(raw_model, gradient_as_bucket_view=True)
-    model.broadcast_buffers = False  # only validate() broadcasts them
+    model.broadcast_buffers = False  # validate() does it; the argument would warn
     if args.compress_gradients:
         compress = {"fp16": hooks.fp16_compress_hook, "bf16": hooks.bf16_compress_hook}
         model.register_comm_hook(None, compress[args.compress_gradients])
     eval_model = raw_model  # it never communicates: shards may differ in length
-    saved = {"state_dict": eval_model}  # the weights in checkpoints
+    to_save = {"state_dict": eval_model}  # the weights in checkpoints
     # [/wrap]
 
     scheduler = build_scheduler(args, optimizer, len(train_loader))
-    saved |= {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-    checkpoint = Checkpoint(args, (train_set, val_set), saved)
+    to_save |= {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    checkpoint = Checkpoint(args, (train_set, val_set), to_save)
     checkpoint.load(rank)  # if --resume; rank 0 also locks --output
     checkpoint.compare_ranks(rank, world_size, device, all_reduce)
     if rank == 0:

@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data.distributed import DistributedSampler
 
-from common.arguments import build_parser, parse_arguments
+from common.arguments import build_parser, choose_defaults, parse_arguments
 from common.checkpoint import Checkpoint
 from common.data import DeviceLoader, EpochSampler, build_datasets, build_loader
 from common.data import divide, seed_generators
 from common.errors import UserError, one_line_errors
 from common.meters import Meter, Metrics, Progress, averages, batch_sums, format_metrics
-from common.model import PRECISIONS, best_precision, build_model, build_scheduler
+from common.model import PRECISIONS, build_model, build_scheduler
 
 # [imports]
 from common.model import set_up_cuda
@@ -38,9 +38,10 @@ def main(args: Namespace) -> None:
     """Train and validate; every process runs this function."""
     # [1/6 launch] Horovod gets this process's rank from horovodrun or MPI
     hvd.init()
-    rank, local_rank, world_size = hvd.rank(), hvd.local_rank(), hvd.size()
+    rank, world_size = hvd.rank(), hvd.size()
+    local_rank, local_world_size = hvd.local_rank(), hvd.local_size()
     if torch.cuda.is_available():
-        set_up_cuda(hvd.local_size())
+        set_up_cuda(local_world_size)
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     else:
@@ -49,21 +50,21 @@ def main(args: Namespace) -> None:
 
     batch_size = divide(args.global_batch_size, world_size, "processes")
     micro_batch_size = divide(batch_size, args.accumulate, "micro-batches")
-    args.precision = args.precision or best_precision(device)
+    choose_defaults(args, device, local_world_size)  # of --precision and --workers
     train_set, val_set = build_datasets(args)
 
     # [2/6 shard] each process takes every world_size-th image of one shuffled list
-    train_sampler = DistributedSampler(
+    train_share = DistributedSampler(
         train_set, num_replicas=world_size, rank=rank, seed=args.seed, drop_last=True
     )
-    val_sampler = range(rank, len(val_set), world_size)  # no padding, no duplicates
+    val_share = range(rank, len(val_set), world_size)  # no padding, no duplicates
     # [/shard]
 
-    train_sampler = EpochSampler(train_sampler, args.seed, rank, world_size)
+    train_sampler = EpochSampler(train_share, args.seed, rank, world_size)
     train_loader = build_loader(
         args, train_set, train_sampler, batch_size, device, training=True
     )
-    val_sampler = EpochSampler(val_sampler, args.seed, rank, world_size)
+    val_sampler = EpochSampler(val_share, args.seed, rank, world_size)
     val_loader = build_loader(
         args, val_set, val_sampler, micro_batch_size, device, training=False
     )
@@ -94,12 +95,12 @@ def main(args: Namespace) -> None:
     # hvd.broadcast_optimizer_state() is for state that only rank 0 has. Here, all ranks
     # load the checkpoint. With a new SGD optimizer, the call also takes a hidden step.
     model = eval_model = raw_model
-    saved = {"state_dict": raw_model}  # the weights in checkpoints
+    to_save = {"state_dict": raw_model}  # the weights in checkpoints
     # [/wrap]
 
     scheduler = build_scheduler(args, optimizer, len(train_loader))
-    saved |= {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-    checkpoint = Checkpoint(args, (train_set, val_set), saved)
+    to_save |= {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    checkpoint = Checkpoint(args, (train_set, val_set), to_save)
     checkpoint.load(rank)  # if --resume; rank 0 also locks --output
     checkpoint.compare_ranks(rank, world_size, device, all_reduce)
     if rank == 0:

@@ -11,7 +11,7 @@ import torch
 
 from common.errors import UserError
 from common.images import DECODERS, NO_TORCHCODEC
-from common.model import PRECISIONS
+from common.model import PRECISIONS, best_precision
 
 AUTO = Path("auto")  # --resume without a path
 SHARES = ("momentum", "label_smoothing", "min_crop")  # at most 1
@@ -56,11 +56,8 @@ def build_parser(docstring: str) -> Parser:
     add("--label-smoothing", type=float, default=0.0, help="(0)")
     add("--min-crop", type=float, default=0.08, help="minimum crop area (%(default)s)")
     add("--no-flip", action="store_true", help="do not mirror training images")
-    # torchrun sets the number of processes; elsewhere, there is one per GPU
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count() or 1))
-    workers = max(1, min(16, len(os.sched_getaffinity(0)) // processes))
-    loaders = "loader processes for training, and again for validation (%(default)s)"
-    add("-j", "--workers", type=int, default=workers, help=loaders)
+    loaders = "loader processes for training, and again for validation (one per core)"
+    add("-j", "--workers", type=int, help=loaders)
     decoder = "pil" if NO_TORCHCODEC else "torchcodec"
     add("--decoder", choices=tuple(DECODERS), default=decoder, help="(%(default)s)")
     add("--precision", choices=tuple(PRECISIONS), help="(bf16 where native, else fp32)")
@@ -94,3 +91,13 @@ def parse_arguments(
         args.epochs = 0  # nothing to train
     args.output = args.output or Path("runs", Path(sys.argv[0]).stem)
     return args
+
+
+def choose_defaults(
+    args: argparse.Namespace, device: torch.device, local_world_size: int
+) -> None:
+    """Set the defaults that depend on the device and on the cores of a process."""
+    args.precision = args.precision or best_precision(device)
+    if args.workers is None:
+        cores = len(os.sched_getaffinity(0))
+        args.workers = max(1, min(16, cores // local_world_size))

@@ -19,7 +19,7 @@ from common.arguments import AUTO
 from common.data import fingerprint
 from common.errors import UserError
 from common.images import NO_TORCHCODEC
-from common.meters import averages, format_metrics
+from common.meters import averages, format_metrics, metric_names
 
 # best.pt is from the epoch with the highest value, or the lowest (of a loss)
 BEST_METRIC, LOWER_IS_BETTER = "val_top1", False
@@ -41,9 +41,13 @@ class Checkpoint:
         """Store the objects to save (with a state_dict()), by their names in the file.
 
         "state_dict" is the name of the model used for validation. `datasets` are those
-        for training and validation; a resumed run needs the same images.
+        for training and validation; a resumed run needs the same images. Raises
+        UserError if no metric is named BEST_METRIC.
         """
         self.args, self.objects = args, objects
+        names = [f"val_{name}" for name in metric_names(len(datasets[1].classes))]
+        if BEST_METRIC not in names:
+            raise UserError(f"BEST_METRIC {BEST_METRIC} is none of {', '.join(names)}")
         self.file = args.output / "checkpoint.pt"
         self.best_file = args.output / "best.pt"
         self.images = [number for one in datasets for number in fingerprint(one)]
@@ -76,8 +80,32 @@ class Checkpoint:
             output.mkdir(parents=True, exist_ok=True)
             if rank == 0:
                 self.lock = lock_file(output / "lock")
-        if path is not None:
-            self._load(path)
+        if path is None:
+            return
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+            recipe = content["recipe"]
+        except Exception as error:  # the unpickler raises many kinds
+            reason = type(error).__name__
+            raise UserError(f"--resume {path} cannot be loaded: {reason}") from None
+        for name in ("arch", "classes") if self.args.evaluate else self.recipe:
+            now = self.recipe[name]
+            if recipe.get(name, now) != now:  # other strategies may lack a flag
+                text = f"{path} was saved with {name} = {recipe[name]}, now it is {now}"
+                if name == "images":
+                    text += " (older versions of this project have other digests)"
+                raise UserError(f"{text}: use the same, or start a new run")
+        if self.args.evaluate:
+            self.objects["state_dict"].load_state_dict(content["state_dict"])
+            return
+        for name, one in self.objects.items():
+            if name not in content:
+                raise UserError(f"{path} has no {name}: resume with the same script")
+            one.load_state_dict(content[name])
+        self.epoch, self.step = content["epoch"], content["step"]
+        self.sums, self.records = content["sums"], content["records"]
+        if self.best_file.exists():  # a new folder has none yet
+            self.best = content["best_acc1"].item()
 
     def compare_ranks(
         self,
@@ -98,48 +126,16 @@ class Checkpoint:
                 "0: --data and --output must be the same on all machines"
             )
 
-    def _load(self, path: Path) -> None:
-        try:
-            with open(path, "rb") as file:
-                content = torch.load(file, map_location="cpu", weights_only=True)
-            recipe = content["recipe"]
-        except Exception as error:  # the unpickler raises many kinds
-            reason = type(error).__name__
-            raise UserError(f"--resume {path} cannot be loaded: {reason}") from None
-        for name in ("arch", "classes") if self.args.evaluate else self.recipe:
-            now = self.recipe[name]
-            if recipe.get(name, now) != now:  # other strategies may lack a flag
-                raise UserError(
-                    f"{path} was saved with {name} = {recipe[name]}, now it is {now}: "
-                    "use the same, or start a new run"
-                )
-        if self.args.evaluate:
-            self.objects["state_dict"].load_state_dict(content["state_dict"])
-            return
-        for name, one in self.objects.items():
-            if name not in content:
-                raise UserError(f"{path} has no {name}: resume with the same script")
-            one.load_state_dict(content[name])
-        self.epoch, self.step = content["epoch"], content["step"]
-        self.sums, self.records = content["sums"], content["records"]
-        if self.best_file.exists():  # a new folder has none yet
-            self.best = content["best_acc1"].item()
-
-    def record_interval(self, step: int, sums: dict[str, Tensor]) -> dict[str, float]:
-        """Add a print interval's sums over all processes; return the averages.
+    def record_interval(self, step: int, sums: dict[str, Tensor]) -> None:
+        """Add a print interval's sums over all processes.
 
         Raises UserError if the loss is infinite or not a number.
         """
+        if not math.isfinite(loss := sums["loss"].item()):
+            raise UserError(f"the loss is {loss} by step {step}: lower --lr")
         self.step = step
         for name, value in sums.items():
             self.sums[name] = self.sums.get(name, 0) + value
-        means = averages(sums)
-        if not math.isfinite(means["loss"]):
-            raise UserError(f"the loss is {means['loss']} by step {step}: lower --lr")
-        names = [f"val_{name}" for name in means]
-        if BEST_METRIC not in names:
-            raise UserError(f"BEST_METRIC {BEST_METRIC} is none of {', '.join(names)}")
-        return means
 
     def record_epoch(self, val: dict[str, float], stats: dict[str, float]) -> None:
         """Finish the current epoch, and add its record, as in epochs.jsonl.
@@ -193,29 +189,31 @@ class Checkpoint:
         if device.type == "cuda":
             name = torch.cuda.get_device_name(device)
             name += f" ({torch.cuda.device_count()} visible)"
+        images = f"{val:,} validation images of {self.recipe['classes']} classes"
+        decoder = f"decoder {args.decoder}"
+        if NO_TORCHCODEC and args.decoder == "pil":
+            decoder += f" (no TorchCodec: {NO_TORCHCODEC})"
+        print(f"{args.arch}, {weights / 1e6:.1f} M parameters", end=", ")
+        print(f"{args.precision}, {world_size} x {name}")
+        if args.evaluate:
+            print(f"{images}, {decoder}", flush=True)
+            return
         share = f"{args.global_batch_size // world_size // args.accumulate} images"
         if args.accumulate > 1:
             share += f" x {args.accumulate} micro-batches"
-        decoder = args.decoder
-        if NO_TORCHCODEC and decoder == "pil":
-            decoder += f" (no TorchCodec: {NO_TORCHCODEC})"
         rate = self.objects["optimizer"].param_groups[0]["initial_lr"]
         start = f"resumed from epoch {self.epoch + 1}, step {self.step}"
         if self.epoch >= args.epochs:
             start = f"complete: all {self.epoch} epochs are done"
         elif not self.epoch + self.step:
-            start = "validation only" if args.evaluate else "a new run"
+            start = "a new run"
+        print(f"{train:,} training and {images}, {decoder}")
         print(
-            f"{args.arch}, {weights / 1e6:.1f} M parameters, {args.precision}, "
-            f"{world_size} x {name}\n"
-            f"{train:,} training and {val:,} validation images of "
-            f"{self.recipe['classes']} classes, decoder {decoder}\n"
-            f"{steps:,} steps per epoch, {args.global_batch_size} images per step: "
-            f"{world_size} processes x {share}, "
-            f"learning rate {rate:.4g}\n"
-            f"{args.output}: {start}",
-            flush=True,
+            f"{steps:,} steps per epoch, {args.global_batch_size} images per step",
+            end=": ",
         )
+        print(f"{world_size} processes x {share}, learning rate {rate:.4g}")
+        print(f"{args.output}: {start}", flush=True)
 
     def print_epoch(self) -> None:
         """Print the last epoch's metrics, the best one so far, and the speed."""

@@ -21,6 +21,7 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 
 from common.errors import UserError
 from common.images import Decode, read_image, train_transform, val_transform
+from common.model import die_with_parent
 
 # Mean and standard deviation of ImageNet's RGB values, for pixels between 0 and 255
 MEAN = (123.675, 116.28, 103.53)
@@ -95,12 +96,6 @@ class ImageFolder(Dataset):
         return image, int(self.labels[index])
 
 
-class RandomImages(FakeData):
-    """Random images that are the same in every run."""
-
-    classes = range(1000)
-
-
 def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
     """Open the training and validation sets; return the latter twice for --evaluate.
 
@@ -110,8 +105,11 @@ def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
     if args.synthetic:
         # ImageNet has 25.6 training images for each validation image
         lengths = args.synthetic, max(args.global_batch_size, args.synthetic // 25)
-        options = (3, size, size), len(RandomImages.classes), pil_to_tensor
-        return tuple(RandomImages(length, *options) for length in lengths)
+        options = (3, size, size), 1000, pil_to_tensor
+        random_sets = tuple(FakeData(length, *options) for length in lengths)
+        for one in random_sets:
+            one.classes = range(1000)
+        return random_sets
     transform = partial(val_transform, size=size)
     val_set = ImageFolder(Path(args.data, "val"), transform, args.decoder)
     if args.evaluate:
@@ -166,36 +164,39 @@ def divide(images: int, parts: int, name: str) -> int:
 
 
 class EpochSampler:
-    """Yields a SeededDataset's keys: (seed, epoch, position in its order, index).
+    """Adds to each index of a sampler what the augmentation of its image depends on.
 
-    They carry the epoch to the loader processes, which run for several epochs.
+    It yields (seed, epoch, position of the image in the epoch, index), from which
+    SeededDataset seeds the random generators: the same in all runs, whichever process
+    loads the image.
     """
 
-    def __init__(self, sampler: Sequence[int], seed: int, rank: int, world_size: int):
-        """`sampler` yields this process's share: every world_size-th of an order."""
-        self.sampler, self.seed = sampler, seed
+    def __init__(self, share: Sequence[int], seed: int, rank: int, world_size: int):
+        """`share` yields this process's indices, every world_size-th of the epoch's."""
+        self.share, self.seed = share, seed
         self.rank, self.world_size = rank, world_size
-        self.epoch, self.first, self.length = 0, 0, len(sampler)
+        self.epoch, self.first, self.length = 0, 0, len(share)
 
     def __len__(self) -> int:
-        """Return the number of keys in a whole epoch."""
+        """Return the number of images of this process in a whole epoch."""
         return self.length
 
     def set_epoch(self, epoch: int, first: int = 0) -> None:
-        """Choose an epoch, and how many of its images a resumed run leaves out."""
+        """Choose an epoch; a resumed run skips this process's `first` images in it."""
         self.epoch, self.first = epoch, first
-        seed_generators(self.seed, epoch, 0, self.rank + 1)  # a sampler may draw
-        if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(epoch)
+        # Some samplers, such as WeightedRandomSampler, use PyTorch's generator
+        seed_generators(self.seed, epoch, 0, self.rank + 1)
+        if hasattr(self.share, "set_epoch"):
+            self.share.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[tuple[int, int, int, int]]:
         positions = count(self.rank, self.world_size)
-        keys = zip(repeat(self.seed), repeat(self.epoch), positions, self.sampler)
+        keys = zip(repeat(self.seed), repeat(self.epoch), positions, self.share)
         return islice(keys, self.first, self.length)
 
 
 class SeededDataset(Dataset):
-    """A dataset of (S, S, 3) images; an EpochSampler's keys seed the augmentation."""
+    """A dataset of (S, S, 3) images, whose augmentation an EpochSampler's keys seed."""
 
     def __init__(self, dataset: Dataset):
         self.dataset = dataset
@@ -270,13 +271,7 @@ def build_loader(
             f"few for --global-batch-size {args.global_batch_size} and "
             f"{sampler.world_size} processes"
         )
-    training_process = os.getpid()
-
-    def check_parent(worker: int) -> None:
-        # DataLoader does not notice if the training process was killed before this
-        if os.getppid() != training_process:
-            os._exit(1)
-
+    process = os.getpid()
     workers = 0 if args.synthetic or unused else args.workers
     loader = DataLoader(
         SeededDataset(dataset),
@@ -285,7 +280,7 @@ def build_loader(
         num_workers=workers,
         pin_memory=device.type == "cuda",
         drop_last=training,
-        worker_init_fn=check_parent,
+        worker_init_fn=lambda worker: die_with_parent(process),
         persistent_workers=workers > 0,
         multiprocessing_context="fork" if workers else None,  # starts in milliseconds
     )

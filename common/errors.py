@@ -17,8 +17,8 @@ class UserError(Exception):
 def one_line_errors() -> Iterator[None]:
     """Print a UserError as one line and exit with status 2.
 
-    Every process prints its own line. Under torchrun, only one process does: it writes
-    a file that torchrun prints last. All other exceptions keep their traceback.
+    Under torchrun, one process writes its line to a file, which torchrun prints last.
+    All other exceptions keep their traceback.
 
     Source: https://docs.pytorch.org/docs/stable/elastic/errors.html
     """
@@ -28,19 +28,12 @@ def one_line_errors() -> Iterator[None]:
         # DataLoader puts the traceback of its loader process before the message
         message = " ".join(str(error).rpartition("UserError: ")[2].split())
         line = f"{Path(sys.argv[0]).name}: error: {message}"
-        if {"TORCHELASTIC_ERROR_FILE", "LOCAL_RANK"} <= os.environ.keys():
-            write_error_file(Path(os.environ["TORCHELASTIC_ERROR_FILE"]), line)
+        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            # torchrun ends the processes that are still asleep when the first one ends
+            time.sleep(2 * int(os.environ["LOCAL_RANK"]))
+            extra = {"timestamp": str(int(time.time()))}
+            content = {"message": {"message": line, "extraInfo": extra}}
+            Path(file).write_text(json.dumps(content))
         else:
             print(line, file=sys.stderr, flush=True)
         sys.exit(2)
-
-
-def write_error_file(file: Path, line: str) -> None:
-    """Write a line that torchrun prints last, unless another process does it."""
-    local_rank = int(os.environ["LOCAL_RANK"])
-    time.sleep(local_rank and 4 + local_rank)  # most errors are also those of rank 0
-    if any(file.parents[1].glob(f"*/{file.name}")):
-        time.sleep(60)  # torchrun ends this process
-    extra = {"timestamp": str(int(time.time()))}
-    content = {"message": {"message": line, "extraInfo": extra}}
-    file.write_text(json.dumps(content))

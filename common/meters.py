@@ -76,11 +76,18 @@ def batch_sums(
 def averages(sums: dict[str, Tensor]) -> Metrics:
     """Divide all sums except "images" by the number of images.
 
-    Divide a ratio of two sums here, too. For precision, with "found" and "true_found"
-    from batch_sums(): `means["precision"] = means["true_found"] / means["found"]`.
+    Divide a ratio of two sums here, too. For precision, with "right" and "found" from
+    batch_sums(): `means["precision"] = (sums["right"] / sums["found"]).item()`.
     """
     means = {name: (value / sums["images"]).tolist() for name, value in sums.items()}
     return {**means, "images": int(sums["images"])}
+
+
+def metric_names(classes: int) -> list[str]:
+    """Return the names of all metrics, by passing a made-up batch to batch_sums()."""
+    outputs, labels = torch.zeros(1, classes), torch.zeros(1, dtype=torch.int64)
+    sums = batch_sums(torch.zeros(()), outputs, labels)
+    return [*averages({name: torch.as_tensor(one) for name, one in sums.items()})]
 
 
 def format_metrics(

@@ -50,7 +50,7 @@ def build_model(
         if args.evaluate:
             raise UserError(message)
         if rank == 0:
-            print(f"{message} and start anew", flush=True)
+            print(f"{message} and start from random values", flush=True)
     return model
 
 
@@ -63,10 +63,10 @@ def best_precision(device: torch.device) -> str:
     return "bf16" if native else "fp32"
 
 
-def die_with_parent(parent: int) -> None:
-    """Let Linux kill this process when its parent ends, or exit if it has ended."""
+def die_with_parent(parent: int = 0) -> None:
+    """Let Linux kill this process when its parent ends; exit if `parent` has ended."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
+    if parent and os.getppid() != parent:
         os._exit(1)
 
 

@@ -17,52 +17,38 @@ SIBLINGS = sorted(path.name for path in ROOT.glob("*.py") if path.name != BASE)
 # In file order; main(), which contains 6/6, comes before the other functions
 REGIONS = ("imports", "1/6 launch", "2/6 shard", "3/6 wrap", "6/6 finish")
 REGIONS += ("4/6 step", "5/6 combine", "start")
-PLACE = "\0"  # starts a line that replaces a region
-OPENING = re.compile(r"\s*# \[(?!/)([^\]]+)\]")
-CLOSING = re.compile(r"\s*# \[/([^\]]+)\]$")
-DOCSTRING = re.compile(r'""".*?"""\n', re.DOTALL)
+PLACE = "\0"  # stands for the docstring or a region
+PART = re.compile(
+    r'\A""".*?"""\n|^ *# \[((?:\d/6 )?(\w+))\].*?^ *# \[/\2\]\n',
+    re.DOTALL | re.MULTILINE,
+)
 
 
 def split(text: str, name: str) -> tuple[list[str], dict[str, list[str]]]:
     """Split a script into its shared lines and its regions.
 
     Returns:
-        The shared lines, with one line (PLACE and a name) in place of the docstring and
-        of each region; and a dictionary of each region's lines, including its opening
+        The shared lines, with a line PLACE for the docstring and for each region; and
+        a dictionary of the docstring's and each region's lines, including its opening
         and closing comments.
 
     Raises:
-        ValueError: the regions differ from REGIONS, or one is not closed.
+        ValueError: there is no docstring, or not each of REGIONS once and closed.
     """
-    docstring = DOCSTRING.match(text)
-    if not docstring:
-        raise ValueError(f"{name} has no module docstring")
-    shared, regions = [PLACE + "docstring"], {"docstring": [docstring[0]]}
-    found, current = [], None
-    for line in text[docstring.end() :].splitlines(keepends=True):
-        opening, closing = OPENING.match(line), CLOSING.match(line.rstrip("\n"))
-        if opening:
-            if current:
-                raise ValueError(f"{name}: [{current}] is not closed before {line}")
-            current = opening[1]
-            found.append(current)
-            regions[current] = []
-            shared.append(PLACE + current)
-        (regions[current] if current else shared).append(line)
-        if closing:
-            if not current or current.split()[-1] != closing[1]:
-                raise ValueError(f"{name}: [/{closing[1]}] has no matching opening")
-            current = None
-    if current or tuple(found) != REGIONS:
-        raise ValueError(f"{name}: needs these regions, closed: {', '.join(REGIONS)}")
-    return shared, regions
+    found = {m[1] or "docstring": m[0].splitlines(True) for m in PART.finditer(text)}
+    shared = PART.sub(PLACE + "\n", text)
+    if tuple(found) != ("docstring", *REGIONS) or "# [" in shared:
+        raise ValueError(
+            f"{name}: needs a docstring and these regions, closed: {REGIONS}"
+        )
+    return shared.splitlines(True), found
 
 
 def synchronised(base: str, sibling: str, name: str) -> str:
     """Return a sibling's text with the base's shared lines."""
-    shared, regions = split(base, BASE)[0], split(sibling, name)[1]
-    lines = (regions[s[1:]] if s.startswith(PLACE) else [s] for s in shared)
-    return "".join(line for part in lines for line in part)
+    regions = iter(split(sibling, name)[1].values())
+    lines = split(base, BASE)[0]
+    return "".join("".join(next(regions)) if PLACE in x else x for x in lines)
 
 
 def main(arguments: list[str], root: Path = ROOT) -> int:
@@ -73,11 +59,7 @@ def main(arguments: list[str], root: Path = ROOT) -> int:
     base, status = (root / BASE).read_text(), 0
     for name in SIBLINGS:
         before = (root / name).read_text()
-        try:
-            after = synchronised(base, before, name)
-        except ValueError as error:
-            print(error, file=sys.stderr)
-            return 1
+        after = synchronised(base, before, name)
         if before != after and arguments:
             print(f"{name} differs from {BASE}")
             status = 1

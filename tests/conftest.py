@@ -108,7 +108,8 @@ def pytest_collection_modifyitems(config, items):
 
 def environment(**extra: str) -> dict[str, str]:
     """Return a launched script's environment: this Python first on PATH, and no launcher's variables."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    names += ("MASTER_PORT",)
     names += ("NPROC", "LAUNCHER", "CONTROLLER", "HOSTS")
     others = ("SLURM_", "GLOO_", "NCCL_")
     clean = {

@@ -99,6 +99,8 @@ class SimulatedGpus(TorchFunctionMode):
         replace(cuda, "is_bf16_supported", lambda including_emulation: True)
         replace(cuda, "max_memory_allocated", lambda device: 7 * 2**20)
         replace(cuda, "manual_seed_all", lambda seed: None)
+        replace(torch, "set_float32_matmul_precision", lambda precision: None)
+        replace(nn.SyncBatchNorm, "convert_sync_batchnorm", lambda model: model)
         replace(dist, "init_process_group", lambda _, device_id, **k: join("gloo", **k))
         replace(DataLoader, "__init__", lambda *a, pin_memory, **k: load(*a, **k))
         replace(autocast, "__init__", lambda a, _, *b, **k: cast(a, "cpu", *b, **k))
@@ -106,7 +108,12 @@ class SimulatedGpus(TorchFunctionMode):
             replace(one, "__init__", one.__init__)
         nn.DataParallel.forward = data_parallel
         before = nn.modules.module.register_module_forward_pre_hook
-        before(lambda m, _: self.note("forward") if isinstance(m, wrappers) else None)
+
+        def forward(module, _):
+            if isinstance(module, wrappers):
+                self.note("forward", getattr(module, "broadcast_buffers", None))
+
+        before(forward)
         self.__enter__()
 
 

@@ -34,7 +34,8 @@ class Ranks(Played):
     def __init__(self, folder: Path, world_size: int, task, **arguments):
         super().__init__(folder)
         job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        job |= {"WORLD_SIZE": str(world_size), "CUDA_VISIBLE_DEVICES": ""}
+        job |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+        job |= {"CUDA_VISIBLE_DEVICES": ""}
         for rank in map(str, range(world_size)):
             place = {**job, "RANK": rank, "LOCAL_RANK": rank}
             self.start(_rank, folder, place, task, arguments)
@@ -186,35 +187,6 @@ def train(name: str, flags: list, net: str | None = None):
 def train_unlike(name: str, flags: list, own: list[list], net: str | None = None):
     """Train; rank R also gets the flags own[R]."""
     train(name, [*flags, *own[int(os.environ["RANK"])]], net)
-
-
-def train_unheard(name: str, flags: list):
-    """Train; nothing reads what is printed after an epoch."""
-
-    class Closed:
-        def __init__(self, stream):
-            self.stream, self.flush = stream, stream.flush
-
-        def write(self, text: str) -> int:
-            if text.startswith("epoch 1/") and ", saved" in text:
-                raise BrokenPipeError
-            return self.stream.write(text)
-
-    sys.stdout = Closed(sys.stdout)
-    train(name, flags, "small")
-
-
-def train_disturbed(name: str, flags: list, at: int, what, net: str | None = None):
-    """Train; the last rank raises `what` in step `at` of the run."""
-    script = load_script(name, net)
-    last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"] != "1"))
-
-    def act(state, images, labels):
-        if last and state.scheduler.last_epoch + 1 == at:
-            raise what
-
-    before_each_step(script, act)
-    start(script, flags)
 
 
 def train_watched(

@@ -36,8 +36,10 @@ def train(place: dict, gpus, folder, script: str, net: str, flags: list) -> None
 
 def places(world_size: int, machines: int) -> list[dict]:
     """Return the variables of processes that a launcher spreads over the machines in turn."""
-    names = "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK"
-    job = "127.0.0.1", free_port(), world_size
+    names = (
+        "MASTER_ADDR MASTER_PORT WORLD_SIZE LOCAL_WORLD_SIZE RANK LOCAL_RANK".split()
+    )
+    job = "127.0.0.1", free_port(), world_size, world_size // machines
     ranks = [(*job, rank, rank // machines) for rank in range(world_size)]
     return [dict(zip(names, map(str, rank), strict=True)) for rank in ranks]
 
@@ -95,6 +97,7 @@ def check_launch(calls, gpu):
     """Check that one process uses its GPU from the first call on."""
     names, device = [call[0] for call in calls], f"cuda:{gpu}"
     assert named(calls, "set_device") == [[[device], {}, True]]
+    assert named(calls, "set_float32_matmul_precision") == [[["high"], {}, True]]
     order = ["set_device", "init_process_group", "DataLoader", "GradScaler"]
     order = [name for name in order if name in names]
     assert sorted(order, key=names.index) == order
@@ -111,8 +114,10 @@ def check_training(calls, gpu, precision):
     assert copies == 52 * [[[f"cuda:{gpu}"], {"non_blocking": True}, True]]
     scaled, cast = precision == "fp16", precision != "fp32"
     assert named(calls, "GradScaler") == [[["cuda"], {"enabled": scaled}, True]]
-    wrapped = len(named(calls, "DistributedDataParallel"))
-    assert len(named(calls, "forward")) == 3 * wrapped  # it does not validate
+    wrapped = [options for _, options, _ in named(calls, "DistributedDataParallel")]
+    assert wrapped in ([], [{"gradient_as_bucket_view": True}])  # [] is Horovod's
+    # It does not validate, and broadcasts no buffers
+    assert named(calls, "forward") == 3 * len(wrapped) * [[[False], {}, True]]
     dtype = str(common.model.PRECISIONS[precision])
     assert named(calls, "autocast") == 26 * [[["cuda", dtype], {"enabled": cast}, True]]
     # The host waits after loading, at two print intervals and at the end of validation;
@@ -128,6 +133,7 @@ def test_ddp_has_the_bits_of_the_cpu(script, world_size, digits, on_the_cpu, tmp
     """Four processes are on two machines; torchrun's ranks alternate between them."""
     machines, precision = world_size // 2 or 1, PRECISION[world_size]
     chosen = ["--precision", precision] * (world_size > 1)  # bf16 is the default
+    chosen += ["--sync-bn"] * (world_size == 4)  # which is not simulated
     flags = flags_of(digits, tmp_path / "run", *chosen)
     processes = [(place, flags) for place in places(world_size, machines)]
     if script != "distributed":  # by default, it starts a process for each GPU
@@ -140,13 +146,16 @@ def test_ddp_has_the_bits_of_the_cpu(script, world_size, digits, on_the_cpu, tmp
     assert name in printed
     assert came_to(tmp_path / "run") == on_the_cpu(world_size)
     assert len(calls) == world_size
+    native = [[[], {"including_emulation": False}, True]] * (world_size == 1)
     for number, one in enumerate(calls):
+        assert len(named(one, "convert_sync_batchnorm")) == (world_size == 4)
+        assert named(one, "is_bf16_supported") == native
         check_launch(one, number // machines)
         check_training(one, number // machines, precision)
 
 
 @pytest.mark.horovod
-@pytest.mark.parametrize("world_size", (pytest.param(1, marks=pytest.mark.full), 2, 4))
+@pytest.mark.parametrize("world_size", (2, pytest.param(4, marks=pytest.mark.full)))
 def test_horovod(world_size, digits, on_the_cpu, tmp_path):
     """Four processes add up gradients in a different order than DDP's."""
     flags = flags_of(digits, tmp_path / "run", "--precision", PRECISION[world_size])

@@ -203,6 +203,13 @@ def test_the_environment_is_installed_once(launch, tmp_path):
     assert installed() == (0, [])
     (root / "requirements.txt").write_text("torch\n")
     assert len(installed()[1]) == 1
+    old = "import sys; sys.version_info = (3, 9, 2); exec(sys.argv[1])"
+    (root / "requirements.txt").write_text("torch<3\n")
+    for name in ("python3", *(f"python3.{minor}" for minor in range(10, 15))):
+        (tmp_path / "decoy" / name).write_text(f'#!/bin/sh\n{PYTHON} -c "{old}" "$2"\n')
+        (tmp_path / "decoy" / name).chmod(0o755)
+    status, text = launch("timings.sh", root=root, PYTHON="")
+    assert status == 2 and "error: no Python 3.10 to 3.14 found; install one" in text
 
 
 def test_help_of_a_launcher_ends_with_that_of_its_script(launch):
@@ -336,6 +343,29 @@ def test_mp_spawn_names_the_process_that_was_killed(status, monkeypatch):
     error = SystemExit if status == 2 else multiprocessing.ProcessExitedException
     with pytest.raises(error, match="^2$" if status == 2 else f"^{text}$"):
         runpy.run_path(script, run_name="__main__")
+
+
+def test_processes_of_one_machine_meet_where_no_other_gets_in(monkeypatch):
+    """Unless the user chooses otherwise, or there are several machines."""
+    script = str(ROOT / "multiprocessing_distributed.py")
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS")
+
+    def spawn(worker, args, nprocs):
+        raise InterruptedError(args[0].dist_url, [*map(os.environ.get, names)])
+
+    monkeypatch.setattr(multiprocessing, "spawn", spawn)
+    others = ["--nnodes", "2", "--dist-url", "tcp://h:9"]
+    for flags, given, address, found in (
+        ([], {}, f"file:///proc/{os.getpid()}/fd/", ["lo", "lo", "1"]),
+        ([], {names[0]: "eth7", names[2]: "4"}, "file:///", ["eth7", "lo", "4"]),
+        (others, {}, "tcp://h:9", [None, None, "1"]),
+    ):
+        monkeypatch.setattr(os, "environ", given.copy())
+        monkeypatch.setattr(sys, "argv", [script, "--synthetic", "4", *flags])
+        with pytest.raises(InterruptedError) as raised:
+            runpy.run_path(script, run_name="__main__")
+        assert raised.value.args[0].startswith(address)
+        assert raised.value.args[1] == found
 
 
 # --- horovodrun.py ---

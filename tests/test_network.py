@@ -7,6 +7,7 @@ from itertools import combinations
 import pytest
 from cluster.hosts import hosts_missing
 from conftest import run
+from ranks import Ranks
 
 from scripts import network
 
@@ -51,12 +52,21 @@ def check(text, sizes, count):
         assert float(ms.replace(",", "")) == pytest.approx(1e3 * seconds, rel=0.02)
 
 
-def test_two_processes_measure_and_predict():
-    command = "torchrun --standalone --nproc-per-node 2 scripts/network.py"
-    ended = run(*command.split(), "--parameters=7e6", CUDA_VISIBLE_DEVICES="")
-    assert ended.returncode == 0, ended.stderr
-    check(ended.stdout, [2**n for n in range(10, 29, 2)], 2)
-    assert "your model, 7.0 million" in ended.stdout and "ResNet-50, " in ended.stdout
+def measured(sizes):
+    """Run the program as one of a launcher's processes."""
+    network.SIZES, sys.argv[:] = sizes, ["network.py", "--parameters=7e6"]
+    network.main()
+
+
+def test_two_processes_measure_and_predict(tmp_path):
+    """The launcher is left out, and so are the largest sizes, to save time."""
+    sizes = network.SIZES[:8]
+    assert sizes == [2**n for n in range(10, 25, 2)]
+    with Ranks(tmp_path, 2, measured, sizes=sizes) as ranks:
+        ranks.results()
+        check(ranks.log(0), [*sizes], 2)
+        assert "your model, 7.0 million" in ranks.log(0) and not ranks.log(1)
+        assert "ResNet-50, " in ranks.log(0)
 
 
 def test_fit_busbw_and_prediction_of_a_known_network():

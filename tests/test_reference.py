@@ -5,6 +5,8 @@ Scripts that are only compared with each other could all be wrong in the same wa
 
 import functools
 import json
+import os
+import sys
 from argparse import Namespace
 from functools import partial
 
@@ -13,11 +15,12 @@ import pytest
 import reference
 import torch
 import torchvision
+from conftest import ROOT, run
 from PIL import Image
 from played import free_port
-from ranks import NETS, recorded
-from test_equality import HOROVOD, start
+from ranks import NETS, recorded, results, run_ranks, small
 
+HOROVOD = "horovod_distributed"
 FLAGS = {  # the default, as README.md and --help have it, and another value
     "lr": (0.1, 0.7),
     "warmup_epochs": (5, 0.5),
@@ -66,6 +69,23 @@ KILLED = {"fp16": 7, "bf16": 5}
 # adds up lr / (1 - momentum) * steps of it. 18 steps, gradients below 1 (asserted), 4 levels.
 MOMENTUM_BOUND = 4 * torch.finfo(torch.float32).eps / (1 - 0.9)
 WEIGHT_BOUND = 18 * 2 * 12 / 256 * MOMENTUM_BOUND
+
+
+def horovod_ranks(folder, world_size, task, seconds=180, **arguments):
+    """Like run_ranks, for Horovod, whose processes horovodrun has to start."""
+    folder.mkdir(parents=True, exist_ok=True)
+    arguments = json.dumps({"folder": str(folder), **arguments}, default=str)
+    command = ("horovodrun", "-np", world_size, "-H", f"localhost:{world_size}")
+    probe = (sys.executable, ROOT / "tests" / "ranks.py", task.__name__, arguments)
+    path = f"{ROOT}:{ROOT / 'tests'}:{os.environ.get('PYTHONPATH', '')}"
+    variables = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
+    ended = run(*command, "--gloo", *probe, timeout=seconds, **variables)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return results(folder)
+
+
+def start(name):
+    return horovod_ranks if name == HOROVOD else run_ranks
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -278,3 +298,37 @@ def test_crops_are_random_within_their_bounds(ran, photographs):
         least = recipe["min_crop"]
         assert least - 0.03 < min(shares) < least + 0.1 < 0.8 < max(shares) <= 1
         assert len(set(map(str, crops.values()))) > 0.95 * len(crops) > 30
+
+
+SENT = "--image-size 32 --precision fp32 --min-crop 0.5 --print-interval 4".split()
+
+
+@pytest.mark.parametrize("name", marked([name] for name in TWO))
+def test_a_step_sends_its_gradients_once(tmp_path, digits, name):
+    """It sends four or two bytes per weight, however many micro-batches there are."""
+    flags = ["--data", digits, *SENT, "-b", 48, "--max-steps", 2, "--epochs", 1]
+    more = [[], ["--accumulate", 4]]
+    more.append(["--compress-gradients", "fp16", "--accumulate", 2])
+    if name != HOROVOD:  # Horovod compresses only to fp16
+        more.append(["--compress-gradients", "bf16"])
+    runs = []
+    for number, others in enumerate(more):
+        own = [*flags, *others, "-j", 0, "--output", tmp_path / str(number)]
+        runs.append(("small", list(map(str, own)), None, free_port()))
+    options = {"name": name, "runs": runs, "counted": True}
+    ranks = start(name)(tmp_path, 2, recorded, **options)
+    whole, parts, *halves = ranks[0]
+    assert [run["sent"] for run in ranks[0]] == [run["sent"] for run in ranks[1]]
+    assert sum(whole["sent"]) == 2 * 4 * sum(w.numel() for w in small(10).parameters())
+    assert parts["sent"] == whole["sent"]
+    for half in halves:
+        assert half["sent"] == [size // 2 for size in whole["sent"]]
+    torch.manual_seed(0)
+    ends = small(10).state_dict(), *(run["weights"] for run in ranks[0])
+    first, whole, parts, *halves = (
+        torch.cat([weight.flatten() for weight in end.values()]) for end in ends
+    )
+    moved = (whole - first).abs().max()
+    assert 0 < (parts - whole).abs().max() < 1e-4 * moved
+    for half in halves:  # bf16 has 8 bits
+        assert 0 < (half - whole).abs().max() < 0.05 * moved

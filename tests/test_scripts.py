@@ -1,4 +1,4 @@
-"""Launched training, the files and lines that it writes, evaluation, and curves."""
+"""Launched training, the files and lines that it writes, evaluation, curves, and bad input."""
 
 import json
 import shutil
@@ -8,10 +8,12 @@ from argparse import Namespace
 
 import pytest
 import torch
-from conftest import launcher
-from ranks import Ranks, run_ranks, train, train_watched
+from conftest import TINY, launcher
+from ranks import Ranks, run_ranks, start, train, train_watched
+from test_units import Batches
 from torchvision.models import resnet18
 
+import dataparallel
 import distributed
 from common.errors import one_line_errors
 from scripts import curves, quickstart
@@ -98,12 +100,6 @@ def test_evaluate_finds_what_was_recorded(
     assert not (tmp_path / "none").exists()
 
 
-class Batches(list):
-    """A loader of these batches."""
-
-    rank = 0
-
-
 def test_validation_records_no_gradients(monkeypatch):
     """A graph for every batch would take memory, and the DDP model would average gradients."""
     seen = []
@@ -172,3 +168,40 @@ def test_quickstart_draws(figure, trained, tmp_path, monkeypatch, capsys):
         shown if figure else "no figure of the curves: pip install matplotlib"
     )
     assert (tmp_path / "curves.png").exists() == bool(figure)
+
+
+@pytest.mark.parametrize(
+    "flags, line",
+    [
+        ("--data nowhere", "nowhere/val: No such file or directory; --data needs "),
+        ("--output {folder}/run", "run holds another run: continue it with --resume"),
+    ],
+)
+def test_bad_input_is_one_line(flags, line, pictures, tmp_path, monkeypatch, capsys):
+    """The rank that a launcher or Slurm has left in the environment does not matter."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoint.pt").touch()
+    for name in ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "RANK"):
+        monkeypatch.setenv(name, "1")
+    base = ["--data", pictures, *TINY, "-j", "0", "--output", tmp_path / "out"]
+    monkeypatch.setattr(sys, "argv", [])
+    with pytest.raises(SystemExit) as ended:
+        start(dataparallel, [*base, *flags.format(folder=tmp_path).split()])
+    printed = capsys.readouterr()
+    assert (ended.value.code, printed.out) == (2, "")
+    assert printed.err.startswith("dataparallel.py: error: ") and line in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_an_unreadable_image_is_one_line_of_the_process_that_reads_it(
+    pictures, tmp_path
+):
+    """The other processes' tracebacks say that they have lost that process."""
+    broken = pictures / "train" / "dog" / "3.JPEG"
+    broken.write_bytes(broken.read_bytes()[:200])
+    flags = ["--data", pictures, *TINY, "-b", 16, "-j", 1, "--output", tmp_path / "out"]
+    with Ranks(tmp_path, 2, train, name="distributed", flags=flags) as ranks:
+        assert sorted(ranks.end()) == [1, 2], ranks.text()
+        line = ranks.log(ranks.end().index(2)).splitlines()[-1]
+        assert line.startswith("distributed.py: error: ") and str(broken) in line
+        assert ranks.text().count(str(broken)) == 1

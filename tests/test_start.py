@@ -64,13 +64,13 @@ def project(tmp_path_factory):
     return folder
 
 
-def train(project: Path, flags: tuple) -> None:
+def train(project: Path, flags: tuple, script: str = "train.py") -> None:
     """Do what a launcher's process does, but with PyTorch already imported."""
     for name in [name for name in sys.modules if name.split(".")[0] == "common"]:
         del sys.modules[name]  # the project has its own
     os.chdir(project)
-    sys.argv[:] = ["train.py", *flags]
-    run_path("train.py")
+    sys.argv[:] = [script, *flags]
+    run_path(script)
 
 
 def trained(folder: Path, output: str, *flags: str) -> str:
