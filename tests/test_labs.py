@@ -72,16 +72,8 @@ def test_a_broken_script_fails_and_its_solution_passes(graded, number):
     assert graded[1][number] == "passes"
 
 
-RIGHT = [
-    pytest.param(number, marks=[pytest.mark.full] * bool(more))
-    for number, kind, more, _ in REPAIRS
-    if kind == "right"
-]
-
-
-@pytest.mark.parametrize("number", RIGHT)
-def test_what_counts_is_what_a_script_does(graded, number):
-    assert graded[2][number] == "passes"
+def test_what_counts_is_what_a_script_does(graded):
+    assert graded[2] and {*graded[2].values()} == {"passes"}
 
 
 def test_wrong_repairs_do_not_pass(tmp_path, request):
