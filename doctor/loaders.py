@@ -52,6 +52,7 @@ class Batch(Event):
     indices: array | None  # in the data set inside all subsets
     labels: array | None  # if it has one tensor (N,) of whole numbers
     rows: array | None  # a hash of each sample's contents
+    ids: array | None = None  # whole numbers that differ in each sample of a stream
 
 
 @dataclass
@@ -196,6 +197,8 @@ class Loaders(Watcher):
         tensors = [one for one in leaves(batch) if one.dim()]
         tensors = [one for one in tensors if len(one) == len(tensors[0])]
         labels = [x for x in tensors if x.dim() == 1 and not x.is_floating_point()]
+        ids = [array("q", x.tolist()) for x in labels] if own.stream else []
+        ids = next((x for x in ids if len({*x}) == len(x)), None)
         labels = labels[0] if len(labels) == 1 else None
         found = {"loader": own.loader, "epoch": own.epoch, "number": own.batches}
         numbers, indices = index if isinstance(index, (list, tuple)) else [None], None
@@ -214,7 +217,7 @@ class Loaders(Watcher):
             columns = zip(*map(hashes, tensors), strict=True)
             rows = array("q", [digest(one) for one in columns])
         values = None if labels is None else array("q", labels.tolist())
-        event = Batch(**found, indices=indices, labels=values, rows=rows)
+        event = Batch(**found, indices=indices, labels=values, rows=rows, ids=ids)
         recorder.write(event)
         read = {**found, "labels": labels, "indices": indices, "used": False}
         own.reads.append(read)

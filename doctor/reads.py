@@ -11,6 +11,7 @@ from .event import Event
 from .job import Job, Process
 from .law import NotJudged, need
 from .loaders import Batch, Epoch
+from .neighbours import Input, inputs
 
 EPOCHS = 20  # as many are judged
 MORE = 0.02  # of the samples: more than this must not be read twice, or left out
@@ -33,12 +34,14 @@ class Feed(Event):
 
 
 @dataclass(kw_only=True)
-class Input(Event):
-    """A network has got an input, with gradients enabled."""
+class Pick(Event):
+    """The script picks rows of a tensor by their numbers, with gradients enabled."""
 
-    rows: array  # a hash for each entry of the input's largest tensor
-    loaded: bool  # a DataLoader gave the last batch
-    added: list[float]  # a few numbers of the input less those of the batch
+    limit: ClassVar[int] = 2000
+    source: int  # tensors are numbered by their first pick
+    size: int
+    contents: int  # a hash of a few of its rows
+    rows: array
 
 
 @dataclass
@@ -53,6 +56,7 @@ class Reads:
     index: bool = True  # samples are known by their numbers; else by their contents
     loader: int | None = None  # None: the training loader
     again: bool = False  # contents were seen again, so that they are comparable
+    pool: int = 0  # without a DataLoader: distinct samples in all steps
 
     @property
     def all(self) -> list[list[int]]:
@@ -75,6 +79,10 @@ class Reads:
         batches = [x for one in self.ranks for x in one if len(x) > 1]
         distinct = sum(len({*one}) for one in batches)
         return not self.index and distinct < 0.8 * sum(map(len, batches))
+
+    def random(self) -> bool:
+        """Return whether draws with replacement would also repeat nothing on a rank."""
+        return self.pool > 0 and min(map(len, self.all)) ** 2 < 16 * self.pool
 
     def together(self) -> tuple[float, float]:
         """Return the share of samples that two ranks read in the same step.
@@ -141,47 +149,72 @@ def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
     loader = number
     first = need(feeds(job, loader), "no DataLoader feeds the steps of every rank")
     same = all(one.data == first[0].data for one in first)
-    samples = job.processes[0].loader(loader).samples
+    own = job.processes[0].loader(loader)
+    samples = own.samples
     if all(one.part is not None for one in first):
         samples = len({x for one in first for x in one.part})
-    sampler = job.processes[0].loader(loader).sampler
-    plain = sampler in ("RandomSampler", "SequentialSampler")
+    plain = own.sampler in ("RandomSampler", "SequentialSampler")
     if not (plain or all(one.divides for one in first)):
         samples = None  # the script's own sampler may choose a part of them
     lists, seen = [process.epochs for process in job.processes], set()
     if loader is not None:
         passes = [[x for x in p.of(Epoch) if x.loader == loader] for p in job.processes]
         lists = [[one.epoch for one in own] for own in passes]
-    for number, epochs in enumerate(zip(*lists, strict=False)):
-        pairs = [*zip(job.processes, epochs, strict=True)]
-        whole = all(process.whole(epoch, loader) for process, epoch in pairs)
+    epochs = [*zip(*lists, strict=False)]
+    pairs = [[*zip(job.processes, one, strict=True)] for one in epochs]
+    done = [all(p.whole(epoch, loader) for p, epoch in one) for one in pairs]
+    ids = named(job, loader) if own.stream else set()
+    if ids and sum(done) > 1:
+        samples = len(ids)
+    for number, (one, whole) in enumerate(zip(pairs, done, strict=True)):
         text = f"epoch {number}"
         if number == EPOCHS or (number and not whole):
             return
-        batches = [process.batches(epoch, loader) for process, epoch in pairs]
-        ranks = [[x.indices for x in one] for one in batches]
-        index = same and not any(x is None for one in ranks for x in one)
+        batches = [process.batches(epoch, loader) for process, epoch in one]
+        ranks = [[x.ids if ids else x.indices for x in part] for part in batches]
+        index = (same or bool(ids)) and not any(x is None for y in ranks for x in y)
         if not index:
-            ranks = [[x.rows for x in one] for one in batches]
-        if not all(ranks) or any(x is None for one in ranks for x in one):
+            ranks = [[x.rows for x in part] for part in batches]
+        if not all(ranks) or any(x is None for part in ranks for x in part):
             if number:
                 return
             raise NotJudged("the samples of the batches are not known")
         if not whole:
-            new = min(len(before_a_repeat(one)) for one in ranks)
+            new = min(len(before_a_repeat(part)) for part in ranks)
             shortest = new if new >= 10 else min(map(len, ranks))
             ranks = [x[:shortest] for x in ranks]
             text = f"{shortest} batches of {text}"
-        own = []
-        for process, epoch in pairs:
+        used = []
+        for process, epoch in one:
             key = process.training if loader is None else loader, epoch
-            own += [x for x in process.of(Feed) if (x.loader, x.epoch) == key]
-        found = Reads(ranks, text, whole, samples if index else None, own, index)
-        rows = {x for one in found.all for x in one}
+            used += [x for x in process.of(Feed) if (x.loader, x.epoch) == key]
+        found = Reads(ranks, text, whole, samples if index else None, used, index)
+        rows = {x for part in found.all for x in part}
+        if index and not own.stream and own.samples == len(rows):
+            found.total = own.samples
         found.loader = loader
         found.again = 2 * len(seen & rows) > len(rows)
         seen |= rows
         yield found
+
+
+def named(job: Job, loader: int | None) -> set[int]:
+    """Return the numbers that a stream's samples contain, if these tell them apart."""
+    found, contents = set(), {}
+    for process in job.processes:
+        number = process.training if loader is None else loader
+        for epoch in process.epochs if loader is None else ():
+            own = set()
+            for one in process.batches(epoch, number):
+                if one.ids is None or own & {*one.ids}:
+                    return set()
+                own |= {*one.ids}
+                for sample, row in zip(one.ids, one.rows or (), strict=False):
+                    contents.setdefault(sample, []).append(row)
+            found |= own
+    again = [x for x in contents.values() if len(x) > 1]
+    alike = sum(len({*x}) == 1 for x in again)
+    return found if len(again) > 20 and alike > 0.9 * len(again) else set()
 
 
 def before_a_repeat(batches: list) -> list:
@@ -195,26 +228,36 @@ def before_a_repeat(batches: list) -> list:
     return found
 
 
+def picks(job: Job) -> tuple[list[list], int] | None:
+    """Return the rows of one tensor that the ranks pick in most steps, and its size."""
+    steps = min(len({x.step for x in p.of(Input)}) for p in job.processes)
+    for number in sorted({one.source for one in job.of(Pick)}):
+        own = [[x for x in p.of(Pick) if x.source == number] for p in job.processes]
+        often = min(len({one.step for one in rows}) for rows in own)
+        if often >= max(3, 0.4 * steps):
+            if len({(rows[0].size, rows[0].contents) for rows in own}) == 1:
+                return [[x.rows for x in rows] for rows in own], own[0][0].size
+    return None
+
+
 def looped(job: Job) -> Reads:
-    """Return what networks got without a DataLoader, until an input comes again."""
-    inputs = need(job.of(Input), "no input was seen")
-    if any(one.loaded for one in inputs):
+    """Return what the ranks read without a DataLoader, until a sample comes again."""
+    if any(one.loaded for one in job.of(Input)):
         raise NotJudged("no DataLoader feeds the steps of every rank")
-    ranks, again = [], False
-    for process in job.processes:
-        first = {}
-        for one in process.of(Input):
-            first.setdefault(one.step, one.rows)
-        ranks.append(before_a_repeat([*first.values()]))
-        again = again or len(ranks[-1]) < len(first)
+    picked = picks(job)
+    name = "batches that the script picks" if picked else "inputs of the network"
+    lists, total = picked or ([[x.rows for x in one] for one in inputs(job)], None)
+    ranks = [before_a_repeat(one) for one in lists]
+    pool = total or len({x for one in lists for rows in one for x in rows})
+    again = any(len(a) < len(b) for a, b in zip(ranks, lists, strict=True))
     shortest = min(map(len, ranks))
     if shortest < 3 and again:
         raise NotJudged(
-            "samples are repeated within 3 steps: they are not read in epochs"
+            "samples come again within 3 steps: they are not read in epochs"
         )
-    text = f"the first {shortest} inputs of the network"
     ranks = [x[:shortest] for x in ranks]
-    return Reads(ranks, text, False, index=False, again=again)
+    text = f"the first {shortest} {name}"
+    return Reads(ranks, text, False, total, [], bool(picked), None, again, pool)
 
 
 def broken(one: Reads) -> str:
@@ -269,48 +312,3 @@ def contents(process: Process, labels: bool) -> dict[int, int]:
     stay = sum(len({*x}) == 1 for x in again)
     fixed = len(again) > 4 and stay > 0.9 * len(again)
     return {index: x[0] for index, x in found.items()} if fixed else {}
-
-
-def same_inputs(job: Job) -> str:
-    """Return which noise of the loop is the same on two ranks, or "".
-
-    Noise is an input, such as a generator's, or what is added to a batch.
-    """
-    rows = []
-    for process in job.processes:
-        own, order = {}, Counter()
-        for one in process.of(Input):
-            order[one.step] += 1
-            if one.loaded:
-                own.setdefault(order[one.step], {})[one.step] = one
-        rows.append(own)
-    for number in rows[0]:
-        passes = [own.get(number, {}) for own in rows]
-        steps = [step for step in passes[0] if all(step in own for own in passes)]
-        for kind in ("rows", "added"):
-            same = [
-                step for step in steps if alike([own[step] for own in passes], kind)
-            ]
-            values = {repr(getattr(passes[0][step], kind)) for step in same}
-            if len(values) > max(2, 0.9 * len(steps)):
-                what = (
-                    "input" if kind == "rows" else "noise, which is added to a batch,"
-                )
-                text = f"in {len(same)} of {len(steps)} steps, forward pass {number} "
-                return f"{text}gets the same {what} on several ranks"
-    return ""
-
-
-def alike(inputs: list[Input], kind: str) -> bool:
-    """Return whether two ranks have the same input, or the same noise added to it."""
-    values = [getattr(one, kind) for one in inputs]
-    for one, other in combinations(values[:8], 2):
-        if len(one) != len(other):
-            continue
-        if kind == "rows" and one == other and len({*one}) > 0.8 * len(one):
-            return True
-        most = max(map(abs, one), default=0)
-        gaps = [abs(a - b) for a, b in zip(one, other, strict=True)]
-        if kind == "added" and most > 1e-6 and max(gaps) < 1e-4 * most:
-            return True
-    return False

@@ -8,19 +8,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
+from ..draws import MANY, Draws, same_draws, same_generators
 from ..event import Event
 from ..generators import drawn, states
 from ..law import NOTE, RISK, Breach, Law, NotJudged, check, explains, several
 from ..loaders import Loaders
 from ..moments import Step
-from ..reads import same_inputs
+from ..neighbours import noise
 from ..record import not_the_users, place, recorder, wrap
 from ..watcher import Watcher
 from .samples import same_samples
 
 LAW = Law(3, "randomness", "Random streams differ between ranks")
 FETCHES = 15  # that are recorded in each pass and process
-MANY = 8  # fewer equal numbers per draw may be a decision of all ranks
+NOISE = "Give a generator of the script's own a seed that depends on the rank."
 WORDS = {"forward": "forward passes", "fetch": "batches", "loop": "steps' loops"}
 GENERATORS = {"torch": "PyTorch", "random": "random", "numpy": "NumPy", "cuda": "CUDA"}
 
@@ -108,8 +109,11 @@ class Randomness(Watcher):
         self.counts[key] += 1
         if self.counts[key] > FETCHES or not recorder.watching:
             return call(fetcher, indices)
-        before = states(fetcher.dataset)
-        result = call(fetcher, indices)
+        before, Draws.here.inside = states(fetcher.dataset), True
+        try:
+            result = call(fetcher, indices)
+        finally:
+            Draws.here.inside = False
         own, count = drawn(before, states(fetcher.dataset))
         draw = Draw(where="fetch", number=self.counts[key] - 1, states=own, count=count)
         draw.loader, draw.epoch, draw.worker = loader, epoch, worker and worker.id
@@ -191,22 +195,25 @@ def draws(job, where: str) -> list[dict[tuple, Draw]]:
     return found
 
 
-def equal(rows: list[dict]) -> tuple[Counter, int, list[Draw]]:
+def equal(rows: list[dict]) -> tuple[Counter, list[str], int, list[Draw]]:
     """Return in how many draws two ranks have equal states, by generator.
 
-    Also return how many draws could be compared, and one pair of them.
+    These are most draws, or at least eight in a row until the end. Also return how many
+    draws could be compared, and a pair of them.
     """
-    keys = [key for key in rows[0] if all(key in row for row in rows)]
-    found, pair = Counter(), []
+    keys = sorted(key for key in rows[0] if all(key in row for row in rows))
+    found, pair, last = Counter(), [], Counter()
     for key in keys:
         ranks = [row[key] for row in rows]
         for name in ranks[0].states:
             values = [one.states.get(name) for one in ranks]
             values = [one for one in values if one is not None]
-            if len({*values}) < len(values):
-                found[name] += 1
-                pair = pair or ranks
-    return found, len(keys), pair
+            same = len({*values}) < len(values)
+            found[name] += same
+            last[name] = last[name] + 1 if same else 0
+            pair = pair or ranks * same
+    names = [x for x, n in found.items() if n >= max(3, 0.5 * len(keys)) or last[x] > 7]
+    return Counter({x: n for x, n in found.items() if n}), names, len(keys), pair
 
 
 @check(LAW, RISK, general=True, causes=[same_samples])
@@ -218,11 +225,10 @@ def same_random_numbers(job):
     Not a mistake if: all ranks are meant to draw the same.
     """
     several(job)
-    held, some, few = [], "", False
+    held, some, few, found = [], "", False, False
     for where in ("forward", "fetch", "loop"):
         rows = draws(job, where)
-        same, count, pair = equal(rows)
-        names = [name for name, n in same.items() if n >= max(3, 0.5 * count)]
+        same, names, count, pair = equal(rows)
         if where == "loop" and any(p.training is None for p in job.processes):
             few = few or bool(names)  # they may choose the samples of all ranks
             continue
@@ -237,7 +243,7 @@ def same_random_numbers(job):
             shared = max(one[k].count for one in rows for k in one)
             drops = any(one.drops for one in pair)
             if where == "fetch" or drops or shared >= MANY:
-                mend = advice(names[0], origin, pair[0])
+                mend, found = advice(names[0], origin, pair[0]), True
                 yield Breach(what, place, facts=where, mend=mend)
                 continue
             few = True
@@ -249,13 +255,38 @@ def same_random_numbers(job):
             )
         elif count > 2:
             held.append(f"in {count} of {count} {WORDS[where]} that draw")
-    if what := same_inputs(job):
-        yield Breach(what, job.of(Step)[0].place, facts="loop")
+    lines, differ = same_draws(job)
+    for what, place, whole in lines if not found else ():
+        few, found = few or whole, found or not whole
+        if not whole:
+            yield Breach(what, place, facts="loop", mend=NOISE)
+    if not found and noise(job):
+        what = "a network gets the same input on several ranks, though samples differ"
+        yield Breach(what, job.of(Step)[0].place, facts="loop", mend=NOISE)
+    held += [f"in {differ} draws of the script's own lines"] * (differ > 2)
     if few or some:
-        raise NotJudged(some or "the ranks draw a few equal numbers, perhaps together")
+        raise NotJudged(
+            some or "the ranks draw equal numbers, perhaps to decide together"
+        )
+    if same_generators(job):
+        what = "generators that the script has made draw the same on several ranks"
+        raise NotJudged(f"{what}, perhaps to decide together")
+    if new_contents(job):
+        raise NotJudged("something that was not seen changes the samples at random")
     if not held:
         raise NotJudged("nothing was seen to draw from a global generator")
     yield f"the ranks' generators differ {', '.join(held)}"
+
+
+def new_contents(job) -> bool:
+    """Return whether samples change from epoch to epoch, but no generator was seen."""
+    process, found = job.processes[0], {}
+    for epoch in process.epochs:
+        for one in process.batches(epoch):
+            for pair in zip(one.indices or (), one.rows or (), strict=False):
+                found.setdefault(pair[0], set()).add(pair[1])
+    seen = any(one for row in draws(job, "fetch") for one in row)
+    return not seen and sum(len(x) > 1 for x in found.values()) > 10
 
 
 def advice(name: str, origin: str, draw: Draw) -> str:

@@ -1,5 +1,6 @@
 """Law 1: every sample is read once per epoch."""
 
+import weakref
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,11 +21,12 @@ from ..law import (
     several,
 )
 from ..loaders import Loaders, Pass
-from ..moments import Step
+from ..moments import Step, runs_normally
+from ..neighbours import Input, twins
 from ..reads import (
     MORE,
     Feed,
-    Input,
+    Pick,
     Reads,
     broken,
     feeds,
@@ -33,8 +35,8 @@ from ..reads import (
     looped,
     other_contents,
 )
-from ..record import recorder
-from ..sample import hashes, numbers
+from ..record import recorder, wrap
+from ..sample import digest, hashes, positions
 from ..signature import changed, different, signature
 from ..watcher import Watcher
 
@@ -57,7 +59,13 @@ class Samples(Watcher):
 
     def __init__(self):
         self.fed: int | None = None
-        self.validated, self.batch = set(), []
+        self.validated, self.networks, self.sources = set(), {}, {}
+        self.inside = False
+
+    def hooks(self) -> None:
+        import torch
+
+        wrap(torch.Tensor, "__getitem__", self.picked)
 
     def on_epoch(self, own: Pass, loader) -> None:
         names = [type(x).__name__ for x in (loader.sampler, loader.batch_sampler)]
@@ -86,29 +94,55 @@ class Samples(Watcher):
             chosen = [subset[i] for i in chosen]
         return array("q", map(int, chosen))
 
+    def picked(self, call, tensor, index):
+        result = call(tensor, index)
+        if recorder.watching and not self.inside and not isinstance(index, int):
+            self.inside = True
+            try:
+                self.write_pick(tensor, index)
+            finally:
+                self.inside = False
+        return result
+
+    def write_pick(self, tensor, index) -> None:
+        """Record which rows of a tensor a list or an array of numbers picks."""
+        import torch
+
+        if isinstance(index, tuple) or not (hasattr(index, "__len__") and len(index)):
+            return
+        index = torch.as_tensor(index)
+        plain = torch.is_grad_enabled() and tensor.is_leaf and not tensor.requires_grad
+        whole = not index.is_floating_point() and index.dtype != torch.bool
+        if not (plain and whole and index.dim() == 1 and tensor.dim()):
+            return
+        if not 1 < len(index) < 0.75 * len(tensor) or not runs_normally():
+            return
+        known = self.sources.get(id(tensor))
+        if known is None or known[0]() is not tensor:
+            few = digest(hashes(tensor[list(positions(len(tensor), 64))]))
+            known = weakref.ref(tensor), len(self.sources), len(tensor), few
+            if len(self.sources) > 32:
+                return
+            self.sources[id(tensor)] = known
+        _, source, size, few = known
+        rows = array("q", index.tolist())
+        recorder.write(Pick(source=source, size=size, contents=few, rows=rows))
+
     def on_input(self, network, inputs) -> None:
         import torch
 
-        inputs = [one for one in inputs if one.dim()]
+        inputs = [one for one in inputs if one.dim() and len(one)]
         if recorder.watching and torch.is_grad_enabled() and inputs:
             largest = max(inputs, key=torch.Tensor.numel)
-            rows, loaded = array("q", hashes(largest)), Loaders.here.current is not None
-            added = self.added(largest)
-            recorder.write(Input(rows=rows, loaded=loaded, added=added))
-
-    def on_batch(self, own: Pass, batch, seconds) -> None:
-        floats = [x for x in batch["tensors"] if x.is_floating_point()]
-        floats = [x for x in floats if x.is_cpu and recorder.watching]
-        shapes = [one.shape for one in floats]
-        self.batch = [*zip(shapes, numbers(floats, 16), strict=True)]
-
-    def added(self, tensor) -> list[float]:
-        """Return what the loop has added to a few numbers of the last batch."""
-        for shape, before in self.batch:
-            if shape == tensor.shape:
-                after = numbers([tensor], 16)[0]
-                return [b - a for a, b in zip(before, after, strict=True)]
-        return []
+            loaded = Loaders.here.current is not None
+            one = Input(
+                network=self.networks.setdefault(id(network), len(self.networks)),
+                rows=array("q", hashes(largest)),
+                loaded=loaded,
+                few=[] if loaded else few_of_each(largest),
+                whole=not largest.is_floating_point(),
+            )
+            recorder.write(one)
 
     def on_output(self, network, outputs, batch) -> None:
         import torch
@@ -123,6 +157,14 @@ class Samples(Watcher):
     def after_step(self, optimizer, weights) -> None:
         current = Loaders.here.current
         self.fed = current and current.loader
+
+
+def few_of_each(rows) -> list[list[float]]:
+    """Return 12 numbers of each entry: of tokens, the first ones."""
+    flat = rows.detach().reshape(len(rows), -1)[:64]
+    if flat.is_floating_point():
+        return flat[:, list(positions(flat.size(1), 12))].double().tolist()
+    return [(one + [0] * 12)[:12] for one in flat[:, :12].long().tolist()]
 
 
 # --- checks ---
@@ -201,37 +243,40 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
     for one in need(epochs, "no epoch of training was seen"):
         if one.poor():
             raise NotJudged("the inputs do not tell samples apart, like single words")
-        if what := broken(one):
+        counts, what = one.numbers(), broken(one)
+        if what and one.random() and one.together()[0] < 0.9:
+            raise NotJudged("each rank may draw its samples at random")
+        if what:
             extra, mend = mechanism(job, one)
             yield Breach(what + extra, place, facts=one, mend=mend)
             return
-        drawn = one.numbers()["within"] or any(x.repeats for x in one.feeds)
+        if not one.index and not one.feeds and (what := near_twins(job)):
+            yield Breach(what, place, facts=one, mend=mechanism(job, one)[1])
+            return
+        drawn = counts["within"] or any(x.repeats for x in one.feeds)
         if one.index and drawn:
             raise NotJudged("the sampler draws samples with replacement")
-        if one.numbers()["again"] > MORE * one.numbers()["read"] and not one.whole:
-            raise NotJudged("some inputs came again, but few, or in another epoch")
-        held.append(one)
-    if not any(one.index or one.again for one in epochs) and changing(job):
-        raise NotJudged("the samples have no numbers, and no contents were seen again")
-    counts = held[0].numbers()
-    text = f"{place}, " * (held[0].loader is not None)
-    text += f"{held[0].text}: {counts['read']:,} samples read, "
-    text += f"{counts['distinct']:,} distinct"
-    text += f" of {held[0].total:,}" if held[0].total else ""
-    text += "" if held[0].index else " (by their contents)"
-    if held[0].feeds and not held[0].index and not held[0].total:
-        raise NotJudged(f"{text}; how many a stream has is not known")
+        held.append(f"{one.text}: {counts['read']:,} samples read, ")
+        held[-1] += f"{counts['distinct']:,} distinct"
+        held[-1] += f" of {one.total:,}" if one.total else ""
+        if not one.total or counts["again"] > one.slack + MORE * counts["read"]:
+            more = "" if one.index else " (by their contents)"
+            raise NotJudged(f"{held[-1]}{more}; how many there are is not known")
+        if not one.whole and one.pool and counts["distinct"] < 0.98 * one.total:
+            raise NotJudged(f"{held[-1]}; the others may be for validation")
+    text = f"{place}, " * (epochs[0].loader is not None) + held[0]
     more = "epoch 1" if len(held) == 2 else f"epochs 1 to {len(held) - 1}"
     yield text + f"; {more} likewise" * (len(held) > 1)
 
 
-def changing(job: Job) -> bool:
-    """Return whether random numbers may change the contents of samples."""
-    from .randomness import Draw  # which imports this file
-
-    events = [x for process in job.processes for x in process.events + process.loaders]
-    fetches = [x for x in events if isinstance(x, Draw) and x.where == "fetch"]
-    return not fetches or any(one.states for one in fetches)
+def near_twins(job: Job) -> str:
+    """Return what inputs read by two ranks, and then changed at random, show, or ""."""
+    share, errors, there, near = twins(job)
+    if errors < 5 or share < 0.15 or near > 0.5 and there < 0.9:
+        return ""  # neighbours in time, such as frames, may be on different ranks
+    same = " in the same step" * (there >= 0.9)
+    text = f"about {share:.0%} of the inputs of a rank are read by another one{same}, "
+    return f"{text}and changed by random numbers ({errors:.0f} standard errors)"
 
 
 @explains(left_out, WRONG)
@@ -242,6 +287,8 @@ def same_samples(job, breach):
     Not a mistake if: every rank is meant to read all samples in each epoch.
     """
     one = breach.facts
+    if "in the same step" in breach.what:
+        return breach
     if one.together()[0] < 0.9 and not one.read_by_all():
         return None
     return replace(breach, level=RISK if one.together()[0] < 0.9 else WRONG)
