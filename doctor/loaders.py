@@ -213,7 +213,8 @@ class Loaders(Watcher):
                 numbers = [subset[i] for i in numbers]
             indices = array("q", map(int, numbers))
         rows = None
-        if tensors and (recorder.watching or indices is None):
+        fits = indices is None or (tensors and len(tensors[0]) == len(indices))
+        if tensors and fits and (recorder.watching or indices is None):
             columns = zip(*map(hashes, tensors), strict=True)
             rows = array("q", [digest(one) for one in columns])
         values = None if labels is None else array("q", labels.tolist())

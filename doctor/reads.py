@@ -57,6 +57,7 @@ class Reads:
     loader: int | None = None  # None: the training loader
     again: bool = False  # contents were seen again, so that they are comparable
     pool: int = 0  # without a DataLoader: distinct samples in all steps
+    stream: bool = False  # `total` is what all epochs have together
 
     @property
     def all(self) -> list[list[int]]:
@@ -192,7 +193,7 @@ def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
         rows = {x for part in found.all for x in part}
         if index and not own.stream and own.samples == len(rows):
             found.total = own.samples
-        found.loader = loader
+        found.loader, found.stream = loader, own.stream
         found.again = 2 * len(seen & rows) > len(rows)
         seen |= rows
         yield found
@@ -269,7 +270,8 @@ def broken(one: Reads) -> str:
         return f"in {one.text}, {same} batches have the same samples on several ranks"
     text = f"in {one.text}, the ranks read {counts['read']:,} samples, "
     text += f"{counts['distinct']:,} distinct ones"
-    text += f" of {one.total:,}" if one.total else ""
+    more = " that all epochs have" * one.stream
+    text += f" of {one.total:,}{more}" if one.total else ""
     if one.index and (counts["within"] or any(x.repeats for x in one.feeds)):
         return ""  # drawn with replacement
     if one.read_by_all():

@@ -3,14 +3,15 @@
 import os
 import re
 import sys
+from collections import Counter
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from typing import ClassVar
 
 from ..event import Event, Exit, Failed, Rank, Start
 from ..job import last, waiting
 from ..law import NOTE, RISK, WRONG, Breach, Law, NotJudged, check, need, several
-from ..moments import Step
+from ..moments import Moments, Step
 from ..record import place, recorder, wrap
 from ..watcher import Watcher
 
@@ -27,6 +28,13 @@ LOST = re.compile(
 )
 
 
+ORDER = "Iterate in the same order on all ranks, sorted(names): a set has no order."
+LEAVES = (
+    "Leave the loop on all ranks together: all_reduce() the number that ends it. "
+    "reduce() gives its result to one rank only."
+)
+
+
 @dataclass(kw_only=True)
 class Call(Event):
     """The script calls a collective of all ranks."""
@@ -35,6 +43,8 @@ class Call(Event):
     name: str
     sent: str  # how many numbers of which type, and from or to which rank
     place: str
+    weight: str = ""  # whose gradient or value is sent
+    value: float | None = None  # of a single number
 
 
 @dataclass(kw_only=True)
@@ -56,6 +66,9 @@ class Gpu(Event):
 
 class Meeting(Watcher):
     """Records collectives, ports and GPUs."""
+
+    def __init__(self):
+        self.weights, self.built = {}, -1  # of known weights, by address
 
     def hooks(self) -> None:
         import torch.distributed as dist
@@ -84,7 +97,23 @@ class Meeting(Watcher):
             root = args[position]
         if isinstance(root, int):
             sent += f"{', ' * bool(sent)}root {root}"
-        recorder.write(Call(name=name, sent=sent, place=where))
+        one = Call(name=name, sent=sent, place=where)
+        plain = tensors and name not in UNEVEN and type(tensors[0]) is torch.Tensor
+        if plain and recorder.watching:
+            one.weight = self.weight(tensors[0])
+            if tensors[0].numel() == 1 and tensors[0].is_cpu:
+                one.value = float(tensors[0])
+        recorder.write(one)
+
+    def weight(self, tensor) -> str:
+        """Return the name of the weight of which a tensor is the gradient, or ""."""
+        if self.built != recorder.step:
+            self.built, self.weights = recorder.step, {}
+            for number, weight in [*Moments.here.known.values()]:
+                if (weight := weight()) is not None and weight.grad is not None:
+                    name = f"{Moments.here.name(weight)} (weight {number + 1})"
+                    self.weights[weight.grad.data_ptr()] = name
+        return self.weights.get(tensor.data_ptr(), "")
 
     def ending(self, call, context):
         recorder.write(Call(name="join", sent="", place=""))
@@ -228,7 +257,8 @@ def collectives_differ(job):
             if stuck(job) or without in gone or behind(job, without, one):
                 what = f"rank {without.rank} does not call {one.name}(), which rank "
                 what += f"{one.rank} calls after step {one.step}"
-                yield Breach(what, one.place)
+                leaves = one.name == "destroy_process_group"
+                yield Breach(what, one.place, mend=LEAVES * leaves)
                 return
             raise NotJudged("the job ended between two collectives")
         if len({(one.name, one.sent) for one in calls}) > 1:
@@ -238,9 +268,40 @@ def collectives_differ(job):
             what, mend = f"for collective call {number}, {', '.join(made)}", ""
             if len({one.name for one in calls}) == 1:
                 mend = "Give this call the same size, type and root on every rank."
+            if any(one.name == "destroy_process_group" for one in calls):
+                mend = LEAVES
             yield Breach(what, calls[0].place, mend=mend)
             return
+        if all(one.weight for one in calls) and len({one.weight for one in calls}) > 1:
+            what = f"for collective call {number}, {calls[0].name}() gets the gradient "
+            told = [f"of {one.weight} on rank {one.rank}" for one in calls[:4]]
+            yield Breach(what + ", ".join(told), calls[0].place, mend=ORDER)
+            return
+    if place := swapped(rows):
+        what = "a line sums several numbers, and the ranks do so in another order"
+        yield Breach(what, place, mend=ORDER)
+        return
     yield f"{len(rows[0]):,} collective{'s' * (len(rows[0]) > 1)} in the same order"
+
+
+def swapped(rows: list[list[Call]]) -> str:
+    """Return the line whose numbers have the same sizes in another order, or ""."""
+    found = Counter()
+    columns = [x for x in zip(*rows, strict=False) if x[0].value]
+    for (line, _), run in groupby(columns, key=lambda x: (x[0].place, x[0].step)):
+        lists = [[one.value or 0 for one in own] for own in zip(*run, strict=True)]
+        for other in lists[1:]:
+            if min(map(abs, lists[0] + other)) > 0:
+                same = [far(*x) for x in zip(lists[0], other, strict=True)]
+                pairs = zip(sorted(lists[0]), sorted(other), strict=True)
+                sizes = max(far(*x) for x in pairs)
+                found[line] += sum(x > 0.5 for x in same) > 1 and sizes < 0.2
+    return next((line for line, count in found.items() if count > 1), "")
+
+
+def far(one: float, other: float) -> float:
+    """Return the difference of two numbers as a share of the larger one."""
+    return abs(one - other) / max(abs(one), abs(other))
 
 
 def behind(job, without, call: Call) -> bool:

@@ -13,13 +13,18 @@ from ..loaders import Batch, Epoch, EpochEnd
 from ..moments import Step
 from ..numbers import Group, Number, numbers
 from ..record import place, recorder, wrap
-from ..results import Measured, Printed
+from ..results import OTHER, Measured, Printed
 from ..watcher import Watcher
 from .gradient import not_averaged
+from .passes import Update
 from .replicas import names_differ, weights_differ, weights_drift
 from .samples import datasets_differ
 
 LAW = Law(7, "printed", "Prints are true")
+SORT = (
+    "Put the gathered predictions into the order of the labels, or gather the labels "
+    "too: DistributedSampler gives rank r the samples r, r + world_size, ..."
+)
 
 
 @dataclass(kw_only=True)
@@ -97,13 +102,15 @@ class Site:
 
 def groups(job) -> list[Group]:
     """Return what was measured, one group for each pass and source, in order."""
-    found, stepped = {}, set()
+    found, stepped, parts = {}, set(), divided(job)
     for process in job.processes:
         steps = {(one.loader, one.epoch) for one in process.of(Step)}
         steps |= {(x.loader, x.epoch) for x in process.of(EpochEnd) if x.steps}
         stepped |= steps
         keys = {(x.loader, x.epoch, x.number): x for x in process.of(Batch)}
         for one in process.of(Measured):
+            if one.what == "pairs":
+                continue
             loaderless = one.loader is None
             name = one.what, one.source, one.loader, one.epoch
             name += (one.after, one.trains) if loaderless else ()
@@ -111,12 +118,15 @@ def groups(job) -> list[Group]:
                 feed = process.loader(one.loader) if not loaderless else None
                 found[name] = Group(one.what, one.source, one.loader, one.epoch)
                 found[name].total = feed.samples or 0 if feed else 0
+                found[name].parts = parts if one.what == "root" else 1
             group = found[name]
             batch = keys.get((one.loader, one.epoch, one.number))
             known = batch and (batch.indices or batch.rows)
             if not known or len(known) != len(one.values):
                 done = len(group.ranks.get(process.rank, ()))
                 known = [(process.rank, done, n) for n in range(len(one.values))]
+            group.skipped += one.skipped
+            group.guesses |= zip(known, one.guesses or (), strict=False)
             row = one.values, one.weights, [*known]
             group.ranks.setdefault(process.rank, []).append(row)
             group.times.setdefault(process.rank, []).append(one.at)
@@ -124,6 +134,16 @@ def groups(job) -> list[Group]:
             fed = (one.loader, one.epoch) in stepped
             group.trains = one.trains if loaderless else fed
     return sorted(found.values(), key=lambda one: max(map(max, one.times.values())))
+
+
+def divided(job) -> int:
+    """Return by how many passes per step the losses are divided, or 1."""
+    found = Counter()
+    for one in job.of(Update):
+        factors = [abs(f) for x in one.passes for f, _ in x.get("terms") or [(0, "")]]
+        found[round(1 / max(factors, default=1) or 1, 3), len(one.passes)] += 1
+    factor, count = found.most_common(1)[0][0] if found else (1, 1)
+    return count if factor == count else 1
 
 
 def judged(job) -> list[Site]:
@@ -193,10 +213,26 @@ def judge(job, everything: list[Group], line: Printed, number: Number):
         for name, mend, top, bottom in one.wrong(earlier):
             if number.equals((top, bottom)):
                 fits.setdefault(name, (line, number, mend, right))
+    for one in process.of(Measured) if number.kind == "accuracy" else ():
+        same = [x for x in passes if other_order(x, one)]
+        hits = sum(a == b for a, b in zip(one.values, one.weights, strict=True))
+        if one.what == "pairs" and same and number.equals((hits, len(one.values))):
+            name = "which compares predictions with the labels of other samples"
+            fits = {name: (line, number, SORT, same[0].right(line.text, line.rank)[0])}
     if fits and number.kind in ("loss", "perplexity"):
         gaps = [abs(number.turned(one[3]) / number.value - 1) for one in fits.values()]
         return 0.01 if min(gaps) < 0.01 else fits
     return fits
+
+
+def other_order(group: Group, pairs: Measured) -> bool:
+    """Return whether compared values are a group's predictions in some order."""
+    guesses = Counter(group.guesses.values())
+    apart = [
+        sum((guesses - Counter(map(int, x))).values())
+        for x in (pairs.values, pairs.weights)
+    ]
+    return len(pairs.values) == len(group.guesses) > 0 and min(apart) < 8
 
 
 def in_a_pass(process, moment: float) -> bool:
@@ -239,6 +275,10 @@ def wrong_number(job):
             unknown.append(site)
     kinds = [one for one in ("accuracies", "losses") if counts[one]]
     text = ", ".join(f"{counts['right', x]} of {counts[x]} {x}" for x in kinds)
+    other = [x for x in job.of(Printed) if OTHER.search(x.text)]
+    if other:
+        name = OTHER.search(other[0].text)[1]
+        raise NotJudged(f"{text} could be recomputed; not {name} at {other[0].place}")
     if unknown:
         where = unknown[0].place
         raise NotJudged(f"{text} could be recomputed; not the one at {where}")

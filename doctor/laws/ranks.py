@@ -257,7 +257,7 @@ def ranks_differ(job):
     more = sorted({x[1] for x in found} - {name})
     what += f"; also {', '.join(more[:3])}" * bool(more)
     first = job.processes[0].loader()
-    yield Breach(what, first.place if first else "")
+    yield Breach(what, first.place if first else job.of(Facts)[0].place)
 
 
 @check(LAW, RISK, general=True, causes=[datasets_differ])

@@ -258,8 +258,12 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
             raise NotJudged("the sampler draws samples with replacement")
         held.append(f"{one.text}: {counts['read']:,} samples read, ")
         held[-1] += f"{counts['distinct']:,} distinct"
-        held[-1] += f" of {one.total:,}" if one.total else ""
-        if not one.total or counts["again"] > one.slack + MORE * counts["read"]:
+        held[-1] += f" of {one.total:,}" if one.total and not one.stream else ""
+        if (
+            one.stream
+            or not one.total
+            or counts["again"] > one.slack + MORE * counts["read"]
+        ):
             more = "" if one.index else " (by their contents)"
             raise NotJudged(f"{held[-1]}{more}; how many there are is not known")
         if not one.whole and one.pool and counts["distinct"] < 0.98 * one.total:
