@@ -63,25 +63,10 @@ class Pass:
     epoch: int
     subsets: list = field(default_factory=list)
     stream: bool = False
-    samples: int | None = None
-    part: int | None = None  # of keys that are tuples: the sample's number
     batches: int = 0
     steps: int = 0
     ended: bool = False
     reads: deque = field(default_factory=lambda: deque(maxlen=8))
-
-
-def number_in(keys: list[tuple], samples: int | None) -> int | None:
-    """Return which part of keys such as (epoch, index) is a sample's number, if any.
-
-    It differs in all keys of a batch, is below the number of samples, and is shuffled.
-    """
-    found, most = [], 2**62 if samples is None else samples
-    for part, values in enumerate(zip(*keys, strict=True)):
-        if all(hasattr(one, "__index__") and 0 <= one < most for one in values):
-            if len({*values}) == len(values) and [*values] != sorted(values):
-                found.append(part)
-    return found[0] if len(found) == 1 else None
 
 
 def size(value) -> int | None:
@@ -133,7 +118,6 @@ class Loaders(Watcher):
             base = base.dataset
         stream = isinstance(base, IterableDataset)
         own = self.fetching = Pass(known["number"], known["epoch"], subsets, stream)
-        own.samples = size(loader.dataset)
         if loader.num_workers:  # which inherit the environment
             os.environ["DOCTOR_PASS"] = f"{own.loader} {own.epoch}"
         iterator = call(loader)
@@ -202,12 +186,6 @@ class Loaders(Watcher):
         labels = labels[0] if len(labels) == 1 else None
         found = {"loader": own.loader, "epoch": own.epoch, "number": own.batches}
         numbers, indices = index if isinstance(index, (list, tuple)) else [None], None
-        if all(isinstance(one, tuple) for one in numbers):
-            if own.part is None:
-                own.part = number_in(numbers, own.samples)
-            numbers = [
-                one[own.part] if own.part is not None else None for one in numbers
-            ]
         if not own.stream and all(hasattr(one, "__index__") for one in numbers):
             for subset in own.subsets:
                 numbers = [subset[i] for i in numbers]

@@ -1,6 +1,7 @@
-"""The inputs of networks that no DataLoader feeds, and their neighbours."""
+"""The inputs of networks, and the samples of loops that use no DataLoader."""
 
 from array import array
+from collections import Counter
 from dataclasses import dataclass
 from itertools import combinations
 from math import dist
@@ -8,6 +9,10 @@ from math import dist
 from .event import Event
 from .job import Job
 from .law import need
+from .loaders import Loaders
+from .record import recorder
+from .sample import hashes, positions
+from .watcher import Watcher
 
 
 @dataclass(kw_only=True)
@@ -21,31 +26,54 @@ class Input(Event):
     whole: bool  # they are whole numbers, such as tokens
 
 
-def networks(job: Job) -> list[list[list[Input]]]:
-    """Return each network's first inputs of each step, by rank."""
-    found = []
-    for number in sorted({one.network for one in job.of(Input)}):
-        ranks = []
-        for process in job.processes:
-            first = {}
-            for one in process.of(Input):
-                if one.network == number:
-                    first.setdefault(one.step, one)
-            ranks.append([*first.values()])
-        found += [ranks] * all(ranks)
-    return found
+class Inputs(Watcher):
+    """Looks at the inputs of networks in training."""
+
+    def __init__(self):
+        self.networks = {}
+
+    def on_input(self, network, inputs) -> None:
+        import torch
+
+        inputs = [one for one in inputs if one.dim() and len(one)]
+        if recorder.watching and torch.is_grad_enabled() and inputs:
+            largest = max(inputs, key=torch.Tensor.numel)
+            loaded = Loaders.here.current is not None
+            one = Input(
+                network=self.networks.setdefault(id(network), len(self.networks)),
+                rows=array("q", hashes(largest)),
+                loaded=loaded,
+                few=[] if loaded else few_of_each(largest),
+                whole=not largest.is_floating_point(),
+            )
+            recorder.write(one)
+
+
+def few_of_each(rows) -> list[list[float]]:
+    """Return 12 numbers of each entry: of tokens, the first ones."""
+    flat = rows.detach().reshape(len(rows), -1)[:64]
+    if flat.is_floating_point():
+        return flat[:, list(positions(flat.size(1), 12))].double().tolist()
+    return [(one + [0] * 12)[:12] for one in flat[:, :12].long().tolist()]
+
+
+# --- what they show ---
 
 
 def inputs(job: Job) -> list[list[Input]]:
-    """Return the inputs of the first network that gets other ones on each rank."""
-    every = need(networks(job), "no input was seen")
-    return next((one for one in every if not same_rows(one)), every[-1])
+    """Return each rank's first input of each step, of one network.
 
-
-def noise(job: Job) -> bool:
-    """Return whether a network gets the same on two ranks, but samples differ."""
-    same = [same_rows(one) for one in networks(job)]
-    return any(same) and (not all(same) or any(one.loaded for one in job.of(Input)))
+    It is the first network whose inputs are not equal on the ranks, such as noise.
+    """
+    every = need(job.of(Input), "no input was seen")
+    for number in sorted({one.network for one in every}):
+        ranks = []
+        for process in job.processes:
+            own = [one for one in process.of(Input) if one.network == number]
+            ranks.append([*{one.step: one for one in reversed(own)}.values()][::-1])
+        if all(ranks) and not same_rows(ranks):
+            break
+    return ranks
 
 
 def same_rows(ranks: list[list[Input]]) -> bool:
@@ -68,7 +96,7 @@ def twins(job: Job) -> tuple[float, float, float, float]:
     Returns:
         The share of samples that two ranks read, by how many standard errors it is not
         0, how often two neighbours have the same place in the same step, and how often
-        they are in the same or the next step.
+        they are one of three numbers of steps apart, as in a time series.
     """
     whole = any(one.whole for one in job.of(Input))
     gap = (lambda a, b: sum(map(int.__ne__, a, b))) if whole else dist
@@ -84,22 +112,24 @@ def twins(job: Job) -> tuple[float, float, float, float]:
             for rows in lists[:4]
         ]
         for one, other in combinations(ranks, 2):
-            if min(len(one), len(other)) >= 100:
+            if min(len(one), len(other)) >= 100 and part > 7:
                 worst = max(worst, neighbours(one, other, gap), key=lambda x: x[1])
     return worst
 
 
 def neighbours(one: list[tuple], other: list[tuple], gap) -> tuple:
     """Return twins()'s numbers for two ranks' inputs: (batch, place, numbers)."""
-    wins = losses = there = near = 0
+    wins = losses = there = 0
+    apart = Counter()
     for number, place, row in one:
         own = min(gap(row, x) for m, n, x in one if (m, n) != (number, place))
         least, m, n = min((gap(row, x), m, n) for m, n, x in other)
         wins, losses = wins + (least < own), losses + (least > own)
         there += least < own and (m, n) == (number, place)
-        near += least < own and abs(m - number) < 2
+        apart[m - number] += least < own
     chance = len(other) / (len(one) + len(other) - 1)
     count, wins = max(1, wins + losses), max(1, wins)
     error = 1.3 * (0.25 / count) ** 0.5  # neighbours come in pairs
     excess = wins / count - chance
-    return excess / (1 - chance), excess / error, there / wins, near / wins
+    most = sum(count for _, count in apart.most_common(3))
+    return excess / (1 - chance), excess / error, there / wins, most / wins

@@ -33,17 +33,6 @@ class Feed(Event):
     part: array | None  # the samples that subsets choose
 
 
-@dataclass(kw_only=True)
-class Pick(Event):
-    """The script picks rows of a tensor by their numbers, with gradients enabled."""
-
-    limit: ClassVar[int] = 2000
-    source: int  # tensors are numbered by their first pick
-    size: int
-    contents: int  # a hash of a few of its rows
-    rows: array
-
-
 @dataclass
 class Reads:
     """What all ranks read in an epoch, or in the part of it that was seen."""
@@ -55,7 +44,6 @@ class Reads:
     feeds: list[Feed] = field(default_factory=list)
     index: bool = True  # samples are known by their numbers; else by their contents
     loader: int | None = None  # None: the training loader
-    again: bool = False  # contents were seen again, so that they are comparable
     pool: int = 0  # without a DataLoader: distinct samples in all steps
     stream: bool = False  # `total` is what all epochs have together
 
@@ -157,7 +145,7 @@ def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
     plain = own.sampler in ("RandomSampler", "SequentialSampler")
     if not (plain or all(one.divides for one in first)):
         samples = None  # the script's own sampler may choose a part of them
-    lists, seen = [process.epochs for process in job.processes], set()
+    lists = [process.epochs for process in job.processes]
     if loader is not None:
         passes = [[x for x in p.of(Epoch) if x.loader == loader] for p in job.processes]
         lists = [[one.epoch for one in own] for own in passes]
@@ -194,8 +182,6 @@ def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
         if index and not own.stream and own.samples == len(rows):
             found.total = own.samples
         found.loader, found.stream = loader, own.stream
-        found.again = 2 * len(seen & rows) > len(rows)
-        seen |= rows
         yield found
 
 
@@ -229,36 +215,32 @@ def before_a_repeat(batches: list) -> list:
     return found
 
 
-def picks(job: Job) -> tuple[list[list], int] | None:
-    """Return the rows of one tensor that the ranks pick in most steps, and its size."""
-    steps = min(len({x.step for x in p.of(Input)}) for p in job.processes)
-    for number in sorted({one.source for one in job.of(Pick)}):
-        own = [[x for x in p.of(Pick) if x.source == number] for p in job.processes]
-        often = min(len({one.step for one in rows}) for rows in own)
-        if often >= max(3, 0.4 * steps):
-            if len({(rows[0].size, rows[0].contents) for rows in own}) == 1:
-                return [[x.rows for x in rows] for rows in own], own[0][0].size
-    return None
+def laps(job: Job) -> list[list[list[int]]]:
+    """Return rank 0's batches of two epochs of a loop without a DataLoader, or []."""
+    own = [one.rows for one in inputs(job)[0]]
+    count = len(before_a_repeat(own))
+    return [own[:count], own[count : 2 * count]] if len(own) >= 2 * count else []
 
 
 def looped(job: Job) -> Reads:
     """Return what the ranks read without a DataLoader, until a sample comes again."""
     if any(one.loaded for one in job.of(Input)):
         raise NotJudged("no DataLoader feeds the steps of every rank")
-    picked = picks(job)
-    name = "batches that the script picks" if picked else "inputs of the network"
-    lists, total = picked or ([[x.rows for x in one] for one in inputs(job)], None)
+    lists = [[x.rows for x in one] for one in inputs(job)]
     ranks = [before_a_repeat(one) for one in lists]
-    pool = total or len({x for one in lists for rows in one for x in rows})
+    pool = len({x for one in lists for rows in one for x in rows})
     again = any(len(a) < len(b) for a, b in zip(ranks, lists, strict=True))
     shortest = min(map(len, ranks))
-    if shortest < 3 and again:
+    whole = Reads(lists, "", False, index=False)
+    if shortest < 8 and whole.together()[0] > 0.9:  # drawn at random, but together
+        ranks, shortest = lists, min(map(len, lists))
+    elif shortest < 3 and again:
         raise NotJudged(
             "samples come again within 3 steps: they are not read in epochs"
         )
     ranks = [x[:shortest] for x in ranks]
-    text = f"the first {shortest} {name}"
-    return Reads(ranks, text, False, total, [], bool(picked), None, again, pool)
+    text = f"the first {shortest} inputs of the network"
+    return Reads(ranks, text, False, index=False, pool=pool)
 
 
 def broken(one: Reads) -> str:
@@ -271,7 +253,8 @@ def broken(one: Reads) -> str:
     text = f"in {one.text}, the ranks read {counts['read']:,} samples, "
     text += f"{counts['distinct']:,} distinct ones"
     more = " that all epochs have" * one.stream
-    text += f" of {one.total:,}{more}" if one.total else ""
+    known = one.total and one.total > counts["distinct"] * one.stream
+    text += f" of {one.total:,}{more}" if known else ""
     if one.index and (counts["within"] or any(x.repeats for x in one.feeds)):
         return ""  # drawn with replacement
     if one.read_by_all():

@@ -1,23 +1,20 @@
 """Law 9: all ranks meet in the same calls, take the same steps, and end."""
 
-import os
 import re
-import sys
 from collections import Counter
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
 from typing import ClassVar
 
-from ..event import Event, Exit, Failed, Rank, Start
+from ..event import Event, Exit, Failed, Rank
 from ..job import last, waiting
 from ..law import NOTE, RISK, WRONG, Breach, Law, NotJudged, check, need, several
 from ..moments import Moments, Step
-from ..record import place, recorder, wrap
+from ..record import recorder, wrap
+from ..sample import picked
 from ..watcher import Watcher
 
 LAW = Law(9, "meeting", "All ranks meet")
-SPAWNED = "spawn_main" in str(sys.orig_argv)  # its parent may have chosen the port
-PORT = "" if SPAWNED else os.environ.get("MASTER_PORT", "")
 ROOTS = {"broadcast": 1, "reduce": 1, "scatter": 2, "gather": 2}  # positions
 ROOTS |= {"broadcast_object_list": 1, "gather_object": 2, "broadcast_": 1}
 UNEVEN = "all_to_all_single", "allgather"  # sizes may differ between ranks
@@ -44,38 +41,18 @@ class Call(Event):
     sent: str  # how many numbers of which type, and from or to which rank
     place: str
     weight: str = ""  # whose gradient or value is sent
-    value: float | None = None  # of a single number
-
-
-@dataclass(kw_only=True)
-class Port(Event):
-    """The script joins a process group."""
-
-    own: int  # the port, if it is not the launcher's
-    place: str
-
-
-@dataclass(kw_only=True)
-class Gpu(Event):
-    """A process takes its first step on this GPU."""
-
-    limit: ClassVar[int] = 1
-    index: int
-    identity: str  # the same in all processes that use it
+    value: float | None = None  # a sum of a few of the numbers' sizes
 
 
 class Meeting(Watcher):
-    """Records collectives, ports and GPUs."""
+    """Records collectives."""
 
     def __init__(self):
         self.weights, self.built = {}, -1  # of known weights, by address
 
     def hooks(self) -> None:
-        import torch.distributed as dist
         from torch.distributed.algorithms.join import Join
 
-        for owner in (dist, dist.distributed_c10d):
-            wrap(owner, "init_process_group", self.join)
         wrap(Join, "__enter__", self.ending)
 
     def on_collective(self, name, args, kwargs, where) -> None:
@@ -101,8 +78,8 @@ class Meeting(Watcher):
         plain = tensors and name not in UNEVEN and type(tensors[0]) is torch.Tensor
         if plain and recorder.watching:
             one.weight = self.weight(tensors[0])
-            if tensors[0].numel() == 1 and tensors[0].is_cpu:
-                one.value = float(tensors[0])
+            if tensors[0].is_cpu and not one.weight:
+                one.value = float(picked(tensors[0], 64).abs().sum())
         recorder.write(one)
 
     def weight(self, tensor) -> str:
@@ -118,23 +95,6 @@ class Meeting(Watcher):
     def ending(self, call, context):
         recorder.write(Call(name="join", sent="", place=""))
         return call(context)
-
-    def join(self, call, *args, **kwargs):
-        method = kwargs.get("init_method") or (args[1:] or [None])[0]
-        port = str(method or "").rpartition(":")[2]
-        port = port if port.isdigit() else os.environ.get("MASTER_PORT", "")
-        own = int(port) if port != PORT and port.isdigit() else 0
-        recorder.write(Port(own=own, place=place()))
-        return call(*args, **kwargs)
-
-    def after_step(self, optimizer, weights) -> None:
-        import torch
-
-        if weights and weights[0].is_cuda and not recorder.full(Gpu):
-            index = weights[0].device.index
-            seen = getattr(torch.cuda.get_device_properties(index), "uuid", "")
-            seen = seen or os.environ.get("CUDA_VISIBLE_DEVICES", "")
-            recorder.write(Gpu(index=index, identity=f"{seen} {index}"))
 
 
 def errors(job) -> list[Failed]:
@@ -344,67 +304,3 @@ def batch_counts_differ(job):
     done = [n for n in epochs if all(one.whole(n) for one in job.processes)]
     need(done, "no epoch was read to its end on every rank")
     yield f"{len(job.processes[0].batches(done[0])):,} batches per epoch each"
-
-
-EFFECTS = *EFFECTS, collectives_differ, batch_counts_differ
-
-
-@check(LAW, WRONG, effects=EFFECTS, read="docs/pitfalls.md, number 13")
-def file_race(job):
-    """A process reads a file before another one has written it.
-
-    Make the other ranks wait in a barrier until rank 0 has written the file.
-    """
-    failed = {one.rank for one in job.of(Failed)}
-    for one in errors(job)[:1]:
-        if "FileNotFound" in one.text and one.path:
-            # Rank 0 may have been stopped before it wrote the file
-            if os.path.exists(one.path) or 0 not in failed:
-                what = f"rank {one.rank} cannot find {os.path.relpath(one.path)}, "
-                what += "which another process "
-                yield Breach(f"{what}writes, or was about to write", one.place)
-
-
-@check(LAW, RISK, needs=[Port], read="docs/pitfalls.md, number 3")
-def own_port(job):
-    """The processes meet at a port that the script has fixed.
-
-    Omit init_method, rank and world_size, so that the launcher's port is used.
-    Not a mistake if: you never run a second job on this machine.
-    """
-    for one in job.of(Port):
-        if 0 < one.own < 32768:  # the system picks free ports above
-            what = f"the port is always {one.own}: a second job on this machine fails, "
-            yield Breach(f"{what}or joins this one", one.place)
-            return
-        need(not one.own, "the script chose a port, which may be a free one")
-
-
-@check(LAW, WRONG, effects=[*EFFECTS, file_race, own_port])
-def port_in_use(job):
-    """Another job on this machine uses the port where the processes meet.
-
-    Omit init_method, rank and world_size, so that the launcher's port is used.
-    """
-    for one in errors(job)[:1]:
-        if "ddress already in use" in one.text:
-            what = f"rank {one.rank} cannot join the others: {one.text[:150]}"
-            yield Breach(what, one.place)
-
-
-@check(LAW, WRONG, needs=[Gpu], read="docs/pitfalls.md, number 19")
-def same_gpu(job):
-    """Several processes of a machine use the same GPU.
-
-    Call torch.cuda.set_device(local_rank).
-    """
-    several(job)
-    found = {}
-    for process in job.processes:
-        for one in process.of(Gpu):
-            host = process.of(Start)[0].host
-            found.setdefault((host, one.identity), []).append(one)
-    for row in found.values():
-        if len(row) > 1:
-            ranks = ", ".join(str(one.rank) for one in row)
-            yield Breach(f"ranks {ranks} use GPU {row[0].index} of one machine")

@@ -1,7 +1,6 @@
 """Law 7: printed accuracies and losses equal those of the networks' outputs."""
 
 import re
-import sys
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from ..law import RISK, WRONG, Breach, Law, NotJudged, check, explains, need
 from ..loaders import Batch, Epoch, EpochEnd
 from ..moments import Step
 from ..numbers import Group, Number, numbers
-from ..record import place, recorder, wrap
+from ..record import recorder
 from ..results import OTHER, Measured, Printed
 from ..watcher import Watcher
 from .gradient import not_averaged
@@ -35,31 +34,12 @@ class SummedAgain(Event):
     place: str
 
 
-@dataclass(kw_only=True)
-class Warned(Event):
-    """Lightning has warned about self.log()."""
-
-    limit: ClassVar[int] = 20
-    text: str
-    place: str
-
-
 class Sums(Watcher):
-    """Records sums that are summed again, and Lightning's warnings."""
+    """Records sums that are summed again."""
 
     def __init__(self):
         self.passes = 0  # backward passes of the current step
         self.sums, self.adds = {}, None  # of small tensors, by the line that sums
-
-    def hooks(self) -> None:
-        import warnings
-
-        wrap(warnings, "showwarning", self.warning)
-
-    def warning(self, call, message, *args, **kwargs):
-        if "sync_dist=True" in str(message) and "lightning" in str(sys.modules.keys()):
-            recorder.write(Warned(text=str(message)[:300], place=place()))
-        return call(message, *args, **kwargs)
 
     def on_backward(self, root) -> None:
         self.passes += 1
@@ -334,15 +314,3 @@ def reduced_again(job):
     if found and len({one.rank for one in found}) == len(job.processes):
         what = "each call of all_reduce() sums what the last call has already summed"
         yield Breach(what, found[0].place)
-
-
-@check(LAW, RISK, needs=[Warned], read="docs/pitfalls.md, number 16")
-def logged_by_each_rank(job):
-    """Lightning logs the value of one rank's samples.
-
-    Call self.log(..., sync_dist=True), or log a metric of torchmetrics.
-    Not a mistake if: only the progress bar shows the value.
-    """
-    one = job.of(Warned)[0]
-    what = "Lightning warns that self.log() gets the value of each rank's own samples"
-    yield Breach(what, one.place)

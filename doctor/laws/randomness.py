@@ -13,8 +13,6 @@ from ..event import Event
 from ..generators import drawn, states
 from ..law import NOTE, RISK, Breach, Law, NotJudged, check, explains, several
 from ..loaders import Loaders
-from ..moments import Step
-from ..neighbours import noise
 from ..record import not_the_users, place, recorder, wrap
 from ..watcher import Watcher
 from .samples import same_samples
@@ -22,7 +20,7 @@ from .samples import same_samples
 LAW = Law(3, "randomness", "Random streams differ between ranks")
 FETCHES = 15  # that are recorded in each pass and process
 NOISE = "Give a generator of the script's own a seed that depends on the rank."
-WORDS = {"forward": "forward passes", "fetch": "batches", "loop": "steps' loops"}
+WORDS = {"forward": "forward passes", "fetch": "batches"}
 GENERATORS = {"torch": "PyTorch", "random": "random", "numpy": "NumPy", "cuda": "CUDA"}
 
 
@@ -31,7 +29,7 @@ class Draw(Event):
     """Generators before a part of the job that may draw random numbers from them."""
 
     limit: ClassVar[int] = 2000
-    where: str  # "fetch": loading a batch; "forward": a network; "loop": between these
+    where: str  # "fetch": loading a batch; "forward": a network
     number: int  # in this pass over a DataLoader, or in this step
     states: dict[str, int]  # hashes, of the generators that drew
     count: int  # of the drawn numbers, at least
@@ -56,7 +54,7 @@ class Randomness(Watcher):
 
     def __init__(self):
         self.states = None
-        self.numbers, self.step, self.counts = Counter(), -1, Counter()
+        self.step, self.number, self.counts = -1, 0, Counter()
 
     def hooks(self) -> None:
         import torch
@@ -120,42 +118,23 @@ class Randomness(Watcher):
         recorder.write(draw)
         return result
 
-    def on_batch(self, own, batch, seconds) -> None:
-        self.states = states() if recorder.watching else None
-
     def on_input(self, network, inputs) -> None:
-        self.compare()
+        self.states = states() if recorder.watching and gradients() else None
 
     def on_output(self, network, outputs, batch) -> None:
-        if recorder.watching and self.states:
-            if any(one.training for one in network.modules()) and gradients():
-                drops = any(dropout(one) for one in network.modules())
-                self.compare("forward", drops)
-            self.states = states()
-
-    def on_step(self, optimizer, weights, gradients) -> None:
-        self.compare()
-
-    def after_step(self, optimizer, weights) -> None:
-        self.states = states() if recorder.watching else None
-
-    def compare(self, where: str = "loop", drops: bool = False) -> None:
-        """Write which generators drew since the last call."""
-        if not recorder.watching or not gradients():
+        """Write which generators a network in training has drawn from."""
+        if not self.states or not any(one.training for one in network.modules()):
             return
-        now = states()
-        if self.states and self.states != now:
+        own, count = drawn(self.states, states())
+        if own and gradients():
             if self.step != recorder.step:
-                self.step, self.numbers = recorder.step, Counter()
-            own, count = drawn(self.states, now)
-            number = self.numbers[where]
-            draw = Draw(where=where, number=number, states=own, count=count)
-            draw.drops = drops
+                self.step, self.number = recorder.step, -1
+            self.number += 1
+            draw = Draw(where="forward", number=self.number, states=own, count=count)
+            draw.drops = any(dropout(one) for one in network.modules())
             draw.loader = Loaders.here.current and Loaders.here.current.loader
             draw.epoch = Loaders.here.current and Loaders.here.current.epoch
             recorder.write(draw)
-            self.numbers[where] += 1
-        self.states = now
 
 
 def gradients() -> bool:
@@ -226,12 +205,9 @@ def same_random_numbers(job):
     """
     several(job)
     held, some, few, found = [], "", False, False
-    for where in ("forward", "fetch", "loop"):
+    for where in ("forward", "fetch"):
         rows = draws(job, where)
         same, names, count, pair = equal(rows)
-        if where == "loop" and any(p.training is None for p in job.processes):
-            few = few or bool(names)  # they may choose the samples of all ranks
-            continue
         if names:
             told = " and ".join(GENERATORS.get(name, name) for name in names)
             own = [one.states.get(names[0]) for one in pair]
@@ -260,9 +236,6 @@ def same_random_numbers(job):
         few, found = few or whole, found or not whole
         if not whole:
             yield Breach(what, place, facts="loop", mend=NOISE)
-    if not found and noise(job):
-        what = "a network gets the same input on several ranks, though samples differ"
-        yield Breach(what, job.of(Step)[0].place, facts="loop", mend=NOISE)
     held += [f"in {differ} draws of the script's own lines"] * (differ > 2)
     if few or some:
         raise NotJudged(

@@ -15,7 +15,7 @@ from ..record import STEPS, place, recorder, wrap
 from ..sample import GOLDEN, numbers, picked
 from ..watcher import Watcher
 from .randomness import gradients
-from .samples import datasets_differ
+from .samples import datasets_differ, where
 
 LAW = Law(2, "ranks", "Ranks are exchangeable")
 FEWEST, BATCHES = 20, 8  # passes, and batches of distinct samples
@@ -120,7 +120,8 @@ class Ranks(Watcher):
     def on_step(self, optimizer, weights, values) -> None:
         pending, self.pending = self.pending, []
         if self.facts:
-            recorder.write(Facts(values=self.facts, place=""))
+            where = [*self.facts][0].rpartition(" in ")[2]
+            recorder.write(Facts(values=self.facts, place=where))
             self.facts = {}
         kept = [x for _, one in pending for x in one.values() if not isinstance(x, int)]
         flat = numbers(kept, 1)
@@ -256,8 +257,7 @@ def ranks_differ(job):
     what += f"({fmean(values):.4g} against {fmean(others):.4g})"
     more = sorted({x[1] for x in found} - {name})
     what += f"; also {', '.join(more[:3])}" * bool(more)
-    first = job.processes[0].loader()
-    yield Breach(what, first.place if first else job.of(Facts)[0].place)
+    yield Breach(what, where(job))
 
 
 @check(LAW, RISK, general=True, causes=[datasets_differ])

@@ -1,6 +1,5 @@
 """Law 1: every sample is read once per epoch."""
 
-import weakref
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,22 +20,21 @@ from ..law import (
     several,
 )
 from ..loaders import Loaders, Pass
-from ..moments import Step, runs_normally
-from ..neighbours import Input, twins
+from ..moments import Step
+from ..neighbours import twins
 from ..reads import (
     MORE,
     Feed,
-    Pick,
     Reads,
     broken,
     feeds,
     interleaved,
+    laps,
     loaded,
     looped,
     other_contents,
 )
-from ..record import recorder, wrap
-from ..sample import digest, hashes, positions
+from ..record import recorder
 from ..signature import changed, different, signature
 from ..watcher import Watcher
 
@@ -55,17 +53,11 @@ class Validated(Event):
 
 
 class Samples(Watcher):
-    """Looks at data sets, samplers and inputs."""
+    """Looks at data sets and samplers."""
 
     def __init__(self):
         self.fed: int | None = None
-        self.validated, self.networks, self.sources = set(), {}, {}
-        self.inside = False
-
-    def hooks(self) -> None:
-        import torch
-
-        wrap(torch.Tensor, "__getitem__", self.picked)
+        self.validated = set()
 
     def on_epoch(self, own: Pass, loader) -> None:
         names = [type(x).__name__ for x in (loader.sampler, loader.batch_sampler)]
@@ -94,56 +86,6 @@ class Samples(Watcher):
             chosen = [subset[i] for i in chosen]
         return array("q", map(int, chosen))
 
-    def picked(self, call, tensor, index):
-        result = call(tensor, index)
-        if recorder.watching and not self.inside and not isinstance(index, int):
-            self.inside = True
-            try:
-                self.write_pick(tensor, index)
-            finally:
-                self.inside = False
-        return result
-
-    def write_pick(self, tensor, index) -> None:
-        """Record which rows of a tensor a list or an array of numbers picks."""
-        import torch
-
-        if isinstance(index, tuple) or not (hasattr(index, "__len__") and len(index)):
-            return
-        index = torch.as_tensor(index)
-        plain = torch.is_grad_enabled() and tensor.is_leaf and not tensor.requires_grad
-        whole = not index.is_floating_point() and index.dtype != torch.bool
-        if not (plain and whole and index.dim() == 1 and tensor.dim()):
-            return
-        if not 1 < len(index) < 0.75 * len(tensor) or not runs_normally():
-            return
-        known = self.sources.get(id(tensor))
-        if known is None or known[0]() is not tensor:
-            few = digest(hashes(tensor[list(positions(len(tensor), 64))]))
-            known = weakref.ref(tensor), len(self.sources), len(tensor), few
-            if len(self.sources) > 32:
-                return
-            self.sources[id(tensor)] = known
-        _, source, size, few = known
-        rows = array("q", index.tolist())
-        recorder.write(Pick(source=source, size=size, contents=few, rows=rows))
-
-    def on_input(self, network, inputs) -> None:
-        import torch
-
-        inputs = [one for one in inputs if one.dim() and len(one)]
-        if recorder.watching and torch.is_grad_enabled() and inputs:
-            largest = max(inputs, key=torch.Tensor.numel)
-            loaded = Loaders.here.current is not None
-            one = Input(
-                network=self.networks.setdefault(id(network), len(self.networks)),
-                rows=array("q", hashes(largest)),
-                loaded=loaded,
-                few=[] if loaded else few_of_each(largest),
-                whole=not largest.is_floating_point(),
-            )
-            recorder.write(one)
-
     def on_output(self, network, outputs, batch) -> None:
         import torch
 
@@ -157,14 +99,6 @@ class Samples(Watcher):
     def after_step(self, optimizer, weights) -> None:
         current = Loaders.here.current
         self.fed = current and current.loader
-
-
-def few_of_each(rows) -> list[list[float]]:
-    """Return 12 numbers of each entry: of tokens, the first ones."""
-    flat = rows.detach().reshape(len(rows), -1)[:64]
-    if flat.is_floating_point():
-        return flat[:, list(positions(flat.size(1), 12))].double().tolist()
-    return [(one + [0] * 12)[:12] for one in flat[:, :12].long().tolist()]
 
 
 # --- checks ---
@@ -266,8 +200,6 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
         ):
             more = "" if one.index else " (by their contents)"
             raise NotJudged(f"{held[-1]}{more}; how many there are is not known")
-        if not one.whole and one.pool and counts["distinct"] < 0.98 * one.total:
-            raise NotJudged(f"{held[-1]}; the others may be for validation")
     text = f"{place}, " * (epochs[0].loader is not None) + held[0]
     more = "epoch 1" if len(held) == 2 else f"epochs 1 to {len(held) - 1}"
     yield text + f"; {more} likewise" * (len(held) > 1)
@@ -347,23 +279,27 @@ def same_order(job):
     Call sampler.set_epoch(epoch) at the start of each epoch.
     """
     several(job)
-    first = need(feeds(job), "no DataLoader feeds the steps of every rank")
-    epochs = [[x for rank in one.ranks for x in rank] for one in loaded(job)]
+    first, loop = feeds(job), all(p.training is None for p in job.processes)
+    if loop:
+        epochs = laps(job)
+    else:
+        need(first, "no DataLoader feeds the steps of every rank")
+        epochs = [one.ranks[0] for one in loaded(job)]
     if len(epochs) < 2:
         raise NotJudged("no two epochs of training were seen: see --short")
     for number, (one, other) in enumerate(zip(epochs, epochs[1:], strict=False)):
-        if one != other or len(one) < 2 * len(job.processes):
+        if [*map(list, one)] != [*map(list, other)] or len(one) < 2:
             continue
-        what = f"epochs {number} and {number + 1} have the same "
-        what += f"{len(one) // len(job.processes)} batches per rank in the same order"
-        flat = [x for batch in one[: len(one) // len(job.processes)] for x in batch]
-        stream = job.processes[0].loader().stream
-        mixed = first[0].shuffles or (not stream and flat != sorted(flat))
-        if mixed:
-            mend = "" if first[0].divides else "Shuffle again in each epoch."
+        what = f"epochs {number} and {number + 1} have the same {len(one)} batches per "
+        what += "rank in the same order"
+        flat = [x for batch in one for x in batch]
+        known = loop or not job.processes[0].loader().stream
+        known = known and max(flat) < 2**40  # numbers, not hashes of contents
+        mend = "Shuffle the training samples, in another order in each epoch."
+        if (first and first[0].shuffles) or (known and flat != sorted(flat)):
+            mend = "" if first and first[0].divides else mend
             yield Breach(what, where(job), mend=mend)
         else:
-            mend = "Shuffle the training samples, in another order in each epoch."
             yield Breach(what, where(job), level=NOTE, mend=mend)
         return
 
