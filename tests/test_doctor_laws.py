@@ -278,7 +278,7 @@ def test_collectives_get_the_same_thing_on_all_ranks():
 
 @pytest.mark.parametrize("wall", [0.005, 0.2])
 def test_short_steps_are_not_slow(wall):
-    own = {"watched": False, "queued": 0.0, "calls": {}, "reads": {}, "missing": 0}
+    own = {"watched": False, "queued": 0.0, "calls": {}, "missing": 0}
     rows = [
         Spans(**own, wall=wall, spans=[("data", 0.0, 0.6 * wall)]) for _ in range(9)
     ]

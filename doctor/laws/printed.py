@@ -1,20 +1,16 @@
 """Law 7: printed accuracies and losses equal those of the networks' outputs."""
 
 import re
-import weakref
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import ClassVar
 
-from ..event import Event
 from ..law import RISK, WRONG, Breach, Law, NotJudged, check, explains, need
 from ..loaders import Batch, Epoch, EpochEnd
 from ..moments import Step
 from ..numbers import Group, Number, numbers
-from ..record import recorder
 from ..results import OTHER, Measured, Printed
-from ..watcher import Watcher
 from .gradient import not_averaged
+from .meeting import Call
 from .passes import Update
 from .replicas import names_differ, weights_differ, weights_drift
 from .samples import datasets_differ
@@ -24,47 +20,6 @@ SORT = (
     "Put the gathered predictions into the order of the labels, or gather the labels "
     "too: DistributedSampler gives rank r the samples r, r + world_size, ..."
 )
-
-
-@dataclass(kw_only=True)
-class SummedAgain(Event):
-    """A sum over all ranks has been summed over all ranks again."""
-
-    limit: ClassVar[int] = 20
-    place: str
-
-
-class Sums(Watcher):
-    """Records sums that are summed again."""
-
-    def __init__(self):
-        self.passes = 0  # backward passes of the current step
-        self.sums, self.adds = {}, None  # of small tensors, by the line that sums
-
-    def on_backward(self, root) -> None:
-        self.passes += 1
-
-    def after_step(self, optimizer, weights) -> None:
-        self.passes = 0
-
-    def on_collective(self, name, args, kwargs, where) -> None:
-        self.adds = None
-        plain = name == "all_reduce" and len(args) == 1 and {*kwargs} <= {"op"}
-        early = self.sums.get(where, (0,))[-1] < 12 and not self.passes
-        if plain and early and "SUM" in str(kwargs.get("op", "SUM")):
-            if args[0].numel() <= 16:
-                self.adds = [float(one) for one in args[0].flatten().tolist()]
-
-    def after_collective(self, name, tensors, where, seconds) -> None:
-        if not self.adds or not any(self.adds):
-            return
-        one, last, count, calls = self.sums.get(where, (lambda: None, [], 0, 0))
-        grows = one() is tensors[0] and all(map(float.__ge__, self.adds, last))
-        after = [float(x) for x in tensors[0].flatten().tolist()]
-        count = count + 1 if grows else 0
-        self.sums[where] = weakref.ref(tensors[0]), after, count, calls + 1
-        if count > 2:
-            recorder.write(SummedAgain(place=where))
 
 
 @dataclass
@@ -304,13 +259,21 @@ def wrong_loss(job, breach):
     return told(breach, RISK)
 
 
-@check(LAW, WRONG, needs=[Measured], read="docs/pitfalls.md, number 16")
+@check(LAW, WRONG, needs=[Call], read="docs/pitfalls.md, number 16")
 def reduced_again(job):
     """Sums over all ranks are summed over all ranks again.
 
     Add up each rank's own numbers, and call all_reduce() once, at the end.
     """
-    found = job.of(SummedAgain)
-    if found and len({one.rank for one in found}) == len(job.processes):
-        what = "each call of all_reduce() sums what the last call has already summed"
-        yield Breach(what, found[0].place)
+    found, last = Counter(), {}
+    for row in zip(*(process.of(Call) for process in job.processes), strict=False):
+        one, values = row[0], [x.value for x in row]
+        if one.name == "all_reduce" and None not in values and len(row) > 1:
+            total = last.get(one.place, max(values) + 1)  # that the last call returned
+            grows = min(values) >= 0.999 * total > 0
+            found[one.place] = found[one.place] + 1 if grows else 0
+            last[one.place] = sum(values)
+            if found[one.place] > 2:
+                what = "each call of all_reduce() sums what the last call has summed"
+                yield Breach(what, one.place)
+                return

@@ -246,6 +246,8 @@ def ranks_differ(job):
         found += sorted(own)[-1:]
     if tested < 1e-3:
         raise NotJudged("the ranks' numbers are the same in all passes")
+    if not found and tested > 6:
+        raise NotJudged(f"a rank is apart ({tested:.1f} standard errors), but little")
     if not found:
         text = f"{len(every)} numbers of batches, losses and gradients in {passes} "
         yield f"{text}passes: no rank stands out (at most {tested:.1f} standard errors)"
