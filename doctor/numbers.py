@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
-from math import exp
+from math import exp, log
 from statistics import fmean
 
 NUMBER = re.compile(
@@ -183,18 +183,11 @@ class Group:
         samples = self.total or once[1]
         if self.parts > 1:
             name = f"which is divided by {self.parts}, the number of passes per step"
-            for top, bottom in (
-                every,
-                *(x for n in self.ranks for x in self.averages(n)),
-            ):
-                yield name, PARTS, top, bottom
-        yield "which counts repeated samples", REPEATED, *every
-        yield (
-            "which counts repeated samples if they are right",
-            REPEATED,
-            every[0],
-            once[1],
-        )
+            rows = [every, *(x for n in self.ranks for x in self.averages(n))]
+            yield from ((name, PARTS, top, bottom) for top, bottom in rows)
+        name = "which counts repeated samples"
+        yield name, REPEATED, *every
+        yield f"{name} if they are right", REPEATED, every[0], once[1]
         if self.skipped:
             name = "which counts ignored targets, such as padding"
             bottom = once[1] + self.skipped
@@ -215,6 +208,9 @@ class Group:
                 yield name, DIVISOR, sum(means[rank]), bottom
         both = fmean(map(fmean, means.values()))
         yield "the mean of the batches' means", MEANS, both, 1
+        if self.what != "hits":
+            powers = [exp(min(x, 50)) for row in means.values() for x in row]
+            yield "the mean of the batches' perplexities", MEANS, log(fmean(powers)), 1
         ratios = [top / (bottom or 1) for top, bottom in own.values()]
         yield "the mean of the ranks' means", MEANS, fmean(ratios), 1
         if count > 1:

@@ -101,7 +101,7 @@ def test_samples_are_counted_in_epochs_of_training_only():
     held = ["epoch 0: 64 samples read, 64 distinct of 64"]
     assert state(found, 1).evidence == held
     found = report(fed([*range(48)]), fed([*range(16, 64)]), steps=0)
-    assert named(found) == {"left_out"} and "on several" in found.findings[0].what
+    assert named(found) == {"left_out"} and ": 24 on several" in found.findings[0].what
 
 
 def test_a_stream_is_not_held_and_its_lost_samples_are_named():
