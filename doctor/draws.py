@@ -13,6 +13,7 @@ from .event import Event
 from .generators import hashed
 from .job import Job
 from .moments import runs_normally
+from .neighbours import Input
 from .record import not_the_users, place, recorder, wrap
 from .sample import digest, numbers
 from .watcher import Watcher
@@ -126,18 +127,19 @@ def own_states() -> list[int]:
     return found
 
 
-def same_draws(job: Job) -> tuple[list[tuple[str, str, bool]], int]:
-    """Return what ranks draw equally in most steps, its line, and if it may be right.
+def same_draws(job: Job) -> tuple[dict[str, tuple[str, bool]], int]:
+    """Return, by line, what ranks draw equally in most steps, and if it may be right.
 
     The second value is the number of draws that differ on all ranks.
     """
-    rows, found, differ = [], [], 0
+    rows, found, differ = [], {}, 0
     for process in job.processes:
         own = {}
         for one in process.of(Drawn):
             own.setdefault((one.place, one.number), {})[one.step] = one
         rows.append(own)
     watched = len({one.step for one in job.of(Drawn)})
+    batch = max((len(one.rows) for one in job.of(Input)), default=10**9)
     for key, first in rows[0].items():
         draws = [own.get(key, {}) for own in rows]
         steps = [step for step in first if all(step in own for own in draws)]
@@ -148,10 +150,10 @@ def same_draws(job: Job) -> tuple[list[tuple[str, str, bool]], int]:
         often = often or (len(same) > 7 and same[-8:] == steps[-8:])
         if often and len(values) > 0.9 * len(same):
             one = first[same[0]]
-            text = (
-                f"in {len(same)} of {len(steps)} steps, torch.{one.name}() gives the "
-            )
-            found.append((f"{text}same numbers on several ranks", one.place, one.whole))
+            what = f"in {len(same)} of {len(steps)} steps, torch.{one.name}() gives "
+            parts = one.size >= len(rows) * batch  # perhaps each rank takes its part
+            text = f"{what}the same numbers on several ranks"
+            found.setdefault(one.place, (text, one.whole or parts))
     return found, differ
 
 

@@ -11,7 +11,7 @@ from typing import ClassVar
 from ..draws import MANY, Draws, same_draws, same_generators
 from ..event import Event
 from ..generators import drawn, states
-from ..law import NOTE, RISK, Breach, Law, NotJudged, check, explains, several
+from ..law import RISK, Breach, Law, NotJudged, check, explains, several
 from ..loaders import Loaders
 from ..record import not_the_users, place, recorder, wrap
 from ..watcher import Watcher
@@ -204,11 +204,13 @@ def same_random_numbers(job):
     Not a mistake if: all ranks are meant to draw the same.
     """
     several(job)
-    held, some, few, found = [], "", False, False
+    held, some, found = [], "", False
     for where in ("forward", "fetch"):
         rows = draws(job, where)
         same, names, count, pair = equal(rows)
-        if names:
+        shared = max((one[k].count for one in rows for k in one), default=0)
+        decided = where == "forward" and shared < MANY
+        if names and not (decided and not any(one.drops for one in pair)):
             told = " and ".join(GENERATORS.get(name, name) for name in names)
             own = [one.states.get(names[0]) for one in pair]
             ranks = [str(n) for n, x in enumerate(own) if own.count(x) > 1]
@@ -216,31 +218,20 @@ def same_random_numbers(job):
             what += f"{' and '.join(ranks)} in {max(same.values())} of {count} "
             place, origin = cause(job, names[0], pair)
             what += f"{WORDS[where]} that draw{origin}"
-            shared = max(one[k].count for one in rows for k in one)
-            drops = any(one.drops for one in pair)
-            if where == "fetch" or drops or shared >= MANY:
-                mend, found = advice(names[0], origin, pair[0]), True
-                yield Breach(what, place, facts=where, mend=mend)
-                continue
-            few = True
-            mend = "Nothing, if the ranks decide something together, such as a size."
-            yield Breach(what, "", level=NOTE, mend=mend)
+            mend, found = advice(names[0], origin, pair[0]), True
+            yield Breach(what, place, facts=where, mend=mend)
         elif equals := max(same.values(), default=0):
-            some = (
-                f"states are equal in {equals} of {count} {WORDS[where]}, which is few"
-            )
+            some = f"states are equal in {equals} of {count} {WORDS[where]}"
         elif count > 2:
             held.append(f"in {count} of {count} {WORDS[where]} that draw")
     lines, differ = same_draws(job)
-    for what, place, whole in lines if not found else ():
-        few, found = few or whole, found or not whole
-        if not whole:
+    for place, (what, together) in lines.items() if not found else ():
+        some = what if together else some
+        if not together:
             yield Breach(what, place, facts="loop", mend=NOISE)
     held += [f"in {differ} draws of the script's own lines"] * (differ > 2)
-    if few or some:
-        raise NotJudged(
-            some or "the ranks draw equal numbers, perhaps to decide together"
-        )
+    if some:
+        raise NotJudged(f"{some}, perhaps to decide together")
     if same_generators(job):
         what = "generators that the script has made draw the same on several ranks"
         raise NotJudged(f"{what}, perhaps to decide together")
