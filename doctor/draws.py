@@ -113,17 +113,12 @@ class Draws(Watcher):
 def own_states() -> list[int]:
     """Return hashes of the states of all generators but the global ones."""
     numpy, found = sys.modules.get("numpy"), []
-    kinds = (random.Random,)
-    if numpy:
-        kinds += (numpy.random.Generator, numpy.random.RandomState)
-    known = getattr(random, "_inst", None), numpy and numpy.random.mtrand._rand
+    kinds = (numpy.random.Generator, numpy.random.RandomState) if numpy else ()
     for one in gc.get_objects():
-        if type(one) in kinds and not any(one is x for x in known):
-            if isinstance(one, random.Random):
-                found.append(hashed(repr(one.getstate()).encode()))
-            else:
-                bits = getattr(one, "bit_generator", one._bit_generator)
-                found.append(hashed(repr(bits.state).encode()))
+        if type(one) is random.Random and one is not random._inst:
+            found.append(hashed(repr(one.getstate()).encode()))
+        elif type(one) in kinds and one is not numpy.random.mtrand._rand:
+            found.append(hashed(repr(one._bit_generator.state).encode()))
     return found
 
 

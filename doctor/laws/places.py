@@ -1,12 +1,11 @@
-"""Law 9: all ranks meet. Ports, GPUs and files that processes share."""
+"""Law 9: all ranks meet. Ports and files that processes share."""
 
 import os
 import sys
 from dataclasses import dataclass
-from typing import ClassVar
 
-from ..event import Event, Failed, Start
-from ..law import RISK, WRONG, Breach, check, need, several
+from ..event import Event, Failed
+from ..law import RISK, WRONG, Breach, check, need
 from ..record import place, recorder, wrap
 from ..watcher import Watcher
 from .meeting import EFFECTS, LAW, batch_counts_differ, collectives_differ, errors
@@ -23,17 +22,8 @@ class Port(Event):
     place: str
 
 
-@dataclass(kw_only=True)
-class Gpu(Event):
-    """A process takes its first step on this GPU."""
-
-    limit: ClassVar[int] = 1
-    index: int
-    identity: str  # the same in all processes that use it
-
-
 class Places(Watcher):
-    """Records ports and GPUs."""
+    """Records ports."""
 
     def hooks(self) -> None:
         import torch.distributed as dist
@@ -48,15 +38,6 @@ class Places(Watcher):
         own = int(port) if port != PORT and port.isdigit() else 0
         recorder.write(Port(own=own, place=place()))
         return call(*args, **kwargs)
-
-    def after_step(self, optimizer, weights) -> None:
-        import torch
-
-        if weights and weights[0].is_cuda and not recorder.full(Gpu):
-            index = weights[0].device.index
-            seen = getattr(torch.cuda.get_device_properties(index), "uuid", "")
-            seen = seen or os.environ.get("CUDA_VISIBLE_DEVICES", "")
-            recorder.write(Gpu(index=index, identity=f"{seen} {index}"))
 
 
 EFFECTS = *EFFECTS, collectives_differ, batch_counts_differ
@@ -91,21 +72,3 @@ def own_port(job):
             yield Breach(f"{what}or joins this one", one.place)
             return
         need(not one.own, "the script chose a port, which may be a free one")
-
-
-@check(LAW, WRONG, needs=[Gpu], read="docs/pitfalls.md, number 19")
-def same_gpu(job):
-    """Several processes of a machine use the same GPU.
-
-    Call torch.cuda.set_device(local_rank).
-    """
-    several(job)
-    found = {}
-    for process in job.processes:
-        for one in process.of(Gpu):
-            host = process.of(Start)[0].host
-            found.setdefault((host, one.identity), []).append(one)
-    for row in found.values():
-        if len(row) > 1:
-            ranks = ", ".join(str(one.rank) for one in row)
-            yield Breach(f"ranks {ranks} use GPU {row[0].index} of one machine")
