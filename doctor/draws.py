@@ -26,7 +26,7 @@ METHODS = (
     "uniform_ normal_ bernoulli_ exponential_ random_ bernoulli multinomial".split()
 )
 MADE = "from_numpy tensor as_tensor".split()  # perhaps of another generator's numbers
-SCANS = 3, 4, 7  # the steps after which the script's generators are looked at
+SCANS = 3, 4  # the steps after which the script's generators are looked at
 
 
 @dataclass(kw_only=True)
@@ -166,4 +166,4 @@ def same_generators(job: Job) -> bool:
         found.append([one - later for one, later in pairs])  # those that drew
     columns = [*zip(*found, strict=False)]
     same = [any(a & b for a, b in combinations(x, 2)) for x in columns]
-    return len(same) > 1 and all(same)
+    return bool(same) and all(same)
