@@ -53,8 +53,8 @@ def few_of_each(rows) -> list[list[float]]:
     """Return 12 numbers of each entry: of tokens, the first ones."""
     flat = rows.detach().reshape(len(rows), -1)[:64]
     if flat.is_floating_point():
-        return flat[:, list(positions(flat.size(1), 12))].double().tolist()
-    return [(one + [0] * 12)[:12] for one in flat[:, :12].long().tolist()]
+        flat = flat[:, list(positions(flat.size(1), 12))]
+    return [(one + [0] * 12)[:12] for one in flat[:, :12].tolist()]
 
 
 # --- what they show ---
@@ -103,17 +103,18 @@ def twins(job: Job) -> tuple[float, float, float, float]:
     lists, worst = inputs(job), (0.0, 0.0, 0.0, 0.0)
     batches = min(map(len, lists))
     for part in (batches // 4, 2 * batches // 5, batches):  # epochs are not known
-        ranks = [
-            [
-                (number, place, row)
-                for number, one in enumerate(rows[:part])
-                for place, row in enumerate(one.few)
-            ][:800]
-            for rows in lists[:4]
-        ]
-        for one, other in combinations(ranks, 2):
-            if min(len(one), len(other)) >= 100 and part > 7:
-                worst = max(worst, neighbours(one, other, gap), key=lambda x: x[1])
+        ranks = []
+        for rows in lists[:4]:
+            own = [
+                (k, n, x)
+                for k, one in enumerate(rows[:part])
+                for n, x in enumerate(one.few)
+            ]
+            ranks.append(own[: 400 if whole else 800])
+        for other in ranks[1:]:
+            if min(len(ranks[0]), len(other)) >= 100 and part > 7:
+                found = neighbours(ranks[0], other, gap)
+                worst = max(worst, found, key=lambda x: x[1])
     return worst
 
 
