@@ -220,8 +220,7 @@ class Group:
             name = f"which is divided {count} times too often"
             yield name, DIVISOR, every[0] / count, once[1]
         if earlier:
-            first = min(one.epoch or 0 for one in earlier)
-            name = f"which counts passes {first} to {self.epoch} together"
+            name = f"which counts the last {len(earlier) + 1} passes together"
             yield name, RESET, *pair(one.added() for one in (*earlier, self))
             for rank in self.ranks:
                 rows = [one.added(rank) for one in earlier if rank in one.ranks]

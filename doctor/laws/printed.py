@@ -142,8 +142,8 @@ def judge(job, everything: list[Group], line: Printed, number: Number):
     if number.gap > 0.01 * number.value and number.count is None:
         return {}
     for one in passes:
-        same = one.what, one.source, one.loader
-        own = [x for x in everything if (x.what, x.source, x.loader) == same]
+        same = one.what, one.source, one.trains
+        own = [x for x in everything if (x.what, x.source, x.trains) == same]
         earlier = own[: own.index(one)]
         right = one.right(line.text, line.rank)[0]
         for name, mend, top, bottom in one.wrong(earlier):
