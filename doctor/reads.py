@@ -73,17 +73,17 @@ class Reads:
         """Return whether draws with replacement would also repeat nothing on a rank."""
         return self.pool > 0 and min(map(len, self.all)) ** 2 < 16 * self.pool
 
-    def together(self) -> tuple[float, float]:
-        """Return the share of samples that two ranks read in the same step.
+    def together(self, least: float = 0.3) -> tuple[float, float]:
+        """Return in which share of steps two ranks read the same samples, or many.
 
-        The second number is the share that they read in neighbouring steps.
+        The second number is the share in which they read those of the next step.
         """
         found = []
         for shift in (0, 1):
             shares = [0.0]
             for one, other in combinations(self.ranks[:8], 2):
                 pairs = [*zip(one, other[shift:], strict=False)]
-                alike = sum(shared(a, b) > 0.3 for a, b in pairs)
+                alike = sum(shared(a, b) > least for a, b in pairs)
                 shares.append(alike / max(1, len(pairs)))
             found.append(max(shares))
         return tuple(found)

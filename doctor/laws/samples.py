@@ -178,13 +178,16 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
         if one.poor():
             raise NotJudged("the inputs do not tell samples apart, like single words")
         counts, what = one.numbers(), broken(one)
+        loop = not one.index and not one.feeds
+        if loop and one.together()[0] > one.together(0.8)[0] + 0.5:
+            raise NotJudged("parts of the inputs are equal on several ranks, as noise")
         if what and one.random() and one.together()[0] < 0.9:
             raise NotJudged("each rank may draw its samples at random")
         if what:
             extra, mend = mechanism(job, one)
             yield Breach(what + extra, place, facts=one, mend=mend)
             return
-        if not one.index and not one.feeds and (what := near_twins(job)):
+        if loop and (what := near_twins(job)):
             yield Breach(what, place, facts=one, mend=mechanism(job, one)[1])
             return
         if one.index and (what := by_contents(job, one)):
