@@ -88,6 +88,7 @@ class Loaders(Watcher):
 
     def __init__(self):
         self.loaders = {}  # by id: a number, the passes, and a weak reference
+        self.count = 0
         self.current: Pass | None = None  # which gave the last batch
         self.fetching: Pass | None = None  # which loads a batch, in this process
 
@@ -106,7 +107,8 @@ class Loaders(Watcher):
             loader._iterator.__dict__["_doctor_indices"] = deque()
         known = self.loaders.get(id(loader))
         if known is None or known["loader"]() is not loader:
-            known = {"number": len(self.loaders), "epoch": -1, "last": None}
+            known = {"number": self.count, "epoch": -1, "last": None}
+            self.count += 1
             self.loaders[id(loader)] = known | {"loader": weakref.ref(loader)}
             known = self.loaders[id(loader)]
         if known["last"]:

@@ -133,9 +133,12 @@ def wrap(owner, name: str, method: Callable) -> None:
             return results[-1] if results else call(*args, **kwargs)
 
     wrapped._doctor = (*getattr(call, "_doctor", ()), method)
-    # TorchScript then compiles the original function
+    # TorchScript then uses the original function
     wrapped.__script_if_tracing_wrapper = True
     wrapped.__original_fn = getattr(call, "__original_fn", call)
+    if known := sys.modules.get("torch.jit._builtins"):
+        if operation := known._find_builtin(call):
+            known._register_builtin(wrapped, operation)
     with contextlib.suppress(AttributeError, TypeError):  # an unusual sys.stdout
         setattr(owner, name, wrapped)
 
