@@ -266,6 +266,21 @@ def broken(one: Reads) -> str:
     return text if counts["missing"] >= least else ""
 
 
+def by_contents(job: Job, one: Reads) -> str:
+    """Return how many contents two ranks read under different numbers, or ""."""
+    epochs = [process.epochs[0] for process in job.processes if process.epochs]
+    if one.loader is not None or not one.text.endswith("epoch 0"):
+        return ""
+    pairs = zip(job.processes, epochs, strict=False)
+    ranks = [[x.rows for x in p.batches(n) if x.rows] for p, n in pairs]
+    found = Reads(ranks, "", False, index=False)
+    counts = found.numbers()
+    if counts["ranks"] <= max(0.1 * counts["distinct"], 5 * counts["within"], 16):
+        return ""
+    text = f"{counts['ranks']:,} of {counts['distinct']:,} contents are read on "
+    return f"{text}several ranks, under different numbers"
+
+
 def other_contents(job: Job, labels: bool) -> str:
     """Return how samples of the same number differ between two ranks, or ""."""
     first = feeds(job)

@@ -27,6 +27,7 @@ from ..reads import (
     Feed,
     Reads,
     broken,
+    by_contents,
     feeds,
     interleaved,
     laps,
@@ -209,21 +210,6 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
     text = f"{place}, " * (epochs[0].loader is not None) + held[0]
     more = "epoch 1" if len(held) == 2 else f"epochs 1 to {len(held) - 1}"
     yield text + f"; {more} likewise" * (len(held) > 1)
-
-
-def by_contents(job: Job, one: Reads) -> str:
-    """Return how many contents two ranks read under different numbers, or ""."""
-    epochs = [process.epochs[0] for process in job.processes if process.epochs]
-    if one.loader is not None or not one.text.endswith("epoch 0"):
-        return ""
-    pairs = zip(job.processes, epochs, strict=False)
-    ranks = [[x.rows for x in p.batches(n) if x.rows] for p, n in pairs]
-    found = Reads(ranks, "", False, index=False)
-    counts = found.numbers()
-    if counts["ranks"] <= max(0.1 * counts["distinct"], 5 * counts["within"], 16):
-        return ""
-    text = f"{counts['ranks']:,} of {counts['distinct']:,} contents are read on "
-    return f"{text}several ranks, under different numbers"
 
 
 def near_twins(job: Job) -> str:
