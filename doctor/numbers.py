@@ -220,7 +220,7 @@ class Group:
             name = f"which is divided {count} times too often"
             yield name, DIVISOR, every[0] / count, once[1]
         if earlier:
-            name = f"which counts the last {len(earlier) + 1} passes together"
+            name = "which counts earlier passes, too"
             yield name, RESET, *pair(one.added() for one in (*earlier, self))
             for rank in self.ranks:
                 rows = [one.added(rank) for one in earlier if rank in one.ranks]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from ..draws import MANY, Draws, same_draws, same_generators
-from ..event import Event
+from ..draws import MANY, Drawn, Draws, same_draws, same_generators
+from ..event import Compiles, Event
 from ..generators import drawn, states
 from ..law import RISK, Breach, Law, NotJudged, check, explains, several
 from ..loaders import Loaders
@@ -235,6 +235,8 @@ def same_random_numbers(job):
     if same_generators(job):
         what = "generators that the script has made draw the same on several ranks"
         raise NotJudged(f"{what}, perhaps to decide together")
+    if job.of(Compiles) and not job.of(Drawn):
+        raise NotJudged("torch.compile() hides what the script draws itself")
     if new_contents(job):
         raise NotJudged("something that was not seen changes the samples at random")
     if not held:
