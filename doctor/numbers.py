@@ -207,10 +207,10 @@ class Group:
                 yield name, DIVISOR, sum(means[rank]), samples
                 yield name, DIVISOR, sum(means[rank]), bottom
         both = fmean(map(fmean, means.values()))
-        yield "the mean of the batches' means", MEANS, both, 1
         if self.what != "hits":
             powers = [exp(min(x, 50)) for row in means.values() for x in row]
             yield "the mean of the batches' perplexities", MEANS, log(fmean(powers)), 1
+        yield "the mean of the batches' means", MEANS, both, 1
         ratios = [top / (bottom or 1) for top, bottom in own.values()]
         yield "the mean of the ranks' means", MEANS, fmean(ratios), 1
         if count > 1:
