@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import combinations
 from math import dist
+from operator import ne
 
 from .event import Event
 from .job import Job
@@ -98,9 +99,9 @@ def twins(job: Job) -> tuple[float, float, float, float]:
         0, how often two neighbours have the same place in the same step, and how often
         they are one of three numbers of steps apart, as in a time series.
     """
-    whole = any(one.whole for one in job.of(Input))
-    gap = (lambda a, b: sum(map(int.__ne__, a, b))) if whole else dist
     lists, worst = inputs(job), (0.0, 0.0, 0.0, 0.0)
+    whole = any(one.whole for rows in lists for one in rows)
+    gap = (lambda a, b: sum(map(ne, a, b))) if whole else dist
     batches = min(map(len, lists))
     for part in (batches // 4, 2 * batches // 5, batches):  # epochs are not known
         ranks = []
