@@ -13,7 +13,6 @@ from ..law import (
     several,
 )
 from ..sample import digest
-from .meeting import collectives_differ
 from .passes import LAW, NotAwaited, Update, Wrapped
 from .replicas import (
     alike,
@@ -95,7 +94,7 @@ def near(one: float, other: float, tolerance: float = 0.02) -> bool:
 @check(
     LAW,
     WRONG,
-    causes=[weights_differ, collectives_differ],
+    causes=[weights_differ],
     effects=[weights_drift, buffers_differ, own_buffers, weights_differ_in_the_end],
     read="tutorial/11_hangs/README.md",
 )
