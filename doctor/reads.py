@@ -150,6 +150,9 @@ def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
         passes = [[x for x in p.of(Epoch) if x.loader == loader] for p in job.processes]
         lists = [[one.epoch for one in own] for own in passes]
     epochs = [*zip(*lists, strict=False)]
+    if len({*map(len, lists)}) > 1:  # a rank takes no steps in an epoch
+        both = sorted(set.intersection(*map(set, lists)))
+        epochs = [[number] * len(lists) for number in both]
     pairs = [[*zip(job.processes, one, strict=True)] for one in epochs]
     done = [all(p.whole(epoch, loader) for p, epoch in one) for one in pairs]
     ids = named(job, loader) if own.stream else set()
