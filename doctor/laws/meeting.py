@@ -47,8 +47,8 @@ class Meeting(Watcher):
     """Records collectives."""
 
     def __init__(self):
-        self.weights, self.built = {}, -1  # names of gradients, by address
-        self.counts = Counter()
+        self.weights = {}  # names of gradients, by address
+        self.counts, self.built = Counter(), Counter()
 
     def hooks(self) -> None:
         from torch.distributed.algorithms.join import Join
@@ -85,13 +85,21 @@ class Meeting(Watcher):
 
     def weight(self, tensor) -> str:
         """Return the name of the weight of which a tensor is the gradient, or ""."""
-        if self.built != recorder.step:
-            self.built, self.weights = recorder.step, {}
+        if not self.known(tensor) and self.built[recorder.step] < 8:
+            self.built[recorder.step] += 1
+            self.weights = {}
             for number, weight in [*Moments.here.known.values()]:
-                if (weight := weight()) is not None and weight.grad is not None:
-                    name = f"{Moments.here.name(weight)} (weight {number + 1})"
-                    self.weights[weight.grad.data_ptr()] = name
-        return self.weights.get(tensor.data_ptr(), "")
+                own = weight()
+                if own is not None and own.grad is not None:
+                    name = f"{Moments.here.name(own)} (weight {number + 1})"
+                    self.weights[own.grad.data_ptr()] = name, weight
+        return self.weights[tensor.data_ptr()][0] if self.known(tensor) else ""
+
+    def known(self, tensor) -> bool:
+        """Return whether a tensor is, still, the gradient of a weight."""
+        own = self.weights.get(tensor.data_ptr(), ("", lambda: None))[1]()
+        grad = None if own is None else own.grad
+        return grad is not None and grad.data_ptr() == tensor.data_ptr()
 
     def ending(self, call, context):
         recorder.write(Call(name="join", sent="", place=""))
