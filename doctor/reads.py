@@ -271,11 +271,8 @@ def broken(one: Reads) -> str:
 
 def by_contents(job: Job, one: Reads) -> str:
     """Return how many contents two ranks read under different numbers, or ""."""
-    epochs = [process.epochs[0] for process in job.processes if process.epochs]
-    if one.loader is not None or not one.text.endswith("epoch 0"):
-        return ""
-    pairs = zip(job.processes, epochs, strict=False)
-    ranks = [[x.rows for x in p.batches(n) if x.rows] for p, n in pairs]
+    pairs = zip(job.processes, [x.epoch for x in one.feeds], strict=False)
+    ranks = [[x.rows for x in p.batches(n, one.loader) if x.rows] for p, n in pairs]
     found = Reads(ranks, "", False, index=False)
     counts = found.numbers()
     if counts["ranks"] <= max(0.1 * counts["distinct"], 5 * counts["within"], 16):
