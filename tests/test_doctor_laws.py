@@ -9,6 +9,7 @@ from array import array
 
 import pytest
 import torch
+from conftest import ROOT, run
 
 import doctor.laws  # noqa: F401  its checks
 from doctor.draws import Drawn, Own
@@ -286,3 +287,22 @@ def test_short_steps_are_not_slow(wall):
     ]
     found = report(rows, rows)
     assert {x.check for x in found.findings} == {*["bottleneck"] * (wall > 0.05)}
+
+
+COMPILED = """
+import torch
+@torch.jit.script
+def script(x):
+    return x + torch.rand(3) + torch.tensor([1.0, 2.0, 3.0])
+print(script(torch.ones(3)).shape, torch.tensor([torch.ones(3).sum(), 4]))
+draw = torch.compile(lambda x: x + torch.rand(3), backend="eager", fullgraph=True)
+print(draw(torch.ones(3)).shape)
+"""
+
+
+@pytest.mark.full
+def test_compilers_know_the_functions_that_doctor_watches(tmp_path):
+    (tmp_path / "compiled.py").write_text(COMPILED)
+    hook = {"PYTHONPATH": str(ROOT / "doctor/hook"), "DOCTOR_FOLDER": str(tmp_path)}
+    ended = run("python", str(tmp_path / "compiled.py"), **hook)
+    assert ended.returncode == 0 and ended.stdout.count("[3]") == 2, ended.stderr
