@@ -9,6 +9,7 @@ from . import (  # noqa: F401
     meeting,
     modes,
     passes,
+    places,
     printed,
     randomness,
     ranks,
