@@ -47,6 +47,7 @@ class Moments(Watcher):
         self.networks = weakref.WeakKeyDictionary()  # outermost ones, in order
         self.handles, self.optimizers = [], {}
         self.inner, self.depth, self.collective = None, 0, False
+        self.backing = False  # a backward pass runs
         self.last_gradient = 0.0  # when a backward pass made its last gradient
 
     def hooks(self) -> None:
@@ -189,14 +190,15 @@ class Moments(Watcher):
 
     def backward(self, call, tensors, *args, **kwargs):
         recorder.ticks += 1
-        if not recorder.timing:
+        if not recorder.timing or self.backing:  # a reentrant checkpoint's is inside
             return call(tensors, *args, **kwargs)
+        self.backing = True
         tell("on_backward", tensors)
         self.depth += 1  # checkpoints run parts of a network again, in here
         try:
             return call(tensors, *args, **kwargs)
         finally:
-            self.depth = max(0, self.depth - 1)
+            self.backing, self.depth = False, max(0, self.depth - 1)
             recorder.ticks += 1
             tell("after_backward")
 

@@ -9,12 +9,19 @@ from ..law import (
     check,
     need,
 )
-from .gradient import not_averaged, not_cleared, summed
+from .gradient import fits, not_averaged, not_cleared
+from .mean import known, mean_gradient, unequal, weights
 from .passes import LAW, Update, Wrapped
 from .replicas import weights_differ
 
 
-@check(LAW, RISK, causes=[not_cleared], read="tutorial/07_accumulation/README.md")
+@check(
+    LAW,
+    RISK,
+    causes=[not_cleared],
+    effects=[mean_gradient],
+    read="tutorial/07_accumulation/README.md",
+)
 def leaked_passes(job):
     """Gradients of left-over micro-batches leak into a later step.
 
@@ -53,7 +60,7 @@ def spans(one: Update) -> bool:
 @check(
     LAW,
     RISK,
-    causes=[weights_differ, summed],
+    causes=[weights_differ, not_averaged, mean_gradient],
     read="tutorial/07_accumulation/README.md",
 )
 def unequal_means(job):
@@ -63,25 +70,19 @@ def unequal_means(job):
     passes on all ranks (DDP averages over ranks: multiply by the world size).
     Not a mistake if: each batch should have the same weight.
     """
-    seen, found = 0, []
-    for row in job.rows(Update):
-        passes = [one for x in row for one in x.passes]
-        single = [len(one.get("terms", ())) == 1 for one in passes]
-        if len(passes) < 2 or not all(single) or not all(x["count"] for x in passes):
-            continue
-        kinds = [one["terms"][0][1] for one in passes]
-        if "" in kinds:
-            continue
-        counts = [x["count"] if "mean" in x["terms"][0][1] else 1 for x in passes]
-        pairs = zip(passes, counts, strict=True)
-        weights = [abs(one["terms"][0][0]) / count for one, count in pairs]
-        seen += 1
-        found += [row[0]] * (max(weights) > 1.1 * min(weights))
+    seen = []
+    for one in fits(job):
+        passes = [entry for rank in one.row for entry in rank.passes]
+        terms = [known(entry) for entry in passes]
+        single = all(len(x) == 1 and x[0].kind in ("mean", "sum") for x in terms)
+        if len(passes) > 1 and single:
+            seen.append((one, unequal(weights(one))))
     need(seen, "no losses with known numbers of targets were seen")
-    if len(found) > seen / 2:
-        what = f"in {len(found)} of {seen} steps, losses are means over different "
+    found = [one for one, differ in seen if differ]
+    if len(found) > len(seen) / 2:
+        what = f"in {len(found)} of {len(seen)} steps, losses are means over different "
         what += "numbers of targets, but have equal weights"
-        yield Breach(what, found[0].passes[0]["place"])
+        yield Breach(what, found[0].row[0].passes[0]["place"])
 
 
 @check(LAW, SLOW, causes=[not_averaged], read="tutorial/07_accumulation/README.md")

@@ -31,22 +31,19 @@ class Weight(Event):
     steps: int  # of its optimizer, or of all if none has it
     alive: int  # in how many of them its gradient was not zero
     reached: bool  # a backward pass has reached it
+    moves: bool  # a number whose gradient was not zero has changed
     cleared: str  # where zero_grad() cleared its gradient before a step, or ""
     first: int  # when its module first ran, or -1
     cut: bool  # its module's results need no gradient
     returned: bool  # the module around it returns its module's results
     place: str  # where its module is called
 
-    @property
-    def inside(self) -> bool:
-        """Whether a network has it."""
-        return bool(self.network)
-
 
 @dataclass
 class Ran:
     """How a module has run."""
 
+    module: weakref.ref
     first: int
     place: str
     cut: bool = False
@@ -59,6 +56,7 @@ class Alive(Watcher):
     def __init__(self):
         self.alive, self.steps, self.optimizers = Counter(), Counter(), {}
         self.reached, self.fresh, self.cleared, self.begun = set(), set(), {}, {}
+        self.nonzero = set()  # weights for which a few gradients were not zero
         self.ran, self.results, self.outer, self.moved = {}, {}, None, set()
         self.holders = weakref.WeakSet()  # optimizers
 
@@ -91,18 +89,21 @@ class Alive(Watcher):
             return
         same = [n for n, one in self.optimizers.values() if one == id(optimizer)]
         first = same[0] if same else recorder.step
-        known = dict(zip(map(id, whole), map(any, gradients), strict=True))
+        known = dict(zip(map(id, whole), gradients, strict=True))
         own, unclear = weights(optimizer), []
         for weight in own:
             self.steps[id(weight)] += 1
             self.optimizers.setdefault(id(weight), (first, id(optimizer)))
             self.fresh.discard(id(weight))
-            self.alive[id(weight)] += known.get(id(weight), False)
+            values = known.get(id(weight), ())
+            self.alive[id(weight)] += any(values)
+            self.nonzero |= {id(weight)} if any(values) else set()
             if not self.alive[id(weight)] and weight.grad is not None:
                 unclear.append(weight)  # few of an embedding's rows get gradients
         for weight, nonzero in zip(unclear, lives(unclear), strict=True):
             self.alive[id(weight)] += nonzero
         others = [w for n in [*Moments.here.networks] for w in n.parameters()]
+        others += [weight for _, weight in self.loose({*map(id, others)})]
         others = [one for one in others if id(one) not in self.steps]
         self.reached |= {id(one) for one in others if one.grad is not None}
         new = [one for one in own + others if id(one) not in self.begun]
@@ -126,7 +127,7 @@ class Alive(Watcher):
         if not recorder.watching or not runs_normally():
             return
         if id(module) not in self.ran:
-            self.ran[id(module)] = Ran(len(self.ran), place())
+            self.ran[id(module)] = Ran(weakref.ref(module), len(self.ran), place())
 
     def after(self, module, inputs, outputs) -> None:
         """Note in the first steps whether a module's results need a gradient."""
@@ -144,6 +145,17 @@ class Alive(Watcher):
         cut = bool(floats) and not any(one.requires_grad for one in floats)
         self.ran[id(module)].cut = cut
 
+    def loose(self, known: set[int]) -> list[tuple]:
+        """Return weights of layers that run, and that no network has: with a name."""
+        layers = [ran.module() for ran in [*self.ran.values()]]
+        return [
+            (f"{name} of {type(layer).__name__}", weight)
+            for layer in layers
+            if layer is not None
+            for name, weight in layer.named_parameters(recurse=False)
+            if id(weight) not in known
+        ]
+
     # --- events ---
 
     def write(self) -> None:
@@ -160,6 +172,8 @@ class Alive(Watcher):
             weight = reference()
             if weight is not None and id(weight) in self.steps:
                 found[id(weight)] = weight
+        names = {id(weight): name for name, weight in self.loose({*found})}
+        found |= {id(weight): weight for _, weight in self.loose({*found})}
         now = dict(zip(found, few([*found.values()]), strict=True))
         self.moved = {key for key in now if now[key] != self.begun.get(key, now[key])}
         for key, weight in found.items():
@@ -171,7 +185,7 @@ class Alive(Watcher):
             none = -1 if key in kept else None  # or an optimizer that has not stepped
             optimizer, _ = self.optimizers.get(key, (none, None))
             event = Weight(
-                name=Moments.here.name(weight),
+                name=names.get(key) or Moments.here.name(weight),
                 module=name,
                 trainable=weight.requires_grad,
                 optimizer=optimizer,
@@ -180,6 +194,7 @@ class Alive(Watcher):
                 steps=self.steps[key] or recorder.step + 1,
                 alive=self.alive[key],
                 reached=key in self.reached,
+                moves=key in self.moved or key not in self.nonzero,
                 cleared=self.cleared.get(key, ""),
                 first=ran.first if ran else -1,
                 cut=bool(ran) and ran.cut,
@@ -219,7 +234,7 @@ def lives(tensors: list) -> list[bool]:
 
 def few(tensors: list) -> list[list[float]]:
     """Return a few numbers of each tensor."""
-    return numbers([local(one) for one in tensors], 3)
+    return numbers([local(one) for one in tensors])
 
 
 # --- checks ---
@@ -255,6 +270,9 @@ def dead_weights(job):
     need(rows, "no weights of an optimizer were seen")
     dead = [x[0] for x in rows if not any(one.alive for one in x)]
     alive = [x[0] for x in rows if any(one.alive for one in x)]
+    orders = [[x.name for x in p.of(Weight) if x.step == 1] for p in job.processes]
+    if any(x != orders[0] for x in orders):
+        raise NotJudged("the ranks' networks have other weights, or in another order")
     if (steps := max(x[0].steps for x in rows)) < 2:
         raise NotJudged("only one step was seen")
     for number in sorted({one.optimizer for one in dead}):
@@ -266,7 +284,7 @@ def dead_weights(job):
             dead = [one for one in dead if one not in own]
     runs = max((one.first for one in alive), default=-1)
     if lost(job):  # then an optimizer may have the weights of an old head
-        dead = [one for one in dead if one.inside]
+        dead = [one for one in dead if one.network]
     needed = [
         one
         for one in dead
@@ -291,7 +309,11 @@ def dead_weights(job):
         raise NotJudged(why)
     elif alive:
         unused = f"; the loss does not use {names(dead)}" * bool(dead)
-        yield f"{len(alive)} {count} live in {steps} steps{unused}"
+        still = [x for x in alive if not x.moves]
+        if still:
+            text = f"{len(still)} {count} get gradients, but do not change"
+            raise NotJudged(f"{text}: {names(still)}")
+        yield f"{len(alive)} {count} get gradients and change in {steps} steps{unused}"
 
 
 @explains(dead_weights, WRONG, read="tutorial/03_gradients/README.md")
@@ -304,7 +326,7 @@ def zero_gradients(job, breach):
     """
     if not breach.what.startswith("all "):
         return None
-    if not any(one.inside for one in breach.facts):
+    if not any(one.network for one in breach.facts):
         breach.what += "; no network has these weights"
     cleared = [one for one in breach.facts if one.cleared and one.reached]
     if cleared:
@@ -340,7 +362,7 @@ def not_in_an_optimizer(job):
         count = f"{len(found)} weights that get gradients"
         what = f"no optimizer has {count}: {names(found)}"
         old = [x for x in rows if x.optimizer is not None]
-        old = [x for x in old if not (x.alive or x.inside)]
+        old = [x for x in old if not (x.alive or x.network)]
         if old:
             what += f"; an optimizer has {len(old)} of no network: {names(old)}"
         yield Breach(what, found[0].place, level=WRONG if old else RISK)

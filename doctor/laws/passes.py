@@ -1,6 +1,8 @@
 """Law 5: a step is the mean over all samples. Backward passes and steps."""
 
+import re
 import weakref
+from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,8 +15,10 @@ from ..sample import numbers, picked
 from ..watcher import Watcher
 
 AWAIT = "wait", "synchronize", "is_completed", "get_future", "block_current_stream"
+ADAPTIVE = re.compile("Adam|RMSprop|Adagrad|Adadelta|Lamb|Lion|Muon|Rprop|Shampoo")
 LAW = Law(5, "gradient", "A step is the mean over all samples")
 MOST = 1024  # numbers of all gradients in one event
+SEPARATE = 8  # passes of a step whose gradients are kept apart
 
 
 @dataclass(kw_only=True)
@@ -32,11 +36,13 @@ class Update(Event):
     names: list[str]  # of the weights
     each: int  # how many numbers of each weight's gradient follow
     used: list[float]  # the gradients of the step
-    local: list[float]  # this rank's own gradients, summed over the passes
+    adaptive: bool  # like Adam, which divides gradients by their size
+    local: list[list[float]]  # this rank's own gradients, of each pass (or summed)
     passes: list[dict]  # see Passes.on_backward()
     lost: list[str]  # lines of passes whose gradients were cleared before the step
     stale: list[str]  # weights that still had the gradients of an earlier step
     clips: list[dict]  # see Passes.clip()
+    calls: int  # of all_reduce() with the same gradient
     factor: float | None  # FSDP2: of this rank's shards, between backward() and step()
     place: str
 
@@ -65,6 +71,7 @@ class Passes(Watcher):
         self.scale, self.scaler = None, lambda: None
         self.sharded, self.shards = [], None
         self.works = {}  # asynchronous calls that nobody has awaited
+        self.calls = Counter()  # of collectives, by the tensor's address
 
     def hooks(self) -> None:
         import torch
@@ -86,6 +93,8 @@ class Passes(Watcher):
 
     def reduce(self, call, tensor, *args, **kwargs):
         work = call(tensor, *args, **kwargs)
+        if recorder.watching:
+            self.calls[tensor.data_ptr()] += 1
         if work is not None and recorder.watching:
             self.works[id(work)] = tensor.data_ptr(), place()
         return work
@@ -125,10 +134,8 @@ class Passes(Watcher):
         self.forwards, self.scale = [], None
 
     def on_gradient(self, weight, gradient) -> None:
-        import torch
-
         key = id(weight)
-        if gradient.layout != torch.strided or not self.number:
+        if not self.number:
             return
         if key in self.stepped or weight.grad is None:
             self.local.pop(key, None)
@@ -191,6 +198,8 @@ class Passes(Watcher):
         return parameters if single else found
 
     def on_step(self, optimizer, whole, gradients) -> None:
+        import torch
+
         if not recorder.watching:
             return
         works, self.works = dict(self.works.values()), {}
@@ -209,14 +218,21 @@ class Passes(Watcher):
             self.sharded = [weakref.ref(one) for one in sharded]
         each = max(1, min(8, MOST // max(1, len(whole))))
         found = [self.local.get(id(one), []) for one in whole]
-        sums = [sum(x for _, x in one) if one else None for one in found]
-        stale = [(one, self.stale.pop(id(one), None)) for one in whole]
-        stale = [(one, values) for one, values in stale if values is not None]
-        nonzero = numbers([values for _, values in stale])
-        order = sorted({number for one in found for number, _ in one})
-        passes = [self.passes[number] for number in order if number in self.passes]
+        order = sorted({n for one in found for n, _ in one} & {*self.passes})
+        groups = [[n] for n in order] if len(order) <= SEPARATE else [order]
+        sums = [
+            sum(own) if (own := [x for n, x in one if n in group]) else None
+            for group in groups
+            for one in found
+        ]
+        rows, count = numbers(sums), len(whole)
+        stale = {one: self.stale.pop(id(one), None) for one in whole}
+        stale = {one: values for one, values in stale.items() if values is not None}
+        nonzero = map(any, numbers([*stale.values()]))
+        passes = [self.passes[number] for number in order]
         for one in passes:
             one["scale"] = None if one["scale"] is None else float(one["scale"])
+            one["value"] = float(one.get("value", 0))
         keys, clips = [id(one) for one in whole], []
         for one in self.clips:
             if {*one["before"]} & {*keys}:
@@ -226,21 +242,24 @@ class Passes(Watcher):
                 same = {*one["before"]} >= {*keys}
                 before = flat(before, each) if same else []
                 clips.append(kept | {"before": before, "passes": done})
+        grads = [one.grad for one in whole if one.grad is not None]
+        grads = [one.data_ptr() for one in grads if one.layout == torch.strided]
         lost = {number for number, key in self.lost.items() if key in keys}
+        pairs = zip(stale, nonzero, strict=True)
         update = Update(
             optimizer=first,
+            adaptive=bool(ADAPTIVE.search(type(optimizer).__name__)),
             names=[Moments.here.name(one) for one in whole],
             each=each,
             used=flat(gradients, each),
-            local=flat(numbers(sums), each),
+            local=[
+                flat(rows[n : n + count], each) for n in range(0, len(rows), count or 1)
+            ],
             passes=passes,
             lost=[self.passes[x]["place"] for x in sorted(lost) if x in self.passes],
-            stale=[
-                Moments.here.name(x[0])
-                for x, y in zip(stale, nonzero, strict=True)
-                if any(y)
-            ],
+            stale=[Moments.here.name(one) for one, own in pairs if own],
             clips=clips,
+            calls=max((self.calls[one] for one in grads), default=0),
             factor=factor,
             place=place(),
         )
@@ -249,7 +268,7 @@ class Passes(Watcher):
     def after_step(self, optimizer, whole) -> None:
         keys = {id(one) for one in whole}
         self.stepped |= keys
-        self.clips = []
+        self.clips, self.calls = [], Counter()
         self.lost = {x: key for x, key in self.lost.items() if key not in keys}
         used = [number for one in self.local.values() for number, _ in one]
         kept = {*used, *self.lost, self.number}

@@ -13,14 +13,8 @@ from ..watcher import Watcher
 
 LAW = Law(4, "replicas", "Replicas are equal")
 MOST = 1024  # numbers of all tensors in one event
-STATES = {
-    1,
-    2,
-    5,
-    10,
-    20,
-    STEPS - 1,
-}  # steps before which optimizer states are compared
+# Steps before which optimizer states are compared
+STATES = {1, 2, 5, 10, 20, STEPS - 1}
 
 
 @dataclass(kw_only=True)
@@ -73,8 +67,7 @@ class Replicas(Watcher):
         if not recorder.watching:
             return
         self.write("step", "weights", held())
-        for what, found in buffers([*Moments.here.networks]).items():
-            self.write("step", what, found)
+        self.write("step", "buffers", buffers())
         first = id(optimizer) not in self.seen and optimizer.state
         self.seen.add(id(optimizer))
         if first or recorder.step in STATES:
@@ -104,8 +97,7 @@ class Replicas(Watcher):
         if found and recorder.step and not self.ended:
             self.ended = True
             self.write("end", "weights", found)
-            for what, one in buffers([*Moments.here.networks]).items():
-                self.write("end", what, one)
+            self.write("end", "buffers", buffers())
 
     def write(self, moment: str, what: str, found: dict, where="", trains=True) -> None:
         """Write an event with a few numbers of each tensor."""
@@ -146,21 +138,19 @@ def held() -> dict:
     return named((Moments.here.name(one), one) for one in known)
 
 
-def buffers(networks: list) -> dict[str, dict]:
-    """Return the networks' buffers: batch norm's, and others that they save."""
+def buffers() -> dict:
+    """Return the buffers that networks save, but not batch norm's."""
     import torch
 
-    pairs, seen = {"norms": [], "buffers": []}, set()
-    for network in networks:
+    pairs = {}
+    for network in [*Moments.here.networks]:
         for path, module in network.named_modules():
             norm = isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
             passing = module._non_persistent_buffers_set
             for name, one in module.named_buffers(path, recurse=False):
-                saved = name.rpartition(".")[2] not in passing
-                if saved and id(one) not in seen:
-                    seen.add(id(one))
-                    pairs["norms" if norm else "buffers"].append((name, one))
-    return {what: named(own) for what, own in pairs.items()}
+                if not norm and name.rpartition(".")[2] not in passing:
+                    pairs.setdefault(id(one), (name, one))
+    return named(pairs.values())
 
 
 def everything(network) -> dict:
