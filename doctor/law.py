@@ -34,6 +34,10 @@ class NotJudged(Exception):
     """Raised with the reason why a check cannot judge this job."""
 
 
+class Doubt(NotJudged):
+    """Raised if what a check saw may break its law, which is then not held."""
+
+
 @dataclass(frozen=True)
 class Law:
     """One of the ten laws of data-parallel training."""
@@ -227,6 +231,7 @@ def examine(job: Job) -> Report:
                     seen.append(one)
         except NotJudged as reason:
             verdict.not_judged[own.name] = str(reason)
+            hidden |= {own.law} if isinstance(reason, Doubt) else set()
         except Exception as error:  # the other checks' findings still count
             verdict.not_judged[own.name] = f"doctor's own error: {error!r}"
         if cause := sorted(one.name for one in named & own.causes):

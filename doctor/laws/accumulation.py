@@ -11,8 +11,9 @@ from ..law import (
 )
 from .gradient import fits, not_averaged, not_cleared
 from .mean import known, mean_gradient, unequal, weights
-from .passes import LAW, Update, Wrapped
+from .passes import LAW, Update
 from .replicas import weights_differ
+from .states import Layout
 
 
 @check(
@@ -91,7 +92,7 @@ def every_micro_batch(job):
 
     Use model.no_sync() in all passes of a step except the last.
     """
-    need(job.of(Wrapped), "DDP is not used")
+    need(job.of(Layout), "DDP is not used")
     for row in job.rows(Update):
         passes = row[0].passes
         forwards = [one["forwards"][-1] for one in passes if one["forwards"]]

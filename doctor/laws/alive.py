@@ -103,7 +103,6 @@ class Alive(Watcher):
         for weight, nonzero in zip(unclear, lives(unclear), strict=True):
             self.alive[id(weight)] += nonzero
         others = [w for n in [*Moments.here.networks] for w in n.parameters()]
-        others += [weight for _, weight in self.loose({*map(id, others)})]
         others = [one for one in others if id(one) not in self.steps]
         self.reached |= {id(one) for one in others if one.grad is not None}
         new = [one for one in own + others if id(one) not in self.begun]
@@ -172,8 +171,10 @@ class Alive(Watcher):
             weight = reference()
             if weight is not None and id(weight) in self.steps:
                 found[id(weight)] = weight
-        names = {id(weight): name for name, weight in self.loose({*found})}
-        found |= {id(weight): weight for _, weight in self.loose({*found})}
+        loose = self.loose({*found})
+        names = {id(weight): name for name, weight in loose}
+        found |= {id(weight): weight for _, weight in loose}
+        self.reached |= {id(one) for _, one in loose if one.grad is not None}
         now = dict(zip(found, few([*found.values()]), strict=True))
         self.moved = {key for key in now if now[key] != self.begun.get(key, now[key])}
         for key, weight in found.items():

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..event import Event
-from ..law import NOTE, RISK, WRONG, Breach, NotJudged, check, need, several
+from ..law import NOTE, RISK, WRONG, Breach, Doubt, check, need, several
 from ..moments import Moments
 from ..record import place, recorder, wrap
 from ..watcher import Watcher
@@ -216,7 +216,7 @@ def no_optimizer(job):
         one = own[-1]
         if any(x.live for x in own):
             text = f"of which step the weights in {base(path)} are: they are the "
-            raise NotJudged(f"{text}network's own tensors, but not from state_dict()")
+            raise Doubt(f"{text}network's own tensors, but not from state_dict()")
         missing = [name for name in one.has if name not in one.holds]
         if missing and (one.counts or one.holds):
             what = f"{base(path)} has weights and {', '.join(one.holds) or 'a number'}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ..job import Job
 from ..law import NOTE, RISK, WRONG, Breach, check, need, several
 from ..sample import digest
-from .passes import LAW, NotAwaited, Update, Wrapped
+from .passes import LAW, NotAwaited, Update
 from .replicas import (
     alike,
     buffers_differ,
@@ -17,6 +17,7 @@ from .replicas import (
     weights_differ_in_the_end,
     weights_drift,
 )
+from .states import Layout
 
 UNKNOWNS = 12  # passes of all ranks whose shares of a gradient are computed
 
@@ -91,7 +92,9 @@ def fit(row: list[Update]) -> Fit | None:
     square = dot(mean, mean)
     factor = dot(mean, target) / square if square else math.nan
     flat = [x for one in vectors for x in one]
-    shares = solve(flat, target) if len(flat) <= UNKNOWNS else None
+    there = sum(map(any, zip(target, *flat, strict=True)))
+    enough = len(flat) <= min(UNKNOWNS, there / 2)
+    shares = solve(flat, target) if enough else None
     guess = summed_up(
         [[c * x for x in v] for c, v in zip(shares or (), flat, strict=False)]
     )
@@ -180,7 +183,7 @@ def not_averaged(job):
 
 def reason_of(job: Job, row: list[Update], names: list[str], later) -> tuple:
     """Return why gradients are not averaged, what to do, and the level."""
-    one, wrapped = row[0], bool(job.of(Wrapped))
+    one, wrapped = row[0], bool(job.of(Layout))
     forwards = [x["forwards"][-1] for x in one.passes if x["forwards"]]
     count = len(one.passes)
     if wrapped and not forwards:

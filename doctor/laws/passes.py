@@ -22,13 +22,6 @@ SEPARATE = 8  # passes of a step whose gradients are kept apart
 
 
 @dataclass(kw_only=True)
-class Wrapped(Event):
-    """DistributedDataParallel has been constructed."""
-
-    place: str
-
-
-@dataclass(kw_only=True)
 class Update(Event):
     """The gradients of an optimizer's step, and the backward passes behind them."""
 
@@ -87,9 +80,6 @@ class Passes(Watcher):
         for owner in (utils, utils.clip_grad):
             wrap(owner, "clip_grad_norm_", self.clip_norm)
             wrap(owner, "clip_grad_value_", self.clip_value)
-
-    def on_wrap(self, model, where) -> None:
-        recorder.write(Wrapped(place=where))
 
     def reduce(self, call, tensor, *args, **kwargs):
         work = call(tensor, *args, **kwargs)
