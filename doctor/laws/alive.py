@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from ..event import Event
 from ..law import NOTE, RISK, WRONG, Breach, Law, NotJudged, check, explains, need
-from ..loaders import leaves
-from ..moments import Moments, Step, runs_normally, weights
-from ..record import STEPS, place, quiet, recorder, wrap
+from ..moments import Moments, Step, weights
+from ..record import STEPS, place, recorder, wrap
 from ..sample import numbers
 from ..watcher import Watcher
+from .layers import Layers, Ran, networks
 from .replicas import listed
 
 LAW = Law(6, "alive", "Every weight lives")
@@ -39,17 +39,6 @@ class Weight(Event):
     place: str  # where its module is called
 
 
-@dataclass
-class Ran:
-    """How a module has run."""
-
-    module: weakref.ref
-    first: int
-    place: str
-    cut: bool = False
-    returned: bool = False
-
-
 class Alive(Watcher):
     """Counts the gradients of each weight, and follows which modules run."""
 
@@ -57,16 +46,13 @@ class Alive(Watcher):
         self.alive, self.steps, self.optimizers = Counter(), Counter(), {}
         self.reached, self.fresh, self.cleared, self.begun = set(), set(), {}, {}
         self.nonzero = set()  # weights for which a few gradients were not zero
-        self.ran, self.results, self.outer, self.moved = {}, {}, None, set()
+        self.moved = set()
         self.holders = weakref.WeakSet()  # optimizers
 
     def hooks(self) -> None:
         import torch
 
         wrap(torch.optim.Optimizer, "add_param_group", self.add_param_group)
-        module = torch.nn.modules.module
-        module.register_module_forward_pre_hook(quiet(self.before))
-        module.register_module_forward_hook(quiet(self.after))
 
     def add_param_group(self, call, optimizer, group) -> None:
         call(optimizer, group)
@@ -116,53 +102,13 @@ class Alive(Watcher):
         if 0 < recorder.step < STEPS and recorder.step not in WRITES:
             self.write()
 
-    # --- modules ---
-
-    def on_input(self, network, inputs) -> None:
-        self.outer = network
-
-    def before(self, module, inputs) -> None:
-        """Note when a module first runs."""
-        if not recorder.watching or not runs_normally():
-            return
-        if id(module) not in self.ran:
-            self.ran[id(module)] = Ran(weakref.ref(module), len(self.ran), place())
-
-    def after(self, module, inputs, outputs) -> None:
-        """Note in the first steps whether a module's results need a gradient."""
-        if recorder.step > 1 or not runs_normally() or id(module) not in self.ran:
-            return
-        for one in (tensors := leaves(outputs)):
-            for owner, reference in self.results.get(id(one), ()):
-                if owner != id(module) and reference() is one:
-                    self.ran[owner].returned = True
-            entry = id(module), weakref.ref(one)
-            self.results.setdefault(id(one), []).append(entry)
-        if self.outer is module:
-            self.results.clear()
-        floats = [one for one in tensors if one.is_floating_point()]
-        cut = bool(floats) and not any(one.requires_grad for one in floats)
-        self.ran[id(module)].cut = cut
-
-    def loose(self, known: set[int]) -> list[tuple]:
-        """Return weights of layers that run, and that no network has: with a name."""
-        layers = [ran.module() for ran in [*self.ran.values()]]
-        return [
-            (f"{name} of {type(layer).__name__}", weight)
-            for layer in layers
-            if layer is not None
-            for name, weight in layer.named_parameters(recurse=False)
-            if id(weight) not in known
-        ]
-
     # --- events ---
 
     def write(self) -> None:
         """Write what is known of all weights."""
         owners, found = {}, {}
         kept = {id(one) for own in [*self.holders] for one in weights(own)}
-        for network in [*Moments.here.networks]:
-            modules = dict(network.named_modules())
+        for modules in networks():
             for name, module in modules.items():
                 for weight in module.parameters(recurse=False):
                     owners.setdefault(id(weight), (modules, name))
@@ -171,7 +117,7 @@ class Alive(Watcher):
             weight = reference()
             if weight is not None and id(weight) in self.steps:
                 found[id(weight)] = weight
-        loose = self.loose({*found})
+        loose = Layers.here.loose({*found})
         names = {id(weight): name for name, weight in loose}
         found |= {id(weight): weight for _, weight in loose}
         self.reached |= {id(one) for _, one in loose if one.grad is not None}
@@ -206,13 +152,13 @@ class Alive(Watcher):
 
     def around(self, modules: dict, name: str) -> tuple[str, Ran | None]:
         """Return the outermost module with no weight that lives, and how it ran."""
-        found = name, self.ran.get(id(modules[name]))
+        found = name, Layers.here.ran.get(id(modules[name]))
         while name:
             name = name.rpartition(".")[0]
             own = [one for one in modules[name].parameters() if one.requires_grad]
             if any(self.alive[id(one)] for one in own):
                 break
-            if ran := self.ran.get(id(modules[name])):
+            if ran := Layers.here.ran.get(id(modules[name])):
                 found = name, ran
         return found
 
