@@ -51,7 +51,7 @@ class Law:
 class Breach:
     """One breach that a check saw."""
 
-    what: str  # with names, ranks, steps and numbers
+    what: str  # with names, ranks, steps and numbers; or "": see explained()
     place: str = ""  # file:line
     facts: object = None  # for explanations
     level: str = ""  # if it differs from the check's
@@ -197,12 +197,16 @@ def judge(job: Job, own: Check) -> Iterator[Breach | str]:
     yield from own.function(job)
 
 
-def explained(job: Job, own: Check, breach: Breach) -> Finding:
-    """Return a breach in the words of the first explanation that fits it."""
+def explained(job: Job, own: Check, breach: Breach) -> list[Finding]:
+    """Return a breach in the words of the first explanation that fits it.
+
+    Without an explanation, a breach that has no words is none.
+    """
     for other in CHECKS.values():
         if other.explains is own and (better := other.function(job, breach)):
-            return other.finding(replace(better, place=better.place or breach.place))
-    return own.finding(breach)
+            better = replace(better, place=better.place or breach.place)
+            return [other.finding(better)]
+    return [own.finding(breach)] if breach.what else []
 
 
 @dataclass
@@ -226,7 +230,7 @@ def examine(job: Job) -> Report:
         try:
             for one in judge(job, own):
                 if isinstance(one, Breach):
-                    found.append(explained(job, own, one))
+                    found += explained(job, own, one)
                 elif own.general:
                     seen.append(one)
         except NotJudged as reason:

@@ -2,13 +2,7 @@
 
 from statistics import median
 
-from ..law import (
-    RISK,
-    SLOW,
-    Breach,
-    check,
-    need,
-)
+from ..law import RISK, SLOW, Breach, check, need
 from .gradient import fits, not_averaged, not_cleared
 from .mean import known, mean_gradient, unequal, weights
 from .passes import LAW, Update
@@ -38,14 +32,10 @@ def leaked_passes(job):
             found = [one for one in own if len(one.passes) > usual and spans(one)]
             if found:
                 one = found[0]
-                what = (
-                    f"step {one.step + 1} adds up {len(one.passes)} backward passes, "
-                )
                 epochs = sorted({x["epoch"] for x in one.passes})
-                what += (
-                    f"others {usual:g}: batches of epochs {epochs[0]} and {epochs[-1]}"
-                )
-                what += f" ({len(found)} of {len(own)} steps)"
+                what = f"step {one.step + 1} adds up {len(one.passes)} backward "
+                what += f"passes, others {usual:g}: batches of epochs {epochs[0]} and "
+                what += f"{epochs[-1]} ({len(found)} of {len(own)} steps)"
                 yield Breach(what, one.passes[0]["place"])
 
 
@@ -114,8 +104,6 @@ def cleared_passes(job):
     found = [x for x in steps if {*x.lost} & {one["place"] for one in x.passes}]
     if steps and len(found) > len(steps) / 2:
         one = found[0]
-        what = (
-            f"in {len(found)} of {len(steps)} steps, the gradients of some passes are "
-        )
-        what += f"cleared before the step ({len(one.lost)} in step {one.step + 1})"
+        what = f"in {len(found)} of {len(steps)} steps, the gradients of some passes "
+        what += f"are cleared before the step ({len(one.lost)} in step {one.step + 1})"
         yield Breach(what, one.lost[0])

@@ -84,11 +84,6 @@ def unequal(values: list[float]) -> bool:
     return bool(values) and max(values) > 1.1 * min(values)
 
 
-def size_of(one: Fit) -> int:
-    """Return the number of ranks."""
-    return len(one.row)
-
-
 @check(LAW, RISK, general=True, causes=CAUSES, effects=[weights_drift])
 def mean_gradient(job):
     """The gradients of a step are not the mean over its samples.
@@ -102,7 +97,7 @@ def mean_gradient(job):
     if not all(alike([one.used for one in row]) for row in rows):
         raise NotJudged("the ranks use different gradients")
     need(found, "the gradients before they were clipped, or changed, were not seen")
-    size, total = size_of(found[0]), len(found)
+    size, total = len(job.processes), len(found)
     place = found[0].row[0].passes[-1]["place"]
     uneven = [x for x in found if x.solved and unequal([*map(abs, sum(x.shares, []))])]
     uneven = [x for x in uneven if unequal(weights(x)) or not weights(x)]

@@ -4,6 +4,7 @@ import re
 import weakref
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from ..event import Event
@@ -78,8 +79,8 @@ class Passes(Watcher):
         wrap(ddp, "forward", self.forward)
         wrap(torch.amp.GradScaler, "scale", self.scaled)
         for owner in (utils, utils.clip_grad):
-            wrap(owner, "clip_grad_norm_", self.clip_norm)
-            wrap(owner, "clip_grad_value_", self.clip_value)
+            wrap(owner, "clip_grad_norm_", partial(self.clip, True))
+            wrap(owner, "clip_grad_value_", partial(self.clip, False))
 
     def reduce(self, call, tensor, *args, **kwargs):
         work = call(tensor, *args, **kwargs)
@@ -158,16 +159,8 @@ class Passes(Watcher):
         for key in keys:
             self.stale.pop(key, None)
 
-    def clip_norm(self, call, parameters, *args, **kwargs):
-        parameters = self.clip(parameters, norm=True)
-        return call(parameters, *args, **kwargs)
-
-    def clip_value(self, call, parameters, *args, **kwargs):
-        parameters = self.clip(parameters, norm=False)
-        return call(parameters, *args, **kwargs)
-
-    def clip(self, parameters, norm: bool):
-        """Note gradients before they are clipped; return the parameters."""
+    def clip(self, norm: bool, call, parameters, *args, **kwargs):
+        """Note gradients before they are clipped."""
         import torch
 
         single = isinstance(parameters, torch.Tensor)
@@ -176,16 +169,15 @@ class Passes(Watcher):
             scaler = self.scaler()
             done = scaler._per_optimizer_states.values() if scaler else ()
             rows = numbers([one.grad for one in found])
-            before = dict(zip(map(id, found), rows, strict=True))
             entry = {
-                "before": before,
+                "before": dict(zip(map(id, found), rows, strict=True)),
                 "scaled": bool(scaler) and not any(x["stage"].value for x in done),
                 "passes": self.number,
                 "norm": norm,
                 "place": place(),
             }
             self.clips.append(entry)
-        return parameters if single else found
+        return call(parameters if single else found, *args, **kwargs)
 
     def on_step(self, optimizer, whole, gradients) -> None:
         import torch
