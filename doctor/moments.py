@@ -47,6 +47,7 @@ class Moments(Watcher):
         self.networks = weakref.WeakKeyDictionary()  # outermost ones, in order
         self.handles, self.optimizers = [], {}
         self.inner, self.depth, self.collective = None, 0, False
+        self.ended = False
         self.backing = False  # a backward pass runs
         self.last_gradient = 0.0  # when a backward pass made its last gradient
 
@@ -238,6 +239,8 @@ class Moments(Watcher):
         where, began = place(), clock()
         self.collective, recorder.waiting = True, name
         recorder.ticks += 1
+        if name == "destroy_process_group":
+            self.on_exit()
         tensors = [one for one in args if isinstance(one, torch.Tensor)]
         tell("on_collective", name, args, kwargs, where)
         try:
@@ -246,6 +249,11 @@ class Moments(Watcher):
             self.collective, recorder.waiting = False, ""
             recorder.ticks += 1
             tell("after_collective", name, tensors, where, clock() - began)
+
+    def on_exit(self) -> None:
+        if not self.ended:
+            self.ended = True
+            tell("on_end")
 
     def join(self, call, *args, **kwargs):
         import torch.distributed as dist

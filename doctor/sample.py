@@ -5,6 +5,7 @@ import hashlib
 from collections.abc import Sequence
 
 GOLDEN = 0.6180339887498949
+MOST = 1024  # numbers in one event
 
 
 @functools.lru_cache(512)
@@ -48,6 +49,15 @@ def numbers(tensors: Sequence, most: int = 8) -> list[list[float]]:
         found.append(flat[start : start + count])
         start += count
     return found
+
+
+def flat(rows: list[list[float]]) -> tuple[int, list[float]]:
+    """Return the first numbers of each row in one list, and how many each row has.
+
+    Rows that are shorter end with zeros.
+    """
+    each = max(1, min(8, MOST // max(1, len(rows))))
+    return each, [x for row in rows for x in (row + [0.0] * each)[:each]]
 
 
 def hashes(rows, most: int = 64) -> list[int]:

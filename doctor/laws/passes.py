@@ -12,13 +12,12 @@ from ..law import Law
 from ..loaders import Loaders
 from ..moments import Moments, weights
 from ..record import place, recorder, wrap
-from ..sample import numbers, picked
+from ..sample import flat, numbers, picked
 from ..watcher import Watcher
 
 AWAIT = "wait", "synchronize", "is_completed", "get_future", "block_current_stream"
 ADAPTIVE = re.compile("Adam|RMSprop|Adagrad|Adadelta|Lamb|Lion|Muon|Rprop|Shampoo")
 LAW = Law(5, "gradient", "A step is the mean over all samples")
-MOST = 1024  # numbers of all gradients in one event
 SEPARATE = 8  # passes of a step whose gradients are kept apart
 
 
@@ -198,7 +197,7 @@ class Passes(Watcher):
             if self.shards is not None and (now := self.shard_numbers()) is not None:
                 factor = float((now @ self.shards) / (self.shards @ self.shards))
             self.sharded = [weakref.ref(one) for one in sharded]
-        each = max(1, min(8, MOST // max(1, len(whole))))
+        each, used = flat(gradients)
         found = [self.local.get(id(one), []) for one in whole]
         order = sorted({n for one in found for n, _ in one} & {*self.passes})
         groups = [[n] for n in order] if len(order) <= SEPARATE else [order]
@@ -208,6 +207,7 @@ class Passes(Watcher):
             for one in found
         ]
         rows, count = numbers(sums), len(whole)
+        local = [flat(rows[n : n + count])[1] for n in range(0, len(rows), count or 1)]
         stale = {one: self.stale.pop(id(one), None) for one in whole}
         stale = {one: values for one, values in stale.items() if values is not None}
         nonzero = map(any, numbers([*stale.values()]))
@@ -222,7 +222,7 @@ class Passes(Watcher):
                 done = sum(number <= one["passes"] for number in order)
                 kept = {key: one[key] for key in ("scaled", "norm", "place")}
                 same = {*one["before"]} >= {*keys}
-                before = flat(before, each) if same else []
+                before = flat(before)[1] if same else []
                 clips.append(kept | {"before": before, "passes": done})
         grads = [one.grad for one in whole if one.grad is not None]
         grads = [one.data_ptr() for one in grads if one.layout == torch.strided]
@@ -233,10 +233,8 @@ class Passes(Watcher):
             adaptive=bool(ADAPTIVE.search(type(optimizer).__name__)),
             names=[Moments.here.name(one) for one in whole],
             each=each,
-            used=flat(gradients, each),
-            local=[
-                flat(rows[n : n + count], each) for n in range(0, len(rows), count or 1)
-            ],
+            used=used,
+            local=local,
             passes=passes,
             lost=[self.passes[x]["place"] for x in sorted(lost) if x in self.passes],
             stale=[Moments.here.name(one) for one, own in pairs if own],
@@ -255,8 +253,3 @@ class Passes(Watcher):
         used = [number for one in self.local.values() for number, _ in one]
         kept = {*used, *self.lost, self.number}
         self.passes = {x: one for x, one in self.passes.items() if x in kept}
-
-
-def flat(rows: list[list[float]], each: int) -> list[float]:
-    """Return the first `each` numbers of each row; zeros where there are fewer."""
-    return [x for row in rows for x in (row + [0.0] * each)[:each]]

@@ -36,7 +36,7 @@ class Schedules(Watcher):
     """Follows schedulers."""
 
     def __init__(self):
-        self.made, self.written = [], False
+        self.made = []
 
     def hooks(self) -> None:
         from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -56,16 +56,9 @@ class Schedules(Watcher):
         recorder.write(Plateau(value=float(metrics), place=place()))
         return call(scheduler, metrics, *args, **kwargs)
 
-    def on_collective(self, name, tensors, options, where) -> None:
-        if name == "destroy_process_group":
-            self.on_exit()
-
-    def on_exit(self) -> None:
-        if self.written:
-            return
+    def on_end(self) -> None:
         for known, where in self.made:
             if (one := known()) is not None:
-                self.written = True
                 taken = int(getattr(one, "last_epoch", 0))
                 event = Schedule(
                     type=type(one).__name__,

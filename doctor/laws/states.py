@@ -8,11 +8,10 @@ from ..law import Law
 from ..loaders import Loaders
 from ..moments import Moments
 from ..record import STEPS, place, recorder
-from ..sample import numbers
+from ..sample import flat, numbers
 from ..watcher import Watcher
 
 LAW = Law(4, "replicas", "Replicas are equal")
-MOST = 1024  # numbers of all tensors in one event
 # Steps before which optimizer states are compared
 STATES = {1, 2, 5, 10, 20, STEPS - 1}
 
@@ -51,17 +50,12 @@ class Replicas(Watcher):
     """Reads a few numbers of all weights, buffers and optimizer states."""
 
     def __init__(self):
-        self.validated, self.ended, self.seen = set(), False, set()
+        self.validated, self.seen = set(), set()
 
     def on_wrap(self, model, where) -> None:
-        layout = Layout(
-            weights=[
-                f"{n} {tuple(x.shape)}" for n, x in model.module.named_parameters()
-            ],
-            buffers=[f"{n} {tuple(x.shape)}" for n, x in model.module.named_buffers()],
-            place=where,
-        )
-        recorder.write(layout)
+        own = model.module.named_parameters(), model.module.named_buffers()
+        names = [[f"{name} {tuple(x.shape)}" for name, x in pairs] for pairs in own]
+        recorder.write(Layout(weights=names[0], buffers=names[1], place=where))
 
     def on_step(self, optimizer, weights, gradients) -> None:
         if not recorder.watching:
@@ -84,35 +78,22 @@ class Replicas(Watcher):
         trains = any(id(one) in known for one in network.parameters())
         self.write("validation", type(network).__name__, found, place(), trains)
 
-    def on_collective(self, name, tensors, options, where) -> None:
-        if name == "destroy_process_group":
-            self.end()
-
-    def on_exit(self) -> None:
-        self.end()
-
-    def end(self) -> None:
-        """Write the last state of all networks, once."""
-        found = held()
-        if found and recorder.step and not self.ended:
-            self.ended = True
-            self.write("end", "weights", found)
+    def on_end(self) -> None:
+        if recorder.step:
+            self.write("end", "weights", held())
             self.write("end", "buffers", buffers())
 
     def write(self, moment: str, what: str, found: dict, where="", trains=True) -> None:
         """Write an event with a few numbers of each tensor."""
         if found and not recorder.full(State):
-            each = max(1, min(8, MOST // len(found)))
-            rows = numbers([*found.values()], each)
-            values = [x for row in rows for x in (row + [0.0] * each)[:each]]
-            where = where or place()
+            each, values = flat(numbers([*found.values()]))
             event = State(
                 moment=moment,
                 what=what,
                 names=[*found],
                 each=each,
                 values=values,
-                place=where,
+                place=where or place(),
                 trains=trains,
             )
             recorder.write(event)
