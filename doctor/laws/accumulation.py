@@ -5,18 +5,12 @@ from statistics import median
 from ..law import RISK, SLOW, Breach, check, need
 from .gradient import fits, not_averaged, not_cleared
 from .mean import known, mean_gradient, unequal, weights
-from .passes import LAW, Update
+from .passes import LAW, PASSES, Update
 from .replicas import weights_differ
 from .states import Layout
 
 
-@check(
-    LAW,
-    RISK,
-    causes=[not_cleared],
-    effects=[mean_gradient],
-    read="tutorial/07_accumulation/README.md",
-)
+@check(LAW, RISK, causes=[not_cleared], effects=[mean_gradient], read=PASSES)
 def leaked_passes(job):
     """Gradients of left-over micro-batches leak into a later step.
 
@@ -48,12 +42,7 @@ def spans(one: Update) -> bool:
     return any(len(found) > 1 for found in epochs.values())
 
 
-@check(
-    LAW,
-    RISK,
-    causes=[weights_differ, not_averaged, mean_gradient],
-    read="tutorial/07_accumulation/README.md",
-)
+@check(LAW, RISK, causes=[weights_differ, not_averaged, mean_gradient], read=PASSES)
 def unequal_means(job):
     """Targets of one step have different weights.
 
@@ -76,7 +65,7 @@ def unequal_means(job):
         yield Breach(what, found[0].row[0].passes[0]["place"])
 
 
-@check(LAW, SLOW, causes=[not_averaged], read="tutorial/07_accumulation/README.md")
+@check(LAW, SLOW, causes=[not_averaged], read=PASSES)
 def every_micro_batch(job):
     """DDP averages gradients in each pass of a step.
 
@@ -93,7 +82,7 @@ def every_micro_batch(job):
             return
 
 
-@check(LAW, RISK, causes=[not_cleared], read="tutorial/07_accumulation/README.md")
+@check(LAW, RISK, causes=[not_cleared], read=PASSES)
 def cleared_passes(job):
     """The gradients of some passes are cleared before the step uses them.
 

@@ -8,14 +8,13 @@ from ..law import NOTE, RISK, WRONG, Breach, check, need, several
 from ..sample import digest
 from .passes import LAW, NotAwaited, Update
 from .replicas import (
+    DRIFT,
+    READ,
+    SHARDED,
     alike,
-    buffers_differ,
     equal_steps,
     listed,
-    own_buffers,
     weights_differ,
-    weights_differ_in_the_end,
-    weights_drift,
 )
 from .states import Layout
 
@@ -153,13 +152,7 @@ def near(one: float, other: float, tolerance: float = 0.02) -> bool:
     return abs(one - other) <= tolerance * abs(other)
 
 
-@check(
-    LAW,
-    WRONG,
-    causes=[weights_differ],
-    effects=[weights_drift, buffers_differ, own_buffers, weights_differ_in_the_end],
-    read="tutorial/11_hangs/README.md",
-)
+@check(LAW, WRONG, causes=[weights_differ], effects=DRIFT, read=READ)
 def not_averaged(job):
     """The ranks step with different gradients.
 
@@ -216,7 +209,7 @@ def reason_of(job: Job, row: list[Update], names: list[str], later) -> tuple:
 @check(
     LAW,
     WRONG,
-    effects=[not_averaged, weights_drift, weights_differ_in_the_end],
+    effects=[not_averaged, *DRIFT],
     read="tutorial/09_mixed_precision/README.md",
 )
 def clip_order(job):
@@ -256,7 +249,7 @@ def changed(before: list[float], after: list[float]) -> bool:
 @check(
     LAW,
     WRONG,
-    effects=[not_averaged, clip_order, weights_drift, weights_differ_in_the_end],
+    effects=[not_averaged, clip_order, *DRIFT],
     read="tutorial/08_collectives/README.md",
 )
 def not_awaited(job):
@@ -286,7 +279,7 @@ def not_cleared(job):
         yield Breach(what, place)
 
 
-@check(LAW, WRONG, read="tutorial/16_sharded/README.md")
+@check(LAW, WRONG, read=SHARDED)
 def shards_scaled_apart(job):
     """Each rank scales its shards of the gradients by a factor of its own.
 

@@ -17,8 +17,8 @@ from .gradient import (
     updates,
 )
 from .losses import Term
-from .passes import LAW, Update
-from .replicas import alike, listed, weights_differ, weights_drift
+from .passes import LAW, PASSES, Update
+from .replicas import DRIFT, alike, listed, weights_differ
 
 CAUSES = [not_averaged, not_awaited, clip_order, not_cleared, weights_differ]
 
@@ -84,7 +84,7 @@ def unequal(values: list[float]) -> bool:
     return bool(values) and max(values) > 1.1 * min(values)
 
 
-@check(LAW, RISK, general=True, causes=CAUSES, effects=[weights_drift])
+@check(LAW, RISK, general=True, causes=CAUSES, effects=DRIFT)
 def mean_gradient(job):
     """The gradients of a step are not the mean over its samples.
 
@@ -169,7 +169,7 @@ def unread(found: list[Fit], ratio: float) -> str:
     return f"how the loss at {entry['place']} averages its samples could not be read"
 
 
-@explains(mean_gradient, read="tutorial/07_accumulation/README.md")
+@explains(mean_gradient, read=PASSES)
 def summed_again(job, breach):
     """Each micro-batch's all_reduce() sums what earlier ones have already summed.
 
@@ -215,7 +215,7 @@ def summed(job, breach):
     return None
 
 
-@explains(mean_gradient, read="tutorial/07_accumulation/README.md")
+@explains(mean_gradient, read=PASSES)
 def summed_loss(job, breach):
     """The loss is a sum over samples, and DDP averages the ranks' gradients.
 
@@ -258,7 +258,7 @@ def hypotheses(count: int, size: int) -> dict[str, float]:
     }
 
 
-@explains(mean_gradient, read="tutorial/07_accumulation/README.md")
+@explains(mean_gradient, read=PASSES)
 def loss_scale(job, breach):
     """The loss is divided by another number than the number of passes per step.
 

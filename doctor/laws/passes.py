@@ -17,6 +17,7 @@ from ..watcher import Watcher
 
 AWAIT = "wait", "synchronize", "is_completed", "get_future", "block_current_stream"
 ADAPTIVE = re.compile("Adam|RMSprop|Adagrad|Adadelta|Lamb|Lion|Muon|Rprop|Shampoo")
+PASSES = "tutorial/07_accumulation/README.md"
 LAW = Law(5, "gradient", "A step is the mean over all samples")
 SEPARATE = 8  # passes of a step whose gradients are kept apart
 

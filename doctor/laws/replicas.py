@@ -8,7 +8,7 @@ from ..law import NOTE, RISK, WRONG, Breach, NotJudged, check, need, several
 from .checkpoints import Saved
 from .states import LAW, Layout, State
 
-READ = "tutorial/11_hangs/README.md"
+READ, SHARDED = "tutorial/11_hangs/README.md", "tutorial/16_sharded/README.md"
 NONE = "no step with unsharded weights was seen on all ranks"
 
 
@@ -142,12 +142,7 @@ def weights_drift(job):
     yield ", ".join(parts)
 
 
-@check(
-    LAW,
-    RISK,
-    causes=[names_differ, weights_drift],
-    read="tutorial/16_sharded/README.md",
-)
+@check(LAW, RISK, causes=[names_differ, weights_drift], read=SHARDED)
 def buffers_differ(job):
     """The ranks validate networks with different weights or buffers (batch norm's).
 
@@ -173,7 +168,7 @@ def buffers_differ(job):
             return
 
 
-@check(LAW, RISK, causes=[weights_drift], read="tutorial/16_sharded/README.md")
+@check(LAW, RISK, causes=[weights_drift], read=SHARDED)
 def own_buffers(job):
     """Each rank updates buffers (not batch norm's) from its own batches only.
 
@@ -209,3 +204,6 @@ def weights_differ_in_the_end(job):
         )
     if found := first([row], "weights", 1e-5):
         yield Breach(f"in the end, {found[1]}", row[0].place)
+
+
+DRIFT = [weights_drift, buffers_differ, own_buffers, weights_differ_in_the_end]

@@ -9,7 +9,7 @@ from ..loaders import EpochEnd
 from ..moments import Step
 from ..record import place, recorder, wrap
 from ..watcher import Watcher
-from .replicas import LAW, alike, weights_differ_in_the_end, weights_drift
+from .replicas import DRIFT, LAW, READ, alike
 
 
 @dataclass(kw_only=True)
@@ -87,12 +87,7 @@ def length(scheduler) -> int | None:
 # --- checks ---
 
 
-@check(
-    LAW,
-    WRONG,
-    effects=[weights_drift, weights_differ_in_the_end],
-    read="tutorial/11_hangs/README.md",
-)
+@check(LAW, WRONG, effects=DRIFT, read=READ)
 def learning_rates_differ(job):
     """The ranks have different learning rates.
 
