@@ -102,7 +102,16 @@ def mean_gradient(job):
     uneven = [x for x in found if x.solved and unequal([*map(abs, sum(x.shares, []))])]
     uneven = [x for x in uneven if unequal(weights(x)) or not weights(x)]
     if len(uneven) > 0.2 * total:
-        yield Breach(shares_of(uneven, total), place, facts=("shares", uneven))
+        flat = [sum(x.shares, []) for x in uneven]
+        same = [
+            x
+            for x, own in zip(uneven, flat, strict=True)
+            if alike([flat[0], own], 0.05)
+        ]
+        what = shares_of(uneven, total)
+        if len(same) < max(2, len(uneven) / 2):  # as in Adasum
+            raise NotJudged(f"{what}, and others in other steps")
+        yield Breach(what, place, facts=("shares", uneven))
         return
     strange = [x for x in found if not x.solved and len(x.off) > 0.2 * x.count]
     if len(strange) > 0.2 * total:
