@@ -32,11 +32,12 @@ class Losses(Watcher):
     """Reads from the graph of each loss how it is summed and divided."""
 
     def __init__(self):
-        self.sums, self.received, self.backing, self.fresh = [], [], False, True
+        self.sums, self.received, self.printed = [], [], False
+        self.backing, self.fresh = False, True
 
     def on_input(self, network, inputs) -> None:
         if self.fresh:  # the first network of this pass
-            self.received, self.fresh = [], False
+            self.received, self.fresh, self.printed = [], False, False
 
     def on_collective(self, name, arguments, options, where) -> None:
         import torch
@@ -49,6 +50,8 @@ class Losses(Watcher):
         given = [*arguments[:2], *options.values()]
         flat = [y for x in given for y in (x if isinstance(x, list) else [x])]
         own = [x for x in flat if isinstance(x, torch.Tensor)][-1:]
+        if own and own[0].numel() == 1:  # perhaps the loss, to print it
+            self.printed = True
         # One dimension: losses of a batch, which many scripts gather to print
         if own and own[0].is_floating_point() and own[0].dim() > 1 and not in_torch():
             tracks = own[0].requires_grad and torch.is_grad_enabled()
@@ -64,7 +67,8 @@ class Losses(Watcher):
     def on_backward(self, root) -> None:
         import torch
 
-        received, self.received = self.received, []
+        received, printed = self.received, self.printed
+        self.received, self.printed = [], False
         current, self.fresh = Passes.here.current, True
         self.backing = True
         if not recorder.watching or current is None:
@@ -77,7 +81,7 @@ class Losses(Watcher):
             if put_back or (tracks and not any(own)):
                 current["gathered"] = where, put_back
         if isinstance(root, torch.Tensor) and root.numel() == 1 and root.grad_fn:
-            current["value"] = root.detach()
+            current["value"] = 0 if printed else root.detach()
             current["terms"] = [*map(tuple, terms(root.grad_fn))][:20]
             sums = [x for one in self.sums for x in one.flatten().tolist()]
             current["sums"] = sums[-64:]

@@ -144,15 +144,15 @@ def weights_drift(job):
 
 @check(LAW, RISK, causes=[names_differ, weights_drift], read=SHARDED)
 def buffers_differ(job):
-    """The ranks validate networks with different weights or buffers (batch norm's).
+    """The ranks have different buffers, or validate different networks.
 
     Broadcast the buffers from rank 0 before validation, or use SyncBatchNorm. Update an
     EMA model on every rank.
     Not a mistake if: the difference does not matter to you.
     """
     several(job)
-    rows = states_of(job, "validation")
-    need(rows, "the ranks validate no network after the same step")
+    rows, updated = states_of(job, "validation"), states_of(job, "step", "buffers")
+    need(rows + updated, "the ranks validate no network after the same step")
     rows = [row for row in rows if len({one.what for one in row}) == 1]
     for row in rows:
         what = f"weights and buffers of the validated {row[0].what}"
@@ -166,27 +166,17 @@ def buffers_differ(job):
             level = NOTE if norms and not saved else RISK
             yield Breach(text, row[0].place, level=level)
             return
-
-
-@check(LAW, RISK, causes=[weights_drift], read=SHARDED)
-def own_buffers(job):
-    """Each rank updates buffers (not batch norm's) from its own batches only.
-
-    All-reduce the statistics from which you update them: before each forward pass, DDP
-    replaces the other ranks' buffers with rank 0's.
-    Not a mistake if: rank 0's statistics alone are good enough.
-    """
-    several(job)
-    rows = need(states_of(job, "step", "buffers"), "no network has such buffers")
-    if found := first(rows, "buffers", 1e-4):
+    if found := first(updated, "buffers", 1e-4):
         row, text, _ = found
-        yield Breach(f"in step {row[0].step + 1}, {text}", row[0].place)
+        mend = "All-reduce the statistics from which you update them: before each "
+        mend += "forward pass, DDP replaces the other ranks' buffers with rank 0's."
+        yield Breach(f"in step {row[0].step + 1}, {text}", row[0].place, mend=mend)
 
 
 @check(
     LAW,
     RISK,
-    causes=[names_differ, weights_differ, weights_drift, buffers_differ, own_buffers],
+    causes=[names_differ, weights_differ, weights_drift, buffers_differ],
     read=READ,
 )
 def weights_differ_in_the_end(job):
@@ -206,4 +196,4 @@ def weights_differ_in_the_end(job):
         yield Breach(f"in the end, {found[1]}", row[0].place)
 
 
-DRIFT = [weights_drift, buffers_differ, own_buffers, weights_differ_in_the_end]
+DRIFT = [weights_drift, buffers_differ, weights_differ_in_the_end]
