@@ -257,6 +257,7 @@ def test_what_a_checkpoint_holds():
         "live_snapshot": {"taken": 3},
         "shards_saved": {"cut": ["net.weight"]},
         "no_optimizer": {"holds": []},
+        "lacking": {"missing": ["norm.running_mean"]},
     }
     for wanted, values in cases.items():
         report = judged([file, event(Saved, 4, **good | values)], [])

@@ -14,6 +14,7 @@ from ..record import place, recorder, wrap
 from ..watcher import Watcher
 from .files import LAW, Opened, base, plural
 from .meeting import hangs
+from .states import kept
 
 PREFIXES = "module.", "_orig_mod."  # of wrapped networks' names
 MARKS = {"optimizer": "param_groups", "scaler": "growth_factor"}
@@ -28,6 +29,7 @@ class Saved(Event):
     limit: ClassVar[int] = 200
     path: str | None
     whole: int  # weights of the job's networks that it has, by name
+    missing: list[str]  # weights and buffers of the same network that it has not
     cut: list[str]  # of which it has this process's shards only
     taken: int | None  # after which step state_dict() was called, if they changed since
     live: bool  # some are the network's own tensors, but not from state_dict()
@@ -121,9 +123,15 @@ class Checkpoints(Watcher):
         found, known = [*dictionaries(obj)], {}
         if not (states := [one for one in found if is_state(one)]):
             return {}
-        for network in [*Moments.here.networks]:
-            known |= {bare(name): one for name, one in network.named_parameters()}
         pairs = {bare(name): x for own in states for name, x in own.items()}
+        missing = []
+        for network in [*Moments.here.networks]:
+            weights = {bare(name): one for name, one in network.named_parameters()}
+            known |= weights
+            needed = [name for name, one in weights.items() if one.requires_grad]
+            if 2 * sum(name in pairs for name in needed) > len(needed):
+                needed += [bare(name) for name, *_ in kept(network)]
+                missing = [name for name in needed if name not in pairs]
         pairs = {name: x for name, x in pairs.items() if name in known}
         own = {one.data_ptr() for one in known.values() if not parts(one)}
         tensors = [x for one in states for x in floats(one) if not parts(x)]
@@ -139,6 +147,7 @@ class Checkpoints(Watcher):
         content = {
             "whole": len(pairs),
             "cut": [name for name, x in pairs.items() if is_cut(x, known[name])][:9],
+            "missing": missing[:9],
             "taken": None,
             "live": any(x.data_ptr() in own for x in unknown),
             "wrapped": any(all(str(x).startswith(PREFIXES) for x in y) for y in states),
@@ -240,6 +249,20 @@ def shards_saved(job):
         one = found[0]
         what = f"{base(one.path)} has only rank {one.rank}'s shards of the weights: "
         yield Breach(what + ", ".join(one.cut[:3]), one.place)
+
+
+@check(LAW, RISK, effects=[no_optimizer], read=READ)
+def lacking(job):
+    """A checkpoint has a part of the network's weights and buffers.
+
+    Save model.state_dict(): it also has the buffers, such as batch norm's statistics.
+    Not a mistake if: you make the rest in another way.
+    """
+    for path, own in checkpoints(job):
+        if (names := own[-1].missing) and (own[-1].counts or own[-1].holds):
+            what = f"{base(path)} has {own[-1].whole} weights of the network, but not "
+            more = f" and {len(names) - 3} more" * (len(names) > 3)
+            yield Breach(f"{what}{', '.join(names[:3])}{more}", own[-1].place)
 
 
 @check(LAW, RISK, causes=[hangs], read="docs/pitfalls.md, number 20")

@@ -119,19 +119,22 @@ def held() -> dict:
     return named((Moments.here.name(one), one) for one in known)
 
 
+def kept(network) -> list[tuple]:
+    """Return the buffers that a network saves: names, buffers, whether batch norm's."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    return [
+        (name, one, isinstance(module, _BatchNorm))
+        for path, module in network.named_modules()
+        for name, one in module.named_buffers(path, recurse=False)
+        if name.rpartition(".")[2] not in module._non_persistent_buffers_set
+    ]
+
+
 def buffers() -> dict:
     """Return the buffers that networks save, but not batch norm's."""
-    import torch
-
-    pairs = {}
-    for network in [*Moments.here.networks]:
-        for path, module in network.named_modules():
-            norm = isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
-            passing = module._non_persistent_buffers_set
-            for name, one in module.named_buffers(path, recurse=False):
-                if not norm and name.rpartition(".")[2] not in passing:
-                    pairs.setdefault(id(one), (name, one))
-    return named(pairs.values())
+    own = [row for network in [*Moments.here.networks] for row in kept(network)]
+    return named({id(x): (name, x) for name, x, norm in own if not norm}.values())
 
 
 def everything(network) -> dict:
