@@ -103,13 +103,9 @@ def mean_gradient(job):
     uneven = [x for x in uneven if unequal(weights(x)) or not weights(x)]
     if len(uneven) > 0.2 * total:
         flat = [sum(x.shares, []) for x in uneven]
-        same = [
-            x
-            for x, own in zip(uneven, flat, strict=True)
-            if alike([flat[0], own], 0.05)
-        ]
+        same = sum(alike([flat[0], x], 0.05) for x in flat)
         what = shares_of(uneven, total)
-        if len(same) < max(2, len(uneven) / 2):  # as in Adasum
+        if same < max(2, len(uneven) / 2):  # as in Adasum
             raise NotJudged(f"{what}, and others in other steps")
         yield Breach(what, place, facts=("shares", uneven))
         return
@@ -153,16 +149,11 @@ def mean_gradient(job):
 
 def shares_of(uneven: list[Fit], total: int) -> str:
     """Return how much the passes and ranks of a step count."""
-    one = uneven[0]
-    what = (
-        f"in {len(uneven)} of {total} steps, the ranks' own gradients have different "
-    )
-    shares = "; ".join(
-        f"rank {n}: {', '.join(f'{x:.2f}' for x in own)}"
-        for n, own in enumerate(one.shares)
-    )
-    passes = " passes'" * (len(one.shares[0]) > 1)
-    return f"{what}weights (step {one.row[0].step + 1}, by{passes} rank: {shares})"
+    one, told = uneven[0], []
+    for rank, shares in enumerate(one.shares):
+        told.append(f"{', '.join(f'{x:.2f}' for x in shares)} on rank {rank}")
+    what = f"in {len(uneven)} of {total} steps, the passes of the ranks have different "
+    return f"{what}weights (in step {one.row[0].step + 1}: {'; '.join(told)})"
 
 
 def unread(found: list[Fit], ratio: float) -> str:
@@ -281,6 +272,8 @@ def loss_scale(job, breach):
         means = {"mean" in x.kind for entry in passes for x in known(entry)}
         if not values or means != {True} or not near(one.factor, 1):
             continue
+        if any(near(value, 1) for value in values):
+            continue
         count = len(passes)
         value, whole = values[0] / count, values[1] / count
         fits = {
@@ -332,11 +325,7 @@ def gathered_without_gradient(job):
         return  # the loss is multiplied by the world size
     entries = [entry for row in rows for entry in row[0].passes]
     lost = [x["gathered"] for x in entries if x.get("gathered")]
-    factor = (
-        f"all ranks have the same loss ({losses[0]:.4g} in step 1), and the "
-        if losses
-        else ""
-    )
+    factor = f"all ranks have the same loss ({[*losses, 0][0]:.4g} in step 1), and the "
     factor += f"average over {size} ranks is 1/{size} of its gradient"
     for where, put_back in lost[:1]:
         what = "all_gather() gets a tensor with a gradient, and returns tensors without"
