@@ -1,7 +1,6 @@
 """The ten laws: importing this package defines their checks and watchers."""
 
 from . import (  # noqa: F401
-    accumulation,
     alive,
     checkpoints,
     files,

@@ -2,15 +2,15 @@
 
 import math
 from dataclasses import dataclass
+from statistics import median
 
 from ..job import Job
-from ..law import NOTE, RISK, WRONG, Breach, check, need, several
+from ..law import NOTE, RISK, SLOW, WRONG, Breach, check, need, several
 from ..sample import digest
-from .passes import LAW, NotAwaited, Update
+from .passes import LAW, PASSES, Update, not_awaited
 from .replicas import (
     DRIFT,
     READ,
-    SHARDED,
     alike,
     equal_steps,
     listed,
@@ -152,7 +152,7 @@ def near(one: float, other: float, tolerance: float = 0.02) -> bool:
     return abs(one - other) <= tolerance * abs(other)
 
 
-@check(LAW, WRONG, causes=[weights_differ], effects=DRIFT, read=READ)
+@check(LAW, WRONG, causes=[weights_differ, not_awaited], effects=DRIFT, read=READ)
 def not_averaged(job):
     """The ranks step with different gradients.
 
@@ -209,6 +209,7 @@ def reason_of(job: Job, row: list[Update], names: list[str], later) -> tuple:
 @check(
     LAW,
     WRONG,
+    causes=[not_awaited],
     effects=[not_averaged, *DRIFT],
     read="tutorial/09_mixed_precision/README.md",
 )
@@ -246,24 +247,6 @@ def changed(before: list[float], after: list[float]) -> bool:
     return value <= 0 or not alike([[value * x for x in before], after], 0.01)
 
 
-@check(
-    LAW,
-    WRONG,
-    effects=[not_averaged, clip_order, *DRIFT],
-    read="tutorial/08_collectives/README.md",
-)
-def not_awaited(job):
-    """A step uses gradients before all_reduce() has ended.
-
-    Call wait() of each all_reduce(..., async_op=True) before you use the gradient.
-    """
-    several(job)
-    if found := job.of(NotAwaited):
-        names = listed([*dict.fromkeys(one.name for one in found)])
-        what = f"step {found[0].step + 1} begins before all_reduce(..., async_op=True) "
-        yield Breach(f"{what}of gradients is awaited: {names}", found[0].place)
-
-
 @check(LAW, WRONG, read="tutorial/03_gradients/README.md")
 def not_cleared(job):
     """A step contains the gradients of steps before it.
@@ -279,19 +262,66 @@ def not_cleared(job):
         yield Breach(what, place)
 
 
-@check(LAW, WRONG, read=SHARDED)
-def shards_scaled_apart(job):
-    """Each rank scales its shards of the gradients by a factor of its own.
+@check(LAW, RISK, causes=[not_cleared], read=PASSES)
+def leaked_passes(job):
+    """Gradients of left-over micro-batches leak into a later step.
 
-    Clip with torch.nn.utils.clip_grad_norm_() of the whole parameters: a norm of local
-    shards differs between ranks.
+    Step also after the last, smaller group of an epoch (and divide by its size), or
+    call zero_grad() at the start of each epoch.
+    Not a mistake if: the number of passes per step is meant to vary.
     """
-    several(job)
-    rows = [x for x in job.rows(Update) if all(one.factor for one in x)]
-    need(rows, "no weights are sharded")
-    found = [row for row in rows if not alike([[one.factor] for one in row], 0.01)]
-    if len(found) > len(rows) / 2:
-        factors = ", ".join(f"{one.factor:.3g}" for one in found[0])
-        what = f"in {len(found)} of {len(rows)} steps, the ranks scale their shards of "
-        what += f"the gradients by different factors (in step {found[0][0].step + 1}: "
-        yield Breach(f"{what}{factors})", found[0][0].place)
+    for process in job.processes[:1]:
+        steps = [one for one in process.of(Update) if one.passes]
+        for optimizer in {one.optimizer for one in steps}:
+            own = [one for one in steps if one.optimizer == optimizer]
+            usual = median(len(one.passes) for one in own)
+            found = [one for one in own if len(one.passes) > usual and spans(one)]
+            if found:
+                one = found[0]
+                epochs = sorted({x["epoch"] for x in one.passes})
+                what = f"step {one.step + 1} adds up {len(one.passes)} backward "
+                what += f"passes, others {usual:g}: batches of epochs {epochs[0]} and "
+                what += f"{epochs[-1]} ({len(found)} of {len(own)} steps)"
+                yield Breach(what, one.passes[0]["place"])
+
+
+def spans(one: Update) -> bool:
+    """Return whether passes of one step have batches of several epochs of a loader."""
+    epochs = {}
+    for entry in one.passes:
+        if entry["loader"] is not None:
+            epochs.setdefault(entry["loader"], set()).add(entry["epoch"])
+    return any(len(found) > 1 for found in epochs.values())
+
+
+@check(LAW, SLOW, causes=[not_averaged], read=PASSES)
+def every_micro_batch(job):
+    """DDP averages gradients in each pass of a step.
+
+    Use model.no_sync() in all passes of a step except the last.
+    """
+    need(job.of(Layout), "DDP is not used")
+    for row in job.rows(Update):
+        passes = row[0].passes
+        forwards = [one["forwards"][-1] for one in passes if one["forwards"]]
+        places = {one["place"] for one in passes}
+        if len(passes) > 1 and sum(forwards) >= len(passes) and len(places) == 1:
+            what = f"DDP averages gradients {len(passes)} times per step"
+            yield Breach(what, passes[0]["place"])
+            return
+
+
+@check(LAW, RISK, causes=[not_cleared], read=PASSES)
+def cleared_passes(job):
+    """The gradients of some passes are cleared before the step uses them.
+
+    Call zero_grad() once per step, not once per pass.
+    Not a mistake if: these passes are not meant to count.
+    """
+    steps = [one for one in need(job.of(Update), "no step was seen") if one.passes]
+    found = [x for x in steps if {*x.lost} & {one["place"] for one in x.passes}]
+    if steps and len(found) > len(steps) / 2:
+        one = found[0]
+        what = f"in {len(found)} of {len(steps)} steps, the gradients of some passes "
+        what += f"are cleared before the step ({len(one.lost)} in step {one.step + 1})"
+        yield Breach(what, one.lost[0])

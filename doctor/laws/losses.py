@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..record import recorder
 from ..watcher import Watcher
-from .passes import Passes
+from .passes import Passes, Update
 
 MEANS = "Mean", "Nll", "Mse", "Binary", "Smooth", "L1", "Huber"
 PASSED = "View", "Reshape", "Squeeze", "Unsqueeze", "ToCopy", "Alias", "Clone", "_DDP"
@@ -194,3 +194,37 @@ def mask_of(node):
         return None
     (one, _), (other, _) = node.next_functions
     return node._saved_self if one is None else node._saved_other if not other else None
+
+
+# --- what is read ---
+
+
+def known(entry: dict) -> list[Term]:
+    """Return the means and sums that a pass's loss is made of, without its scale."""
+    found = [Term(*one) for one in entry.get("terms", ())]
+    scale = entry["scale"] or 1
+    return [x._replace(factor=x.factor / scale) for x in found if x.kind]
+
+
+def factors(entry: dict) -> list[float]:
+    """Return by what the mean loss of a pass may be multiplied, as it can be read.
+
+    That is the factor of the first term, or that of all terms together. A sum is a
+    mean times the number of what is summed.
+    """
+    if not (found := known(entry)):
+        return []
+    means = [x.factor * (x.rows if x.kind == "sum" else 1) for x in found]
+    wide = [x.inner * mean for x, mean in zip(found, means, strict=True)]
+    last = means[0] * found[0].each if found[0].kind == "sum" else means[0]
+    return [means[0], sum(means), sum(wide), last]
+
+
+def by_share(one: Update) -> list[dict]:
+    """Return the passes of a step; only one if their gradients were summed."""
+    if len(one.local) == len(one.passes):
+        return one.passes
+    terms = [
+        (f * len(one.passes), *rest) for f, *rest in one.passes[0].get("terms", ())
+    ]
+    return [one.passes[0] | {"terms": terms}]

@@ -8,40 +8,20 @@ from .gradient import (
     Fit,
     clip_order,
     fits,
+    leaked_passes,
     near,
     not_averaged,
-    not_awaited,
     not_cleared,
     own,
     summed_up,
     updates,
 )
-from .losses import Term
-from .passes import LAW, PASSES, Update
+from .losses import by_share, factors, known
+from .passes import LAW, PASSES, Update, not_awaited
 from .replicas import DRIFT, alike, listed, weights_differ
 
 CAUSES = [not_averaged, not_awaited, clip_order, not_cleared, weights_differ]
-
-
-def known(entry: dict) -> list[Term]:
-    """Return the means and sums that a pass's loss is made of, without its scale."""
-    found = [Term(*one) for one in entry.get("terms", ())]
-    scale = entry["scale"] or 1
-    return [x._replace(factor=x.factor / scale) for x in found if x.kind]
-
-
-def factors(entry: dict) -> list[float]:
-    """Return by what the mean loss of a pass may be multiplied, as it can be read.
-
-    That is the factor of the first term, or that of all terms together. A sum is a
-    mean times the number of what is summed.
-    """
-    if not (found := known(entry)):
-        return []
-    means = [x.factor * (x.rows if x.kind == "sum" else 1) for x in found]
-    wide = [x.inner * mean for x, mean in zip(found, means, strict=True)]
-    last = means[0] * found[0].each if found[0].kind == "sum" else means[0]
-    return [means[0], sum(means), sum(wide), last]
+CAUSES += [leaked_passes]
 
 
 def totals(one: Fit) -> list[float]:
@@ -54,16 +34,6 @@ def totals(one: Fit) -> list[float]:
     if not all(own for _, own in pairs):
         return []
     return [sum(share * own[n] for share, own in pairs) for n in range(4)]
-
-
-def by_share(one: Update) -> list[dict]:
-    """Return the passes of a step; only one if their gradients were summed."""
-    if len(one.local) == len(one.passes):
-        return one.passes
-    terms = [
-        (f * len(one.passes), *rest) for f, *rest in one.passes[0].get("terms", ())
-    ]
-    return [one.passes[0] | {"terms": terms}]
 
 
 def weights(one: Fit) -> list[float]:
@@ -248,16 +218,6 @@ def summed_loss(job, breach):
     return None
 
 
-def hypotheses(count: int, size: int) -> dict[str, float]:
-    """Return the known factors of a mean loss in a step with `count` passes."""
-    return {
-        f"is not divided by {count}": 1,
-        f"is divided by {count} twice": 1 / count**2,
-        f"is divided by {size}, the world size": 1 / count / size,
-        f"is multiplied by {size}, the world size": size / count,
-    }
-
-
 @explains(mean_gradient, read=PASSES)
 def loss_scale(job, breach):
     """The loss is divided by another number than the number of passes per step.
@@ -276,9 +236,15 @@ def loss_scale(job, breach):
             continue
         count = len(passes)
         value, whole = values[0] / count, values[1] / count
+        known_factors = {
+            f"is not divided by {count}": 1,
+            f"is divided by {count} twice": 1 / count**2,
+            f"is divided by {size}, the world size": 1 / count / size,
+            f"is multiplied by {size}, the world size": size / count,
+        }
         fits = {
             how: any(near(x, number, 0.002) for x in (value, whole))
-            for how, number in hypotheses(count, size).items()
+            for how, number in known_factors.items()
         }
         first, single = known(passes[0])[0], len(known(passes[0])) == 1
         half = count == 1 and first.kind == "other mean"  # half a mean of squares
@@ -339,3 +305,26 @@ def gathered_without_gradient(job):
     if losses:
         level = NOTE if rows[0][0].adaptive else RISK
         yield Breach(factor, entries[0]["place"], level=level)
+
+
+@check(LAW, RISK, causes=[*CAUSES, mean_gradient], read=PASSES)
+def unequal_means(job):
+    """Targets of one step have different weights.
+
+    Sum the losses (reduction="sum"), and divide by the number of the targets of all
+    passes on all ranks (DDP averages over ranks: multiply by the world size).
+    Not a mistake if: each batch should have the same weight.
+    """
+    seen = []
+    for one in fits(job):
+        passes = [entry for rank in one.row for entry in rank.passes]
+        terms = [known(entry) for entry in passes]
+        single = all(len(x) == 1 and x[0].kind in ("mean", "sum") for x in terms)
+        if len(passes) > 1 and single:
+            seen.append((one, unequal(weights(one))))
+    need(seen, "no losses with known numbers of targets were seen")
+    found = [one for one, differ in seen if differ]
+    if len(found) > len(seen) / 2:
+        what = f"in {len(found)} of {len(seen)} steps, losses are means over different "
+        what += "numbers of targets, but have equal weights"
+        yield Breach(what, found[0].row[0].passes[0]["place"])

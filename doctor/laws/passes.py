@@ -8,12 +8,13 @@ from functools import partial
 from typing import ClassVar
 
 from ..event import Event
-from ..law import Law
+from ..law import WRONG, Breach, Law, check, need, several
 from ..loaders import Loaders
 from ..moments import Moments, weights
 from ..record import place, recorder, wrap
 from ..sample import flat, numbers, picked
 from ..watcher import Watcher
+from .replicas import DRIFT, SHARDED, alike, listed
 
 AWAIT = "wait", "synchronize", "is_completed", "get_future", "block_current_stream"
 ADAPTIVE = re.compile("Adam|RMSprop|Adagrad|Adadelta|Lamb|Lion|Muon|Rprop|Shampoo")
@@ -254,3 +255,42 @@ class Passes(Watcher):
         used = [number for one in self.local.values() for number, _ in one]
         kept = {*used, *self.lost, self.number}
         self.passes = {x: one for x, one in self.passes.items() if x in kept}
+
+
+# --- checks ---
+
+
+@check(
+    LAW,
+    WRONG,
+    effects=DRIFT,
+    read="tutorial/08_collectives/README.md",
+)
+def not_awaited(job):
+    """A step uses gradients before all_reduce() has ended.
+
+    Call wait() of each all_reduce(..., async_op=True) before you use the gradient.
+    """
+    several(job)
+    if found := job.of(NotAwaited):
+        names = listed([*dict.fromkeys(one.name for one in found)])
+        what = f"step {found[0].step + 1} begins before all_reduce(..., async_op=True) "
+        yield Breach(f"{what}of gradients is awaited: {names}", found[0].place)
+
+
+@check(LAW, WRONG, read=SHARDED)
+def shards_scaled_apart(job):
+    """Each rank scales its shards of the gradients by a factor of its own.
+
+    Clip with torch.nn.utils.clip_grad_norm_() of the whole parameters: a norm of local
+    shards differs between ranks.
+    """
+    several(job)
+    rows = [x for x in job.rows(Update) if all(one.factor for one in x)]
+    need(rows, "no weights are sharded")
+    found = [row for row in rows if not alike([[one.factor] for one in row], 0.01)]
+    if len(found) > len(rows) / 2:
+        factors = ", ".join(f"{one.factor:.3g}" for one in found[0])
+        what = f"in {len(found)} of {len(rows)} steps, the ranks scale their shards of "
+        what += f"the gradients by different factors (in step {found[0][0].step + 1}: "
+        yield Breach(f"{what}{factors})", found[0][0].place)
