@@ -1,13 +1,12 @@
 """Law 6: every trainable weight gets gradients, is in an optimizer and is changed."""
 
-import weakref
 from collections import Counter
 from dataclasses import dataclass
 
 from ..event import Event
 from ..law import NOTE, RISK, WRONG, Breach, Law, NotJudged, check, explains, need
 from ..moments import Moments, Step, weights
-from ..record import STEPS, place, recorder, wrap
+from ..record import STEPS, place, recorder
 from ..sample import numbers
 from ..watcher import Watcher
 from .layers import Layers, Ran, networks
@@ -47,16 +46,6 @@ class Alive(Watcher):
         self.reached, self.fresh, self.cleared, self.begun = set(), set(), {}, {}
         self.nonzero = set()  # weights for which a few gradients were not zero
         self.moved = set()
-        self.holders = weakref.WeakSet()  # optimizers
-
-    def hooks(self) -> None:
-        import torch
-
-        wrap(torch.optim.Optimizer, "add_param_group", self.add_param_group)
-
-    def add_param_group(self, call, optimizer, group) -> None:
-        call(optimizer, group)
-        self.holders.add(optimizer)
 
     # --- gradients ---
 
@@ -107,7 +96,6 @@ class Alive(Watcher):
     def write(self) -> None:
         """Write what is known of all weights."""
         owners, found = {}, {}
-        kept = {id(one) for own in [*self.holders] for one in weights(own)}
         for modules in networks():
             for name, module in modules.items():
                 for weight in module.parameters(recurse=False):
@@ -129,7 +117,8 @@ class Alive(Watcher):
                 name, ran = self.around(*owners[key])
                 root = owners[key][0][""]
                 network, training = f"{type(root).__name__} {id(root)}", root.training
-            none = -1 if key in kept else None  # or an optimizer that has not stepped
+            _, given = Moments.here.known.get(key, (0, lambda: None))
+            none = -1 if given() is weight else None  # or of one that has not stepped
             optimizer, _ = self.optimizers.get(key, (none, None))
             event = Weight(
                 name=names.get(key) or Moments.here.name(weight),
