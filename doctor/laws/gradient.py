@@ -7,6 +7,7 @@ from statistics import median
 from ..job import Job
 from ..law import NOTE, RISK, SLOW, WRONG, Breach, check, need, several
 from ..sample import digest
+from .meeting import collectives_differ
 from .passes import LAW, PASSES, Update, not_awaited
 from .replicas import (
     DRIFT,
@@ -152,7 +153,13 @@ def near(one: float, other: float, tolerance: float = 0.02) -> bool:
     return abs(one - other) <= tolerance * abs(other)
 
 
-@check(LAW, WRONG, causes=[weights_differ, not_awaited], effects=DRIFT, read=READ)
+@check(
+    LAW,
+    WRONG,
+    causes=[weights_differ, not_awaited, collectives_differ],
+    effects=DRIFT,
+    read=READ,
+)
 def not_averaged(job):
     """The ranks step with different gradients.
 
