@@ -1,5 +1,6 @@
 """Each law is broken, held or not judged on events as a job would record them."""
 
+import tempfile
 from dataclasses import fields
 
 import pytest
@@ -60,6 +61,7 @@ def one_pass(terms=((1.0, "mean", 8, 1, 1),), **values):
     """Return a backward pass of a loss with these terms."""
     found = {"place": "a.py:9", "loader": 0, "epoch": 0, "forwards": [True]}
     found |= {"flag": True, "scale": None, "value": 1.0, "sums": []}
+    found |= {"begun": 0, "used": None}
     return found | {"terms": terms} | values
 
 
@@ -102,6 +104,15 @@ def turned(vector):
 
 def shared_loss(one, number, rank, n):
     one |= {"value": 2.0 + n, "gathered": ("a.py:8", True), "received": "a.py:8"}
+
+
+def two_losses(one, number, rank, n):
+    one |= {"place": f"a.py:{number}", "terms": ((1.0, "mean", 8, 1, 1),)}
+
+
+def other_optimizer(one, number, rank, n):
+    two_losses(one, number, rank, n)
+    one |= {"begun": n + number, "used": None if number else n}
 
 
 def other_batch(one, number, rank, n):
@@ -148,6 +159,16 @@ GRADIENTS = {
     "passes that are summed again": (
         steps(TWICE, 2, calls=2),
         "summed_again",
+        "broken",
+    ),
+    "two losses": (
+        steps(plus(MEAN, turned(MEAN)), 2, two_losses),
+        None,
+        "held",
+    ),
+    "a pass for another optimizer": (
+        steps(plus(MEAN, turned(MEAN)), 2, other_optimizer),
+        "leaked_passes",
         "broken",
     ),
     "left-over passes": (LEFT, "leaked_passes", "broken"),
@@ -258,10 +279,13 @@ def test_what_a_checkpoint_holds():
         "shards_saved": {"cut": ["net.weight"]},
         "no_optimizer": {"holds": []},
         "lacking": {"missing": ["norm.running_mean"]},
+        "save_in_place": {"overwrites": True},
     }
     for wanted, values in cases.items():
         report = judged([file, event(Saved, 4, **good | values)], [])
         assert state(report, 8) == ("broken" if wanted else "held"), report
         assert [*named(report)] == [wanted] * bool(wanted)
+    passing = good | {"overwrites": True, "path": f"{tempfile.gettempdir()}/a.pt"}
+    assert not judged([file, event(Saved, 4, **passing)], []).findings
     live = event(Saved, 4, **good | {"live": True})
     assert state(judged([file, live], []), 8) == "not judged"

@@ -223,9 +223,9 @@ def no_optimizer(job):
     """
     for path, own in checkpoints(job):
         one = own[-1]
-        if any(x.live for x in own):
+        if any(x.live or x.taken is not None for x in own):
             text = f"of which step the weights in {base(path)} are: they are the "
-            raise Doubt(f"{text}network's own tensors, but not from state_dict()")
+            raise Doubt(f"{text}network's own tensors, which change")
         missing = [name for name in one.has if name not in one.holds]
         if missing and (one.counts or one.holds):
             what = f"{base(path)} has weights and {', '.join(one.holds) or 'a number'}"

@@ -24,16 +24,29 @@ CAUSES = [not_averaged, not_awaited, clip_order, not_cleared, weights_differ]
 CAUSES += [leaked_passes]
 
 
-def totals(one: Fit) -> list[float]:
-    """Return by what the mean over all samples of a step may be multiplied."""
+def totals(one: Fit, place: str = "") -> list[float]:
+    """Return by what the mean over all samples of a step may be multiplied.
+
+    By default, all passes are those of one loss; else, those that begin at a place are.
+    """
     pairs = [
         (share, factors(entry))
         for rank, shares in zip(one.row, one.shares, strict=True)
         for share, entry in zip(shares, by_share(rank), strict=False)
+        if place in ("", entry["place"])
     ]
     if not all(own for _, own in pairs):
         return []
     return [sum(share * own[n] for share, own in pairs) for n in range(4)]
+
+
+def is_right(one: Fit) -> bool:
+    """Return whether a step is the mean over its samples, for each of its losses."""
+    places = {entry["place"] for entry in one.row[0].passes} - {""}
+    if any(near(value, 1) for value in totals(one)):
+        return True
+    each = [any(near(value, 1) for value in totals(one, place)) for place in places]
+    return len(each) > 1 and all(each)
 
 
 def weights(one: Fit) -> list[float]:
@@ -89,7 +102,7 @@ def mean_gradient(job):
         what = f"{len(off)} weights use another multiple of the ranks' gradients than "
         yield Breach(f"{what}the others: {listed(off)}", place, facts=("off", off))
         return
-    right = [x for x in found if any(near(value, 1) for value in totals(x))]
+    right = [x for x in found if is_right(x)]
     ratio = median(x.factor for x in found)
     if len(right) < 0.8 * total:
         readable = [x for x in found if totals(x)]
@@ -232,7 +245,7 @@ def loss_scale(job, breach):
         means = {"mean" in x.kind for entry in passes for x in known(entry)}
         if not values or means != {True} or not near(one.factor, 1):
             continue
-        if any(near(value, 1) for value in values):
+        if is_right(one) or len({entry["place"] for entry in passes}) > 1:
             continue
         count = len(passes)
         value, whole = values[0] / count, values[1] / count

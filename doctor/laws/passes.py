@@ -121,6 +121,8 @@ class Passes(Watcher):
             "forwards": self.forwards,  # of DDP: whether this pass will average
             "flag": bool(model.require_backward_grad_sync) if model else None,
             "scale": self.scale,
+            "begun": recorder.step,
+            "used": None,  # the first step that used its gradients
         }
         self.passes[self.number] = self.current
         self.forwards, self.scale = [], None
@@ -246,6 +248,8 @@ class Passes(Watcher):
             place=place(),
         )
         recorder.write(update)
+        for one in passes:
+            one["used"] = recorder.step if one["used"] is None else one["used"]
 
     def after_step(self, optimizer, whole) -> None:
         keys = {id(one) for one in whole}
