@@ -210,7 +210,7 @@ def reason_of(job: Job, row: list[Update], names: list[str], later) -> tuple:
     if not wrapped and any(same for step, same in equal_steps(job) if step > one.step):
         mend = "Nothing, if you average weights instead of gradients."
         return "their weights become equal again, as in local SGD", mend, NOTE
-    return "nothing averages them", "", ""
+    return f"nothing averages {listed(names)}", "", ""
 
 
 @check(
