@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import NamedTuple
 
 from ..record import recorder
@@ -209,15 +210,15 @@ def known(entry: dict) -> list[Term]:
 def factors(entry: dict) -> list[float]:
     """Return by what the mean loss of a pass may be multiplied, as it can be read.
 
-    That is the factor of the first term, or that of all terms together. A sum is a
-    mean times the number of what is summed.
+    That is the factor of the first term, or that of the first ones or all together. A
+    sum is a mean times the number of what is summed.
     """
     if not (found := known(entry)):
         return []
     means = [x.factor * (x.rows if x.kind == "sum" else 1) for x in found]
     wide = [x.inner * mean for x, mean in zip(found, means, strict=True)]
     last = means[0] * found[0].each if found[0].kind == "sum" else means[0]
-    return [means[0], sum(means), sum(wide), last]
+    return [means[0], sum(means), last, *accumulate(means), *accumulate(wide)]
 
 
 def by_share(one: Update) -> list[dict]:

@@ -37,7 +37,8 @@ def totals(one: Fit, place: str = "") -> list[float]:
     ]
     if not all(own for _, own in pairs):
         return []
-    return [sum(share * own[n] for share, own in pairs) for n in range(4)]
+    weighted = [[share * x for x in own] for share, own in pairs]
+    return [sum(values) for values in zip(*weighted, strict=False)]
 
 
 def is_right(one: Fit) -> bool:
