@@ -106,13 +106,14 @@ class Alive(Watcher):
             if weight is not None and id(weight) in self.steps:
                 found[id(weight)] = weight
         loose = Layers.here.loose({*found})
-        names = {id(weight): name for name, weight in loose}
-        found |= {id(weight): weight for _, weight in loose}
-        self.reached |= {id(one) for _, one in loose if one.grad is not None}
+        names = {id(weight): (name, ran) for name, weight, ran in loose}
+        found |= {id(weight): weight for _, weight, _ in loose}
+        self.reached |= {id(one) for _, one, _ in loose if one.grad is not None}
         now = dict(zip(found, few([*found.values()]), strict=True))
         self.moved = {key for key in now if now[key] != self.begun.get(key, now[key])}
         for key, weight in found.items():
-            name, ran, network, training = "", None, "", True
+            own, ran = names.get(key, (Moments.here.name(weight), None))
+            name, network, training = "", "", True
             if key in owners:
                 name, ran = self.around(*owners[key])
                 root = owners[key][0][""]
@@ -121,7 +122,7 @@ class Alive(Watcher):
             none = -1 if given() is weight else None  # or of one that has not stepped
             optimizer, _ = self.optimizers.get(key, (none, None))
             event = Weight(
-                name=names.get(key) or Moments.here.name(weight),
+                name=own,
                 module=name,
                 trainable=weight.requires_grad,
                 optimizer=optimizer,

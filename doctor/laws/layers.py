@@ -71,11 +71,11 @@ class Layers(Watcher):
         self.ran[id(module)].cut = cut
 
     def loose(self, known: set[int]) -> list[tuple]:
-        """Return weights of modules that run, but of no network: with their names."""
-        modules = [ran.module() for ran in [*self.ran.values()]]
+        """Return weights of modules that run, but of no network: names, how they ran."""
+        modules = [(ran.module(), ran) for ran in [*self.ran.values()]]
         return [
-            (f"{name} of {type(module).__name__}", weight)
-            for module in modules
+            (f"{name} of {type(module).__name__}", weight, ran)
+            for module, ran in modules
             if module is not None
             for name, weight in module.named_parameters(recurse=False)
             if id(weight) not in known
