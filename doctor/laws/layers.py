@@ -71,7 +71,7 @@ class Layers(Watcher):
         self.ran[id(module)].cut = cut
 
     def loose(self, known: set[int]) -> list[tuple]:
-        """Return weights of modules that run, but of no network: names, how they ran."""
+        """Return weights of modules that run, but of no network, and how they ran."""
         modules = [(ran.module(), ran) for ran in [*self.ran.values()]]
         return [
             (f"{name} of {type(module).__name__}", weight, ran)
