@@ -13,6 +13,7 @@ from .replicas import (
     DRIFT,
     READ,
     alike,
+    buffers_differ,
     equal_steps,
     listed,
     weights_differ,
@@ -67,9 +68,12 @@ def apart(row: list[Update], lists: list[list[float]]) -> list[int]:
 
 def final(row: list[Update]) -> list[list[float]]:
     """Return each rank's gradients before it clips them, or the used ones."""
-    clipped = [one.clips and one.clips[0]["before"] for one in row]
-    clipped = [one for one in clipped if one and any(one)]
-    return clipped if len(clipped) == len(row) else [one.used for one in row]
+    found = []
+    for one in row:
+        values = one.clips[0]["before"] if one.clips else []
+        scale = one.clips and one.clips[0]["scaled"] and one.passes[-1]["scale"]
+        found += [[x / (scale or 1) for x in values]] if any(values) else []
+    return found if len(found) == len(row) else [one.used for one in row]
 
 
 def fits(job: Job) -> list[Fit]:
@@ -84,7 +88,8 @@ def fit(row: list[Update]) -> Fit | None:
     """Return how a step's gradient is made of the ranks' own ones."""
     used, vectors = final(row), [own(one) for one in row]
     sums = [summed_up(one) for one in vectors]
-    seen = all(any(one.clips[0]["before"]) for one in row if one.clips)
+    clipped = [one.clips for one in row if one.clips]
+    seen = all(len(x) == 1 and any(x[0]["before"]) for x in clipped)
     if not seen or not alike(used) or not any(used[0]) or alike(sums):
         return None
     target = used[0]
@@ -157,7 +162,7 @@ def near(one: float, other: float, tolerance: float = 0.02) -> bool:
     LAW,
     WRONG,
     causes=[weights_differ, not_awaited, collectives_differ],
-    effects=DRIFT,
+    effects=[buffers_differ, *DRIFT],
     read=READ,
 )
 def not_averaged(job):

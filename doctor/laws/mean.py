@@ -6,7 +6,6 @@ from statistics import median
 from ..law import NOTE, RISK, WRONG, Breach, NotJudged, check, explains, need
 from .gradient import (
     Fit,
-    clip_order,
     fits,
     leaked_passes,
     near,
@@ -20,8 +19,7 @@ from .losses import by_share, factors, known
 from .passes import LAW, PASSES, Update, not_awaited
 from .replicas import DRIFT, alike, listed, weights_differ
 
-CAUSES = [not_averaged, not_awaited, clip_order, not_cleared, weights_differ]
-CAUSES += [leaked_passes]
+CAUSES = [not_averaged, not_awaited, leaked_passes, not_cleared, weights_differ]
 
 
 def totals(one: Fit, place: str = "") -> list[float]:
