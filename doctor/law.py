@@ -243,6 +243,8 @@ def examine(job: Job) -> Report:
             if found:
                 verdict.not_judged[own.name] = f"it could be an effect of {cause[0]}"
                 hidden.add(own.law)
+                if own.general and any(one.level in (WRONG, RISK) for one in found):
+                    verdict.state = BROKEN
             continue
         evidence[own] = seen
         report.findings += found

@@ -16,7 +16,7 @@ from doctor.laws.modes import Mode
 from doctor.laws.passes import Update
 from doctor.laws.replicas import LAW as REPLICAS
 from doctor.laws.schedule import Schedule
-from doctor.laws.states import Layout
+from doctor.laws.states import Layout, State
 from doctor.moments import Step
 
 SAMPLES = [[1.0, -2, 3, 0.5, 7, 2, -1, 4], [2.0, 1, -1, 4, 0.3, -6, 5, 2]]  # gradients
@@ -52,7 +52,7 @@ def named(report):
     return {one.check: one.level for one in report.findings}
 
 
-def state(report, number):
+def law(report, number):
     """Return a law's state."""
     return next(x.state for x in report.verdicts if x.law.number == number)
 
@@ -197,10 +197,23 @@ GRADIENTS = {
 
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_the_weight_of_each_sample_in_a_step(name):
-    events, wanted, law = GRADIENTS[name]
+    events, wanted, state = GRADIENTS[name]
     report = judged(*events)
-    assert state(report, 5) == law, report
+    assert law(report, 5) == state, report
     assert wanted in named(report) if wanted else not report.findings, report.findings
+
+
+def test_a_law_is_broken_by_the_effect_of_another_one():
+    """Gradients that nothing averages make the replicas drift apart."""
+    ranks = steps(MEAN)
+    for own, used in zip(ranks, SAMPLES, strict=True):
+        for n, one in enumerate([*own]):
+            one.used = [(n + 1) * x for x in used]
+            state = {"moment": "step", "what": "weights", "names": ["net.weight"]}
+            own.append(event(State, n, each=1, values=[n * used[0]], **state))
+    report = judged(*ranks)
+    assert [*named(report)] == ["not_averaged"]
+    assert [law(report, n) for n in (4, 5)] == ["broken", "broken"]
 
 
 def test_shards_that_each_rank_scales_by_itself():
@@ -233,7 +246,7 @@ def weight(name, rank, **values):
 def test_weights_that_never_live_are_named():
     head = [[weight("head.weight", rank, first=1)] for rank in range(2)]
     report = judged(*head)
-    assert state(report, 6) == "held" and not report.findings
+    assert law(report, 6) == "held" and not report.findings
     dead = {"alive": 0, "reached": False, "cut": True, "place": "a.py:7"}
     stage = [[weight("stage.weight", n, module="stage", **dead)] for n in range(2)]
     found = judged(*map(plus_lists, stage, head)).findings
@@ -241,7 +254,7 @@ def test_weights_that_never_live_are_named():
     assert found[0].what.startswith("1 of 2 trainable weights never get a gradient")
     assert "stage.weight" in found[0].what
     still = [[weight("stage.weight", rank, moves=False)] for rank in range(2)]
-    assert state(judged(*map(plus_lists, still, head)), 6) == "not judged"
+    assert law(judged(*map(plus_lists, still, head)), 6) == "not judged"
     lost = [[weight("weight of Linear", n, optimizer=None)] for n in range(2)]
     found = named(judged(*map(plus_lists, lost, head)))
     assert "not_in_an_optimizer" in found
@@ -266,7 +279,7 @@ def test_files_of_two_ranks_and_two_hosts():
     ranks = [[event(Opened, path="/a/sample.png", place="a.py:5")] for _ in range(2)]
     assert named(judged(*ranks)) == {"several_write": "RISK"}
     ranks[1].append(event(Start, parent="b-1", host="b", environment={}))
-    assert state(judged(ranks[0], []), 8) == "held"
+    assert law(judged(ranks[0], []), 8) == "held"
 
 
 def test_what_a_checkpoint_holds():
@@ -283,9 +296,9 @@ def test_what_a_checkpoint_holds():
     }
     for wanted, values in cases.items():
         report = judged([file, event(Saved, 4, **good | values)], [])
-        assert state(report, 8) == ("broken" if wanted else "held"), report
+        assert law(report, 8) == ("broken" if wanted else "held"), report
         assert [*named(report)] == [wanted] * bool(wanted)
     passing = good | {"overwrites": True, "path": f"{tempfile.gettempdir()}/a.pt"}
     assert not judged([file, event(Saved, 4, **passing)], []).findings
     live = event(Saved, 4, **good | {"live": True})
-    assert state(judged([file, live], []), 8) == "not judged"
+    assert law(judged([file, live], []), 8) == "not judged"
