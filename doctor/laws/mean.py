@@ -17,7 +17,7 @@ from .gradient import (
 )
 from .losses import by_share, factors, known
 from .passes import LAW, PASSES, Update, not_awaited
-from .replicas import DRIFT, alike, listed, weights_differ
+from .replicas import alike, listed, weights_differ
 
 CAUSES = [not_averaged, not_awaited, leaked_passes, not_cleared, weights_differ]
 
@@ -66,7 +66,7 @@ def unequal(values: list[float]) -> bool:
     return bool(values) and max(values) > 1.1 * min(values)
 
 
-@check(LAW, RISK, general=True, causes=CAUSES, effects=DRIFT)
+@check(LAW, RISK, general=True, causes=CAUSES)
 def mean_gradient(job):
     """The gradients of a step are not the mean over its samples.
 
