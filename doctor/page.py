@@ -102,7 +102,7 @@ def law_lines(verdict: Verdict, width: int) -> list[str]:
             text = longer if len(f"{head}: {longer}") <= width else text
     elif state == BROKEN:
         effects = [x for x in verdict.not_judged.values() if "an effect of" in x]
-        text = "see above" + f": {effects[0]}" * bool(effects)
+        text = ": ".join(["see above", *effects[:1]])
     else:
         general = [x.name for x in CHECKS.values() if x.law is law and x.general]
         reasons = [verdict.not_judged[x] for x in general if x in verdict.not_judged]
