@@ -18,6 +18,7 @@ from doctor.laws.replicas import LAW as REPLICAS
 from doctor.laws.schedule import Schedule
 from doctor.laws.states import Layout, State
 from doctor.moments import Step
+from doctor.page import page
 
 SAMPLES = [[1.0, -2, 3, 0.5, 7, 2, -1, 4], [2.0, 1, -1, 4, 0.3, -6, 5, 2]]  # gradients
 MEAN = [(one + other) / 2 for one, other in zip(*SAMPLES, strict=True)]
@@ -33,18 +34,23 @@ def event(kind, step=0, /, **values):
     return kind(**given | {"step": step, "time": float(step)} | values)
 
 
-def judged(*ranks, rates=(0.1,)):
-    """Return the report on a job of these ranks, each with four steps and its events."""
+def made(*ranks):
+    """Return a job of these ranks, each with four steps and its events."""
     processes = []
     for rank, own in enumerate(ranks):
         start = event(Start, parent="a-1", host="a", environment={})
         events = [start, Rank(own=rank, world_size=len(ranks))]
-        events += [event(Step, n, rates=[*rates]) for n in range(4)]
+        events += [event(Step, n, rates=[0.1]) for n in range(4)]
         events += [*own, Exit(watched=4)]
         for one in events:
             one.rank = rank
         processes.append(Process(rank, len(ranks), events))
-    return examine(Job(processes, status=0))
+    return Job(processes, status=0)
+
+
+def judged(*ranks):
+    """Return the report on a job of these ranks."""
+    return examine(made(*ranks))
 
 
 def named(report):
@@ -211,8 +217,10 @@ def test_a_law_is_broken_by_the_effect_of_another_one():
             one.used = [(n + 1) * x for x in used]
             state = {"moment": "step", "what": "weights", "names": ["net.weight"]}
             own.append(event(State, n, each=1, values=[n * used[0]], **state))
-    report = judged(*ranks)
+    report = examine(job := made(*ranks))
     assert [*named(report)] == ["not_averaged"]
+    words = " ".join(page(job, report).split())
+    assert "see above: it could be an effect of not_averaged 5 broken" in words
     assert [law(report, n) for n in (4, 5)] == ["broken", "broken"]
 
 
