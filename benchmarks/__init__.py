@@ -1,1 +1,6 @@
 """Compare speed and memory with those of conventional code, in one run."""
+
+from pathlib import Path
+
+# The five scripts are the Python files in the project's folder
+STRATEGIES = sorted(path.stem for path in Path(__file__).parent.parent.glob("*.py"))

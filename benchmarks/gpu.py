@@ -3,7 +3,7 @@
     python -m benchmarks.gpu FILE [--rehearse]    # --rehearse: tiny sizes on a CPU
     python -m benchmarks.gpu FILE STRATEGY PROCESSES FLAGS...
     python -m benchmarks.gpu --summary FOLDER     # write FOLDER/summary.json
-    python -m benchmarks.gpu --check SUMMARY      # is anything impossible or missing?
+    python -m benchmarks.gpu --check SUMMARY      # is anything missing or implausible?
 
 Each measurement runs a launch script in its own process. Measurements of this commit
 that FILE already contains are kept. All measurements end by GPU_CHECK_UNTIL (Unix
@@ -22,14 +22,12 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import gpu_summary
+from benchmarks import STRATEGIES, gpu_summary
 from benchmarks.comparison import ROOT, commit, gpu_names
+from benchmarks.processes import end
 from benchmarks.timings.gate import VARIABLE
-from benchmarks.timings.processes import end
 from common.errors import UserError, one_line_errors
 
-STRATEGIES = ("distributed", "dataparallel", "multiprocessing_distributed")
-STRATEGIES += ("horovod_distributed", "apex_distributed")
 LIBRARIES = {"apex_distributed": "apex.amp", "horovod_distributed": "horovod.torch"}
 LIMIT = 240  # seconds per measurement
 INTERVAL = 10  # steps between two printed speeds of a training run

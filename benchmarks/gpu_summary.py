@@ -154,7 +154,7 @@ def write(folder: Path) -> None:
 
 
 def problems(summary: dict) -> list[str]:
-    """Return a line for each figure that is missing or impossible."""
+    """Return a line for each figure that is missing or implausible."""
     found, speeds = [], {}
     gpus = summary["machine"]["gpus"] or [{"memory.total": 0.0}]
     memory = min(gpu["memory.total"] for gpu in gpus)
@@ -193,4 +193,4 @@ def check(file: Path) -> None:
         print(f"{file.name}: {line}", file=sys.stderr)
     if found:
         sys.exit(2)
-    print(f"{file.name}: nothing is missing, and all figures are possible")
+    print(f"{file.name}: nothing is missing, and all figures are plausible")

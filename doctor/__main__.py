@@ -11,7 +11,7 @@ from . import laws  # noqa: F401  their checks
 from .cpu import NOT_CHECKED
 from .html import html, trace
 from .job import Job
-from .law import CHECKS, RISK, WRONG, Report, examine
+from .law import CHECKS, WRONG, Report, examine
 from .page import explanation, page
 from .run import run
 from .spans import time_table
@@ -24,8 +24,8 @@ def arguments() -> argparse.Namespace:
     text = "Run a data-parallel training command and report what is wrong."
     parser = argparse.ArgumentParser(name, f"{name} [options] -- COMMAND...", text)
     parser.epilog = (
-        "Exit status: that of the command; 1 if it is 0 but a finding is WRONG; 2 if "
-        "nothing was checked, or an option is wrong."
+        "Exit status: that of the command; 1 if it is 0 but a finding is WRONG, or the "
+        "command hung; 2 if nothing was checked, or an option is wrong."
     )
     add = parser.add_argument
     add("--steps", type=int, default=40, help="steps to watch (40)")
@@ -69,8 +69,9 @@ def main() -> int:
             return 2
     if not job.processes:
         text = "NOTHING CHECKED: no process trained or joined a process group"
-        print(f"doctor: error: {text} (status {job.status})", file=sys.stderr)
-        return 2
+        hint = "If the command sets PYTHONPATH, let it keep $PYTHONPATH."
+        print(f"doctor: error: {text} (status {job.status}). {hint}", file=sys.stderr)
+        return status_of(job) or 2
     report = examine(job)
     print(page(job, report, args.verbose), file=sys.stderr)
     if args.cpu is not None:
@@ -81,16 +82,22 @@ def main() -> int:
         args.html.write_text(html(job, report))
     if args.trace:
         args.trace.write_text(trace(job))
-    levels = {one.level for one in report.findings}
-    if job.status and job.status > 0:
-        return job.status
-    if WRONG in levels:
+    if status := status_of(job):
+        return status
+    if any(one.level == WRONG for one in report.findings):
         return 1
-    return 0 if job.watched or levels & {WRONG, RISK} else 2
+    return 0 if job.watched else 2
+
+
+def status_of(job: Job) -> int:
+    """Return the command's exit status as a shell does, or 1 if doctor ended it."""
+    if job.hung:
+        return 1
+    return job.status if job.status >= 0 else 128 - job.status
 
 
 def as_json(job: Job, report: Report) -> dict:
-    """Return what --json writes; docs/doctor.md describes it."""
+    """Return what --json writes; report.schema.json describes it."""
     return {
         "version": 1,
         "status": job.status,

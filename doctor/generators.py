@@ -1,5 +1,6 @@
 """The states of random generators."""
 
+import ctypes
 import hashlib
 import random
 import sys
@@ -9,7 +10,7 @@ def states(dataset: object = None) -> dict[str, tuple[int, int]]:
     """Return a hash and the position of each global generator, and a data set's own."""
     import torch
 
-    state = bytes(torch.random.default_generator.get_state().numpy())
+    state = content(torch.random.default_generator.get_state())
     found = {"torch": (hashed(state), int.from_bytes(state[16:20], "little"))}
     state = random.getstate()[1]
     found["random"] = hash(state), state[-1]
@@ -20,17 +21,22 @@ def states(dataset: object = None) -> dict[str, tuple[int, int]]:
             position,
         )
     if torch.cuda.is_initialized():
-        state = bytes(torch.cuda.get_rng_state().numpy())
+        state = content(torch.cuda.get_rng_state())
         found["cuda"] = hashed(state), int.from_bytes(state[8:16], "little")
     for name, own in getattr(dataset, "__dict__", {}).items():
         bits = getattr(own, "bit_generator", getattr(own, "_bit_generator", None))
         if isinstance(own, torch.Generator):
-            found[f"its {name}"] = hashed(bytes(own.get_state().numpy())), 0
+            found[f"its {name}"] = hashed(content(own.get_state())), 0
         elif isinstance(own, random.Random):
             found[f"its {name}"] = hash(own.getstate()[1]), 0
         elif bits is not None:
             found[f"its {name}"] = hashed(repr(bits.state).encode()), 0
     return found
+
+
+def content(state) -> bytes:
+    """Return the bytes of a generator's state, a CPU tensor; NumPy may be missing."""
+    return ctypes.string_at(state.data_ptr(), state.numel())
 
 
 def hashed(state: bytes) -> int:

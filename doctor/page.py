@@ -35,7 +35,8 @@ def page(job: Job, report: Report, verbose: bool = False) -> str:
     lines = ["", " doctor ".center(width, "="), *fill(summary(job), width)]
     if not job.watched:
         text = ": no optimizer step was seen on all ranks. doctor watches scripts that "
-        text += "call step() of a torch.optim.Optimizer in the processes of the job."
+        text += "call step() of a torch.optim.Optimizer in the processes of the job. A "
+        text += "GradScaler skips the first steps in float16: train a few more."
         lines += coloured(fill(NOTHING + text, width), NOTHING)
     for one in report.findings:
         lines += ["", *paragraph(one, width)] if one.level != NOTE else ()

@@ -13,12 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BASE = "distributed.py"
-SIBLINGS = (
-    "dataparallel.py",
-    "multiprocessing_distributed.py",
-    "apex_distributed.py",
-    "horovod_distributed.py",
-)
+SIBLINGS = sorted(path.name for path in ROOT.glob("*.py") if path.name != BASE)
 # In file order; main(), which contains 6/6, comes before the other functions
 REGIONS = ("imports", "1/6 launch", "2/6 shard", "3/6 wrap", "6/6 finish")
 REGIONS += ("4/6 step", "5/6 combine", "start")

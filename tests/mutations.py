@@ -23,8 +23,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = "dataparallel distributed multiprocessing_distributed".split()
-SCRIPTS += ["apex_distributed", "horovod_distributed"]
 
 
 class Mutation(NamedTuple):
@@ -37,8 +35,8 @@ class Mutation(NamedTuple):
     new: str
 
     def files(self, root: Path) -> list[Path]:
-        scripts = [root / f"{name}.py" for name in SCRIPTS]
-        return scripts if self.file == "scripts" else [root / self.file]
+        scripts = self.file == "scripts"
+        return sorted(root.glob("*.py")) if scripts else [root / self.file]
 
 
 def read_mutations(text: str) -> list[Mutation]:

@@ -188,11 +188,17 @@ def test_what_only_the_last_rank_does_is_named():
 
 def test_what_was_found_in_public_scripts_is_named_in_ours():
     """Each finding in docs/found.md has a check, and a mistake that this check names."""
-    text = " ".join((ROOT / "docs" / "found.md").read_text().split())
-    rows = re.findall(r'\(`(\w+)`; planted as "(.+?)"\)', text)
-    assert len(rows) == text.count("To fix it:") > 10
     known = {(check, one.name) for one in MISTAKES for check in one.tests}
-    assert not {*rows} - known
+    group = r'\(((?:`\w+`,? ?)+); planted as ((?:"[^"]+",? ?)+)\)'
+    sections = (ROOT / "docs" / "found.md").read_text().split("\n## ")[1:-1]
+    for section in sections:
+        groups = re.findall(group, " ".join(section.split()))
+        assert len(groups) in (section.count("\n- **"), 1)  # or one for the section
+        for checks, names in groups:
+            names = re.findall(r'"(.+?)"', names)
+            rows = zip(re.findall(r"\w+", checks), names, strict=True)
+            assert not {*rows} - known
+    assert len(sections) == 4
 
 
 @pytest.mark.full

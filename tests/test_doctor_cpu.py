@@ -1,7 +1,12 @@
-"""doctor --cpu plays CUDA: its numbers, its bits, and the line about what only a GPU can do."""
+"""doctor --cpu plays CUDA: its numbers, its bits, and the line about what only a GPU can do; doctor in CI."""
 
+import copy
+import json
+import re
 import sys
 
+import jsonschema
+import pytest
 import torch
 from conftest import ROOT, run
 
@@ -42,6 +47,8 @@ def test_numbers(tmp_path):
     """SyncBatchNorm, AVG, autocast and GradScaler are compared with results by hand."""
     ended = played(tmp_path, *TORCHRUN, ROOT / "tests/doctor/played_numbers.py")
     assert ended.stdout.count("all numbers are right") == 2, ended.stderr[-3000:]
+    page = " ".join(ended.stderr.split())
+    assert re.search(r"2 processes trained .* on CPU, GPU; ", page), page
 
 
 def test_devices_and_the_line(tmp_path):
@@ -55,20 +62,49 @@ def test_devices_and_the_line(tmp_path):
 
 
 def test_same_bits(tmp_path):
-    """A script for the CPU saves the same weights with and without --cpu."""
-    saved = []
-    for flags in ((), ("--cpu",)):
+    """A script for the CPU saves the same weights with and without --cpu; --json has its schema."""
+    saved, schema = [], json.loads((ROOT / "doctor/report.schema.json").read_text())
+    for flags in (("--json", "report.json"), ("--json", "report.json", "--cpu")):
         ended = played(
             tmp_path, *TORCHRUN, ROOT / "tests/doctor/modes/plain.py", flags=flags
         )
         assert "accuracy" in ended.stdout, ended.stderr[-3000:]
-        assert ("Played on the CPU" in ended.stderr) == bool(flags)
+        assert ("Played on the CPU" in ended.stderr) == ("--cpu" in flags)
+        report = json.loads((tmp_path / "report.json").read_text())
+        assert len(report["verdicts"]) == 10 and report["steps"]
+        jsonschema.validate(report, schema)
         saved.append(torch.load(tmp_path / "checkpoint.pt")[1]["model"])
         (tmp_path / "checkpoint.pt").unlink()
     assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
+    wrong = copy.deepcopy(report)
+    wrong["verdicts"][0]["state"] = "fine"
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(wrong, schema)
 
 
 def test_bad_count(tmp_path):
     """A wrong number of GPUs is one line."""
     ended = played(tmp_path, "own.py", flags=("--cpu", "0"))
     assert ended.returncode == 2 and "--cpu" in ended.stderr.splitlines()[-1]
+
+
+def test_exit_status(tmp_path):
+    """The command's own status comes first, also that of a signal; then 2: nothing was checked."""
+    for code, status in (
+        ("exit(3)", 3),
+        ("", 2),
+        ("import os; os.kill(os.getpid(), 9)", 137),
+    ):
+        assert played(tmp_path, "-c", f"'{code}'", flags=()).returncode == status
+
+
+def test_workflow(tmp_path):
+    """The workflow in docs/doctor.md has the public schema of GitHub's workflows."""
+    (text,) = re.findall(
+        r"```yaml\n(name: doctor.*?)```", (ROOT / "docs/doctor.md").read_text(), re.S
+    )
+    for number, one in enumerate((text, text.replace("runs-on", "runs-at"))):
+        (tmp_path / "doctor.yml").write_text(one)
+        check = ["check_jsonschema", "--builtin-schema", "vendor.github-workflows"]
+        ended = run(sys.executable, "-m", *check, tmp_path / "doctor.yml")
+        assert ended.returncode == number, ended.stdout + ended.stderr

@@ -144,6 +144,12 @@ def test_named_tests_exist_and_every_pitfall_has_its_parts():
     assert "## It hangs\n" in index  # linked from the READMEs
 
 
+def test_pages_are_short():
+    lines = {name: text.count("\n") for name, text in TEXTS.items()}
+    assert lines["README.md"] <= 300
+    assert sum(lines[name] for name in lines if name.startswith("docs/")) <= 2200
+
+
 def test_no_page_or_result_names_a_path_of_this_machine():
     results = [*RESULTS.glob("**/*.json"), *ROOT.glob("tutorial/*/output/*")]
     for file in [*PAGES, *results]:

@@ -129,24 +129,18 @@ parser.parse_args()
 
 # Runs each fix, and checks what the page says about it, in one process
 CURES = '''
-import argparse, ctypes, gc, os, random, re, signal, socket, sys
-from datetime import timedelta
+import os, re, sys
 import numpy
 import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 page = open(sys.argv.pop()).read()
 os.chdir(os.path.dirname(sys.argv[0]))
-os.makedirs("root/train/cat"), os.makedirs("root/val/cat")
 calls = {
     8: "assert paths[0].decode() == 'train/cat/1.JPEG';"
         "loader = torch.utils.data.DataLoader([], **options);"
         "assert loader.multiprocessing_context.get_start_method() == 'fork'",
-    18: "torch.save(content, 'all.pt'); assert content['epoch'] == 3",
-    19: "assert content['best'] == 0.5",
+    18: "assert content['epoch'] == 3 and {*parts} < {*content}",
     20: "assert torch.load(path) == content",
-    24: "assert torch.multiprocessing.get_sharing_strategy() == 'file_system'",
     28: """
 losses[1] = float("nan")
 try:
@@ -162,27 +156,19 @@ for section in page.split("\\n### ")[1:]:
     number = int(section.split(".")[0])
     for block in re.findall(r"```python\\n(.*?)```", section, re.DOTALL):
         count += 1
-        if "init_process_group(" not in block:
-            dist.init_process_group("gloo")
-        torch.manual_seed(0)
         net = torch.nn.Linear(4, 3)
         sgd = torch.optim.SGD(net.parameters(), 0.1)
-        images, labels = torch.randn(8, 4), torch.randint(3, (8,))
         scheduler = torch.optim.lr_scheduler.StepLR(sgd, 1)
         names = {
-            **globals(), "raw_model": net, "model": DDP(net) if number == 12 else net,
-            "optimizer": sgd, "loss_function": torch.nn.functional.cross_entropy,
-            "loader": [(images, labels)] * 3, "scaler": torch.amp.GradScaler("cpu"),
-            "parts": {"model": net, "optimizer": sgd, "scheduler": scheduler},
-            "epoch": 3, "best": 0.5, "path": "a.pt" if number == 20 else "all.pt",
-            "content": {"a": 1}, "root": "root", "paths": ["train/cat/1.JPEG", "b"],
-            "seed": 0, "rank": 1, "losses": torch.ones(4), "step": 7, "block": block,
-            "indices": torch.arange(5, 9),
+            **globals(), "raw_model": net, "optimizer": sgd,
+            "scheduler": scheduler, "scaler": torch.amp.GradScaler("cpu"),
+            "epoch": 3, "best": 0.5, "path": "a.pt", "content": {"a": 1},
+            "paths": ["train/cat/1.JPEG", "b"], "rank": 1,
+            "losses": torch.ones(4), "step": 7, "indices": torch.arange(5, 9),
+            "block": block,
         }
         exec(block, names)
         exec(calls.pop(number, ""), names)
-        assert dist.is_initialized()
-        dist.destroy_process_group()
 print(count, "cures", sorted(calls))
 '''
 
@@ -227,8 +213,7 @@ def test_the_messages_are_what_is_said(tmp_path):
 def test_the_cures_run_as_they_stand(tmp_path):
     (tmp_path / "cures.py").write_text(CURES)
     page = ROOT / "docs" / "pitfalls.md"
-    variables = {**in_a_group(1), "RANK": "0", "LOCAL_RANK": "0"}
     with Played(tmp_path / "logs") as played:
-        played.start(python, (tmp_path / "cures.py", page), variables)
+        played.start(python, (tmp_path / "cures.py", page), environment())
         assert played.end() == [0], played.text()
-        assert played.log(0).endswith("13 cures []\n"), played.text()
+        assert played.log(0).endswith("4 cures []\n"), played.text()

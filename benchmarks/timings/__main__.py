@@ -5,10 +5,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks import STRATEGIES
 from common.errors import one_line_errors
 
-STRATEGIES = ("dataparallel", "distributed", "multiprocessing_distributed")
-STRATEGIES += ("apex_distributed", "horovod_distributed")
 MODES = ("synthetic", "jpeg", "scaling")
 
 

@@ -14,13 +14,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.comparison import ROOT
+from benchmarks.processes import end, send
 from benchmarks.timings.gate import VARIABLE
-from benchmarks.timings.processes import end, send
 from benchmarks.timings.statistics import orders
 
 START_SECONDS = 300  # limit for a start (with one interval), and for a turn
@@ -153,7 +153,7 @@ def wait(jobs: Sequence[Job]) -> None:
 def gates() -> Iterator[Path]:
     """Yield a folder for gates; processes at them are killed when this process ends."""
     folder = tempfile.mkdtemp(prefix="timings-")
-    words = [sys.executable, "-m", "benchmarks.timings.processes", folder]
+    words = [sys.executable, "-m", "benchmarks.processes", folder]
     guard = subprocess.Popen(
         words, cwd=ROOT, stdin=subprocess.PIPE, start_new_session=True
     )
@@ -164,17 +164,13 @@ def gates() -> Iterator[Path]:
         guard.wait()
 
 
-def cohort(
-    candidates: Sequence[Candidate],
-    seconds: float | None = None,
-    after_turn: Callable[[], list] = list,
-) -> dict:
+def cohort(candidates: Sequence[Candidate], seconds: float | None = None) -> dict:
     """Start candidates, let them take turns for `seconds`, and kill them.
 
     By default, turns take as long as the start took, but at least LEAST_SECONDS.
     Returns "turns", a list of [candidate's name, seconds per image of its intervals,
-    share of time spent waiting for data, after_turn()'s result]; "problems", which are
-    error messages by name; "start_seconds"; and the total "seconds".
+    share of time spent waiting for data]; "problems", which are error messages by
+    name; "start_seconds"; and the total "seconds".
     """
     began, turns = time.monotonic(), []
     with gates() as folder:
@@ -186,12 +182,12 @@ def cohort(
             alive = [jobs[name] for name in order if not jobs[name].problem]
             if not alive or (number > WARM_UP and time.monotonic() > until):
                 break
-            found = [(job, job.turn(), after_turn()) for job in alive]
+            found = [(job, job.turn()) for job in alive]
             # Otherwise, the jobs' nth turns would not be at the same time
-            if number >= WARM_UP and all(kept or job.problem for job, kept, _ in found):
-                for job, kept, after in found:
+            if number >= WARM_UP and all(kept or job.problem for job, kept in found):
+                for job, kept in found:
                     waited = sum(wait for _, wait in kept) / max(1, len(kept))
-                    turns.append([job.name, [time for time, _ in kept], waited, after])
+                    turns.append([job.name, [time for time, _ in kept], waited])
     problems = {name: job.problem for name, job in jobs.items() if job.problem}
     return {
         "turns": [turn for turn in turns if turn[0] not in problems],

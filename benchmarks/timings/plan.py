@@ -11,7 +11,6 @@ import torch
 from torchvision.datasets.folder import find_classes
 
 from benchmarks.comparison import KEEP_MEMORY, ROOT, gpu_names
-from benchmarks.gpu_summary import nvidia_smi
 from benchmarks.photographs import write_photographs
 from benchmarks.timings.measure import Candidate
 from benchmarks.timings.statistics import AGAIN
@@ -123,11 +122,6 @@ def candidates(args: argparse.Namespace, mode: str) -> list[Candidate]:
     named = {f"{n} x {share}": (n, share) for n, share in sizes}
     named[f"{most} x {each}{AGAIN}"] = (most, each)
     return [candidate(args, args.base, "synthetic", *one) for one in named.items()]
-
-
-def gpus() -> list[dict]:
-    """Query the state of each GPU (MiB, MHz, W, °C); [] if nvidia-smi fails."""
-    return nvidia_smi(("memory.used", "clocks.sm", "power.draw", "temperature.gpu"))
 
 
 @contextmanager

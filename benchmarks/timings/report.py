@@ -15,7 +15,6 @@ from benchmarks.timings.statistics import ERROR, Verdict, decide, levels
 
 WHERE = {"synthetic": "With images on the device", "jpeg": "From JPEG files"}
 LIBRARIES = ("horovod", "apex", "amp_C")  # the last one is Apex's CUDA extension
-INPUT_BOUND = 0.1  # share of the time spent waiting for data
 
 
 def machine(device: str) -> dict:
@@ -106,9 +105,8 @@ class Mode:
             logs = [one[name] for one in found if name in one]
             waited = statistics.mean(turn[2] for turn in turns if turn[0] == name)
             spread = f"{statistics.stdev(logs):.1%}" if len(logs) > 1 else "-"
-            bound = " (input-bound)" if waited > INPUT_BOUND else ""
             speed = f"{math.exp(-statistics.mean(logs)):.1f}"
-            rows.append([name, speed, spread, f"{waited:.0%}{bound}"])
+            rows.append([name, speed, spread, f"{waited:.0%}"])
         return rows
 
     def markdown(self) -> str:
@@ -144,19 +142,14 @@ class Mode:
 
 
 def notes(settings: dict) -> list[str]:
-    """Say what a reader has to know about the measurements."""
-    found = [f"All strategies compute in {settings['precision']}."]
-    if settings["device"] == "cuda" and settings["precision"] == "fp16":
-        found[0] += (
-            " Apex and nn.DataParallel have no bf16, the scripts' default where a GPU "
-            "has it: --precision bf16 leaves these two out."
-        )
+    """Return the conditions of the measurements, as sentences."""
+    found = []
     if settings["device"] == "cpu":
         found.append("Processes were pinned to cores, and glibc kept freed memory.")
     if settings["data"] is None and "jpeg" in settings["modes"]:
         found.append(
-            "The JPEG files are links to 64 generated images, which stay in memory: "
-            "their speed does not include a disk's. --data DIR measures your files."
+            "The JPEG files are links to 64 generated images, which stay in memory. "
+            "To include the disk's speed, pass --data DIR."
         )
     for name in settings["shown"]:
         found.append(f"{name} is one process with all threads here: no verdict.")
@@ -180,10 +173,6 @@ def write(folder: Path, last: bool) -> str:
     text += "".join(mode.markdown() for mode in modes)
     text += "".join(f"\nLeft out: {n}: {why}\n" for n, why in problems.items())
     text += "".join(f"\n{note}\n" for note in notes(settings))
-    gpus = [gpu for one in cohorts for turn in one["turns"] for gpu in turn[3]]
-    for name in gpus[0] if gpus else ():
-        values = [gpu[name] for gpu in gpus if gpu[name] is not None] or [math.nan]
-        text += f"\nAfter turns, {name}: {min(values):g} to {max(values):g}.\n"
     minutes = cohorts[-1]["ended"] if cohorts else 0.0
     text += f"\n{setting(settings)}, of which {minutes:.1f} were used.\n"
     text += (

@@ -27,8 +27,8 @@ def open_output(args: argparse.Namespace) -> list[dict]:
     for name, value in now.items():
         if before.get(name) != value:
             raise UserError(
-                f"{args.output} holds timings with {name} {before.get(name)}, now it "
-                f"is {value}: choose another --output, or delete it"
+                f"{args.output} holds timings with {name} {before.get(name)}, not "
+                f"{value}: choose another --output, or delete it"
             )
     file.write_text(json.dumps(now, indent=1) + "\n")
     return report.read_cohorts(args.output)
@@ -59,7 +59,7 @@ def measure(args: argparse.Namespace) -> None:
             every = [c for c in plan.candidates(args, mode) if c.name not in failed]
             shown = [one for one in every if one.name in args.shown]
             together = [one for one in every if one not in shown]
-            found = cohort(together, after_turn=plan.gpus)
+            found = cohort(together)
             if shown and not before:  # alone, so that it does not disturb the others
                 alone = cohort(shown, seconds=10)
                 found["turns"] += alone["turns"]

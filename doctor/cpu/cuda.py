@@ -114,7 +114,7 @@ def each(call) -> list:
 
 PLAYED = {
     "is_initialized": lambda: gpus.used,
-    "is_current_stream_capturing": lambda: False,
+    "is_current_stream_capturing": lambda: False,  # the recorder asks
     "device_count": gpus.visible,
     "current_device": lambda: resolve().index,
     "set_device": set_device,
@@ -123,9 +123,8 @@ PLAYED = {
     "get_device_name": lambda device=None: GPU.name,
     "get_device_capability": lambda device=None: (8, 0),
     "get_device_properties": lambda device=None: GPU,
-    "get_arch_list": lambda: ["sm_80"],
     "current_stream": current_stream,
-    "default_stream": lambda device=None: Stream(device),
+    "default_stream": current_stream,
     "set_stream": lambda stream: setattr(local, "stream", stream),
     "stream": lambda stream: stream or contextlib.nullcontext(),
     "StreamContext": lambda stream: stream or contextlib.nullcontext(),
@@ -134,8 +133,6 @@ PLAYED = {
     "mem_get_info": lambda device=None: (MEMORY, MEMORY),
     "get_memory_info": lambda device=None: (MEMORY, MEMORY),
     "memory_stats": lambda device=None: Counter(),
-    "memory_snapshot": lambda *args, **kwargs: [],
-    "memory_summary": lambda *args, **kwargs: "",
     "manual_seed": lambda seed: generator().manual_seed(seed) and None,
     "manual_seed_all": lambda seed: each(lambda i: generator(i).manual_seed(seed)),
     "seed": lambda: generator().seed(),

@@ -77,10 +77,8 @@ def resolve(device=None) -> torch.device:
     device = torch.device(device)
     if device.type != "cuda":
         return CPU if device.type == "cpu" else device
-    used, index = (
-        True,
-        getattr(local, "gpu", 0) if device.index is None else device.index,
-    )
+    used = True
+    index = getattr(local, "gpu", 0) if device.index is None else device.index
     if index >= visible():
         text = f"doctor --cpu plays {visible()} GPUs, and --cpu N plays N"
         raise RuntimeError(f"CUDA error: invalid device ordinal {index}: {text}")
@@ -109,8 +107,9 @@ def mark(result, place: torch.device):
 def generator(device=None) -> torch.Generator:
     """Return a GPU's own random number generator."""
     index = resolve(device).index
-    if index not in generators:  # with the seed of CUDA's generators
-        generators[index] = torch._C.Generator().manual_seed(67280421310721)
+    if index not in generators:  # unless it is seeded, each process has its own seed
+        generators[index] = torch._C.Generator()
+        generators[index].seed()
     return generators[index]
 
 

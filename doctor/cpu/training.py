@@ -107,8 +107,6 @@ def install() -> None:
         ("gather", gather),
         ("broadcast_coalesced", copies),
         ("reduce_add_coalesced", sums),
-        ("broadcast", lambda tensor, devices: [tensor.to(resolve(d)) for d in devices]),
-        ("reduce_add", lambda inputs, destination=None: sums([inputs], destination)[0]),
     ):
         replace(comm, name, new)
     for new in (is_autocast_enabled, get_autocast_dtype, compile):

@@ -79,6 +79,14 @@ def check_scaler() -> None:
     assert seen == [(0.5, 0.5, 8), (0.5, 0.5, 4), (0, -1, 4), (-0.5, -2.5, 8)], seen
 
 
+def check_seeds() -> None:
+    """Without manual_seed(), the ranks' GPUs draw different random numbers."""
+    seeds = [None, None]
+    dist.all_gather_object(seeds, torch.cuda.initial_seed())
+    assert seeds[0] != seeds[1]
+
+
+check_seeds()
 check_sync_batch_norm()
 check_averages()
 check_autocast()

@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import launcher
 
+from benchmarks import STRATEGIES
 from benchmarks.comparison import commit, gpu_names
 from benchmarks.photographs import write_photographs
 from common.model import best_precision
@@ -31,7 +32,6 @@ RESUMED = 3e-3  # between two runs of the same precision
 STEPS = 4
 RECIPE = f"-b 16 --epochs 2 --max-steps {STEPS} --lr 0.001 --warmup-epochs 0 -j 2 "
 RECIPE = (RECIPE + f"--print-interval {STEPS} --decoder pil --image-size 64").split()
-SCRIPTS = ("distributed", "multiprocessing_distributed", "dataparallel")
 MARKS = {
     "apex_distributed": pytest.mark.apex,
     "horovod_distributed": pytest.mark.horovod,
@@ -39,7 +39,7 @@ MARKS = {
 
 
 def rows():
-    for name in (*SCRIPTS, *MARKS):
+    for name in STRATEGIES:
         levels = ("fp32", "bf16", "fp16")
         for level in ("O0", "O1", "O2", "O3") if name[0] == "a" else levels:
             yield pytest.param(name, level, marks=MARKS.get(name, ()))

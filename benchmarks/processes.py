@@ -1,6 +1,6 @@
 """Finds all processes of a run by an environment variable that they inherit.
 
-`python -m benchmarks.timings.processes FOLDER` waits until its standard input is
+`python -m benchmarks.processes FOLDER` waits until its standard input is
 closed, which means that the measuring process has ended. It then kills all processes
 whose gate is in FOLDER, even if SIGSTOP has suspended them, and removes FOLDER.
 """
