@@ -1,11 +1,12 @@
 """The ten laws: importing this package defines their checks and watchers."""
 
 from . import (  # noqa: F401
-    accumulation,
     alive,
+    checkpoints,
     files,
     gradient,
     losses,
+    mean,
     meeting,
     modes,
     passes,
@@ -14,6 +15,7 @@ from . import (  # noqa: F401
     randomness,
     ranks,
     replicas,
+    resume,
     samples,
     schedule,
     states,
