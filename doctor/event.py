@@ -54,6 +54,13 @@ class Rank(Event):
 
 
 @dataclass(kw_only=True)
+class Compiles(Event):
+    """The script calls torch.compile(), after which its draws are not recorded."""
+
+    limit: ClassVar[int] = 1
+
+
+@dataclass(kw_only=True)
 class Waits(Event):
     """A process has done nothing for `seconds`."""
 

@@ -82,6 +82,7 @@ class Job:
     status: int | None = None  # of the command
     hung: bool = False  # and doctor ended it
     interrupted: bool = False  # with Ctrl-C
+    memory: dict = field(default_factory=dict, repr=False)  # what checks computed
 
     @property
     def world_size(self) -> int:

@@ -34,6 +34,10 @@ class NotJudged(Exception):
     """Raised with the reason why a check cannot judge this job."""
 
 
+class Doubt(NotJudged):
+    """Raised if what a check saw may break its law, which is then not held."""
+
+
 @dataclass(frozen=True)
 class Law:
     """One of the ten laws of data-parallel training."""
@@ -47,7 +51,7 @@ class Law:
 class Breach:
     """One breach that a check saw."""
 
-    what: str  # with names, ranks, steps and numbers
+    what: str  # with names, ranks, steps and numbers; or "": see explained()
     place: str = ""  # file:line
     facts: object = None  # for explanations
     level: str = ""  # if it differs from the check's
@@ -193,12 +197,16 @@ def judge(job: Job, own: Check) -> Iterator[Breach | str]:
     yield from own.function(job)
 
 
-def explained(job: Job, own: Check, breach: Breach) -> Finding:
-    """Return a breach in the words of the first explanation that fits it."""
+def explained(job: Job, own: Check, breach: Breach) -> list[Finding]:
+    """Return a breach in the words of the first explanation that fits it.
+
+    Without an explanation, a breach that has no words is none.
+    """
     for other in CHECKS.values():
         if other.explains is own and (better := other.function(job, breach)):
-            return other.finding(replace(better, place=better.place or breach.place))
-    return own.finding(breach)
+            better = replace(better, place=better.place or breach.place)
+            return [other.finding(better)]
+    return [own.finding(breach)] if breach.what else []
 
 
 @dataclass
@@ -222,18 +230,22 @@ def examine(job: Job) -> Report:
         try:
             for one in judge(job, own):
                 if isinstance(one, Breach):
-                    found.append(explained(job, own, one))
+                    found += explained(job, own, one)
                 elif own.general:
                     seen.append(one)
         except NotJudged as reason:
             verdict.not_judged[own.name] = str(reason)
+            hidden |= {own.law} if isinstance(reason, Doubt) else set()
         except Exception as error:  # the other checks' findings still count
             verdict.not_judged[own.name] = f"doctor's own error: {error!r}"
         if cause := sorted(one.name for one in named & own.causes):
             report.effects += [(one, cause[0]) for one in found]
+            verdict.not_judged.setdefault(own.name, f"{cause[0]} may have changed it")
             if found:
                 verdict.not_judged[own.name] = f"it could be an effect of {cause[0]}"
                 hidden.add(own.law)
+                if own.general and any(one.level in (WRONG, RISK) for one in found):
+                    verdict.state = BROKEN
             continue
         evidence[own] = seen
         report.findings += found

@@ -52,6 +52,7 @@ class Batch(Event):
     indices: array | None  # in the data set inside all subsets
     labels: array | None  # if it has one tensor (N,) of whole numbers
     rows: array | None  # a hash of each sample's contents
+    ids: array | None = None  # whole numbers that differ in each sample of a stream
 
 
 @dataclass
@@ -62,25 +63,10 @@ class Pass:
     epoch: int
     subsets: list = field(default_factory=list)
     stream: bool = False
-    samples: int | None = None
-    part: int | None = None  # of keys that are tuples: the sample's number
     batches: int = 0
     steps: int = 0
     ended: bool = False
     reads: deque = field(default_factory=lambda: deque(maxlen=8))
-
-
-def number_in(keys: list[tuple], samples: int | None) -> int | None:
-    """Return which part of keys such as (epoch, index) is a sample's number, if any.
-
-    It differs in all keys of a batch, is below the number of samples, and is shuffled.
-    """
-    found, most = [], 2**62 if samples is None else samples
-    for part, values in enumerate(zip(*keys, strict=True)):
-        if all(hasattr(one, "__index__") and 0 <= one < most for one in values):
-            if len({*values}) == len(values) and [*values] != sorted(values):
-                found.append(part)
-    return found[0] if len(found) == 1 else None
 
 
 def size(value) -> int | None:
@@ -102,6 +88,7 @@ class Loaders(Watcher):
 
     def __init__(self):
         self.loaders = {}  # by id: a number, the passes, and a weak reference
+        self.count = 0
         self.current: Pass | None = None  # which gave the last batch
         self.fetching: Pass | None = None  # which loads a batch, in this process
 
@@ -120,7 +107,8 @@ class Loaders(Watcher):
             loader._iterator.__dict__["_doctor_indices"] = deque()
         known = self.loaders.get(id(loader))
         if known is None or known["loader"]() is not loader:
-            known = {"number": len(self.loaders), "epoch": -1, "last": None}
+            known = {"number": self.count, "epoch": -1, "last": None}
+            self.count += 1
             self.loaders[id(loader)] = known | {"loader": weakref.ref(loader)}
             known = self.loaders[id(loader)]
         if known["last"]:
@@ -132,7 +120,6 @@ class Loaders(Watcher):
             base = base.dataset
         stream = isinstance(base, IterableDataset)
         own = self.fetching = Pass(known["number"], known["epoch"], subsets, stream)
-        own.samples = size(loader.dataset)
         if loader.num_workers:  # which inherit the environment
             os.environ["DOCTOR_PASS"] = f"{own.loader} {own.epoch}"
         iterator = call(loader)
@@ -196,25 +183,22 @@ class Loaders(Watcher):
         tensors = [one for one in leaves(batch) if one.dim()]
         tensors = [one for one in tensors if len(one) == len(tensors[0])]
         labels = [x for x in tensors if x.dim() == 1 and not x.is_floating_point()]
+        ids = [array("q", x.tolist()) for x in labels] if own.stream else []
+        ids = next((x for x in ids if len({*x}) == len(x)), None)
         labels = labels[0] if len(labels) == 1 else None
         found = {"loader": own.loader, "epoch": own.epoch, "number": own.batches}
         numbers, indices = index if isinstance(index, (list, tuple)) else [None], None
-        if all(isinstance(one, tuple) for one in numbers):
-            if own.part is None:
-                own.part = number_in(numbers, own.samples)
-            numbers = [
-                one[own.part] if own.part is not None else None for one in numbers
-            ]
         if not own.stream and all(hasattr(one, "__index__") for one in numbers):
             for subset in own.subsets:
                 numbers = [subset[i] for i in numbers]
             indices = array("q", map(int, numbers))
         rows = None
-        if tensors and (recorder.watching or indices is None):
+        fits = indices is None or (tensors and len(tensors[0]) == len(indices))
+        if tensors and fits and (recorder.watching or indices is None):
             columns = zip(*map(hashes, tensors), strict=True)
             rows = array("q", [digest(one) for one in columns])
         values = None if labels is None else array("q", labels.tolist())
-        event = Batch(**found, indices=indices, labels=values, rows=rows)
+        event = Batch(**found, indices=indices, labels=values, rows=rows, ids=ids)
         recorder.write(event)
         read = {**found, "labels": labels, "indices": indices, "used": False}
         own.reads.append(read)

@@ -47,6 +47,8 @@ class Moments(Watcher):
         self.networks = weakref.WeakKeyDictionary()  # outermost ones, in order
         self.handles, self.optimizers = [], {}
         self.inner, self.depth, self.collective = None, 0, False
+        self.ended = False
+        self.backing = False  # a backward pass runs
         self.last_gradient = 0.0  # when a backward pass made its last gradient
 
     def hooks(self) -> None:
@@ -189,14 +191,15 @@ class Moments(Watcher):
 
     def backward(self, call, tensors, *args, **kwargs):
         recorder.ticks += 1
-        if not recorder.timing:
+        if not recorder.timing or self.backing:  # a reentrant checkpoint's is inside
             return call(tensors, *args, **kwargs)
+        self.backing = True
         tell("on_backward", tensors)
         self.depth += 1  # checkpoints run parts of a network again, in here
         try:
             return call(tensors, *args, **kwargs)
         finally:
-            self.depth = max(0, self.depth - 1)
+            self.backing, self.depth = False, max(0, self.depth - 1)
             recorder.ticks += 1
             tell("after_backward")
 
@@ -236,6 +239,8 @@ class Moments(Watcher):
         where, began = place(), clock()
         self.collective, recorder.waiting = True, name
         recorder.ticks += 1
+        if name == "destroy_process_group":
+            self.on_exit()
         tensors = [one for one in args if isinstance(one, torch.Tensor)]
         tell("on_collective", name, args, kwargs, where)
         try:
@@ -244,6 +249,11 @@ class Moments(Watcher):
             self.collective, recorder.waiting = False, ""
             recorder.ticks += 1
             tell("after_collective", name, tensors, where, clock() - began)
+
+    def on_exit(self) -> None:
+        if not self.ended:
+            self.ended = True
+            tell("on_end")
 
     def join(self, call, *args, **kwargs):
         import torch.distributed as dist

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
-from math import exp
+from math import exp, log
 from statistics import fmean
 
 NUMBER = re.compile(
@@ -30,6 +30,8 @@ REPEATED = (
 ONE_RANK = "Sum the numerator and the number of samples over all ranks; divide once."
 MEANS = "Add up sums and numbers of samples, not means, and divide once at the end."
 DIVISOR = "Divide by the number of samples (or batches) that were added up."
+IGNORED = "Count only the targets that the loss counts, in both sums."
+PARTS = "Print the loss before it is divided for the backward pass."
 RESET = "Reset the metric (or the sums) at the start of each pass."
 
 
@@ -120,6 +122,9 @@ class Group:
     step: int = 0  # after which the pass was made
     trains: bool = False
     total: int = 0  # of the data set's samples; 0: not known
+    skipped: int = 0  # ignored targets
+    parts: int = 1  # a step's loss is divided by so many passes
+    guesses: dict = field(default_factory=dict)  # predicted classes, by sample
     # By rank: batches of (sums, weights, keys of the samples)
     ranks: dict[int, list[tuple]] = field(default_factory=dict)
     times: dict[int, list[float]] = field(default_factory=dict)
@@ -159,7 +164,7 @@ class Group:
             found.append(self.added(rank)) if rank in self.ranks else None
         if self.trains:
             found += self.averages(rank)
-        return found
+        return [(top * self.parts, bottom) for top, bottom in found]
 
     def averages(self, rank: int) -> Iterator[tuple[float, float]]:
         """Yield averages over a training pass, of this rank's or of all batches."""
@@ -176,13 +181,18 @@ class Group:
         """Yield a mistake's name, its advice, and the numerator and denominator."""
         every, once, count = self.added(), pair(self.once().values()), len(self.ranks)
         samples = self.total or once[1]
-        yield "which counts repeated samples", REPEATED, *every
-        yield (
-            "which counts repeated samples if they are right",
-            REPEATED,
-            every[0],
-            once[1],
-        )
+        if self.parts > 1:
+            name = f"which is divided by {self.parts}, the number of passes per step"
+            rows = [every, *(x for n in self.ranks for x in self.averages(n))]
+            yield from ((name, PARTS, top, bottom) for top, bottom in rows)
+        name = "which counts repeated samples"
+        yield name, REPEATED, *every
+        yield f"{name} if they are right", REPEATED, every[0], once[1]
+        if self.skipped:
+            name = "which counts ignored targets, such as padding"
+            bottom = once[1] + self.skipped
+            yield f"{name}, as right", IGNORED, once[0] + self.skipped, bottom
+            yield f"{name}, as wrong", IGNORED, once[0], bottom
         means = {n: self.means(n) for n in self.ranks}
         own = {n: self.added(n) for n in self.ranks}
         for rank, (top, bottom) in own.items():
@@ -197,6 +207,9 @@ class Group:
                 yield name, DIVISOR, sum(means[rank]), samples
                 yield name, DIVISOR, sum(means[rank]), bottom
         both = fmean(map(fmean, means.values()))
+        if self.what != "hits":
+            powers = [exp(min(x, 50)) for row in means.values() for x in row]
+            yield "the mean of the batches' perplexities", MEANS, log(fmean(powers)), 1
         yield "the mean of the batches' means", MEANS, both, 1
         ratios = [top / (bottom or 1) for top, bottom in own.values()]
         yield "the mean of the ranks' means", MEANS, fmean(ratios), 1
@@ -207,8 +220,7 @@ class Group:
             name = f"which is divided {count} times too often"
             yield name, DIVISOR, every[0] / count, once[1]
         if earlier:
-            first = min(one.epoch or 0 for one in earlier)
-            name = f"which counts passes {first} to {self.epoch} together"
+            name = "which counts earlier passes, too"
             yield name, RESET, *pair(one.added() for one in (*earlier, self))
             for rank in self.ranks:
                 rows = [one.added(rank) for one in earlier if rank in one.ranks]

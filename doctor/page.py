@@ -102,7 +102,8 @@ def law_lines(verdict: Verdict, width: int) -> list[str]:
             longer = f"{text}; {one}"
             text = longer if len(f"{head}: {longer}") <= width else text
     elif state == BROKEN:
-        text = "see above"
+        effects = [x for x in verdict.not_judged.values() if "an effect of" in x]
+        text = ": ".join(["see above", *effects[:1]])
     else:
         general = [x.name for x in CHECKS.values() if x.law is law and x.general]
         reasons = [verdict.not_judged[x] for x in general if x in verdict.not_judged]

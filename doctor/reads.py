@@ -11,6 +11,7 @@ from .event import Event
 from .job import Job, Process
 from .law import NotJudged, need
 from .loaders import Batch, Epoch
+from .neighbours import Input, inputs
 
 EPOCHS = 20  # as many are judged
 MORE = 0.02  # of the samples: more than this must not be read twice, or left out
@@ -32,15 +33,6 @@ class Feed(Event):
     part: array | None  # the samples that subsets choose
 
 
-@dataclass(kw_only=True)
-class Input(Event):
-    """A network has got an input, with gradients enabled."""
-
-    rows: array  # a hash for each entry of the input's largest tensor
-    loaded: bool  # a DataLoader gave the last batch
-    added: list[float]  # a few numbers of the input less those of the batch
-
-
 @dataclass
 class Reads:
     """What all ranks read in an epoch, or in the part of it that was seen."""
@@ -52,7 +44,8 @@ class Reads:
     feeds: list[Feed] = field(default_factory=list)
     index: bool = True  # samples are known by their numbers; else by their contents
     loader: int | None = None  # None: the training loader
-    again: bool = False  # contents were seen again, so that they are comparable
+    pool: int = 0  # without a DataLoader: distinct samples in all steps
+    stream: bool = False  # `total` is what all epochs have together
 
     @property
     def all(self) -> list[list[int]]:
@@ -76,17 +69,21 @@ class Reads:
         distinct = sum(len({*one}) for one in batches)
         return not self.index and distinct < 0.8 * sum(map(len, batches))
 
-    def together(self) -> tuple[float, float]:
-        """Return the share of samples that two ranks read in the same step.
+    def random(self) -> bool:
+        """Return whether draws with replacement would also repeat nothing on a rank."""
+        return self.pool > 0 and min(map(len, self.all)) ** 2 < 16 * self.pool
 
-        The second number is the share that they read in neighbouring steps.
+    def together(self, least: float = 0.3) -> tuple[float, float]:
+        """Return in which share of steps two ranks read the same samples, or many.
+
+        The second number is the share in which they read those of the next step.
         """
         found = []
         for shift in (0, 1):
             shares = [0.0]
             for one, other in combinations(self.ranks[:8], 2):
                 pairs = [*zip(one, other[shift:], strict=False)]
-                alike = sum(shared(a, b) > 0.3 for a, b in pairs)
+                alike = sum(shared(a, b) > least for a, b in pairs)
                 shares.append(alike / max(1, len(pairs)))
             found.append(max(shares))
         return tuple(found)
@@ -141,47 +138,73 @@ def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
     loader = number
     first = need(feeds(job, loader), "no DataLoader feeds the steps of every rank")
     same = all(one.data == first[0].data for one in first)
-    samples = job.processes[0].loader(loader).samples
+    own = job.processes[0].loader(loader)
+    samples = own.samples
     if all(one.part is not None for one in first):
         samples = len({x for one in first for x in one.part})
-    sampler = job.processes[0].loader(loader).sampler
-    plain = sampler in ("RandomSampler", "SequentialSampler")
+    plain = own.sampler in ("RandomSampler", "SequentialSampler")
     if not (plain or all(one.divides for one in first)):
         samples = None  # the script's own sampler may choose a part of them
-    lists, seen = [process.epochs for process in job.processes], set()
+    lists = [process.epochs for process in job.processes]
     if loader is not None:
         passes = [[x for x in p.of(Epoch) if x.loader == loader] for p in job.processes]
         lists = [[one.epoch for one in own] for own in passes]
-    for number, epochs in enumerate(zip(*lists, strict=False)):
-        pairs = [*zip(job.processes, epochs, strict=True)]
-        whole = all(process.whole(epoch, loader) for process, epoch in pairs)
+    epochs = [*zip(*lists, strict=False)]
+    if len({*map(len, lists)}) > 1:  # a rank takes no steps in an epoch
+        both = sorted(set.intersection(*map(set, lists)))
+        epochs = [[number] * len(lists) for number in both]
+    pairs = [[*zip(job.processes, one, strict=True)] for one in epochs]
+    done = [all(p.whole(epoch, loader) for p, epoch in one) for one in pairs]
+    ids = named(job, loader) if own.stream else set()
+    if ids and sum(done) > 1:
+        samples = len(ids)
+    for number, (one, whole) in enumerate(zip(pairs, done, strict=True)):
         text = f"epoch {number}"
         if number == EPOCHS or (number and not whole):
             return
-        batches = [process.batches(epoch, loader) for process, epoch in pairs]
-        ranks = [[x.indices for x in one] for one in batches]
-        index = same and not any(x is None for one in ranks for x in one)
+        batches = [process.batches(epoch, loader) for process, epoch in one]
+        ranks = [[x.ids if ids else x.indices for x in part] for part in batches]
+        index = (same or bool(ids)) and not any(x is None for y in ranks for x in y)
         if not index:
-            ranks = [[x.rows for x in one] for one in batches]
-        if not all(ranks) or any(x is None for one in ranks for x in one):
+            ranks = [[x.rows for x in part] for part in batches]
+        if not all(ranks) or any(x is None for part in ranks for x in part):
             if number:
                 return
             raise NotJudged("the samples of the batches are not known")
         if not whole:
-            new = min(len(before_a_repeat(one)) for one in ranks)
+            new = min(len(before_a_repeat(part)) for part in ranks)
             shortest = new if new >= 10 else min(map(len, ranks))
             ranks = [x[:shortest] for x in ranks]
             text = f"{shortest} batches of {text}"
-        own = []
-        for process, epoch in pairs:
+        used = []
+        for process, epoch in one:
             key = process.training if loader is None else loader, epoch
-            own += [x for x in process.of(Feed) if (x.loader, x.epoch) == key]
-        found = Reads(ranks, text, whole, samples if index else None, own, index)
-        rows = {x for one in found.all for x in one}
-        found.loader = loader
-        found.again = 2 * len(seen & rows) > len(rows)
-        seen |= rows
+            used += [x for x in process.of(Feed) if (x.loader, x.epoch) == key]
+        found = Reads(ranks, text, whole, samples if index else None, used, index)
+        rows = {x for part in found.all for x in part}
+        if index and not own.stream and own.samples == len(rows):
+            found.total = own.samples
+        found.loader, found.stream = loader, own.stream
         yield found
+
+
+def named(job: Job, loader: int | None) -> set[int]:
+    """Return the numbers that a stream's samples contain, if these tell them apart."""
+    found, contents = set(), {}
+    for process in job.processes:
+        number = process.training if loader is None else loader
+        for epoch in process.epochs if loader is None else ():
+            own = set()
+            for one in process.batches(epoch, number):
+                if one.ids is None or own & {*one.ids}:
+                    return set()
+                own |= {*one.ids}
+                for sample, row in zip(one.ids, one.rows or (), strict=False):
+                    contents.setdefault(sample, []).append(row)
+            found |= own
+    again = [x for x in contents.values() if len(x) > 1]
+    alike = sum(len({*x}) == 1 for x in again)
+    return found if len(again) > 20 and alike > 0.9 * len(again) else set()
 
 
 def before_a_repeat(batches: list) -> list:
@@ -195,26 +218,32 @@ def before_a_repeat(batches: list) -> list:
     return found
 
 
+def laps(job: Job) -> list[list[list[int]]]:
+    """Return rank 0's batches of two epochs of a loop without a DataLoader, or []."""
+    own = [one.rows for one in inputs(job)[0]]
+    count = len(before_a_repeat(own))
+    return [own[:count], own[count : 2 * count]] if len(own) >= 2 * count else []
+
+
 def looped(job: Job) -> Reads:
-    """Return what networks got without a DataLoader, until an input comes again."""
-    inputs = need(job.of(Input), "no input was seen")
-    if any(one.loaded for one in inputs):
+    """Return what the ranks read without a DataLoader, until a sample comes again."""
+    if any(one.loaded for one in job.of(Input)):
         raise NotJudged("no DataLoader feeds the steps of every rank")
-    ranks, again = [], False
-    for process in job.processes:
-        first = {}
-        for one in process.of(Input):
-            first.setdefault(one.step, one.rows)
-        ranks.append(before_a_repeat([*first.values()]))
-        again = again or len(ranks[-1]) < len(first)
+    lists = [[x.rows for x in one] for one in inputs(job)]
+    ranks = [before_a_repeat(one) for one in lists]
+    pool = len({x for one in lists for rows in one for x in rows})
+    again = any(len(a) < len(b) for a, b in zip(ranks, lists, strict=True))
     shortest = min(map(len, ranks))
-    if shortest < 3 and again:
+    whole = Reads(lists, "", False, index=False)
+    if shortest < 8 and whole.together()[0] > 0.9:  # drawn at random, but together
+        ranks, shortest = lists, min(map(len, lists))
+    elif shortest < 3 and again:
         raise NotJudged(
-            "samples are repeated within 3 steps: they are not read in epochs"
+            "samples come again within 3 steps: they are not read in epochs"
         )
-    text = f"the first {shortest} inputs of the network"
     ranks = [x[:shortest] for x in ranks]
-    return Reads(ranks, text, False, index=False, again=again)
+    text = f"the first {shortest} inputs of the network"
+    return Reads(ranks, text, False, index=False, pool=pool)
 
 
 def broken(one: Reads) -> str:
@@ -226,7 +255,9 @@ def broken(one: Reads) -> str:
         return f"in {one.text}, {same} batches have the same samples on several ranks"
     text = f"in {one.text}, the ranks read {counts['read']:,} samples, "
     text += f"{counts['distinct']:,} distinct ones"
-    text += f" of {one.total:,}" if one.total else ""
+    more = " that all epochs have" * one.stream
+    known = one.total and one.total > counts["distinct"] * one.stream
+    text += f" of {one.total:,}{more}" if known else ""
     if one.index and (counts["within"] or any(x.repeats for x in one.feeds)):
         return ""  # drawn with replacement
     if one.read_by_all():
@@ -236,6 +267,18 @@ def broken(one: Reads) -> str:
         return text + f", {counts['within']:,} twice on a rank" * bool(counts["within"])
     least = max(len(one.ranks) * one.batch, MORE * (one.total or 0))
     return text if counts["missing"] >= least else ""
+
+
+def by_contents(job: Job, one: Reads) -> str:
+    """Return how many contents two ranks read under different numbers, or ""."""
+    pairs = zip(job.processes, [x.epoch for x in one.feeds], strict=False)
+    ranks = [[x.rows for x in p.batches(n, one.loader) if x.rows] for p, n in pairs]
+    found = Reads(ranks, "", False, index=False)
+    counts = found.numbers()
+    if counts["ranks"] <= max(0.1 * counts["distinct"], 5 * counts["within"], 16):
+        return ""
+    text = f"{counts['ranks']:,} of {counts['distinct']:,} contents are read on "
+    return f"{text}several ranks, under different numbers"
 
 
 def other_contents(job: Job, labels: bool) -> str:
@@ -269,48 +312,3 @@ def contents(process: Process, labels: bool) -> dict[int, int]:
     stay = sum(len({*x}) == 1 for x in again)
     fixed = len(again) > 4 and stay > 0.9 * len(again)
     return {index: x[0] for index, x in found.items()} if fixed else {}
-
-
-def same_inputs(job: Job) -> str:
-    """Return which noise of the loop is the same on two ranks, or "".
-
-    Noise is an input, such as a generator's, or what is added to a batch.
-    """
-    rows = []
-    for process in job.processes:
-        own, order = {}, Counter()
-        for one in process.of(Input):
-            order[one.step] += 1
-            if one.loaded:
-                own.setdefault(order[one.step], {})[one.step] = one
-        rows.append(own)
-    for number in rows[0]:
-        passes = [own.get(number, {}) for own in rows]
-        steps = [step for step in passes[0] if all(step in own for own in passes)]
-        for kind in ("rows", "added"):
-            same = [
-                step for step in steps if alike([own[step] for own in passes], kind)
-            ]
-            values = {repr(getattr(passes[0][step], kind)) for step in same}
-            if len(values) > max(2, 0.9 * len(steps)):
-                what = (
-                    "input" if kind == "rows" else "noise, which is added to a batch,"
-                )
-                text = f"in {len(same)} of {len(steps)} steps, forward pass {number} "
-                return f"{text}gets the same {what} on several ranks"
-    return ""
-
-
-def alike(inputs: list[Input], kind: str) -> bool:
-    """Return whether two ranks have the same input, or the same noise added to it."""
-    values = [getattr(one, kind) for one in inputs]
-    for one, other in combinations(values[:8], 2):
-        if len(one) != len(other):
-            continue
-        if kind == "rows" and one == other and len({*one}) > 0.8 * len(one):
-            return True
-        most = max(map(abs, one), default=0)
-        gaps = [abs(a - b) for a, b in zip(one, other, strict=True)]
-        if kind == "added" and most > 1e-6 and max(gaps) < 1e-4 * most:
-            return True
-    return False

@@ -15,10 +15,11 @@ import sysconfig
 import threading
 import time
 import traceback
+import types
 from collections import Counter
 from collections.abc import Callable
 
-from .event import Event, Exit, Failed, Rank, Start, Waits
+from .event import Compiles, Event, Exit, Failed, Rank, Start, Waits
 
 STEPS = int(os.environ.get("DOCTOR_STEPS", "40"))  # optimizer steps to record
 TIMED = 20  # later steps that are only timed
@@ -81,6 +82,7 @@ class Recorder:
 
 
 recorder = Recorder()
+builtins = []  # wrapped functions of PyTorch that are not written in Python
 # Functions in which a process waits for others
 waits = set(
     """backward synchronize rendezvous init_process_group destroy_process_group
@@ -133,11 +135,24 @@ def wrap(owner, name: str, method: Callable) -> None:
             return results[-1] if results else call(*args, **kwargs)
 
     wrapped._doctor = (*getattr(call, "_doctor", ()), method)
-    # TorchScript then compiles the original function
+    # TorchScript then uses the original function
     wrapped.__script_if_tracing_wrapper = True
     wrapped.__original_fn = getattr(call, "__original_fn", call)
+    if known := sys.modules.get("torch.jit._builtins"):
+        if operation := known._find_builtin(call):
+            known._register_builtin(wrapped, operation)
+    if not hasattr(call, "__code__") and isinstance(owner, types.ModuleType):
+        builtins.append((owner, name, call))
     with contextlib.suppress(AttributeError, TypeError):  # an unusual sys.stdout
         setattr(owner, name, wrapped)
+
+
+def compiles(call, *args, **kwargs):
+    """Give PyTorch its functions back, which its compiler knows by their identity."""
+    while builtins:
+        setattr(*builtins.pop())
+    recorder.write(Compiles())
+    return call(*args, **kwargs)
 
 
 def compiling() -> bool:
@@ -245,6 +260,7 @@ def torch_is_there() -> None:
     for watcher in watchers:
         quiet(watcher.hooks)()
     wrap(sys, "excepthook", excepthook)
+    wrap(sys.modules["torch"], "compile", compiles)
     wrap(sys.modules.get("torch.multiprocessing.spawn"), "_wrap", spawned)
     atexit.register(leave)
     threading.Thread(target=monitor, daemon=True, name="doctor").start()

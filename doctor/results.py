@@ -16,6 +16,11 @@ from .watcher import Watcher
 LOSSES = """cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss
     binary_cross_entropy binary_cross_entropy_with_logits""".split()
 LARGE = 2**20  # numbers in an output or in a loss
+OTHER = re.compile(  # results that are not recomputed
+    r"\b(\w*iou|dice|f1|auc|auroc|\w?map|bleu|rouge|recall|rewards?|returns?|scores?|"
+    r"mae|mse|rmse|r2|psnr|ssim|fid|auprc|bpd|bpc)(?![a-z])[^\d\n]{1,9}\d+\.\d",
+    re.I,
+)
 WORDS = re.compile(r"acc|top|prec|err|correct|right|loss|ppl|perplex|nll|%", re.I)
 
 
@@ -33,7 +38,9 @@ class Measured(Event):
     """What doctor computed from the outputs for one batch."""
 
     limit: ClassVar[int] = 5000
-    what: str  # hits, top5, loss, or root (the value on which backward() is called)
+    # hits, top5, loss, root (the value on which backward() is called), or pairs
+    # (predictions as values, and as weights the labels that the script compares)
+    what: str
     source: int  # the network, or the line that calls the loss
     loader: int | None
     epoch: int | None
@@ -43,6 +50,8 @@ class Measured(Event):
     at: float  # when
     values: array  # sums, for each sample or for the batch
     weights: array  # how many targets each sum has
+    skipped: int = 0  # ignored targets
+    guesses: array | None = None  # predicted classes, one for each sample
 
 
 class Results(Watcher):
@@ -78,7 +87,8 @@ class Results(Watcher):
 
     def printed(self) -> None:
         """Record a line that may contain a result."""
-        if WORDS.search(self.line) and any(map(str.isdigit, self.line)):
+        known = WORDS.search(self.line) or OTHER.search(self.line)
+        if known and any(map(str.isdigit, self.line)):
             self.read()
             recorder.write(Printed(text=self.line[-2000:], place=place()))
 
@@ -91,7 +101,7 @@ class Results(Watcher):
         now = recorder.timing or not torch.is_grad_enabled()
         return now and not recorder.full(Measured)
 
-    def measure(self, what: str, source, values, weights, labels=None) -> None:
+    def measure(self, what, source, values, weights, labels=None, skipped=0) -> None:
         """Keep tensors for read(): hits are `values` that equal `labels`."""
         import torch
 
@@ -100,7 +110,7 @@ class Results(Watcher):
         which = {key: batch[key] for key in ("loader", "epoch", "number")}
         fields = which | {"what": what, "source": number, "at": time.time()}
         fields["after"] = recorder.step
-        fields["trains"] = torch.is_grad_enabled()
+        fields |= {"trains": torch.is_grad_enabled(), "skipped": skipped}
         self.waiting.append((fields, values, weights, labels))
         if len(self.waiting) > 64:
             self.read()
@@ -110,8 +120,11 @@ class Results(Watcher):
         waiting, self.waiting = self.waiting, []
         for fields, values, weights, labels in waiting:
             values = values.cpu()
+            fields["skipped"] = int(fields["skipped"])
             if labels is not None:
                 labels = labels.cpu().reshape(-1, 1)
+                if values.numel() == len(labels) and not fields["trains"]:
+                    fields["guesses"] = array("q", values.reshape(-1).tolist())
                 values = (values.reshape(len(labels), -1) == labels).any(1)
             values = array("d", values.double().reshape(-1).tolist())
             weights = [1.0] * len(values) if weights is None else weights.tolist()
@@ -155,22 +168,25 @@ class Results(Watcher):
         import torch
 
         result = call(*args, **kwargs)
-        if self.guesses and self.tries < 6 and isinstance(result, torch.Tensor):
-            if result.dim() and not self.nested:
-                self.tries += 1
-                operands = [x for x in (*args, *kwargs.values()) if torch.is_tensor(x)]
-                self.nested = True
-                try:
-                    self.compared(result, operands)
-                finally:
-                    self.nested = False
+        if isinstance(result, torch.Tensor) and result.dim() and not self.nested:
+            operands = [x for x in (*args, *kwargs.values()) if torch.is_tensor(x)]
+            self.nested = True
+            try:
+                self.compared(result, operands)
+            finally:
+                self.nested = False
         return result
 
     def compared(self, result, operands: list) -> None:
         """Measure hits if one operand has the predicted classes."""
         import torch
 
-        for guess in self.guesses:
+        if 30 < result.numel() < 20_000 and len(operands) == 2 and self.keeps():
+            whole = not any(x.is_floating_point() or x.requires_grad for x in operands)
+            if whole and operands[0].shape == operands[1].shape == result.shape[:1]:
+                self.measure("pairs", "pairs", operands[0], operands[1])
+        self.tries += 1
+        for guess in self.guesses if self.tries < 7 else ():
             for number, one in enumerate(operands):
                 if one.numel() != guess.numel() or one.device != guess.device:
                     continue
@@ -196,13 +212,28 @@ class Results(Watcher):
             self.nested = True
             try:
                 found = self.rows(call, result.detach(), args, kwargs)
+                if found and not Moments.here.depth:
+                    self.measure("loss", *found)
+                    self.hits(found[0], args, kwargs)
             finally:
                 self.nested = False
             if found and Moments.here.depth:
                 self.inside.append(found)
-            elif found:
-                self.measure("loss", *found)
         return result
+
+    def hits(self, where: str, args: tuple, kwargs: dict) -> None:
+        """Measure the hits of a loss's scores (N, C, ...) in an evaluation."""
+        import torch
+
+        scores = kwargs["input"] if "input" in kwargs else args[0]
+        target = kwargs["target"] if "target" in kwargs else args[1]
+        classes = scores.dim() > 1 and not target.is_floating_point()
+        if classes and not torch.is_grad_enabled() and target.dim() == scores.dim() - 1:
+            valid = target != kwargs.get("ignore_index", -100)
+            right = (scores.argmax(1) == target) & valid
+            rows = right.reshape(len(target), -1).sum(1), valid.reshape(len(target), -1)
+            skipped = (~valid).sum()
+            self.measure("hits", where, rows[0], rows[1].sum(1), skipped=skipped)
 
     def rows(self, call, result, args: tuple, kwargs: dict):
         """Return a loss's line, its sums, and their numbers of targets."""

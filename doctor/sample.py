@@ -5,6 +5,7 @@ import hashlib
 from collections.abc import Sequence
 
 GOLDEN = 0.6180339887498949
+MOST = 1024  # numbers in one event
 
 
 @functools.lru_cache(512)
@@ -27,6 +28,8 @@ def _index(count: int, most: int, device: str):
 
 def picked(tensor, most: int):
     """Return a few numbers of a tensor: (at most `most`,) float64, on its device."""
+    if tensor.is_sparse:  # sums of columns, which are sums also over ranks
+        tensor = tensor._values().sum(0)
     flat = tensor.detach().reshape(-1)
     if flat.numel() > most:
         flat = flat[_index(flat.numel(), most, str(flat.device))]
@@ -34,12 +37,10 @@ def picked(tensor, most: int):
 
 
 def numbers(tensors: Sequence, most: int = 8) -> list[list[float]]:
-    """Return a few numbers of each tensor, read at once; [] for None or sparse ones."""
+    """Return a few numbers of each tensor, read at once; [] for None."""
     import torch
 
-    dense = [x is not None and x.layout == torch.strided for x in tensors]
-    pairs = zip(tensors, dense, strict=True)
-    parts = [picked(x, most) if one else None for x, one in pairs]
+    parts = [None if x is None else picked(x, most) for x in tensors]
     there = [x for x in parts if x is not None]
     flat = torch.cat([x.to(there[0].device) for x in there]).tolist() if there else []
     found, start = [], 0
@@ -48,6 +49,15 @@ def numbers(tensors: Sequence, most: int = 8) -> list[list[float]]:
         found.append(flat[start : start + count])
         start += count
     return found
+
+
+def flat(rows: list[list[float]]) -> tuple[int, list[float]]:
+    """Return the first numbers of each row in one list, and how many each row has.
+
+    Rows that are shorter end with zeros.
+    """
+    each = max(1, min(8, MOST // max(1, len(rows))))
+    return each, [x for row in rows for x in (row + [0.0] * each)[:each]]
 
 
 def hashes(rows, most: int = 64) -> list[int]:

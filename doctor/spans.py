@@ -1,8 +1,6 @@
 """Measure where the time of each step goes, in the job's processes."""
 
-import functools
 import os
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -11,11 +9,10 @@ from typing import ClassVar
 from .event import Event
 from .job import Process
 from .moments import Moments
-from .record import not_the_users, place, recorder, wrap
+from .record import place, recorder, wrap
 from .watcher import Watcher
 
 PARTS = "data forward backward communication optimizer validation saving".split()
-READS = "item cpu tolist numpy __bool__ __float__ __int__".split()  # wait for a GPU
 
 
 @dataclass(kw_only=True)
@@ -27,7 +24,6 @@ class Spans(Event):
     queued: float  # seconds in which the process waited for a core
     spans: list[tuple[str, float, float]]  # part, start and end: seconds since 1970
     calls: dict[str, float]  # seconds in collectives, by line
-    reads: dict[str, float]  # seconds in which the host read from the GPU, by line
     missing: int  # weights without a gradient
 
 
@@ -75,13 +71,11 @@ class Clock(Watcher):
 
     def clear(self) -> None:
         self.spans, self.missing, self.averages = [], 0, False
-        self.calls, self.reads = Counter(), Counter()
+        self.calls = Counter()
 
     def hooks(self) -> None:
         import torch
 
-        for name in READS:
-            wrap(torch.Tensor, name, functools.partial(self.host_read, name))
         wrap(torch, "save", self.save)
 
     def add(self, part: str, seconds: float, ago: float = 0) -> None:
@@ -166,22 +160,11 @@ class Clock(Watcher):
             queued=queue - self.queue,
             spans=self.spans[-200:],
             calls=dict(self.calls.most_common(9)),
-            reads=dict(self.reads.most_common(9)),
             missing=self.missing,
         )
         recorder.write(one)
         self.clear()
         self.ended, self.queue = time.perf_counter(), queue
-
-    def host_read(self, name: str, call, tensor, /, *args, **kwargs):
-        if not (tensor.is_cuda and recorder.timing):
-            return call(tensor, *args, **kwargs)
-        began = time.perf_counter()
-        result = call(tensor, *args, **kwargs)
-        if not sys._getframe(2).f_code.co_filename.startswith(not_the_users()):
-            where = f"{name.strip('_')}() in {place()}"
-            self.reads[where] += time.perf_counter() - began
-        return result
 
 
 def queued() -> float:

@@ -76,6 +76,9 @@ class Watcher:
     def after_collective(self, name: str, tensors: list, place: str, seconds: float):
         """The collective has returned."""
 
+    def on_end(self) -> None:
+        """The process leaves its group or ends, once: its networks are still there."""
+
     def on_exit(self) -> None:
         """The process ends."""
 

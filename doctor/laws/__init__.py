@@ -1,18 +1,21 @@
 """The ten laws: importing this package defines their checks and watchers."""
 
 from . import (  # noqa: F401
-    accumulation,
     alive,
+    checkpoints,
     files,
     gradient,
     losses,
+    mean,
     meeting,
     modes,
     passes,
+    places,
     printed,
     randomness,
     ranks,
     replicas,
+    resume,
     samples,
     schedule,
     states,

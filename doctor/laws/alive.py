@@ -1,16 +1,15 @@
 """Law 6: every trainable weight gets gradients, is in an optimizer and is changed."""
 
-import weakref
 from collections import Counter
 from dataclasses import dataclass
 
 from ..event import Event
 from ..law import NOTE, RISK, WRONG, Breach, Law, NotJudged, check, explains, need
-from ..loaders import leaves
-from ..moments import Moments, Step, runs_normally, weights
-from ..record import STEPS, place, quiet, recorder, wrap
+from ..moments import Moments, Step, weights
+from ..record import STEPS, place, recorder
 from ..sample import numbers
 from ..watcher import Watcher
+from .layers import Layers, Ran, networks
 from .replicas import listed
 
 LAW = Law(6, "alive", "Every weight lives")
@@ -31,26 +30,12 @@ class Weight(Event):
     steps: int  # of its optimizer, or of all if none has it
     alive: int  # in how many of them its gradient was not zero
     reached: bool  # a backward pass has reached it
+    moves: bool  # a number whose gradient was not zero has changed
     cleared: str  # where zero_grad() cleared its gradient before a step, or ""
     first: int  # when its module first ran, or -1
     cut: bool  # its module's results need no gradient
     returned: bool  # the module around it returns its module's results
     place: str  # where its module is called
-
-    @property
-    def inside(self) -> bool:
-        """Whether a network has it."""
-        return bool(self.network)
-
-
-@dataclass
-class Ran:
-    """How a module has run."""
-
-    first: int
-    place: str
-    cut: bool = False
-    returned: bool = False
 
 
 class Alive(Watcher):
@@ -59,20 +44,8 @@ class Alive(Watcher):
     def __init__(self):
         self.alive, self.steps, self.optimizers = Counter(), Counter(), {}
         self.reached, self.fresh, self.cleared, self.begun = set(), set(), {}, {}
-        self.ran, self.results, self.outer, self.moved = {}, {}, None, set()
-        self.holders = weakref.WeakSet()  # optimizers
-
-    def hooks(self) -> None:
-        import torch
-
-        wrap(torch.optim.Optimizer, "add_param_group", self.add_param_group)
-        module = torch.nn.modules.module
-        module.register_module_forward_pre_hook(quiet(self.before))
-        module.register_module_forward_hook(quiet(self.after))
-
-    def add_param_group(self, call, optimizer, group) -> None:
-        call(optimizer, group)
-        self.holders.add(optimizer)
+        self.nonzero = set()  # weights for which a few gradients were not zero
+        self.moved = set()
 
     # --- gradients ---
 
@@ -91,13 +64,15 @@ class Alive(Watcher):
             return
         same = [n for n, one in self.optimizers.values() if one == id(optimizer)]
         first = same[0] if same else recorder.step
-        known = dict(zip(map(id, whole), map(any, gradients), strict=True))
+        known = dict(zip(map(id, whole), gradients, strict=True))
         own, unclear = weights(optimizer), []
         for weight in own:
             self.steps[id(weight)] += 1
             self.optimizers.setdefault(id(weight), (first, id(optimizer)))
             self.fresh.discard(id(weight))
-            self.alive[id(weight)] += known.get(id(weight), False)
+            values = known.get(id(weight), ())
+            self.alive[id(weight)] += any(values)
+            self.nonzero |= {id(weight)} if any(values) else set()
             if not self.alive[id(weight)] and weight.grad is not None:
                 unclear.append(weight)  # few of an embedding's rows get gradients
         for weight, nonzero in zip(unclear, lives(unclear), strict=True):
@@ -116,42 +91,12 @@ class Alive(Watcher):
         if 0 < recorder.step < STEPS and recorder.step not in WRITES:
             self.write()
 
-    # --- modules ---
-
-    def on_input(self, network, inputs) -> None:
-        self.outer = network
-
-    def before(self, module, inputs) -> None:
-        """Note when a module first runs."""
-        if not recorder.watching or not runs_normally():
-            return
-        if id(module) not in self.ran:
-            self.ran[id(module)] = Ran(len(self.ran), place())
-
-    def after(self, module, inputs, outputs) -> None:
-        """Note in the first steps whether a module's results need a gradient."""
-        if recorder.step > 1 or not runs_normally() or id(module) not in self.ran:
-            return
-        for one in (tensors := leaves(outputs)):
-            for owner, reference in self.results.get(id(one), ()):
-                if owner != id(module) and reference() is one:
-                    self.ran[owner].returned = True
-            entry = id(module), weakref.ref(one)
-            self.results.setdefault(id(one), []).append(entry)
-        if self.outer is module:
-            self.results.clear()
-        floats = [one for one in tensors if one.is_floating_point()]
-        cut = bool(floats) and not any(one.requires_grad for one in floats)
-        self.ran[id(module)].cut = cut
-
     # --- events ---
 
     def write(self) -> None:
         """Write what is known of all weights."""
         owners, found = {}, {}
-        kept = {id(one) for own in [*self.holders] for one in weights(own)}
-        for network in [*Moments.here.networks]:
-            modules = dict(network.named_modules())
+        for modules in networks():
             for name, module in modules.items():
                 for weight in module.parameters(recurse=False):
                     owners.setdefault(id(weight), (modules, name))
@@ -160,18 +105,24 @@ class Alive(Watcher):
             weight = reference()
             if weight is not None and id(weight) in self.steps:
                 found[id(weight)] = weight
+        loose = Layers.here.loose({*found})
+        names = {id(weight): (name, ran) for name, weight, ran in loose}
+        found |= {id(weight): weight for _, weight, _ in loose}
+        self.reached |= {id(one) for _, one, _ in loose if one.grad is not None}
         now = dict(zip(found, few([*found.values()]), strict=True))
         self.moved = {key for key in now if now[key] != self.begun.get(key, now[key])}
         for key, weight in found.items():
-            name, ran, network, training = "", None, "", True
+            own, ran = names.get(key, (Moments.here.name(weight), None))
+            name, network, training = "", "", True
             if key in owners:
                 name, ran = self.around(*owners[key])
                 root = owners[key][0][""]
                 network, training = f"{type(root).__name__} {id(root)}", root.training
-            none = -1 if key in kept else None  # or an optimizer that has not stepped
+            _, given = Moments.here.known.get(key, (0, lambda: None))
+            none = -1 if given() is weight else None  # or of one that has not stepped
             optimizer, _ = self.optimizers.get(key, (none, None))
             event = Weight(
-                name=Moments.here.name(weight),
+                name=own,
                 module=name,
                 trainable=weight.requires_grad,
                 optimizer=optimizer,
@@ -180,6 +131,7 @@ class Alive(Watcher):
                 steps=self.steps[key] or recorder.step + 1,
                 alive=self.alive[key],
                 reached=key in self.reached,
+                moves=key in self.moved or key not in self.nonzero,
                 cleared=self.cleared.get(key, ""),
                 first=ran.first if ran else -1,
                 cut=bool(ran) and ran.cut,
@@ -190,13 +142,13 @@ class Alive(Watcher):
 
     def around(self, modules: dict, name: str) -> tuple[str, Ran | None]:
         """Return the outermost module with no weight that lives, and how it ran."""
-        found = name, self.ran.get(id(modules[name]))
+        found = name, Layers.here.ran.get(id(modules[name]))
         while name:
             name = name.rpartition(".")[0]
             own = [one for one in modules[name].parameters() if one.requires_grad]
             if any(self.alive[id(one)] for one in own):
                 break
-            if ran := self.ran.get(id(modules[name])):
+            if ran := Layers.here.ran.get(id(modules[name])):
                 found = name, ran
         return found
 
@@ -219,7 +171,7 @@ def lives(tensors: list) -> list[bool]:
 
 def few(tensors: list) -> list[list[float]]:
     """Return a few numbers of each tensor."""
-    return numbers([local(one) for one in tensors], 3)
+    return numbers([local(one) for one in tensors])
 
 
 # --- checks ---
@@ -255,6 +207,9 @@ def dead_weights(job):
     need(rows, "no weights of an optimizer were seen")
     dead = [x[0] for x in rows if not any(one.alive for one in x)]
     alive = [x[0] for x in rows if any(one.alive for one in x)]
+    orders = [[x.name for x in p.of(Weight) if x.step == 1] for p in job.processes]
+    if any(x != orders[0] for x in orders):
+        raise NotJudged("the ranks' networks have other weights, or in another order")
     if (steps := max(x[0].steps for x in rows)) < 2:
         raise NotJudged("only one step was seen")
     for number in sorted({one.optimizer for one in dead}):
@@ -266,7 +221,7 @@ def dead_weights(job):
             dead = [one for one in dead if one not in own]
     runs = max((one.first for one in alive), default=-1)
     if lost(job):  # then an optimizer may have the weights of an old head
-        dead = [one for one in dead if one.inside]
+        dead = [one for one in dead if one.network]
     needed = [
         one
         for one in dead
@@ -291,7 +246,11 @@ def dead_weights(job):
         raise NotJudged(why)
     elif alive:
         unused = f"; the loss does not use {names(dead)}" * bool(dead)
-        yield f"{len(alive)} {count} live in {steps} steps{unused}"
+        still = [x for x in alive if not x.moves]
+        if still:
+            text = f"{len(still)} {count} get gradients, but do not change"
+            raise NotJudged(f"{text}: {names(still)}")
+        yield f"{len(alive)} {count} get gradients and change in {steps} steps{unused}"
 
 
 @explains(dead_weights, WRONG, read="tutorial/03_gradients/README.md")
@@ -304,7 +263,7 @@ def zero_gradients(job, breach):
     """
     if not breach.what.startswith("all "):
         return None
-    if not any(one.inside for one in breach.facts):
+    if not any(one.network for one in breach.facts):
         breach.what += "; no network has these weights"
     cleared = [one for one in breach.facts if one.cleared and one.reached]
     if cleared:
@@ -340,7 +299,7 @@ def not_in_an_optimizer(job):
         count = f"{len(found)} weights that get gradients"
         what = f"no optimizer has {count}: {names(found)}"
         old = [x for x in rows if x.optimizer is not None]
-        old = [x for x in old if not (x.alive or x.inside)]
+        old = [x for x in old if not (x.alive or x.network)]
         if old:
             what += f"; an optimizer has {len(old)} of no network: {names(old)}"
         yield Breach(what, found[0].place, level=WRONG if old else RISK)

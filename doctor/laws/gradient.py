@@ -1,30 +1,38 @@
-"""Law 5: a step is the mean over all samples. Averages over ranks, and clipping."""
+"""Law 5: a step is the mean over all samples. Gradients of the ranks, and clipping."""
 
 import math
+from dataclasses import dataclass
+from statistics import median
 
 from ..job import Job
-from ..law import (
-    NOTE,
-    RISK,
-    WRONG,
-    Breach,
-    check,
-    need,
-    several,
-)
+from ..law import NOTE, RISK, SLOW, WRONG, Breach, check, need, several
 from ..sample import digest
-from .passes import LAW, NotAwaited, Update, Wrapped
+from .meeting import collectives_differ
+from .passes import LAW, PASSES, Update, not_awaited
 from .replicas import (
+    DRIFT,
+    READ,
     alike,
     buffers_differ,
     equal_steps,
     listed,
-    own_buffers,
     weights_differ,
-    weights_differ_in_the_end,
-    weights_drift,
 )
-from .schedule import learning_rates_differ
+from .states import Layout
+
+UNKNOWNS = 12  # passes of all ranks whose shares of a gradient are computed
+
+
+@dataclass
+class Fit:
+    """How the used gradient of a step is made of the ranks' own ones."""
+
+    row: list[Update]
+    factor: float  # the used one over the mean of the ranks' own ones
+    shares: list[list[float]]  # how much each pass of each rank counts
+    solved: bool  # else each pass is taken to count alike
+    off: list[str]  # weights that do not fit
+    count: int  # weights with a gradient
 
 
 def updates(job: Job) -> list[list[Update]]:
@@ -40,6 +48,18 @@ def updates(job: Job) -> list[list[Update]]:
     return need(found, why)
 
 
+def own(one: Update) -> list[list[float]]:
+    """Return a rank's own gradients by pass, without the passes' scales."""
+    scales = [entry["scale"] or 1 for entry in one.passes]
+    pairs = zip(one.local, scales, strict=False)
+    return [[x / scale for x in values] for values, scale in pairs]
+
+
+def summed_up(vectors: list[list[float]]) -> list[float]:
+    """Return the sum of vectors."""
+    return [sum(values) for values in zip(*vectors, strict=True)]
+
+
 def apart(row: list[Update], lists: list[list[float]]) -> list[int]:
     """Return the numbers of the weights for which the ranks' lists differ."""
     parts = range(len(row[0].names))
@@ -48,42 +68,89 @@ def apart(row: list[Update], lists: list[list[float]]) -> list[int]:
 
 def final(row: list[Update]) -> list[list[float]]:
     """Return each rank's gradients before it clips them, or the used ones."""
-    clipped = [one.clips and one.clips[0]["before"] for one in row]
-    clipped = [one for one in clipped if one and any(one)]
-    return clipped if len(clipped) == len(row) else [one.used for one in row]
+    found = []
+    for one in row:
+        values = one.clips[0]["before"] if one.clips else []
+        scale = one.clips and one.clips[0]["scaled"] and one.passes[-1]["scale"]
+        found += [[x / (scale or 1) for x in values]] if any(values) else []
+    return found if len(found) == len(row) else [one.used for one in row]
 
 
-def ratio(row: list[Update]) -> tuple[float, float]:
-    """Return the used gradient over the mean of the local ones, and the residual.
+def fits(job: Job) -> list[Fit]:
+    """Return how the gradients of the steps are made, where this can be known."""
+    if "fits" not in job.memory:
+        found = [fit(row) for row in updates(job)]
+        job.memory["fits"] = [one for one in found if one]
+    return job.memory["fits"]
 
-    The residual is the share of weights whose used gradient is not this multiple.
+
+def fit(row: list[Update]) -> Fit | None:
+    """Return how a step's gradient is made of the ranks' own ones."""
+    used, vectors = final(row), [own(one) for one in row]
+    sums = [summed_up(one) for one in vectors]
+    clipped = [one.clips for one in row if one.clips]
+    seen = all(len(x) == 1 and any(x[0]["before"]) for x in clipped)
+    if not seen or not alike(used) or not any(used[0]) or alike(sums):
+        return None
+    target = used[0]
+    mean = [x / len(row) for x in summed_up(sums)]
+    square = dot(mean, mean)
+    factor = dot(mean, target) / square if square else math.nan
+    flat = [x for one in vectors for x in one]
+    there = sum(map(any, zip(target, *flat, strict=True)))
+    enough = len(flat) <= min(UNKNOWNS, there / 2)
+    shares = solve(flat, target) if enough else None
+    guess = summed_up(
+        [[c * x for x in v] for c, v in zip(shares or (), flat, strict=False)]
+    )
+    solved = bool(shares) and alike([target, guess], 0.03)
+    if not solved:
+        shares = [factor / len(row)] * len(flat)
+        guess = [factor * x for x in mean]
+    numbers, off = range(len(row[0].names)), []
+    parts = [[row[0].part(x, n) for x in (target, guess, mean)] for n in numbers]
+    seen = [n for n in numbers if any(map(any, parts[n]))]
+    off = [row[0].names[n] for n in seen if not alike(parts[n][:2], 0.1)]
+    rest = iter(shares)
+    return Fit(
+        row=row,
+        factor=factor,
+        shares=[[next(rest) for _ in one] for one in vectors],
+        solved=solved,
+        off=off,
+        count=len(seen),
+    )
+
+
+def dot(one: list[float], other: list[float]) -> float:
+    """Return the scalar product of two vectors."""
+    return sum(a * b for a, b in zip(one, other, strict=True))
+
+
+def solve(vectors: list[list[float]], target: list[float]) -> list[float] | None:
+    """Return the factors with which vectors best add up to a target.
+
+    None if the vectors are nearly dependent.
     """
-    ranks = zip(*(one.local for one in row), strict=True)
-    mean, own = [sum(values) / len(row) for values in ranks], final(row)[0]
-    scale = next((x["scale"] for x in row[0].passes if x["scale"]), 1) or 1
-    square = sum(x * x for x in mean)
-    if not square:
-        return math.nan, 0
-    value = sum(a * b for a, b in zip(mean, own, strict=True)) / square
-    pairs = [
-        (row[0].part(mean, n), row[0].part(own, n)) for n in range(len(row[0].names))
+    size = len(vectors)
+    norms = [math.sqrt(dot(x, x)) for x in vectors]
+    if not all(norms):
+        return None
+    rows = [
+        [dot(x, y) / n / m for y, m in zip(vectors, norms, strict=True)]
+        + [dot(x, target) / n]
+        for x, n in zip(vectors, norms, strict=True)
     ]
-    pairs = [(one, other) for one, other in pairs if any(one) or any(other)]
-    off = [not alike([[value * x for x in one], other], 0.1) for one, other in pairs]
-    good = near(value * scale, 1) and (scale == 1 or not near(value, 1))
-    return value * scale if good else value, sum(off) / max(1, len(off))
-
-
-def raw(row: list[Update]) -> bool:
-    """Return whether the used gradients are the local ones' mean, scale included."""
-    ranks = zip(*(one.local for one in row), strict=True)
-    mean = [sum(values) / len(row) for values in ranks]
-    return any(mean) and alike([mean, row[0].used], 0.01)
-
-
-def same_scale(row: list[Update]) -> bool:
-    """Return whether all passes of a step have the same scale, and nothing clips."""
-    return len({x["scale"] for x in row[0].passes}) == 1 and not row[0].clips
+    for n in range(size):  # Gauss's elimination
+        best = max(range(n, size), key=lambda k: abs(rows[k][n]))
+        if abs(rows[best][n]) < 1e-3:
+            return None
+        rows[n], rows[best] = rows[best], rows[n]
+        for k in range(size):
+            if k != n:
+                share = rows[k][n] / rows[n][n]
+                rows[k] = [a - share * b for a, b in zip(rows[k], rows[n], strict=True)]
+    return [rows[n][size] / rows[n][n] / norms[n] for n in range(size)]
 
 
 def near(one: float, other: float, tolerance: float = 0.02) -> bool:
@@ -94,9 +161,9 @@ def near(one: float, other: float, tolerance: float = 0.02) -> bool:
 @check(
     LAW,
     WRONG,
-    causes=[weights_differ],
-    effects=[weights_drift, buffers_differ, own_buffers, weights_differ_in_the_end],
-    read="tutorial/11_hangs/README.md",
+    causes=[weights_differ, not_awaited, collectives_differ],
+    effects=[buffers_differ, *DRIFT],
+    read=READ,
 )
 def not_averaged(job):
     """The ranks step with different gradients.
@@ -107,120 +174,55 @@ def not_averaged(job):
     found = [(row, apart(row, final(row))) for row in steps]
     found = [(row, names) for row, names in found if names]
     if not found:
-        seen = any(not alike([one.local for one in row]) for row in steps)
+        seen = any(not alike([summed_up(own(x)) for x in row]) for row in steps)
         need(seen, "the ranks' own gradients are equal, or were not seen")
         return
-    (row, differ), own = found[0], found[0][0][0]
-    names, place = [own.names[n] for n in differ], own.passes[-1]["place"]
-    what = f"in {len(found)} of {len(steps)} steps, from step {own.step + 1} on, the "
+    (row, differ), first = found[0], found[0][0][0]
+    names, place = [first.names[n] for n in differ], first.passes[-1]["place"]
+    what = f"in {len(found)} of {len(steps)} steps, from step {first.step + 1} on, the "
     what += "ranks use different gradients: "
-    later = [x for x in updates(job) if x[0].step > own.step]
+    later = [x for x in updates(job) if x[0].step > first.step]
     reason, mend, level = reason_of(job, row, names, later)
     yield Breach(what + reason, place, mend=mend, level=level)
 
 
 def reason_of(job: Job, row: list[Update], names: list[str], later) -> tuple:
     """Return why gradients are not averaged, what to do, and the level."""
-    own, wrapped = row[0], bool(job.of(Wrapped))
-    forwards = [one["forwards"][-1] for one in own.passes if one["forwards"]]
-    flags, count = [one["flag"] for one in own.passes], len(own.passes)
+    one, wrapped = row[0], bool(job.of(Layout))
+    forwards = [x["forwards"][-1] for x in one.passes if x["forwards"]]
+    count = len(one.passes)
     if wrapped and not forwards:
         mend = "Call model(x), not model.module(x) or the network inside."
         return "DDP's forward() is not called, and so DDP averages nothing", mend, ""
     if wrapped and not forwards[-1]:
-        done = [n + 1 for n, one in enumerate(forwards) if one]
-        if flags[-1]:  # it was set between forward() and backward()
-            what = (
-                f"DDP averages pass {done[0]} of {count}, but not the last one"
-                if done
-                else ""
-            )
-            what = what or "DDP averages no pass"
-            mend = (
-                "Set require_backward_grad_sync before the forward pass: DDP reads it "
-            )
-            mend += "there."
-            return what + ", because the flag is set after forward()", mend, ""
+        done = [n + 1 for n, x in enumerate(forwards) if x]
+        if one.passes[-1]["flag"]:  # it was set between forward() and backward()
+            what = "DDP averages no pass"
+            if done:
+                what = f"DDP averages pass {done[0]} of {count}, but not the last one"
+            mend = "Set require_backward_grad_sync before the forward pass: DDP reads "
+            mend += "it there."
+            return f"{what}, because the flag is set after forward()", mend, ""
         what = f"no_sync() is active in {forwards.count(False)} of {count} passes"
         mend = "Use no_sync() in all passes of a step except the last."
         return what + ", also in the last one", mend, ""
-    total = sum(any(own.part(own.used, n)) for n in range(len(own.names)))
+    total = sum(any(one.part(one.used, n)) for n in range(len(one.names)))
     if len(names) < total:
         mend = "Average these weights, too. With DDP, create all weights, and let them "
         mend += "require gradients, before you wrap the network; use its forward()."
         what = f"{len(names)} of {total} weights are not averaged: "
         return what + listed(names), mend, ""
-    if not wrapped and any(same for step, same in equal_steps(job) if step > own.step):
+    if not wrapped and any(same for step, same in equal_steps(job) if step > one.step):
         mend = "Nothing, if you average weights instead of gradients."
         return "their weights become equal again, as in local SGD", mend, NOTE
-    return "nothing averages them", "", ""
-
-
-@check(
-    LAW,
-    RISK,
-    causes=[not_averaged, learning_rates_differ],
-    read="tutorial/03_gradients/README.md",
-)
-def summed(job):
-    """The used gradients are the sum over the ranks, or are divided twice.
-
-    Divide by the world size once. DDP and Horovod do that; all_reduce() does not.
-    Not a mistake if: the learning rate accounts for it.
-    """
-    rows, size = updates(job), len(job.processes)
-    for row in rows:
-        scale = row[0].passes[-1]["scale"]
-        if scale not in (None, 1) and same_scale(row) and raw(row):
-            what = f"the gradients of step {row[0].step + 1} are still {scale:g} times "
-            mend = "Call scaler.step(optimizer), not optimizer.step()."
-            what += "too large: nothing unscales them"
-            yield Breach(what, row[0].place, level=WRONG, mend=mend)
-            return
-    pairs = [ratio(row) for row in rows if not row[0].clips]
-    values = [value for value, off in pairs if value == value and not off]
-    first = values[0] if len(values) > 2 else 1
-    if all(near(x, first, 0.01) for x in values):
-        if not any(near(first, x) for x in (1, size, 1 / size)):
-            what = (
-                f"{len(values)} of {len(rows)} steps use {first:.3g} times the mean of "
-            )
-            yield Breach(f"{what}the {size} ranks' gradients", rows[0][0].place)
-            return
-    for value, how in ((size, "the sum"), (1 / size, f"1/{size} of the mean")):
-        found = [row for row in rows if near(ratio(row)[0], value)]
-        if len(found) > len(rows) / 2:
-            what = f"{len(found)} of {len(rows)} steps use {how} of the {size} ranks' "
-            yield Breach(f"{what}gradients", found[0][0].place)
-            return
-        parts = uneven(rows, value)
-        if parts:
-            what = (
-                f"for {len(parts)} weights, the steps use {how} of the {size} ranks' "
-            )
-            yield Breach(f"{what}gradients: {listed(parts)}", rows[0][0].place)
-
-
-def uneven(rows: list[list[Update]], value: float) -> list[str]:
-    """Return the weights whose used gradient has this factor in most steps."""
-    found, seen = {}, {}
-    for row in rows:
-        if row[0].clips:
-            continue
-        for number, name in enumerate(row[0].names):
-            locals_ = [one.part(one.local, number) for one in row]
-            mean = [sum(x) / len(row) for x in zip(*locals_, strict=True)]
-            used, square = row[0].part(row[0].used, number), sum(x * x for x in mean)
-            if square and alike([[value * x for x in mean], used], 0.01):
-                found[name] = found.get(name, 0) + 1
-            seen[name] = seen.get(name, 0) + bool(square)
-    return [x for x in found if found[x] > seen[x] / 2 and seen[x] > 2]
+    return f"nothing averages {listed(names)}", "", ""
 
 
 @check(
     LAW,
     WRONG,
-    effects=[not_averaged, summed, weights_drift, weights_differ_in_the_end],
+    causes=[not_awaited],
+    effects=[not_averaged, *DRIFT],
     read="tutorial/09_mixed_precision/README.md",
 )
 def clip_order(job):
@@ -232,61 +234,32 @@ def clip_order(job):
     """
     rows = [row for row in updates(job) if row[0].clips]
     for row in need(rows, "no gradients are clipped"):
-        what, own = f"in step {row[0].step + 1} ", row[0]
-        first, last = own.clips[0], own.clips[-1]
+        one, level = row[0], ""
+        first, last = one.clips[0], one.clips[-1]
+        before = [x.clips[0]["before"] for x in row if x.clips]
+        before = before if len(before) == len(row) and all(map(any, before)) else []
         if first["scaled"]:
-            text = f"{what}gradients are clipped before they are unscaled"
-            yield Breach(text, first["place"])
-            return
-        before = [one.clips[0]["before"] for one in row if one.clips]
-        own_grads = len(before) == len(row) and all(map(any, before))
-        if own_grads and not alike(before) and alike([one.used for one in row]):
-            text = f"{what}each rank clips its own gradient, before the average"
-            yield Breach(text, first["place"])
-            return
-        if last["norm"] and any(last["before"]) and changed(last["before"], own.used):
-            text = f"{what}gradients change after they are clipped"
-            yield Breach(text, last["place"], level=RISK)
-            return
-        passes = len(own.passes)
-        if len({one["passes"] for one in own.clips}) == passes > 1:
-            text = f"{what}each micro-batch's gradients are clipped"
-            yield Breach(text, last["place"], level=RISK)
-            return
+            text = "gradients are clipped before they are unscaled"
+        elif not alike(before) and alike([x.used for x in row]):
+            text = "each rank clips its own gradient, before the average"
+        elif last["norm"] and any(last["before"]) and changed(last["before"], one.used):
+            text, level = "gradients change after they are clipped", RISK
+        elif len({x["passes"] for x in one.clips}) == len(one.passes) > 1:
+            text, level = "each micro-batch's gradients are clipped", RISK
+        else:
+            continue
+        what = f"in step {one.step + 1} {text}"
+        yield Breach(what, last["place"], level=level)
+        return
 
 
 def changed(before: list[float], after: list[float]) -> bool:
     """Return whether one list is not a positive multiple of the other, up to 1 %."""
-    square = sum(x * x for x in before)
-    value = sum(a * b for a, b in zip(before, after, strict=True)) / (square or 1)
+    value = dot(before, after) / (dot(before, before) or 1)
     return value <= 0 or not alike([[value * x for x in before], after], 0.01)
 
 
-@check(
-    LAW,
-    WRONG,
-    effects=[
-        not_averaged,
-        summed,
-        clip_order,
-        weights_drift,
-        weights_differ_in_the_end,
-    ],
-    read="tutorial/08_collectives/README.md",
-)
-def not_awaited(job):
-    """A step uses gradients before all_reduce() has ended.
-
-    Call wait() of each all_reduce(..., async_op=True) before you use the gradient.
-    """
-    several(job)
-    if found := job.of(NotAwaited):
-        names = listed([*dict.fromkeys(one.name for one in found)])
-        what = f"step {found[0].step + 1} begins before all_reduce(..., async_op=True) "
-        yield Breach(f"{what}of gradients is awaited: {names}", found[0].place)
-
-
-@check(LAW, WRONG, effects=[summed], read="tutorial/03_gradients/README.md")
+@check(LAW, WRONG, read="tutorial/03_gradients/README.md")
 def not_cleared(job):
     """A step contains the gradients of steps before it.
 
@@ -301,19 +274,77 @@ def not_cleared(job):
         yield Breach(what, place)
 
 
-@check(LAW, WRONG, read="tutorial/16_sharded/README.md")
-def shards_scaled_apart(job):
-    """Each rank scales its shards of the gradients by a factor of its own.
+@check(LAW, RISK, causes=[not_cleared], read=PASSES)
+def leaked_passes(job):
+    """Gradients of left-over micro-batches leak into a later step.
 
-    Clip with torch.nn.utils.clip_grad_norm_() of the whole parameters: a norm of local
-    shards differs between ranks.
+    Step also after the last, smaller group of an epoch (and divide by its size), or
+    call zero_grad() at the start of each epoch.
+    Not a mistake if: the number of passes per step is meant to vary.
     """
-    several(job)
-    rows = [x for x in job.rows(Update) if all(one.factor for one in x)]
-    need(rows, "no weights are sharded")
-    found = [row for row in rows if not alike([[one.factor] for one in row], 0.01)]
-    if len(found) > len(rows) / 2:
-        factors = ", ".join(f"{one.factor:.3g}" for one in found[0])
-        what = f"in {len(found)} of {len(rows)} steps, the ranks scale their shards of "
-        what += f"the gradients by different factors (in step {found[0][0].step + 1}: "
-        yield Breach(f"{what}{factors})", found[0][0].place)
+    for process in job.processes[:1]:
+        steps = [one for one in process.of(Update) if one.passes]
+        for one in steps:
+            last = max(x["begun"] for x in one.passes)
+            old = [x for x in one.passes if x["used"] is not None and x["used"] < last]
+            if old:
+                what = f"step {one.step + 1} adds a pass of {old[0]['place']}, which "
+                what += f"another optimizer used in step {old[0]['used'] + 1}"
+                mend = (
+                    "Call zero_grad() of this optimizer before its own backward pass."
+                )
+                yield Breach(what, one.passes[-1]["place"], mend=mend)
+                return
+        for optimizer in {one.optimizer for one in steps}:
+            own = [one for one in steps if one.optimizer == optimizer]
+            usual = median(len(one.passes) for one in own)
+            found = [one for one in own if len(one.passes) > usual and spans(one)]
+            if found:
+                one = found[0]
+                epochs = sorted({x["epoch"] for x in one.passes})
+                what = f"step {one.step + 1} adds up {len(one.passes)} backward "
+                what += f"passes, others {usual:g}: batches of epochs {epochs[0]} and "
+                what += f"{epochs[-1]} ({len(found)} of {len(own)} steps)"
+                yield Breach(what, one.passes[0]["place"])
+
+
+def spans(one: Update) -> bool:
+    """Return whether passes of one step have batches of several epochs of a loader."""
+    epochs = {}
+    for entry in one.passes:
+        if entry["loader"] is not None:
+            epochs.setdefault(entry["loader"], set()).add(entry["epoch"])
+    return any(len(found) > 1 for found in epochs.values())
+
+
+@check(LAW, SLOW, causes=[not_averaged], read=PASSES)
+def every_micro_batch(job):
+    """DDP averages gradients in each pass of a step.
+
+    Use model.no_sync() in all passes of a step except the last.
+    """
+    need(job.of(Layout), "DDP is not used")
+    for row in job.rows(Update):
+        passes = row[0].passes
+        forwards = [one["forwards"][-1] for one in passes if one["forwards"]]
+        places = {one["place"] for one in passes}
+        if len(passes) > 1 and sum(forwards) >= len(passes) and len(places) == 1:
+            what = f"DDP averages gradients {len(passes)} times per step"
+            yield Breach(what, passes[0]["place"])
+            return
+
+
+@check(LAW, RISK, causes=[not_cleared], read=PASSES)
+def cleared_passes(job):
+    """The gradients of some passes are cleared before the step uses them.
+
+    Call zero_grad() once per step, not once per pass.
+    Not a mistake if: these passes are not meant to count.
+    """
+    steps = [one for one in need(job.of(Update), "no step was seen") if one.passes]
+    found = [x for x in steps if {*x.lost} & {one["place"] for one in x.passes}]
+    if steps and len(found) > len(steps) / 2:
+        one = found[0]
+        what = f"in {len(found)} of {len(steps)} steps, the gradients of some passes "
+        what += f"are cleared before the step ({len(one.lost)} in step {one.step + 1})"
+        yield Breach(what, one.lost[0])

@@ -1,22 +1,19 @@
 """Law 9: all ranks meet in the same calls, take the same steps, and end."""
 
-import os
 import re
-import sys
+from collections import Counter
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from typing import ClassVar
 
-from ..event import Event, Exit, Failed, Rank, Start
+from ..event import Event, Exit, Failed, Rank
 from ..job import last, waiting
 from ..law import NOTE, RISK, WRONG, Breach, Law, NotJudged, check, need, several
-from ..moments import Step
-from ..record import place, recorder, wrap
+from ..moments import Moments, Step
+from ..record import recorder, wrap
 from ..watcher import Watcher
 
 LAW = Law(9, "meeting", "All ranks meet")
-SPAWNED = "spawn_main" in str(sys.orig_argv)  # its parent may have chosen the port
-PORT = "" if SPAWNED else os.environ.get("MASTER_PORT", "")
 ROOTS = {"broadcast": 1, "reduce": 1, "scatter": 2, "gather": 2}  # positions
 ROOTS |= {"broadcast_object_list": 1, "gather_object": 2, "broadcast_": 1}
 UNEVEN = "all_to_all_single", "allgather"  # sizes may differ between ranks
@@ -24,6 +21,13 @@ LOST = re.compile(
     r"onnection (closed|reset|refused)|roken pipe|recvValue failed|Socket Timeout|"
     r"Process(Raised|Exited)Exception|ChildFailedError|Horovod has been shut down|"
     r"HorovodInternalError|NCCL error"
+)
+
+
+ORDER = "Iterate in the same order on all ranks, sorted(names): a set has no order."
+LEAVES = (
+    "Leave the loop on all ranks together: all_reduce() the number that ends it. "
+    "reduce() gives its result to one rank only."
 )
 
 
@@ -35,34 +39,20 @@ class Call(Event):
     name: str
     sent: str  # how many numbers of which type, and from or to which rank
     place: str
-
-
-@dataclass(kw_only=True)
-class Port(Event):
-    """The script joins a process group."""
-
-    own: int  # the port, if it is not the launcher's
-    place: str
-
-
-@dataclass(kw_only=True)
-class Gpu(Event):
-    """A process takes its first step on this GPU."""
-
-    limit: ClassVar[int] = 1
-    index: int
-    identity: str  # the same in all processes that use it
+    weight: str = ""  # whose gradient or value is sent
+    value: float | None = None  # a sum of sizes, of few numbers
 
 
 class Meeting(Watcher):
-    """Records collectives, ports and GPUs."""
+    """Records collectives."""
+
+    def __init__(self):
+        self.weights = {}  # names of gradients, by address
+        self.counts, self.built = Counter(), Counter()
 
     def hooks(self) -> None:
-        import torch.distributed as dist
         from torch.distributed.algorithms.join import Join
 
-        for owner in (dist, dist.distributed_c10d):
-            wrap(owner, "init_process_group", self.join)
         wrap(Join, "__enter__", self.ending)
 
     def on_collective(self, name, args, kwargs, where) -> None:
@@ -84,28 +74,36 @@ class Meeting(Watcher):
             root = args[position]
         if isinstance(root, int):
             sent += f"{', ' * bool(sent)}root {root}"
-        recorder.write(Call(name=name, sent=sent, place=where))
+        one = Call(name=name, sent=sent, place=where)
+        plain = tensors and name not in UNEVEN and type(tensors[0]) is torch.Tensor
+        if plain and recorder.watching:
+            one.weight = self.weight(tensors[0])
+            self.counts[where] += 1
+            if tensors[0].numel() <= 64 and not one.weight and self.counts[where] < 99:
+                one.value = float(tensors[0].detach().double().abs().sum())
+        recorder.write(one)
+
+    def weight(self, tensor) -> str:
+        """Return the name of the weight of which a tensor is the gradient, or ""."""
+        if not self.known(tensor) and self.built[recorder.step] < 8:
+            self.built[recorder.step] += 1
+            self.weights = {}
+            for number, weight in [*Moments.here.known.values()]:
+                own = weight()
+                if own is not None and own.grad is not None:
+                    name = f"{Moments.here.name(own)} (weight {number + 1})"
+                    self.weights[own.grad.data_ptr()] = name, weight
+        return self.weights[tensor.data_ptr()][0] if self.known(tensor) else ""
+
+    def known(self, tensor) -> bool:
+        """Return whether a tensor is, still, the gradient of a weight."""
+        own = self.weights.get(tensor.data_ptr(), ("", lambda: None))[1]()
+        grad = None if own is None else own.grad
+        return grad is not None and grad.data_ptr() == tensor.data_ptr()
 
     def ending(self, call, context):
         recorder.write(Call(name="join", sent="", place=""))
         return call(context)
-
-    def join(self, call, *args, **kwargs):
-        method = kwargs.get("init_method") or (args[1:] or [None])[0]
-        port = str(method or "").rpartition(":")[2]
-        port = port if port.isdigit() else os.environ.get("MASTER_PORT", "")
-        own = int(port) if port != PORT and port.isdigit() else 0
-        recorder.write(Port(own=own, place=place()))
-        return call(*args, **kwargs)
-
-    def after_step(self, optimizer, weights) -> None:
-        import torch
-
-        if weights and weights[0].is_cuda and not recorder.full(Gpu):
-            index = weights[0].device.index
-            seen = getattr(torch.cuda.get_device_properties(index), "uuid", "")
-            seen = seen or os.environ.get("CUDA_VISIBLE_DEVICES", "")
-            recorder.write(Gpu(index=index, identity=f"{seen} {index}"))
 
 
 def errors(job) -> list[Failed]:
@@ -228,7 +226,8 @@ def collectives_differ(job):
             if stuck(job) or without in gone or behind(job, without, one):
                 what = f"rank {without.rank} does not call {one.name}(), which rank "
                 what += f"{one.rank} calls after step {one.step}"
-                yield Breach(what, one.place)
+                leaves = one.name == "destroy_process_group"
+                yield Breach(what, one.place, mend=LEAVES * leaves)
                 return
             raise NotJudged("the job ended between two collectives")
         if len({(one.name, one.sent) for one in calls}) > 1:
@@ -238,9 +237,40 @@ def collectives_differ(job):
             what, mend = f"for collective call {number}, {', '.join(made)}", ""
             if len({one.name for one in calls}) == 1:
                 mend = "Give this call the same size, type and root on every rank."
+            if any(one.name == "destroy_process_group" for one in calls):
+                mend = LEAVES
             yield Breach(what, calls[0].place, mend=mend)
             return
+        if all(one.weight for one in calls) and len({one.weight for one in calls}) > 1:
+            what = f"for collective call {number}, {calls[0].name}() gets the gradient "
+            told = [f"of {one.weight} on rank {one.rank}" for one in calls[:4]]
+            yield Breach(what + ", ".join(told), calls[0].place, mend=ORDER)
+            return
+    if place := swapped(rows):
+        what = "a line sums several numbers, and the ranks do so in another order"
+        yield Breach(what, place, mend=ORDER)
+        return
     yield f"{len(rows[0]):,} collective{'s' * (len(rows[0]) > 1)} in the same order"
+
+
+def swapped(rows: list[list[Call]]) -> str:
+    """Return the line whose numbers have the same sizes in another order, or ""."""
+    found = Counter()
+    columns = [x for x in zip(*rows, strict=False) if x[0].value]
+    for (line, _), run in groupby(columns, key=lambda x: (x[0].place, x[0].step)):
+        lists = [[one.value or 0 for one in own] for own in zip(*run, strict=True)]
+        for other in lists[1:]:
+            if min(map(abs, lists[0] + other)) > 0:
+                same = [far(*x) for x in zip(lists[0], other, strict=True)]
+                pairs = zip(sorted(lists[0]), sorted(other), strict=True)
+                sizes = max(far(*x) for x in pairs)
+                found[line] += sum(x > 0.5 for x in same) > 1 and sizes < 0.2
+    return next((line for line, count in found.items() if count > 1), "")
+
+
+def far(one: float, other: float) -> float:
+    """Return the difference of two numbers as a share of the larger one."""
+    return abs(one - other) / max(abs(one), abs(other))
 
 
 def behind(job, without, call: Call) -> bool:
@@ -283,67 +313,3 @@ def batch_counts_differ(job):
     done = [n for n in epochs if all(one.whole(n) for one in job.processes)]
     need(done, "no epoch was read to its end on every rank")
     yield f"{len(job.processes[0].batches(done[0])):,} batches per epoch each"
-
-
-EFFECTS = *EFFECTS, collectives_differ, batch_counts_differ
-
-
-@check(LAW, WRONG, effects=EFFECTS, read="docs/pitfalls.md, number 13")
-def file_race(job):
-    """A process reads a file before another one has written it.
-
-    Make the other ranks wait in a barrier until rank 0 has written the file.
-    """
-    failed = {one.rank for one in job.of(Failed)}
-    for one in errors(job)[:1]:
-        if "FileNotFound" in one.text and one.path:
-            # Rank 0 may have been stopped before it wrote the file
-            if os.path.exists(one.path) or 0 not in failed:
-                what = f"rank {one.rank} cannot find {os.path.relpath(one.path)}, "
-                what += "which another process "
-                yield Breach(f"{what}writes, or was about to write", one.place)
-
-
-@check(LAW, RISK, needs=[Port], read="docs/pitfalls.md, number 3")
-def own_port(job):
-    """The processes meet at a port that the script has fixed.
-
-    Omit init_method, rank and world_size, so that the launcher's port is used.
-    Not a mistake if: you never run a second job on this machine.
-    """
-    for one in job.of(Port):
-        if 0 < one.own < 32768:  # the system picks free ports above
-            what = f"the port is always {one.own}: a second job on this machine fails, "
-            yield Breach(f"{what}or joins this one", one.place)
-            return
-        need(not one.own, "the script chose a port, which may be a free one")
-
-
-@check(LAW, WRONG, effects=[*EFFECTS, file_race, own_port])
-def port_in_use(job):
-    """Another job on this machine uses the port where the processes meet.
-
-    Omit init_method, rank and world_size, so that the launcher's port is used.
-    """
-    for one in errors(job)[:1]:
-        if "ddress already in use" in one.text:
-            what = f"rank {one.rank} cannot join the others: {one.text[:150]}"
-            yield Breach(what, one.place)
-
-
-@check(LAW, WRONG, needs=[Gpu], read="docs/pitfalls.md, number 19")
-def same_gpu(job):
-    """Several processes of a machine use the same GPU.
-
-    Call torch.cuda.set_device(local_rank).
-    """
-    several(job)
-    found = {}
-    for process in job.processes:
-        for one in process.of(Gpu):
-            host = process.of(Start)[0].host
-            found.setdefault((host, one.identity), []).append(one)
-    for row in found.values():
-        if len(row) > 1:
-            ranks = ", ".join(str(one.rank) for one in row)
-            yield Breach(f"ranks {ranks} use GPU {row[0].index} of one machine")

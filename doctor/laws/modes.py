@@ -6,10 +6,11 @@ from typing import ClassVar
 from ..event import Event
 from ..law import RISK, Breach, check, need
 from ..loaders import Loaders
-from ..moments import Moments, Step, runs_normally
-from ..record import STEPS, place, quiet, recorder
+from ..moments import Step
+from ..record import STEPS, place, recorder
 from ..watcher import Watcher
 from .alive import LAW, WRITES, Alive, dead_weights, not_in_an_optimizer
+from .layers import Layers, kind, networks
 from .replicas import listed
 
 
@@ -38,36 +39,10 @@ class Validation(Event):
 
 
 class Modes(Watcher):
-    """Follows the modes of batch norm and dropout layers."""
+    """Records the modes of batch norm and dropout layers."""
 
     def __init__(self):
-        self.ran, self.places = {}, {}  # by id of the layer: steps by mode; lines
-        self.outer, self.stateful = None, {}
-        self.pending, self.validated = None, set()
-
-    def hooks(self) -> None:
-        import torch
-
-        module = torch.nn.modules.module
-        module.register_module_forward_pre_hook(quiet(self.before))
-
-    def on_input(self, network, inputs) -> None:
-        self.outer = network
-
-    def before(self, module, inputs) -> None:
-        """Note in which mode a layer runs."""
-        if not recorder.watching or not kind(module) or not runs_normally():
-            return
-        import torch
-
-        mode = "train" if module.training else "eval"
-        if mode == "eval" and self.outer is not None and self.outer.training:
-            mode = "fixed"  # only this part is in evaluation mode
-        mode += "" if torch.is_grad_enabled() else " without gradients"
-        modes = self.ran.setdefault(id(module), {})
-        modes.setdefault(mode, set()).add(recorder.step)
-        if id(module) not in self.places:
-            self.places[id(module)] = place()
+        self.stateful, self.pending, self.validated = {}, None, set()
 
     def on_output(self, network, outputs, batch) -> None:
         """Record the mode of a network that a loader other than training's feeds."""
@@ -116,36 +91,26 @@ class Modes(Watcher):
     def write(self) -> None:
         """Write in which modes layers have run."""
         seen, alive, moved = set(), Alive.here.alive, Alive.here.moved
-        for network in [*Moments.here.networks]:
-            modules = dict(network.named_modules())
+        ran = Layers.here.ran
+        for modules in networks():
             for name, module in modules.items():
-                if id(module) in seen or id(module) not in self.ran:
+                known = ran.get(id(module))
+                if id(module) in seen or known is None or not known.modes:
                     continue
                 seen.add(id(module))
                 part = name
                 while part and not [*modules[part].parameters()]:
                     part = part.rpartition(".")[0]
                 own = [*modules[part].parameters()]
-                modes = self.ran[id(module)]
                 event = Mode(
                     name=name.removeprefix("module."),
                     kind=kind(module),
                     lives=any(alive[id(one)] for one in own),
                     moves=any(id(one) in moved for one in own),
-                    ran={mode: sorted(steps) for mode, steps in modes.items()},
-                    place=self.places[id(module)],
+                    ran={mode: sorted(steps) for mode, steps in known.modes.items()},
+                    place=known.place,
                 )
                 recorder.write(event)
-
-
-def kind(module) -> str:
-    """Return what kind of layer with modes a module is, or ""."""
-    from torch.nn.modules import batchnorm, dropout
-
-    if isinstance(module, batchnorm._BatchNorm):
-        return "batch norm" if module.track_running_stats else ""
-    drops = isinstance(module, dropout._DropoutNd) and module.p > 0
-    return "dropout" if drops else ""
 
 
 # --- checks ---

@@ -1,27 +1,26 @@
 """Law 5: a step is the mean over all samples. Backward passes and steps."""
 
+import re
 import weakref
+from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from ..event import Event
-from ..law import Law
+from ..law import WRONG, Breach, Law, check, need, several
 from ..loaders import Loaders
 from ..moments import Moments, weights
 from ..record import place, recorder, wrap
-from ..sample import numbers, picked
+from ..sample import flat, numbers, picked
 from ..watcher import Watcher
+from .replicas import DRIFT, SHARDED, alike, listed
 
 AWAIT = "wait", "synchronize", "is_completed", "get_future", "block_current_stream"
+ADAPTIVE = re.compile("Adam|RMSprop|Adagrad|Adadelta|Lamb|Lion|Muon|Rprop|Shampoo")
+PASSES = "tutorial/07_accumulation/README.md"
 LAW = Law(5, "gradient", "A step is the mean over all samples")
-MOST = 1024  # numbers of all gradients in one event
-
-
-@dataclass(kw_only=True)
-class Wrapped(Event):
-    """DistributedDataParallel has been constructed."""
-
-    place: str
+SEPARATE = 8  # passes of a step whose gradients are kept apart
 
 
 @dataclass(kw_only=True)
@@ -32,11 +31,13 @@ class Update(Event):
     names: list[str]  # of the weights
     each: int  # how many numbers of each weight's gradient follow
     used: list[float]  # the gradients of the step
-    local: list[float]  # this rank's own gradients, summed over the passes
+    adaptive: bool  # like Adam, which divides gradients by their size
+    local: list[list[float]]  # this rank's own gradients, of each pass (or summed)
     passes: list[dict]  # see Passes.on_backward()
     lost: list[str]  # lines of passes whose gradients were cleared before the step
     stale: list[str]  # weights that still had the gradients of an earlier step
     clips: list[dict]  # see Passes.clip()
+    calls: int  # of all_reduce() with the same gradient
     factor: float | None  # FSDP2: of this rank's shards, between backward() and step()
     place: str
 
@@ -65,6 +66,7 @@ class Passes(Watcher):
         self.scale, self.scaler = None, lambda: None
         self.sharded, self.shards = [], None
         self.works = {}  # asynchronous calls that nobody has awaited
+        self.calls = Counter()  # of collectives, by the tensor's address
 
     def hooks(self) -> None:
         import torch
@@ -78,14 +80,13 @@ class Passes(Watcher):
         wrap(ddp, "forward", self.forward)
         wrap(torch.amp.GradScaler, "scale", self.scaled)
         for owner in (utils, utils.clip_grad):
-            wrap(owner, "clip_grad_norm_", self.clip_norm)
-            wrap(owner, "clip_grad_value_", self.clip_value)
-
-    def on_wrap(self, model, where) -> None:
-        recorder.write(Wrapped(place=where))
+            wrap(owner, "clip_grad_norm_", partial(self.clip, True))
+            wrap(owner, "clip_grad_value_", partial(self.clip, False))
 
     def reduce(self, call, tensor, *args, **kwargs):
         work = call(tensor, *args, **kwargs)
+        if recorder.watching:
+            self.calls[tensor.data_ptr()] += 1
         if work is not None and recorder.watching:
             self.works[id(work)] = tensor.data_ptr(), place()
         return work
@@ -120,15 +121,15 @@ class Passes(Watcher):
             "forwards": self.forwards,  # of DDP: whether this pass will average
             "flag": bool(model.require_backward_grad_sync) if model else None,
             "scale": self.scale,
+            "begun": recorder.step,
+            "used": None,  # the first step that used its gradients
         }
         self.passes[self.number] = self.current
         self.forwards, self.scale = [], None
 
     def on_gradient(self, weight, gradient) -> None:
-        import torch
-
         key = id(weight)
-        if gradient.layout != torch.strided or not self.number:
+        if not self.number:
             return
         if key in self.stepped or weight.grad is None:
             self.local.pop(key, None)
@@ -161,16 +162,8 @@ class Passes(Watcher):
         for key in keys:
             self.stale.pop(key, None)
 
-    def clip_norm(self, call, parameters, *args, **kwargs):
-        parameters = self.clip(parameters, norm=True)
-        return call(parameters, *args, **kwargs)
-
-    def clip_value(self, call, parameters, *args, **kwargs):
-        parameters = self.clip(parameters, norm=False)
-        return call(parameters, *args, **kwargs)
-
-    def clip(self, parameters, norm: bool):
-        """Note gradients before they are clipped; return the parameters."""
+    def clip(self, norm: bool, call, parameters, *args, **kwargs):
+        """Note gradients before they are clipped."""
         import torch
 
         single = isinstance(parameters, torch.Tensor)
@@ -179,18 +172,19 @@ class Passes(Watcher):
             scaler = self.scaler()
             done = scaler._per_optimizer_states.values() if scaler else ()
             rows = numbers([one.grad for one in found])
-            before = dict(zip(map(id, found), rows, strict=True))
             entry = {
-                "before": before,
+                "before": dict(zip(map(id, found), rows, strict=True)),
                 "scaled": bool(scaler) and not any(x["stage"].value for x in done),
                 "passes": self.number,
                 "norm": norm,
                 "place": place(),
             }
             self.clips.append(entry)
-        return parameters if single else found
+        return call(parameters if single else found, *args, **kwargs)
 
     def on_step(self, optimizer, whole, gradients) -> None:
+        import torch
+
         if not recorder.watching:
             return
         works, self.works = dict(self.works.values()), {}
@@ -207,16 +201,24 @@ class Passes(Watcher):
             if self.shards is not None and (now := self.shard_numbers()) is not None:
                 factor = float((now @ self.shards) / (self.shards @ self.shards))
             self.sharded = [weakref.ref(one) for one in sharded]
-        each = max(1, min(8, MOST // max(1, len(whole))))
+        each, used = flat(gradients)
         found = [self.local.get(id(one), []) for one in whole]
-        sums = [sum(x for _, x in one) if one else None for one in found]
-        stale = [(one, self.stale.pop(id(one), None)) for one in whole]
-        stale = [(one, values) for one, values in stale if values is not None]
-        nonzero = numbers([values for _, values in stale])
-        order = sorted({number for one in found for number, _ in one})
-        passes = [self.passes[number] for number in order if number in self.passes]
+        order = sorted({n for one in found for n, _ in one} & {*self.passes})
+        groups = [[n] for n in order] if len(order) <= SEPARATE else [order]
+        sums = [
+            sum(own) if (own := [x for n, x in one if n in group]) else None
+            for group in groups
+            for one in found
+        ]
+        rows, count = numbers(sums), len(whole)
+        local = [flat(rows[n : n + count])[1] for n in range(0, len(rows), count or 1)]
+        stale = {one: self.stale.pop(id(one), None) for one in whole}
+        stale = {one: values for one, values in stale.items() if values is not None}
+        nonzero = map(any, numbers([*stale.values()]))
+        passes = [self.passes[number] for number in order]
         for one in passes:
             one["scale"] = None if one["scale"] is None else float(one["scale"])
+            one["value"] = float(one.get("value", 0))
         keys, clips = [id(one) for one in whole], []
         for one in self.clips:
             if {*one["before"]} & {*keys}:
@@ -224,38 +226,75 @@ class Passes(Watcher):
                 done = sum(number <= one["passes"] for number in order)
                 kept = {key: one[key] for key in ("scaled", "norm", "place")}
                 same = {*one["before"]} >= {*keys}
-                before = flat(before, each) if same else []
+                before = flat(before)[1] if same else []
                 clips.append(kept | {"before": before, "passes": done})
+        grads = [one.grad for one in whole if one.grad is not None]
+        grads = [one.data_ptr() for one in grads if one.layout == torch.strided]
         lost = {number for number, key in self.lost.items() if key in keys}
+        pairs = zip(stale, nonzero, strict=True)
         update = Update(
             optimizer=first,
+            adaptive=bool(ADAPTIVE.search(type(optimizer).__name__)),
             names=[Moments.here.name(one) for one in whole],
             each=each,
-            used=flat(gradients, each),
-            local=flat(numbers(sums), each),
+            used=used,
+            local=local,
             passes=passes,
             lost=[self.passes[x]["place"] for x in sorted(lost) if x in self.passes],
-            stale=[
-                Moments.here.name(x[0])
-                for x, y in zip(stale, nonzero, strict=True)
-                if any(y)
-            ],
+            stale=[Moments.here.name(one) for one, own in pairs if own],
             clips=clips,
+            calls=max((self.calls[one] for one in grads), default=0),
             factor=factor,
             place=place(),
         )
         recorder.write(update)
+        for one in passes:
+            one["used"] = recorder.step if one["used"] is None else one["used"]
 
     def after_step(self, optimizer, whole) -> None:
         keys = {id(one) for one in whole}
         self.stepped |= keys
-        self.clips = []
+        self.clips, self.calls = [], Counter()
         self.lost = {x: key for x, key in self.lost.items() if key not in keys}
         used = [number for one in self.local.values() for number, _ in one]
         kept = {*used, *self.lost, self.number}
         self.passes = {x: one for x, one in self.passes.items() if x in kept}
 
 
-def flat(rows: list[list[float]], each: int) -> list[float]:
-    """Return the first `each` numbers of each row; zeros where there are fewer."""
-    return [x for row in rows for x in (row + [0.0] * each)[:each]]
+# --- checks ---
+
+
+@check(
+    LAW,
+    WRONG,
+    effects=DRIFT,
+    read="tutorial/08_collectives/README.md",
+)
+def not_awaited(job):
+    """A step uses gradients before all_reduce() has ended.
+
+    Call wait() of each all_reduce(..., async_op=True) before you use the gradient.
+    """
+    several(job)
+    if found := job.of(NotAwaited):
+        names = listed([*dict.fromkeys(one.name for one in found)])
+        what = f"step {found[0].step + 1} begins before all_reduce(..., async_op=True) "
+        yield Breach(f"{what}of gradients is awaited: {names}", found[0].place)
+
+
+@check(LAW, WRONG, read=SHARDED)
+def shards_scaled_apart(job):
+    """Each rank scales its shards of the gradients by a factor of its own.
+
+    Clip with torch.nn.utils.clip_grad_norm_() of the whole parameters: a norm of local
+    shards differs between ranks.
+    """
+    several(job)
+    rows = [x for x in job.rows(Update) if all(one.factor for one in x)]
+    need(rows, "no weights are sharded")
+    found = [row for row in rows if not alike([[one.factor] for one in row], 0.01)]
+    if len(found) > len(rows) / 2:
+        factors = ", ".join(f"{one.factor:.3g}" for one in found[0])
+        what = f"in {len(found)} of {len(rows)} steps, the ranks scale their shards of "
+        what += f"the gradients by different factors (in step {found[0][0].step + 1}: "
+        yield Breach(f"{what}{factors})", found[0][0].place)

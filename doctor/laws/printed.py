@@ -1,85 +1,25 @@
 """Law 7: printed accuracies and losses equal those of the networks' outputs."""
 
 import re
-import sys
-import weakref
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import ClassVar
 
-from ..event import Event
 from ..law import RISK, WRONG, Breach, Law, NotJudged, check, explains, need
 from ..loaders import Batch, Epoch, EpochEnd
 from ..moments import Step
 from ..numbers import Group, Number, numbers
-from ..record import place, recorder, wrap
-from ..results import Measured, Printed
-from ..watcher import Watcher
+from ..results import OTHER, Measured, Printed
 from .gradient import not_averaged
+from .meeting import Call
+from .passes import Update
 from .replicas import names_differ, weights_differ, weights_drift
 from .samples import datasets_differ
 
 LAW = Law(7, "printed", "Prints are true")
-
-
-@dataclass(kw_only=True)
-class SummedAgain(Event):
-    """A sum over all ranks has been summed over all ranks again."""
-
-    limit: ClassVar[int] = 20
-    place: str
-
-
-@dataclass(kw_only=True)
-class Warned(Event):
-    """Lightning has warned about self.log()."""
-
-    limit: ClassVar[int] = 20
-    text: str
-    place: str
-
-
-class Sums(Watcher):
-    """Records sums that are summed again, and Lightning's warnings."""
-
-    def __init__(self):
-        self.passes = 0  # backward passes of the current step
-        self.sums, self.adds = {}, None  # of small tensors, by the line that sums
-
-    def hooks(self) -> None:
-        import warnings
-
-        wrap(warnings, "showwarning", self.warning)
-
-    def warning(self, call, message, *args, **kwargs):
-        if "sync_dist=True" in str(message) and "lightning" in str(sys.modules.keys()):
-            recorder.write(Warned(text=str(message)[:300], place=place()))
-        return call(message, *args, **kwargs)
-
-    def on_backward(self, root) -> None:
-        self.passes += 1
-
-    def after_step(self, optimizer, weights) -> None:
-        self.passes = 0
-
-    def on_collective(self, name, args, kwargs, where) -> None:
-        self.adds = None
-        plain = name == "all_reduce" and len(args) == 1 and {*kwargs} <= {"op"}
-        early = self.sums.get(where, (0,))[-1] < 12 and not self.passes
-        if plain and early and "SUM" in str(kwargs.get("op", "SUM")):
-            if args[0].numel() <= 16:
-                self.adds = [float(one) for one in args[0].flatten().tolist()]
-
-    def after_collective(self, name, tensors, where, seconds) -> None:
-        if not self.adds or not any(self.adds):
-            return
-        one, last, count, calls = self.sums.get(where, (lambda: None, [], 0, 0))
-        grows = one() is tensors[0] and all(map(float.__ge__, self.adds, last))
-        after = [float(x) for x in tensors[0].flatten().tolist()]
-        count = count + 1 if grows else 0
-        self.sums[where] = weakref.ref(tensors[0]), after, count, calls + 1
-        if count > 2:
-            recorder.write(SummedAgain(place=where))
+SORT = (
+    "Put the gathered predictions into the order of the labels, or gather the labels "
+    "too: DistributedSampler gives rank r the samples r, r + world_size, ..."
+)
 
 
 @dataclass
@@ -97,13 +37,15 @@ class Site:
 
 def groups(job) -> list[Group]:
     """Return what was measured, one group for each pass and source, in order."""
-    found, stepped = {}, set()
+    found, stepped, parts = {}, set(), divided(job)
     for process in job.processes:
         steps = {(one.loader, one.epoch) for one in process.of(Step)}
         steps |= {(x.loader, x.epoch) for x in process.of(EpochEnd) if x.steps}
         stepped |= steps
         keys = {(x.loader, x.epoch, x.number): x for x in process.of(Batch)}
         for one in process.of(Measured):
+            if one.what == "pairs":
+                continue
             loaderless = one.loader is None
             name = one.what, one.source, one.loader, one.epoch
             name += (one.after, one.trains) if loaderless else ()
@@ -111,12 +53,15 @@ def groups(job) -> list[Group]:
                 feed = process.loader(one.loader) if not loaderless else None
                 found[name] = Group(one.what, one.source, one.loader, one.epoch)
                 found[name].total = feed.samples or 0 if feed else 0
+                found[name].parts = parts if one.what == "root" else 1
             group = found[name]
             batch = keys.get((one.loader, one.epoch, one.number))
             known = batch and (batch.indices or batch.rows)
             if not known or len(known) != len(one.values):
                 done = len(group.ranks.get(process.rank, ()))
                 known = [(process.rank, done, n) for n in range(len(one.values))]
+            group.skipped += one.skipped
+            group.guesses |= zip(known, one.guesses or (), strict=False)
             row = one.values, one.weights, [*known]
             group.ranks.setdefault(process.rank, []).append(row)
             group.times.setdefault(process.rank, []).append(one.at)
@@ -124,6 +69,17 @@ def groups(job) -> list[Group]:
             fed = (one.loader, one.epoch) in stepped
             group.trains = one.trains if loaderless else fed
     return sorted(found.values(), key=lambda one: max(map(max, one.times.values())))
+
+
+def divided(job) -> int:
+    """Return by how many passes per step the losses are divided, or 1."""
+    found = Counter()
+    for one in job.of(Update):
+        factors = [abs(f) for x in one.passes for f, _ in x.get("terms") or [(0, "")]]
+        factor = max(factors, default=1) or 1
+        found[round(1 / factor, 3), len(one.passes)] += 1
+    factor, count = found.most_common(1)[0][0] if found else (1, 1)
+    return count if factor == count else 1
 
 
 def judged(job) -> list[Site]:
@@ -186,17 +142,33 @@ def judge(job, everything: list[Group], line: Printed, number: Number):
     if number.gap > 0.01 * number.value and number.count is None:
         return {}
     for one in passes:
-        same = one.what, one.source, one.loader
-        own = [x for x in everything if (x.what, x.source, x.loader) == same]
+        same = one.what, one.source, one.trains
+        own = [x for x in everything if (x.what, x.source, x.trains) == same]
         earlier = own[: own.index(one)]
         right = one.right(line.text, line.rank)[0]
         for name, mend, top, bottom in one.wrong(earlier):
             if number.equals((top, bottom)):
                 fits.setdefault(name, (line, number, mend, right))
+    for one in process.of(Measured) if number.kind == "accuracy" else ():
+        same = [x for x in passes if other_order(x, one)]
+        hits = sum(a == b for a, b in zip(one.values, one.weights, strict=True))
+        if one.what == "pairs" and same and number.equals((hits, len(one.values))):
+            name = "which compares predictions with the labels of other samples"
+            fits = {name: (line, number, SORT, same[0].right(line.text, line.rank)[0])}
     if fits and number.kind in ("loss", "perplexity"):
         gaps = [abs(number.turned(one[3]) / number.value - 1) for one in fits.values()]
         return 0.01 if min(gaps) < 0.01 else fits
     return fits
+
+
+def other_order(group: Group, pairs: Measured) -> bool:
+    """Return whether compared values are a group's predictions in some order."""
+    guesses = Counter(group.guesses.values())
+    apart = [
+        sum((guesses - Counter(map(int, x))).values())
+        for x in (pairs.values, pairs.weights)
+    ]
+    return len(pairs.values) == len(group.guesses) > 0 and min(apart) < 8
 
 
 def in_a_pass(process, moment: float) -> bool:
@@ -239,6 +211,10 @@ def wrong_number(job):
             unknown.append(site)
     kinds = [one for one in ("accuracies", "losses") if counts[one]]
     text = ", ".join(f"{counts['right', x]} of {counts[x]} {x}" for x in kinds)
+    other = [x for x in job.of(Printed) if OTHER.search(x.text)]
+    if other:
+        name = OTHER.search(other[0].text)[1]
+        raise NotJudged(f"{text} could be recomputed; not {name} at {other[0].place}")
     if unknown:
         where = unknown[0].place
         raise NotJudged(f"{text} could be recomputed; not the one at {where}")
@@ -284,25 +260,21 @@ def wrong_loss(job, breach):
     return told(breach, RISK)
 
 
-@check(LAW, WRONG, needs=[Measured], read="docs/pitfalls.md, number 16")
+@check(LAW, WRONG, needs=[Call], read="docs/pitfalls.md, number 16")
 def reduced_again(job):
     """Sums over all ranks are summed over all ranks again.
 
     Add up each rank's own numbers, and call all_reduce() once, at the end.
     """
-    found = job.of(SummedAgain)
-    if found and len({one.rank for one in found}) == len(job.processes):
-        what = "each call of all_reduce() sums what the last call has already summed"
-        yield Breach(what, found[0].place)
-
-
-@check(LAW, RISK, needs=[Warned], read="docs/pitfalls.md, number 16")
-def logged_by_each_rank(job):
-    """Lightning logs the value of one rank's samples.
-
-    Call self.log(..., sync_dist=True), or log a metric of torchmetrics.
-    Not a mistake if: only the progress bar shows the value.
-    """
-    one = job.of(Warned)[0]
-    what = "Lightning warns that self.log() gets the value of each rank's own samples"
-    yield Breach(what, one.place)
+    found, last = Counter(), {}
+    for row in zip(*(process.of(Call) for process in job.processes), strict=False):
+        one, values = row[0], [x.value for x in row]
+        if one.name == "all_reduce" and None not in values and len(row) > 1:
+            total = last.get(one.place, max(values) + 1)  # that the last call returned
+            grows = min(values) >= 0.999 * total > 0
+            found[one.place] = found[one.place] + 1 if grows else 0
+            last[one.place] = sum(values)
+            if found[one.place] > 2:
+                what = "each call of all_reduce() sums what the last call has summed"
+                yield Breach(what, one.place)
+                return

@@ -8,20 +8,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from ..event import Event
+from ..draws import MANY, Drawn, Draws, same_draws, same_generators
+from ..event import Compiles, Event
 from ..generators import drawn, states
-from ..law import NOTE, RISK, Breach, Law, NotJudged, check, explains, several
+from ..law import RISK, Breach, Law, NotJudged, check, explains, several
 from ..loaders import Loaders
-from ..moments import Step
-from ..reads import same_inputs
 from ..record import not_the_users, place, recorder, wrap
 from ..watcher import Watcher
 from .samples import same_samples
 
 LAW = Law(3, "randomness", "Random streams differ between ranks")
 FETCHES = 15  # that are recorded in each pass and process
-MANY = 8  # fewer equal numbers per draw may be a decision of all ranks
-WORDS = {"forward": "forward passes", "fetch": "batches", "loop": "steps' loops"}
+NOISE = "Give a generator of the script's own a seed that depends on the rank."
+WORDS = {"forward": "forward passes", "fetch": "batches"}
 GENERATORS = {"torch": "PyTorch", "random": "random", "numpy": "NumPy", "cuda": "CUDA"}
 
 
@@ -30,7 +29,7 @@ class Draw(Event):
     """Generators before a part of the job that may draw random numbers from them."""
 
     limit: ClassVar[int] = 2000
-    where: str  # "fetch": loading a batch; "forward": a network; "loop": between these
+    where: str  # "fetch": loading a batch; "forward": a network
     number: int  # in this pass over a DataLoader, or in this step
     states: dict[str, int]  # hashes, of the generators that drew
     count: int  # of the drawn numbers, at least
@@ -55,7 +54,7 @@ class Randomness(Watcher):
 
     def __init__(self):
         self.states = None
-        self.numbers, self.step, self.counts = Counter(), -1, Counter()
+        self.step, self.number, self.counts = -1, 0, Counter()
 
     def hooks(self) -> None:
         import torch
@@ -108,50 +107,34 @@ class Randomness(Watcher):
         self.counts[key] += 1
         if self.counts[key] > FETCHES or not recorder.watching:
             return call(fetcher, indices)
-        before = states(fetcher.dataset)
-        result = call(fetcher, indices)
+        before, Draws.here.inside = states(fetcher.dataset), True
+        try:
+            result = call(fetcher, indices)
+        finally:
+            Draws.here.inside = False
         own, count = drawn(before, states(fetcher.dataset))
         draw = Draw(where="fetch", number=self.counts[key] - 1, states=own, count=count)
         draw.loader, draw.epoch, draw.worker = loader, epoch, worker and worker.id
         recorder.write(draw)
         return result
 
-    def on_batch(self, own, batch, seconds) -> None:
-        self.states = states() if recorder.watching else None
-
     def on_input(self, network, inputs) -> None:
-        self.compare()
+        self.states = states() if recorder.watching and gradients() else None
 
     def on_output(self, network, outputs, batch) -> None:
-        if recorder.watching and self.states:
-            if any(one.training for one in network.modules()) and gradients():
-                drops = any(dropout(one) for one in network.modules())
-                self.compare("forward", drops)
-            self.states = states()
-
-    def on_step(self, optimizer, weights, gradients) -> None:
-        self.compare()
-
-    def after_step(self, optimizer, weights) -> None:
-        self.states = states() if recorder.watching else None
-
-    def compare(self, where: str = "loop", drops: bool = False) -> None:
-        """Write which generators drew since the last call."""
-        if not recorder.watching or not gradients():
+        """Write which generators a network in training has drawn from."""
+        if not self.states or not any(one.training for one in network.modules()):
             return
-        now = states()
-        if self.states and self.states != now:
+        own, count = drawn(self.states, states())
+        if own and gradients():
             if self.step != recorder.step:
-                self.step, self.numbers = recorder.step, Counter()
-            own, count = drawn(self.states, now)
-            number = self.numbers[where]
-            draw = Draw(where=where, number=number, states=own, count=count)
-            draw.drops = drops
+                self.step, self.number = recorder.step, -1
+            self.number += 1
+            draw = Draw(where="forward", number=self.number, states=own, count=count)
+            draw.drops = any(dropout(one) for one in network.modules())
             draw.loader = Loaders.here.current and Loaders.here.current.loader
             draw.epoch = Loaders.here.current and Loaders.here.current.epoch
             recorder.write(draw)
-            self.numbers[where] += 1
-        self.states = now
 
 
 def gradients() -> bool:
@@ -191,22 +174,25 @@ def draws(job, where: str) -> list[dict[tuple, Draw]]:
     return found
 
 
-def equal(rows: list[dict]) -> tuple[Counter, int, list[Draw]]:
+def equal(rows: list[dict]) -> tuple[Counter, list[str], int, list[Draw]]:
     """Return in how many draws two ranks have equal states, by generator.
 
-    Also return how many draws could be compared, and one pair of them.
+    These are most draws, or at least eight in a row until the end. Also return how many
+    draws could be compared, and a pair of them.
     """
-    keys = [key for key in rows[0] if all(key in row for row in rows)]
-    found, pair = Counter(), []
+    keys = sorted(key for key in rows[0] if all(key in row for row in rows))
+    found, pair, last = Counter(), [], Counter()
     for key in keys:
         ranks = [row[key] for row in rows]
         for name in ranks[0].states:
             values = [one.states.get(name) for one in ranks]
             values = [one for one in values if one is not None]
-            if len({*values}) < len(values):
-                found[name] += 1
-                pair = pair or ranks
-    return found, len(keys), pair
+            same = len({*values}) < len(values)
+            found[name] += same
+            last[name] = last[name] + 1 if same else 0
+            pair = pair or ranks * same
+    names = [x for x, n in found.items() if n >= max(3, 0.5 * len(keys)) or last[x] > 7]
+    return Counter({x: n for x, n in found.items() if n}), names, len(keys), pair
 
 
 @check(LAW, RISK, general=True, causes=[same_samples])
@@ -218,15 +204,13 @@ def same_random_numbers(job):
     Not a mistake if: all ranks are meant to draw the same.
     """
     several(job)
-    held, some, few = [], "", False
-    for where in ("forward", "fetch", "loop"):
+    held, some, found = [], "", False
+    for where in ("forward", "fetch"):
         rows = draws(job, where)
-        same, count, pair = equal(rows)
-        names = [name for name, n in same.items() if n >= max(3, 0.5 * count)]
-        if where == "loop" and any(p.training is None for p in job.processes):
-            few = few or bool(names)  # they may choose the samples of all ranks
-            continue
-        if names:
+        same, names, count, pair = equal(rows)
+        shared = max((one[k].count for one in rows for k in one), default=0)
+        decided = where == "forward" and shared < MANY
+        if names and not (decided and not any(one.drops for one in pair)):
             told = " and ".join(GENERATORS.get(name, name) for name in names)
             own = [one.states.get(names[0]) for one in pair]
             ranks = [str(n) for n, x in enumerate(own) if own.count(x) > 1]
@@ -234,28 +218,41 @@ def same_random_numbers(job):
             what += f"{' and '.join(ranks)} in {max(same.values())} of {count} "
             place, origin = cause(job, names[0], pair)
             what += f"{WORDS[where]} that draw{origin}"
-            shared = max(one[k].count for one in rows for k in one)
-            drops = any(one.drops for one in pair)
-            if where == "fetch" or drops or shared >= MANY:
-                mend = advice(names[0], origin, pair[0])
-                yield Breach(what, place, facts=where, mend=mend)
-                continue
-            few = True
-            mend = "Nothing, if the ranks decide something together, such as a size."
-            yield Breach(what, "", level=NOTE, mend=mend)
+            mend, found = advice(names[0], origin, pair[0]), True
+            yield Breach(what, place, facts=where, mend=mend)
         elif equals := max(same.values(), default=0):
-            some = (
-                f"states are equal in {equals} of {count} {WORDS[where]}, which is few"
-            )
+            some = f"states are equal in {equals} of {count} {WORDS[where]}"
         elif count > 2:
             held.append(f"in {count} of {count} {WORDS[where]} that draw")
-    if what := same_inputs(job):
-        yield Breach(what, job.of(Step)[0].place, facts="loop")
-    if few or some:
-        raise NotJudged(some or "the ranks draw a few equal numbers, perhaps together")
+    lines, differ = same_draws(job)
+    for place, (what, together) in lines.items() if not found else ():
+        some = what if together else some
+        if not together:
+            yield Breach(what, place, facts="loop", mend=NOISE)
+    held += [f"in {differ} draws of the script's own lines"] * (differ > 2)
+    if some:
+        raise NotJudged(f"{some}, perhaps to decide together")
+    if same_generators(job):
+        what = "generators that the script has made draw the same on several ranks"
+        raise NotJudged(f"{what}, perhaps to decide together")
+    if job.of(Compiles) and not job.of(Drawn):
+        raise NotJudged("torch.compile() hides what the script draws itself")
+    if new_contents(job):
+        raise NotJudged("something that was not seen changes the samples at random")
     if not held:
         raise NotJudged("nothing was seen to draw from a global generator")
     yield f"the ranks' generators differ {', '.join(held)}"
+
+
+def new_contents(job) -> bool:
+    """Return whether samples change from epoch to epoch, but no generator was seen."""
+    process, found = job.processes[0], {}
+    for epoch in process.epochs:
+        for one in process.batches(epoch):
+            for pair in zip(one.indices or (), one.rows or (), strict=False):
+                found.setdefault(pair[0], set()).add(pair[1])
+    seen = any(one for row in draws(job, "fetch") for one in row)
+    return not seen and sum(len(x) > 1 for x in found.values()) > 10
 
 
 def advice(name: str, origin: str, draw: Draw) -> str:

@@ -10,11 +10,12 @@ from typing import ClassVar
 from ..event import Event
 from ..law import RISK, Breach, Law, NotJudged, check, several
 from ..loaders import Batch
+from ..neighbours import Input
 from ..record import STEPS, place, recorder, wrap
-from ..sample import numbers, picked
+from ..sample import GOLDEN, numbers, picked
 from ..watcher import Watcher
 from .randomness import gradients
-from .samples import Input, datasets_differ
+from .samples import datasets_differ, where
 
 LAW = Law(2, "ranks", "Ranks are exchangeable")
 FEWEST, BATCHES = 20, 8  # passes, and batches of distinct samples
@@ -42,10 +43,10 @@ class Facts(Event):
 
 
 class Ranks(Watcher):
-    """Measures batches, losses and gradients."""
+    """Measures batches, inputs, targets, losses and gradients."""
 
     def __init__(self):
-        self.gradients, self.pending, self.losses = {}, [], {}
+        self.gradients, self.pending, self.facts = {}, [], {}
 
     def hooks(self) -> None:
         import torch.nn.functional as functional
@@ -53,49 +54,53 @@ class Ranks(Watcher):
         for name in LOSSES:
             wrap(functional, name, partial(self.loss, name))
 
+    def keep(self, loader: int | None, values: dict) -> None:
+        """Keep numbers, and tensors of one number, which on_step() reads."""
+        if values:
+            self.pending = [*self.pending[-127:], (loader, values)]
+
     def loss(self, name: str, call, /, *args, **kwargs):
         if recorder.watching and gradients():
-            where, plain = place(), (int, float, str, bool)
-            for key, value in kwargs.items():
-                text = f"{key} of {name}() in {where}"
-                if isinstance(value, plain):
-                    self.losses[text] = str(value)
-                elif key in ("weight", "pos_weight") and value is not None:
-                    rounded = [float(f"{x:.4g}") for x in numbers([value], 6)[0]]
-                    self.losses[text] = str(rounded)
+            self.learn(f"{name}() in {place()}", args, kwargs)
         return call(*args, **kwargs)
 
+    def learn(self, where: str, args: tuple, kwargs: dict) -> None:
+        """Remember the arguments of a loss."""
+        for key, value in kwargs.items():
+            if isinstance(value, (int, float, str, bool)):
+                self.facts[f"{key} of {where}"] = str(value)
+            elif key in ("weight", "pos_weight") and value is not None:
+                rounded = [float(f"{x:.4g}") for x in numbers([value], 6)[0]]
+                self.facts[f"{key} of {where}"] = str(rounded)
+        target = kwargs.get("target", args[1] if len(args) > 1 else None)
+        if target is not None and target.dim():
+            values = measured(f"targets of {where}", target)
+            if not target.is_floating_point():
+                valid = (target != kwargs.get("ignore_index", -100)).sum()
+                values[f"number of targets of {where}"] = valid
+            self.keep(None, values)
+
     def on_batch(self, own, batch, seconds) -> None:
-        if not recorder.watching:
-            return
         values = {}
-        for number, one in enumerate(batch["tensors"], 1):
-            few = picked(one, 2048)
-            name = f"input {number}" if one.is_floating_point() else f"numbers {number}"
-            values[f"mean of {name}"] = float(few.mean())
-            values[f"spread of {name}"] = float(few.std(correction=0))
-            if one.dim() > 1:  # as padded sequences
-                values[f"length of {name}"] = float(one[0].numel())
-        recorder.write(Measured(loader=own.loader, values=values))
+        for number, one in enumerate(batch["tensors"] if recorder.watching else (), 1):
+            values |= measured(f"tensor {number} of the batch", one)
+        self.keep(own.loader, values)
 
     def on_input(self, network, inputs) -> None:
         if not recorder.watching or not gradients():
             return
-        floats = [one for one in inputs if one.is_floating_point() and one.dim()]
-        if floats:  # read in on_step(): without waiting for a GPU
-            few = picked(floats[0], 2048)
-            both = few.mean()[None], few.std(correction=0)[None]
-            self.pending = self.pending[-63:] + [("input of the network", *both)]
+        values = {}
+        for number, one in enumerate(inputs[:2], 1):
+            values |= measured(f"input {number} of the network", one)
+        self.keep(None, values)
         kinds = [str(one.dtype).removeprefix("torch.") for one in inputs]
-        facts = {"input types": ", ".join(kinds)}
         named = [*network.named_modules()]
         still = [name for name, one in named if not one.training]
-        facts["modules in eval mode"] = f"{len(still)} of {len(named)}"
-        if 0 < len(still) < len(named):
-            facts["modules in eval mode"] += f" ({', '.join(still[:2])}, ...)"
-        facts["trainable weights"] = str(
-            sum(x.requires_grad for x in network.parameters())
-        )
+        few = f" ({', '.join(still[:2])}, ...)" * (0 < len(still) < len(named))
+        facts = {"input types": ", ".join(kinds)}
+        facts["modules in eval mode"] = f"{len(still)} of {len(named)}{few}"
+        trainable = sum(x.requires_grad for x in network.parameters())
+        facts["trainable weights"] = str(trainable)
         recorder.write(Facts(values=facts, place=place()))
 
     def on_gradient(self, weight, gradient) -> None:
@@ -105,30 +110,45 @@ class Ranks(Watcher):
     def on_backward(self, root) -> None:
         self.gradients = {}
         if recorder.watching and getattr(root, "numel", int)() == 1:
-            self.pending.append((place(), root.detach()))
+            self.keep(None, {f"loss of {place()}": root.detach()})
 
     def after_backward(self) -> None:
-        if self.gradients and self.pending and recorder.watching:
-            self.pending[-1] += (*self.gradients.values(),)
-            self.pending = self.pending[-64:]
+        if self.gradients and recorder.watching:
+            norm = sum(one.square().sum() for one in self.gradients.values()).sqrt()
+            self.keep(None, {f"gradient norm of {place()}": norm})
 
     def on_step(self, optimizer, weights, values) -> None:
         pending, self.pending = self.pending, []
-        if self.losses:
-            recorder.write(Facts(values=self.losses, place=""))
-            self.losses = {}
-        flat = numbers([x for one in pending for x in one[1:]], 16)
-        for where, *tensors in pending:
-            own = [flat.pop(0) for _ in tensors]
-            if where == "input of the network":
-                found = {f"mean of {where}": own[0][0], f"spread of {where}": own[1][0]}
-                recorder.write(Measured(loader=None, values=found))
-                continue
-            norm = sum(x * x for one in own[1:] for x in one) ** 0.5
-            found = {f"loss of {where}": own[0][0]}
-            if norm:
-                found[f"gradient norm of {where}"] = norm
-            recorder.write(Measured(loader=None, values=found))
+        if self.facts:
+            where = [*self.facts][0].rpartition(" in ")[2]
+            recorder.write(Facts(values=self.facts, place=where))
+            self.facts = {}
+        kept = [x for _, one in pending for x in one.values() if not isinstance(x, int)]
+        flat = numbers(kept, 1)
+        for loader, one in pending:
+            found = {
+                k: x if isinstance(x, int) else flat.pop(0)[0] for k, x in one.items()
+            }
+            recorder.write(Measured(loader=loader, values=found))
+
+
+def measured(name: str, tensor) -> dict:
+    """Return statistics of a tensor (N, ...), as tensors of one number; {} for ids."""
+    if not tensor.dim() or not tensor.numel() or tensor.is_complex():
+        return {}
+    few, whole = picked(tensor, 2048), not tensor.is_floating_point()
+    if whole and tensor.dim() == 1 and len(few) > 7 and tensor.is_cpu:
+        if len(few.unique()) == len(few):
+            return {}
+    found = {f"mean of {name}": few.mean()}
+    if whole:  # for token ids, a mean says little
+        found[f"codes of {name}"] = (few * GOLDEN % 1).mean()
+        found[f"zeros of {name}"] = (few == 0).double().mean()
+    else:
+        found[f"spread of {name}"] = few.std(correction=0)
+    if tensor.dim() > 1:  # as padded sequences
+        found[f"length of {name}"] = tensor[0].numel()
+    return found
 
 
 # --- checks ---
@@ -143,10 +163,10 @@ def series(job) -> dict[str, list[list[float]]]:
             if one.loader is not None and one.loader != process.training:
                 continue
             step = None if one.loader is not None else one.step
-            order[step] += 1
             for name, value in one.values.items():
+                order[step, name] += 1
                 rows = found.setdefault(name, [{} for _ in job.processes])
-                rows[number][step, order[step]] = value
+                rows[number][step, order[step, name]] = float(value)
     lists = {}
     for name, rows in found.items():
         keys = [key for key in rows[0] if all(key in row for row in rows)]
@@ -226,6 +246,8 @@ def ranks_differ(job):
         found += sorted(own)[-1:]
     if tested < 1e-3:
         raise NotJudged("the ranks' numbers are the same in all passes")
+    if not found and tested > 6:
+        raise NotJudged(f"a rank is apart ({tested:.1f} standard errors), but little")
     if not found:
         text = f"{len(every)} numbers of batches, losses and gradients in {passes} "
         yield f"{text}passes: no rank stands out (at most {tested:.1f} standard errors)"
@@ -237,8 +259,7 @@ def ranks_differ(job):
     what += f"({fmean(values):.4g} against {fmean(others):.4g})"
     more = sorted({x[1] for x in found} - {name})
     what += f"; also {', '.join(more[:3])}" * bool(more)
-    first = job.processes[0].loader()
-    yield Breach(what, first.place if first else "")
+    yield Breach(what, where(job))
 
 
 @check(LAW, RISK, general=True, causes=[datasets_differ])

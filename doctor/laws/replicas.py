@@ -1,20 +1,15 @@
 """Law 4: replicas are equal."""
 
 import math
+from collections import Counter
 
 from ..job import Job
-from ..law import (
-    NOTE,
-    RISK,
-    WRONG,
-    Breach,
-    NotJudged,
-    check,
-    need,
-    several,
-)
-from .files import Saved
+from ..law import NOTE, RISK, WRONG, Breach, NotJudged, check, need, several
+from .checkpoints import Saved
 from .states import LAW, Layout, State
+
+READ, SHARDED = "tutorial/11_hangs/README.md", "tutorial/16_sharded/README.md"
+NONE = "no step with unsharded weights was seen on all ranks"
 
 
 def alike(lists: list, tolerance: float = 1e-3) -> bool:
@@ -39,15 +34,14 @@ def states_of(job: Job, moment: str, what: str = "") -> list[list[State]]:
     """Return the states of one moment that all ranks wrote, by rank."""
     found = {}
     for process in job.processes:
-        count = {}
+        count = Counter()
         for one in process.of(State):
             if one.moment == moment and what in ("", one.what):
-                key = one.step, one.what
-                count[key] = count.get(key, 0) + 1
-                found.setdefault((*key, count[key]), []).append(one)
-    return [
-        found[key] for key in sorted(found) if len(found[key]) == len(job.processes)
-    ]
+                count[one.step, one.what] += 1
+                key = one.step, one.what, count[one.step, one.what]
+                found.setdefault(key, []).append(one)
+    rows = [found[key] for key in sorted(found)]
+    return [row for row in rows if len(row) == len(job.processes)]
 
 
 def differing(row: list[State], tolerance: float = 1e-6) -> tuple[list[str], int]:
@@ -56,6 +50,16 @@ def differing(row: list[State], tolerance: float = 1e-6) -> tuple[list[str], int
     names = [name for name in ranks[0] if all(name in one for one in ranks)]
     found = [x for x in names if not alike([one[x] for one in ranks], tolerance)]
     return found, len(names)
+
+
+def first(rows: list[list[State]], what: str, tolerance: float) -> tuple | None:
+    """Return the first row that differs between ranks, and the words that tell it."""
+    for row in rows:
+        found, count = differing(row, tolerance)
+        if found:
+            text = f"{len(found)} of {count} {what} differ between the ranks"
+            return row, f"{text}: {listed(found)}", found
+    return None
 
 
 def equal_steps(job: Job) -> list[tuple[int, bool]]:
@@ -76,50 +80,33 @@ def names_differ(job):
     for row in need([*rows], "DDP is not used"):
         for kind in ("weights", "buffers"):
             lists = [getattr(one, kind) for one in row]
-            for rank, own in enumerate(lists):
-                if own == lists[0]:
-                    continue
-                pairs = zip([*lists[0], "nothing"], [*own, "nothing"], strict=False)
-                number, (one, other) = next(
-                    (n, pair) for n, pair in enumerate(pairs, 1) if pair[0] != pair[1]
-                )
-                same = sorted(own) == sorted(lists[0])
-                what = f"rank {rank} has the network's {kind} in another order than "
-                what = what if same else f"rank {rank} has other {kind} than "
-                what += f"rank 0: number {number} is {other}, and on rank 0 {one}"
+            others = [n for n, own in enumerate(lists) if own != lists[0]]
+            for rank in others[:1]:
+                pairs = [*lists[0], "nothing"], [*lists[rank], "nothing"]
+                pairs = enumerate(zip(*pairs, strict=False), 1)
+                number, (one, other) = next(x for x in pairs if x[1][0] != x[1][1])
+                same = sorted(lists[rank]) == sorted(lists[0])
+                how = f"the network's {kind} in another order" if same else ""
+                what = f"rank {rank} has {how or f'other {kind}'} than rank 0: number "
+                what += f"{number} is {other}, and on rank 0 {one}"
                 yield Breach(what, row[rank].place)
-                break
 
 
-@check(LAW, WRONG, causes=[names_differ], read="tutorial/11_hangs/README.md")
+@check(LAW, WRONG, causes=[names_differ], read=READ)
 def weights_differ(job):
     """The ranks start with different weights.
 
     Wrap the network in DDP, or broadcast its weights from rank 0 before the first step.
     """
     several(job)
-    rows = states_of(job, "step", "weights")
-    row = need(rows, "no step with unsharded weights was seen on all ranks")[0]
-    found, count = differing(row)
-    if found:
-        what = f"before the first step, {len(found)} of {count} weights differ between "
-        what += f"the ranks: {listed(found)}"
-        mend = ""
-        if job.of(Layout):
-            mend = (
-                "Create them before DDP wraps the network, inside it, and do not set "
-            )
-            mend += "them later on one rank only."
-        yield Breach(what, row[0].place, mend=mend)
+    rows = need(states_of(job, "step", "weights"), NONE)
+    if found := first(rows[:1], "weights", 1e-6):
+        mend = "Create them before DDP wraps the network, inside it, and do not set "
+        mend = f"{mend}them later on one rank only." if job.of(Layout) else ""
+        yield Breach(f"before the first step, {found[1]}", rows[0][0].place, mend=mend)
 
 
-@check(
-    LAW,
-    RISK,
-    general=True,
-    causes=[names_differ, weights_differ],
-    read="tutorial/11_hangs/README.md",
-)
+@check(LAW, RISK, general=True, causes=[names_differ, weights_differ], read=READ)
 def weights_drift(job):
     """The ranks' weights drift apart.
 
@@ -127,36 +114,26 @@ def weights_drift(job):
     Not a mistake if: only one rank's weights are used.
     """
     several(job)
-    rows = states_of(job, "step", "weights")
-    need(rows, "no step with unsharded weights was seen on all ranks")
-    if not differing(rows[0])[1]:
+    rows = need(states_of(job, "step", "weights"), NONE)
+    if not (count := differing(rows[0])[1]):
         raise NotJudged("the ranks train networks with different names of weights")
-    for row in rows:
-        found, count = differing(row, 1e-5)
-        if found:
-            what = f"after step {row[0].step}, {len(found)} of {count} weights differ "
-            again = [step for step, same in equal_steps(job) if same]
-            level = RISK
-            if again[-1:] and again[-1] > row[0].step:
-                what += f"between the ranks, and in step {again[-1]} they are equal "
-                what, level = f"{what}again, as in local SGD", NOTE
-            else:
-                what += f"between the ranks: {listed(found)}"
-            yield Breach(what, row[0].place, level=level)
-            if level == NOTE:
-                raise NotJudged("the ranks average their weights only now and then")
-            return
-    parts = [f"{differing(rows[0])[1]} weights are equal on {len(rows[0])} ranks "]
-    parts[0] += f"before {len(rows)} steps"
+    if found := first(rows, "weights", 1e-5):
+        row, text, _ = found
+        again = [n for n, same in equal_steps(job) if same and n > row[0].step]
+        text = f"after step {row[0].step}, {text}"
+        if again:
+            text += f"; in step {again[-1]} they are equal again, as in local SGD"
+        yield Breach(text, row[0].place, level=NOTE if again else RISK)
+        if again:
+            raise NotJudged("the ranks average their weights only now and then")
+        return
+    parts = [f"{count} weights are equal on {len(rows[0])} ranks before {len(rows)} "]
+    parts[0] += "steps"
     kept = states_of(job, "optimizer")
-    for row in kept:
-        found, _ = differing(row, 1e-4)
-        if found:
-            what = (
-                f"before step {row[0].step + 1}, {len(found)} optimizer states differ "
-            )
-            yield Breach(f"{what}between the ranks: {listed(found)}", row[0].place)
-            return
+    if found := first(kept, "optimizer states", 1e-4):
+        row, text, _ = found
+        yield Breach(f"before step {row[0].step + 1}, {text}", row[0].place)
+        return
     if kept and (count := max(differing(row)[1] for row in kept)):
         parts.append(f"{count} optimizer states")
     ends = states_of(job, "end", "weights")
@@ -165,83 +142,42 @@ def weights_drift(job):
     yield ", ".join(parts)
 
 
-@check(
-    LAW,
-    RISK,
-    causes=[names_differ, weights_drift],
-    read="tutorial/16_sharded/README.md",
-)
+@check(LAW, RISK, causes=[names_differ, weights_drift], read=SHARDED)
 def buffers_differ(job):
-    """The ranks validate networks with different weights or buffers (batch norm's).
+    """The ranks have different buffers, or validate different networks.
 
     Broadcast the buffers from rank 0 before validation, or use SyncBatchNorm. Update an
     EMA model on every rank.
     Not a mistake if: the difference does not matter to you.
     """
     several(job)
-    rows = states_of(job, "validation")
-    for row in need(rows, "the ranks validate no network after the same step"):
-        found, count = differing(row, 1e-4)
-        if found and len({one.what for one in row}) == 1:
-            what = f"after step {row[0].step}, {len(found)} of {count} weights and "
-            what += f"buffers of the validated {row[0].what} differ between the ranks: "
-            what += listed(found)
+    rows, updated = states_of(job, "validation"), states_of(job, "step", "buffers")
+    need(rows + updated, "the ranks validate no network after the same step")
+    rows = [row for row in rows if len({one.what for one in row}) == 1]
+    for row in rows:
+        what = f"weights and buffers of the validated {row[0].what}"
+        if found := first([row], what, 1e-4):
+            text = f"after step {row[0].step}, {found[1]}"
             # DDP copies rank 0's statistics before the next step
-            norms = all("running_" in name for name in found) and row[0].trains
-            saved = [x for x in job.of(Saved) if x.weights and x.step >= row[0].step]
+            norms = all("running_" in name for name in found[2]) and row[0].trains
+            saved = [x for x in job.of(Saved) if x.step >= row[0].step]
             if saved and norms:
-                what += f"; {saved[0].place} saves those of rank {saved[0].rank} only"
+                text += f"; {saved[0].place} saves those of rank {saved[0].rank} only"
             level = NOTE if norms and not saved else RISK
-            yield Breach(what, row[0].place, level=level)
+            yield Breach(text, row[0].place, level=level)
             return
-
-
-@check(LAW, RISK, causes=[weights_drift], read="tutorial/16_sharded/README.md")
-def own_buffers(job):
-    """Each rank updates buffers (not batch norm's) from its own batches only.
-
-    All-reduce the statistics from which you update them: before each forward pass, DDP
-    replaces the other ranks' buffers with rank 0's.
-    Not a mistake if: rank 0's statistics alone are good enough.
-    """
-    several(job)
-    for row in need(states_of(job, "step", "buffers"), "no network has such buffers"):
-        found, count = differing(row, 1e-4)
-        if found:
-            what = f"in step {row[0].step + 1}, {len(found)} of {count} buffers differ "
-            yield Breach(f"{what}between the ranks: {listed(found)}", row[0].place)
-            return
-
-
-@check(LAW, NOTE, causes=[buffers_differ], read="tutorial/16_sharded/README.md")
-def own_statistics(job):
-    """Rank 0 alone validates, with batch-norm statistics of its own batches.
-
-    Use SyncBatchNorm, or average the statistics, if the batches per rank are small.
-    """
-    several(job)
-    rows = states_of(job, "step", "norms") + states_of(job, "end", "norms")
-    need(rows, "no network has batch norm")
-    validates = [bool([*filter(is_validation, p.of(State))]) for p in job.processes]
-    if validates[0] and not any(validates[1:]):
-        found, count = differing(rows[-1], 1e-4)
-        if found:
-            what = f"rank 0 alone validates, and {len(found)} of {count} batch-norm "
-            yield Breach(
-                f"{what}statistics differ between the ranks", rows[-1][0].place
-            )
-
-
-def is_validation(one: State) -> bool:
-    """Return whether a state was written in a validation."""
-    return one.moment == "validation"
+    if found := first(updated, "buffers", 1e-4):
+        row, text, _ = found
+        mend = "All-reduce the statistics from which you update them: before each "
+        mend += "forward pass, DDP replaces the other ranks' buffers with rank 0's."
+        yield Breach(f"in step {row[0].step + 1}, {text}", row[0].place, mend=mend)
 
 
 @check(
     LAW,
     RISK,
-    causes=[names_differ, weights_differ, weights_drift, buffers_differ, own_buffers],
-    read="tutorial/11_hangs/README.md",
+    causes=[names_differ, weights_differ, weights_drift, buffers_differ],
+    read=READ,
 )
 def weights_differ_in_the_end(job):
     """The ranks end with different weights.
@@ -250,19 +186,14 @@ def weights_differ_in_the_end(job):
     Not a mistake if: only one rank's weights are used.
     """
     several(job)
-    for row in need(
-        states_of_the_end(job), "not every rank's weights were there at the end"
-    ):
-        found, count = differing(row, 1e-5)
-        if found:
-            what = f"in the end, {len(found)} of {count} weights differ between the "
-            yield Breach(f"{what}ranks: {listed(found)}", row[0].place)
-
-
-def states_of_the_end(job: Job) -> list[list[State]]:
-    """Return the last weights, if all ranks have taken the same number of steps."""
     own = [[x for x in p.of(State) if x.moment == "end"] for p in job.processes]
-    own = [[x for x in found if x.what == "weights"][-1:] for found in own]
-    row = [one for found in own for one in found]
-    same = len({one.step for one in row}) == 1 and len(row) == len(job.processes)
-    return [row] if same else []
+    row = [one for x in own for one in [y for y in x if y.what == "weights"][-1:]]
+    if len(row) < len(job.processes) or len({one.step for one in row}) > 1:
+        raise NotJudged(
+            "the last weights of all ranks, after the same step, were not seen"
+        )
+    if found := first([row], "weights", 1e-5):
+        yield Breach(f"in the end, {found[1]}", row[0].place)
+
+
+DRIFT = [weights_drift, weights_differ_in_the_end]

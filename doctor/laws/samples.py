@@ -21,20 +21,21 @@ from ..law import (
 )
 from ..loaders import Loaders, Pass
 from ..moments import Step
+from ..neighbours import twins
 from ..reads import (
     MORE,
     Feed,
-    Input,
     Reads,
     broken,
+    by_contents,
     feeds,
     interleaved,
+    laps,
     loaded,
     looped,
     other_contents,
 )
 from ..record import recorder
-from ..sample import hashes, numbers
 from ..signature import changed, different, signature
 from ..watcher import Watcher
 
@@ -53,11 +54,11 @@ class Validated(Event):
 
 
 class Samples(Watcher):
-    """Looks at data sets, samplers and inputs."""
+    """Looks at data sets and samplers."""
 
     def __init__(self):
         self.fed: int | None = None
-        self.validated, self.batch = set(), []
+        self.validated = set()
 
     def on_epoch(self, own: Pass, loader) -> None:
         names = [type(x).__name__ for x in (loader.sampler, loader.batch_sampler)]
@@ -85,30 +86,6 @@ class Samples(Watcher):
         for subset in own.subsets:
             chosen = [subset[i] for i in chosen]
         return array("q", map(int, chosen))
-
-    def on_input(self, network, inputs) -> None:
-        import torch
-
-        inputs = [one for one in inputs if one.dim()]
-        if recorder.watching and torch.is_grad_enabled() and inputs:
-            largest = max(inputs, key=torch.Tensor.numel)
-            rows, loaded = array("q", hashes(largest)), Loaders.here.current is not None
-            added = self.added(largest)
-            recorder.write(Input(rows=rows, loaded=loaded, added=added))
-
-    def on_batch(self, own: Pass, batch, seconds) -> None:
-        floats = [x for x in batch["tensors"] if x.is_floating_point()]
-        floats = [x for x in floats if x.is_cpu and recorder.watching]
-        shapes = [one.shape for one in floats]
-        self.batch = [*zip(shapes, numbers(floats, 16), strict=True)]
-
-    def added(self, tensor) -> list[float]:
-        """Return what the loop has added to a few numbers of the last batch."""
-        for shape, before in self.batch:
-            if shape == tensor.shape:
-                after = numbers([tensor], 16)[0]
-                return [b - a for a, b in zip(before, after, strict=True)]
-        return []
 
     def on_output(self, network, outputs, batch) -> None:
         import torch
@@ -201,37 +178,48 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
     for one in need(epochs, "no epoch of training was seen"):
         if one.poor():
             raise NotJudged("the inputs do not tell samples apart, like single words")
-        if what := broken(one):
+        counts, what = one.numbers(), broken(one)
+        loop = not one.index and not one.feeds
+        if loop and one.together()[0] > one.together(0.8)[0] + 0.5:
+            raise NotJudged("parts of the inputs are equal on several ranks, as noise")
+        if what and one.random() and one.together()[0] < 0.9:
+            raise NotJudged("each rank may draw its samples at random")
+        if what:
             extra, mend = mechanism(job, one)
             yield Breach(what + extra, place, facts=one, mend=mend)
             return
-        drawn = one.numbers()["within"] or any(x.repeats for x in one.feeds)
+        if loop and (what := near_twins(job)):
+            yield Breach(what, place, facts=one, mend=mechanism(job, one)[1])
+            return
+        if one.index and (what := by_contents(job, one)):
+            yield Breach(f"in {one.text}, {what}", place, facts=one)
+            return
+        drawn = counts["within"] or any(x.repeats for x in one.feeds)
         if one.index and drawn:
             raise NotJudged("the sampler draws samples with replacement")
-        if one.numbers()["again"] > MORE * one.numbers()["read"] and not one.whole:
-            raise NotJudged("some inputs came again, but few, or in another epoch")
-        held.append(one)
-    if not any(one.index or one.again for one in epochs) and changing(job):
-        raise NotJudged("the samples have no numbers, and no contents were seen again")
-    counts = held[0].numbers()
-    text = f"{place}, " * (held[0].loader is not None)
-    text += f"{held[0].text}: {counts['read']:,} samples read, "
-    text += f"{counts['distinct']:,} distinct"
-    text += f" of {held[0].total:,}" if held[0].total else ""
-    text += "" if held[0].index else " (by their contents)"
-    if held[0].feeds and not held[0].index and not held[0].total:
-        raise NotJudged(f"{text}; how many a stream has is not known")
+        held.append(f"{one.text}: {counts['read']:,} samples read, ")
+        held[-1] += f"{counts['distinct']:,} distinct"
+        held[-1] += f" of {one.total:,}" if one.total and not one.stream else ""
+        if (
+            one.stream
+            or not one.total
+            or counts["again"] > one.slack + MORE * counts["read"]
+        ):
+            more = "" if one.index else " (by their contents)"
+            raise NotJudged(f"{held[-1]}{more}; how many there are is not known")
+    text = f"{place}, " * (epochs[0].loader is not None) + held[0]
     more = "epoch 1" if len(held) == 2 else f"epochs 1 to {len(held) - 1}"
     yield text + f"; {more} likewise" * (len(held) > 1)
 
 
-def changing(job: Job) -> bool:
-    """Return whether random numbers may change the contents of samples."""
-    from .randomness import Draw  # which imports this file
-
-    events = [x for process in job.processes for x in process.events + process.loaders]
-    fetches = [x for x in events if isinstance(x, Draw) and x.where == "fetch"]
-    return not fetches or any(one.states for one in fetches)
+def near_twins(job: Job) -> str:
+    """Return what inputs read by two ranks, and then changed at random, show, or ""."""
+    share, errors, there, near = twins(job)
+    if errors < 5 or share < 0.15 or near > 0.5 and there < 0.9:
+        return ""  # neighbours in time, such as frames, may be on different ranks
+    same = " in the same step" * (there >= 0.9)
+    text = f"about {share:.0%} of the inputs of a rank are read by another one{same}, "
+    return f"{text}and changed by random numbers ({errors:.0f} standard errors)"
 
 
 @explains(left_out, WRONG)
@@ -242,6 +230,8 @@ def same_samples(job, breach):
     Not a mistake if: every rank is meant to read all samples in each epoch.
     """
     one = breach.facts
+    if "in the same step" in breach.what:
+        return breach
     if one.together()[0] < 0.9 and not one.read_by_all():
         return None
     return replace(breach, level=RISK if one.together()[0] < 0.9 else WRONG)
@@ -296,23 +286,27 @@ def same_order(job):
     Call sampler.set_epoch(epoch) at the start of each epoch.
     """
     several(job)
-    first = need(feeds(job), "no DataLoader feeds the steps of every rank")
-    epochs = [[x for rank in one.ranks for x in rank] for one in loaded(job)]
+    first, loop = feeds(job), all(p.training is None for p in job.processes)
+    if loop:
+        epochs = laps(job)
+    else:
+        need(first, "no DataLoader feeds the steps of every rank")
+        epochs = [one.ranks[0] for one in loaded(job)]
     if len(epochs) < 2:
         raise NotJudged("no two epochs of training were seen: see --short")
     for number, (one, other) in enumerate(zip(epochs, epochs[1:], strict=False)):
-        if one != other or len(one) < 2 * len(job.processes):
+        if [*map(list, one)] != [*map(list, other)] or len(one) < 2:
             continue
-        what = f"epochs {number} and {number + 1} have the same "
-        what += f"{len(one) // len(job.processes)} batches per rank in the same order"
-        flat = [x for batch in one[: len(one) // len(job.processes)] for x in batch]
-        stream = job.processes[0].loader().stream
-        mixed = first[0].shuffles or (not stream and flat != sorted(flat))
-        if mixed:
-            mend = "" if first[0].divides else "Shuffle again in each epoch."
+        what = f"epochs {number} and {number + 1} have the same {len(one)} batches per "
+        what += "rank in the same order"
+        flat = [x for batch in one for x in batch]
+        known = loop or not job.processes[0].loader().stream
+        known = known and max(flat) < 2**40  # numbers, not hashes of contents
+        mend = "Shuffle the training samples, in another order in each epoch."
+        if (first and first[0].shuffles) or (known and flat != sorted(flat)):
+            mend = "" if first and first[0].divides else mend
             yield Breach(what, where(job), mend=mend)
         else:
-            mend = "Shuffle the training samples, in another order in each epoch."
             yield Breach(what, where(job), level=NOTE, mend=mend)
         return
 

@@ -1,4 +1,4 @@
-"""Law 4: replicas are equal. Learning rates, and what a resumed run restores."""
+"""Law 4: replicas are equal. Learning rates."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,8 +9,7 @@ from ..loaders import EpochEnd
 from ..moments import Step
 from ..record import place, recorder, wrap
 from ..watcher import Watcher
-from .files import dictionaries
-from .replicas import LAW, alike, weights_differ_in_the_end, weights_drift
+from .replicas import DRIFT, LAW, READ, alike
 
 
 @dataclass(kw_only=True)
@@ -33,44 +32,18 @@ class Plateau(Event):
     place: str
 
 
-@dataclass(kw_only=True)
-class Loaded(Event):
-    """torch.load() has returned an optimizer's state."""
-
-    limit: ClassVar[int] = 50
-    schedule: bool  # and a scheduler's
-    place: str
-
-
-@dataclass(kw_only=True)
-class Restored(Event):
-    """load_state_dict() has been called."""
-
-    limit: ClassVar[int] = 200
-    what: str  # weights, optimizer or schedule
-    lost: bool  # no name fits
-    place: str
-
-
 class Schedules(Watcher):
-    """Follows schedulers and load_state_dict()."""
+    """Follows schedulers."""
 
     def __init__(self):
-        self.made, self.written = [], False
+        self.made = []
 
     def hooks(self) -> None:
-        import torch
         from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
         wrap(LRScheduler, "__init__", self.create)
         wrap(ReduceLROnPlateau, "__init__", self.create)
         wrap(ReduceLROnPlateau, "step", self.plateau)
-        wrap(torch, "load", self.load)
-        wrap(torch.optim.Optimizer, "load_state_dict", self.optimizer)
-        wrap(torch.nn.Module, "load_state_dict", self.weights)
-        for owner in (LRScheduler, *LRScheduler.__subclasses__()):
-            if "load_state_dict" in vars(owner):
-                wrap(owner, "load_state_dict", self.schedule)
 
     def create(self, call, scheduler, *args, **kwargs):
         import weakref
@@ -83,41 +56,9 @@ class Schedules(Watcher):
         recorder.write(Plateau(value=float(metrics), place=place()))
         return call(scheduler, metrics, *args, **kwargs)
 
-    def load(self, call, *args, **kwargs):
-        result = call(*args, **kwargs)
-        found = [*dictionaries(result)]
-        if any("param_groups" in one for one in found):
-            schedule = any("last_epoch" in one for one in found)
-            recorder.write(Loaded(schedule=schedule, place=place()))
-        return result
-
-    def optimizer(self, call, *args, **kwargs):
-        return self.restore("optimizer", call, *args, **kwargs)
-
-    def weights(self, call, *args, **kwargs):
-        return self.restore("weights", call, *args, **kwargs)
-
-    def schedule(self, call, *args, **kwargs):
-        return self.restore("schedule", call, *args, **kwargs)
-
-    def restore(self, what: str, call, *args, **kwargs):
-        result = call(*args, **kwargs)
-        unknown = getattr(result, "unexpected_keys", ())
-        state = kwargs.get("state_dict", args[1] if len(args) > 1 else ())
-        lost = bool(unknown) and len(unknown) >= len(state)
-        recorder.write(Restored(what=what, lost=lost, place=place()))
-        return result
-
-    def on_collective(self, name, tensors, options, where) -> None:
-        if name == "destroy_process_group":
-            self.on_exit()
-
-    def on_exit(self) -> None:
-        if self.written:
-            return
+    def on_end(self) -> None:
         for known, where in self.made:
             if (one := known()) is not None:
-                self.written = True
                 taken = int(getattr(one, "last_epoch", 0))
                 event = Schedule(
                     type=type(one).__name__,
@@ -146,12 +87,7 @@ def length(scheduler) -> int | None:
 # --- checks ---
 
 
-@check(
-    LAW,
-    WRONG,
-    effects=[weights_drift, weights_differ_in_the_end],
-    read="tutorial/11_hangs/README.md",
-)
+@check(LAW, WRONG, effects=DRIFT, read=READ)
 def learning_rates_differ(job):
     """The ranks have different learning rates.
 
@@ -208,40 +144,3 @@ def schedule(job):
         elif any(abs(ratio / x - 1) < 0.15 for x in (size, 1 / size)):
             what += "; the factor is the world size"
         yield Breach(what, one.place, mend=mend)
-
-
-@check(LAW, RISK, read="tutorial/18_streams/README.md")
-def not_restored(job):
-    """A resumed run does not restore the optimizer or the scheduler.
-
-    Call load_state_dict() of the optimizer and of the scheduler, on every rank.
-    Not a mistake if: you only want the weights.
-    """
-    restored = job.of(Restored)
-    for process in job.processes:
-        own = [one for one in process.of(Restored) if one.what == "weights"]
-        if own and own[-1].lost:
-            what = (
-                f"rank {process.rank}'s load_state_dict() finds none of the network's "
-            )
-            what += "names in the file, and loads no weight"
-            mend = "Load what model.module.state_dict() saved, with strict=True."
-            yield Breach(what, own[-1].place, level=WRONG, mend=mend)
-            return
-    loads = need(job.of(Loaded), "no checkpoint with an optimizer is loaded")
-    done = {one.what for one in restored}
-    ranks = sorted({one.rank for one in restored if one.what == "optimizer"})
-    if 0 < len(ranks) < len(job.processes) and not job.interrupted:
-        what = f"only ranks {ranks} restore the optimizer's state"
-        yield Breach(what, loads[0].place, level=WRONG)
-        return
-    for one in loads:
-        lost = ["optimizer"] * ("optimizer" not in done)
-        lost += ["schedule"] * (one.schedule and "schedule" not in done)
-        later = [
-            x.time for x in job.of(Step) if x.rank == one.rank and x.time > one.time
-        ]
-        if lost and later:
-            what = f"the checkpoint has the {' and the '.join(lost)}'s state, but "
-            yield Breach(f"{what}nothing loads it", one.place)
-            return

@@ -8,19 +8,12 @@ from ..law import Law
 from ..loaders import Loaders
 from ..moments import Moments
 from ..record import STEPS, place, recorder
-from ..sample import numbers
+from ..sample import flat, numbers
 from ..watcher import Watcher
 
 LAW = Law(4, "replicas", "Replicas are equal")
-MOST = 1024  # numbers of all tensors in one event
-STATES = {
-    1,
-    2,
-    5,
-    10,
-    20,
-    STEPS - 1,
-}  # steps before which optimizer states are compared
+# Steps before which optimizer states are compared
+STATES = {1, 2, 5, 10, 20, STEPS - 1}
 
 
 @dataclass(kw_only=True)
@@ -57,24 +50,18 @@ class Replicas(Watcher):
     """Reads a few numbers of all weights, buffers and optimizer states."""
 
     def __init__(self):
-        self.validated, self.ended, self.seen = set(), False, set()
+        self.validated, self.seen = set(), set()
 
     def on_wrap(self, model, where) -> None:
-        layout = Layout(
-            weights=[
-                f"{n} {tuple(x.shape)}" for n, x in model.module.named_parameters()
-            ],
-            buffers=[f"{n} {tuple(x.shape)}" for n, x in model.module.named_buffers()],
-            place=where,
-        )
-        recorder.write(layout)
+        own = model.module.named_parameters(), model.module.named_buffers()
+        names = [[f"{name} {tuple(x.shape)}" for name, x in pairs] for pairs in own]
+        recorder.write(Layout(weights=names[0], buffers=names[1], place=where))
 
     def on_step(self, optimizer, weights, gradients) -> None:
         if not recorder.watching:
             return
         self.write("step", "weights", held())
-        for what, found in buffers([*Moments.here.networks]).items():
-            self.write("step", what, found)
+        self.write("step", "buffers", buffers())
         first = id(optimizer) not in self.seen and optimizer.state
         self.seen.add(id(optimizer))
         if first or recorder.step in STATES:
@@ -91,36 +78,22 @@ class Replicas(Watcher):
         trains = any(id(one) in known for one in network.parameters())
         self.write("validation", type(network).__name__, found, place(), trains)
 
-    def on_collective(self, name, tensors, options, where) -> None:
-        if name == "destroy_process_group":
-            self.end()
-
-    def on_exit(self) -> None:
-        self.end()
-
-    def end(self) -> None:
-        """Write the last state of all networks, once."""
-        found = held()
-        if found and recorder.step and not self.ended:
-            self.ended = True
-            self.write("end", "weights", found)
-            for what, one in buffers([*Moments.here.networks]).items():
-                self.write("end", what, one)
+    def on_end(self) -> None:
+        if recorder.step:
+            self.write("end", "weights", held())
+            self.write("end", "buffers", buffers())
 
     def write(self, moment: str, what: str, found: dict, where="", trains=True) -> None:
         """Write an event with a few numbers of each tensor."""
         if found and not recorder.full(State):
-            each = max(1, min(8, MOST // len(found)))
-            rows = numbers([*found.values()], each)
-            values = [x for row in rows for x in (row + [0.0] * each)[:each]]
-            where = where or place()
+            each, values = flat(numbers([*found.values()]))
             event = State(
                 moment=moment,
                 what=what,
                 names=[*found],
                 each=each,
                 values=values,
-                place=where,
+                place=where or place(),
                 trains=trains,
             )
             recorder.write(event)
@@ -146,21 +119,22 @@ def held() -> dict:
     return named((Moments.here.name(one), one) for one in known)
 
 
-def buffers(networks: list) -> dict[str, dict]:
-    """Return the networks' buffers: batch norm's, and others that they save."""
-    import torch
+def kept(network) -> list[tuple]:
+    """Return the buffers that a network saves: names, buffers, whether batch norm's."""
+    from torch.nn.modules.batchnorm import _BatchNorm
 
-    pairs, seen = {"norms": [], "buffers": []}, set()
-    for network in networks:
-        for path, module in network.named_modules():
-            norm = isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
-            passing = module._non_persistent_buffers_set
-            for name, one in module.named_buffers(path, recurse=False):
-                saved = name.rpartition(".")[2] not in passing
-                if saved and id(one) not in seen:
-                    seen.add(id(one))
-                    pairs["norms" if norm else "buffers"].append((name, one))
-    return {what: named(own) for what, own in pairs.items()}
+    return [
+        (name, one, isinstance(module, _BatchNorm))
+        for path, module in network.named_modules()
+        for name, one in module.named_buffers(path, recurse=False)
+        if name.rpartition(".")[2] not in module._non_persistent_buffers_set
+    ]
+
+
+def buffers() -> dict:
+    """Return the buffers that networks save, but not batch norm's."""
+    own = [row for network in [*Moments.here.networks] for row in kept(network)]
+    return named({id(x): (name, x) for name, x, norm in own if not norm}.values())
 
 
 def everything(network) -> dict:

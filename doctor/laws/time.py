@@ -94,6 +94,8 @@ def slowest(job, steps: list[list[Spans]], wall: float) -> Breach | None:
     each = {x: [median(row[x] for row in one) for one in rows] for x in names}
     more = {x: row[slow] - min(row) for x, row in each.items()}
     part = max(more, key=more.__getitem__)
+    if more[part] < 0.5 * gain:
+        return None
     what = f"rank {job.processes[slow].rank} needs {1000 * means[slow]:.0f} ms for its "
     what += f"part of a step, and the others, which need {1000 * max(others):.0f} ms, "
     what += f"wait: its {part} takes {1000 * more[part]:.0f} ms longer"
@@ -141,27 +143,6 @@ def small_buckets(job):
             count, mib = one.size // one.bucket, one.bucket / 2**20
             what = f"a step has about {count} all-reduces, in buckets of {mib:.2g} MiB"
             yield Breach(what, one.place)
-
-
-@check(LAW, SLOW, needs=[Spans], read=PAGE)
-def host_syncs(job):
-    """A line makes the host wait for the GPU in every step.
-
-    Keep sums on the GPU, and read them only now and then.
-    """
-    if not any(one.device == "cuda" for one in job.of(Runs)):
-        raise NotJudged("reading a tensor does not wait on a CPU")
-    wall, steps = walls(job), timed(job.processes[0])
-    seconds = sum((Counter(one.reads) for one in steps), Counter())
-    often = [
-        x for x in seconds if 2 * sum(x in one.reads for one in steps) > len(steps)
-    ]
-    busy = 1 - sum(seconds[x] for x in often) / sum(one.wall for one in steps)
-    if often and busy > SHARE:
-        where = often[0].rpartition(" in ")[2]
-        what = f"{', '.join(often[:3])} waits for the GPU in most steps; then the GPU "
-        what += f"waits for the host, at most {busy:.0%} of {1000 * wall:.0f} ms"
-        yield Breach(what, where)
 
 
 @check(LAW, SLOW, needs=[Spans, Runs], read=PAGE)

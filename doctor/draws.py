@@ -1,0 +1,170 @@
+"""The random numbers that the script draws itself, and its own generators."""
+
+import gc
+import random
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from itertools import combinations
+from typing import ClassVar
+
+from .event import Event
+from .generators import hashed
+from .job import Job
+from .moments import runs_normally
+from .neighbours import Input
+from .record import not_the_users, place, recorder, wrap
+from .sample import digest, numbers
+from .watcher import Watcher
+
+MANY = 8  # fewer equal numbers per draw may be a decision of all ranks
+FUNCTIONS = (
+    "rand randn randint rand_like randn_like normal bernoulli multinomial".split()
+)
+METHODS = (
+    "uniform_ normal_ bernoulli_ exponential_ random_ bernoulli multinomial".split()
+)
+MADE = "from_numpy tensor as_tensor".split()  # perhaps of another generator's numbers
+SCANS = 3, 4  # the steps after which the script's generators are looked at
+
+
+@dataclass(kw_only=True)
+class Drawn(Event):
+    """A line of the script has drawn random numbers, or made a tensor of numbers."""
+
+    limit: ClassVar[int] = 2000
+    name: str
+    place: str
+    number: int  # in this step and line
+    value: int  # a hash of a few of the numbers
+    size: int  # of the first dimension
+    whole: bool  # they are whole numbers
+
+
+@dataclass(kw_only=True)
+class Own(Event):
+    """States of the generators that the script has made itself."""
+
+    states: list[int]
+
+
+class Draws(Watcher):
+    """Looks at results of functions that draw, and at generators."""
+
+    def __init__(self):
+        self.counts, self.inside, self.shared = Counter(), False, False
+
+    def hooks(self) -> None:
+        import torch
+
+        for name in FUNCTIONS:
+            wrap(torch, name, partial(self.draw, name))
+        for name in METHODS:
+            wrap(torch.Tensor, name, partial(self.draw, name))
+        for name in MADE:
+            wrap(torch, name, partial(self.make, name))
+
+    def on_collective(self, name, args, kwargs, where) -> None:
+        self.shared = True
+
+    def after_step(self, optimizer, weights) -> None:
+        self.shared = False
+        if recorder.step in SCANS:
+            recorder.write(Own(states=own_states()))
+        self.counts = Counter()
+
+    def make(self, name: str, call, /, *args, **kwargs):
+        result = call(*args, **kwargs)
+        if not self.shared and result.is_floating_point():
+            self.keep(name, result)
+        return result
+
+    def draw(self, name: str, call, /, *args, **kwargs):
+        nested, self.inside = self.inside, True
+        try:
+            result = call(*args, **kwargs)
+        finally:
+            self.inside = nested
+        self.keep(name, result)
+        return result
+
+    def keep(self, name: str, result) -> None:
+        """Record a few numbers of a tensor."""
+        watching = recorder.watching and recorder.step and not recorder.full(Drawn)
+        if self.inside or not watching or result.numel() < MANY or not runs_normally():
+            return
+        file = sys._getframe(3).f_code.co_filename
+        if file.startswith(not_the_users()) and "distributions" not in file:
+            return
+        where = place()
+        drawn = Drawn(
+            name=name,
+            place=where,
+            number=self.counts[where],
+            value=digest(numbers([result], 16)),
+            size=len(result) if result.dim() else 1,
+            whole=not result.is_floating_point(),
+        )
+        self.counts[where] += 1
+        recorder.write(drawn)
+
+
+def own_states() -> list[int]:
+    """Return hashes of the states of all generators but the global ones."""
+    numpy, found = sys.modules.get("numpy"), []
+    kinds = (numpy.random.Generator, numpy.random.RandomState) if numpy else ()
+    for one in gc.get_objects():
+        if type(one) is random.Random and one is not random._inst:
+            found.append(hashed(repr(one.getstate()).encode()))
+        elif type(one) in kinds and one is not numpy.random.mtrand._rand:
+            found.append(hashed(repr(one._bit_generator.state).encode()))
+    return found
+
+
+def same_draws(job: Job) -> tuple[dict[str, tuple[str, bool]], int]:
+    """Return, by line, what ranks draw equally in most steps, and if it may be right.
+
+    The second value is the number of draws that differ on all ranks.
+    """
+    rows, found, differ = [], {}, 0
+    for process in job.processes:
+        own = {}
+        for one in process.of(Drawn):
+            own.setdefault((one.place, one.number), {})[one.step] = one
+        rows.append(own)
+    watched = len({one.step for one in job.of(Drawn)})
+    batch = max((len(one.rows) for one in job.of(Input)), default=10**9)
+    for key, first in rows[0].items():
+        draws = [own.get(key, {}) for own in rows]
+        steps = [step for step in first if all(step in own for own in draws)]
+        same = [step for step in steps if equal([own[step].value for own in draws])]
+        values = {first[step].value for step in same}
+        differ += len(steps) - len(same)
+        often = len(same) >= max(3, watched / 3, len(steps) / 2)
+        often = often or (len(same) > 7 and same[-8:] == steps[-8:])
+        if often and len(values) > 0.9 * len(same):
+            one = first[same[0]]
+            what = f"in {len(same)} of {len(steps)} steps, torch.{one.name}() gives "
+            parts = one.size >= len(rows) * batch  # perhaps each rank takes its part
+            text = f"{what}the same numbers on several ranks"
+            if found.get(one.place, ("", True))[1]:  # noise counts more than numbers
+                found[one.place] = text, one.whole or parts
+    return found, differ
+
+
+def equal(values: list) -> bool:
+    """Return whether two values are equal."""
+    return any(one == other for one, other in combinations(values, 2))
+
+
+def same_generators(job: Job) -> bool:
+    """Return whether ranks have own generators that draw the same in each step."""
+    found = []
+    for process in job.processes:
+        scans = [{*one.states} for one in process.of(Own)]
+        pairs = zip(scans, scans[1:], strict=False)
+        found.append([one - later for one, later in pairs])  # those that drew
+    columns = [*zip(*found, strict=False)]
+    same = [any(a & b for a, b in combinations(x, 2)) for x in columns]
+    return bool(same) and all(same)

@@ -1,0 +1,295 @@
+"""Law 8: one process writes each file. What checkpoints hold."""
+
+import contextlib
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..event import Event
+from ..law import NOTE, RISK, WRONG, Breach, Doubt, check, need, several
+from ..moments import Moments
+from ..record import place, recorder, wrap
+from ..watcher import Watcher
+from .files import LAW, Opened, base, plural
+from .meeting import hangs
+from .states import kept
+
+PREFIXES = "module.", "_orig_mod."  # of wrapped networks' names
+MARKS = {"optimizer": "param_groups", "scaler": "growth_factor"}
+MARKS |= {"schedule": "last_epoch"}
+READ = "docs/pitfalls.md, number 18"
+
+
+@dataclass(kw_only=True)
+class Saved(Event):
+    """torch.save() has written weights."""
+
+    limit: ClassVar[int] = 200
+    path: str | None
+    whole: int  # weights of the job's networks that it has, by name
+    missing: list[str]  # weights and buffers of the same network that it has not
+    cut: list[str]  # of which it has this process's shards only
+    taken: int | None  # after which step state_dict() was called, if they changed since
+    live: bool  # some are the network's own tensors, but not from state_dict()
+    wrapped: bool  # the weights have DDP's or torch.compile's names
+    holds: list[str]  # other states: optimizer, schedule, scaler
+    has: list[str]  # those of the job
+    counts: bool  # a number of epochs or steps
+    overwrites: bool  # the file was there, and this process had written it
+    others: int  # older files with weights of this process that are still there
+    place: str
+
+
+class Checkpoints(Watcher):
+    """Records what is in files that are saved and loaded."""
+
+    def __init__(self):
+        self.weights = set()  # paths of files with weights
+        self.states = set()  # what the job has
+        self.taken = None  # by tensors of state_dict(): see take()
+        self.loads = 0  # calls of load_state_dict()
+
+    def hooks(self) -> None:
+        import torch
+        from torch.optim.lr_scheduler import LRScheduler
+
+        sys.addaudithook(self.audit)
+        wrap(torch, "save", self.save)
+        wrap(torch.amp.GradScaler, "scale", self.scale)
+        wrap(torch.nn.Module, "state_dict", self.take)
+        wrap(LRScheduler, "__init__", self.schedule)
+
+    # --- what the job has ---
+
+    def audit(self, name: str, args: tuple) -> None:
+        """Follow the files that are copied and renamed."""
+        if name in ("shutil.copyfile", "os.rename"):
+            with contextlib.suppress(Exception):
+                source, target = (os.path.abspath(os.fsdecode(x)) for x in args[:2])
+                if source in self.weights:
+                    self.weights.add(target)
+
+    def schedule(self, call, scheduler, *args, **kwargs):
+        call(scheduler, *args, **kwargs)
+        self.states.add("schedule")
+
+    def scale(self, call, scaler, *args, **kwargs):
+        if scaler.is_enabled():
+            self.states.add("scaler")
+        return call(scaler, *args, **kwargs)
+
+    def after_step(self, optimizer, weights) -> None:
+        import torch
+
+        if "optimizer" not in self.states:
+            kept = [*optimizer.state.values()]
+            values = [value for one in kept[:9] for value in one.values()]
+            if any(torch.is_tensor(one) for one in values):
+                self.states.add("optimizer")
+
+    def take(self, call, module, *args, **kwargs):
+        """Note when state_dict() returned tensors: they are the network's own."""
+        from torch.utils.weak import WeakIdKeyDictionary
+
+        result = call(module, *args, **kwargs)
+        if not args and kwargs.get("destination") is None:  # not of a submodule
+            self.taken = WeakIdKeyDictionary() if self.taken is None else self.taken
+            for one in floats(result):
+                self.taken[one] = recorder.step, one._version, place(), self.loads
+        return result
+
+    # --- files ---
+
+    def save(self, call, obj, f, *args, **kwargs):
+        named = isinstance(f, (str, os.PathLike))
+        path = f if named else getattr(f, "name", None)
+        path = os.path.abspath(path) if isinstance(path, (str, os.PathLike)) else None
+        there = named and path in self.weights and os.path.exists(path)
+        others = [x for x in self.weights if x != path and os.path.exists(x)]
+        content = self.content(obj)
+        result = call(obj, f, *args, **kwargs)
+        if path:
+            recorder.write(Opened(path=path, saved=True, place=place()))
+            self.weights |= {path} if content else set()
+        if content:
+            own = {"overwrites": there, "others": len(others), "path": path}
+            recorder.write(Saved(**own, **{"place": place(), **content}))
+        return result
+
+    def content(self, obj) -> dict:
+        """Return what an object that is saved contains; {} if it has no weights."""
+        found, known = [*dictionaries(obj)], {}
+        if not (states := [one for one in found if is_state(one)]):
+            return {}
+        pairs = {bare(name): x for own in states for name, x in own.items()}
+        missing = []
+        for network in [*Moments.here.networks]:
+            weights = {bare(name): one for name, one in network.named_parameters()}
+            known |= weights
+            needed = [name for name, one in weights.items() if one.requires_grad]
+            if 2 * sum(name in pairs for name in needed) > len(needed):
+                needed += [bare(name) for name, *_ in kept(network)]
+                missing = [name for name in needed if name not in pairs]
+        pairs = {name: x for name, x in pairs.items() if name in known}
+        own = {one.data_ptr() for one in known.values() if not parts(one)}
+        tensors = [x for one in states for x in floats(one) if not parts(x)]
+        marks = [(self.taken or {}).get(x) for x in tensors]
+        old = [
+            {"taken": mark[0], "place": mark[2]}
+            for x, mark in zip(tensors, marks, strict=True)
+            if mark and mark[0] < recorder.step and x._version != mark[1]
+        ]
+        unknown = [x for x, mark in zip(tensors, marks, strict=True) if not mark]
+        top = obj.values() if isinstance(obj, dict) else obj
+        top = top if isinstance(top, (list, tuple)) or top is not obj else ()
+        content = {
+            "whole": len(pairs),
+            "cut": [name for name, x in pairs.items() if is_cut(x, known[name])][:9],
+            "missing": missing[:9],
+            "taken": None,
+            "live": any(x.data_ptr() in own for x in unknown),
+            "wrapped": any(all(str(x).startswith(PREFIXES) for x in y) for y in states),
+            "holds": [k for k, x in MARKS.items() if any(x in one for one in found)],
+            "has": sorted(self.states),
+            "counts": any(isinstance(one, int) for one in top),
+        }
+        return content | (old[0] if old else {})
+
+
+def dictionaries(value, depth: int = 0):
+    """Yield all dictionaries in nested dictionaries, lists and tuples."""
+    if isinstance(value, dict):
+        yield value
+        value = [*value.values()]
+    if isinstance(value, (list, tuple)) and depth < 5:
+        for one in value:
+            yield from dictionaries(one, depth + 1)
+
+
+def floats(state) -> list:
+    """Return the floating-point tensors of a dictionary."""
+    import torch
+
+    values = state.values() if isinstance(state, dict) else ()
+    return [x for x in values if torch.is_tensor(x) and x.is_floating_point()]
+
+
+def is_state(one: dict) -> bool:
+    """Return whether a dictionary holds weights, such as one from state_dict()."""
+    found = floats(one)
+    return bool(found) and 2 * len(found) >= len(one)
+
+
+def parts(tensor) -> bool:
+    """Return whether processes hold shards of a tensor."""
+    return hasattr(tensor, "placements")
+
+
+def bare(name) -> str:
+    """Return a weight's name without those of the networks that wrap its network."""
+    for prefix in (*PREFIXES, *PREFIXES):
+        name = str(name).removeprefix(prefix)
+    return name
+
+
+def is_cut(tensor, weight) -> bool:
+    """Return whether a tensor is this process's shard of a weight."""
+    if any(one.is_shard() for one in getattr(tensor, "placements", ())):
+        return True
+    local = weight.to_local().shape if parts(weight) else weight.shape
+    return getattr(tensor, "shape", None) == local != weight.shape
+
+
+# --- checks ---
+
+
+def checkpoints(job) -> list[tuple[str, list[Saved]]]:
+    """Return the saves of weights by path; raise NotJudged if there are none."""
+    found = {}
+    for one in job.of(Saved):
+        found.setdefault(one.path or "", []).append(one)
+    return sorted(need(found, "torch.save() got no weights").items())
+
+
+@check(LAW, RISK, general=True, read=READ)
+def no_optimizer(job):
+    """A checkpoint for resuming does not contain the optimizer's state.
+
+    Also save the state_dict() of the optimizer, the scheduler and the scaler, and load
+    them.
+    Not a mistake if: you never resume from it.
+    """
+    for path, own in checkpoints(job):
+        one = own[-1]
+        if any(x.live or x.taken is not None for x in own):
+            text = f"of which step the weights in {base(path)} are: they are the "
+            raise Doubt(f"{text}network's own tensors, which change")
+        missing = [name for name in one.has if name not in one.holds]
+        if missing and (one.counts or one.holds):
+            what = f"{base(path)} has weights and {', '.join(one.holds) or 'a number'}"
+            what += f", but not the state of the {' and the '.join(missing)}"
+            level = RISK if "optimizer" in missing else NOTE
+            yield Breach(what, one.place, level=level)
+        elif one.whole:
+            holds = ", ".join((f"{one.whole} whole weights", *one.holds))
+            yield f"{base(path)} has {holds}"
+
+
+@check(LAW, WRONG, effects=[no_optimizer], read="tutorial/16_sharded")
+def shards_saved(job):
+    """A file from one rank has only that rank's shards of the tensors.
+
+    Use get_state_dict() with full_state_dict=True, or torch.distributed.checkpoint.
+    """
+    several(job)
+    found = [one for one in job.of(Saved) if one.cut and one.path]
+    if found and len({one.rank for one in found}) < len(job.processes):
+        one = found[0]
+        what = f"{base(one.path)} has only rank {one.rank}'s shards of the weights: "
+        yield Breach(what + ", ".join(one.cut[:3]), one.place)
+
+
+@check(LAW, RISK, effects=[no_optimizer], read=READ)
+def lacking(job):
+    """A checkpoint has a part of the network's weights and buffers.
+
+    Save model.state_dict(): it also has the buffers, such as batch norm's statistics.
+    Not a mistake if: you make the rest in another way.
+    """
+    for path, own in checkpoints(job):
+        if (names := own[-1].missing) and (own[-1].counts or own[-1].holds):
+            what = f"{base(path)} has {own[-1].whole} weights of the network, but not "
+            more = f" and {len(names) - 3} more" * (len(names) > 3)
+            yield Breach(f"{what}{', '.join(names[:3])}{more}", own[-1].place)
+
+
+@check(LAW, RISK, causes=[hangs], read="docs/pitfalls.md, number 20")
+def save_in_place(job):
+    """A new checkpoint overwrites the only old one in place.
+
+    Write to a temporary file, then os.replace() the old checkpoint with it.
+    Not a mistake if: you also keep an older checkpoint.
+    """
+    for path, saves in checkpoints(job):
+        own = [one for one in saves if one.overwrites]
+        away = os.path.relpath(path or ".").startswith("..")
+        passing = away and path.startswith(tempfile.gettempdir() + os.sep)
+        if own and not own[-1].others and not passing:
+            what = f"{base(path)} is overwritten in place {len(own)} time"
+            what += f"{plural(len(own))}: if the job is killed meanwhile, "
+            yield Breach(f"{what}both checkpoints are lost", own[-1].place)
+
+
+@check(LAW, RISK, read=READ)
+def ddp_keys(job):
+    """Saved weights have names that only the wrapped network has.
+
+    Save model.module.state_dict().
+    Not a mistake if: you load them only into a DDP model.
+    """
+    for path, own in checkpoints(job):
+        if any(one.wrapped for one in own):
+            what = f"the weights in {base(path)} are named module.* or _orig_mod.*"
+            yield Breach(what, own[0].place)

@@ -1,0 +1,97 @@
+"""Law 6: every weight lives. Which layers run, and in which modes."""
+
+import weakref
+from dataclasses import dataclass, field
+
+from ..loaders import leaves
+from ..moments import Moments, runs_normally
+from ..record import place, quiet, recorder
+from ..watcher import Watcher
+
+
+@dataclass
+class Ran:
+    """How a module has run."""
+
+    module: weakref.ref
+    first: int
+    place: str
+    cut: bool = False  # its results need no gradient
+    returned: bool = False  # the module around it returns its results
+    modes: dict[str, set] = field(default_factory=dict)  # steps, if it has modes
+
+
+class Layers(Watcher):
+    """Follows which modules run."""
+
+    def __init__(self):
+        self.ran, self.results, self.outer = {}, {}, None
+
+    def hooks(self) -> None:
+        import torch
+
+        module = torch.nn.modules.module
+        module.register_module_forward_pre_hook(quiet(self.before))
+        module.register_module_forward_hook(quiet(self.after))
+
+    def on_input(self, network, inputs) -> None:
+        self.outer = network
+
+    def before(self, module, inputs) -> None:
+        """Note when a module first runs, and a layer's mode."""
+        if not recorder.watching or not runs_normally():
+            return
+        import torch
+
+        known = self.ran.get(id(module))
+        if known is None or known.module() is not module:
+            known = Ran(weakref.ref(module), len(self.ran), place())
+            self.ran[id(module)] = known
+        if kind(module):
+            mode = "train" if module.training else "eval"
+            if mode == "eval" and self.outer is not None and self.outer.training:
+                mode = "fixed"  # only this part is in evaluation mode
+            mode += "" if torch.is_grad_enabled() else " without gradients"
+            known.modes.setdefault(mode, set()).add(recorder.step)
+
+    def after(self, module, inputs, outputs) -> None:
+        """Note in the first steps whether a module's results need a gradient."""
+        if recorder.step > 1 or not runs_normally() or id(module) not in self.ran:
+            return
+        for one in (tensors := leaves(outputs)):
+            for owner, reference in self.results.get(id(one), ()):
+                if owner != id(module) and reference() is one:
+                    self.ran[owner].returned = True
+            entry = id(module), weakref.ref(one)
+            self.results.setdefault(id(one), []).append(entry)
+        if self.outer is module:
+            self.results.clear()
+        floats = [one for one in tensors if one.is_floating_point()]
+        cut = bool(floats) and not any(one.requires_grad for one in floats)
+        self.ran[id(module)].cut = cut
+
+    def loose(self, known: set[int]) -> list[tuple]:
+        """Return weights of modules that run, but of no network, and how they ran."""
+        modules = [(ran.module(), ran) for ran in [*self.ran.values()]]
+        return [
+            (f"{name} of {type(module).__name__}", weight, ran)
+            for module, ran in modules
+            if module is not None
+            for name, weight in module.named_parameters(recurse=False)
+            if id(weight) not in known
+        ]
+
+
+def networks() -> list[dict]:
+    """Return the modules of each outermost network, by name."""
+    return [dict(one.named_modules()) for one in [*Moments.here.networks]]
+
+
+def kind(module) -> str:
+    """Return what kind of layer with modes a module is, or ""."""
+    from torch.nn.modules import batchnorm, dropout
+
+    if isinstance(module, batchnorm._BatchNorm):
+        return "batch norm" if module.track_running_stats else ""
+    drops = isinstance(module, dropout._DropoutNd) and module.p > 0
+    return "dropout" if drops else ""

@@ -1,0 +1,342 @@
+"""Law 5: a step is the mean over all samples. The weight of each sample in a step."""
+
+from collections import Counter
+from statistics import median
+
+from ..law import NOTE, RISK, WRONG, Breach, NotJudged, check, explains, need
+from .gradient import (
+    Fit,
+    fits,
+    leaked_passes,
+    near,
+    not_averaged,
+    not_cleared,
+    own,
+    summed_up,
+    updates,
+)
+from .losses import by_share, factors, known
+from .passes import LAW, PASSES, Update, not_awaited
+from .replicas import alike, listed, weights_differ
+
+CAUSES = [not_averaged, not_awaited, leaked_passes, not_cleared, weights_differ]
+
+
+def totals(one: Fit, place: str = "") -> list[float]:
+    """Return by what the mean over all samples of a step may be multiplied.
+
+    By default, all passes are those of one loss; else, those that begin at a place are.
+    """
+    pairs = [
+        (share, factors(entry))
+        for rank, shares in zip(one.row, one.shares, strict=True)
+        for share, entry in zip(shares, by_share(rank), strict=False)
+        if place in ("", entry["place"])
+    ]
+    if not all(own for _, own in pairs):
+        return []
+    weighted = [[share * x for x in own] for share, own in pairs]
+    return [sum(values) for values in zip(*weighted, strict=False)]
+
+
+def is_right(one: Fit) -> bool:
+    """Return whether a step is the mean over its samples, for each of its losses."""
+    places = {entry["place"] for entry in one.row[0].passes} - {""}
+    if any(near(value, 1) for value in totals(one)):
+        return True
+    each = [any(near(value, 1) for value in totals(one, place)) for place in places]
+    return len(each) > 1 and all(each)
+
+
+def weights(one: Fit) -> list[float]:
+    """Return how much each target of each pass counts in a step; [] if unknown."""
+    found = []
+    for rank, shares in zip(one.row, one.shares, strict=True):
+        for share, entry in zip(shares, by_share(rank), strict=False):
+            if not (terms := known(entry)):
+                return []
+            first = terms[0]
+            rows = 1 if first.kind == "sum" else first.rows
+            found.append(abs(share * first.factor) / (rows or 1))
+    return found
+
+
+def unequal(values: list[float]) -> bool:
+    """Return whether weights differ beyond what a step of last batches explains."""
+    return bool(values) and max(values) > 1.1 * min(values)
+
+
+@check(LAW, RISK, general=True, causes=CAUSES)
+def mean_gradient(job):
+    """The gradients of a step are not the mean over its samples.
+
+    Look for code that changes gradients between backward() and step().
+    Not a mistake if: they are meant to be changed.
+    """
+    rows, found = updates(job), fits(job)
+    if all(alike([summed_up(own(one)) for one in row]) for row in rows):
+        raise NotJudged("the ranks' own gradients are equal, or were not seen")
+    if not all(alike([one.used for one in row]) for row in rows):
+        raise NotJudged("the ranks use different gradients")
+    need(found, "the gradients before they were clipped, or changed, were not seen")
+    size, total = len(job.processes), len(found)
+    place = found[0].row[0].passes[-1]["place"]
+    uneven = [x for x in found if x.solved and unequal([*map(abs, sum(x.shares, []))])]
+    uneven = [x for x in uneven if unequal(weights(x)) or not weights(x)]
+    if len(uneven) > 0.2 * total:
+        flat = [sum(x.shares, []) for x in uneven]
+        same = sum(alike([flat[0], x], 0.05) for x in flat)
+        what = shares_of(uneven, total)
+        if same < max(2, len(uneven) / 2):  # as in Adasum
+            raise NotJudged(f"{what}, and others in other steps")
+        yield Breach(what, place, facts=("shares", uneven))
+        return
+    strange = [x for x in found if not x.solved and len(x.off) > 0.2 * x.count]
+    if len(strange) > 0.2 * total:
+        what = f"in {len(strange)} of {total} steps, the used gradients are no multiple"
+        yield Breach(f"{what} of the mean of the ranks' own", place, level=NOTE)
+        raise NotJudged("the used gradients are no multiple of the ranks' mean")
+    off = Counter(name for one in found for name in one.off)
+    if off := [name for name, steps in off.items() if steps > total / 2]:
+        what = f"{len(off)} weights use another multiple of the ranks' gradients than "
+        yield Breach(f"{what}the others: {listed(off)}", place, facts=("off", off))
+        return
+    right = [x for x in found if is_right(x)]
+    ratio = median(x.factor for x in found)
+    if len(right) < 0.8 * total:
+        readable = [x for x in found if totals(x)]
+        if len(readable) > total / 2 or not near(ratio, 1):
+            yield Breach("", place, facts=("factor", found))
+        raise NotJudged(unread(found, ratio))
+    for one in rows:
+        for entry in one[0].passes:
+            if where := entry.get("received"):
+                text = f"what backward() does with the tensors of other ranks ({where})"
+                raise NotJudged(f"{text} is not seen")
+    wrong = [x for x in found if totals(x) and x not in right]
+    if wrong:
+        one, value = wrong[0], totals(wrong[0])[0]
+        what = f"in {len(wrong)} of {total} steps, samples count {value:.2f} x as much "
+        what += f"(step {one.row[0].step + 1}, of {len(one.shares[0])} passes)"
+        yield Breach(what, place, level=NOTE)
+        raise NotJudged(f"the steps' samples count differently: {what}")
+    if sum(unequal(weights(x)) for x in right) > len(right) / 2:
+        raise NotJudged("the losses are means over different numbers of targets")
+    text = f"in {len(right)} of {total} steps, the gradient is {ratio:.3f} x the mean "
+    text += f"of {size} ranks' own gradients"
+    if not near(ratio, 1):
+        text += f", and their losses are divided by {ratio:g} to match"
+    yield text
+
+
+def shares_of(uneven: list[Fit], total: int) -> str:
+    """Return how much the passes and ranks of a step count."""
+    one, told = uneven[0], []
+    for rank, shares in enumerate(one.shares):
+        told.append(f"{', '.join(f'{x:.2f}' for x in shares)} on rank {rank}")
+    what = f"in {len(uneven)} of {total} steps, the passes of the ranks have different "
+    return f"{what}weights (in step {one.row[0].step + 1}: {'; '.join(told)})"
+
+
+def unread(found: list[Fit], ratio: float) -> str:
+    """Return why the weight of the samples is not known."""
+    values = [x.factor for x in found]
+    if not alike([[x] for x in values], 0.02):
+        return f"the gradients are {min(values):.3f} to {max(values):.3f} x the mean"
+    entry = found[0].row[0].passes[0]
+    if terms := known(entry):
+        count = len(found[0].row[0].passes)
+        text = f"the loss has a factor of {terms[0].factor:.4g} in each of {count} pass"
+        return f"{text}{'es' * (count > 1)}"
+    return f"how the loss at {entry['place']} averages its samples could not be read"
+
+
+@explains(mean_gradient, read=PASSES)
+def summed_again(job, breach):
+    """Each micro-batch's all_reduce() sums what earlier ones have already summed.
+
+    Call all_reduce() once per step, after the last backward pass.
+    """
+    kind, found = breach.facts or ("", [])
+    calls = [one.row[0].calls for one in found] if kind == "shares" else []
+    if calls and min(calls) > 1:
+        what = f"all_reduce() gets the same gradient {max(calls)} times per step: "
+        return Breach(what + breach.what, breach.place)
+    return None
+
+
+@explains(mean_gradient, read="tutorial/03_gradients/README.md")
+def summed(job, breach):
+    """The used gradients are the sum over the ranks, or are divided twice.
+
+    Divide by the world size once. DDP and Horovod do that; all_reduce() does not.
+    Not a mistake if: the learning rate accounts for it.
+    """
+    kind, found = breach.facts or ("", [])
+    size = len(job.processes)
+    if kind == "off":
+        return Breach(breach.what)
+    if kind != "factor":
+        return None
+    scale = found[0].row[0].passes[-1]["scale"]
+    if scale not in (None, 1) and near(found[0].factor, scale):
+        what = f"the gradients of step {found[0].row[0].step + 1} are still {scale:g} "
+        mend = "Call scaler.step(optimizer), not optimizer.step()."
+        what += "times too large: nothing unscales them"
+        return Breach(what, level=WRONG, mend=mend)
+    values = [x.factor for x in found]
+    for value, how in ((size, "the sum"), (1 / size, f"1/{size} of the mean")):
+        count = sum(near(x, value) for x in values)
+        if count > len(values) / 2:
+            what = f"{count} of {len(found)} steps use {how} of the {size} ranks' "
+            return Breach(f"{what}gradients")
+    if len(values) > 2 and not near(values[0], 1):
+        if all(near(x, values[0], 0.01) for x in values):
+            what = f"{len(values)} steps use {values[0]:.3g} times the mean of "
+            return Breach(f"{what}the {size} ranks' gradients")
+    return None
+
+
+@explains(mean_gradient, read=PASSES)
+def summed_loss(job, breach):
+    """The loss is a sum over samples, and DDP averages the ranks' gradients.
+
+    Multiply the loss by the world size, or divide the sum by the number of samples (or
+    targets) of all ranks: otherwise N processes with batches of B do not make the step
+    of one process with a batch of N x B.
+    Not a mistake if: the learning rate accounts for it.
+    """
+    kind, found = breach.facts or ("", [])
+    if kind != "factor" or not near(median(x.factor for x in found), 1):
+        return None
+    tied, plain, rows, size = [], [], set(), len(job.processes)
+    for entry in (one.row[0].passes[-1] for one in found):
+        terms = known(entry)
+        if not terms or {x.kind for x in terms} != {"sum"}:
+            continue
+        sums = [x for x in entry["sums"] if x > 1]
+        tied += [x for x in sums if near(abs(terms[0].factor) * x, 1, 1e-4)][:1]
+        plain += [1] * (max(abs(x.factor) for x in terms) > 0.99)
+        rows |= {(x.rows, x.each) for x in terms}
+    if len(tied) > len(found) / 2:
+        what = f"the loss is divided by a sum over all ranks ({tied[0]:g} in step 1), "
+        mend = f"Multiply the loss by {size}, the world size."
+        return Breach(f"{what}and averaged over {size} ranks again", mend=mend)
+    if len(plain) > len(found) / 2:
+        constant = len(rows) == 1 and {x for _, x in rows} == {1}  # only a factor
+        what = "the loss is a sum over the samples of a rank's batch, and the "
+        what += f"gradients are divided by {size}, the number of processes"
+        return Breach(what, level=NOTE if constant else RISK)
+    return None
+
+
+@explains(mean_gradient, read=PASSES)
+def loss_scale(job, breach):
+    """The loss is divided by another number than the number of passes per step.
+
+    With n micro-batches, divide each one's mean loss by n. DDP averages over ranks.
+    Not a mistake if: the learning rate accounts for it, or the factor is intended.
+    """
+    kind, found = breach.facts or ("", [])
+    counts, size = Counter(), len(job.processes)
+    for one in found if kind == "factor" else ():
+        passes, values = one.row[0].passes, totals(one)
+        means = {"mean" in x.kind for entry in passes for x in known(entry)}
+        if not values or means != {True} or not near(one.factor, 1):
+            continue
+        if is_right(one) or len({entry["place"] for entry in passes}) > 1:
+            continue
+        count = len(passes)
+        value, whole = values[0] / count, values[1] / count
+        known_factors = {
+            f"is not divided by {count}": 1,
+            f"is divided by {count} twice": 1 / count**2,
+            f"is divided by {size}, the world size": 1 / count / size,
+            f"is multiplied by {size}, the world size": size / count,
+        }
+        fits = {
+            how: any(near(x, number, 0.002) for x in (value, whole))
+            for how, number in known_factors.items()
+        }
+        first, single = known(passes[0])[0], len(known(passes[0])) == 1
+        half = count == 1 and first.kind == "other mean"  # half a mean of squares
+        how = next((how for how, fit in fits.items() if fit), "")
+        if half or (not single and not near(whole, 1 / count / size, 0.002)):
+            how = ""
+        what = f"a step has {count} passes, each with a mean loss that "
+        what = what if count > 1 else "a step has a mean loss that "
+        other = f"is multiplied by {value:.4g}" if single else ""
+        if how or other:
+            counts[what + (how or other), bool(how)] += 1
+    for (what, how), steps in counts.most_common(1):
+        if steps >= 0.3 * len(found):
+            return Breach(what, level=RISK if how else NOTE)
+    return None
+
+
+def shared(found: list[Fit]) -> list[float]:
+    """Return the losses that all ranks have in common, if nearly all losses are."""
+    values = []
+    for one in found:
+        rows = zip(*(x.passes for x in one.row), strict=False)
+        for row in rows:
+            own = [[entry.get("value", 0.0)] for entry in row]
+            seen = not any(x.get("meets") or x.get("own") for x in row)
+            values += [own[0][0] if seen and own[0][0] and alike(own, 1e-6) else None]
+    same = [x for x in values if x is not None]
+    return same if len({*same}) > 2 and len(same) > 0.9 * len(values) else []
+
+
+@check(LAW, RISK, causes=CAUSES, read="tutorial/08_collectives/README.md")
+def gathered_without_gradient(job):
+    """The loss uses tensors from other ranks, and their gradients are lost.
+
+    Use torch.distributed.nn.functional.all_gather(). If all ranks have the same loss,
+    you can multiply it by the world size instead.
+    Not a mistake if: the loss does not use the result, or the learning rate accounts
+    for the factor.
+    """
+    rows, found = need(job.rows(Update), "no optimizer took a step"), fits(job)
+    losses, size = shared(found), len(job.processes)
+    times = [any(near(value, size) for value in totals(x)) for x in found]
+    if found and sum(times) > len(times) / 2:
+        return  # the loss is multiplied by the world size
+    entries = [entry for row in rows for entry in row[0].passes]
+    lost = [x["gathered"] for x in entries if x.get("gathered")]
+    factor = f"all ranks have the same loss ({[*losses, 0][0]:.4g} in step 1), and the "
+    factor += f"average over {size} ranks is 1/{size} of its gradient"
+    for where, put_back in lost[:1]:
+        what = "all_gather() gets a tensor with a gradient, and returns tensors without"
+        if put_back:
+            what = "all_gather() returns tensors without a gradient, and only the "
+            what += "rank's own one is put back"
+        what += f"; {factor}" * bool(losses)
+        level = NOTE if put_back and rows[0][0].adaptive else RISK
+        yield Breach(what, where, level=level)
+        return
+    if losses:
+        level = NOTE if rows[0][0].adaptive else RISK
+        yield Breach(factor, entries[0]["place"], level=level)
+
+
+@check(LAW, RISK, causes=[*CAUSES, mean_gradient], read=PASSES)
+def unequal_means(job):
+    """Targets of one step have different weights.
+
+    Sum the losses (reduction="sum"), and divide by the number of the targets of all
+    passes on all ranks (DDP averages over ranks: multiply by the world size).
+    Not a mistake if: each batch should have the same weight.
+    """
+    seen = []
+    for one in fits(job):
+        passes = [entry for rank in one.row for entry in rank.passes]
+        terms = [known(entry) for entry in passes]
+        single = all(len(x) == 1 and x[0].kind in ("mean", "sum") for x in terms)
+        if len(passes) > 1 and single:
+            seen.append((one, unequal(weights(one))))
+    need(seen, "no losses with known numbers of targets were seen")
+    found = [one for one, differ in seen if differ]
+    if len(found) > len(seen) / 2:
+        what = f"in {len(found)} of {len(seen)} steps, losses are means over different "
+        what += "numbers of targets, but have equal weights"
+        yield Breach(what, found[0].row[0].passes[0]["place"])

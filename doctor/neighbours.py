@@ -1,0 +1,137 @@
+"""The inputs of networks, and the samples of loops that use no DataLoader."""
+
+from array import array
+from collections import Counter
+from dataclasses import dataclass
+from itertools import combinations
+from math import dist
+from operator import ne
+
+from .event import Event
+from .job import Job
+from .law import need
+from .loaders import Loaders
+from .record import recorder
+from .sample import hashes, positions
+from .watcher import Watcher
+
+
+@dataclass(kw_only=True)
+class Input(Event):
+    """A network has got an input, with gradients enabled."""
+
+    network: int
+    rows: array  # a hash for each entry of the input's largest tensor
+    loaded: bool  # a DataLoader gave the last batch
+    few: list[list[float]]  # of each entry, if no DataLoader gave it
+    whole: bool  # they are whole numbers, such as tokens
+
+
+class Inputs(Watcher):
+    """Looks at the inputs of networks in training."""
+
+    def __init__(self):
+        self.networks = {}
+
+    def on_input(self, network, inputs) -> None:
+        import torch
+
+        inputs = [one for one in inputs if one.dim() and len(one)]
+        if recorder.watching and torch.is_grad_enabled() and inputs:
+            largest = max(inputs, key=torch.Tensor.numel)
+            loaded = Loaders.here.current is not None
+            one = Input(
+                network=self.networks.setdefault(id(network), len(self.networks)),
+                rows=array("q", hashes(largest)),
+                loaded=loaded,
+                few=[] if loaded else few_of_each(largest),
+                whole=not largest.is_floating_point(),
+            )
+            recorder.write(one)
+
+
+def few_of_each(rows) -> list[list[float]]:
+    """Return 12 numbers of each entry: of tokens, the first ones."""
+    flat = rows.detach().reshape(len(rows), -1)[:64]
+    if flat.is_floating_point():
+        flat = flat[:, list(positions(flat.size(1), 12))]
+    return [(one + [0] * 12)[:12] for one in flat[:, :12].tolist()]
+
+
+# --- what they show ---
+
+
+def inputs(job: Job) -> list[list[Input]]:
+    """Return each rank's first input of each step, of one network.
+
+    It is the first network whose inputs are not equal on the ranks, such as noise.
+    """
+    every = need(job.of(Input), "no input was seen")
+    for number in sorted({one.network for one in every}):
+        ranks = []
+        for process in job.processes:
+            own = [one for one in process.of(Input) if one.network == number]
+            ranks.append([*{one.step: one for one in reversed(own)}.values()][::-1])
+        if all(ranks) and not same_rows(ranks):
+            break
+    return ranks
+
+
+def same_rows(ranks: list[list[Input]]) -> bool:
+    """Return whether two ranks have the same inputs."""
+    for one, other in combinations(ranks[:8], 2):
+        pairs = [*zip(one, other, strict=False)]
+        same = [tuple(a.rows) for a, b in pairs if a.rows == b.rows]
+        changes = len({*same}) > max(2, 0.9 * len(same))
+        if len(same) >= 0.9 * len(pairs) and changes:
+            return True
+    return False
+
+
+def twins(job: Job) -> tuple[float, float, float, float]:
+    """Compare the nearest neighbours of inputs that random changes make distinct.
+
+    If each sample is read once, an input's nearest neighbour is as often on its own
+    rank as on another one.
+
+    Returns:
+        The share of samples that two ranks read, by how many standard errors it is not
+        0, how often two neighbours have the same place in the same step, and how often
+        they are one of three numbers of steps apart, as in a time series.
+    """
+    lists, worst = inputs(job), (0.0, 0.0, 0.0, 0.0)
+    whole = any(one.whole for rows in lists for one in rows)
+    gap = (lambda a, b: sum(map(ne, a, b))) if whole else dist
+    batches = min(map(len, lists))
+    for part in (batches // 4, 2 * batches // 5, batches):  # epochs are not known
+        ranks = []
+        for rows in lists[:4]:
+            own = [
+                (k, n, x)
+                for k, one in enumerate(rows[:part])
+                for n, x in enumerate(one.few)
+            ]
+            ranks.append(own[: 400 if whole else 800])
+        for other in ranks[1:]:
+            if min(len(ranks[0]), len(other)) >= 100 and part > 7:
+                found = neighbours(ranks[0], other, gap)
+                worst = max(worst, found, key=lambda x: x[1])
+    return worst
+
+
+def neighbours(one: list[tuple], other: list[tuple], gap) -> tuple:
+    """Return twins()'s numbers for two ranks' inputs: (batch, place, numbers)."""
+    wins = losses = there = 0
+    apart = Counter()
+    for number, place, row in one:
+        own = min(gap(row, x) for m, n, x in one if (m, n) != (number, place))
+        least, m, n = min((gap(row, x), m, n) for m, n, x in other)
+        wins, losses = wins + (least < own), losses + (least > own)
+        there += least < own and (m, n) == (number, place)
+        apart[m - number] += least < own
+    chance = len(other) / (len(one) + len(other) - 1)
+    count, wins = max(1, wins + losses), max(1, wins)
+    error = 1.3 * (0.25 / count) ** 0.5  # neighbours come in pairs
+    excess = wins / count - chance
+    most = sum(count for _, count in apart.most_common(3))
+    return excess / (1 - chance), excess / error, there / wins, most / wins

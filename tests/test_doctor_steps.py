@@ -1,0 +1,312 @@
+"""Each law is broken, held or not judged on events as a job would record them."""
+
+import tempfile
+from dataclasses import fields
+
+import pytest
+
+import doctor.laws  # noqa: F401  its checks
+from doctor.event import Exit, Rank, Start
+from doctor.job import Job, Process
+from doctor.law import examine
+from doctor.laws.alive import Weight
+from doctor.laws.checkpoints import Saved
+from doctor.laws.files import Opened
+from doctor.laws.modes import Mode
+from doctor.laws.passes import Update
+from doctor.laws.replicas import LAW as REPLICAS
+from doctor.laws.schedule import Schedule
+from doctor.laws.states import Layout, State
+from doctor.moments import Step
+from doctor.page import page
+
+SAMPLES = [[1.0, -2, 3, 0.5, 7, 2, -1, 4], [2.0, 1, -1, 4, 0.3, -6, 5, 2]]  # gradients
+MEAN = [(one + other) / 2 for one, other in zip(*SAMPLES, strict=True)]
+EMPTY = {"str": "", "int": 0, "float": 0.0, "bool": False}
+
+
+def event(kind, step=0, /, **values):
+    """Return an event whose other fields are empty."""
+    given = {}
+    for one in fields(kind):
+        name = str(getattr(one.type, "__name__", one.type)).split("[")[0]
+        given[one.name] = {"list": [], "dict": {}}.get(name, EMPTY.get(name))
+    return kind(**given | {"step": step, "time": float(step)} | values)
+
+
+def made(*ranks):
+    """Return a job of these ranks, each with four steps and its events."""
+    processes = []
+    for rank, own in enumerate(ranks):
+        start = event(Start, parent="a-1", host="a", environment={})
+        events = [start, Rank(own=rank, world_size=len(ranks))]
+        events += [event(Step, n, rates=[0.1]) for n in range(4)]
+        events += [*own, Exit(watched=4)]
+        for one in events:
+            one.rank = rank
+        processes.append(Process(rank, len(ranks), events))
+    return Job(processes, status=0)
+
+
+def judged(*ranks):
+    """Return the report on a job of these ranks."""
+    return examine(made(*ranks))
+
+
+def named(report):
+    """Return the names and levels of the findings."""
+    return {one.check: one.level for one in report.findings}
+
+
+def law(report, number):
+    """Return a law's state."""
+    return next(x.state for x in report.verdicts if x.law.number == number)
+
+
+def one_pass(terms=((1.0, "mean", 8, 1, 1),), **values):
+    """Return a backward pass of a loss with these terms."""
+    found = {"place": "a.py:9", "loader": 0, "epoch": 0, "forwards": [True]}
+    found |= {"flag": True, "scale": None, "value": 1.0, "sums": []}
+    found |= {"begun": 0, "used": None}
+    return found | {"terms": terms} | values
+
+
+def steps(used, passes=1, change=None, **values):
+    """Return the updates of two ranks in four steps; `used` is the gradient of a step.
+
+    Pass p of step n has the rank's gradient times n + 1, and with its numbers turned by
+    p places. `change(pass, rank, step)` may change a pass.
+    """
+    terms = values.pop("terms", ((1.0 / passes, "mean", 8, 1, 1),))
+    ranks = []
+    for rank, own in enumerate(SAMPLES):
+        found = []
+        for n in range(4):
+            local = [[(n + 1) * x for x in own[p:] + own[:p]] for p in range(passes)]
+            entries = [one_pass(terms) for _ in range(passes)]
+            for number, one in enumerate(entries if change else ()):
+                change(one, number, rank, n)
+            row = {"names": ["net.weight"], "each": 8, "local": local}
+            row |= {"passes": entries, "used": [(n + 1) * x for x in used]}
+            found.append(event(Update, n, **row | values))
+        ranks.append(found)
+    return ranks
+
+
+def plus(*vectors):
+    """Return the sum of vectors."""
+    return [sum(values) for values in zip(*vectors, strict=True)]
+
+
+def times(factor, vector):
+    """Return a vector times a number."""
+    return [factor * x for x in vector]
+
+
+def turned(vector):
+    """Return a vector whose numbers are turned by one place."""
+    return vector[1:] + vector[:1]
+
+
+def shared_loss(one, number, rank, n):
+    one |= {"value": 2.0 + n, "gathered": ("a.py:8", True), "received": "a.py:8"}
+
+
+def two_losses(one, number, rank, n):
+    one |= {"place": f"a.py:{number}", "terms": ((1.0, "mean", 8, 1, 1),)}
+
+
+def other_optimizer(one, number, rank, n):
+    two_losses(one, number, rank, n)
+    one |= {"begun": n + number, "used": None if number else n}
+
+
+def other_batch(one, number, rank, n):
+    one["terms"] = ((1.0, "mean", 8 - 4 * rank, 1, 1),)
+
+
+def later_epoch(one, number, rank, n):
+    one["epoch"] = int(number > 1)
+
+
+LEFT = steps(plus(MEAN, turned(MEAN)), 2)
+for own, more in zip(LEFT, steps(times(3, MEAN), 3, later_epoch), strict=True):
+    own[2] = more[2]
+SUM = ((1.0, "sum", 8, 20, 1),)  # of 8 x 20 numbers
+COUNTED = ((1 / 16, "sum", 8, 1, 1),)  # divided by the 16 samples of both ranks
+TWICE = plus(times(2, MEAN), turned(MEAN))
+GRADIENTS = {
+    "a mean": (steps(MEAN), None, "held"),
+    "two passes": (steps(plus(MEAN, turned(MEAN)), 2), None, "held"),
+    "sums of losses divided by the ranks": (
+        steps(times(2, MEAN), terms=((0.5, "mean", 8, 1, 1),)),
+        None,
+        "held",
+    ),
+    "an unreadable loss": (steps(MEAN, terms=((1.0, ""),)), None, "not judged"),
+    "a loss divided by 3": (
+        steps(MEAN, terms=((1 / 3, "mean", 8, 1, 1),)),
+        "loss_scale",
+        "not judged",
+    ),
+    "a loss divided by the ranks": (
+        steps(MEAN, terms=((0.5, "mean", 8, 1, 1),)),
+        "loss_scale",
+        "broken",
+    ),
+    "a sum of gradients": (steps(times(2, MEAN)), "summed", "broken"),
+    "rank 0's gradient": (steps(SAMPLES[0]), "mean_gradient", "broken"),
+    "a summed loss": (steps(MEAN, terms=SUM), "summed_loss", "broken"),
+    "a loss divided by all samples": (
+        steps(MEAN, terms=COUNTED, change=lambda x, *_: x.update(sums=[16.0])),
+        "summed_loss",
+        "broken",
+    ),
+    "passes that are summed again": (
+        steps(TWICE, 2, calls=2),
+        "summed_again",
+        "broken",
+    ),
+    "two losses": (
+        steps(plus(MEAN, turned(MEAN)), 2, two_losses),
+        None,
+        "held",
+    ),
+    "a pass for another optimizer": (
+        steps(plus(MEAN, turned(MEAN)), 2, other_optimizer),
+        "leaked_passes",
+        "broken",
+    ),
+    "left-over passes": (LEFT, "leaked_passes", "broken"),
+    "batches of other sizes": (
+        steps(MEAN, change=other_batch),
+        "unequal_means",
+        "broken",
+    ),
+    "weights for other sizes": (
+        steps(plus(times(2 / 3, SAMPLES[0]), times(1 / 3, SAMPLES[1])), 1, other_batch),
+        None,
+        "held",
+    ),
+    "a gather without a gradient": (
+        steps(MEAN, change=shared_loss),
+        "gathered_without_gradient",
+        "broken",
+    ),
+    "tensors of other ranks": (
+        steps(MEAN, change=lambda x, *_: x.update(received="a.py:8")),
+        None,
+        "not judged",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_the_weight_of_each_sample_in_a_step(name):
+    events, wanted, state = GRADIENTS[name]
+    report = judged(*events)
+    assert law(report, 5) == state, report
+    assert wanted in named(report) if wanted else not report.findings, report.findings
+
+
+def test_a_law_is_broken_by_the_effect_of_another_one():
+    """Gradients that nothing averages make the replicas drift apart."""
+    ranks = steps(MEAN)
+    for own, used in zip(ranks, SAMPLES, strict=True):
+        for n, one in enumerate([*own]):
+            one.used = [(n + 1) * x for x in used]
+            state = {"moment": "step", "what": "weights", "names": ["net.weight"]}
+            own.append(event(State, n, each=1, values=[n * used[0]], **state))
+    report = examine(job := made(*ranks))
+    assert [*named(report)] == ["not_averaged"]
+    words = " ".join(page(job, report).split())
+    assert "see above: it could be an effect of not_averaged 5 broken" in words
+    assert [law(report, n) for n in (4, 5)] == ["broken", "broken"]
+
+
+def test_shards_that_each_rank_scales_by_itself():
+    ranks = [[event(Update, n, factor=x) for n in range(4)] for x in (0.5, 0.7)]
+    assert "shards_scaled_apart" in named(judged(*ranks))
+
+
+def test_the_advice_on_no_sync_and_on_a_prepared_scheduler():
+    """The flag is set after forward(); accelerate steps a scheduler once per process."""
+    passes = [one_pass(forwards=[True]), one_pass(forwards=[False])]
+    ranks = steps(MEAN, 2)
+    for own, used in zip(ranks, SAMPLES, strict=True):
+        own.insert(0, event(Layout))
+        for one in own[1:]:
+            one.passes, one.used = passes, used
+    found = judged(*ranks).findings
+    mends = {one.check: one.mend for one in found}
+    assert "require_backward_grad_sync before the forward" in mends["not_averaged"]
+    plan = {"type": "LambdaLR", "planned": 4, "taken": 8, "per_step": 2.0}
+    found = judged(*[[event(Schedule, 4, **plan)]] * 2).findings
+    assert [x.law for x in found] == [REPLICAS] and "accelerator" in found[0].mend
+
+
+def weight(name, rank, **values):
+    alive = {"trainable": True, "optimizer": 0, "network": "Net", "training": True}
+    alive |= {"steps": 4, "alive": 4, "reached": True, "first": 0, "moves": True}
+    return event(Weight, 1, name=name, **alive | values)
+
+
+def test_weights_that_never_live_are_named():
+    head = [[weight("head.weight", rank, first=1)] for rank in range(2)]
+    report = judged(*head)
+    assert law(report, 6) == "held" and not report.findings
+    dead = {"alive": 0, "reached": False, "cut": True, "place": "a.py:7"}
+    stage = [[weight("stage.weight", n, module="stage", **dead)] for n in range(2)]
+    found = judged(*map(plus_lists, stage, head)).findings
+    assert [(x.check, x.place) for x in found] == [("dead_weights", "a.py:7")]
+    assert found[0].what.startswith("1 of 2 trainable weights never get a gradient")
+    assert "stage.weight" in found[0].what
+    still = [[weight("stage.weight", rank, moves=False)] for rank in range(2)]
+    assert law(judged(*map(plus_lists, still, head)), 6) == "not judged"
+    lost = [[weight("weight of Linear", n, optimizer=None)] for n in range(2)]
+    found = named(judged(*map(plus_lists, lost, head)))
+    assert "not_in_an_optimizer" in found
+
+
+def plus_lists(one, other):
+    """Return both lists."""
+    return one + other
+
+
+def test_a_frozen_teacher_in_training_mode_is_named():
+    ran = {"train without gradients": [0, 1, 2, 3]}
+    mode = event(Mode, 3, name="teacher.norm", kind="batch norm", ran=ran)
+    found = named(judged([mode], [event(Mode, 3)]))
+    assert found == {"frozen_in_train_mode": "RISK"}
+    mode = event(Mode, 3, name="teacher.norm", kind="batch norm", ran={"eval": [0, 1]})
+    assert not judged([mode], [event(Mode, 3)]).findings
+
+
+def test_files_of_two_ranks_and_two_hosts():
+    """A library may have written them: images, for example."""
+    ranks = [[event(Opened, path="/a/sample.png", place="a.py:5")] for _ in range(2)]
+    assert named(judged(*ranks)) == {"several_write": "RISK"}
+    ranks[1].append(event(Start, parent="b-1", host="b", environment={}))
+    assert law(judged(ranks[0], []), 8) == "held"
+
+
+def test_what_a_checkpoint_holds():
+    good = {"path": "best.pt", "whole": 6, "has": ["optimizer"], "counts": True}
+    good |= {"holds": ["optimizer"], "taken": None, "place": "a.py:5"}
+    file = event(Opened, path="best.pt", saved=True)
+    cases = {
+        None: {},
+        "live_snapshot": {"taken": 3},
+        "shards_saved": {"cut": ["net.weight"]},
+        "no_optimizer": {"holds": []},
+        "lacking": {"missing": ["norm.running_mean"]},
+        "save_in_place": {"overwrites": True},
+    }
+    for wanted, values in cases.items():
+        report = judged([file, event(Saved, 4, **good | values)], [])
+        assert law(report, 8) == ("broken" if wanted else "held"), report
+        assert [*named(report)] == [wanted] * bool(wanted)
+    passing = good | {"overwrites": True, "path": f"{tempfile.gettempdir()}/a.pt"}
+    assert not judged([file, event(Saved, 4, **passing)], []).findings
+    live = event(Saved, 4, **good | {"live": True})
+    assert law(judged([file, live], []), 8) == "not judged"
