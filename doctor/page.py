@@ -51,7 +51,8 @@ def page(job: Job, report: Report, verbose: bool = False) -> str:
         lines += fill(f"note {one.check}: {one.what}{where}", width)
     lines += times(job, width)
     if report.findings:
-        lines += fill(f"To read more: {program()} --explain NAME", width)
+        name = report.findings[0].check
+        lines += fill(f"To read more: {program()} --explain {name}", width)
     return "\n".join(lines)
 
 
@@ -141,13 +142,14 @@ def times(job: Job, width: int) -> list[str]:
         ranks = [*own[: RANKS // 2], *own[-RANKS // 2 :]]
     lines = [""] * bool(ranks)
     for rank in ranks:
-        row = sorted(table[rank].items(), key=lambda one: -one[1])
-        parts = [f"{part} {s / walls[rank]:.0%}" for part, s in row]
-        parts = [one for one in parts if not one.endswith(" 0%")]
-        text = f"A step on rank {rank} takes {1000 * walls[rank]:.1f} ms: {parts[0]}"
-        for one in parts[1:]:
-            text += f", {one}" if len(f"{text}, {one}") <= width else ""
-        lines.append(text)
+        shares = {part: round(100 * x / walls[rank]) for part, x in table[rank].items()}
+        shares.pop("rest")
+        left = 100
+        text = f"A step on rank {rank} takes {1000 * walls[rank]:.1f} ms:"
+        for part, share in sorted(shares.items(), key=lambda one: -one[1]):
+            if share and len(f"{text} {part} {share}%, rest 99%") <= width:
+                text, left = f"{text} {part} {share}%,", left - share
+        lines.append(f"{text} rest {left}%" if left > 0 else text[:-1])
     return lines
 
 

@@ -276,4 +276,12 @@ def horovod_is_there() -> None:
         quiet(watcher.horovod_hooks)(hvd)
 
 
+def checkpoint_is_there() -> None:
+    """Install the hooks of torch.distributed.checkpoint, right after its import."""
+    from .watcher import watchers
+
+    for watcher in watchers:
+        quiet(watcher.checkpoint_hooks)(sys.modules["torch.distributed.checkpoint"])
+
+
 os.register_at_fork(after_in_child=recorder.__init__)

@@ -30,6 +30,9 @@ class Watcher:
     def horovod_hooks(self, hvd) -> None:
         """Wrap functions, right after horovod.torch has been imported."""
 
+    def checkpoint_hooks(self, dcp) -> None:
+        """Wrap functions, right after torch.distributed.checkpoint is imported."""
+
     def on_input(self, network, inputs: list) -> None:
         """The outermost network is called; `inputs` are its tensors."""
 

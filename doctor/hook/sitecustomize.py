@@ -29,6 +29,7 @@ class AfterImport:
     """Calls a function in doctor/record.py after a module has been imported."""
 
     calls = {"torch": "torch_is_there", "horovod.torch": "horovod_is_there"}
+    calls |= {"torch.distributed.checkpoint": "checkpoint_is_there"}
     searches = False
 
     def find_spec(self, name: str, path=None, target=None):

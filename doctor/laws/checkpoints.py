@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 import tempfile
+import threading
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -50,6 +51,7 @@ class Checkpoints(Watcher):
         self.states = set()  # what the job has
         self.taken = None  # by tensors of state_dict(): see take()
         self.loads = 0  # calls of load_state_dict()
+        self.given = None  # what torch.distributed.checkpoint is about to save
 
     def hooks(self) -> None:
         import torch
@@ -60,6 +62,12 @@ class Checkpoints(Watcher):
         wrap(torch.amp.GradScaler, "scale", self.scale)
         wrap(torch.nn.Module, "state_dict", self.take)
         wrap(LRScheduler, "__init__", self.schedule)
+
+    def checkpoint_hooks(self, dcp) -> None:
+        for owner in (dcp, dcp.state_dict_saver):
+            for name in ("save", "async_save"):
+                wrap(owner, name, self.save_parts)
+        wrap(dcp.state_dict_saver, "_stateful_to_state_dict", self.collect)
 
     # --- what the job has ---
 
@@ -118,6 +126,24 @@ class Checkpoints(Watcher):
             recorder.write(Saved(**own, **{"place": place(), **content}))
         return result
 
+    def collect(self, call, *args, **kwargs):
+        self.given = call(*args, **kwargs)
+        return self.given
+
+    def save_parts(self, call, state, *args, **kwargs):
+        """Record what torch.distributed.checkpoint.save() or async_save() gets."""
+        self.given, path = None, kwargs.get("checkpoint_id")
+        result = call(state, *args, **kwargs)
+        if threading.current_thread() is not threading.main_thread():
+            return result  # async_save() calls save()
+        if content := self.content(state if self.given is None else self.given):
+            # It copies the tensors, and all ranks write their parts
+            content |= {"taken": None, "live": False, "cut": [], "wrapped": False}
+            path = None if path is None else os.path.abspath(path)
+            own = {"overwrites": False, "others": 1, "path": path, "place": place()}
+            recorder.write(Saved(**content | own))
+        return result
+
     def content(self, obj) -> dict:
         """Return what an object that is saved contains; {} if it has no weights."""
         found, known = [*dictionaries(obj)], {}
@@ -151,9 +177,9 @@ class Checkpoints(Watcher):
             "taken": None,
             "live": any(x.data_ptr() in own for x in unknown),
             "wrapped": any(all(str(x).startswith(PREFIXES) for x in y) for y in states),
-            "holds": [k for k, x in MARKS.items() if any(x in one for one in found)],
+            "holds": [name for name, mark in MARKS.items() if has(found, mark)],
             "has": sorted(self.states),
-            "counts": any(isinstance(one, int) for one in top),
+            "counts": any(isinstance(one, int) or is_count(one) for one in top),
         }
         return content | (old[0] if old else {})
 
@@ -166,6 +192,20 @@ def dictionaries(value, depth: int = 0):
     if isinstance(value, (list, tuple)) and depth < 5:
         for one in value:
             yield from dictionaries(one, depth + 1)
+
+
+def has(found: list[dict], mark: str) -> bool:
+    """Return whether one of the dictionaries is that of an optimizer, for example."""
+    keys = {str(key) for one in found for key in one}
+    return any(key.startswith((f"{mark}.", mark)) for key in keys)  # or flattened
+
+
+def is_count(value) -> bool:
+    """Return whether a value is a tensor with one integer."""
+    import torch
+
+    integer = torch.is_tensor(value) and not value.is_floating_point()
+    return integer and value.numel() == 1
 
 
 def floats(state) -> list:
@@ -210,7 +250,7 @@ def checkpoints(job) -> list[tuple[str, list[Saved]]]:
     found = {}
     for one in job.of(Saved):
         found.setdefault(one.path or "", []).append(one)
-    return sorted(need(found, "torch.save() got no weights").items())
+    return sorted(need(found, "no checkpoint with weights was saved").items())
 
 
 @check(LAW, RISK, general=True, read=READ)

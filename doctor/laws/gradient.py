@@ -208,10 +208,17 @@ def reason_of(job: Job, row: list[Update], names: list[str], later) -> tuple:
         return what + ", also in the last one", mend, ""
     total = sum(any(one.part(one.used, n)) for n in range(len(one.names)))
     if len(names) < total:
-        mend = "Average these weights, too. With DDP, create all weights, and let them "
-        mend += "require gradients, before you wrap the network; use its forward()."
-        what = f"{len(names)} of {total} weights are not averaged: "
-        return what + listed(names), mend, ""
+        what = f"{len(names)} of {total} weights are not averaged: {listed(names)}"
+        layouts = [x for x in job.processes[0].of(Layout) if x.step <= one.step]
+        last = layouts[-1] if layouts else None
+        if last and {*names} <= {*last.frozen}:
+            what += f"; they were frozen when DDP was made in {last.place}"
+            mend = "Wrap the network in DDP again after you unfreeze weights: DDP "
+            mend += "averages those that required gradients when it was made."
+            return what, mend, ""
+        mend = "Average these weights, too. With DDP, create all weights before you "
+        mend += "wrap the network, and use its forward()."
+        return what, mend, ""
     if not wrapped and any(same for step, same in equal_steps(job) if step > one.step):
         mend = "Nothing, if you average weights instead of gradients."
         return "their weights become equal again, as in local SGD", mend, NOTE

@@ -2,7 +2,9 @@
 
 import weakref
 from dataclasses import dataclass, field
+from typing import ClassVar
 
+from ..event import Event
 from ..loaders import leaves
 from ..moments import Moments, runs_normally
 from ..record import place, quiet, recorder
@@ -19,6 +21,19 @@ class Ran:
     cut: bool = False  # its results need no gradient
     returned: bool = False  # the module around it returns its results
     modes: dict[str, set] = field(default_factory=dict)  # steps, if it has modes
+
+
+@dataclass(kw_only=True)
+class Padded(Event):
+    """An embedding with padding_idx gets sequences of ids."""
+
+    limit: ClassVar[int] = 20
+    name: str  # of its weight
+    row: int  # padding_idx
+    reads: int  # of this row
+    sequences: int
+    inside: int  # in how many sequences the row is read between other rows
+    columns: list[int]  # where
 
 
 class Layers(Watcher):
@@ -53,6 +68,27 @@ class Layers(Watcher):
                 mode = "fixed"  # only this part is in evaluation mode
             mode += "" if torch.is_grad_enabled() else " without gradients"
             known.modes.setdefault(mode, set()).add(recorder.step)
+        if isinstance(module, torch.nn.Embedding) and torch.is_grad_enabled():
+            if module.padding_idx is not None:
+                self.padded(module, inputs[0])
+
+    def padded(self, module, ids) -> None:
+        """Note where sequences have the padding's id."""
+        if recorder.full(Padded):
+            return
+        ids = ids.reshape(-1, ids.shape[-1] if ids.dim() > 1 else 1)
+        fills = ids == module.padding_idx
+        others = (~fills).long()
+        inside = fills & (others.cumsum(1) > 0) & (others.flip(1).cumsum(1).flip(1) > 0)
+        event = Padded(
+            name=Moments.here.name(module.weight),
+            row=module.padding_idx,
+            reads=int(fills.sum()),
+            sequences=len(ids),
+            inside=int(inside.any(1).sum()),
+            columns=inside.any(0).nonzero().flatten().tolist()[:64],
+        )
+        recorder.write(event)
 
     def after(self, module, inputs, outputs) -> None:
         """Note in the first steps whether a module's results need a gradient."""

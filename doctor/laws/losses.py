@@ -27,6 +27,7 @@ class Term(NamedTuple):
     rows: float = 0  # targets, or the first dimension of what is averaged or summed
     each: float = 1  # numbers in a row
     inner: float = 1  # how many numbers are summed in each of these
+    weighted: bool = False  # rows is the sum of the targets' class weights
 
 
 class Losses(Watcher):
@@ -166,18 +167,23 @@ def averaged(node, name: str, factor: float, shape: tuple, inner) -> Term:
     """Return the term of a mean or a sum."""
     kind = {1: "other mean", 2: "sum"}.get(getattr(node, "_saved_reduction", 1), "")
     if name.startswith("Nll"):
-        target = node._saved_target
-        rows = int((target != node._saved_ignore_index).sum())
-        return Term(factor, "mean" if kind == "other mean" else kind, rows)
+        target, each = node._saved_target, node._saved_weight
+        target = target[target != node._saved_ignore_index]
+        rows = target.numel() if each is None else float(each[target].sum())
+        kind = "mean" if kind == "other mean" else kind
+        return Term(factor, kind, rows, weighted=each is not None)
     rows, count = (shape[0] if shape else 1), math.prod(shape)
     if name.startswith("Binary") and kind == "other mean":
         kind = "mean"
     if name.startswith("Sum"):
         mask, kind = mask_of(inner), "sum"
         if mask is not None and mask.numel() == count:
-            ones = float(mask.sum())
-            if float((mask * mask).sum()) == ones:
-                rows, count = ones, ones
+            ones, top = int(mask.count_nonzero()), float(mask.max())
+            gaps = (mask - top).abs()[mask != 0]
+            if ones and float(gaps.max()) <= 1e-6 * abs(top):
+                factor, rows, count = factor * top, ones, ones
+            elif float(mask.min()) >= 0 and top < 1:
+                kind = ""  # perhaps each term has been divided by some number
     while type(inner).__name__.startswith(("Neg", "MaskedFill", *PASSED)):
         inner = children(inner)[0]
     before = type(inner).__name__

@@ -1,5 +1,6 @@
 """Law 5: a step is the mean over all samples. The weight of each sample in a step."""
 
+import math
 from collections import Counter
 from statistics import median
 
@@ -61,9 +62,9 @@ def weights(one: Fit) -> list[float]:
     return found
 
 
-def unequal(values: list[float]) -> bool:
+def unequal(values: list[float], most: float = 1.1) -> bool:
     """Return whether weights differ beyond what a step of last batches explains."""
-    return bool(values) and max(values) > 1.1 * min(values)
+    return bool(values) and max(values) > most * min(values)
 
 
 @check(LAW, RISK, general=True, causes=CAUSES)
@@ -87,8 +88,11 @@ def mean_gradient(job):
         flat = [sum(x.shares, []) for x in uneven]
         same = sum(alike([flat[0], x], 0.05) for x in flat)
         what = shares_of(uneven, total)
-        if same < max(2, len(uneven) / 2):  # as in Adasum
-            raise NotJudged(f"{what}, and others in other steps")
+        if same < max(2, len(uneven) / 2):
+            if not all(map(scaled_down, uneven)):  # as in Adasum
+                raise NotJudged(f"{what}, and others in other steps")
+            yield Breach(what, place, facts=("scaled", uneven))
+            return
         yield Breach(what, place, facts=("shares", uneven))
         return
     strange = [x for x in found if not x.solved and len(x.off) > 0.2 * x.count]
@@ -121,7 +125,8 @@ def mean_gradient(job):
         yield Breach(what, place, level=NOTE)
         raise NotJudged(f"the steps' samples count differently: {what}")
     if sum(unequal(weights(x)) for x in right) > len(right) / 2:
-        raise NotJudged("the losses are means over different numbers of targets")
+        text = "the losses are means over different numbers of targets"
+        raise NotJudged(f"{text}, or sums of class weights")
     text = f"in {len(right)} of {total} steps, the gradient is {ratio:.3f} x the mean "
     text += f"of {size} ranks' own gradients"
     if not near(ratio, 1):
@@ -136,6 +141,13 @@ def shares_of(uneven: list[Fit], total: int) -> str:
         told.append(f"{', '.join(f'{x:.2f}' for x in shares)} on rank {rank}")
     what = f"in {len(uneven)} of {total} steps, the passes of the ranks have different "
     return f"{what}weights (in step {one.row[0].step + 1}: {'; '.join(told)})"
+
+
+def scaled_down(one: Fit) -> bool:
+    """Return whether each rank's passes count alike, and less than in a mean."""
+    size = len(one.shares)
+    alike_ = all(not unequal([*map(abs, rank)]) for rank in one.shares)
+    return alike_ and all(0 < x * size < 1.01 for rank in one.shares for x in rank)
 
 
 def unread(found: list[Fit], ratio: float) -> str:
@@ -165,6 +177,25 @@ def summed_again(job, breach):
     return None
 
 
+@explains(mean_gradient, read="tutorial/09_mixed_precision/README.md")
+def clipped_apart(job, breach):
+    """Each rank scales its own gradient, as if it clipped it, before the average.
+
+    Average the gradients first, then clip the average: its norm is equal on all ranks.
+    Not a mistake if: each rank's gradient is meant to be limited, as in private SGD.
+    """
+    kind, found = breach.facts or ("", [])
+    if kind != "scaled":
+        return None
+    one = found[0]
+    told = [
+        f"{len(one.shares) * x[0]:.2f} on rank {n}" for n, x in enumerate(one.shares)
+    ]
+    what = f"in {len(found)} steps, each rank scales its own gradient by another "
+    what += f"factor before the average (in step {one.row[0].step + 1}: "
+    return Breach(f"{what}{', '.join(told)}), as clipping does")
+
+
 @explains(mean_gradient, read="tutorial/03_gradients/README.md")
 def summed(job, breach):
     """The used gradients are the sum over the ranks, or are divided twice.
@@ -190,6 +221,9 @@ def summed(job, breach):
         if count > len(values) / 2:
             what = f"{count} of {len(found)} steps use {how} of the {size} ranks' "
             return Breach(f"{what}gradients")
+    exponent = math.log2(values[0]) if values[0] > 0 else 0
+    if exponent < -7 and abs(exponent - round(exponent)) < 1e-3:
+        return None  # a loss scale, of a library that unscales the gradients
     if len(values) > 2 and not near(values[0], 1):
         if all(near(x, values[0], 0.01) for x in values):
             what = f"{len(values)} steps use {values[0]:.3g} times the mean of "
@@ -332,11 +366,24 @@ def unequal_means(job):
         passes = [entry for rank in one.row for entry in rank.passes]
         terms = [known(entry) for entry in passes]
         single = all(len(x) == 1 and x[0].kind in ("mean", "sum") for x in terms)
-        if len(passes) > 1 and single:
-            seen.append((one, unequal(weights(one))))
+        shares = [abs(x) for rank in one.shares for x in rank]
+        if len(passes) > 1 and single and not unequal(shares):
+            heavy = any(x[0].weighted for x in terms)  # these sums always differ a bit
+            seen.append((one, unequal(weights(one), 1.5 if heavy else 1.1), heavy))
     need(seen, "no losses with known numbers of targets were seen")
-    found = [one for one, differ in seen if differ]
+    found = [(one, heavy) for one, differ, heavy in seen if differ]
     if len(found) > len(seen) / 2:
         what = f"in {len(found)} of {len(seen)} steps, losses are means over different "
         what += "numbers of targets, but have equal weights"
-        yield Breach(what, found[0].row[0].passes[0]["place"])
+        mend, (one, heavy) = "", found[0]
+        if heavy:
+            sums = [known(entry)[0].rows for rank in one.row for entry in rank.passes]
+            what = f"in {len(found)} of {len(seen)} steps, each loss is divided by the "
+            what += "sum of the class weights of its own targets "
+            what += f"({', '.join(f'{x:.4g}' for x in sums[:4])} in step "
+            what += f"{one.row[0].step + 1})"
+            mend = (
+                'Use reduction="sum", all-reduce weight[target].sum(), divide by it, '
+            )
+            mend += "and multiply by the world size (DDP averages over ranks)."
+        yield Breach(what, one.row[0].passes[0]["place"], mend=mend)

@@ -79,6 +79,7 @@ class Passes(Watcher):
         utils, ddp = torch.nn.utils, torch.nn.parallel.DistributedDataParallel
         wrap(ddp, "forward", self.forward)
         wrap(torch.amp.GradScaler, "scale", self.scaled)
+        wrap(torch.amp.GradScaler, "step", self.scaler_step)
         for owner in (utils, utils.clip_grad):
             wrap(owner, "clip_grad_norm_", partial(self.clip, True))
             wrap(owner, "clip_grad_value_", partial(self.clip, False))
@@ -107,6 +108,15 @@ class Passes(Watcher):
         result = call(scaler, *args, **kwargs)
         if scaler.is_enabled() and recorder.watching:
             self.scale, self.scaler = scaler._scale.clone(), weakref.ref(scaler)
+        return result
+
+    def scaler_step(self, call, scaler, optimizer, *args, **kwargs):
+        before = recorder.step
+        result = call(scaler, optimizer, *args, **kwargs)
+        if recorder.step == before:  # not finite: these passes are meant to be lost
+            self.after_step(optimizer, weights(optimizer))
+            for one in weights(optimizer):
+                self.local.pop(id(one), None)
         return result
 
     def on_backward(self, root) -> None:

@@ -4,7 +4,8 @@ import math
 from collections import Counter
 
 from ..job import Job
-from ..law import NOTE, RISK, WRONG, Breach, NotJudged, check, need, several
+from ..law import NOTE, RISK, WRONG, Breach, Doubt, NotJudged, check, need, several
+from ..record import STEPS
 from .checkpoints import Saved
 from .states import LAW, Layout, State
 
@@ -139,10 +140,52 @@ def weights_drift(job):
     ends = states_of(job, "end", "weights")
     if ends and not differing(ends[0], 1e-5)[0]:
         parts.append("the weights at the end")
+    parts += [f"the weights of {what}" for what in others(job)]
+    alone = {x.what for x in job.of(State) if x.moment == "other"}
+    for what in sorted(alone - {x[0].what for x in states_of(job, "other")}):
+        own = [{x.rank for x in job.of(State) if x.what == what}]
+        if own[0] == {x.rank for x in job.processes}:
+            raise Doubt(f"{what}, which nothing trains, ran after other steps by rank")
     yield ", ".join(parts)
 
 
-@check(LAW, RISK, causes=[names_differ, weights_drift], read=SHARDED)
+@check(LAW, RISK, causes=[names_differ, weights_differ, weights_drift], read=READ)
+def other_network_differs(job):
+    """A network that no optimizer trains, such as a teacher, differs between the ranks.
+
+    Update it on every rank after the same steps: count steps, not what one rank sees.
+    Not a mistake if: each rank is meant to use a network of its own.
+    """
+    for what, rows in others(job).items():
+        if not (found := first(rows, f"weights of {what}", 1e-5)):
+            continue
+        row, text, _ = found
+        text = f"before step {row[0].step + 1}, {text}; no optimizer trains {what}"
+        mend = ""
+        if row is rows[0]:
+            mend = "Make it equal on all ranks: copy the network after DDP has wrapped "
+            mend += "it (DDP then gives all ranks rank 0's weights), or seed all ranks "
+            mend += "alike until it is made."
+        else:
+            text += f", and it was equal until step {row[0].step}"
+        yield Breach(text, row[0].place, mend=mend)
+
+
+def others(job: Job) -> dict[str, list[list[State]]]:
+    """Return the states of networks that run in most steps and that nothing trains."""
+    found = {}
+    for row in states_of(job, "other"):
+        found.setdefault(row[0].what, []).append(row)
+    least = max(3, min(job.watched, STEPS) / 2)
+    return {what: rows for what, rows in found.items() if len(rows) >= least}
+
+
+@check(
+    LAW,
+    RISK,
+    causes=[names_differ, weights_drift, other_network_differs],
+    read=SHARDED,
+)
 def buffers_differ(job):
     """The ranks have different buffers, or validate different networks.
 

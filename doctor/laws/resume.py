@@ -15,6 +15,7 @@ from .checkpoints import (
     Saved,
     dictionaries,
     floats,
+    has,
     no_optimizer,
     parts,
 )
@@ -59,13 +60,13 @@ class Resumes(Watcher):
     def load(self, call, *args, **kwargs):
         result = call(*args, **kwargs)
         found = [*dictionaries(result)]
-        if any("param_groups" in one for one in found):
-            schedule = any("last_epoch" in one for one in found)
+        if has(found, "param_groups"):
+            schedule = has(found, "last_epoch")
             recorder.write(Loaded(schedule=schedule, place=place()))
         return result
 
-    def restore(self, what: str, call, owner, state, *args, **kwargs):
-        known = Checkpoints.here
+    def restore(self, what: str, call, owner, *args, **kwargs):
+        known, state = Checkpoints.here, args[0] if args else kwargs["state_dict"]
         weights = owner.parameters() if what == "weights" else ()
         own = {one.data_ptr() for one in weights if not parts(one)}
         given = [(one, (known.taken or {}).get(one)) for one in floats(state)]
@@ -76,7 +77,7 @@ class Resumes(Watcher):
             if mark and (mark[0], mark[3]) != (recorder.step, known.loads)
         ]
         known.loads += what == "weights"
-        result = call(owner, state, *args, **kwargs)
+        result = call(owner, *args, **kwargs)
         unknown = getattr(result, "unexpected_keys", ())
         lost = bool(unknown) and len(unknown) >= len(state)
         recorder.write(Restored(what=what, lost=lost, own=any(same), place=place()))

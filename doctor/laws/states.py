@@ -1,5 +1,7 @@
 """Law 4: replicas are equal. Numbers of weights, buffers and optimizer states."""
 
+import weakref
+from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,6 +25,7 @@ class Layout(Event):
     limit: ClassVar[int] = 20
     weights: list[str]  # names and shapes, in their order
     buffers: list[str]
+    frozen: list[str]  # weights that need no gradient, of which DDP averages none
     place: str
 
 
@@ -31,7 +34,7 @@ class State(Event):
     """A few numbers of named tensors at one moment."""
 
     limit: ClassVar[int] = 1000
-    moment: str  # step, optimizer, validation or end
+    moment: str  # step, other, optimizer, validation or end
     what: str  # weights, buffers, norms (batch norm's buffers), or the network's name
     names: list[str]
     each: int
@@ -50,18 +53,26 @@ class Replicas(Watcher):
     """Reads a few numbers of all weights, buffers and optimizer states."""
 
     def __init__(self):
-        self.validated, self.seen = set(), set()
+        self.validated, self.seen, self.others = set(), set(), {}
+        self.labels, self.made = {}, Counter()
 
     def on_wrap(self, model, where) -> None:
         own = model.module.named_parameters(), model.module.named_buffers()
         names = [[f"{name} {tuple(x.shape)}" for name, x in pairs] for pairs in own]
-        recorder.write(Layout(weights=names[0], buffers=names[1], place=where))
+        own = model.module.named_parameters()
+        frozen = [name for name, one in own if not one.requires_grad]
+        layout = Layout(weights=names[0], buffers=names[1], frozen=frozen, place=where)
+        recorder.write(layout)
 
     def on_step(self, optimizer, weights, gradients) -> None:
         if not recorder.watching:
             return
-        self.write("step", "weights", held())
+        self.write("step", "weights", self.held())
         self.write("step", "buffers", buffers())
+        others, self.others = self.others, {}
+        for network, where in others.values():
+            name = type(network).__name__
+            self.write("other", name, named(network.named_parameters()), where, False)
         first = id(optimizer) not in self.seen and optimizer.state
         self.seen.add(id(optimizer))
         if first or recorder.step in STATES:
@@ -71,17 +82,41 @@ class Replicas(Watcher):
         current = Loaders.here.current
         late = not recorder.watching or recorder.step
         key = id(network), *([current.loader, current.epoch] if current else [late])
-        if network.training or key in self.validated:
+        known = Moments.here.known
+        trains = any(id(one) in known for one in network.parameters())
+        if recorder.watching and not trains:
+            self.others[id(network)] = network, place()
+        # A network that runs before the first step is perhaps only measured
+        if network.training or key in self.validated or not recorder.step:
             return
         self.validated.add(key)
-        found, known = everything(network), Moments.here.known
-        trains = any(id(one) in known for one in network.parameters())
+        found = everything(network)
         self.write("validation", type(network).__name__, found, place(), trains)
 
     def on_end(self) -> None:
         if recorder.step:
-            self.write("end", "weights", held())
+            self.write("end", "weights", self.held())
             self.write("end", "buffers", buffers())
+
+    def held(self) -> dict:
+        """Return all weights that were ever given to an optimizer, by name.
+
+        Equal names get numbers, in the order in which the weights were first seen:
+        Python frees an old network's weights at another time on each rank.
+        """
+        found = {}
+        for _, reference in Moments.here.known.values():
+            if (one := reference()) is None:
+                continue
+            known, label = self.labels.get(id(one), (None, ""))
+            if known is None or known() is not one:
+                label = Moments.here.name(one)
+                self.made[label] += 1
+                if self.made[label] > 1:
+                    label = f"{label} #{self.made[label]}"
+                self.labels[id(one)] = weakref.ref(one), label
+            found[label] = one
+        return named(found.items())
 
     def write(self, moment: str, what: str, found: dict, where="", trains=True) -> None:
         """Write an event with a few numbers of each tensor."""
@@ -110,13 +145,6 @@ def named(pairs) -> dict:
             name, number = f"{name.split(' #')[0]} #{number}", number + 1
         found[name] = one
     return found
-
-
-def held() -> dict:
-    """Return all weights that were ever given to an optimizer, by name."""
-    known = [reference() for _, reference in Moments.here.known.values()]
-    known = [one for one in known if one is not None]
-    return named((Moments.here.name(one), one) for one in known)
 
 
 def kept(network) -> list[tuple]:
