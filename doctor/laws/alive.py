@@ -323,6 +323,6 @@ def padding_row_read(job):
         # Sequences that are joined after they are padded have it at a few places
         if inside > 0.1 * total and len(columns) > 2:
             what = f"row {own[0].row} of {name} is the padding (padding_idx), but "
-            what += f"{inside} of {total} sequences have it between other ids, at "
-            what += f"{len(columns)} positions; it never gets a gradient"
+            what += f"{inside} of {total} sequences have it between other ids, which "
+            what += f"follow at {len(columns)} positions; it never gets a gradient"
             yield Breach(what, places.get(name, ""))

@@ -136,7 +136,10 @@ class Checkpoints(Watcher):
         result = call(state, *args, **kwargs)
         if threading.current_thread() is not threading.main_thread():
             return result  # async_save() calls save()
-        if content := self.content(state if self.given is None else self.given):
+        state = state if self.given is None else self.given
+        while len(state) == 1 and isinstance([*state.values()][0], dict):
+            state = [*state.values()][0]
+        if content := self.content(state):
             # It copies the tensors, and all ranks write their parts
             content |= {"taken": None, "live": False, "cut": [], "wrapped": False}
             path = None if path is None else os.path.abspath(path)
@@ -179,7 +182,8 @@ class Checkpoints(Watcher):
             "wrapped": any(all(str(x).startswith(PREFIXES) for x in y) for y in states),
             "holds": [name for name, mark in MARKS.items() if has(found, mark)],
             "has": sorted(self.states),
-            "counts": any(isinstance(one, int) or is_count(one) for one in top),
+            "counts": any(isinstance(one, int) for one in top)
+            or (not is_state(obj) and any(map(is_count, top))),
         }
         return content | (old[0] if old else {})
 

@@ -33,7 +33,7 @@ class Padded(Event):
     reads: int  # of this row
     sequences: int
     inside: int  # in how many sequences the row is read between other rows
-    columns: list[int]  # where
+    columns: list[int]  # where another row follows there
 
 
 class Layers(Watcher):
@@ -86,7 +86,7 @@ class Layers(Watcher):
             reads=int(fills.sum()),
             sequences=len(ids),
             inside=int(inside.any(1).sum()),
-            columns=inside.any(0).nonzero().flatten().tolist()[:64],
+            columns=(inside[:, :-1] & ~fills[:, 1:]).any(0).nonzero()[:64, 0].tolist(),
         )
         recorder.write(event)
 
