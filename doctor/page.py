@@ -143,13 +143,11 @@ def times(job: Job, width: int) -> list[str]:
     lines = [""] * bool(ranks)
     for rank in ranks:
         shares = {part: round(100 * x / walls[rank]) for part, x in table[rank].items()}
-        shares.pop("rest")
-        left = 100
-        text = f"A step on rank {rank} takes {1000 * walls[rank]:.1f} ms:"
-        for part, share in sorted(shares.items(), key=lambda one: -one[1]):
-            if share and len(f"{text} {part} {share}%, rest 99%") <= width:
-                text, left = f"{text} {part} {share}%,", left - share
-        lines.append(f"{text} rest {left}%" if left > 0 else text[:-1])
+        shares["rest"] += 100 - sum(shares.values())  # so that they add up
+        own = sorted(shares.items(), key=lambda one: -one[1])
+        parts = ", ".join(f"{part} {share}%" for part, share in own if share > 0)
+        text = f"A step on rank {rank} takes {1000 * walls[rank]:.1f} ms: {parts}"
+        lines += fill(text, width)
     return lines
 
 

@@ -1,24 +1,32 @@
 """Each law is broken, held or not judged on events as a job would record them."""
 
+import re
 import tempfile
+import weakref
 from dataclasses import fields
 
 import pytest
+import torch
+from torch.nn.functional import cross_entropy
 
 import doctor.laws  # noqa: F401  its checks
 from doctor.event import Exit, Rank, Start
 from doctor.job import Job, Process
 from doctor.law import examine
 from doctor.laws.alive import Weight
-from doctor.laws.checkpoints import Saved
+from doctor.laws.checkpoints import Checkpoints, Saved
 from doctor.laws.files import Opened
+from doctor.laws.layers import Padded
+from doctor.laws.losses import terms as read_terms
 from doctor.laws.modes import Mode
-from doctor.laws.passes import Update
+from doctor.laws.passes import Passes, Update
 from doctor.laws.replicas import LAW as REPLICAS
 from doctor.laws.schedule import Schedule
-from doctor.laws.states import Layout, State
-from doctor.moments import Step
+from doctor.laws.states import Layout, Replicas, State
+from doctor.moments import Moments, Step
 from doctor.page import page
+from doctor.record import recorder
+from doctor.spans import Spans
 
 SAMPLES = [[1.0, -2, 3, 0.5, 7, 2, -1, 4], [2.0, 1, -1, 4, 0.3, -6, 5, 2]]  # gradients
 MEAN = [(one + other) / 2 for one, other in zip(*SAMPLES, strict=True)]
@@ -125,6 +133,14 @@ def other_batch(one, number, rank, n):
     one["terms"] = ((1.0, "mean", 8 - 4 * rank, 1, 1),)
 
 
+def heavier(one, number, rank, n):
+    one["terms"] = ((1.0, "mean", 40.0 - 30 * rank, 1, 1, True),)
+
+
+def little_heavier(one, number, rank, n):
+    one["terms"] = ((1.0, "mean", 12.0 - 2 * rank, 1, 1, True),)
+
+
 def later_epoch(one, number, rank, n):
     one["epoch"] = int(number > 1)
 
@@ -132,6 +148,11 @@ def later_epoch(one, number, rank, n):
 LEFT = steps(plus(MEAN, turned(MEAN)), 2)
 for own, more in zip(LEFT, steps(times(3, MEAN), 3, later_epoch), strict=True):
     own[2] = more[2]
+CLIPPED = steps(MEAN)
+for own in CLIPPED:
+    for n, one in enumerate(own):
+        scaled = plus(times(0.1 + 0.1 * n, SAMPLES[0]), times(0.45, SAMPLES[1]))
+        one.used = times(n + 1, scaled)
 SUM = ((1.0, "sum", 8, 20, 1),)  # of 8 x 20 numbers
 COUNTED = ((1 / 16, "sum", 8, 1, 1),)  # divided by the 16 samples of both ranks
 TWICE = plus(times(2, MEAN), turned(MEAN))
@@ -182,6 +203,18 @@ GRADIENTS = {
         steps(MEAN, change=other_batch),
         "unequal_means",
         "broken",
+    ),
+    "sums of class weights": (steps(MEAN, change=heavier), "unequal_means", "broken"),
+    "nearly equal sums of class weights": (
+        steps(MEAN, change=little_heavier),
+        None,
+        "not judged",
+    ),
+    "gradients that each rank clips": (CLIPPED, "clipped_apart", "broken"),
+    "a loss scale": (
+        steps(times(2**-16, MEAN), terms=((1.0, ""),)),
+        None,
+        "not judged",
     ),
     "weights for other sizes": (
         steps(plus(times(2 / 3, SAMPLES[0]), times(1 / 3, SAMPLES[1])), 1, other_batch),
@@ -310,3 +343,119 @@ def test_what_a_checkpoint_holds():
     assert not judged([file, event(Saved, 4, **passing)], []).findings
     live = event(Saved, 4, **good | {"live": True})
     assert law(judged([file, live], []), 8) == "not judged"
+
+
+def test_what_a_loss_is_divided_by():
+    """Class weights are summed by target; a scaled mask is a factor and a count."""
+    logits, targets = (
+        torch.randn(5, 3, requires_grad=True),
+        torch.tensor([0, 2, 2, 1, -1]),
+    )
+    each = torch.tensor([0.5, 1.0, 25.0])
+    loss = cross_entropy(logits, targets, weight=each, ignore_index=-1)
+    (found,) = read_terms(loss.grad_fn)
+    assert (found.kind, found.rows, found.weighted) == ("mean", 51.5, True)
+    losses = cross_entropy(logits, targets, ignore_index=-1, reduction="none")
+    (found,) = read_terms((losses * torch.tensor([0, 0.5, 0.5, 0, 0.5])).sum().grad_fn)
+    assert (found.factor, found.kind, found.rows) == (0.5, "sum", 3)
+
+
+@pytest.mark.parametrize("first", [0, 2, None])
+def test_a_network_that_nothing_trains_is_compared(first):
+    """A teacher may be copied before DDP is made, or a rank may update it by itself."""
+    state = {"moment": "other", "what": "Net", "names": ["a"], "each": 1}
+    ranks = [
+        [
+            event(
+                State,
+                n,
+                values=[1 + rank * (first is not None and n >= first)],
+                **state,
+            )
+            for n in range(4)
+        ]
+        for rank in range(2)
+    ]
+    found = judged(*ranks)
+    assert named(found) == ({} if first is None else {"other_network_differs": "RISK"})
+    for one in found.findings:
+        assert ("equal until step 2" in one.what) == bool(first)
+        assert ("after DDP has wrapped" in one.mend) == (not first)
+
+
+def test_equal_names_are_numbered_alike_on_all_ranks(monkeypatch):
+    """One rank has freed the weights of an old network, and another has not yet."""
+    old, new, watcher = (
+        torch.nn.Parameter(torch.ones(1)),
+        torch.nn.Parameter,
+        Replicas(),
+    )
+    new = new(torch.zeros(1))
+    monkeypatch.setattr(Moments.here, "names", {id(old): "w", id(new): "w"})
+    known = {id(old): (0, weakref.ref(old))}
+    monkeypatch.setattr(Moments.here, "known", known)
+    assert [*watcher.held()] == ["w"]
+    known[id(new)] = 1, weakref.ref(new)
+    assert [*watcher.held()] == ["w", "w #2"]
+    del known[id(old)]
+    assert [*watcher.held()] == ["w #2"]
+
+
+def test_weights_that_were_frozen_when_ddp_was_made():
+    names = {"names": ["net.weight", "head.weight"]}
+    ranks = steps(MEAN)
+    for own, used in zip(ranks, SAMPLES, strict=True):
+        for n, one in enumerate(own):
+            local = [times(n + 1, used) * 2]
+            one.names, one.local = names["names"], local
+            one.used = times(n + 1, used + MEAN)
+        own.insert(0, event(Layout, frozen=["net.weight"], place="a.py:3"))
+    (found,) = judged(*ranks).findings
+    assert found.check == "not_averaged" and "frozen when DDP was made" in found.what
+    assert found.mend.startswith("Wrap the network in DDP again")
+
+
+def test_passes_that_a_scaler_skips_are_not_lost(monkeypatch):
+    weight, watcher = torch.nn.Parameter(torch.ones(1)), Passes()
+    optimizer = torch.optim.SGD([weight], 0.1)
+    for skips, left in ((True, {}), (False, {id(weight): [(1, weight)]})):
+        watcher.local = {id(weight): [(1, weight)]}
+        call = (
+            (lambda *_: None) if skips else lambda *_: recorder.__dict__.update(step=1)
+        )
+        monkeypatch.setattr(recorder, "step", 0)
+        watcher.scaler_step(call, None, optimizer)
+        assert watcher.local == left
+
+
+def test_what_a_checkpoint_in_parts_holds(monkeypatch):
+    """torch.distributed.checkpoint saves nested or flat states, and counts as tensors."""
+    network, written = torch.nn.Linear(2, 2), []
+    monkeypatch.setattr(recorder, "write", written.append)
+    monkeypatch.setattr(Moments.here, "networks", {network: True})
+    state = {"model": network.state_dict(), "epoch": torch.tensor(2)}
+    for more in ({}, {"optim": {"param_groups.0.lr": 0.1}}):
+        app = {"app": state | more}
+        Checkpoints().save_parts(lambda *_, **__: None, app, checkpoint_id="a/run")
+    assert [one.holds for one in written] == [[], ["optimizer"]]
+    assert all(one.counts and one.whole == 2 and not one.live for one in written)
+    alone = Checkpoints().content(torch.nn.BatchNorm1d(2).state_dict())
+    assert alone["counts"] is False
+
+
+def test_a_padding_row_between_other_rows():
+    own = {"name": "items.weight", "reads": 90, "sequences": 100}
+    for inside, columns, wanted in ((60, 5, True), (60, 1, False), (4, 4, False)):
+        values = {"inside": inside, "columns": [*range(columns)]}
+        found = named(judged(*[[event(Padded, **own, **values)]] * 2))
+        assert ("padding_row_read" in found) == wanted
+
+
+def test_the_parts_of_a_step_add_up():
+    names = "data forward backward communication optimizer validation saving".split()
+    spans = [(name, 0.0, 0.1 + 0.011 * n) for n, name in enumerate(names)]
+    job = made([event(Spans, n, wall=1.0, spans=spans, calls={}) for n in range(9)], [])
+    job.processes.pop()
+    text = " ".join(page(job, examine(job)).split())
+    shares = re.findall(r"(\d+)%", text.partition("A step on rank 0")[2])
+    assert len(shares) == 8 and sum(map(int, shares)) == 100
