@@ -272,7 +272,7 @@ def test_the_advice_on_no_sync_and_on_a_prepared_scheduler():
             one.passes, one.used = passes, used
     found = judged(*ranks).findings
     mends = {one.check: one.mend for one in found}
-    assert "require_backward_grad_sync before the forward" in mends["not_averaged"]
+    assert "require_backward_grad_sync before forward()" in mends["not_averaged"]
     plan = {"type": "LambdaLR", "planned": 4, "taken": 8, "per_step": 2.0}
     found = judged(*[[event(Schedule, 4, **plan)]] * 2).findings
     assert [x.law for x in found] == [REPLICAS] and "accelerator" in found[0].mend

@@ -3,6 +3,7 @@
 from . import (  # noqa: F401
     alive,
     checkpoints,
+    factors,
     files,
     gradient,
     losses,

@@ -107,7 +107,7 @@ def fit(row: list[Update]) -> Fit | None:
     if not solved:
         shares = [factor / len(row)] * len(flat)
         guess = [factor * x for x in mean]
-    numbers, off = range(len(row[0].names)), []
+    numbers = range(len(row[0].names))
     parts = [[row[0].part(x, n) for x in (target, guess, mean)] for n in numbers]
     seen = [n for n in numbers if any(map(any, parts[n]))]
     off = [row[0].names[n] for n in seen if not alike(parts[n][:2], 0.1)]
@@ -197,12 +197,9 @@ def reason_of(job: Job, row: list[Update], names: list[str], later) -> tuple:
     if wrapped and not forwards[-1]:
         done = [n + 1 for n, x in enumerate(forwards) if x]
         if one.passes[-1]["flag"]:  # it was set between forward() and backward()
-            what = "DDP averages no pass"
-            if done:
-                what = f"DDP averages pass {done[0]} of {count}, but not the last one"
-            mend = "Set require_backward_grad_sync before the forward pass: DDP reads "
-            mend += "it there."
-            return f"{what}, because the flag is set after forward()", mend, ""
+            what = f"DDP averages {f'pass {done[0]}' if done else 'none'} of {count}, "
+            mend = "Set require_backward_grad_sync before forward(), which reads it."
+            return f"{what}because the flag is set after forward()", mend, ""
         what = f"no_sync() is active in {forwards.count(False)} of {count} passes"
         mend = "Use no_sync() in all passes of a step except the last."
         return what + ", also in the last one", mend, ""
@@ -216,9 +213,8 @@ def reason_of(job: Job, row: list[Update], names: list[str], later) -> tuple:
             mend = "Wrap the network in DDP again after you unfreeze weights: DDP "
             mend += "averages those that required gradients when it was made."
             return what, mend, ""
-        mend = "Average these weights, too. With DDP, create all weights before you "
-        mend += "wrap the network, and use its forward()."
-        return what, mend, ""
+        mend = "Average these weights, too. With DDP, create them before you wrap the "
+        return what, f"{mend}network, and use its forward().", ""
     if not wrapped and any(same for step, same in equal_steps(job) if step > one.step):
         mend = "Nothing, if you average weights instead of gradients."
         return "their weights become equal again, as in local SGD", mend, NOTE
@@ -297,9 +293,7 @@ def leaked_passes(job):
             if old:
                 what = f"step {one.step + 1} adds a pass of {old[0]['place']}, which "
                 what += f"another optimizer used in step {old[0]['used'] + 1}"
-                mend = (
-                    "Call zero_grad() of this optimizer before its own backward pass."
-                )
+                mend = "Call this optimizer's zero_grad() before its backward pass."
                 yield Breach(what, one.passes[-1]["place"], mend=mend)
                 return
         for optimizer in {one.optimizer for one in steps}:

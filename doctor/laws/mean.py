@@ -1,10 +1,9 @@
 """Law 5: a step is the mean over all samples. The weight of each sample in a step."""
 
-import math
 from collections import Counter
 from statistics import median
 
-from ..law import NOTE, RISK, WRONG, Breach, NotJudged, check, explains, need
+from ..law import NOTE, RISK, Breach, NotJudged, check, explains, need
 from .gradient import (
     Fit,
     fits,
@@ -194,118 +193,6 @@ def clipped_apart(job, breach):
     what = f"in {len(found)} steps, each rank scales its own gradient by another "
     what += f"factor before the average (in step {one.row[0].step + 1}: "
     return Breach(f"{what}{', '.join(told)}), as clipping does")
-
-
-@explains(mean_gradient, read="tutorial/03_gradients/README.md")
-def summed(job, breach):
-    """The used gradients are the sum over the ranks, or are divided twice.
-
-    Divide by the world size once. DDP and Horovod do that; all_reduce() does not.
-    Not a mistake if: the learning rate accounts for it.
-    """
-    kind, found = breach.facts or ("", [])
-    size = len(job.processes)
-    if kind == "off":
-        return Breach(breach.what)
-    if kind != "factor":
-        return None
-    scale = found[0].row[0].passes[-1]["scale"]
-    if scale not in (None, 1) and near(found[0].factor, scale):
-        what = f"the gradients of step {found[0].row[0].step + 1} are still {scale:g} "
-        mend = "Call scaler.step(optimizer), not optimizer.step()."
-        what += "times too large: nothing unscales them"
-        return Breach(what, level=WRONG, mend=mend)
-    values = [x.factor for x in found]
-    for value, how in ((size, "the sum"), (1 / size, f"1/{size} of the mean")):
-        count = sum(near(x, value) for x in values)
-        if count > len(values) / 2:
-            what = f"{count} of {len(found)} steps use {how} of the {size} ranks' "
-            return Breach(f"{what}gradients")
-    exponent = math.log2(values[0]) if values[0] > 0 else 0
-    if exponent < -7 and abs(exponent - round(exponent)) < 1e-3:
-        return None  # a loss scale, of a library that unscales the gradients
-    if len(values) > 2 and not near(values[0], 1):
-        if all(near(x, values[0], 0.01) for x in values):
-            what = f"{len(values)} steps use {values[0]:.3g} times the mean of "
-            return Breach(f"{what}the {size} ranks' gradients")
-    return None
-
-
-@explains(mean_gradient, read=PASSES)
-def summed_loss(job, breach):
-    """The loss is a sum over samples, and DDP averages the ranks' gradients.
-
-    Multiply the loss by the world size, or divide the sum by the number of samples (or
-    targets) of all ranks: otherwise N processes with batches of B do not make the step
-    of one process with a batch of N x B.
-    Not a mistake if: the learning rate accounts for it.
-    """
-    kind, found = breach.facts or ("", [])
-    if kind != "factor" or not near(median(x.factor for x in found), 1):
-        return None
-    tied, plain, rows, size = [], [], set(), len(job.processes)
-    for entry in (one.row[0].passes[-1] for one in found):
-        terms = known(entry)
-        if not terms or {x.kind for x in terms} != {"sum"}:
-            continue
-        sums = [x for x in entry["sums"] if x > 1]
-        tied += [x for x in sums if near(abs(terms[0].factor) * x, 1, 1e-4)][:1]
-        plain += [1] * (max(abs(x.factor) for x in terms) > 0.99)
-        rows |= {(x.rows, x.each) for x in terms}
-    if len(tied) > len(found) / 2:
-        what = f"the loss is divided by a sum over all ranks ({tied[0]:g} in step 1), "
-        mend = f"Multiply the loss by {size}, the world size."
-        return Breach(f"{what}and averaged over {size} ranks again", mend=mend)
-    if len(plain) > len(found) / 2:
-        constant = len(rows) == 1 and {x for _, x in rows} == {1}  # only a factor
-        what = "the loss is a sum over the samples of a rank's batch, and the "
-        what += f"gradients are divided by {size}, the number of processes"
-        return Breach(what, level=NOTE if constant else RISK)
-    return None
-
-
-@explains(mean_gradient, read=PASSES)
-def loss_scale(job, breach):
-    """The loss is divided by another number than the number of passes per step.
-
-    With n micro-batches, divide each one's mean loss by n. DDP averages over ranks.
-    Not a mistake if: the learning rate accounts for it, or the factor is intended.
-    """
-    kind, found = breach.facts or ("", [])
-    counts, size = Counter(), len(job.processes)
-    for one in found if kind == "factor" else ():
-        passes, values = one.row[0].passes, totals(one)
-        means = {"mean" in x.kind for entry in passes for x in known(entry)}
-        if not values or means != {True} or not near(one.factor, 1):
-            continue
-        if is_right(one) or len({entry["place"] for entry in passes}) > 1:
-            continue
-        count = len(passes)
-        value, whole = values[0] / count, values[1] / count
-        known_factors = {
-            f"is not divided by {count}": 1,
-            f"is divided by {count} twice": 1 / count**2,
-            f"is divided by {size}, the world size": 1 / count / size,
-            f"is multiplied by {size}, the world size": size / count,
-        }
-        fits = {
-            how: any(near(x, number, 0.002) for x in (value, whole))
-            for how, number in known_factors.items()
-        }
-        first, single = known(passes[0])[0], len(known(passes[0])) == 1
-        half = count == 1 and first.kind == "other mean"  # half a mean of squares
-        how = next((how for how, fit in fits.items() if fit), "")
-        if half or (not single and not near(whole, 1 / count / size, 0.002)):
-            how = ""
-        what = f"a step has {count} passes, each with a mean loss that "
-        what = what if count > 1 else "a step has a mean loss that "
-        other = f"is multiplied by {value:.4g}" if single else ""
-        if how or other:
-            counts[what + (how or other), bool(how)] += 1
-    for (what, how), steps in counts.most_common(1):
-        if steps >= 0.3 * len(found):
-            return Breach(what, level=RISK if how else NOTE)
-    return None
 
 
 def shared(found: list[Fit]) -> list[float]:
