@@ -155,16 +155,11 @@ def test_batches_that_cannot_be_made_are_one_line():
     few = "images are too few for .*and"
     for flags, place, training, problem in (
         (("-b", 16), (0, 1), True, None),
-        (("-b", 17), (0, 1), True, f"16 training {few} 1 processes: lower -b or add"),
+        (("-b", 17), (0, 1), True, f"16 training {few} 1 pro"),
         (("-b", 20), (0, 2), True, f"16 training {few} 2 pro"),
         (("-b", 17, "--evaluate", "--pretrained"), (0, 1), True, None),
         (("-b", 17), (0, 1), False, None),
-        (
-            ("-b", 17),
-            (16, 17),
-            False,
-            f"16 validation {few} 17 processes: lower -b or add",
-        ),
+        (("-b", 17), (16, 17), False, f"16 validation {few} 17 .*: lower -b"),
         (("-b", 63), (0, 2), True, "63 images cannot be divided by 2 proc"),
         (("-b", 1), (1, 2), True, "1 images cannot be divided by 2 proc"),
         (
@@ -194,15 +189,8 @@ def test_validation_needs_no_more_memory_than_a_micro_batch():
 
 
 def test_images_that_are_normalized_already_are_refused():
-    for image, found in (
-        (IMAGE / 255, r"\(torch.float32, 3, 4, 4\)"),
-        (IMAGE.permute(1, 2, 0), r"\(torch.uint8, 4, 4, 3\)"),
-        (IMAGE[None], r"\(torch.uint8, 1, 3, 4, 4\)"),
-        (IMAGE.numpy(), "numpy.ndarray"),
-    ):
-        with pytest.raises(
-            UserError, match=f"image . is .*{found}.*, not a uint8 tens"
-        ):
+    for image in (IMAGE / 255, IMAGE.permute(1, 2, 0), IMAGE[None], IMAGE.numpy()):
+        with pytest.raises(UserError, match="image . is .*, not a uint8 tensor"):
             next(iter(loader_of([(image, 1)] * 8)))
 
 
