@@ -182,7 +182,7 @@ def labs(source: str) -> str:
     symptoms, page = {lab.number: lab.symptom for lab in found}, "README.md"
     if language:  # the only place of the Chinese symptoms is the page itself
         page = f"README.{language}.md"
-        rows = r"^\|(?:.*\|)? \[?(\d\d)\]?(?:\(\S+\))? \| (.*) \|$"
+        rows = r"^\|(?:.*\|)? \**\[?(\d\d)\]?(?:\(\S+\))?\** \| (.*) \|$"
         symptoms = dict(re.findall(rows, (folder / page).read_text(), re.M))
     if lesson == "all":
         head = (
@@ -191,7 +191,8 @@ def labs(source: str) -> str:
         text = f"| {head} |\n|---|---|---|\n"
         for lab in found:
             number = f"[{int(lab.lesson[:2])}](../{lab.lesson}/{page})"
-            text += f"| {number} | [{lab.number}]({lab.script}) "
+            strong = "**" * (lab.path == "core")
+            text += f"| {number} | {strong}[{lab.number}]({lab.script}){strong} "
             text += f"| {symptoms[lab.number]} |\n"
         return text
     found = [lab for lab in found if lab.lesson == lesson]

@@ -5,7 +5,6 @@ python tutorial/15_network/network_fit.py [FILE.json]    # saves the measurement
 
 import json
 import sys
-from collections import defaultdict
 from pathlib import Path
 from statistics import mean
 from time import perf_counter
@@ -37,12 +36,13 @@ def fit(times: dict[int, float]) -> tuple[float, float]:
 
 def report(measured: dict[str, dict]) -> str:
     """Return the fit, and its prediction for each way to send a step's gradients."""
-    latency, bandwidth = measured["fit"]
-    text = f"latency {latency * 1e3:.2f} ms, bandwidth {bandwidth / 1e9:.2f} GB/s\n"
+    (latency, bandwidth), sizes = measured["fit"], measured["sizes"].items()
+    off = max(abs((latency + int(n) / bandwidth) / took - 1) for n, took in sizes)
+    text = f"latency {latency * 1e3:.2f} ms, bandwidth {bandwidth / 1e9:.2f} GB/s"
+    text += f", off by up to {off:.0%}{', a poor fit' * (off > 0.2)}\n"
     for name, (all_reduces, size, took) in measured["steps"].items():
-        predicted = all_reduces * latency + size / bandwidth
-        text += f"{name}: predicted {predicted * 1e3:.1f}, measured {took * 1e3:.1f} ms"
-        text += f" ({predicted / took - 1:+.0%})\n"
+        a, b = 1e3 * (all_reduces * latency + size / bandwidth), 1e3 * took
+        text += f"{name}: predicted {a:.1f}, measured {b:.1f} ms ({a / b - 1:+.0%})\n"
     return text
 
 
@@ -52,26 +52,26 @@ def main(rank: int, port: int, file: str | None) -> None:
     store = dist.TCPStore("127.0.0.1", port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
-    times = defaultdict(list)
+    times = {}
     for _ in range(ROUNDS):
         for size in SIZES:
-            times[size].append(seconds([torch.zeros(size // 4)] * REPEATS) / REPEATS)
+            took = seconds([torch.zeros(size // 4)] * REPEATS) / REPEATS
+            times.setdefault(size, []).append(took)
         loss = model(torch.randn(64, 512)).square().mean()
         each = torch.autograd.grad(loss, list(model.parameters()))
         flat = torch.cat([gradient.flatten() for gradient in each])
         steps = {"each gradient": each, "2 MiB": flat.split(2**19), "all": [flat]}
         for name, parts in steps.items():
-            times[name].append(seconds(parts))
+            times.setdefault(name, []).append(seconds(parts))
     sizes = {size: mean(times[size]) for size in SIZES}
     sent = {n: (len(p), flat.nbytes, mean(times[n])) for n, p in steps.items()}
     measured = {"sizes": sizes, "steps": sent, "fit": fit(sizes)}
     dist.destroy_process_group()
-    if rank > 0:
-        return
-    for name, (all_reduces, size, _) in measured["steps"].items():
-        print(f"{name}: {all_reduces} x all_reduce, {size:,} bytes")
-    print(report(measured), end="", file=sys.stderr)
-    if file:
+    if rank == 0:
+        for name, (all_reduces, size, _) in measured["steps"].items():
+            print(f"{name}: {all_reduces} x all_reduce, {size:,} bytes")
+        print(report(measured), end="", file=sys.stderr)
+    if rank == 0 and file:
         Path(file).write_text(json.dumps(measured, indent=1))
 
 

@@ -8,6 +8,7 @@ checks: weights, shares, steps, batches(size=8)
 runs: on_machines
 doctor: same_samples
 lesson: 01_ranks
+path: core
 """
 
 import os

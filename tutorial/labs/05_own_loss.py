@@ -7,6 +7,7 @@ grader: have different weights after step 1
 checks: weights, shares, steps, batches(size=8)
 doctor: not_averaged
 lesson: 05_build_ddp
+path: core
 """
 
 import torch

@@ -7,6 +7,7 @@ grader: step 1 moves the weights 0.50 times as far as one process does
 checks: weights, shares, steps, printed(names=["loss"]), batches(size=8)
 doctor: loss_scale
 lesson: 03_gradients
+path: core
 """
 
 import torch

@@ -7,6 +7,7 @@ grader: 3 epochs of 96 images are 288; the two processes train on 576
 checks: weights, shares, steps, batches(size=8)
 doctor: same_samples
 lesson: 04_batches
+path: core
 """
 
 import torch

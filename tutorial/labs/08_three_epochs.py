@@ -7,6 +7,7 @@ grader: rank 0 sees the same images in the same order in epochs 0 and 1
 checks: weights, shares, steps, batches(size=8)
 doctor: same_order
 lesson: 04_batches
+path: core
 """
 
 import torch

@@ -7,6 +7,7 @@ grader: both processes add the same noise to their images
 checks: weights, noise, shares, steps, batches(size=8)
 doctor: same_augmentation
 lesson: 04_batches
+path: core
 """
 
 import torch

@@ -2,11 +2,12 @@
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/10_accuracy.py
 
-symptom: The printed accuracy is slightly wrong.
+symptom: The printed accuracy is wrong, with one process too.
 grader: the printed accuracy is
 checks: weights, shares, steps, accuracy, batches(size=8)
 doctor: wrong_accuracy
 lesson: 04_batches
+path: core
 """
 
 import torch

@@ -2,11 +2,12 @@
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/11_accuracy.py
 
-symptom: The accuracy depends on the number of processes.
+symptom: The printed accuracy is right with one process, and wrong with two.
 grader: the printed accuracy is
 checks: weights, shares, steps, accuracy, batches(size=8)
 doctor: wrong_accuracy
 lesson: 04_batches
+path: core
 """
 
 import torch

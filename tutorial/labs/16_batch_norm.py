@@ -7,6 +7,7 @@ grader: rank 1 validates a different network from model.pt
 checks: weights, shares, steps, norm, accuracy, batches(size=8)
 doctor: buffers_differ
 lesson: 08_collectives
+path: core
 """
 
 import torch

@@ -7,6 +7,7 @@ grader: have different weights after step 1
 checks: weights, shares, steps, averages, batches(size=16)
 doctor: not_averaged
 lesson: 07_accumulation
+path: core
 """
 
 from contextlib import nullcontext

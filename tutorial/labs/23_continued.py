@@ -8,6 +8,7 @@ checks: weights, shares, steps, batches(size=8)
 runs: killed
 doctor: no_optimizer
 lesson: 12_restarts
+path: core
 """
 
 from pathlib import Path

@@ -7,6 +7,7 @@ grader: one process does with the same 16 images and a gradient norm of at most 
 checks: weights, shares, scaler, steps(max_norm=0.3), batches(size=8)
 doctor: clip_order
 lesson: 09_mixed_precision
+path: core
 """
 
 import torch

@@ -8,6 +8,7 @@ checks: weights, shares, steps, printed(names=["loss"]), waits, collectives,
   batches(size=8)
 doctor: -
 lesson: 14_step_cost
+path: core
 """
 
 import torch

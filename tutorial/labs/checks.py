@@ -4,11 +4,12 @@ A lab's header names its checks. They raise Wrong with what the script does wron
 """
 
 import re
+from collections.abc import Iterator
 from itertools import combinations, pairwise
 from pathlib import Path
 
 import torch
-from play import Pass, Run, Wrong
+from play import Forward, Run, Wrong
 from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn import functional as F
@@ -66,22 +67,26 @@ def check_weights(run: Run) -> None:
             raise Wrong(f"the two processes have different weights {when}")
 
 
-def check_shares(run: Run) -> None:
-    """Each epoch trains the network once on each image, in a new order."""
-    seen = [indices(rank.trained()) for rank in run.ranks]
-    count = sum(map(len, seen))
-    if count != EPOCHS * TRAINING:
-        text = f"{EPOCHS} epochs of {TRAINING} images are {EPOCHS * TRAINING}"
-        raise Wrong(f"{text}; the two processes train on {count}")
-    epochs = [rank.chunk(EPOCHS) for rank in seen]
-    for epoch, pair in enumerate(zip(*epochs, strict=True)):
-        if missing := TRAINING - torch.cat(pair).unique().numel():
-            text = f"epoch {epoch} leaves out {missing} of {TRAINING} images"
-            raise Wrong(f"{text} and uses as many others twice")
+def epochs(run: Run) -> Iterator[tuple[int, Tensor]]:
+    """Yield each epoch's number and image indices; raise Wrong if an order repeats."""
+    shares = [indices(rank.trained()).chunk(EPOCHS) for rank in run.ranks]
+    for epoch, pair in enumerate(zip(*shares, strict=True)):
+        yield epoch, torch.cat(pair)
     for a, b in combinations(range(EPOCHS), 2):
-        if epochs[0][a].equal(epochs[0][b]):
+        if shares[0][a].equal(shares[0][b]):
             text = "rank 0 sees the same images in the same order"
             raise Wrong(f"{text} in epochs {a} and {b}")
+
+
+def check_shares(run: Run) -> None:
+    """Each epoch trains the network once on each image, in a new order."""
+    if (count := sum(len(rank.trained()) for rank in run.ranks)) != EPOCHS * TRAINING:
+        text = f"{EPOCHS} epochs of {TRAINING} images are {EPOCHS * TRAINING}"
+        raise Wrong(f"{text}; the two processes train on {count}")
+    for epoch, used in epochs(run):
+        if missing := TRAINING - used.unique().numel():
+            text = f"epoch {epoch} leaves out {missing} of {TRAINING} images"
+            raise Wrong(f"{text} and uses as many others twice")
     for number, step in enumerate(run.ranks[0].steps, 1):
         if not all(one.training for one in step.passes):
             raise Wrong(f"step {number} trains a network that is in evaluation mode")
@@ -136,7 +141,7 @@ def summed_loss(weights: Tensor, images: Tensor) -> Tensor:
     return F.cross_entropy(outputs(weights, images), labels, reduction="sum")
 
 
-def gradient(weights: Tensor, passes: tuple[Pass, ...]) -> Tensor:
+def gradient(weights: Tensor, passes: tuple[Forward, ...]) -> Tensor:
     """Return the mean loss's gradient, by differences: autograd can prevent forks."""
     shifts = 1e-6 * torch.eye(len(weights))
     losses, total = vmap(summed_loss, (0, None)), 0
@@ -147,7 +152,7 @@ def gradient(weights: Tensor, passes: tuple[Pass, ...]) -> Tensor:
     return total / 2e-6 / sum(len(one.images) for one in passes)
 
 
-def leaves_out(weights: Tensor, one: Pass) -> bool:
+def leaves_out(weights: Tensor, one: Forward) -> bool:
     """Return whether a forward pass skips the middle block."""
     if len(weights) != BLOCK:
         return False
@@ -187,7 +192,7 @@ def check_schedule(run: Run) -> None:
 
 def check_averages(run: Run) -> None:
     """DDP averages the gradients once per step."""
-    if (count := max(step.facts.averages for step in run.ranks[0].steps)) > 1:
+    if (count := max(step.averages for step in run.ranks[0].steps)) > 1:
         raise Wrong(f"a step averages the gradients {count} times instead of once")
 
 
@@ -242,7 +247,7 @@ def check_accuracy(run: Run, times: int = 1) -> None:
         raise Wrong(f"an accuracy follows only {len(steps)} of {times} epochs")
 
 
-def compare_accuracy(printed: str, passes: list[Pass]) -> None:
+def compare_accuracy(printed: str, passes: list[Forward]) -> None:
     """A printed accuracy matches the accuracy of these passes."""
     right = {}
     for one in passes:
@@ -275,17 +280,12 @@ def check_filter(run: Run) -> None:
     good = IMAGES[:TRAINING].std(1) > 0.7
     shares = [int(good[rank::2].sum()) for rank in (0, 1)]  # of processes
     least = 2 * 8 * (min(shares) // 8)  # if both drop what only one of them has
-    epochs = [indices(rank.trained()).chunk(EPOCHS) for rank in run.ranks]
-    for epoch, parts in enumerate(zip(*epochs, strict=True)):
-        used = torch.cat(parts).unique()
-        if bad := int((~good[used]).sum()):
+    for epoch, found in epochs(run):
+        if bad := int((~good[used := found.unique()]).sum()):
             raise Wrong(f"{bad} images of too little contrast are used")
         if len(used) < least:
             text = f"epoch {epoch} uses only {len(used)} of {int(good.sum())} images"
             raise Wrong(f"{text} with enough contrast")
-    for one, other in combinations(epochs[0], 2):
-        if one.equal(other):
-            raise Wrong("two epochs have the same images in the same order")
 
 
 def check_export(run: Run) -> None:
@@ -309,14 +309,14 @@ def check_optimizer(run: Run) -> None:
     before, last = (step.weights for step in run.ranks[0].steps[-2:])
     if (LR * momentum - (before - last)).abs().max() > 1e-5:
         raise Wrong(f"{CHECKPOINT} does not hold the momentum of the last step")
-    if any(step.facts.held == PLAIN for rank in run.ranks for step in rank.steps):
+    if any(step.held == PLAIN for rank in run.ranks for step in rank.steps):
         raise Wrong("a process holds the optimizer's whole state while it trains")
 
 
 def check_waits(run: Run) -> None:
     """The host does not wait for the device in every step."""
     steps = run.ranks[0].steps
-    if (count := sum(step.facts.waits for step in steps)) > len(steps) / 2:
+    if (count := sum(step.waits for step in steps)) > len(steps) / 2:
         text = f"on a GPU, {len(steps)} steps would wait for it {count} times"
         raise Wrong(f"{text}; at most {len(steps) // 2} are allowed")
 
@@ -378,20 +378,21 @@ def check_local(run: Run, every: int = 4) -> None:
 
 def check_files(run: Run) -> None:
     """No epoch uses an image twice; each uses at least 64, and all together more."""
-    seen = [indices(rank.trained()).chunk(EPOCHS) for rank in run.ranks]
-    for epoch, pair in enumerate(zip(*seen, strict=True)):
-        used = torch.cat(pair)
+    every = set()
+    for epoch, used in epochs(run):
         if len(used.unique()) < max(len(used), 64):
             text = f"epoch {epoch} uses {len(used.unique())} of {TRAINING} images"
             raise Wrong(f"{text}, {len(used)} times in all")
-    used = indices(torch.cat([rank.trained() for rank in run.ranks])).unique()
-    if len(used) <= 64:
-        raise Wrong(f"{TRAINING - len(used)} of {TRAINING} images are used in no epoch")
+        every |= {*used.tolist()}
+    if len(every) <= 64:
+        raise Wrong(
+            f"{TRAINING - len(every)} of {TRAINING} images are used in no epoch"
+        )
 
 
 def check_workers(run: Run) -> None:
     """Two workers read the images of each process."""
-    if (count := min(rank.steps[0].facts.workers for rank in run.ranks)) < 2:
+    if (count := min(rank.steps[0].workers for rank in run.ranks)) < 2:
         raise Wrong(f"a process reads its images with {count} workers instead of 2")
 
 
@@ -409,7 +410,7 @@ def check_scaler(run: Run) -> None:
     """The loss is scaled, and the learning rate is the given one."""
     if any(abs(step.lr - LR) > 1e-6 for step in run.ranks[0].steps):
         raise Wrong(f"the learning rate is not {LR}")
-    if any(step.facts.scale <= 1 for step in run.ranks[0].steps):
+    if any(step.scale <= 1 for step in run.ranks[0].steps):
         raise Wrong("the loss is not multiplied by a gradient scaler's scale")
 
 
@@ -422,7 +423,7 @@ def check_bf16(run: Run) -> None:
 
 def check_sharded(run: Run) -> None:
     """The optimizer updates shards of the weights."""
-    if not all(step.facts.sharded for rank in run.ranks for step in rank.steps):
+    if not all(step.sharded for rank in run.ranks for step in rank.steps):
         raise Wrong("each process holds all weights: FSDP2 does not shard them")
 
 

@@ -103,7 +103,19 @@ def compare_killed(whole: Run, script: Path, files: Path) -> None:
 
 def play_killed_while_saving(script: Path, files: Path) -> None:
     """Run a script once uninterrupted, and once killed during its second save."""
-    steps = play_once(script, files).ranks[0].steps
+
+    def removes(event: str, arguments: tuple) -> None:
+        moves = event in ("os.remove", "os.rename")  # os.replace is a rename, too
+        if moves and Path(str(arguments[0])).name == checks.CHECKPOINT:
+            Path("removed").touch()
+
+    def link(steps: int) -> None:  # the first checkpoint gets a second name
+        exists = Path(checks.CHECKPOINT).exists()
+        if steps == 6 and os.environ["RANK"] == "0" and exists:
+            os.link(checks.CHECKPOINT, "first.pt")
+            sys.addaudithook(removes)
+
+    steps = play_once(script, files, disturb=link).ranks[0].steps
 
     def check_checkpoint(file: Path) -> int:
         _, weights = checks.saved(file, part="model")
@@ -111,7 +123,7 @@ def play_killed_while_saving(script: Path, files: Path) -> None:
             raise Wrong(f"{file.name} does not hold the weights after an epoch")
         return file.stat().st_size
 
-    size = check_checkpoint(files / checks.CHECKPOINT)
+    size, first = check_checkpoint(files / checks.CHECKPOINT), files / "first.pt"
 
     def limit(steps: int) -> None:  # the kernel kills a process that writes more
         if steps == 6:
@@ -125,6 +137,12 @@ def play_killed_while_saving(script: Path, files: Path) -> None:
         run.end(may_fail=True)
     with under("if the run is killed during its second save"):
         check_checkpoint(files / checks.CHECKPOINT)
+    if first.exists() and checks.differ(
+        checks.saved(first, part="model")[1], steps[5].weights
+    ):
+        raise Wrong("the second save writes into the file of the first")
+    if first.with_name("removed").exists():
+        raise Wrong("for a moment, the second save leaves no checkpoint")
 
 
 def play_capstone(script: Path, files: Path) -> None:

@@ -20,6 +20,7 @@ class Lab:
     checks: dict[str, dict]  # of checks.py, in this order, with their options
     doctor: str  # the finding, or "-"
     lesson: str  # the folder of the lesson that teaches what is needed
+    path: str = "optional"  # or "core"
     runs: str = "once"  # of grade.py
 
 

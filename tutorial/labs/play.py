@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,31 +28,12 @@ class Wrong(Exception):
     """Describes what a script does wrong, in one line."""
 
 
-class Pass(NamedTuple):
-    """One forward pass of a network."""
-
-    step: int  # how many steps came before it
-    training: bool  # the network's mode
-    images: Tensor  # (N, 8)
-    outputs: Tensor  # (N, 3)
-    dtype: str  # of the outputs
-
-
-class Step(NamedTuple):
-    """One step of an optimizer."""
-
-    passes: list[Pass]  # with gradients, since the previous step
-    lr: float
-    weights: Tensor  # all weights after the step, as one vector
-    facts: Weights  # what else was recorded
-
-
 @dataclass
 class Rank:
     """What one process did."""
 
-    steps: list[Step] = field(default_factory=list)
-    validated: list[Pass] = field(default_factory=list)  # passes without gradients
+    steps: list[Weights] = field(default_factory=list)
+    validated: list[Forward] = field(default_factory=list)  # passes without gradients
     text: str = ""  # everything that it prints
     printed: list[Printed] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
@@ -73,16 +53,15 @@ def read_rank(process: job.Process, text: str) -> Rank:
     rank.collectives = [one.name for one in process.of(Call)]
     for one in process.events:
         if isinstance(one, Forward):
-            values = torch.tensor(one.images), torch.tensor(one.outputs)
-            done = Pass(one.step, one.training, *values, one.dtype)
-            (passes if one.grad else rank.validated).append(done)
+            one.images, one.outputs = map(torch.tensor, (one.images, one.outputs))
+            (passes if one.grad else rank.validated).append(one)
         elif isinstance(one, Weights):
-            weights = torch.tensor(one.values)
+            one.weights = torch.tensor(one.weights)
             if one.when == "step":
-                rank.steps.append(Step(passes, one.lr, weights, one))
-                passes = []
+                rank.steps.append(one)
+                one.passes, passes = passes, []
             else:
-                rank.weights.append(weights)
+                rank.weights.append(one.weights)
     return rank
 
 

@@ -9,8 +9,10 @@ import os
 import runpy
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -29,6 +31,8 @@ from doctor.event import Event
 from doctor.record import recorder, wrap
 from doctor.watcher import Watcher
 
+# Methods of a tensor that wait for a GPU
+READS = "item cpu tolist numpy __bool__ __float__ __int__ __format__ __repr__".split()
 LIFE = 60  # seconds after which a process ends, even if the grader is gone
 
 
@@ -38,8 +42,8 @@ class Forward(Event):
 
     training: bool  # the network's mode
     grad: bool
-    images: list  # (N, 8)
-    outputs: list  # (N, 3)
+    images: "list | Tensor"  # (N, 8); play.py makes tensors of lists
+    outputs: "list | Tensor"  # (N, 3)
     dtype: str  # of the outputs
 
 
@@ -48,7 +52,8 @@ class Weights(Event):
     """All weights before the first step, after a step, or at the end."""
 
     when: str  # "first", "step" or "last"
-    values: list  # as one vector
+    weights: "list | Tensor"  # as one vector
+    passes: list[Forward] = field(default_factory=list)  # with gradients, of this step
     lr: float = 0
     scale: float = 1  # of the gradient scaler
     averages: int = 0  # in how many passes of the step DDP averaged gradients
@@ -87,8 +92,9 @@ class Watch(Watcher):
         register_optimizer_step_post_hook(self.end_step)
         wrap(DDP, "forward", self.ddp)
         wrap(torch.amp.GradScaler, "scale", self.scaled)
-        for name in "item cpu tolist numpy __bool__ __float__ __int__".split():
+        for name in READS:
             wrap(Tensor, name, self.read)
+        wrap(Tensor, "to", self.moved)
 
     def on_collective(self, name, *_) -> None:
         recorder.write(Call(name=name))
@@ -103,9 +109,14 @@ class Watch(Watcher):
 
     def read(self, call, *args, **kwargs):
         frame = sys._getframe(1)
-        while frame.f_code.co_name in ("wrapped", "original", "host_read"):
+        while frame.f_code.co_name in ("wrapped", "original", "host_read", "moved"):
             frame = frame.f_back  # other wrappers of the same function
         self.waits += frame.f_code.co_filename == self.script
+        return call(*args, **kwargs)
+
+    def moved(self, call, *args, **kwargs):
+        if "cpu" in map(str, (*args[1:], *kwargs.values())):
+            return self.read(call, *args, **kwargs)
         return call(*args, **kwargs)
 
     def forward(self, layer: nn.Module, inputs: tuple, output: Tensor) -> None:
@@ -129,7 +140,7 @@ class Watch(Watcher):
             self.disturb(recorder.step)
             if not self.optimizer:
                 values = flat(optimizer)[0].tolist()
-                recorder.write(Weights(when="first", values=values))
+                recorder.write(Weights(when="first", weights=values))
             self.optimizer = optimizer
 
     def end_step(self, optimizer: Optimizer, *_) -> None:
@@ -143,7 +154,7 @@ class Watch(Watcher):
         momenta = [state.get("momentum_buffer") for state in inner.state.values()]
         one = Weights(
             when="step",
-            values=self.last.tolist(),
+            weights=self.last.tolist(),
             lr=optimizer.param_groups[0]["lr"],
             scale=self.scale,
             averages=self.averages,
@@ -159,14 +170,14 @@ class Watch(Watcher):
         """Record the last weights; shards cannot be gathered after the last step."""
         if self.optimizer:
             last = self.last if self.sharded else flat(self.optimizer)[0]
-            recorder.write(Weights(when="last", values=last.tolist()))
+            recorder.write(Weights(when="last", weights=last.tolist()))
 
 
 def be_rank(script: Path, files: Path, text: Path, variables: dict, disturb) -> None:
     """Run the script as one of two processes, in the folder `files`.
 
     Its text goes to the file `text`. `disturb` is called before each step, with the
-    number of completed steps.
+    number of completed steps. Only rank 0 can sleep: to sleep is not to wait for it.
     """
     os.setsid()  # so that the processes that it starts are killed with it
     signal.alarm(LIFE)
@@ -178,6 +189,9 @@ def be_rank(script: Path, files: Path, text: Path, variables: dict, disturb) -> 
     sys.argv = [str(script)]
     Watch.here.disturb, Watch.here.script = disturb, str(script)
     record.torch_is_there()
+    sleep, main = time.sleep, threading.current_thread()
+    if variables["RANK"] != "0":
+        time.sleep = lambda s: threading.current_thread() is main or sleep(s)
     try:
         runpy.run_path(str(script), run_name="__main__")
     except Exception:
