@@ -75,7 +75,7 @@ def divided(job) -> int:
     """Return by how many passes per step the losses are divided, or 1."""
     found = Counter()
     for one in job.of(Update):
-        factors = [abs(f) for x in one.passes for f, _ in x.get("terms") or [(0, "")]]
+        factors = [abs(f) for x in one.passes for f, *_ in x.get("terms") or [(0, "")]]
         factor = max(factors, default=1) or 1
         found[round(1 / factor, 3), len(one.passes)] += 1
     factor, count = found.most_common(1)[0][0] if found else (1, 1)
