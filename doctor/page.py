@@ -104,6 +104,7 @@ def law_lines(verdict: Verdict, width: int) -> list[str]:
             text = longer if len(f"{head}: {longer}") <= width else text
     elif state == BROKEN:
         effects = [x for x in verdict.not_judged.values() if "an effect of" in x]
+        effects = [x for x in effects if CHECKS[x.split()[-1]].law is not law]
         text = ": ".join(["see above", *effects[:1]])
     else:
         general = [x.name for x in CHECKS.values() if x.law is law and x.general]
