@@ -18,7 +18,8 @@ LOSSES = """cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss
 LARGE = 2**20  # numbers in an output or in a loss
 OTHER = re.compile(  # results that are not recomputed
     r"\b(\w*iou|dice|f1|auc|auroc|\w?map|bleu|rouge|recall|rewards?|returns?|scores?|"
-    r"mae|mse|rmse|r2|psnr|ssim|fid|auprc|bpd|bpc)(?![a-z])[^\d\n]{1,9}\d+\.\d",
+    r"mae|mse|rmse|r2|psnr|ssim|fid|auprc|bpd|bpc|mrr|(?:ndcg|hits?|recall|r|p|map)@\d+)"
+    r"(?![a-z])[^\d\n]{1,9}\d+\.\d",
     re.I,
 )
 WORDS = re.compile(r"acc|top|prec|err|correct|right|loss|ppl|perplex|nll|%", re.I)

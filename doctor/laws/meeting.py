@@ -16,6 +16,7 @@ from ..watcher import Watcher
 LAW = Law(9, "meeting", "All ranks meet")
 ROOTS = {"broadcast": 1, "reduce": 1, "scatter": 2, "gather": 2}  # positions
 ROOTS |= {"broadcast_object_list": 1, "gather_object": 2, "broadcast_": 1}
+COUNTS = 4096  # numbers of a table of counts, such as a confusion matrix
 UNEVEN = "all_to_all_single", "allgather"  # sizes may differ between ranks
 LOST = re.compile(
     r"onnection (closed|reset|refused)|roken pipe|recvValue failed|Socket Timeout|"
@@ -79,7 +80,12 @@ class Meeting(Watcher):
         if plain and recorder.watching:
             one.weight = self.weight(tensors[0])
             self.counts[where] += 1
-            if tensors[0].numel() <= 64 and not one.weight and self.counts[where] < 99:
+            few = (
+                tensors[0].numel() <= 64
+                or COUNTS >= tensors[0].numel() > 0
+                and (tensors[0].dim() == 2 or not tensors[0].is_floating_point())
+            )
+            if few and not one.weight and self.counts[where] < 99:
                 one.value = float(tensors[0].detach().double().abs().sum())
         recorder.write(one)
 

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..law import RISK, WRONG, Breach, Law, NotJudged, check, explains, need
 from ..loaders import Batch, Epoch, EpochEnd
@@ -59,7 +59,8 @@ def groups(job) -> list[Group]:
             known = batch and (batch.indices or batch.rows)
             if not known or len(known) != len(one.values):
                 done = len(group.ranks.get(process.rank, ()))
-                known = [(process.rank, done, n) for n in range(len(one.values))]
+                own = one.loader, process.rank, done
+                known = [(*own, n) for n in range(len(one.values))]
             group.skipped += one.skipped
             group.guesses |= zip(known, one.guesses or (), strict=False)
             row = one.values, one.weights, [*known]
@@ -75,7 +76,7 @@ def divided(job) -> int:
     """Return by how many passes per step the losses are divided, or 1."""
     found = Counter()
     for one in job.of(Update):
-        factors = [abs(f) for x in one.passes for f, _ in x.get("terms") or [(0, "")]]
+        factors = [abs(x[0]) for entry in one.passes for x in entry.get("terms", ())]
         factor = max(factors, default=1) or 1
         found[round(1 / factor, 3), len(one.passes)] += 1
     factor, count = found.most_common(1)[0][0] if found else (1, 1)
@@ -84,14 +85,16 @@ def divided(job) -> int:
 
 def judged(job) -> list[Site]:
     """Return the lines that print results after a pass, and how many are right."""
-    sites, everything = {}, groups(job)
+    sites, everything, running = {}, groups(job), set()
     for line in job.of(Printed):
         for order, number in enumerate(numbers(line.text)):
             known = judge(job, everything, line, number)
-            if known is None:
-                continue
             words = re.sub(r"\d[\d.]*", "#", line.text)  # helpers print many lines
+            words = re.sub(" +", " ", words)
             key = line.rank, line.place, words, order, number.kind
+            if known is None:
+                running.add(key)  # the other prints are of a pass's last batch
+                continue
             site = sites.setdefault(key, Site(number.kind, line.place, words))
             if known in (True, 0.01):
                 site.right += 1
@@ -100,7 +103,7 @@ def judged(job) -> list[Site]:
                 site.fits.append(known)
             else:
                 site.unknown += 1
-    return [*sites.values()]
+    return [site for key, site in sites.items() if key not in running]
 
 
 WHAT = {"accuracy": ("hits",), "error": ("hits",), "top5": ("top5",)}
@@ -135,7 +138,7 @@ def judge(job, everything: list[Group], line: Printed, number: Number):
         return None if not evals and number.split == "train" else {}
     if any(x in number.words for x in ("best", "final", "last", "max")):
         passes = [one for one in found if one in done or not one.trains]
-    for one in passes:
+    for one in passes + together(passes):
         if any(number.equals(x) for x in one.right(line.text, line.rank)):
             return True
     fits = {}
@@ -159,6 +162,22 @@ def judge(job, everything: list[Group], line: Printed, number: Number):
         gaps = [abs(number.turned(one[3]) / number.value - 1) for one in fits.values()]
         return 0.01 if min(gaps) < 0.01 else fits
     return fits
+
+
+def together(passes: list[Group]) -> list[Group]:
+    """Return groups of several loaders that validate one network, as one."""
+    found = {}
+    for one in passes:
+        if one.loader is not None and not one.trains:
+            found.setdefault((one.source, one.step), []).append(one)
+    merged = []
+    for same in found.values():
+        ranks = {}
+        for one in same if len(same) > 1 else ():
+            for rank, rows in one.ranks.items():
+                ranks.setdefault(rank, []).extend(rows)
+        merged += [replace(same[0], ranks=ranks)] if ranks else []
+    return merged
 
 
 def other_order(group: Group, pairs: Measured) -> bool:
@@ -266,15 +285,17 @@ def reduced_again(job):
 
     Add up each rank's own numbers, and call all_reduce() once, at the end.
     """
-    found, last = Counter(), {}
+    found, run, last = Counter(), Counter(), {}
     for row in zip(*(process.of(Call) for process in job.processes), strict=False):
         one, values = row[0], [x.value for x in row]
         if one.name == "all_reduce" and None not in values and len(row) > 1:
             total = last.get(one.place, max(values) + 1)  # that the last call returned
             grows = min(values) >= 0.999 * total > 0
-            found[one.place] = found[one.place] + 1 if grows else 0
+            run[one.place] = run[one.place] + 1 if grows else 0
+            found[one.place] += run[one.place] > 1  # the second call: equal to a sum
             last[one.place] = sum(values)
-            if found[one.place] > 2:
-                what = "each call of all_reduce() sums what the last call has summed"
+            if found[one.place] > 1:
+                what = f"all_reduce() gets {min(values):.6g} or more on each rank, "
+                what += f"after it returned {total:.6g}: it sums earlier sums again"
                 yield Breach(what, one.place)
                 return
