@@ -2,9 +2,11 @@
 
 from . import (  # noqa: F401
     alive,
+    candidates,
     checkpoints,
     files,
     gradient,
+    inputs,
     losses,
     mean,
     meeting,
