@@ -77,7 +77,10 @@ class Draws(Watcher):
             wrap(numpy.random, "default_rng", self.generator)
 
     def on_collective(self, name, args, kwargs, where) -> None:
-        self.shared = True
+        frame = sys._getframe(1)
+        while frame and "distributed/optim" not in frame.f_code.co_filename:
+            frame = frame.f_back
+        self.shared |= frame is None  # ZeRO's step sends weights only
 
     def after_step(self, optimizer, weights) -> None:
         self.shared = False

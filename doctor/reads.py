@@ -45,6 +45,7 @@ class Reads:
     index: bool = True  # samples are known by their numbers; else by their contents
     loader: int | None = None  # None: the training loader
     pool: int = 0  # without a DataLoader: distinct samples in all steps
+    resumed: bool = False  # it is read in two passes
     ids: bool = False  # without a DataLoader: inputs that are numbers of samples
     stream: bool = False  # `total` is what all epochs have together
 
@@ -172,6 +173,7 @@ def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
     if sum(done) > 1 and own.stream:
         again = recurring([x for x, whole in zip(lists, done, strict=True) if whole])
         samples = len(ids) or again or samples
+    before = lists
     lists, done = resumed(lists, done)
     for number, (batches, whole) in enumerate(zip(lists, done, strict=True)):
         text = f"epoch {number}"
@@ -201,6 +203,8 @@ def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
         if index and not own.stream and own.samples == len(rows):
             found.total = own.samples
         found.loader, found.stream = loader, own.stream
+        if batches not in before:
+            found.resumed, found.text = True, f"{text}, which a resume divides"
         yield found
 
 
@@ -298,7 +302,8 @@ def broken(one: Reads) -> str:
     more = " that all epochs have" * one.stream
     known = one.total and one.total > counts["distinct"] * one.stream
     text += f" of {one.total:,}{more}" if known else ""
-    if one.index and (counts["within"] or any(x.repeats for x in one.feeds)):
+    drawn = counts["within"] and not one.resumed or any(x.repeats for x in one.feeds)
+    if one.index and drawn:
         return ""  # drawn with replacement
     if one.read_by_all():
         return f"in {one.text}, each rank reads all {one.total:,} samples"

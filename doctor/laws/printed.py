@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from ..law import RISK, WRONG, Breach, Law, NotJudged, check, explains, need
 from ..loaders import Batch, Epoch, EpochEnd
 from ..moments import Step
-from ..numbers import Group, Number, numbers
+from ..numbers import REPEATED, Group, Number, numbers
 from ..results import OTHER, Measured, Printed
 from .gradient import not_averaged
 from .meeting import Call
@@ -44,7 +44,7 @@ def groups(job) -> list[Group]:
         stepped |= steps
         keys = {(x.loader, x.epoch, x.number): x for x in process.of(Batch)}
         for one in process.of(Measured):
-            if one.what == "pairs":
+            if one.what in ("pairs", "seen"):
                 continue
             loaderless = one.loader is None
             name = one.what, one.source, one.loader, one.epoch
@@ -135,7 +135,9 @@ def judge(job, everything: list[Group], line: Printed, number: Number):
     done = [one for one, n, m in zip(trained, rows, batches, strict=True) if n >= m]
     passes = [one for one in done if one.epoch == latest] + evals
     if not passes:
-        return None if not evals and number.split == "train" else {}
+        if not evals and number.split == "train":
+            return None
+        return a_share(job, line, number) if number.kind == "accuracy" else {}
     if any(x in number.words for x in ("best", "final", "last", "max")):
         passes = [one for one in found if one in done or not one.trains]
     for one in passes + together(passes):
@@ -162,6 +164,24 @@ def judge(job, everything: list[Group], line: Printed, number: Number):
         gaps = [abs(number.turned(one[3]) / number.value - 1) for one in fits.values()]
         return 0.01 if min(gaps) < 0.01 else fits
     return fits
+
+
+def a_share(job, line: Printed, number: Number) -> dict:
+    """Return whether a number is a share of more samples than were distinct."""
+    sources = {}
+    for one in job.of(Measured):
+        if one.what == "seen" and one.after == line.step:
+            sources.setdefault(one.source, []).extend(one.guesses)
+    for rows in sources.values():
+        value, gap = number.value / number.scale, number.gap / number.scale
+        fits = [
+            abs(value * n - round(value * n)) <= gap * n
+            for n in (len(rows), len({*rows}))
+        ]
+        if fits == [True, False] and gap * len(rows) < 0.1 and number.count is None:
+            name = f"a share of {len(rows)} samples, of which {len({*rows})} differ"
+            return {name: (line, number, REPEATED, None)}
+    return {}
 
 
 def together(passes: list[Group]) -> list[Group]:
@@ -223,6 +243,7 @@ def wrong_number(job):
         least = 1 if result == "accuracies" else 2
         name, count = names.most_common(1)[0] if names else ("", 0)
         others = site.unknown + len(site.fits)
+        least = 2 if "a share of" in name else least
         if count >= least and count > 0.6 * others:
             found = True
             yield Breach("", site.place, facts=(site, name, others))
@@ -247,10 +268,11 @@ def told(breach: Breach, level: str) -> Breach:
     site, name, others = breach.facts
     rows = [one[name] for one in site.fits if name in one]
     line, number, mend, right = rows[-1]
-    true = number.turned(right)
-    true /= 100 if true > 20 * number.value > 0 else 1  # a share above 1, not in %
-    what = f"rank {line.rank} prints {number.text}, {name}; each sample once gives "
-    what += f"{true:.4f}"
+    what = f"rank {line.rank} prints {number.text}, {name}"
+    if right:
+        true = number.turned(right)
+        true /= 100 if true > 20 * number.value > 0 else 1  # a share above 1, not in %
+        what += f"; each sample once gives {true:.4f}"
     if others + site.right > 1:
         what += f" ({len(rows)} of {others + site.right} prints)"
     only = " only" in name and "divided" not in name
@@ -277,6 +299,37 @@ def wrong_loss(job, breach):
     Not a mistake if: the line is meant to cover one rank or one batch only.
     """
     return told(breach, RISK)
+
+
+@check(LAW, RISK, read="docs/pitfalls.md, number 16")
+def compared_with_itself(job):
+    """On one rank, no comparison of a validation is ever wrong.
+
+    Among candidates of all ranks, leave out a sample's own one: rank * n + index.
+    Not a mistake if: this rank's samples are much easier.
+    """
+    hits = {}
+    for process in job.processes:
+        counts = Counter()
+        for one in process.of(Measured):
+            if one.what == "pairs" and not one.trains:
+                counts[one.after] += 1
+                key, rank = counts[one.after], process.rank
+                own = hits.setdefault(key, {}).setdefault(rank, [0, 0, 0])
+                same = sum(a == b for a, b in zip(one.values, one.weights, strict=True))
+                hits[key][rank] = [
+                    a + b for a, b in zip(own, (same, len(one.values), 1), strict=True)
+                ]
+    for found in hits.values():
+        rates = {rank: same / count for rank, (same, count, _) in found.items()}
+        rank = max(rates, key=rates.get)
+        same, count, passes = found[rank]
+        if same == count > 99 and passes > 1 and min(rates.values()) < 0.95:
+            told = [f"{x[0]} of {x[1]} on rank {n}" for n, x in sorted(found.items())]
+            what = f"the classes that a validation compares are equal in {told[0]}, "
+            place = job.of(Printed)[0].place if job.of(Printed) else ""
+            yield Breach(what + ", ".join(told[1:4]), place)
+            return
 
 
 @check(LAW, WRONG, needs=[Call], read="docs/pitfalls.md, number 16")

@@ -247,6 +247,8 @@ def same_samples(job, breach):
 
 def mechanism(job: Job, one: Reads) -> tuple[str, str]:
     """Return why samples are read twice or never, and the advice, or "" for both."""
+    if one.resumed:
+        return "", "After a resume, skip the batches that the epoch has already read."
     if not one.feeds:
         mend = (
             "Divide the samples, such as order[rank::world_size], after an order that "
