@@ -226,7 +226,7 @@ def recurring(epochs: list) -> int:
     """Return how many contents streams have in all epochs, if most of them recur."""
     sets = [{x for p in one for b in p for x in b.rows or ()} for one in epochs]
     count = Counter(x for own in sets for x in own)
-    return len(count) if sum(n > 1 for n in count.values()) > len(count) / 2 else 0
+    return len(count) if sum(n > 1 for n in count.values()) >= len(count) / 2 else 0
 
 
 def named(job: Job, loader: int | None) -> set[int]:

@@ -4,6 +4,7 @@ from . import (  # noqa: F401
     alive,
     candidates,
     checkpoints,
+    counts,
     files,
     gradient,
     inputs,
