@@ -176,7 +176,7 @@ def test_partners_in_a_batch_that_are_drawn_alike_are_named():
 
 def test_drawn_inputs_break_the_law_of_random_streams():
     found = report(*[loop([*range(480)]) + drawn(0)] * 2)
-    assert {"same_samples", "same_drawn_inputs"} <= named(found)
+    assert {"same_samples", "same_inputs"} <= named(found)
 
 
 @pytest.mark.parametrize(
