@@ -39,7 +39,7 @@ def main(args: Namespace) -> None:
     """Train and validate; every process runs this function."""
     # [1/6 launch] the launcher has set these environment variables
     if "RANK" not in os.environ:
-        raise UserError("start it with torchrun --standalone --nproc-per-node=2")
+        raise UserError("RANK is not set: use torchrun --standalone --nproc-per-node=2")
     if "TORCHELASTIC_RUN_ID" in os.environ:  # set by torchrun
         die_with_parent()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -72,7 +72,7 @@ def main(args: Namespace) -> None:
         args, train_set, train_sampler, batch_size, device, training=True
     )
     val_sampler = EpochSampler(val_share, args.seed, rank, world_size)
-    val_loader = build_loader(
+    val_loader = build_loader(  # of micro-batches, which fit in memory
         args, val_set, val_sampler, micro_batch_size, device, training=False
     )
 
@@ -86,10 +86,10 @@ def main(args: Namespace) -> None:
     )
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
 
-    # [3/6 wrap] a backward pass through `model` also averages the gradients
+    # [3/6 wrap] train model, which averages raw_model's gradients; validate eval_model
     if args.sync_bn:
         raw_model = nn.SyncBatchNorm.convert_sync_batchnorm(raw_model)
-    model = DDP(raw_model, gradient_as_bucket_view=True)
+    model = DDP(raw_model, gradient_as_bucket_view=True)  # copies rank 0's buffers
     model.broadcast_buffers = False  # validate() does it; the argument would warn
     if args.compress_gradients:
         compress = {"fp16": hooks.fp16_compress_hook, "bf16": hooks.bf16_compress_hook}
@@ -111,7 +111,7 @@ def main(args: Namespace) -> None:
             print(f"val {format_metrics(val, names=val)}")
 
     for epoch in range(checkpoint.epoch, args.epochs):
-        train_sampler.set_epoch(epoch, first=checkpoint.step * batch_size)
+        train_sampler.set_epoch(epoch, skip=checkpoint.step * batch_size)  # per rank
         stats = train(
             args, rank, train_loader, model, optimizer, scheduler, scaler, checkpoint
         )
@@ -160,7 +160,7 @@ def train(
         learning_rate = optimizer.param_groups[0]["lr"]
         scheduler.step()
         if step % args.print_interval == 0 or step == len(loader):
-            sums = meter.reduce(all_reduce)  # waits for a GPU (fp16: so does step())
+            sums = meter.reduce(all_reduce)  # waits for a GPU (fp16: scaler.step() too)
             checkpoint.record_interval(step, sums)
             batches.record_interval(step, averages(sums), learning_rate)
             if rank == 0 and step < len(loader):

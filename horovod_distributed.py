@@ -65,7 +65,7 @@ def main(args: Namespace) -> None:
         args, train_set, train_sampler, batch_size, device, training=True
     )
     val_sampler = EpochSampler(val_share, args.seed, rank, world_size)
-    val_loader = build_loader(
+    val_loader = build_loader(  # of micro-batches, which fit in memory
         args, val_set, val_sampler, micro_batch_size, device, training=False
     )
 
@@ -111,7 +111,7 @@ def main(args: Namespace) -> None:
             print(f"val {format_metrics(val, names=val)}")
 
     for epoch in range(checkpoint.epoch, args.epochs):
-        train_sampler.set_epoch(epoch, first=checkpoint.step * batch_size)
+        train_sampler.set_epoch(epoch, skip=checkpoint.step * batch_size)  # per rank
         stats = train(
             args, rank, train_loader, model, optimizer, scheduler, scaler, checkpoint
         )
@@ -161,7 +161,7 @@ def train(
         learning_rate = optimizer.param_groups[0]["lr"]
         scheduler.step()
         if step % args.print_interval == 0 or step == len(loader):
-            sums = meter.reduce(all_reduce)  # waits for a GPU (fp16: so does step())
+            sums = meter.reduce(all_reduce)  # waits for a GPU (fp16: scaler.step() too)
             checkpoint.record_interval(step, sums)
             batches.record_interval(step, averages(sums), learning_rate)
             if rank == 0 and step < len(loader):

@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError."""
-        raise UserError(message)
+        raise UserError(f"{message} (--help lists the flags)")
 
 
 def build_parser(docstring: str) -> Parser:

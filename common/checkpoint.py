@@ -65,8 +65,7 @@ class Checkpoint:
     def load(self, rank: int) -> None:
         """Load the file that --resume asks for; rank 0 locks --output until it ends.
 
-        Raises UserError if there is no such file, if it has other settings or images,
-        if --output holds another run, or if another process is writing to it.
+        Raises UserError if that file does not fit, or if another run uses --output.
         """
         path, output = self.args.resume, self.args.output
         if path == AUTO:
@@ -114,7 +113,7 @@ class Checkpoint:
         device: torch.device,
         all_reduce: Callable[[Tensor], Tensor],
     ) -> None:
-        """Raise UserError if a process has other images or progress than rank 0."""
+        """Raise UserError if a process has different images or progress than rank 0."""
         # Each process fills its row of a table of zeros; the sum is the whole table
         facts = [*self.images, self.epoch, self.step]
         table = torch.zeros(world_size, len(facts), dtype=torch.float64)
@@ -122,15 +121,12 @@ class Checkpoint:
         table = all_reduce(table.to(device))
         if different := (table != table[0]).any(dim=1).nonzero().flatten().tolist():
             raise UserError(
-                f"rank {different[0]} has other images or another checkpoint than rank "
-                "0: --data and --output must be the same on all machines"
+                f"rank {different[0]} has different images or another checkpoint than "
+                "rank 0: --data and --output must be the same on all machines"
             )
 
     def record_interval(self, step: int, sums: dict[str, Tensor]) -> None:
-        """Add a print interval's sums over all processes.
-
-        Raises UserError if the loss is infinite or not a number.
-        """
+        """Add an interval's sums; raise UserError if the loss is infinite or NaN."""
         if not math.isfinite(loss := sums["loss"].item()):
             raise UserError(f"the loss is {loss} by step {step}: lower --lr")
         self.step = step
@@ -183,9 +179,10 @@ class Checkpoint:
             self.save()
 
     def print_header(self, device: torch.device, world_size: int, steps: int) -> None:
-        """Print what runs on what, and where it starts; an epoch has `steps`."""
+        """Print the model, the devices and the first step; an epoch has `steps`."""
         args, (train, _, val, _), name = self.args, self.images, "CPU"
-        weights = sum(one.numel() for one in self.objects["state_dict"].parameters())
+        model = self.objects["state_dict"]
+        weights = sum(one.numel() for one in model.parameters())
         if device.type == "cuda":
             name = torch.cuda.get_device_name(device)
             name += f" ({torch.cuda.device_count()} visible)"
@@ -193,7 +190,7 @@ class Checkpoint:
         decoder = f"decoder {args.decoder}"
         if NO_TORCHCODEC and args.decoder == "pil":
             decoder += f" (no TorchCodec: {NO_TORCHCODEC})"
-        print(f"{args.arch}, {weights / 1e6:.1f} M parameters", end=", ")
+        print(f"{args.arch} ({type(model).__name__}), {weights:,} parameters", end=", ")
         print(f"{args.precision}, {world_size} x {name}")
         if args.evaluate:
             print(f"{images}, {decoder}", flush=True)

@@ -51,8 +51,7 @@ class ImageFolder(Dataset):
     """Images in one subfolder per class, or in tar archives of such a folder.
 
     An item is (image, label): a transformed (3, S, S) uint8 RGB image, and an int.
-    `decoder` is a key of DECODERS. Raises UserError if the folder has no class folders,
-    one of them has no images, an image is hidden, or an image is unusable.
+    `decoder` is a key of DECODERS. Raises UserError if a folder or image is unusable.
     """
 
     def __init__(self, root: Path, transform: Callable[[Decode], Tensor], decoder: str):
@@ -181,9 +180,9 @@ class EpochSampler:
         """Return the number of images of this process in a whole epoch."""
         return self.length
 
-    def set_epoch(self, epoch: int, first: int = 0) -> None:
-        """Choose an epoch; a resumed run skips this process's `first` images in it."""
-        self.epoch, self.first = epoch, first
+    def set_epoch(self, epoch: int, skip: int = 0) -> None:
+        """Choose an epoch; a resumed run must `skip` some of this process's images."""
+        self.epoch, self.first = epoch, skip
         # Some samplers, such as WeightedRandomSampler, use PyTorch's generator
         seed_generators(self.seed, epoch, 0, self.rank + 1)
         if hasattr(self.share, "set_epoch"):
@@ -205,6 +204,12 @@ class SeededDataset(Dataset):
         *key, index = key
         seed_generators(*key)
         image, label = self.dataset[index]
+        found = (image.dtype, *image.shape) if torch.is_tensor(image) else [type(image)]
+        if len(found) != 4 or found[:2] != (torch.uint8, 3):
+            raise UserError(
+                f"image {index} is {found}, not a uint8 tensor (3, S, S): omit "
+                "ToTensor() and Normalize(); copy() in common/data.py normalizes images"
+            )
         # The decoders' memory layout; batches are copied and normalized faster in it
         return image.permute(1, 2, 0), label
 
@@ -226,10 +231,7 @@ class DeviceLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the batches of the epoch that the sampler is set to.
-
-        Raises UserError if an image is unusable.
-        """
+        """Yield the sampler's epoch; raise UserError if an image is unusable."""
         self.waited = 0.0
         if self.batch is not None:
             first = self.loader.sampler.first // self.loader.batch_size
@@ -243,7 +245,6 @@ class DeviceLoader:
 
     def copy(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Copy a batch to the device and normalize its images, which must be uint8."""
-        assert images.dtype == torch.uint8, f"images are {images.dtype}, not uint8"
         images = images.to(self.device, non_blocking=True).permute(0, 3, 1, 2)
         images = images.to(torch.float32, memory_format=torch.channels_last)
         labels = labels.to(self.device, non_blocking=True)
@@ -269,7 +270,7 @@ def build_loader(
         raise UserError(
             f"{len(dataset)} {'training' if training else 'validation'} images are too "
             f"few for --global-batch-size {args.global_batch_size} and "
-            f"{sampler.world_size} processes"
+            f"{sampler.world_size} processes: lower -b or add images"
         )
     process = os.getpid()
     workers = 0 if args.synthetic or unused else args.workers

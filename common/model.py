@@ -7,12 +7,13 @@ import os
 import signal
 import warnings
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from torchvision.models import get_model
+from torchvision import models
 
 from common.errors import UserError
 
@@ -36,12 +37,14 @@ def build_model(
         options |= {"aux_logits": False, "transform_input": args.pretrained}
     torch.manual_seed(args.seed)
     try:
-        model = get_model(args.arch, **options)
+        model = models.get_model(args.arch, **options)
         if not args.pretrained:
             return model
-        found = get_model(args.arch, weights="DEFAULT").state_dict()
+        found = models.get_model(args.arch, weights="DEFAULT").state_dict()
     except (OSError, ValueError, AssertionError) as error:
-        raise UserError(f"--arch {args.arch}: {error}") from None
+        near = get_close_matches(args.arch, models.list_models(models), cutoff=0)
+        hint = "" if args.arch in near else f" (similar: {', '.join(near)})"
+        raise UserError(f"--arch {args.arch}: {error}{hint}") from None
     state = model.state_dict()
     fits = {n: w for n, w in found.items() if n in state and w.shape == state[n].shape}
     model.load_state_dict(state | fits)

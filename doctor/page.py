@@ -51,7 +51,8 @@ def page(job: Job, report: Report, verbose: bool = False) -> str:
         lines += fill(f"note {one.check}: {one.what}{where}", width)
     lines += times(job, width)
     if report.findings:
-        lines += fill(f"To read more: {program()} --explain NAME", width)
+        name = report.findings[0].check
+        lines += fill(f"To read more: {program()} --explain {name}", width)
     return "\n".join(lines)
 
 
@@ -144,10 +145,8 @@ def times(job: Job, width: int) -> list[str]:
         row = sorted(table[rank].items(), key=lambda one: -one[1])
         parts = [f"{part} {s / walls[rank]:.0%}" for part, s in row]
         parts = [one for one in parts if not one.endswith(" 0%")]
-        text = f"A step on rank {rank} takes {1000 * walls[rank]:.1f} ms: {parts[0]}"
-        for one in parts[1:]:
-            text += f", {one}" if len(f"{text}, {one}") <= width else ""
-        lines.append(text)
+        text = f"A step on rank {rank} takes {1000 * walls[rank]:.1f} ms: "
+        lines += fill(text + ", ".join(parts), width)
     return lines
 
 

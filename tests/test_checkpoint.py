@@ -309,7 +309,7 @@ def test_what_a_run_prints(tmp_path, capsys, monkeypatch):
     run = load(make(tmp_path, "--accumulate", 2))
     run.print_header(CPU, 4, 5004)
     name, images, steps, start = capsys.readouterr().out.splitlines()
-    assert name == "resnet18, 0.0 M parameters, fp16, 4 x CPU"
+    assert name == "resnet18 (Linear), 15 parameters, fp16, 4 x CPU"
     assert images.startswith("50 training and 20 validation images of 3 classes, deco")
     assert steps == (
         "5,004 steps per epoch, 256 images per step: 4 processes x 32 images x 2 "
@@ -380,7 +380,7 @@ def test_a_process_that_found_another_checkpoint_is_named(other, tmp_path):
         vars(run).update(other if rank == 2 else {})
         run.compare_ranks(rank, 3, CPU, lambda table: tables.append(table) or 0 * table)
     for rank in range(3):
-        with pytest.raises(UserError, match="rank 2 has other images or another check"):
+        with pytest.raises(UserError, match="rank 2 has different images or another"):
             run.compare_ranks(rank, 3, CPU, lambda _: sum(tables))
 
 

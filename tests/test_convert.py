@@ -104,7 +104,7 @@ for block in blocks:
     names |= {"train_set": TensorDataset(images, labels), "loader": [(images, labels)]}
     for part in (BEFORE, block, AFTER):
         if isinstance(part, dict):
-            part = "".join(code for mark, code in part.items() if mark in block)
+            part = "\\n".join(code for mark, code in part.items() if mark in block)
         exec(textwrap.dedent(part), names)
     count += 1
     dist.barrier()

@@ -175,7 +175,7 @@ def test_the_processes_of_a_machine_share_its_cores(monkeypatch):
 
 def test_bad_flags_are_one_line(capsys):
     for flags, message in (
-        ((*X, "--epoch", "3"), "unrecognized arguments: --epoch 3"),
+        ((*X, "--epoch", "3"), "unrecognized arguments: --epoch 3 (--help lists"),
         ((), "give either --data DIR or --synthetic"),
         ((*X, "--synthetic"), "give either --data DIR or --synthetic"),
         ((*X, "--epochs", "many"), "invalid int value: 'many'"),
@@ -227,7 +227,7 @@ def test_processes_of_several_machines_need_an_address(monkeypatch):
 def test_a_missing_launcher_library_or_gpu_is_one_line(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(sys, "argv", ["x.py", *X])
-    with pytest.raises(UserError, match="start it with torchrun"):
+    with pytest.raises(UserError, match="RANK is not set: use torchrun"):
         distributed.main(distributed.arguments())
     for gpu, name, message in (
         (False, "horovod", r"no Horovod \(.*bash scripts/install_horovod.sh"),
@@ -285,7 +285,7 @@ def test_a_model_that_cannot_be_built_is_one_line(monkeypatch):
     offline = Mock(side_effect=OSError("no network"))
     monkeypatch.setattr(WeightsEnum, "get_state_dict", offline)
     for flags, problem in (
-        ("--arch resnet19", "Unknown model resnet19"),
+        ("--arch resnet19", r"Unknown model resnet19 \(similar: resnet1"),
         ("--arch vit_b_16 --image-size 30", "Input shape indivisible by patch size!"),
         ("--pretrained --arch squeezenet1_1", "no network"),
     ):
@@ -312,7 +312,7 @@ def weights(tmp_path, monkeypatch):
 
 
 def test_pretrained_weights_that_fit_are_kept(weights, capsys):
-    """Rank 0 prints which ones start anew because there are other classes."""
+    """Rank 0 prints which ones start again because there are other classes."""
     args = parse(*X, "--pretrained", "--arch", "squeezenet1_1")
     for classes, new in (
         (1000, []),

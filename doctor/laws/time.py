@@ -27,7 +27,7 @@ def walls(job) -> float:
         raise NotJudged("too few steps were seen: see --steps")
     wall = max(map(median, rows))
     if wall < LEAST:
-        raise NotJudged(f"a median step takes {1000 * wall:.1f} ms (judged from 50 ms)")
+        raise NotJudged(f"a median step takes {1000 * wall:.1f} ms, less than 50 ms")
     return wall
 
 
