@@ -250,10 +250,8 @@ def mechanism(job: Job, one: Reads) -> tuple[str, str]:
     if one.resumed:
         return "", "After a resume, skip the batches that the epoch has already read."
     if not one.feeds:
-        mend = (
-            "Divide the samples, such as order[rank::world_size], after an order that "
-        )
-        return "", f"{mend}is equal on all ranks; or seed each rank differently."
+        mend = "Divide the samples, such as order[rank::world_size], after an order "
+        return "", f"{mend}that is equal on all ranks; or seed each rank differently."
     first, counts = one.feeds[0], one.numbers()
     wanted = {"seed": "the same seed", "epoch": "set_epoch(epoch) on every rank"}
     for name, text in wanted.items():
