@@ -19,9 +19,8 @@ from .sample import digest, numbers
 from .watcher import Watcher
 
 MANY = 8  # fewer equal numbers per draw may be a decision of all ranks
-FUNCTIONS = (
-    "rand randn randint rand_like randn_like normal bernoulli multinomial".split()
-)
+FUNCTIONS = """rand randn randint randperm rand_like randn_like normal bernoulli
+    multinomial""".split()
 METHODS = (
     "uniform_ normal_ bernoulli_ exponential_ random_ bernoulli multinomial".split()
 )
@@ -40,6 +39,7 @@ class Drawn(Event):
     value: int  # a hash of a few of the numbers
     size: int  # of the first dimension
     whole: bool  # they are whole numbers
+    permutes: bool = False  # they are 0 to size - 1, in another order
 
 
 @dataclass(kw_only=True)
@@ -47,6 +47,15 @@ class Own(Event):
     """States of the generators that the script has made itself."""
 
     states: list[int]
+
+
+@dataclass(kw_only=True)
+class Made(Event):
+    """The script has made a generator of NumPy."""
+
+    limit: ClassVar[int] = 400
+    state: int  # a hash
+    place: str
 
 
 class Draws(Watcher):
@@ -64,9 +73,14 @@ class Draws(Watcher):
             wrap(torch.Tensor, name, partial(self.draw, name))
         for name in MADE:
             wrap(torch, name, partial(self.make, name))
+        if numpy := sys.modules.get("numpy"):
+            wrap(numpy.random, "default_rng", self.generator)
 
     def on_collective(self, name, args, kwargs, where) -> None:
-        self.shared = True
+        frame = sys._getframe(1)
+        while frame and "distributed/optim" not in frame.f_code.co_filename:
+            frame = frame.f_back
+        self.shared |= frame is None  # ZeRO's step sends weights only
 
     def after_step(self, optimizer, weights) -> None:
         self.shared = False
@@ -76,8 +90,15 @@ class Draws(Watcher):
 
     def make(self, name: str, call, /, *args, **kwargs):
         result = call(*args, **kwargs)
-        if not self.shared and result.is_floating_point():
+        if not self.shared and (result.is_floating_point() or permutes(result)):
             self.keep(name, result)
+        return result
+
+    def generator(self, call, *args, **kwargs):
+        result = call(*args, **kwargs)
+        if recorder.watching and not recorder.full(Made):
+            state = hashed(repr(result.bit_generator.state).encode())
+            recorder.write(Made(state=state, place=place()))
         return result
 
     def draw(self, name: str, call, /, *args, **kwargs):
@@ -105,9 +126,17 @@ class Draws(Watcher):
             value=digest(numbers([result], 16)),
             size=len(result) if result.dim() else 1,
             whole=not result.is_floating_point(),
+            permutes=permutes(result),
         )
         self.counts[where] += 1
         recorder.write(drawn)
+
+
+def permutes(tensor) -> bool:
+    """Return whether a tensor has the numbers 0 to N - 1: (N,)."""
+    if tensor.dim() != 1 or tensor.is_floating_point() or not 1 < len(tensor) < 4096:
+        return False
+    return sorted(tensor.tolist()) == [*range(len(tensor))]
 
 
 def own_states() -> list[int]:
@@ -149,7 +178,8 @@ def same_draws(job: Job) -> tuple[dict[str, tuple[str, bool]], int]:
             parts = one.size >= len(rows) * batch  # perhaps each rank takes its part
             text = f"{what}the same numbers on several ranks"
             if found.get(one.place, ("", True))[1]:  # noise counts more than numbers
-                found[one.place] = text, one.whole or parts
+                own = one.permutes and one.size == batch  # partners in a batch
+                found[one.place] = text, not own and (one.whole or parts)
     return found, differ
 
 
@@ -160,11 +190,14 @@ def equal(values: list) -> bool:
 
 def same_generators(job: Job) -> bool:
     """Return whether ranks have own generators that draw the same in each step."""
-    found = []
+    found, made = [], Counter()
     for process in job.processes:
         scans = [{*one.states} for one in process.of(Own)]
         pairs = zip(scans, scans[1:], strict=False)
         found.append([one - later for one, later in pairs])  # those that drew
     columns = [*zip(*found, strict=False)]
     same = [any(a & b for a, b in combinations(x, 2)) for x in columns]
-    return bool(same) and all(same)
+    for row in job.rows(Made):
+        made[row[0].place] += equal([one.state for one in row])
+    often = max(3, len({one.step for one in job.of(Input)}) / 2)
+    return (bool(same) and all(same)) or any(x > often for x in made.values())

@@ -83,6 +83,14 @@ def leaves(value) -> list:
     return [one for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
 
 
+def reference(value):
+    """Return a weak reference, or a function that returns None if there is none."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: None
+
+
 class Loaders(Watcher):
     """Wraps DataLoader's iterators."""
 
@@ -107,10 +115,7 @@ class Loaders(Watcher):
             loader._iterator.__dict__["_doctor_indices"] = deque()
         known = self.loaders.get(id(loader))
         if known is None or known["loader"]() is not loader:
-            known = {"number": self.count, "epoch": -1, "last": None}
-            self.count += 1
-            self.loaders[id(loader)] = known | {"loader": weakref.ref(loader)}
-            known = self.loaders[id(loader)]
+            known = self.learn(loader, place())
         if known["last"]:
             self.end_pass(known["last"], whole=False)
         known["epoch"] += 1
@@ -139,6 +144,21 @@ class Loaders(Watcher):
         recorder.write(epoch)
         tell("on_epoch", own, loader)
         return iterator
+
+    def learn(self, loader, where: str) -> dict:
+        """Return what is known of a loader that is new, or made again for an epoch."""
+        for key, known in self.loaders.items():
+            same = known["dataset"]() is loader.dataset and known["place"] == where
+            if same and known["loader"]() is None:
+                del self.loaders[key]
+                break
+        else:
+            known = {"number": self.count, "epoch": -1, "last": None, "place": where}
+            known["dataset"] = reference(loader.dataset)
+            self.count += 1
+        self.loaders[id(loader)] = known
+        known["loader"] = weakref.ref(loader)
+        return known
 
     def end_pass(self, own: Pass, whole: bool) -> None:
         if not own.ended:

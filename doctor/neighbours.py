@@ -2,7 +2,7 @@
 
 from array import array
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from math import dist
 from operator import ne
@@ -11,8 +11,8 @@ from .event import Event
 from .job import Job
 from .law import need
 from .loaders import Loaders
-from .record import recorder
-from .sample import hashes, positions
+from .record import place, recorder
+from .sample import digest, hashes, positions
 from .watcher import Watcher
 
 
@@ -25,6 +25,10 @@ class Input(Event):
     loaded: bool  # a DataLoader gave the last batch
     few: list[list[float]]  # of each entry, if no DataLoader gave it
     whole: bool  # they are whole numbers, such as tokens
+    ids: array | None = None  # of samples, that the network looks up in other inputs
+    # By position: a hash of another input with as many entries, and if they differ
+    arguments: dict[int, tuple[int, bool]] = field(default_factory=dict)
+    place: str = ""
 
 
 class Inputs(Watcher):
@@ -46,8 +50,30 @@ class Inputs(Watcher):
                 loaded=loaded,
                 few=[] if loaded else few_of_each(largest),
                 whole=not largest.is_floating_point(),
+                ids=None if loaded else ids_of(inputs, len(largest)),
+                arguments=arguments(inputs, largest),
+                place=place(),
             )
             recorder.write(one)
+
+
+def ids_of(inputs: list, count: int) -> array | None:
+    """Return the input that has the numbers of `count` or fewer samples, or None."""
+    for one in inputs:
+        if one.dim() == 1 and not one.is_floating_point() and 1 < len(one) != count:
+            values = array("q", one.tolist())
+            return values if len({*values}) == len(values) else None
+    return None
+
+
+def arguments(inputs: list, largest) -> dict[int, tuple[int, bool]]:
+    """Return hashes of the other inputs, and whether their entries differ."""
+    found = {}
+    for number, one in enumerate(inputs, 1):
+        if one is not largest and len(one) == len(largest) > 7 and one.dim() < 3:
+            rows = hashes(one)
+            found[number] = digest(rows), len({*rows}) > 0.8 * len(rows)
+    return found
 
 
 def few_of_each(rows) -> list[list[float]]:
@@ -123,11 +149,11 @@ def neighbours(one: list[tuple], other: list[tuple], gap) -> tuple:
     """Return twins()'s numbers for two ranks' inputs: (batch, place, numbers)."""
     wins = losses = there = 0
     apart = Counter()
-    for number, place, row in one:
-        own = min(gap(row, x) for m, n, x in one if (m, n) != (number, place))
+    for number, spot, row in one:
+        own = min(gap(row, x) for m, n, x in one if (m, n) != (number, spot))
         least, m, n = min((gap(row, x), m, n) for m, n, x in other)
         wins, losses = wins + (least < own), losses + (least > own)
-        there += least < own and (m, n) == (number, place)
+        there += least < own and (m, n) == (number, spot)
         apart[m - number] += least < own
     chance = len(other) / (len(one) + len(other) - 1)
     count, wins = max(1, wins + losses), max(1, wins)

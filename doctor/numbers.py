@@ -21,6 +21,7 @@ KINDS = {
 AFTER = re.compile(r"\W*(?:[a-z]+ ){0,2}?(right|correct|wrong)")
 NEUTRAL = re.compile(r"\b(?:ema|avg|mean|is|was|of|at|rate|val|test|eval|train)\b|_")
 SPLITS = re.compile(r"train|val|test|eval|dev")
+BATCH = re.compile(r"\s*\(\s*(?:avg:? ?)?\d+\.\d+(?:e-?\d+)?\s*%?\s*\)")
 BAR = re.compile(r"\d%\|")  # a progress bar
 
 REPEATED = (
@@ -89,6 +90,8 @@ def numbers(text: str) -> Iterator[Number]:
         if fraction and "(" not in before:
             inherits = ""
         kind = own or inherits
+        if BATCH.match(low[one.end() :]) and not fraction:
+            continue  # of a batch, with the mean of all batches after it
         if not kind and after and (fraction or percent):
             kind = "error" if after[1] == "wrong" else "accuracy"
         if not kind:

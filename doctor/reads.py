@@ -45,6 +45,8 @@ class Reads:
     index: bool = True  # samples are known by their numbers; else by their contents
     loader: int | None = None  # None: the training loader
     pool: int = 0  # without a DataLoader: distinct samples in all steps
+    resumed: bool = False  # it is read in two passes
+    ids: bool = False  # without a DataLoader: inputs that are numbers of samples
     stream: bool = False  # `total` is what all epochs have together
 
     @property
@@ -121,16 +123,26 @@ def feeds(job: Job, number: int | None = None, epoch: int = 0) -> list[Feed]:
     return found if len(found) == len(job.processes) else []
 
 
-def interleaved(job: Job) -> list[int]:
-    """Return the other loaders whose batches are read between the same steps."""
-    found = []
+def interleaved(job: Job) -> tuple[list[int], list[int]]:
+    """Return the other loaders whose batches are read between the same steps.
+
+    The second list has those that the same line reads between other steps.
+    """
+    found, again = [], []
     for process in job.processes:
-        steps = {}
+        steps, line = {}, process.loader()
         for one in process.of(Batch):
             steps.setdefault((one.loader, one.epoch), set()).add(one.step)
-        own = {key[0] for key, values in steps.items() if len(values) > 2}
-        found.append(own - {process.training})
-    return sorted(set.intersection(*found))
+        fed = {
+            x for key, own in steps.items() if key[0] == process.training for x in own
+        }
+        own = {key[0]: own for key, own in steps.items() if len(own) > 2}
+        own.pop(process.training, None)
+        lines = {number: process.loader(number).place for number in own}
+        later = {x for x, y in own.items() if not y & fed and lines[x] == line.place}
+        again.append(later)
+        found.append({*own} - later)
+    return sorted(set.intersection(*found)), sorted(set.union(*again))
 
 
 def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
@@ -155,14 +167,19 @@ def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
         epochs = [[number] * len(lists) for number in both]
     pairs = [[*zip(job.processes, one, strict=True)] for one in epochs]
     done = [all(p.whole(epoch, loader) for p, epoch in one) for one in pairs]
+    lists = [[p.batches(epoch, loader) for p, epoch in one] for one in pairs]
     ids = named(job, loader) if own.stream else set()
-    if ids and sum(done) > 1:
-        samples = len(ids)
-    for number, (one, whole) in enumerate(zip(pairs, done, strict=True)):
+    again = 0
+    if sum(done) > 1 and own.stream:
+        again = recurring([x for x, whole in zip(lists, done, strict=True) if whole])
+        samples = len(ids) or again or samples
+    before = lists
+    lists, done = resumed(lists, done)
+    for number, (batches, whole) in enumerate(zip(lists, done, strict=True)):
         text = f"epoch {number}"
-        if number == EPOCHS or (number and not whole):
+        if number == EPOCHS or (number == len(lists) - 1 > 0 and not whole):
             return
-        batches = [process.batches(epoch, loader) for process, epoch in one]
+        one = pairs[min(number, len(pairs) - 1)]
         ranks = [[x.ids if ids else x.indices for x in part] for part in batches]
         index = (same or bool(ids)) and not any(x is None for y in ranks for x in y)
         if not index:
@@ -180,12 +197,36 @@ def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
         for process, epoch in one:
             key = process.training if loader is None else loader, epoch
             used += [x for x in process.of(Feed) if (x.loader, x.epoch) == key]
-        found = Reads(ranks, text, whole, samples if index else None, used, index)
+        total = samples if index or again else None
+        found = Reads(ranks, text, whole, total, used, index)
         rows = {x for part in found.all for x in part}
         if index and not own.stream and own.samples == len(rows):
             found.total = own.samples
         found.loader, found.stream = loader, own.stream
+        if batches not in before:
+            found.resumed, found.text = True, f"{text}, which a resume divides"
         yield found
+
+
+def resumed(lists: list, done: list[bool]) -> tuple[list, list[bool]]:
+    """Join two parts of an epoch that a resume divides: together they are as long."""
+    most = max((len(one[0]) for one in lists), default=0)
+    found, whole = [], []
+    for one, end in zip(lists, done, strict=True):
+        if found and not whole[-1] and len(found[-1][0]) + len(one[0]) == most:
+            found[-1] = [a + b for a, b in zip(found[-1], one, strict=True)]
+            whole[-1] = True
+        else:
+            found.append(one)
+            whole.append(end)
+    return found, whole
+
+
+def recurring(epochs: list) -> int:
+    """Return how many contents streams have in all epochs, if most of them recur."""
+    sets = [{x for p in one for b in p for x in b.rows or ()} for one in epochs]
+    count = Counter(x for own in sets for x in own)
+    return len(count) if sum(n > 1 for n in count.values()) >= len(count) / 2 else 0
 
 
 def named(job: Job, loader: int | None) -> set[int]:
@@ -229,7 +270,10 @@ def looped(job: Job) -> Reads:
     """Return what the ranks read without a DataLoader, until a sample comes again."""
     if any(one.loaded for one in job.of(Input)):
         raise NotJudged("no DataLoader feeds the steps of every rank")
-    lists = [[x.rows for x in one] for one in inputs(job)]
+    lists = [[x.ids for x in one] for one in inputs(job)]
+    ids = all(all(one) and len(before_a_repeat(one)) > 3 for one in lists)
+    if not ids:
+        lists = [[x.rows for x in one] for one in inputs(job)]
     ranks = [before_a_repeat(one) for one in lists]
     pool = len({x for one in lists for rows in one for x in rows})
     again = any(len(a) < len(b) for a, b in zip(ranks, lists, strict=True))
@@ -243,7 +287,7 @@ def looped(job: Job) -> Reads:
         )
     ranks = [x[:shortest] for x in ranks]
     text = f"the first {shortest} inputs of the network"
-    return Reads(ranks, text, False, index=False, pool=pool)
+    return Reads(ranks, text, False, index=False, pool=pool, ids=ids)
 
 
 def broken(one: Reads) -> str:
@@ -258,14 +302,17 @@ def broken(one: Reads) -> str:
     more = " that all epochs have" * one.stream
     known = one.total and one.total > counts["distinct"] * one.stream
     text += f" of {one.total:,}{more}" if known else ""
-    if one.index and (counts["within"] or any(x.repeats for x in one.feeds)):
+    drawn = counts["within"] and not one.resumed or any(x.repeats for x in one.feeds)
+    if one.index and drawn:
         return ""  # drawn with replacement
     if one.read_by_all():
         return f"in {one.text}, each rank reads all {one.total:,} samples"
     if counts["again"] > max(MORE * counts["read"], one.slack):
         text += f": {counts['ranks']:,} on several ranks" * bool(counts["ranks"])
         return text + f", {counts['within']:,} twice on a rank" * bool(counts["within"])
-    least = max(len(one.ranks) * one.batch, MORE * (one.total or 0))
+    workers = max((x.workers for x in one.feeds), default=0)
+    last = len(one.ranks) * one.batch * max(1, workers)  # incomplete batches
+    least = max(last, MORE * (one.total or 0))
     return text if counts["missing"] >= least else ""
 
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from .event import Event
-from .loaders import leaves
+from .loaders import Loaders, leaves
 from .moments import Moments, runs_normally
 from .record import place, recorder, wrap
+from .sample import hashes
 from .watcher import Watcher
 
 LOSSES = """cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss
@@ -18,7 +19,8 @@ LOSSES = """cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss
 LARGE = 2**20  # numbers in an output or in a loss
 OTHER = re.compile(  # results that are not recomputed
     r"\b(\w*iou|dice|f1|auc|auroc|\w?map|bleu|rouge|recall|rewards?|returns?|scores?|"
-    r"mae|mse|rmse|r2|psnr|ssim|fid|auprc|bpd|bpc)(?![a-z])[^\d\n]{1,9}\d+\.\d",
+    r"mae|mse|rmse|r2|psnr|ssim|fid|auprc|bpd|bpc|mrr|(?:ndcg|hits?|recall|r|p|map)@\d+)"
+    r"(?![a-z])[^\d\n]{1,9}\d+\.\d",
     re.I,
 )
 WORDS = re.compile(r"acc|top|prec|err|correct|right|loss|ppl|perplex|nll|%", re.I)
@@ -39,7 +41,8 @@ class Measured(Event):
 
     limit: ClassVar[int] = 5000
     # hits, top5, loss, root (the value on which backward() is called), or pairs
-    # (predictions as values, and as weights the labels that the script compares)
+    # (predictions as values, and as weights the labels that the script compares), or
+    # seen (only hashes of inputs, in place of guesses)
     what: str
     source: int  # the network, or the line that calls the loss
     loader: int | None
@@ -130,6 +133,22 @@ class Results(Watcher):
             weights = [1.0] * len(values) if weights is None else weights.tolist()
             one = Measured(**fields, values=values, weights=array("d", weights))
             recorder.write(one)
+
+    def on_input(self, network, inputs) -> None:
+        """Record which samples are validated without a DataLoader."""
+        import torch
+
+        inputs = [one for one in inputs if one.dim() and len(one)]
+        current = Loaders.here.current
+        loads = current is not None and not current.ended
+        if not inputs or loads or torch.is_grad_enabled() or recorder.full(Measured):
+            return
+        rows = array("q", hashes(max(inputs, key=torch.Tensor.numel)))
+        number = self.sources.setdefault(("network", id(network)), len(self.sources))
+        seen = dict.fromkeys(("loader", "epoch", "number")) | {"what": "seen"}
+        seen |= {"source": number, "after": recorder.step, "at": time.time()}
+        empty = {"values": array("d"), "weights": array("d"), "trains": False}
+        recorder.write(Measured(**seen, **empty, guesses=rows))
 
     def on_output(self, network, outputs, batch) -> None:
         self.batch, self.guesses, self.tries = batch, [], 0

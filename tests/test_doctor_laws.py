@@ -6,21 +6,29 @@ a law is not held on evidence that the mistake leaves as it is.
 
 import random
 from array import array
+from dataclasses import replace
+from math import inf
 
 import pytest
 import torch
 from conftest import ROOT, run
+from test_doctor_steps import event
 
 import doctor.laws  # noqa: F401  its checks
-from doctor.draws import Drawn, Own
-from doctor.event import Exit, Rank
+from doctor.draws import Drawn, Made, Own
+from doctor.event import Exit, Rank, Start
 from doctor.job import Job, Process
 from doctor.law import examine
+from doctor.laws.candidates import Contrast
+from doctor.laws.losses import Term
 from doctor.laws.meeting import Call
+from doctor.laws.passes import Update
+from doctor.laws.places import Places, mixed_gradients
 from doctor.laws.printed import OTHER
 from doctor.laws.randomness import Draw, Seed
-from doctor.laws.ranks import Measured
+from doctor.laws.ranks import Facts, Measured
 from doctor.loaders import Batch, Epoch, EpochEnd
+from doctor.meshes import Divided
 from doctor.moments import Step
 from doctor.neighbours import Input
 from doctor.numbers import numbers
@@ -42,14 +50,18 @@ def report(*ranks, steps=20, **step):
     """Examine a job with these events of each rank, which takes steps after them."""
     processes = []
     for rank, events in enumerate(ranks):
-        every = [Rank(own=rank, world_size=len(ranks)), *events]
+        every = [Start(parent="", host="a", environment={})]
+        every += [Rank(own=rank, world_size=len(ranks)), *events]
         for number in range(steps):
             every.append(Step(**STEP | step, step=number))
         every.append(Exit(watched=steps))
         for one in every:
             one.rank = rank
         processes.append(Process(rank, len(ranks), every))
-    return examine(Job(processes, status=0))
+    found = examine(Job(processes, status=0))
+    reasons = [x for one in found.verdicts for x in one.not_judged.items()]
+    assert not [x for x in reasons if "own error" in x[1]]
+    return found
 
 
 def named(found):
@@ -111,9 +123,92 @@ def test_a_stream_is_not_held_and_its_lost_samples_are_named():
     found = report(*(fed(one, 2, stream=True, ids=True) for one in orders), steps=0)
     assert state(found, 1).state == "not judged"
     lost = [[one[:16], one[8:24], one[16:]] for one in halves]
-    found = report(*(fed(one, 3, stream=True, ids=True) for one in lost), steps=0)
-    assert named(found) == {"left_out"}, found.findings
-    assert "32 distinct ones of 64 that all epochs have" in found.findings[0].what
+    for known in (True, False):
+        found = report(*(fed(one, 3, stream=True, ids=known) for one in lost), steps=0)
+        assert named(found) == {"left_out"}, found.findings
+        assert "32 distinct ones of 64 that all epochs have" in found.findings[0].what
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_resume_in_an_epoch_reads_the_rest(again):
+    ranks = []
+    for rank in (0, 1):
+        own = [*range(rank, 64, 2)]
+        ranks.append(fed([own[::-1], own[:16], own[:16] if again else own[16:]], 3))
+        for one in ranks[-1]:
+            if isinstance(one, EpochEnd) and one.epoch:
+                one.whole = False
+    found = report(*ranks, steps=0)
+    assert named(found) == ({"left_out"} if again else set())
+    assert state(found, 1).state == ("broken" if again else "held")
+    if again:
+        assert "epoch 1, which a resume divides" in found.findings[0].what
+
+
+def test_a_network_that_is_divided_is_not_judged():
+    same = fed([*range(64)]) + [Divided(how="parallelize_module()")]
+    assert state(report(same, same, steps=0), 1).state == "not judged"
+
+
+@pytest.mark.parametrize(
+    ("distinct", "wanted"), [(True, "broken"), (False, "not judged")]
+)
+def test_an_argument_that_is_equal_on_all_ranks(distinct, wanted):
+    """Noise is seen to differ, so that the law would be held."""
+    ranks = [loop([*range(n, 480, 2)]) + drawn(n) for n in (0, 1)]
+    assert state(report(*ranks), 3).state == "held"
+    for one in (x for own in ranks for x in own if isinstance(x, Input)):
+        one.arguments = {2: (one.step, distinct)}
+    assert state(report(*ranks), 3).state == wanted
+
+
+def test_partners_in_a_batch_that_are_drawn_alike_are_named():
+    """A permutation of all samples, or new generators, may be meant for all ranks."""
+    for size, wanted in ((12, "broken"), (240, "not judged")):
+        ranks = [loop([*range(n, 480, 2)]) + drawn(0) for n in (0, 1)]
+        for one in (x for own in ranks for x in own if isinstance(x, Drawn)):
+            one.size, one.whole, one.permutes = size, True, True
+        assert state(report(*ranks), 3).state == wanted
+    made = [Made(state=k, place="a.py:6", step=k) for k in range(20)]
+    ranks = [loop([*range(n, 480, 2)]) + drawn(n) + made for n in (0, 1)]
+    assert state(report(*ranks), 3).state == "not judged"
+
+
+def test_drawn_inputs_break_the_law_of_random_streams():
+    found = report(*[loop([*range(480)]) + drawn(0)] * 2)
+    assert {"same_samples", "same_inputs"} <= named(found)
+
+
+@pytest.mark.parametrize(
+    ("first", "loss", "wanted"),
+    [(16, 1.0, set()), (0, 1.5, {"same_targets"}), (0, 1.0, set())],
+)
+def test_targets_of_all_ranks_candidates_depend_on_the_rank(first, loss, wanted):
+    own = {"count": 16, "place": "a.py:7"}
+    ranks = [
+        [Contrast(**own, first=n, loss=x + k / 99, step=k) for k in range(20)]
+        for n, x in ((0, 1.0), (first, loss))
+    ]
+    found = report(*ranks)
+    assert named(found) == wanted
+    assert ("candidates" in str(state(found, 2).not_judged)) == (
+        first == 0 and not wanted
+    )
+
+
+def test_settings_are_compared_by_name():
+    """A rank may make more passes in a step than another one."""
+
+    def rank(more, value):
+        values = ["int64"] * more + ["float32"]
+        row = [Facts(values={"input types": x}, place="a.py:3") for x in values]
+        row.append(Facts(values={"ignore_index of a": value}, place="a.py:3"))
+        return [replace(x, step=k) for k in range(9) for x in row]
+
+    assert not named(report(rank(1, "0"), rank(0, "0")))
+    assert named(report(rank(1, "0"), rank(0, "1"))) == {"settings_differ"}
+    overflows = [Measured(loader=None, values={"loss": inf}, step=k) for k in range(30)]
+    report(overflows, overflows)
 
 
 @pytest.mark.parametrize(
@@ -220,6 +315,7 @@ def test_the_origin_of_equal_states_is_named():
         ("63 of 76 right", "accuracy", 63, 76),
         ("acc: 0.83 (63/76)", "accuracy", 0.83, None),
         ("val err 12.5%", "error", 12.5, None),
+        ("Acc@1  60.00 ( 50.00)", "accuracy", 50, None),
     ],
 )
 def test_accuracies_are_read_from_text(text, kind, value, count):
@@ -259,7 +355,87 @@ def test_printed_accuracies_are_recomputed():
     assert "labels of other samples" in found.findings[0].what
     found = report(validated("acc 0.8000", skipped=10), steps=0)
     assert "ignored targets" in found.findings[0].what
+    assert OTHER.search("loss 0.312, R@1 78.50") and OTHER.search("recall@10: 0.5")
     assert not OTHER.search("precision bf16, map-style") and OTHER.search("F1 0.91")
+
+
+def test_two_loaders_may_validate_one_network():
+    events = validated("acc 0.7200")
+    other = replace(validated("")[0], loader=1)
+    other.values = array("d", [1.0, *[0.0] * 9])
+    other.weights, other.number = array("d", [1.0] * 10), None
+    events[-1].text = "acc 0.6200"  # 31 of 50
+    assert state(report([events[0], other, events[-1]], steps=0), 7).state == "held"
+
+
+def test_a_share_of_repeated_samples_is_named():
+    """The script compares lists of predictions, which doctor does not see."""
+    given = dict.fromkeys(("loader", "epoch", "number")) | {"source": 0, "at": 1.0}
+    given |= {"what": "seen", "trains": False, "after": 0}
+    rows = [*range(200), *range(32)]
+    one = Result(**given, values=[], weights=[], guesses=array("q", rows), time=1.0)
+    for total, wanted in ((232, {"wrong_accuracy"}), (200, set())):
+        texts = [f"acc {n / total:.4f}" for n in (211, 187)[:: 1 if total > 200 else 2]]
+        lines = [Printed(text=x, place="a.py:8", time=3.0) for x in texts]
+        assert named(report([one, *lines], steps=0)) == wanted
+
+
+def test_a_rank_whose_comparisons_are_never_wrong_is_named():
+    def rank(right):
+        found = []
+        for step in range(3):
+            one = validated("")[1]
+            one.values = array("d", range(60))
+            one.weights = array("d", [n if n < right else -1 for n in range(60)])
+            found.append(replace(one, after=step))
+        return found
+
+    assert named(report(rank(40), rank(60))) == {"compared_with_itself"}
+    assert not named(report(rank(58), rank(60)))
+
+
+def test_gradients_of_other_weights_are_named():
+    def rank(names):
+        used = [float(sum(map(ord, name)) * 10 + n) for name in names for n in range(8)]
+        given = {"names": ["a.weight", "b.weight"], "each": 8, "used": used}
+        given |= {"local": [used], "passes": [{"place": "a.py:5"}]}
+        return [event(Update, k, **given) for k in range(4)]
+
+    def judged(*ranks):
+        job = Job([Process(n, 2, own) for n, own in enumerate(ranks)], status=0)
+        return [*mixed_gradients.function(job)]
+
+    assert not judged(rank("ab"), rank("ab")) and not judged(rank("ab"), rank("ac"))
+    assert "rank 0 uses for b.weight" in judged(rank("ab"), rank("ba"))[0].what
+
+
+def test_sums_that_are_summed_again_are_named():
+    def rank(values):
+        given = {"name": "all_reduce", "sent": "36 x int64", "place": "a.py:4"}
+        return [Call(**given, value=float(x), step=k) for k, x in enumerate(values)]
+
+    assert named(report(*[rank([80, 240, 560, 80, 240, 560])] * 2)) == {"reduced_again"}
+    assert not named(report(*[rank([80, 160, 240, 80, 160, 240])] * 2))
+
+
+def test_a_law_reads_other_laws_events():
+    """A step's passes have all that the loss's graph shows."""
+    terms = [tuple(Term(0.5, "mean", 8))]
+    entry = {"place": "a.py:5", "terms": terms, "scale": None, "forwards": []}
+    entry |= {"value": 1.0, "epoch": None, "loader": None, "used": None, "begun": 0}
+    given = {"names": ["w"], "each": 1, "used": [1.0], "local": [[1.0]]}
+    step = event(Update, **given, passes=[entry], clips=[])
+    report([step, *validated("loss 0.7500")], [step])
+
+
+@pytest.mark.parametrize(("port", "own"), [("29411", 29411), ("29412", 0)])
+def test_a_port_of_the_command_line_is_not_the_scripts(port, own, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["a.py", "--url=tcp://127.0.0.1:29412"])
+    monkeypatch.setattr("doctor.laws.places.PORT", "29500")
+    written = []
+    monkeypatch.setattr("doctor.record.recorder.write", written.append)
+    Places.here.join(lambda *a, **k: None, "gloo", f"tcp://127.0.0.1:{port}")
+    assert [one.own for one in written] == [own]
 
 
 def test_collectives_get_the_same_thing_on_all_ranks():

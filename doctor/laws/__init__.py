@@ -2,10 +2,13 @@
 
 from . import (  # noqa: F401
     alive,
+    candidates,
     checkpoints,
+    counts,
     factors,
     files,
     gradient,
+    inputs,
     losses,
     mean,
     meeting,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import groupby, zip_longest
 from typing import ClassVar
 
-from ..event import Event, Exit, Failed, Rank
+from ..event import Event, Exit, Failed
 from ..job import last, waiting
 from ..law import NOTE, RISK, WRONG, Breach, Law, NotJudged, check, need, several
 from ..moments import Moments, Step
@@ -16,6 +16,7 @@ from ..watcher import Watcher
 LAW = Law(9, "meeting", "All ranks meet")
 ROOTS = {"broadcast": 1, "reduce": 1, "scatter": 2, "gather": 2}  # positions
 ROOTS |= {"broadcast_object_list": 1, "gather_object": 2, "broadcast_": 1}
+COUNTS = 4096  # numbers of a table of counts, such as a confusion matrix
 UNEVEN = "all_to_all_single", "allgather"  # sizes may differ between ranks
 LOST = re.compile(
     r"onnection (closed|reset|refused)|roken pipe|recvValue failed|Socket Timeout|"
@@ -79,7 +80,12 @@ class Meeting(Watcher):
         if plain and recorder.watching:
             one.weight = self.weight(tensors[0])
             self.counts[where] += 1
-            if tensors[0].numel() <= 64 and not one.weight and self.counts[where] < 99:
+            few = (
+                tensors[0].numel() <= 64
+                or COUNTS >= tensors[0].numel() > 0
+                and (tensors[0].dim() == 2 or not tensors[0].is_floating_point())
+            )
+            if few and not one.weight and self.counts[where] < 99:
                 one.value = float(tensors[0].detach().double().abs().sum())
         recorder.write(one)
 
@@ -141,19 +147,7 @@ def steps_differ(job):
     yield f"{len(done)} ranks took {done[0]:,} steps each"
 
 
-@check(LAW, RISK, needs=[Step], read="docs/pitfalls.md, number 1")
-def no_process_group(job):
-    """The processes of the job train without a process group.
-
-    Call init_process_group() (or choose a distributed strategy), and wrap the network.
-    Not a mistake if: the processes are meant to train separate networks.
-    """
-    if job.world_size > 1 and not job.of(Rank):
-        what = f"{job.world_size} processes train, but none joins a process group: "
-        yield Breach(f"{what}each trains alone", job.of(Step)[0].place)
-
-
-@check(LAW, WRONG, effects=[steps_differ, no_process_group], read="tutorial/11_hangs")
+@check(LAW, WRONG, effects=[steps_differ], read="tutorial/11_hangs")
 def hangs(job):
     """A process waits for something that never comes.
 
@@ -168,7 +162,7 @@ def hangs(job):
         yield Breach("; ".join(parts))
 
 
-@check(LAW, WRONG, general=True, effects=[steps_differ, no_process_group, hangs])
+@check(LAW, WRONG, general=True, effects=[steps_differ, hangs])
 def ends_with_an_error(job):
     """A process ends with an error.
 
@@ -197,7 +191,7 @@ def ends_with_an_error(job):
         yield f"{len(job.processes)} of {len(job.processes)} ended without an error"
 
 
-EFFECTS = steps_differ, no_process_group, hangs, ends_with_an_error
+EFFECTS = steps_differ, hangs, ends_with_an_error
 
 
 @check(

@@ -1,6 +1,7 @@
 """Law 9: all ranks meet. Ports and files that processes share."""
 
 import os
+import re
 import sys
 from dataclasses import dataclass
 
@@ -8,7 +9,10 @@ from ..event import Event, Failed
 from ..law import RISK, WRONG, Breach, check, need
 from ..record import place, recorder, wrap
 from ..watcher import Watcher
+from .gradient import not_averaged
 from .meeting import EFFECTS, LAW, batch_counts_differ, collectives_differ, errors
+from .passes import Update
+from .replicas import DRIFT
 
 SPAWNED = "spawn_main" in str(sys.orig_argv)  # its parent may have chosen the port
 PORT = "" if SPAWNED else os.environ.get("MASTER_PORT", "")
@@ -35,12 +39,42 @@ class Places(Watcher):
         method = kwargs.get("init_method") or (args[1:] or [None])[0]
         port = str(method or "").rpartition(":")[2]
         port = port if port.isdigit() else os.environ.get("MASTER_PORT", "")
-        own = int(port) if port != PORT and port.isdigit() else 0
+        given = re.search(rf"(?<!\d){port}(?!\d)", " ".join(sys.argv[1:]))
+        own = int(port) if port.isdigit() and port != PORT and not given else 0
         recorder.write(Port(own=own, place=place()))
         return call(*args, **kwargs)
 
 
 EFFECTS = *EFFECTS, collectives_differ, batch_counts_differ
+
+
+@check(LAW, WRONG, causes=[collectives_differ], effects=[not_averaged, *DRIFT])
+def mixed_gradients(job):
+    """The ranks average gradients of different weights with each other.
+
+    Iterate in the same order on all ranks, sorted(names): a set has no order.
+    """
+    found, example, rows = set(), "", job.rows(Update)
+    for row in rows:
+        first, count = row[0], len(row[0].names)
+        own = {part(first, n): n for n in range(count)}
+        for other in row[1:]:
+            for n, name in enumerate(other.names[:count]):
+                values = part(other, n)
+                m = own.get(values, n)
+                if m != n and any(values[1:]) and values != part(first, n):
+                    found.add(first.step)
+                    text = f"rank 0 uses for {first.names[m]} what rank {other.rank} "
+                    example = example or f"{text}uses for {name}"
+    if len(found) > 1:
+        text = f"in {len(found)} of {len(rows)} steps, the ranks average gradients of "
+        text += f"different weights with each other: in step {min(found) + 1}, "
+        yield Breach(text + example, rows[0][0].passes[-1]["place"])
+
+
+def part(one: Update, number: int) -> tuple:
+    """Return a few numbers of the gradient of a weight, as it is used."""
+    return tuple(one.part(one.used, number))
 
 
 @check(LAW, WRONG, effects=EFFECTS, read="docs/pitfalls.md, number 13")

@@ -2,15 +2,14 @@
 
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..law import RISK, WRONG, Breach, Law, NotJudged, check, explains, need
 from ..loaders import Batch, Epoch, EpochEnd
 from ..moments import Step
-from ..numbers import Group, Number, numbers
+from ..numbers import REPEATED, Group, Number, numbers
 from ..results import OTHER, Measured, Printed
 from .gradient import not_averaged
-from .meeting import Call
 from .passes import Update
 from .replicas import names_differ, weights_differ, weights_drift
 from .samples import datasets_differ
@@ -44,7 +43,7 @@ def groups(job) -> list[Group]:
         stepped |= steps
         keys = {(x.loader, x.epoch, x.number): x for x in process.of(Batch)}
         for one in process.of(Measured):
-            if one.what == "pairs":
+            if one.what in ("pairs", "seen"):
                 continue
             loaderless = one.loader is None
             name = one.what, one.source, one.loader, one.epoch
@@ -59,7 +58,8 @@ def groups(job) -> list[Group]:
             known = batch and (batch.indices or batch.rows)
             if not known or len(known) != len(one.values):
                 done = len(group.ranks.get(process.rank, ()))
-                known = [(process.rank, done, n) for n in range(len(one.values))]
+                own = one.loader, process.rank, done
+                known = [(*own, n) for n in range(len(one.values))]
             group.skipped += one.skipped
             group.guesses |= zip(known, one.guesses or (), strict=False)
             row = one.values, one.weights, [*known]
@@ -75,7 +75,7 @@ def divided(job) -> int:
     """Return by how many passes per step the losses are divided, or 1."""
     found = Counter()
     for one in job.of(Update):
-        factors = [abs(f) for x in one.passes for f, *_ in x.get("terms") or [(0, "")]]
+        factors = [abs(x[0]) for entry in one.passes for x in entry.get("terms", ())]
         factor = max(factors, default=1) or 1
         found[round(1 / factor, 3), len(one.passes)] += 1
     factor, count = found.most_common(1)[0][0] if found else (1, 1)
@@ -84,14 +84,16 @@ def divided(job) -> int:
 
 def judged(job) -> list[Site]:
     """Return the lines that print results after a pass, and how many are right."""
-    sites, everything = {}, groups(job)
+    sites, everything, running = {}, groups(job), set()
     for line in job.of(Printed):
         for order, number in enumerate(numbers(line.text)):
             known = judge(job, everything, line, number)
-            if known is None:
-                continue
             words = re.sub(r"\d[\d.]*", "#", line.text)  # helpers print many lines
+            words = re.sub(" +", " ", words)
             key = line.rank, line.place, words, order, number.kind
+            if known is None:
+                running.add(key)  # the other prints are of a pass's last batch
+                continue
             site = sites.setdefault(key, Site(number.kind, line.place, words))
             if known in (True, 0.01):
                 site.right += 1
@@ -100,7 +102,7 @@ def judged(job) -> list[Site]:
                 site.fits.append(known)
             else:
                 site.unknown += 1
-    return [*sites.values()]
+    return [site for key, site in sites.items() if key not in running]
 
 
 WHAT = {"accuracy": ("hits",), "error": ("hits",), "top5": ("top5",)}
@@ -132,10 +134,12 @@ def judge(job, everything: list[Group], line: Printed, number: Number):
     done = [one for one, n, m in zip(trained, rows, batches, strict=True) if n >= m]
     passes = [one for one in done if one.epoch == latest] + evals
     if not passes:
-        return None if not evals and number.split == "train" else {}
+        if not evals and number.split == "train":
+            return None
+        return a_share(job, line, number) if number.kind == "accuracy" else {}
     if any(x in number.words for x in ("best", "final", "last", "max")):
         passes = [one for one in found if one in done or not one.trains]
-    for one in passes:
+    for one in passes + together(passes):
         if any(number.equals(x) for x in one.right(line.text, line.rank)):
             return True
     fits = {}
@@ -159,6 +163,40 @@ def judge(job, everything: list[Group], line: Printed, number: Number):
         gaps = [abs(number.turned(one[3]) / number.value - 1) for one in fits.values()]
         return 0.01 if min(gaps) < 0.01 else fits
     return fits
+
+
+def a_share(job, line: Printed, number: Number) -> dict:
+    """Return whether a number is a share of more samples than were distinct."""
+    sources = {}
+    for one in job.of(Measured):
+        if one.what == "seen" and one.after == line.step:
+            sources.setdefault(one.source, []).extend(one.guesses)
+    for rows in sources.values():
+        value, gap = number.value / number.scale, number.gap / number.scale
+        fits = [
+            abs(value * n - round(value * n)) <= gap * n
+            for n in (len(rows), len({*rows}))
+        ]
+        if fits == [True, False] and gap * len(rows) < 0.1 and number.count is None:
+            name = f"a share of {len(rows)} samples, of which {len({*rows})} differ"
+            return {name: (line, number, REPEATED, None)}
+    return {}
+
+
+def together(passes: list[Group]) -> list[Group]:
+    """Return groups of several loaders that validate one network, as one."""
+    found = {}
+    for one in passes:
+        if one.loader is not None and not one.trains:
+            found.setdefault((one.source, one.step), []).append(one)
+    merged = []
+    for same in found.values():
+        ranks = {}
+        for one in same if len(same) > 1 else ():
+            for rank, rows in one.ranks.items():
+                ranks.setdefault(rank, []).extend(rows)
+        merged += [replace(same[0], ranks=ranks)] if ranks else []
+    return merged
 
 
 def other_order(group: Group, pairs: Measured) -> bool:
@@ -204,6 +242,7 @@ def wrong_number(job):
         least = 1 if result == "accuracies" else 2
         name, count = names.most_common(1)[0] if names else ("", 0)
         others = site.unknown + len(site.fits)
+        least = 2 if "a share of" in name else least
         if count >= least and count > 0.6 * others:
             found = True
             yield Breach("", site.place, facts=(site, name, others))
@@ -228,10 +267,11 @@ def told(breach: Breach, level: str) -> Breach:
     site, name, others = breach.facts
     rows = [one[name] for one in site.fits if name in one]
     line, number, mend, right = rows[-1]
-    true = number.turned(right)
-    true /= 100 if true > 20 * number.value > 0 else 1  # a share above 1, not in %
-    what = f"rank {line.rank} prints {number.text}, {name}; each sample once gives "
-    what += f"{true:.4f}"
+    what = f"rank {line.rank} prints {number.text}, {name}"
+    if right:
+        true = number.turned(right)
+        true /= 100 if true > 20 * number.value > 0 else 1  # a share above 1, not in %
+        what += f"; each sample once gives {true:.4f}"
     if others + site.right > 1:
         what += f" ({len(rows)} of {others + site.right} prints)"
     only = " only" in name and "divided" not in name
@@ -258,23 +298,3 @@ def wrong_loss(job, breach):
     Not a mistake if: the line is meant to cover one rank or one batch only.
     """
     return told(breach, RISK)
-
-
-@check(LAW, WRONG, needs=[Call], read="docs/pitfalls.md, number 16")
-def reduced_again(job):
-    """Sums over all ranks are summed over all ranks again.
-
-    Add up each rank's own numbers, and call all_reduce() once, at the end.
-    """
-    found, last = Counter(), {}
-    for row in zip(*(process.of(Call) for process in job.processes), strict=False):
-        one, values = row[0], [x.value for x in row]
-        if one.name == "all_reduce" and None not in values and len(row) > 1:
-            total = last.get(one.place, max(values) + 1)  # that the last call returned
-            grows = min(values) >= 0.999 * total > 0
-            found[one.place] = found[one.place] + 1 if grows else 0
-            last[one.place] = sum(values)
-            if found[one.place] > 2:
-                what = "each call of all_reduce() sums what the last call has summed"
-                yield Breach(what, one.place)
-                return

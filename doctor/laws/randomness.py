@@ -13,6 +13,7 @@ from ..event import Compiles, Event
 from ..generators import drawn, states
 from ..law import RISK, Breach, Law, NotJudged, check, explains, several
 from ..loaders import Loaders
+from ..meshes import undivided
 from ..record import not_the_users, place, recorder, wrap
 from ..watcher import Watcher
 from .samples import same_samples
@@ -204,6 +205,7 @@ def same_random_numbers(job):
     Not a mistake if: all ranks are meant to draw the same.
     """
     several(job)
+    undivided(job)
     held, some, found = [], "", False
     for where in ("forward", "fetch"):
         rows = draws(job, where)

@@ -1,9 +1,10 @@
 """Law 2: ranks are exchangeable."""
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from math import comb
+from math import comb, isfinite
 from statistics import fmean, pstdev
 from typing import ClassVar
 
@@ -166,7 +167,8 @@ def series(job) -> dict[str, list[list[float]]]:
             for name, value in one.values.items():
                 order[step, name] += 1
                 rows = found.setdefault(name, [{} for _ in job.processes])
-                rows[number][step, order[step, name]] = float(value)
+                if isfinite(value):
+                    rows[number][step, order[step, name]] = float(value)
     lists = {}
     for name, rows in found.items():
         keys = [key for key in rows[0] if all(key in row for row in rows)]
@@ -272,15 +274,13 @@ def settings_differ(job):
     """
     several(job)
     differ, count, place, shown = Counter(), Counter(), {}, {}
-    for row in job.rows(Facts):
-        for name in row[0].values:
-            values = [one.values.get(name) for one in row]
-            count[name] += 1
-            if len({*values}) > 1:
-                differ[name] += 1
-                place[name] = row[0].place
-                told = [f"{x} on rank {n}" for n, x in enumerate(values)]
-                shown.setdefault(name, (", ".join(told[:4]), row[0].step + 1))
+    for name, row, step, line in facts(job):
+        count[name] += 1
+        if len({*row}) > 1:
+            differ[name] += 1
+            place[name] = line
+            told = [f"{x} on rank {n}" for n, x in enumerate(row)]
+            shown.setdefault(name, (", ".join(told[:4]), step + 1))
     if not count:
         raise NotJudged("no training pass was seen on all ranks")
     for name, number in differ.most_common(3):
@@ -295,6 +295,31 @@ def settings_differ(job):
         yield Breach(f"samples in most batches: {', '.join(told)}", place)
     names = ", ".join(name for name in count if " of " not in name)
     yield f"{names} are equal on all ranks in {max(count.values())} passes"
+
+
+def facts(job) -> Iterator[tuple[str, list, int, str]]:
+    """Yield each fact's values on all ranks, its step and place, for each step.
+
+    The ranks may make different numbers of passes in a step. None is the value on ranks
+    that never have this fact.
+    """
+    ranks = [{} for _ in job.processes]
+    for own, process in zip(ranks, job.processes, strict=True):
+        for one in process.of(Facts):
+            for name, value in one.values.items():
+                values, _ = own.setdefault(name, {}).setdefault(one.step, ([], one))
+                values.append(value)
+    for name in dict.fromkeys(x for own in ranks for x in own):
+        there = [own[name] for own in ranks if name in own]
+        for step in there[0]:
+            if all(step in one for one in there):
+                where = there[0][step][1].place
+                rows = [own[name][step][0] if name in own else None for own in ranks]
+                sets = [{*one} if one else None for one in rows]
+                if None not in sets and set.intersection(*sets):
+                    yield name, [rows[0][0]] * len(rows), step, where
+                else:
+                    yield name, [one and one[0] for one in rows], step, where
 
 
 def batch_sizes(process) -> list[int]:

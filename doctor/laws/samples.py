@@ -20,6 +20,7 @@ from ..law import (
     several,
 )
 from ..loaders import Loaders, Pass
+from ..meshes import undivided
 from ..moments import Step
 from ..neighbours import twins
 from ..reads import (
@@ -164,12 +165,16 @@ def left_out(job):
     Not a mistake if: samples are repeated or left out on purpose.
     """
     several(job)
+    undivided(job)
     if any(process.training is None for process in job.processes):
         yield from judged(job, [looped(job)], job.of(Step)[0].place)
         return
     validated = {one.loader for one in job.of(Validated)}
-    for number in (None, *(x for x in interleaved(job) if x not in validated)):
+    others, later = interleaved(job)
+    for number in (None, *(x for x in others if x not in validated)):
         yield from judged(job, [*loaded(job, number)], where(job, number))
+    if later:
+        raise NotJudged(f"{where(job)} reads several DataLoaders, one after another")
 
 
 def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
@@ -188,7 +193,7 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
             extra, mend = mechanism(job, one)
             yield Breach(what + extra, place, facts=one, mend=mend)
             return
-        if loop and (what := near_twins(job)):
+        if loop and not one.ids and (what := near_twins(job)):
             yield Breach(what, place, facts=one, mend=mechanism(job, one)[1])
             return
         if one.index and (what := by_contents(job, one)):
@@ -207,6 +212,9 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
         ):
             more = "" if one.index else " (by their contents)"
             raise NotJudged(f"{held[-1]}{more}; how many there are is not known")
+    short = [one.text for one in epochs[1:] if not one.whole]
+    if epochs[0].whole and short:
+        raise NotJudged(f"{held[0]}, but only {short[0]} were read")
     text = f"{place}, " * (epochs[0].loader is not None) + held[0]
     more = "epoch 1" if len(held) == 2 else f"epochs 1 to {len(held) - 1}"
     yield text + f"; {more} likewise" * (len(held) > 1)
@@ -239,11 +247,11 @@ def same_samples(job, breach):
 
 def mechanism(job: Job, one: Reads) -> tuple[str, str]:
     """Return why samples are read twice or never, and the advice, or "" for both."""
+    if one.resumed:
+        return "", "After a resume, skip the batches that the epoch has already read."
     if not one.feeds:
-        mend = (
-            "Divide the samples, such as order[rank::world_size], after an order that "
-        )
-        return "", f"{mend}is equal on all ranks; or seed each rank differently."
+        mend = "Divide the samples, such as order[rank::world_size], after an order "
+        return "", f"{mend}that is equal on all ranks; or seed each rank differently."
     first, counts = one.feeds[0], one.numbers()
     wanted = {"seed": "the same seed", "epoch": "set_epoch(epoch) on every rank"}
     for name, text in wanted.items():

@@ -1,0 +1,58 @@
+"""Law 3: random streams differ between ranks. Inputs that ranks draw alike."""
+
+from itertools import pairwise
+
+from ..draws import same_draws
+from ..job import Job
+from ..law import RISK, Breach, Doubt, check, need, several
+from ..meshes import undivided
+from ..neighbours import Input, inputs, same_rows
+from .randomness import LAW, Seed
+
+STRATA = (
+    "Draw it with a generator that each rank seeds differently, or compute it from a "
+    "sample's place in the batch of all ranks, n * world_size + rank."
+)
+
+
+@check(LAW, RISK, needs=[Input])
+def same_inputs(job):
+    """The ranks draw the same inputs, or the same time steps.
+
+    Seed each rank with its own number, such as seed + rank, before it draws them.
+    Not a mistake if: all ranks are meant to use the same values.
+    """
+    several(job)
+    undivided(job)
+    first = [process.of(Input) for process in job.processes]
+    need(all(first), "no input was seen on all ranks")
+    if not same_rows(first):
+        yield from argument(job)
+        return
+    lines, _ = same_draws(job)
+    if lines and not any(one.loaded for own in first for one in own):
+        place, (what, _) = next(iter(lines.items()))
+        seeds = [x for x in job.processes[0].of(Seed) if x.generator == "torch"]
+        if len(seeds) > 2 and all(a.place == b.place for a, b in pairwise(seeds[-3:])):
+            place = seeds[-1].place
+            what += f", since {seeds[-1].call} on each rank"
+        yield Breach(f"{what}, and the network's inputs are equal", place)
+
+
+def argument(job: Job):
+    """Yield a breach if one input is equal on all ranks, and another one differs."""
+    lists = [{one.step: one for one in own} for own in inputs(job)]
+    steps = [step for step in lists[0] if all(step in own for own in lists)]
+    rows = [[own[step] for own in lists] for step in steps]
+    for number in sorted({x for row in rows for x in row[0].arguments}):
+        every = [[one.arguments.get(number) for one in row] for row in rows]
+        same = [x[0] for x in every if x[0] and x.count(x[0]) == len(x)]
+        if len(same) > max(7, 0.9 * len(rows)) and len({*same}) > 0.9 * len(same):
+            what = (
+                f"input {number} of the network is equal on all ranks in {len(same)} "
+            )
+            what += f"of {len(rows)} passes, and another input differs"
+            if not all(distinct for _, distinct in same):
+                raise Doubt(what)
+            yield Breach(what, rows[0][0].place, mend=STRATA)
+            return
