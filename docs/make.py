@@ -184,6 +184,9 @@ def labs(source: str) -> str:
         page = f"README.{language}.md"
         rows = r"^\|(?:.*\|)? \**\[?(\d\d)\]?(?:\(\S+\))?\** \| (.*) \|$"
         symptoms = dict(re.findall(rows, (folder / page).read_text(), re.M))
+        if missing := [x.number for x in found if x.number not in symptoms]:
+            row = f"| {missing[0]} | SYMPTOM |"
+            raise ValueError(f"tutorial/labs/{page} needs a row: {row}")
     if lesson == "all":
         head = (
             "学完第几课 | 实验 | 症状" if language else "after lesson | lab | symptom"

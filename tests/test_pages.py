@@ -144,6 +144,12 @@ def test_named_tests_exist_and_every_pitfall_has_its_parts():
     assert "## It hangs\n" in index  # linked from the READMEs
 
 
+def test_pages_count_the_labs():
+    count = len([*ROOT.glob("tutorial/labs/[0-9]*.py")])
+    assert f" {count} broken scripts" in TEXTS["README.md"]
+    assert f" {count} short scripts" in TEXTS["tutorial/README.md"]
+
+
 def test_pages_are_short():
     lines = {name: text.count("\n") for name, text in TEXTS.items()}
     assert lines["README.md"] <= 300
