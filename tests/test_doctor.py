@@ -103,8 +103,8 @@ def examine(folder, path, text):
     command = first[1] if first else LAUNCHER
     flags = ["--machines"] * path.name.startswith("01_")
     found, _ = watch(folder, shlex.split(command.replace("FILE", path.name)), *flags)
-    reasons = [text for x in found["verdicts"] for text in x["not_judged"].values()]
-    assert not [text for text in reasons if "own error" in text]
+    reasons = [why for one in found["verdicts"] for why in one["not_judged"].values()]
+    assert not [why for why in reasons if "own error" in why]
     abort = ("note", "ends_with_an_error")
     return [x for x in found["findings"] if (x["level"], x["check"]) != abort]
 
