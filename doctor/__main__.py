@@ -31,7 +31,7 @@ def arguments() -> argparse.Namespace:
     add("--steps", type=int, default=40, help="steps to watch (40)")
     add("--short", type=int, default=0, help="end each epoch after N batches")
     add("--machines", action="store_true", help="simulate one machine per process")
-    text = "play CUDA on the CPU: N GPUs ($LOCAL_WORLD_SIZE, or 2)"
+    text = "emulate CUDA on the CPU: N GPUs ($LOCAL_WORLD_SIZE, or 2)"
     add("--cpu", nargs="?", const="", metavar="N", help=text)
     add("--json", type=Path, help="also write the report to a file")
     add("--html", type=Path, help="also write it as a page with a timeline")

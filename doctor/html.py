@@ -120,7 +120,7 @@ def law(verdict: Verdict) -> str:
 def spans(job: Job) -> dict[int, list[tuple[int, str, float, float]]]:
     """Return each rank's spans: step, part, start and end in seconds.
 
-    Communication beyond the fastest rank's is waiting for others.
+    Communication time beyond the fastest rank's counts as waiting for others.
     """
     found = {process.rank: process.of(Spans) for process in job.processes}
     shares = {}

@@ -94,6 +94,12 @@ class Job:
         """The number of optimizer steps that all ranks took under watch."""
         return min((len(one.of(Step)) for one in self.processes), default=0)
 
+    @property
+    def emulated(self) -> bool:
+        """Whether `--cpu` emulated the GPUs."""
+        given = [one.environment.get("DOCTOR_CPU") for one in self.of(Start)]
+        return any(one is not None for one in given)
+
     def of(self, kind: type[Kind]) -> list[Kind]:
         """Return all processes' events of one kind, sorted by time."""
         found = [one for process in self.processes for one in process.of(kind)]

@@ -157,7 +157,7 @@ class Group:
         return found
 
     def right(self, line: str, rank: int) -> list[tuple[float, float]]:
-        """Return the values that this group's result may have in a right script."""
+        """Return the values that this group's result may have in a correct script."""
         once = self.once()
         found = [pair(once.values())]
         own = {key for row in self.ranks.get(rank, ()) for key in row[2]}
@@ -190,12 +190,12 @@ class Group:
             yield from ((name, PARTS, top, bottom) for top, bottom in rows)
         name = "which counts repeated samples"
         yield name, REPEATED, *every
-        yield f"{name} if they are right", REPEATED, every[0], once[1]
+        yield f"{name} in the numerator only", REPEATED, every[0], once[1]
         if self.skipped:
             name = "which counts ignored targets, such as padding"
             bottom = once[1] + self.skipped
-            yield f"{name}, as right", IGNORED, once[0] + self.skipped, bottom
-            yield f"{name}, as wrong", IGNORED, once[0], bottom
+            yield f"{name}, as correct", IGNORED, once[0] + self.skipped, bottom
+            yield f"{name}, as incorrect", IGNORED, once[0], bottom
         means = {n: self.means(n) for n in self.ranks}
         own = {n: self.added(n) for n in self.ranks}
         for rank, (top, bottom) in own.items():

@@ -70,6 +70,7 @@ def summary(job: Job) -> str:
     device = {"cuda": "GPU", "cpu": "CPU"}
     devices = {device.get(one.device, one.device) for one in job.of(Runs)}
     what = f"{', '.join(names) or 'no network'} on {', '.join(sorted(devices))}"
+    what += ", emulated on the CPU" * job.emulated
     steps = [len(process.of(Step)) for process in job.processes]
     watched = str(steps[0]) if len({*steps}) == 1 else ", ".join(map(str, steps))
     ended = f"the job ended with status {job.status}"

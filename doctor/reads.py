@@ -282,9 +282,7 @@ def looped(job: Job) -> Reads:
     if shortest < 8 and whole.together()[0] > 0.9:  # drawn at random, but together
         ranks, shortest = lists, min(map(len, lists))
     elif shortest < 3 and again:
-        raise NotJudged(
-            "samples come again within 3 steps: they are not read in epochs"
-        )
+        raise NotJudged("samples repeat within 3 steps: they are not read in epochs")
     ranks = [x[:shortest] for x in ranks]
     text = f"the first {shortest} inputs of the network"
     return Reads(ranks, text, False, index=False, pool=pool, ids=ids)
@@ -325,7 +323,7 @@ def by_contents(job: Job, one: Reads) -> str:
     if counts["ranks"] <= max(0.1 * counts["distinct"], 5 * counts["within"], 16):
         return ""
     text = f"{counts['ranks']:,} of {counts['distinct']:,} contents are read on "
-    return f"{text}several ranks, under different numbers"
+    return f"{text}several ranks, under different sample numbers"
 
 
 def other_contents(job: Job, labels: bool) -> str:

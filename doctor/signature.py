@@ -107,4 +107,4 @@ def different(what: str, values: list[tuple], rank: int) -> str:
     if one[2] is not None and one[2] == other[2]:
         text = f"{what} has the same {one[0]} entries in another order on rank {rank}"
         return f"{text} than on rank 0, and a sampler divides their numbers"
-    return f"{what} has other contents on rank {rank} than on rank 0"
+    return f"{what} has different contents on rank {rank} than on rank 0"

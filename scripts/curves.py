@@ -40,7 +40,7 @@ def read(run: Path) -> list[dict]:
 def draw(runs: dict[str, list[dict]]) -> Figure:
     """Return a figure of all runs; `runs` maps a name to the records of its epochs."""
     if not Figure:
-        raise UserError("no figure of the curves: pip install matplotlib")
+        raise UserError("cannot draw the curves: pip install matplotlib")
     figure = Figure(figsize=(10, 4), dpi=150, facecolor="white", layout="constrained")
     for axes, name in zip(figure.subplots(1, 3), PANELS, strict=True):
         for number, records in enumerate(runs.values()):

@@ -57,7 +57,7 @@ def test_devices_and_the_line(tmp_path):
     last = played(tmp_path, "own.py").stderr.partition("=====")[0].splitlines()
     place = f"[own.py:{len(OWN.splitlines()) + 1}]"
     assert any(
-        f"cannot play `graph = torch.cuda.CUDAGraph()` {place}" in x for x in last
+        f"cannot emulate `graph = torch.cuda.CUDAGraph()` {place}" in x for x in last
     )
 
 
@@ -69,7 +69,7 @@ def test_same_bits(tmp_path):
             tmp_path, *TORCHRUN, ROOT / "tests/doctor/modes/plain.py", flags=flags
         )
         assert "accuracy" in ended.stdout, ended.stderr[-3000:]
-        assert ("Played on the CPU" in ended.stderr) == ("--cpu" in flags)
+        assert ("Emulated on the CPU" in ended.stderr) == ("--cpu" in flags)
         report = json.loads((tmp_path / "report.json").read_text())
         assert len(report["verdicts"]) == 10 and report["steps"]
         jsonschema.validate(report, schema)

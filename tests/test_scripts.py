@@ -165,7 +165,7 @@ def test_quickstart_draws(figure, trained, tmp_path, monkeypatch, capsys):
     last = capsys.readouterr().out.splitlines()[-1]
     shown = f"{tmp_path}/curves.png shows the losses and accuracies of all runs."
     assert last == (
-        shown if figure else "no figure of the curves: pip install matplotlib"
+        shown if figure else "cannot draw the curves: pip install matplotlib"
     )
     assert (tmp_path / "curves.png").exists() == bool(figure)
 

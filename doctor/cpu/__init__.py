@@ -7,7 +7,7 @@ the gradients that autograd makes have no mark.
 
 import os
 
-NOT_CHECKED = "Played on the CPU: times, memory and GPU numerics are not checked."
+NOT_CHECKED = "Emulated on the CPU: times, memory and GPU numerics are not checked."
 
 
 def play(count: str | int = "") -> None:

@@ -16,7 +16,7 @@ from . import gpus
 from .gpus import generator, local, mark, replace, resolve
 
 MEMORY = 80 * 2**30  # bytes that each played GPU says it has
-GPU = SimpleNamespace(name="GPU played by doctor --cpu", major=8, minor=0, warp_size=32)
+GPU = SimpleNamespace(name="GPU of doctor --cpu", major=8, minor=0, warp_size=32)
 GPU.total_memory, GPU.multi_processor_count, GPU.L2_cache_size = MEMORY, 108, 2**25
 TRUE = "is_available is_bf16_supported is_tf32_supported can_device_access_peer".split()
 FROM_THE_DRIVER = "utilization temperature power_draw clock_rate memory_usage".split()
@@ -160,7 +160,7 @@ def other(name: str):
             return True
         if name in FROM_THE_DRIVER:
             where = gpus.line_of_the_user()
-            gpus.say(f"cannot play torch.cuda.{name}() [{where}], and returns 0")
+            gpus.say(f"cannot emulate torch.cuda.{name}() [{where}]: it returns 0")
             return 0
         return 0 if "memory" in name and not name.startswith(("re", "set")) else None
 

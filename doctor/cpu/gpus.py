@@ -49,7 +49,7 @@ def explain(kind: type, error: BaseException, trace) -> str:
     file, line, code = users[-1]
     why = "it runs only on a GPU. Nothing after this line was checked."
     place = f"{os.path.relpath(file)}:{line}"
-    return f"doctor --cpu cannot play `{code}` [{place}]: {why}\n"
+    return f"doctor --cpu cannot emulate `{code}` [{place}]: {why}\n"
 
 
 def say(text: str) -> None:
@@ -80,7 +80,7 @@ def resolve(device=None) -> torch.device:
     used = True
     index = getattr(local, "gpu", 0) if device.index is None else device.index
     if index >= visible():
-        text = f"doctor --cpu plays {visible()} GPUs, and --cpu N plays N"
+        text = f"doctor --cpu has {visible()} GPUs; --cpu N sets how many"
         raise RuntimeError(f"CUDA error: invalid device ordinal {index}: {text}")
     return torch.device("cuda", index)
 

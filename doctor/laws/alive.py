@@ -209,7 +209,7 @@ def dead_weights(job):
     alive = [x[0] for x in rows if any(one.alive for one in x)]
     orders = [[x.name for x in p.of(Weight) if x.step == 1] for p in job.processes]
     if any(x != orders[0] for x in orders):
-        raise NotJudged("the ranks' networks have other weights, or in another order")
+        raise NotJudged("the ranks' weights differ in their names or their order")
     if (steps := max(x[0].steps for x in rows)) < 2:
         raise NotJudged("only one step was seen")
     for number in sorted({one.optimizer for one in dead}):
@@ -236,7 +236,7 @@ def dead_weights(job):
         if all(one.reached for one in needed):
             what = what.replace("never get a gradient", "get gradients of zero only")
         elif any(one.first >= 0 for one in needed):
-            what += " (they run before weights that learn)"
+            what += " (weights in layers after them do learn)"
         yield Breach(f"{what}: {names(needed)}", needed[0].place, facts=needed)
     elif unused := [one for one in dead if one.returned]:
         part = unused[0].module or unused[0].name

@@ -297,10 +297,10 @@ def shards_saved(job):
 
 @check(LAW, RISK, effects=[no_optimizer], read=READ)
 def lacking(job):
-    """A checkpoint has a part of the network's weights and buffers.
+    """A checkpoint has only some of the network's weights and buffers.
 
     Save model.state_dict(): it also has the buffers, such as batch norm's statistics.
-    Not a mistake if: you make the rest in another way.
+    Not a mistake if: the rest is created in another way.
     """
     for path, own in checkpoints(job):
         if (names := own[-1].missing) and (own[-1].counts or own[-1].holds):

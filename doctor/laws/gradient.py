@@ -193,7 +193,7 @@ def reason_of(job: Job, row: list[Update], names: list[str], later) -> tuple:
     count = len(one.passes)
     if wrapped and not forwards:
         mend = "Call model(x), not model.module(x) or the network inside."
-        return "DDP's forward() is not called, and so DDP averages nothing", mend, ""
+        return "DDP's forward() is not called, so DDP averages nothing", mend, ""
     if wrapped and not forwards[-1]:
         done = [n + 1 for n, x in enumerate(forwards) if x]
         if one.passes[-1]["flag"]:  # it was set between forward() and backward()
@@ -202,7 +202,7 @@ def reason_of(job: Job, row: list[Update], names: list[str], later) -> tuple:
             return f"{what}because the flag is set after forward()", mend, ""
         what = f"no_sync() is active in {forwards.count(False)} of {count} passes"
         mend = "Use no_sync() in all passes of a step except the last."
-        return what + ", also in the last one", mend, ""
+        return what + ", including the last one", mend, ""
     total = sum(any(one.part(one.used, n)) for n in range(len(one.names)))
     if len(names) < total:
         what = f"{len(names)} of {total} weights are not averaged: {listed(names)}"
@@ -310,7 +310,7 @@ def leaked_passes(job):
 
 
 def spans(one: Update) -> bool:
-    """Return whether passes of one step have batches of several epochs of a loader."""
+    """Return whether a step's passes use batches from several epochs of a loader."""
     epochs = {}
     for entry in one.passes:
         if entry["loader"] is not None:

@@ -89,16 +89,16 @@ def mean_gradient(job):
         what = shares_of(uneven, total)
         if same < max(2, len(uneven) / 2):
             if not all(map(scaled_down, uneven)):  # as in Adasum
-                raise NotJudged(f"{what}, and others in other steps")
+                raise NotJudged(f"{what}; in other steps, they differ")
             yield Breach(what, place, facts=("scaled", uneven))
             return
         yield Breach(what, place, facts=("shares", uneven))
         return
     strange = [x for x in found if not x.solved and len(x.off) > 0.2 * x.count]
     if len(strange) > 0.2 * total:
-        what = f"in {len(strange)} of {total} steps, the used gradients are no multiple"
+        what = f"in {len(strange)} of {total} steps, the gradients used are no multiple"
         yield Breach(f"{what} of the mean of the ranks' own", place, level=NOTE)
-        raise NotJudged("the used gradients are no multiple of the ranks' mean")
+        raise NotJudged("the gradients used are not a multiple of the ranks' mean")
     off = Counter(name for one in found for name in one.off)
     if off := [name for name, steps in off.items() if steps > total / 2]:
         what = f"{len(off)} weights use another multiple of the ranks' gradients than "
@@ -230,7 +230,7 @@ def gathered_without_gradient(job):
         what = "all_gather() gets a tensor with a gradient, and returns tensors without"
         if put_back:
             what = "all_gather() returns tensors without a gradient, and only the "
-            what += "rank's own one is put back"
+            what += "rank's own tensor is put back"
         what += f"; {factor}" * bool(losses)
         level = NOTE if put_back and rows[0][0].adaptive else RISK
         yield Breach(what, where, level=level)

@@ -41,7 +41,7 @@ class Call(Event):
     sent: str  # how many numbers of which type, and from or to which rank
     place: str
     weight: str = ""  # whose gradient or value is sent
-    value: float | None = None  # a sum of sizes, of few numbers
+    value: float | None = None  # sum of absolute values, if the tensor is small
 
 
 class Meeting(Watcher):
@@ -198,7 +198,7 @@ EFFECTS = steps_differ, hangs, ends_with_an_error
     LAW, WRONG, general=True, needs=[Call], effects=EFFECTS, read="tutorial/11_hangs"
 )
 def collectives_differ(job):
-    """Some ranks call other collectives, or call them in another order.
+    """The ranks call different collectives, or call them in different orders.
 
     Make every rank call every collective: move it out of branches that some ranks skip.
     """
@@ -241,7 +241,7 @@ def collectives_differ(job):
             yield Breach(what + ", ".join(told), calls[0].place, mend=ORDER)
             return
     if place := swapped(rows):
-        what = "a line sums several numbers, and the ranks do so in another order"
+        what = "the ranks sum the numbers of one line in different orders"
         yield Breach(what, place, mend=ORDER)
         return
     yield f"{len(rows[0]):,} collective{'s' * (len(rows[0]) > 1)} in the same order"

@@ -253,13 +253,13 @@ def wrong_number(job):
     other = [x for x in job.of(Printed) if OTHER.search(x.text)]
     if other:
         name = OTHER.search(other[0].text)[1]
-        raise NotJudged(f"{text} could be recomputed; not {name} at {other[0].place}")
+        raise NotJudged(f"{text} could be checked, but not {name} at {other[0].place}")
     if unknown:
         where = unknown[0].place
-        raise NotJudged(f"{text} could be recomputed; not the one at {where}")
+        raise NotJudged(f"{text} could be checked, but not the one at {where}")
     if not found:
         near = " within 1 %" * any(one.near for one in sites)
-        yield f"{text} equal the recomputed{near}"
+        yield f"{text} equal the recomputed ones{near}"
 
 
 def told(breach: Breach, level: str) -> Breach:
@@ -270,7 +270,7 @@ def told(breach: Breach, level: str) -> Breach:
     what = f"rank {line.rank} prints {number.text}, {name}"
     if right:
         true = number.turned(right)
-        true /= 100 if true > 20 * number.value > 0 else 1  # a share above 1, not in %
+        true /= 100 if true > 20 * number.value > 0 else 1  # a share, not in %
         what += f"; each sample once gives {true:.4f}"
     if others + site.right > 1:
         what += f" ({len(rows)} of {others + site.right} prints)"

@@ -233,10 +233,10 @@ def same_random_numbers(job):
             yield Breach(what, place, facts="loop", mend=NOISE)
     held += [f"in {differ} draws of the script's own lines"] * (differ > 2)
     if some:
-        raise NotJudged(f"{some}, perhaps to decide together")
+        raise NotJudged(f"{some}, perhaps for a joint decision")
     if same_generators(job):
         what = "generators that the script has made draw the same on several ranks"
-        raise NotJudged(f"{what}, perhaps to decide together")
+        raise NotJudged(f"{what}, perhaps for a joint decision")
     if job.of(Compiles) and not job.of(Drawn):
         raise NotJudged("torch.compile() hides what the script draws itself")
     if new_contents(job):

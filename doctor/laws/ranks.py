@@ -201,8 +201,8 @@ def apart(values: list[float], others: list[float], batches: float) -> tuple:
 
     Returns:
         By how many standard errors the means differ, the share of the larger one that
-        this is, and in how many passes the rank's number is the larger one. The errors
-        are those of distinct samples: a rank may see the same few again and again.
+        this is, and in how many passes the rank's number is the larger one. Errors
+        count each distinct sample once: a rank may see the same few repeatedly.
     """
     gaps = [a - b for a, b in zip(values, others, strict=True)]
     moves = [(a - b) ** 2 for a, b in zip(gaps, gaps[1:], strict=False)]
@@ -231,8 +231,8 @@ def ranks_differ(job):
     batches = independent(job)
     passes = max((len(x[0]) for x in every.values()), default=0)
     if not every or batches < BATCHES:
-        few = f"fewer than {FEWEST} passes, or {BATCHES} batches of distinct samples"
-        raise NotJudged(f"{few}, were seen on each rank")
+        few = f"each rank needs at least {FEWEST} passes and {BATCHES} batches of"
+        raise NotJudged(f"{few} distinct samples")
     ranks = range(1 if len(job.processes) == 2 else 0, len(job.processes))
     tests = len(every) * len(ranks)
     for name, rows in every.items():
@@ -249,7 +249,7 @@ def ranks_differ(job):
     if tested < 1e-3:
         raise NotJudged("the ranks' numbers are the same in all passes")
     if not found and tested > 6:
-        raise NotJudged(f"a rank is apart ({tested:.1f} standard errors), but little")
+        raise NotJudged(f"one rank differs slightly ({tested:.1f} standard errors)")
     if not found:
         text = f"{len(every)} numbers of batches, losses and gradients in {passes} "
         yield f"{text}passes: no rank stands out (at most {tested:.1f} standard errors)"

@@ -71,7 +71,7 @@ def equal_steps(job: Job) -> list[tuple[int, bool]]:
 
 @check(LAW, WRONG, read="docs/pitfalls.md")
 def names_differ(job):
-    """The ranks have weights or buffers with other names, or in another order.
+    """The ranks' weights or buffers have different names, or a different order.
 
     Create layers and buffers in the same order in every process: sort what comes from a
     set() or from the file system. DDP matches tensors by their position.
@@ -87,8 +87,8 @@ def names_differ(job):
                 pairs = enumerate(zip(*pairs, strict=False), 1)
                 number, (one, other) = next(x for x in pairs if x[1][0] != x[1][1])
                 same = sorted(lists[rank]) == sorted(lists[0])
-                how = f"the network's {kind} in another order" if same else ""
-                what = f"rank {rank} has {how or f'other {kind}'} than rank 0: number "
+                how = f"order of {kind}" if same else kind
+                what = f"rank {rank} does not have rank 0's {how}: number "
                 what += f"{number} is {other}, and on rank 0 {one}"
                 yield Breach(what, row[rank].place)
 

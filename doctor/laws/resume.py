@@ -89,10 +89,10 @@ class Resumes(Watcher):
 
 @check(LAW, RISK, effects=[no_optimizer], read=READ)
 def live_snapshot(job):
-    """A copy of the weights is none: the optimizer goes on changing its tensors.
+    """A "copy" of the weights is not a copy: the optimizer still changes it.
 
     Copy what state_dict() returns: copy.deepcopy(model.state_dict()).
-    Not a mistake if: you mean the weights of the moment when they are saved.
+    Not a mistake if: you want the weights as they are when the file is written.
     """
     for one in job.of(Restored):
         if one.own:

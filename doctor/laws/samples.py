@@ -182,7 +182,7 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
     held = []
     for one in need(epochs, "no epoch of training was seen"):
         if one.poor():
-            raise NotJudged("the inputs do not tell samples apart, like single words")
+            raise NotJudged("the inputs do not identify samples, as with single words")
         counts, what = one.numbers(), broken(one)
         loop = not one.index and not one.feeds
         if loop and one.together()[0] > one.together(0.8)[0] + 0.5:
@@ -211,7 +211,7 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
             or counts["again"] > one.slack + MORE * counts["read"]
         ):
             more = "" if one.index else " (by their contents)"
-            raise NotJudged(f"{held[-1]}{more}; how many there are is not known")
+            raise NotJudged(f"{held[-1]}{more}; the size of the data set is not known")
     short = [one.text for one in epochs[1:] if not one.whole]
     if epochs[0].whole and short:
         raise NotJudged(f"{held[0]}, but only {short[0]} were read")
@@ -226,8 +226,8 @@ def near_twins(job: Job) -> str:
     if errors < 5 or share < 0.15 or near > 0.5 and there < 0.9:
         return ""  # neighbours in time, such as frames, may be on different ranks
     same = " in the same step" * (there >= 0.9)
-    text = f"about {share:.0%} of the inputs of a rank are read by another one{same}, "
-    return f"{text}and changed by random numbers ({errors:.0f} standard errors)"
+    text = f"about {share:.0%} of a rank's inputs are also read by another rank{same}, "
+    return f"{text}and then changed at random ({errors:.0f} standard errors)"
 
 
 @explains(left_out, WRONG)
@@ -268,14 +268,14 @@ def mechanism(job: Job, one: Reads) -> tuple[str, str]:
             return f"; sampler.rank is {told} (of {[*sizes][0]})", mend
     loader = job.processes[0].loader(one.loader)
     if loader.stream:
-        part = "Yield only each world_size-th sample, from the rank's number on"
+        part = "Yield only every world_size-th sample, starting at the rank's number"
         if first.workers > 1:
             part = "Divide the stream into world_size * num_workers parts, and yield "
             part += "part rank * num_workers + worker (from get_worker_info())"
             if counts["within"] and not counts["ranks"]:
                 extra = f"; each of the {first.workers} loader processes yields them"
                 return extra, f"{part}."
-        return "", f"{part}; all ranks need the same order before."
+        return "", f"{part}; first, put them in the same order on all ranks."
     if first.repeats:
         mend = "Seed the sampler's generator with a number that depends on the rank; "
         return f"; {loader.sampler} draws", f"{mend}the classes stay balanced."

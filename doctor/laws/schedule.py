@@ -71,7 +71,7 @@ class Schedules(Watcher):
 
 
 def length(scheduler) -> int | None:
-    """Return a schedule's number of steps: LambdaLR's falls slowly until there."""
+    """Return a schedule's length in steps (for LambdaLR, where its decay ends)."""
     for factor in getattr(scheduler, "lr_lambdas", [])[:1]:
         try:
             rates = [max(0, factor(n)) for n in range(9 * scheduler.last_epoch)]
@@ -121,7 +121,7 @@ def schedule(job):
     """
     several(job)
     process, size = job.processes[0], job.world_size
-    found = need(process.of(Schedule), "no scheduler was there at the end")
+    found = need(process.of(Schedule), "no scheduler existed at the end")
     if not process.of(Exit) or not all(one.whole for one in process.of(EpochEnd)):
         raise NotJudged("the job did not train to the end")
     whole = [one for one in process.epochs if process.whole(one)]

@@ -13,7 +13,7 @@ PAGE = "docs/understand.md"
 LEAST = 0.05  # seconds: the steps of a job worth judging
 SHARE = 0.05  # of a step: what a mend must win back
 MENDS = {
-    "data": "Load in more processes (num_workers), or do less for each sample.",
+    "data": "Load data in more processes (num_workers), or do less for each sample.",
     "validation": "Validate less often than in each step.",
     "saving": "Save less often than in each step.",
     "rest": "Look at what the loop does besides training: copies, prints, files.",
@@ -22,6 +22,8 @@ MENDS = {
 
 def walls(job) -> float:
     """Return a step's median seconds; raise NotJudged for short steps."""
+    if job.emulated:
+        raise NotJudged("--cpu emulated the GPUs, which take other times")
     rows = [[one.wall for one in timed(process)] for process in job.processes]
     if min(map(len, rows), default=0) < 5:
         raise NotJudged("too few steps were seen: see --steps")
@@ -33,7 +35,7 @@ def walls(job) -> float:
 
 @check(LAW, SLOW, general=True, needs=[Spans], causes=[hangs], read=PAGE)
 def bottleneck(job):
-    """A part of a step takes time that a change would win back.
+    """A part of a step takes time that a change could save.
 
     Look at the part's line in the table below.
     """
@@ -45,7 +47,7 @@ def bottleneck(job):
             share = median(parts(one)[part] / one.wall for one in rows)
             shares[part] = max(shares.get(part, (0, 0)), (share, rank))
     if any(one.watched for one in steps[0]):
-        shares.pop("rest")  # of a watched step: doctor's own work
+        shares.pop("rest")  # doctor's own work inflates it in a watched step
     slow = slowest(job, steps, wall)
     if slow:
         found.append((1.0, slow))
@@ -68,7 +70,7 @@ def bottleneck(job):
         yield breach
     if not found:
         rest = ", ".join(f"{part} {share:.0%}" for part, (share, _) in shares.items())
-        yield f"of {1000 * wall:.0f} ms per step, {rest}"
+        yield f"of a median step's {1000 * wall:.0f} ms, {rest}"
 
 
 def slowest(job, steps: list[list[Spans]], wall: float) -> Breach | None:
@@ -99,7 +101,7 @@ def slowest(job, steps: list[list[Spans]], wall: float) -> Breach | None:
     what = f"rank {job.processes[slow].rank} needs {1000 * means[slow]:.0f} ms for its "
     what += f"part of a step, and the others, which need {1000 * max(others):.0f} ms, "
     what += f"wait: its {part} takes {1000 * more[part]:.0f} ms longer"
-    return Breach(what, mend=f"Find out what this rank does more in its {part}.")
+    return Breach(what, mend=f"Find out what extra work this rank does in its {part}.")
 
 
 @check(LAW, SLOW, needs=[Tracked], read="docs/pitfalls.md, number 17")
