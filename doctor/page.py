@@ -67,10 +67,9 @@ def summary(job: Job) -> str:
     count += f" on {len(hosts)} hosts" * (len(hosts) > 1)
     runs = job.processes[0].of(Runs)
     names = [f"{one.network} ({one.weights:,} parameters)" for one in runs]
-    device = {"cuda": "GPU", "cpu": "CPU"}
+    device = {"cuda": "emulated GPU" if job.emulated else "GPU", "cpu": "CPU"}
     devices = {device.get(one.device, one.device) for one in job.of(Runs)}
     what = f"{', '.join(names) or 'no network'} on {', '.join(sorted(devices))}"
-    what += ", emulated on the CPU" * job.emulated
     steps = [len(process.of(Step)) for process in job.processes]
     watched = str(steps[0]) if len({*steps}) == 1 else ", ".join(map(str, steps))
     ended = f"the job ended with status {job.status}"

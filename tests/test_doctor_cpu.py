@@ -48,7 +48,7 @@ def test_numbers(tmp_path):
     ended = played(tmp_path, *TORCHRUN, ROOT / "tests/doctor/played_numbers.py")
     assert ended.stdout.count("all numbers are right") == 2, ended.stderr[-3000:]
     page = " ".join(ended.stderr.split())
-    assert re.search(r"2 processes trained .* on CPU, GPU; ", page), page
+    assert re.search(r"2 processes trained .* on CPU, emulated GPU; ", page), page
 
 
 def test_devices_and_the_line(tmp_path):

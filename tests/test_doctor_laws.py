@@ -213,7 +213,7 @@ def test_settings_are_compared_by_name():
 
 @pytest.mark.parametrize(
     ("kind", "advice"),
-    [("stream", "Yield only each"), ("WeightedRandomSampler", "Seed the sampler's")],
+    [("stream", "Yield only every"), ("WeightedRandomSampler", "Seed the sampler's")],
 )
 def test_the_advice_fits_the_loader(kind, advice):
     flags = {"stream": True} if kind == "stream" else {"sampler": kind}

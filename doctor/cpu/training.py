@@ -82,7 +82,7 @@ def install() -> None:
     def init(self, device_type, dtype=None, enabled=True, cache_enabled=None):
         dtype = dtype or torch.get_autocast_dtype(device_type)
         if device_type == "cuda" and enabled:
-            gpus.say(f"autocast({dtype}) casts the operations that it casts on CPUs")
+            gpus.say(f"autocast({dtype}) casts the same operations as CPU autocast")
         device_type = "cpu" if device_type == "cuda" else device_type
         old_init(self, device_type, dtype, enabled, cache_enabled)
 
