@@ -341,8 +341,23 @@ def test_what_a_checkpoint_holds():
         assert [*named(report)] == [wanted] * bool(wanted)
     passing = good | {"overwrites": True, "path": f"{tempfile.gettempdir()}/a.pt"}
     assert not judged([file, event(Saved, 4, **passing)], []).findings
+    last = event(Saved, 4, **good | {"path": "last.pt"})
+    assert not judged(
+        [file, event(Saved, 4, **good | {"holds": []}), last], []
+    ).findings
     live = event(Saved, 4, **good | {"live": True})
     assert law(judged([file, live], []), 8) == "not judged"
+
+
+def test_what_an_optimizer_keeps_outside_its_state():
+    weight, files = torch.nn.Parameter(torch.ones(2)), Checkpoints()
+    optimizer = torch.optim.SGD([weight])
+    optimizer.numbers, optimizer.buffers = {weight: 0}, {}
+    files.after_step(optimizer, [])
+    assert not files.states
+    optimizer.buffers[weight] = torch.zeros(2)
+    files.after_step(optimizer, [])
+    assert files.states == {"optimizer (SGD.buffers)"}
 
 
 def test_what_a_loss_is_divided_by():

@@ -96,6 +96,10 @@ class Checkpoints(Watcher):
             values = [value for one in kept[:9] for value in one.values()]
             if any(torch.is_tensor(one) for one in values):
                 self.states.add("optimizer")
+        for name, own in vars(optimizer).items():
+            pairs = own.items() if isinstance(own, dict) else ()
+            if any(torch.is_tensor(x) and torch.is_tensor(y) for x, y in pairs):
+                self.states.add(f"optimizer ({type(optimizer).__name__}.{name})")
 
     def take(self, call, module, *args, **kwargs):
         """Note when state_dict() returned tensors: they are the network's own."""
@@ -265,16 +269,17 @@ def no_optimizer(job):
     them.
     Not a mistake if: you never resume from it.
     """
-    for path, own in checkpoints(job):
-        one = own[-1]
+    saved = [(path, own, own[-1]) for path, own in checkpoints(job)]
+    complete = any(one.has and {*one.has} <= {*one.holds} for _, _, one in saved)
+    for path, own, one in saved:
         if any(x.live or x.taken is not None for x in own):
             text = f"of which step the weights in {base(path)} are: they are the "
             raise Doubt(f"{text}network's own tensors, which change")
         missing = [name for name in one.has if name not in one.holds]
-        if missing and (one.counts or one.holds):
+        if missing and (one.counts or one.holds) and not complete:
             what = f"{base(path)} has weights and {', '.join(one.holds) or 'a number'}"
             what += f", but not the state of the {' and the '.join(missing)}"
-            level = RISK if "optimizer" in missing else NOTE
+            level = RISK if "optimizer" in " ".join(missing) else NOTE
             yield Breach(what, one.place, level=level)
         elif one.whole:
             holds = ", ".join((f"{one.whole} whole weights", *one.holds))
