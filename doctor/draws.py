@@ -90,7 +90,9 @@ class Draws(Watcher):
 
     def make(self, name: str, call, /, *args, **kwargs):
         result = call(*args, **kwargs)
-        if not self.shared and (result.is_floating_point() or permutes(result)):
+        if not recorder.watching or self.shared or not runs_normally():
+            return result
+        if result.is_floating_point() or permutes(result):
             self.keep(name, result)
         return result
 

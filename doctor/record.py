@@ -254,9 +254,13 @@ def monitor() -> None:
 
 def torch_is_there() -> None:
     """Install all hooks, right after PyTorch has been imported."""
+    from torch.utils import _device
+
     from . import laws, moments  # noqa: F401  their watchers
     from .watcher import watchers
 
+    # torch.set_default_device() looks for functions as they are before they are wrapped
+    getattr(_device, "_device_constructors", int)()
     for watcher in watchers:
         quiet(watcher.hooks)()
     wrap(sys, "excepthook", excepthook)

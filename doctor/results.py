@@ -81,11 +81,11 @@ class Results(Watcher):
     # --- prints ---
 
     def write(self, call, text):
-        self.line += text
-        if text.endswith(("\n", "\r")):
-            if text.endswith("\n"):
-                self.printed()
+        self.line = (self.line + text)[-4000:]
+        if text.endswith("\n"):
+            self.printed()
             self.line = ""
+        self.line = self.line.rpartition("\r")[2]  # a progress bar starts again
         return call(text)
 
     def printed(self) -> None:

@@ -108,8 +108,9 @@ class Checkpoints(Watcher):
         result = call(module, *args, **kwargs)
         if not args and kwargs.get("destination") is None:  # not of a submodule
             self.taken = WeakIdKeyDictionary() if self.taken is None else self.taken
+            where = place()
             for one in floats(result):
-                self.taken[one] = recorder.step, one._version, place(), self.loads
+                self.taken[one] = recorder.step, one._version, where, self.loads
         return result
 
     # --- files ---
@@ -140,7 +141,7 @@ class Checkpoints(Watcher):
         result = call(state, *args, **kwargs)
         if threading.current_thread() is not threading.main_thread():
             return result  # async_save() calls save()
-        state = state if self.given is None else self.given
+        state, self.given = state if self.given is None else self.given, None
         while len(state) == 1 and isinstance([*state.values()][0], dict):
             state = [*state.values()][0]
         if content := self.content(state):
