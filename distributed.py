@@ -44,7 +44,7 @@ def main(args: Namespace) -> None:
         die_with_parent()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ["LOCAL_RANK"])
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
     if torch.cuda.is_available():
         set_up_cuda(local_world_size)
         device = torch.device("cuda", local_rank)

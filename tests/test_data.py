@@ -195,7 +195,7 @@ def test_images_that_are_normalized_already_are_refused():
 
 
 def test_waiting_for_data_does_not_include_the_step(monkeypatch):
-    """Each image takes a second, and each step 50. The count starts anew in each epoch."""
+    """Each image takes a second, and each step 50. Each epoch counts from zero."""
     clock = [0.0]
 
     class Slow(Draws):

@@ -7,7 +7,17 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..event import Event, Start
-from ..law import RISK, WRONG, Breach, Law, NotJudged, check, explains, several
+from ..law import (
+    RISK,
+    WRONG,
+    Breach,
+    Doubt,
+    Law,
+    NotJudged,
+    check,
+    explains,
+    several,
+)
 from ..record import LIBRARY, OWN, not_the_users, place, recorder
 from ..watcher import Watcher
 
@@ -93,6 +103,8 @@ def several_write(job):
     if shared:
         more = f", and {len(shared) - 1} more" * (len(shared) > 1)
         yield Breach(shared[0][0] + more, shared[0][1])
+    if any(len(process.of(Opened)) >= Opened.limit for process in job.processes):
+        raise Doubt(f"only the first {Opened.limit} files of each rank were seen")
     own = {one.rank for events in files.values() for one in events}
     who = f"rank {min(own)}" if len(own) == 1 else "one rank each"
     yield f"{len(files)} file{plural(len(files))} written by {who}"

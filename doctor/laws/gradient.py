@@ -311,11 +311,8 @@ def leaked_passes(job):
 
 def spans(one: Update) -> bool:
     """Return whether a step's passes use batches from several epochs of a loader."""
-    epochs = {}
-    for entry in one.passes:
-        if entry["loader"] is not None:
-            epochs.setdefault(entry["loader"], set()).add(entry["epoch"])
-    return any(len(found) > 1 for found in epochs.values())
+    epochs = {(x["loader"], x["epoch"]) for x in one.passes if x["loader"] is not None}
+    return len(epochs) > len({loader for loader, _ in epochs})
 
 
 @check(LAW, SLOW, causes=[not_averaged], read=PASSES)

@@ -40,7 +40,7 @@ class Layers(Watcher):
     """Follows which modules run."""
 
     def __init__(self):
-        self.ran, self.results, self.outer = {}, {}, None
+        self.ran, self.results, self.outer = {}, {}, lambda: None
 
     def hooks(self) -> None:
         import torch
@@ -50,7 +50,7 @@ class Layers(Watcher):
         module.register_module_forward_hook(quiet(self.after))
 
     def on_input(self, network, inputs) -> None:
-        self.outer = network
+        self.outer = weakref.ref(network)
 
     def before(self, module, inputs) -> None:
         """Note when a module first runs, and a layer's mode."""
@@ -64,7 +64,7 @@ class Layers(Watcher):
             self.ran[id(module)] = known
         if kind(module):
             mode = "train" if module.training else "eval"
-            if mode == "eval" and self.outer is not None and self.outer.training:
+            if mode == "eval" and getattr(self.outer(), "training", False):
                 mode = "fixed"  # only this part is in evaluation mode
             mode += "" if torch.is_grad_enabled() else " without gradients"
             known.modes.setdefault(mode, set()).add(recorder.step)
@@ -100,7 +100,7 @@ class Layers(Watcher):
                     self.ran[owner].returned = True
             entry = id(module), weakref.ref(one)
             self.results.setdefault(id(one), []).append(entry)
-        if self.outer is module:
+        if self.outer() is module:
             self.results.clear()
         floats = [one for one in tensors if one.is_floating_point()]
         cut = bool(floats) and not any(one.requires_grad for one in floats)

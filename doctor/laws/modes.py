@@ -1,5 +1,6 @@
 """Law 6: every weight lives. The modes in which layers run."""
 
+import weakref
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -42,15 +43,16 @@ class Modes(Watcher):
     """Records the modes of batch norm and dropout layers."""
 
     def __init__(self):
-        self.stateful, self.pending, self.validated = {}, None, set()
+        self.stateful = weakref.WeakKeyDictionary()  # its layers are weak as well
+        self.pending, self.validated = None, set()
 
     def on_output(self, network, outputs, batch) -> None:
         """Record the mode of a network that a loader other than training's feeds."""
         import torch
 
         if network not in self.stateful:
-            found = [one for one in network.modules() if kind(one)]
-            self.stateful = {network: found}  # only the last network's
+            found = weakref.WeakSet(one for one in network.modules() if kind(one))
+            self.stateful[network] = found
         self.pending, gradients = None, torch.is_grad_enabled()
         current = Loaders.here.current
         if batch is None or current is None or not recorder.step:

@@ -100,7 +100,8 @@ class Passes(Watcher):
         import torch
 
         if torch.is_grad_enabled():
-            self.forwards.append(bool(model.require_backward_grad_sync))
+            if recorder.watching:
+                self.forwards.append(bool(model.require_backward_grad_sync))
             self.model = weakref.ref(model)
         return call(model, *args, **kwargs)
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from ..contents import by_contents, other_contents
 from ..event import Event
 from ..job import Job
 from ..law import (
@@ -28,13 +29,11 @@ from ..reads import (
     Feed,
     Reads,
     broken,
-    by_contents,
     feeds,
     interleaved,
     laps,
     loaded,
     looped,
-    other_contents,
 )
 from ..record import recorder
 from ..signature import changed, different, signature

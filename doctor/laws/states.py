@@ -70,7 +70,9 @@ class Replicas(Watcher):
         self.write("step", "weights", self.held())
         self.write("step", "buffers", buffers())
         others, self.others = self.others, {}
-        for network, where in others.values():
+        for reference, where in others.values():
+            if (network := reference()) is None:
+                continue
             name = type(network).__name__
             self.write("other", name, named(network.named_parameters()), where, False)
         first = id(optimizer) not in self.seen and optimizer.state
@@ -85,7 +87,7 @@ class Replicas(Watcher):
         known = Moments.here.known
         trains = any(id(one) in known for one in network.parameters())
         if recorder.watching and not trains:
-            self.others[id(network)] = network, place()
+            self.others[id(network)] = weakref.ref(network), place()
         # A network that runs before the first step is perhaps only measured
         if network.training or key in self.validated or not recorder.step:
             return
