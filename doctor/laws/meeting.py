@@ -25,7 +25,7 @@ LOST = re.compile(
 )
 
 
-ORDER = "Iterate in the same order on all ranks, sorted(names): a set has no order."
+ORDER = "Use the same order on all ranks, such as sorted(names): a set has no order."
 LEAVES = (
     "Leave the loop on all ranks together: all_reduce() the number that ends it. "
     "reduce() gives its result to one rank only."

@@ -20,14 +20,14 @@ from .samples import same_samples
 
 LAW = Law(3, "randomness", "Random streams differ between ranks")
 FETCHES = 15  # that are recorded in each pass and process
-NOISE = "Give a generator of the script's own a seed that depends on the rank."
+NOISE = "Give the script's own generator a seed that depends on the rank."
 WORDS = {"forward": "forward passes", "fetch": "batches"}
 GENERATORS = {"torch": "PyTorch", "random": "random", "numpy": "NumPy", "cuda": "CUDA"}
 
 
 @dataclass(kw_only=True)
 class Draw(Event):
-    """Generators before a part of the job that may draw random numbers from them."""
+    """States of generators before a part of the job that has drawn from them."""
 
     limit: ClassVar[int] = 2000
     where: str  # "fetch": loading a batch; "forward": a network
@@ -200,9 +200,9 @@ def equal(rows: list[dict]) -> tuple[Counter, list[str], int, list[Draw]]:
 def same_random_numbers(job):
     """Ranks draw the same random numbers.
 
-    Seed each rank differently, torch.manual_seed(seed + rank), after the network and
-    the data set have been made.
-    Not a mistake if: all ranks are meant to draw the same.
+    Call torch.manual_seed(seed + rank) on each rank after the network and the data set
+    have been made.
+    Not a mistake if: all ranks are meant to draw the same numbers.
     """
     several(job)
     undivided(job)
@@ -235,14 +235,14 @@ def same_random_numbers(job):
     if some:
         raise NotJudged(f"{some}, perhaps for a joint decision")
     if same_generators(job):
-        what = "generators that the script has made draw the same on several ranks"
+        what = "the script's own generators draw the same numbers on several ranks"
         raise NotJudged(f"{what}, perhaps for a joint decision")
     if job.of(Compiles) and not job.of(Drawn):
         raise NotJudged("torch.compile() hides what the script draws itself")
     if new_contents(job):
         raise NotJudged("something that was not seen changes the samples at random")
     if not held:
-        raise NotJudged("nothing was seen to draw from a global generator")
+        raise NotJudged("no draw from a global generator was seen")
     yield f"the ranks' generators differ {', '.join(held)}"
 
 
@@ -293,7 +293,7 @@ def cause(job, name: str, pair: list[Draw]) -> tuple[str, str]:
 def same_augmentation(job, breach):
     """Ranks draw the same random numbers for their samples.
 
-    Seed each rank differently, torch.manual_seed(seed + rank), before the first epoch.
+    Call torch.manual_seed(seed + rank) on each rank before the first epoch.
     Not a mistake if: the random numbers do not change the samples.
     """
     return breach if breach.facts == "fetch" else None
@@ -301,10 +301,9 @@ def same_augmentation(job, breach):
 
 @explains(same_random_numbers)
 def same_dropout(job, breach):
-    """Ranks draw the same random numbers in their networks, such as dropout.
+    """Ranks draw the same random numbers in their networks, for example for dropout.
 
-    Seed each rank differently, torch.manual_seed(seed + rank), after the network has
-    been made.
+    Call torch.manual_seed(seed + rank) on each rank after the network has been made.
     Not a mistake if: the network itself is divided between the ranks.
     """
     return breach if breach.facts == "forward" else None
@@ -314,9 +313,9 @@ def same_dropout(job, breach):
 def same_noise(job, breach):
     """Ranks draw the same noise in their training loops.
 
-    Seed each rank differently, torch.manual_seed(seed + rank), before the first epoch;
-    a generator of the loop's own also needs a seed per rank.
-    Not a mistake if: all ranks are meant to decide the same, such as a size.
+    Call torch.manual_seed(seed + rank) on each rank before the first epoch; also give
+    the loop's own generators a different seed on each rank.
+    Not a mistake if: all ranks are meant to choose the same, for example a size.
     """
     return breach if breach.facts == "loop" else None
 
@@ -327,7 +326,7 @@ def seeds_restart(job):
 
     Seed the generators once, before the first epoch, or with a number that depends on
     the epoch.
-    Not a mistake if: each epoch is meant to draw the same.
+    Not a mistake if: each epoch is meant to draw the same numbers.
     """
     several(job)
     process, first, again = job.processes[0], {}, []

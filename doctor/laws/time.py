@@ -23,7 +23,7 @@ MENDS = {
 def walls(job) -> float:
     """Return a step's median seconds; raise NotJudged for short steps."""
     if job.emulated:
-        raise NotJudged("--cpu emulated the GPUs, which take other times")
+        raise NotJudged("--cpu emulated the GPUs, whose times would differ")
     rows = [[one.wall for one in timed(process)] for process in job.processes]
     if min(map(len, rows), default=0) < 5:
         raise NotJudged("too few steps were seen: see --steps")
@@ -70,7 +70,7 @@ def bottleneck(job):
         yield breach
     if not found:
         rest = ", ".join(f"{part} {share:.0%}" for part, (share, _) in shares.items())
-        yield f"of a median step's {1000 * wall:.0f} ms, {rest}"
+        yield f"a median step takes {1000 * wall:.0f} ms: {rest}"
 
 
 def slowest(job, steps: list[list[Spans]], wall: float) -> Breach | None:
@@ -136,7 +136,7 @@ def unused_search(job):
 
 @check(LAW, NOTE, needs=[Buckets], read=PAGE)
 def small_buckets(job):
-    """DDP's buckets are small, and so each step needs many all-reduces.
+    """DDP's buckets are small, so each step needs many all-reduces.
 
     Leave bucket_cap_mb at its default, 25.
     """
