@@ -93,6 +93,7 @@ MISSING = {
 }
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     for marker in left_out(config):
         chosen = [item for item in items if not item.get_closest_marker(marker)]
