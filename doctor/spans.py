@@ -191,7 +191,7 @@ def parts(one: Spans) -> dict[str, float]:
     found = dict.fromkeys(PARTS, 0.0)
     for part, start, end in one.spans:
         found[part] += end - start
-    return found | {"rest": max(0.0, one.wall - sum(found.values()))}
+    return found | {"other code": max(0.0, one.wall - sum(found.values()))}
 
 
 def time_table(job) -> dict[int, dict[str, float]]:

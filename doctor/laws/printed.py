@@ -256,7 +256,7 @@ def wrong_number(job):
         raise NotJudged(f"{text} could be checked, but not {name} at {other[0].place}")
     if unknown:
         where = unknown[0].place
-        raise NotJudged(f"{text} could be checked, but not the one at {where}")
+        raise NotJudged(f"{text} could be checked, but not all of those at {where}")
     if not found:
         near = " within 1 %" * any(one.near for one in sites)
         yield f"{text} equal the recomputed ones{near}"

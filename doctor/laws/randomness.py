@@ -213,13 +213,15 @@ def same_random_numbers(job):
         shared = max((one[k].count for one in rows for k in one), default=0)
         decided = where == "forward" and shared < MANY
         if names and not (decided and not any(one.drops for one in pair)):
-            told = " and ".join(GENERATORS.get(name, name) for name in names)
+            told = " and ".join(map(called, names))
             own = [one.states.get(names[0]) for one in pair]
             ranks = [str(n) for n, x in enumerate(own) if own.count(x) > 1]
             what = f"the generators of {told} have equal states on ranks "
             what += f"{' and '.join(ranks)} in {max(same.values())} of {count} "
             place, origin = cause(job, names[0], pair)
             what += f"{WORDS[where]} that draw{origin}"
+            loader = job.processes[0].loader()
+            place = place or (loader.place if loader and where == "fetch" else "")
             mend, found = advice(names[0], origin, pair[0]), True
             yield Breach(what, place, facts=where, mend=mend)
         elif equals := max(same.values(), default=0):
@@ -261,14 +263,21 @@ def advice(name: str, origin: str, draw: Draw) -> str:
     """Return what to do about a generator, or "" for the check's own advice."""
     if "state" in origin:  # set_rng_state(), setstate()
         return "Save each rank's own state, and restore it on that rank."
+    text = "Seed PyTorch, and a generator given to the DataLoader, with seed + rank; "
+    if name.startswith("its ") and draw.worker is not None:
+        return f"{text}make {called(name)} in worker_init_fn, of torch.initial_seed()."
     if draw.worker is not None:
-        text = (
-            "Seed PyTorch, and a generator given to the DataLoader, with seed + rank; "
-        )
         return f"{text}use torch.initial_seed() in worker_init_fn."
+    if name.startswith("its "):
+        return f"Seed {called(name)} with a number that depends on the rank."
     if name in ("random", "numpy"):
         return f"Seed {GENERATORS[name]} with a number that depends on the rank."
     return ""
+
+
+def called(name: str) -> str:
+    """Return what a finding calls a generator."""
+    return GENERATORS.get(name, name.replace("its ", "the data set's "))
 
 
 def setting(job, name: str, draw: Draw) -> Seed | None:
@@ -338,7 +347,11 @@ def seeds_restart(job):
                 again += [(name, one)] * (earlier.epoch != one.epoch)
     if len(again) > 2:
         name, one = again[0]
-        what = f"{GENERATORS.get(name, name)} has the same states in epoch "
+        what = f"{called(name)} has the same states in epoch "
         what += f"{process.epochs.index(one.epoch)} as in an earlier one, in "
         what += f"{len(again)} draws"
-        yield Breach(what, cause(job, name, [one])[0])
+        mend = ""
+        if name.startswith("its ") and one.worker is not None:
+            mend = "The loader processes copy the data set's generator in each epoch: "
+            mend += "make it in worker_init_fn, of torch.initial_seed()."
+        yield Breach(what, cause(job, name, [one])[0], mend=mend)

@@ -16,7 +16,7 @@ MENDS = {
     "data": "Load data in more processes (num_workers), or do less for each sample.",
     "validation": "Validate less often than in each step.",
     "saving": "Save less often than in each step.",
-    "rest": "Look at what the loop does besides training: copies, prints, files.",
+    "other code": "Look at what the loop does besides training: copies, prints, files.",
 }
 
 
@@ -43,11 +43,11 @@ def bottleneck(job):
     steps = [timed(process) for process in job.processes]
     shares = {}
     for rank, rows in enumerate(steps):
-        for part in ("data", "validation", "saving", "rest"):
+        for part in ("data", "validation", "saving", "other code"):
             share = median(parts(one)[part] / one.wall for one in rows)
             shares[part] = max(shares.get(part, (0, 0)), (share, rank))
     if any(one.watched for one in steps[0]):
-        shares.pop("rest")  # doctor's own work inflates it in a watched step
+        shares.pop("other code")  # doctor's own work inflates it in a watched step
     slow = slowest(job, steps, wall)
     if slow:
         found.append((1.0, slow))
