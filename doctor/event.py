@@ -76,6 +76,7 @@ class Failed(Event):
     text: str
     place: str
     path: str  # the missing file, for errors that have one
+    cuda: bool = True  # whether PyTorch finds a GPU
 
 
 @dataclass(kw_only=True)

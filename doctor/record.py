@@ -205,7 +205,8 @@ def excepthook(call, kind, error, trace) -> None:
                 where = f"{os.path.relpath(file)}:{line}"
         text = f"{kind.__name__}: {error}"[:2000]
         path = os.path.abspath(path) if isinstance(path, str) else ""
-        recorder.write(Failed(text=text, place=where, path=path))
+        cuda = sys.modules["torch"].cuda.is_available()
+        recorder.write(Failed(text=text, place=where, path=path, cuda=cuda))
     if call:
         call(kind, error, trace)
 

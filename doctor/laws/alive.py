@@ -194,7 +194,7 @@ def names(events: list[Weight]) -> str:
     return listed([*dict.fromkeys(one.name for one in events)])
 
 
-@check(LAW, RISK, general=True, needs=[Step, Weight], read="docs/pitfalls.md")
+@check(LAW, RISK, general=True, needs=[Step, Weight])
 def dead_weights(job):
     """Trainable weights never get a gradient.
 
@@ -255,7 +255,7 @@ def dead_weights(job):
         yield f"{len(alive)} {count} get gradients and change in {steps} steps{unused}"
 
 
-@explains(dead_weights, WRONG, read="tutorial/03_gradients/README.md")
+@explains(dead_weights, WRONG, read="lesson 16")
 def zero_gradients(job, breach):
     """All gradients of an optimizer are zero.
 
@@ -287,7 +287,7 @@ def lost(job) -> list[Weight]:
     return found
 
 
-@check(LAW, RISK, needs=[Step, Weight], causes=[zero_gradients])
+@check(LAW, RISK, needs=[Step, Weight], causes=[zero_gradients], read="docs/convert.md")
 def not_in_an_optimizer(job):
     """Weights that get gradients are in no optimizer.
 

@@ -8,7 +8,7 @@ from .meeting import Call
 from .printed import LAW
 
 
-@check(LAW, RISK, read="docs/pitfalls.md, number 16")
+@check(LAW, RISK)
 def compared_with_itself(job):
     """On one rank, a validation's comparisons never find an error.
 
@@ -39,7 +39,7 @@ def compared_with_itself(job):
             return
 
 
-@check(LAW, WRONG, needs=[Call], read="docs/pitfalls.md, number 16")
+@check(LAW, WRONG, needs=[Call], read="pitfall 16")
 def reduced_again(job):
     """Sums over all ranks are summed over all ranks again.
 

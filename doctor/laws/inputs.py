@@ -15,7 +15,7 @@ STRATA = (
 )
 
 
-@check(LAW, RISK, needs=[Input])
+@check(LAW, RISK, needs=[Input], read="pitfall 9")
 def same_inputs(job):
     """The ranks draw the same inputs, or the same time steps.
 

@@ -124,7 +124,9 @@ def modes(job) -> list[list[Mode]]:
     return [[x for x in own if x.step == own[-1].step] for own in found]
 
 
-@check(LAW, RISK, needs=[Mode], causes=[dead_weights, not_in_an_optimizer])
+@check(
+    LAW, RISK, needs=[Mode], causes=[dead_weights, not_in_an_optimizer], read="README"
+)
 def frozen_in_train_mode(job):
     """A frozen network runs in training mode.
 
@@ -157,7 +159,7 @@ def often(job, layer: Mode, mode: str) -> bool:
     return len(layer.ran.get(mode, ())) >= max(3, steps / 2)
 
 
-@check(LAW, RISK, causes=[frozen_in_train_mode], read="tutorial/16_sharded/README.md")
+@check(LAW, RISK, causes=[frozen_in_train_mode], read="docs/found.md")
 def eval_mode(job):
     """A network trains in evaluation mode, or validates in training mode.
 

@@ -48,7 +48,13 @@ class Places(Watcher):
 EFFECTS = *EFFECTS, collectives_differ, batch_counts_differ
 
 
-@check(LAW, WRONG, causes=[collectives_differ], effects=[not_averaged, *DRIFT])
+@check(
+    LAW,
+    WRONG,
+    causes=[collectives_differ],
+    effects=[not_averaged, *DRIFT],
+    read="lesson 2",
+)
 def mixed_gradients(job):
     """The ranks average gradients of different weights with each other.
 
@@ -77,7 +83,7 @@ def part(one: Update, number: int) -> tuple:
     return tuple(one.part(one.used, number))
 
 
-@check(LAW, WRONG, effects=EFFECTS, read="docs/pitfalls.md, number 13")
+@check(LAW, WRONG, effects=EFFECTS, read="docs/convert.md")
 def file_race(job):
     """A process reads a file before another one has written it.
 
@@ -93,7 +99,7 @@ def file_race(job):
                 yield Breach(f"{what}writes, or was about to write", one.place)
 
 
-@check(LAW, RISK, needs=[Port], read="docs/pitfalls.md, number 3")
+@check(LAW, RISK, needs=[Port], read="pitfall 3")
 def own_port(job):
     """The processes meet at a port that the script has fixed.
 

@@ -196,7 +196,7 @@ def equal(rows: list[dict]) -> tuple[Counter, list[str], int, list[Draw]]:
     return Counter({x: n for x, n in found.items() if n}), names, len(keys), pair
 
 
-@check(LAW, RISK, general=True, causes=[same_samples])
+@check(LAW, RISK, general=True, causes=[same_samples], read="pitfall 9")
 def same_random_numbers(job):
     """Ranks draw the same random numbers.
 
@@ -329,7 +329,7 @@ def same_noise(job, breach):
     return breach if breach.facts == "loop" else None
 
 
-@check(LAW, RISK, causes=[same_random_numbers])
+@check(LAW, RISK, causes=[same_random_numbers], read="pitfall 9")
 def seeds_restart(job):
     """Each epoch draws the same random numbers as an earlier one.
 

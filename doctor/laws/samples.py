@@ -24,17 +24,7 @@ from ..loaders import Loaders, Pass
 from ..meshes import undivided
 from ..moments import Step
 from ..neighbours import twins
-from ..reads import (
-    MORE,
-    Feed,
-    Reads,
-    broken,
-    feeds,
-    interleaved,
-    laps,
-    loaded,
-    looped,
-)
+from ..reads import MORE, Feed, Reads, broken, feeds, interleaved, laps, loaded, looped
 from ..record import recorder
 from ..signature import changed, different, signature
 from ..watcher import Watcher
@@ -111,7 +101,7 @@ def where(job: Job, number: int | None = None) -> str:
     return loader.place if loader else job.of(Step)[0].place
 
 
-@check(LAW, WRONG, needs=[Step])
+@check(LAW, WRONG, needs=[Step], read="lesson 4")
 def datasets_differ(job):
     """The ranks do not use the same data set, though a sampler divides it.
 
@@ -155,7 +145,7 @@ def twice(one: array, other: array) -> str:
     return "Divide the samples once: omit the sampler, or the script's own division."
 
 
-@check(LAW, RISK, general=True, needs=[Step], causes=[datasets_differ])
+@check(LAW, RISK, general=True, needs=[Step], causes=[datasets_differ], read="lesson 4")
 def left_out(job):
     """Some samples are read twice in an epoch, or never.
 
@@ -287,7 +277,7 @@ def mechanism(job: Job, one: Reads) -> tuple[str, str]:
     return "", f"{mend}order that is equal on all ranks."
 
 
-@check(LAW, WRONG, needs=[Step], causes=[left_out])
+@check(LAW, WRONG, needs=[Step], causes=[left_out], read="lesson 4")
 def same_order(job):
     """Two epochs read the samples in the same order.
 
@@ -319,7 +309,7 @@ def same_order(job):
         return
 
 
-@check(LAW, WRONG, causes=[datasets_differ])
+@check(LAW, WRONG, causes=[datasets_differ], read="lesson 4")
 def trained_on_validation(job):
     """Training uses validation samples.
 
