@@ -7,12 +7,13 @@ from dataclasses import fields
 
 import pytest
 import torch
+from conftest import ROOT
 from torch.nn.functional import cross_entropy
 
 import doctor.laws  # noqa: F401  its checks
-from doctor.event import Exit, Rank, Start
+from doctor.event import Exit, Failed, Rank, Start
 from doctor.job import Job, Process
-from doctor.law import examine
+from doctor.law import CHECKS, examine
 from doctor.laws.alive import Weight
 from doctor.laws.checkpoints import Checkpoints, Saved
 from doctor.laws.files import Opened
@@ -188,11 +189,7 @@ GRADIENTS = {
         "summed_again",
         "broken",
     ),
-    "two losses": (
-        steps(plus(MEAN, turned(MEAN)), 2, two_losses),
-        None,
-        "held",
-    ),
+    "two losses": (steps(plus(MEAN, turned(MEAN)), 2, two_losses), None, "held"),
     "a pass for another optimizer": (
         steps(plus(MEAN, turned(MEAN)), 2, other_optimizer),
         "leaked_passes",
@@ -377,16 +374,9 @@ def test_what_a_loss_is_divided_by():
 def test_a_network_that_nothing_trains_is_compared(first):
     """A teacher may be copied before DDP is made, or a rank may update it by itself."""
     state = {"moment": "other", "what": "Net", "names": ["a"], "each": 1}
+    late = 9 if first is None else first
     ranks = [
-        [
-            event(
-                State,
-                n,
-                values=[1 + rank * (first is not None and n >= first)],
-                **state,
-            )
-            for n in range(4)
-        ]
+        [event(State, n, values=[1 + rank * (n >= late)], **state) for n in range(4)]
         for rank in range(2)
     ]
     found = judged(*ranks)
@@ -398,12 +388,8 @@ def test_a_network_that_nothing_trains_is_compared(first):
 
 def test_equal_names_are_numbered_alike_on_all_ranks(monkeypatch):
     """One rank has freed the weights of an old network, and another has not yet."""
-    old, new, watcher = (
-        torch.nn.Parameter(torch.ones(1)),
-        torch.nn.Parameter,
-        Replicas(),
-    )
-    new = new(torch.zeros(1))
+    old, new = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.zeros(1))
+    watcher = Replicas()
     monkeypatch.setattr(Moments.here, "names", {id(old): "w", id(new): "w"})
     known = {id(old): (0, weakref.ref(old))}
     monkeypatch.setattr(Moments.here, "known", known)
@@ -472,3 +458,21 @@ def test_the_parts_of_a_step_add_up():
     text = " ".join(page(job, examine(job)).split())
     shares = re.findall(r"(\d+)%", text.partition("A step on rank 0")[2])
     assert len(shares) == 8 and sum(map(int, shares)) == 100
+
+
+def test_a_script_that_finds_no_gpu_is_told_of_cpu():
+    for cuda, watched in ((False, False), (True, False), (False, True)):
+        own = event(Failed, text="RuntimeError: no driver", cuda=cuda)
+        job = made([own]) if watched else Job([Process(0, 1, [own])], status=1)
+        words = " ".join(page(job, examine(job)).split())
+        assert ("use doctor --cpu" in words) == (not cuda and not watched)
+        assert "RuntimeError: no driver" in words and "GradScaler" not in words
+
+
+def test_the_pages_that_explain_a_mistake_exist():
+    pitfalls = (ROOT / "docs/pitfalls.md").read_text()
+    for one in CHECKS.values():
+        kind, _, number = one.read.partition(" ")
+        there = {"pitfall": f"\n### {number}. " in pitfalls}
+        there["lesson"] = [*ROOT.glob(f"tutorial/{number:0>2}_*/README.md")]
+        assert there.get(kind, [*ROOT.glob(f"{one.read}*")]), one.name
