@@ -75,10 +75,9 @@ wrong(dist.init_process_group, "gloo", one, None, 1, 0)
 
 net = torch.nn.Linear(2, 2)
 wrong(net.load_state_dict, {f"module.{name}": w for name, w in net.state_dict().items()})
-sgd = torch.optim.SGD(net.parameters(), 0.1)
-schedules = [torch.optim.lr_scheduler.OneCycleLR(sgd, 0.1, steps) for steps in (84, 99)]
-schedules[1].load_state_dict(schedules[0].state_dict() | {"last_epoch": 84})
-wrong(schedules[1].step)
+one = torch.optim.lr_scheduler.OneCycleLR(torch.optim.SGD(net.parameters(), 0.1), 0.1, 99)
+one.load_state_dict({"last_epoch": 84, "total_steps": 84})
+wrong(one.step)
 load({"args": argparse.Namespace(lr=0.1)})
 load({"weights": torch.zeros(10**5)}, 10**5)
 load({"weights": torch.zeros(10**5)}, 0)
@@ -145,7 +144,7 @@ calls = {
         "loader = torch.utils.data.DataLoader([], **options);"
         "assert loader.multiprocessing_context.get_start_method() == 'fork'",
     2: "assert content['epoch'] == 3 and {*parts} < {*content}",
-    3: "assert scheduler.last_epoch == 6 and scheduler.get_last_lr() == wanted",
+    3: "assert (scheduler.last_epoch, scheduler.total_steps) == (6, 10)",
     4: "assert torch.load(path) == content",
     5: """
 losses[1] = float("nan")
@@ -157,18 +156,12 @@ else:
     raise ValueError("a NaN was not seen")
 """,
 }
-count = 0
-for block in re.findall(r"```python\\n(.*?)```", page, re.DOTALL):
-    count += 1
+for count, block in enumerate(re.findall(r"```python\\n(.*?)```", page, re.DOTALL), 1):
     net = torch.nn.Linear(4, 3)
     sgd = torch.optim.SGD(net.parameters(), 0.1)
-    fresh = OneCycleLR(sgd, 0.1, total_steps=10)
-    for _ in range(6):
-        fresh.step()
     names = {
         **globals(), "raw_model": net, "optimizer": sgd,
-        "scheduler": OneCycleLR(sgd, 0.1, total_steps=7),
-        "scaler": torch.amp.GradScaler("cpu"), "wanted": fresh.get_last_lr(),
+        "scheduler": OneCycleLR(sgd, 0.1, total_steps=7), "scaler": torch.amp.GradScaler("cpu"),
         "epoch": 3, "best": 0.5, "path": "a.pt", "content": {"a": 1},
         "paths": ["train/cat/1.JPEG", "b"], "rank": 1, "loader": [1, 2], "epochs": 5,
         "losses": torch.ones(4), "step": 7, "indices": torch.arange(5, 9),
