@@ -19,7 +19,7 @@ KINDS: dict[str, type["Event"]] = {}
 class Event:
     """Something that happened in one process."""
 
-    limit: ClassVar[int] = 10**9  # a process writes at most this many of one kind
+    limit: ClassVar[int] = 10_000  # a process writes at most this many of one kind
     name_in_files: ClassVar[str]
     time: float = 0.0  # seconds since the epoch
     step: int = 0  # optimizer steps that the process had completed
@@ -46,6 +46,16 @@ class Start(Event):
 
 
 @dataclass(kw_only=True)
+class Joins(Event):
+    """The script joins a process group."""
+
+    own: int  # the port, if it is not the launcher's
+    number: int  # the rank that the process asks for
+    world_size: int
+    place: str
+
+
+@dataclass(kw_only=True)
 class Rank(Event):
     """A process has joined a process group."""
 
@@ -64,6 +74,7 @@ class Compiles(Event):
 class Waits(Event):
     """A process has done nothing for `seconds`."""
 
+    limit: ClassVar[int] = 100_000
     what: str  # the function in which it waits, or ""
     place: str
     seconds: float

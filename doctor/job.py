@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from . import event
-from .event import Event, Exit, Failed, Rank, Start, Waits
+from .event import Event, Exit, Failed, Joins, Rank, Start, Waits
 from .loaders import Batch, Epoch, EpochEnd
 from .moments import Step
 
@@ -135,6 +135,10 @@ def read(folder: Path) -> Job:
         given = start.environment if start else {}
         if joined := kinds.get(Rank):
             found[name] = Process(*rank_of(joined), events)
+        elif asked := kinds.get(Joins):
+            rank = given["RANK"] or max(0, asked.number)
+            size = int(given["WORLD_SIZE"] or asked.world_size)
+            found[name] = Process(int(rank), size, events)
         elif Step in kinds or (Failed in kinds and given.get("RANK")):
             rank, size = int(given["RANK"] or 0), int(given["WORLD_SIZE"] or 1)
             found[name] = Process(rank, size, events)
@@ -154,6 +158,15 @@ def read(folder: Path) -> Job:
 def rank_of(joined: Rank) -> tuple[int, int]:
     """Return a process's rank and the number of processes."""
     return joined.own, joined.world_size
+
+
+def clashing(job: Job) -> list[Joins]:
+    """Return the calls of processes that ask for one rank, and have not got it."""
+    found = {}
+    for process in job.processes if not job.of(Rank) else ():
+        for one in process.of(Joins)[:1]:
+            found.setdefault(one.number, []).append(one)
+    return next((same for same in found.values() if len(same) > 1), [])
 
 
 def last(process: Process) -> Event:

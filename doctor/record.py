@@ -23,6 +23,7 @@ from .event import Compiles, Event, Exit, Failed, Rank, Start, Waits
 
 STEPS = int(os.environ.get("DOCTOR_STEPS", "40"))  # optimizer steps to record
 TIMED = 20  # later steps that are only timed
+PASSES = 5000  # backward passes after which nothing more is watched
 SHORT = int(os.environ.get("DOCTOR_SHORT", "0"))  # batches per epoch; 0: all
 GIVEN = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "DOCTOR_CPU"
 OWN = os.path.dirname(os.path.abspath(__file__))
@@ -36,18 +37,19 @@ class Recorder:
         self.file, self.written = None, Counter()
         self.rank: int | None = None
         self.step = 0  # completed optimizer steps
+        self.passes = 0  # backward passes until the end of the timed steps
         self.ticks = 0  # changes whenever something happens: see monitor()
         self.waiting = ""  # the collective that the main thread is calling
 
     @property
     def watching(self) -> bool:
         """Whether the current step is recorded closely."""
-        return self.step < STEPS
+        return self.step < STEPS and self.passes < PASSES
 
     @property
     def timing(self) -> bool:
         """Whether the current step is at least timed."""
-        return self.step < STEPS + TIMED
+        return self.step < STEPS + TIMED and self.passes < PASSES
 
     def full(self, kind: type[Event]) -> bool:
         """Return whether no more events of a kind are written."""

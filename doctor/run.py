@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from .event import Exit, Failed
-from .job import Job, read, waiting
+from .job import Job, clashing, read, waiting
 
 HERE = Path(__file__).resolve().parent
 HANG = 40  # seconds: a job is ended if all its processes wait this long for each other
@@ -25,7 +25,7 @@ def hangs(folder: Path) -> bool:
     if not alive or len(job.processes) < job.world_size:
         return False
     waits = [waiting(process) for process in alive]
-    return all(one and one.seconds > HANG for one in waits)
+    return all(one and (one.seconds > HANG or clashing(job)) for one in waits)
 
 
 def end(process: subprocess.Popen, folder: Path) -> None:

@@ -210,7 +210,11 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
             or counts["again"] > one.slack + MORE * counts["read"]
         ):
             more = "" if one.index else " (by their contents)"
-            raise NotJudged(f"{held[-1]}{more}; the size of the data set is not known")
+            why = "the size of the data set is not known"
+            if one.index and not one.total:
+                ends = "may leave out samples" if one.whole else "has not ended"
+                why = f"the script's own sampler {ends}"
+            raise NotJudged(f"{held[-1]}{more}; {why}")
     short = [one.text for one in epochs[1:] if not one.whole]
     if epochs[0].whole and short:
         raise NotJudged(f"{held[0]}, but only {short[0]} were read")
