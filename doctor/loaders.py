@@ -61,7 +61,6 @@ class Pass:
 
     loader: int
     epoch: int
-    subsets: list = field(default_factory=list)
     stream: bool = False
     batches: int = 0
     steps: int = 0
@@ -81,6 +80,17 @@ def leaves(value) -> list:
     from torch.utils._pytree import tree_leaves
 
     return [one for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
+
+
+def inside(dataset) -> tuple[object, list]:
+    """Return the data set inside all subsets, and the samples that these choose."""
+    from torch.utils.data import Subset
+
+    subsets = []
+    while isinstance(dataset, Subset):
+        subsets.append(dataset.indices)
+        dataset = dataset.dataset
+    return dataset, subsets
 
 
 def reference(value):
@@ -109,7 +119,7 @@ class Loaders(Watcher):
         wrap(_BaseDataLoaderIter, "__next__", self.next_batch)
 
     def iterate(self, call, loader):
-        from torch.utils.data import IterableDataset, Subset
+        from torch.utils.data import IterableDataset
 
         if getattr(loader, "_iterator", None) is not None:  # persistent workers
             loader._iterator.__dict__["_doctor_indices"] = deque()
@@ -119,16 +129,14 @@ class Loaders(Watcher):
         if known["last"]:
             self.end_pass(known["last"], whole=False)
         known["epoch"] += 1
-        base, subsets = loader.dataset, []
-        while isinstance(base, Subset):
-            subsets.append(base.indices)
-            base = base.dataset
+        base, subsets = inside(loader.dataset)
         stream = isinstance(base, IterableDataset)
-        own = self.fetching = Pass(known["number"], known["epoch"], subsets, stream)
+        own = self.fetching = Pass(known["number"], known["epoch"], stream)
         if loader.num_workers:  # which inherit the environment
             os.environ["DOCTOR_PASS"] = f"{own.loader} {own.epoch}"
         iterator = call(loader)
         known["last"] = iterator.__dict__["_doctor_pass"] = own
+        iterator.__dict__["_doctor_subsets"] = subsets  # these end with the iterator
         sampler = "" if stream else type(loader.sampler).__name__
         epoch = Epoch(
             loader=own.loader,
@@ -194,12 +202,15 @@ class Loaders(Watcher):
         waiting = iterator.__dict__.get("_doctor_indices")
         index = waiting.popleft() if waiting else None
         seconds = clock() - began
-        quiet(self.read)(own, index, batch, seconds)
+        subsets = iterator.__dict__["_doctor_subsets"]
+        quiet(self.read)(own, subsets, index, batch, seconds)
         own.batches += 1
         return batch
 
-    def read(self, own: Pass, index, batch, seconds: float) -> None:
+    def read(self, own: Pass, subsets: list, index, batch, seconds: float) -> None:
         """Record which samples a batch contains."""
+        if recorder.full(Batch):
+            return
         tensors = [one for one in leaves(batch) if one.dim()]
         tensors = [one for one in tensors if len(one) == len(tensors[0])]
         labels = [x for x in tensors if x.dim() == 1 and not x.is_floating_point()]
@@ -209,7 +220,7 @@ class Loaders(Watcher):
         found = {"loader": own.loader, "epoch": own.epoch, "number": own.batches}
         numbers, indices = index if isinstance(index, (list, tuple)) else [None], None
         if not own.stream and all(hasattr(one, "__index__") for one in numbers):
-            for subset in own.subsets:
+            for subset in subsets:
                 numbers = [subset[i] for i in numbers]
             indices = array("q", map(int, numbers))
         rows = None

@@ -23,7 +23,7 @@ from .event import Compiles, Event, Exit, Failed, Rank, Start, Waits
 
 STEPS = int(os.environ.get("DOCTOR_STEPS", "40"))  # optimizer steps to record
 TIMED = 20  # later steps that are only timed
-PASSES = 5000  # backward passes after which nothing more is watched
+PASSES = 2000  # backward passes after which nothing more is watched
 SHORT = int(os.environ.get("DOCTOR_SHORT", "0"))  # batches per epoch; 0: all
 GIVEN = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "DOCTOR_CPU"
 OWN = os.path.dirname(os.path.abspath(__file__))

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -70,7 +70,7 @@ class Clock(Watcher):
         self.clear()
 
     def clear(self) -> None:
-        self.spans, self.missing, self.averages = [], 0, False
+        self.spans, self.missing, self.averages = deque(maxlen=200), 0, False
         self.calls = Counter()
 
     def hooks(self) -> None:
@@ -158,7 +158,7 @@ class Clock(Watcher):
             watched=recorder.watching,
             wall=now - self.ended if self.ended else 0.0,
             queued=queue - self.queue,
-            spans=self.spans[-200:],
+            spans=[*self.spans],
             calls=dict(self.calls.most_common(9)),
             missing=self.missing,
         )

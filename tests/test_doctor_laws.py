@@ -428,8 +428,8 @@ def test_a_port_of_the_command_line_is_not_the_scripts(port, own, monkeypatch):
     monkeypatch.setattr("doctor.laws.places.PORT", "29500")
     written = []
     monkeypatch.setattr("doctor.record.recorder.write", written.append)
-    Places.here.join(lambda *a, **k: None, "gloo", f"tcp://127.0.0.1:{port}")
-    assert [one.own for one in written] == [own]
+    Places.here.join(lambda *a, **k: None, "gloo", f"tcp://127.0.0.1:{port}", rank=3)
+    assert [(one.own, one.number) for one in written] == [(own, 3)]
 
 
 def test_collectives_get_the_same_thing_on_all_ranks():

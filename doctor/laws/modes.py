@@ -19,6 +19,7 @@ from .replicas import listed
 class Mode(Event):
     """In which modes a batch norm or dropout layer has run until now."""
 
+    limit: ClassVar[int] = 10**6  # all layers, several times
     name: str
     kind: str  # batch norm or dropout
     lives: bool  # it, or the module around it, has weights that live

@@ -20,7 +20,7 @@ from ..law import (
     need,
     several,
 )
-from ..loaders import Loaders, Pass
+from ..loaders import Loaders, Pass, inside
 from ..meshes import undivided
 from ..moments import Step
 from ..neighbours import twins
@@ -74,16 +74,17 @@ class Samples(Watcher):
             sampler={k: x for k, x in values.items() if isinstance(x, int)},
             workers=loader.num_workers,
             data=signature(loader.dataset) if first else {},
-            part=self.part(own, loader) if first else None,
+            part=self.part(loader) if first else None,
         )
         recorder.write(feed)
 
-    def part(self, own: Pass, loader) -> array | None:
+    def part(self, loader) -> array | None:
         """Return which samples of the data set inside all subsets a loader reads."""
-        if not own.subsets or len(loader.dataset) > 200_000:
+        subsets = inside(loader.dataset)[1]
+        if not subsets or len(loader.dataset) > 200_000:
             return None
         chosen = range(len(loader.dataset))
-        for subset in own.subsets:
+        for subset in subsets:
             chosen = [subset[i] for i in chosen]
         return array("q", map(int, chosen))
 
