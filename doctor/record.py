@@ -98,8 +98,10 @@ def quiet(method: Callable) -> Callable:
 
     @functools.wraps(method)
     def hook(*args, **kwargs):
-        with contextlib.suppress(Exception):
+        try:
             return method(*args, **kwargs)
+        except Exception:
+            return None
 
     return hook
 
