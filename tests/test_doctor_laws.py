@@ -82,9 +82,8 @@ def fed(samples, epochs=1, stream=False, ids=False, sampler="DistributedSampler"
         own = {"loader": 0, "epoch": epoch}
         kind = {"sampler": sampler, "samples": 64, "stream": stream}
         repeats = sampler == "WeightedRandomSampler"
-        feed = Feed(
-            **own, **FED | {"divides": not (stream or repeats), "repeats": repeats}
-        )
+        divides = not (stream or repeats)
+        feed = Feed(**own, **FED | {"divides": divides, "repeats": repeats})
         found += [Epoch(**own, **OPENED, **kind), feed]
         read = samples[epoch] if isinstance(samples[0], list) else samples
         for number in range(len(read) // 8):
@@ -387,21 +386,14 @@ def validated(line, **more):
     guesses = [k % 4 for k in range(40)]
     own = {"what": "hits", "source": 0, **PASS, "number": 0, "trains": False}
     hits = array("d", [float(k < 30) for k in range(40)])
-    one = Result(
-        **own,
-        after=0,
-        at=1.0,
-        values=hits,
-        weights=array("d", [1.0] * 40),
-        guesses=array("q", guesses),
-        time=1.0,
-        **more,
-    )
+    own |= {"after": 0, "guesses": array("q", guesses)}
+    weights = array("d", [1.0] * 40)
+    one = Result(**own, at=1.0, values=hits, weights=weights, time=1.0, **more)
     pairs = {
         "values": array("d", guesses),
         "weights": array("d", guesses[20:] + [1.0] * 20),
     }
-    other = Result(**own | {"what": "pairs"}, after=0, at=2.0, time=2.0, **pairs)
+    other = Result(**own | {"what": "pairs"}, at=2.0, time=2.0, **pairs)
     return [one, other, Printed(text=line, place="a.py:8", time=3.0)]
 
 
