@@ -205,9 +205,8 @@ def test_targets_of_all_ranks_candidates_depend_on_the_rank(first, loss, wanted)
     ]
     found = report(*ranks)
     assert named(found) == wanted
-    assert ("candidates" in str(state(found, 2).not_judged)) == (
-        first == 0 and not wanted
-    )
+    unclear = "candidates" in str(state(found, 2).not_judged)
+    assert unclear == (first == 0 and not wanted)
 
 
 def test_settings_are_compared_by_name():
@@ -281,10 +280,8 @@ def test_a_rank_with_longer_inputs_is_named():
 def drawn(seed, count=20):
     line = {"name": "rand", "place": "a.py:5", "number": 0, "size": 8}
     draws = random.Random(seed)
-    return [
-        Drawn(**line, value=draws.getrandbits(40), whole=False, step=k)
-        for k in range(count)
-    ]
+    values = [draws.getrandbits(40) for _ in range(count)]
+    return [Drawn(**line, value=x, whole=False, step=k) for k, x in enumerate(values)]
 
 
 def test_equal_draws_are_named_and_own_generators_forbid_held():
@@ -324,10 +321,8 @@ def test_the_origin_of_equal_states_is_named():
 def test_a_loss_that_becomes_nan_is_named(last, level):
     def rank(value, later):
         values = [*[1.0] * 5, value, *[later] * 4]
-        return [
-            Measured(loader=None, values={"loss of a.py:7": x}, step=k)
-            for k, x in enumerate(values)
-        ]
+        own = [{"loss of a.py:7": x} for x in values]
+        return [Measured(loader=None, values=x, step=k) for k, x in enumerate(own)]
 
     (one,) = report(rank(1.0, last), rank(nan, last)).findings
     assert (one.level, one.place) == (level, "a.py:7")
@@ -349,16 +344,13 @@ def test_accuracies_are_read_from_text(text, kind, value, count):
     assert (first.kind, first.value, first.count) == (kind, value, count)
 
 
-@pytest.mark.parametrize(
-    ("text", "splits"),
-    [
+def test_each_number_belongs_to_the_name_next_to_it():
+    for text, splits in (
         ("Train/Val Loss 0.5 0.6, acc: 0.7/0.8", "train val train val"),
         ("training and test loss: 0.5", ""),
         ("train loss 0.5, eval loss 0.6, acc 0.8", "train val val"),
-    ],
-)
-def test_each_number_belongs_to_the_name_next_to_it(text, splits):
-    assert " ".join(one.split for one in numbers(text)) == splits
+    ):
+        assert " ".join(one.split for one in numbers(text)) == splits
 
 
 def test_few_comparisons_wait_for_a_gpu():
