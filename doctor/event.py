@@ -101,12 +101,9 @@ def read(path: Path) -> list[Event]:
     found = []
     with path.open("rb") as file, suppress(EOFError, pickle.PickleError):
         while True:
-            found.append(_made(*pickle.load(file)))
+            kind, fields = pickle.load(file)
+            found.append(KINDS[kind](**fields))
     return found
-
-
-def _made(kind: str, fields: dict) -> Event:
-    return KINDS[kind](**fields)
 
 
 def of(events: list[Event], kind: type[Event]) -> Iterator[Event]:

@@ -1,6 +1,5 @@
 """A job that has ended: its processes, and what each of them recorded."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -44,8 +43,7 @@ class Process:
     def batches(self, epoch: int, loader: int | None = None) -> list[Batch]:
         """Return the batches of one pass, by default over the training loader."""
         loader = self.training if loader is None else loader
-        own = self._batches.get((loader, epoch), [])
-        return own
+        return self._batches.get((loader, epoch), [])
 
     @cached_property
     def _batches(self) -> dict[tuple[int, int], list[Batch]]:
@@ -110,15 +108,13 @@ class Job:
 
         Several events of one step are matched by their order in that step.
         """
-        return [row for row in self._rows(kind) if len(row) == len(self.processes)]
-
-    def _rows(self, kind: type[Kind]) -> Iterator[list[Kind]]:
         numbered = {}
         for process in self.processes:
             for _, group in groupby(process.of(kind), key=lambda one: one.step):
                 for number, one in enumerate(group):
                     numbered.setdefault((one.step, number), []).append(one)
-        yield from (numbered[key] for key in sorted(numbered))
+        rows = [numbered[key] for key in sorted(numbered)]
+        return [row for row in rows if len(row) == len(self.processes)]
 
     def same_weights(self, row: list[Step]) -> bool:
         """Return whether all ranks update the same weights in a step."""
@@ -134,7 +130,7 @@ def read(folder: Path) -> Job:
         start = kinds.get(Start)
         given = start.environment if start else {}
         if joined := kinds.get(Rank):
-            found[name] = Process(*rank_of(joined), events)
+            found[name] = Process(joined.own, joined.world_size, events)
         elif asked := kinds.get(Joins):
             rank = given["RANK"] or max(0, asked.number)
             size = int(given["WORLD_SIZE"] or asked.world_size)
@@ -155,11 +151,6 @@ def read(folder: Path) -> Job:
     return Job([latest[rank] for rank in sorted(latest)])
 
 
-def rank_of(joined: Rank) -> tuple[int, int]:
-    """Return a process's rank and the number of processes."""
-    return joined.own, joined.world_size
-
-
 def clashing(job: Job) -> list[Joins]:
     """Return the calls of processes that ask for one rank, and have not got it."""
     found = {}
@@ -167,11 +158,6 @@ def clashing(job: Job) -> list[Joins]:
         for one in process.of(Joins)[:1]:
             found.setdefault(one.number, []).append(one)
     return next((same for same in found.values() if len(same) > 1), [])
-
-
-def last(process: Process) -> Event:
-    """Return what a process was doing last, or how it ended."""
-    return process.events[-1]
 
 
 def waiting(process: Process) -> Waits | None:

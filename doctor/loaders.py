@@ -67,6 +67,11 @@ class Pass:
     ended: bool = False
     reads: deque = field(default_factory=lambda: deque(maxlen=8))
 
+    @property
+    def which(self) -> dict[str, int]:
+        """The numbers of the loader and of the pass."""
+        return {"loader": self.loader, "epoch": self.epoch}
+
 
 def size(value) -> int | None:
     """Return the length of a value, or None if it has none."""
@@ -139,8 +144,7 @@ class Loaders(Watcher):
         iterator.__dict__["_doctor_subsets"] = subsets  # these end with the iterator
         sampler = "" if stream else type(loader.sampler).__name__
         epoch = Epoch(
-            loader=own.loader,
-            epoch=own.epoch,
+            **own.which,
             type=type(base).__name__,
             sampler=sampler,
             length=size(loader),
@@ -171,14 +175,8 @@ class Loaders(Watcher):
     def end_pass(self, own: Pass, whole: bool) -> None:
         if not own.ended:
             own.ended = True
-            end = EpochEnd(
-                loader=own.loader,
-                epoch=own.epoch,
-                whole=whole,
-                batches=own.batches,
-                steps=own.steps,
-            )
-            recorder.write(end)
+            counts = {"batches": own.batches, "steps": own.steps}
+            recorder.write(EpochEnd(**own.which, whole=whole, **counts))
 
     def next_index(self, call, iterator):
         index = call(iterator)
@@ -217,7 +215,7 @@ class Loaders(Watcher):
         ids = [array("q", x.tolist()) for x in labels] if own.stream else []
         ids = next((x for x in ids if len({*x}) == len(x)), None)
         labels = labels[0] if len(labels) == 1 else None
-        found = {"loader": own.loader, "epoch": own.epoch, "number": own.batches}
+        found = {**own.which, "number": own.batches}
         numbers, indices = index if isinstance(index, (list, tuple)) else [None], None
         if not own.stream and all(hasattr(one, "__index__") for one in numbers):
             for subset in subsets:

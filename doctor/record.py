@@ -274,22 +274,4 @@ def torch_is_there() -> None:
     threading.Thread(target=monitor, daemon=True, name="doctor").start()
 
 
-def horovod_is_there() -> None:
-    """Install the hooks of Horovod, right after horovod.torch has been imported."""
-    import horovod.torch as hvd
-
-    from .watcher import watchers
-
-    for watcher in watchers:
-        quiet(watcher.horovod_hooks)(hvd)
-
-
-def checkpoint_is_there() -> None:
-    """Install the hooks of torch.distributed.checkpoint, right after its import."""
-    from .watcher import watchers
-
-    for watcher in watchers:
-        quiet(watcher.checkpoint_hooks)(sys.modules["torch.distributed.checkpoint"])
-
-
 os.register_at_fork(after_in_child=recorder.__init__)

@@ -108,12 +108,10 @@ class Results(Watcher):
         now = recorder.timing or not torch.is_grad_enabled()
         return now and not recorder.full(Measured)
 
-    def measure(
-        self, what, source, values, weights, labels=None, skipped=0, sure=True
-    ) -> None:
+    def measure(self, what, source, values, weights, labels=None, **more) -> None:
         """Keep tensors for read(): hits are `values` that equal `labels`.
 
-        `sure` is, or is a tensor that tells, whether they are what they seem to be.
+        Unless `sure` in `more` is true then, they are not what they seem to be.
         """
         import torch
 
@@ -122,16 +120,16 @@ class Results(Watcher):
         which = {key: batch[key] for key in ("loader", "epoch", "number")}
         fields = which | {"what": what, "source": number, "at": time.time()}
         fields["after"] = recorder.step
-        fields |= {"trains": torch.is_grad_enabled(), "skipped": skipped}
-        self.waiting.append((fields, values, weights, labels, sure))
+        fields |= {"trains": torch.is_grad_enabled(), "skipped": 0, **more}
+        self.waiting.append((fields, values, weights, labels))
         if len(self.waiting) > 64:
             self.read()
 
     def read(self) -> None:
         """Read the tensors that wait, and write them."""
         waiting, self.waiting = self.waiting, []
-        for fields, values, weights, labels, sure in waiting:
-            if not sure:
+        for fields, values, weights, labels in waiting:
+            if not fields.pop("sure", True):
                 self.known = {}  # the script compares something else, too
                 continue
             values = values.cpu()

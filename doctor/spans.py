@@ -9,7 +9,7 @@ from typing import ClassVar
 from .event import Event
 from .job import Process
 from .moments import Moments
-from .record import place, recorder, wrap
+from .record import recorder, wrap
 from .watcher import Watcher
 
 PARTS = "data forward backward communication optimizer validation saving".split()
@@ -36,17 +36,6 @@ class Runs(Event):
     weights: int  # how many numbers
     device: str
     cores: int  # that this process may use
-
-
-@dataclass(kw_only=True)
-class Tracked(Event):
-    """A network in evaluation mode runs with gradients."""
-
-    limit: ClassVar[int] = 40
-    network: str
-    loader: int
-    epoch: int
-    place: str
 
 
 @dataclass(kw_only=True)
@@ -98,18 +87,13 @@ class Clock(Watcher):
         part = "forward" if torch.is_grad_enabled() else "validation"
         self.add(part, time.perf_counter() - self.forward)
         if torch.is_grad_enabled():
-            self.learn(network, batch)
+            self.learn(network)
 
-    def learn(self, network, batch) -> None:
-        """Record a network's size, once, and whether it tracks gradients in vain."""
+    def learn(self, network) -> None:
+        """Record a network's size, once."""
         inner = getattr(network, "_orig_mod", network)
         inner = getattr(inner, "module", inner)
         name = type(inner).__name__
-        if batch and not network.training:
-            which = {"loader": batch["loader"], "epoch": batch["epoch"]}
-            if (name, *which.values()) not in self.known:
-                self.known.add((name, *which.values()))
-                recorder.write(Tracked(network=name, place=place(), **which))
         if name not in self.known and (weights := [*inner.parameters()]):
             self.known.add(name)
             cores = len(os.sched_getaffinity(0))

@@ -326,7 +326,7 @@ def test_a_loss_that_becomes_nan_is_named(last, level):
 
     (one,) = report(rank(1.0, last), rank(nan, last)).findings
     assert (one.level, one.place) == (level, "a.py:7")
-    assert "the loss is nan on rank 1 only in step 6" in one.what
+    assert "the loss is nan on 1 of 2 ranks (rank 1) in step 6" in one.what
     assert not report(rank(1.0, 1.0), rank(1.0, 1.0)).findings
 
 
@@ -360,7 +360,7 @@ def test_few_comparisons_wait_for_a_gpu():
         for one in (classes, classes, classes + 1):
             watcher.guesses, watcher.tries, watcher.source = [classes], 0, "net"
             watcher.equal(torch.eq, one, classes + 0.5)
-    sure = [bool(one[-1]) for one in watcher.waiting]
+    sure = [bool(one[0]["sure"]) for one in watcher.waiting]
     assert watcher.compares == 1 and watcher.known and sure == [True, True, False]
     watcher.read()
     assert not watcher.known

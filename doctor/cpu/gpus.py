@@ -29,14 +29,6 @@ replaced: dict[int, tuple] = {}  # by id: a function of PyTorch, and its replace
 said: set[str] = set()
 
 
-def line_of_the_user() -> str:
-    """Return the innermost line outside PyTorch and this folder as file:line."""
-    frame = sys._getframe(1)
-    while frame.f_back and frame.f_code.co_filename.startswith((*NOT_THE_USERS, "<")):
-        frame = frame.f_back
-    return f"{os.path.relpath(frame.f_code.co_filename)}:{frame.f_lineno}"
-
-
 def explain(kind: type, error: BaseException, trace) -> str:
     """Return a line about an error of code that needs a GPU; else an empty string."""
     text = "".join(traceback.format_exception(kind, error, trace))

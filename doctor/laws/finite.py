@@ -16,23 +16,19 @@ def loss_is_not_finite(job):
     Look at this step's batch for an empty one, a logarithm of 0, a division by 0 or a
     wrong label. If the loss grew in the steps before, lower the learning rate.
     """
-    found = []
-    for process in job.processes:
-        series = {}
-        for one in process.of(Measured):
-            for name, value in one.values.items():
-                if name.startswith(LOSS):
-                    series.setdefault(name, []).append((one.step, value))
-        for name, rows in series.items():
-            bad = [row for row in rows if not isfinite(row[1])]
-            if bad:
-                stays = len(bad) > 2 and bad == rows[-len(bad) :]
-                found.append((*bad[0], process.rank, name.removeprefix(LOSS), stays))
+    series, found = {}, []
+    for one in job.of(Measured):
+        for name in one.values:
+            if name.startswith(LOSS):
+                series.setdefault((one.rank, name), []).append(one)
+    for (rank, name), rows in series.items():
+        bad = [one for one in rows if not isfinite(one.values[name])]
+        stays = len(bad) > 2 and bad == rows[-len(bad) :]
+        found += [(bad[0].step, name, rank, bad[0].values[name], stays)] if bad else []
     if found:
-        step, value, rank, place, stays = min(found)
-        ranks = sorted(x[2] for x in found if x[0] == step and x[3] == place)
-        who = "every rank" if len(ranks) == len(job.processes) else f"rank {ranks[0]}"
-        who += " only" if len(ranks) == 1 < len(job.processes) else ""
-        what = f"the loss is {value} on {who} in step {step + 1}"
+        step, name, rank, value, stays = min(found)
+        count = sum(one[:2] == (step, name) for one in found)
+        what = f"the loss is {value} on {count} of {len(job.processes)} ranks (rank "
+        what += f"{rank}) in step {step + 1}"
         what += " and in all later ones" if stays else ", but not in all later ones"
-        yield Breach(what, place, level="" if stays else NOTE)
+        yield Breach(what, name.removeprefix(LOSS), level="" if stays else NOTE)

@@ -7,7 +7,7 @@ from itertools import groupby, zip_longest
 from typing import ClassVar
 
 from ..event import Event, Exit, Failed
-from ..job import last, waiting
+from ..job import waiting
 from ..law import NOTE, RISK, WRONG, Breach, Law, NotJudged, check, need, several
 from ..moments import Moments, Step
 from ..record import recorder, wrap
@@ -155,7 +155,7 @@ def hangs(job):
     """
     parts = []
     for process in job.processes:
-        one, wait = last(process), waiting(process)
+        one, wait = process.events[-1], waiting(process)
         does = f"waits in {wait.what}() at {wait.place}" if wait else "has ended"
         parts.append(f"after step {one.step}, rank {process.rank} {does}")
     if stuck(job):

@@ -32,9 +32,10 @@ class Mode(Event):
 class Validation(Event):
     """The first batch of a network's pass over a validation loader."""
 
-    limit: ClassVar[int] = 500
+    limit: ClassVar[int] = 1000
     network: str
     loader: int
+    epoch: int
     training: bool  # batch norm or dropout layers are in training mode
     gradients: bool
     place: str
@@ -64,6 +65,7 @@ class Modes(Watcher):
         event = Validation(
             network=type(network).__name__,
             loader=current.loader,
+            epoch=current.epoch,
             training=any(one.training for one in self.stateful[network]),
             gradients=gradients,
             place=place(),

@@ -275,12 +275,7 @@ class Passes(Watcher):
 # --- checks ---
 
 
-@check(
-    LAW,
-    WRONG,
-    effects=DRIFT,
-    read="tutorial/08_collectives/README.md",
-)
+@check(LAW, WRONG, effects=DRIFT, read="tutorial/08_collectives/README.md")
 def not_awaited(job):
     """A step uses gradients before all_reduce() has ended.
 

@@ -181,10 +181,7 @@ def others(job: Job) -> dict[str, list[list[State]]]:
 
 
 @check(
-    LAW,
-    RISK,
-    causes=[names_differ, weights_drift, other_network_differs],
-    read=SHARDED,
+    LAW, RISK, causes=[names_differ, weights_drift, other_network_differs], read=SHARDED
 )
 def buffers_differ(job):
     """The ranks have different buffers, or validate different networks.
