@@ -6,7 +6,6 @@ plain Python values, lists, dictionaries and arrays.
 """
 
 import pickle
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,8 +103,3 @@ def read(path: Path) -> list[Event]:
             kind, fields = pickle.load(file)
             found.append(KINDS[kind](**fields))
     return found
-
-
-def of(events: list[Event], kind: type[Event]) -> Iterator[Event]:
-    """Yield the events of one kind."""
-    return (one for one in events if isinstance(one, kind))

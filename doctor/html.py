@@ -9,6 +9,7 @@ from .law import BROKEN, HELD, Finding, Report, Verdict
 from .spans import Spans, time_table
 
 SHOWN = 6  # steps in the timeline
+COMM = "communication"
 PARTS = {  # of a step: a colour for light pages and one for dark pages
     "data": ("#b35900", "#ffa657"),
     "forward": ("#2f6fce", "#79b8ff"),
@@ -139,9 +140,6 @@ def spans(job: Job) -> dict[int, list[tuple[int, str, float, float]]]:
                     rows[rank].append((one.step, "waiting", start, middle))
                 rows[rank].append((one.step, part, middle, end))
     return rows
-
-
-COMM = "communication"
 
 
 def timeline(job: Job) -> str:

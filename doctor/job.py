@@ -25,7 +25,7 @@ class Process:
 
     def of(self, kind: type[Kind]) -> list[Kind]:
         """Return the events of one kind, in the order they were written."""
-        return [*event.of(self.events, kind)]
+        return [one for one in self.events if isinstance(one, kind)]
 
     @cached_property
     def training(self) -> int | None:

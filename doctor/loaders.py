@@ -98,14 +98,6 @@ def inside(dataset) -> tuple[object, list]:
     return dataset, subsets
 
 
-def reference(value):
-    """Return a weak reference, or a function that returns None if there is none."""
-    try:
-        return weakref.ref(value)
-    except TypeError:
-        return lambda: None
-
-
 class Loaders(Watcher):
     """Wraps DataLoader's iterators."""
 
@@ -166,7 +158,9 @@ class Loaders(Watcher):
                 break
         else:
             known = {"number": self.count, "epoch": -1, "last": None, "place": where}
-            known["dataset"] = reference(loader.dataset)
+            known["dataset"] = lambda: None
+            with contextlib.suppress(TypeError):  # a list has no weak references
+                known["dataset"] = weakref.ref(loader.dataset)
             self.count += 1
         self.loaders[id(loader)] = known
         known["loader"] = weakref.ref(loader)

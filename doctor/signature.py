@@ -88,11 +88,6 @@ def _text(value, depth: int = 0) -> str:
     return ""
 
 
-def changed(one: tuple, other: tuple) -> bool:
-    """Return whether two signatures are of different contents."""
-    return one[0] != other[0] or one[1] != other[1]
-
-
 def different(what: str, values: list[tuple], rank: int) -> str:
     """Return how the contents of ranks 0 and `rank` differ."""
     one, other = values[0], values[rank]
