@@ -52,9 +52,8 @@ td, th { padding: .2rem .6rem; text-align: right; border-top: 1px solid var(--li
 def html(job: Job, report: Report) -> str:
     """Return the page."""
     ended = "hung and was ended" if job.hung else f"ended with status {job.status}"
-    head = (
-        f"{len(job.processes)} of {job.world_size} processes reported; the job {ended}"
-    )
+    count = f"{len(job.processes)} of {job.world_size} processes"
+    head = f"{count} reported; the job {ended}"
     found = "".join(map(finding, report.findings)) or "<p>No mistake was found.</p>"
     laws = "".join(map(law, report.verdicts))
     return f"""<!doctype html>

@@ -116,10 +116,6 @@ class Job:
         rows = [numbered[key] for key in sorted(numbered)]
         return [row for row in rows if len(row) == len(self.processes)]
 
-    def same_weights(self, row: list[Step]) -> bool:
-        """Return whether all ranks update the same weights in a step."""
-        return len({one.which for one in row}) == 1
-
 
 def read(folder: Path) -> Job:
     """Read the events of all processes that trained or joined a process group."""

@@ -25,7 +25,6 @@ class Epoch(Event):
     sampler: str
     length: int | None  # in batches
     samples: int | None
-    batch: int | None
     stream: bool  # an IterableDataset
     place: str
 
@@ -141,7 +140,6 @@ class Loaders(Watcher):
             sampler=sampler,
             length=size(loader),
             samples=size(loader.dataset),
-            batch=loader.batch_size,
             stream=stream,
             place=place(),
         )

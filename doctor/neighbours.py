@@ -136,11 +136,8 @@ def twins(job: Job) -> tuple[float, float, float, float]:
     for part in (batches // 4, 2 * batches // 5, batches):  # epochs are not known
         ranks = []
         for rows in lists[:4]:
-            own = [
-                (k, n, x)
-                for k, one in enumerate(rows[:part])
-                for n, x in enumerate(one.few)
-            ]
+            steps = enumerate(rows[:part])
+            own = [(k, n, x) for k, one in steps for n, x in enumerate(one.few)]
             ranks.append(own[: 400 if whole else 800])
         for other in ranks[1:]:
             if min(len(ranks[0]), len(other)) >= 100 and part > 7:

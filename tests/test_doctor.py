@@ -157,7 +157,7 @@ def made(batches, last):
     processes = []
     for rank, count in enumerate(batches):
         own = {"loader": 0, "epoch": 0}
-        opened = dict.fromkeys(("length", "samples", "batch"))
+        opened = dict.fromkeys(("length", "samples"))
         opened |= {"type": "", "sampler": "", "stream": True, "place": "a.py:9"}
         step = {"optimizer": 0, "which": 0, "sharded": False, "rates": []}
         step |= {"threads": 1, "place": "a.py:10"}

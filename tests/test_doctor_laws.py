@@ -44,7 +44,7 @@ STEP |= {"loader": None, "epoch": None, "place": "a.py:10"}
 PASS = {"loader": 0, "epoch": 0}
 FED = {"divides": True, "shuffles": True, "repeats": False, "sampler": {}, "workers": 0}
 FED |= {"data": {}, "part": None}
-OPENED = {"type": "D", "length": None, "batch": None, "place": "a.py:9"}
+OPENED = {"type": "D", "length": None, "place": "a.py:9"}
 
 
 def report(*ranks, steps=20, **step):

@@ -12,10 +12,7 @@ import torch
 from torch import Tensor
 
 CPU = torch.device("cpu")
-NOT_THE_USERS = (
-    os.path.dirname(os.path.abspath(__file__)),
-    os.path.dirname(torch.__file__),
-)
+NOT_THE_USERS = os.path.dirname(__file__), os.path.dirname(torch.__file__)
 # Words in errors of code that needs a GPU or NCCL
 GPU_ONLY = """cuda|nccl|cudnn|nvml|nvidia|triton|flash_att|cupy|bitsandbytes|amp_C|
     apex_C|transformer_engine|'Half'|available.kernel|gloo.does.not.support"""

@@ -179,9 +179,7 @@ def ends_with_an_error(job):
         what = f"the command ends with status {job.status} and no Python error"
         if all(process.of(Exit) for process in job.processes):  # atexit ran
             what += ", after all ranks ended"
-            mend = (
-                "For 'terminate called' above, see Gloo's threads in docs/pitfalls.md."
-            )
+            mend = "For 'terminate called', see Gloo's threads in docs/pitfalls.md."
             yield Breach(what, level=NOTE, mend=mend)
             return
         yield Breach(what)

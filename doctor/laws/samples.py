@@ -247,10 +247,8 @@ def mechanism(job: Job, one: Reads) -> tuple[str, str]:
         return text, f"{mend}the classes stay balanced."
     if first.divides or loader.sampler in ("RandomSampler", "SequentialSampler"):
         return "", ""
-    mend = (
-        f"Let {loader.sampler} yield this rank's part, order[rank::world_size], of an "
-    )
-    return "", f"{mend}order that is equal on all ranks."
+    mend = f"Let {loader.sampler} yield this rank's part, order[rank::world_size], "
+    return "", f"{mend}of an order that is equal on all ranks."
 
 
 @check(LAW, WRONG, needs=[Step], causes=[left_out])
