@@ -16,7 +16,6 @@ from .record import place, quiet, recorder, traced, waits, wrap
 from .sample import digest, numbers
 from .watcher import Watcher, tell
 
-CALLS = 3000  # of collectives, after which only those of watched steps are recorded
 COLLECTIVES = """all_reduce broadcast all_gather reduce barrier all_gather_into_tensor
     all_gather_single reduce_scatter reduce_scatter_tensor all_to_all all_to_all_single
     gather scatter all_gather_object broadcast_object_list gather_object
@@ -52,7 +51,7 @@ class Moments(Watcher):
         self.backing = False  # a backward pass runs
         self.last_gradient = 0.0  # when a backward pass made its last gradient
         self.where = ""  # the line of the network's call or, later, of backward()
-        self.calls = 0  # of collectives
+        self.tells = True  # of all collectives, also after the watched steps
         self.thread = threading.main_thread().ident
 
     def hooks(self) -> None:
@@ -197,7 +196,7 @@ class Moments(Watcher):
         recorder.ticks += 1
         if not recorder.timing or self.backing:  # a reentrant checkpoint's is inside
             return call(tensors, *args, **kwargs)
-        self.backing, self.where = True, place()
+        self.backing, self.where = True, place() if recorder.watching else ""
         recorder.passes += 1
         tell("on_backward", tensors)
         self.depth += 1  # checkpoints run parts of a network again, in here
@@ -226,7 +225,7 @@ class Moments(Watcher):
             if self.depth == 1 and recorder.timing:
                 if module not in self.networks:
                     self.learn(module)
-                self.where = place()
+                self.where = place() if recorder.watching else ""
                 tell("on_input", module, leaves(inputs))
 
     def after_forward(self, module, _, outputs) -> None:
@@ -247,11 +246,11 @@ class Moments(Watcher):
 
         if self.collective:  # another collective calls this one
             return call(*args, **kwargs)
-        self.collective, recorder.waiting, self.calls = True, name, self.calls + 1
+        self.collective, recorder.waiting = True, name
         recorder.ticks += 1
         if name == "destroy_process_group":
             self.on_exit()
-        if told := recorder.timing or self.calls < CALLS:
+        if told := recorder.timing or self.tells:
             where, began = place(), clock()
             tensors = [one for one in args if isinstance(one, torch.Tensor)]
             tell("on_collective", name, args, kwargs, where)

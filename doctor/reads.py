@@ -264,7 +264,7 @@ def first_lap(ranks: list, total: int | None) -> int:
     """Return after how many batches an endless pass has read each sample once.
 
     Args:
-        total: samples of the data set; 0 if it may have fewer than the contents tell.
+        total: samples of the data set; 0 if they are known by their contents.
     """
     reads = [x for own in ranks for batch in own for x in batch]
     distinct = len({*reads})

@@ -94,7 +94,6 @@ class Results(Watcher):
     def printed(self) -> None:
         """Record a line that may contain a result."""
         known = WORDS.search(self.line) or OTHER.search(self.line)
-        known = known and not recorder.full(Measured)  # else nothing explains it
         if known and any(map(str.isdigit, self.line)):
             self.read()
             recorder.write(Printed(text=self.line[-2000:], place=place()))
@@ -111,7 +110,7 @@ class Results(Watcher):
     def measure(self, what, source, values, weights, labels=None, **more) -> None:
         """Keep tensors for read(): hits are `values` that equal `labels`.
 
-        Unless `sure` in `more` is true then, they are not what they seem to be.
+        If `more` has `sure`, a tensor, they are dropped unless it is true.
         """
         import torch
 
