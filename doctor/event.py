@@ -51,6 +51,7 @@ class Joins(Event):
     own: int  # the port, if it is not the launcher's
     number: int  # the rank that the process asks for
     world_size: int
+    local: bool = False  # the processes meet at an address of this machine
     place: str
 
 

@@ -261,11 +261,7 @@ def before_a_repeat(batches: list) -> list:
 
 
 def first_lap(ranks: list, total: int | None) -> int:
-    """Return after how many batches an endless pass has read each sample once.
-
-    Args:
-        total: samples of the data set; 0 if they are known by their contents.
-    """
+    """Return after how many batches an endless pass has read all samples once."""
     reads = [x for own in ranks for batch in own for x in batch]
     distinct = len({*reads})
     size = distinct if len(reads) >= 2 * distinct else total or len(reads)

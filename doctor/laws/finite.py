@@ -6,8 +6,6 @@ from ..law import NOTE, WRONG, Breach, check
 from .alive import LAW
 from .ranks import Measured
 
-LOSS = "loss of "
-
 
 @check(LAW, WRONG)
 def loss_is_not_finite(job):
@@ -19,7 +17,7 @@ def loss_is_not_finite(job):
     series, found = {}, []
     for one in job.of(Measured):
         for name in one.values:
-            if name.startswith(LOSS):
+            if name.startswith("loss of "):
                 series.setdefault((one.rank, name), []).append(one)
     for (rank, name), rows in series.items():
         bad = [one for one in rows if not isfinite(one.values[name])]
@@ -31,4 +29,4 @@ def loss_is_not_finite(job):
         what = f"the loss is {value} on {count} of {len(job.processes)} ranks (rank "
         what += f"{rank}) in step {step + 1}"
         what += " and in all later ones" if stays else ", but not in all later ones"
-        yield Breach(what, name.removeprefix(LOSS), level="" if stays else NOTE)
+        yield Breach(what, name.removeprefix("loss of "), level="" if stays else NOTE)

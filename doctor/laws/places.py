@@ -36,12 +36,14 @@ class Places(Watcher):
         for name in ("rank", "world_size"):
             if known[name] < 0:
                 known[name] = int(os.environ.get(name.upper(), -1))
+        url = str(known.get("init_method") or os.environ.get("MASTER_ADDR"))
+        local = any(x in url for x in ("localhost", "127.0.0.1", "file:"))
         port = str(known.get("init_method") or "").rpartition(":")[2]
         port = port if port.isdigit() else os.environ.get("MASTER_PORT", "")
         given = re.search(rf"(?<!\d){port}(?!\d)", " ".join(sys.argv[1:]))
         own = int(port) if port.isdigit() and port != PORT and not given else 0
         which = {"number": known["rank"], "world_size": known["world_size"]}
-        recorder.write(Joins(own=own, place=place(), **which))
+        recorder.write(Joins(own=own, place=place(), local=local, **which))
         return call(*args, **kwargs)
 
 
