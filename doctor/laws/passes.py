@@ -125,7 +125,7 @@ class Passes(Watcher):
         self.number += 1
         current, model = Loaders.here.current, self.model()
         self.current = {
-            "place": place(),
+            "place": Moments.here.where,
             "loader": current and current.loader,
             "epoch": current and current.epoch,
             "forwards": self.forwards,  # of DDP: whether this pass will average
