@@ -13,6 +13,7 @@ from . import (  # noqa: F401
     mean,
     meeting,
     modes,
+    order,
     passes,
     places,
     printed,

@@ -9,7 +9,6 @@ from ..contents import by_contents, other_contents
 from ..event import Event
 from ..job import Job
 from ..law import (
-    NOTE,
     RISK,
     WRONG,
     Breach,
@@ -31,12 +30,11 @@ from ..reads import (
     broken,
     feeds,
     interleaved,
-    laps,
     loaded,
     looped,
 )
 from ..record import recorder
-from ..signature import changed, different, signature
+from ..signature import changed, different, plain, signature
 from ..watcher import Watcher
 
 LAW = Law(1, "samples", "Every sample is read once per epoch")
@@ -74,6 +72,7 @@ class Samples(Watcher):
             sampler={k: x for k, x in values.items() if isinstance(x, int)},
             workers=loader.num_workers,
             data=signature(loader.dataset) if first else {},
+            fields=plain(loader.dataset),
             part=self.part(own, loader) if first else None,
         )
         recorder.write(feed)
@@ -246,6 +245,8 @@ def same_samples(job, breach):
 
 def mechanism(job: Job, one: Reads) -> tuple[str, str]:
     """Return why samples are read twice or never, and the advice, or "" for both."""
+    if one.later:
+        return "", "Divide the samples in each epoch as in the first one."
     if one.resumed:
         return "", "After a resume, skip the batches that the epoch has already read."
     if not one.feeds:
@@ -285,38 +286,6 @@ def mechanism(job: Job, one: Reads) -> tuple[str, str]:
         f"Let {loader.sampler} yield this rank's part, order[rank::world_size], of an "
     )
     return "", f"{mend}order that is equal on all ranks."
-
-
-@check(LAW, WRONG, needs=[Step], causes=[left_out])
-def same_order(job):
-    """Two epochs read the samples in the same order.
-
-    Call sampler.set_epoch(epoch) at the start of each epoch.
-    """
-    several(job)
-    first, loop = feeds(job), all(p.training is None for p in job.processes)
-    if loop:
-        epochs = laps(job)
-    else:
-        need(first, "no DataLoader feeds the steps of every rank")
-        epochs = [one.ranks[0] for one in loaded(job)]
-    if len(epochs) < 2:
-        raise NotJudged("fewer than two epochs of training were seen: see --short")
-    for number, (one, other) in enumerate(zip(epochs, epochs[1:], strict=False)):
-        if [*map(list, one)] != [*map(list, other)] or len(one) < 2:
-            continue
-        what = f"epochs {number} and {number + 1} have the same {len(one)} batches per "
-        what += "rank in the same order"
-        flat = [x for batch in one for x in batch]
-        known = loop or not job.processes[0].loader().stream
-        known = known and max(flat) < 2**40  # numbers, not hashes of contents
-        mend = "Shuffle the training samples, in a different order in each epoch."
-        if (first and first[0].shuffles) or (known and flat != sorted(flat)):
-            mend = "" if first and first[0].divides else mend
-            yield Breach(what, where(job), mend=mend)
-        else:
-            yield Breach(what, where(job), level=NOTE, mend=mend)
-        return
 
 
 @check(LAW, WRONG, causes=[datasets_differ])

@@ -72,7 +72,7 @@ class Schedules(Watcher):
 
 
 def length(scheduler) -> int | None:
-    """Return a schedule's length in steps (for LambdaLR, where its decay first ends)."""
+    """Return a schedule's length in steps; for LambdaLR, where a decay first ends."""
     for factor in getattr(scheduler, "lr_lambdas", [])[:1]:
         try:
             rates = [max(0, factor(n)) for n in range(9 * scheduler.last_epoch)]
