@@ -280,6 +280,11 @@ def looped(job: Job) -> Reads:
     pool = len({x for one in lists for rows in one for x in rows})
     again = any(len(a) < len(b) for a, b in zip(ranks, lists, strict=True))
     shortest = min(map(len, ranks))
+    rows = [[x for own in one for x in own] for one in zip(*lists, strict=False)]
+    early = len(before_a_repeat(rows))
+    read = {x for one in lists for rows in one[:early] for x in rows}
+    if len(read) > 0.75 * pool:  # files go round among the ranks: a rank reads all
+        shortest = early
     whole = Reads(lists, "", False, index=False)
     if shortest < 8 and whole.together()[0] > 0.9:  # drawn at random, but together
         ranks, shortest = lists, min(map(len, lists))

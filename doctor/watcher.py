@@ -63,6 +63,9 @@ class Watcher:
         the watched steps, it is empty.
         """
 
+    def on_step_by_hand(self) -> None:
+        """The first backward pass of a step begins; the script has no optimizer."""
+
     def after_step(self, optimizer, weights: list) -> None:
         """The optimizer has stepped; recorder.step is still the old number."""
 

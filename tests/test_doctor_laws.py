@@ -254,6 +254,8 @@ def test_a_later_epoch_of_a_loop_that_ranks_read_together():
     found = report(*(loop(x + own[0], 0) for x in own))
     assert named(found) == {"same_samples"}
     assert "steps 11 to 20, 10 of 10" in found.findings[0].what
+    parts = [[*range(n, n + 120)] for n in (0, 120)]  # files go round among the ranks
+    assert not named(report(loop(parts[0] + parts[1], 0), loop(parts[1] + parts[0], 0)))
 
 
 def test_persistent_workers_keep_the_epoch():

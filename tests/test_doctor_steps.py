@@ -391,6 +391,25 @@ def test_what_a_loss_is_divided_by():
     assert (found.factor, found.kind, found.rows) == (0.5, "sum", 3)
 
 
+def test_steps_without_an_optimizer(monkeypatch):
+    """A step has changed the weights; ranks are compared after as many collectives."""
+    moments, net, found = Moments(), torch.nn.Linear(2, 1), []
+    monkeypatch.setattr(recorder, "write", found.append)
+    monkeypatch.setattr(recorder, "step", 0)
+    moments.learn(net)
+    for change in (0.0, 1.0):
+        moments.begin_by_hand()
+        net.weight.data += change
+        moments.end_by_hand()
+    assert [x.by_hand for x in found if isinstance(x, Step)] == [True]
+    assert recorder.step == 1
+    for meets, wanted in ((3, {"weights_differ": "WRONG"}), (4, {})):
+        own = {"moment": "step", "what": "weights", "names": ["w"], "each": 1}
+        ranks = ([3, 1.0], [meets, 2.0])
+        ranks = [[event(State, **own, meets=n, values=[x])] for n, x in ranks]
+        assert named(judged(*ranks)) == wanted
+
+
 @pytest.mark.parametrize("first", [0, 2, None])
 def test_a_network_that_nothing_trains_is_compared(first):
     """A teacher may be copied before DDP is made, or a rank may update it by itself."""

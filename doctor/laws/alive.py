@@ -89,7 +89,7 @@ class Alive(Watcher):
             self.write()
 
     def on_exit(self) -> None:
-        if 0 < recorder.step < STEPS and recorder.step not in WRITES:
+        if self.steps and recorder.step < STEPS and recorder.step not in WRITES:
             self.write()
 
     # --- events ---

@@ -41,6 +41,7 @@ class State(Event):
     values: list[float]
     place: str = ""
     trains: bool = True  # an optimizer has weights of the network
+    meets: int = 0  # collectives so far, in a script without an optimizer
 
     def rows(self) -> dict[str, list[float]]:
         """Return the numbers by name."""
@@ -54,7 +55,7 @@ class Replicas(Watcher):
 
     def __init__(self):
         self.validated, self.seen, self.others = set(), set(), {}
-        self.labels, self.made = {}, Counter()
+        self.labels, self.made, self.by_hand = {}, Counter(), set()
 
     def on_wrap(self, model, where) -> None:
         own = model.module.named_parameters(), model.module.named_buffers()
@@ -74,11 +75,18 @@ class Replicas(Watcher):
             if (network := reference()) is None:
                 continue
             name = type(network).__name__
-            self.write("other", name, named(network.named_parameters()), where, False)
+            self.write(
+                "other", name, named(network.named_parameters()), where, trains=False
+            )
         first = id(optimizer) not in self.seen and optimizer.state
         self.seen.add(id(optimizer))
         if first or recorder.step in STATES:
             self.write("optimizer", "optimizer", states(optimizer))
+
+    def on_step_by_hand(self) -> None:
+        if recorder.step not in self.by_hand:  # else it is another micro-batch
+            self.by_hand.add(recorder.step)
+            self.write("step", "weights", self.held(), meets=Moments.here.meets)
 
     def on_output(self, network, outputs, batch) -> None:
         current = Loaders.here.current
@@ -93,7 +101,7 @@ class Replicas(Watcher):
             return
         self.validated.add(key)
         found = everything(network)
-        self.write("validation", type(network).__name__, found, place(), trains)
+        self.write("validation", type(network).__name__, found, place(), trains=trains)
 
     def on_end(self) -> None:
         if recorder.step:
@@ -120,7 +128,7 @@ class Replicas(Watcher):
             found[label] = one
         return named(found.items())
 
-    def write(self, moment: str, what: str, found: dict, where="", trains=True) -> None:
+    def write(self, moment: str, what: str, found: dict, where="", **more) -> None:
         """Write an event with a few numbers of each tensor."""
         if found and not recorder.full(State):
             each, values = flat(numbers([*found.values()]))
@@ -131,7 +139,7 @@ class Replicas(Watcher):
                 each=each,
                 values=values,
                 place=where or place(),
-                trains=trains,
+                **more,
             )
             recorder.write(event)
 
