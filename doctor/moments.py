@@ -51,7 +51,7 @@ class Moments(Watcher):
         self.ended = False
         self.optimized = False  # an optimizer has been made
         self.passed, self.before = False, []  # see begin_by_hand()
-        self.meets = 0  # collectives that have begun
+        self.meets = self.met = 0  # collectives that have begun
         self.backing = False  # a backward pass runs
         self.last_gradient = 0.0  # when a backward pass made its last gradient
 
@@ -108,7 +108,9 @@ class Moments(Watcher):
 
     def add_param_group(self, call, optimizer, group) -> None:
         call(optimizer, group)
-        self.optimized = True
+        if not self.optimized:
+            self.optimized = True
+            self.known.clear()  # which trained() knows
         for weight in whole(group["params"]):
             _, known = self.known.get(id(weight), (0, lambda: None))
             if weight.requires_grad and weight.is_leaf and known() is not weight:
@@ -193,30 +195,28 @@ class Moments(Watcher):
     def trained(self) -> list:
         """Return the weights of all networks, for a script without an optimizer."""
         found = [one for network in [*self.networks] for one in network.parameters()]
-        found = [one for one in whole(found) if one.requires_grad]
-        for one in found:
-            self.known.setdefault(id(one), (len(self.known), weakref.ref(one)))
-        return found
+        found = {id(one): one for one in whole(found) if one.requires_grad}
+        for key, one in found.items():
+            self.known.setdefault(key, (len(self.known), weakref.ref(one)))
+        return [*found.values()]
 
     def begin_by_hand(self) -> None:
         """Remember the weights before a backward pass; no optimizer has been made."""
         self.passed = True
         if recorder.watching:
-            self.before = numbers(self.trained())
-            tell("on_step_by_hand")
+            self.before, self.met = numbers(self.trained()), self.meets
 
     def end_by_hand(self) -> None:
         """Count a step if the weights have changed since the last backward pass.
 
         What it has done with the gradients is not known.
         """
-        self.passed = False
-        if (
-            self.optimized
-            or recorder.watching
-            and numbers(self.trained()) == self.before
-        ):
+        self.passed, found = False, self.trained() if recorder.watching else []
+        same = len(found) != len(self.before) or numbers(found) == self.before
+        if self.optimized or (recorder.watching and same):
             return
+        if recorder.watching:
+            tell("on_step_by_hand", found, self.before, self.met)
         if recorder.timing:
             self.write_step(None)
         if Loaders.here.current:

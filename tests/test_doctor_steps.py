@@ -403,6 +403,8 @@ def test_steps_without_an_optimizer(monkeypatch):
         moments.end_by_hand()
     assert [x.by_hand for x in found if isinstance(x, Step)] == [True]
     assert recorder.step == 1
+    moments.add_param_group(lambda *_: None, None, {"params": [*net.parameters()]})
+    assert len(moments.handles) == 2
     for meets, wanted in ((3, {"weights_differ": "WRONG"}), (4, {})):
         own = {"moment": "step", "what": "weights", "names": ["w"], "each": 1}
         ranks = ([3, 1.0], [meets, 2.0])

@@ -55,7 +55,7 @@ class Replicas(Watcher):
 
     def __init__(self):
         self.validated, self.seen, self.others = set(), set(), {}
-        self.labels, self.made, self.by_hand = {}, Counter(), set()
+        self.labels, self.made = {}, Counter()
 
     def on_wrap(self, model, where) -> None:
         own = model.module.named_parameters(), model.module.named_buffers()
@@ -75,18 +75,18 @@ class Replicas(Watcher):
             if (network := reference()) is None:
                 continue
             name = type(network).__name__
-            self.write(
-                "other", name, named(network.named_parameters()), where, trains=False
-            )
+            self.write("other", name, named(network.named_parameters()), where, False)
         first = id(optimizer) not in self.seen and optimizer.state
         self.seen.add(id(optimizer))
         if first or recorder.step in STATES:
             self.write("optimizer", "optimizer", states(optimizer))
 
-    def on_step_by_hand(self) -> None:
-        if recorder.step not in self.by_hand:  # else it is another micro-batch
-            self.by_hand.add(recorder.step)
-            self.write("step", "weights", self.held(), meets=Moments.here.meets)
+    def on_step_by_hand(self, weights, before, meets) -> None:
+        labels = {id(one): label for label, one in self.held().items()}
+        each, values = flat(before)
+        names = [labels[id(one)] for one in weights]
+        own = {"names": names, "each": each, "values": values, "place": place()}
+        recorder.write(State(moment="step", what="weights", **own, meets=meets))
 
     def on_output(self, network, outputs, batch) -> None:
         current = Loaders.here.current
@@ -101,7 +101,7 @@ class Replicas(Watcher):
             return
         self.validated.add(key)
         found = everything(network)
-        self.write("validation", type(network).__name__, found, place(), trains=trains)
+        self.write("validation", type(network).__name__, found, place(), trains)
 
     def on_end(self) -> None:
         if recorder.step:
@@ -128,7 +128,7 @@ class Replicas(Watcher):
             found[label] = one
         return named(found.items())
 
-    def write(self, moment: str, what: str, found: dict, where="", **more) -> None:
+    def write(self, moment: str, what: str, found: dict, where="", trains=True) -> None:
         """Write an event with a few numbers of each tensor."""
         if found and not recorder.full(State):
             each, values = flat(numbers([*found.values()]))
@@ -139,7 +139,7 @@ class Replicas(Watcher):
                 each=each,
                 values=values,
                 place=where or place(),
-                **more,
+                trains=trains,
             )
             recorder.write(event)
 
