@@ -183,12 +183,6 @@ def several(job: Job) -> None:
         raise NotJudged("this needs at least two processes")
 
 
-def in_order() -> list[Check]:
-    """Return all checks, causes before their effects."""
-    found = {x: x.causes | ({x.explains} - {None}) for x in CHECKS.values()}
-    return [*TopologicalSorter(found).static_order()]
-
-
 def judge(job: Job, own: Check) -> Iterator[Breach | str]:
     """Yield a check's breaches and evidence."""
     for kind in own.needs:
@@ -223,7 +217,8 @@ def examine(job: Job) -> Report:
     verdicts = {one.law.number: Verdict(one.law) for one in CHECKS.values()}
     report, named, hidden, evidence = Report(), set(), set(), {}
     report.verdicts = [verdicts[number] for number in sorted(verdicts)]
-    for own in in_order():
+    order = {one: one.causes | ({one.explains} - {None}) for one in CHECKS.values()}
+    for own in TopologicalSorter(order).static_order():
         if own.explains:
             continue
         verdict, found, seen = verdicts[own.law.number], [], []

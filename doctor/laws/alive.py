@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..event import Event
 from ..law import NOTE, RISK, WRONG, Breach, Law, NotJudged, check, explains, need
@@ -22,6 +23,7 @@ WRITES = {*range(1, 4), *range(4, STEPS, 4), STEPS}
 class Weight(Event):
     """The gradients that a weight has received so far, and whether it has changed."""
 
+    limit: ClassVar[int] = 10**6  # all weights, several times
     name: str
     module: str  # the outermost module that has run and has no weight that lives
     trainable: bool

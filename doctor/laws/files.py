@@ -7,17 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..event import Event, Start
-from ..law import (
-    RISK,
-    WRONG,
-    Breach,
-    Doubt,
-    Law,
-    NotJudged,
-    check,
-    explains,
-    several,
-)
+from ..law import RISK, WRONG, Breach, Doubt, Law, NotJudged, check, explains, several
 from ..record import LIBRARY, OWN, not_the_users, place, recorder
 from ..watcher import Watcher
 

@@ -7,7 +7,7 @@ from itertools import groupby, zip_longest
 from typing import ClassVar
 
 from ..event import Event, Exit, Failed
-from ..job import last, waiting
+from ..job import waiting
 from ..law import NOTE, RISK, WRONG, Breach, Law, NotJudged, check, need, several
 from ..moments import Moments, Step
 from ..record import recorder, wrap
@@ -60,6 +60,7 @@ class Meeting(Watcher):
         import torch
         import torch.distributed as dist
 
+        Moments.here.tells = not recorder.full(Call)
         values = [*args, *kwargs.values()]
         groups = [one for one in values if isinstance(one, dist.ProcessGroup)]
         if recorder.rank is None or any(x is not dist.group.WORLD for x in groups):
@@ -157,7 +158,7 @@ def hangs(job):
     """
     parts = []
     for process in job.processes:
-        one, wait = last(process), waiting(process)
+        one, wait = process.events[-1], waiting(process)
         does = f"waits in {wait.what}() at {wait.place}" if wait else "has ended"
         parts.append(f"after step {one.step}, rank {process.rank} {does}")
     if stuck(job):
@@ -181,9 +182,7 @@ def ends_with_an_error(job):
         what = f"the command ends with status {job.status} and no Python error"
         if all(process.of(Exit) for process in job.processes):  # atexit ran
             what += ", after all ranks ended"
-            mend = (
-                "For 'terminate called' above, see Gloo's threads in docs/pitfalls.md."
-            )
+            mend = "For 'terminate called', see Gloo's threads in docs/pitfalls.md."
             yield Breach(what, level=NOTE, mend=mend)
             return
         yield Breach(what)

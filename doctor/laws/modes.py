@@ -19,6 +19,7 @@ from .replicas import listed
 class Mode(Event):
     """The modes in which a batch norm or dropout layer has run so far."""
 
+    limit: ClassVar[int] = 10**6  # all layers, several times
     name: str
     kind: str  # batch norm or dropout
     lives: bool  # it, or the module around it, has weights that live
@@ -31,9 +32,10 @@ class Mode(Event):
 class Validation(Event):
     """The first batch of a network's pass over a validation loader."""
 
-    limit: ClassVar[int] = 500
+    limit: ClassVar[int] = 1000
     network: str
     loader: int
+    epoch: int
     training: bool  # batch norm or dropout layers are in training mode
     gradients: bool
     place: str
@@ -63,6 +65,7 @@ class Modes(Watcher):
         event = Validation(
             network=type(network).__name__,
             loader=current.loader,
+            epoch=current.epoch,
             training=any(one.training for one in self.stateful[network]),
             gradients=gradients,
             place=place(),

@@ -126,7 +126,7 @@ class Passes(Watcher):
         self.number += 1
         current, model = Loaders.here.current, self.model()
         self.current = {
-            "place": place(),
+            "place": Moments.here.where,
             "loader": current and current.loader,
             "epoch": current and current.epoch,
             "forwards": self.forwards,  # of DDP: whether this pass will average
@@ -275,12 +275,7 @@ class Passes(Watcher):
 # --- checks ---
 
 
-@check(
-    LAW,
-    WRONG,
-    effects=DRIFT,
-    read="tutorial/08_collectives/README.md",
-)
+@check(LAW, WRONG, effects=DRIFT, read="tutorial/08_collectives/README.md")
 def not_awaited(job):
     """A step uses gradients before all_reduce() has ended.
 

@@ -14,6 +14,7 @@ from ..generators import drawn, states
 from ..law import RISK, Breach, Law, NotJudged, check, explains, several
 from ..loaders import Loaders
 from ..meshes import undivided
+from ..moments import Moments
 from ..record import not_the_users, place, recorder, wrap
 from ..signature import plain
 from ..watcher import Watcher
@@ -39,6 +40,7 @@ class Draw(Event):
     loader: int | None = None
     epoch: int | None = None
     worker: int | None = None
+    place: str = ""  # where the network is called
     fields: dict[str, float] = field(default_factory=dict)  # a worker's data set's
 
 
@@ -137,6 +139,7 @@ class Randomness(Watcher):
             self.number += 1
             draw = Draw(where="forward", number=self.number, states=own, count=count)
             draw.drops = any(dropout(one) for one in network.modules())
+            draw.place = Moments.here.where
             draw.loader = Loaders.here.current and Loaders.here.current.loader
             draw.epoch = Loaders.here.current and Loaders.here.current.epoch
             recorder.write(draw)
@@ -299,7 +302,7 @@ def cause(job, name: str, pair: list[Draw]) -> tuple[str, str]:
     """Return the line that set a generator last, and the call, if all ranks made it."""
     found = [setting(job, name, one) for one in pair]
     calls = {one and one.call for one in found}
-    place = found[0].place if found[0] else ""
+    place = found[0].place if found[0] else pair[0].place
     if len(calls) == 1 and found[0]:
         return place, f", since {found[0].call} on each rank"
     return place, ""

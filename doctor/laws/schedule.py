@@ -106,7 +106,7 @@ def learning_rates_differ(job):
             what += " learning rates at different times"
             yield Breach(what, row[0].place, mend=mend)
             return
-    steps = [row for row in job.rows(Step) if job.same_weights(row)]
+    steps = [row for row in job.rows(Step) if len({x.which for x in row}) == 1]
     for row in need(steps, "no step was seen on all ranks"):
         if len({tuple(one.rates) for one in row}) > 1:
             rates = ", ".join(f"{one.rates[0]:.4g}" for one in row)

@@ -5,8 +5,9 @@ from statistics import median
 
 from ..law import NOTE, SLOW, Breach, Law, NotJudged, check
 from ..moments import Step
-from ..spans import Buckets, Runs, Spans, Tracked, parts, timed
+from ..spans import Buckets, Runs, Spans, parts, timed
 from .meeting import hangs
+from .modes import Validation, validations
 
 LAW = Law(10, "time", "Time goes into work")
 PAGE = "docs/understand.md"
@@ -104,20 +105,16 @@ def slowest(job, steps: list[list[Spans]], wall: float) -> Breach | None:
     return Breach(what, mend=f"Find out what extra work this rank does in its {part}.")
 
 
-@check(LAW, SLOW, needs=[Tracked], read="docs/pitfalls.md, number 17")
+@check(LAW, SLOW, needs=[Validation], read="docs/pitfalls.md, number 17")
 def validation_with_gradients(job):
     """Validation computes gradients, which take time and memory.
 
     Validate inside torch.no_grad() or torch.inference_mode().
     """
-    stepped = {(one.rank, one.loader, one.epoch) for one in job.of(Step)}
-    for one in job.of(Tracked):
-        numbers = {process.training for process in job.processes}
-        own = (one.rank, one.loader, one.epoch) in stepped
-        if one.loader not in numbers and not own:
-            what = f"rank {one.rank} validates {one.network} with gradients"
-            yield Breach(what, one.place)
-            return
+    found = [x for x in validations(job) if x.gradients and not x.training]
+    for one in found[:1]:
+        what = f"rank {one.rank} validates {one.network} with gradients"
+        yield Breach(what, one.place)
 
 
 @check(LAW, NOTE, needs=[Buckets, Spans], read="docs/pitfalls.md, number 10")
