@@ -4,7 +4,7 @@ torchrun --standalone --nproc-per-node 2 tutorial/labs/12_cosine.py
 
 symptom: The learning rate is still high when training ends.
 grader: the learning rate falls from 0.1000 to only 0.05
-checks: weights, shares, rates, schedule, batches(size=8)
+checks: weights, shares, rates, steps(rate=None)
 doctor: schedule
 lesson: 04_batches
 """

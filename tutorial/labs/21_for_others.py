@@ -4,7 +4,7 @@ torchrun --standalone --nproc-per-node 2 tutorial/labs/21_for_others.py
 
 symptom: Another script reports unexpected names in the file of weights.
 grader: the network without DDP cannot load model.pt
-checks: weights, shares, steps, export, batches(size=8)
+checks: weights, shares, steps, export
 doctor: ddp_keys
 lesson: 05_build_ddp
 path: core
