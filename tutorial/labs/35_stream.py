@@ -4,7 +4,7 @@ torchrun --standalone --nproc-per-node 2 tutorial/labs/35_stream.py
 
 symptom: Two processes need as many steps as one.
 grader: epoch 0 trains on 192 images, 96 of them different, instead of once on
-checks: weights, shares, steps, workers
+checks: weights, shares, steps, uses(workers=2)
 doctor: left_out
 lesson: 18_streams
 """

@@ -29,6 +29,7 @@ from torch.optim.optimizer import (
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from doctor import record, results  # noqa: F401  its watcher records what is printed
 from doctor.event import Event
+from doctor.moments import weights, whole
 from doctor.record import recorder, wrap
 from doctor.watcher import Watcher, watchers
 
@@ -45,7 +46,6 @@ class Forward(Event):
     grad: bool
     images: Tensor  # (N, 8)
     outputs: Tensor  # (N, 3)
-    dtype: torch.dtype  # of the outputs, before they became float32
 
 
 @dataclass(kw_only=True)
@@ -56,10 +56,10 @@ class Step(Event):
     after: Tensor
     passes: list[Forward]  # since the last step, with gradients
     lr: float
-    scale: float  # of the gradient scaler
+    scaled: bool  # a gradient scaler multiplies the loss
     averages: int  # in how many passes of the step DDP averaged gradients
-    sharded: bool  # each process has a part of each weight, as with FSDP2
-    held: int  # how many elements of the optimizer's momentum this process holds
+    sharded: bool  # this process has only a part of the optimizer's state
+    dtype: str  # of the network's last outputs
     workers: int  # how many running processes this process has started
 
 
@@ -74,9 +74,9 @@ class Last(Event):
 
 def flat(optimizer: Optimizer) -> Tensor:
     """Copy an optimizer's weights to a vector of float32."""
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    weights = [w.full_tensor() if hasattr(w, "placements") else w for w in weights]
-    return nn.utils.parameters_to_vector(weights).detach().float()
+    own = weights(optimizer)
+    own = [one.full_tensor() if hasattr(one, "placements") else one for one in own]
+    return nn.utils.parameters_to_vector(own).detach().float()
 
 
 class Watch(Watcher):
@@ -123,8 +123,8 @@ class Watch(Watcher):
                 grad=torch.is_grad_enabled(),
                 images=self.images,
                 outputs=output.detach().float(),
-                dtype=output.dtype,
             )
+            self.dtype = str(output.dtype).removeprefix("torch.")
             if one.grad:
                 self.passes.append(one)
             else:
@@ -142,18 +142,16 @@ class Watch(Watcher):
         if self.depth:
             return
         self.optimizer, self.after = optimizer, flat(optimizer)
-        inner = getattr(optimizer, "optim", optimizer)  # of ZeRO's
-        momenta = [state.get("momentum_buffer") for state in inner.state.values()]
-        self.sharded = hasattr(optimizer.param_groups[0]["params"][0], "placements")
+        inner = getattr(optimizer, "optim", optimizer)  # ZeRO's has some of the weights
         one = Step(
             before=self.before,
             after=self.after,
             passes=self.passes,
             lr=optimizer.param_groups[0]["lr"],
-            scale=self.scale,
+            scaled=self.scale > 1,
             averages=self.averages,
-            sharded=self.sharded,
-            held=sum(one.numel() for one in momenta if one is not None),
+            sharded=len(whole(weights(inner))) < len(weights(optimizer)),
+            dtype=self.dtype,
             workers=len(multiprocessing.active_children()),
         )
         recorder.write(one)
@@ -162,7 +160,8 @@ class Watch(Watcher):
     def on_exit(self) -> None:
         """Record the last weights; shards cannot be gathered after the last step."""
         if self.optimizer:
-            last = self.after if self.sharded else flat(self.optimizer)
+            shards = len(whole(own := weights(self.optimizer))) < len(own)
+            last = self.after if shards else flat(self.optimizer)
             calls = {"waits": self.waits, "collectives": self.collectives}
             recorder.write(Last(weights=last, **calls))
 
