@@ -139,7 +139,9 @@ raise RuntimeError(seen)
         ("while True: pass", "no result after 8 s, or the grader ended", 8),
     ],
 )
-def test_a_class_is_graded_in_a_sandbox(script, how, limit, tmp_path, capsys):
+def test_a_class_is_graded_in_a_sandbox(
+    script, how, limit, tmp_path, capsys, monkeypatch
+):
     listener = socket.create_server(("127.0.0.1", 0))
     facts = {"labs": LABS, "folder": tmp_path, "port": listener.getsockname()[1]}
     for student, text in (("ann", ""), ("bob", script)):
@@ -148,6 +150,7 @@ def test_a_class_is_graded_in_a_sandbox(script, how, limit, tmp_path, capsys):
     (tmp_path / "ann" / "grade.py").write_text("print('07 passes')")
     (tmp_path / "ann" / "08_three_epochs.py").symlink_to(LABS / "08_three_epochs.py")
     (tmp_path / "ann" / "lab09.py").write_text("")
+    monkeypatch.syspath_prepend(LABS)
     tool = runpy.run_path(str(LABS / "grade_class.py"))
     tool["grade"].__globals__["LIMIT"] = limit
     assert tool["main"]([str(tmp_path)]) == 0

@@ -54,13 +54,14 @@ def check_weights(run: Run) -> None:
     one, other = (rank.weights for rank in run.ranks)
     if not (one and other):
         raise Wrong("the optimizer takes no step")
-    stages = {"before the first step": 0}
-    if len(one) == len(other):
+    stages, pairs = {"before the first step": 0}, []
+    if len(one) == len(other):  # unlike those of model.join()
         stages |= {f"after step {step}": step for step in range(1, len(one) - 1)}
+        pairs = pairwise(run.ranks[0].steps)
     for when, stage in (stages | {"at the end": -1}).items():
         if differ(one[stage], other[stage]):
             raise Wrong(f"the two processes have different weights {when}")
-    for number, (step, later) in enumerate(pairwise(run.ranks[0].steps), 1):
+    for number, (step, later) in enumerate(pairs, 1):
         if differ(step.after, later.before):
             raise Wrong(f"the weights change between steps {number} and {number + 1}")
 
