@@ -16,7 +16,6 @@ import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import checks
@@ -39,27 +38,23 @@ def check(run: Run, chosen: dict[str, dict]) -> None:
         getattr(checks, f"check_{name}")(run, **options)
 
 
-def play_once(script: Path, chosen: dict | None = None, **options) -> Run:
-    """Run a script to its end, then run its lab's checks or the chosen ones."""
-    with started(script, **options) as run:
-        run.end()
-        check(run, chosen or lab_of(script).checks)
+def play_once(script: Path, chosen: dict | None = None, when="", **options) -> Run:
+    """Run a script to its end, then run its lab's checks or the chosen ones.
+
+    `when` is put before the message of Wrong.
+    """
+    try:
+        with started(script, **options) as run:
+            run.end()
+            check(run, chosen or lab_of(script).checks)
+    except Wrong as wrong:
+        raise Wrong(f"{when}{wrong}") from None
     return run
 
 
-@contextlib.contextmanager
-def under(condition: str) -> Iterator[None]:
-    """Put the condition under which a Wrong occurs before its message."""
-    try:
-        yield
-    except Wrong as wrong:
-        raise Wrong(f"{condition}, {wrong}") from None
-
-
 def play_on_machines(script: Path) -> None:
-    """Run a script on two machines with one process each."""
-    with under("on two machines with one process each"):
-        play_once(script, machines=2)
+    """Run a script on two machines with one process each, and then on one machine."""
+    play_once(script, when="on two machines with one process each, ", machines=2)
     play_once(script)
 
 
@@ -73,8 +68,7 @@ def play_twice(script: Path) -> None:
 
     with started(script, disturb=hold) as first:
         all(ready.acquire(timeout=PATIENCE) for _ in range(2))
-        with under("if another run is in progress"):
-            play_once(script)
+        play_once(script, when="if another run is in progress, ")
         go.set()
         first.end()
         check(first, lab_of(script).checks)

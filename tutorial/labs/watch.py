@@ -20,11 +20,8 @@ import torch
 import torch._dynamo  # here, not in each process at its first step
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import Optimizer
+from torch.optim import optimizer as optimizers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from doctor import record, results  # noqa: F401  its watcher records what is printed
@@ -89,8 +86,8 @@ class Watch(Watcher):
 
     def hooks(self) -> None:
         nn.modules.module.register_module_forward_hook(self.forward)
-        register_optimizer_step_pre_hook(self.before_step)
-        register_optimizer_step_post_hook(self.end_step)
+        optimizers.register_optimizer_step_pre_hook(self.before_step)
+        optimizers.register_optimizer_step_post_hook(self.end_step)
         wrap(DDP, "forward", self.ddp)
         wrap(torch.amp.GradScaler, "scale", self.scaled)
         for name in READS.split():
