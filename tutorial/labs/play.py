@@ -1,6 +1,7 @@
 """Start a script in two processes, wait for them, and read what they recorded."""
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import re
@@ -22,6 +23,7 @@ from doctor.results import Printed
 
 PATIENCE = float(os.environ.get("PATIENCE", "10"))  # seconds
 FORK = multiprocessing.get_context("fork")
+gc.freeze()  # so that forks do not search all of PyTorch for garbage
 
 
 class Wrong(Exception):
