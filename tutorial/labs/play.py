@@ -1,7 +1,6 @@
 """Start a script in two processes, wait for them, and read what they recorded."""
 
 import contextlib
-import gc
 import multiprocessing
 import os
 import re
@@ -23,7 +22,6 @@ from doctor.results import Printed
 
 PATIENCE = float(os.environ.get("PATIENCE", "10"))  # seconds
 FORK = multiprocessing.get_context("fork")
-gc.freeze()  # so that forks do not search all of PyTorch for garbage
 
 
 class Wrong(Exception):
@@ -122,7 +120,6 @@ def horovod() -> Iterator[list[dict[str, str]]]:
 
     server = RendezvousServer()
     common = create_run_env_vars("127.0.0.1", ["lo"], str(server.start()))
-    common |= {"HOROVOD_CYCLE_TIME": "150"}  # ms between rounds
     slots = get_host_assignments(parse_hosts("localhost:2"), 2)
     server.init(slots)
     try:

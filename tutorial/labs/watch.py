@@ -5,6 +5,7 @@ its own: forward passes, and the weights before and after each step and at the e
 """
 
 import functools
+import gc
 import multiprocessing
 import os
 import runpy
@@ -169,6 +170,7 @@ def be_rank(script: Path, files: Path, text: Path, variables: dict, disturb) -> 
     Its text goes to the file `text`. `disturb` is called before each step, with the
     number of completed steps. Only rank 0 can sleep: to sleep is not to wait for it.
     """
+    gc.freeze()  # so that this fork does not search all of PyTorch for garbage
     os.setsid()  # so that the processes that it starts are killed with it
     signal.alarm(LIFE)
     torch.set_num_threads(1)  # before any thread of the fork does so
