@@ -40,9 +40,9 @@ class Checkpoint:
     ):
         """Store the objects to save (with a state_dict()), by their names in the file.
 
-        "state_dict" is the name of the model used for validation. `datasets` are those
-        for training and validation; a resumed run needs the same images. Raises
-        UserError if no metric is named BEST_METRIC.
+        Name the model used for validation "state_dict". `datasets` are those for
+        training and validation; a resumed run needs the same images. Raises UserError
+        if no metric is named BEST_METRIC.
         """
         self.args, self.objects = args, objects
         names = [f"val_{name}" for name in metric_names(len(datasets[1].classes))]

@@ -117,7 +117,7 @@ class Progress(tqdm):
     """
 
     def __init__(self, title: str, loader: DeviceLoader, done: int = 0):
-        """`loader` yields the steps after `done`."""
+        """`loader` yields the batches of the steps after `done`."""
         self.title, self.loader, self.done = title, loader, done
         self.steps, self.log_at = len(loader), 0.0
         self.intervals: list[tuple[float, int, float]] = []  # seconds, images, waited

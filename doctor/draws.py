@@ -98,7 +98,7 @@ class Draws(Watcher):
 
     def generator(self, call, *args, **kwargs):
         result = call(*args, **kwargs)
-        if recorder.watching and not recorder.full(Made):
+        if recorder.watching and not recorder.full(Made) and not importing():
             state = hashed(repr(result.bit_generator.state).encode())
             recorder.write(Made(state=state, place=place()))
         return result
@@ -132,6 +132,17 @@ class Draws(Watcher):
         )
         self.counts[where] += 1
         recorder.write(drawn)
+
+
+def importing() -> bool:
+    """Return whether an installed library is being imported."""
+    frame = sys._getframe(1)
+    while frame:
+        code = frame.f_code
+        if code.co_name == "<module>" and "site-packages" in code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def permutes(tensor) -> bool:

@@ -45,7 +45,7 @@ def hashed(state: bytes) -> int:
 
 
 def drawn(before: dict, after: dict) -> tuple[dict[str, int], int]:
-    """Return the hashes of generators that drew numbers, and how many at least."""
+    """Return the hashes of generators that drew, and a lower bound on the draws."""
     changed = {k: x for k, x in before.items() if k in after and after[k] != x}
     counts = [0]
     for name, (_, position) in changed.items():

@@ -240,7 +240,8 @@ def examine(job: Job) -> Report:
             verdict.not_judged[own.name] = f"doctor's own error: {error!r}"
         if cause := sorted(one.name for one in named & own.causes):
             report.effects += [(one, cause[0]) for one in found]
-            verdict.not_judged.setdefault(own.name, f"{cause[0]} may have changed it")
+            text = f"{cause[0]} may have affected the result"
+            verdict.not_judged.setdefault(own.name, text)
             if found:
                 verdict.not_judged[own.name] = f"it could be an effect of {cause[0]}"
                 hidden.add(own.law)

@@ -42,7 +42,7 @@ def page(job: Job, report: Report, verbose: bool = False) -> str:
         lines += ["", *paragraph(one, width)] if one.level != NOTE else ()
     lines.append("")
     for verdict in report.verdicts:
-        lines += law_lines(verdict, width)
+        lines += law_lines(verdict, report, width)
         if verbose:
             lines += all_checks(verdict, report, width)
     notes = [one for one in report.findings if one.level == NOTE]
@@ -93,7 +93,7 @@ def paragraph(one: Finding, width: int) -> list[str]:
     return lines
 
 
-def law_lines(verdict: Verdict, width: int) -> list[str]:
+def law_lines(verdict: Verdict, report: Report, width: int) -> list[str]:
     """Return a law's lines: its state, and as much evidence as fits in one line."""
     law, state = verdict.law, verdict.state
     head = f"{law.number:2} {state:10} {law.text}"
@@ -103,9 +103,12 @@ def law_lines(verdict: Verdict, width: int) -> list[str]:
             longer = f"{text}; {one}"
             text = longer if len(f"{head}: {longer}") <= width else text
     elif state == BROKEN:
+        own = [x for x in report.findings if x.law is law and x.level != NOTE]
         effects = [x for x in verdict.not_judged.values() if "an effect of" in x]
         effects = [x for x in effects if CHECKS[x.split()[-1]].law is not law]
-        text = ": ".join(["see above", *effects[:1]])
+        told = "see " + " and ".join(dict.fromkeys(one.check for one in own))
+        text = ": ".join([told] * bool(own) + effects[:1])
+        text += "".join(f"; seen to hold: {one}" for one in verdict.evidence[:1])
     else:
         general = [x.name for x in CHECKS.values() if x.law is law and x.general]
         reasons = [verdict.not_judged[x] for x in general if x in verdict.not_judged]
@@ -144,7 +147,7 @@ def times(job: Job, width: int) -> list[str]:
     lines = [""] * bool(ranks)
     for rank in ranks:
         shares = {part: round(100 * x / walls[rank]) for part, x in table[rank].items()}
-        shares["rest"] += 100 - sum(shares.values())  # so that they add up
+        shares["other code"] += 100 - sum(shares.values())  # so that they add up
         own = sorted(shares.items(), key=lambda one: -one[1])
         parts = ", ".join(f"{part} {share}%" for part, share in own if share > 0)
         text = f"A step on rank {rank} takes {1000 * walls[rank]:.1f} ms: {parts}"

@@ -50,7 +50,7 @@ class Recorder:
         return self.step < STEPS + TIMED
 
     def full(self, kind: type[Event]) -> bool:
-        """Return whether no more events of a kind are written."""
+        """Return whether the limit for a kind of event has been reached."""
         return self.written[kind] >= kind.limit
 
     def write(self, event: Event) -> None:

@@ -76,7 +76,7 @@ def _entries(values) -> tuple[int, int, int | None]:
 
 
 def _text(value, depth: int = 0) -> str:
-    """Return what is in an entry of a list; "" if that is not known."""
+    """Return an entry of a list as text; "" if its type is not known."""
     if isinstance(value, PurePath):
         value = str(value)
     if isinstance(value, str):  # folders may have other names on other hosts
@@ -105,6 +105,6 @@ def different(what: str, values: list[tuple], rank: int) -> str:
     if one[0] != other[0]:
         return f"{what} has {one[0]} entries on rank 0 and {other[0]} on rank {rank}"
     if one[2] is not None and one[2] == other[2]:
-        text = f"{what} has the same {one[0]} entries in another order on rank {rank}"
-        return f"{text} than on rank 0, and a sampler divides their numbers"
+        text = f"{what} has the same {one[0]} entries on ranks 0 and {rank}, but in a "
+        return f"{text}different order, and a sampler divides their numbers"
     return f"{what} has different contents on rank {rank} than on rank 0"

@@ -17,7 +17,7 @@ PARTS = "data forward backward communication optimizer validation saving".split(
 
 @dataclass(kw_only=True)
 class Spans(Event):
-    """Where the time of a step went. On a GPU, these are the host's times."""
+    """The time that each part of a step took. On a GPU, these are the host's times."""
 
     watched: bool  # the step was recorded closely, which takes time
     wall: float  # seconds since the end of the last step
@@ -51,7 +51,7 @@ class Tracked(Event):
 
 @dataclass(kw_only=True)
 class Buckets(Event):
-    """How DistributedDataParallel was constructed."""
+    """A network has been wrapped in DistributedDataParallel."""
 
     limit: ClassVar[int] = 9
     search: bool  # for unused weights
@@ -191,7 +191,7 @@ def parts(one: Spans) -> dict[str, float]:
     found = dict.fromkeys(PARTS, 0.0)
     for part, start, end in one.spans:
         found[part] += end - start
-    return found | {"rest": max(0.0, one.wall - sum(found.values()))}
+    return found | {"other code": max(0.0, one.wall - sum(found.values()))}
 
 
 def time_table(job) -> dict[int, dict[str, float]]:

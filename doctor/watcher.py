@@ -10,9 +10,8 @@ class Watcher:
     """A law's recorder: it wraps functions in hooks(), and overrides moments (on_...).
 
     Defining a subclass makes its only instance, `here`, whose __init__() runs again in
-    each forked process. moments.py calls the moments. Their own errors do not reach the
-    job. Weights are the optimizer's
-    (without FSDP2's shards), in its order.
+    each forked process. moments.py calls the moments; their errors do not reach the
+    job. `weights` lists the optimizer's weights in its order, without FSDP2's shards.
     """
 
     def __init_subclass__(cls, **options):
@@ -60,8 +59,8 @@ class Watcher:
     def on_step(self, optimizer, weights: list, gradients: list) -> None:
         """The optimizer is about to step; the gradients are final.
 
-        `gradients` has a few numbers of each weight's gradient ([] for None), and is
-        empty after the watched steps.
+        `gradients` holds a few elements of each weight's gradient ([] for None); after
+        the watched steps, it is empty.
         """
 
     def after_step(self, optimizer, weights: list) -> None:

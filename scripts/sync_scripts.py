@@ -45,7 +45,7 @@ def split(text: str, name: str) -> tuple[list[str], dict[str, list[str]]]:
 
 
 def synchronised(base: str, sibling: str, name: str) -> str:
-    """Return a sibling's text with the base's shared lines."""
+    """Return a sibling's text, with its shared lines taken from the base."""
     regions = iter(split(sibling, name)[1].values())
     lines = split(base, BASE)[0]
     return "".join("".join(next(regions)) if PLACE in x else x for x in lines)

@@ -3,7 +3,7 @@
 #
 #   bash scripts/test.sh [--system] [pytest arguments]
 #   bash scripts/test.sh --mutations     # inject known bugs and check that the tests catch them
-#   bash scripts/test.sh -n 0 --pdb      # run the tests in one process instead of three
+#   bash scripts/test.sh -n 0 --pdb      # run the tests in one process instead of four
 #
 # --system (or CI=true) also installs, as root with apt-get, system packages that some tests need:
 # Open MPI, and sshd, Slurm, munge and ip for tests on two hosts. Use it in containers: under
@@ -33,4 +33,4 @@ if [ -n "$HOROVOD_PROBLEM" ]; then
 fi
 cd "$ROOT"
 if [ "${1:-}" = --mutations ]; then exec "$PYTHON" tests/mutations.py "${@:2}"; fi
-exec "$PYTHON" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
+exec "$PYTHON" -m pytest -n 4 --dist loadgroup "$@"

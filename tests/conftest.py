@@ -38,8 +38,6 @@ def pytest_configure(config):
     for marker in MISSING:
         config.addinivalue_line("markers", f"{marker}: skipped where it is missing")
     config.addinivalue_line("markers", "full: runs with --full only")
-    if not config.pluginmanager.hasplugin("timeout"):
-        config.addinivalue_line("markers", "timeout: needs pytest-timeout")
     if config.getoption("rehearse_gpu"):
         MISSING["gpu"] = None
 
@@ -95,6 +93,7 @@ MISSING = {
 }
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     for marker in left_out(config):
         chosen = [item for item in items if not item.get_closest_marker(marker)]
@@ -104,13 +103,15 @@ def pytest_collection_modifyitems(config, items):
         for marker, reason in MISSING.items():
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+        fixtures = item._fixtureinfo.name2fixturedefs.values()
+        if any(one.scope == "module" for found in fixtures for one in found):
+            item.add_marker(pytest.mark.xdist_group(item.module.__name__))
 
 
 def environment(**extra: str) -> dict[str, str]:
     """Return a launched script's environment: this Python first on PATH, and no launcher's variables."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
-    names += ("MASTER_PORT",)
-    names += ("NPROC", "LAUNCHER", "CONTROLLER", "HOSTS")
+    names += ("MASTER_PORT", "NPROC", "LAUNCHER", "CONTROLLER", "HOSTS")
     others = ("SLURM_", "GLOO_", "NCCL_")
     clean = {
         name: value

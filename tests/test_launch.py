@@ -170,9 +170,8 @@ def test_scripts_that_set_up_start_their_programs(launch):
     assert launch("quickstart.sh", "--data", "x") == (2, line)
     status, text = launch("timings.sh", "--minutes", "4")
     assert text == f"{using}python -m benchmarks.timings --minutes 4 OMP=\n"
-    loadfile = "-n 3 --dist loadfile --no-loadscope-reorder"
     status, text = launch("test.sh", "-k", "x", CI="")
-    assert text == f"{using}python -m pytest {loadfile} -k x OMP=\n"
+    assert text == f"{using}python -m pytest -n 4 --dist loadgroup -k x OMP=\n"
     status, text = launch("test.sh", "--mutations", "word", CI="")
     assert text == f"{using}python tests/mutations.py word OMP=\n"
 

@@ -19,7 +19,7 @@ WRITES = {*range(1, 4), *range(4, STEPS, 4), STEPS}
 
 @dataclass(kw_only=True)
 class Weight(Event):
-    """What happened to one weight until the step in which this was written."""
+    """The gradients that a weight has received so far, and whether it has changed."""
 
     name: str
     module: str  # the outermost module that has run and has no weight that lives
@@ -200,7 +200,7 @@ def dead_weights(job):
 
     Look between these layers and the loss for detach(), no_grad(), item(), argmax(), or
     a reentrant checkpoint whose inputs need no gradient.
-    Not a mistake if: they are not meant to be trained; then call requires_grad_(False).
+    Not a mistake if: you do not mean to train them; then call requires_grad_(False).
     """
     rows = [x for x in latest(job).values() if x[0].trainable]
     rows = [x for x in rows if x[0].optimizer not in (None, -1)]
@@ -236,7 +236,7 @@ def dead_weights(job):
         if all(one.reached for one in needed):
             what = what.replace("never get a gradient", "get gradients of zero only")
         elif any(one.first >= 0 for one in needed):
-            what += " (weights in layers after them do learn)"
+            what += " (weights in later layers do learn)"
         yield Breach(f"{what}: {names(needed)}", needed[0].place, facts=needed)
     elif unused := [one for one in dead if one.returned]:
         part = unused[0].module or unused[0].name
@@ -251,7 +251,7 @@ def dead_weights(job):
             text = f"{len(still)} {count} get gradients, but do not change"
             raise NotJudged(f"{text}: {names(still)}")
         rows = {f"row {one.row} of {one.name}" for one in job.of(Padded) if one.reads}
-        unused += f"; never {listed(sorted(rows))}, for padding" * bool(rows)
+        unused += f"; exceptions: {listed(sorted(rows))} (padding)" * bool(rows)
         yield f"{len(alive)} {count} get gradients and change in {steps} steps{unused}"
 
 
@@ -289,21 +289,21 @@ def lost(job) -> list[Weight]:
 
 @check(LAW, RISK, needs=[Step, Weight], causes=[zero_gradients])
 def not_in_an_optimizer(job):
-    """No optimizer has weights that get gradients.
+    """Weights that get gradients are in no optimizer.
 
     Give the optimizer the final network's parameters: create it after the last change
-    of the network.
+    to the network.
     Not a mistake if: these weights are not meant to change; then call
     requires_grad_(False), which saves time.
     """
     found, rows = lost(job), [x[0] for x in latest(job).values()]
     if found:
-        count = f"{len(found)} weights that get gradients"
-        what = f"no optimizer has {count}: {names(found)}"
+        what = f"{len(found)} weights that get gradients are in no optimizer: "
+        what += names(found)
         old = [x for x in rows if x.optimizer is not None]
         old = [x for x in old if not (x.alive or x.network)]
         if old:
-            what += f"; an optimizer has {len(old)} of no network: {names(old)}"
+            what += f"; an optimizer has {len(old)} that no network has: {names(old)}"
         yield Breach(what, found[0].place, level=WRONG if old else RISK)
 
 
@@ -311,9 +311,8 @@ def not_in_an_optimizer(job):
 def padding_row_read(job):
     """An embedding's padding row, which never learns, is read between other rows.
 
-    Give the ids of real items or words other numbers (add 1 to all of them), or leave
-    out padding_idx.
-    Not a mistake if: this id also means that nothing is there inside a sequence.
+    Give real items or words other ids (add 1 to all of them), or leave out padding_idx.
+    Not a mistake if: this id also stands for gaps inside a sequence.
     """
     places = {one.name: one.place for one in job.of(Weight)}
     for name in {one.name: None for one in job.of(Padded)}:
@@ -323,6 +322,6 @@ def padding_row_read(job):
         # Sequences that are joined after they are padded have it at a few places
         if inside > 0.1 * total and len(columns) > 2:
             what = f"row {own[0].row} of {name} is the padding (padding_idx), but "
-            what += f"{inside} of {total} sequences have it between other ids, which "
-            what += f"follow at {len(columns)} positions; it never gets a gradient"
+            what += f"{inside} of {total} sequences have it between other ids, at "
+            what += f"{len(columns)} positions; it never gets a gradient"
             yield Breach(what, places.get(name, ""))

@@ -14,7 +14,7 @@ from .ranks import LAW
 
 @dataclass(kw_only=True)
 class Contrast(Event):
-    """A loss chooses each sample's own one of the candidates of all ranks."""
+    """A loss over all ranks' candidates, one of which is right for each sample."""
 
     limit: ClassVar[int] = 400
     first: int  # the first sample's target; the others follow
@@ -67,7 +67,7 @@ class Candidates(Watcher):
 def same_targets(job):
     """The targets of a loss over all ranks' candidates do not depend on the rank.
 
-    Add the number of the first own candidate: torch.arange(n) + rank * n.
+    Add the index of the rank's first candidate: torch.arange(n) + rank * n.
     Not a mistake if: each rank puts its own candidates first.
     """
     several(job)
@@ -80,7 +80,7 @@ def same_targets(job):
     means = [fmean(own) for own in zip(*losses, strict=True)]
     above = sum(min(row[1:]) > row[0] for row in losses)
     text = f"the targets are {one.first} to {one.first + one.count - 1} on every rank, "
-    text += f"of {one.count * len(same[0])} candidates of all ranks"
+    text += f"among the {one.count * len(same[0])} candidates of all ranks"
     if above < 0.75 * len(later) or min(means[1:]) < 1.05 * means[0]:
         raise Doubt(f"{text}, which is right if each rank's own candidates come first")
     told = ", ".join(f"{x:.3g} on rank {n}" for n, x in enumerate(means[:4]))

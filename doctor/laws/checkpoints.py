@@ -102,7 +102,7 @@ class Checkpoints(Watcher):
                 self.states.add(f"optimizer ({type(optimizer).__name__}.{name})")
 
     def take(self, call, module, *args, **kwargs):
-        """Note when state_dict() returned tensors: they are the network's own."""
+        """Record when state_dict() returned tensors: they are the network's own."""
         from torch.utils.weak import WeakIdKeyDictionary
 
         result = call(module, *args, **kwargs)
@@ -274,8 +274,8 @@ def no_optimizer(job):
     complete = any(one.has and {*one.has} <= {*one.holds} for _, _, one in saved)
     for path, own, one in saved:
         if any(x.live or x.taken is not None for x in own):
-            text = f"of which step the weights in {base(path)} are: they are the "
-            raise Doubt(f"{text}network's own tensors, which change")
+            text = f"the weights in {base(path)} are the network's own tensors, which "
+            raise Doubt(f"{text}change: it is not known which step they are from")
         missing = [name for name in one.has if name not in one.holds]
         if missing and (one.counts or one.holds) and not complete:
             what = f"{base(path)} has weights and {', '.join(one.holds) or 'a number'}"
@@ -283,8 +283,8 @@ def no_optimizer(job):
             level = RISK if "optimizer" in " ".join(missing) else NOTE
             yield Breach(what, one.place, level=level)
         elif one.whole:
-            holds = ", ".join((f"{one.whole} whole weights", *one.holds))
-            yield f"{base(path)} has {holds}"
+            more = f" and the state of the {' and the '.join(one.holds)}"
+            yield f"{base(path)} has {one.whole} whole weights{more * bool(one.holds)}"
 
 
 @check(LAW, WRONG, effects=[no_optimizer], read="tutorial/16_sharded")

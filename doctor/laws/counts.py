@@ -10,9 +10,9 @@ from .printed import LAW
 
 @check(LAW, RISK, read="docs/pitfalls.md, number 16")
 def compared_with_itself(job):
-    """On one rank, no comparison of a validation is ever wrong.
+    """On one rank, a validation's comparisons never find an error.
 
-    Among candidates of all ranks, leave out a sample's own one: rank * n + index.
+    Among the candidates of all ranks, leave out the sample itself: rank * n + index.
     Not a mistake if: this rank's samples are much easier.
     """
     hits = {}

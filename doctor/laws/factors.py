@@ -13,7 +13,7 @@ from .passes import PASSES
 
 @explains(mean_gradient, read="tutorial/03_gradients/README.md")
 def summed(job, breach):
-    """The used gradients are the sum over the ranks, or are divided twice.
+    """The gradients used are the sum over the ranks, or are divided twice.
 
     Divide by the world size once. DDP and Horovod do that; all_reduce() does not.
     Not a mistake if: the learning rate accounts for it.
@@ -51,8 +51,8 @@ def summed_loss(job, breach):
     """The loss is a sum over samples, and DDP averages the ranks' gradients.
 
     Multiply the loss by the world size, or divide the sum by the number of samples (or
-    targets) of all ranks: otherwise N processes with batches of B do not make the step
-    of one process with a batch of N x B.
+    targets) of all ranks: otherwise, N processes with batches of B do not take the same
+    step as one process with a batch of N x B.
     Not a mistake if: the learning rate accounts for it.
     """
     kind, found = breach.facts or ("", [])
@@ -81,7 +81,7 @@ def summed_loss(job, breach):
 
 @explains(mean_gradient, read=PASSES)
 def loss_scale(job, breach):
-    """The loss is divided by another number than the number of passes per step.
+    """The loss is divided by a number other than the number of passes per step.
 
     With n micro-batches, divide each one's mean loss by n. DDP averages over ranks.
     Not a mistake if: the learning rate accounts for it, or the factor is intended.

@@ -130,7 +130,7 @@ def dot(one: list[float], other: list[float]) -> float:
 def solve(vectors: list[list[float]], target: list[float]) -> list[float] | None:
     """Return the factors with which vectors best add up to a target.
 
-    None if the vectors are nearly dependent.
+    Return None if the vectors are nearly linearly dependent.
     """
     size = len(vectors)
     norms = [math.sqrt(dot(x, x)) for x in vectors]
@@ -264,7 +264,7 @@ def changed(before: list[float], after: list[float]) -> bool:
 
 @check(LAW, WRONG, read="tutorial/03_gradients/README.md")
 def not_cleared(job):
-    """A step contains the gradients of steps before it.
+    """A step contains gradients of earlier steps.
 
     Call optimizer.zero_grad() once per step.
     """
@@ -279,9 +279,9 @@ def not_cleared(job):
 
 @check(LAW, RISK, causes=[not_cleared], read=PASSES)
 def leaked_passes(job):
-    """Gradients of left-over micro-batches leak into a later step.
+    """Gradients of leftover micro-batches leak into a later step.
 
-    Step also after the last, smaller group of an epoch (and divide by its size), or
+    Also step after the last, smaller group of an epoch (and divide by its size), or
     call zero_grad() at the start of each epoch.
     Not a mistake if: the number of passes per step is meant to vary.
     """
@@ -291,7 +291,7 @@ def leaked_passes(job):
             last = max(x["begun"] for x in one.passes)
             old = [x for x in one.passes if x["used"] is not None and x["used"] < last]
             if old:
-                what = f"step {one.step + 1} adds a pass of {old[0]['place']}, which "
+                what = f"step {one.step + 1} adds the pass at {old[0]['place']}, which "
                 what += f"another optimizer used in step {old[0]['used'] + 1}"
                 mend = "Call this optimizer's zero_grad() before its backward pass."
                 yield Breach(what, one.passes[-1]["place"], mend=mend)
@@ -304,8 +304,9 @@ def leaked_passes(job):
                 one = found[0]
                 epochs = sorted({x["epoch"] for x in one.passes})
                 what = f"step {one.step + 1} adds up {len(one.passes)} backward "
-                what += f"passes, others {usual:g}: batches of epochs {epochs[0]} and "
-                what += f"{epochs[-1]} ({len(found)} of {len(own)} steps)"
+                what += f"passes, others add {usual:g}: it has batches of epochs "
+                what += f"{epochs[0]} and {epochs[-1]}; this happens in {len(found)} "
+                what += f"of {len(own)} steps"
                 yield Breach(what, one.passes[0]["place"])
 
 

@@ -53,7 +53,7 @@ class Layers(Watcher):
         self.outer = weakref.ref(network)
 
     def before(self, module, inputs) -> None:
-        """Note when a module first runs, and a layer's mode."""
+        """Record when a module first runs, and a layer's mode."""
         if not recorder.watching or not runs_normally():
             return
         import torch
@@ -73,7 +73,7 @@ class Layers(Watcher):
                 self.padded(module, inputs[0])
 
     def padded(self, module, ids) -> None:
-        """Note where sequences have the padding's id."""
+        """Record where sequences have the padding's id."""
         if recorder.full(Padded):
             return
         ids = ids.reshape(-1, ids.shape[-1] if ids.dim() > 1 else 1)
@@ -91,7 +91,7 @@ class Layers(Watcher):
         recorder.write(event)
 
     def after(self, module, inputs, outputs) -> None:
-        """Note in the first steps whether a module's results need a gradient."""
+        """Record in the first steps whether a module's results need a gradient."""
         if recorder.step > 1 or not runs_normally() or id(module) not in self.ran:
             return
         for one in (tensors := leaves(outputs)):

@@ -96,13 +96,14 @@ def mean_gradient(job):
         return
     strange = [x for x in found if not x.solved and len(x.off) > 0.2 * x.count]
     if len(strange) > 0.2 * total:
-        what = f"in {len(strange)} of {total} steps, the gradients used are no multiple"
-        yield Breach(f"{what} of the mean of the ranks' own", place, level=NOTE)
-        raise NotJudged("the gradients used are not a multiple of the ranks' mean")
+        what = "the gradients used are not a multiple of the mean of the ranks' own"
+        text = f"in {len(strange)} of {total} steps, {what}"
+        yield Breach(text, place, level=NOTE)
+        raise NotJudged(what)
     off = Counter(name for one in found for name in one.off)
     if off := [name for name, steps in off.items() if steps > total / 2]:
-        what = f"{len(off)} weights use another multiple of the ranks' gradients than "
-        yield Breach(f"{what}the others: {listed(off)}", place, facts=("off", off))
+        what = f"{len(off)} weights use a different multiple of the ranks' gradients "
+        yield Breach(f"{what}than the others: {listed(off)}", place, facts=("off", off))
         return
     right = [x for x in found if is_right(x)]
     ratio = median(x.factor for x in found)
@@ -143,7 +144,7 @@ def shares_of(uneven: list[Fit], total: int) -> str:
 
 
 def scaled_down(one: Fit) -> bool:
-    """Return whether each rank's passes count alike, and less than in a mean."""
+    """Return whether each rank's passes have equal shares, none above a mean's."""
     size = len(one.shares)
     alike_ = all(not unequal([*map(abs, rank)]) for rank in one.shares)
     return alike_ and all(0 < x * size < 1.01 for rank in one.shares for x in rank)
@@ -164,7 +165,7 @@ def unread(found: list[Fit], ratio: float) -> str:
 
 @explains(mean_gradient, read=PASSES)
 def summed_again(job, breach):
-    """Each micro-batch's all_reduce() sums what earlier ones have already summed.
+    """Each micro-batch's all_reduce() sums gradients that are already summed.
 
     Call all_reduce() once per step, after the last backward pass.
     """
@@ -178,7 +179,7 @@ def summed_again(job, breach):
 
 @explains(mean_gradient, read="tutorial/09_mixed_precision/README.md")
 def clipped_apart(job, breach):
-    """Each rank scales its own gradient, as if it clipped it, before the average.
+    """Each rank scales its own gradient before the average, as clipping does.
 
     Average the gradients first, then clip the average: its norm is equal on all ranks.
     Not a mistake if: each rank's gradient is meant to be limited, as in private SGD.
@@ -190,7 +191,7 @@ def clipped_apart(job, breach):
     told = [
         f"{len(one.shares) * x[0]:.2f} on rank {n}" for n, x in enumerate(one.shares)
     ]
-    what = f"in {len(found)} steps, each rank scales its own gradient by another "
+    what = f"in {len(found)} steps, each rank scales its own gradient by a different "
     what += f"factor before the average (in step {one.row[0].step + 1}: "
     return Breach(f"{what}{', '.join(told)}), as clipping does")
 
@@ -242,10 +243,10 @@ def gathered_without_gradient(job):
 
 @check(LAW, RISK, causes=[*CAUSES, mean_gradient], read=PASSES)
 def unequal_means(job):
-    """Targets of one step have different weights.
+    """The targets of a step have different weights.
 
-    Sum the losses (reduction="sum"), and divide by the number of the targets of all
-    passes on all ranks (DDP averages over ranks: multiply by the world size).
+    Sum the losses (reduction="sum"), and divide by the number of targets of all passes
+    on all ranks (DDP averages over ranks: multiply by the world size).
     Not a mistake if: each batch should have the same weight.
     """
     seen = []

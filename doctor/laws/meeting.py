@@ -25,7 +25,7 @@ LOST = re.compile(
 )
 
 
-ORDER = "Iterate in the same order on all ranks, sorted(names): a set has no order."
+ORDER = "Use the same order on all ranks, such as sorted(names): a set has no order."
 LEAVES = (
     "Leave the loop on all ranks together: all_reduce() the number that ends it. "
     "reduce() gives its result to one rank only."
@@ -200,7 +200,8 @@ EFFECTS = steps_differ, hangs, ends_with_an_error
 def collectives_differ(job):
     """The ranks call different collectives, or call them in different orders.
 
-    Make every rank call every collective: move it out of branches that some ranks skip.
+    Make every rank call every collective: move it out of branches that some ranks skip,
+    and all_reduce() the condition on which a rank leaves the loop.
     """
     several(job)
     gone = ended(job) if not job.interrupted else []
@@ -220,6 +221,8 @@ def collectives_differ(job):
             if stuck(job) or without in gone or behind(job, without, one):
                 what = f"rank {without.rank} does not call {one.name}(), which rank "
                 what += f"{one.rank} calls after step {one.step}"
+                if wait := waiting(without):
+                    what += f": it waits in {wait.what}() at {wait.place}"
                 leaves = one.name == "destroy_process_group"
                 yield Breach(what, one.place, mend=LEAVES * leaves)
                 return

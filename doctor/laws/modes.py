@@ -17,7 +17,7 @@ from .replicas import listed
 
 @dataclass(kw_only=True)
 class Mode(Event):
-    """In which modes a batch norm or dropout layer has run until now."""
+    """The modes in which a batch norm or dropout layer has run so far."""
 
     name: str
     kind: str  # batch norm or dropout
@@ -128,10 +128,9 @@ def modes(job) -> list[list[Mode]]:
 def frozen_in_train_mode(job):
     """A frozen network runs in training mode.
 
-    Call its eval() after each call of train() on the network around it: train() changes
-    all submodules.
-    Not a mistake if: its dropout or its batch-norm statistics are meant to be those of
-    training.
+    Call eval() on it after each call of train() on the network around it: train()
+    changes all submodules.
+    Not a mistake if: its dropout or batch norm is meant to work as in training.
     """
     for own in modes(job)[:1]:
         for kinds in ("batch norm", "dropout"):

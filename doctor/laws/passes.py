@@ -174,7 +174,7 @@ class Passes(Watcher):
             self.stale.pop(key, None)
 
     def clip(self, norm: bool, call, parameters, *args, **kwargs):
-        """Note gradients before they are clipped."""
+        """Record the gradients before they are clipped."""
         import torch
 
         single = isinstance(parameters, torch.Tensor)
@@ -284,7 +284,7 @@ class Passes(Watcher):
 def not_awaited(job):
     """A step uses gradients before all_reduce() has ended.
 
-    Call wait() of each all_reduce(..., async_op=True) before you use the gradient.
+    Call wait() on each all_reduce(..., async_op=True) before you use the gradient.
     """
     several(job)
     if found := job.of(NotAwaited):
@@ -297,7 +297,7 @@ def not_awaited(job):
 def shards_scaled_apart(job):
     """Each rank scales its shards of the gradients by a factor of its own.
 
-    Clip with torch.nn.utils.clip_grad_norm_() of the whole parameters: a norm of local
+    Call torch.nn.utils.clip_grad_norm_() on the whole parameters: a norm of local
     shards differs between ranks.
     """
     several(job)

@@ -52,7 +52,7 @@ EFFECTS = *EFFECTS, collectives_differ, batch_counts_differ
 def mixed_gradients(job):
     """The ranks average gradients of different weights with each other.
 
-    Iterate in the same order on all ranks, sorted(names): a set has no order.
+    Use the same order on all ranks, such as sorted(names): a set has no order.
     """
     found, example, rows = set(), "", job.rows(Update)
     for row in rows:
@@ -64,8 +64,8 @@ def mixed_gradients(job):
                 m = own.get(values, n)
                 if m != n and any(values[1:]) and values != part(first, n):
                     found.add(first.step)
-                    text = f"rank 0 uses for {first.names[m]} what rank {other.rank} "
-                    example = example or f"{text}uses for {name}"
+                    text = f"rank 0 uses for {first.names[m]} the gradient that rank "
+                    example = example or f"{text}{other.rank} uses for {name}"
     if len(found) > 1:
         text = f"in {len(found)} of {len(rows)} steps, the ranks average gradients of "
         text += f"different weights with each other: in step {min(found) + 1}, "

@@ -178,7 +178,7 @@ def a_share(job, line: Printed, number: Number) -> dict:
             for n in (len(rows), len({*rows}))
         ]
         if fits == [True, False] and gap * len(rows) < 0.1 and number.count is None:
-            name = f"a share of {len(rows)} samples, of which {len({*rows})} differ"
+            name = f"a share of {len(rows)} samples, {len({*rows})} of them distinct"
             return {name: (line, number, REPEATED, None)}
     return {}
 
@@ -225,7 +225,7 @@ def in_a_pass(process, moment: float) -> bool:
     read="docs/pitfalls.md, number 16",
 )
 def wrong_number(job):
-    """A printed result is not that of the network's outputs.
+    """A printed result does not match the network's outputs.
 
     Sum the numerators and the numbers of samples over all ranks, and divide once.
     Not a mistake if: the line is meant to cover one rank's samples only.
@@ -256,7 +256,7 @@ def wrong_number(job):
         raise NotJudged(f"{text} could be checked, but not {name} at {other[0].place}")
     if unknown:
         where = unknown[0].place
-        raise NotJudged(f"{text} could be checked, but not the one at {where}")
+        raise NotJudged(f"{text} could be checked, but not all of those at {where}")
     if not found:
         near = " within 1 %" * any(one.near for one in sites)
         yield f"{text} equal the recomputed ones{near}"
@@ -271,7 +271,7 @@ def told(breach: Breach, level: str) -> Breach:
     if right:
         true = number.turned(right)
         true /= 100 if true > 20 * number.value > 0 else 1  # a share, not in %
-        what += f"; each sample once gives {true:.4f}"
+        what += f"; counting each sample once gives {true:.4f}"
     if others + site.right > 1:
         what += f" ({len(rows)} of {others + site.right} prints)"
     only = " only" in name and "divided" not in name

@@ -20,14 +20,14 @@ from .samples import same_samples
 
 LAW = Law(3, "randomness", "Random streams differ between ranks")
 FETCHES = 15  # that are recorded in each pass and process
-NOISE = "Give a generator of the script's own a seed that depends on the rank."
+NOISE = "Give the script's own generator a seed that depends on the rank."
 WORDS = {"forward": "forward passes", "fetch": "batches"}
 GENERATORS = {"torch": "PyTorch", "random": "random", "numpy": "NumPy", "cuda": "CUDA"}
 
 
 @dataclass(kw_only=True)
 class Draw(Event):
-    """Generators before a part of the job that may draw random numbers from them."""
+    """States of generators before a part of the job that has drawn from them."""
 
     limit: ClassVar[int] = 2000
     where: str  # "fetch": loading a batch; "forward": a network
@@ -200,9 +200,9 @@ def equal(rows: list[dict]) -> tuple[Counter, list[str], int, list[Draw]]:
 def same_random_numbers(job):
     """Ranks draw the same random numbers.
 
-    Seed each rank differently, torch.manual_seed(seed + rank), after the network and
-    the data set have been made.
-    Not a mistake if: all ranks are meant to draw the same.
+    Call torch.manual_seed(seed + rank) on each rank after the network and the data set
+    have been made.
+    Not a mistake if: all ranks are meant to draw the same numbers.
     """
     several(job)
     undivided(job)
@@ -213,13 +213,15 @@ def same_random_numbers(job):
         shared = max((one[k].count for one in rows for k in one), default=0)
         decided = where == "forward" and shared < MANY
         if names and not (decided and not any(one.drops for one in pair)):
-            told = " and ".join(GENERATORS.get(name, name) for name in names)
+            told = " and ".join(map(called, names))
             own = [one.states.get(names[0]) for one in pair]
             ranks = [str(n) for n, x in enumerate(own) if own.count(x) > 1]
             what = f"the generators of {told} have equal states on ranks "
             what += f"{' and '.join(ranks)} in {max(same.values())} of {count} "
             place, origin = cause(job, names[0], pair)
             what += f"{WORDS[where]} that draw{origin}"
+            loader = job.processes[0].loader()
+            place = place or (loader.place if loader and where == "fetch" else "")
             mend, found = advice(names[0], origin, pair[0]), True
             yield Breach(what, place, facts=where, mend=mend)
         elif equals := max(same.values(), default=0):
@@ -235,14 +237,14 @@ def same_random_numbers(job):
     if some:
         raise NotJudged(f"{some}, perhaps for a joint decision")
     if same_generators(job):
-        what = "generators that the script has made draw the same on several ranks"
+        what = "the script's own generators draw the same numbers on several ranks"
         raise NotJudged(f"{what}, perhaps for a joint decision")
     if job.of(Compiles) and not job.of(Drawn):
         raise NotJudged("torch.compile() hides what the script draws itself")
     if new_contents(job):
         raise NotJudged("something that was not seen changes the samples at random")
     if not held:
-        raise NotJudged("nothing was seen to draw from a global generator")
+        raise NotJudged("no draw from a global generator was seen")
     yield f"the ranks' generators differ {', '.join(held)}"
 
 
@@ -261,14 +263,21 @@ def advice(name: str, origin: str, draw: Draw) -> str:
     """Return what to do about a generator, or "" for the check's own advice."""
     if "state" in origin:  # set_rng_state(), setstate()
         return "Save each rank's own state, and restore it on that rank."
+    text = "Seed PyTorch, and a generator given to the DataLoader, with seed + rank; "
+    if name.startswith("its ") and draw.worker is not None:
+        return f"{text}make {called(name)} in worker_init_fn, of torch.initial_seed()."
     if draw.worker is not None:
-        text = (
-            "Seed PyTorch, and a generator given to the DataLoader, with seed + rank; "
-        )
         return f"{text}use torch.initial_seed() in worker_init_fn."
+    if name.startswith("its "):
+        return f"Seed {called(name)} with a number that depends on the rank."
     if name in ("random", "numpy"):
         return f"Seed {GENERATORS[name]} with a number that depends on the rank."
     return ""
+
+
+def called(name: str) -> str:
+    """Return what a finding calls a generator."""
+    return GENERATORS.get(name, name.replace("its ", "the data set's "))
 
 
 def setting(job, name: str, draw: Draw) -> Seed | None:
@@ -293,7 +302,7 @@ def cause(job, name: str, pair: list[Draw]) -> tuple[str, str]:
 def same_augmentation(job, breach):
     """Ranks draw the same random numbers for their samples.
 
-    Seed each rank differently, torch.manual_seed(seed + rank), before the first epoch.
+    Call torch.manual_seed(seed + rank) on each rank before the first epoch.
     Not a mistake if: the random numbers do not change the samples.
     """
     return breach if breach.facts == "fetch" else None
@@ -301,10 +310,9 @@ def same_augmentation(job, breach):
 
 @explains(same_random_numbers)
 def same_dropout(job, breach):
-    """Ranks draw the same random numbers in their networks, such as dropout.
+    """Ranks draw the same random numbers in their networks, for example for dropout.
 
-    Seed each rank differently, torch.manual_seed(seed + rank), after the network has
-    been made.
+    Call torch.manual_seed(seed + rank) on each rank after the network has been made.
     Not a mistake if: the network itself is divided between the ranks.
     """
     return breach if breach.facts == "forward" else None
@@ -314,9 +322,9 @@ def same_dropout(job, breach):
 def same_noise(job, breach):
     """Ranks draw the same noise in their training loops.
 
-    Seed each rank differently, torch.manual_seed(seed + rank), before the first epoch;
-    a generator of the loop's own also needs a seed per rank.
-    Not a mistake if: all ranks are meant to decide the same, such as a size.
+    Call torch.manual_seed(seed + rank) on each rank before the first epoch; also give
+    the loop's own generators a different seed on each rank.
+    Not a mistake if: all ranks are meant to choose the same, for example a size.
     """
     return breach if breach.facts == "loop" else None
 
@@ -327,7 +335,7 @@ def seeds_restart(job):
 
     Seed the generators once, before the first epoch, or with a number that depends on
     the epoch.
-    Not a mistake if: each epoch is meant to draw the same.
+    Not a mistake if: each epoch is meant to draw the same numbers.
     """
     several(job)
     process, first, again = job.processes[0], {}, []
@@ -339,7 +347,11 @@ def seeds_restart(job):
                 again += [(name, one)] * (earlier.epoch != one.epoch)
     if len(again) > 2:
         name, one = again[0]
-        what = f"{GENERATORS.get(name, name)} has the same states in epoch "
+        what = f"{called(name)} has the same states in epoch "
         what += f"{process.epochs.index(one.epoch)} as in an earlier one, in "
         what += f"{len(again)} draws"
-        yield Breach(what, cause(job, name, [one])[0])
+        mend = ""
+        if name.startswith("its ") and one.worker is not None:
+            mend = "The loader processes copy the data set's generator in each epoch: "
+            mend += "make it in worker_init_fn, of torch.initial_seed()."
+        yield Breach(what, cause(job, name, [one])[0], mend=mend)

@@ -27,7 +27,7 @@ LOSSES = """cross_entropy nll_loss binary_cross_entropy mse_loss l1_loss huber_l
 
 @dataclass(kw_only=True)
 class Measured(Event):
-    """Numbers of a batch, or of a backward pass: by what they measure."""
+    """Statistics of a batch or of a backward pass, by name."""
 
     limit: ClassVar[int] = 1000
     loader: int | None  # None: a backward pass
@@ -36,7 +36,7 @@ class Measured(Event):
 
 @dataclass(kw_only=True)
 class Facts(Event):
-    """What a training pass uses: by its name."""
+    """Settings of a training pass, by name."""
 
     limit: ClassVar[int] = 1000
     values: dict[str, str]
@@ -214,7 +214,7 @@ def apart(values: list[float], others: list[float], batches: float) -> tuple:
 
 @check(LAW, RISK, general=True, needs=[Measured], causes=[datasets_differ])
 def ranks_differ(job):
-    """One rank's samples, losses or gradients differ from the others' beyond chance.
+    """One rank's samples, losses or gradients differ significantly from the others'.
 
     Look for what is different on that rank: its files, its preprocessing, its labels,
     its loss, its GPU.
@@ -251,7 +251,7 @@ def ranks_differ(job):
     if not found and tested > 6:
         raise NotJudged(f"one rank differs slightly ({tested:.1f} standard errors)")
     if not found:
-        text = f"{len(every)} numbers of batches, losses and gradients in {passes} "
+        text = f"{len(every)} statistics of batches, losses and gradients in {passes} "
         yield f"{text}passes: no rank stands out (at most {tested:.1f} standard errors)"
         return
     _, name, rank, values, others, above = found[0]
@@ -270,7 +270,7 @@ def settings_differ(job):
 
     Make the setting the same on every rank; after an evaluation on one rank, call
     train() there.
-    Not a mistake if: the ranks are meant to differ, such as in their batch sizes.
+    Not a mistake if: the ranks are meant to differ, for example in their batch sizes.
     """
     several(job)
     differ, count, place, shown = Counter(), Counter(), {}, {}
@@ -294,7 +294,7 @@ def settings_differ(job):
         place = job.processes[0].loader().place
         yield Breach(f"samples in most batches: {', '.join(told)}", place)
     names = ", ".join(name for name in count if " of " not in name)
-    yield f"{names} are equal on all ranks in {max(count.values())} passes"
+    yield f"equal on all ranks in {max(count.values())} passes: {names}"
 
 
 def facts(job) -> Iterator[tuple[str, list, int, str]]:

@@ -73,8 +73,8 @@ def equal_steps(job: Job) -> list[tuple[int, bool]]:
 def names_differ(job):
     """The ranks' weights or buffers have different names, or a different order.
 
-    Create layers and buffers in the same order in every process: sort what comes from a
-    set() or from the file system. DDP matches tensors by their position.
+    Create layers and buffers in the same order in every process: sort names that come
+    from a set() or from the file system. DDP matches tensors by their position.
     """
     several(job)
     rows = zip(*(process.of(Layout) for process in job.processes), strict=False)
@@ -89,7 +89,7 @@ def names_differ(job):
                 same = sorted(lists[rank]) == sorted(lists[0])
                 how = f"order of {kind}" if same else kind
                 what = f"rank {rank} does not have rank 0's {how}: number "
-                what += f"{number} is {other}, and on rank 0 {one}"
+                what += f"{number} is {other}, but {one} on rank 0"
                 yield Breach(what, row[rank].place)
 
 
@@ -102,7 +102,7 @@ def weights_differ(job):
     several(job)
     rows = need(states_of(job, "step", "weights"), NONE)
     if found := first(rows[:1], "weights", 1e-6):
-        mend = "Create them before DDP wraps the network, inside it, and do not set "
+        mend = "Create them inside the network before DDP wraps it, and do not set "
         mend = f"{mend}them later on one rank only." if job.of(Layout) else ""
         yield Breach(f"before the first step, {found[1]}", rows[0][0].place, mend=mend)
 
@@ -117,7 +117,7 @@ def weights_drift(job):
     several(job)
     rows = need(states_of(job, "step", "weights"), NONE)
     if not (count := differing(rows[0])[1]):
-        raise NotJudged("the ranks train networks with different names of weights")
+        raise NotJudged("the ranks train networks whose weights have different names")
     if found := first(rows, "weights", 1e-5):
         row, text, _ = found
         again = [n for n, same in equal_steps(job) if same and n > row[0].step]
@@ -145,15 +145,16 @@ def weights_drift(job):
     for what in sorted(alone - {x[0].what for x in states_of(job, "other")}):
         own = [{x.rank for x in job.of(State) if x.what == what}]
         if own[0] == {x.rank for x in job.processes}:
-            raise Doubt(f"{what}, which nothing trains, ran after other steps by rank")
-    yield ", ".join(parts)
+            text = "which no optimizer trains, ran after different steps on the ranks"
+            raise Doubt(f"{what}, {text}")
+    yield parts[0] + "; so are " * (len(parts) > 1) + " and ".join(parts[1:])
 
 
 @check(LAW, RISK, causes=[names_differ, weights_differ, weights_drift], read=READ)
 def other_network_differs(job):
     """A network that no optimizer trains, such as a teacher, differs between the ranks.
 
-    Update it on every rank after the same steps: count steps, not what one rank sees.
+    Update it on every rank after the same steps: count steps, not a rank's samples.
     Not a mistake if: each rank is meant to use a network of its own.
     """
     for what, rows in others(job).items():
@@ -195,7 +196,7 @@ def buffers_differ(job):
     """
     several(job)
     rows, updated = states_of(job, "validation"), states_of(job, "step", "buffers")
-    need(rows + updated, "the ranks validate no network after the same step")
+    need(rows + updated, "no network was validated on all ranks after the same step")
     rows = [row for row in rows if len({one.what for one in row}) == 1]
     for row in rows:
         what = f"weights and buffers of the validated {row[0].what}"
@@ -238,7 +239,7 @@ def weights_differ_in_the_end(job):
             "the last weights of all ranks, after the same step, were not seen"
         )
     if found := first([row], "weights", 1e-5):
-        yield Breach(f"in the end, {found[1]}", row[0].place)
+        yield Breach(f"at the end, {found[1]}", row[0].place)
 
 
 DRIFT = [weights_drift, weights_differ_in_the_end]

@@ -129,7 +129,8 @@ def not_restored(job):
     done = {one.what for one in restored}
     ranks = sorted({one.rank for one in restored if one.what == "optimizer"})
     if 0 < len(ranks) < len(job.processes) and not job.interrupted:
-        what = f"only ranks {ranks} restore the optimizer's state"
+        told = " and ".join(map(str, ranks))
+        what = f"of {job.world_size} ranks, only {told} restore the optimizer's state"
         yield Breach(what, loads[0].place, level=WRONG)
         return
     for one in loads:

@@ -116,7 +116,7 @@ def datasets_differ(job):
     """The ranks do not use the same data set, though a sampler divides it.
 
     Give every rank the same samples in the same order: sort lists of files, and seed
-    random_split() and every shuffling of the data set alike on all ranks. If the script
+    random_split() and every shuffle of the data set alike on all ranks. If the script
     divides the samples itself, omit the sampler.
     """
     several(job)
@@ -157,7 +157,7 @@ def twice(one: array, other: array) -> str:
 
 @check(LAW, RISK, general=True, needs=[Step], causes=[datasets_differ])
 def left_out(job):
-    """In an epoch, samples are read twice, or never.
+    """Some samples are read twice in an epoch, or never.
 
     Give DistributedSampler the number of processes and the global rank, and call
     set_epoch() on every rank.
@@ -185,7 +185,7 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
         counts, what = one.numbers(), broken(one)
         loop = not one.index and not one.feeds
         if loop and one.together()[0] > one.together(0.8)[0] + 0.5:
-            raise NotJudged("parts of the inputs are equal on several ranks, as noise")
+            raise NotJudged("some inputs, such as noise, are equal on several ranks")
         if what and one.random() and one.together()[0] < 0.9:
             raise NotJudged("each rank may draw its samples at random")
         if what:
@@ -249,8 +249,8 @@ def mechanism(job: Job, one: Reads) -> tuple[str, str]:
     if one.resumed:
         return "", "After a resume, skip the batches that the epoch has already read."
     if not one.feeds:
-        mend = "Divide the samples, such as order[rank::world_size], after an order "
-        return "", f"{mend}that is equal on all ranks; or seed each rank differently."
+        mend = "Shuffle the samples in the same order on all ranks, then divide them "
+        return "", f"{mend}(order[rank::world_size]); or seed each rank differently."
     first, counts = one.feeds[0], one.numbers()
     wanted = {"seed": "the same seed", "epoch": "set_epoch(epoch) on every rank"}
     for name, text in wanted.items():
@@ -277,7 +277,8 @@ def mechanism(job: Job, one: Reads) -> tuple[str, str]:
         return "", f"{part}; first, put them in the same order on all ranks."
     if first.repeats:
         mend = "Seed the sampler's generator with a number that depends on the rank; "
-        return f"; {loader.sampler} draws", f"{mend}the classes stay balanced."
+        text = f"; {loader.sampler} draws them with replacement"
+        return text, f"{mend}the classes stay balanced."
     if first.divides or loader.sampler in ("RandomSampler", "SequentialSampler"):
         return "", ""
     mend = (
@@ -288,7 +289,7 @@ def mechanism(job: Job, one: Reads) -> tuple[str, str]:
 
 @check(LAW, WRONG, needs=[Step], causes=[left_out])
 def same_order(job):
-    """Two epochs have the same order.
+    """Two epochs read the samples in the same order.
 
     Call sampler.set_epoch(epoch) at the start of each epoch.
     """
@@ -300,7 +301,7 @@ def same_order(job):
         need(first, "no DataLoader feeds the steps of every rank")
         epochs = [one.ranks[0] for one in loaded(job)]
     if len(epochs) < 2:
-        raise NotJudged("no two epochs of training were seen: see --short")
+        raise NotJudged("fewer than two epochs of training were seen: see --short")
     for number, (one, other) in enumerate(zip(epochs, epochs[1:], strict=False)):
         if [*map(list, one)] != [*map(list, other)] or len(one) < 2:
             continue
@@ -309,7 +310,7 @@ def same_order(job):
         flat = [x for batch in one for x in batch]
         known = loop or not job.processes[0].loader().stream
         known = known and max(flat) < 2**40  # numbers, not hashes of contents
-        mend = "Shuffle the training samples, in another order in each epoch."
+        mend = "Shuffle the training samples, in a different order in each epoch."
         if (first and first[0].shuffles) or (known and flat != sorted(flat)):
             mend = "" if first and first[0].divides else mend
             yield Breach(what, where(job), mend=mend)
@@ -320,7 +321,7 @@ def same_order(job):
 
 @check(LAW, WRONG, causes=[datasets_differ])
 def trained_on_validation(job):
-    """Validation samples are trained on.
+    """Training uses validation samples.
 
     Split the data set once, in the same way on every rank.
     """
@@ -345,5 +346,5 @@ def trained_on_validation(job):
             for batch in process.batches(one.epoch, loader):
                 validated |= {*(batch.indices or ())}
         if both := validated & trained:
-            what = f"{len(both)} of {len(validated)} validation samples are trained on"
+            what = f"training uses {len(both)} of {len(validated)} validation samples"
             yield Breach(what, job.processes[0].loader(loader).place)

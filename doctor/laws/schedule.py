@@ -114,7 +114,7 @@ def learning_rates_differ(job):
 
 @check(LAW, RISK, read="tutorial/15_network/README.md")
 def schedule(job):
-    """The schedule of the learning rate is longer or shorter than the training.
+    """The learning rate schedule is longer or shorter than the training.
 
     Count the steps of one process: len(loader) times the number of epochs.
     Not a mistake if: the schedule is meant to be longer, or shorter.

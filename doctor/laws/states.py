@@ -104,7 +104,7 @@ class Replicas(Watcher):
         """Return all weights that were ever given to an optimizer, by name.
 
         Equal names get numbers, in the order in which the weights were first seen:
-        Python frees an old network's weights at another time on each rank.
+        Python frees an old network's weights at a different time on each rank.
         """
         found = {}
         for _, reference in Moments.here.known.values():

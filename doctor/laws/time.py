@@ -16,14 +16,14 @@ MENDS = {
     "data": "Load data in more processes (num_workers), or do less for each sample.",
     "validation": "Validate less often than in each step.",
     "saving": "Save less often than in each step.",
-    "rest": "Look at what the loop does besides training: copies, prints, files.",
+    "other code": "Look at what the loop does besides training: copies, prints, files.",
 }
 
 
 def walls(job) -> float:
     """Return a step's median seconds; raise NotJudged for short steps."""
     if job.emulated:
-        raise NotJudged("--cpu emulated the GPUs, which take other times")
+        raise NotJudged("--cpu emulated the GPUs, whose times would differ")
     rows = [[one.wall for one in timed(process)] for process in job.processes]
     if min(map(len, rows), default=0) < 5:
         raise NotJudged("too few steps were seen: see --steps")
@@ -43,11 +43,11 @@ def bottleneck(job):
     steps = [timed(process) for process in job.processes]
     shares = {}
     for rank, rows in enumerate(steps):
-        for part in ("data", "validation", "saving", "rest"):
+        for part in ("data", "validation", "saving", "other code"):
             share = median(parts(one)[part] / one.wall for one in rows)
             shares[part] = max(shares.get(part, (0, 0)), (share, rank))
     if any(one.watched for one in steps[0]):
-        shares.pop("rest")  # doctor's own work inflates it in a watched step
+        shares.pop("other code")  # doctor's own work inflates it in a watched step
     slow = slowest(job, steps, wall)
     if slow:
         found.append((1.0, slow))
@@ -70,7 +70,7 @@ def bottleneck(job):
         yield breach
     if not found:
         rest = ", ".join(f"{part} {share:.0%}" for part, (share, _) in shares.items())
-        yield f"of a median step's {1000 * wall:.0f} ms, {rest}"
+        yield f"a median step takes {1000 * wall:.0f} ms: {rest}"
 
 
 def slowest(job, steps: list[list[Spans]], wall: float) -> Breach | None:
@@ -136,7 +136,7 @@ def unused_search(job):
 
 @check(LAW, NOTE, needs=[Buckets], read=PAGE)
 def small_buckets(job):
-    """DDP's buckets are small, and so each step needs many all-reduces.
+    """DDP's buckets are small, so each step needs many all-reduces.
 
     Leave bucket_cap_mb at its default, 25.
     """
