@@ -3,8 +3,8 @@
 torchrun --standalone --nproc-per-node 2 tutorial/labs/01_cluster.py
 
 symptom: Training works on one machine. On two machines, some images are never used.
-grader: on two machines with one process each, epoch 0 leaves out 48 of 96 images
-checks: weights, shares, steps, batches(size=8)
+grader: on two machines with one process each, epoch 0 trains on 96 images, 48 of
+checks: weights, shares, steps
 runs: on_machines
 doctor: same_samples
 lesson: 01_ranks

@@ -4,7 +4,7 @@ torchrun --standalone --nproc-per-node 2 tutorial/labs/03_by_hand.py
 
 symptom: The processes end with different weights.
 grader: have different weights before the first step
-checks: weights, shares, steps, batches(size=8)
+checks: weights, shares, steps
 doctor: weights_differ
 lesson: 05_build_ddp
 """

@@ -4,7 +4,7 @@ torchrun --standalone --nproc-per-node 2 tutorial/labs/08_three_epochs.py
 
 symptom: Every epoch repeats the first one.
 grader: rank 0 sees the same images in the same order in epochs 0 and 1
-checks: weights, shares, steps, batches(size=8)
+checks: weights, shares, steps
 doctor: same_order
 lesson: 04_batches
 path: core

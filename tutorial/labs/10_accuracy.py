@@ -4,7 +4,7 @@ torchrun --standalone --nproc-per-node 2 tutorial/labs/10_accuracy.py
 
 symptom: The printed accuracy is wrong, with one process too.
 grader: the printed accuracy is
-checks: weights, shares, steps, accuracy, batches(size=8)
+checks: weights, shares, steps, accuracy
 doctor: wrong_accuracy
 lesson: 04_batches
 path: core

@@ -4,7 +4,7 @@ torchrun --standalone --nproc-per-node 2 tutorial/labs/11_accuracy.py
 
 symptom: The printed accuracy is right with one process, and wrong with two.
 grader: the printed accuracy is
-checks: weights, shares, steps, accuracy, batches(size=8)
+checks: weights, shares, steps, accuracy
 doctor: wrong_accuracy
 lesson: 04_batches
 path: core

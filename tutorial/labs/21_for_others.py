@@ -3,8 +3,8 @@
 torchrun --standalone --nproc-per-node 2 tutorial/labs/21_for_others.py
 
 symptom: Another script reports unexpected names in the file of weights.
-grader: the network without DDP cannot load model.pt
-checks: weights, shares, steps, export, batches(size=8)
+grader: the network without DDP cannot load model.pt: Error(s) in
+checks: weights, shares, steps, export
 doctor: ddp_keys
 lesson: 05_build_ddp
 path: core

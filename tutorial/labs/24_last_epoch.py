@@ -3,9 +3,9 @@
 torchrun --standalone --nproc-per-node 2 tutorial/labs/24_last_epoch.py
 
 symptom: After a crash, the checkpoint cannot be read.
-grader: killed during its second save, checkpoint.pt cannot be read
-checks: weights, shares, steps, batches(size=8)
-runs: killed_while_saving
+grader: the second save writes into the first checkpoint
+checks: weights, shares, steps, export(file="checkpoint.pt", part="model")
+runs: while_saving
 doctor: save_in_place
 lesson: 12_restarts
 """

@@ -4,7 +4,7 @@ torchrun --standalone --nproc-per-node 2 tutorial/labs/33_fsdp.py
 
 symptom: The loss does not fall.
 grader: step 1 moves the weights 0.00 times as far as one process does
-checks: weights, shares, steps, sharded, batches(size=8)
+checks: weights, shares, steps, uses(sharded=True)
 doctor: zero_gradients
 lesson: 16_sharded
 """

@@ -4,7 +4,7 @@ torchrun --standalone --nproc-per-node 2 tutorial/labs/34_batch_of_16.py
 
 symptom: The global batch is as on one GPU, but a step moves the weights more.
 grader: step 1 moves the weights 2.00 times as far as one process does
-checks: weights, shares, steps, batches(size=8)
+checks: weights, shares, steps
 doctor: -
 lesson: 17_large_batches
 """

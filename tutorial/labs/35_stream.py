@@ -3,8 +3,8 @@
 torchrun --standalone --nproc-per-node 2 tutorial/labs/35_stream.py
 
 symptom: Two processes need as many steps as one.
-grader: 3 epochs of 96 images are 288; the two processes train on 576
-checks: weights, shares, steps, workers, batches(size=8)
+grader: epoch 0 trains on 192 images, 96 of them different, instead of once on
+checks: weights, shares, steps, uses(workers=2)
 doctor: left_out
 lesson: 18_streams
 """

@@ -7,7 +7,7 @@ torchrun --standalone --nproc-per-node 2 tutorial/labs/36_files.py
 
 symptom: Training fails, or hangs, at the end of an epoch.
 grader: after step 15 rank 1
-checks: weights, files, steps, batches(size=8)
+checks: weights, shares(least=64), steps
 doctor: batch_counts_differ
 lesson: 18_streams
 """

@@ -4,7 +4,7 @@ torchrun --standalone --nproc-per-node 2 tutorial/labs/37_local_steps.py
 
 symptom: The saved weights come from only one process.
 grader: model.pt does not hold the mean of both processes' weights
-checks: shares, local, batches(size=8)
+checks: shares, local
 doctor: weights_differ_in_the_end
 lesson: 19_talk_less
 """

@@ -4,17 +4,18 @@ A lab's header names its checks. They raise Wrong with what the script does wron
 """
 
 import re
-from collections.abc import Iterator
+import textwrap
+from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
 
 import torch
+from lab import FOLDER
 from play import Forward, Run, Wrong
 from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn import functional as F
 
-FOLDER = Path(__file__).resolve().parent
 # The images of all scripts, and the network and optimizer of most scripts
 EPOCHS, TRAINING, VALIDATION = 3, 96, 33
 LR, MOMENTUM = 0.1, 0.9
@@ -40,85 +41,90 @@ def saved(file: Path, *norm: nn.Module, part: str = "") -> tuple[nn.Module, Tens
     net = nn.Sequential(nn.Linear(8, 16), *norm, nn.ReLU(), nn.Linear(16, 3))
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception:
-        how = "cannot be read" if file.exists() else "is missing"
-        raise Wrong(f"{file.name} {how} at the end") from None
-    try:
         net.load_state_dict(content[part] if part else content)
-    except (RuntimeError, TypeError, AttributeError, LookupError):
-        names = ", ".join(map(str, [*content][:2]))
-        text = f"cannot load {file.name}, which holds {names}, ..."
-        raise Wrong(f"the network without DDP {text}") from None
+    except Exception as error:
+        text = f"the network without DDP cannot load {file.name}: {error}"
+        text = text.replace(str(file), file.name)
+        raise Wrong(textwrap.shorten(text, 400)) from None
     return net.eval(), nn.utils.parameters_to_vector(net.parameters()).detach()
 
 
 def check_weights(run: Run) -> None:
     """All processes have the same weights, from the first step to the end."""
-    one, other = run.ranks
-    if not (one.steps and other.steps):
+    one, other = (rank.weights for rank in run.ranks)
+    if not (one and other):
         raise Wrong("the optimizer takes no step")
-    stages = {"before the first step": (one.weights[0], other.weights[0])}
-    if len(one.steps) == len(other.steps):
-        for number, pair in enumerate(zip(one.steps, other.steps, strict=True), 1):
-            stages[f"after step {number}"] = pair[0].weights, pair[1].weights
-    stages["at the end"] = one.weights[-1], other.weights[-1]
-    for when, pair in stages.items():
-        if differ(*pair):
+    stages, pairs = {"before the first step": 0}, []
+    if len(one) == len(other):  # unlike those of model.join()
+        stages |= {f"after step {step}": step for step in range(1, len(one) - 1)}
+        pairs = pairwise(run.ranks[0].steps)
+    for when, stage in (stages | {"at the end": -1}).items():
+        if differ(one[stage], other[stage]):
             raise Wrong(f"the two processes have different weights {when}")
+    for number, (step, later) in enumerate(pairs, 1):
+        if differ(step.after, later.before):
+            raise Wrong(f"the weights change between steps {number} and {number + 1}")
 
 
-def epochs(run: Run) -> Iterator[tuple[int, Tensor]]:
-    """Yield each epoch's number and image indices; raise Wrong if an order repeats."""
+def check_shares(
+    run: Run, least: int = TRAINING, contrast: float = 0, repeats: bool = False
+) -> None:
+    """Each epoch trains the network on at least `least` images, in a new order.
+
+    Images with too little contrast, and with `repeats=False` an image's second use in
+    an epoch, are wrong.
+    """
+    good = IMAGES.std(1) > contrast
     shares = [indices(rank.trained()).chunk(EPOCHS) for rank in run.ranks]
     for epoch, pair in enumerate(zip(*shares, strict=True)):
-        yield epoch, torch.cat(pair)
+        every = torch.cat(pair)
+        used = every.unique()
+        if bad := int((~good[used]).sum()):
+            raise Wrong(f"{bad} images of too little contrast are used")
+        if len(used) < least or (len(used) < len(every) and not repeats):
+            text = f"epoch {epoch} trains on {len(every)} images, {len(used)} of them"
+            goal = f"{'at least ' * (least < TRAINING)}{least}"
+            raise Wrong(f"{text} different, instead of once on each of {goal}")
     for a, b in combinations(range(EPOCHS), 2):
         if shares[0][a].equal(shares[0][b]):
             text = "rank 0 sees the same images in the same order"
             raise Wrong(f"{text} in epochs {a} and {b}")
 
 
-def check_shares(run: Run) -> None:
-    """Each epoch trains the network once on each image, in a new order."""
-    if (count := sum(len(rank.trained()) for rank in run.ranks)) != EPOCHS * TRAINING:
-        text = f"{EPOCHS} epochs of {TRAINING} images are {EPOCHS * TRAINING}"
-        raise Wrong(f"{text}; the two processes train on {count}")
-    for epoch, used in epochs(run):
-        if missing := TRAINING - used.unique().numel():
-            text = f"epoch {epoch} leaves out {missing} of {TRAINING} images"
-            raise Wrong(f"{text} and uses as many others twice")
-    for number, step in enumerate(run.ranks[0].steps, 1):
-        if not all(one.training for one in step.passes):
-            raise Wrong(f"step {number} trains a network that is in evaluation mode")
-
-
 def check_steps(
-    run: Run, max_norm: float = float("inf"), rate: float = LR, rates=(), rounding=1e-3
+    run: Run,
+    *,
+    batch: int = 8,  # images per process
+    most: int | None = None,  # so many steps are checked
+    rate: float | None = LR,  # None: each step's own
+    max_norm: float = float("inf"),
+    rounding: float = 1e-3,
+    size: int = PLAIN,
 ) -> None:
-    """One process with the same images in each step ends with the same weights."""
-    rates = rates or (rate,) * 99
-    weights = run.ranks[0].weights[0].double()
-    velocity = torch.zeros_like(weights)
-    pairs = zip(*(rank.steps for rank in run.ranks), rates, strict=False)
-    for number, (one, other, lr) in enumerate(pairs, 1):
-        passes = *one.passes, *other.passes
-        try:
-            found = gradient(weights, passes)
-        except RuntimeError:
-            raise Wrong("the network is not the original one") from None
+    """One process with the same images in each step takes the same steps."""
+    velocity = torch.zeros(size).double()
+    rows = [*zip(*(rank.steps for rank in run.ranks), strict=False)]
+    for number, row in enumerate(rows[:most], 1):
+        step, passes = row[0], [one for own in row for one in own.passes]
+        if len(step.before) != size:
+            raise Wrong(f"the network has {len(step.before)} weights instead of {size}")
+        for rank, own in enumerate(row):
+            if (count := sum(len(one.images) for one in own.passes)) != batch:
+                text = f"in step {number}, rank {rank} uses {count} images"
+                raise Wrong(f"{text} instead of {batch}")
+        weights, lr = step.before.double(), rate or step.lr
+        found = gradient(weights, passes)
         velocity = MOMENTUM * velocity + found * min(1, max_norm / found.norm().item())
         # If all passes skip the block, momentum may or may not move its weights
-        part = slice(PLAIN if len(weights) == BLOCK else None)
-        right, moved = -lr * velocity[part], (one.weights - weights)[part]
+        part = slice(PLAIN if size == BLOCK else None)
+        right, moved = -lr * velocity[part], (step.after - weights)[part]
         if (moved - right).norm() > rounding * right.norm():
             ratio = moved.norm() / right.norm()
             far = abs(ratio - 1) > 0.01
             how = f"{ratio:.2f} times as far as" if far else "differently than"
             text = f"step {number} moves the weights {how} one process does"
             limit = f" and a gradient norm of at most {max_norm}" * (max_norm < 9)
-            count = sum(len(one.images) for one in passes)
-            raise Wrong(f"{text} with the same {count} images{limit}")
-        weights = one.weights.double()
+            raise Wrong(f"{text} with the same {batch * len(row)} images{limit}")
 
 
 def outputs(weights: Tensor, images: Tensor) -> Tensor:
@@ -141,7 +147,7 @@ def summed_loss(weights: Tensor, images: Tensor) -> Tensor:
     return F.cross_entropy(outputs(weights, images), labels, reduction="sum")
 
 
-def gradient(weights: Tensor, passes: tuple[Forward, ...]) -> Tensor:
+def gradient(weights: Tensor, passes: list[Forward]) -> Tensor:
     """Return the mean loss's gradient, by differences: autograd can prevent forks."""
     shifts = 1e-6 * torch.eye(len(weights))
     losses, total = vmap(summed_loss, (0, None)), 0
@@ -161,33 +167,22 @@ def leaves_out(weights: Tensor, one: Forward) -> bool:
 
 def check_blocks(run: Run) -> None:
     """Some forward passes skip the middle block, and some use it."""
-    left_out = []
-    for rank in run.ranks:
-        weights = rank.weights[0]
-        for step in rank.steps:
-            left_out += [leaves_out(weights, one) for one in step.passes]
-            weights = step.weights
-    if len({*left_out}) == 1:
-        how = "leaves out" if left_out[0] else "uses"
+    steps = [step for rank in run.ranks for step in rank.steps]
+    left_out = {leaves_out(step.before, one) for step in steps for one in step.passes}
+    if len(left_out) == 1:
+        how = "leaves out" if left_out.pop() else "uses"
         raise Wrong(f"every forward pass {how} the middle block")
 
 
 def check_rates(run: Run) -> None:
     """The learning rate falls over the whole run."""
     rates = [step.lr for step in run.ranks[0].steps]
-    if abs(rates[0] - LR) > 1e-6:
-        raise Wrong(f"the learning rate of the first step is {rates[0]:.4f}, not {LR}")
-    if any(after > before + 1e-6 for before, after in pairwise(rates)):
-        raise Wrong("the learning rate rises again after it has fallen")
-    if rates[-1] > LR / 10:
-        raise Wrong(f"the learning rate falls from {LR:.4f} to only {rates[-1]:.4f}")
-    if rates[len(rates) // 2] < LR / 10:
-        raise Wrong("the learning rate is almost 0 after half of the steps")
-
-
-def check_schedule(run: Run) -> None:
-    """Each step moves the weights as in one process with this step's learning rate."""
-    check_steps(run, rates=[step.lr for step in run.ranks[0].steps])
+    first, middle, last = (rates[i] for i in (0, len(rates) // 2, -1))
+    rises = any(after > before + 1e-6 for before, after in pairwise(rates))
+    if rises or abs(first - LR) > 1e-6 or not last < LR / 10 < middle:
+        text = f"the learning rate is {first:.3f} in the first step, {middle:.3f} in"
+        text += f" the middle and {last:.3f} in the last step" + ", and rises" * rises
+        raise Wrong(f"{text}; it should fall from {LR} to almost 0")
 
 
 def check_averages(run: Run) -> None:
@@ -202,21 +197,15 @@ def check_noise(run: Run, scale: float = 0.1) -> None:
     one, other = (some - IMAGES[indices(some)] for some in images)
     count = min(len(one), len(other))
     pairs = one[:count].flatten(), other[:count].flatten()
-    ordered = [part.abs().sort().values for part in pairs]
-    if torch.corrcoef(torch.stack(pairs))[0, 1].abs() > 0.3 or ordered[0].allclose(
-        ordered[1], atol=1e-5
-    ):
+    if torch.corrcoef(torch.stack(pairs))[0, 1].abs() > 0.3:
         raise Wrong("both processes add the same noise to their images")
     every = torch.cat([one, other])
     if not 0.8 * scale < every.std() < 1.2 * scale:
         text = f"a standard deviation of {every.std():.3f} instead of {scale}"
         raise Wrong(f"the noise has {text}")
-    every = F.normalize(every)
-    for rows in (every, every.abs().sort(1).values):
-        near = torch.cdist(rows, rows) < 1e-3
-        near |= torch.cdist(rows, -rows) < 1e-3
-        if near.fill_diagonal_(False).any():
-            raise Wrong("the same noise is added to several images")
+    rows = F.normalize(every).abs().sort(1).values
+    if (torch.cdist(rows, rows) < 1e-3).fill_diagonal_(False).any():
+        raise Wrong("the same noise is added to several images")
 
 
 def check_pretrained(run: Run) -> None:
@@ -228,39 +217,38 @@ def check_pretrained(run: Run) -> None:
 def check_accuracy(run: Run, times: int = 1) -> None:
     """Each printed accuracy counts each validation image once."""
     passes = [one for rank in run.ranks for one in rank.validated]
-    validated = {int(i) for one in passes for i in indices(one.images)}
-    trained = {int(i) for rank in run.ranks for i in indices(rank.trained())}
-    if both := trained & validated:
-        count = f"{len(both)} of {len(validated)} validation images"
-        raise Wrong(f"{count} are also used for training")
     if any(one.training for one in passes):
         raise Wrong("the script validates a network that is in training mode")
+    trained = torch.cat([indices(rank.trained()) for rank in run.ranks])
+    if both := {*trained.tolist()} & hits(passes).keys():
+        count = f"{len(both)} of {len(hits(passes))} validation images"
+        raise Wrong(f"{count} are also used for training")
     steps = set()
     for rank, other in (run.ranks, run.ranks[::-1]):
         for line in rank.printed:
-            for number in re.findall(r"accuracy (\d\.\d+)", line.text):
-                passes = [*other.validated, *rank.validated]
-                passes = [one for one in passes if one.step == line.step]
-                compare_accuracy(number, passes)
+            passes = [*other.validated, *rank.validated]  # its own ones count
+            right = hits([one for one in passes if one.step == line.step])
+            share = sum(right.values()) / VALIDATION
+            for printed in re.findall(r"accuracy (\d\.\d+)", line.text):
+                if len(right) != VALIDATION:
+                    text = f"{len(right)} of the {VALIDATION} validation images"
+                    raise Wrong(f"{text} are validated")
+                if abs(float(printed) - share) > 6e-5:
+                    text = f"the printed accuracy is {printed} instead of {share:.4f}"
+                    raise Wrong(f"{text}: {sum(right.values())} of {VALIDATION}")
                 steps.add(line.step)
     if len(steps) < times:
         raise Wrong(f"an accuracy follows only {len(steps)} of {times} epochs")
 
 
-def compare_accuracy(printed: str, passes: list[Forward]) -> None:
-    """A printed accuracy matches the accuracy of these passes."""
+def hits(passes: list[Forward]) -> dict[int, bool]:
+    """Return by index which images the network classifies right."""
     right = {}
     for one in passes:
         numbers = indices(one.images)
-        hits = one.outputs.argmax(1) == LABELS[numbers]
-        right |= zip(numbers.tolist(), hits.tolist(), strict=True)
-    if len(right) != VALIDATION:
-        raise Wrong(f"{len(right)} of the {VALIDATION} validation images are validated")
-    hits = sum(right.values())
-    if abs(float(printed) - hits / VALIDATION) > 6e-5:
-        text = f"{hits} of {VALIDATION} validation images are right"
-        text += f", which is {hits / VALIDATION:.4f}"
-        raise Wrong(f"the printed accuracy is {printed}; {text}")
+        found = one.outputs.argmax(1) == LABELS[numbers]
+        right |= zip(numbers.tolist(), found.tolist(), strict=True)
+    return right
 
 
 def check_norm(run: Run) -> None:
@@ -275,29 +263,14 @@ def check_norm(run: Run) -> None:
             raise Wrong(f"{text}: their outputs differ by up to {off:.3f}")
 
 
-def check_filter(run: Run) -> None:
-    """Only images with low contrast are left out, and each epoch has a new order."""
-    good = IMAGES[:TRAINING].std(1) > 0.7
-    shares = [int(good[rank::2].sum()) for rank in (0, 1)]  # of processes
-    least = 2 * 8 * (min(shares) // 8)  # if both drop what only one of them has
-    for epoch, found in epochs(run):
-        if bad := int((~good[used := found.unique()]).sum()):
-            raise Wrong(f"{bad} images of too little contrast are used")
-        if len(used) < least:
-            text = f"epoch {epoch} uses only {len(used)} of {int(good.sum())} images"
-            raise Wrong(f"{text} with enough contrast")
-
-
-def check_export(run: Run) -> None:
+def check_export(run: Run, file: str = "model.pt", part: str = "") -> None:
     """The trained weights are saved."""
-    if differ(run.ranks[0].weights[-1], saved(run.files / "model.pt")[1]):
-        raise Wrong("model.pt does not hold the trained weights")
+    if differ(run.ranks[0].weights[-1], saved(run.files / file, part=part)[1]):
+        raise Wrong(f"{file} does not hold the trained weights")
 
 
 def check_optimizer(run: Run) -> None:
     """The state of the whole optimizer is saved."""
-    if differ(run.ranks[0].weights[-1], saved(run.files / CHECKPOINT, part="model")[1]):
-        raise Wrong(f"{CHECKPOINT} does not hold the trained weights")
     content = torch.load(run.files / CHECKPOINT, weights_only=True)
     state = content.get("optimizer", {}).get("state", {})
     buffers = [state[i].get("momentum_buffer") for i in sorted(state)]
@@ -306,27 +279,18 @@ def check_optimizer(run: Run) -> None:
     if len(momentum) != PLAIN:
         count = len(momentum)
         raise Wrong(f"{CHECKPOINT} has the momentum of {count} of {PLAIN} weights")
-    before, last = (step.weights for step in run.ranks[0].steps[-2:])
-    if (LR * momentum - (before - last)).abs().max() > 1e-5:
+    last = run.ranks[0].steps[-1]
+    if differ(LR * momentum, last.before - last.after):
         raise Wrong(f"{CHECKPOINT} does not hold the momentum of the last step")
-    if any(step.held == PLAIN for rank in run.ranks for step in rank.steps):
-        raise Wrong("a process holds the optimizer's whole state while it trains")
 
 
-def check_waits(run: Run) -> None:
-    """The host does not wait for the device in every step."""
-    steps = run.ranks[0].steps
-    if (count := sum(step.waits for step in steps)) > len(steps) / 2:
-        text = f"on a GPU, {len(steps)} steps would wait for it {count} times"
-        raise Wrong(f"{text}; at most {len(steps) // 2} are allowed")
-
-
-def check_collectives(run: Run) -> None:
-    """The script itself calls few collectives."""
-    steps, most = len(run.ranks[0].steps), 4 * EPOCHS
-    if (count := len(run.ranks[0].collectives)) > most:
-        text = f"in {steps} steps, the script itself calls {count} collectives"
-        raise Wrong(f"{text}; at most {most} are allowed")
+def check_calls(run: Run, **most: int) -> None:
+    """The script waits for the device, or calls collectives, at most so many times."""
+    what = {"waits": "on a GPU, the script would wait for it"}
+    what["collectives"] = "the script itself calls collectives"
+    for name, limit in most.items():
+        if (count := getattr(run.ranks[0].last[0], name)) > limit:
+            raise Wrong(f"{what[name]} {count} times; at most {limit} are allowed")
 
 
 def check_printed(run: Run, names: tuple[str, ...]) -> None:
@@ -359,75 +323,24 @@ def check_bytes(run: Run) -> None:
 
 def check_local(run: Run, every: int = 4) -> None:
     """Each process takes its own steps; every fourth step averages the weights."""
-    weights = [rank.weights[0].double() for rank in run.ranks]
-    velocity = [torch.zeros_like(one) for one in weights]
-    rows = enumerate(zip(*(rank.steps for rank in run.ranks), strict=False), 1)
-    for number, row in rows:
-        for rank, step in enumerate(row):
-            found = gradient(weights[rank], step.passes)
-            velocity[rank] = MOMENTUM * velocity[rank] + found
-            right, moved = -LR * velocity[rank], step.weights - weights[rank]
-            if (moved - right).norm() > 1e-3 * right.norm():
-                raise Wrong(f"in step {number}, rank {rank} does not take its own step")
-            weights[rank] = step.weights.double()
-        if number % every == 0:
-            weights = [sum(weights) / 2] * 2
-    if differ((sum(weights) / 2).float(), saved(run.files / "model.pt")[1]):
+    for rank in run.ranks:
+        check_steps(replace(run, ranks=[rank]))
+    rows = [*zip(*(rank.steps for rank in run.ranks), strict=True)]
+    means = [sum(step.after for step in row) / len(row) for row in rows]
+    for number, (row, later) in enumerate(pairwise(rows), 1):
+        for step, after in zip(row, later, strict=True):
+            start = step.after if number % every else means[number - 1]
+            if differ(start, after.before):
+                how = "own" if number % every else "mean"
+                raise Wrong(f"step {number + 1} does not start from the {how} weights")
+    if differ(means[-1], saved(run.files / "model.pt")[1]):
         raise Wrong("model.pt does not hold the mean of both processes' weights")
 
 
-def check_files(run: Run) -> None:
-    """No epoch uses an image twice; each uses at least 64, and all together more."""
-    every = set()
-    for epoch, used in epochs(run):
-        if len(used.unique()) < max(len(used), 64):
-            text = f"epoch {epoch} uses {len(used.unique())} of {TRAINING} images"
-            raise Wrong(f"{text}, {len(used)} times in all")
-        every |= {*used.tolist()}
-    if len(every) <= 64:
-        raise Wrong(
-            f"{TRAINING - len(every)} of {TRAINING} images are used in no epoch"
-        )
-
-
-def check_workers(run: Run) -> None:
-    """Two workers read the images of each process."""
-    if (count := min(rank.steps[0].workers for rank in run.ranks)) < 2:
-        raise Wrong(f"a process reads its images with {count} workers instead of 2")
-
-
-def check_batches(run: Run, size: int) -> None:
-    """Each step uses `size` images per process."""
+def check_uses(run: Run, **facts: object) -> None:
+    """The first step of each process has these facts: see Step."""
     for rank, one in enumerate(run.ranks):
-        for number, step in enumerate(one.steps, 1):
-            count = sum(len(x.images) for x in step.passes)
-            if count != size:
-                text = f"in step {number}, rank {rank} uses {count} images"
-                raise Wrong(f"{text} instead of {size}")
-
-
-def check_scaler(run: Run) -> None:
-    """The loss is scaled, and the learning rate is the given one."""
-    if any(abs(step.lr - LR) > 1e-6 for step in run.ranks[0].steps):
-        raise Wrong(f"the learning rate is not {LR}")
-    if any(step.scale <= 1 for step in run.ranks[0].steps):
-        raise Wrong("the loss is not multiplied by a gradient scaler's scale")
-
-
-def check_bf16(run: Run) -> None:
-    """The network computes in bf16."""
-    passes = [one for step in run.ranks[0].steps for one in step.passes]
-    if any(one.dtype != "torch.bfloat16" for one in passes):
-        raise Wrong("the network does not compute in bf16")
-
-
-def check_sharded(run: Run) -> None:
-    """The optimizer updates shards of the weights."""
-    if not all(step.sharded for rank in run.ranks for step in rank.steps):
-        raise Wrong("each process holds all weights: FSDP2 does not shard them")
-
-
-def check_network(run: Run, size: int = NORM) -> None:
-    """The network has `size` weights."""
-    if (count := len(run.ranks[0].weights[0])) != size:
-        raise Wrong(f"the network has {count} weights instead of {size}")
+        for name, right in facts.items():
+            if (found := getattr(one.steps[0], name)) != right:
+                text = f"in the first step of rank {rank}, {name} is {found}"
+                raise Wrong(f"{text} instead of {right}")

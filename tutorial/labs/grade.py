@@ -3,6 +3,7 @@
     python tutorial/labs/grade.py 07    # one lab
     python tutorial/labs/grade.py all   # all of them
 
+A lab can also be given as a file, such as a copy of 07_shuffled.py in another folder.
 The grader watches the processes from outside: the images that go through the network,
 the weights before and after each step, the printed text, and the saved files.
 Exit status: 0 if the labs pass, 1 if one does not, 2 for an unknown lab. A run without
@@ -10,13 +11,11 @@ progress for 10 seconds counts as hanging; the variable PATIENCE sets this limit
 """
 
 import contextlib
+import functools
 import importlib.util
 import os
-import resource
 import signal
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import checks
@@ -25,46 +24,41 @@ from lab import FOLDER, Lab, labs
 from play import FORK, PATIENCE, Run, Wrong, started
 
 HOROVOD = importlib.util.find_spec("horovod")
-ORIGINALS = FOLDER / "originals"  # where the scripts may have other headers
-LABS = labs(ORIGINALS if ORIGINALS.is_dir() else FOLDER)
+LABS = labs()
 
 
-def play_once(script: Path, files: Path, chosen: dict | None = None, **options) -> Run:
-    """Run a script to its end, then run its lab's checks or the chosen ones."""
-    with started(script, files, **options) as run:
-        run.end()
-    check(run, script, chosen)
-    return run
-
-
-def lab_of(script: Path) -> Lab:
+def lab_of(script: Path) -> Lab | None:
     """Return the lab that a script is, or repairs."""
-    return LABS[script.stem.split("_")[0]]
+    return LABS.get(script.stem.split("_")[0].zfill(2))
 
 
-def check(run: Run, script: Path, chosen: dict | None = None) -> None:
-    """Run the checks of a script's lab, or the chosen ones."""
-    for name, options in (chosen or lab_of(script).checks).items():
+def check(run: Run, chosen: dict[str, dict]) -> None:
+    """Run checks, with their options."""
+    for name, options in chosen.items():
         getattr(checks, f"check_{name}")(run, **options)
 
 
-@contextlib.contextmanager
-def under(condition: str) -> Iterator[None]:
-    """Put the condition under which a Wrong occurs before its message."""
+def play_once(script: Path, chosen: dict | None = None, when="", **options) -> Run:
+    """Run a script to its end, then run its lab's checks or the chosen ones.
+
+    `when` is put before the message of Wrong.
+    """
     try:
-        yield
+        with started(script, **options) as run:
+            run.end()
+            check(run, chosen or lab_of(script).checks)
     except Wrong as wrong:
-        raise Wrong(f"{condition}, {wrong}") from None
+        raise Wrong(f"{when}{wrong}") from None
+    return run
 
 
-def play_on_machines(script: Path, files: Path) -> None:
-    """Run a script on two machines with one process each."""
-    with under("on two machines with one process each"):
-        play_once(script, files, machines=2)
-    play_once(script, files)
+def play_on_machines(script: Path) -> None:
+    """Run a script on two machines with one process each, and then on one machine."""
+    play_once(script, when="on two machines with one process each, ", machines=2)
+    play_once(script)
 
 
-def play_twice(script: Path, files: Path) -> None:
+def play_twice(script: Path) -> None:
     """Run a script twice at the same time."""
     ready, go = FORK.Semaphore(0), FORK.Event()
 
@@ -72,27 +66,26 @@ def play_twice(script: Path, files: Path) -> None:
         ready.release()
         go.wait()
 
-    with started(script, files, disturb=hold) as first:
+    with started(script, disturb=hold) as first:
         all(ready.acquire(timeout=PATIENCE) for _ in range(2))
-        with under("if another run is in progress"):
-            play_once(script, files)
+        play_once(script, when="if another run is in progress, ")
         go.set()
         first.end()
-        check(first, script)
+        check(first, lab_of(script).checks)
 
 
-def play_killed(script: Path, files: Path) -> None:
+def play_killed(script: Path) -> None:
     """Run a script once uninterrupted, and once killed and resumed."""
-    compare_killed(play_once(script, files), script, files)
+    compare_killed(play_once(script), script)
 
 
-def compare_killed(whole: Run, script: Path, files: Path) -> None:
+def compare_killed(whole: Run, script: Path) -> None:
     """A run that is killed and resumed ends with an uninterrupted run's weights."""
-    files = files.with_name("again")
     kill = lambda steps: steps == 12 and os._exit(1)  # noqa: E731
-    with started(script, files, disturb=kill) as run:
-        run.end(may_fail=True)
-    again = play_once(script, files, {"weights": {}}).ranks[0]
+    with started(script, disturb=kill) as killed:
+        killed.end(may_fail=True)
+        killed.kill()
+        again = play_once(script, {"weights": {}}, files=killed.files).ranks[0]
     if len(again.steps) != 6:
         text = "after a run that was killed in epoch 2, the next run takes"
         raise Wrong(f"{text} {len(again.steps)} steps instead of the last 6")
@@ -101,8 +94,8 @@ def compare_killed(whole: Run, script: Path, files: Path) -> None:
         raise Wrong(f"{text} ends with different weights than an uninterrupted run")
 
 
-def play_killed_while_saving(script: Path, files: Path) -> None:
-    """Run a script once uninterrupted, and once killed during its second save."""
+def play_while_saving(script: Path) -> None:
+    """Run a script, and look at what its second save does to the first checkpoint."""
 
     def removes(event: str, arguments: tuple) -> None:
         moves = event in ("os.remove", "os.rename")  # os.replace is a rename, too
@@ -110,97 +103,78 @@ def play_killed_while_saving(script: Path, files: Path) -> None:
             Path("removed").touch()
 
     def link(steps: int) -> None:  # the first checkpoint gets a second name
-        exists = Path(checks.CHECKPOINT).exists()
-        if steps == 6 and os.environ["RANK"] == "0" and exists:
-            os.link(checks.CHECKPOINT, "first.pt")
+        if steps == 6 and os.environ["RANK"] == "0":
+            with contextlib.suppress(FileNotFoundError):
+                os.link(checks.CHECKPOINT, "first.pt")
             sys.addaudithook(removes)
 
-    steps = play_once(script, files, disturb=link).ranks[0].steps
-
-    def check_checkpoint(file: Path) -> int:
-        _, weights = checks.saved(file, part="model")
-        if all(checks.differ(weights, step.weights) for step in steps[5::6]):
-            raise Wrong(f"{file.name} does not hold the weights after an epoch")
-        return file.stat().st_size
-
-    size, first = check_checkpoint(files / checks.CHECKPOINT), files / "first.pt"
-
-    def limit(steps: int) -> None:  # the kernel kills a process that writes more
-        if steps == 6:
-            del os.environ["DOCTOR_FOLDER"]  # the recorder must not hit the limit
-            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, size - 1))
-
-    files = files.with_name("again")
-    with started(script, files, disturb=limit) as run:
-        run.end(may_fail=True)
-    with under("if the run is killed during its second save"):
-        check_checkpoint(files / checks.CHECKPOINT)
-    if first.exists() and checks.differ(
-        checks.saved(first, part="model")[1], steps[5].weights
-    ):
-        raise Wrong("the second save writes into the file of the first")
-    if first.with_name("removed").exists():
-        raise Wrong("for a moment, the second save leaves no checkpoint")
+    with started(script, disturb=link) as run:
+        run.end()
+        check(run, lab_of(script).checks)
+        first = run.files / "first.pt"
+        if not first.exists():
+            raise Wrong(f"there is no {checks.CHECKPOINT} after the first epoch")
+        _, weights = checks.saved(first, part="model")
+        if checks.differ(weights, run.ranks[0].weights[6]):
+            text = "the second save writes into the first checkpoint"
+            raise Wrong(f"{text}; if it is killed meanwhile, none can be read")
+        if (run.files / "removed").exists():
+            raise Wrong("for a moment, the second save leaves no checkpoint")
 
 
-def play_capstone(script: Path, files: Path) -> None:
+def play_capstone(script: Path) -> None:
     """Run uninterrupted, and killed and resumed; count the mistakes that are left."""
-    run = play_once(script, files, {"weights": {}, "averages": {}})
-    left = 0
-    for name, options in lab_of(script).checks.items():
+    run, left = play_once(script, {"weights": {}, "averages": {}}), 0
+    each = [{name: options} for name, options in lab_of(script).checks.items()]
+    tests = [functools.partial(check, run, one) for one in each]
+    for test in (*tests, functools.partial(compare_killed, run, script)):
         try:
-            check(run, script, {name: options})
+            test()
         except Wrong:
             left += 1
-    try:
-        compare_killed(run, script, files)
-    except Wrong:
-        left += 1
     if left:
         raise Wrong(f"{left} of 6 mistakes are left")
 
 
 def grade(script: Path) -> str | None:
     """Return what is wrong with a script, or None."""
-    with tempfile.TemporaryDirectory(prefix="lab-") as folder:
-        try:
-            play = globals()[f"play_{lab_of(script).runs}"]
-            play(script, Path(folder, "files"))
-        except Wrong as wrong:
-            return str(wrong)
-        except Exception as error:
-            return f"the script cannot be graded: {error}"
+    try:
+        globals()[f"play_{lab_of(script).runs}"](script)
+    except Wrong as wrong:
+        return str(wrong)
+    except Exception as error:
+        return f"the script cannot be graded: {error}"
     return None
 
 
 def main(words: list[str]) -> int:
     """Grade labs; return the exit status."""
-    scripts = {number: FOLDER / lab.script for number, lab in LABS.items()}
-    chosen = list(scripts) if words in ([], ["all"]) else [w.zfill(2) for w in words]
-    if unknown := [number for number in chosen if number not in scripts]:
-        known = f"the labs are {', '.join(scripts)}"
-        print(f"grade.py: error: no lab {unknown[0]}; {known}", file=sys.stderr)
-        return 2
+    scripts = {}
+    for word in LABS if words in ([], ["all"]) else words:
+        lab, path = lab_of(Path(word)), Path(word)
+        if lab is None or (path.suffix and not path.is_file()):
+            known = f"the labs are {', '.join(LABS)}"
+            print(f"grade.py: error: no lab {word}; {known}", file=sys.stderr)
+            return 2
+        scripts[lab.number] = path.resolve() if path.suffix else FOLDER / lab.script
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the labs need no GPU
     torch.set_num_threads(1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and end the processes
     passed = 0
     try:
-        for number in [*chosen]:
-            if "import horovod" in scripts[number].read_text() and not HOROVOD:
+        for number, script in [*scripts.items()]:
+            if "import horovod" in script.read_text() and not HOROVOD:
                 print(f"{number} is not graded, because it needs Horovod", flush=True)
-                chosen.remove(number)
+                del scripts[number]
                 continue
-            problem = grade(scripts[number])
+            problem = grade(script)
             print(f"{number}: {problem}" if problem else f"{number} passes", flush=True)
             passed += not problem
     except KeyboardInterrupt:
         return 130
-    if len(chosen) > 1:
-        print(f"{passed} of {len(chosen)} labs pass")
-    return 0 if passed == len(chosen) else 1
+    if len(scripts) > 1:
+        print(f"{passed} of {len(scripts)} labs pass")
+    return 0 if passed == len(scripts) else 1
 
 
 if __name__ == "__main__":

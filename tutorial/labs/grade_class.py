@@ -18,16 +18,14 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-LABS = Path(__file__).resolve().parent
-ROOT = LABS.parents[1]
+from lab import FOLDER, labs
+
 LIMIT = 900  # seconds for all of a student's labs
-COPY = "/tmp/course"  # in the sandbox
-INTERPRETER = sys.prefix, sys.base_prefix
-PATHS = [*sorted(LABS.glob("[0-9][0-9]_*.py")), LABS / "capstone.py"]
-NAMES = {path.name: path.stem.split("_")[0] for path in PATHS}
+HANDED_IN, COURSE = "/tmp/handed_in", "/tmp/course"  # in the sandbox
+SYSTEM = "/usr", "/bin", "/lib", "/lib64", "/etc", sys.prefix, sys.base_prefix
+NAMES = {lab.script: lab.number for lab in labs().values()}
 
 
 def handed_in(student: Path) -> dict[str, Path]:
@@ -36,7 +34,7 @@ def handed_in(student: Path) -> dict[str, Path]:
     for path in sorted(student.iterdir()):
         if path.name in NAMES and path.is_file() and not path.is_symlink():
             found[NAMES[path.name]] = path
-        elif path.suffix == ".py" and not (LABS / path.name).is_file():
+        elif path.suffix == ".py" and not (FOLDER / path.name).is_file():
             print(f"{student.name}/{path.name} is not a lab's name", file=sys.stderr)
     return found
 
@@ -46,32 +44,24 @@ def grade(student: Path) -> dict[str, str]:
     scripts = handed_in(student)
     if not scripts:
         return {}
-    with tempfile.TemporaryDirectory() as folder:
-        labs = Path(folder, "tutorial", "labs")
-        labs.mkdir(parents=True)
-        for name in ("grade", "checks", "play", "watch", "lab"):
-            shutil.copyfile(LABS / f"{name}.py", labs / f"{name}.py")
-        shutil.copyfile(LABS / "pretrained.pt", labs / "pretrained.pt")
-        (labs / "originals").mkdir()  # whose headers name the checks
-        for path in PATHS:
-            shutil.copyfile(path, labs / "originals" / path.name)
-        shutil.copytree(ROOT / "doctor", Path(folder, "doctor"))
-        for path in scripts.values():
-            shutil.copyfile(path, labs / path.name)
-        command = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session"]
-        command += ["--clearenv", "--setenv", "OMP_NUM_THREADS", "1"]
-        command += ["--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp"]
-        for shown in ("/usr", "/bin", "/lib", "/lib64", "/etc", *INTERPRETER):
-            command += ["--ro-bind-try", shown, shown]
-        command += ["--ro-bind", folder, COPY, "--chdir", "/tmp"]
-        command += [sys.executable, f"{COPY}/tutorial/labs/grade.py", *scripts]
-        try:
-            ended = subprocess.run(
-                command, stdout=subprocess.PIPE, text=True, timeout=LIMIT, check=False
-            )
-            text = ended.stdout
-        except subprocess.TimeoutExpired as late:
-            text = (late.stdout or b"").decode()
+    command = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session"]
+    command += ["--clearenv", "--setenv", "OMP_NUM_THREADS", "1"]
+    command += ["--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp"]
+    for shown in SYSTEM:
+        command += ["--ro-bind-try", shown, shown]
+    labs_there = f"{COURSE}/tutorial/labs"
+    command += ["--ro-bind", FOLDER, labs_there, "--tmpfs", f"{labs_there}/solutions"]
+    command += ["--ro-bind", FOLDER.parents[1] / "doctor", f"{COURSE}/doctor"]
+    for path in (FOLDER / "pretrained.pt", *scripts.values()):
+        command += ["--ro-bind", path, f"{HANDED_IN}/{path.name}"]
+    command += ["--chdir", "/tmp", sys.executable, f"{labs_there}/grade.py"]
+    command += [f"{HANDED_IN}/{path.name}" for path in scripts.values()]
+    try:
+        text = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, timeout=LIMIT, check=False
+        ).stdout
+    except subprocess.TimeoutExpired as late:
+        text = (late.stdout or b"").decode()
     lines = re.findall(r"^(\w+)(?:: | )(.*)$", text, re.M)
     missing = dict.fromkeys(scripts, f"no result after {LIMIT} s, or the grader ended")
     return missing | {number: how for number, how in lines if number in scripts}

@@ -1,9 +1,11 @@
 """Run a script as one of two processes, and record what the checks need.
 
 The doctor's recorder writes printed text, errors and waits. This file adds events of
-its own: the images of each forward pass, and all weights after each step.
+its own: forward passes, and the weights before and after each step and at the end.
 """
 
+import functools
+import gc
 import multiprocessing
 import os
 import runpy
@@ -12,27 +14,25 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch._dynamo  # here, not in each process at its first step
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import Optimizer
+from torch.optim import optimizer as optimizers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from doctor import record
+from doctor import record, results  # noqa: F401  its watcher records what is printed
 from doctor.event import Event
+from doctor.moments import weights, whole
 from doctor.record import recorder, wrap
-from doctor.watcher import Watcher
+from doctor.watcher import Watcher, watchers
 
-# Methods of a tensor that wait for a GPU
-READS = "item cpu tolist numpy __bool__ __float__ __int__ __format__ __repr__".split()
+# Methods of a tensor that wait for a GPU; "to" does if its aim is the CPU
+READS = "item cpu tolist numpy to __bool__ __float__ __int__ __format__ __repr__"
 LIFE = 60  # seconds after which a process ends, even if the grader is gone
 
 
@@ -42,62 +42,60 @@ class Forward(Event):
 
     training: bool  # the network's mode
     grad: bool
-    images: "list | Tensor"  # (N, 8); play.py makes tensors of lists
-    outputs: "list | Tensor"  # (N, 3)
-    dtype: str  # of the outputs
+    images: Tensor  # (N, 8)
+    outputs: Tensor  # (N, 3)
 
 
 @dataclass(kw_only=True)
-class Weights(Event):
-    """All weights before the first step, after a step, or at the end."""
+class Step(Event):
+    """An optimizer has stepped."""
 
-    when: str  # "first", "step" or "last"
-    weights: "list | Tensor"  # as one vector
-    passes: list[Forward] = field(default_factory=list)  # with gradients, of this step
-    lr: float = 0
-    scale: float = 1  # of the gradient scaler
-    averages: int = 0  # in how many passes of the step DDP averaged gradients
-    sharded: bool = False  # each process has a part of each weight, as with FSDP2
-    held: int = 0  # how many elements of the optimizer's momentum this process holds
-    workers: int = 0  # how many running processes this process has started
-    waits: int = 0  # how often the script reads a tensor since the last step
+    before: Tensor  # all weights as one vector
+    after: Tensor
+    passes: list[Forward]  # since the last step, with gradients
+    lr: float
+    scaled: bool  # a gradient scaler multiplies the loss
+    averages: int  # in how many passes of the step DDP averaged gradients
+    sharded: bool  # this process has only a part of the optimizer's state
+    dtype: str  # of the network's last outputs
+    workers: int  # how many running processes this process has started
 
 
 @dataclass(kw_only=True)
-class Call(Event):
-    """The script has called a collective."""
+class Last(Event):
+    """The script has ended."""
 
-    name: str
+    weights: Tensor
+    waits: int  # how often the script has read a tensor
+    collectives: int  # how many the script has called
 
 
-def flat(optimizer: Optimizer) -> tuple[Tensor, bool]:
-    """Copy an optimizer's weights to a vector; also return whether they are sharded."""
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    shards = [hasattr(weight, "placements") for weight in weights]
-    weights = [w.full_tensor() if hasattr(w, "placements") else w for w in weights]
-    return nn.utils.parameters_to_vector(weights).detach(), all(shards)
+def flat(optimizer: Optimizer) -> Tensor:
+    """Copy an optimizer's weights to a vector of float32."""
+    own = weights(optimizer)
+    own = [one.full_tensor() if hasattr(one, "placements") else one for one in own]
+    return nn.utils.parameters_to_vector(own).detach().float()
 
 
 class Watch(Watcher):
     """Writes the events of this file."""
 
     def __init__(self):
-        self.optimizer, self.depth, self.scale = None, 0, 1.0
-        self.averages, self.waits, self.script = 0, 0, ""
+        self.optimizer, self.depth, self.scale, self.passes = None, 0, 1.0, []
+        self.averages, self.waits, self.collectives = 0, 0, 0
         self.disturb: Callable[[int], object] = lambda steps: None
 
     def hooks(self) -> None:
         nn.modules.module.register_module_forward_hook(self.forward)
-        register_optimizer_step_pre_hook(self.before_step)
-        register_optimizer_step_post_hook(self.end_step)
+        optimizers.register_optimizer_step_pre_hook(self.before_step)
+        optimizers.register_optimizer_step_post_hook(self.end_step)
         wrap(DDP, "forward", self.ddp)
         wrap(torch.amp.GradScaler, "scale", self.scaled)
-        for name in READS:
-            wrap(Tensor, name, self.read)
-        wrap(Tensor, "to", self.moved)
+        for name in READS.split():
+            wrap(Tensor, name, functools.partial(self.read, name))
 
-    def on_collective(self, name, *_) -> None:
-        recorder.write(Call(name=name))
+    def on_collective(self, *_) -> None:
+        self.collectives += 1
 
     def ddp(self, call, model, *args, **kwargs):
         self.averages += torch.is_grad_enabled() and model.require_backward_grad_sync
@@ -107,70 +105,63 @@ class Watch(Watcher):
         self.scale = scaler.get_scale()
         return call(scaler, *args, **kwargs)
 
-    def read(self, call, *args, **kwargs):
-        frame = sys._getframe(1)
-        while frame.f_code.co_name in ("wrapped", "original", "host_read", "moved"):
-            frame = frame.f_back  # other wrappers of the same function
-        self.waits += frame.f_code.co_filename == self.script
-        return call(*args, **kwargs)
-
-    def moved(self, call, *args, **kwargs):
-        if "cpu" in map(str, (*args[1:], *kwargs.values())):
-            return self.read(call, *args, **kwargs)
+    def read(self, name, call, *args, **kwargs):
+        if name != "to" or "cpu" in map(str, (*args[1:], *kwargs.values())):
+            caller = sys._getframe(2)  # of the function that wrap() makes
+            self.waits += caller.f_code.co_filename == sys.argv[0]
         return call(*args, **kwargs)
 
     def forward(self, layer: nn.Module, inputs: tuple, output: Tensor) -> None:
         """Record the input of a network's first layer and the output of its last."""
         if isinstance(layer, nn.Linear) and layer.in_features == 8:
-            self.images = inputs[0].detach().tolist()
+            self.images = inputs[0].detach()
         elif isinstance(layer, nn.Linear) and layer.out_features == 3:
             one = Forward(
                 training=layer.training,
                 grad=torch.is_grad_enabled(),
                 images=self.images,
-                outputs=output.detach().float().tolist(),
-                dtype=str(output.dtype),
+                outputs=output.detach().float(),
             )
-            recorder.write(one)
+            self.dtype = str(output.dtype).removeprefix("torch.")
+            if one.grad:
+                self.passes.append(one)
+            else:
+                recorder.write(one)
 
     def before_step(self, optimizer: Optimizer, *_) -> None:
-        """Record the first weights."""
         self.depth += 1  # ZeRO's and Horovod's steps contain another step
         if self.depth == 1:
             self.disturb(recorder.step)
-            if not self.optimizer:
-                values = flat(optimizer)[0].tolist()
-                recorder.write(Weights(when="first", weights=values))
-            self.optimizer = optimizer
+            self.before = flat(optimizer)
 
     def end_step(self, optimizer: Optimizer, *_) -> None:
         """Record the step."""
         self.depth -= 1
         if self.depth:
             return
-        self.last, sharded = flat(optimizer)
-        self.sharded = sharded
-        inner = getattr(optimizer, "optim", optimizer)  # of ZeRO's
-        momenta = [state.get("momentum_buffer") for state in inner.state.values()]
-        one = Weights(
-            when="step",
-            weights=self.last.tolist(),
+        self.optimizer, self.after = optimizer, flat(optimizer)
+        inner = getattr(optimizer, "optim", optimizer)  # ZeRO's has some of the weights
+        one = Step(
+            before=self.before,
+            after=self.after,
+            passes=self.passes,
             lr=optimizer.param_groups[0]["lr"],
-            scale=self.scale,
+            scaled=self.scale > 1,
             averages=self.averages,
-            sharded=sharded,
-            held=sum(one.numel() for one in momenta if one is not None),
+            sharded=len(whole(weights(inner))) < len(weights(optimizer)),
+            dtype=self.dtype,
             workers=len(multiprocessing.active_children()),
-            waits=self.waits,
         )
         recorder.write(one)
-        self.averages, self.waits = 0, 0
+        self.passes, self.averages = [], 0
 
-    def end(self) -> None:
+    def on_exit(self) -> None:
         """Record the last weights; shards cannot be gathered after the last step."""
         if self.optimizer:
-            last = self.last if self.sharded else flat(self.optimizer)[0]
-            recorder.write(Weights(when="last", weights=last.tolist()))
+            shards = len(whole(own := weights(self.optimizer))) < len(own)
+            last = self.after if shards else flat(self.optimizer)
+            calls = {"waits": self.waits, "collectives": self.collectives}
+            recorder.write(Last(weights=last, **calls))
 
 
 def be_rank(script: Path, files: Path, text: Path, variables: dict, disturb) -> None:
@@ -179,6 +170,7 @@ def be_rank(script: Path, files: Path, text: Path, variables: dict, disturb) -> 
     Its text goes to the file `text`. `disturb` is called before each step, with the
     number of completed steps. Only rank 0 can sleep: to sleep is not to wait for it.
     """
+    gc.freeze()  # so that this fork does not search all of PyTorch for garbage
     os.setsid()  # so that the processes that it starts are killed with it
     signal.alarm(LIFE)
     torch.set_num_threads(1)  # before any thread of the fork does so
@@ -187,8 +179,10 @@ def be_rank(script: Path, files: Path, text: Path, variables: dict, disturb) -> 
     os.environ.update(variables)
     os.chdir(files)
     sys.argv = [str(script)]
-    Watch.here.disturb, Watch.here.script = disturb, str(script)
-    record.torch_is_there()
+    Watch.here.disturb = disturb
+    for watcher in watchers:  # not those of the doctor's laws, which take time
+        watcher.hooks()
+    threading.Thread(target=record.monitor, daemon=True).start()
     sleep, main = time.sleep, threading.current_thread()
     if variables["RANK"] != "0":
         time.sleep = lambda s: threading.current_thread() is main or sleep(s)
@@ -197,5 +191,4 @@ def be_rank(script: Path, files: Path, text: Path, variables: dict, disturb) -> 
     except Exception:
         record.excepthook(None, *sys.exc_info())
         sys.exit(1)
-    Watch.here.end()
     record.leave()
