@@ -22,6 +22,7 @@ from . import (  # noqa: F401
     resume,
     samples,
     schedule,
+    settings,
     states,
     time,
 )

@@ -43,7 +43,7 @@ def groups(job) -> list[Group]:
         stepped |= steps
         keys = {(x.loader, x.epoch, x.number): x for x in process.of(Batch)}
         for one in process.of(Measured):
-            if one.what in ("pairs", "seen"):
+            if one.what in ("pairs", "seen") or (one.what == "root" and not parts):
                 continue
             loaderless = one.loader is None
             name = one.what, one.source, one.loader, one.epoch
@@ -72,14 +72,22 @@ def groups(job) -> list[Group]:
 
 
 def divided(job) -> int:
-    """Return by how many passes per step the losses are divided, or 1."""
+    """Return by how many passes per step the losses are divided: 0 if not known."""
     found = Counter()
     for one in job.of(Update):
-        factors = [abs(x[0]) for entry in one.passes for x in entry.get("terms", ())]
-        factor = max(factors, default=1) or 1
-        found[round(1 / factor, 3), len(one.passes)] += 1
-    factor, count = found.most_common(1)[0][0] if found else (1, 1)
-    return count if factor == count else 1
+        count, entries = len(one.passes), one.passes
+        numbers = range(len(one.names))
+        parts = {tuple(any(one.part(x, n)) for n in numbers) for x in one.local}
+        terms = [x for entry in entries for x in entry.get("terms", ())]
+        factors = [max((abs(x[0]) for x in terms), default=1)]
+        factors += [abs(x) for entry in entries for x in entry.get("outer", ())]
+        if count == 1 or len(parts) > 1:  # losses of several networks
+            found[1] += 1
+        elif any(abs(x * count - 1) < 1e-3 for x in factors):
+            found[count] += 1
+        else:
+            found[int(bool(terms) and all(x[1] for x in terms))] += 1
+    return found.most_common(1)[0][0] if found else 1
 
 
 def judged(job) -> list[Site]:
