@@ -10,7 +10,7 @@ from itertools import combinations
 from typing import ClassVar
 
 from .event import Event
-from .generators import hashed
+from .generators import hashed, states
 from .job import Job
 from .moments import runs_normally
 from .neighbours import Input
@@ -45,6 +45,13 @@ class Drawn(Event):
 @dataclass(kw_only=True)
 class Own(Event):
     """States of the generators that the script has made itself."""
+
+    states: list[int]
+
+
+@dataclass(kw_only=True)
+class Global(Event):
+    """States of the global generators of Python and NumPy, after a step."""
 
     states: list[int]
 
@@ -86,6 +93,8 @@ class Draws(Watcher):
         self.shared = False
         if recorder.step in SCANS:
             recorder.write(Own(states=own_states()))
+            known = [x for k, (x, _) in states().items() if k in ("random", "numpy")]
+            recorder.write(Global(states=known))
         self.counts = Counter()
 
     def make(self, name: str, call, /, *args, **kwargs):
@@ -199,6 +208,17 @@ def same_draws(job: Job) -> tuple[dict[str, tuple[str, bool]], int]:
 def equal(values: list) -> bool:
     """Return whether two values are equal."""
     return any(one == other for one, other in combinations(values, 2))
+
+
+def draws_in_steps(job: Job) -> bool:
+    """Return whether the script draws between steps, other than PyTorch's fractions."""
+    process = job.processes[0]
+    for kind in (Own, Global):
+        scans = [{*one.states} for one in process.of(kind)[:2]]
+        if len(scans) > 1 and scans[0] - scans[1]:
+            return True
+    drawn = {one.step for one in process.of(Drawn) if one.whole}
+    return len(drawn) > len({one.step for one in process.of(Input)}) / 2
 
 
 def same_generators(job: Job) -> bool:

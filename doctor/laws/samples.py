@@ -248,6 +248,9 @@ def mechanism(job: Job, one: Reads) -> tuple[str, str]:
     """Return why samples are read twice or never, and the advice, or "" for both."""
     if one.resumed:
         return "", "After a resume, skip the batches that the epoch has already read."
+    if one.redrawn:
+        mend = "Divide a permutation of all samples: order[rank::world_size]."
+        return ", as if they were drawn with replacement", mend
     if not one.feeds:
         mend = "Shuffle the samples in the same order on all ranks, then divide them "
         return "", f"{mend}(order[rank::world_size]); or seed each rank differently."
