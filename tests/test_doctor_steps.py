@@ -17,6 +17,7 @@ from doctor.laws.alive import Weight
 from doctor.laws.checkpoints import Checkpoints, Saved
 from doctor.laws.files import Opened
 from doctor.laws.layers import Padded
+from doctor.laws.losses import outer
 from doctor.laws.losses import terms as read_terms
 from doctor.laws.modes import Mode
 from doctor.laws.passes import Passes, Update
@@ -141,6 +142,16 @@ def little_heavier(one, number, rank, n):
     one["terms"] = ((1.0, "mean", 12.0 - 2 * rank, 1, 1, True),)
 
 
+def own_counts(one, number, rank, n):
+    parts = (1.0, 8, 1), (2.0, 8, 4)  # two terms, divided by the same number
+    one["terms"] = [(x / (20 - 6 * rank), "sum", *more, 1) for x, *more in parts]
+
+
+def one_total(one, number, rank, n):
+    one["terms"] = [(x / 17, "sum", 8, 1, 1) for x in (1.0, 2.0)]
+    one["sums"] = [3.0, 34.0]
+
+
 def later_epoch(one, number, rank, n):
     one["epoch"] = int(number > 1)
 
@@ -203,6 +214,16 @@ GRADIENTS = {
         steps(MEAN, change=other_batch),
         "unequal_means",
         "broken",
+    ),
+    "sums that each rank divides by its count": (
+        steps(MEAN, change=own_counts),
+        "unequal_means",
+        "broken",
+    ),
+    "sums divided by half of a sum over ranks": (
+        steps(MEAN, change=one_total),
+        None,
+        "held",
     ),
     "sums of class weights": (steps(MEAN, change=heavier), "unequal_means", "broken"),
     "nearly equal sums of class weights": (
@@ -371,6 +392,11 @@ def test_what_a_loss_is_divided_by():
     losses = cross_entropy(logits, targets, ignore_index=-1, reduction="none")
     (found,) = read_terms((losses * torch.tensor([0, 0.5, 0.5, 0, 0.5])).sum().grad_fn)
     assert (found.factor, found.kind, found.rows) == (0.5, "sum", 3)
+    (found,) = read_terms((losses / 7).sum().grad_fn)
+    assert (round(1 / found.factor), found.kind) == (7, "sum")
+    (found,) = read_terms((torch.stack([loss, loss]) * torch.ones(2) + 1).sum().grad_fn)
+    assert not found.kind  # two losses, not two samples
+    assert outer((3 * loss / 4).grad_fn) == [0.25, 3]
 
 
 @pytest.mark.parametrize("first", [0, 2, None])

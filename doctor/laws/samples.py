@@ -36,10 +36,11 @@ from ..reads import (
     looped,
 )
 from ..record import recorder
-from ..signature import changed, different, signature
+from ..signature import changed, different, relabelled, signature
 from ..watcher import Watcher
 
 LAW = Law(1, "samples", "Every sample is read once per epoch")
+CLASSES = "Number the classes (or words) alike on every rank: sort their names."
 DIVIDES = "DistributedSampler", "BatchSamplerShard", "ElasticSampler"
 
 
@@ -131,7 +132,8 @@ def datasets_differ(job):
             rank = next((n for n, x in enumerate(values) if x != values[0]), 0)
             if rank and values[rank] and changed(values[0], values[rank]):
                 what = f"{loader.type}.{name}" if name else loader.type
-                yield Breach(different(what, values, rank), loader.place)
+                mend = CLASSES * relabelled(values[0], values[rank])
+                yield Breach(different(what, values, rank), loader.place, mend=mend)
                 break
         parts = [one.part for one in own]
         rank = next((n for n, x in enumerate(parts) if x != parts[0]), 0)
@@ -143,8 +145,7 @@ def datasets_differ(job):
     same = all(one.data == feeds(job)[0].data for one in feeds(job))
     for labels in (True, False):
         if same and (what := other_contents(job, labels)):
-            mend = "Number the classes alike on every rank: sort their names."
-            yield Breach(what, where(job), mend=mend if labels else "")
+            yield Breach(what, where(job), mend=CLASSES * labels)
             return
 
 
