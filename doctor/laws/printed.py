@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from ..law import RISK, WRONG, Breach, Law, NotJudged, check, explains, need
@@ -9,7 +10,7 @@ from ..loaders import Batch, Epoch, EpochEnd
 from ..moments import Step
 from ..numbers import REPEATED, Group, Number, numbers
 from ..results import OTHER, Measured, Printed
-from .gradient import not_averaged
+from .gradient import fits, near, not_averaged
 from .passes import Update
 from .replicas import names_differ, weights_differ, weights_drift
 from .samples import datasets_differ
@@ -72,21 +73,28 @@ def groups(job) -> list[Group]:
 
 
 def divided(job) -> int:
-    """Return by how many passes per step the losses are divided: 0 if not known."""
-    found = Counter()
+    """Return by what losses are divided for backward(), 1 or 0 if this is not known.
+
+    That may be the number of passes per step; or that of ranks whose gradients are then
+    summed.
+    """
+    found, size, summed = Counter(), len(job.processes), False
+    with suppress(NotJudged):
+        summed = any([near(one.factor, size) for one in fits(job)])
     for one in job.of(Update):
         count, entries = len(one.passes), one.passes
-        numbers = range(len(one.names))
-        parts = {tuple(any(one.part(x, n)) for n in numbers) for x in one.local}
+        rows = [[one.part(x, n) for n in range(len(one.names))] for x in one.local]
+        networks = {tuple(map(any, row)) for row in rows}
         terms = [x for entry in entries for x in entry.get("terms", ())]
         factors = [max((abs(x[0]) for x in terms), default=1)]
         factors += [abs(x) for entry in entries for x in entry.get("outer", ())]
-        if count == 1 or len(parts) > 1:  # losses of several networks
-            found[1] += 1
-        elif any(abs(x * count - 1) < 1e-3 for x in factors):
+        times = size if summed and any(near(x * size, 1) for x in factors) else 1
+        if count == 1 or len(networks) > 1:
+            found[times] += 1
+        elif any(near(x * count, 1) for x in factors):
             found[count] += 1
         else:
-            found[int(bool(terms) and all(x[1] for x in terms))] += 1
+            found[times * (bool(terms) and all(x[1] for x in terms))] += 1
     return found.most_common(1)[0][0] if found else 1
 
 
