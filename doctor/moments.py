@@ -50,6 +50,9 @@ class Moments(Watcher):
         self.ended = False
         self.backing = False  # a backward pass runs
         self.last_gradient = 0.0  # when a backward pass made its last gradient
+        self.where = ""  # the line of the network's call or, later, of backward()
+        self.tells = True  # of all collectives, also after the watched steps
+        self.thread = threading.main_thread().ident
 
     def hooks(self) -> None:
         import torch
@@ -193,7 +196,8 @@ class Moments(Watcher):
         recorder.ticks += 1
         if not recorder.timing or self.backing:  # a reentrant checkpoint's is inside
             return call(tensors, *args, **kwargs)
-        self.backing = True
+        self.backing, self.where = True, place() if recorder.watching else ""
+        recorder.passes += 1
         tell("on_backward", tensors)
         self.depth += 1  # checkpoints run parts of a network again, in here
         try:
@@ -211,20 +215,26 @@ class Moments(Watcher):
     # --- networks ---
 
     def before_forward(self, module, inputs) -> None:
-        if runs_normally():
+        import torch
+
+        # Inside a network, its own call has already been looked at
+        if torch.compiler.is_compiling() or threading.get_ident() != self.thread:
+            return
+        if self.depth or not traced():
             self.depth += 1
             if self.depth == 1 and recorder.timing:
                 if module not in self.networks:
                     self.learn(module)
+                self.where = place() if recorder.watching else ""
                 tell("on_input", module, leaves(inputs))
 
     def after_forward(self, module, _, outputs) -> None:
         import torch
 
-        if not runs_normally():
+        if torch.compiler.is_compiling() or threading.get_ident() != self.thread:
             return
-        self.depth -= 1
-        if self.depth or isinstance(module, torch.nn.modules.loss._Loss):
+        inside, self.depth = self.depth, max(0, self.depth - 1)
+        if inside != 1 or isinstance(module, torch.nn.modules.loss._Loss):
             return
         recorder.ticks += 1
         tell("on_output", module, outputs, Loaders.here.next_read())
@@ -236,19 +246,21 @@ class Moments(Watcher):
 
         if self.collective:  # another collective calls this one
             return call(*args, **kwargs)
-        where, began = place(), clock()
         self.collective, recorder.waiting = True, name
         recorder.ticks += 1
         if name == "destroy_process_group":
             self.on_exit()
-        tensors = [one for one in args if isinstance(one, torch.Tensor)]
-        tell("on_collective", name, args, kwargs, where)
+        if told := recorder.timing or self.tells:
+            where, began = place(), clock()
+            tensors = [one for one in args if isinstance(one, torch.Tensor)]
+            tell("on_collective", name, args, kwargs, where)
         try:
             return call(*args, **kwargs)
         finally:
             self.collective, recorder.waiting = False, ""
             recorder.ticks += 1
-            tell("after_collective", name, tensors, where, clock() - began)
+            if told:
+                tell("after_collective", name, tensors, where, clock() - began)
 
     def on_exit(self) -> None:
         if not self.ended:

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 from math import dist, exp
 from operator import ne
+from typing import ClassVar
 
 from .event import Event
 from .job import Job
 from .law import need
 from .loaders import Loaders
-from .record import place, recorder
+from .moments import Moments
+from .record import recorder
 from .results import Measured, Printed
 from .sample import digest, hashes, positions
 from .watcher import Watcher
@@ -22,6 +24,7 @@ from .watcher import Watcher
 class Input(Event):
     """A network has got an input, with gradients enabled."""
 
+    limit: ClassVar[int] = 5000
     network: int
     rows: array  # a hash for each entry of the input's largest tensor
     loaded: bool  # a DataLoader gave the last batch
@@ -42,8 +45,9 @@ class Inputs(Watcher):
     def on_input(self, network, inputs) -> None:
         import torch
 
-        inputs = [one for one in inputs if one.dim() and len(one)]
-        if recorder.watching and torch.is_grad_enabled() and inputs:
+        if recorder.full(Input) or not recorder.watching or not torch.is_grad_enabled():
+            return
+        if inputs := [one for one in inputs if one.dim() and len(one)]:
             largest = max(inputs, key=torch.Tensor.numel)
             loaded = Loaders.here.current is not None
             one = Input(
@@ -54,7 +58,7 @@ class Inputs(Watcher):
                 whole=not largest.is_floating_point(),
                 ids=None if loaded else ids_of(inputs, len(largest)),
                 arguments=arguments(inputs, largest),
-                place=place(),
+                place=Moments.here.where,
             )
             recorder.write(one)
 
@@ -134,11 +138,8 @@ def twins(job: Job) -> tuple[float, float, float, float]:
     for part in (batches // 4, 2 * batches // 5, batches):  # epochs are not known
         ranks = []
         for rows in lists[:4]:
-            own = [
-                (k, n, x)
-                for k, one in enumerate(rows[:part])
-                for n, x in enumerate(one.few)
-            ]
+            steps = enumerate(rows[:part])
+            own = [(k, n, x) for k, one in steps for n, x in enumerate(one.few)]
             ranks.append(own[: 400 if whole else 800])
         for other in ranks[1:]:
             if min(len(ranks[0]), len(other)) >= 100 and part > 7:

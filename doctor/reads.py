@@ -4,7 +4,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import accumulate, combinations
 from typing import ClassVar
 
 from .draws import draws_in_steps
@@ -193,6 +193,7 @@ def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
         if not whole:
             new = min(len(before_a_repeat(part)) for part in ranks)
             shortest = new if new >= 10 else min(map(len, ranks))
+            shortest = min(shortest, first_lap(ranks, own.samples if index else 0))
             ranks = [x[:shortest] for x in ranks]
             text = f"{shortest} batches of {text}"
         used = []
@@ -259,6 +260,15 @@ def before_a_repeat(batches: list) -> list:
         seen |= {*rows}
         found.append(rows)
     return found
+
+
+def first_lap(ranks: list, total: int | None) -> int:
+    """Return after how many batches an endless pass has read all samples once."""
+    reads = [x for own in ranks for batch in own for x in batch]
+    distinct = len({*reads})
+    size = distinct if len(reads) >= 2 * distinct else total or len(reads)
+    each = accumulate(sum(map(len, row)) for row in zip(*ranks, strict=False))
+    return max(sum(count <= size for count in each), 1)
 
 
 def laps(job: Job) -> list[list[list[int]]]:

@@ -5,6 +5,7 @@ import warnings
 from collections import deque
 from pathlib import PurePath
 
+from .loaders import inside
 from .sample import digest, hashes, numbers, positions
 
 FEW, ALL = 64, 5000  # entries that are looked at; and for their sum
@@ -18,14 +19,10 @@ def signature(dataset) -> dict[str, tuple[int, int, int | None, int]]:
     entries in any order (None if there are many), and one that stays the same if whole
     numbers are exchanged for others, such as labels (else 0).
     """
-    from torch.utils.data import Subset
-
     found = {}
-    while isinstance(dataset, Subset):
-        dataset = dataset.dataset
     with contextlib.suppress(Exception), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # arrays that cannot be written
-        _search(dataset, "", 0, found)
+        _search(inside(dataset)[0], "", 0, found)
     return found
 
 
@@ -103,11 +100,6 @@ def _text(value, depth: int = 0) -> str:
     if isinstance(value, (list, tuple)) and depth < 3:
         return "|".join(_text(one, depth + 1) for one in value[:16])
     return ""
-
-
-def changed(one: tuple, other: tuple) -> bool:
-    """Return whether two signatures are of different contents."""
-    return one[0] != other[0] or one[1] != other[1]
 
 
 def different(what: str, values: list[tuple], rank: int) -> str:

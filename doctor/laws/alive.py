@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..event import Event
 from ..law import NOTE, RISK, WRONG, Breach, Law, NotJudged, check, explains, need
@@ -21,6 +22,7 @@ WRITES = {*range(1, 4), *range(4, STEPS, 4), STEPS}
 class Weight(Event):
     """The gradients that a weight has received so far, and whether it has changed."""
 
+    limit: ClassVar[int] = 10**6  # all weights, several times
     name: str
     module: str  # the outermost module that has run and has no weight that lives
     trainable: bool
@@ -194,7 +196,7 @@ def names(events: list[Weight]) -> str:
     return listed([*dict.fromkeys(one.name for one in events)])
 
 
-@check(LAW, RISK, general=True, needs=[Step, Weight], read="docs/pitfalls.md")
+@check(LAW, RISK, general=True, needs=[Step, Weight])
 def dead_weights(job):
     """Trainable weights never get a gradient.
 
@@ -258,7 +260,7 @@ def dead_weights(job):
         yield f"{len(alive)} {count} get gradients and change in {steps} steps{unused}"
 
 
-@explains(dead_weights, WRONG, read="tutorial/03_gradients/README.md")
+@explains(dead_weights, WRONG, read="lesson 16")
 def zero_gradients(job, breach):
     """All gradients of an optimizer are zero.
 
@@ -290,7 +292,7 @@ def lost(job) -> list[Weight]:
     return found
 
 
-@check(LAW, RISK, needs=[Step, Weight], causes=[zero_gradients])
+@check(LAW, RISK, needs=[Step, Weight], causes=[zero_gradients], read="docs/convert.md")
 def not_in_an_optimizer(job):
     """Weights that get gradients are in no optimizer.
 

@@ -15,7 +15,7 @@ STRATA = (
 )
 
 
-@check(LAW, RISK, needs=[Input])
+@check(LAW, RISK, needs=[Input], read="pitfall 9")
 def same_inputs(job):
     """The ranks draw the same inputs, or the same time steps.
 
@@ -48,10 +48,8 @@ def argument(job: Job):
         every = [[one.arguments.get(number) for one in row] for row in rows]
         same = [x[0] for x in every if x[0] and x.count(x[0]) == len(x)]
         if len(same) > max(7, 0.9 * len(rows)) and len({*same}) > 0.9 * len(same):
-            what = (
-                f"input {number} of the network is equal on all ranks in {len(same)} "
-            )
-            what += f"of {len(rows)} passes, and another input differs"
+            what = f"input {number} of the network is equal on all ranks in "
+            what += f"{len(same)} of {len(rows)} passes, and another input differs"
             if not all(distinct for _, distinct in same):
                 raise Doubt(what)
             yield Breach(what, rows[0][0].place, mend=STRATA)

@@ -238,7 +238,7 @@ def in_a_pass(process, moment: float) -> bool:
     RISK,
     general=True,
     causes=[datasets_differ, names_differ, weights_differ, weights_drift, not_averaged],
-    read="docs/pitfalls.md, number 16",
+    read="pitfall 16",
 )
 def wrong_number(job):
     """A printed result does not match the network's outputs.

@@ -14,6 +14,7 @@ from ..generators import drawn, states
 from ..law import RISK, Breach, Law, NotJudged, check, explains, several
 from ..loaders import Loaders
 from ..meshes import undivided
+from ..moments import Moments
 from ..record import not_the_users, place, recorder, wrap
 from ..watcher import Watcher
 from .samples import same_samples
@@ -38,6 +39,7 @@ class Draw(Event):
     loader: int | None = None
     epoch: int | None = None
     worker: int | None = None
+    place: str = ""  # where the network is called
 
 
 @dataclass(kw_only=True)
@@ -133,6 +135,7 @@ class Randomness(Watcher):
             self.number += 1
             draw = Draw(where="forward", number=self.number, states=own, count=count)
             draw.drops = any(dropout(one) for one in network.modules())
+            draw.place = Moments.here.where
             draw.loader = Loaders.here.current and Loaders.here.current.loader
             draw.epoch = Loaders.here.current and Loaders.here.current.epoch
             recorder.write(draw)
@@ -196,7 +199,7 @@ def equal(rows: list[dict]) -> tuple[Counter, list[str], int, list[Draw]]:
     return Counter({x: n for x, n in found.items() if n}), names, len(keys), pair
 
 
-@check(LAW, RISK, general=True, causes=[same_samples])
+@check(LAW, RISK, general=True, causes=[same_samples], read="pitfall 9")
 def same_random_numbers(job):
     """Ranks draw the same random numbers.
 
@@ -292,7 +295,7 @@ def cause(job, name: str, pair: list[Draw]) -> tuple[str, str]:
     """Return the line that set a generator last, and the call, if all ranks made it."""
     found = [setting(job, name, one) for one in pair]
     calls = {one and one.call for one in found}
-    place = found[0].place if found[0] else ""
+    place = found[0].place if found[0] else pair[0].place
     if len(calls) == 1 and found[0]:
         return place, f", since {found[0].call} on each rank"
     return place, ""
@@ -329,7 +332,7 @@ def same_noise(job, breach):
     return breach if breach.facts == "loop" else None
 
 
-@check(LAW, RISK, causes=[same_random_numbers])
+@check(LAW, RISK, causes=[same_random_numbers], read="pitfall 9")
 def seeds_restart(job):
     """Each epoch draws the same random numbers as an earlier one.
 

@@ -10,6 +10,7 @@ from typing import ClassVar
 from ..event import Event
 from ..law import RISK, Breach, Law, NotJudged, check, several
 from ..loaders import Batch
+from ..moments import Moments
 from ..neighbours import Input
 from ..reads import feeds
 from ..record import STEPS, place, recorder, wrap
@@ -88,7 +89,7 @@ class Ranks(Watcher):
         self.keep(own.loader, values)
 
     def on_input(self, network, inputs) -> None:
-        if not recorder.watching or not gradients():
+        if recorder.full(Facts) or not recorder.watching or not gradients():
             return
         values = {}
         for number, one in enumerate(inputs[:2], 1):
@@ -102,7 +103,7 @@ class Ranks(Watcher):
         facts["modules in eval mode"] = f"{len(still)} of {len(named)}{few}"
         trainable = sum(x.requires_grad for x in network.parameters())
         facts["trainable weights"] = str(trainable)
-        recorder.write(Facts(values=facts, place=place()))
+        recorder.write(Facts(values=facts, place=Moments.here.where))
 
     def on_gradient(self, weight, gradient) -> None:
         if len(self.gradients) < 8:
@@ -111,12 +112,12 @@ class Ranks(Watcher):
     def on_backward(self, root) -> None:
         self.gradients = {}
         if recorder.watching and getattr(root, "numel", int)() == 1:
-            self.keep(None, {f"loss of {place()}": root.detach()})
+            self.keep(None, {f"loss of {Moments.here.where}": root.detach()})
 
     def after_backward(self) -> None:
         if self.gradients and recorder.watching:
             norm = sum(one.square().sum() for one in self.gradients.values()).sqrt()
-            self.keep(None, {f"gradient norm of {place()}": norm})
+            self.keep(None, {f"gradient norm of {Moments.here.where}": norm})
 
     def on_step(self, optimizer, weights, values) -> None:
         pending, self.pending = self.pending, []

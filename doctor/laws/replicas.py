@@ -9,7 +9,6 @@ from ..record import STEPS
 from .checkpoints import Saved
 from .states import LAW, Layout, State
 
-READ, SHARDED = "tutorial/11_hangs/README.md", "tutorial/16_sharded/README.md"
 NONE = "no step with unsharded weights was seen on all ranks"
 
 
@@ -69,7 +68,7 @@ def equal_steps(job: Job) -> list[tuple[int, bool]]:
     return [(row[0].step, not differing(row)[0]) for row in rows]
 
 
-@check(LAW, WRONG, read="docs/pitfalls.md")
+@check(LAW, WRONG)
 def names_differ(job):
     """The ranks' weights or buffers have different names, or a different order.
 
@@ -93,7 +92,7 @@ def names_differ(job):
                 yield Breach(what, row[rank].place)
 
 
-@check(LAW, WRONG, causes=[names_differ], read=READ)
+@check(LAW, WRONG, causes=[names_differ], read="lesson 5")
 def weights_differ(job):
     """The ranks start with different weights.
 
@@ -107,7 +106,9 @@ def weights_differ(job):
         yield Breach(f"before the first step, {found[1]}", rows[0][0].place, mend=mend)
 
 
-@check(LAW, RISK, general=True, causes=[names_differ, weights_differ], read=READ)
+@check(
+    LAW, RISK, general=True, causes=[names_differ, weights_differ], read="pitfall 11"
+)
 def weights_drift(job):
     """The ranks' weights drift apart.
 
@@ -150,7 +151,7 @@ def weights_drift(job):
     yield parts[0] + "; so are " * (len(parts) > 1) + " and ".join(parts[1:])
 
 
-@check(LAW, RISK, causes=[names_differ, weights_differ, weights_drift], read=READ)
+@check(LAW, RISK, causes=[names_differ, weights_differ, weights_drift])
 def other_network_differs(job):
     """A network that no optimizer trains, such as a teacher, differs between the ranks.
 
@@ -185,7 +186,7 @@ def others(job: Job) -> dict[str, list[list[State]]]:
     LAW,
     RISK,
     causes=[names_differ, weights_drift, other_network_differs],
-    read=SHARDED,
+    read="pitfall 16",
 )
 def buffers_differ(job):
     """The ranks have different buffers, or validate different networks.
@@ -223,7 +224,7 @@ def buffers_differ(job):
     LAW,
     RISK,
     causes=[names_differ, weights_differ, weights_drift, buffers_differ],
-    read=READ,
+    read="pitfall 11",
 )
 def weights_differ_in_the_end(job):
     """The ranks end with different weights.

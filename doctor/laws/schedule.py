@@ -9,7 +9,7 @@ from ..loaders import EpochEnd
 from ..moments import Step
 from ..record import place, recorder, wrap
 from ..watcher import Watcher
-from .replicas import DRIFT, LAW, READ, alike
+from .replicas import DRIFT, LAW, alike
 
 
 @dataclass(kw_only=True)
@@ -87,7 +87,7 @@ def length(scheduler) -> int | None:
 # --- checks ---
 
 
-@check(LAW, WRONG, effects=DRIFT, read=READ)
+@check(LAW, WRONG, effects=DRIFT, read="pitfall 11")
 def learning_rates_differ(job):
     """The ranks have different learning rates.
 
@@ -103,7 +103,7 @@ def learning_rates_differ(job):
             what += " learning rates at different times"
             yield Breach(what, row[0].place, mend=mend)
             return
-    steps = [row for row in job.rows(Step) if job.same_weights(row)]
+    steps = [row for row in job.rows(Step) if len({x.which for x in row}) == 1]
     for row in need(steps, "no step was seen on all ranks"):
         if len({tuple(one.rates) for one in row}) > 1:
             rates = ", ".join(f"{one.rates[0]:.4g}" for one in row)
@@ -112,7 +112,7 @@ def learning_rates_differ(job):
             return
 
 
-@check(LAW, RISK, read="tutorial/15_network/README.md")
+@check(LAW, RISK, read="pitfall 15")
 def schedule(job):
     """The learning rate schedule is longer or shorter than the training.
 

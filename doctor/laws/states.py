@@ -84,12 +84,15 @@ class Replicas(Watcher):
         current = Loaders.here.current
         late = not recorder.watching or recorder.step
         key = id(network), *([current.loader, current.epoch] if current else [late])
+        # A network that runs before the first step is perhaps only measured
+        seen = network.training or key in self.validated or not recorder.step
+        if seen and not recorder.watching:
+            return
         known = Moments.here.known
         trains = any(id(one) in known for one in network.parameters())
         if recorder.watching and not trains:
             self.others[id(network)] = weakref.ref(network), place()
-        # A network that runs before the first step is perhaps only measured
-        if network.training or key in self.validated or not recorder.step:
+        if seen:
             return
         self.validated.add(key)
         found = everything(network)
