@@ -52,6 +52,7 @@ class Batch(Event):
     labels: array | None  # if it has one tensor (N,) of whole numbers
     rows: array | None  # a hash of each sample's contents
     ids: array | None = None  # whole numbers that differ in each sample of a stream
+    marks: array | None = None  # hashes of all whole numbers of a stream's samples
 
 
 @dataclass
@@ -205,6 +206,7 @@ class Loaders(Watcher):
         tensors = [one for one in tensors if len(one) == len(tensors[0])]
         labels = [x for x in tensors if x.dim() == 1 and not x.is_floating_point()]
         ids = [array("q", x.tolist()) for x in labels] if own.stream else []
+        marks = array("q", map(digest, *ids)) if ids else None
         ids = next((x for x in ids if len({*x}) == len(x)), None)
         labels = labels[0] if len(labels) == 1 else None
         found = {**own.which, "number": own.batches}
@@ -220,6 +222,7 @@ class Loaders(Watcher):
             rows = array("q", [digest(one) for one in columns])
         values = None if labels is None else array("q", labels.tolist())
         event = Batch(**found, indices=indices, labels=values, rows=rows, ids=ids)
+        event.marks = marks
         recorder.write(event)
         read = {**found, "labels": labels, "indices": indices, "used": False}
         own.reads.append(read)

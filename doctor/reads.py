@@ -32,6 +32,7 @@ class Feed(Event):
     workers: int
     data: dict[str, tuple]  # see signature()
     part: array | None  # the samples that subsets choose
+    fields: dict[str, float] = field(default_factory=dict)  # the data set's numbers
 
 
 @dataclass
@@ -49,6 +50,7 @@ class Reads:
     resumed: bool = False  # it is read in two passes
     ids: bool = False  # without a DataLoader: inputs that are numbers of samples
     redrawn: bool = False  # without a DataLoader: drawn with replacement
+    later: bool = False  # without a DataLoader: not the first steps
     stream: bool = False  # `total` is what all epochs have together
 
     @property
@@ -292,11 +294,23 @@ def looped(job: Job) -> Reads:
     pool = len({x for one in lists for rows in one for x in rows})
     again = any(len(a) < len(b) for a, b in zip(ranks, lists, strict=True))
     shortest = min(map(len, ranks))
+    rows = [[x for own in one for x in own] for one in zip(*lists, strict=False)]
+    early = len(before_a_repeat(rows))
+    read = {x for one in lists for rows in one[:early] for x in rows}
+    if len(read) > 0.75 * pool:  # files go round among the ranks: a rank reads all
+        shortest = early
     whole = Reads(lists, "", False, index=False)
     if shortest < 8 and whole.together()[0] > 0.9:  # drawn at random, but together
         ranks, shortest = lists, min(map(len, lists))
     elif shortest < 3 and again:
         raise NotJudged("samples repeat within 3 steps: they are not read in epochs")
+    for start in range(shortest, len(min(lists, key=len)) - 7, max(8, shortest)):
+        end = start + max(8, shortest)
+        own = [x[start:end] for x in lists]
+        text = f"steps {start + 1} to {start + min(map(len, own))}"
+        one = Reads(own, text, False, index=False, pool=pool, ids=ids, later=True)
+        if one.together()[0] >= 0.9 and whole.together()[0] < 0.9:
+            return one
     ranks = [x[:shortest] for x in ranks]
     text = f"the first {shortest} inputs of the network"
     return Reads(ranks, text, False, index=False, pool=pool, ids=ids)

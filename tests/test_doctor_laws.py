@@ -262,6 +262,34 @@ def test_samples_of_a_loop_are_known_by_their_neighbours():
     assert named(found) == {"left_out"}, found.findings
 
 
+def test_a_later_epoch_of_a_loop_that_ranks_read_together():
+    own = [[*range(n, 240, 2)] for n in (0, 1)]
+    assert not named(report(*(loop(x + x, 0) for x in own)))
+    found = report(*(loop(x + own[0], 0) for x in own))
+    assert named(found) == {"same_samples"}
+    assert "steps 11 to 20, 10 of 10" in found.findings[0].what
+    parts = [[*range(n, n + 120)] for n in (0, 120)]  # files go round among the ranks
+    assert not named(report(loop(parts[0] + parts[1], 0), loop(parts[1] + parts[0], 0)))
+
+
+def test_persistent_workers_keep_the_epoch():
+    """The samples are changed at random, but their labels come in the same order."""
+    labels = array("q", random.Random(0).choices(range(5), k=128))
+    for kept, wanted in ((0, {"same_order"}), (1, set())):
+        ranks = [fed([*range(128 * n, 128 * n + 128)], 2, stream=True) for n in (0, 1)]
+        for one in (x for own in ranks for x in own):
+            if isinstance(one, Batch):
+                one.rows = array("q", [x + 1000 * one.epoch for x in one.rows])
+                one.marks = labels[8 * one.number :][:8]
+            elif isinstance(one, Feed):
+                one.fields = {"D.epoch": one.epoch}
+        draw = {"where": "fetch", "number": 0, "states": {}, "count": 0, "worker": 0}
+        draw = Draw(**draw, loader=0, epoch=1, fields={"D.epoch": kept})
+        found = report(*([*own, draw] for own in ranks), steps=0)
+        assert named(found) == wanted
+        assert "same_order" in {one.check for one in found.findings}  # as a note
+
+
 def test_a_rank_with_longer_inputs_is_named():
     draws = random.Random(0)
 
@@ -335,6 +363,15 @@ def test_equal_draws_are_named_and_own_generators_forbid_held():
     scans = [Own(states=[1, 7]), Own(states=[2, 7]), Own(states=[3, 7])]
     found = report(drawn(0) + scans, drawn(1) + scans)
     assert state(found, 3).state == "not judged"
+    for shift, wanted in ((0, {"same_noise"}), (1, {"same_noise"}), (5, set())):
+        ranks = []
+        for first in (0, shift):
+            own = [
+                [step, *range(first + step, first + step + 5)] for step in (100, 200)
+            ]
+            owners = ["", *["a.py:3"] * 5]
+            ranks.append([Own(states=x, owners=owners, step=3) for x in own])
+        assert named(report(*ranks)) == wanted, shift
 
 
 def test_the_origin_of_equal_states_is_named():

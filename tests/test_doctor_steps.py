@@ -1,10 +1,12 @@
 """Each law is broken, held or not judged on events as a job would record them."""
 
+import math
 import re
 import tempfile
 import weakref
 from dataclasses import fields
 from operator import add
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ from doctor.laws.losses import terms as read_terms
 from doctor.laws.modes import Mode
 from doctor.laws.passes import Passes, Update
 from doctor.laws.replicas import LAW as REPLICAS
-from doctor.laws.schedule import Schedule
+from doctor.laws.schedule import Schedule, length
 from doctor.laws.states import Layout, Replicas, State
 from doctor.moments import Moments, Step
 from doctor.page import page
@@ -255,6 +257,16 @@ def test_the_advice_on_no_sync_and_on_a_prepared_scheduler():
     assert [x.law for x in found] == [REPLICAS] and "accelerator" in found[0].mend
 
 
+def test_the_length_of_a_schedule():
+    """It ends where its decay first ends; after a warm restart, no length is known."""
+    half = [(1 + math.cos(math.pi * n / 60)) / 2 for n in range(540)]
+    again = [(1 + math.cos(math.pi * (n % 20) / 20)) / 2 for n in range(540)]
+    rises = [min(1, (n + 1) / 6) * x for n, x in enumerate(half)]
+    for rates, wanted in ((half, 60), (rises, 60), (again, None)):
+        own = SimpleNamespace(lr_lambdas=[rates.__getitem__], last_epoch=60)
+        assert length(own) == wanted
+
+
 def weight(name, rank, **values):
     alive = {"trainable": True, "optimizer": 0, "network": "Net", "training": True}
     alive |= {"steps": 4, "alive": 4, "reached": True, "first": 0, "moves": True}
@@ -271,6 +283,12 @@ def test_weights_that_never_live_are_named():
     assert [(x.check, x.place) for x in found] == [("dead_weights", "a.py:7")]
     assert found[0].what.startswith("1 of 2 trainable weights never get a gradient")
     assert "stage.weight" in found[0].what
+    dead |= {"cut": False, "module": "tower", "first": 2}
+    tower = [[weight("tower.weight", n, **dead)] for n in range(2)]
+    assert law(judged(*map(add, tower, head)), 6) == "not judged"
+    one = event(Update, passes=[one_pass(gathered=("a.py:8", False))])
+    found = judged(*([*tower[n], *head[n], one] for n in range(2))).findings
+    assert ("dead_weights", "a.py:8") in [(x.check, x.place) for x in found]
     still = [[weight("stage.weight", rank, moves=False)] for rank in range(2)]
     assert law(judged(*map(add, still, head)), 6) == "not judged"
     lost = [[weight("weight of Linear", n, optimizer=None)] for n in range(2)]
@@ -347,6 +365,27 @@ def test_what_a_loss_is_divided_by():
     (found,) = read_terms((torch.stack([loss, loss]) * torch.ones(2) + 1).sum().grad_fn)
     assert not found.kind  # two losses, not two samples
     assert outer((3 * loss / 4).grad_fn) == [0.25, 3]
+
+
+def test_steps_without_an_optimizer(monkeypatch):
+    """A step has changed the weights; ranks are compared after as many collectives."""
+    moments, net, found = Moments(), torch.nn.Linear(2, 1), []
+    monkeypatch.setattr(recorder, "write", found.append)
+    monkeypatch.setattr(recorder, "step", 0)
+    moments.learn(net)
+    for change in (0.0, 1.0):
+        moments.begin_by_hand()
+        net.weight.data += change
+        moments.end_by_hand()
+    assert [x.by_hand for x in found if isinstance(x, Step)] == [True]
+    assert recorder.step == 1
+    moments.add_param_group(lambda *_: None, None, {"params": [*net.parameters()]})
+    assert len(moments.handles) == 2
+    for meets, wanted in ((3, {"weights_differ": "WRONG"}), (4, {})):
+        own = {"moment": "step", "what": "weights", "names": ["w"], "each": 1}
+        ranks = ([3, 1.0], [meets, 2.0])
+        ranks = [[event(State, **own, meets=n, values=[x])] for n, x in ranks]
+        assert named(judged(*ranks)) == wanted
 
 
 @pytest.mark.parametrize("first", [0, 2, None])

@@ -14,6 +14,7 @@ from . import (  # noqa: F401
     mean,
     meeting,
     modes,
+    order,
     passes,
     places,
     printed,

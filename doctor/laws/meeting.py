@@ -138,6 +138,8 @@ def steps_differ(job):
     Not a mistake if: the ranks' weights are averaged later, or only some ranks train.
     """
     several(job)
+    if any(one.by_hand for one in job.of(Step)):
+        raise NotJudged("the script changes the weights without an optimizer")
     done = {one.rank: one.step for one in job.of(Exit)}
     if len(done) < len(job.processes):
         raise NotJudged("not every rank ran to its end")

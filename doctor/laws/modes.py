@@ -90,7 +90,7 @@ class Modes(Watcher):
             self.write()
 
     def on_exit(self) -> None:
-        if 0 < recorder.step < STEPS and recorder.step not in WRITES:
+        if Alive.here.steps and recorder.step < STEPS and recorder.step not in WRITES:
             self.write()
 
     def write(self) -> None:

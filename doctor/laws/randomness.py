@@ -4,11 +4,11 @@ import os
 import random
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
 
-from ..draws import MANY, Drawn, Draws, same_draws, same_generators
+from ..draws import MANY, Drawn, Draws, equal_owners, same_draws, same_generators
 from ..event import Compiles, Event
 from ..generators import drawn, states
 from ..law import RISK, Breach, Law, NotJudged, check, explains, several
@@ -16,6 +16,7 @@ from ..loaders import Loaders
 from ..meshes import undivided
 from ..moments import Moments
 from ..record import not_the_users, place, recorder, wrap
+from ..signature import plain
 from ..watcher import Watcher
 from .samples import same_samples
 
@@ -40,6 +41,7 @@ class Draw(Event):
     epoch: int | None = None
     worker: int | None = None
     place: str = ""  # where the network is called
+    fields: dict[str, float] = field(default_factory=dict)  # a worker's data set's
 
 
 @dataclass(kw_only=True)
@@ -118,6 +120,8 @@ class Randomness(Watcher):
         own, count = drawn(before, states(fetcher.dataset))
         draw = Draw(where="fetch", number=self.counts[key] - 1, states=own, count=count)
         draw.loader, draw.epoch, draw.worker = loader, epoch, worker and worker.id
+        if worker and draw.number == 0:
+            draw.fields = plain(fetcher.dataset)
         recorder.write(draw)
         return result
 
@@ -236,6 +240,9 @@ def same_random_numbers(job):
         some = what if together else some
         if not together:
             yield Breach(what, place, facts="loop", mend=NOISE)
+    what, place, mend = equal_owners(job)
+    if what and not found:
+        yield Breach(what, place, facts="loop", mend=mend)
     held += [f"in {differ} draws of the script's own lines"] * (differ > 2)
     if some:
         raise NotJudged(f"{some}, perhaps for a joint decision")
@@ -330,31 +337,3 @@ def same_noise(job, breach):
     Not a mistake if: all ranks are meant to choose the same, for example a size.
     """
     return breach if breach.facts == "loop" else None
-
-
-@check(LAW, RISK, causes=[same_random_numbers], read="pitfall 9")
-def seeds_restart(job):
-    """Each epoch draws the same random numbers as an earlier one.
-
-    Seed the generators once, before the first epoch, or with a number that depends on
-    the epoch.
-    Not a mistake if: each epoch is meant to draw the same numbers.
-    """
-    several(job)
-    process, first, again = job.processes[0], {}, []
-    draws = [x for x in process.events + process.loaders if isinstance(x, Draw)]
-    for one in sorted(draws, key=lambda one: one.time):
-        if one.loader == process.training and one.epoch in process.epochs:
-            for name, state in one.states.items():
-                earlier = first.setdefault((one.where, one.worker, name, state), one)
-                again += [(name, one)] * (earlier.epoch != one.epoch)
-    if len(again) > 2:
-        name, one = again[0]
-        what = f"{called(name)} has the same states in epoch "
-        what += f"{process.epochs.index(one.epoch)} as in an earlier one, in "
-        what += f"{len(again)} draws"
-        mend = ""
-        if name.startswith("its ") and one.worker is not None:
-            mend = "The loader processes copy the data set's generator in each epoch: "
-            mend += "make it in worker_init_fn, of torch.initial_seed()."
-        yield Breach(what, cause(job, name, [one])[0], mend=mend)

@@ -37,8 +37,9 @@ def states_of(job: Job, moment: str, what: str = "") -> list[list[State]]:
         count = Counter()
         for one in process.of(State):
             if one.moment == moment and what in ("", one.what):
-                count[one.step, one.what] += 1
-                key = one.step, one.what, count[one.step, one.what]
+                key = one.step, one.what, one.meets
+                count[key] += 1
+                key = *key, count[key]
                 found.setdefault(key, []).append(one)
     rows = [found[key] for key in sorted(found)]
     return [row for row in rows if len(row) == len(job.processes)]
@@ -185,7 +186,7 @@ def others(job: Job) -> dict[str, list[list[State]]]:
 @check(
     LAW,
     RISK,
-    causes=[names_differ, weights_drift, other_network_differs],
+    causes=[names_differ, weights_differ, weights_drift, other_network_differs],
     read="pitfall 16",
 )
 def buffers_differ(job):

@@ -7,7 +7,6 @@ from dataclasses import replace
 from ..contents import by_contents, other_contents
 from ..job import Job
 from ..law import (
-    NOTE,
     RISK,
     WRONG,
     Breach,
@@ -21,10 +20,10 @@ from ..law import (
 from ..loaders import Pass, inside
 from ..meshes import undivided
 from ..moments import Step
-from ..neighbours import twins
-from ..reads import MORE, Feed, Reads, broken, feeds, interleaved, laps, loaded, looped
+from ..neighbours import inputs, twins
+from ..reads import MORE, Feed, Reads, broken, feeds, interleaved, loaded, looped
 from ..record import recorder
-from ..signature import different, relabelled, signature
+from ..signature import different, plain, relabelled, signature
 from ..watcher import Watcher
 from .modes import Validation
 
@@ -50,6 +49,7 @@ class Samples(Watcher):
             sampler={k: x for k, x in values.items() if isinstance(x, int)},
             workers=loader.num_workers,
             data=signature(loader.dataset) if first else {},
+            fields=plain(loader.dataset),
             part=self.part(loader) if first else None,
         )
         recorder.write(feed)
@@ -188,6 +188,9 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
 
 def near_twins(job: Job) -> str:
     """Return what inputs read by two ranks, and then changed at random, show, or ""."""
+    rows = [x for own in inputs(job) for one in own for x in one.rows]
+    if len({*rows}) < 0.5 * len(rows):
+        return ""  # they do not change
     share, errors, there, near = twins(job)
     if errors < 5 or share < 0.15 or near > 0.5 and there < 0.9:
         return ""  # neighbours in time, such as frames, may be on different ranks
@@ -213,6 +216,8 @@ def same_samples(job, breach):
 
 def mechanism(job: Job, one: Reads) -> tuple[str, str]:
     """Return why samples are read twice or never, and the advice, or "" for both."""
+    if one.later:
+        return "", "Divide the samples in each epoch as in the first one."
     if one.resumed:
         return "", "After a resume, skip the batches that the epoch has already read."
     if one.redrawn:
@@ -253,38 +258,6 @@ def mechanism(job: Job, one: Reads) -> tuple[str, str]:
         return "", ""
     mend = f"Let {loader.sampler} yield this rank's part, order[rank::world_size], "
     return "", f"{mend}of an order that is equal on all ranks."
-
-
-@check(LAW, WRONG, needs=[Step], causes=[left_out], read="lesson 4")
-def same_order(job):
-    """Two epochs read the samples in the same order.
-
-    Call sampler.set_epoch(epoch) at the start of each epoch.
-    """
-    several(job)
-    first, loop = feeds(job), all(p.training is None for p in job.processes)
-    if loop:
-        epochs = laps(job)
-    else:
-        need(first, "no DataLoader feeds the steps of every rank")
-        epochs = [one.ranks[0] for one in loaded(job)]
-    if len(epochs) < 2:
-        raise NotJudged("fewer than two epochs of training were seen: see --short")
-    for number, (one, other) in enumerate(zip(epochs, epochs[1:], strict=False)):
-        if [*map(list, one)] != [*map(list, other)] or len(one) < 2:
-            continue
-        what = f"epochs {number} and {number + 1} have the same {len(one)} batches per "
-        what += "rank in the same order"
-        flat = [x for batch in one for x in batch]
-        known = loop or not job.processes[0].loader().stream
-        known = known and max(flat) < 2**40  # numbers, not hashes of contents
-        mend = "Shuffle the training samples, in a different order in each epoch."
-        if (first and first[0].shuffles) or (known and flat != sorted(flat)):
-            mend = "" if first and first[0].divides else mend
-            yield Breach(what, where(job), mend=mend)
-        else:
-            yield Breach(what, where(job), level=NOTE, mend=mend)
-        return
 
 
 @check(LAW, WRONG, causes=[datasets_differ], read="lesson 4")

@@ -1,6 +1,7 @@
 """Law 4: replicas are equal. Learning rates."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar
 
 from ..event import Event, Exit
@@ -71,14 +72,16 @@ class Schedules(Watcher):
 
 
 def length(scheduler) -> int | None:
-    """Return a schedule's length in steps (for LambdaLR, where its decay ends)."""
+    """Return a schedule's length in steps; for LambdaLR, where a decay first ends."""
     for factor in getattr(scheduler, "lr_lambdas", [])[:1]:
         try:
             rates = [max(0, factor(n)) for n in range(9 * scheduler.last_epoch)]
-            top = rates.index(max(rates))
-            end = top + rates[top:].index(least := min(rates[top:]))
+            top = next(n for n, (a, b) in enumerate(pairwise(rates)) if b < a)
+            least = min(rates[top:]) + 1e-9 * rates[top]
+            end = next(n for n in range(top, len(rates)) if rates[n] <= least)
             falls = rates[end - 2] > rates[end - 1] > least  # not in one large step
-            return end if falls and end < len(rates) - 1 else None
+            again = max(rates[end : end + 2]) > 0.5 * rates[top]  # a warm restart
+            return end if falls and end < len(rates) - 1 and not again else None
         except Exception:  # the user's function
             return None
     return getattr(scheduler, "T_max", getattr(scheduler, "total_steps", None))

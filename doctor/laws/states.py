@@ -41,6 +41,7 @@ class State(Event):
     values: list[float]
     place: str = ""
     trains: bool = True  # an optimizer has weights of the network
+    meets: int = 0  # collectives so far, in a script without an optimizer
 
     def rows(self) -> dict[str, list[float]]:
         """Return the numbers by name."""
@@ -79,6 +80,13 @@ class Replicas(Watcher):
         self.seen.add(id(optimizer))
         if first or recorder.step in STATES:
             self.write("optimizer", "optimizer", states(optimizer))
+
+    def on_step_by_hand(self, weights, before, meets) -> None:
+        labels = {id(one): label for label, one in self.held().items()}
+        each, values = flat(before)
+        names = [labels[id(one)] for one in weights]
+        own = {"names": names, "each": each, "values": values, "place": place()}
+        recorder.write(State(moment="step", what="weights", **own, meets=meets))
 
     def on_output(self, network, outputs, batch) -> None:
         current = Loaders.here.current
