@@ -12,7 +12,7 @@ from itertools import combinations
 from typing import ClassVar
 
 from .event import Event
-from .generators import hashed
+from .generators import hashed, states
 from .job import Job
 from .moments import runs_normally
 from .neighbours import Input
@@ -54,6 +54,13 @@ class Own(Event):
 
 
 @dataclass(kw_only=True)
+class Global(Event):
+    """States of the global generators of Python and NumPy, after a step."""
+
+    states: list[int]
+
+
+@dataclass(kw_only=True)
 class Made(Event):
     """The script has made a generator of NumPy."""
 
@@ -90,6 +97,8 @@ class Draws(Watcher):
         self.shared = False
         if recorder.step in SCANS:
             recorder.write(own_states())
+            known = [x for k, (x, _) in states().items() if k in ("random", "numpy")]
+            recorder.write(Global(states=known))
         self.counts = Counter()
 
     def make(self, name: str, call, /, *args, **kwargs):
@@ -222,6 +231,17 @@ def same_draws(job: Job) -> tuple[dict[str, tuple[str, bool]], int]:
 def equal(values: list) -> bool:
     """Return whether two values are equal."""
     return any(one == other for one, other in combinations(values, 2))
+
+
+def draws_in_steps(job: Job) -> bool:
+    """Return whether the script draws between steps, other than PyTorch's fractions."""
+    process = job.processes[0]
+    for kind in (Own, Global):
+        scans = [{*one.states} for one in process.of(kind)[:2]]
+        if len(scans) > 1 and scans[0] - scans[1]:
+            return True
+    drawn = {one.step for one in process.of(Drawn) if one.whole}
+    return len(drawn) > len({one.step for one in process.of(Input)}) / 2
 
 
 def equal_owners(job: Job) -> tuple[str, str, str]:

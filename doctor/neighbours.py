@@ -2,9 +2,10 @@
 
 from array import array
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import combinations
-from math import dist
+from itertools import combinations, pairwise
+from math import dist, exp
 from operator import ne
 from typing import ClassVar
 
@@ -14,6 +15,7 @@ from .law import need
 from .loaders import Loaders
 from .moments import Moments
 from .record import recorder
+from .results import Measured, Printed
 from .sample import digest, hashes, positions
 from .watcher import Watcher
 
@@ -162,3 +164,41 @@ def neighbours(one: list[tuple], other: list[tuple], gap) -> tuple:
     excess = wins / count - chance
     most = sum(count for _, count in apart.most_common(3))
     return excess / (1 - chance), excess / error, there / wins, most / wins
+
+
+def periods(job: Job) -> Iterator[list[tuple[int, int]]]:
+    """Yield equal periods of steps, each of which ends with a validation or a print."""
+    process = job.processes[0]
+    lines = {"": {one.after for one in process.of(Measured) if not one.trains}}
+    for one in process.of(Printed):
+        lines.setdefault(one.place, set()).add(one.step)
+    last = max(one.step for one in process.of(Input))
+    for steps in lines.values():
+        pairs = [*pairwise(sorted({0} | {x for x in steps if x <= last + 1}))]
+        if pairs and len({end - start for start, end in pairs}) == 1:
+            yield pairs
+
+
+def redrawn(job: Job) -> tuple[list[list[list[int]]], str] | None:
+    """Return what ranks read in a period, and when, if they draw with replacement.
+
+    If a period has as many draws as there are samples, a share of 1/e of them is never
+    drawn, and as large a share of the draws is of samples that are drawn once.
+    """
+    number = inputs(job)[0][0].network
+    lists = [[x for x in p.of(Input) if x.network == number] for p in job.processes]
+    for pairs in periods(job):
+        found = []
+        for start, end in pairs:
+            own = [[x.rows for x in one if start <= x.step < end] for one in lists]
+            reads = Counter(x for one in own for batch in one for x in batch)
+            count, single = reads.total(), sum(n == 1 for n in reads.values())
+            unread = abs(len(reads) - count * (1 - exp(-1)))
+            alone = abs(single - count * exp(-1))
+            # At most 3.2 standard errors
+            if count > 400 and unread**2 < 0.97 * count and alone**2 < 2.3 * count:
+                found.append(own)
+        if len(found) == len(pairs):
+            when = f"each of {len(pairs)} times {pairs[0][1]} steps before a validation"
+            return found[0], f"{when} or a print"
+    return None

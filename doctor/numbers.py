@@ -134,7 +134,7 @@ class Group:
     trains: bool = False
     total: int = 0  # of the data set's samples; 0: not known
     skipped: int = 0  # ignored targets
-    parts: int = 1  # a step's loss is divided by so many passes
+    parts: int = 1  # the loss is divided by it for backward()
     guesses: dict = field(default_factory=dict)  # predicted classes, by sample
     # By rank: batches of (sums, weights, keys of the samples)
     ranks: dict[int, list[tuple]] = field(default_factory=dict)
@@ -193,7 +193,7 @@ class Group:
         every, once, count = self.added(), pair(self.once().values()), len(self.ranks)
         samples = self.total or once[1]
         if self.parts > 1:
-            name = f"which is divided by {self.parts}, the number of passes per step"
+            name = f"which is divided by {self.parts}, as it is for backward()"
             rows = [every, *(x for n in self.ranks for x in self.averages(n))]
             yield from ((name, PARTS, top, bottom) for top, bottom in rows)
         name = "which counts repeated samples"

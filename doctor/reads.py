@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from itertools import accumulate, combinations
 from typing import ClassVar
 
+from .draws import draws_in_steps
 from .event import Event
 from .job import Job
 from .law import NotJudged, need
 from .loaders import Batch, Epoch
-from .neighbours import Input, inputs
+from .neighbours import Input, inputs, redrawn
 
 EPOCHS = 20  # as many are judged
 MORE = 0.02  # of the samples: more than this must not be read twice, or left out
@@ -48,6 +49,7 @@ class Reads:
     pool: int = 0  # without a DataLoader: distinct samples in all steps
     resumed: bool = False  # it is read in two passes
     ids: bool = False  # without a DataLoader: inputs that are numbers of samples
+    redrawn: bool = False  # without a DataLoader: drawn with replacement
     later: bool = False  # without a DataLoader: not the first steps
     stream: bool = False  # `total` is what all epochs have together
 
@@ -282,6 +284,8 @@ def looped(job: Job) -> Reads:
     """Return what the ranks read without a DataLoader, until a sample comes again."""
     if any(one.loaded for one in job.of(Input)):
         raise NotJudged("no DataLoader feeds the steps of every rank")
+    if not draws_in_steps(job) and (found := redrawn(job)):
+        return Reads(found[0], found[1], False, index=False, redrawn=True)
     lists = [[x.ids for x in one] for one in inputs(job)]
     ids = all(all(one) and len(before_a_repeat(one)) > 3 for one in lists)
     if not ids:

@@ -12,11 +12,12 @@ FEW, ALL = 64, 5000  # entries that are looked at; and for their sum
 PLAIN = int, float, str, bytes, bool, complex, type(None)
 
 
-def signature(dataset) -> dict[str, tuple[int, int, int | None]]:
+def signature(dataset) -> dict[str, tuple[int, int, int | None, int]]:
     """Return what a data set's lists and arrays contain, by the names of attributes.
 
-    The three numbers are the length, a hash of a few entries in their order, and one of
-    all entries in any order (None if there are many).
+    The four numbers are the length, a hash of a few entries in their order, one of all
+    entries in any order (None if there are many), and one that stays the same if whole
+    numbers are exchanged for others, such as labels (else 0).
     """
     found = {}
     with contextlib.suppress(Exception), warnings.catch_warnings():
@@ -44,10 +45,7 @@ def _search(value, name: str, depth: int, found: dict) -> None:
         return
     if _is_array(value):
         if value.ndim and len(value) > 1:
-            rows = torch.as_tensor(value)
-            few = digest(hashes(rows[list(positions(len(rows), FEW))]))
-            every = sum(hashes(rows, 16)) if len(rows) <= ALL else None
-            found[name] = len(rows), few, every
+            found[name] = _array(torch.as_tensor(value))
     elif type(value).__module__.startswith("datasets."):  # Hugging Face's
         if hasattr(value, "_indices"):  # value[i] would call the user's transform
             chosen = value._indices and value._indices.column(0).to_pylist()
@@ -75,10 +73,26 @@ def _is_array(value) -> bool:
     return type(value).__name__ == "ndarray" and value.dtype.kind in "biuf"
 
 
-def _entries(values) -> tuple[int, int, int | None]:
-    few = digest([_text(values[i]) for i in positions(len(values), FEW)])
+def _array(rows) -> tuple[int, int, int | None, int]:
+    few = rows[list(positions(len(rows), FEW))]
+    every = sum(hashes(rows, 16)) if len(rows) <= ALL else None
+    numbers = few.reshape(-1)[: 8 * FEW].tolist()
+    return len(rows), digest(hashes(few)), every, _pattern(numbers)
+
+
+def _entries(values) -> tuple[int, int, int | None, int]:
+    few = [values[i] for i in positions(len(values), FEW)]
+    texts = digest([_text(one) for one in few])
     every = sum(digest(_text(one)) for one in values) if len(values) <= ALL else None
-    return len(values), few, every
+    return len(values), texts, every, _pattern(few)
+
+
+def _pattern(values: list) -> int:
+    """Return a hash of which whole numbers are equal, if many are; else 0."""
+    order = {one: n for n, one in enumerate(dict.fromkeys(map(str, values)))}
+    whole = all(isinstance(one, int) for one in values)
+    known = whole and 1 < len(order) <= len(values) / 2
+    return digest([order[str(one)] for one in values]) if known else 0
 
 
 def _text(value, depth: int = 0) -> str:
@@ -105,7 +119,14 @@ def different(what: str, values: list[tuple], rank: int) -> str:
     one, other = values[0], values[rank]
     if one[0] != other[0]:
         return f"{what} has {one[0]} entries on rank 0 and {other[0]} on rank {rank}"
+    if relabelled(one, other):
+        return f"{what} has other numbers for the same classes on rank {rank} than on 0"
     if one[2] is not None and one[2] == other[2]:
         text = f"{what} has the same {one[0]} entries on ranks 0 and {rank}, but in a "
         return f"{text}different order, and a sampler divides their numbers"
     return f"{what} has different contents on rank {rank} than on rank 0"
+
+
+def relabelled(one: tuple, other: tuple) -> bool:
+    """Return whether two signatures are of the same classes under other numbers."""
+    return one[0] == other[0] and one[1] != other[1] and one[3] == other[3] != 0

@@ -37,6 +37,7 @@ from doctor.record import PASSES, Recorder
 from doctor.results import Measured as Result
 from doctor.results import Printed, Results
 from doctor.sample import hashes, positions
+from doctor.signature import _array, different
 from doctor.spans import Spans
 
 STEP = {"optimizer": 0, "which": 0, "sharded": False, "rates": [], "threads": 1}
@@ -305,6 +306,49 @@ def test_a_rank_with_longer_inputs_is_named():
     assert "ranks_differ" in named(report(rows(0, 0), rows(1, 25)))
 
 
+@pytest.mark.parametrize(
+    ("tensor", "wanted"), [("batch", {"ranks_differ"}), ("", set())]
+)
+def test_a_label_that_is_constant_on_each_rank(tensor, wanted):
+    """Targets that are not a batch's own may be positions, which depend on the rank."""
+    name = (
+        "mean of tensor 2 of the batch" if tensor else "mean of targets of nll_loss()"
+    )
+    ranks = []
+    for rank in (0, 1):
+        one = {"loader": 0 if tensor else None, "values": {name: rank}}
+        moving = Measured(loader=None, values={"loss of a": random.random()})
+        events = [replace(moving, step=n) for n in range(30)]
+        events += [Measured(**one, step=n) for n in range(30)]
+        ranks.append(fed([*range(rank, 480, 2)]) + events)
+    assert named(report(*ranks, steps=0)) == wanted
+
+
+@pytest.mark.parametrize("kind", ["permuted", "again", "more often", "in steps"])
+def test_a_loop_that_draws_an_epoch_with_replacement(kind):
+    draws = random.Random(5)
+    order = [x for _ in range(2) for x in draws.sample(range(480), 480)]
+    if kind != "permuted":
+        order = draws.choices(range(240 if "often" in kind else 480), k=960)
+    lines = [Printed(text="loss 0.5", place="a.py:8", step=n) for n in (20, 40)]
+    own = {"name": "randint", "place": "a.py:5", "number": 0, "size": 12, "value": 1}
+    steps = [Drawn(**own, whole=True, step=n) for n in range(40)]
+    more = lines + (steps if "step" in kind else [])
+    found = report(*(loop(order[rank::2], 0) + more for rank in (0, 1)))
+    assert named(found) == ({"left_out"} if kind == "again" else set())
+    if kind == "again":
+        assert "2 times 20 steps before a validation" in found.findings[0].what
+
+
+def test_classes_that_the_ranks_number_differently():
+    labels = torch.arange(90) * 7 % 3
+    other = torch.tensor([2, 0, 1])[labels]
+    one, two, moved = map(_array, (labels, other, other.roll(30)[torch.randperm(90)]))
+    assert "other numbers for the same classes" in different("y", [one, two], 1)
+    assert "in a different order" in different("y", [one, moved], 1)
+    assert not _array(torch.arange(90))[3] and not _array(torch.ones(90, 2))[3]
+
+
 def drawn(seed, count=20):
     line = {"name": "rand", "place": "a.py:5", "number": 0, "size": 8}
     draws = random.Random(seed)
@@ -506,6 +550,43 @@ def test_a_law_reads_other_laws_events():
     given = {"names": ["w"], "each": 1, "used": [1.0], "local": [[1.0]]}
     step = event(Update, **given, passes=[entry], clips=[])
     report([step, *validated("loss 0.7500")], [step])
+
+
+@pytest.mark.parametrize(
+    ("outer", "local", "printed", "wanted"),
+    [
+        ([0.5], [[1.0, 1.0]] * 2, "0.3", "broken"),
+        ([0.5], [[1.0, 1.0]] * 2, "0.6", "held"),
+        ([0.5], [[1.0, 0.0], [0.0, 1.0]], "0.3", "held"),  # losses of two networks
+        ([], [[1.0, 1.0]] * 2, "0.3", "not judged"),
+    ],
+)
+def test_a_printed_loss_that_has_been_divided(outer, local, printed, wanted):
+    """The graph shows by what a loss was divided last, if not how it is averaged."""
+    entry = {"place": "a.py:5", "terms": [(0.1, "")], "outer": outer, "scale": None}
+    entry |= {"epoch": None, "loader": None, "used": None, "begun": 0}
+    given = {"names": ["v", "w"], "each": 1, "used": [1.0, 1.0], "local": local}
+    step = event(Update, **given, passes=[entry] * 2, clips=[])
+    one = Result(
+        what="root",
+        source=0,
+        **PASS,
+        number=0,
+        trains=True,
+        after=0,
+        at=1.0,
+        values=array("d", [0.3]),
+        weights=array("d", [1.0]),
+        time=1.0,
+    )
+    lines = [
+        Printed(text=f"train loss {printed}000", place="a.py:8", time=3.0 + n)
+        for n in range(2)
+    ]
+    end = EpochEnd(**PASS, whole=True, batches=1, steps=1)
+    events = [Epoch(**PASS, **OPENED, sampler="", samples=9, stream=False), step, one]
+    events += [Step(**STEP | PASS), end, *lines]
+    assert state(report(events, steps=0), 7).state == wanted
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from doctor.laws.alive import Weight
 from doctor.laws.checkpoints import Checkpoints, Saved
 from doctor.laws.files import Opened
 from doctor.laws.layers import Padded
+from doctor.laws.losses import outer
 from doctor.laws.losses import terms as read_terms
 from doctor.laws.modes import Mode
 from doctor.laws.passes import Passes, Update
@@ -145,6 +146,16 @@ def little_heavier(one, number, rank, n):
     one["terms"] = ((1.0, "mean", 12.0 - 2 * rank, 1, 1, True),)
 
 
+def own_counts(one, number, rank, n):
+    parts = (1.0, 8, 1), (2.0, 8, 4)  # two terms, divided by the same number
+    one["terms"] = [(x / (20 - 6 * rank), "sum", *more, 1) for x, *more in parts]
+
+
+def one_total(one, number, rank, n):
+    one["terms"] = [(x / 17, "sum", 8, 1, 1) for x in (1.0, 2.0)]
+    one["sums"] = [3.0, 34.0]
+
+
 def later_epoch(one, number, rank, n):
     one["epoch"] = int(number > 1)
 
@@ -184,6 +195,8 @@ GRADIENTS = {
     "another optimizer's pass": ("leaked_passes", steps(BOTH, 2, other_optimizer)),
     "left-over passes": ("leaked_passes", LEFT),
     "batches of other sizes": ("unequal_means", steps(MEAN, change=other_batch)),
+    "sums over own counts": ("unequal_means", steps(MEAN, change=own_counts)),
+    "sums over a joint count": ("held", steps(MEAN, change=one_total)),
     "sums of class weights": ("unequal_means", steps(MEAN, change=heavier)),
     "nearly equal weights": ("not judged", steps(MEAN, change=little_heavier)),
     "gradients that each rank clips": ("clipped_apart", CLIPPED),
@@ -347,6 +360,11 @@ def test_what_a_loss_is_divided_by():
     losses = cross_entropy(logits, targets, ignore_index=-1, reduction="none")
     (found,) = read_terms((losses * torch.tensor([0, 0.5, 0.5, 0, 0.5])).sum().grad_fn)
     assert (found.factor, found.kind, found.rows) == (0.5, "sum", 3)
+    (found,) = read_terms((logits.square() / 7).sum().grad_fn)
+    assert (round(1 / found.factor), found.kind) == (7, "sum")
+    (found,) = read_terms((torch.stack([loss, loss]) * torch.ones(2) + 1).sum().grad_fn)
+    assert not found.kind  # two losses, not two samples
+    assert outer((3 * loss / 4).grad_fn) == [0.25, 3]
 
 
 def test_steps_without_an_optimizer(monkeypatch):

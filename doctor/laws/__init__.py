@@ -24,6 +24,7 @@ from . import (  # noqa: F401
     resume,
     samples,
     schedule,
+    settings,
     states,
     time,
 )

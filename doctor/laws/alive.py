@@ -255,6 +255,9 @@ def dead_weights(job):
         part = unused[0].module or unused[0].name
         why = f"the loss does not use the results of {part}"
         what = f"{len(unused)} {never}, because {why}: {names(unused)}"
+        if unused[0].reached and part in {one.module for one in alive}:
+            why = f"only other weights of {part} get gradients that are not zero"
+            what = f"{why}: they cancel for {names(unused)} in {steps} steps"
         yield Breach(what, unused[0].place, level=NOTE)
         raise NotJudged(why)
     elif dead:

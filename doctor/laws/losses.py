@@ -85,6 +85,7 @@ class Losses(Watcher):
         if isinstance(root, torch.Tensor) and root.numel() == 1 and root.grad_fn:
             current["value"] = 0 if printed else root.detach()
             current["terms"] = [*map(tuple, terms(root.grad_fn))][:20]
+            current["outer"] = outer(root.grad_fn)
             sums = [x for one in self.sums for x in one.flatten().tolist()]
             current["sums"] = sums[-64:]
             if recorder.step < FIRST:
@@ -140,21 +141,45 @@ def terms(node, factor: float = 1.0, depth: int = 0) -> Iterator[Term]:
             yield from terms(inner[0], own, depth + 1)
         else:
             yield averaged(node, name, factor, shape, inner[0])
-    elif name.startswith(("DivBackward", "MulBackward")):
-        first = node.next_functions[0][0] is not None
-        other = node._saved_other if first or name[0] == "D" else node._saved_self
-        if other is None or getattr(other, "numel", lambda: 1)() != 1:
-            yield Term(factor, "")
-        else:
-            value = float(other)
-            value = (1 / value if value else 0) if name[0] == "D" else value
-            yield from terms(inner[0], factor * value, depth + 1)
+    elif (value := multiple(node)) is not None:
+        yield from terms(inner[0], factor * value, depth + 1)
     elif name.startswith(("Add", "Sub", "Neg", "Stack", "Cat", *PASSED)):
         for one in inner:
             sign = -1 if name.startswith("Neg") else 1
             yield from terms(one, sign * factor, depth + 1)
     else:
         yield Term(factor, "")
+
+
+def multiple(node) -> float | None:
+    """Return the number by which a node multiplies, or None."""
+    name = type(node).__name__
+    if not name.startswith(("DivBackward", "MulBackward")):
+        return None
+    first = node.next_functions[0][0] is not None
+    other = node._saved_other if first or name[0] == "D" else node._saved_self
+    if other is None or getattr(other, "numel", lambda: 1)() != 1:
+        return None
+    value = float(other)
+    return (1 / value if value else 0) if name[0] == "D" else value
+
+
+def outer(node) -> list[float]:
+    """Return the last numbers by which a whole loss has been multiplied."""
+    found = []
+    while len(found) < 3 and (value := multiple(node)) is not None:
+        found.append(value)
+        node = children(node)[0]
+    return found
+
+
+def stacked(node, count: int, depth: int = 0) -> bool:
+    """Return whether a node's numbers are computed one by one from stacked losses."""
+    name, inner = type(node).__name__, children(node)
+    if name.startswith(("Stack", "Cat")):
+        return len(inner) == count
+    single = name.startswith((*PASSED, "Add", "Sub", "Mul", "Div", "Exp", "Neg", "Pow"))
+    return single and depth < 9 and any(stacked(x, count, depth + 1) for x in inner)
 
 
 def sizes(node) -> tuple[int, ...]:
@@ -175,6 +200,8 @@ def averaged(node, name: str, factor: float, shape: tuple, inner) -> Term:
     rows, count = (shape[0] if shape else 1), math.prod(shape)
     if name.startswith("Binary") and kind == "other mean":
         kind = "mean"
+    while name.startswith(("Mean", "Sum")) and (value := multiple(inner)) is not None:
+        factor, inner = factor * value, children(inner)[0]
     if name.startswith("Sum"):
         mask, kind = mask_of(inner), "sum"
         if mask is not None and mask.numel() == count:
@@ -192,6 +219,8 @@ def averaged(node, name: str, factor: float, shape: tuple, inner) -> Term:
         width = math.prod(sizes(inner)) / max(1, math.prod(shape))
     if before.startswith(MEANS) and name.startswith("Sum"):
         kind = ""  # a sum of means
+    if len(shape) == 1 and stacked(inner, rows):
+        kind = ""  # of several losses, weighted one by one
     return Term(factor, kind, rows, count / max(1, rows), width)
 
 

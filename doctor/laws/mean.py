@@ -42,22 +42,47 @@ def totals(one: Fit, place: str = "") -> list[float]:
 def is_right(one: Fit) -> bool:
     """Return whether a step is the mean over its samples, for each of its losses."""
     places = {entry["place"] for entry in one.row[0].passes} - {""}
-    if any(near(value, 1) for value in totals(one)):
+    if any(near(value, 1) for value in totals(one)) or total_of(one):
         return True
     each = [any(near(value, 1) for value in totals(one, place)) for place in places]
     return len(each) > 1 and all(each)
 
 
-def weights(one: Fit) -> list[float]:
-    """Return how much each target of each pass counts in a step; [] if unknown."""
+def total_of(one: Fit) -> float:
+    """Return the sum over all ranks by which the losses of a step are divided, or 0.
+
+    DDP divides once more, by the number of ranks: the losses are multiplied by it.
+    """
+    passes = [entry for rank in one.row for entry in rank.passes]
+    if len(passes) > len(one.row) or not counted(passes):
+        return 0
+    share = abs(known(passes[0])[0].factor) / len(passes)
+    return next((x for x in passes[0]["sums"] if x > 1 and near(share * x, 1, 1e-4)), 0)
+
+
+def counted(passes: list[dict]) -> bool:
+    """Return whether the losses of passes are sums that one number each divides."""
+    lists = [known(entry) for entry in passes]
+    for found, entry in zip(lists, passes, strict=True):
+        if {x.kind for x in found} != {"sum"} or len(found) < len(entry["terms"]):
+            return False
+    ratios = [[x.factor / found[0].factor for x in found] for found in lists]
+    return len({*map(len, ratios)}) == 1 and alike(ratios, 0.01)
+
+
+def weights(one: Fit, number: int = 0) -> list[float]:
+    """Return how much each target of each pass counts in a step; [] if unknown.
+
+    A loss may have several terms, each with its own targets.
+    """
     found = []
     for rank, shares in zip(one.row, one.shares, strict=True):
         for share, entry in zip(shares, by_share(rank), strict=False):
-            if not (terms := known(entry)):
+            if len(terms := known(entry)) <= number:
                 return []
-            first = terms[0]
-            rows = 1 if first.kind == "sum" else first.rows
-            found.append(abs(share * first.factor) / (rows or 1))
+            own = terms[number]
+            rows = 1 if own.kind == "sum" else own.rows
+            found.append(abs(share * own.factor) / (rows or 1))
     return found
 
 
@@ -124,13 +149,17 @@ def mean_gradient(job):
         what += f"(step {one.row[0].step + 1}, of {len(one.shares[0])} passes)"
         yield Breach(what, place, level=NOTE)
         raise NotJudged(f"the steps' samples count differently: {what}")
-    if sum(unequal(weights(x)) for x in right) > len(right) / 2:
+    uneven = [any(unequal(weights(x, n)) for n in range(20)) for x in right]
+    if sum(uneven) > len(right) / 2:
         text = "the losses are means over different numbers of targets"
         raise NotJudged(f"{text}, or sums of class weights")
     text = f"in {len(right)} of {total} steps, the gradient is {ratio:.3f} x the mean "
     text += f"of {size} ranks' own gradients"
     if not near(ratio, 1):
         text += f", and their losses are divided by {ratio:g} to match"
+    if total := total_of(right[0]):
+        text += f", each divided by 1/{size} of a sum over all ranks ({total:g} in "
+        text += f"step {right[0].row[0].step + 1})"
     yield text
 
 
@@ -254,6 +283,7 @@ def unequal_means(job):
         passes = [entry for rank in one.row for entry in rank.passes]
         terms = [known(entry) for entry in passes]
         single = all(len(x) == 1 and x[0].kind in ("mean", "sum") for x in terms)
+        single = single or counted(passes)
         shares = [abs(x) for rank in one.shares for x in rank]
         if len(passes) > 1 and single and not unequal(shares):
             heavy = any(x[0].weighted for x in terms)  # these sums always differ a bit
@@ -264,8 +294,16 @@ def unequal_means(job):
         what = f"in {len(found)} of {len(seen)} steps, losses are means over different "
         what += "numbers of targets, but have equal weights"
         mend, (one, heavy) = "", found[0]
-        if heavy:
-            sums = [known(entry)[0].rows for rank in one.row for entry in rank.passes]
+        passes = [entry for rank in one.row for entry in rank.passes]
+        if counted(passes):
+            each = [f"{1 / abs(known(x)[0].factor):.4g}" for x in passes[:4]]
+            what = f"in {len(found)} of {len(seen)} steps, each rank divides its sum "
+            what += f"of losses by a number of its own ({', '.join(each)} in step "
+            what += f"{one.row[0].step + 1})"
+            mend = "All-reduce this number, divide by it, and multiply by the world "
+            mend += "size (DDP averages over ranks)."
+        elif heavy:
+            sums = [known(entry)[0].rows for entry in passes]
             what = f"in {len(found)} of {len(seen)} steps, each loss is divided by the "
             what += "sum of the class weights of its own targets "
             what += f"({', '.join(f'{x:.4g}' for x in sums[:4])} in step "

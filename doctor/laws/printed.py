@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from ..law import RISK, WRONG, Breach, Law, NotJudged, check, explains, need
@@ -9,7 +10,7 @@ from ..loaders import Batch, Epoch, EpochEnd
 from ..moments import Step
 from ..numbers import REPEATED, Group, Number, numbers
 from ..results import OTHER, Measured, Printed
-from .gradient import not_averaged
+from .gradient import fits, near, not_averaged
 from .passes import Update
 from .replicas import names_differ, weights_differ, weights_drift
 from .samples import datasets_differ
@@ -43,7 +44,7 @@ def groups(job) -> list[Group]:
         stepped |= steps
         keys = {(x.loader, x.epoch, x.number): x for x in process.of(Batch)}
         for one in process.of(Measured):
-            if one.what in ("pairs", "seen"):
+            if one.what in ("pairs", "seen") or (one.what == "root" and not parts):
                 continue
             loaderless = one.loader is None
             name = one.what, one.source, one.loader, one.epoch
@@ -72,14 +73,29 @@ def groups(job) -> list[Group]:
 
 
 def divided(job) -> int:
-    """Return by how many passes per step the losses are divided, or 1."""
-    found = Counter()
+    """Return by what losses are divided for backward(), 1 or 0 if this is not known.
+
+    That may be the number of passes per step; or that of ranks whose gradients are then
+    summed.
+    """
+    found, size, summed = Counter(), len(job.processes), False
+    with suppress(NotJudged):
+        summed = any([near(one.factor, size) for one in fits(job)])
     for one in job.of(Update):
-        factors = [abs(x[0]) for entry in one.passes for x in entry.get("terms", ())]
-        factor = max(factors, default=1) or 1
-        found[round(1 / factor, 3), len(one.passes)] += 1
-    factor, count = found.most_common(1)[0][0] if found else (1, 1)
-    return count if factor == count else 1
+        count, entries = len(one.passes), one.passes
+        rows = [[one.part(x, n) for n in range(len(one.names))] for x in one.local]
+        networks = {tuple(map(any, row)) for row in rows}
+        terms = [x for entry in entries for x in entry.get("terms", ())]
+        factors = [max((abs(x[0]) for x in terms), default=1)]
+        factors += [abs(x) for entry in entries for x in entry.get("outer", ())]
+        times = size if summed and any(near(x * size, 1) for x in factors) else 1
+        if count == 1 or len(networks) > 1:
+            found[times] += 1
+        elif any(near(x * count, 1) for x in factors):
+            found[count] += 1
+        else:
+            found[times * (bool(terms) and all(x[1] for x in terms))] += 1
+    return found.most_common(1)[0][0] if found else 1
 
 
 def judged(job) -> list[Site]:

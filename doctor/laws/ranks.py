@@ -1,7 +1,6 @@
 """Law 2: ranks are exchangeable."""
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import comb, isfinite
@@ -13,6 +12,7 @@ from ..law import RISK, Breach, Law, NotJudged, check, several
 from ..loaders import Batch
 from ..moments import Moments
 from ..neighbours import Input
+from ..reads import feeds
 from ..record import STEPS, place, recorder, wrap
 from ..sample import GOLDEN, numbers, picked
 from ..watcher import Watcher
@@ -197,6 +197,22 @@ def odds(above: int, count: int) -> float:
     return min(1, 2 * sum(comb(count, k) for k in range(most, count + 1)) / 2**count)
 
 
+def tells(name: str, rows: list[list[float]]) -> bool:
+    """Return whether a number may show that a rank differs.
+
+    It changes from pass to pass; or it belongs to a batch, and is constant on a rank,
+    as a label is if all samples of the rank have it. Targets of other origin may be
+    positions, which depend on the rank: arange(N) + rank * N.
+    """
+    still = [pstdev(x) <= 1e-9 for x in rows]
+    if not any(still):
+        return True
+    means = [fmean(x) for x in rows]
+    gap = max(means) - min(means)
+    label = name.endswith("of the batch") and not name.startswith("length")
+    return label and gap >= 0.05 * max(map(abs, means)) > 0
+
+
 def apart(values: list[float], others: list[float], batches: float) -> tuple:
     """Compare a rank's numbers with the other ranks', pass by pass.
 
@@ -227,7 +243,7 @@ def ranks_differ(job):
     every = {
         name: rows
         for name, rows in series(job).items()
-        if len(rows[0]) >= FEWEST and all(pstdev(x) > 1e-9 for x in rows)
+        if len(rows[0]) >= FEWEST and tells(name, rows)
     }
     batches = independent(job)
     passes = max((len(x[0]) for x in every.values()), default=0)
@@ -262,68 +278,8 @@ def ranks_differ(job):
     what += f"({fmean(values):.4g} against {fmean(others):.4g})"
     more = sorted({x[1] for x in found} - {name})
     what += f"; also {', '.join(more[:3])}" * bool(more)
-    yield Breach(what, where(job))
-
-
-@check(LAW, RISK, general=True, causes=[datasets_differ])
-def settings_differ(job):
-    """The ranks train with different settings.
-
-    Make the setting the same on every rank; after an evaluation on one rank, call
-    train() there.
-    Not a mistake if: the ranks are meant to differ, for example in their batch sizes.
-    """
-    several(job)
-    differ, count, place, shown = Counter(), Counter(), {}, {}
-    for name, row, step, line in facts(job):
-        count[name] += 1
-        if len({*row}) > 1:
-            differ[name] += 1
-            place[name] = line
-            told = [f"{x} on rank {n}" for n, x in enumerate(row)]
-            shown.setdefault(name, (", ".join(told[:4]), step + 1))
-    if not count:
-        raise NotJudged("no training pass was seen on all ranks")
-    for name, number in differ.most_common(3):
-        if number > 2 and number > 0.1 * count[name]:
-            told, step = shown[name]
-            what = f"{name}: {told} in step {step}, and different in {number} of "
-            yield Breach(f"{what}{count[name]} passes", place[name])
-    sizes = [Counter(batch_sizes(process)).most_common(1) for process in job.processes]
-    if all(sizes) and len({one[0][0] for one in sizes}) > 1:
-        told = [f"{one[0][0]} on rank {n}" for n, one in enumerate(sizes)]
-        place = job.processes[0].loader().place
-        yield Breach(f"samples in most batches: {', '.join(told)}", place)
-    names = ", ".join(name for name in count if " of " not in name)
-    yield f"equal on all ranks in {max(count.values())} passes: {names}"
-
-
-def facts(job) -> Iterator[tuple[str, list, int, str]]:
-    """Yield each fact's values on all ranks, its step and place, for each step.
-
-    The ranks may make different numbers of passes in a step. None is the value on ranks
-    that never have this fact.
-    """
-    ranks = [{} for _ in job.processes]
-    for own, process in zip(ranks, job.processes, strict=True):
-        for one in process.of(Facts):
-            for name, value in one.values.items():
-                values, _ = own.setdefault(name, {}).setdefault(one.step, ([], one))
-                values.append(value)
-    for name in dict.fromkeys(x for own in ranks for x in own):
-        there = [own[name] for own in ranks if name in own]
-        for step in there[0]:
-            if all(step in one for one in there):
-                where = there[0][step][1].place
-                rows = [own[name][step][0] if name in own else None for own in ranks]
-                sets = [{*one} if one else None for one in rows]
-                if None not in sets and set.intersection(*sets):
-                    yield name, [rows[0][0]] * len(rows), step, where
-                else:
-                    yield name, [one and one[0] for one in rows], step, where
-
-
-def batch_sizes(process) -> list[int]:
-    """Return the numbers of samples of the training batches."""
-    own = [x for x in process.of(Batch) if x.loader == process.training]
-    return [len(x.indices or x.rows or ()) for x in own]
+    own, mend = feeds(job), ""
+    if own and all(one.divides and not one.shuffles for one in own):
+        mend = "Shuffle the samples before they are divided (DistributedSampler: "
+        mend += "shuffle=True): every n-th sample may be of one kind."
+    yield Breach(what, where(job), mend=mend)

@@ -23,11 +23,12 @@ from ..moments import Step
 from ..neighbours import inputs, twins
 from ..reads import MORE, Feed, Reads, broken, feeds, interleaved, loaded, looped
 from ..record import recorder
-from ..signature import different, plain, signature
+from ..signature import different, plain, relabelled, signature
 from ..watcher import Watcher
 from .modes import Validation
 
 LAW = Law(1, "samples", "Every sample is read once per epoch")
+CLASSES = "Number the classes (or words) alike on every rank: sort their names."
 DIVIDES = "DistributedSampler", "BatchSamplerShard", "ElasticSampler"
 
 
@@ -93,7 +94,8 @@ def datasets_differ(job):
             rank = next((n for n, x in enumerate(values) if x != values[0]), 0)
             if rank and values[rank] and values[0][:2] != values[rank][:2]:
                 what = f"{loader.type}.{name}" if name else loader.type
-                yield Breach(different(what, values, rank), loader.place)
+                mend = CLASSES * relabelled(values[0], values[rank])
+                yield Breach(different(what, values, rank), loader.place, mend=mend)
                 break
         parts = [one.part for one in own]
         rank = next((n for n, x in enumerate(parts) if x != parts[0]), 0)
@@ -105,8 +107,7 @@ def datasets_differ(job):
     same = all(one.data == feeds(job)[0].data for one in feeds(job))
     for labels in (True, False):
         if same and (what := other_contents(job, labels)):
-            mend = "Number the classes alike on every rank: sort their names."
-            yield Breach(what, where(job), mend=mend if labels else "")
+            yield Breach(what, where(job), mend=CLASSES * labels)
             return
 
 
@@ -219,6 +220,9 @@ def mechanism(job: Job, one: Reads) -> tuple[str, str]:
         return "", "Divide the samples in each epoch as in the first one."
     if one.resumed:
         return "", "After a resume, skip the batches that the epoch has already read."
+    if one.redrawn:
+        mend = "Divide a permutation of all samples: order[rank::world_size]."
+        return ", as if they were drawn with replacement", mend
     if not one.feeds:
         mend = "Shuffle the samples in the same order on all ranks, then divide them "
         return "", f"{mend}(order[rank::world_size]); or seed each rank differently."

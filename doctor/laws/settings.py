@@ -1,0 +1,73 @@
+"""Law 2: ranks are exchangeable. Settings."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from ..law import RISK, Breach, NotJudged, check, several
+from ..loaders import Batch
+from .ranks import LAW, Facts
+from .samples import datasets_differ
+
+
+@check(LAW, RISK, general=True, causes=[datasets_differ])
+def settings_differ(job):
+    """The ranks train with different settings.
+
+    Make the setting the same on every rank; after an evaluation on one rank, call
+    train() there.
+    Not a mistake if: the ranks are meant to differ, for example in their batch sizes.
+    """
+    several(job)
+    differ, count, place, shown = Counter(), Counter(), {}, {}
+    for name, row, step, line in facts(job):
+        count[name] += 1
+        if len({*row}) > 1:
+            differ[name] += 1
+            place[name] = line
+            told = [f"{x} on rank {n}" for n, x in enumerate(row)]
+            shown.setdefault(name, (", ".join(told[:4]), step + 1))
+    if not count:
+        raise NotJudged("no training pass was seen on all ranks")
+    for name, number in differ.most_common(3):
+        if number > 2 and number > 0.1 * count[name]:
+            told, step = shown[name]
+            what = f"{name}: {told} in step {step}, and different in {number} of "
+            yield Breach(f"{what}{count[name]} passes", place[name])
+    sizes = [Counter(batch_sizes(process)).most_common(1) for process in job.processes]
+    if all(sizes) and len({one[0][0] for one in sizes}) > 1:
+        told = [f"{one[0][0]} on rank {n}" for n, one in enumerate(sizes)]
+        place = job.processes[0].loader().place
+        yield Breach(f"samples in most batches: {', '.join(told)}", place)
+    names = ", ".join(name for name in count if " of " not in name)
+    yield f"equal on all ranks in {max(count.values())} passes: {names}"
+
+
+def facts(job) -> Iterator[tuple[str, list, int, str]]:
+    """Yield each fact's values on all ranks, its step and place, for each step.
+
+    The ranks may make different numbers of passes in a step. None is the value on ranks
+    that never have this fact.
+    """
+    ranks = [{} for _ in job.processes]
+    for own, process in zip(ranks, job.processes, strict=True):
+        for one in process.of(Facts):
+            for name, value in one.values.items():
+                values, _ = own.setdefault(name, {}).setdefault(one.step, ([], one))
+                values.append(value)
+    for name in dict.fromkeys(x for own in ranks for x in own):
+        there = [own[name] for own in ranks if name in own]
+        for step in there[0]:
+            if all(step in one for one in there):
+                where = there[0][step][1].place
+                rows = [own[name][step][0] if name in own else None for own in ranks]
+                sets = [{*one} if one else None for one in rows]
+                if None not in sets and set.intersection(*sets):
+                    yield name, [rows[0][0]] * len(rows), step, where
+                else:
+                    yield name, [one and one[0] for one in rows], step, where
+
+
+def batch_sizes(process) -> list[int]:
+    """Return the numbers of samples of the training batches."""
+    own = [x for x in process.of(Batch) if x.loader == process.training]
+    return [len(x.indices or x.rows or ()) for x in own]
