@@ -145,6 +145,16 @@ def twins(job: Job) -> tuple[float, float, float, float]:
     return worst
 
 
+def near_twins(job: Job) -> str:
+    """Return what inputs read by two ranks, and then changed at random, show, or ""."""
+    share, errors, there, near = twins(job)
+    if errors < 5 or share < 0.15 or near > 0.5 and there < 0.9:
+        return ""  # neighbours in time, such as frames, may be on different ranks
+    same = " in the same step" * (there >= 0.9)
+    text = f"about {share:.0%} of a rank's inputs are also read by another rank{same}, "
+    return f"{text}and then changed at random ({errors:.0f} standard errors)"
+
+
 def neighbours(one: list[tuple], other: list[tuple], gap) -> tuple:
     """Return twins()'s numbers for two ranks' inputs: (batch, place, numbers)."""
     wins = losses = there = 0

@@ -71,6 +71,12 @@ class Reads:
         distinct = sum(len({*one}) for one in batches)
         return not self.index and distinct < 0.8 * sum(map(len, batches))
 
+    def computed(self) -> bool:
+        """Return whether a loop's batches repeat inputs, as the states of a game do."""
+        lists = [x for one in self.ranks for x in one]
+        repeats = sum(len(x) - len({*x}) for x in lists)
+        return self.pool > 0 and repeats > MORE * sum(map(len, lists))
+
     def random(self) -> bool:
         """Return whether draws with replacement would also repeat nothing on a rank."""
         return self.pool > 0 and min(map(len, self.all)) ** 2 < 16 * self.pool
@@ -266,8 +272,11 @@ def laps(job: Job) -> list[list[list[int]]]:
     return [own[:count], own[count : 2 * count]] if len(own) >= 2 * count else []
 
 
-def looped(job: Job) -> Reads:
-    """Return what the ranks read without a DataLoader, until a sample comes again."""
+def looped(job: Job) -> list[Reads]:
+    """Return what the ranks read without a DataLoader, until a sample comes again.
+
+    If the ranks then have read as many batches, the next ones are the next epoch's.
+    """
     if any(one.loaded for one in job.of(Input)):
         raise NotJudged("no DataLoader feeds the steps of every rank")
     lists = [[x.ids for x in one] for one in inputs(job)]
@@ -283,9 +292,19 @@ def looped(job: Job) -> Reads:
         ranks, shortest = lists, min(map(len, lists))
     elif shortest < 3 and again:
         raise NotJudged("samples repeat within 3 steps: they are not read in epochs")
-    ranks = [x[:shortest] for x in ranks]
+    laps = [[x[:shortest] for x in ranks]]
     text = f"the first {shortest} inputs of the network"
-    return Reads(ranks, text, False, index=False, pool=pool, ids=ids)
+    if {*map(len, ranks)} == {shortest} and again:
+        for start in range(shortest, min(map(len, lists)) - shortest + 1, shortest):
+            laps.append([x[start : start + shortest] for x in lists])
+    found = [Reads(laps[0], text, False, index=False, pool=pool, ids=ids)]
+    for number, one in enumerate(laps[1:], 1):
+        text = f"inputs {number * shortest + 1} to {(number + 1) * shortest} of the "
+        lap = Reads(one, f"{text}network", False, index=False, pool=pool, ids=ids)
+        if lap.numbers()["within"]:
+            break  # they are not read in epochs
+        found.append(lap)
+    return found
 
 
 def broken(one: Reads) -> str:

@@ -11,11 +11,13 @@ from typing import ClassVar
 from ..event import Event
 from ..law import RISK, Breach, Law, NotJudged, check, several
 from ..loaders import Batch
+from ..moments import Moments
 from ..neighbours import Input
 from ..record import STEPS, place, recorder, wrap
 from ..sample import GOLDEN, numbers, picked
 from ..watcher import Watcher
 from .randomness import gradients
+from .replicas import other_network_differs
 from .samples import datasets_differ, where
 
 LAW = Law(2, "ranks", "Ranks are exchangeable")
@@ -116,7 +118,9 @@ class Ranks(Watcher):
     def after_backward(self) -> None:
         if self.gradients and recorder.watching:
             norm = sum(one.square().sum() for one in self.gradients.values()).sqrt()
-            self.keep(None, {f"gradient norm of {place()}": norm})
+            names = [Moments.here.names.get(x, "a weight") for x in self.gradients]
+            whose = names[0] + f" and {len(names) - 1} more" * (len(names) > 1)
+            self.keep(None, {f"gradient norm of {whose} in {place()}": norm})
 
     def on_step(self, optimizer, weights, values) -> None:
         pending, self.pending = self.pending, []
@@ -212,7 +216,10 @@ def apart(values: list[float], others: list[float], batches: float) -> tuple:
     return abs(fmean(gaps)) / (error or 1e-12), share, sum(one > 0 for one in gaps)
 
 
-@check(LAW, RISK, general=True, needs=[Measured], causes=[datasets_differ])
+EARLIER = datasets_differ, other_network_differs
+
+
+@check(LAW, RISK, general=True, needs=[Measured], causes=EARLIER)
 def ranks_differ(job):
     """One rank's samples, losses or gradients differ significantly from the others'.
 

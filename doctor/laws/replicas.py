@@ -7,6 +7,7 @@ from ..job import Job
 from ..law import NOTE, RISK, WRONG, Breach, Doubt, NotJudged, check, need, several
 from ..record import STEPS
 from .checkpoints import Saved
+from .meeting import collectives_differ
 from .states import LAW, Layout, State
 
 READ, SHARDED = "tutorial/11_hangs/README.md", "tutorial/16_sharded/README.md"
@@ -107,7 +108,10 @@ def weights_differ(job):
         yield Breach(f"before the first step, {found[1]}", rows[0][0].place, mend=mend)
 
 
-@check(LAW, RISK, general=True, causes=[names_differ, weights_differ], read=READ)
+EARLIER = names_differ, weights_differ, collectives_differ
+
+
+@check(LAW, RISK, general=True, causes=EARLIER, read=READ)
 def weights_drift(job):
     """The ranks' weights drift apart.
 
