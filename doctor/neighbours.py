@@ -23,7 +23,7 @@ class Input(Event):
     network: int
     rows: array  # a hash for each entry of the input's largest tensor
     loaded: bool  # a DataLoader gave the last batch
-    few: list[list[float]]  # of each entry, if no DataLoader gave it
+    few: list[list[float]]  # of each entry, if no DataLoader gave it or it is tokens
     whole: bool  # they are whole numbers, such as tokens
     ids: array | None = None  # of samples, that the network looks up in other inputs
     # By position: a hash of another input with as many entries, and if they differ
@@ -43,13 +43,17 @@ class Inputs(Watcher):
         inputs = [one for one in inputs if one.dim() and len(one)]
         if recorder.watching and torch.is_grad_enabled() and inputs:
             largest = max(inputs, key=torch.Tensor.numel)
-            loaded = Loaders.here.current is not None
+            loaded, whole = (
+                Loaders.here.current is not None,
+                not largest.is_floating_point(),
+            )
+            tokens = whole and largest.is_cpu
             one = Input(
                 network=self.networks.setdefault(id(network), len(self.networks)),
                 rows=array("q", hashes(largest)),
                 loaded=loaded,
-                few=[] if loaded else few_of_each(largest),
-                whole=not largest.is_floating_point(),
+                few=few_of_each(largest) if tokens or not loaded else [],
+                whole=whole,
                 ids=None if loaded else ids_of(inputs, len(largest)),
                 arguments=arguments(inputs, largest),
                 place=place(),

@@ -11,6 +11,7 @@ from . import (  # noqa: F401
     inputs,
     losses,
     mean,
+    meanings,
     meeting,
     modes,
     passes,
@@ -22,6 +23,7 @@ from . import (  # noqa: F401
     resume,
     samples,
     schedule,
+    shards,
     states,
     time,
 )

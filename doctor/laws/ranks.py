@@ -1,5 +1,6 @@
 """Law 2: ranks are exchangeable."""
 
+from array import array
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -45,11 +46,20 @@ class Facts(Event):
     place: str
 
 
+@dataclass(kw_only=True)
+class Targets(Event):
+    """A loss has got one target for each sample."""
+
+    limit: ClassVar[int] = 400
+    count: int
+    values: array  # of the first 64 samples
+
+
 class Ranks(Watcher):
     """Measures batches, inputs, targets, losses and gradients."""
 
     def __init__(self):
-        self.gradients, self.pending, self.facts = {}, [], {}
+        self.gradients, self.pending, self.targets, self.facts = {}, [], [], {}
 
     def hooks(self) -> None:
         import torch.nn.functional as functional
@@ -82,6 +92,8 @@ class Ranks(Watcher):
                 valid = (target != kwargs.get("ignore_index", -100)).sum()
                 values[f"number of targets of {where}"] = valid
             self.keep(None, values)
+            if target.dim() == 1 and len(self.targets) < 16:
+                self.targets.append((len(target), target.detach()[:64]))
 
     def on_batch(self, own, batch, seconds) -> None:
         values = {}
@@ -129,10 +141,13 @@ class Ranks(Watcher):
             recorder.write(Facts(values=self.facts, place=where))
             self.facts = {}
         kept = [x for _, one in pending for x in one.values() if not isinstance(x, int)]
-        flat = numbers(kept, 1)
+        targets, self.targets = self.targets, []
+        rows = numbers(kept + [one for _, one in targets], 64)
+        for (count, _), values in zip(targets, rows[len(kept) :], strict=True):
+            recorder.write(Targets(count=count, values=array("d", values)))
         for loader, one in pending:
             found = {
-                k: x if isinstance(x, int) else flat.pop(0)[0] for k, x in one.items()
+                k: x if isinstance(x, int) else rows.pop(0)[0] for k, x in one.items()
             }
             recorder.write(Measured(loader=loader, values=found))
 
