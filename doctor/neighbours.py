@@ -23,7 +23,7 @@ class Input(Event):
     network: int
     rows: array  # a hash for each entry of the input's largest tensor
     loaded: bool  # a DataLoader gave the last batch
-    few: list[list[float]]  # of each entry, if no DataLoader gave it or it is tokens
+    few: list[list[float]]  # of each entry, or [] on a GPU
     whole: bool  # they are whole numbers, such as tokens
     ids: array | None = None  # of samples, that the network looks up in other inputs
     # By position: a hash of another input with as many entries, and if they differ
@@ -47,12 +47,12 @@ class Inputs(Watcher):
                 Loaders.here.current is not None,
                 not largest.is_floating_point(),
             )
-            tokens = whole and largest.is_cpu
+            read = largest.is_cpu or not loaded
             one = Input(
                 network=self.networks.setdefault(id(network), len(self.networks)),
                 rows=array("q", hashes(largest)),
                 loaded=loaded,
-                few=few_of_each(largest) if tokens or not loaded else [],
+                few=few_of_each(largest) if read else [],
                 whole=whole,
                 ids=None if loaded else ids_of(inputs, len(largest)),
                 arguments=arguments(inputs, largest),

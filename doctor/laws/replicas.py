@@ -223,6 +223,37 @@ def buffers_differ(job):
         yield Breach(text, row[0].place, mend=mend, level=level)
 
 
+@check(LAW, RISK, causes=[*EARLIER, weights_drift], read=READ)
+def tensors_drift(job):
+    """A tensor that the script keeps, and updates alike on all ranks, drifts apart.
+
+    Update it with the same numbers on every rank: all_reduce() or broadcast() all of
+    them, also those that are drawn at random or that replace unused entries.
+    Not a mistake if: the ranks are meant to have their own values from then on.
+    """
+    several(job)
+    rows = states_of(job, "step", "kept")
+    found = {}
+    for name in {x for row in rows for x in row[0].rows()}:
+        values = [[one.rows().get(name) for one in row] for row in rows]
+        values = [x for x in values if None not in x]
+        same = [alike(x, 1e-5) for x in values]
+        moves = [a[0] != b[0] for a, b in zip(values, values[1:], strict=False)]
+        agreed = same.index(False) if False in same else 0
+        # At first it changes alike
+        if (
+            sum(moves[: agreed - 1]) > 2
+            and not any(same[agreed:])
+            and same[agreed + 2 :]
+        ):
+            found.setdefault(rows[agreed - len(rows)][0].step, []).append(name)
+    if found:
+        step = min(found)
+        names = sorted(x for own in found.values() for x in own)
+        what = f"in step {step + 1}, {names[0]} begins to differ between the ranks"
+        yield Breach(f"{what}; until then, it changed alike", rows[0][0].place)
+
+
 @check(
     LAW,
     RISK,
