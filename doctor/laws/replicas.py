@@ -2,9 +2,11 @@
 
 import math
 from collections import Counter
+from itertools import pairwise
 
 from ..job import Job
 from ..law import NOTE, RISK, WRONG, Breach, Doubt, NotJudged, check, need, several
+from ..moments import Step
 from ..record import STEPS
 from .checkpoints import Saved
 from .meeting import collectives_differ
@@ -232,26 +234,21 @@ def tensors_drift(job):
     Not a mistake if: the ranks are meant to have their own values from then on.
     """
     several(job)
-    rows = states_of(job, "step", "kept")
-    found = {}
-    for name in {x for row in rows for x in row[0].rows()}:
-        values = [[one.rows().get(name) for one in row] for row in rows]
-        values = [x for x in values if None not in x]
+    rows = [[x.rows() for x in own] for own in states_of(job, "step", "kept")]
+    found = []
+    for name in {x for row in rows for x in row[0]}:
+        values = [[x[name] for x in row] for row in rows if all(name in x for x in row)]
         same = [alike(x, 1e-5) for x in values]
-        moves = [a[0] != b[0] for a, b in zip(values, values[1:], strict=False)]
         agreed = same.index(False) if False in same else 0
-        # At first it changes alike
-        if (
-            sum(moves[: agreed - 1]) > 2
-            and not any(same[agreed:])
-            and same[agreed + 2 :]
-        ):
-            found.setdefault(rows[agreed - len(rows)][0].step, []).append(name)
+        alike_moves = sum(a != b for a, b in pairwise(values[:agreed]))
+        if alike_moves > 2 and not any(same[agreed:]) and same[agreed + 2 :]:
+            found.append((alike_moves, name))
     if found:
-        step = min(found)
-        names = sorted(x for own in found.values() for x in own)
-        what = f"in step {step + 1}, {names[0]} begins to differ between the ranks"
-        yield Breach(f"{what}; until then, it changed alike", rows[0][0].place)
+        count, name = min(found)
+        names = listed(sorted(x for _, x in found))
+        what = f"{names} differ between the ranks after {count} or more changes that "
+        place = job.of(Step)[0].place
+        yield Breach(f"{what}were the same on all ranks ({name})", place)
 
 
 @check(
