@@ -234,21 +234,21 @@ def tensors_drift(job):
     Not a mistake if: the ranks are meant to have their own values from then on.
     """
     several(job)
-    rows = [[x.rows() for x in own] for own in states_of(job, "step", "kept")]
-    found = []
-    for name in {x for row in rows for x in row[0]}:
-        values = [[x[name] for x in row] for row in rows if all(name in x for x in row)]
+    states, found = states_of(job, "step", "kept"), []
+    states = [(own[0].step + 1, [x.rows() for x in own]) for own in states]
+    for name in {x for _, row in states for x in row[0]}:
+        own = [(n, row) for n, row in states if all(name in x for x in row)]
+        values = [[x[name] for x in row] for _, row in own]
         same = [alike(x, 1e-5) for x in values]
         agreed = same.index(False) if False in same else 0
-        alike_moves = sum(a != b for a, b in pairwise(values[:agreed]))
-        if alike_moves > 2 and not any(same[agreed:]) and same[agreed + 2 :]:
-            found.append((alike_moves, name))
+        count = sum(a != b for a, b in pairwise(values[:agreed]))
+        if count > 2 and not any(same[agreed:]) and same[agreed + 2 :]:
+            found.append((own[agreed][0], count, name))
     if found:
-        count, name = min(found)
-        names = listed(sorted(x for _, x in found))
-        what = f"{names} differ between the ranks after {count} or more changes that "
-        place = job.of(Step)[0].place
-        yield Breach(f"{what}were the same on all ranks ({name})", place)
+        step, count, _ = min(found)
+        what = f"{listed(sorted(x[2] for x in found))} differ between the ranks from "
+        what += f"step {step} on, after {count} changes that were equal on all ranks"
+        yield Breach(what, job.of(Step)[0].place)
 
 
 @check(
