@@ -344,9 +344,9 @@ def test_what_a_checkpoint_holds():
         report = judged([file, event(Saved, 4, **good | values)], [])
         assert law(report, 8) == ("broken" if wanted else "held"), report
         assert [*named(report)] == [wanted] * bool(wanted)
-    parts = event(Cut, 4, path="best.pt", names=["net.weight"])
-    assert named(judged([file, parts], [])) == {"shards_saved": "WRONG"}
-    assert not named(judged([file, parts], [parts]))
+    parts = [[event(Cut, 4, path="a.pt", names=["net.weight"])] for _ in range(2)]
+    assert named(judged([file, *parts[0]], [])) == {"shards_saved": "WRONG"}
+    assert not named(judged(*parts))
     passing = good | {"overwrites": True, "path": f"{tempfile.gettempdir()}/a.pt"}
     assert not judged([file, event(Saved, 4, **passing)], []).findings
     last = event(Saved, 4, **good | {"path": "last.pt"})
