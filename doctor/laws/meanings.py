@@ -1,7 +1,7 @@
 """Law 2: ranks are exchangeable. How targets depend on inputs."""
 
 from itertools import combinations
-from math import sqrt
+from math import isfinite, prod, sqrt
 from random import Random
 from statistics import correlation, fmean, pstdev
 
@@ -33,18 +33,17 @@ def meanings_differ(job):
         rows = [related(x, cells) for x in own]
         # If inputs and targets were independent, these would be standard normal numbers
         sizes = [sum(x * x for x in row) for row in rows]
-        wanted = sqrt(max(0, 1 - len(cells) / sizes[0]))
-        wanted *= sqrt(max(0, 1 - len(cells) / sizes[1]))
         if min(map(pstdev, rows)) == 0:
             continue
-        found = correlation(*rows)
-        if found > wanted / 3 or (wanted - found) * sqrt(len(cells)) < 5:
+        found, count = correlation(*rows), len(cells)
+        wanted = sqrt(prod(max(0, 1 - count / size) for size in sizes))
+        if not (found < wanted / 3 and (wanted - found) * sqrt(count) > 5):
             continue
         errors = min(beyond(x, cells, size) for x, size in zip(own, sizes, strict=True))
-        if errors < 8:
+        if not errors > 8:
             continue
         what = f"on ranks {one} and {other}, targets depend on inputs (by {errors:.0f} "
-        what += f"standard errors or more), but not alike: over {len(cells)} pairs of "
+        what += f"standard errors or more), but not alike: over {count} pairs of "
         what += f"a feature and a class, the correlation is {found:.2f}, not about "
         yield Breach(f"{what}{wanted:.2f}", job.of(Input)[0].place)
         return
@@ -60,6 +59,8 @@ def samples(process: Process) -> Samples:
         for row, few, target in zip(
             one.rows, one.few, fits[0].values if fits else (), strict=False
         ):
+            if not all(map(isfinite, (*few, target))):
+                continue
             features = dict.fromkeys(few, 1.0) if one.whole else dict(enumerate(few))
             found.setdefault(row, (features, target))
     return [*found.values()][:800]
