@@ -81,9 +81,9 @@ def common(*ranks: Samples) -> list[tuple]:
         features.append({x for x in often if counts[x] <= most or len(seen[x]) > 2})
         classes.append({x for x, n in targets.items() if FEWEST <= n <= most})
     targets = sorted(set.intersection(*classes))
-    several = len(targets) == 2 and all(len({x for _, x in y}) == 2 for y in ranks)
+    binary = len(targets) == 2 and all(len({x for _, x in y}) == 2 for y in ranks)
     names = sorted(set.intersection(*features))[:200]
-    return [(x, y) for y in targets[several:][:6] for x in names]
+    return [(x, y) for y in targets[binary:][:6] for x in names]
 
 
 def related(own: Samples, cells: list[tuple]) -> list[float]:
