@@ -420,7 +420,8 @@ def test_shards_are_known_by_their_names_or_their_numbers(monkeypatch):
     monkeypatch.setattr(Moments.here, "networks", {network: True})
     rows = weight.rows.clone()
     assert cut({"a.weight": rows}) == cut([{"w": [rows, 1]}]) == ["a.weight"]
-    assert not cut({"a.weight": torch.ones(4, 4)}) and not cut([rows + 1])
+    assert cut({"module.a.weight": rows + 1}) and not cut([rows + 1])
+    assert not cut({"a.weight": torch.ones(4, 4)})
 
 
 @pytest.mark.parametrize(("first", "wanted"), [(0, {}), (6, {"tensors_drift": "RISK"})])
