@@ -252,8 +252,10 @@ def test_a_law_is_broken_by_the_effect_of_another_one():
             one.used = [(n + 1) * x for x in used]
             state = {"moment": "step", "what": "weights", "names": ["net.weight"]}
             own.append(event(State, n, each=1, values=[n * used[0]], **state))
-        late = state | {"moment": "validation", "what": "Net"}  # an effect's effect
-        own.append(event(State, 4, each=1, values=[used[0]], **late))
+        kept = state | {"what": "kept", "names": ["Codes.sum"]}  # an effect's effect
+        for n in range(12):
+            values = [n + used[0] * (n > 5)]
+            own.append(event(State, n, each=1, values=values, **kept))
     report = examine(job := made(*ranks))
     assert [*named(report)] == ["not_averaged"]
     words = " ".join(page(job, report).split())
