@@ -69,7 +69,8 @@ def main() -> int:
             return 2
     if not job.processes:
         text = "NOTHING CHECKED: no process trained or joined a process group"
-        hint = "If the command sets PYTHONPATH, let it keep $PYTHONPATH."
+        hint = "If the command sets PYTHONPATH, let it keep $PYTHONPATH. If the script "
+        hint += "needs a GPU, and there is none, use --cpu."
         print(f"doctor: error: {text} (status {job.status}). {hint}", file=sys.stderr)
         return status_of(job) or 2
     report = examine(job)

@@ -1,10 +1,12 @@
 """The random numbers that the script draws itself, and its own generators."""
 
+import contextlib
 import gc
+import os
 import random
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations
 from typing import ClassVar
@@ -44,9 +46,11 @@ class Drawn(Event):
 
 @dataclass(kw_only=True)
 class Own(Event):
-    """States of the generators that the script has made itself."""
+    """States of the generators that the script has made itself, the oldest first."""
 
     states: list[int]
+    # Where a class of the script begins whose objects have them, or ""
+    owners: list[str] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
@@ -85,7 +89,7 @@ class Draws(Watcher):
     def after_step(self, optimizer, weights) -> None:
         self.shared = False
         if recorder.step in SCANS:
-            recorder.write(Own(states=own_states()))
+            recorder.write(own_states())
         self.counts = Counter()
 
     def make(self, name: str, call, /, *args, **kwargs):
@@ -152,16 +156,35 @@ def permutes(tensor) -> bool:
     return sorted(tensor.tolist()) == [*range(len(tensor))]
 
 
-def own_states() -> list[int]:
+def own_states() -> Own:
     """Return hashes of the states of all generators but the global ones."""
-    numpy, found = sys.modules.get("numpy"), []
+    numpy, found, made = sys.modules.get("numpy"), [], []
     kinds = (numpy.random.Generator, numpy.random.RandomState) if numpy else ()
-    for one in gc.get_objects():
+    for one in (x for age in (2, 1, 0) for x in gc.get_objects(age)):
         if type(one) is random.Random and one is not random._inst:
+            made.append(one)
             found.append(hashed(repr(one.getstate()).encode()))
         elif type(one) in kinds and one is not numpy.random.mtrand._rand:
+            made.append(one)
             found.append(hashed(repr(one._bit_generator.state).encode()))
-    return found
+    own = Own(states=found)
+    with contextlib.suppress(Exception):  # an unusual object of the script
+        own.owners = owners(made)
+    return own
+
+
+def owners(made: list) -> list[str]:
+    """Return where the class begins whose object has a generator, or ""."""
+    found = {id(one): "" for one in made}
+    direct = gc.get_referrers(*made) if made else []
+    fields = [one for one in direct if type(one) is dict]
+    for one in direct + (gc.get_referrers(*fields) if fields else []):
+        code = getattr(getattr(type(one), "__init__", None), "__code__", None)
+        if code and not code.co_filename.startswith(not_the_users()):
+            where = f"{os.path.relpath(code.co_filename)}:{code.co_firstlineno}"
+            held = [x for x in getattr(one, "__dict__", {}).values() if id(x) in found]
+            found |= {id(x): where for x in held}
+    return [*found.values()]
 
 
 def same_draws(job: Job) -> tuple[dict[str, tuple[str, bool]], int]:
@@ -199,6 +222,35 @@ def same_draws(job: Job) -> tuple[dict[str, tuple[str, bool]], int]:
 def equal(values: list) -> bool:
     """Return whether two values are equal."""
     return any(one == other for one, other in combinations(values, 2))
+
+
+def equal_owners(job: Job) -> tuple[str, str, str]:
+    """Return how generators of several objects of a class draw the same, if they do.
+
+    The other values are the place and the advice. A joint decision needs one generator
+    at the same place on all ranks.
+    """
+    ranks = []
+    for process in job.processes:
+        one, later = [*process.of(Own)[:2], None, None][:2]
+        pairs = zip(one.states, one.owners, strict=False) if later else ()
+        ranks.append([pair for pair in pairs if pair[0] not in later.states])
+    for (n, one), (m, other) in combinations(enumerate(ranks), 2):
+        for where in {owner: None for _, owner in one if owner}:
+            own = [state for state, owner in one if owner == where]
+            others = [state for state, owner in other if owner == where]
+            same = [(k, others.index(x)) for k, x in enumerate(own) if x in others]
+            shifts = {there - here for here, there in same}
+            if len(same) < 3 - (0 not in shifts) or len(shifts) > 1:
+                continue
+            text = f"{len(same)} of {len(own)} generators of rank {n} draw the same "
+            text += f"numbers as rank {m}'s"
+            if 0 in shifts:
+                return text, where, "Seed them with numbers that depend on the rank."
+            text += f": number {same[0][0] + 1} as its number {same[0][1] + 1}"
+            mend = "Give each rank seeds of its own: seed + rank * (their number) + i."
+            return text, where, mend
+    return "", "", ""
 
 
 def same_generators(job: Job) -> bool:

@@ -6,7 +6,6 @@ plain Python values, lists, dictionaries and arrays.
 """
 
 import pickle
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ KINDS: dict[str, type["Event"]] = {}
 class Event:
     """Something that happened in one process."""
 
-    limit: ClassVar[int] = 10**9  # a process writes at most this many of one kind
+    limit: ClassVar[int] = 10_000  # a process writes at most this many of one kind
     name_in_files: ClassVar[str]
     time: float = 0.0  # seconds since the epoch
     step: int = 0  # optimizer steps that the process had completed
@@ -46,6 +45,17 @@ class Start(Event):
 
 
 @dataclass(kw_only=True)
+class Joins(Event):
+    """The script joins a process group."""
+
+    own: int  # the port, if it is not the launcher's
+    number: int  # the rank that the process asks for
+    world_size: int
+    local: bool = False  # the processes meet at an address of this machine
+    place: str
+
+
+@dataclass(kw_only=True)
 class Rank(Event):
     """A process has joined a process group."""
 
@@ -64,6 +74,7 @@ class Compiles(Event):
 class Waits(Event):
     """A process has done nothing for `seconds`."""
 
+    limit: ClassVar[int] = 100_000
     what: str  # the function in which it waits, or ""
     place: str
     seconds: float
@@ -76,6 +87,7 @@ class Failed(Event):
     text: str
     place: str
     path: str  # the missing file, for errors that have one
+    cuda: bool = True  # whether PyTorch finds a GPU
 
 
 @dataclass(kw_only=True)
@@ -90,14 +102,6 @@ def read(path: Path) -> list[Event]:
     found = []
     with path.open("rb") as file, suppress(EOFError, pickle.PickleError):
         while True:
-            found.append(_made(*pickle.load(file)))
+            kind, fields = pickle.load(file)
+            found.append(KINDS[kind](**fields))
     return found
-
-
-def _made(kind: str, fields: dict) -> Event:
-    return KINDS[kind](**fields)
-
-
-def of(events: list[Event], kind: type[Event]) -> Iterator[Event]:
-    """Yield the events of one kind."""
-    return (one for one in events if isinstance(one, kind))

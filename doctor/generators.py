@@ -16,10 +16,8 @@ def states(dataset: object = None) -> dict[str, tuple[int, int]]:
     found["random"] = hash(state), state[-1]
     if numpy := sys.modules.get("numpy"):
         _, keys, position, *_ = numpy.random.get_state()
-        found["numpy"] = (
-            hashed(keys.tobytes() + bytes(str(position), "ascii")),
-            position,
-        )
+        state = keys.tobytes() + str(position).encode()
+        found["numpy"] = hashed(state), position
     if torch.cuda.is_initialized():
         state = content(torch.cuda.get_rng_state())
         found["cuda"] = hashed(state), int.from_bytes(state[8:16], "little")

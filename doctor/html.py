@@ -9,6 +9,7 @@ from .law import BROKEN, HELD, Finding, Report, Verdict
 from .spans import Spans, time_table
 
 SHOWN = 6  # steps in the timeline
+COMM = "communication"
 PARTS = {  # of a step: a colour for light pages and one for dark pages
     "data": ("#b35900", "#ffa657"),
     "forward": ("#2f6fce", "#79b8ff"),
@@ -51,9 +52,8 @@ td, th { padding: .2rem .6rem; text-align: right; border-top: 1px solid var(--li
 def html(job: Job, report: Report) -> str:
     """Return the page."""
     ended = "hung and was ended" if job.hung else f"ended with status {job.status}"
-    head = (
-        f"{len(job.processes)} of {job.world_size} processes reported; the job {ended}"
-    )
+    count = f"{len(job.processes)} of {job.world_size} processes"
+    head = f"{count} reported; the job {ended}"
     found = "".join(map(finding, report.findings)) or "<p>No mistake was found.</p>"
     laws = "".join(map(law, report.verdicts))
     return f"""<!doctype html>
@@ -139,9 +139,6 @@ def spans(job: Job) -> dict[int, list[tuple[int, str, float, float]]]:
                     rows[rank].append((one.step, "waiting", start, middle))
                 rows[rank].append((one.step, part, middle, end))
     return rows
-
-
-COMM = "communication"
 
 
 def timeline(job: Job) -> str:

@@ -1,6 +1,5 @@
 """A job that has ended: its processes, and what each of them recorded."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from . import event
-from .event import Event, Exit, Failed, Rank, Start, Waits
+from .event import Event, Exit, Failed, Joins, Rank, Start, Waits
 from .loaders import Batch, Epoch, EpochEnd
 from .moments import Step
 
@@ -26,7 +25,7 @@ class Process:
 
     def of(self, kind: type[Kind]) -> list[Kind]:
         """Return the events of one kind, in the order they were written."""
-        return [*event.of(self.events, kind)]
+        return [one for one in self.events if isinstance(one, kind)]
 
     @cached_property
     def training(self) -> int | None:
@@ -44,8 +43,7 @@ class Process:
     def batches(self, epoch: int, loader: int | None = None) -> list[Batch]:
         """Return the batches of one pass, by default over the training loader."""
         loader = self.training if loader is None else loader
-        own = self._batches.get((loader, epoch), [])
-        return own
+        return self._batches.get((loader, epoch), [])
 
     @cached_property
     def _batches(self) -> dict[tuple[int, int], list[Batch]]:
@@ -110,19 +108,13 @@ class Job:
 
         Several events of one step are matched by their order in that step.
         """
-        return [row for row in self._rows(kind) if len(row) == len(self.processes)]
-
-    def _rows(self, kind: type[Kind]) -> Iterator[list[Kind]]:
         numbered = {}
         for process in self.processes:
             for _, group in groupby(process.of(kind), key=lambda one: one.step):
                 for number, one in enumerate(group):
                     numbered.setdefault((one.step, number), []).append(one)
-        yield from (numbered[key] for key in sorted(numbered))
-
-    def same_weights(self, row: list[Step]) -> bool:
-        """Return whether all ranks update the same weights in a step."""
-        return len({one.which for one in row}) == 1
+        rows = [numbered[key] for key in sorted(numbered)]
+        return [row for row in rows if len(row) == len(self.processes)]
 
 
 def read(folder: Path) -> Job:
@@ -134,7 +126,11 @@ def read(folder: Path) -> Job:
         start = kinds.get(Start)
         given = start.environment if start else {}
         if joined := kinds.get(Rank):
-            found[name] = Process(*rank_of(joined), events)
+            found[name] = Process(joined.own, joined.world_size, events)
+        elif asked := kinds.get(Joins):
+            rank = given["RANK"] or max(0, asked.number)
+            size = int(given["WORLD_SIZE"] or asked.world_size)
+            found[name] = Process(int(rank), size, events)
         elif Step in kinds or (Failed in kinds and given.get("RANK")):
             rank, size = int(given["RANK"] or 0), int(given["WORLD_SIZE"] or 1)
             found[name] = Process(rank, size, events)
@@ -151,14 +147,13 @@ def read(folder: Path) -> Job:
     return Job([latest[rank] for rank in sorted(latest)])
 
 
-def rank_of(joined: Rank) -> tuple[int, int]:
-    """Return a process's rank and the number of processes."""
-    return joined.own, joined.world_size
-
-
-def last(process: Process) -> Event:
-    """Return what a process was doing last, or how it ended."""
-    return process.events[-1]
+def clashing(job: Job) -> list[Joins]:
+    """Return the calls of processes that ask for one rank, and have not got it."""
+    found = {}
+    for process in job.processes if not job.of(Rank) else ():
+        for one in process.of(Joins)[:1]:
+            found.setdefault(one.number, []).append(one)
+    return next((same for same in found.values() if len(same) > 1), [])
 
 
 def waiting(process: Process) -> Waits | None:

@@ -5,7 +5,7 @@ function of a Job. It yields a Breach for each mistake that it sees, or the evid
 that it saw none: a sentence with numbers, which a user can verify. It raises NotJudged
 if the job's events are not enough.
 
-    @check(LAW, WRONG, needs=[Save], causes=[hangs], read="pitfalls.md")
+    @check(LAW, WRONG, needs=[Save], causes=[hangs], read="pitfall 20")
     def several_save(job):
         '''Several ranks save the same file.
 
@@ -135,7 +135,7 @@ def check(
     needs: Iterable[type[Event]] = (),
     causes: Iterable[Check] = (),
     effects: Iterable[Check] = (),
-    read: str = "docs/pitfalls.md",
+    read: str = "",
 ) -> Callable[[Callable], Check]:
     """Make a function a check of a law.
 
@@ -143,7 +143,7 @@ def check(
         needs: events; if the job has none of one kind, the check is not judged.
         causes: a finding of one of these hides this check's findings.
         effects: this check's findings hide those of these checks.
-        read: a page of the repository that explains the mistake.
+        read: a pitfall, lesson or page of the repository that explains the mistake.
     """
 
     def add(function: Callable) -> Check:
@@ -183,12 +183,6 @@ def several(job: Job) -> None:
         raise NotJudged("this needs at least two processes")
 
 
-def in_order() -> list[Check]:
-    """Return all checks, causes before their effects."""
-    found = {x: x.causes | ({x.explains} - {None}) for x in CHECKS.values()}
-    return [*TopologicalSorter(found).static_order()]
-
-
 def judge(job: Job, own: Check) -> Iterator[Breach | str]:
     """Yield a check's breaches and evidence."""
     for kind in own.needs:
@@ -223,7 +217,8 @@ def examine(job: Job) -> Report:
     verdicts = {one.law.number: Verdict(one.law) for one in CHECKS.values()}
     report, named, hidden, evidence = Report(), {}, set(), {}
     report.verdicts = [verdicts[number] for number in sorted(verdicts)]
-    for own in in_order():
+    order = {one: one.causes | ({one.explains} - {None}) for one in CHECKS.values()}
+    for own in TopologicalSorter(order).static_order():
         if own.explains:
             continue
         verdict, found, seen = verdicts[own.law.number], [], []

@@ -25,7 +25,6 @@ class Epoch(Event):
     sampler: str
     length: int | None  # in batches
     samples: int | None
-    batch: int | None
     stream: bool  # an IterableDataset
     place: str
 
@@ -53,6 +52,7 @@ class Batch(Event):
     labels: array | None  # if it has one tensor (N,) of whole numbers
     rows: array | None  # a hash of each sample's contents
     ids: array | None = None  # whole numbers that differ in each sample of a stream
+    marks: array | None = None  # hashes of all whole numbers of a stream's samples
 
 
 @dataclass
@@ -61,12 +61,16 @@ class Pass:
 
     loader: int
     epoch: int
-    subsets: list = field(default_factory=list)
     stream: bool = False
     batches: int = 0
     steps: int = 0
     ended: bool = False
     reads: deque = field(default_factory=lambda: deque(maxlen=8))
+
+    @property
+    def which(self) -> dict[str, int]:
+        """The numbers of the loader and of the pass."""
+        return {"loader": self.loader, "epoch": self.epoch}
 
 
 def size(value) -> int | None:
@@ -83,12 +87,15 @@ def leaves(value) -> list:
     return [one for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
 
 
-def reference(value):
-    """Return a weak reference, or a function that returns None if there is none."""
-    try:
-        return weakref.ref(value)
-    except TypeError:
-        return lambda: None
+def inside(dataset) -> tuple[object, list]:
+    """Return the data set inside all subsets, and the samples that these choose."""
+    from torch.utils.data import Subset
+
+    subsets = []
+    while isinstance(dataset, Subset):
+        subsets.append(dataset.indices)
+        dataset = dataset.dataset
+    return dataset, subsets
 
 
 class Loaders(Watcher):
@@ -109,7 +116,7 @@ class Loaders(Watcher):
         wrap(_BaseDataLoaderIter, "__next__", self.next_batch)
 
     def iterate(self, call, loader):
-        from torch.utils.data import IterableDataset, Subset
+        from torch.utils.data import IterableDataset
 
         if getattr(loader, "_iterator", None) is not None:  # persistent workers
             loader._iterator.__dict__["_doctor_indices"] = deque()
@@ -119,25 +126,21 @@ class Loaders(Watcher):
         if known["last"]:
             self.end_pass(known["last"], whole=False)
         known["epoch"] += 1
-        base, subsets = loader.dataset, []
-        while isinstance(base, Subset):
-            subsets.append(base.indices)
-            base = base.dataset
+        base, subsets = inside(loader.dataset)
         stream = isinstance(base, IterableDataset)
-        own = self.fetching = Pass(known["number"], known["epoch"], subsets, stream)
+        own = self.fetching = Pass(known["number"], known["epoch"], stream)
         if loader.num_workers:  # which inherit the environment
             os.environ["DOCTOR_PASS"] = f"{own.loader} {own.epoch}"
         iterator = call(loader)
         known["last"] = iterator.__dict__["_doctor_pass"] = own
+        iterator.__dict__["_doctor_subsets"] = subsets  # these end with the iterator
         sampler = "" if stream else type(loader.sampler).__name__
         epoch = Epoch(
-            loader=own.loader,
-            epoch=own.epoch,
+            **own.which,
             type=type(base).__name__,
             sampler=sampler,
             length=size(loader),
             samples=size(loader.dataset),
-            batch=loader.batch_size,
             stream=stream,
             place=place(),
         )
@@ -154,7 +157,9 @@ class Loaders(Watcher):
                 break
         else:
             known = {"number": self.count, "epoch": -1, "last": None, "place": where}
-            known["dataset"] = reference(loader.dataset)
+            known["dataset"] = lambda: None
+            with contextlib.suppress(TypeError):  # a list has no weak references
+                known["dataset"] = weakref.ref(loader.dataset)
             self.count += 1
         self.loaders[id(loader)] = known
         known["loader"] = weakref.ref(loader)
@@ -163,14 +168,8 @@ class Loaders(Watcher):
     def end_pass(self, own: Pass, whole: bool) -> None:
         if not own.ended:
             own.ended = True
-            end = EpochEnd(
-                loader=own.loader,
-                epoch=own.epoch,
-                whole=whole,
-                batches=own.batches,
-                steps=own.steps,
-            )
-            recorder.write(end)
+            counts = {"batches": own.batches, "steps": own.steps}
+            recorder.write(EpochEnd(**own.which, whole=whole, **counts))
 
     def next_index(self, call, iterator):
         index = call(iterator)
@@ -194,22 +193,26 @@ class Loaders(Watcher):
         waiting = iterator.__dict__.get("_doctor_indices")
         index = waiting.popleft() if waiting else None
         seconds = clock() - began
-        quiet(self.read)(own, index, batch, seconds)
+        subsets = iterator.__dict__["_doctor_subsets"]
+        quiet(self.read)(own, subsets, index, batch, seconds)
         own.batches += 1
         return batch
 
-    def read(self, own: Pass, index, batch, seconds: float) -> None:
+    def read(self, own: Pass, subsets: list, index, batch, seconds: float) -> None:
         """Record which samples a batch contains."""
+        if recorder.full(Batch):
+            return
         tensors = [one for one in leaves(batch) if one.dim()]
         tensors = [one for one in tensors if len(one) == len(tensors[0])]
         labels = [x for x in tensors if x.dim() == 1 and not x.is_floating_point()]
         ids = [array("q", x.tolist()) for x in labels] if own.stream else []
+        marks = array("q", map(digest, *ids)) if ids else None
         ids = next((x for x in ids if len({*x}) == len(x)), None)
         labels = labels[0] if len(labels) == 1 else None
-        found = {"loader": own.loader, "epoch": own.epoch, "number": own.batches}
+        found = {**own.which, "number": own.batches}
         numbers, indices = index if isinstance(index, (list, tuple)) else [None], None
         if not own.stream and all(hasattr(one, "__index__") for one in numbers):
-            for subset in own.subsets:
+            for subset in subsets:
                 numbers = [subset[i] for i in numbers]
             indices = array("q", map(int, numbers))
         rows = None
@@ -219,6 +222,7 @@ class Loaders(Watcher):
             rows = array("q", [digest(one) for one in columns])
         values = None if labels is None else array("q", labels.tolist())
         event = Batch(**found, indices=indices, labels=values, rows=rows, ids=ids)
+        event.marks = marks
         recorder.write(event)
         read = {**found, "labels": labels, "indices": indices, "used": False}
         own.reads.append(read)

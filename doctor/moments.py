@@ -36,6 +36,7 @@ class Step(Event):
     loader: int | None  # the loader that gave the last batch, and its pass
     epoch: int | None
     place: str
+    by_hand: bool = False  # the script has changed the weights without an optimizer
 
 
 class Moments(Watcher):
@@ -48,8 +49,14 @@ class Moments(Watcher):
         self.handles, self.optimizers, self.digests = [], {}, {}
         self.inner, self.depth, self.collective = None, 0, False
         self.ended = False
+        self.optimized = False  # an optimizer has been made
+        self.passed, self.before = False, []  # see begin_by_hand()
+        self.meets = self.met = 0  # collectives that have begun
         self.backing = False  # a backward pass runs
         self.last_gradient = 0.0  # when a backward pass made its last gradient
+        self.where = ""  # the line of the network's call or, later, of backward()
+        self.tells = True  # of all collectives, also after the watched steps
+        self.thread = threading.main_thread().ident
 
     def hooks(self) -> None:
         import torch
@@ -104,6 +111,9 @@ class Moments(Watcher):
 
     def add_param_group(self, call, optimizer, group) -> None:
         call(optimizer, group)
+        if not self.optimized:
+            self.optimized = True
+            self.known.clear()  # which trained() knows
         for weight in whole(group["params"]):
             _, known = self.known.get(id(weight), (0, lambda: None))
             if weight.requires_grad and weight.is_leaf and known() is not weight:
@@ -143,6 +153,7 @@ class Moments(Watcher):
         # Horovod's step() averages, and then calls step() of the same optimizer
         averages = hasattr(optimizer, "_should_synchronize")
         averages = averages and self.inner is not optimizer
+        self.optimized = True  # also one that was made before a fork
         self.inner = optimizer  # a wrapped optimizer's step contains another step
         if recorder.timing and not averages:
             own, gradients = whole(weights(optimizer)), []
@@ -168,7 +179,7 @@ class Moments(Watcher):
     def write_step(self, optimizer) -> None:
         import torch
 
-        own, current = weights(optimizer), Loaders.here.current
+        own, current = weights(optimizer) if optimizer else [], Loaders.here.current
         known = tuple(self.known.get(id(weight), (None,))[0] for weight in own)
         if known not in self.digests:
             named = [self.name(one) for one in own if id(one) in self.names]
@@ -178,13 +189,45 @@ class Moments(Watcher):
             optimizer=first,
             which=self.digests[known],
             sharded=len(whole(own)) < len(own),
-            rates=[float(group["lr"]) for group in optimizer.param_groups],
+            rates=[float(x["lr"]) for x in optimizer.param_groups] if optimizer else [],
             threads=torch.get_num_threads(),
             loader=current and current.loader,
             epoch=current and current.epoch,
             place=place(),
+            by_hand=optimizer is None,
         )
         recorder.write(step)
+
+    def trained(self) -> list:
+        """Return the weights of all networks, for a script without an optimizer."""
+        found = [one for network in [*self.networks] for one in network.parameters()]
+        found = {id(one): one for one in whole(found) if one.requires_grad}
+        for key, one in found.items():
+            self.known.setdefault(key, (len(self.known), weakref.ref(one)))
+        return [*found.values()]
+
+    def begin_by_hand(self) -> None:
+        """Remember the weights before a backward pass; no optimizer has been made."""
+        self.passed = True
+        if recorder.watching:
+            self.before, self.met = numbers(self.trained()), self.meets
+
+    def end_by_hand(self) -> None:
+        """Count a step if the weights have changed since the last backward pass.
+
+        What it has done with the gradients is not known.
+        """
+        self.passed, found = False, self.trained() if recorder.watching else []
+        same = len(found) != len(self.before) or numbers(found) == self.before
+        if self.optimized or (recorder.watching and same):
+            return
+        if recorder.watching:
+            tell("on_step_by_hand", found, self.before, self.met)
+        if recorder.timing:
+            self.write_step(None)
+        if Loaders.here.current:
+            Loaders.here.current.steps += 1
+        recorder.step += 1
 
     def zero_grad(self, call, owner, *args, **kwargs):
         call(owner, *args, **kwargs)
@@ -194,9 +237,12 @@ class Moments(Watcher):
 
     def backward(self, call, tensors, *args, **kwargs):
         recorder.ticks += 1
+        if not (self.optimized or self.passed or self.backing):
+            quiet(self.begin_by_hand)()
         if not recorder.timing or self.backing:  # a reentrant checkpoint's is inside
             return call(tensors, *args, **kwargs)
-        self.backing = True
+        self.backing, self.where = True, place() if recorder.watching else ""
+        recorder.passes += 1
         tell("on_backward", tensors)
         self.depth += 1  # checkpoints run parts of a network again, in here
         try:
@@ -214,20 +260,28 @@ class Moments(Watcher):
     # --- networks ---
 
     def before_forward(self, module, inputs) -> None:
-        if runs_normally():
+        import torch
+
+        # Inside a network, its own call has already been looked at
+        if torch.compiler.is_compiling() or threading.get_ident() != self.thread:
+            return
+        if self.depth or not traced():
             self.depth += 1
+            if self.depth == 1 and self.passed:
+                quiet(self.end_by_hand)()
             if self.depth == 1 and recorder.timing:
                 if module not in self.networks:
                     self.learn(module)
+                self.where = place() if recorder.watching else ""
                 tell("on_input", module, leaves(inputs))
 
     def after_forward(self, module, _, outputs) -> None:
         import torch
 
-        if not runs_normally():
+        if torch.compiler.is_compiling() or threading.get_ident() != self.thread:
             return
-        self.depth -= 1
-        if self.depth or isinstance(module, torch.nn.modules.loss._Loss):
+        inside, self.depth = self.depth, max(0, self.depth - 1)
+        if inside != 1 or isinstance(module, torch.nn.modules.loss._Loss):
             return
         recorder.ticks += 1
         tell("on_output", module, outputs, Loaders.here.next_read())
@@ -239,23 +293,28 @@ class Moments(Watcher):
 
         if self.collective:  # another collective calls this one
             return call(*args, **kwargs)
-        where, began = place(), clock()
         self.collective, recorder.waiting = True, name
+        self.meets += 1
         recorder.ticks += 1
         if name == "destroy_process_group":
             self.on_exit()
-        tensors = [one for one in args if isinstance(one, torch.Tensor)]
-        tell("on_collective", name, args, kwargs, where)
+        if told := recorder.timing or self.tells:
+            where, began = place(), clock()
+            tensors = [one for one in args if isinstance(one, torch.Tensor)]
+            tell("on_collective", name, args, kwargs, where)
         try:
             return call(*args, **kwargs)
         finally:
             self.collective, recorder.waiting = False, ""
             recorder.ticks += 1
-            tell("after_collective", name, tensors, where, clock() - began)
+            if told:
+                tell("after_collective", name, tensors, where, clock() - began)
 
     def on_exit(self) -> None:
         if not self.ended:
             self.ended = True
+            if self.passed:
+                quiet(self.end_by_hand)()
             tell("on_end")
 
     def join(self, call, *args, **kwargs):

@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from math import dist
 from operator import ne
+from typing import ClassVar
 
 from .event import Event
 from .job import Job
 from .law import need
 from .loaders import Loaders
-from .record import place, recorder
+from .moments import Moments
+from .record import recorder
 from .sample import digest, hashes, positions
 from .watcher import Watcher
 
@@ -20,6 +22,7 @@ from .watcher import Watcher
 class Input(Event):
     """A network has got an input, with gradients enabled."""
 
+    limit: ClassVar[int] = 5000
     network: int
     rows: array  # a hash for each entry of the input's largest tensor
     loaded: bool  # a DataLoader gave the last batch
@@ -40,8 +43,9 @@ class Inputs(Watcher):
     def on_input(self, network, inputs) -> None:
         import torch
 
-        inputs = [one for one in inputs if one.dim() and len(one)]
-        if recorder.watching and torch.is_grad_enabled() and inputs:
+        if recorder.full(Input) or not recorder.watching or not torch.is_grad_enabled():
+            return
+        if inputs := [one for one in inputs if one.dim() and len(one)]:
             largest = max(inputs, key=torch.Tensor.numel)
             loaded, whole = (
                 Loaders.here.current is not None,
@@ -56,7 +60,7 @@ class Inputs(Watcher):
                 whole=whole,
                 ids=None if loaded else ids_of(inputs, len(largest)),
                 arguments=arguments(inputs, largest),
-                place=place(),
+                place=Moments.here.where,
             )
             recorder.write(one)
 
@@ -107,6 +111,17 @@ def inputs(job: Job) -> list[list[Input]]:
     return ranks
 
 
+def before_a_repeat(batches: list) -> list:
+    """Return the batches before the first one that has an earlier one's sample."""
+    seen, found = set(), []
+    for rows in batches:
+        if seen & {*rows}:
+            break
+        seen |= {*rows}
+        found.append(rows)
+    return found
+
+
 def same_rows(ranks: list[list[Input]]) -> bool:
     """Return whether two ranks have the same inputs."""
     for one, other in combinations(ranks[:8], 2):
@@ -136,11 +151,8 @@ def twins(job: Job) -> tuple[float, float, float, float]:
     for part in (batches // 4, 2 * batches // 5, batches):  # epochs are not known
         ranks = []
         for rows in lists[:4]:
-            own = [
-                (k, n, x)
-                for k, one in enumerate(rows[:part])
-                for n, x in enumerate(one.few)
-            ]
+            steps = enumerate(rows[:part])
+            own = [(k, n, x) for k, one in steps for n, x in enumerate(one.few)]
             ranks.append(own[: 400 if whole else 800])
         for other in ranks[1:]:
             if min(len(ranks[0]), len(other)) >= 100 and part > 7:
@@ -151,6 +163,9 @@ def twins(job: Job) -> tuple[float, float, float, float]:
 
 def near_twins(job: Job) -> str:
     """Return what inputs read by two ranks, and then changed at random, show, or ""."""
+    rows = [x for own in inputs(job) for one in own for x in one.rows]
+    if len({*rows}) < 0.5 * len(rows):
+        return ""  # they do not change
     share, errors, there, near = twins(job)
     if errors < 5 or share < 0.15 or near > 0.5 and there < 0.9:
         return ""  # neighbours in time, such as frames, may be on different ranks

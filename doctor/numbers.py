@@ -21,6 +21,7 @@ KINDS = {
 AFTER = re.compile(r"\W*(?:[a-z]+ ){0,2}?(right|correct|wrong)")
 NEUTRAL = re.compile(r"\b(?:ema|avg|mean|is|was|of|at|rate|val|test|eval|train)\b|_")
 SPLITS = re.compile(r"train|val|test|eval|dev")
+BOTH = re.compile(rf"({SPLITS.pattern})\w*\s*([/|,&+]|and)\s*(?!\1)({SPLITS.pattern})")
 BATCH = re.compile(r"\s*\(\s*(?:avg:? ?)?\d+\.\d+(?:e-?\d+)?\s*%?\s*\)")
 NAME = re.compile(r"([a-z][\w@/.-]*)\W{1,6}$")
 UNIT = re.compile(r"\s*(?:[mu]?s|secs?|seconds?|min|h|it/s|[kmg]i?b|\w+/\w+)(?!\w)")
@@ -82,7 +83,7 @@ def numbers(text: str) -> Iterator[Number]:
     """Yield the numbers in a line that may be accuracies, errors, losses, ..."""
     if BAR.search(text):
         return
-    kind, end, low = "", 0, text.lower()
+    kind, end, low, names, turn = "", 0, text.lower(), [], 0
     found = [x for x in NUMBER.finditer(low) if "." in x[1] or x[2] or x[4]]
     for number, one in enumerate(found):
         before = low[end : one.start()]
@@ -92,9 +93,18 @@ def numbers(text: str) -> Iterator[Number]:
         ends = {k: max(found) for k, found in ends.items() if found}
         own = max(ends, key=ends.__getitem__) if ends else ""
         bare = not re.search("[a-z]", NEUTRAL.sub("", before))
+        turn = turn + 1 if bare else 0
+        if known := SPLITS.findall(before):
+            names, turn = known[-2:] if BOTH.search(before) else known[-1:], 0
+        follows = until < len(low) and not re.search("[a-z]", low[one.end() : until])
+        if both := len(names) == 2:  # as in "Train/Val loss 0.3 0.4"
+            split = names[turn % 2] if turn or follows else ""
+        else:
+            split = names[0] if names else ""
+        split = split if split in ("", "train") else "val"
         digits, _, total, percent = one.groups()
         fraction = total is not None
-        inherits = kind if bare and (before.strip() or percent) else ""
+        inherits = kind if bare and (before.strip() or percent or both) else ""
         if fraction and "(" not in before:
             inherits = ""
         kind = own or inherits
@@ -104,8 +114,6 @@ def numbers(text: str) -> Iterator[Number]:
             kind = "error" if after[1] == "wrong" else "accuracy"
         if not kind:
             continue
-        split = (SPLITS.findall(low[: one.start()]) or [""])[-1]
-        split = split if split in ("", "train") else "val"
         value, places = float(digits), len(digits.partition(".")[2].partition("e")[0])
         if fraction:
             yield Number(kind, value, 0, 1, int(total), split, one[0].strip(), before)

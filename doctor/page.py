@@ -5,7 +5,7 @@ import shutil
 import sys
 import textwrap
 
-from .event import Start
+from .event import Failed, Start
 from .job import Job
 from .law import (
     BROKEN,
@@ -34,9 +34,15 @@ def page(job: Job, report: Report, verbose: bool = False) -> str:
     width = min(100, shutil.get_terminal_size((80, 24)).columns)
     lines = ["", " doctor ".center(width, "="), *fill(summary(job), width)]
     if not job.watched:
-        text = ": no optimizer step was seen on all ranks. doctor watches scripts that "
-        text += "call step() of a torch.optim.Optimizer in the processes of the job. A "
-        text += "GradScaler skips the first steps in float16: train a few more."
+        text = ": no optimizer step was seen on all ranks."
+        if not job.of(Failed):  # the finding on the error tells more
+            text += (
+                " doctor watches scripts that call step() of a torch.optim.Optimizer "
+            )
+            text += (
+                "in the processes of the job. A GradScaler skips the first steps in "
+            )
+            text += "float16: train a few more."
         lines += coloured(fill(NOTHING + text, width), NOTHING)
     for one in report.findings:
         lines += ["", *paragraph(one, width)] if one.level != NOTE else ()
@@ -162,7 +168,9 @@ def explanation(one: Check) -> str:
     if one.right_if:
         parts.append(f"It is not a mistake if: {one.right_if}")
     if one.read:
-        parts.append(f"The repository explains it in {one.read}.")
+        files = {"pitfall": " in docs/pitfalls.md", "lesson": " in tutorial/README.md"}
+        where = one.read + files.get(one.read.split()[0], "")
+        parts.append(f"To read more: {where}, in doctor's repository.")
     return "\n\n".join("\n".join(fill(part, 80, "")) for part in parts)
 
 

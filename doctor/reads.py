@@ -4,14 +4,14 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import accumulate, combinations
 from typing import ClassVar
 
 from .event import Event
 from .job import Job
 from .law import NotJudged, need
 from .loaders import Batch, Epoch
-from .neighbours import Input, inputs
+from .neighbours import Input, before_a_repeat, inputs
 
 EPOCHS = 20  # as many are judged
 MORE = 0.02  # of the samples: more than this must not be read twice, or left out
@@ -31,6 +31,7 @@ class Feed(Event):
     workers: int
     data: dict[str, tuple]  # see signature()
     part: array | None  # the samples that subsets choose
+    fields: dict[str, float] = field(default_factory=dict)  # the data set's numbers
 
 
 @dataclass
@@ -47,6 +48,7 @@ class Reads:
     pool: int = 0  # without a DataLoader: distinct samples in all steps
     resumed: bool = False  # it is read in two passes
     ids: bool = False  # without a DataLoader: inputs that are numbers of samples
+    later: bool = False  # without a DataLoader: not the first steps
     stream: bool = False  # `total` is what all epochs have together
 
     @property
@@ -197,6 +199,7 @@ def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
         if not whole:
             new = min(len(before_a_repeat(part)) for part in ranks)
             shortest = new if new >= 10 else min(map(len, ranks))
+            shortest = min(shortest, first_lap(ranks, own.samples if index else 0))
             ranks = [x[:shortest] for x in ranks]
             text = f"{shortest} batches of {text}"
         used = []
@@ -254,15 +257,13 @@ def named(job: Job, loader: int | None) -> set[int]:
     return found if len(again) > 20 and alike > 0.9 * len(again) else set()
 
 
-def before_a_repeat(batches: list) -> list:
-    """Return the batches before the first one that has an earlier one's sample."""
-    seen, found = set(), []
-    for rows in batches:
-        if seen & {*rows}:
-            break
-        seen |= {*rows}
-        found.append(rows)
-    return found
+def first_lap(ranks: list, total: int | None) -> int:
+    """Return after how many batches an endless pass has read all samples once."""
+    reads = [x for own in ranks for batch in own for x in batch]
+    distinct = len({*reads})
+    size = distinct if len(reads) >= 2 * distinct else total or len(reads)
+    each = accumulate(sum(map(len, row)) for row in zip(*ranks, strict=False))
+    return max(sum(count <= size for count in each), 1)
 
 
 def laps(job: Job) -> list[list[list[int]]]:
@@ -287,11 +288,23 @@ def looped(job: Job) -> list[Reads]:
     pool = len({x for one in lists for rows in one for x in rows})
     again = any(len(a) < len(b) for a, b in zip(ranks, lists, strict=True))
     shortest = min(map(len, ranks))
+    rows = [[x for own in one for x in own] for one in zip(*lists, strict=False)]
+    early = len(before_a_repeat(rows))
+    read = {x for one in lists for rows in one[:early] for x in rows}
+    if len(read) > 0.75 * pool:  # files go round among the ranks: a rank reads all
+        shortest = early
     whole = Reads(lists, "", False, index=False)
     if shortest < 8 and whole.together()[0] > 0.9:  # drawn at random, but together
         ranks, shortest = lists, min(map(len, lists))
     elif shortest < 3 and again:
         raise NotJudged("samples repeat within 3 steps: they are not read in epochs")
+    for start in range(shortest, len(min(lists, key=len)) - 7, max(8, shortest)):
+        end = start + max(8, shortest)
+        own = [x[start:end] for x in lists]
+        text = f"steps {start + 1} to {start + min(map(len, own))}"
+        one = Reads(own, text, False, index=False, pool=pool, ids=ids, later=True)
+        if one.together()[0] >= 0.9 and whole.together()[0] < 0.9:
+            return [one]
     laps = [[x[:shortest] for x in ranks]]
     text = f"the first {shortest} inputs of the network"
     if {*map(len, ranks)} == {shortest} and again:

@@ -23,6 +23,7 @@ from .event import Compiles, Event, Exit, Failed, Rank, Start, Waits
 
 STEPS = int(os.environ.get("DOCTOR_STEPS", "40"))  # optimizer steps to record
 TIMED = 20  # later steps that are only timed
+PASSES = 2000  # backward passes after which nothing more is watched
 SHORT = int(os.environ.get("DOCTOR_SHORT", "0"))  # batches per epoch; 0: all
 GIVEN = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "DOCTOR_CPU"
 OWN = os.path.dirname(os.path.abspath(__file__))
@@ -36,18 +37,19 @@ class Recorder:
         self.file, self.written = None, Counter()
         self.rank: int | None = None
         self.step = 0  # completed optimizer steps
+        self.passes = 0  # backward passes until the end of the timed steps
         self.ticks = 0  # changes whenever something happens: see monitor()
         self.waiting = ""  # the collective that the main thread is calling
 
     @property
     def watching(self) -> bool:
         """Whether the current step is recorded closely."""
-        return self.step < STEPS
+        return self.step < STEPS and self.passes < PASSES
 
     @property
     def timing(self) -> bool:
         """Whether the current step is at least timed."""
-        return self.step < STEPS + TIMED
+        return self.step < STEPS + TIMED and self.passes < PASSES
 
     def full(self, kind: type[Event]) -> bool:
         """Return whether the limit for a kind of event has been reached."""
@@ -96,8 +98,10 @@ def quiet(method: Callable) -> Callable:
 
     @functools.wraps(method)
     def hook(*args, **kwargs):
-        with contextlib.suppress(Exception):
+        try:
             return method(*args, **kwargs)
+        except Exception:
+            return None
 
     return hook
 
@@ -205,7 +209,8 @@ def excepthook(call, kind, error, trace) -> None:
                 where = f"{os.path.relpath(file)}:{line}"
         text = f"{kind.__name__}: {error}"[:2000]
         path = os.path.abspath(path) if isinstance(path, str) else ""
-        recorder.write(Failed(text=text, place=where, path=path))
+        cuda = sys.modules["torch"].cuda.is_available()
+        recorder.write(Failed(text=text, place=where, path=path, cuda=cuda))
     if call:
         call(kind, error, trace)
 
@@ -268,24 +273,6 @@ def torch_is_there() -> None:
     wrap(sys.modules.get("torch.multiprocessing.spawn"), "_wrap", spawned)
     atexit.register(leave)
     threading.Thread(target=monitor, daemon=True, name="doctor").start()
-
-
-def horovod_is_there() -> None:
-    """Install the hooks of Horovod, right after horovod.torch has been imported."""
-    import horovod.torch as hvd
-
-    from .watcher import watchers
-
-    for watcher in watchers:
-        quiet(watcher.horovod_hooks)(hvd)
-
-
-def checkpoint_is_there() -> None:
-    """Install the hooks of torch.distributed.checkpoint, right after its import."""
-    from .watcher import watchers
-
-    for watcher in watchers:
-        quiet(watcher.checkpoint_hooks)(sys.modules["torch.distributed.checkpoint"])
 
 
 os.register_at_fork(after_in_child=recorder.__init__)

@@ -8,8 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from .event import Exit, Failed
-from .job import Job, read, waiting
+from .event import Exit, Failed, Joins, Start
+from .job import Job, clashing, read, waiting
 
 HERE = Path(__file__).resolve().parent
 HANG = 40  # seconds: a job is ended if all its processes wait this long for each other
@@ -22,10 +22,13 @@ def hangs(folder: Path) -> bool:
         return False
     job = read(folder)
     alive = [p for p in job.processes if not (p.of(Exit) or p.of(Failed))]
-    if not alive or len(job.processes) < job.world_size:
+    launched = any(one.environment.get("RANK") for one in job.of(Start))
+    here = not launched and job.of(Joins) and all(x.local for x in job.of(Joins))
+    few = len(job.processes) < job.world_size  # the others may still come
+    if not alive or (few and not here):
         return False
-    waits = [waiting(process) for process in alive]
-    return all(one and one.seconds > HANG for one in waits)
+    waits, most = [waiting(process) for process in alive], HANG * (2 if few else 1)
+    return all(one and (one.seconds > most or clashing(job)) for one in waits)
 
 
 def end(process: subprocess.Popen, folder: Path) -> None:

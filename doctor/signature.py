@@ -5,6 +5,7 @@ import warnings
 from collections import deque
 from pathlib import PurePath
 
+from .loaders import inside
 from .sample import digest, hashes, numbers, positions
 
 FEW, ALL = 64, 5000  # entries that are looked at; and for their sum
@@ -17,14 +18,22 @@ def signature(dataset) -> dict[str, tuple[int, int, int | None]]:
     The three numbers are the length, a hash of a few entries in their order, and one of
     all entries in any order (None if there are many).
     """
-    from torch.utils.data import Subset
-
     found = {}
-    while isinstance(dataset, Subset):
-        dataset = dataset.dataset
     with contextlib.suppress(Exception), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # arrays that cannot be written
-        _search(dataset, "", 0, found)
+        _search(inside(dataset)[0], "", 0, found)
+    return found
+
+
+def plain(dataset) -> dict[str, float]:
+    """Return the numbers that are attributes of a data set, and of those inside it."""
+    found = {}
+    with contextlib.suppress(Exception):
+        for _ in range(4):
+            for name, one in [*vars(dataset).items()][:40]:
+                if isinstance(one, (int, float)):
+                    found[f"{type(dataset).__name__}.{name}"] = one
+            dataset = dataset.dataset
     return found
 
 
@@ -35,7 +44,10 @@ def _search(value, name: str, depth: int, found: dict) -> None:
         return
     if _is_array(value):
         if value.ndim and len(value) > 1:
-            found[name] = _array(torch.as_tensor(value))
+            rows = torch.as_tensor(value)
+            few = digest(hashes(rows[list(positions(len(rows), FEW))]))
+            every = sum(hashes(rows, 16)) if len(rows) <= ALL else None
+            found[name] = len(rows), few, every
     elif type(value).__module__.startswith("datasets."):  # Hugging Face's
         if hasattr(value, "_indices"):  # value[i] would call the user's transform
             chosen = value._indices and value._indices.column(0).to_pylist()
@@ -63,12 +75,6 @@ def _is_array(value) -> bool:
     return type(value).__name__ == "ndarray" and value.dtype.kind in "biuf"
 
 
-def _array(rows) -> tuple[int, int, int | None]:
-    few = rows[list(positions(len(rows), FEW))]
-    every = sum(hashes(rows, 16)) if len(rows) <= ALL else None
-    return len(rows), digest(hashes(few)), every
-
-
 def _entries(values) -> tuple[int, int, int | None]:
     few = digest([_text(values[i]) for i in positions(len(values), FEW)])
     every = sum(digest(_text(one)) for one in values) if len(values) <= ALL else None
@@ -92,11 +98,6 @@ def _text(value, depth: int = 0) -> str:
     if isinstance(value, (list, tuple)) and depth < 3:
         return "|".join(_text(one, depth + 1) for one in value[:16])
     return ""
-
-
-def changed(one: tuple, other: tuple) -> bool:
-    """Return whether two signatures are of different contents."""
-    return one[0] != other[0] or one[1] != other[1]
 
 
 def different(what: str, values: list[tuple], rank: int) -> str:

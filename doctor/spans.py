@@ -2,14 +2,14 @@
 
 import os
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import ClassVar
 
 from .event import Event
 from .job import Process
 from .moments import Moments
-from .record import place, recorder, wrap
+from .record import recorder, wrap
 from .watcher import Watcher
 
 PARTS = "data forward backward communication optimizer validation saving".split()
@@ -39,17 +39,6 @@ class Runs(Event):
 
 
 @dataclass(kw_only=True)
-class Tracked(Event):
-    """A network in evaluation mode runs with gradients."""
-
-    limit: ClassVar[int] = 40
-    network: str
-    loader: int
-    epoch: int
-    place: str
-
-
-@dataclass(kw_only=True)
 class Buckets(Event):
     """A network has been wrapped in DistributedDataParallel."""
 
@@ -70,7 +59,7 @@ class Clock(Watcher):
         self.clear()
 
     def clear(self) -> None:
-        self.spans, self.missing, self.averages = [], 0, False
+        self.spans, self.missing, self.averages = deque(maxlen=200), 0, False
         self.calls = Counter()
 
     def hooks(self) -> None:
@@ -98,18 +87,13 @@ class Clock(Watcher):
         part = "forward" if torch.is_grad_enabled() else "validation"
         self.add(part, time.perf_counter() - self.forward)
         if torch.is_grad_enabled():
-            self.learn(network, batch)
+            self.learn(network)
 
-    def learn(self, network, batch) -> None:
-        """Record a network's size, once, and whether it tracks gradients in vain."""
+    def learn(self, network) -> None:
+        """Record a network's size, once."""
         inner = getattr(network, "_orig_mod", network)
         inner = getattr(inner, "module", inner)
         name = type(inner).__name__
-        if batch and not network.training:
-            which = {"loader": batch["loader"], "epoch": batch["epoch"]}
-            if (name, *which.values()) not in self.known:
-                self.known.add((name, *which.values()))
-                recorder.write(Tracked(network=name, place=place(), **which))
         if name not in self.known and (weights := [*inner.parameters()]):
             self.known.add(name)
             cores = len(os.sched_getaffinity(0))
@@ -158,7 +142,7 @@ class Clock(Watcher):
             watched=recorder.watching,
             wall=now - self.ended if self.ended else 0.0,
             queued=queue - self.queue,
-            spans=self.spans[-200:],
+            spans=[*self.spans],
             calls=dict(self.calls.most_common(9)),
             missing=self.missing,
         )

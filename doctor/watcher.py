@@ -63,6 +63,13 @@ class Watcher:
         the watched steps, it is empty.
         """
 
+    def on_step_by_hand(self, weights: list, before: list, meets: int) -> None:
+        """A script without an optimizer has changed the weights.
+
+        `before` has a few numbers of each weight before the last backward pass, and
+        `meets` is the number of collectives until then.
+        """
+
     def after_step(self, optimizer, weights: list) -> None:
         """The optimizer has stepped; recorder.step is still the old number."""
 

@@ -157,7 +157,7 @@ def made(batches, last):
     processes = []
     for rank, count in enumerate(batches):
         own = {"loader": 0, "epoch": 0}
-        opened = dict.fromkeys(("length", "samples", "batch"))
+        opened = dict.fromkeys(("length", "samples"))
         opened |= {"type": "", "sampler": "", "stream": True, "place": "a.py:9"}
         step = {"optimizer": 0, "which": 0, "sharded": False, "rates": []}
         step |= {"threads": 1, "place": "a.py:10"}
@@ -275,14 +275,9 @@ def test_ctrl_c_ends_the_job_and_prints_the_page(tmp_path):
     end = "dist.destroy_process_group()"
     path.write_text(text.replace(end, f"__import__('time').sleep(99)\n{end}"))
     command = f"cd {tmp_path} && exec python -m doctor -- {LAUNCHER.replace('FILE', path.name)}"
-    command, variables = (
-        ["bash", "-c", command],
-        {"PYTHONPATH": ROOT, "PYTHONUNBUFFERED": "1"},
-    )
-    with (
-        log.open("w") as output,
-        Started(tmp_path, command, output, **variables) as job,
-    ):
+    command = ["bash", "-c", command]
+    own = {"PYTHONPATH": ROOT, "PYTHONUNBUFFERED": "1"}
+    with log.open("w") as output, Started(tmp_path, command, output, **own) as job:
         wait_until(lambda: "epoch 2" in log.read_text(), 90, log.read_text)
         job.process.send_signal(signal.SIGINT)
         job.process.wait(60)

@@ -7,7 +7,7 @@ a law is not held on evidence that the mistake leaves as it is.
 import random
 from array import array
 from dataclasses import replace
-from math import inf
+from math import inf, nan
 
 import pytest
 import torch
@@ -16,14 +16,14 @@ from test_doctor_steps import event
 
 import doctor.laws  # noqa: F401  its checks
 from doctor.draws import Drawn, Made, Own
-from doctor.event import Exit, Rank, Start
+from doctor.event import KINDS, Exit, Joins, Rank, Start
 from doctor.job import Job, Process
 from doctor.law import examine
 from doctor.laws.candidates import Contrast
 from doctor.laws.losses import Term
 from doctor.laws.meeting import Call
 from doctor.laws.passes import Update
-from doctor.laws.places import Places, mixed_gradients
+from doctor.laws.places import Places, cannot_join, mixed_gradients
 from doctor.laws.printed import OTHER
 from doctor.laws.randomness import Draw, Seed
 from doctor.laws.ranks import Facts, Measured, Targets
@@ -33,8 +33,9 @@ from doctor.moments import Step
 from doctor.neighbours import Input
 from doctor.numbers import numbers
 from doctor.reads import Feed
+from doctor.record import PASSES, Recorder
 from doctor.results import Measured as Result
-from doctor.results import Printed
+from doctor.results import Printed, Results
 from doctor.sample import hashes, positions
 from doctor.spans import Spans
 
@@ -43,7 +44,7 @@ STEP |= {"loader": None, "epoch": None, "place": "a.py:10"}
 PASS = {"loader": 0, "epoch": 0}
 FED = {"divides": True, "shuffles": True, "repeats": False, "sampler": {}, "workers": 0}
 FED |= {"data": {}, "part": None}
-OPENED = {"type": "D", "length": None, "batch": None, "place": "a.py:9"}
+OPENED = {"type": "D", "length": None, "place": "a.py:9"}
 
 
 def report(*ranks, steps=20, **step):
@@ -81,9 +82,8 @@ def fed(samples, epochs=1, stream=False, ids=False, sampler="DistributedSampler"
         own = {"loader": 0, "epoch": epoch}
         kind = {"sampler": sampler, "samples": 64, "stream": stream}
         repeats = sampler == "WeightedRandomSampler"
-        feed = Feed(
-            **own, **FED | {"divides": not (stream or repeats), "repeats": repeats}
-        )
+        divides = not (stream or repeats)
+        feed = Feed(**own, **FED | {"divides": divides, "repeats": repeats})
         found += [Epoch(**own, **OPENED, **kind), feed]
         read = samples[epoch] if isinstance(samples[0], list) else samples
         for number in range(len(read) // 8):
@@ -145,6 +145,20 @@ def test_a_resume_in_an_epoch_reads_the_rest(again):
         assert "epoch 1, which a resume divides" in found.findings[0].what
 
 
+@pytest.mark.parametrize("right", [True, False])
+def test_a_pass_that_never_ends_is_judged_by_its_first_lap(right):
+    halves = [*range(0, 64, 2)], [*range(1, 64, 2)]
+    other = halves[::-1] if right else halves[:1] * 2
+    ranks = [fed(a + b, sampler="Own") for a, b in zip(halves, other, strict=True)]
+    ranks = ranks if right else ranks[:1] * 2
+    for one in (own[-1] for own in ranks):
+        one.whole = False
+    found = report(*ranks, steps=0)
+    assert named(found) == (set() if right else {"same_samples"})
+    held = ["4 batches of epoch 0: 64 samples read, 64 distinct of 64"]
+    assert state(found, 1).evidence == held * right
+
+
 def test_a_network_that_is_divided_is_not_judged():
     same = fed([*range(64)]) + [Divided(how="parallelize_module()")]
     assert state(report(same, same, steps=0), 1).state == "not judged"
@@ -191,9 +205,8 @@ def test_targets_of_all_ranks_candidates_depend_on_the_rank(first, loss, wanted)
     ]
     found = report(*ranks)
     assert named(found) == wanted
-    assert ("candidates" in str(state(found, 2).not_judged)) == (
-        first == 0 and not wanted
-    )
+    unclear = "candidates" in str(state(found, 2).not_judged)
+    assert unclear == (first == 0 and not wanted)
 
 
 def test_settings_are_compared_by_name():
@@ -278,6 +291,34 @@ def test_tokens_that_mean_something_else_on_each_rank_are_named(moved):
     assert named(report(*ranks)) == ({"meanings_differ"} if moved else set())
 
 
+def test_a_later_epoch_of_a_loop_that_ranks_read_together():
+    own = [[*range(n, 240, 2)] for n in (0, 1)]
+    assert not named(report(*(loop(x + x, 0) for x in own)))
+    found = report(*(loop(x + own[0], 0) for x in own))
+    assert named(found) == {"same_samples"}
+    assert "steps 11 to 20, 10 of 10" in found.findings[0].what
+    parts = [[*range(n, n + 120)] for n in (0, 120)]  # files go round among the ranks
+    assert not named(report(loop(parts[0] + parts[1], 0), loop(parts[1] + parts[0], 0)))
+
+
+def test_persistent_workers_keep_the_epoch():
+    """The samples are changed at random, but their labels come in the same order."""
+    labels = array("q", random.Random(0).choices(range(5), k=128))
+    for kept, wanted in ((0, {"same_order"}), (1, set())):
+        ranks = [fed([*range(128 * n, 128 * n + 128)], 2, stream=True) for n in (0, 1)]
+        for one in (x for own in ranks for x in own):
+            if isinstance(one, Batch):
+                one.rows = array("q", [x + 1000 * one.epoch for x in one.rows])
+                one.marks = labels[8 * one.number :][:8]
+            elif isinstance(one, Feed):
+                one.fields = {"D.epoch": one.epoch}
+        draw = {"where": "fetch", "number": 0, "states": {}, "count": 0, "worker": 0}
+        draw = Draw(**draw, loader=0, epoch=1, fields={"D.epoch": kept})
+        found = report(*([*own, draw] for own in ranks), steps=0)
+        assert named(found) == wanted
+        assert "same_order" in {one.check for one in found.findings}  # as a note
+
+
 def test_a_rank_with_longer_inputs_is_named():
     draws = random.Random(0)
 
@@ -297,10 +338,8 @@ def test_a_rank_with_longer_inputs_is_named():
 def drawn(seed, count=20):
     line = {"name": "rand", "place": "a.py:5", "number": 0, "size": 8}
     draws = random.Random(seed)
-    return [
-        Drawn(**line, value=draws.getrandbits(40), whole=False, step=k)
-        for k in range(count)
-    ]
+    values = [draws.getrandbits(40) for _ in range(count)]
+    return [Drawn(**line, value=x, whole=False, step=k) for k, x in enumerate(values)]
 
 
 def test_equal_draws_are_named_and_own_generators_forbid_held():
@@ -310,6 +349,15 @@ def test_equal_draws_are_named_and_own_generators_forbid_held():
     scans = [Own(states=[1, 7]), Own(states=[2, 7]), Own(states=[3, 7])]
     found = report(drawn(0) + scans, drawn(1) + scans)
     assert state(found, 3).state == "not judged"
+    for shift, wanted in ((0, {"same_noise"}), (1, {"same_noise"}), (5, set())):
+        ranks = []
+        for first in (0, shift):
+            own = [
+                [step, *range(first + step, first + step + 5)] for step in (100, 200)
+            ]
+            owners = ["", *["a.py:3"] * 5]
+            ranks.append([Own(states=x, owners=owners, step=3) for x in own])
+        assert named(report(*ranks)) == wanted, shift
 
 
 def test_the_origin_of_equal_states_is_named():
@@ -318,6 +366,7 @@ def test_the_origin_of_equal_states_is_named():
     def rank(number):
         states = [k if k > 11 else (k, number) for k in range(20)]
         draw = {"where": "forward", "number": 0, "count": 9, "drops": True}
+        draw["place"] = "a.py:8"
         seed = Seed(generator="torch", call="torch.set_rng_state()", place="a.py:3")
         return [
             seed,
@@ -331,6 +380,21 @@ def test_the_origin_of_equal_states_is_named():
     assert named(found) == {"same_dropout"}
     assert "since torch.set_rng_state()" in found.findings[0].what
     assert found.findings[0].mend.startswith("Save each rank's own state")
+    unknown = report(rank(0)[1:], rank(1)[1:]).findings[0]
+    assert (found.findings[0].place, unknown.place) == ("a.py:3", "a.py:8")
+
+
+@pytest.mark.parametrize(("last", "level"), [(nan, "WRONG"), (1.0, "note")])
+def test_a_loss_that_becomes_nan_is_named(last, level):
+    def rank(value, later):
+        values = [*[1.0] * 5, value, *[later] * 4]
+        own = [{"loss of a.py:7": x} for x in values]
+        return [Measured(loader=None, values=x, step=k) for k, x in enumerate(own)]
+
+    (one,) = report(rank(1.0, last), rank(nan, last)).findings
+    assert (one.level, one.place) == (level, "a.py:7")
+    assert "the loss is nan on 1 of 2 ranks (rank 1) in step 6" in one.what
+    assert not report(rank(1.0, 1.0), rank(1.0, 1.0)).findings
 
 
 @pytest.mark.parametrize(
@@ -347,26 +411,48 @@ def test_accuracies_are_read_from_text(text, kind, value, count):
     assert (first.kind, first.value, first.count) == (kind, value, count)
 
 
+def test_each_number_belongs_to_the_name_next_to_it():
+    for text, splits in (
+        ("Train/Val Loss 0.5 0.6, acc: 0.7/0.8", "train val train val"),
+        ("training and test loss: 0.5", ""),
+        ("train loss 0.5, eval loss 0.6, acc 0.8", "train val val"),
+    ):
+        assert " ".join(one.split for one in numbers(text)) == splits
+
+
+def test_few_comparisons_wait_for_a_gpu():
+    """A line that has compared the predicted classes is taken to do so again."""
+    watcher, classes = Results(), torch.arange(40)
+    with torch.no_grad():
+        for one in (classes, classes, classes + 1):
+            watcher.guesses, watcher.tries, watcher.source = [classes], 0, "net"
+            watcher.equal(torch.eq, one, classes + 0.5)
+    sure = [bool(one[0]["sure"]) for one in watcher.waiting]
+    assert watcher.compares == 1 and watcher.known and sure == [True, True, False]
+    watcher.read()
+    assert not watcher.known
+
+
+def test_records_of_a_job_without_steps_are_limited():
+    watched = Recorder()
+    assert watched.watching and max(one.limit for one in KINDS.values()) <= 10**6
+    watched.passes = PASSES
+    assert not watched.watching and not watched.timing
+
+
 def validated(line, **more):
     """Return a rank's validation of 40 samples, of which 30 are right, and its print."""
     guesses = [k % 4 for k in range(40)]
     own = {"what": "hits", "source": 0, **PASS, "number": 0, "trains": False}
     hits = array("d", [float(k < 30) for k in range(40)])
-    one = Result(
-        **own,
-        after=0,
-        at=1.0,
-        values=hits,
-        weights=array("d", [1.0] * 40),
-        guesses=array("q", guesses),
-        time=1.0,
-        **more,
-    )
+    own |= {"after": 0, "guesses": array("q", guesses)}
+    weights = array("d", [1.0] * 40)
+    one = Result(**own, at=1.0, values=hits, weights=weights, time=1.0, **more)
     pairs = {
         "values": array("d", guesses),
         "weights": array("d", guesses[20:] + [1.0] * 20),
     }
-    other = Result(**own | {"what": "pairs"}, after=0, at=2.0, time=2.0, **pairs)
+    other = Result(**own | {"what": "pairs"}, at=2.0, time=2.0, **pairs)
     return [one, other, Printed(text=line, place="a.py:8", time=3.0)]
 
 
@@ -457,14 +543,25 @@ def test_a_law_reads_other_laws_events():
     report([step, *validated("loss 0.7500")], [step])
 
 
+@pytest.mark.parametrize(
+    ("ranks", "size", "wanted"),
+    [([0, 0], 2, "2, all as rank 0"), ([0, 1], 4, "a group of 4"), ([0, 1], 2, "")],
+)
+def test_processes_that_cannot_join_are_named(ranks, size, wanted):
+    asked = [Joins(own=0, number=n, world_size=size, place="a.py:3") for n in ranks]
+    found = [Process(n, 2, [one]) for n, one in enumerate(asked)]
+    found = [*cannot_join.function(Job(found, status=1, hung=True))]
+    assert bool(found) == bool(wanted) and all(wanted in one.what for one in found)
+
+
 @pytest.mark.parametrize(("port", "own"), [("29411", 29411), ("29412", 0)])
 def test_a_port_of_the_command_line_is_not_the_scripts(port, own, monkeypatch):
     monkeypatch.setattr("sys.argv", ["a.py", "--url=tcp://127.0.0.1:29412"])
     monkeypatch.setattr("doctor.laws.places.PORT", "29500")
     written = []
     monkeypatch.setattr("doctor.record.recorder.write", written.append)
-    Places.here.join(lambda *a, **k: None, "gloo", f"tcp://127.0.0.1:{port}")
-    assert [one.own for one in written] == [own]
+    Places.here.join(lambda *a, **k: None, "gloo", f"tcp://127.0.0.1:{port}", rank=3)
+    assert [(one.own, one.number) for one in written] == [(own, 3)]
 
 
 def test_collectives_get_the_same_thing_on_all_ranks():
@@ -510,15 +607,19 @@ ALONE = """
 import gc, sys, weakref, torch
 with torch.device("meta"):
     assert torch.rand(2).is_meta and torch.tensor([1]).is_meta
-net, x = torch.nn.Linear(4, 4), torch.randn(8, 4)
+class Order(list):
+    pass
+order, net, x = Order(range(8)), torch.nn.Linear(4, 4), torch.randn(8, 4)
 optimizer, gone = torch.optim.SGD(net.parameters(), 0.1), weakref.ref(net)
+data, chosen = torch.utils.data.Subset(x, order), weakref.ref(order)
+next(iter(torch.utils.data.DataLoader(data, 4)))
 for _ in range(70):
     net(x).sum().backward()
     optimizer.step()
     print("\\rloss 0.5" + 99 * " ", end="")
-del net, optimizer
+del net, optimizer, data, order
 gc.collect()
-assert gone() is None
+assert gone() is None and chosen() is None
 assert len(sys.modules["_doctor.results"].Results.here.line) < 200
 """
 

@@ -1,18 +1,22 @@
 """Each law is broken, held or not judged on events as a job would record them."""
 
+import math
 import re
 import tempfile
 import weakref
 from dataclasses import fields
+from operator import add
+from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import ROOT
 from torch.nn.functional import cross_entropy
 
 import doctor.laws  # noqa: F401  its checks
-from doctor.event import Exit, Rank, Start
+from doctor.event import Exit, Failed, Rank, Start
 from doctor.job import Job, Process
-from doctor.law import examine
+from doctor.law import CHECKS, examine
 from doctor.laws.alive import Weight
 from doctor.laws.checkpoints import Checkpoints, Saved
 from doctor.laws.files import Opened
@@ -21,7 +25,7 @@ from doctor.laws.losses import terms as read_terms
 from doctor.laws.modes import Mode
 from doctor.laws.passes import Passes, Update
 from doctor.laws.replicas import LAW as REPLICAS
-from doctor.laws.schedule import Schedule
+from doctor.laws.schedule import Schedule, length
 from doctor.laws.shards import Cut, cut
 from doctor.laws.states import Layout, Replicas, State
 from doctor.moments import Moments, Step
@@ -147,7 +151,8 @@ def later_epoch(one, number, rank, n):
     one["epoch"] = int(number > 1)
 
 
-LEFT = steps(plus(MEAN, turned(MEAN)), 2)
+BOTH = plus(MEAN, turned(MEAN))  # the gradients of two passes
+LEFT = steps(BOTH, 2)
 for own, more in zip(LEFT, steps(times(3, MEAN), 3, later_epoch), strict=True):
     own[2] = more[2]
 CLIPPED = steps(MEAN)
@@ -157,91 +162,52 @@ for own in CLIPPED:
         one.used = times(n + 1, scaled)
 SUM = ((1.0, "sum", 8, 20, 1),)  # of 8 x 20 numbers
 COUNTED = ((1 / 16, "sum", 8, 1, 1),)  # divided by the 16 samples of both ranks
+HALF, THIRD = (((x, "mean", 8, 1, 1),) for x in (1 / 2, 1 / 3))
 TWICE = plus(times(2, MEAN), turned(MEAN))
+THIRDS = plus(times(2 / 3, SAMPLES[0]), times(1 / 3, SAMPLES[1]))
+UNREAD = ((1.0, ""),)
+# By name: the check that finds it, or the law's state; and the steps
 GRADIENTS = {
-    "a mean": (steps(MEAN), None, "held"),
-    "two passes": (steps(plus(MEAN, turned(MEAN)), 2), None, "held"),
-    "sums of losses divided by the ranks": (
-        steps(times(2, MEAN), terms=((0.5, "mean", 8, 1, 1),)),
-        None,
-        "held",
-    ),
-    "an unreadable loss": (steps(MEAN, terms=((1.0, ""),)), None, "not judged"),
-    "a loss divided by 3": (
-        steps(MEAN, terms=((1 / 3, "mean", 8, 1, 1),)),
-        "loss_scale",
-        "not judged",
-    ),
-    "a loss divided by the ranks": (
-        steps(MEAN, terms=((0.5, "mean", 8, 1, 1),)),
-        "loss_scale",
-        "broken",
-    ),
-    "a sum of gradients": (steps(times(2, MEAN)), "summed", "broken"),
-    "rank 0's gradient": (steps(SAMPLES[0]), "mean_gradient", "broken"),
-    "a summed loss": (steps(MEAN, terms=SUM), "summed_loss", "broken"),
+    "a mean": ("held", steps(MEAN)),
+    "two passes": ("held", steps(BOTH, 2)),
+    "sums divided by the ranks": ("held", steps(times(2, MEAN), terms=HALF)),
+    "an unreadable loss": ("not judged", steps(MEAN, terms=UNREAD)),
+    "a loss divided by 3": ("note loss_scale", steps(MEAN, terms=THIRD)),
+    "a loss divided by the ranks": ("loss_scale", steps(MEAN, terms=HALF)),
+    "a sum of gradients": ("summed", steps(times(2, MEAN))),
+    "rank 0's gradient": ("mean_gradient", steps(SAMPLES[0])),
+    "a summed loss": ("summed_loss", steps(MEAN, terms=SUM)),
     "a loss divided by all samples": (
-        steps(MEAN, terms=COUNTED, change=lambda x, *_: x.update(sums=[16.0])),
         "summed_loss",
-        "broken",
+        steps(MEAN, terms=COUNTED, change=lambda x, *_: x.update(sums=[16.0])),
     ),
-    "passes that are summed again": (
-        steps(TWICE, 2, calls=2),
-        "summed_again",
-        "broken",
-    ),
-    "two losses": (
-        steps(plus(MEAN, turned(MEAN)), 2, two_losses),
-        None,
-        "held",
-    ),
-    "a pass for another optimizer": (
-        steps(plus(MEAN, turned(MEAN)), 2, other_optimizer),
-        "leaked_passes",
-        "broken",
-    ),
-    "left-over passes": (LEFT, "leaked_passes", "broken"),
-    "batches of other sizes": (
-        steps(MEAN, change=other_batch),
-        "unequal_means",
-        "broken",
-    ),
-    "sums of class weights": (steps(MEAN, change=heavier), "unequal_means", "broken"),
-    "nearly equal sums of class weights": (
-        steps(MEAN, change=little_heavier),
-        None,
-        "not judged",
-    ),
-    "gradients that each rank clips": (CLIPPED, "clipped_apart", "broken"),
-    "a loss scale": (
-        steps(times(2**-16, MEAN), terms=((1.0, ""),)),
-        None,
-        "not judged",
-    ),
-    "weights for other sizes": (
-        steps(plus(times(2 / 3, SAMPLES[0]), times(1 / 3, SAMPLES[1])), 1, other_batch),
-        None,
-        "held",
-    ),
-    "a gather without a gradient": (
-        steps(MEAN, change=shared_loss),
-        "gathered_without_gradient",
-        "broken",
-    ),
+    "passes that are summed again": ("summed_again", steps(TWICE, 2, calls=2)),
+    "two losses": ("held", steps(BOTH, 2, two_losses)),
+    "another optimizer's pass": ("leaked_passes", steps(BOTH, 2, other_optimizer)),
+    "left-over passes": ("leaked_passes", LEFT),
+    "batches of other sizes": ("unequal_means", steps(MEAN, change=other_batch)),
+    "sums of class weights": ("unequal_means", steps(MEAN, change=heavier)),
+    "nearly equal weights": ("not judged", steps(MEAN, change=little_heavier)),
+    "gradients that each rank clips": ("clipped_apart", CLIPPED),
+    "a loss scale": ("not judged", steps(times(2**-16, MEAN), terms=UNREAD)),
+    "weights for other sizes": ("held", steps(THIRDS, 1, other_batch)),
+    "a gather": ("gathered_without_gradient", steps(MEAN, change=shared_loss)),
     "tensors of other ranks": (
-        steps(MEAN, change=lambda x, *_: x.update(received="a.py:8")),
-        None,
         "not judged",
+        steps(MEAN, change=lambda x, *_: x.update(received="a.py:8")),
     ),
 }
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_the_weight_of_each_sample_in_a_step(name):
-    events, wanted, state = GRADIENTS[name]
+    wanted, events = GRADIENTS[name]
     report = judged(*events)
-    assert law(report, 5) == state, report
-    assert wanted in named(report) if wanted else not report.findings, report.findings
+    if wanted in ("held", "not judged"):
+        assert law(report, 5) == wanted and not report.findings, report
+    else:
+        assert wanted.removeprefix("note ") in named(report), report.findings
+        assert law(report, 5) == ("not judged" if "note" in wanted else "broken")
 
 
 def test_a_law_is_broken_by_the_effect_of_another_one():
@@ -284,6 +250,16 @@ def test_the_advice_on_no_sync_and_on_a_prepared_scheduler():
     assert [x.law for x in found] == [REPLICAS] and "accelerator" in found[0].mend
 
 
+def test_the_length_of_a_schedule():
+    """It ends where its decay first ends; after a warm restart, no length is known."""
+    half = [(1 + math.cos(math.pi * n / 60)) / 2 for n in range(540)]
+    again = [(1 + math.cos(math.pi * (n % 20) / 20)) / 2 for n in range(540)]
+    rises = [min(1, (n + 1) / 6) * x for n, x in enumerate(half)]
+    for rates, wanted in ((half, 60), (rises, 60), (again, None)):
+        own = SimpleNamespace(lr_lambdas=[rates.__getitem__], last_epoch=60)
+        assert length(own) == wanted
+
+
 def weight(name, rank, **values):
     alive = {"trainable": True, "optimizer": 0, "network": "Net", "training": True}
     alive |= {"steps": 4, "alive": 4, "reached": True, "first": 0, "moves": True}
@@ -296,24 +272,25 @@ def test_weights_that_never_live_are_named():
     assert law(report, 6) == "held" and not report.findings
     dead = {"alive": 0, "reached": False, "cut": True, "place": "a.py:7"}
     stage = [[weight("stage.weight", n, module="stage", **dead)] for n in range(2)]
-    found = judged(*map(plus_lists, stage, head)).findings
+    found = judged(*map(add, stage, head)).findings
     assert [(x.check, x.place) for x in found] == [("dead_weights", "a.py:7")]
     assert found[0].what.startswith("1 of 2 trainable weights never get a gradient")
     assert "stage.weight" in found[0].what
+    dead |= {"cut": False, "module": "tower", "first": 2}
+    tower = [[weight("tower.weight", n, **dead)] for n in range(2)]
+    assert law(judged(*map(add, tower, head)), 6) == "not judged"
+    one = event(Update, passes=[one_pass(gathered=("a.py:8", False))])
+    found = judged(*([*tower[n], *head[n], one] for n in range(2))).findings
+    assert ("dead_weights", "a.py:8") in [(x.check, x.place) for x in found]
     still = [[weight("stage.weight", rank, moves=False)] for rank in range(2)]
-    assert law(judged(*map(plus_lists, still, head)), 6) == "not judged"
+    assert law(judged(*map(add, still, head)), 6) == "not judged"
     parts = [[weight("stage.weight", n, optimizer=None if n else 0)] for n in range(2)]
-    assert law(judged(*map(plus_lists, parts, head)), 6) == "held"
+    assert law(judged(*map(add, parts, head)), 6) == "held"
     parts = [[weight("stage.weight", n, optimizer=0 if n else None)] for n in range(2)]
-    assert law(judged(*map(plus_lists, parts, head)), 6) == "held"
+    assert law(judged(*map(add, parts, head)), 6) == "held"
     lost = [[weight("weight of Linear", n, optimizer=None)] for n in range(2)]
-    found = named(judged(*map(plus_lists, lost, head)))
+    found = named(judged(*map(add, lost, head)))
     assert "not_in_an_optimizer" in found
-
-
-def plus_lists(one, other):
-    """Return both lists."""
-    return one + other
 
 
 def test_a_frozen_teacher_in_training_mode_is_named():
@@ -354,9 +331,8 @@ def test_what_a_checkpoint_holds():
     passing = good | {"overwrites": True, "path": f"{tempfile.gettempdir()}/a.pt"}
     assert not judged([file, event(Saved, 4, **passing)], []).findings
     last = event(Saved, 4, **good | {"path": "last.pt"})
-    assert not judged(
-        [file, event(Saved, 4, **good | {"holds": []}), last], []
-    ).findings
+    light = event(Saved, 4, **good | {"holds": []})
+    assert not judged([file, light, last], []).findings
     live = event(Saved, 4, **good | {"live": True})
     assert law(judged([file, live], []), 8) == "not judged"
 
@@ -385,20 +361,34 @@ def test_what_a_loss_is_divided_by():
     assert (found.factor, found.kind, found.rows) == (0.5, "sum", 3)
 
 
+def test_steps_without_an_optimizer(monkeypatch):
+    """A step has changed the weights; ranks are compared after as many collectives."""
+    moments, net, found = Moments(), torch.nn.Linear(2, 1), []
+    monkeypatch.setattr(recorder, "write", found.append)
+    monkeypatch.setattr(recorder, "step", 0)
+    moments.learn(net)
+    for change in (0.0, 1.0):
+        moments.begin_by_hand()
+        net.weight.data += change
+        moments.end_by_hand()
+    assert [x.by_hand for x in found if isinstance(x, Step)] == [True]
+    assert recorder.step == 1
+    moments.add_param_group(lambda *_: None, None, {"params": [*net.parameters()]})
+    assert len(moments.handles) == 2
+    for meets, wanted in ((3, {"weights_differ": "WRONG"}), (4, {})):
+        own = {"moment": "step", "what": "weights", "names": ["w"], "each": 1}
+        ranks = ([3, 1.0], [meets, 2.0])
+        ranks = [[event(State, **own, meets=n, values=[x])] for n, x in ranks]
+        assert named(judged(*ranks)) == wanted
+
+
 @pytest.mark.parametrize("first", [0, 2, None])
 def test_a_network_that_nothing_trains_is_compared(first):
     """A teacher may be copied before DDP is made, or a rank may update it by itself."""
     state = {"moment": "other", "what": "Net", "names": ["a"], "each": 1}
+    begins = 9 if first is None else first
     ranks = [
-        [
-            event(
-                State,
-                n,
-                values=[1 + rank * (first is not None and n >= first)],
-                **state,
-            )
-            for n in range(4)
-        ]
+        [event(State, n, values=[1 + rank * (n >= begins)], **state) for n in range(4)]
         for rank in range(2)
     ]
     found = judged(*ranks)
@@ -444,12 +434,8 @@ def test_a_tensor_that_drifts_after_it_changed_alike_is_named(first, wanted):
 
 def test_equal_names_are_numbered_alike_on_all_ranks(monkeypatch):
     """One rank has freed the weights of an old network, and another has not yet."""
-    old, new, watcher = (
-        torch.nn.Parameter(torch.ones(1)),
-        torch.nn.Parameter,
-        Replicas(),
-    )
-    new = new(torch.zeros(1))
+    old, new = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+    watcher = Replicas()
     monkeypatch.setattr(Moments.here, "names", {id(old): "w", id(new): "w"})
     known = {id(old): (0, weakref.ref(old))}
     monkeypatch.setattr(Moments.here, "known", known)
@@ -479,10 +465,8 @@ def test_passes_that_a_scaler_skips_are_not_lost(monkeypatch):
     optimizer = torch.optim.SGD([weight], 0.1)
     for skips, left in ((True, {}), (False, {id(weight): [(1, weight)]})):
         watcher.local = {id(weight): [(1, weight)]}
-        call = (
-            (lambda *_: None) if skips else lambda *_: recorder.__dict__.update(step=1)
-        )
         monkeypatch.setattr(recorder, "step", 0)
+        call = lambda *_: recorder.__dict__.update(step=0 if skips else 1)  # noqa: B023, E731
         watcher.scaler_step(call, None, optimizer)
         assert watcher.local == left
 
@@ -518,3 +502,21 @@ def test_the_parts_of_a_step_add_up():
     text = " ".join(page(job, examine(job)).split())
     shares = re.findall(r"(\d+)%", text.partition("A step on rank 0")[2])
     assert len(shares) == 8 and sum(map(int, shares)) == 100
+
+
+def test_a_script_that_finds_no_gpu_is_told_of_cpu():
+    for cuda, watched in ((False, False), (True, False), (False, True)):
+        own = event(Failed, text="RuntimeError: no driver", cuda=cuda)
+        job = made([own]) if watched else Job([Process(0, 1, [own])], status=1)
+        words = " ".join(page(job, examine(job)).split())
+        assert ("use doctor --cpu" in words) == (not cuda and not watched)
+        assert "RuntimeError: no driver" in words and "GradScaler" not in words
+
+
+def test_the_pages_that_explain_a_mistake_exist():
+    pitfalls = (ROOT / "docs/pitfalls.md").read_text()
+    for one in CHECKS.values():
+        kind, _, number = one.read.partition(" ")
+        there = {"pitfall": f"\n### {number}. " in pitfalls}
+        there["lesson"] = [*ROOT.glob(f"tutorial/{number:0>2}_*/README.md")]
+        assert there.get(kind, [*ROOT.glob(f"{one.read}*")]), one.name

@@ -12,10 +12,7 @@ import torch
 from torch import Tensor
 
 CPU = torch.device("cpu")
-NOT_THE_USERS = (
-    os.path.dirname(os.path.abspath(__file__)),
-    os.path.dirname(torch.__file__),
-)
+NOT_THE_USERS = os.path.dirname(__file__), os.path.dirname(torch.__file__)
 # Words in errors of code that needs a GPU or NCCL
 GPU_ONLY = """cuda|nccl|cudnn|nvml|nvidia|triton|flash_att|cupy|bitsandbytes|amp_C|
     apex_C|transformer_engine|'Half'|available.kernel|gloo.does.not.support"""
@@ -27,14 +24,6 @@ local = threading.local()  # each thread has a current GPU and a current stream
 generators: dict[int, torch.Generator] = {}  # by the index of their GPU
 replaced: dict[int, tuple] = {}  # by id: a function of PyTorch, and its replacement
 said: set[str] = set()
-
-
-def line_of_the_user() -> str:
-    """Return the innermost line outside PyTorch and this folder as file:line."""
-    frame = sys._getframe(1)
-    while frame.f_back and frame.f_code.co_filename.startswith((*NOT_THE_USERS, "<")):
-        frame = frame.f_back
-    return f"{os.path.relpath(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def explain(kind: type, error: BaseException, trace) -> str:

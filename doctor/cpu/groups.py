@@ -8,9 +8,8 @@ import torch.distributed as dist
 
 from .gpus import replace
 
-REDUCTIONS = {"all_reduce": "tensor", "all_reduce_coalesced": "tensors"}
-REDUCTIONS |= {"reduce": "tensor", "reduce_scatter": "output"}
-REDUCTIONS |= {"reduce_scatter_tensor": "output", "reduce_scatter_single": "output"}
+REDUCTIONS = {"all_reduce": "tensor", "reduce_scatter_tensor": "output"}
+REDUCTIONS |= {"reduce_scatter_single": "output"}
 asked_for_nccl: list[bool] = []
 
 
@@ -56,11 +55,9 @@ def average(output: str):
         work, result = call(old, {**given, "op": dist.ReduceOp.SUM}), given[output]
         if work:
             work.wait()
-        if given.get("dst") in (None, dist.get_rank()):
-            for one in result if isinstance(result, list) else [result]:
-                exact = one.is_floating_point() or one.is_complex()
-                size = dist.get_world_size(given["group"])
-                one.div_(size, rounding_mode=None if exact else "trunc")
+        exact = result.is_floating_point() or result.is_complex()
+        size = dist.get_world_size(given["group"])
+        result.div_(size, rounding_mode=None if exact else "trunc")
         return work
 
     return change

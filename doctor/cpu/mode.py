@@ -118,8 +118,6 @@ class Functions:
     def __getitem__(func, args, kwargs):  # the index may be on another device
         return mark(func(*args, **kwargs), place_of(args[0]))
 
-    reshape_as = __getitem__
-
     def _parse_to(func, args, kwargs):
         args = [resolve(one) if type(one) is int else one for one in args]
         if type(kwargs.get("device")) is int:

@@ -26,10 +26,10 @@ def load(name: str):
 
 
 class AfterImport:
-    """Calls a function in doctor/record.py after a module has been imported."""
+    """Lets doctor's watchers install their hooks after a module has been imported."""
 
-    calls = {"torch": "torch_is_there", "horovod.torch": "horovod_is_there"}
-    calls |= {"torch.distributed.checkpoint": "checkpoint_is_there"}
+    calls = {"torch": "", "horovod.torch": "horovod_hooks"}
+    calls |= {"torch.distributed.checkpoint": "checkpoint_hooks"}
     searches = False
 
     def find_spec(self, name: str, path=None, target=None):
@@ -50,7 +50,10 @@ class AfterImport:
             execute(module)
             if name == "torch" and "DOCTOR_CPU" in os.environ:
                 load("cpu").play(os.environ["DOCTOR_CPU"])
-            getattr(load("record"), call)()
+            if name == "torch":
+                load("record").torch_is_there()
+            else:
+                load("watcher").tell(call, module)
 
         spec.loader.exec_module = exec_module
         return spec

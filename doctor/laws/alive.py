@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..event import Event
 from ..law import NOTE, RISK, WRONG, Breach, Law, NotJudged, check, explains, need
@@ -10,6 +11,7 @@ from ..record import STEPS, place, recorder
 from ..sample import numbers
 from ..watcher import Watcher
 from .layers import Layers, Padded, Ran, networks
+from .passes import Update
 from .replicas import listed
 
 LAW = Law(6, "alive", "Every weight lives")
@@ -21,6 +23,7 @@ WRITES = {*range(1, 4), *range(4, STEPS, 4), STEPS}
 class Weight(Event):
     """The gradients that a weight has received so far, and whether it has changed."""
 
+    limit: ClassVar[int] = 10**6  # all weights, several times
     name: str
     module: str  # the outermost module that has run and has no weight that lives
     trainable: bool
@@ -88,7 +91,7 @@ class Alive(Watcher):
             self.write()
 
     def on_exit(self) -> None:
-        if 0 < recorder.step < STEPS and recorder.step not in WRITES:
+        if self.steps and recorder.step < STEPS and recorder.step not in WRITES:
             self.write()
 
     # --- events ---
@@ -199,7 +202,7 @@ def names(events: list[Weight]) -> str:
     return listed([*dict.fromkeys(one.name for one in events)])
 
 
-@check(LAW, RISK, general=True, needs=[Step, Weight], read="docs/pitfalls.md")
+@check(LAW, RISK, general=True, needs=[Step, Weight])
 def dead_weights(job):
     """Trainable weights never get a gradient.
 
@@ -225,6 +228,9 @@ def dead_weights(job):
             yield Breach(what, own[0].place or job.of(Step)[0].place, facts=own)
             dead = [one for one in dead if one not in own]
     runs = max((one.first for one in alive), default=-1)
+    passes = [x for update in job.of(Update) for x in update.passes]
+    gathers = [x["gathered"] for x in passes if x.get("gathered")]
+    gathers = [where for where, put_back in gathers if not put_back]
     if lost(job):  # then an optimizer may have the weights of an old head
         dead = [one for one in dead if one.network]
     needed = [
@@ -233,34 +239,43 @@ def dead_weights(job):
         if (one.reached and not one.returned)  # DDP gives unused results zeros
         or (one.cut and one.first >= 0)
         or (one.module and 0 <= one.first < runs and not one.returned)
+        or (one.module and one.first >= 0 and gathers and not one.returned)
     ]
     count = f"of {len(rows)} trainable weights"
     never = f"{count} never get a gradient in {steps} steps"
     if needed:
-        what = f"{len(needed)} {never}"
+        what, where, mend = f"{len(needed)} {never}", needed[0].place, ""
         if all(one.reached for one in needed):
             what = what.replace("never get a gradient", "get gradients of zero only")
-        elif any(one.first >= 0 for one in needed):
+        elif any(0 <= one.first < runs for one in needed):
             what += " (weights in later layers do learn)"
-        yield Breach(f"{what}: {names(needed)}", needed[0].place, facts=needed)
+        elif gathers:
+            what += " (their results are gathered without gradients)"
+            where, mend = (
+                gathers[0],
+                "Use torch.distributed.nn.functional.all_gather().",
+            )
+        yield Breach(f"{what}: {names(needed)}", where, facts=needed, mend=mend)
     elif unused := [one for one in dead if one.returned]:
         part = unused[0].module or unused[0].name
         why = f"the loss does not use the results of {part}"
         what = f"{len(unused)} {never}, because {why}: {names(unused)}"
         yield Breach(what, unused[0].place, level=NOTE)
         raise NotJudged(why)
+    elif dead:
+        more = "; perhaps the loss should use them"
+        raise NotJudged(f"{len(dead)} {never}: {names(dead)}{more}")
     elif alive:
-        unused = f"; the loss does not use {names(dead)}" * bool(dead)
         still = [x for x in alive if not x.moves]
         if still:
             text = f"{len(still)} {count} get gradients, but do not change"
             raise NotJudged(f"{text}: {names(still)}")
         rows = {f"row {one.row} of {one.name}" for one in job.of(Padded) if one.reads}
-        unused += f"; exceptions: {listed(sorted(rows))} (padding)" * bool(rows)
+        unused = f"; exceptions: {listed(sorted(rows))} (padding)" * bool(rows)
         yield f"{len(alive)} {count} get gradients and change in {steps} steps{unused}"
 
 
-@explains(dead_weights, WRONG, read="tutorial/03_gradients/README.md")
+@explains(dead_weights, WRONG, read="lesson 16")
 def zero_gradients(job, breach):
     """All gradients of an optimizer are zero.
 
@@ -292,7 +307,7 @@ def lost(job) -> list[Weight]:
     return found
 
 
-@check(LAW, RISK, needs=[Step, Weight], causes=[zero_gradients])
+@check(LAW, RISK, needs=[Step, Weight], causes=[zero_gradients], read="docs/convert.md")
 def not_in_an_optimizer(job):
     """Weights that get gradients are in no optimizer.
 

@@ -63,7 +63,7 @@ class Candidates(Watcher):
 # --- checks ---
 
 
-@check(LAW, RISK, needs=[Contrast], read="docs/pitfalls.md")
+@check(LAW, RISK, needs=[Contrast])
 def same_targets(job):
     """The targets of a loss over all ranks' candidates do not depend on the rank.
 

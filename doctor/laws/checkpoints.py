@@ -20,7 +20,6 @@ from .states import kept
 PREFIXES = "module.", "_orig_mod."  # of wrapped networks' names
 MARKS = {"optimizer": "param_groups", "scaler": "growth_factor"}
 MARKS |= {"schedule": "last_epoch"}
-READ = "docs/pitfalls.md, number 18"
 
 
 @dataclass(kw_only=True)
@@ -252,7 +251,7 @@ def checkpoints(job) -> list[tuple[str, list[Saved]]]:
     return sorted(need(found, "no checkpoint with weights was saved").items())
 
 
-@check(LAW, RISK, general=True, read=READ)
+@check(LAW, RISK, general=True, read="pitfall 18")
 def no_optimizer(job):
     """A checkpoint for resuming does not contain the optimizer's state.
 
@@ -277,7 +276,7 @@ def no_optimizer(job):
             yield f"{base(path)} has {one.whole} whole weights{more * bool(one.holds)}"
 
 
-@check(LAW, RISK, effects=[no_optimizer], read=READ)
+@check(LAW, RISK, effects=[no_optimizer], read="pitfall 18")
 def lacking(job):
     """A checkpoint has only some of the network's weights and buffers.
 
@@ -291,7 +290,7 @@ def lacking(job):
             yield Breach(f"{what}{', '.join(names[:3])}{more}", own[-1].place)
 
 
-@check(LAW, RISK, causes=[hangs], read="docs/pitfalls.md, number 20")
+@check(LAW, RISK, causes=[hangs], read="pitfall 20")
 def save_in_place(job):
     """A new checkpoint overwrites the only old one in place.
 
@@ -308,7 +307,7 @@ def save_in_place(job):
             yield Breach(f"{what}both checkpoints are lost", own[-1].place)
 
 
-@check(LAW, RISK, read=READ)
+@check(LAW, RISK, read="pitfall 18")
 def ddp_keys(job):
     """Saved weights have names that only the wrapped network has.
 

@@ -8,7 +8,7 @@ from .meeting import Call
 from .printed import LAW
 
 
-@check(LAW, RISK, read="docs/pitfalls.md, number 16")
+@check(LAW, RISK)
 def compared_with_itself(job):
     """On one rank, a validation's comparisons never find an error.
 
@@ -24,9 +24,8 @@ def compared_with_itself(job):
                 key, rank = counts[one.after], process.rank
                 own = hits.setdefault(key, {}).setdefault(rank, [0, 0, 0])
                 same = sum(a == b for a, b in zip(one.values, one.weights, strict=True))
-                hits[key][rank] = [
-                    a + b for a, b in zip(own, (same, len(one.values), 1), strict=True)
-                ]
+                more = same, len(one.values), 1
+                hits[key][rank] = [a + b for a, b in zip(own, more, strict=True)]
     for found in hits.values():
         rates = {rank: same / count for rank, (same, count, _) in found.items()}
         rank = max(rates, key=rates.get)
@@ -39,7 +38,7 @@ def compared_with_itself(job):
             return
 
 
-@check(LAW, WRONG, needs=[Call], read="docs/pitfalls.md, number 16")
+@check(LAW, WRONG, needs=[Call], read="pitfall 16")
 def reduced_again(job):
     """Sums over all ranks are summed over all ranks again.
 

@@ -8,10 +8,9 @@ from ..law import NOTE, RISK, WRONG, Breach, explains
 from .gradient import near
 from .losses import known
 from .mean import is_right, mean_gradient, totals
-from .passes import PASSES
 
 
-@explains(mean_gradient, read="tutorial/03_gradients/README.md")
+@explains(mean_gradient, read="lesson 3")
 def summed(job, breach):
     """The gradients used are the sum over the ranks, or are divided twice.
 
@@ -46,7 +45,7 @@ def summed(job, breach):
     return None
 
 
-@explains(mean_gradient, read=PASSES)
+@explains(mean_gradient, read="docs/convert.md")
 def summed_loss(job, breach):
     """The loss is a sum over samples, and DDP averages the ranks' gradients.
 
@@ -79,7 +78,7 @@ def summed_loss(job, breach):
     return None
 
 
-@explains(mean_gradient, read=PASSES)
+@explains(mean_gradient, read="lesson 7")
 def loss_scale(job, breach):
     """The loss is divided by a number other than the number of passes per step.
 

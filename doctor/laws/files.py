@@ -7,17 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..event import Event, Start
-from ..law import (
-    RISK,
-    WRONG,
-    Breach,
-    Doubt,
-    Law,
-    NotJudged,
-    check,
-    explains,
-    several,
-)
+from ..law import RISK, WRONG, Breach, Doubt, Law, NotJudged, check, explains, several
 from ..record import LIBRARY, OWN, not_the_users, place, recorder
 from ..watcher import Watcher
 
@@ -77,7 +67,7 @@ def plural(count: int) -> str:
     return "s" * (count != 1)
 
 
-@check(LAW, RISK, general=True, read="docs/pitfalls.md, number 20")
+@check(LAW, RISK, general=True, read="pitfall 20")
 def several_write(job):
     """Several ranks write the same file.
 

@@ -8,16 +8,8 @@ from ..job import Job
 from ..law import NOTE, RISK, SLOW, WRONG, Breach, check, need, several
 from ..sample import digest
 from .meeting import collectives_differ
-from .passes import LAW, PASSES, Update, not_awaited
-from .replicas import (
-    DRIFT,
-    READ,
-    alike,
-    buffers_differ,
-    equal_steps,
-    listed,
-    weights_differ,
-)
+from .passes import LAW, Update, not_awaited
+from .replicas import DRIFT, alike, buffers_differ, equal_steps, listed, weights_differ
 from .states import Layout
 
 UNKNOWNS = 12  # passes of all ranks whose shares of a gradient are computed
@@ -163,7 +155,7 @@ def near(one: float, other: float, tolerance: float = 0.02) -> bool:
     WRONG,
     causes=[weights_differ, not_awaited, collectives_differ],
     effects=[buffers_differ, *DRIFT],
-    read=READ,
+    read="pitfall 11",
 )
 def not_averaged(job):
     """The ranks step with different gradients.
@@ -222,11 +214,7 @@ def reason_of(job: Job, row: list[Update], names: list[str], later) -> tuple:
 
 
 @check(
-    LAW,
-    WRONG,
-    causes=[not_awaited],
-    effects=[not_averaged, *DRIFT],
-    read="tutorial/09_mixed_precision/README.md",
+    LAW, WRONG, causes=[not_awaited], effects=[not_averaged, *DRIFT], read="lesson 9"
 )
 def clip_order(job):
     """Gradients are clipped before they are unscaled or averaged.
@@ -262,7 +250,7 @@ def changed(before: list[float], after: list[float]) -> bool:
     return value <= 0 or not alike([[value * x for x in before], after], 0.01)
 
 
-@check(LAW, WRONG, read="tutorial/03_gradients/README.md")
+@check(LAW, WRONG, read="lesson 7")
 def not_cleared(job):
     """A step contains gradients of earlier steps.
 
@@ -277,7 +265,7 @@ def not_cleared(job):
         yield Breach(what, place)
 
 
-@check(LAW, RISK, causes=[not_cleared], read=PASSES)
+@check(LAW, RISK, causes=[not_cleared], read="lesson 7")
 def leaked_passes(job):
     """Gradients of leftover micro-batches leak into a later step.
 
@@ -316,7 +304,7 @@ def spans(one: Update) -> bool:
     return len(epochs) > len({loader for loader, _ in epochs})
 
 
-@check(LAW, SLOW, causes=[not_averaged], read=PASSES)
+@check(LAW, SLOW, causes=[not_averaged], read="lesson 7")
 def every_micro_batch(job):
     """DDP averages gradients in each pass of a step.
 
@@ -333,7 +321,7 @@ def every_micro_batch(job):
             return
 
 
-@check(LAW, RISK, causes=[not_cleared], read=PASSES)
+@check(LAW, RISK, causes=[not_cleared], read="lesson 7")
 def cleared_passes(job):
     """The gradients of some passes are cleared before the step uses them.
 

@@ -1,4 +1,4 @@
-"""Law 3: random streams differ between ranks. Inputs that ranks draw alike."""
+"""Law 3: random streams differ between ranks. Inputs, and seeds in each epoch."""
 
 from itertools import pairwise
 
@@ -7,7 +7,7 @@ from ..job import Job
 from ..law import RISK, Breach, Doubt, check, need, several
 from ..meshes import undivided
 from ..neighbours import Input, inputs, same_rows
-from .randomness import LAW, Seed
+from .randomness import LAW, Draw, Seed, called, cause, same_random_numbers
 
 STRATA = (
     "Draw it with a generator that each rank seeds differently, or compute it from a "
@@ -15,7 +15,7 @@ STRATA = (
 )
 
 
-@check(LAW, RISK, needs=[Input])
+@check(LAW, RISK, needs=[Input], read="pitfall 9")
 def same_inputs(job):
     """The ranks draw the same inputs, or the same time steps.
 
@@ -48,11 +48,37 @@ def argument(job: Job):
         every = [[one.arguments.get(number) for one in row] for row in rows]
         same = [x[0] for x in every if x[0] and x.count(x[0]) == len(x)]
         if len(same) > max(7, 0.9 * len(rows)) and len({*same}) > 0.9 * len(same):
-            what = (
-                f"input {number} of the network is equal on all ranks in {len(same)} "
-            )
-            what += f"of {len(rows)} passes, and another input differs"
+            what = f"input {number} of the network is equal on all ranks in "
+            what += f"{len(same)} of {len(rows)} passes, and another input differs"
             if not all(distinct for _, distinct in same):
                 raise Doubt(what)
             yield Breach(what, rows[0][0].place, mend=STRATA)
             return
+
+
+@check(LAW, RISK, causes=[same_random_numbers], read="pitfall 9")
+def seeds_restart(job):
+    """Each epoch draws the same random numbers as an earlier one.
+
+    Seed the generators once, before the first epoch, or with a number that depends on
+    the epoch.
+    Not a mistake if: each epoch is meant to draw the same numbers.
+    """
+    several(job)
+    process, first, again = job.processes[0], {}, []
+    draws = [x for x in process.events + process.loaders if isinstance(x, Draw)]
+    for one in sorted(draws, key=lambda one: one.time):
+        if one.loader == process.training and one.epoch in process.epochs:
+            for name, state in one.states.items():
+                earlier = first.setdefault((one.where, one.worker, name, state), one)
+                again += [(name, one)] * (earlier.epoch != one.epoch)
+    if len(again) > 2:
+        name, one = again[0]
+        what = f"{called(name)} has the same states in epoch "
+        what += f"{process.epochs.index(one.epoch)} as in an earlier one, in "
+        what += f"{len(again)} draws"
+        mend = ""
+        if name.startswith("its ") and one.worker is not None:
+            mend = "The loader processes copy the data set's generator in each epoch: "
+            mend += "make it in worker_init_fn, of torch.initial_seed()."
+        yield Breach(what, cause(job, name, [one])[0], mend=mend)

@@ -7,7 +7,7 @@ from typing import ClassVar
 from ..event import Event
 from ..loaders import leaves
 from ..moments import Moments, runs_normally
-from ..record import place, quiet, recorder
+from ..record import STEPS, place, quiet, recorder
 from ..watcher import Watcher
 
 
@@ -46,8 +46,8 @@ class Layers(Watcher):
         import torch
 
         module = torch.nn.modules.module
-        module.register_module_forward_pre_hook(quiet(self.before))
-        module.register_module_forward_hook(quiet(self.after))
+        self.hook = module.register_module_forward_pre_hook(quiet(self.before))
+        self.other = module.register_module_forward_hook(quiet(self.after))
 
     def on_input(self, network, inputs) -> None:
         self.outer = weakref.ref(network)
@@ -105,6 +105,12 @@ class Layers(Watcher):
         floats = [one for one in tensors if one.is_floating_point()]
         cut = bool(floats) and not any(one.requires_grad for one in floats)
         self.ran[id(module)].cut = cut
+
+    def after_step(self, optimizer, weights) -> None:
+        if recorder.step:
+            self.other.remove()
+        if recorder.step + 1 >= STEPS:
+            self.hook.remove()
 
     def loose(self, known: set[int]) -> list[tuple]:
         """Return weights of modules that run, but of no network, and how they ran."""

@@ -59,7 +59,7 @@ class Losses(Watcher):
             tracks = own[0].requires_grad and torch.is_grad_enabled()
             gathers = name.startswith("all_gather")
             entry = given[0] if gathers else [], tracks and gathers, where
-            self.received.append(entry)
+            self.received = [*self.received[-15:], entry]
 
     def after_collective(self, name, tensors, where, seconds) -> None:
         small = [one for one in tensors if one.numel() <= 16]

@@ -16,7 +16,7 @@ from .gradient import (
     updates,
 )
 from .losses import by_share, factors, known
-from .passes import LAW, PASSES, Update, not_awaited
+from .passes import LAW, Update, not_awaited
 from .replicas import alike, listed, weights_differ
 
 CAUSES = [not_averaged, not_awaited, leaked_passes, not_cleared, weights_differ]
@@ -66,7 +66,7 @@ def unequal(values: list[float], most: float = 1.1) -> bool:
     return bool(values) and max(values) > most * min(values)
 
 
-@check(LAW, RISK, general=True, causes=CAUSES)
+@check(LAW, RISK, general=True, causes=CAUSES, read="lesson 3")
 def mean_gradient(job):
     """The gradients of a step are not the mean over its samples.
 
@@ -163,7 +163,7 @@ def unread(found: list[Fit], ratio: float) -> str:
     return f"how the loss at {entry['place']} averages its samples could not be read"
 
 
-@explains(mean_gradient, read=PASSES)
+@explains(mean_gradient, read="lesson 7")
 def summed_again(job, breach):
     """Each micro-batch's all_reduce() sums gradients that are already summed.
 
@@ -177,7 +177,7 @@ def summed_again(job, breach):
     return None
 
 
-@explains(mean_gradient, read="tutorial/09_mixed_precision/README.md")
+@explains(mean_gradient, read="lesson 3")
 def clipped_apart(job, breach):
     """Each rank scales its own gradient before the average, as clipping does.
 
@@ -209,7 +209,7 @@ def shared(found: list[Fit]) -> list[float]:
     return same if len({*same}) > 2 and len(same) > 0.9 * len(values) else []
 
 
-@check(LAW, RISK, causes=CAUSES, read="tutorial/08_collectives/README.md")
+@check(LAW, RISK, causes=CAUSES)
 def gathered_without_gradient(job):
     """The loss uses tensors from other ranks, and their gradients are lost.
 
@@ -241,7 +241,7 @@ def gathered_without_gradient(job):
         yield Breach(factor, entries[0]["place"], level=level)
 
 
-@check(LAW, RISK, causes=[*CAUSES, mean_gradient], read=PASSES)
+@check(LAW, RISK, causes=[*CAUSES, mean_gradient], read="lesson 3")
 def unequal_means(job):
     """The targets of a step have different weights.
 

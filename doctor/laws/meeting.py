@@ -7,7 +7,7 @@ from itertools import groupby, zip_longest
 from typing import ClassVar
 
 from ..event import Event, Exit, Failed
-from ..job import last, waiting
+from ..job import waiting
 from ..law import NOTE, RISK, WRONG, Breach, Law, NotJudged, check, need, several
 from ..moments import Moments, Step
 from ..record import recorder, wrap
@@ -24,12 +24,12 @@ LOST = re.compile(
     r"HorovodInternalError|NCCL error"
 )
 
-
 ORDER = "Use the same order on all ranks, such as sorted(names): a set has no order."
 LEAVES = (
     "Leave the loop on all ranks together: all_reduce() the number that ends it. "
     "reduce() gives its result to one rank only."
 )
+NO_GPU = "Read the traceback above. If the script needs a GPU, use doctor --cpu."
 
 
 @dataclass(kw_only=True)
@@ -60,6 +60,7 @@ class Meeting(Watcher):
         import torch
         import torch.distributed as dist
 
+        Moments.here.tells = not recorder.full(Call)
         values = [*args, *kwargs.values()]
         groups = [one for one in values if isinstance(one, dist.ProcessGroup)]
         if recorder.rank is None or any(x is not dist.group.WORLD for x in groups):
@@ -129,7 +130,7 @@ def stuck(job) -> bool:
     return job.hung or (job.interrupted and waits)
 
 
-@check(LAW, RISK, general=True, needs=[Step], read="docs/pitfalls.md, number 11")
+@check(LAW, RISK, general=True, needs=[Step], read="pitfall 12")
 def steps_differ(job):
     """The ranks take different numbers of optimizer steps.
 
@@ -137,6 +138,8 @@ def steps_differ(job):
     Not a mistake if: the ranks' weights are averaged later, or only some ranks train.
     """
     several(job)
+    if any(one.by_hand for one in job.of(Step)):
+        raise NotJudged("the script changes the weights without an optimizer")
     done = {one.rank: one.step for one in job.of(Exit)}
     if len(done) < len(job.processes):
         raise NotJudged("not every rank ran to its end")
@@ -147,7 +150,7 @@ def steps_differ(job):
     yield f"{len(done)} ranks took {done[0]:,} steps each"
 
 
-@check(LAW, WRONG, effects=[steps_differ], read="tutorial/11_hangs")
+@check(LAW, WRONG, effects=[steps_differ], read="lesson 11")
 def hangs(job):
     """A process waits for something that never comes.
 
@@ -155,14 +158,14 @@ def hangs(job):
     """
     parts = []
     for process in job.processes:
-        one, wait = last(process), waiting(process)
+        one, wait = process.events[-1], waiting(process)
         does = f"waits in {wait.what}() at {wait.place}" if wait else "has ended"
         parts.append(f"after step {one.step}, rank {process.rank} {does}")
     if stuck(job):
         yield Breach("; ".join(parts))
 
 
-@check(LAW, WRONG, general=True, effects=[steps_differ, hangs])
+@check(LAW, WRONG, general=True, effects=[steps_differ, hangs], read="docs/pitfalls.md")
 def ends_with_an_error(job):
     """A process ends with an error.
 
@@ -173,15 +176,13 @@ def ends_with_an_error(job):
             return
         text = one.text.split("\n")[0][:200]
         what = f"in step {one.step + 1}, rank {one.rank} ends with {text}"
-        yield Breach(what, one.place)
+        yield Breach(what, one.place, mend=NO_GPU * (not one.cuda and not job.of(Step)))
         return
     if job.status and not job.hung and not job.interrupted:
         what = f"the command ends with status {job.status} and no Python error"
         if all(process.of(Exit) for process in job.processes):  # atexit ran
             what += ", after all ranks ended"
-            mend = (
-                "For 'terminate called' above, see Gloo's threads in docs/pitfalls.md."
-            )
+            mend = "After 'terminate called', nothing is lost: a Gloo thread was late."
             yield Breach(what, level=NOTE, mend=mend)
             return
         yield Breach(what)
@@ -194,9 +195,7 @@ def ends_with_an_error(job):
 EFFECTS = steps_differ, hangs, ends_with_an_error
 
 
-@check(
-    LAW, WRONG, general=True, needs=[Call], effects=EFFECTS, read="tutorial/11_hangs"
-)
+@check(LAW, WRONG, general=True, needs=[Call], effects=EFFECTS, read="lesson 11")
 def collectives_differ(job):
     """The ranks call different collectives, or call them in different orders.
 
@@ -277,7 +276,9 @@ def behind(job, without, call: Call) -> bool:
     return 0 < read < len(without.batches_before(float("inf")))
 
 
-@check(LAW, RISK, general=True, effects=[*EFFECTS, collectives_differ])
+@check(
+    LAW, RISK, general=True, effects=[*EFFECTS, collectives_differ], read="pitfall 12"
+)
 def batch_counts_differ(job):
     """The ranks have different numbers of training batches.
 

@@ -19,6 +19,7 @@ from .replicas import listed
 class Mode(Event):
     """The modes in which a batch norm or dropout layer has run so far."""
 
+    limit: ClassVar[int] = 10**6  # all layers, several times
     name: str
     kind: str  # batch norm or dropout
     lives: bool  # it, or the module around it, has weights that live
@@ -31,9 +32,10 @@ class Mode(Event):
 class Validation(Event):
     """The first batch of a network's pass over a validation loader."""
 
-    limit: ClassVar[int] = 500
+    limit: ClassVar[int] = 1000
     network: str
     loader: int
+    epoch: int
     training: bool  # batch norm or dropout layers are in training mode
     gradients: bool
     place: str
@@ -63,6 +65,7 @@ class Modes(Watcher):
         event = Validation(
             network=type(network).__name__,
             loader=current.loader,
+            epoch=current.epoch,
             training=any(one.training for one in self.stateful[network]),
             gradients=gradients,
             place=place(),
@@ -87,7 +90,7 @@ class Modes(Watcher):
             self.write()
 
     def on_exit(self) -> None:
-        if 0 < recorder.step < STEPS and recorder.step not in WRITES:
+        if Alive.here.steps and recorder.step < STEPS and recorder.step not in WRITES:
             self.write()
 
     def write(self) -> None:
@@ -124,7 +127,9 @@ def modes(job) -> list[list[Mode]]:
     return [[x for x in own if x.step == own[-1].step] for own in found]
 
 
-@check(LAW, RISK, needs=[Mode], causes=[dead_weights, not_in_an_optimizer])
+@check(
+    LAW, RISK, needs=[Mode], causes=[dead_weights, not_in_an_optimizer], read="README"
+)
 def frozen_in_train_mode(job):
     """A frozen network runs in training mode.
 
@@ -157,7 +162,7 @@ def often(job, layer: Mode, mode: str) -> bool:
     return len(layer.ran.get(mode, ())) >= max(3, steps / 2)
 
 
-@check(LAW, RISK, causes=[frozen_in_train_mode], read="tutorial/16_sharded/README.md")
+@check(LAW, RISK, causes=[frozen_in_train_mode], read="docs/found.md")
 def eval_mode(job):
     """A network trains in evaluation mode, or validates in training mode.
 

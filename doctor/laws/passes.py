@@ -14,11 +14,10 @@ from ..moments import Moments, weights
 from ..record import place, recorder, wrap
 from ..sample import flat, numbers, picked
 from ..watcher import Watcher
-from .replicas import DRIFT, SHARDED, alike, listed
+from .replicas import DRIFT, alike, listed
 
 AWAIT = "wait", "synchronize", "is_completed", "get_future", "block_current_stream"
 ADAPTIVE = re.compile("Adam|RMSprop|Adagrad|Adadelta|Lamb|Lion|Muon|Rprop|Shampoo")
-PASSES = "tutorial/07_accumulation/README.md"
 LAW = Law(5, "gradient", "A step is the mean over all samples")
 SEPARATE = 8  # passes of a step whose gradients are kept apart
 
@@ -126,7 +125,7 @@ class Passes(Watcher):
         self.number += 1
         current, model = Loaders.here.current, self.model()
         self.current = {
-            "place": place(),
+            "place": Moments.here.where,
             "loader": current and current.loader,
             "epoch": current and current.epoch,
             "forwards": self.forwards,  # of DDP: whether this pass will average
@@ -275,12 +274,7 @@ class Passes(Watcher):
 # --- checks ---
 
 
-@check(
-    LAW,
-    WRONG,
-    effects=DRIFT,
-    read="tutorial/08_collectives/README.md",
-)
+@check(LAW, WRONG, effects=DRIFT, read="lesson 5")
 def not_awaited(job):
     """A step uses gradients before all_reduce() has ended.
 
@@ -293,7 +287,7 @@ def not_awaited(job):
         yield Breach(f"{what}of gradients is awaited: {names}", found[0].place)
 
 
-@check(LAW, WRONG, read=SHARDED)
+@check(LAW, WRONG)
 def shards_scaled_apart(job):
     """Each rank scales its shards of the gradients by a factor of its own.
 

@@ -1,11 +1,12 @@
 """Law 9: all ranks meet. Ports and files that processes share."""
 
+import inspect
 import os
 import re
 import sys
-from dataclasses import dataclass
 
-from ..event import Event, Failed
+from ..event import Failed, Joins, Rank
+from ..job import clashing
 from ..law import RISK, WRONG, Breach, check, need
 from ..record import place, recorder, wrap
 from ..watcher import Watcher
@@ -18,16 +19,8 @@ SPAWNED = "spawn_main" in str(sys.orig_argv)  # its parent may have chosen the p
 PORT = "" if SPAWNED else os.environ.get("MASTER_PORT", "")
 
 
-@dataclass(kw_only=True)
-class Port(Event):
-    """The script joins a process group."""
-
-    own: int  # the port, if it is not the launcher's
-    place: str
-
-
 class Places(Watcher):
-    """Records ports."""
+    """Records ports and ranks."""
 
     def hooks(self) -> None:
         import torch.distributed as dist
@@ -36,12 +29,21 @@ class Places(Watcher):
             wrap(owner, "init_process_group", self.join)
 
     def join(self, call, *args, **kwargs):
-        method = kwargs.get("init_method") or (args[1:] or [None])[0]
-        port = str(method or "").rpartition(":")[2]
+        import torch.distributed as dist
+
+        bound = inspect.signature(dist.init_process_group).bind(*args, **kwargs)
+        known = {"rank": -1, "world_size": -1, **bound.arguments}
+        for name in ("rank", "world_size"):
+            if known[name] < 0:
+                known[name] = int(os.environ.get(name.upper(), -1))
+        url = str(known.get("init_method") or os.environ.get("MASTER_ADDR"))
+        local = any(x in url for x in ("localhost", "127.0.0.1", "file:"))
+        port = str(known.get("init_method") or "").rpartition(":")[2]
         port = port if port.isdigit() else os.environ.get("MASTER_PORT", "")
         given = re.search(rf"(?<!\d){port}(?!\d)", " ".join(sys.argv[1:]))
         own = int(port) if port.isdigit() and port != PORT and not given else 0
-        recorder.write(Port(own=own, place=place()))
+        which = {"number": known["rank"], "world_size": known["world_size"]}
+        recorder.write(Joins(own=own, place=place(), local=local, **which))
         return call(*args, **kwargs)
 
 
@@ -77,7 +79,7 @@ def part(one: Update, number: int) -> tuple:
     return tuple(one.part(one.used, number))
 
 
-@check(LAW, WRONG, effects=EFFECTS, read="docs/pitfalls.md, number 13")
+@check(LAW, WRONG, effects=EFFECTS, read="docs/convert.md")
 def file_race(job):
     """A process reads a file before another one has written it.
 
@@ -93,14 +95,29 @@ def file_race(job):
                 yield Breach(f"{what}writes, or was about to write", one.place)
 
 
-@check(LAW, RISK, needs=[Port], read="docs/pitfalls.md, number 3")
+@check(LAW, WRONG, effects=EFFECTS, read="lesson 1")
+def cannot_join(job):
+    """The processes cannot form a group: a rank is missing.
+
+    Omit rank and world_size of init_process_group(), or give it RANK and WORLD_SIZE.
+    LOCAL_RANK counts the processes of one machine only.
+    """
+    same, count = clashing(job), len(job.processes)
+    alone = [x for p in job.processes if not p.of(Rank) for x in p.of(Joins)[:1]]
+    more = [x for x in alone if job.hung and x.world_size > count == len(alone)]
+    if one := (same + more + [None])[0]:
+        what = f"{len(same) or count} processes join a group of {one.world_size}"
+        yield Breach(what + f", all as rank {one.number}" * bool(same), one.place)
+
+
+@check(LAW, RISK, needs=[Joins], read="pitfall 3")
 def own_port(job):
     """The processes meet at a port that the script has fixed.
 
     Omit init_method, rank and world_size, so that the launcher's port is used.
     Not a mistake if: you never run a second job on this machine.
     """
-    for one in job.of(Port):
+    for one in job.of(Joins):
         if 0 < one.own < 32768:  # the system picks free ports above
             what = f"the port is always {one.own}: a second job on this machine fails, "
             yield Breach(f"{what}or joins this one", one.place)

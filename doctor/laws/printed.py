@@ -236,7 +236,7 @@ def unchecked(job) -> str:
     RISK,
     general=True,
     causes=[datasets_differ, names_differ, weights_differ, weights_drift, not_averaged],
-    read="docs/pitfalls.md, number 16",
+    read="pitfall 16",
 )
 def wrong_number(job):
     """A printed result does not match the network's outputs.

@@ -4,17 +4,19 @@ import os
 import random
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
 
-from ..draws import MANY, Drawn, Draws, same_draws, same_generators
+from ..draws import MANY, Drawn, Draws, equal_owners, same_draws, same_generators
 from ..event import Compiles, Event
 from ..generators import drawn, states
 from ..law import RISK, Breach, Law, NotJudged, check, explains, several
 from ..loaders import Loaders
 from ..meshes import undivided
+from ..moments import Moments
 from ..record import not_the_users, place, recorder, wrap
+from ..signature import plain
 from ..watcher import Watcher
 from .samples import same_samples
 
@@ -38,6 +40,8 @@ class Draw(Event):
     loader: int | None = None
     epoch: int | None = None
     worker: int | None = None
+    place: str = ""  # where the network is called
+    fields: dict[str, float] = field(default_factory=dict)  # a worker's data set's
 
 
 @dataclass(kw_only=True)
@@ -116,6 +120,8 @@ class Randomness(Watcher):
         own, count = drawn(before, states(fetcher.dataset))
         draw = Draw(where="fetch", number=self.counts[key] - 1, states=own, count=count)
         draw.loader, draw.epoch, draw.worker = loader, epoch, worker and worker.id
+        if worker and draw.number == 0:
+            draw.fields = plain(fetcher.dataset)
         recorder.write(draw)
         return result
 
@@ -133,6 +139,7 @@ class Randomness(Watcher):
             self.number += 1
             draw = Draw(where="forward", number=self.number, states=own, count=count)
             draw.drops = any(dropout(one) for one in network.modules())
+            draw.place = Moments.here.where
             draw.loader = Loaders.here.current and Loaders.here.current.loader
             draw.epoch = Loaders.here.current and Loaders.here.current.epoch
             recorder.write(draw)
@@ -196,7 +203,7 @@ def equal(rows: list[dict]) -> tuple[Counter, list[str], int, list[Draw]]:
     return Counter({x: n for x, n in found.items() if n}), names, len(keys), pair
 
 
-@check(LAW, RISK, general=True, causes=[same_samples])
+@check(LAW, RISK, general=True, causes=[same_samples], read="pitfall 9")
 def same_random_numbers(job):
     """Ranks draw the same random numbers.
 
@@ -233,6 +240,9 @@ def same_random_numbers(job):
         some = what if together else some
         if not together:
             yield Breach(what, place, facts="loop", mend=NOISE)
+    what, place, mend = equal_owners(job)
+    if what and not found:
+        yield Breach(what, place, facts="loop", mend=mend)
     held += [f"in {differ} draws of the script's own lines"] * (differ > 2)
     if some:
         raise NotJudged(f"{some}, perhaps for a joint decision")
@@ -292,7 +302,7 @@ def cause(job, name: str, pair: list[Draw]) -> tuple[str, str]:
     """Return the line that set a generator last, and the call, if all ranks made it."""
     found = [setting(job, name, one) for one in pair]
     calls = {one and one.call for one in found}
-    place = found[0].place if found[0] else ""
+    place = found[0].place if found[0] else pair[0].place
     if len(calls) == 1 and found[0]:
         return place, f", since {found[0].call} on each rank"
     return place, ""
@@ -327,31 +337,3 @@ def same_noise(job, breach):
     Not a mistake if: all ranks are meant to choose the same, for example a size.
     """
     return breach if breach.facts == "loop" else None
-
-
-@check(LAW, RISK, causes=[same_random_numbers])
-def seeds_restart(job):
-    """Each epoch draws the same random numbers as an earlier one.
-
-    Seed the generators once, before the first epoch, or with a number that depends on
-    the epoch.
-    Not a mistake if: each epoch is meant to draw the same numbers.
-    """
-    several(job)
-    process, first, again = job.processes[0], {}, []
-    draws = [x for x in process.events + process.loaders if isinstance(x, Draw)]
-    for one in sorted(draws, key=lambda one: one.time):
-        if one.loader == process.training and one.epoch in process.epochs:
-            for name, state in one.states.items():
-                earlier = first.setdefault((one.where, one.worker, name, state), one)
-                again += [(name, one)] * (earlier.epoch != one.epoch)
-    if len(again) > 2:
-        name, one = again[0]
-        what = f"{called(name)} has the same states in epoch "
-        what += f"{process.epochs.index(one.epoch)} as in an earlier one, in "
-        what += f"{len(again)} draws"
-        mend = ""
-        if name.startswith("its ") and one.worker is not None:
-            mend = "The loader processes copy the data set's generator in each epoch: "
-            mend += "make it in worker_init_fn, of torch.initial_seed()."
-        yield Breach(what, cause(job, name, [one])[0], mend=mend)

@@ -102,7 +102,7 @@ class Ranks(Watcher):
         self.keep(own.loader, values)
 
     def on_input(self, network, inputs) -> None:
-        if not recorder.watching or not gradients():
+        if recorder.full(Facts) or not recorder.watching or not gradients():
             return
         values = {}
         for number, one in enumerate(inputs[:2], 1):
@@ -116,7 +116,7 @@ class Ranks(Watcher):
         facts["modules in eval mode"] = f"{len(still)} of {len(named)}{few}"
         trainable = sum(x.requires_grad for x in network.parameters())
         facts["trainable weights"] = str(trainable)
-        recorder.write(Facts(values=facts, place=place()))
+        recorder.write(Facts(values=facts, place=Moments.here.where))
 
     def on_gradient(self, weight, gradient) -> None:
         if len(self.gradients) < 8:
@@ -125,14 +125,14 @@ class Ranks(Watcher):
     def on_backward(self, root) -> None:
         self.gradients = {}
         if recorder.watching and getattr(root, "numel", int)() == 1:
-            self.keep(None, {f"loss of {place()}": root.detach()})
+            self.keep(None, {f"loss of {Moments.here.where}": root.detach()})
 
     def after_backward(self) -> None:
         if self.gradients and recorder.watching:
             norm = sum(one.square().sum() for one in self.gradients.values()).sqrt()
-            names = [Moments.here.names.get(x, "a weight") for x in self.gradients]
-            whose = names[0] + f" and {len(names) - 1} more" * (len(names) > 1)
-            self.keep(None, {f"gradient norm of {whose} in {place()}": norm})
+            first = Moments.here.names.get(next(iter(self.gradients)), "a weight")
+            name = f"gradient norm of {first} and others in {Moments.here.where}"
+            self.keep(None, {name: norm})
 
     def on_step(self, optimizer, weights, values) -> None:
         pending, self.pending = self.pending, []
@@ -141,10 +141,10 @@ class Ranks(Watcher):
             recorder.write(Facts(values=self.facts, place=where))
             self.facts = {}
         kept = [x for _, one in pending for x in one.values() if not isinstance(x, int)]
-        targets, self.targets = self.targets, []
-        rows = numbers(kept + [one for _, one in targets], 64)
-        for (count, _), values in zip(targets, rows[len(kept) :], strict=True):
+        rows = numbers(kept + [one for _, one in self.targets], 64)
+        for (count, _), values in zip(self.targets, rows[len(kept) :], strict=True):
             recorder.write(Targets(count=count, values=array("d", values)))
+        self.targets = []
         for loader, one in pending:
             found = {
                 k: x if isinstance(x, int) else rows.pop(0)[0] for k, x in one.items()

@@ -12,7 +12,6 @@ from .checkpoints import Saved
 from .meeting import collectives_differ
 from .states import LAW, Layout, State
 
-READ, SHARDED = "tutorial/11_hangs/README.md", "tutorial/16_sharded/README.md"
 NONE = "no step with unsharded weights was seen on all ranks"
 
 
@@ -41,8 +40,9 @@ def states_of(job: Job, moment: str, what: str = "") -> list[list[State]]:
         count = Counter()
         for one in process.of(State):
             if one.moment == moment and what in ("", one.what):
-                count[one.step, one.what] += 1
-                key = one.step, one.what, count[one.step, one.what]
+                key = one.step, one.what, one.meets
+                count[key] += 1
+                key = *key, count[key]
                 found.setdefault(key, []).append(one)
     rows = [found[key] for key in sorted(found)]
     return [row for row in rows if len(row) == len(job.processes)]
@@ -72,7 +72,7 @@ def equal_steps(job: Job) -> list[tuple[int, bool]]:
     return [(row[0].step, not differing(row)[0]) for row in rows]
 
 
-@check(LAW, WRONG, read="docs/pitfalls.md")
+@check(LAW, WRONG)
 def names_differ(job):
     """The ranks' weights or buffers have different names, or a different order.
 
@@ -96,7 +96,7 @@ def names_differ(job):
                 yield Breach(what, row[rank].place)
 
 
-@check(LAW, WRONG, causes=[names_differ], read=READ)
+@check(LAW, WRONG, causes=[names_differ], read="lesson 5")
 def weights_differ(job):
     """The ranks start with different weights.
 
@@ -113,7 +113,7 @@ def weights_differ(job):
 EARLIER = names_differ, weights_differ, collectives_differ
 
 
-@check(LAW, RISK, general=True, causes=EARLIER, read=READ)
+@check(LAW, RISK, general=True, causes=EARLIER, read="pitfall 11")
 def weights_drift(job):
     """The ranks' weights drift apart.
 
@@ -156,7 +156,7 @@ def weights_drift(job):
     yield parts[0] + "; so are " * (len(parts) > 1) + " and ".join(parts[1:])
 
 
-@check(LAW, RISK, causes=[names_differ, weights_differ, weights_drift], read=READ)
+@check(LAW, RISK, causes=[names_differ, weights_differ, weights_drift])
 def other_network_differs(job):
     """A network that no optimizer trains, such as a teacher, differs between the ranks.
 
@@ -190,8 +190,8 @@ def others(job: Job) -> dict[str, list[list[State]]]:
 @check(
     LAW,
     RISK,
-    causes=[names_differ, weights_drift, other_network_differs],
-    read=SHARDED,
+    causes=[names_differ, weights_differ, weights_drift, other_network_differs],
+    read="pitfall 16",
 )
 def buffers_differ(job):
     """The ranks have different buffers, or validate different networks.
@@ -225,7 +225,7 @@ def buffers_differ(job):
         yield Breach(text, row[0].place, mend=mend, level=level)
 
 
-@check(LAW, RISK, causes=[*EARLIER, weights_drift], read=READ)
+@check(LAW, RISK, causes=[*EARLIER, weights_drift], read="pitfall 11")
 def tensors_drift(job):
     """A tensor that the script keeps, and updates alike on all ranks, drifts apart.
 
@@ -255,7 +255,7 @@ def tensors_drift(job):
     LAW,
     RISK,
     causes=[names_differ, weights_differ, weights_drift, buffers_differ],
-    read=READ,
+    read="pitfall 11",
 )
 def weights_differ_in_the_end(job):
     """The ranks end with different weights.

@@ -10,7 +10,6 @@ from ..moments import Step
 from ..record import place, recorder, wrap
 from ..watcher import Watcher
 from .checkpoints import (
-    READ,
     Checkpoints,
     Saved,
     dictionaries,
@@ -87,7 +86,7 @@ class Resumes(Watcher):
 # --- checks ---
 
 
-@check(LAW, RISK, effects=[no_optimizer], read=READ)
+@check(LAW, RISK, effects=[no_optimizer])
 def live_snapshot(job):
     """A "copy" of the weights is not a copy: the optimizer still changes it.
 
@@ -109,7 +108,7 @@ def live_snapshot(job):
             return
 
 
-@check(LAW, RISK, read="tutorial/18_streams/README.md")
+@check(LAW, RISK, read="pitfall 18")
 def not_restored(job):
     """A resumed run does not restore the optimizer or the scheduler.
 

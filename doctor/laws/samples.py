@@ -2,14 +2,11 @@
 
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
 
 from ..contents import by_contents, other_contents
-from ..event import Event
 from ..job import Job
 from ..law import (
-    NOTE,
     RISK,
     WRONG,
     Breach,
@@ -20,45 +17,22 @@ from ..law import (
     need,
     several,
 )
-from ..loaders import Loaders, Pass
+from ..loaders import Pass, inside
 from ..meshes import undivided
 from ..moments import Step
 from ..neighbours import near_twins
-from ..reads import (
-    MORE,
-    Feed,
-    Reads,
-    broken,
-    feeds,
-    interleaved,
-    laps,
-    loaded,
-    looped,
-)
+from ..reads import MORE, Feed, Reads, broken, feeds, interleaved, loaded, looped
 from ..record import recorder
-from ..signature import changed, different, signature
+from ..signature import different, plain, signature
 from ..watcher import Watcher
+from .modes import Validation
 
 LAW = Law(1, "samples", "Every sample is read once per epoch")
 DIVIDES = "DistributedSampler", "BatchSamplerShard", "ElasticSampler"
 
 
-@dataclass(kw_only=True)
-class Validated(Event):
-    """A network has got a batch of a pass, with gradients disabled."""
-
-    limit: ClassVar[int] = 1000
-    loader: int
-    epoch: int
-    fed: int | None  # the loader that gave the last step's batch
-
-
 class Samples(Watcher):
     """Looks at data sets and samplers."""
-
-    def __init__(self):
-        self.fed: int | None = None
-        self.validated = set()
 
     def on_epoch(self, own: Pass, loader) -> None:
         names = [type(x).__name__ for x in (loader.sampler, loader.batch_sampler)]
@@ -74,32 +48,20 @@ class Samples(Watcher):
             sampler={k: x for k, x in values.items() if isinstance(x, int)},
             workers=loader.num_workers,
             data=signature(loader.dataset) if first else {},
-            part=self.part(own, loader) if first else None,
+            fields=plain(loader.dataset),
+            part=self.part(loader) if first else None,
         )
         recorder.write(feed)
 
-    def part(self, own: Pass, loader) -> array | None:
+    def part(self, loader) -> array | None:
         """Return which samples of the data set inside all subsets a loader reads."""
-        if not own.subsets or len(loader.dataset) > 200_000:
+        subsets = inside(loader.dataset)[1]
+        if not subsets or len(loader.dataset) > 200_000:
             return None
         chosen = range(len(loader.dataset))
-        for subset in own.subsets:
+        for subset in subsets:
             chosen = [subset[i] for i in chosen]
         return array("q", map(int, chosen))
-
-    def on_output(self, network, outputs, batch) -> None:
-        import torch
-
-        if batch is None or torch.is_grad_enabled():
-            return
-        loader, epoch = batch["loader"], batch["epoch"]
-        if (loader, epoch) not in self.validated:
-            self.validated.add((loader, epoch))
-            recorder.write(Validated(loader=loader, epoch=epoch, fed=self.fed))
-
-    def after_step(self, optimizer, weights) -> None:
-        current = Loaders.here.current
-        self.fed = current and current.loader
 
 
 # --- checks ---
@@ -111,7 +73,7 @@ def where(job: Job, number: int | None = None) -> str:
     return loader.place if loader else job.of(Step)[0].place
 
 
-@check(LAW, WRONG, needs=[Step])
+@check(LAW, WRONG, needs=[Step], read="lesson 4")
 def datasets_differ(job):
     """The ranks do not use the same data set, though a sampler divides it.
 
@@ -129,7 +91,7 @@ def datasets_differ(job):
         for name in own[0].data:
             values = [one.data.get(name) for one in own]
             rank = next((n for n, x in enumerate(values) if x != values[0]), 0)
-            if rank and values[rank] and changed(values[0], values[rank]):
+            if rank and values[rank] and values[0][:2] != values[rank][:2]:
                 what = f"{loader.type}.{name}" if name else loader.type
                 yield Breach(different(what, values, rank), loader.place)
                 break
@@ -155,7 +117,7 @@ def twice(one: array, other: array) -> str:
     return "Divide the samples once: omit the sampler, or the script's own division."
 
 
-@check(LAW, RISK, general=True, needs=[Step], causes=[datasets_differ])
+@check(LAW, RISK, general=True, needs=[Step], causes=[datasets_differ], read="lesson 4")
 def left_out(job):
     """Some samples are read twice in an epoch, or never.
 
@@ -168,7 +130,7 @@ def left_out(job):
     if any(process.training is None for process in job.processes):
         yield from judged(job, looped(job), job.of(Step)[0].place)
         return
-    validated = {one.loader for one in job.of(Validated)}
+    validated = {one.loader for one in job.of(Validation) if not one.gradients}
     others, later = interleaved(job)
     for number in (None, *(x for x in others if x not in validated)):
         yield from judged(job, [*loaded(job, number)], where(job, number))
@@ -213,8 +175,11 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
             or counts["again"] > one.slack + MORE * counts["read"]
         ):
             more = "" if one.index else " (by their contents)"
-            text = f"{held[-1]}{more}; the size of the data set is not known"
-            unsure = unsure or text
+            why = "the size of the data set is not known"
+            if one.index and not one.total:
+                ends = "may leave out samples" if one.whole else "has not ended"
+                why = f"the script's own sampler {ends}"
+            unsure = unsure or f"{held[-1]}{more}; {why}"
     if unsure:
         raise NotJudged(unsure)
     short = [one.text for one in epochs[1:] if not one.whole]
@@ -242,6 +207,8 @@ def same_samples(job, breach):
 
 def mechanism(job: Job, one: Reads, later=False) -> tuple[str, str]:
     """Return why samples are read twice or never, and the advice, or "" for both."""
+    if one.later:
+        return "", "Divide the samples in each epoch as in the first one."
     if one.resumed:
         return "", "After a resume, skip the batches that the epoch has already read."
     if not one.feeds and later:
@@ -283,55 +250,22 @@ def mechanism(job: Job, one: Reads, later=False) -> tuple[str, str]:
         return text, f"{mend}the classes stay balanced."
     if first.divides or loader.sampler in ("RandomSampler", "SequentialSampler"):
         return "", ""
-    mend = (
-        f"Let {loader.sampler} yield this rank's part, order[rank::world_size], of an "
-    )
-    return "", f"{mend}order that is equal on all ranks."
+    mend = f"Let {loader.sampler} yield this rank's part, order[rank::world_size], "
+    return "", f"{mend}of an order that is equal on all ranks."
 
 
-@check(LAW, WRONG, needs=[Step], causes=[left_out])
-def same_order(job):
-    """Two epochs read the samples in the same order.
-
-    Call sampler.set_epoch(epoch) at the start of each epoch.
-    """
-    several(job)
-    first, loop = feeds(job), all(p.training is None for p in job.processes)
-    if loop:
-        epochs = laps(job)
-    else:
-        need(first, "no DataLoader feeds the steps of every rank")
-        epochs = [one.ranks[0] for one in loaded(job)]
-    if len(epochs) < 2:
-        raise NotJudged("fewer than two epochs of training were seen: see --short")
-    for number, (one, other) in enumerate(zip(epochs, epochs[1:], strict=False)):
-        if [*map(list, one)] != [*map(list, other)] or len(one) < 2:
-            continue
-        what = f"epochs {number} and {number + 1} have the same {len(one)} batches per "
-        what += "rank in the same order"
-        flat = [x for batch in one for x in batch]
-        known = loop or not job.processes[0].loader().stream
-        known = known and max(flat) < 2**40  # numbers, not hashes of contents
-        mend = "Shuffle the training samples, in a different order in each epoch."
-        if (first and first[0].shuffles) or (known and flat != sorted(flat)):
-            mend = "" if first and first[0].divides else mend
-            yield Breach(what, where(job), mend=mend)
-        else:
-            yield Breach(what, where(job), level=NOTE, mend=mend)
-        return
-
-
-@check(LAW, WRONG, causes=[datasets_differ])
+@check(LAW, WRONG, causes=[datasets_differ], read="lesson 4")
 def trained_on_validation(job):
     """Training uses validation samples.
 
     Split the data set once, in the same way on every rank.
     """
-    numbers = {process.rank: process.training for process in job.processes}
     passes, why = {}, "no validation with its own DataLoader was seen"
-    for one in need(job.of(Validated), why):
-        if one.fed == numbers[one.rank] and one.loader != one.fed:
-            passes.setdefault(one.loader, []).append(one)
+    for one in need([x for x in job.of(Validation) if not x.gradients], why):
+        process = next(x for x in job.processes if x.rank == one.rank)
+        fed = [x.loader for x in process.of(Step) if x.step < one.step]
+        if fed and fed[-1] == process.training != one.loader:
+            passes.setdefault(one.loader, []).append((process, one))
     own, trained = feeds(job), set()
     for process in job.processes:
         for epoch in process.epochs:
@@ -343,8 +277,7 @@ def trained_on_validation(job):
         if other[0].part == own[0].part:
             continue  # the accuracy of the training samples
         validated = set()
-        for one in found:
-            process = job.processes[[x.rank for x in job.processes].index(one.rank)]
+        for process, one in found:
             for batch in process.batches(one.epoch, loader):
                 validated |= {*(batch.indices or ())}
         if both := validated & trained:

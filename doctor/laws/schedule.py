@@ -1,6 +1,7 @@
 """Law 4: replicas are equal. Learning rates."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar
 
 from ..event import Event, Exit
@@ -9,7 +10,7 @@ from ..loaders import EpochEnd
 from ..moments import Step
 from ..record import place, recorder, wrap
 from ..watcher import Watcher
-from .replicas import DRIFT, LAW, READ, alike
+from .replicas import DRIFT, LAW, alike
 
 
 @dataclass(kw_only=True)
@@ -71,14 +72,16 @@ class Schedules(Watcher):
 
 
 def length(scheduler) -> int | None:
-    """Return a schedule's length in steps (for LambdaLR, where its decay ends)."""
+    """Return a schedule's length in steps; for LambdaLR, where a decay first ends."""
     for factor in getattr(scheduler, "lr_lambdas", [])[:1]:
         try:
             rates = [max(0, factor(n)) for n in range(9 * scheduler.last_epoch)]
-            top = rates.index(max(rates))
-            end = top + rates[top:].index(least := min(rates[top:]))
+            top = next(n for n, (a, b) in enumerate(pairwise(rates)) if b < a)
+            least = min(rates[top:]) + 1e-9 * rates[top]
+            end = next(n for n in range(top, len(rates)) if rates[n] <= least)
             falls = rates[end - 2] > rates[end - 1] > least  # not in one large step
-            return end if falls and end < len(rates) - 1 else None
+            again = max(rates[end : end + 2]) > 0.5 * rates[top]  # a warm restart
+            return end if falls and end < len(rates) - 1 and not again else None
         except Exception:  # the user's function
             return None
     return getattr(scheduler, "T_max", getattr(scheduler, "total_steps", None))
@@ -87,7 +90,7 @@ def length(scheduler) -> int | None:
 # --- checks ---
 
 
-@check(LAW, WRONG, effects=DRIFT, read=READ)
+@check(LAW, WRONG, effects=DRIFT, read="pitfall 11")
 def learning_rates_differ(job):
     """The ranks have different learning rates.
 
@@ -103,7 +106,7 @@ def learning_rates_differ(job):
             what += " learning rates at different times"
             yield Breach(what, row[0].place, mend=mend)
             return
-    steps = [row for row in job.rows(Step) if job.same_weights(row)]
+    steps = [row for row in job.rows(Step) if len({x.which for x in row}) == 1]
     for row in need(steps, "no step was seen on all ranks"):
         if len({tuple(one.rates) for one in row}) > 1:
             rates = ", ".join(f"{one.rates[0]:.4g}" for one in row)
@@ -112,7 +115,7 @@ def learning_rates_differ(job):
             return
 
 
-@check(LAW, RISK, read="tutorial/15_network/README.md")
+@check(LAW, RISK, read="pitfall 15")
 def schedule(job):
     """The learning rate schedule is longer or shorter than the training.
 

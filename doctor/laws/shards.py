@@ -70,7 +70,7 @@ def cut(obj) -> list[str]:
 # --- checks ---
 
 
-@check(LAW, WRONG, effects=[no_optimizer], read="tutorial/16_sharded")
+@check(LAW, WRONG, effects=[no_optimizer], read="lesson 16")
 def shards_saved(job):
     """A file from one rank has only that rank's shards of the tensors.
 

@@ -42,6 +42,7 @@ class State(Event):
     values: list[float]
     place: str = ""
     trains: bool = True  # an optimizer has weights of the network
+    meets: int = 0  # collectives so far, in a script without an optimizer
 
     def rows(self) -> dict[str, list[float]]:
         """Return the numbers by name."""
@@ -85,16 +86,26 @@ class Replicas(Watcher):
         if first or recorder.step in STATES:
             self.write("optimizer", "optimizer", states(optimizer))
 
+    def on_step_by_hand(self, weights, before, meets) -> None:
+        labels = {id(one): label for label, one in self.held().items()}
+        each, values = flat(before)
+        names = [labels[id(one)] for one in weights]
+        own = {"names": names, "each": each, "values": values, "place": place()}
+        recorder.write(State(moment="step", what="weights", **own, meets=meets))
+
     def on_output(self, network, outputs, batch) -> None:
         current = Loaders.here.current
         late = not recorder.watching or recorder.step
         key = id(network), *([current.loader, current.epoch] if current else [late])
+        # A network that runs before the first step is perhaps only measured
+        seen = network.training or key in self.validated or not recorder.step
+        if seen and not recorder.watching:
+            return
         known = Moments.here.known
         trains = any(id(one) in known for one in network.parameters())
         if recorder.watching and not trains:
             self.others[id(network)] = weakref.ref(network), place()
-        # A network that runs before the first step is perhaps only measured
-        if network.training or key in self.validated or not recorder.step:
+        if seen:
             return
         self.validated.add(key)
         found = everything(network)

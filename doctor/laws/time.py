@@ -5,11 +5,11 @@ from statistics import median
 
 from ..law import NOTE, SLOW, Breach, Law, NotJudged, check
 from ..moments import Step
-from ..spans import Buckets, Runs, Spans, Tracked, parts, timed
+from ..spans import Buckets, Runs, Spans, parts, timed
 from .meeting import hangs
+from .modes import Validation, validations
 
 LAW = Law(10, "time", "Time goes into work")
-PAGE = "docs/understand.md"
 LEAST = 0.05  # seconds: the steps of a job worth judging
 SHARE = 0.05  # of a step: what a mend must win back
 MENDS = {
@@ -33,7 +33,7 @@ def walls(job) -> float:
     return wall
 
 
-@check(LAW, SLOW, general=True, needs=[Spans], causes=[hangs], read=PAGE)
+@check(LAW, SLOW, general=True, needs=[Spans], causes=[hangs], read="docs/measure.md")
 def bottleneck(job):
     """A part of a step takes time that a change could save.
 
@@ -104,23 +104,19 @@ def slowest(job, steps: list[list[Spans]], wall: float) -> Breach | None:
     return Breach(what, mend=f"Find out what extra work this rank does in its {part}.")
 
 
-@check(LAW, SLOW, needs=[Tracked], read="docs/pitfalls.md, number 17")
+@check(LAW, SLOW, needs=[Validation], read="lesson 10")
 def validation_with_gradients(job):
     """Validation computes gradients, which take time and memory.
 
     Validate inside torch.no_grad() or torch.inference_mode().
     """
-    stepped = {(one.rank, one.loader, one.epoch) for one in job.of(Step)}
-    for one in job.of(Tracked):
-        numbers = {process.training for process in job.processes}
-        own = (one.rank, one.loader, one.epoch) in stepped
-        if one.loader not in numbers and not own:
-            what = f"rank {one.rank} validates {one.network} with gradients"
-            yield Breach(what, one.place)
-            return
+    found = [x for x in validations(job) if x.gradients and not x.training]
+    for one in found[:1]:
+        what = f"rank {one.rank} validates {one.network} with gradients"
+        yield Breach(what, one.place)
 
 
-@check(LAW, NOTE, needs=[Buckets, Spans], read="docs/pitfalls.md, number 10")
+@check(LAW, NOTE, needs=[Buckets, Spans], read="pitfall 10")
 def unused_search(job):
     """DDP searches for unused weights where there are none.
 
@@ -134,7 +130,7 @@ def unused_search(job):
             yield Breach(f"{what}is unused", one.place)
 
 
-@check(LAW, NOTE, needs=[Buckets], read=PAGE)
+@check(LAW, NOTE, needs=[Buckets], read="lesson 6")
 def small_buckets(job):
     """DDP's buckets are small, so each step needs many all-reduces.
 
@@ -147,7 +143,7 @@ def small_buckets(job):
             yield Breach(what, one.place)
 
 
-@check(LAW, SLOW, needs=[Spans, Runs], read=PAGE)
+@check(LAW, SLOW, needs=[Spans, Runs], read="lesson 1")
 def threads(job):
     """The processes start more compute threads than there are cores.
 

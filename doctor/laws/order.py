@@ -1,0 +1,97 @@
+"""Law 1: every sample is read once per epoch. In which order."""
+
+from collections import Counter
+from itertools import pairwise
+
+from ..job import Job
+from ..law import NOTE, WRONG, Breach, NotJudged, check, need, several
+from ..moments import Step
+from ..reads import Feed, feeds, laps, loaded
+from .randomness import Draw
+from .samples import LAW, left_out, where
+
+SHARE = (
+    "With persistent_workers=True, the loader's processes keep their copies of the "
+    "data set: hold the number in a tensor with share_memory_(), or omit the option."
+)
+
+
+@check(LAW, WRONG, needs=[Step], causes=[left_out], read="lesson 4")
+def same_order(job):
+    """Two epochs read the samples in the same order.
+
+    Call sampler.set_epoch(epoch) at the start of each epoch.
+    """
+    several(job)
+    kept = outdated(job)
+    first, loop = feeds(job), all(p.training is None for p in job.processes)
+    if loop:
+        epochs = laps(job)
+    else:
+        need(first, "no DataLoader feeds the steps of every rank")
+        epochs = [one.ranks[0] for one in loaded(job)]
+    if len(epochs) < 2:
+        raise NotJudged("fewer than two epochs of training were seen: see --short")
+    for number, (one, other) in enumerate(zip(epochs, epochs[1:], strict=False)):
+        if [*map(list, one)] != [*map(list, other)] or len(one) < 2:
+            continue
+        what = f"epochs {number} and {number + 1} have the same {len(one)} batches per "
+        what += "rank in the same order"
+        flat = [x for batch in one for x in batch]
+        known = loop or not job.processes[0].loader().stream
+        known = known and max(flat) < 2**40  # numbers, not hashes of contents
+        mend = "Shuffle the training samples, in a different order in each epoch."
+        if kept:
+            yield Breach(what + kept, where(job), mend=SHARE)
+        elif (first and first[0].shuffles) or (known and flat != sorted(flat)):
+            mend = "" if first and first[0].divides else mend
+            yield Breach(what, where(job), mend=mend)
+        else:
+            yield Breach(what, where(job), level=NOTE, mend=mend)
+        return
+    for number, (one, other) in enumerate(pairwise(marks(job))):
+        if one == other and tells(one):
+            what = f"epochs {number} and {number + 1} have {len(one)} samples per rank "
+            what += (
+                f"with the same labels or other whole numbers in the same order{kept}"
+            )
+            level, mend = (WRONG, SHARE) if kept else (NOTE, "")
+            yield Breach(what, where(job), level=level, mend=mend)
+            return
+
+
+def marks(job: Job) -> list[list[int]]:
+    """Return the marks of rank 0's samples in each whole epoch of a stream, or []."""
+    own, found = job.processes[0], []
+    for epoch in own.epochs if own.training is not None else ():
+        batches = own.batches(epoch)
+        if own.whole(epoch) and all(one.marks for one in batches):
+            found.append([x for one in batches for x in one.marks])
+    return found
+
+
+def tells(values: list[int]) -> bool:
+    """Return whether numbers that repeat are in no regular order, such as a cycle."""
+    counts, pairs = Counter(values), Counter(pairwise(values))
+    if len(values) < 64 or len(counts) > 0.75 * len(values):
+        return len(values) >= 64
+    changes = sum(count for (one, other), count in pairs.items() if one != other)
+    chance = len(values) - sum(x * x for x in counts.values()) / len(values)
+    irregular = min(len(pairs), changes) > 1.3 * len(counts)
+    return irregular and changes > chance / 2
+
+
+def outdated(job: Job) -> str:
+    """Return which number of the data set the loader's processes keep, or ""."""
+    process = job.processes[0]
+    own = [x for x in process.of(Feed) if x.loader == process.training]
+    now = {x.epoch: x.fields for x in own}
+    for one in process.events + process.loaders:
+        if not isinstance(one, Draw) or one.loader != process.training:
+            continue
+        for name, old in one.fields.items():
+            new = now.get(one.epoch, {}).get(name, old)
+            if new != old == now.get(0, {}).get(name):
+                text = f"; in epoch {one.epoch}, {name} is {new} in the main process, "
+                return f"{text}but {old} in the loader's processes"
+    return ""
