@@ -215,7 +215,7 @@ class Report:
 def examine(job: Job) -> Report:
     """Judge a job by all laws."""
     verdicts = {one.law.number: Verdict(one.law) for one in CHECKS.values()}
-    report, named, hidden, evidence = Report(), set(), set(), {}
+    report, named, hidden, evidence = Report(), {}, set(), {}
     report.verdicts = [verdicts[number] for number in sorted(verdicts)]
     order = {one: one.causes | ({one.explains} - {None}) for one in CHECKS.values()}
     for own in TopologicalSorter(order).static_order():
@@ -233,20 +233,23 @@ def examine(job: Job) -> Report:
             hidden |= {own.law} if isinstance(reason, Doubt) else set()
         except Exception as error:  # the other checks' findings still count
             verdict.not_judged[own.name] = f"doctor's own error: {error!r}"
-        if cause := sorted(one.name for one in named & own.causes):
+        broken = any(one.level in (WRONG, RISK) for one in found)
+        if cause := sorted(named[one] for one in named.keys() & own.causes):
             report.effects += [(one, cause[0]) for one in found]
             text = f"{cause[0]} may have affected the result"
             verdict.not_judged.setdefault(own.name, text)
             if found:
                 verdict.not_judged[own.name] = f"it could be an effect of {cause[0]}"
                 hidden.add(own.law)
-                if own.general and any(one.level in (WRONG, RISK) for one in found):
+                named |= {own: cause[0]} if broken else {}  # for its own effects
+                if own.general and broken:
                     verdict.state = BROKEN
             continue
         evidence[own] = seen
         report.findings += found
-        if any(one.level in (WRONG, RISK) for one in found):
-            named |= {own} | {CHECKS[one.check] for one in found}
+        if broken:
+            checks = [own, *(CHECKS[one.check] for one in found)]
+            named |= {one: one.name for one in checks}
         if any(one.level != NOTE for one in found):
             verdict.state = BROKEN
     for verdict in report.verdicts:

@@ -46,7 +46,7 @@ class Moments(Watcher):
         self.known = {}  # weights by id: a number and a weak reference
         self.names = {}  # of weights, by id
         self.networks = weakref.WeakKeyDictionary()  # outermost ones, in order
-        self.handles, self.optimizers = [], {}
+        self.handles, self.optimizers, self.digests = [], {}, {}
         self.inner, self.depth, self.collective = None, 0, False
         self.ended = False
         self.optimized = False  # an optimizer has been made
@@ -180,11 +180,14 @@ class Moments(Watcher):
         import torch
 
         own, current = weights(optimizer) if optimizer else [], Loaders.here.current
-        known = [self.known.get(id(weight), (None,))[0] for weight in own]
+        known = tuple(self.known.get(id(weight), (None,))[0] for weight in own)
+        if known not in self.digests:
+            named = [self.name(one) for one in own if id(one) in self.names]
+            self.digests[known] = digest(known, named)
         first = self.optimizers.setdefault(id(optimizer), recorder.step)
         step = Step(
             optimizer=first,
-            which=digest(known),
+            which=self.digests[known],
             sharded=len(whole(own)) < len(own),
             rates=[float(x["lr"]) for x in optimizer.param_groups] if optimizer else [],
             threads=torch.get_num_threads(),

@@ -28,7 +28,7 @@ class Input(Event):
     network: int
     rows: array  # a hash for each entry of the input's largest tensor
     loaded: bool  # a DataLoader gave the last batch
-    few: list[list[float]]  # of each entry, if no DataLoader gave it
+    few: list[list[float]]  # of each entry, or [] on a GPU
     whole: bool  # they are whole numbers, such as tokens
     ids: array | None = None  # of samples, that the network looks up in other inputs
     # By position: a hash of another input with as many entries, and if they differ
@@ -49,13 +49,17 @@ class Inputs(Watcher):
             return
         if inputs := [one for one in inputs if one.dim() and len(one)]:
             largest = max(inputs, key=torch.Tensor.numel)
-            loaded = Loaders.here.current is not None
+            loaded, whole = (
+                Loaders.here.current is not None,
+                not largest.is_floating_point(),
+            )
+            read = largest.is_cpu or not loaded
             one = Input(
                 network=self.networks.setdefault(id(network), len(self.networks)),
                 rows=array("q", hashes(largest)),
                 loaded=loaded,
-                few=[] if loaded else few_of_each(largest),
-                whole=not largest.is_floating_point(),
+                few=few_of_each(largest) if read else [],
+                whole=whole,
                 ids=None if loaded else ids_of(inputs, len(largest)),
                 arguments=arguments(inputs, largest),
                 place=Moments.here.where,
@@ -109,6 +113,17 @@ def inputs(job: Job) -> list[list[Input]]:
     return ranks
 
 
+def before_a_repeat(batches: list) -> list:
+    """Return the batches before the first one that has an earlier one's sample."""
+    seen, found = set(), []
+    for rows in batches:
+        if seen & {*rows}:
+            break
+        seen |= {*rows}
+        found.append(rows)
+    return found
+
+
 def same_rows(ranks: list[list[Input]]) -> bool:
     """Return whether two ranks have the same inputs."""
     for one, other in combinations(ranks[:8], 2):
@@ -146,6 +161,19 @@ def twins(job: Job) -> tuple[float, float, float, float]:
                 found = neighbours(ranks[0], other, gap)
                 worst = max(worst, found, key=lambda x: x[1])
     return worst
+
+
+def near_twins(job: Job) -> str:
+    """Return what inputs read by two ranks, and then changed at random, show, or ""."""
+    rows = [x for own in inputs(job) for one in own for x in one.rows]
+    if len({*rows}) < 0.5 * len(rows):
+        return ""  # they do not change
+    share, errors, there, near = twins(job)
+    if errors < 5 or share < 0.15 or near > 0.5 and there < 0.9:
+        return ""  # neighbours in time, such as frames, may be on different ranks
+    same = " in the same step" * (there >= 0.9)
+    text = f"about {share:.0%} of a rank's inputs are also read by another rank{same}, "
+    return f"{text}and then changed at random ({errors:.0f} standard errors)"
 
 
 def neighbours(one: list[tuple], other: list[tuple], gap) -> tuple:

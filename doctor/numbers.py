@@ -23,6 +23,14 @@ NEUTRAL = re.compile(r"\b(?:ema|avg|mean|is|was|of|at|rate|val|test|eval|train)\
 SPLITS = re.compile(r"train|val|test|eval|dev")
 BOTH = re.compile(rf"({SPLITS.pattern})\w*\s*([/|,&+]|and)\s*(?!\1)({SPLITS.pattern})")
 BATCH = re.compile(r"\s*\(\s*(?:avg:? ?)?\d+\.\d+(?:e-?\d+)?\s*%?\s*\)")
+NAME = re.compile(r"([a-z][\w@/.-]*)\W{1,6}$")
+UNIT = re.compile(r"\s*(?:[mu]?s|secs?|seconds?|min|h|it/s|[kmg]i?b|\w+/\w+)(?!\w)")
+SETTINGS = set(  # and measurements that are not of outputs
+    """lr learning rate time wall elapsed took in after sec secs seconds ms s t
+    speed eta fps throughput mem memory gb mb gib mib epoch step steps iter it norm
+    gnorm grad scale temp temperature tau beta alpha sigma eps epsilon momentum
+    decay wd seed version progress torch python cuda data""".split()
+)
 BAR = re.compile(r"\d%\|")  # a progress bar
 
 REPEATED = (
@@ -120,6 +128,23 @@ def numbers(text: str) -> Iterator[Number]:
         if value > 100 and shares:
             continue
         yield Number(kind, value, gap, scale, None, split, one[0].strip(), before)
+
+
+def others(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the names and values of the other numbers that may be results."""
+    end, low, known = 0, text.lower(), False
+    for one in NUMBER.finditer("" if BAR.search(text) else low):
+        before, end = low[end : one.start()], one.end()
+        kind = any(re.search(x, before) for x in KINDS.values())
+        name, known = NAME.search(before), known or kind
+        if not name or "." not in one[1] or UNIT.match(low[end:]):
+            continue
+        words = {*re.split(r"[\W_]+", name[1])}
+        if words & SETTINGS or any(x.endswith("time") for x in words):
+            continue
+        inherits = known and not re.search("[a-z]", NEUTRAL.sub("", name[1]))
+        if not (kind or inherits):
+            yield name[1], one[1]
 
 
 @dataclass

@@ -12,7 +12,7 @@ from .event import Event
 from .job import Job
 from .law import NotJudged, need
 from .loaders import Batch, Epoch
-from .neighbours import Input, inputs, redrawn
+from .neighbours import Input, before_a_repeat, inputs, redrawn
 
 EPOCHS = 20  # as many are judged
 MORE = 0.02  # of the samples: more than this must not be read twice, or left out
@@ -74,6 +74,12 @@ class Reads:
         batches = [x for one in self.ranks for x in one if len(x) > 1]
         distinct = sum(len({*one}) for one in batches)
         return not self.index and distinct < 0.8 * sum(map(len, batches))
+
+    def computed(self) -> bool:
+        """Return whether a loop's batches repeat inputs, as the states of a game do."""
+        lists = [x for one in self.ranks for x in one]
+        repeats = sum(len(x) - len({*x}) for x in lists)
+        return self.pool > 0 and repeats > MORE * sum(map(len, lists))
 
     def random(self) -> bool:
         """Return whether draws with replacement would also repeat nothing on a rank."""
@@ -253,17 +259,6 @@ def named(job: Job, loader: int | None) -> set[int]:
     return found if len(again) > 20 and alike > 0.9 * len(again) else set()
 
 
-def before_a_repeat(batches: list) -> list:
-    """Return the batches before the first one that has an earlier one's sample."""
-    seen, found = set(), []
-    for rows in batches:
-        if seen & {*rows}:
-            break
-        seen |= {*rows}
-        found.append(rows)
-    return found
-
-
 def first_lap(ranks: list, total: int | None) -> int:
     """Return after how many batches an endless pass has read all samples once."""
     reads = [x for own in ranks for batch in own for x in batch]
@@ -280,12 +275,15 @@ def laps(job: Job) -> list[list[list[int]]]:
     return [own[:count], own[count : 2 * count]] if len(own) >= 2 * count else []
 
 
-def looped(job: Job) -> Reads:
-    """Return what the ranks read without a DataLoader, until a sample comes again."""
+def looped(job: Job) -> list[Reads]:
+    """Return what the ranks read without a DataLoader, until a sample comes again.
+
+    If the ranks then have read as many batches, the next ones are the next epoch's.
+    """
     if any(one.loaded for one in job.of(Input)):
         raise NotJudged("no DataLoader feeds the steps of every rank")
     if not draws_in_steps(job) and (found := redrawn(job)):
-        return Reads(found[0], found[1], False, index=False, redrawn=True)
+        return [Reads(found[0], found[1], False, index=False, redrawn=True)]
     lists = [[x.ids for x in one] for one in inputs(job)]
     ids = all(all(one) and len(before_a_repeat(one)) > 3 for one in lists)
     if not ids:
@@ -310,10 +308,20 @@ def looped(job: Job) -> Reads:
         text = f"steps {start + 1} to {start + min(map(len, own))}"
         one = Reads(own, text, False, index=False, pool=pool, ids=ids, later=True)
         if one.together()[0] >= 0.9 and whole.together()[0] < 0.9:
-            return one
-    ranks = [x[:shortest] for x in ranks]
+            return [one]
+    laps = [[x[:shortest] for x in ranks]]
     text = f"the first {shortest} inputs of the network"
-    return Reads(ranks, text, False, index=False, pool=pool, ids=ids)
+    if {*map(len, ranks)} == {shortest} and again:
+        for start in range(shortest, min(map(len, lists)) - shortest + 1, shortest):
+            laps.append([x[start : start + shortest] for x in lists])
+    found = [Reads(laps[0], text, False, index=False, pool=pool, ids=ids)]
+    for number, one in enumerate(laps[1:], 1):
+        text = f"inputs {number * shortest + 1} to {(number + 1) * shortest} of the "
+        lap = Reads(one, f"{text}network", False, index=False, pool=pool, ids=ids)
+        if lap.numbers()["within"]:
+            break  # they are not read in epochs
+        found.append(lap)
+    return found
 
 
 def broken(one: Reads) -> str:

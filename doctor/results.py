@@ -10,6 +10,7 @@ from typing import ClassVar
 from .event import Event
 from .loaders import Loaders, leaves
 from .moments import Moments, runs_normally
+from .numbers import others
 from .record import place, recorder, wrap
 from .sample import hashes
 from .watcher import Watcher
@@ -19,7 +20,7 @@ LOSSES = """cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss
 LARGE = 2**20  # numbers in an output or in a loss
 COMPARES = 400  # comparisons in which predictions are looked for
 OTHER = re.compile(  # results that are not recomputed
-    r"\b(\w*iou|dice|f1|auc|auroc|\w?map|bleu|rouge|recall|rewards?|returns?|scores?|"
+    r"\b(\w*iou|dice|f1|(?:\w+_)?(?:auc|auroc|ap)|\w?map|bleu|rouge|recall|rewards?|returns?|scores?|"
     r"mae|mse|rmse|r2|psnr|ssim|fid|auprc|bpd|bpc|mrr|(?:ndcg|hits?|recall|r|p|map)@\d+)"
     r"(?![a-z])[^\d\n]{1,9}\d+\.\d",
     re.I,
@@ -68,7 +69,7 @@ class Results(Watcher):
         self.guesses, self.tries = [], 0  # predicted classes that have no labels yet
         self.compares = 0  # how often a guess was looked for
         self.known = {}  # by line: the guess and operand that the script compares
-        self.nested = False
+        self.nested, self.others = False, 0
 
     def hooks(self) -> None:
         import torch
@@ -94,8 +95,11 @@ class Results(Watcher):
     def printed(self) -> None:
         """Record a line that may contain a result."""
         known = WORDS.search(self.line) or OTHER.search(self.line)
-        if known and any(map(str.isdigit, self.line)):
+        known = known and any(map(str.isdigit, self.line))
+        if known:
             self.read()
+        self.others += not known and any(others(self.line))
+        if known or (self.others < 300 and any(others(self.line))):
             recorder.write(Printed(text=self.line[-2000:], place=place()))
 
     # --- outputs and losses ---

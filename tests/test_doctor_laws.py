@@ -26,7 +26,7 @@ from doctor.laws.passes import Update
 from doctor.laws.places import Places, cannot_join, mixed_gradients
 from doctor.laws.printed import OTHER
 from doctor.laws.randomness import Draw, Seed
-from doctor.laws.ranks import Facts, Measured
+from doctor.laws.ranks import Facts, Measured, Targets
 from doctor.loaders import Batch, Epoch, EpochEnd
 from doctor.meshes import Divided
 from doctor.moments import Step
@@ -262,6 +262,36 @@ def test_samples_of_a_loop_are_known_by_their_neighbours():
     assert named(found) == {"left_out"}, found.findings
 
 
+def test_a_later_epoch_of_a_loop_is_counted_and_repeats_in_a_batch_are_no_samples():
+    orders = [random.Random(seed).sample(range(480), 480) for seed in range(3)]
+    for second, wanted in ((orders[1], set()), (orders[2], {"left_out"})):
+        lists = [orders[0][0::2] + orders[1][0::2], orders[0][1::2] + second[1::2]]
+        found = report(*(loop(one, noise=0) for one in lists))
+        assert named(found) == wanted and state(found, 1).state != "held"
+    again = [orders[rank] for rank in (0, 1)]
+    for one in again:
+        one[::6] = one[1::6]  # twice in a batch
+    found = report(*(loop(one, noise=0) for one in again))
+    assert not named(found) and "several times" in str(state(found, 1).not_judged)
+
+
+@pytest.mark.parametrize("moved", [0, 15])
+def test_tokens_that_mean_something_else_on_each_rank_are_named(moved):
+    draws, ranks = random.Random(0), []
+    for rank in (0, 1):
+        own = []
+        for step in range(40):
+            few = [[float(draws.randrange(1, 31)) for _ in range(12)] for _ in range(8)]
+            values = array("d", [float(sum(x) > 186) for x in few])
+            few = [[(x + moved * rank) % 30 + 1 for x in one] for one in few]
+            rows = array("q", [8 * step + 999 * rank + n for n in range(8)])
+            given = {"network": 0, "rows": rows, "loaded": False, "few": few}
+            own.append(Input(**given, whole=True, step=step, place="a.py:6"))
+            own.append(Targets(count=8, values=values, step=step))
+        ranks.append(own)
+    assert named(report(*ranks)) == ({"meanings_differ"} if moved else set())
+
+
 def test_a_later_epoch_of_a_loop_that_ranks_read_together():
     own = [[*range(n, 240, 2)] for n in (0, 1)]
     assert not named(report(*(loop(x + x, 0) for x in own)))
@@ -474,6 +504,11 @@ def test_printed_accuracies_are_recomputed():
     assert state(report(validated("acc 0.7500"), steps=0), 7).state == "held"
     found = report(validated("acc 0.7500, mIoU 0.3312"), steps=0)
     assert state(found, 7).state == "not judged" and not named(found)
+    for kappas, wanted in (((0.3, 0.3), "held"), ((0.3, 0.4), "not judged")):
+        lines = [f"acc 0.7500, kappa {x}, lr {x / 3} in {x} s" for x in kappas]
+        prints = [Printed(text=x, place="a.py:8", time=3.0) for x in lines[1:]]
+        found = report(validated(lines[0]) + prints, steps=0)
+        assert state(found, 7).state == wanted
     found = report(validated("acc 0.6250"), steps=0)
     assert named(found) == {"wrong_accuracy"}
     assert "labels of other samples" in found.findings[0].what

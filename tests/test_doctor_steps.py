@@ -27,8 +27,10 @@ from doctor.laws.modes import Mode
 from doctor.laws.passes import Passes, Update
 from doctor.laws.replicas import LAW as REPLICAS
 from doctor.laws.schedule import Schedule, length
+from doctor.laws.shards import Cut, cut
 from doctor.laws.states import Layout, Replicas, State
 from doctor.moments import Moments, Step
+from doctor.objects import Objects, is_users
 from doctor.page import page
 from doctor.record import recorder
 from doctor.spans import Spans
@@ -229,6 +231,10 @@ def test_a_law_is_broken_by_the_effect_of_another_one():
             one.used = [(n + 1) * x for x in used]
             state = {"moment": "step", "what": "weights", "names": ["net.weight"]}
             own.append(event(State, n, each=1, values=[n * used[0]], **state))
+        kept = state | {"what": "kept", "names": ["Codes.sum"]}  # an effect's effect
+        for n in range(12):
+            values = [n + used[0] * (n > 5)]
+            own.append(event(State, n, each=1, values=values, **kept))
     report = examine(job := made(*ranks))
     assert [*named(report)] == ["not_averaged"]
     words = " ".join(page(job, report).split())
@@ -291,6 +297,10 @@ def test_weights_that_never_live_are_named():
     assert ("dead_weights", "a.py:8") in [(x.check, x.place) for x in found]
     still = [[weight("stage.weight", rank, moves=False)] for rank in range(2)]
     assert law(judged(*map(add, still, head)), 6) == "not judged"
+    parts = [[weight("stage.weight", n, optimizer=None if n else 0)] for n in range(2)]
+    assert law(judged(*map(add, parts, head)), 6) == "held"
+    parts = [[weight("stage.weight", n, optimizer=0 if n else None)] for n in range(2)]
+    assert law(judged(*map(add, parts, head)), 6) == "held"
     lost = [[weight("weight of Linear", n, optimizer=None)] for n in range(2)]
     found = named(judged(*map(add, lost, head)))
     assert "not_in_an_optimizer" in found
@@ -320,7 +330,6 @@ def test_what_a_checkpoint_holds():
     cases = {
         None: {},
         "live_snapshot": {"taken": 3},
-        "shards_saved": {"cut": ["net.weight"]},
         "no_optimizer": {"holds": []},
         "lacking": {"missing": ["norm.running_mean"]},
         "save_in_place": {"overwrites": True},
@@ -329,6 +338,9 @@ def test_what_a_checkpoint_holds():
         report = judged([file, event(Saved, 4, **good | values)], [])
         assert law(report, 8) == ("broken" if wanted else "held"), report
         assert [*named(report)] == [wanted] * bool(wanted)
+    parts = [[event(Cut, 4, path="a.pt", names=["net.weight"])] for _ in range(2)]
+    assert named(judged([file, *parts[0]], [])) == {"shards_saved": "WRONG"}
+    assert not named(judged(*parts))
     passing = good | {"overwrites": True, "path": f"{tempfile.gettempdir()}/a.pt"}
     assert not judged([file, event(Saved, 4, **passing)], []).findings
     last = event(Saved, 4, **good | {"path": "last.pt"})
@@ -402,6 +414,40 @@ def test_a_network_that_nothing_trains_is_compared(first):
     for one in found.findings:
         assert ("equal until step 2" in one.what) == bool(first)
         assert ("after DDP has wrapped" in one.mend) == (not first)
+
+
+class Part:
+    """A weight (4, 4) of which this process has two rows, as with FSDP2."""
+
+    def __init__(self, *rows):
+        self.placements, self.shape, self.rows = ["S(0)"], (4, 4), torch.tensor(rows)
+
+    def to_local(self):
+        return self.rows
+
+
+def test_shards_are_known_by_their_names_or_their_numbers(monkeypatch):
+    network, weight = torch.nn.Module(), Part([1.0, 2, 3, 4], [5, 6, 7, 8])
+    monkeypatch.setattr(network, "named_parameters", lambda: [("a.weight", weight)])
+    monkeypatch.setattr(Moments.here, "networks", {network: True})
+    rows = weight.rows.clone()
+    assert cut({"a.weight": rows}) == cut([{"w": [rows, 1]}]) == ["a.weight"]
+    assert cut({"module.a.weight": rows + 1}) and not cut([rows + 1])
+    assert not cut({"a.weight": torch.ones(4, 4)})
+
+
+@pytest.mark.parametrize(("first", "wanted"), [(0, {}), (6, {"tensors_drift": "RISK"})])
+def test_a_tensor_that_drifts_after_it_changed_alike_is_named(first, wanted):
+    """Tensors of a rank's own, such as its samples, differ from the start."""
+    own, found = Part([1.0] * 8), Objects()
+    assert "Part.rows" in found.tensors({}) and not is_users(torch.nn.Linear)
+    assert id(own.rows) and "Part.rows" not in found.tensors({id(own.rows): 0})
+    state = {"moment": "step", "what": "kept", "names": ["Codes.code"], "each": 1}
+    ranks = [
+        [event(State, n, values=[n + rank * (n >= first)], **state) for n in range(12)]
+        for rank in range(2)
+    ]
+    assert named(judged(*ranks)) == wanted
 
 
 def test_equal_names_are_numbered_alike_on_all_ranks(monkeypatch):

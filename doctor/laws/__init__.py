@@ -12,6 +12,7 @@ from . import (  # noqa: F401
     inputs,
     losses,
     mean,
+    meanings,
     meeting,
     modes,
     order,
@@ -25,6 +26,7 @@ from . import (  # noqa: F401
     samples,
     schedule,
     settings,
+    shards,
     states,
     time,
 )

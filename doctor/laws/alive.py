@@ -181,7 +181,10 @@ def few(tensors: list) -> list[list[float]]:
 
 
 def latest(job) -> dict[str, list[Weight]]:
-    """Return the last events of each weight, one per rank, by its name and number."""
+    """Return the last events of each weight, one per rank, by its name and number.
+
+    The first one is of a rank whose optimizer has it: each may have a part of them.
+    """
     found = {}
     for process in job.processes:
         events, count = process.of(Weight), Counter()
@@ -189,6 +192,8 @@ def latest(job) -> dict[str, list[Weight]]:
             if one.step == events[-1].step:
                 count[one.name] += 1
                 found.setdefault(f"{one.name} {count[one.name]}", []).append(one)
+    for row in found.values():
+        row.sort(key=lambda one: (one.optimizer is None, one.optimizer == -1))
     return found
 
 
@@ -316,8 +321,8 @@ def not_in_an_optimizer(job):
     """
     found, rows = lost(job), [x[0] for x in latest(job).values()]
     if found:
-        what = f"{len(found)} weights that get gradients are in no optimizer: "
-        what += names(found)
+        count = f"{len(found)} of {sum(x.trainable for x in rows)} weights"
+        what = f"{count} get gradients, but no optimizer has them: {names(found)}"
         old = [x for x in rows if x.optimizer is not None]
         old = [x for x in old if not (x.alive or x.network)]
         if old:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..event import Event
-from ..law import NOTE, RISK, WRONG, Breach, Doubt, check, need, several
+from ..law import NOTE, RISK, Breach, Doubt, check, need
 from ..moments import Moments
 from ..record import place, recorder, wrap
 from ..watcher import Watcher
@@ -30,7 +30,6 @@ class Saved(Event):
     path: str | None
     whole: int  # weights of the job's networks that it has, by name
     missing: list[str]  # weights and buffers of the same network that it has not
-    cut: list[str]  # of which it has this process's shards only
     taken: int | None  # after which step state_dict() was called, if they changed since
     live: bool  # some are the network's own tensors, but not from state_dict()
     wrapped: bool  # the weights have DDP's or torch.compile's names
@@ -145,7 +144,7 @@ class Checkpoints(Watcher):
             state = [*state.values()][0]
         if content := self.content(state):
             # It copies the tensors, and all ranks write their parts
-            content |= {"taken": None, "live": False, "cut": [], "wrapped": False}
+            content |= {"taken": None, "live": False, "wrapped": False}
             path = None if path is None else os.path.abspath(path)
             own = {"overwrites": False, "others": 1, "path": path, "place": place()}
             recorder.write(Saved(**content | own))
@@ -179,7 +178,6 @@ class Checkpoints(Watcher):
         top = top if isinstance(top, (list, tuple)) or top is not obj else ()
         content = {
             "whole": len(pairs),
-            "cut": [name for name, x in pairs.items() if is_cut(x, known[name])][:9],
             "missing": missing[:9],
             "taken": None,
             "live": any(x.data_ptr() in own for x in unknown),
@@ -242,14 +240,6 @@ def bare(name) -> str:
     return name
 
 
-def is_cut(tensor, weight) -> bool:
-    """Return whether a tensor is this process's shard of a weight."""
-    if any(one.is_shard() for one in getattr(tensor, "placements", ())):
-        return True
-    local = weight.to_local().shape if parts(weight) else weight.shape
-    return getattr(tensor, "shape", None) == local != weight.shape
-
-
 # --- checks ---
 
 
@@ -284,20 +274,6 @@ def no_optimizer(job):
         elif one.whole:
             more = f" and the state of the {' and the '.join(one.holds)}"
             yield f"{base(path)} has {one.whole} whole weights{more * bool(one.holds)}"
-
-
-@check(LAW, WRONG, effects=[no_optimizer], read="lesson 16")
-def shards_saved(job):
-    """A file from one rank has only that rank's shards of the tensors.
-
-    Use get_state_dict() with full_state_dict=True, or torch.distributed.checkpoint.
-    """
-    several(job)
-    found = [one for one in job.of(Saved) if one.cut and one.path]
-    if found and len({one.rank for one in found}) < len(job.processes):
-        one = found[0]
-        what = f"{base(one.path)} has only rank {one.rank}'s shards of the weights: "
-        yield Breach(what + ", ".join(one.cut[:3]), one.place)
 
 
 @check(LAW, RISK, effects=[no_optimizer], read="pitfall 18")

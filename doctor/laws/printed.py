@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from ..law import RISK, WRONG, Breach, Law, NotJudged, check, explains, need
 from ..loaders import Batch, Epoch, EpochEnd
 from ..moments import Step
-from ..numbers import REPEATED, Group, Number, numbers
+from ..numbers import REPEATED, Group, Number, numbers, others
 from ..results import OTHER, Measured, Printed
 from .gradient import fits, near, not_averaged
 from .passes import Update
@@ -233,6 +233,20 @@ def in_a_pass(process, moment: float) -> bool:
     return count > 0
 
 
+def unchecked(job) -> str:
+    """Return a result that is not recomputed, and its place: its name or its values."""
+    seen = {}
+    for line in job.of(Printed):
+        if known := OTHER.search(line.text):
+            return f"{known[1]} at {line.place}"
+        for name, value in others(line.text):
+            values = seen.setdefault((name, line.rank, line.place), set())
+            values.add(value)
+            if len(values) > 1:
+                return f"{name} at {line.place}"
+    return ""
+
+
 @check(
     LAW,
     RISK,
@@ -266,10 +280,8 @@ def wrong_number(job):
             unknown.append(site)
     kinds = [one for one in ("accuracies", "losses") if counts[one]]
     text = ", ".join(f"{counts['right', x]} of {counts[x]} {x}" for x in kinds)
-    other = [x for x in job.of(Printed) if OTHER.search(x.text)]
-    if other:
-        name = OTHER.search(other[0].text)[1]
-        raise NotJudged(f"{text} could be checked, but not {name} at {other[0].place}")
+    if other := unchecked(job):
+        raise NotJudged(f"{text} could be checked, but not {other}")
     if unknown:
         where = unknown[0].place
         raise NotJudged(f"{text} could be checked, but not all of those at {where}")

@@ -1,5 +1,6 @@
 """Law 2: ranks are exchangeable."""
 
+from array import array
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,7 @@ from ..record import STEPS, place, recorder, wrap
 from ..sample import GOLDEN, numbers, picked
 from ..watcher import Watcher
 from .randomness import gradients
+from .replicas import other_network_differs
 from .samples import datasets_differ, where
 
 LAW = Law(2, "ranks", "Ranks are exchangeable")
@@ -44,11 +46,20 @@ class Facts(Event):
     place: str
 
 
+@dataclass(kw_only=True)
+class Targets(Event):
+    """A loss has got one target for each sample."""
+
+    limit: ClassVar[int] = 400
+    count: int
+    values: array  # of the first 64 samples
+
+
 class Ranks(Watcher):
     """Measures batches, inputs, targets, losses and gradients."""
 
     def __init__(self):
-        self.gradients, self.pending, self.facts = {}, [], {}
+        self.gradients, self.pending, self.targets, self.facts = {}, [], [], {}
 
     def hooks(self) -> None:
         import torch.nn.functional as functional
@@ -81,6 +92,8 @@ class Ranks(Watcher):
                 valid = (target != kwargs.get("ignore_index", -100)).sum()
                 values[f"number of targets of {where}"] = valid
             self.keep(None, values)
+            if target.dim() == 1 and len(self.targets) < 16:
+                self.targets.append((len(target), target.detach()[:64]))
 
     def on_batch(self, own, batch, seconds) -> None:
         values = {}
@@ -117,7 +130,9 @@ class Ranks(Watcher):
     def after_backward(self) -> None:
         if self.gradients and recorder.watching:
             norm = sum(one.square().sum() for one in self.gradients.values()).sqrt()
-            self.keep(None, {f"gradient norm of {Moments.here.where}": norm})
+            first = Moments.here.names.get(next(iter(self.gradients)), "a weight")
+            name = f"gradient norm of {first} and others in {Moments.here.where}"
+            self.keep(None, {name: norm})
 
     def on_step(self, optimizer, weights, values) -> None:
         pending, self.pending = self.pending, []
@@ -126,10 +141,13 @@ class Ranks(Watcher):
             recorder.write(Facts(values=self.facts, place=where))
             self.facts = {}
         kept = [x for _, one in pending for x in one.values() if not isinstance(x, int)]
-        flat = numbers(kept, 1)
+        rows = numbers(kept + [one for _, one in self.targets], 64)
+        for (count, _), values in zip(self.targets, rows[len(kept) :], strict=True):
+            recorder.write(Targets(count=count, values=array("d", values)))
+        self.targets = []
         for loader, one in pending:
             found = {
-                k: x if isinstance(x, int) else flat.pop(0)[0] for k, x in one.items()
+                k: x if isinstance(x, int) else rows.pop(0)[0] for k, x in one.items()
             }
             recorder.write(Measured(loader=loader, values=found))
 
@@ -229,7 +247,10 @@ def apart(values: list[float], others: list[float], batches: float) -> tuple:
     return abs(fmean(gaps)) / (error or 1e-12), share, sum(one > 0 for one in gaps)
 
 
-@check(LAW, RISK, general=True, needs=[Measured], causes=[datasets_differ])
+EARLIER = datasets_differ, other_network_differs
+
+
+@check(LAW, RISK, general=True, needs=[Measured], causes=EARLIER)
 def ranks_differ(job):
     """One rank's samples, losses or gradients differ significantly from the others'.
 

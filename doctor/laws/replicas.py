@@ -2,11 +2,14 @@
 
 import math
 from collections import Counter
+from itertools import pairwise
 
 from ..job import Job
 from ..law import NOTE, RISK, WRONG, Breach, Doubt, NotJudged, check, need, several
+from ..moments import Step
 from ..record import STEPS
 from .checkpoints import Saved
+from .meeting import collectives_differ
 from .states import LAW, Layout, State
 
 NONE = "no step with unsharded weights was seen on all ranks"
@@ -107,9 +110,10 @@ def weights_differ(job):
         yield Breach(f"before the first step, {found[1]}", rows[0][0].place, mend=mend)
 
 
-@check(
-    LAW, RISK, general=True, causes=[names_differ, weights_differ], read="pitfall 11"
-)
+EARLIER = names_differ, weights_differ, collectives_differ
+
+
+@check(LAW, RISK, general=True, causes=EARLIER, read="pitfall 11")
 def weights_drift(job):
     """The ranks' weights drift apart.
 
@@ -219,6 +223,32 @@ def buffers_differ(job):
         level = NOTE if rows else RISK  # the validated buffers are equal
         text = f"in step {row[0].step + 1}, {text}"
         yield Breach(text, row[0].place, mend=mend, level=level)
+
+
+@check(LAW, RISK, causes=[*EARLIER, weights_drift], read="pitfall 11")
+def tensors_drift(job):
+    """A tensor that the script keeps, and updates alike on all ranks, drifts apart.
+
+    Update it with the same numbers on every rank: all_reduce() or broadcast() all of
+    them, also those that are drawn at random or that replace unused entries.
+    Not a mistake if: the ranks are meant to have their own values from then on.
+    """
+    several(job)
+    states, found = states_of(job, "step", "kept"), []
+    states = [(own[0].step + 1, [x.rows() for x in own]) for own in states]
+    for name in {x for _, row in states for x in row[0]}:
+        own = [(n, row) for n, row in states if all(name in x for x in row)]
+        values = [[x[name] for x in row] for _, row in own]
+        same = [alike(x, 1e-5) for x in values]
+        agreed = same.index(False) if False in same else 0
+        count = sum(a != b for a, b in pairwise(values[:agreed]))
+        if count > 2 and not any(same[agreed:]) and same[agreed + 2 :]:
+            found.append((own[agreed][0], count, name))
+    if found:
+        step, count, _ = min(found)
+        what = f"{listed(sorted(x[2] for x in found))} differ between the ranks from "
+        what += f"step {step} on, after {count} changes that were equal on all ranks"
+        yield Breach(what, job.of(Step)[0].place)
 
 
 @check(

@@ -20,7 +20,7 @@ from ..law import (
 from ..loaders import Pass, inside
 from ..meshes import undivided
 from ..moments import Step
-from ..neighbours import inputs, twins
+from ..neighbours import near_twins
 from ..reads import MORE, Feed, Reads, broken, feeds, interleaved, loaded, looped
 from ..record import recorder
 from ..signature import different, plain, relabelled, signature
@@ -129,7 +129,7 @@ def left_out(job):
     several(job)
     undivided(job)
     if any(process.training is None for process in job.processes):
-        yield from judged(job, [looped(job)], job.of(Step)[0].place)
+        yield from judged(job, looped(job), job.of(Step)[0].place)
         return
     validated = {one.loader for one in job.of(Validation) if not one.gradients}
     others, later = interleaved(job)
@@ -141,7 +141,7 @@ def left_out(job):
 
 def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
     """Judge the epochs of one loader, or of a loop without one."""
-    held = []
+    held, unsure = [], ""
     for one in need(epochs, "no epoch of training was seen"):
         if one.poor():
             raise NotJudged("the inputs do not identify samples, as with single words")
@@ -149,10 +149,13 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
         loop = not one.index and not one.feeds
         if loop and one.together()[0] > one.together(0.8)[0] + 0.5:
             raise NotJudged("some inputs, such as noise, are equal on several ranks")
-        if what and one.random() and one.together()[0] < 0.9:
-            raise NotJudged("each rank may draw its samples at random")
+        if what and one.together()[0] < 0.9:
+            if one.random():
+                raise NotJudged("each rank may draw its samples at random")
+            if one.computed():
+                raise NotJudged("one batch has the same input several times")
         if what:
-            extra, mend = mechanism(job, one)
+            extra, mend = mechanism(job, one, held != [])
             yield Breach(what + extra, place, facts=one, mend=mend)
             return
         if loop and not one.ids and (what := near_twins(job)):
@@ -177,26 +180,15 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
             if one.index and not one.total:
                 ends = "may leave out samples" if one.whole else "has not ended"
                 why = f"the script's own sampler {ends}"
-            raise NotJudged(f"{held[-1]}{more}; {why}")
+            unsure = unsure or f"{held[-1]}{more}; {why}"
+    if unsure:
+        raise NotJudged(unsure)
     short = [one.text for one in epochs[1:] if not one.whole]
     if epochs[0].whole and short:
         raise NotJudged(f"{held[0]}, but only {short[0]} were read")
     text = f"{place}, " * (epochs[0].loader is not None) + held[0]
     more = "epoch 1" if len(held) == 2 else f"epochs 1 to {len(held) - 1}"
     yield text + f"; {more} likewise" * (len(held) > 1)
-
-
-def near_twins(job: Job) -> str:
-    """Return what inputs read by two ranks, and then changed at random, show, or ""."""
-    rows = [x for own in inputs(job) for one in own for x in one.rows]
-    if len({*rows}) < 0.5 * len(rows):
-        return ""  # they do not change
-    share, errors, there, near = twins(job)
-    if errors < 5 or share < 0.15 or near > 0.5 and there < 0.9:
-        return ""  # neighbours in time, such as frames, may be on different ranks
-    same = " in the same step" * (there >= 0.9)
-    text = f"about {share:.0%} of a rank's inputs are also read by another rank{same}, "
-    return f"{text}and then changed at random ({errors:.0f} standard errors)"
 
 
 @explains(left_out, WRONG)
@@ -214,7 +206,7 @@ def same_samples(job, breach):
     return replace(breach, level=RISK if one.together()[0] < 0.9 else WRONG)
 
 
-def mechanism(job: Job, one: Reads) -> tuple[str, str]:
+def mechanism(job: Job, one: Reads, later=False) -> tuple[str, str]:
     """Return why samples are read twice or never, and the advice, or "" for both."""
     if one.later:
         return "", "Divide the samples in each epoch as in the first one."
@@ -223,6 +215,12 @@ def mechanism(job: Job, one: Reads) -> tuple[str, str]:
     if one.redrawn:
         mend = "Divide a permutation of all samples: order[rank::world_size]."
         return ", as if they were drawn with replacement", mend
+    if not one.feeds and later:
+        mend = (
+            "The ranks no longer divide the same order: make each epoch's order from "
+        )
+        mend += "the epoch's number, and shuffle a copy of a rank's part (NumPy's "
+        return "", f"{mend}order[rank::world_size] is a view of the order)."
     if not one.feeds:
         mend = "Shuffle the samples in the same order on all ranks, then divide them "
         return "", f"{mend}(order[rank::world_size]); or seed each rank differently."

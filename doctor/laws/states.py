@@ -9,6 +9,7 @@ from ..event import Event
 from ..law import Law
 from ..loaders import Loaders
 from ..moments import Moments
+from ..objects import Objects
 from ..record import STEPS, place, recorder
 from ..sample import flat, numbers
 from ..watcher import Watcher
@@ -35,7 +36,7 @@ class State(Event):
 
     limit: ClassVar[int] = 1000
     moment: str  # step, other, optimizer, validation or end
-    what: str  # weights, buffers, norms (batch norm's buffers), or the network's name
+    what: str  # weights, buffers, kept (see objects.py), or the network's name
     names: list[str]
     each: int
     values: list[float]
@@ -55,7 +56,7 @@ class Replicas(Watcher):
 
     def __init__(self):
         self.validated, self.seen, self.others = set(), set(), {}
-        self.labels, self.made = {}, Counter()
+        self.labels, self.made, self.objects = {}, Counter(), Objects()
 
     def on_wrap(self, model, where) -> None:
         own = model.module.named_parameters(), model.module.named_buffers()
@@ -68,8 +69,12 @@ class Replicas(Watcher):
     def on_step(self, optimizer, weights, gradients) -> None:
         if not recorder.watching:
             return
-        self.write("step", "weights", self.held())
-        self.write("step", "buffers", buffers())
+        found = {"weights": self.held(), "buffers": buffers()}
+        if recorder.step:
+            found["kept"] = self.objects.tensors(Moments.here.known)
+        rows = numbers([x for own in found.values() for x in own.values()])
+        for what, own in found.items():
+            self.write("step", what, own, rows=[rows.pop(0) for _ in own])
         others, self.others = self.others, {}
         for reference, where in others.values():
             if (network := reference()) is None:
@@ -131,10 +136,10 @@ class Replicas(Watcher):
             found[label] = one
         return named(found.items())
 
-    def write(self, moment: str, what: str, found: dict, where="", trains=True) -> None:
+    def write(self, moment: str, what: str, found, where="", trains=True, rows=()):
         """Write an event with a few numbers of each tensor."""
         if found and not recorder.full(State):
-            each, values = flat(numbers([*found.values()]))
+            each, values = flat(rows or numbers([*found.values()]))
             event = State(
                 moment=moment,
                 what=what,

@@ -1,0 +1,114 @@
+"""Law 2: ranks are exchangeable. How targets depend on inputs."""
+
+from itertools import combinations
+from math import isfinite, prod, sqrt
+from random import Random
+from statistics import correlation, fmean, pstdev
+
+from ..job import Process
+from ..law import RISK, Breach, NotJudged, check, several
+from ..neighbours import Input
+from .ranks import LAW, Targets
+from .samples import datasets_differ
+
+FEWEST = 8  # samples that have a token, or a class
+Samples = list[tuple[dict[int, float], float]]  # features and a target
+
+
+@check(LAW, RISK, needs=[Input, Targets], causes=[datasets_differ])
+def meanings_differ(job):
+    """Inputs (such as words' numbers) or classes mean something else on each rank.
+
+    Number words and classes alike on all ranks: build the vocabulary from all samples,
+    or on rank 0 only, and broadcast it.
+    Not a mistake if: each rank is meant to learn a task of its own.
+    """
+    several(job)
+    ranks = [samples(process) for process in job.processes[:4]]
+    for one, other in combinations(range(len(ranks)), 2):
+        own = ranks[one], ranks[other]
+        cells = common(*own)
+        if len(cells) < 10:
+            raise NotJudged("too few samples of each class were seen")
+        rows = [related(x, cells) for x in own]
+        # If inputs and targets were independent, these would be standard normal numbers
+        sizes = [sum(x * x for x in row) for row in rows]
+        if min(map(pstdev, rows)) == 0:
+            continue
+        found, count = correlation(*rows), len(cells)
+        wanted = sqrt(prod(max(0, 1 - count / size) for size in sizes))
+        if not (found < wanted / 3 and (wanted - found) * sqrt(count) > 5):
+            continue
+        errors = min(beyond(x, cells, size) for x, size in zip(own, sizes, strict=True))
+        if not errors > 8:
+            continue
+        what = f"on ranks {one} and {other}, targets depend on inputs (by {errors:.0f} "
+        what += f"standard errors or more), but not alike: over {count} pairs of "
+        what += f"a feature and a class, the correlation is {found:.2f}, not about "
+        yield Breach(f"{what}{wanted:.2f}", job.of(Input)[0].place)
+        return
+
+
+def samples(process: Process) -> Samples:
+    """Return the distinct samples that a rank's network and losses got together."""
+    found, targets = {}, {}
+    for one in process.of(Targets):
+        targets.setdefault(one.step, []).append(one)
+    for one in process.of(Input):
+        fits = [x for x in targets.get(one.step, ()) if x.count == len(one.rows)]
+        for row, few, target in zip(
+            one.rows, one.few, fits[0].values if fits else (), strict=False
+        ):
+            if not all(map(isfinite, (*few, target))):
+                continue
+            features = dict.fromkeys(few, 1.0) if one.whole else dict(enumerate(few))
+            found.setdefault(row, (features, target))
+    return [*found.values()][:800]
+
+
+def common(*ranks: Samples) -> list[tuple]:
+    """Return the pairs of a feature and a class that can be compared."""
+    features, classes = [], []
+    for own in ranks:
+        counts, targets, seen = {}, {}, {}
+        for values, target in own:
+            targets[target] = targets.get(target, 0) + 1
+            for name, value in values.items():
+                counts[name] = counts.get(name, 0) + (value != 0)
+                seen.setdefault(name, set()).add(value)
+        most = len(own) - FEWEST
+        often = {x for x, n in counts.items() if n >= FEWEST}
+        features.append({x for x in often if counts[x] <= most or len(seen[x]) > 2})
+        classes.append({x for x, n in targets.items() if FEWEST <= n <= most})
+    targets = sorted(set.intersection(*classes))
+    binary = len(targets) == 2 and all(len({x for _, x in y}) == 2 for y in ranks)
+    names = sorted(set.intersection(*features))[:200]
+    return [(x, y) for y in targets[binary:][:6] for x in names]
+
+
+def related(own: Samples, cells: list[tuple]) -> list[float]:
+    """Return how each pair's feature and class are correlated, times sqrt(samples)."""
+    sums, squares, both, classes = {}, {}, {}, {}
+    for values, target in own:
+        classes[target] = classes.get(target, 0) + 1
+        for name, x in values.items():
+            sums[name] = sums.get(name, 0) + x
+            squares[name] = squares.get(name, 0) + x * x
+            both[name, target] = both.get((name, target), 0) + x
+    found, count = [], len(own)
+    for name, target in cells:
+        share = classes[target] / count
+        spread = squares[name] / count - (sums[name] / count) ** 2
+        gap = both.get((name, target), 0) - share * sums[name]
+        found.append(gap / sqrt(max(1e-12, spread * share * (1 - share)) * count))
+    return found
+
+
+def beyond(own: Samples, cells: list[tuple], size: float) -> float:
+    """Return by how many standard errors targets are related to inputs."""
+    order, sizes, targets = Random(0), [], [target for _, target in own]
+    for _ in range(24):
+        order.shuffle(targets)
+        mixed = [(x, y) for (x, _), y in zip(own, targets, strict=True)]
+        sizes.append(sum(x * x for x in related(mixed, cells)))
+    return (size - fmean(sizes)) / (pstdev(sizes) or 1)

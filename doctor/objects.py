@@ -1,0 +1,82 @@
+"""Tensors that are neither weights nor buffers: those in the script's own objects."""
+
+import gc
+import sys
+import weakref
+
+from .record import LIBRARY, not_the_users
+
+MOST, LARGE = 64, 65_536  # tensors, and numbers of those that are summed
+BLOCKS = 4_000_000  # of Python's memory: if there are more, a search takes long
+
+
+class Objects:
+    """The objects of the script's own classes, and its global variables."""
+
+    def __init__(self):
+        self.found = None  # weak references to the objects, and names
+
+    def search(self) -> None:
+        """Look through all of Python's objects, once."""
+        self.found, known = [], {}
+        for one in gc.get_objects() if sys.getallocatedblocks() < BLOCKS else ():
+            kind = type(one)
+            if kind not in known:
+                known[kind] = is_users(kind)
+            if known[kind]:
+                self.found.append((kind.__name__, weakref.ref(one)))
+
+    def tensors(self, weights: dict) -> dict:
+        """Return by name a few numbers of each tensor that needs no gradient.
+
+        Args:
+            weights: by the ids of the tensors that are left out.
+        """
+        import torch
+
+        if self.found is None:
+            self.search()
+        owners = [("", vars(sys.modules["__main__"]))]
+        for kind, reference in self.found:
+            if own := getattr(reference(), "__dict__", None):
+                owners.append((f"{kind}.", own))
+        found = {}
+        for prefix, own in owners:
+            for name, one in [*own.items()]:
+                inner = isinstance(one, dict) and prefix and name[0] != "_"
+                pairs = [(f"[{key!r}]", x) for key, x in one.items()] if inner else []
+                for key, x in pairs or [("", one)]:
+                    plain = type(x) is torch.Tensor and x.is_floating_point()
+                    if plain and not x.requires_grad and id(x) not in weights:
+                        if x.numel() > 7 and len(found) < MOST:
+                            label = label_of(f"{prefix}{name}{key}", found)
+                            found[label] = few_of(x)
+        return found
+
+
+def is_users(kind: type) -> bool:
+    """Return whether a class is the script's own."""
+    module = sys.modules.get(kind.__module__)
+    file = getattr(module, "__file__", None) or ""
+    library = file.startswith((*not_the_users(), LIBRARY)) or "-packages" in file
+    return bool(file) and not library and kind.__weakrefoffset__ > 0
+
+
+def label_of(name: str, found: dict) -> str:
+    """Return a name, with a number if it is already used."""
+    number = 2
+    label = name
+    while label in found:
+        label, number = f"{name} #{number}", number + 1
+    return label
+
+
+def few_of(tensor):
+    """Return seven numbers of a tensor, and the sum of a small one: (8,) float64."""
+    import torch
+
+    from .sample import picked
+
+    few = picked(tensor, 7)
+    rest = tensor.detach().sum().double() if tensor.numel() <= LARGE else few[0]
+    return torch.cat([few, rest[None]])
