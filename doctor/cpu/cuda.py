@@ -166,7 +166,8 @@ def play_modules(*modules) -> None:
     for module in modules:
         for name, old in list(vars(module).items()):
             function = inspect.isfunction(old) and old.__module__ in names
-            function = function and "nvml" not in str(old.__code__.co_names)
+            driver = function and "nvml" in str(old.__code__.co_names)
+            function = function and (name in TRUE or not driver)
             if name not in new and function and name[0] != "_":
                 if not inspect.isgeneratorfunction(inspect.unwrap(old)):
                     new[name] = other(name)
