@@ -527,6 +527,23 @@ def test_two_loaders_may_validate_one_network():
     assert state(report([events[0], other, events[-1]], steps=0), 7).state == "held"
 
 
+def test_passes_over_equal_inputs_are_judged_apart():
+    """Between them, the best weights are restored; there is no loader."""
+    given = dict.fromkeys(("loader", "epoch", "number")) | {"source": 0, "after": 3}
+    events = []
+    for number, right in enumerate((30, 35)):
+        own = given | {"trains": False, "at": 2.0 * number}
+        seen = {"guesses": array("q", range(40)), "time": 2.0 * number}
+        events.append(Result(**own, what="seen", values=[], weights=[], **seen))
+        own |= {"at": 2.0 * number + 0.5, "what": "hits", "time": 2.0 * number}
+        hits = array("d", [float(k < right) for k in range(40)])
+        events.append(Result(**own, values=hits, weights=array("d", [1.0] * 40)))
+        text = f"acc {right / 40:.4f}"
+        place = f"a.py:{number}"
+        events.append(Printed(text=text, place=place, time=2.0 * number + 1, step=3))
+    assert state(report(events, steps=0), 7).state == "held"
+
+
 def test_a_share_of_repeated_samples_is_named():
     """The script compares lists of predictions, which doctor does not see."""
     given = dict.fromkeys(("loader", "epoch", "number")) | {"source": 0, "at": 1.0}

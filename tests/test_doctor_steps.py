@@ -301,9 +301,11 @@ def test_weights_that_never_live_are_named():
     assert law(judged(*map(add, parts, head)), 6) == "held"
     parts = [[weight("stage.weight", n, optimizer=0 if n else None)] for n in range(2)]
     assert law(judged(*map(add, parts, head)), 6) == "held"
-    lost = [[weight("weight of Linear", n, optimizer=None)] for n in range(2)]
-    found = named(judged(*map(add, lost, head)))
-    assert "not_in_an_optimizer" in found
+    for moves in (False, True):  # something else updates it
+        lost = {"optimizer": None, "moves": moves}
+        lost = [[weight("weight of Linear", n, **lost)] for n in range(2)]
+        found = named(judged(*map(add, lost, head)))
+        assert ("not_in_an_optimizer" in found) != moves
 
 
 def test_a_frozen_teacher_in_training_mode_is_named():
@@ -398,6 +400,20 @@ def test_steps_without_an_optimizer(monkeypatch):
         ranks = ([3, 1.0], [meets, 2.0])
         ranks = [[event(State, **own, meets=n, values=[x])] for n, x in ranks]
         assert named(judged(*ranks)) == wanted
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_an_optimizer_may_have_parts_of_a_networks_weights(moves):
+    part = {"moment": "step", "what": "weights", "names": ["weight 1 of shape (3,)"]}
+    net = {"moment": "other", "what": "Net", "names": ["a"], "each": 1}
+    ranks = [
+        [event(State, n, **part, each=1, values=[n + rank + 1.0]) for n in range(4)]
+        + [event(State, n, **net, values=[1.0 + n * moves]) for n in range(4)]
+        for rank in range(2)
+    ]
+    found = judged(*ranks)
+    assert named(found) == ({} if moves else {"weights_differ": "WRONG"})
+    assert law(found, 4) == ("not judged" if moves else "broken")
 
 
 @pytest.mark.parametrize("first", [0, 2, None])

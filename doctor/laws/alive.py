@@ -33,7 +33,7 @@ class Weight(Event):
     steps: int  # of its optimizer, or of all if none has it
     alive: int  # in how many of them its gradient was not zero
     reached: bool  # a backward pass has reached it
-    moves: bool  # a number whose gradient was not zero has changed
+    moves: bool  # a number has changed, or an optimizer sees gradients of zero
     cleared: str  # where zero_grad() cleared its gradient before a step, or ""
     first: int  # when its module first ran, or -1
     cut: bool  # its module's results need no gradient
@@ -47,8 +47,8 @@ class Alive(Watcher):
     def __init__(self):
         self.alive, self.steps, self.optimizers = Counter(), Counter(), {}
         self.reached, self.fresh, self.cleared, self.begun = set(), set(), {}, {}
-        self.nonzero = set()  # weights for which a few gradients were not zero
         self.moved = set()
+        self.nonzero = set()  # weights for which a few gradients were not zero
 
     # --- gradients ---
 
@@ -114,6 +114,7 @@ class Alive(Watcher):
         self.reached |= {id(one) for _, one, _ in loose if one.grad is not None}
         now = dict(zip(found, few([*found.values()]), strict=True))
         self.moved = {key for key in now if now[key] != self.begun.get(key, now[key])}
+        moved = self.moved | (self.steps.keys() - self.nonzero)  # these perhaps
         for key, weight in found.items():
             own, ran = names.get(key, (Moments.here.name(weight), None))
             name, network, training = "", "", True
@@ -134,7 +135,7 @@ class Alive(Watcher):
                 steps=self.steps[key] or recorder.step + 1,
                 alive=self.alive[key],
                 reached=key in self.reached,
-                moves=key in self.moved or key not in self.nonzero,
+                moves=key in moved,
                 cleared=self.cleared.get(key, ""),
                 first=ran.first if ran else -1,
                 cut=bool(ran) and ran.cut,
@@ -299,13 +300,13 @@ def zero_gradients(job, breach):
 
 
 def lost(job) -> list[Weight]:
-    """Return the weights that get gradients, but that no optimizer has."""
+    """Return the weights that get gradients, but that nothing updates."""
     rows, found = [*latest(job).values()], []
     used = {x[0].network for x in rows if x[0].optimizer is not None}
     for row in rows:
-        one = row[0]
+        one, moves = row[0], any(x.moves for x in row)
         trains = one.training or one.network in used
-        if one.trainable and one.optimizer is None and trains:
+        if one.trainable and one.optimizer is None and trains and not moves:
             found += [one] if any(x.reached for x in row) else []
     return found
 
@@ -323,8 +324,7 @@ def not_in_an_optimizer(job):
     if found:
         count = f"{len(found)} of {sum(x.trainable for x in rows)} weights"
         what = f"{count} get gradients, but no optimizer has them: {names(found)}"
-        old = [x for x in rows if x.optimizer is not None]
-        old = [x for x in old if not (x.alive or x.network)]
+        old = [x for x in rows if not (x.alive or x.network or x.optimizer is None)]
         if old:
             what += f"; an optimizer has {len(old)} that no network has: {names(old)}"
         yield Breach(what, found[0].place, level=WRONG if old else RISK)

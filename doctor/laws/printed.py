@@ -37,7 +37,7 @@ class Site:
 
 def groups(job) -> list[Group]:
     """Return what was measured, one group for each pass and source, in order."""
-    found, stepped, parts = {}, set(), divided(job)
+    found, stepped, parts, again = {}, set(), divided(job), repeated(job)
     for process in job.processes:
         steps = {(one.loader, one.epoch) for one in process.of(Step)}
         steps |= {(x.loader, x.epoch) for x in process.of(EpochEnd) if x.steps}
@@ -48,7 +48,9 @@ def groups(job) -> list[Group]:
                 continue
             loaderless = one.loader is None
             name = one.what, one.source, one.loader, one.epoch
-            name += (one.after, one.trains) if loaderless else ()
+            if loaderless:
+                begun = again.get((process.rank, one.after), ())
+                name += one.after, one.trains, sum(x <= one.at for x in begun)
             if name not in found:
                 feed = process.loader(one.loader) if not loaderless else None
                 found[name] = Group(one.what, one.source, one.loader, one.epoch)
@@ -70,6 +72,33 @@ def groups(job) -> list[Group]:
             fed = (one.loader, one.epoch) in stepped
             group.trains = one.trains if loaderless else fed
     return sorted(found.values(), key=lambda one: max(map(max, one.times.values())))
+
+
+def repeated(job) -> dict[tuple[int, int], list[float]]:
+    """Return when passes over equal inputs began, by rank and step.
+
+    Without a loader, nothing else parts them: between two, old weights may be restored.
+    """
+    found = {}
+    for process in job.processes:
+        for one in process.of(Measured):
+            if one.what == "seen":
+                rows = found.setdefault(one.after, {}).setdefault(process.rank, [])
+                rows.append((tuple(one.guesses), one.at))
+    begun = {}
+    for step, ranks in found.items():
+        counts = set()
+        for rank, rows in ranks.items():
+            own = [x for x, _ in rows]
+            count = own.count(own[0])
+            size = len(own) // count
+            same = own == own[:size] * count
+            counts.add(count if same else 1)
+            begun[rank, step] = [at for _, at in rows[::size]]
+        if len(counts) > 1 or counts == {1}:
+            for rank in ranks:
+                del begun[rank, step]
+    return begun
 
 
 def divided(job) -> int:
@@ -200,11 +229,12 @@ def a_share(job, line: Printed, number: Number) -> dict:
 
 
 def together(passes: list[Group]) -> list[Group]:
-    """Return groups of several loaders that validate one network, as one."""
+    """Return groups of several passes that validate one network, as one."""
     found = {}
     for one in passes:
-        if one.loader is not None and not one.trains:
-            found.setdefault((one.source, one.step), []).append(one)
+        if not one.trains:
+            key = one.source, one.step, one.loader is None
+            found.setdefault(key, []).append(one)
     merged = []
     for same in found.values():
         ranks = {}

@@ -1,6 +1,7 @@
 """Law 4: replicas are equal."""
 
 import math
+import re
 from collections import Counter
 from itertools import pairwise
 
@@ -96,6 +97,21 @@ def names_differ(job):
                 yield Breach(what, row[rank].place)
 
 
+def pieces(job: Job, names: list[str]) -> str:
+    """Return why weights that differ may be right, or "": they may be parts.
+
+    No network has them, and a network whose weights no optimizer has is trained.
+    """
+    if any(not re.match(r"weight \d+ of shape ", one) for one in names):
+        return ""
+    for what, rows in others(job).items():
+        values = [row[0].rows() for row in rows]
+        if sum(a != b for a, b in pairwise(values)) > len(rows) / 2:
+            same = "" if first(rows, "", 1e-5) else ", which are equal on all ranks"
+            return f"the optimizer's weights may be parts of those of {what}{same}"
+    return ""
+
+
 @check(LAW, WRONG, causes=[names_differ], read="lesson 5")
 def weights_differ(job):
     """The ranks start with different weights.
@@ -105,6 +121,8 @@ def weights_differ(job):
     several(job)
     rows = need(states_of(job, "step", "weights"), NONE)
     if found := first(rows[:1], "weights", 1e-6):
+        if why := pieces(job, found[2]):
+            raise NotJudged(why)
         mend = "Create them inside the network before DDP wraps it, and do not set "
         mend = f"{mend}them later on one rank only." if job.of(Layout) else ""
         yield Breach(f"before the first step, {found[1]}", rows[0][0].place, mend=mend)
@@ -125,7 +143,9 @@ def weights_drift(job):
     if not (count := differing(rows[0])[1]):
         raise NotJudged("the ranks train networks whose weights have different names")
     if found := first(rows, "weights", 1e-5):
-        row, text, _ = found
+        row, text, differ = found
+        if why := pieces(job, differ):
+            raise NotJudged(why)
         again = [n for n, same in equal_steps(job) if same and n > row[0].step]
         text = f"after step {row[0].step}, {text}"
         if again:
@@ -271,6 +291,8 @@ def weights_differ_in_the_end(job):
             "the last weights of all ranks, after the same step, were not seen"
         )
     if found := first([row], "weights", 1e-5):
+        if why := pieces(job, found[2]):
+            raise NotJudged(why)
         yield Breach(f"at the end, {found[1]}", row[0].place)
 
 
