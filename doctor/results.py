@@ -320,3 +320,30 @@ class Results(Watcher):
     def on_exit(self) -> None:
         self.printed()
         self.read()
+
+
+def repeated(job) -> dict[tuple[int, int], list[float]]:
+    """Return when passes over equal inputs began, by rank and step.
+
+    Without a loader, nothing else parts them: between two, old weights may be restored.
+    """
+    found = {}
+    for process in job.processes:
+        for one in process.of(Measured):
+            if one.what == "seen":
+                rows = found.setdefault(one.after, {}).setdefault(process.rank, [])
+                rows.append((tuple(one.guesses), one.at))
+    begun = {}
+    for step, ranks in found.items():
+        counts = set()
+        for rank, rows in ranks.items():
+            own = [x for x, _ in rows]
+            count = own.count(own[0])
+            size = len(own) // count
+            same = own == own[:size] * count
+            counts.add(count if same else 1)
+            begun[rank, step] = [at for _, at in rows[::size]]
+        if len(counts) > 1 or counts == {1}:
+            for rank in ranks:
+                del begun[rank, step]
+    return begun

@@ -9,7 +9,7 @@ from ..law import RISK, WRONG, Breach, Law, NotJudged, check, explains, need
 from ..loaders import Batch, Epoch, EpochEnd
 from ..moments import Step
 from ..numbers import REPEATED, Group, Number, numbers, others
-from ..results import OTHER, Measured, Printed
+from ..results import OTHER, Measured, Printed, repeated
 from .gradient import fits, near, not_averaged
 from .passes import Update
 from .replicas import names_differ, weights_differ, weights_drift
@@ -72,33 +72,6 @@ def groups(job) -> list[Group]:
             fed = (one.loader, one.epoch) in stepped
             group.trains = one.trains if loaderless else fed
     return sorted(found.values(), key=lambda one: max(map(max, one.times.values())))
-
-
-def repeated(job) -> dict[tuple[int, int], list[float]]:
-    """Return when passes over equal inputs began, by rank and step.
-
-    Without a loader, nothing else parts them: between two, old weights may be restored.
-    """
-    found = {}
-    for process in job.processes:
-        for one in process.of(Measured):
-            if one.what == "seen":
-                rows = found.setdefault(one.after, {}).setdefault(process.rank, [])
-                rows.append((tuple(one.guesses), one.at))
-    begun = {}
-    for step, ranks in found.items():
-        counts = set()
-        for rank, rows in ranks.items():
-            own = [x for x, _ in rows]
-            count = own.count(own[0])
-            size = len(own) // count
-            same = own == own[:size] * count
-            counts.add(count if same else 1)
-            begun[rank, step] = [at for _, at in rows[::size]]
-        if len(counts) > 1 or counts == {1}:
-            for rank in ranks:
-                del begun[rank, step]
-    return begun
 
 
 def divided(job) -> int:
