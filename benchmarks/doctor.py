@@ -72,7 +72,7 @@ def job(folder: Path) -> None:
 
 
 def start(folder: Path, *before: str) -> tuple[subprocess.Popen, Callable, Callable]:
-    """Start a job; return it, and functions that make it take steps and end it."""
+    """Start a job; return it, a function that runs steps, and one that ends the job."""
     folder.mkdir()
     for name in ("orders", "answers"):
         os.mkfifo(folder / name)

@@ -44,7 +44,7 @@ class Run:
     """A training run; its processes are those that inherited KILLS_RUN."""
 
     def __init__(self, launcher: str, data: Path, output: Path, *flags: str):
-        """Start the run, as a shell does, with FLAGS and other `flags`."""
+        """Start the run as a shell would, with FLAGS plus `flags`."""
         self.output, self.log = output, output.with_suffix(".log")
         self.mark = f"KILLS_RUN={output}"
         for name in self.half_written():

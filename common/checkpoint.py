@@ -228,7 +228,7 @@ class Checkpoint:
 
 
 def lock_file(path: Path) -> Any:
-    """Lock a file until this process ends; raise UserError if another one has it."""
+    """Lock a file until this process ends; raise UserError if another holds it."""
     file = open(path, "w")  # noqa: SIM115
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -76,8 +76,8 @@ def batch_sums(
 def averages(sums: dict[str, Tensor]) -> Metrics:
     """Divide all sums except "images" by the number of images.
 
-    Divide a ratio of two sums here, too. For precision, with "right" and "found" from
-    batch_sums(): `means["precision"] = (sums["right"] / sums["found"]).item()`.
+    Compute a metric that is a ratio of two sums here, too. For precision, with
+    "right" and "found": `means["precision"] = (sums["right"] / sums["found"]).item()`.
     """
     means = {name: (value / sums["images"]).tolist() for name, value in sums.items()}
     return {**means, "images": int(sums["images"])}

@@ -335,5 +335,5 @@ def whole(tensors) -> list:
 
 
 def runs_normally() -> bool:
-    """Return whether a network runs in the main thread and is not traced."""
+    """Return whether a network is running in the main thread, untraced."""
     return not traced() and threading.current_thread() is threading.main_thread()

@@ -138,7 +138,7 @@ def same_rows(ranks: list[list[Input]]) -> bool:
 
 
 def twins(job: Job) -> tuple[float, float, float, float]:
-    """Compare the nearest neighbours of inputs that random changes make distinct.
+    """Compare inputs that were changed at random with their nearest neighbours.
 
     If each sample is read once, an input's nearest neighbour is as often on its own
     rank as on another one.

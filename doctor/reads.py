@@ -269,7 +269,7 @@ def first_lap(ranks: list, total: int | None) -> int:
 
 
 def laps(job: Job) -> list[list[list[int]]]:
-    """Return rank 0's batches of two epochs of a loop without a DataLoader, or []."""
+    """For a loop without a DataLoader, return rank 0's batches in two epochs, or []."""
     own = [one.rows for one in inputs(job)[0]]
     count = len(before_a_repeat(own))
     return [own[:count], own[count : 2 * count]] if len(own) >= 2 * count else []

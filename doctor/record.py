@@ -178,7 +178,7 @@ def traced() -> bool:
 
 
 def not_the_users() -> tuple[str, ...]:
-    """Return how the files of this package and of PyTorch begin."""
+    """Return the path prefixes of the files of this package and of PyTorch."""
     return OWN, os.path.dirname(sys.modules["torch"].__file__), "<"
 
 

@@ -35,9 +35,6 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a background job
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    for marker in MISSING:
-        config.addinivalue_line("markers", f"{marker}: skipped where it is missing")
-    config.addinivalue_line("markers", "full: runs with --full only")
     if config.getoption("rehearse_gpu"):
         MISSING["gpu"] = None
 

@@ -1,7 +1,7 @@
 """Play CUDA on the CPU: `python -m doctor --cpu -- COMMAND` needs no GPU.
 
-A tensor on a played GPU is a CPU tensor whose storage is marked; the CPU's kernels
-compute, and Gloo stands in for NCCL. Tensors on different devices may meet, because
+A tensor on an emulated GPU is a CPU tensor whose storage is marked; the CPU's kernels
+do the work, and Gloo stands in for NCCL. Tensors on different devices may meet, because
 the gradients that autograd makes have no mark.
 """
 

@@ -1,4 +1,4 @@
-"""torch.cuda, torch.accelerator, and what else names a GPU."""
+"""torch.cuda, torch.accelerator, and everything else that names a GPU."""
 
 import abc
 import contextlib

@@ -27,7 +27,7 @@ said: set[str] = set()
 
 
 def explain(kind: type, error: BaseException, trace) -> str:
-    """Return a line about an error of code that needs a GPU; else an empty string."""
+    """Return a line that explains an error of GPU code, or an empty string."""
     text = "".join(traceback.format_exception(kind, error, trace))
     calls = re.findall(r'File "(.+)", line (\d+), in .*\n +(.*)', text)
     users = [one for one in calls if not one[0].startswith((*NOT_THE_USERS, "<"))]

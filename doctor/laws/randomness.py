@@ -299,7 +299,7 @@ def setting(job, name: str, draw: Draw) -> Seed | None:
 
 
 def cause(job, name: str, pair: list[Draw]) -> tuple[str, str]:
-    """Return the line that set a generator last, and the call, if all ranks made it."""
+    """Return the line that last set a generator and, if all ranks made it, the call."""
     found = [setting(job, name, one) for one in pair]
     calls = {one and one.call for one in found}
     place = found[0].place if found[0] else pair[0].place

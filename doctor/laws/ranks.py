@@ -236,8 +236,8 @@ def apart(values: list[float], others: list[float], batches: float) -> tuple:
 
     Returns:
         By how many standard errors the means differ, the share of the larger one that
-        this is, and in how many passes the rank's number is the larger one. Errors
-        count each distinct sample once: a rank may see the same few repeatedly.
+        this is, and in how many passes the rank's number is the larger one.
+        Standard errors count each sample once: a rank may see the same few repeatedly.
     """
     gaps = [a - b for a, b in zip(values, others, strict=True)]
     moves = [(a - b) ** 2 for a, b in zip(gaps, gaps[1:], strict=False)]
