@@ -34,6 +34,7 @@ class Input(Event):
     # By position: a hash of another input with as many entries, and if they differ
     arguments: dict[int, tuple[int, bool]] = field(default_factory=dict)
     place: str = ""
+    made: bool = False  # with a gradient: by another network
 
 
 class Inputs(Watcher):
@@ -63,6 +64,7 @@ class Inputs(Watcher):
                 ids=None if loaded else ids_of(inputs, len(largest)),
                 arguments=arguments(inputs, largest),
                 place=Moments.here.where,
+                made=largest.requires_grad,
             )
             recorder.write(one)
 

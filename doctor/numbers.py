@@ -32,6 +32,7 @@ SETTINGS = set(  # and measurements that are not of outputs
     decay wd seed version progress torch python cuda data""".split()
 )
 BAR = re.compile(r"\d%\|")  # a progress bar
+BEST = "best", "final", "last", "max"  # results of an earlier pass
 
 REPEATED = (
     "Count each sample once: leave out those that DistributedSampler repeats, or "
@@ -54,7 +55,7 @@ class Number:
     gap: float  # the largest rounding error
     scale: float  # 1 or 100
     count: int | None  # the denominator of a fraction such as 63/76
-    split: str  # train, val, or "" if the line does not say
+    split: str  # train, val, "any" (see results()), or "" if the line does not say
     text: str
     words: str  # before it
 
@@ -77,6 +78,20 @@ class Number:
         if self.scale == 100 and self.kind != "error" and ratio[0] > ratio[1] > 0:
             value = value if abs(self.value - value) <= limit else value / 100
         return abs(self.value - value) <= limit
+
+
+def results(text: str) -> list[Number]:
+    """Return the numbers of a line that may be results.
+
+    As in "loss 0.4 val_loss 0.5", a number may be training's if another one of its kind
+    is of validation.
+    """
+    found = [*numbers(text)]
+    now = [x for x in found if not any(one in x.words for one in BEST)]
+    split = {x.kind for x in now if x.split == "val"}
+    for one in now:
+        one.split = one.split or "any" * (one.kind in split)
+    return found
 
 
 def numbers(text: str) -> Iterator[Number]:

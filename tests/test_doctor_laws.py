@@ -12,7 +12,7 @@ from math import inf, nan
 import pytest
 import torch
 from conftest import ROOT, run
-from test_doctor_steps import event
+from test_doctor_steps import event, one_pass
 
 import doctor.laws  # noqa: F401  its checks
 from doctor.draws import Drawn, Made, Own
@@ -31,7 +31,7 @@ from doctor.loaders import Batch, Epoch, EpochEnd
 from doctor.meshes import Divided
 from doctor.moments import Step
 from doctor.neighbours import Input
-from doctor.numbers import numbers
+from doctor.numbers import numbers, results
 from doctor.reads import Feed
 from doctor.record import PASSES, Recorder
 from doctor.results import Measured as Result
@@ -43,6 +43,7 @@ from doctor.spans import Spans
 STEP = {"optimizer": 0, "which": 0, "sharded": False, "rates": [], "threads": 1}
 STEP |= {"loader": None, "epoch": None, "place": "a.py:10"}
 PASS = {"loader": 0, "epoch": 0}
+NO_LOADER = dict.fromkeys(("loader", "epoch", "number"))
 FED = {"divides": True, "shuffles": True, "repeats": False, "sampler": {}, "workers": 0}
 FED |= {"data": {}, "part": None}
 OPENED = {"type": "D", "length": None, "place": "a.py:9"}
@@ -292,6 +293,30 @@ def test_tokens_that_mean_something_else_on_each_rank_are_named(moved):
     assert named(report(*ranks)) == ({"meanings_differ"} if moved else set())
 
 
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [("", {"same_passes"}), ("targets", set()), ("inputs", set()), ("two", set())]
+    + [("steps", set()), ("loader", set()), ("values", {"same_passes"})],
+)
+def test_a_step_whose_passes_have_the_same_batch(kind, wanted):
+    ranks, passes = [], range(2 if kind == "two" else 3)
+    for rank in (0, 1):
+        own = []
+        for n in range(20):
+            entries = []
+            for p in passes:
+                target = {"targets": n + p, "values": None}.get(kind, n)
+                value = 2.0 + p * (kind != "values")
+                entries.append(one_pass(begun=n, value=value, target=target))
+                rows = array("q", [900 * rank + 3 * n * (kind != "steps")])
+                rows[0] += p * (kind == "inputs")
+                given = {"network": 0, "rows": rows, "few": [], "whole": False}
+                own.append(Input(**given, loaded=kind == "loader", step=n))
+            own.append(event(Update, n, passes=entries))
+        ranks.append(own)
+    assert named(report(*ranks)) & {"same_passes"} == wanted
+
+
 def test_a_later_epoch_of_a_loop_that_ranks_read_together():
     own = [[*range(n, 240, 2)] for n in (0, 1)]
     assert not named(report(*(loop(x + x, 0) for x in own)))
@@ -460,8 +485,9 @@ def test_each_number_belongs_to_the_name_next_to_it():
         ("Train/Val Loss 0.5 0.6, acc: 0.7/0.8", "train val train val"),
         ("training and test loss: 0.5", ""),
         ("train loss 0.5, eval loss 0.6, acc 0.8", "train val val"),
+        ("loss 0.5, acc 0.8, val loss 0.6, best val acc 0.9", "any  val val"),
     ):
-        assert " ".join(one.split for one in numbers(text)) == splits
+        assert " ".join(one.split for one in results(text)) == splits
 
 
 def test_few_comparisons_wait_for_a_gpu():
@@ -546,7 +572,7 @@ def test_passes_over_equal_inputs_are_judged_apart():
 
 def test_a_share_of_repeated_samples_is_named():
     """The script compares lists of predictions, which doctor does not see."""
-    given = dict.fromkeys(("loader", "epoch", "number")) | {"source": 0, "at": 1.0}
+    given = NO_LOADER | {"source": 0, "at": 1.0}
     given |= {"what": "seen", "trains": False, "after": 0}
     rows = [*range(200), *range(32)]
     one = Result(**given, values=[], weights=[], guesses=array("q", rows), time=1.0)
@@ -631,12 +657,13 @@ def test_a_printed_loss_that_has_been_divided(outer, local, printed, wanted):
         weights=array("d", [1.0]),
         time=1.0,
     )
-    lines = [
-        Printed(text=f"train loss {printed}000", place="a.py:8", time=3.0 + n)
-        for n in range(2)
-    ]
+    val = {"what": "loss", "source": 1, "trains": False, "at": 2.0} | NO_LOADER
+    val = replace(one, **val, after=1, values=array("d", [0.5]), time=2.0)
+    text = f"loss {printed}000 val_loss 0.5000"
+    lines = [Printed(text=text, place="a.py:8", time=3.0 + n, step=1) for n in (0, 1)]
     end = EpochEnd(**PASS, whole=True, batches=1, steps=1)
     events = [Epoch(**PASS, **OPENED, sampler="", samples=9, stream=False), step, one]
+    events.append(val)
     events += [Step(**STEP | PASS), end, *lines]
     assert state(report(events, steps=0), 7).state == wanted
 

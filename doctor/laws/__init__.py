@@ -21,6 +21,7 @@ from . import (  # noqa: F401
     printed,
     randomness,
     ranks,
+    repeats,
     replicas,
     resume,
     samples,

@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ..record import recorder
+from ..sample import picked
 from ..watcher import Watcher
 from .passes import Passes, Update
 
@@ -86,6 +87,8 @@ class Losses(Watcher):
             current["value"] = 0 if printed else root.detach()
             current["terms"] = [*map(tuple, terms(root.grad_fn))][:20]
             current["outer"] = outer(root.grad_fn)
+            if (own := target(root.grad_fn)) is not None:
+                current["target"] = picked(own, 64).clone()
             sums = [x for one in self.sums for x in one.flatten().tolist()]
             current["sums"] = sums[-64:]
             if recorder.step < FIRST:
@@ -171,6 +174,17 @@ def outer(node) -> list[float]:
         found.append(value)
         node = children(node)[0]
     return found
+
+
+def target(root):
+    """Return the target of the first usual loss in a graph, or None."""
+    waiting = [root]
+    for node in waiting:
+        if type(node).__name__.startswith(MEANS) and hasattr(node, "_saved_target"):
+            return node._saved_target
+        if len(waiting) < 60:
+            waiting += children(node)
+    return None
 
 
 def stacked(node, count: int, depth: int = 0) -> bool:

@@ -12,7 +12,7 @@ from ..law import WRONG, Breach, Law, check, need, several
 from ..loaders import Loaders
 from ..moments import Moments, weights
 from ..record import place, recorder, wrap
-from ..sample import flat, numbers, picked
+from ..sample import digest, flat, numbers, picked
 from ..watcher import Watcher
 from .replicas import DRIFT, alike, listed
 
@@ -226,9 +226,9 @@ class Passes(Watcher):
         stale = {one: values for one, values in stale.items() if values is not None}
         nonzero = map(any, numbers([*stale.values()]))
         passes = [self.passes[number] for number in order]
+        read_tensors(passes)
         for one in passes:
             one["scale"] = None if one["scale"] is None else float(one["scale"])
-            one["value"] = float(one.get("value", 0))
         keys, clips = [id(one) for one in whole], []
         for one in self.clips:
             if {*one["before"]} & {*keys}:
@@ -269,6 +269,19 @@ class Passes(Watcher):
         used = [number for one in self.local.values() for number, _ in one]
         kept = {*used, *self.lost, self.number}
         self.passes = {x: one for x, one in self.passes.items() if x in kept}
+
+
+def read_tensors(passes: list[dict]) -> None:
+    """Read the losses and targets of passes at once."""
+    import torch
+
+    keys = [(one, key) for one in passes for key in ("value", "target")]
+    keys = [(one, key) for one, key in keys if isinstance(one.get(key), torch.Tensor)]
+    rows = numbers([one[key] for one, key in keys], 64)
+    for (one, key), row in zip(keys, rows, strict=True):
+        one[key] = row[0] if key == "value" else digest(row)
+    for one in passes:
+        one["value"] = float(one.get("value", 0))
 
 
 # --- checks ---

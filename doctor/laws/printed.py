@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from ..law import RISK, WRONG, Breach, Law, NotJudged, check, explains, need
 from ..loaders import Batch, Epoch, EpochEnd
 from ..moments import Step
-from ..numbers import REPEATED, Group, Number, numbers, others
+from ..numbers import BEST, REPEATED, Group, Number, others, results
 from ..results import OTHER, Measured, Printed, repeated
 from .gradient import fits, near, not_averaged
 from .passes import Update
@@ -104,7 +104,7 @@ def judged(job) -> list[Site]:
     """Return the lines that print results after a pass, and how many are right."""
     sites, everything, running = {}, groups(job), set()
     for line in job.of(Printed):
-        for order, number in enumerate(numbers(line.text)):
+        for order, number in enumerate(results(line.text)):
             known = judge(job, everything, line, number)
             words = re.sub(r"\d[\d.]*", "#", line.text)  # helpers print many lines
             words = re.sub(" +", " ", words)
@@ -155,7 +155,7 @@ def judge(job, everything: list[Group], line: Printed, number: Number):
         if not evals and number.split == "train":
             return None
         return a_share(job, line, number) if number.kind == "accuracy" else {}
-    if any(x in number.words for x in ("best", "final", "last", "max")):
+    if any(x in number.words for x in BEST):
         passes = [one for one in found if one in done or not one.trains]
     for one in passes + together(passes):
         if any(number.equals(x) for x in one.right(line.text, line.rank)):
