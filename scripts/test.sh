@@ -33,4 +33,4 @@ if [ -n "$HOROVOD_PROBLEM" ]; then
 fi
 cd "$ROOT"
 if [ "${1:-}" = --mutations ]; then exec "$PYTHON" tests/mutations.py "${@:2}"; fi
-exec "$PYTHON" -m pytest -n 4 --dist loadgroup "$@"
+exec "$PYTHON" -m pytest -n 4 "$@"

@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from benchmarks.comparison import commit, describe
 from scripts.sample_data import write_digits
 
 ROOT = Path(__file__).resolve().parent.parent
+SHARED = "(multihost|cuda|interruption|labs|reference|scripts|start)"
 # A flag that makes steps take only a few milliseconds
 TINY = "--image-size 32 -b 4 --arch squeezenet1_1 --precision fp32 --print-interval 1".split()
 
@@ -90,7 +92,16 @@ MISSING = {
 }
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Divide tests between processes, but not those of files that share a slow fixture."""
+    scheduler = importlib.import_module("xdist.scheduler").LoadScopeScheduling(
+        config, log
+    )
+    scheduler._split_scope = lambda test: re.sub(rf"({SHARED}\.py).*", r"\1", test)
+    return scheduler
+
+
 def pytest_collection_modifyitems(config, items):
     for marker in left_out(config):
         chosen = [item for item in items if not item.get_closest_marker(marker)]
@@ -100,9 +111,6 @@ def pytest_collection_modifyitems(config, items):
         for marker, reason in MISSING.items():
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
-        fixtures = item._fixtureinfo.name2fixturedefs.values()
-        if any(one.scope == "module" for found in fixtures for one in found):
-            item.add_marker(pytest.mark.xdist_group(item.module.__name__))
 
 
 def environment(**extra: str) -> dict[str, str]:

@@ -171,7 +171,7 @@ def test_scripts_that_set_up_start_their_programs(launch):
     status, text = launch("timings.sh", "--minutes", "4")
     assert text == f"{using}python -m benchmarks.timings --minutes 4 OMP=\n"
     status, text = launch("test.sh", "-k", "x", CI="")
-    assert text == f"{using}python -m pytest -n 4 --dist loadgroup -k x OMP=\n"
+    assert text == f"{using}python -m pytest -n 4 -k x OMP=\n"
     status, text = launch("test.sh", "--mutations", "word", CI="")
     assert text == f"{using}python tests/mutations.py word OMP=\n"
 
