@@ -152,7 +152,7 @@ def importing() -> bool:
     frame = sys._getframe(1)
     while frame:
         code = frame.f_code
-        if code.co_name == "<module>" and "site-packages" in code.co_filename:
+        if code.co_name == "<module>" and "-packages" in code.co_filename:
             return True
         frame = frame.f_back
     return False

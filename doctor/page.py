@@ -36,13 +36,9 @@ def page(job: Job, report: Report, verbose: bool = False) -> str:
     if not job.watched:
         text = ": no optimizer step was seen on all ranks."
         if not job.of(Failed):  # the finding on the error tells more
-            text += (
-                " doctor watches scripts that call step() of a torch.optim.Optimizer "
-            )
-            text += (
-                "in the processes of the job. A GradScaler skips the first steps in "
-            )
-            text += "float16: train a few more."
+            text += " doctor watches scripts that call step() of an Optimizer of "
+            text += "PyTorch in the processes of the job. A GradScaler skips the first "
+            text += "steps in float16: train a few more."
         lines += coloured(fill(NOTHING + text, width), NOTHING)
     for one in report.findings:
         lines += ["", *paragraph(one, width)] if one.level != NOTE else ()

@@ -96,10 +96,11 @@ class Results(Watcher):
         """Record a line that may contain a result."""
         known = WORDS.search(self.line) or OTHER.search(self.line)
         known = known and any(map(str.isdigit, self.line))
+        other = not known and self.others < 300 and any(others(self.line))
+        self.others += other
         if known:
             self.read()
-        self.others += not known and any(others(self.line))
-        if known or (self.others < 300 and any(others(self.line))):
+        if known or other:
             recorder.write(Printed(text=self.line[-2000:], place=place()))
 
     # --- outputs and losses ---

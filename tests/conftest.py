@@ -95,9 +95,8 @@ MISSING = {
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """Divide tests between processes, but not those of files that share a slow fixture."""
-    scheduler = importlib.import_module("xdist.scheduler").LoadScopeScheduling(
-        config, log
-    )
+    schedulers = importlib.import_module("xdist.scheduler")
+    scheduler = schedulers.LoadScopeScheduling(config, log)
     scheduler._split_scope = lambda test: re.sub(rf"({SHARED}\.py).*", r"\1", test)
     return scheduler
 

@@ -252,10 +252,8 @@ def dead_weights(job):
             what += " (weights in later layers do learn)"
         elif gathers:
             what += " (their results are gathered without gradients)"
-            where, mend = (
-                gathers[0],
-                "Use torch.distributed.nn.functional.all_gather().",
-            )
+            where = gathers[0]
+            mend = "Use torch.distributed.nn.functional.all_gather()."
         yield Breach(f"{what}: {names(needed)}", where, facts=needed, mend=mend)
     elif unused := [one for one in dead if one.returned]:
         part = unused[0].module or unused[0].name

@@ -182,7 +182,7 @@ def ends_with_an_error(job):
         what = f"the command ends with status {job.status} and no Python error"
         if all(process.of(Exit) for process in job.processes):  # atexit ran
             what += ", after all ranks ended"
-            mend = "After 'terminate called', nothing is lost: a Gloo thread was late."
+            mend = "For 'terminate called', see Gloo's threads in docs/pitfalls.md."
             yield Breach(what, level=NOTE, mend=mend)
             return
         yield Breach(what)

@@ -52,9 +52,8 @@ def same_order(job):
     for number, (one, other) in enumerate(pairwise(marks(job))):
         if one == other and tells(one):
             what = f"epochs {number} and {number + 1} have {len(one)} samples per rank "
-            what += (
-                f"with the same labels or other whole numbers in the same order{kept}"
-            )
+            what += "with the same labels or other whole numbers in the same order"
+            what += kept
             level, mend = (WRONG, SHARE) if kept else (NOTE, "")
             yield Breach(what, where(job), level=level, mend=mend)
             return

@@ -272,7 +272,7 @@ class Passes(Watcher):
 
 
 def read_tensors(passes: list[dict]) -> None:
-    """Read the losses and targets of passes at once."""
+    """Read the losses and targets of several passes together."""
     import torch
 
     keys = [(one, key) for one in passes for key in ("value", "target")]

@@ -25,11 +25,12 @@ def same_passes(job):
         many = [x for x in process.of(Update) if len(x.passes) > 2]
         many = [x for x in many if all(y["begun"] == x.step for y in x.passes)]
         need(many, "no step has more than two passes")
-        found.append(repeated(process, many))
-        if len(found[-1]) < max(4, 0.9 * len(many)):
+        found.append((repeated(process, many), many))
+        if len(found[-1][0]) < max(4, 0.9 * len(many)):
             return
-    batches, count = found[0], len(many[0].passes)
+    batches, many = found[0]
     if len({tuple(one.rows) for one in batches}) > 0.9 * len(batches):
+        count = len(many[0].passes)
         what = f"in {len(batches)} of {len(many)} steps, the {count} passes of a rank "
         what += f"have the same inputs and targets ({len(batches[0].rows)} samples "
         yield Breach(f"{what}{count} times in a step)", batches[0].place)

@@ -216,10 +216,8 @@ def mechanism(job: Job, one: Reads, later=False) -> tuple[str, str]:
         mend = "Divide a permutation of all samples: order[rank::world_size]."
         return ", as if they were drawn with replacement", mend
     if not one.feeds and later:
-        mend = (
-            "The ranks no longer divide the same order: make each epoch's order from "
-        )
-        mend += "the epoch's number, and shuffle a copy of a rank's part (NumPy's "
+        mend = "The ranks no longer divide the same order: make each epoch's order "
+        mend += "from the epoch's number, and shuffle a copy of a rank's part (NumPy's "
         return "", f"{mend}order[rank::world_size] is a view of the order)."
     if not one.feeds:
         mend = "Shuffle the samples in the same order on all ranks, then divide them "
