@@ -155,6 +155,15 @@ def run(*command, timeout: float = 180, **extra: str) -> subprocess.CompletedPro
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
+def run_torchrun(folder: Path, command: str) -> subprocess.CompletedProcess:
+    """Run a job; repeat it if Gloo aborted at Python's exit (1 in 80: pytorch#190489)."""
+    for _ in range(3):
+        ended = run("bash", "-c", f"cd {folder} && {command}")
+        if "terminate called without an active exception" not in ended.stderr:
+            break
+    return ended
+
+
 def launcher(strategy: str, *flags, **extra) -> subprocess.CompletedProcess:
     """Run scripts/STRATEGY.sh with flags; keywords are `timeout` and environment variables."""
     return run("bash", ROOT / "scripts" / f"{strategy}.sh", *flags, **extra)

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from conftest import ROOT, Started, run, wait_until
+from conftest import ROOT, Started, run, run_torchrun, wait_until
 from mutations import read_mutations
 from torch.utils._pytree import tree_leaves
 
@@ -237,8 +237,7 @@ def same_weights(tmp_path, *command, copy=None, written):
         if name == "watched":
             watch(folder, command)
         else:
-            line = shlex.join(map(str, command))
-            ended = run("bash", "-c", f"cd {folder} && {line}")
+            ended = run_torchrun(folder, shlex.join(map(str, command)))
             assert ended.returncode == 0, ended.stderr
         content = torch.load(folder / written)
         if isinstance(content, dict):

@@ -12,7 +12,7 @@ from collections import Counter
 from urllib.parse import unquote
 
 import pytest
-from conftest import ROOT, run
+from conftest import ROOT, run, run_torchrun
 from markdown_it import MarkdownIt
 from torch.distributed.run import get_args_parser
 from torch.utils.data.distributed import DistributedSampler
@@ -214,11 +214,9 @@ def test_files_for_github_have_their_schemas(files):
 def test_the_example_to_copy_runs_as_it_is(tmp_path):
     (block,) = re.findall(r"```python\n(import os\n.*?)```", TEXTS["README.md"], re.S)
     (tmp_path / "example.py").write_text(block)
-    command = "exec torchrun --standalone --nproc-per-node=2 example.py"
-    for _ in range(2):  # 1 run in 80 aborts at Python's exit: pytorch#190489
-        ended = run("bash", "-c", f"cd {tmp_path} && {command}")
-        if "terminate called without an active exception" not in ended.stderr:
-            break
+    ended = run_torchrun(
+        tmp_path, "torchrun --standalone --nproc-per-node=2 example.py"
+    )
     assert ended.returncode == 0, ended.stderr
     assert re.fullmatch(r"(epoch [01]: accuracy \d+\.\d\d%\n){2}", ended.stdout)
     assert (tmp_path / "model.pt").exists()
