@@ -3,20 +3,7 @@
 from itertools import combinations
 
 from .job import Job, Process
-from .reads import Reads, feeds
-
-
-def by_contents(job: Job, one: Reads) -> str:
-    """Return how many contents two ranks read under different numbers, or ""."""
-    pairs = zip(job.processes, [x.epoch for x in one.feeds], strict=False)
-    judged = [p.batches(n, one.loader)[: len(one.ranks[0])] for p, n in pairs]
-    ranks = [[x.rows for x in batches if x.rows] for batches in judged]
-    found = Reads(ranks, "", False, index=False)
-    counts = found.numbers()
-    if counts["ranks"] <= max(0.1 * counts["distinct"], 5 * counts["within"], 16):
-        return ""
-    text = f"{counts['ranks']:,} of {counts['distinct']:,} contents are read on "
-    return f"{text}several ranks, under different sample numbers"
+from .reads import feeds
 
 
 def other_contents(job: Job, labels: bool) -> str:

@@ -17,11 +17,8 @@ def summed(job, breach):
     Divide by the world size once. DDP and Horovod do that; all_reduce() does not.
     Not a mistake if: the learning rate accounts for it.
     """
-    kind, found = breach.facts or ("", [])
-    size = len(job.processes)
-    if kind == "off":
-        return Breach(breach.what)
-    if kind != "factor":
+    found, size = breach.facts, len(job.processes)
+    if not found:
         return None
     scale = found[0].row[0].passes[-1]["scale"]
     if scale not in (None, 1) and near(found[0].factor, scale):
@@ -54,8 +51,8 @@ def summed_loss(job, breach):
     step as one process with a batch of N x B.
     Not a mistake if: the learning rate accounts for it.
     """
-    kind, found = breach.facts or ("", [])
-    if kind != "factor" or not near(median(x.factor for x in found), 1):
+    found = breach.facts
+    if not found or not near(median(x.factor for x in found), 1):
         return None
     tied, plain, rows, size = [], [], set(), len(job.processes)
     for entry in (one.row[0].passes[-1] for one in found):
@@ -85,9 +82,8 @@ def loss_scale(job, breach):
     With n micro-batches, divide each one's mean loss by n. DDP averages over ranks.
     Not a mistake if: the learning rate accounts for it, or the factor is intended.
     """
-    kind, found = breach.facts or ("", [])
-    counts, size = Counter(), len(job.processes)
-    for one in found if kind == "factor" else ():
+    found, counts, size = breach.facts or (), Counter(), len(job.processes)
+    for one in found:
         passes, values = one.row[0].passes, totals(one)
         means = {"mean" in x.kind for entry in passes for x in known(entry)}
         if not values or means != {True} or not near(one.factor, 1):

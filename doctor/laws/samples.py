@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..contents import by_contents, other_contents
+from ..contents import other_contents
 from ..job import Job
 from ..law import (
     RISK,
@@ -160,9 +160,6 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
             return
         if loop and not one.ids and (what := near_twins(job)):
             yield Breach(what, place, facts=one, mend=mechanism(job, one)[1])
-            return
-        if one.index and (what := by_contents(job, one)):
-            yield Breach(f"in {one.text}, {what}", place, facts=one)
             return
         drawn = counts["within"] or any(x.repeats for x in one.feeds)
         if one.index and drawn:
