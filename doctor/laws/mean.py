@@ -154,9 +154,6 @@ def mean_gradient(job):
     text += f"of {size} ranks' own gradients"
     if not near(ratio, 1):
         text += f", and their losses are divided by {ratio:g} to match"
-    if total := total_of(right[0]):
-        text += f", each divided by 1/{size} of a sum over all ranks ({total:g} in "
-        text += f"step {right[0].row[0].step + 1})"
     yield text
 
 
@@ -238,8 +235,9 @@ def gathered_without_gradient(job):
 def unequal_means(job):
     """The targets of a step have different weights.
 
-    Sum the losses (reduction="sum"), and divide by the number of targets of all passes
-    on all ranks (DDP averages over ranks: multiply by the world size).
+    Sum the losses (reduction="sum"), and divide by the number (or the class weights) of
+    the targets of all passes on all ranks: all-reduce it, and multiply by the world
+    size, because DDP averages over ranks.
     Not a mistake if: each batch should have the same weight.
     """
     seen = []
@@ -255,25 +253,17 @@ def unequal_means(job):
     need(seen, "no losses with known numbers of targets were seen")
     found = [(one, heavy) for one, differ, heavy in seen if differ]
     if len(found) > len(seen) / 2:
-        what = f"in {len(found)} of {len(seen)} steps, losses are means over different "
-        what += "numbers of targets, but have equal weights"
-        mend, (one, heavy) = "", found[0]
-        passes = [entry for rank in one.row for entry in rank.passes]
-        if counted(passes):
-            each = [f"{1 / abs(known(x)[0].factor):.4g}" for x in passes[:4]]
-            what = f"in {len(found)} of {len(seen)} steps, each rank divides its sum "
-            what += f"of losses by a number of its own ({', '.join(each)} in step "
-            what += f"{one.row[0].step + 1})"
-            mend = "All-reduce this number, divide by it, and multiply by the world "
-            mend += "size (DDP averages over ranks)."
+        one, heavy = found[0]
+        first = [known(x)[0] for rank in one.row for x in rank.passes][:4]
+        what = "losses are means over different numbers of targets, but have equal "
+        what += "weights"
+        if first[0].kind == "sum":
+            each = ", ".join(f"{1 / abs(x.factor):.4g}" for x in first)
+            what = "each rank divides its sum of losses by a number of its own "
+            what += f"({each} in step {one.row[0].step + 1})"
         elif heavy:
-            sums = [known(entry)[0].rows for entry in passes]
-            what = f"in {len(found)} of {len(seen)} steps, each loss is divided by the "
-            what += "sum of the class weights of its own targets "
-            what += f"({', '.join(f'{x:.4g}' for x in sums[:4])} in step "
-            what += f"{one.row[0].step + 1})"
-            mend = (
-                'Use reduction="sum", all-reduce weight[target].sum(), divide by it, '
-            )
-            mend += "and multiply by the world size (DDP averages over ranks)."
-        yield Breach(what, one.row[0].passes[0]["place"], mend=mend)
+            each = ", ".join(f"{x.rows:.4g}" for x in first)
+            what = "each loss is divided by the sum of the class weights of its own "
+            what += f"targets ({each} in step {one.row[0].step + 1})"
+        text = f"in {len(found)} of {len(seen)} steps, {what}"
+        yield Breach(text, one.row[0].passes[0]["place"])
