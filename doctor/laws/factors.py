@@ -90,7 +90,7 @@ def loss_scale(job, breach):
             continue
         if is_right(one) or len({entry["place"] for entry in passes}) > 1:
             continue
-        count = len(passes)
+        count, single = len(passes), len(known(passes[0])) == 1
         value, whole = values[0] / count, values[1] / count
         known_factors = {
             f"is not divided by {count}": 1,
@@ -98,21 +98,16 @@ def loss_scale(job, breach):
             f"is divided by {size}, the world size": 1 / count / size,
             f"is multiplied by {size}, the world size": size / count,
         }
-        fits = {
-            how: any(near(x, number, 0.002) for x in (value, whole))
-            for how, number in known_factors.items()
-        }
-        first, single = known(passes[0])[0], len(known(passes[0])) == 1
-        half = count == 1 and first.kind == "other mean"  # half a mean of squares
-        how = next((how for how, fit in fits.items() if fit), "")
-        if half or (not single and not near(whole, 1 / count / size, 0.002)):
-            how = ""
-        what = f"a step has {count} passes, each with a mean loss that "
-        what = what if count > 1 else "a step has a mean loss that "
-        other = f"is multiplied by {value:.4g}" if single else ""
-        if how or other:
-            counts[what + (how or other), bool(how)] += 1
-    for (what, how), steps in counts.most_common(1):
+        if count == 1 and known(passes[0])[0].kind == "other mean":
+            continue  # half a mean of squares is usual
+        if not (single or near(whole, 1 / count / size, 0.002)):
+            continue
+        for how, number in known_factors.items():
+            if any(near(x, number, 0.002) for x in (value, whole)):
+                counts[how, count] += 1
+                break
+    for (how, count), steps in counts.most_common(1):
         if steps >= 0.3 * len(found):
-            return Breach(what, level=RISK if how else NOTE)
+            what = f"a step has {count} passes, each with a mean loss that {how}"
+            return Breach(what if count > 1 else f"a step has a mean loss that {how}")
     return None

@@ -121,9 +121,7 @@ def mean_gradient(job):
     strange = [x for x in found if not x.solved and len(x.off) > 0.2 * x.count]
     if len(strange) > 0.2 * total:
         what = "the gradients used are not a multiple of the mean of the ranks' own"
-        text = f"in {len(strange)} of {total} steps, {what}"
-        yield Breach(text, place, level=NOTE)
-        raise NotJudged(what)
+        raise NotJudged(f"in {len(strange)} of {total} steps, {what}")
     off = Counter(name for one in found for name in one.off)
     if off := [name for name, steps in off.items() if steps > total / 2]:
         what = f"{len(off)} weights use a different multiple of the ranks' gradients "
