@@ -12,13 +12,12 @@ from math import inf
 import pytest
 import torch
 from conftest import ROOT, run
-from test_doctor_steps import event, one_pass
+from test_doctor_steps import event, judged, one_pass
 
 import doctor.laws  # noqa: F401  its checks
 from doctor.draws import Drawn, Made, Own
-from doctor.event import KINDS, Exit, Joins, Rank, Start
+from doctor.event import KINDS, Failed, Joins
 from doctor.job import Job, Process
-from doctor.law import examine
 from doctor.laws.candidates import Contrast
 from doctor.laws.losses import Term
 from doctor.laws.meeting import Call
@@ -51,20 +50,7 @@ OPENED = {"type": "D", "length": None, "place": "a.py:9"}
 
 def report(*ranks, steps=20, **step):
     """Examine a job with these events of each rank, which takes steps after them."""
-    processes = []
-    for rank, events in enumerate(ranks):
-        every = [Start(parent="", host="a", environment={})]
-        every += [Rank(own=rank, world_size=len(ranks)), *events]
-        for number in range(steps):
-            every.append(Step(**STEP | step, step=number))
-        every.append(Exit(watched=steps))
-        for one in every:
-            one.rank = rank
-        processes.append(Process(rank, len(ranks), every))
-    found = examine(Job(processes, status=0))
-    reasons = [x for one in found.verdicts for x in one.not_judged.items()]
-    assert not [x for x in reasons if "own error" in x[1]]
-    return found
+    return judged(*ranks, steps=steps, place="a.py:10", **step)
 
 
 def named(found):
@@ -129,6 +115,18 @@ def test_a_stream_is_not_held_and_its_lost_samples_are_named():
         found = report(*(fed(one, 3, stream=True, ids=known) for one in lost), steps=0)
         assert named(found) == {"left_out"}, found.findings
         assert "32 distinct ones of 64 that all epochs have" in found.findings[0].what
+
+
+def test_what_only_the_last_rank_does_is_named():
+    """It has one batch less than the others, or an error."""
+    ranks = [fed([*range(n, 120, 3)]) for n in range(3)]
+    assert not report(*ranks, steps=0).findings
+    found = report(*ranks[:2], fed([*range(2, 98, 3)]), steps=0)
+    assert "batch_counts_differ" in named(found)
+    failed = Failed(text="ValueError: no", place="a.py:11", path="")
+    (found,) = report(*ranks[:2], [*ranks[2], failed], steps=0).findings
+    assert (found.check, found.place) == ("ends_with_an_error", "a.py:11")
+    assert "rank 2 ends with ValueError: no" in found.what
 
 
 @pytest.mark.parametrize("again", [True, False])

@@ -49,23 +49,26 @@ def event(kind, step=0, /, **values):
     return kind(**given | {"step": step, "time": float(step)} | values)
 
 
-def made(*ranks):
-    """Return a job of these ranks, each with four steps and its events."""
+def made(*ranks, steps=4, **step):
+    """Return a job of these ranks, each with its events and some steps."""
     processes = []
     for rank, own in enumerate(ranks):
         start = event(Start, parent="a-1", host="a", environment={})
-        events = [start, Rank(own=rank, world_size=len(ranks))]
-        events += [event(Step, n, rates=[0.1]) for n in range(4)]
-        events += [*own, Exit(watched=4)]
+        events = [start, Rank(own=rank, world_size=len(ranks)), *own]
+        events += [event(Step, n, rates=[0.1], **step) for n in range(steps)]
+        events.append(Exit(watched=steps))
         for one in events:
             one.rank = rank
         processes.append(Process(rank, len(ranks), events))
     return Job(processes, status=0)
 
 
-def judged(*ranks):
+def judged(*ranks, **more):
     """Return the report on a job of these ranks."""
-    return examine(made(*ranks))
+    report = examine(made(*ranks, **more))
+    reasons = [x for one in report.verdicts for x in one.not_judged.values()]
+    assert not [x for x in reasons if "own error" in x]
+    return report
 
 
 def named(report):
