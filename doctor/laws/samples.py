@@ -4,7 +4,6 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..contents import other_contents
 from ..job import Job
 from ..law import (
     RISK,
@@ -23,7 +22,7 @@ from ..moments import Step
 from ..neighbours import near_twins
 from ..reads import MORE, Feed, Reads, broken, feeds, interleaved, loaded, looped
 from ..record import recorder
-from ..signature import different, plain, relabelled, signature
+from ..signature import different, other_contents, plain, relabelled, signature
 from ..watcher import Watcher
 from .modes import Validation
 
