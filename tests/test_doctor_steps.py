@@ -192,6 +192,7 @@ GRADIENTS = {
     "passes that are summed again": ("mean_gradient", steps(TWICE, 2)),
     "two losses": ("held", steps(BOTH, 2, two_losses)),
     "left-over passes": ("leaked_passes", LEFT),
+    "cleared passes": ("cleared_passes", steps(MEAN, lost=["a.py:9"])),
     "batches of other sizes": ("unequal_means", steps(MEAN, change=other_batch)),
     "sums over own counts": ("unequal_means", steps(MEAN, change=own_counts)),
     "sums over a joint count": ("held", steps(MEAN, change=one_total)),

@@ -83,13 +83,20 @@ class Meeting(Watcher):
                 or COUNTS >= tensors[0].numel() > 0
                 and (tensors[0].dim() == 2 or not tensors[0].is_floating_point())
             )
-            if few and self.counts[where] < 99:
+            if few and self.counts[where] < 99 and not gradient(tensors[0]):
                 one.value = float(tensors[0].detach().double().abs().sum())
         recorder.write(one)
 
     def ending(self, call, context):
         recorder.write(Call(name="join", sent="", place=""))
         return call(context)
+
+
+def gradient(tensor) -> bool:
+    """Return whether a tensor is the gradient of a weight."""
+    known = [weight() for _, weight in [*Moments.here.known.values()]]
+    found = [one.grad for one in known if one is not None and one.grad is not None]
+    return any(one.data_ptr() == tensor.data_ptr() for one in found)
 
 
 def errors(job) -> list[Failed]:
