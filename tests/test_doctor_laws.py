@@ -5,6 +5,7 @@ a law is not held on evidence that the mistake leaves as it is.
 """
 
 import random
+import weakref
 from array import array
 from dataclasses import replace
 from math import inf
@@ -20,7 +21,7 @@ from doctor.event import KINDS, Failed, Joins
 from doctor.job import Job, Process
 from doctor.laws.candidates import Contrast
 from doctor.laws.losses import Term
-from doctor.laws.meeting import Call
+from doctor.laws.meeting import Call, gradient
 from doctor.laws.passes import Update
 from doctor.laws.places import Places, cannot_join, mixed_gradients
 from doctor.laws.printed import OTHER
@@ -593,6 +594,15 @@ def test_gradients_of_other_weights_are_named():
 
     assert not judged(rank("ab"), rank("ab")) and not judged(rank("ab"), rank("ac"))
     assert "rank 0 uses for b.weight" in judged(rank("ab"), rank("ba"))[0].what
+
+
+def test_gradients_are_no_sums(monkeypatch):
+    weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(3)]
+    weights[0].grad, weights[1].grad = torch.ones(3), torch.ones(3).to_sparse()
+    known = {n: (n, weakref.ref(one)) for n, one in enumerate(weights)}
+    monkeypatch.setattr("doctor.moments.Moments.here.known", known)
+    assert gradient(weights[0].grad.view(3)) and not gradient(torch.ones(3))
+    assert not gradient(weights[1].grad)
 
 
 def test_sums_that_are_summed_again_are_named():

@@ -96,7 +96,8 @@ def gradient(tensor) -> bool:
     """Return whether a tensor is the gradient of a weight."""
     known = [weight() for _, weight in [*Moments.here.known.values()]]
     found = [one.grad for one in known if one is not None and one.grad is not None]
-    return any(one.data_ptr() == tensor.data_ptr() for one in found)
+    plain = [one for one in found if not (one.is_sparse or tensor.is_sparse)]
+    return any(one.data_ptr() == tensor.data_ptr() for one in plain)
 
 
 def errors(job) -> list[Failed]:
