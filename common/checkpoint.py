@@ -91,8 +91,6 @@ class Checkpoint:
             now = self.recipe[name]
             if recipe.get(name, now) != now:  # other strategies may lack a flag
                 text = f"{path} was saved with {name} = {recipe[name]}, now it is {now}"
-                if name == "images":
-                    text += " (older versions of this project have other digests)"
                 raise UserError(f"{text}: use the same, or start a new run")
         if self.args.evaluate:
             self.objects["state_dict"].load_state_dict(content["state_dict"])

@@ -211,7 +211,7 @@ def test_other_images_are_refused(pictures, tmp_path):
     (moved / "val" / "cat" / "3.JPEG").rename(moved / "val" / "cat" / "4.JPEG")
     for images in (images_of(moved), (Images(50, 2), Images(20, 2))):
         line = (
-            r"with images = 16 \(digest \d+\), 8 \(.* \(older versions .*: use the same"
+            r"with images = 16 \(digest \d+\), 8 \(.*: use the same"
         )
         with pytest.raises(UserError, match=line):
             resumed(output, images=images)
