@@ -141,8 +141,7 @@ def seed_generators(*key: int) -> None:
 
     All later draws then depend only on these integers, even in a resumed run.
 
-    Source:
-    https://numpy.org/doc/stable/reference/random/bit_generators/generated/numpy.random.SeedSequence.html
+    Source: https://numpy.org/doc/stable/reference/random/parallel.html
     """
     number = int(numpy.random.SeedSequence(key).generate_state(1)[0])
     random.seed(number)
