@@ -184,30 +184,26 @@ class Checkpoint:
         if device.type == "cuda":
             name = torch.cuda.get_device_name(device)
             name += f" ({torch.cuda.device_count()} visible)"
-        images = f"{val:,} validation images of {self.recipe['classes']} classes"
-        decoder = f"decoder {args.decoder}"
-        if NO_TORCHCODEC and args.decoder == "pil":
-            decoder += f" (no TorchCodec: {NO_TORCHCODEC})"
+        reason = f" (no TorchCodec: {NO_TORCHCODEC})" if NO_TORCHCODEC else ""
         print(f"{args.arch} ({type(model).__name__}), {weights:,} parameters", end=", ")
         print(f"{args.precision}, {world_size} x {name}")
+        print(f"decoder {args.decoder}{reason}", flush=True)
         if args.evaluate:
-            print(f"{images}, {decoder}", flush=True)
             return
-        share = f"{args.global_batch_size // world_size // args.accumulate} images"
-        if args.accumulate > 1:
-            share += f" x {args.accumulate} micro-batches"
+        share = args.global_batch_size // world_size // args.accumulate
         rate = self.objects["optimizer"].param_groups[0]["initial_lr"]
         start = f"resumed from epoch {self.epoch + 1}, step {self.step}"
         if self.epoch >= args.epochs:
             start = f"complete: all {self.epoch} epochs are done"
         elif not self.epoch + self.step:
             start = "a new run"
-        print(f"{train:,} training and {images}, {decoder}")
+        images = f"{train:,} training and {val:,} validation images"
+        print(f"{images} of {self.recipe['classes']} classes")
         print(
-            f"{steps:,} steps per epoch, {args.global_batch_size} images per step",
-            end=": ",
+            f"{steps:,} steps per epoch, {args.global_batch_size} images per step: "
+            f"{world_size} processes x {share} images x {args.accumulate} micro-batches, "
+            f"learning rate {rate:.4g}"
         )
-        print(f"{world_size} processes x {share}, learning rate {rate:.4g}")
         print(f"{args.output}: {start}", flush=True)
 
     def print_epoch(self) -> None:
