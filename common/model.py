@@ -5,6 +5,7 @@ import ctypes
 import math
 import os
 import signal
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -105,4 +106,7 @@ def build_scheduler(
             return 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
         return 0.1 ** (step // steps_per_epoch // 30)
 
+    if args.precision == "fp16":  # the scaler skips first steps that overflow
+        message = r"Detected call of `lr_scheduler\.step\(\)` before"
+        warnings.filterwarnings("ignore", message)
     return LambdaLR(optimizer, factor)

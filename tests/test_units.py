@@ -6,6 +6,7 @@ import json
 import os
 import runpy
 import sys
+import warnings
 from argparse import Namespace
 from contextlib import nullcontext
 from unittest.mock import Mock
@@ -23,7 +24,7 @@ from common import errors, meters
 from common.arguments import build_parser, choose_defaults
 from common.errors import UserError, one_line_errors
 from common.meters import Meter, Progress, averages, batch_sums, format_metrics
-from common.model import build_model, set_up_cuda
+from common.model import build_model, build_scheduler, set_up_cuda
 
 
 def test_metrics_are_averages_of_sums_over_all_processes():
@@ -270,6 +271,14 @@ def test_apex_has_opt_levels_and_no_precision(monkeypatch):
             UserError, match="use --opt-level, not --prec|--compile: Ap"
         ):
             script["arguments"]()
+
+
+def test_a_first_step_that_overflows_warns_of_nothing():
+    """GradScaler skips it, because the loss scale is too high at first by design."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build_scheduler(parse(*X, "--precision", "fp16"), optimizer, 10).step()
 
 
 def test_a_model_that_cannot_be_built_is_one_line(monkeypatch):
