@@ -72,10 +72,8 @@ class Checkpoint:
             path = self.file if self.file.exists() or self.args.evaluate else None
         if not self.args.evaluate:
             if self.file.exists() and (path or Path()).resolve() != self.file.resolve():
-                raise UserError(
-                    f"--output {output} holds another run: continue it with --resume, "
-                    "or choose another --output"
-                )
+                text = f"--output {output} holds another run"
+                raise UserError(f"{text}: add --resume, or choose another --output")
             output.mkdir(parents=True, exist_ok=True)
             if rank == 0:
                 self.lock = lock_file(output / "lock")

@@ -220,7 +220,7 @@ def test_a_run_is_never_overwritten(tmp_path):
     path, other = saved(tmp_path), saved(tmp_path / "second")
     evaluate = ("--evaluate", "--pretrained")
     for folder, flags, outcome in (
-        ("run", (), "holds another run: continue it with --resume, or choose another"),
+        ("run", (), "holds another run: add --resume, or choose another --output"),
         ("run", ("--resume", other), "holds another run"),
         ("run", evaluate, 0),
         ("only read", evaluate, 0),

@@ -174,7 +174,7 @@ def test_quickstart_draws(figure, trained, tmp_path, monkeypatch, capsys):
     "flags, line",
     [
         ("--data nowhere", "nowhere/val: No such file or directory; --data needs "),
-        ("--output {folder}/run", "run holds another run: continue it with --resume"),
+        ("--output {folder}/run", "run holds another run: add --resume, or choose"),
     ],
 )
 def test_bad_input_is_one_line(flags, line, pictures, tmp_path, monkeypatch, capsys):
