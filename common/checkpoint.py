@@ -199,8 +199,8 @@ class Checkpoint:
         print(f"{images} of {self.recipe['classes']} classes")
         print(
             f"{steps:,} steps per epoch, {args.global_batch_size} images per step: "
-            f"{world_size} processes x {share} images x {args.accumulate} micro-batches, "
-            f"learning rate {rate:.4g}"
+            f"{world_size} processes x {share} images x {args.accumulate} micro-batches"
+            f", learning rate {rate:.4g}"
         )
         print(f"{args.output}: {start}", flush=True)
 
