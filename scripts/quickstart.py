@@ -2,12 +2,11 @@
 
     python -m scripts.quickstart DATA OUTPUT       # quickstart.sh calls this
 
-OUTPUT/quickstart.json has the results, quickstart.md a table, curves.png the plots.
+OUTPUT has a folder for each run, and the plots, curves.png.
 """
 
 import json
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -17,7 +16,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-import torchvision
 
 try:
     from matplotlib.figure import Figure
@@ -76,27 +74,11 @@ def train(strategy: str, data: str, output: Path, count: int) -> str:
     return f"failed with status {status}" if status else "done"
 
 
-def environment(gpus: int) -> dict[str, str]:
-    """Return the hardware, versions and commit of this run."""
-    name = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    device = f"{name[1] if name else 'CPU'}, {len(os.sched_getaffinity(0))} cores"
-    if gpus:
-        device = f"{gpus} x {torch.cuda.get_device_name()}"
-    commit = f"git -C {shlex.quote(str(ROOT))} rev-parse HEAD 2>/dev/null"
-    return {
-        "device": device,
-        "Python": sys.version.split()[0],
-        "PyTorch": torch.__version__,
-        "torchvision": torchvision.__version__,
-        "commit": subprocess.getoutput(commit),
-    }
-
-
-def render(report: dict) -> str:
-    """Return the table of runs, followed by the machine, versions and settings."""
+def render(runs: list[dict]) -> str:
+    """Return the table of runs, followed by their settings."""
     header = ("strategy", "launcher", "processes", "minutes", "val top-1", "status")
     table = LINE.format(*header) + LINE.format(*["---"] * len(header))
-    for run in report["runs"]:
+    for run in runs:
         cells, epochs = ["-", "-", "-"], run["epochs"]
         if epochs:
             minutes = sum(epoch["seconds"] for epoch in epochs) / 60
@@ -104,8 +86,7 @@ def render(report: dict) -> str:
             cells.append(f"{epochs[-1]['val_top1']:.1f} %")
         table += LINE.format(run["strategy"], run["launcher"], *cells, run["status"])
     return (
-        f"{table}\n{report['device']}; Python {report['Python']}, "
-        f"PyTorch {report['PyTorch']}.\nresnet18, {report['recipe']}\n"
+        f"{table}\nPyTorch {torch.__version__}, resnet18, {RECIPE}\n"
         "The minutes exclude startup and validation.\n"
     )
 
@@ -170,11 +151,7 @@ def main() -> None:
             lines = (output / strategy / "epochs.jsonl").read_text().splitlines()
             epochs = [json.loads(line) for line in lines]
         runs.append({**run, "status": status, "epochs": epochs})
-    report = {**environment(gpus), "recipe": RECIPE, "runs": runs}
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "quickstart.json").write_text(json.dumps(report, indent=2) + "\n")
-    (output / "quickstart.md").write_text(render(report))
-    print(f"\n{render(report)}\nThe runs are in {output}/; delete it to train again.")
+    print(f"\n{render(runs)}\nThe runs are in {output}/; delete it to train again.")
     done = {run["strategy"]: run["epochs"] for run in runs if run["epochs"]}
     if not Figure:
         print("cannot draw the curves: pip install matplotlib")
