@@ -22,7 +22,6 @@ class Parser(argparse.ArgumentParser):
     """A parser that raises UserError, so that a launcher can print it last."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise UserError."""
         raise UserError(f"{message} (--help lists the flags)")
 
 

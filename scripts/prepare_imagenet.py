@@ -72,8 +72,7 @@ def sort(part: str, files: list[Path], folder: Path, classes: list[str]) -> None
 def unpack(source: Path, target: Path) -> None:
     """Unpack both parts, except a part that `target` already contains.
 
-    Raises:
-        UserError: a file or package is missing, files are damaged, or writing fails.
+    Raises UserError if a file or package is missing, or files cannot be read or written.
     """
     files = {
         part: sorted(source.glob(name)) or sorted(source.glob(f"data/{name}"))

@@ -23,15 +23,10 @@ PART = re.compile(
 
 
 def split(text: str, name: str) -> tuple[list[str], dict[str, list[str]]]:
-    """Split a script into its shared lines and its regions.
+    """Return a script's shared lines, with a line PLACE for each other part, and these.
 
-    Returns:
-        The shared lines, with a line PLACE for the docstring and for each region; and
-        a dictionary of the docstring's and each region's lines, including its opening
-        and closing comments.
-
-    Raises:
-        ValueError: there is no docstring, or not each of REGIONS once and closed.
+    They are the docstring and the regions, with their opening and closing comments.
+    Raises ValueError if one of them is missing, not closed or in another order.
     """
     found = {m[1] or "docstring": m[0].splitlines(True) for m in PART.finditer(text)}
     shared = PART.sub(PLACE + "\n", text)
