@@ -22,6 +22,7 @@ class Parser(argparse.ArgumentParser):
     """A parser that raises UserError, so that a launcher can print it last."""
 
     def error(self, message: str) -> NoReturn:
+        """Raise UserError."""
         raise UserError(f"{message} (--help lists the flags)")
 
 

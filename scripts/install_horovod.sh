@@ -12,7 +12,8 @@ ROOT=$(dirname "$(dirname "$(realpath "$0")")")
 source "$ROOT/scripts/setup.sh"
 
 PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
-find_python
+PYTHON=$(command -v "$PYTHON" || printf %s "$PYTHON")
+case $PYTHON in /*) ;; *) PYTHON=$PWD/$PYTHON ;; esac
 VERSION=0.28.1
 CACHE=${XDG_CACHE_HOME:-$HOME/.cache}/horovod-wheels
 # An nvcc on PATH may be a link or a wrapper script, but prints its folder.

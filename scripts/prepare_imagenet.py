@@ -72,7 +72,7 @@ def sort(part: str, files: list[Path], folder: Path, classes: list[str]) -> None
 def unpack(source: Path, target: Path) -> None:
     """Unpack both parts, except a part that `target` already contains.
 
-    Raises UserError if a file or package is missing, or files cannot be read or written.
+    Raises UserError if a file or package is missing, or if one cannot be unpacked.
     """
     files = {
         part: sorted(source.glob(name)) or sorted(source.glob(f"data/{name}"))
