@@ -36,11 +36,7 @@ RECIPE = (
     "--image-size 64 --global-batch-size 64 --lr 0.2 --warmup-epochs 1 "
     f"--schedule cosine --min-crop 0.5 --no-flip --epochs {EPOCHS}"
 )
-PANELS = {
-    "train_loss": "training loss",
-    "val_loss": "validation loss",
-    "val_top1": "validation accuracy (%)",
-}
+PANELS = ("train_loss", "val_loss", "val_top1")
 LINE = "| {:27} | {:10} | {:<9} | {:7} | {:9} | {} |\n"
 
 
@@ -108,7 +104,7 @@ def draw(runs: dict[str, list[dict]]) -> Figure:
                 markersize=4 * above,
                 markerfacecolor="none",
             )
-        axes.set(title=PANELS[name], xlabel="epoch")
+        axes.set(title=name, xlabel="epoch")
         if "loss" in name:
             axes.set_yscale("log")
     figure.legend(axes.get_lines(), runs, loc="outside lower center", ncols=3)
