@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy
 import torch
 from PIL import Image
 from torch import Tensor
@@ -35,8 +36,10 @@ Decode = Callable[[Box], Tensor | Image.Image]
 def decode_with_pillow(content: bytes, box: Box) -> Image.Image:
     """Decode a file with Pillow, which also resizes it later."""
     with Image.open(io.BytesIO(content)) as image:
-        if image.mode[0] in "IF":  # convert() would make most of them white
-            raise ValueError("gray pixels of 16 or 32 bits; convert them to 8 bits")
+        if image.mode == "F" or (image.mode, image.format) == ("I", "TIFF"):
+            raise ValueError("32-bit pixels have no defined range; use 8 or 16 bits")
+        if image.mode.startswith("I"):  # 16-bit gray, which convert() clips at 255
+            image = Image.fromarray((numpy.asarray(image) >> 8).astype("uint8"))
         return F.crop(image.convert("RGB"), *box(image.height, image.width))
 
 

@@ -75,22 +75,30 @@ RGB_16 = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABEAIAAADA54+dAAAAD0lEQVR4nGNgOFFq8P8/AA
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
-def test_16_bits_of_color_become_8_and_of_gray_are_refused(decoder):
+def test_16_bits_become_8(decoder):
     """Pillow's convert() makes most of 16-bit gray white; it is right for 16-bit RGB."""
-    decode = partial(images.DECODERS[decoder], base64.b64decode(RGB_16))
-    made = as_tensor(decode(lambda height, width: (0, 0, height, width)))
-    assert made.flatten().tolist() == [0, 117, 255]
     pixels = numpy.arange(64 * 80, dtype="uint16").reshape(64, 80) * 12
-    big = pixels.astype(">u2").tobytes()
-    for content in (
-        saved(Image.fromarray(pixels), format="PNG"),
-        saved(Image.frombytes("I;16B", (80, 64), big), format="TIFF"),
-        b"P5 80 64 65535\n" + big,
-        saved(Image.fromarray(pixels.astype("float32")), format="TIFF"),
+    expected = torch.from_numpy((pixels >> 8).astype("uint8")).expand(3, 64, 80)
+    gray, big = Image.fromarray(pixels), pixels.astype(">u2").tobytes()
+    swapped = Image.frombytes("I;16B", (80, 64), big)
+    for content, found in (
+        (saved(gray, format="PNG"), expected),
+        (saved(gray, format="TIFF"), expected),
+        (saved(swapped, format="TIFF"), expected),
+        (b"P5 80 64 65535\n" + big, expected),
+        (base64.b64decode(RGB_16), torch.tensor([0, 117, 255]).view(3, 1, 1)),
     ):
-        with pytest.raises(UserError, match="x.png: gray pixels of 16 or 32 bits"):
+        made = images.DECODERS[decoder](
+            content, lambda height, width: (0, 0, height, width)
+        )
+        assert torch.equal(as_tensor(made).int(), found.int()), content[:20]
+    for dtype in ("int32", "float32"):  # is 1.0 white, or 255.0?
+        content = saved(Image.fromarray(pixels.astype(dtype)), format="TIFF")
+        with pytest.raises(
+            UserError, match="x.tif: 32-bit pixels have no defined range"
+        ):
             transform = partial(images.val_transform, size=8)
-            images.read_image("x.png", decoder, transform, content)
+            images.read_image("x.tif", decoder, transform, content)
 
 
 def as_tensor(pixels):
