@@ -19,7 +19,7 @@ import pytest
 from conftest import ROOT, run
 from torch import multiprocessing
 
-from scripts import network, quickstart
+from scripts import quickstart
 
 PYTHON = sys.executable
 # In place of an interpreter and of what is beside it; real Python runs `-c CODE` without packages
@@ -299,33 +299,6 @@ def test_an_interrupted_quickstart_starts_no_other_run(tmp_path, monkeypatch, ca
     signal.signal(signal.SIGINT, before)
     assert len(started) == 1 and not (tmp_path / "quickstart.json").exists()
     assert "run the same command to continue\n" in capsys.readouterr().err
-
-
-def test_the_bus_bandwidth_of_hosts_with_several_processes(monkeypatch, capsys):
-    """An all-reduce of all four ranks of two hosts, in 1 s for each GB."""
-
-    def gather(places, _):
-        places[:] = [("a", "CPU"), ("a", "CPU"), ("b", "CPU"), ("b", "CPU")]
-
-    names = ("init_process_group", "new_group", "destroy_process_group")
-    job = dict.fromkeys(names, lambda *_: None) | {"all_gather_object": gather}
-    job |= {"get_rank": lambda: 0, "get_world_size": lambda: 4}
-    monkeypatch.setattr(network, "dist", SimpleNamespace(**job))
-    asked = []
-
-    def seconds(data, ranks, group=None):
-        asked.append(ranks)
-        return data.nbytes / 1e9
-
-    monkeypatch.setattr(network, "all_reduce_seconds", seconds)
-    monkeypatch.setattr(network.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setattr(sys, "argv", ["network.py"])
-    network.main()
-    assert asked == [[0, 1, 2, 3]] * (len(network.SIZES) + 1)
-    printed = capsys.readouterr().out
-    assert "rank 2: b, CPU\n" in printed and "a - b: busbw 1.500 GB/s\n" in printed
-    assert f"{2**28:11,} {2**28 / 1e6:10.3f}       1.000       1.500\n" in printed
 
 
 @pytest.mark.parametrize("status", (-9, 1, 2))
