@@ -9,7 +9,7 @@ from argparse import Namespace
 import pytest
 import torch
 from conftest import TINY, launcher
-from ranks import Ranks, run_ranks, start, train, train_watched
+from ranks import Ranks, run_ranks, start, train, train_compiled
 from test_units import Batches
 from torchvision.models import resnet18
 
@@ -132,8 +132,8 @@ def test_a_compiled_network_and_synthetic_images(tmp_path):
     flags = ["--synthetic", 64, "-b", 8, "--image-size", 32, "--epochs", 1]
     flags += ["--max-steps", 3, "--compile", "--output", tmp_path / "out"]
     name = "multiprocessing_distributed"
-    how = {"name": name, "flags": flags, "net": "flat", "skipped": 0, "gpus": ""}
-    (graphs,) = run_ranks(tmp_path, 1, train_watched, backend="eager", **how)
+    how = {"name": name, "flags": flags, "net": "flat"}
+    (graphs,) = run_ranks(tmp_path, 1, train_compiled, **how)
     assert graphs >= 1
     assert records(tmp_path / "out")[0]["images"] == 24
 
