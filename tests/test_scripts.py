@@ -9,11 +9,10 @@ from argparse import Namespace
 import pytest
 import torch
 from conftest import TINY, launcher
-from ranks import Ranks, run_ranks, start, train, train_compiled
+from ranks import Ranks, run_ranks, train, train_compiled
 from test_units import Batches
 from torchvision.models import resnet18
 
-import dataparallel
 import distributed
 from common.errors import one_line_errors
 from scripts import curves, quickstart
@@ -168,29 +167,6 @@ def test_quickstart_draws(figure, trained, tmp_path, monkeypatch, capsys):
         shown if figure else "cannot draw the curves: pip install matplotlib"
     )
     assert (tmp_path / "curves.png").exists() == bool(figure)
-
-
-@pytest.mark.parametrize(
-    "flags, line",
-    [
-        ("--data nowhere", "nowhere/val: No such file or directory; --data needs "),
-        ("--output {folder}/run", "run holds another run: continue it with --resume"),
-    ],
-)
-def test_bad_input_is_one_line(flags, line, pictures, tmp_path, monkeypatch, capsys):
-    """The rank that a launcher or Slurm has left in the environment does not matter."""
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "checkpoint.pt").touch()
-    for name in ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "RANK"):
-        monkeypatch.setenv(name, "1")
-    base = ["--data", pictures, *TINY, "-j", "0", "--output", tmp_path / "out"]
-    monkeypatch.setattr(sys, "argv", [])
-    with pytest.raises(SystemExit) as ended:
-        start(dataparallel, [*base, *flags.format(folder=tmp_path).split()])
-    printed = capsys.readouterr()
-    assert (ended.value.code, printed.out) == (2, "")
-    assert printed.err.startswith("dataparallel.py: error: ") and line in printed.err
-    assert printed.err.count("\n") == 1
 
 
 def test_an_unreadable_image_is_one_line_of_the_process_that_reads_it(
