@@ -25,14 +25,6 @@ def test_hosts_by_hand():
         hosts().all_reduce(12)
 
 
-def test_a_pause_takes_as_long_with_any_number_of_gpus():
-    paused, reduce = hosts(pause=3.0, epoch=100 * 256), hosts().all_reduce(32)
-    alone, weak = 100 * 0.1 + 3, 100 / 32 * (0.1 + reduce) + 3
-    assert paused.weak(32).low == pytest.approx(alone / weak / 32)
-    strong = 100 * (0.1 / 32 + reduce) + 3  # as many steps as on one GPU
-    assert paused.strong(32, 256).low == pytest.approx(alone / strong / 32)
-
-
 def test_buckets_are_those_of_ddp():
     for name in ("resnet18", "resnet50"):
         parameters = list(torchvision.models.get_model(name).parameters())
