@@ -176,12 +176,9 @@ def test_the_processes_of_a_machine_share_its_cores(monkeypatch):
 def test_bad_flags_are_one_line(capsys):
     for flags, message in (
         ((*X, "--epoch", "3"), "unrecognized arguments: --epoch 3 (--help lists"),
-        ((), "give either --data DIR or --synthetic"),
         ((*X, "--synthetic"), "give either --data DIR or --synthetic"),
         ((*X, "--epochs", "many"), "invalid int value: 'many'"),
-        ((*X, "--lr", "inf"), "--lr must be from 0 to 1e+18, but is inf"),
         ((*X, "--lr", "nan"), "--lr must be from 0 to 1e+18, but is nan"),
-        ((*X, "--decoder", "auto"), "invalid choice: 'auto'"),
         ((*X, "--evaluate"), "--evaluate needs --resume or --pretrained"),
     ):
         with pytest.raises(SystemExit, match="2"), one_line_errors():
@@ -224,21 +221,15 @@ def test_processes_of_several_machines_need_an_address(monkeypatch):
     init.assert_called_once_with("gloo", **where)
 
 
-def test_a_missing_launcher_library_or_gpu_is_one_line(monkeypatch):
+def test_a_missing_launcher_or_library_is_one_line(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(sys, "argv", ["x.py", *X])
     with pytest.raises(UserError, match="RANK is not set: use torchrun"):
         distributed.main(distributed.arguments())
-    for gpu, name, message in (
-        (False, "horovod", r"no Horovod \(.*bash scripts/install_horovod.sh"),
-        (False, "apex", "Apex needs a CUDA GPU, and PyTorch finds none"),
-        (True, "apex", r"Apex's amp or DDP is missing \(.*NVIDIA/apex@25.05"),
-    ):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
-        monkeypatch.setitem(sys.modules, name, None)
-        script = runpy.run_path(str(ROOT / f"{name}_distributed.py"))
-        with pytest.raises(UserError, match=message):
-            script["arguments"]()
+    monkeypatch.setitem(sys.modules, "horovod", None)
+    script = runpy.run_path(str(ROOT / "horovod_distributed.py"))
+    with pytest.raises(UserError, match=r"no Horovod \(.*scripts/install_horovod.sh"):
+        script["arguments"]()
 
 
 def test_a_horovod_without_nccl_is_one_line_on_gpus(monkeypatch):
