@@ -167,12 +167,6 @@ def test_scripts_that_set_up_start_their_programs(launch):
     assert launch("quickstart.sh", FAILS="python -m scripts.sample_data")[0] == 1
     line = "quickstart.sh: error: it takes no arguments, but got --data x\n"
     assert launch("quickstart.sh", "--data", "x") == (2, line)
-    status, text = launch("timings.sh", "--minutes", "4")
-    assert text == f"{using}python -m benchmarks.timings --minutes 4 OMP=\n"
-    status, text = launch("test.sh", "-k", "x", CI="")
-    assert text == f"{using}python -m pytest -n 4 -k x OMP=\n"
-    status, text = launch("test.sh", "--mutations", "word", CI="")
-    assert text == f"{using}python tests/mutations.py word OMP=\n"
 
 
 def test_the_environment_is_installed_once(launch, tmp_path):
