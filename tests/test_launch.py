@@ -108,6 +108,7 @@ def test_a_launcher_starts_the_command_beside_the_interpreter(launch, line):
 
 WRONG = {
     "LAUNCHER=x": "LAUNCHER=x is unknown; choose torchrun or launch",
+    "NPROC=0": "NPROC=0: set it to the number of processes, for example 2",
     "NPROC=two": "NPROC=two: set it to the number of processes, for example 2",
     "PYTHON=no/python": "PYTHON=no/python is not an interpreter",
     "CONTROLLER=x": "CONTROLLER=x is unknown; choose gloo or mpi",

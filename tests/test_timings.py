@@ -83,7 +83,7 @@ def test_all_looks_together_spend_the_error_once(monkeypatch):
 
 @pytest.mark.parametrize("slower, launch", [(0.0, 0.02), (0.05, 0.005)])
 def test_verdicts_are_right_and_a_slowdown_is_found(slower, launch):
-    found = simulated(slower, launch, cohorts=8, draws=150)  # the same in each run
+    found = simulated(slower, launch, cohorts=8, draws=400)  # the same in each run
     assert found["with_a_wrong_verdict"] + found["without_verdicts"] < 0.04
     assert not slower or found["decided"] > 0.5  # two of three pairs differ
 

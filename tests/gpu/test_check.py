@@ -41,7 +41,10 @@ def test_what_rows_take_for_a_mistake():
     "field, value, words",
     [
         ("commit", f"{COMMIT}-dirty", "undo or commit your changes"),
+        ("tests/0/commit", "1", "bf16 is of commit 1"),
         ("tests/0/status", "failed", "bf16: failed: no native bf16"),
+        ("timings/0/status", "not run", "distributed 1: not run"),
+        ("timings/0/found/images_per_second", 0, "distributed 1: 0 images/s"),
         ("timings/1/found/images_per_second", 211, "2.11 times as fast as one GPU"),
         ("timings/0/found/peak_memory_mib", 15361, "more than the GPU's 15360 MiB"),
         ("timings/0/found/images", 7000, "7000 images in 120 steps"),
