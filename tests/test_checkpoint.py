@@ -229,6 +229,10 @@ def test_two_runs_cannot_write_to_one_folder(tmp_path):
         ranks.processes[0].join()
     with pytest.raises(UserError, match="holds another run"):
         load(make(output))
+    holder = make(tmp_path / "new")
+    holder.load(0)
+    with pytest.raises(UserError, match=f"another .* to --output {holder.args.output}"):
+        make(tmp_path / "new", "--resume").load(0)
 
 
 def test_a_file_system_without_locks_is_no_error(tmp_path, monkeypatch):
