@@ -184,6 +184,7 @@ def test_an_error_of_the_code_keeps_its_traceback(pictures):
     "error, reason",
     [
         (ModuleNotFoundError("No module named 'torchcodec'"), "No module named 't.*'"),
+        (OSError("libcudart.so.13: cannot open shared object file"), "libcudart.*file"),
         (RuntimeError("\n Could not load it.\nCauses: ...\n"), "Could not load it."),
     ],
 )
