@@ -196,10 +196,8 @@ def all_reduce(sums: Tensor) -> Tensor:
 
 def broadcast_buffers(model: nn.Module) -> None:
     """Copy rank 0's batch norm statistics to all processes (rank 0 saves them)."""
-    buffers = {name: buffer.contiguous() for name, buffer in model.named_buffers()}
-    hvd.broadcast_parameters(buffers, root_rank=0)
     for name, buffer in model.named_buffers():
-        buffer.copy_(buffers[name])  # if it was not contiguous
+        buffer.copy_(hvd.broadcast(buffer.contiguous(), root_rank=0, name=name))
 
 
 # [/combine]
