@@ -199,6 +199,25 @@ def test_the_core_path_and_the_tracks_are_the_whole_course():
         assert lesson in core or lab.path == "optional" and lab.number in tracks[lesson]
 
 
+def test_no_schedule_grades_a_lab_before_its_lesson():
+    labs = runpy.run_path(str(TUTORIAL / "labs" / "lab.py"))["labs"]()
+    text = (TUTORIAL / "TEACHING.md").read_text()
+    for title, counted in (("Six weeks", False), ("Twelve weeks", True)):
+        taught, graded = set(), []
+        weeks = text.partition(f"## {title}")[2].partition("\n## ")[0]
+        for lessons, due in re.findall(r"^\| \d+ \| (.*) \| (.*) \|$", weeks, re.M):
+            taught |= {*map(int, re.findall(r"\d+", lessons))}
+            for first, last in re.findall(r"(\d+)(?: to (\d+))?", due):
+                new = [f"{n:02}" for n in range(int(first), int(last or first) + 1)]
+                assert all(int(labs[x].lesson[:2]) in taught for x in new), due
+                graded += new
+        assert len(graded) == len({*graded})
+        missing = labs.keys() - {*graded, "capstone"}
+        assert not (
+            missing if counted else {x for x in missing if labs[x].path == "core"}
+        )
+
+
 def test_the_lesson_on_shards_says_what_was_sent():
     found = LESSONS["sharded"].parent / "output"
     forms, lines = json.loads((found / "sharded.json").read_text()), ""

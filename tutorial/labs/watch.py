@@ -31,9 +31,9 @@ from doctor.moments import weights, whole
 from doctor.record import recorder, wrap
 from doctor.watcher import Watcher, watchers
 
-# Methods of a tensor that wait for a GPU; "to" does if its aim is the CPU
-READS = "item cpu tolist numpy to equal storage untyped_storage __bool__ __float__ "
-READS += "__int__ __index__ __array__ __format__ __repr__ __reduce_ex__"
+# Functions that wait for a GPU; "to" does if its aim is the CPU
+READS = "item cpu tolist numpy to nonzero equal storage untyped_storage __bool__ "
+READS += "__float__ __int__ __index__ __array__ __format__ __repr__ __reduce_ex__"
 LIFE = 60  # seconds after which a process ends, even if the grader is gone
 
 
@@ -92,8 +92,9 @@ class Watch(Watcher):
         optimizers.register_optimizer_step_post_hook(self.end_step)
         wrap(DDP, "forward", self.ddp)
         wrap(torch.amp.GradScaler, "scale", self.scaled)
-        for name in READS.split():
-            wrap(Tensor, name, functools.partial(self.read, name))
+        reads = [(Tensor, name) for name in READS.split()]
+        for owner, name in (*reads, (torch, "equal"), (torch, "allclose")):
+            wrap(owner, name, functools.partial(self.read, name))
 
     def on_collective(self, *_) -> None:
         self.collectives += 1
