@@ -2,7 +2,7 @@
 
     python tutorial/labs/grade_class.py FOLDER > grades.csv
 
-../TEACHING.md says what FOLDER contains, and what the sandbox hides from the scripts.
+tutorial/TEACHING.md says what FOLDER contains, and what the sandbox hides.
 Exit status: 0, or 2 if the labs cannot be graded.
 """
 
