@@ -48,7 +48,7 @@ class Rank:
 
     def ending(self, code: int | None) -> str:
         """Return how the process ended or, if its code is None, where it waits."""
-        how, waits = "ends" if code == 0 else "does not end", None
+        how, steps = "ends" if code == 0 else "does not end", len(self.steps)
         if code is None and (waits := job.waiting(self.process)):
             how = f"is still waiting in {waits.what}()"
         elif code and code != -signal.SIGALRM:  # its limit is LIFE
@@ -56,9 +56,7 @@ class Rank:
             error = [*errors, f"exit status {code}"][0]
             first = re.split(r"\. |\n", error)[0]  # its first sentence
             how = "fails with " + re.sub(r"\[/\S+\] ", "", first)
-        when = (
-            f"after step {len(self.steps)}" if self.steps else "before the first step"
-        )
+        when = f"after step {steps}" if steps else "before the first step"
         return f"{when} rank {self.process.rank} {how}"
 
 
