@@ -32,14 +32,6 @@ def repaired(number, edits):
     return text
 
 
-def tried(kind, request):
-    """Return the lab and the edits of each repair that is tried."""
-    full = request.config.getoption("full")
-    return [
-        (x, edits) for x, k, more, edits in REPAIRS if k == kind and full >= bool(more)
-    ]
-
-
 @pytest.fixture(scope="module")
 def graded(tmp_path_factory, request):
     """Return the grader's verdicts on the broken scripts and the solutions of the chosen labs."""
@@ -74,7 +66,10 @@ def test_a_broken_script_fails_and_its_solution_passes(graded, number):
 def test_what_counts_is_what_a_repair_does(kind, patience, tmp_path, request):
     labs = tmp_path / "tutorial" / "labs"
     shutil.copytree(LABS, labs)
-    repairs = tried(kind, request)
+    full = request.config.getoption("full")
+    repairs = [
+        (x, edits) for x, k, more, edits in REPAIRS if k == kind and full >= bool(more)
+    ]
     for number, (lab, edits) in enumerate(repairs):
         (labs / f"{lab}_repair{number:02}.py").write_text(repaired(lab, edits))
     task = "import grade\nfor one in sorted(grade.FOLDER.glob('*_repair*.py')):\n"
