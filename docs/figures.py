@@ -22,7 +22,7 @@ DARK += "#0d1117 #0d1117 #0d1117 #0d1117 #e6edf3"
 
 
 def rules(colors: str) -> str:
-    """Return CSS rules: for each color, one class for blocks and text, one for lines."""
+    """Return CSS rules: each color has one class for shapes and text, one for lines."""
     rule = ".{0} {{ fill: {1} }} .line.{0} {{ fill: none; stroke: {1} }}"
     pairs = zip(NAMES.split(), colors.split(), strict=True)
     return "\n".join(rule.format(name, color) for name, color in pairs)
@@ -48,7 +48,7 @@ HEAD = f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 360 HEIGHT"
 
 
 class Picture(list[str]):
-    """A list of SVG elements for a phone's screen; x and y are pixels from the top left."""
+    """A list of SVG elements; x and y are pixels from the top left, for a phone."""
 
     def text(self, x: float, y: float, words: str, kind: str = "note") -> None:
         """Draw text on baseline y; `kind` makes it start, center or end at x."""
@@ -65,7 +65,7 @@ class Picture(list[str]):
             self.text(x + width / 2, first + 16 * number, words, kind)
 
     def row(self, x, y, cells: Iterable[tuple], height=28, title="") -> float:
-        """Draw blocks (color, width, label; color "" is a gap); return the right end."""
+        """Draw blocks (color or "" for a gap, width, label); return the right edge."""
         if title:
             self.text(x, y - 10, title, "ink title")
         for color, width, label in cells:
