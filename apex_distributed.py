@@ -224,7 +224,7 @@ def arguments() -> Namespace:
     if args.precision:
         raise UserError("use --opt-level, not --precision, with Apex: amp has no bf16")
     if args.compile:
-        raise UserError("--compile: it would trace functions that Apex's amp patches")
+        raise UserError("--compile: Apex's amp patches functions that it traces")
     args.precision = "fp32"  # turns torch.autocast off, because amp casts
     if not torch.cuda.is_available():
         raise UserError("Apex needs a CUDA GPU, and PyTorch finds none")

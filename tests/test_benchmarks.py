@@ -1,4 +1,4 @@
-"""Check what the benchmarks compare, and how; no test asserts a time."""
+"""Test what the benchmarks compare, and how; no test asserts a time."""
 
 import importlib
 import json
@@ -19,7 +19,7 @@ from common.meters import peak_memory_mib
 
 
 def test_the_usual_pipeline_is_our_pillow_pipeline_normalized(tmp_path):
-    """Both do the same work, so that comparing their speeds makes sense."""
+    """Both pipelines do the same work; otherwise, comparing their speeds would be meaningless."""
     facts = write_photographs(tmp_path, 12, 6, classes=2)
     assert facts["images"] == 18 and abs(facts["mean_bytes"] / 100_000 - 1) < 0.1
     val = input.usual_folder(tmp_path / "val", input.USUAL_VAL)
@@ -44,7 +44,7 @@ def test_ratios_are_of_one_round_and_rows_are_medians():
 
 
 def test_memory_is_in_mib():
-    """Linux reports a process's peak."""
+    """Linux reports the largest amount of memory that a process has used."""
     peak = peak_memory_mib(torch.device("cpu"))
     status = Path("/proc/self/status").read_text()
     kib = int(re.search(r"VmHWM:\s+(\d+)", status)[1])

@@ -33,7 +33,7 @@ def repaired(number, edits):
 
 
 def tried(kind, request):
-    """Return the lab and the edits of each repair that is tried."""
+    """Return the lab and the edits of each repair that the tests try."""
     full = request.config.getoption("full")
     return [
         (x, edits) for x, k, more, edits in REPAIRS if k == kind and full >= bool(more)
@@ -51,7 +51,7 @@ def graded(tmp_path_factory, request):
         subprocess.run(["git", "apply", patch], cwd=folder / "solved", check=True)
     chosen = [one for one in request.session.items if "graded" in one.fixturenames]
     numbers = [one.callspec.params["number"] for one in chosen]
-    halves = [one for one in (numbers[::2], numbers[1::2]) if one]  # broken labs hang
+    halves = [one for one in (numbers[::2], numbers[1::2]) if one]  # labs may hang
     hasty, patient = environment(PATIENCE="5"), environment(PATIENCE="30")
     with Played(folder / "logs") as played:
         for half in halves:
@@ -60,7 +60,7 @@ def graded(tmp_path_factory, request):
         statuses = played.end(seconds=400)
         logs = [played.log(number) for number in range(len(statuses))]
     assert statuses == [1] * len(halves) + [0], logs
-    verdict = rf"(?m)^({'|'.join(numbers)}):? (.*)$"  # a process may warn between them
+    verdict = rf"(?m)^({'|'.join(numbers)}):? (.*)$"  # a process may print warnings between verdicts
     return [dict(re.findall(verdict, x)) for x in ("\n".join(logs[:-1]), logs[-1])]
 
 

@@ -1,4 +1,4 @@
-"""scripts/network.py prints consistent figures, and names a slow link."""
+"""The figures of scripts/network.py are consistent, and it names a slow link."""
 
 import re
 import sys
@@ -53,13 +53,13 @@ def check(text, sizes, count):
 
 
 def measured(sizes):
-    """Run the program as one of a launcher's processes."""
+    """Run the program as one process of a launcher."""
     network.SIZES, sys.argv[:] = sizes, ["network.py", "--parameters=7e6"]
     network.main()
 
 
 def test_two_processes_measure_and_predict(tmp_path):
-    """The launcher is left out, and so are the largest sizes, to save time."""
+    """To save time, the test uses no launcher, and omits the largest sizes."""
     sizes = network.SIZES[:8]
     assert sizes == [2**n for n in range(10, 25, 2)]
     with Ranks(tmp_path, 2, measured, sizes=sizes) as ranks:

@@ -1,4 +1,4 @@
-"""docs/pitfalls.md quotes PyTorch's real messages, and its fixes run."""
+"""PyTorch prints the messages that docs/pitfalls.md quotes, and the fixes there run."""
 
 import re
 
@@ -9,7 +9,7 @@ from played import Played, python
 from ranks import free_port
 
 PAGE = (ROOT / "docs" / "pitfalls.md").read_text()
-# Messages that two CPU processes cannot provoke; their sections say where they were reported
+# Messages that two CPU processes cannot cause; the page's last section lists the users' reports
 CITED = (
     "#error ",
     "ImportError: cannot import name 'amp'",
@@ -26,7 +26,7 @@ CITED = (
     "ncclSystemError",
     "AssertionError: Gradients were computed more than",
 )
-# Mistakes that one process can make
+# Mistakes that need only one process
 ALONE = """
 import argparse, os, resource, socket, sys, tempfile, traceback
 from datetime import timedelta
@@ -98,8 +98,8 @@ wrong(keep, [torch.zeros(1)], collate_fn=killed)
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
 wrong(keep, [torch.zeros(1)] * 200)
 """
-# Mistakes that need two processes: rank 0 has one batch fewer in "uneven"; rank 1 sleeps in
-# "silent", and leaves out a parameter in "branch"
+# Mistakes that need two processes: in "uneven", rank 0 has one batch fewer; in "silent", rank 1
+# sleeps; in "branch", rank 1 skips a parameter
 TWO = """
 import sys, time
 from datetime import timedelta
@@ -130,7 +130,7 @@ parser.add_argument("--local_rank")
 parser.parse_args()
 """
 
-# Runs each fix, and checks what the page says about it, in one process
+# Runs each fix in one process, and checks what the page claims about it
 CURES = '''
 import os, re, sys
 import numpy
@@ -174,13 +174,13 @@ print(count, "cures", sorted(calls))
 
 
 def in_a_group(size):
-    """Return the variables of processes that form a group, without a GPU."""
+    """Return the environment variables of processes that form a group without GPUs."""
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return environment(**group, WORLD_SIZE=str(size), CUDA_VISIBLE_DEVICES="")
 
 
 def alike(text):
-    """Remove the parts of a text that differ between machines and runs."""
+    """Remove the parts of a text that differ between machines or runs."""
     text = re.sub(r"\x1b\[\d+m|\[[\d.:a-f]+\](:\d+)?", "", text)
     return re.sub(r"\d+", "N", re.sub(r"(folder in) \S+", r"\1 FOLDER", text))
 

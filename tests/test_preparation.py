@@ -1,4 +1,4 @@
-"""Prepare data sets: the sample, and ImageNet's archives."""
+"""Test the preparation of data sets: the sample, and ImageNet's archives."""
 
 import hashlib
 import importlib
@@ -39,7 +39,7 @@ def archive(files, mode="w"):
 
 @pytest.fixture
 def archives(tmp_path, monkeypatch):
-    """Archives like the official ones: 3 classes, 4 training images each, 6 for validation."""
+    """Return archives like the official ones: 3 classes, 4 training images each, 6 for validation."""
     savemat = pytest.importorskip("scipy.io").savemat
     train = {
         f"{name}.tar": archive({f"{name}_{i}.JPEG": jpeg(10 * n + i) for i in range(4)})
@@ -103,7 +103,7 @@ def test_progress_is_lines_in_a_log_and_a_bar_on_a_terminal(
 
 
 def refuse(source, acts, monkeypatch, capsys):
-    """Check that after each act, unpacking fails with one line that gives the reason."""
+    """Check that after each act, unpacking fails with a one-line error that names the reason."""
     new = source.parent / "new"
     monkeypatch.setattr("sys.argv", ["x.py", str(source), str(new)])
     for act, reason in acts:
@@ -130,7 +130,7 @@ def test_what_cannot_be_unpacked_is_one_line(archives, monkeypatch, capsys):
     ],
 )
 def test_hugging_faces_files(files, archives, tmp_path, monkeypatch, capsys):
-    """They become the same folders, or cause a one-line error if something is wrong."""
+    """Hugging Face's files become the same folders; a wrong file causes a one-line error."""
     old, new, data = (tmp_path / name for name in ("old", "good", "hub/data"))
     unpack(archives, old)
     data.mkdir(parents=True)

@@ -1,6 +1,6 @@
-"""The lessons' pages quote what the programs print, and their exercises have answers.
+"""The lessons' pages quote their programs' output, and all exercises have answers.
 
-The tests run programs, changed programs and answers. `--figures` writes tutorial/*/output/.
+The tests run programs, changed programs and answers; `--figures` updates tutorial/*/output/.
 """
 
 import ast
@@ -24,13 +24,13 @@ ANSWER = r"<details>.*?</details>"
 
 
 def command(name):
-    """Return the command with which the pages start a lesson."""
+    """Return the command with which a page starts its lesson's program."""
     (found,) = {block for block in BLOCKS if f"/{name}.py" in block}
     return found
 
 
 def marks(name):
-    # Three processes are too many for two cores; restarts are launched; one measures
+    # Not forked: a lesson with three processes, the lessons that need a launcher, and a measurement
     slow = "build_ddp_three restarts_change restarts_weights restarts_hosts"
     if name in [*slow.split(), "network_crossing"]:
         return [pytest.mark.full]
@@ -48,12 +48,12 @@ def programs(names):
 
 
 def output(name, path, folder, request):
-    """Return a lesson's output, started as its page says or, faster, in forked processes."""
+    """Return a lesson's output; start it with its page's command or, faster, in forked processes."""
     launched = name.startswith("restarts") or "horovod" in name
     if launched or request.config.getoption("full"):
         words = command(name).replace("29500", str(free_port()))
         ended = run("bash", "-c", re.sub(rf"tutorial/\w+/{name}\.py", str(path), words))
-        print(ended.stderr)  # pytest shows it where the test fails
+        print(ended.stderr)  # pytest shows this if the test fails
         assert ended.returncode == 0
         return ended.stdout
     processes = [{}]
@@ -71,7 +71,7 @@ def output(name, path, folder, request):
 
 
 def said(name, program):
-    """Return the file with the output of a program, or of a changed program."""
+    """Return the file with the output of a program or of a changed program."""
     return LESSONS[program].parent / "output" / f"{name}.txt"
 
 
@@ -85,7 +85,7 @@ def compare(name, program, printed, request):
 
 @programs(LESSONS)
 def test_a_lesson_prints_what_its_page_quotes(name, request, tmp_path):
-    """The text is identical: nothing in it depends on time or chance."""
+    """A program's output is identical in each run: nothing depends on time or chance."""
     compare(name, name, output(name, LESSONS[name], tmp_path, request), request)
 
 
