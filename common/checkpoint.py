@@ -72,10 +72,8 @@ class Checkpoint:
             path = self.file if self.file.exists() or self.args.evaluate else None
         if not self.args.evaluate:
             if self.file.exists() and (path or Path()).resolve() != self.file.resolve():
-                raise UserError(
-                    f"--output {output} holds another run: continue it with --resume, "
-                    "or choose another --output"
-                )
+                text = f"--output {output} holds another run"
+                raise UserError(f"{text}: add --resume, or choose another --output")
             output.mkdir(parents=True, exist_ok=True)
             if rank == 0:
                 self.lock = lock_file(output / "lock")
@@ -91,8 +89,6 @@ class Checkpoint:
             now = self.recipe[name]
             if recipe.get(name, now) != now:  # other strategies may lack a flag
                 text = f"{path} was saved with {name} = {recipe[name]}, now it is {now}"
-                if name == "images":
-                    text += " (older versions of this project have other digests)"
                 raise UserError(f"{text}: use the same, or start a new run")
         if self.args.evaluate:
             self.objects["state_dict"].load_state_dict(content["state_dict"])
@@ -186,30 +182,26 @@ class Checkpoint:
         if device.type == "cuda":
             name = torch.cuda.get_device_name(device)
             name += f" ({torch.cuda.device_count()} visible)"
-        images = f"{val:,} validation images of {self.recipe['classes']} classes"
-        decoder = f"decoder {args.decoder}"
-        if NO_TORCHCODEC and args.decoder == "pil":
-            decoder += f" (no TorchCodec: {NO_TORCHCODEC})"
+        reason = f" (no TorchCodec: {NO_TORCHCODEC})" if NO_TORCHCODEC else ""
         print(f"{args.arch} ({type(model).__name__}), {weights:,} parameters", end=", ")
         print(f"{args.precision}, {world_size} x {name}")
+        print(f"decoder {args.decoder}{reason}", flush=True)
         if args.evaluate:
-            print(f"{images}, {decoder}", flush=True)
             return
-        share = f"{args.global_batch_size // world_size // args.accumulate} images"
-        if args.accumulate > 1:
-            share += f" x {args.accumulate} micro-batches"
+        share = args.global_batch_size // world_size // args.accumulate
         rate = self.objects["optimizer"].param_groups[0]["initial_lr"]
         start = f"resumed from epoch {self.epoch + 1}, step {self.step}"
         if self.epoch >= args.epochs:
             start = f"complete: all {self.epoch} epochs are done"
         elif not self.epoch + self.step:
             start = "a new run"
-        print(f"{train:,} training and {images}, {decoder}")
+        images = f"{train:,} training and {val:,} validation images"
+        print(f"{images} of {self.recipe['classes']} classes")
         print(
-            f"{steps:,} steps per epoch, {args.global_batch_size} images per step",
-            end=": ",
+            f"{steps:,} steps per epoch, {args.global_batch_size} images per step: "
+            f"{world_size} processes x {share} images x {args.accumulate} micro-batches"
+            f", learning rate {rate:.4g}"
         )
-        print(f"{world_size} processes x {share}, learning rate {rate:.4g}")
         print(f"{args.output}: {start}", flush=True)
 
     def print_epoch(self) -> None:

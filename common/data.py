@@ -77,7 +77,6 @@ class ImageFolder(Dataset):
                 raise UserError(
                     f"{error.filename or root}: {error.strerror or error}; --data needs"
                     " train/CLASS/*.JPEG and val/CLASS/*.JPEG, or train.tar and val.tar"
-                    " (scripts/prepare_imagenet.sh sorts ImageNet's own files)"
                 ) from None
             self.paths = numpy.array([path for paths in found for path in paths])
             self.labels = numpy.arange(len(found)).repeat([*map(len, found)])
@@ -117,10 +116,7 @@ def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
     transform = partial(train_transform, **options)
     train_set = ImageFolder(Path(args.data, "train"), transform, args.decoder)
     if different := sorted(set(train_set.classes) ^ set(val_set.classes)):
-        raise UserError(
-            f"{args.data}: train/ and val/ must have the same classes; "
-            f"{len(different)} are in only one of them, for example {different[0]}"
-        )
+        raise UserError(f"{args.data}: train/ or val/ has no class {different[0]}")
     return train_set, val_set
 
 
@@ -141,8 +137,7 @@ def seed_generators(*key: int) -> None:
 
     All later draws then depend only on these integers, even in a resumed run.
 
-    Source:
-    https://numpy.org/doc/stable/reference/random/bit_generators/generated/numpy.random.SeedSequence.html
+    Source: https://numpy.org/doc/stable/reference/random/parallel.html
     """
     number = int(numpy.random.SeedSequence(key).generate_state(1)[0])
     random.seed(number)
@@ -156,9 +151,7 @@ def seed_generators(*key: int) -> None:
 def divide(images: int, parts: int, name: str) -> int:
     """Divide a batch into equal parts; raise UserError if there is a remainder."""
     if images % parts:
-        raise UserError(
-            f"--global-batch-size: {images} images cannot be divided by {parts} {name}"
-        )
+        raise UserError(f"-b: {images} images cannot be divided by {parts} {name}")
     return images // parts
 
 
@@ -204,11 +197,9 @@ class SeededDataset(Dataset):
         *key, index = key
         seed_generators(*key)
         image, label = self.dataset[index]
-        found = (image.dtype, *image.shape) if torch.is_tensor(image) else [type(image)]
-        if len(found) != 4 or found[:2] != (torch.uint8, 3):
+        if not torch.is_tensor(image) or image.dtype != torch.uint8 or len(image) != 3:
             raise UserError(
-                f"image {index} is {found}, not a uint8 tensor (3, S, S): omit "
-                "ToTensor() and Normalize(); copy() in common/data.py normalizes images"
+                f"image {index} is not a uint8 tensor (3, S, S): omit Normalize()"
             )
         # The decoders' memory layout; batches are copied and normalized faster in it
         return image.permute(1, 2, 0), label
@@ -269,8 +260,7 @@ def build_loader(
     if len(sampler) < (batch_size if training else 1) and not unused:
         raise UserError(
             f"{len(dataset)} {'training' if training else 'validation'} images are too "
-            f"few for --global-batch-size {args.global_batch_size} and "
-            f"{sampler.world_size} processes: lower -b or add images"
+            f"few for -b and {sampler.world_size} processes: lower them or add images"
         )
     process = os.getpid()
     workers = 0 if args.synthetic or unused else args.workers

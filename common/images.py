@@ -24,7 +24,7 @@ except (ImportError, OSError, RuntimeError) as error:  # or made for another PyT
 DECODE_ERRORS = (RuntimeError, OSError, ValueError, SyntaxError, EOFError, ImportError)
 DECODE_ERRORS += (Image.DecompressionBombError,)
 JPEG = b"\xff\xd8"  # the first bytes of each JPEG file
-NO_EXIF = b"\xff\xe1\0\2"  # an empty APP1 segment, which could contain EXIF data
+NO_EXIF = b"\xff\xe1\0\2"  # an empty APP1 segment; TorchCodec reads no other EXIF
 
 # Chooses a part of an image: (height, width) -> (top, left, height, width), in pixels
 Box = Callable[[int, int], tuple[int, int, int, int]]
@@ -49,7 +49,6 @@ def decode_with_torchcodec(content: bytes, box: Box) -> Tensor:
         return F.pil_to_tensor(decode_with_pillow(content, box))
     if NO_TORCHCODEC:
         raise ImportError(f"no TorchCodec ({NO_TORCHCODEC}); use --decoder pil")
-    # An empty first APP1 segment makes TorchCodec ignore the EXIF orientation
     data = bytearray().join((JPEG, NO_EXIF, memoryview(content)[len(JPEG) :]))
     pixels = decode_jpeg(torch.frombuffer(data, dtype=torch.uint8))
     part = F.crop(pixels[None], *box(*pixels.shape[1:]))

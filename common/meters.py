@@ -56,12 +56,10 @@ def batch_sums(
     add a metric, add its name and its sum over the batch. Raises UserError if an image
     does not have exactly one class number as its label.
     """
-    dense = outputs.ndim != 2 or labels.shape != outputs.shape[:1]
-    if dense or labels.is_floating_point():
+    if labels.shape != outputs.shape[:1] or labels.is_floating_point():
         raise UserError(
             "batch_sums() in common/meters.py counts images with one class number "
-            f"each: change it for outputs {tuple(outputs.shape)} and labels "
-            f"{tuple(labels.shape)} of {labels.dtype}"
+            f"each: change it for labels {tuple(labels.shape)} of {labels.dtype}"
         )
     best = outputs.detach().topk(min(5, outputs.size(1)), dim=1).indices
     hits = best == labels.unsqueeze(1)

@@ -7,7 +7,6 @@ import os
 import signal
 import warnings
 from collections.abc import Sequence
-from difflib import get_close_matches
 from pathlib import Path
 
 import torch
@@ -42,9 +41,7 @@ def build_model(
             return model
         found = models.get_model(args.arch, weights="DEFAULT").state_dict()
     except (OSError, ValueError, AssertionError) as error:
-        near = get_close_matches(args.arch, models.list_models(models), cutoff=0)
-        hint = "" if args.arch in near else f" (similar: {', '.join(near)})"
-        raise UserError(f"--arch {args.arch}: {error}{hint}") from None
+        raise UserError(f"--arch {args.arch}: {error}") from None
     state = model.state_dict()
     fits = {n: w for n, w in found.items() if n in state and w.shape == state[n].shape}
     model.load_state_dict(state | fits)

@@ -152,14 +152,14 @@ IMAGE = torch.zeros(3, 4, 4, dtype=torch.uint8)
 
 def test_batches_that_cannot_be_made_are_one_line():
     dataset = TensorDataset(torch.stack([IMAGE] * 16), torch.arange(16))
-    few = "images are too few for .*and"
+    few = "images are too few for -b and"
     for flags, place, training, problem in (
         (("-b", 16), (0, 1), True, None),
         (("-b", 17), (0, 1), True, f"16 training {few} 1 pro"),
         (("-b", 20), (0, 2), True, f"16 training {few} 2 pro"),
         (("-b", 17, "--evaluate", "--pretrained"), (0, 1), True, None),
         (("-b", 17), (0, 1), False, None),
-        (("-b", 17), (16, 17), False, f"16 validation {few} 17 .*: lower -b"),
+        (("-b", 17), (16, 17), False, f"16 validation {few} 17 .*: lower"),
         (("-b", 63), (0, 2), True, "63 images cannot be divided by 2 proc"),
         (("-b", 1), (1, 2), True, "1 images cannot be divided by 2 proc"),
         (
@@ -190,7 +190,7 @@ def test_validation_needs_no_more_memory_than_a_micro_batch():
 
 def test_images_that_are_normalized_already_are_refused():
     for image in (IMAGE / 255, IMAGE.permute(1, 2, 0), IMAGE[None], IMAGE.numpy()):
-        with pytest.raises(UserError, match="image . is .*, not a uint8 tensor"):
+        with pytest.raises(UserError, match="image . is not a uint8 tensor"):
             next(iter(loader_of([(image, 1)] * 8)))
 
 
@@ -242,10 +242,10 @@ def test_images_are_those_that_torchvision_finds(pictures):
 
 REFUSED = """
 mv train training: train: No such file or directory; --data needs train/CLASS
-mv val/dog val/wolf: 2 are in only one of them, for example dog
-cp -r train/dog train/wolf: 1 are in only one of them, for example wolf
+mv val/dog val/wolf: train/ or val/ has no class dog
+cp -r train/dog train/wolf: train/ or val/ has no class wolf
 rm -r train/* val/*: val: .*find any class folder
-mv val/dog/* val; rm -r val/*/: val.*--data needs .*scripts/prepare_imagenet.sh sorts
+mv val/dog/* val; rm -r val/*/: val.*--data needs .* val.tar
 rm val/dog/*: val/dog has no images
 rm train/dog/*; touch train/dog/0.gif: train/dog has no images .*png .*webp
 mkdir {train,val}/.ipynb_checkpoints: val/.ipynb_checkpoints has no images

@@ -16,9 +16,9 @@ from scripts.sync_scripts import BASE, REGIONS, SIBLINGS, split
 SCRIPTS = [name.removesuffix(".py") for name in (BASE, *SIBLINGS)]
 OPTIONAL = {"common.tar", "common.nvimgcodec"}
 # Limits on lines, which we want to lower; the goals of the first six: 1000, 950, none, 220, 235, 85
-BUDGETS = {"a script with its imports": 1344, "common": 1244, "optional modules": 145}
+BUDGETS = {"a script with its imports": 1313, "common": 1213, "optional modules": 145}
 BUDGETS |= {"distributed.py": 220, "a script": 245, "a script's strategy": 81}
-BUDGETS |= {"modules of common": 9, "scripts": 1017, "tests": 6884}
+BUDGETS |= {"modules of common": 9, "scripts": 917, "tests": 6884}
 BUDGETS |= {"doctor": 10978, "doctor's tests": 2458, "benchmarks": 2590}
 BUDGETS |= {"entries in the root folder": 20}
 FOLDERS = ("benchmarks", "docs", "scripts", "tests", "tutorial")
