@@ -77,6 +77,7 @@ class ImageFolder(Dataset):
                 raise UserError(
                     f"{error.filename or root}: {error.strerror or error}; --data needs"
                     " train/CLASS/*.JPEG and val/CLASS/*.JPEG, or train.tar and val.tar"
+                    " (scripts/prepare_imagenet.sh sorts ImageNet's own files)"
                 ) from None
             self.paths = numpy.array([path for paths in found for path in paths])
             self.labels = numpy.arange(len(found)).repeat([*map(len, found)])

@@ -40,10 +40,9 @@ class Ranks(Played):
             place = {**job, "RANK": rank, "LOCAL_RANK": rank}
             self.start(_rank, folder, place, task, arguments)
 
-    def alive(self, *ranks: int) -> bool:
-        """Return whether any of these ranks (by default, any rank) is still running."""
-        chosen = [self.processes[rank] for rank in ranks] or self.processes
-        return any(process.is_alive() for process in chosen)
+    def alive(self) -> bool:
+        """Return whether any rank is still running."""
+        return any(process.is_alive() for process in self.processes)
 
     def results(self, seconds: float = 60) -> list:
         """Return the result of each rank's task."""
@@ -83,11 +82,11 @@ class Net(nn.Sequential):
         return self.times * super().forward(images)
 
 
-def small(classes: int, times: float = 1) -> Net:
+def small(classes: int) -> Net:
     """A network without batch norm and dropout: splitting a batch does not change its gradient."""
     layers = [nn.Conv2d(3, 16, 3, stride=2), nn.GELU()]
     layers += [nn.Conv2d(16, 32, 3, stride=2), nn.GELU()]
-    return Net(times, *layers, *POOLED, nn.Linear(128, classes))
+    return Net(1, *layers, *POOLED, nn.Linear(128, classes))
 
 
 def norm(classes: int) -> Net:
@@ -110,8 +109,8 @@ def flat(classes: int) -> Net:
 
 POOLED = (nn.AdaptiveAvgPool2d(2), nn.Flatten())
 NETS = {"small": small, "norm": norm, "drop": drop, "flat": flat}
-# In fp16, the first gradients of these networks are infinite, until the loss scale is lower
-NETS |= {"loud": partial(drop, times=30), "steep": partial(small, times=8)}
+# Its first gradients are infinite in fp16, until the loss scale is lower
+NETS |= {"loud": partial(drop, times=30)}
 
 # --- running a script ---
 
@@ -189,45 +188,11 @@ def train_unlike(name: str, flags: list, own: list[list], net: str | None = None
     train(name, [*flags, *own[int(os.environ["RANK"])]], net)
 
 
-def train_watched(
-    name: str, flags: list, net: str | None, skipped: int, gpus: str, backend="inductor"
-) -> list[torch.Tensor] | int:
-    """Train without TF32; return the first convolution's inputs in the first epoch.
-
-    The first `skipped` steps do not change the weights, like steps with infinite
-    gradients. For a compiled network, also return the number of its graphs.
-    """
-    torch.backends.cudnn.allow_tf32 = False
-    torch.set_float32_matmul_precision = lambda _: None
-    nn.Module.compile = partialmethod(nn.Module.compile, backend=backend)
-    os.environ["CUDA_VISIBLE_DEVICES"] = gpus
-    script = load_script(name, net)
-    build, seen, take = script.build_model, [], []
-
-    def watched(args, *others):
-        model = build(args, *others)
-        first = next(part for part in model.modules() if isinstance(part, nn.Conv2d))
-
-        def keep(part, given):
-            if part.training and len(seen) < args.max_steps:
-                seen.append(given[0].detach().float().cpu())
-
-        if not args.compile:
-            first.register_forward_pre_hook(keep)
-        return model
-
-    def act(state, images, labels):
-        take[:] = take or [state.optimizer.step]
-        skip = state.scheduler.last_epoch < skipped
-        state.optimizer.step = (lambda *_, **__: None) if skip else take[0]
-
-    script.build_model = watched
-    if skipped:
-        before_each_step(script, act)
-    start(script, flags)
-    if "--compile" in flags:
-        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    return seen
+def train_compiled(name: str, flags: list, net: str) -> int:
+    """Train a network that is compiled without a compiler; return the number of its graphs."""
+    nn.Module.compile = partialmethod(nn.Module.compile, backend="eager")
+    train(name, flags, net)
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 # --- the results of a run ---
@@ -265,11 +230,10 @@ def count_bytes(script) -> list[int]:
 def recorded(name: str, runs: list, counted: bool = False) -> list[dict]:
     """Train for each (net, flags, stop, port) of `runs`, one after the other.
 
-    Unless `stop` is None, a run ends after this step, as if it were killed. Return each
-    run's results in this process: the learning rate and strides of each step, the crop
-    box and flip of each (epoch, index) if there are no loader processes, and the final
-    weights, momenta and scaler; if `counted`, also the bytes of each all-reduce of
-    gradients.
+    Unless `stop` is None, a run ends after this step, as if it were killed. Return each run's
+    results in this process: the learning rate and strides of each step, the crop box and flip of
+    each (epoch, index) if there are no loader processes, and the final weights, momenta and scaler;
+    if `counted`, also the bytes of each all-reduce of gradients.
     """
     script = load_script(name, None)
     build_model, build_datasets = script.build_model, script.build_datasets

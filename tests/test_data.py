@@ -245,7 +245,7 @@ mv train training: train: No such file or directory; --data needs train/CLASS
 mv val/dog val/wolf: train/ or val/ has no class dog
 cp -r train/dog train/wolf: train/ or val/ has no class wolf
 rm -r train/* val/*: val: .*find any class folder
-mv val/dog/* val; rm -r val/*/: val.*--data needs .* val.tar
+mv val/dog/* val; rm -r val/*/: val.*--data needs .*scripts/prepare_imagenet.sh sorts
 rm val/dog/*: val/dog has no images
 rm train/dog/*; touch train/dog/0.gif: train/dog has no images .*png .*webp
 mkdir {train,val}/.ipynb_checkpoints: val/.ipynb_checkpoints has no images

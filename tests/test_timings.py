@@ -204,18 +204,6 @@ def test_help_lists_the_flags_before_anything_is_installed(tmp_path):
     assert "scripts/timings.sh --data" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "flags, problem",
-    [
-        ("--data /nope", "--data /nope: No such file or directory"),
-        ("--strategies apex_distributed", "apex_distributed it needs a CUDA GPU"),
-    ],
-)
-def test_a_wrong_flag_is_one_line(flags, problem, no_gpu):
-    with pytest.raises(UserError, match=problem):
-        plan.complete(parse(flags.split()))
-
-
 @pytest.fixture
 def args(tmp_path, monkeypatch, no_gpu):
     args = parse(["--modes", "synthetic", "--output", str(tmp_path)])

@@ -176,12 +176,9 @@ def test_the_processes_of_a_machine_share_its_cores(monkeypatch):
 def test_bad_flags_are_one_line(capsys):
     for flags, message in (
         ((*X, "--epoch", "3"), "unrecognized arguments: --epoch 3 (--help lists"),
-        ((), "give either --data DIR or --synthetic"),
         ((*X, "--synthetic"), "give either --data DIR or --synthetic"),
         ((*X, "--epochs", "many"), "invalid int value: 'many'"),
-        ((*X, "--lr", "inf"), "--lr must be from 0 to 1e+18, but is inf"),
         ((*X, "--lr", "nan"), "--lr must be from 0 to 1e+18, but is nan"),
-        ((*X, "--decoder", "auto"), "invalid choice: 'auto'"),
         ((*X, "--evaluate"), "--evaluate needs --resume or --pretrained"),
     ):
         with pytest.raises(SystemExit, match="2"), one_line_errors():
@@ -224,21 +221,15 @@ def test_processes_of_several_machines_need_an_address(monkeypatch):
     init.assert_called_once_with("gloo", **where)
 
 
-def test_a_missing_launcher_library_or_gpu_is_one_line(monkeypatch):
+def test_a_missing_launcher_or_library_is_one_line(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(sys, "argv", ["x.py", *X])
     with pytest.raises(UserError, match="RANK is not set: use torchrun"):
         distributed.main(distributed.arguments())
-    for gpu, name, message in (
-        (False, "horovod", r"no Horovod \(.*bash scripts/install_horovod.sh"),
-        (False, "apex", "Apex needs a CUDA GPU, and PyTorch finds none"),
-        (True, "apex", r"Apex's amp or DDP is missing \(.*NVIDIA/apex@25.05"),
-    ):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
-        monkeypatch.setitem(sys.modules, name, None)
-        script = runpy.run_path(str(ROOT / f"{name}_distributed.py"))
-        with pytest.raises(UserError, match=message):
-            script["arguments"]()
+    monkeypatch.setitem(sys.modules, "horovod", None)
+    script = runpy.run_path(str(ROOT / "horovod_distributed.py"))
+    with pytest.raises(UserError, match=r"no Horovod \(.*scripts/install_horovod.sh"):
+        script["arguments"]()
 
 
 def test_a_horovod_without_nccl_is_one_line_on_gpus(monkeypatch):
@@ -295,14 +286,14 @@ def test_a_model_that_cannot_be_built_is_one_line(monkeypatch):
 
 @pytest.fixture
 def weights(tmp_path, monkeypatch):
-    """Make torchvision download SqueezeNet's best weights from a file; others are missing."""
+    """Let torchvision download MobileNet's best weights from a file; others are missing."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     torch.manual_seed(1)
-    state = get_model("squeezenet1_1").state_dict()
+    state = get_model("mobilenet_v2").state_dict()
     torch.save(state, tmp_path / "weights.pt")
     digest = hashlib.sha256((tmp_path / "weights.pt").read_bytes()).hexdigest()
     file = (tmp_path / "weights.pt").rename(tmp_path / f"net-{digest[:8]}.pth")
-    best = get_model_weights("squeezenet1_1").DEFAULT
+    best = get_model_weights("mobilenet_v2").DEFAULT
 
     def url(weights):
         return file.as_uri() if weights is best else "file:///none"
@@ -313,14 +304,14 @@ def weights(tmp_path, monkeypatch):
 
 def test_pretrained_weights_that_fit_are_kept(weights, capsys):
     """With other classes, rank 0 prints which weights are not the pretrained ones."""
-    args = parse(*X, "--pretrained", "--arch", "squeezenet1_1")
+    args = parse(*X, "--pretrained", "--arch", "mobilenet_v2")
     for classes, new in (
         (1000, []),
         (10, ["classifier.1.weight", "classifier.1.bias"]),
     ):
         model = build_model(args, range(classes), 0)
         torch.manual_seed(args.seed)
-        fresh = get_model("squeezenet1_1", num_classes=classes).state_dict()
+        fresh = get_model("mobilenet_v2", num_classes=classes).state_dict()
         for name, value in model.state_dict().items():
             assert torch.equal(value, fresh[name] if name in new else weights[name])
         lines = capsys.readouterr().out.splitlines()
@@ -329,7 +320,7 @@ def test_pretrained_weights_that_fit_are_kept(weights, capsys):
         assert [line.startswith(start) for line in lines] == [True] * bool(new)
         build_model(args, range(classes), 1)
         assert capsys.readouterr().out == ""
-    args = parse(*X, "--pretrained", "--arch", "squeezenet1_1", "--evaluate")
+    args = parse(*X, "--pretrained", "--arch", "mobilenet_v2", "--evaluate")
     build_model(args, range(1000), 0)
     with pytest.raises(UserError, match="classifier.1.bias do not fit these classes"):
         build_model(args, range(10), 1)

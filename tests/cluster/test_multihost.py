@@ -4,7 +4,6 @@ bash scripts/test.sh -m cluster
 """
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -143,19 +142,3 @@ def test_two_hosts_come_to_what_one_does(job, digits, one_host, tmp_path, launch
     (weights, records), (expected, same) = came_to(output), one_host
     assert records == same
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
-
-
-def test_a_killed_process_ends_both_hosts(job, digits, tmp_path):
-    output = tmp_path / "run"
-    flags = [*FLAGS, "--epochs", 50, "--save-minutes", 0]
-    torchrun(job, "--data", digits, *flags, "--output", output)
-    saved = output / "checkpoint.pt"
-    wait_until(saved.exists, 120, job.text)
-    trainers = [
-        pid
-        for pid in job.hosts.processes("hostb")
-        if b"distributed.py\0--data" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        and b"torchrun" not in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
-    os.kill(min(trainers), 9)
-    assert all(job.end(120))
