@@ -37,7 +37,7 @@ def images(file: Path, opened: BinaryIO | None = None) -> Iterator[tuple]:
     with tarfile.open(file, "r|*", opened) as archive:
         for member in filter(tarfile.TarInfo.isfile, archive):
             content = archive.extractfile(member)
-            if member.name.endswith(".tar"):  # the official train.tar has 1,000 of them
+            if member.name.endswith(".tar"):  # one of train.tar's 1,000 archives
                 yield from images(file, content)
             else:
                 yield member.name, content.read(), None
@@ -46,9 +46,9 @@ def images(file: Path, opened: BinaryIO | None = None) -> Iterator[tuple]:
 def sort(part: str, files: list[Path], folder: Path, classes: list[str]) -> None:
     """Write the images under the names used in the official archives.
 
-    `classes` are those of the official validation images. Hugging Face's names end with
-    the class (n01440764_18_n01440764.JPEG). Its files do not name it elsewhere: a label
-    is a position in the sorted list of classes.
+    `classes` are the classes of the official validation images. Hugging Face's file
+    names end with the class (n01440764_18_n01440764.JPEG). Only they contain it: a
+    label is a position in the sorted list of classes.
     """
     stream, found = (image for file in files for image in images(file)), set()
     seconds = 0.1 if sys.stderr.isatty() else 30  # between updates of the bar
@@ -106,7 +106,7 @@ def unpack(source: Path, target: Path) -> None:
                     raise UserError(
                         f"{found} instead of {COUNTS[part]}; download again"
                     )
-                partial.rename(folder)  # only now that it is complete
+                partial.rename(folder)  # the folder is complete
             print(f"{folder}: {sum(1 for _ in folder.glob('*/*'))} images", flush=True)
     except ImportError as error:
         package = "scipy" if official else "pyarrow"

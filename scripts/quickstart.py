@@ -1,4 +1,4 @@
-"""Train on the sample data with every strategy and its launcher; show the results.
+"""Train on the sample data with every strategy, and show the results.
 
     python -m scripts.quickstart DATA OUTPUT       # quickstart.sh calls this
 
@@ -30,7 +30,7 @@ LAUNCHERS = {
     "apex_distributed": "torchrun",
     "horovod_distributed": "horovodrun",
 }
-# Do not mirror digits: they would change. --lr is per 256 images, so 0.05 per 64
+# Mirrored digits would be wrong. --lr is per 256 images, so it is 0.05 per 64 images
 EPOCHS = 8
 RECIPE = (
     "--image-size 64 --global-batch-size 64 --lr 0.2 --warmup-epochs 1 "
@@ -51,7 +51,7 @@ def unavailable(strategy: str) -> str | None:
 
 
 def processes(devices: int) -> int:
-    """Return how many processes to start: the batch of 64 must be divisible by it."""
+    """Return how many processes to start, so that the batch of 64 is divisible."""
     return max(number for number in (1, 2, 4, 8) if number <= devices)
 
 
@@ -62,7 +62,7 @@ def epochs_left(output: Path) -> int:
 
 
 def train(strategy: str, data: str, output: Path, count: int) -> str:
-    """Run one strategy; return "done", or that it failed."""
+    """Run one strategy; return "done" or a message that it failed."""
     command = ["bash", str(ROOT / "scripts" / f"{strategy}.sh"), "--data", data]
     command += [*shlex.split(RECIPE), "--output", str(output), "--resume"]
     variables = {**os.environ, "NPROC": str(count)}

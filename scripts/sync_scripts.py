@@ -12,10 +12,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BASE = "distributed.py"
 SIBLINGS = sorted(path.name for path in ROOT.glob("*.py") if path.name != BASE)
-# In file order; main(), which contains 6/6, comes before the other functions
+# In the files' order; main(), which contains 6/6, precedes the other functions
 REGIONS = ("imports", "1/6 launch", "2/6 shard", "3/6 wrap", "6/6 finish")
 REGIONS += ("4/6 step", "5/6 combine", "start")
-PLACE = "\0"  # stands for the docstring or a region
+PLACE = "\0"  # replaces the docstring or a region
 PART = re.compile(
     r'\A""".*?"""\n|^ *# \[((?:\d/6 )?(\w+))\].*?^ *# \[/\2\]\n',
     re.DOTALL | re.MULTILINE,

@@ -1,4 +1,4 @@
-"""Check what the benchmarks compare, and how; no test asserts a time."""
+"""Test what the benchmarks compare, and how; no test asserts a time."""
 
 import importlib
 import json
@@ -16,7 +16,7 @@ from common import images
 
 
 def test_the_usual_pipeline_is_our_pillow_pipeline_normalized(tmp_path):
-    """Both do the same work, so that comparing their speeds makes sense."""
+    """Both pipelines do the same work; otherwise, comparing their speeds would be meaningless."""
     facts = write_photographs(tmp_path, 12, 6, classes=2)
     assert facts["images"] == 18 and abs(facts["mean_bytes"] / 100_000 - 1) < 0.1
     val = input.usual_folder(tmp_path / "val", input.USUAL_VAL)

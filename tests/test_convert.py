@@ -6,7 +6,7 @@ import sys
 from conftest import ROOT, environment, run
 
 BLOCK = re.compile(r"^ *```python\n(.*?)^ *```", re.M | re.S)
-# Runs in two processes: for each block, the lines before it, and what has to be true after it
+# For each block, which two processes run: the code before it, and what must be true after it
 PROGRAM = '''
 import os, sys, textwrap
 import numpy

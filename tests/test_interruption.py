@@ -1,4 +1,4 @@
-"""A killed or stopped run ends, leaves no process behind, and resumes bit for bit."""
+"""A killed or stopped run ends, leaves no process behind, and resumes with identical results."""
 
 import json
 import random
@@ -24,7 +24,7 @@ WAYS = [
 
 @pytest.fixture(scope="module")
 def few(digits, tmp_path_factory):
-    """A data set of 96 training and 30 validation images."""
+    """Return a data set of 96 training and 30 validation images."""
     folder = tmp_path_factory.mktemp("data") / "few"
     for part, count in (("train", 10), ("val", 3)):
         for source in sorted((digits / part).iterdir()):
@@ -35,7 +35,7 @@ def few(digits, tmp_path_factory):
 
 
 def came_to(output):
-    """Return everything that a run leaves behind, except times and speeds."""
+    """Return everything that a run has saved, except times and speeds."""
     names = ("checkpoint.pt", "best.pt")
     found = [torch.load(output / name, weights_only=True) for name in names]
     lines = (output / "epochs.jsonl").read_text().splitlines()
@@ -71,7 +71,7 @@ def right(few, tmp_path_factory):
 def test_killed_or_stopped_a_launched_run_ends_with_the_same_bits(
     way, event, few, right, tmp_path
 ):
-    """A process is killed, or the launcher is stopped; all processes end."""
+    """After a process is killed or the launcher is stopped, all processes end."""
     how, draw = (way, few, tmp_path / "out", "--resume"), random.Random(way)
     run = kills.Run(*how)
     row = run.interrupt(*event, draw.choice(kills.MOMENTS), draw)
@@ -85,10 +85,10 @@ def test_killed_or_stopped_a_launched_run_ends_with_the_same_bits(
 
 
 def test_killed_again_and_again_with_other_numbers_of_processes(few, tmp_path):
-    """SIGKILL at random moments, from the first step to the last write.
+    """A run gets SIGKILL at random moments, from the first step to the last write.
 
-    A run may resume a run of a different strategy. With a different number of processes, the
-    sums are added in a different order.
+    Another strategy may resume the run. With another number of processes, sums are added in another
+    order.
     """
     flags = ["--data", few, *COURSE, "--precision", "fp32", "-j", 1]
     right = whole(tmp_path / "whole", 1, *flags, net="small")
@@ -101,13 +101,13 @@ def test_killed_again_and_again_with_other_numbers_of_processes(few, tmp_path):
 
 
 def kill_until_it_ends(output, draw, sizes, **how):
-    """Start training again and again, killing it at random; return the number of kills."""
+    """Start training and kill it at random moments until it ends; return the number of kills."""
     for number in range(30):
         size = sizes[number % len(sizes)]
         names = ("distributed", "multiprocessing_distributed")
         name = "dataparallel" if size == 1 else names[number % 2]
         with Ranks(output.parent, size, train, name=name, **how) as ranks:
-            for _ in range(draw.randrange(1, 10)):  # of 24 in the whole run
+            for _ in range(draw.randrange(1, 10)):  # a whole run has 24
                 wait_for_a_save(output, ranks)
             time.sleep(draw.uniform(0, 0.3))
             if not ranks.alive():

@@ -1,4 +1,4 @@
-"""Launch and set-up scripts start the right commands; stand-ins for programs print theirs.
+"""Launch and set-up scripts start the right commands; substitutes for programs print these.
 
 test_scripts.py and others run the real launchers.
 """
@@ -22,7 +22,7 @@ from torch import multiprocessing
 from scripts import quickstart
 
 PYTHON = sys.executable
-# In place of an interpreter and of what is beside it; real Python runs `-c CODE` without packages
+# Replaces the interpreter and the programs next to it; real Python, without packages, runs -c CODE
 PRINT = f"""#!/bin/sh
 name=${{0##*/}}
 [ "$name $1" != "python -c" ] || exec {PYTHON} -S "$@"
@@ -41,7 +41,7 @@ MODULES = "torch torchvision numpy PIL tqdm scipy pytest xdist torchcodec matplo
 
 @pytest.fixture
 def launch(tmp_path):
-    """Run a script with the stand-ins; return its status and what it printed."""
+    """Run a script with the substitutes; return its exit status and its output."""
     (tmp_path / "decoy").mkdir()
     for name in "python", "torchrun", "horovodrun", "mpirun":
         for folder, text in (("", PRINT), ("decoy", "#!/bin/sh\necho wrong\n")):
@@ -78,7 +78,7 @@ def launch(tmp_path):
     return start
 
 
-# Script, variables, compute threads, and the command without its flags
+# The script, its variables, its compute threads, and the command without flags
 LAUNCHES = """
 distributed | GPUS=0 | 1 | torchrun --standalone --nproc-per-node 2
 distributed | GPUS=3 | 1 | torchrun --standalone --nproc-per-node 3
@@ -96,7 +96,7 @@ horovod_distributed | CONTROLLER=mpi NCCL_DEBUG=INFO NCCL_IB_HCA=x LD_LIBRARY_PA
 
 @pytest.mark.parametrize("line", LAUNCHES.strip().splitlines())
 def test_a_launcher_starts_the_command_beside_the_interpreter(launch, line):
-    """Programs of the same names come first on PATH."""
+    """The launcher ignores programs with the same names that come first on PATH."""
     name, variables, threads, command = map(str.strip, line.split("|"))
     variables = dict(pair.split("=", 1) for pair in variables.split())
     command = command.replace("mpirun", "mpirun --allow-run-as-root --bind-to none")
@@ -138,7 +138,7 @@ def test_a_missing_module_or_launcher_is_one_line(launch, tmp_path):
 
 @pytest.mark.parametrize("name", ("distributed", "dataparallel"))
 def test_gpus_that_pytorch_cannot_use_are_one_line(launch, name):
-    """The driver is too old, or PyTorch is a build for CPUs; the driver lists the GPUs."""
+    """nvidia-smi lists GPUs, but the driver is too old, or PyTorch is a build for CPUs."""
     for variables in ({"NPROC": "2"}, {"GPUS": "4", "USABLE": "0"}):
         status, text = launch(f"{name}.sh", SMI="GPU 0: H100", **variables)
         assert (status, text.count("\n")) == (2, 1)
@@ -170,7 +170,7 @@ def test_scripts_that_set_up_start_their_programs(launch):
 
 
 def test_the_environment_is_installed_once(launch, tmp_path):
-    """With uv, and again after a failure or a change of the requirements."""
+    """uv installs packages only once, except after a failure or a change of the requirements."""
     root = tmp_path / "project"
     shutil.copytree(ROOT / "scripts", root / "scripts")
     shutil.copytree(ROOT / "requirements", root / "requirements")
@@ -240,7 +240,7 @@ def test_the_quickstart_resumes_each_run_and_shows_how_long_the_rest_takes(
 
     half = tmp_path / "multiprocessing_distributed"
     half.mkdir()
-    (half / "epochs.jsonl").write_text("{}\n" * 6)  # it was interrupted
+    (half / "epochs.jsonl").write_text("{}\n" * 6)  # an interrupted run
     monkeypatch.setattr(quickstart.subprocess, "run", train)
     monkeypatch.setattr(quickstart.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(quickstart, "find_spec", lambda name: name == "horovod")
@@ -248,7 +248,7 @@ def test_the_quickstart_resumes_each_run_and_shows_how_long_the_rest_takes(
     monkeypatch.setattr(quickstart.torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(quickstart.signal, "signal", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["quickstart", "data", str(tmp_path)])
-    with pytest.raises(SystemExit, match="True"):  # one has failed
+    with pytest.raises(SystemExit, match="True"):  # one run has failed
         quickstart.main()
     assert commands == [
         ("dataparallel", "1", "--resume"),
@@ -268,7 +268,7 @@ def test_the_quickstart_resumes_each_run_and_shows_how_long_the_rest_takes(
 
 
 def test_an_interrupted_quickstart_starts_no_other_run(tmp_path, monkeypatch, capsys):
-    """The launcher may end with any status; the signal is the test's own."""
+    """The launcher may end with any status, so the test sends the signal itself."""
     started = []
 
     def train(command, env):
@@ -289,7 +289,7 @@ def test_an_interrupted_quickstart_starts_no_other_run(tmp_path, monkeypatch, ca
 
 @pytest.mark.parametrize("status", (-9, 1, 2))
 def test_mp_spawn_names_the_process_that_was_killed(status, monkeypatch):
-    """After a UserError, whose status is 2, the process has printed its line."""
+    """The parent prints nothing after a UserError (status 2), which the process has printed."""
     script = str(ROOT / "multiprocessing_distributed.py")
     text = f"process 1 ended: {status}"
 
@@ -304,7 +304,7 @@ def test_mp_spawn_names_the_process_that_was_killed(status, monkeypatch):
 
 
 def test_processes_of_one_machine_meet_where_no_other_gets_in(monkeypatch):
-    """Unless the user chooses otherwise, or there are several machines."""
+    """Only the user's own settings, or several machines, open a port to other machines."""
     script = str(ROOT / "multiprocessing_distributed.py")
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS")
 
@@ -350,7 +350,7 @@ time.sleep(60)
     ],
 )
 def test_horovodrun_prints_what_the_processes_print(status, code, last, tmp_path):
-    """The first run is on a terminal, which each process sees."""
+    """In the first run, each process sees a terminal."""
     (tmp_path / "rank.py").write_text(RANK)
     command = [PYTHON, "scripts/horovodrun.py", "--gloo", "-np", "2", PYTHON]
     command += [str(tmp_path / "rank.py"), str(status)]

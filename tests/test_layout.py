@@ -1,4 +1,4 @@
-"""Folders are small, imports go in one direction, and a script needs few other files."""
+"""The folders stay small, imports go in one direction, and a script needs few other files."""
 
 import ast
 import json
@@ -25,7 +25,7 @@ LIBRARIES = ("torch.distributed", "torch.nn.parallel", "horovod", "apex")
 
 
 def imports(text):
-    """Return the modules that a file imports anywhere, also in functions, and their packages."""
+    """Return all modules that a file imports, even in functions, and their packages."""
     for node in ast.walk(ast.parse(text)):
         names = []
         if isinstance(node, ast.ImportFrom):
@@ -68,7 +68,7 @@ def test_the_layout():
             wrong |= set({"common": LIBRARIES, "doctor": ("common",)}.get(folder, ()))
             if folder != "tests":
                 found |= {f"{name} imports {one}" for one in imported[name] & wrong}
-                grader = name == "tutorial.labs.watch"  # it is run by file name
+                grader = name == "tutorial.labs.watch"  # Python runs it by file name
                 changes = not grader and re.search(r"sys\.path *[.+=[]", texts[name])
                 found |= {f"{name}: sys.path"} if changes else set()
     counts = {name: text.count("\n") for name, text in texts.items()}
@@ -101,7 +101,7 @@ def test_the_layout():
 
 
 def test_a_script_and_common_train_alone_without_optional_modules(pictures, tmp_path):
-    """They train on image folders, in a project that contains nothing else of ours."""
+    """In a project without our other files, a script and common/ train on image folders."""
     shutil.copytree(ROOT / "common", tmp_path / "common")
     shutil.copy(ROOT / "dataparallel.py", tmp_path)
     for name in OPTIONAL:

@@ -1,4 +1,4 @@
-"""scripts/network.py prints consistent figures, and names a slow link."""
+"""The figures of scripts/network.py are consistent, and it names a slow link."""
 
 import os
 import re
@@ -34,7 +34,7 @@ def measured(sizes):
 
 
 def test_three_processes_of_two_hosts_measure_and_predict(tmp_path):
-    """The launcher is left out, and so are the largest sizes, to save time."""
+    """To save time, the test uses no launcher, and omits the largest sizes."""
     sizes = network.SIZES[:8]
     assert sizes == [2**n for n in range(10, 25, 2)]
     with Ranks(tmp_path, 3, measured, sizes=sizes) as ranks:

@@ -81,7 +81,7 @@ def test_blocks_parse():
 
 
 def commands(text):
-    """Return the command lines in bash blocks and in the middle of sentences."""
+    """Return the commands in bash blocks and in inline code."""
     found = "\n".join(fences(text, "bash")).replace("\\\n", " ").splitlines()
     inline = [token.content for token in tokens(text) if token.type == "code_inline"]
     found += [c for c in inline if re.match(r"(bash|python|torchrun|horovodrun) \S", c)]
@@ -89,7 +89,7 @@ def commands(text):
 
 
 def flags_of(script):
-    """Return the text of the files that may define a script's flags."""
+    """Return the text of all files that may define a script's flags."""
     path = ROOT / script
     files = [path, path.with_suffix(".py"), ROOT / f"{path.stem}.py"]
     shared = ["common/arguments.py", "benchmarks/comparison.py", "tests/conftest.py"]
@@ -100,7 +100,7 @@ def flags_of(script):
 
 def unknown(words):
     """Return a command's files that do not exist, and its flags that no parser defines."""
-    wrong, known = [], None  # the text that defines the script's flags
+    wrong, known = [], None  # text that defines the flags
     launcher = words[0] == "torchrun" or words[1:3] == ["-m", "torch.distributed.run"]
     launcher = launcher and [*get_args_parser()._option_string_actions]
     for before, word in zip(["", *words], words, strict=False):
@@ -209,7 +209,7 @@ def test_chinese_pages_lead_to_chinese_pages(chinese):
 @pytest.mark.parametrize("chinese", CHINESE)
 def test_chinese_pages_have_the_headings_code_tables_links_and_numbers(chinese):
     def target(name, link):
-        """Return the target of a link: the English page, and the number of the heading."""
+        """Return a link's target: the English page, and the number of the heading."""
         path, _, anchor = unquote(link).partition("#")
         if re.match(r"\w+:", path):
             return link
@@ -218,7 +218,7 @@ def test_chinese_pages_have_the_headings_code_tables_links_and_numbers(chinese):
         return f"{english(path.resolve())}#{heading}"
 
     def facts(name):
-        """Return what must be the same in every language, and the numbers in a page's text."""
+        """Return what must be equal in all languages, and the numbers in a page's text."""
         text, fence = TEXTS[name], re.compile(r"^```.*?^```$", re.M | re.S)
         made = GENERATED.findall(text)
         found = {"made": [one for one in made if one[1] != "labs"]}  # translated

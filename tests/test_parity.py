@@ -1,4 +1,4 @@
-"""The five scripts are the same outside their regions; only the regions differ by strategy."""
+"""The five scripts differ only in their regions."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""Prepare data sets: the sample, and ImageNet's archives."""
+"""Test the preparation of data sets: the sample, and ImageNet's archives."""
 
 import hashlib
 import importlib
@@ -39,7 +39,7 @@ def archive(files, mode="w"):
 
 @pytest.fixture
 def archives(tmp_path, monkeypatch):
-    """Archives like the official ones: 3 classes, 4 training images each, 6 for validation."""
+    """Return archives like the official ones: 3 classes, 4 training images each, 6 for validation."""
     savemat = pytest.importorskip("scipy.io").savemat
     train = {
         f"{name}.tar": archive({f"{name}_{i}.JPEG": jpeg(10 * n + i) for i in range(4)})
@@ -99,7 +99,7 @@ def test_progress_is_a_bar(archives, monkeypatch):
 
 
 def refuse(source, acts, monkeypatch, capsys):
-    """Check that after each act, unpacking fails with one line that gives the reason."""
+    """Check that after each act, unpacking fails with a one-line error that names the reason."""
     new = source.parent / "new"
     monkeypatch.setattr("sys.argv", ["x.py", str(source), str(new)])
     for act, reason in acts:
@@ -119,7 +119,7 @@ def test_what_cannot_be_unpacked_is_one_line(archives, monkeypatch, capsys):
 
 
 def test_hugging_faces_files(archives, tmp_path, monkeypatch, capsys):
-    """They become the same folders, or cause a one-line error if something is wrong."""
+    """Hugging Face's files become the same folders; a wrong file causes a one-line error."""
     arrow = pytest.importorskip("pyarrow")
     old, new, data = (tmp_path / name for name in ("old", "good", "hub/data"))
     unpack(archives, old)

@@ -9,13 +9,13 @@ from benchmarks.scaling_model import MIB, Cluster, Link, buckets
 
 
 def hosts(**changes):
-    """Hosts with eight GPUs each; a step of 100 ms sends 100 MB in two calls."""
+    """Return hosts with eight GPUs each; a step of 100 ms sends 100 MB in two calls."""
     links = Link(1e-5, 1e11), Link(1e-4, 1e10)
     return Cluster(0.1, 256, 100e6, 8, *links, bucket=1e9)._replace(**changes)
 
 
 def test_hosts_by_hand():
-    inside = 2 * 14 * 1e-5 + 14 / 8 * 1e-3  # the first bucket and the rest
+    inside = 2 * 14 * 1e-5 + 14 / 8 * 1e-3  # two calls: the first bucket and the rest
     between = 2 * 6 * 1e-4 + 6 / 4 * 1e-2
     assert hosts().all_reduce(8) == pytest.approx(inside)
     assert hosts().all_reduce(32) == pytest.approx(inside + between)

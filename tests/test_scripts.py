@@ -1,4 +1,4 @@
-"""Launched training, the files and lines that it writes, evaluation, curves, and bad input."""
+"""Test launched training, its files and output, evaluation, curves, and bad input."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ FLAGS = FLAGS.split()
 
 @pytest.fixture(scope="module")
 def trained(digits, tmp_path_factory):
-    """The output folder of a run with two processes that no launcher started."""
+    """Return the output folder of a run with two processes that no launcher started."""
     folder = tmp_path_factory.mktemp("trained")
     flags = ["--data", digits, *FLAGS, "--output", folder / "out"]
     run_ranks(folder, 2, train, name="distributed", flags=flags)
@@ -41,7 +41,7 @@ def checkpoint(output):
 
 
 def test_a_launched_training_is_the_same(trained, digits, tmp_path):
-    """Under torchrun, the results are bit-for-bit identical, and the log shows the records."""
+    """With torchrun, the results are bit-for-bit identical, and the log contains the records."""
     flags = ("--data", digits, *FLAGS, "--output", tmp_path / "out", "--local-rank=0")
     ended = launcher("distributed", *flags, NPROC="2", CUDA_VISIBLE_DEVICES="")
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -67,7 +67,7 @@ def test_a_launched_training_is_the_same(trained, digits, tmp_path):
     torch.testing.assert_close(*ends, rtol=0, atol=0)
 
 
-# With one process more than needed, there is one more batch, of one image
+# One more process than needed causes one more batch, which has one image
 @pytest.mark.parametrize(
     "name, world_size, batch",
     [
@@ -79,7 +79,7 @@ def test_a_launched_training_is_the_same(trained, digits, tmp_path):
 def test_evaluate_finds_what_was_recorded(
     trained, digits, tmp_path, name, world_size, batch
 ):
-    """Any number of processes can evaluate, even without training images or with extra keys."""
+    """Any number of processes finds the recorded metrics, without training images, with more keys."""
     record, file = records(trained)[-1], tmp_path / "with_ema.pt"
     content = checkpoint(trained)
     ema = {key: torch.zeros_like(value) for key, value in content["state_dict"].items()}
@@ -99,7 +99,7 @@ def test_evaluate_finds_what_was_recorded(
 
 
 def test_validation_records_no_gradients(monkeypatch):
-    """A graph for every batch would take memory, and the DDP model would average gradients."""
+    """A graph for every batch would need memory, and the DDP model would average gradients."""
     seen = []
 
     class Probe(torch.nn.Linear):
@@ -160,7 +160,7 @@ def test_quickstart_draws(trained, tmp_path, monkeypatch, capsys):
 def test_an_unreadable_image_is_one_line_of_the_process_that_reads_it(
     pictures, tmp_path
 ):
-    """The other processes' tracebacks say that they have lost that process."""
+    """The process prints one line; the others' tracebacks report that the connection was lost."""
     broken = pictures / "train" / "dog" / "3.JPEG"
     broken.write_bytes(broken.read_bytes()[:200])
     flags = ["--data", pictures, *TINY, "-b", 16, "-j", 1, "--output", tmp_path / "out"]

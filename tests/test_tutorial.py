@@ -1,6 +1,6 @@
-"""The lessons' pages quote what the programs print, and their exercises have answers.
+"""The lessons' pages quote their programs' output, and all exercises have answers.
 
-The tests run programs, changed programs and answers. `--figures` writes tutorial/*/output/.
+The tests run programs, changed programs and answers; `--figures` updates tutorial/*/output/.
 """
 
 import ast
@@ -24,7 +24,7 @@ ANSWER = r"<details>.*?</details>"
 
 
 def command(name):
-    """Return the command with which the pages start a lesson."""
+    """Return the command with which a page starts its lesson's program."""
     (found,) = {block for block in BLOCKS if f"/{name}.py" in block}
     return found
 
@@ -49,12 +49,12 @@ def programs(names):
 
 
 def output(name, path, folder, request):
-    """Return a lesson's output, started as its page says or, faster, in forked processes."""
+    """Return a lesson's output; start it with its page's command or, faster, in forked processes."""
     launched = name.startswith("restarts") or "horovod" in name
     if launched or request.config.getoption("full"):
         words = command(name).replace("29500", str(free_port()))
         ended = run("bash", "-c", re.sub(rf"tutorial/\w+/{name}\.py", str(path), words))
-        print(ended.stderr)  # pytest shows it where the test fails
+        print(ended.stderr)  # pytest shows this if the test fails
         assert ended.returncode == 0
         return ended.stdout
     processes = [{}]
@@ -72,7 +72,7 @@ def output(name, path, folder, request):
 
 
 def said(name, program):
-    """Return the file with the output of a program, or of a changed program."""
+    """Return the file with the output of a program or of a changed program."""
     return LESSONS[program].parent / "output" / f"{name}.txt"
 
 
@@ -86,7 +86,7 @@ def compare(name, program, printed, request):
 
 @programs(LESSONS)
 def test_a_lesson_prints_what_its_page_quotes(name, request, tmp_path):
-    """The text is identical: nothing in it depends on time or chance."""
+    """A program's output is identical in each run: nothing depends on time or chance."""
     compare(name, name, output(name, LESSONS[name], tmp_path, request), request)
 
 

@@ -28,13 +28,13 @@ from common.model import build_model, build_scheduler, set_up_cuda
 
 
 def test_metrics_are_averages_of_sums_over_all_processes():
-    """The batches may differ in size, and a metric may have one number per class."""
+    """Metrics are right for batches of different sizes, and for one number per class."""
 
     def batch(rows, labels):
         outputs = torch.tensor(rows, requires_grad=True)
         labels = torch.tensor(labels)
         sums = batch_sums(nn.functional.cross_entropy(outputs, labels), outputs, labels)
-        assert not sums["loss"].requires_grad  # or the epoch's graphs would stay alive
+        assert not sums["loss"].requires_grad  # would keep all graphs alive
         return {**sums, "by_class": torch.bincount(labels, minlength=7)}
 
     likely, unlikely = [0.0] * 6 + [9.0], [6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.0]
@@ -59,17 +59,17 @@ def test_metrics_are_averages_of_sums_over_all_processes():
 
 
 class Batches(list):
-    """A loader of these batches, on the CPU."""
+    """A loader that yields these batches, on the CPU."""
 
     device, rank, waited = torch.device("cpu"), 0, 0.0
 
 
-# The seconds at which intervals end, their images, and the seconds of waiting until then
+# For each interval: the second at which it ends, its images, the seconds waited until then
 INTERVALS = [(100, 50, 90.0), (102, 64, 90.5), (106, 8, 92.0), (137, 31, 92.0)]
 
 
 def progress(monkeypatch, intervals, length=40, **place) -> Progress:
-    """Return the progress in an epoch that starts at 0 seconds and has ten-step intervals."""
+    """Return the Progress of an epoch that starts at second 0 and has ten-step intervals."""
     clock = Mock(side_effect=[0, *(end for end, *_ in intervals)])
     monkeypatch.setattr(meters, "time", Namespace(perf_counter=clock))
     loader = Batches(range(length))
@@ -82,7 +82,7 @@ def progress(monkeypatch, intervals, length=40, **place) -> Progress:
 
 
 def test_speeds_leave_out_the_first_interval(monkeypatch):
-    """Processes start in the first interval."""
+    """Loader processes start in the first interval, which is therefore slower."""
     alone = progress(monkeypatch, INTERVALS[:1]).epoch_stats()
     assert (alone["images_per_second"], alone["data_wait"]) == (0.5, 0.9)
     several = progress(monkeypatch, INTERVALS[:3]).epoch_stats()
@@ -92,7 +92,7 @@ def test_speeds_leave_out_the_first_interval(monkeypatch):
 
 
 def test_a_log_gets_a_line_every_half_minute(monkeypatch, capsys):
-    """And for the first and the last interval; the other ranks print nothing."""
+    """Rank 0 also prints the first and the last interval; the other ranks print nothing."""
     progress(monkeypatch, INTERVALS[:3], length=50, rank=1)
     assert capsys.readouterr() == ("", "")
     progress(monkeypatch, INTERVALS, length=50)
@@ -132,7 +132,7 @@ def test_a_user_error_is_one_line_and_others_are_not(monkeypatch, capsys):
 
 
 def test_under_torchrun_one_process_reports_the_error(monkeypatch, tmp_path, capsys):
-    """torchrun prints its file, and ends the processes that would report it later."""
+    """torchrun prints the error file, and ends processes that would report the error later."""
     monkeypatch.setattr(sys, "argv", ["script.py"])
     slept = []
     monkeypatch.setattr(errors.time, "sleep", slept.append)
@@ -153,7 +153,7 @@ OTHERS = ("--max-steps", 9, "--workers", 9)  # flags without a default
 
 
 def test_defaults_are_those_of_the_recipe():
-    """test_reference.py checks the other defaults."""
+    """This test checks the defaults that test_reference.py does not check."""
     args = parse(*X)
     assert (args.arch, args.epochs, args.global_batch_size) == ("resnet18", 90, 256)
     assert (args.save_minutes, args.print_interval) == (10, 10)
@@ -162,7 +162,7 @@ def test_defaults_are_those_of_the_recipe():
 
 
 def test_the_processes_of_a_machine_share_its_cores(monkeypatch):
-    """With any launcher, also without one; more than 16 loader processes rarely help."""
+    """Processes share cores with and without a launcher; more than 16 loaders rarely help."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
     for processes, workers in ((1, 16), (4, 16), (8, 8), (24, 2), (100, 1)):
         args = parse(*X)
@@ -188,7 +188,7 @@ def test_bad_flags_are_one_line(capsys):
 
 
 def test_each_number_has_a_range():
-    """Counts are at least 1, shares are from 0 to 1, and no other number is negative."""
+    """Counts must be at least 1, shares from 0 to 1, and other numbers not negative."""
     numbers = [a for a in build_parser("A test.")._actions if a.type in (int, float)]
     assert len(numbers) == 16
     for name in (action.dest for action in numbers if action.dest != "synthetic"):
@@ -265,7 +265,7 @@ def test_apex_has_opt_levels_and_no_precision(monkeypatch):
 
 
 def test_a_first_step_that_overflows_warns_of_nothing():
-    """GradScaler skips it, because the loss scale is too high at first by design."""
+    """GradScaler's first loss scale is too high on purpose, so it skips the first step."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -303,7 +303,7 @@ def weights(tmp_path, monkeypatch):
 
 
 def test_pretrained_weights_that_fit_are_kept(weights, capsys):
-    """Rank 0 prints which ones start again because there are other classes."""
+    """With other classes, rank 0 prints which weights are not the pretrained ones."""
     args = parse(*X, "--pretrained", "--arch", "mobilenet_v2")
     for classes, new in (
         (1000, []),
@@ -336,7 +336,7 @@ def test_a_model_has_one_output(arch):
 
 
 def test_labels_that_are_not_class_numbers_are_refused():
-    """They would be compared silently in wrong shapes."""
+    """Otherwise, such labels would be compared in wrong shapes, without an error."""
     loss, outputs = torch.tensor(1.0), torch.rand(4, 4, 4, 4)
     for scores, labels in (
         (outputs, torch.zeros(4, 4, 4, dtype=torch.int64)),  # dense

@@ -1,4 +1,4 @@
-"""Train on two hosts with each launcher; the hosts are network namespaces (hosts.py).
+"""Train with each launcher on two hosts, which are network namespaces (hosts.py).
 
 bash scripts/test.sh -m cluster
 """
@@ -108,7 +108,7 @@ def sbatch(job, *flags):
 
 
 def came_to(output: Path):
-    """Return the weights of a run, and its records except for times."""
+    """Return a run's weights, and its records without times."""
     weights = torch.load(output / "checkpoint.pt", weights_only=True)["state_dict"]
     lines = (output / "epochs.jsonl").read_text().splitlines()
     names = ("train_loss", "val_loss", "val_top1", "val_images", "learning_rate")
@@ -117,7 +117,7 @@ def came_to(output: Path):
 
 @pytest.fixture(scope="module")
 def one_host(digits, tmp_path_factory):
-    """Return the same run's results on one host; all strategies give the same bits."""
+    """Return the results of the same run on one host, which every strategy must reproduce."""
     output = tmp_path_factory.mktemp("one_host") / "run"
     command = ("torchrun", "--standalone", "--nproc-per-node", 2, "distributed.py")
     ended = run(*command, "--data", digits, *FLAGS, "--output", output)

@@ -1,4 +1,4 @@
-"""Check scripts/gpu_check.sh's errors and summary, and the notebook, without a GPU."""
+"""Test the errors and the summary of scripts/gpu_check.sh, and the notebook, without a GPU."""
 
 import json
 import math
@@ -15,7 +15,7 @@ ROW = {"status": "passed", "line": "", "commit": COMMIT}
 
 
 def summary():
-    """Return made-up figures of two strategies on one and on two GPUs."""
+    """Return a summary with invented figures of two strategies on one and on two GPUs."""
     timings = []
     for strategy in ("distributed", "dataparallel"):
         for number in (1, 2):
