@@ -32,14 +32,6 @@ def repaired(number, edits):
     return text
 
 
-def tried(kind, request):
-    """Return the lab and the edits of each repair that the tests try."""
-    full = request.config.getoption("full")
-    return [
-        (x, edits) for x, k, more, edits in REPAIRS if k == kind and full >= bool(more)
-    ]
-
-
 @pytest.fixture(scope="module")
 def graded(tmp_path_factory, request):
     """Return the grader's verdicts on the broken scripts and the solutions of the chosen labs."""
@@ -51,7 +43,7 @@ def graded(tmp_path_factory, request):
         subprocess.run(["git", "apply", patch], cwd=folder / "solved", check=True)
     chosen = [one for one in request.session.items if "graded" in one.fixturenames]
     numbers = [one.callspec.params["number"] for one in chosen]
-    halves = [one for one in (numbers[::2], numbers[1::2]) if one]  # labs may hang
+    halves = [one for one in (numbers[::2], numbers[1::2]) if one]  # broken labs hang
     hasty, patient = environment(PATIENCE="5"), environment(PATIENCE="30")
     with Played(folder / "logs") as played:
         for half in halves:
@@ -60,7 +52,7 @@ def graded(tmp_path_factory, request):
         statuses = played.end(seconds=400)
         logs = [played.log(number) for number in range(len(statuses))]
     assert statuses == [1] * len(halves) + [0], logs
-    verdict = rf"(?m)^({'|'.join(numbers)}):? (.*)$"  # a process may print warnings between verdicts
+    verdict = rf"(?m)^({'|'.join(numbers)}):? (.*)$"  # a process may warn between them
     return [dict(re.findall(verdict, x)) for x in ("\n".join(logs[:-1]), logs[-1])]
 
 
@@ -74,7 +66,10 @@ def test_a_broken_script_fails_and_its_solution_passes(graded, number):
 def test_what_counts_is_what_a_repair_does(kind, patience, tmp_path, request):
     labs = tmp_path / "tutorial" / "labs"
     shutil.copytree(LABS, labs)
-    repairs = tried(kind, request)
+    full = request.config.getoption("full")
+    repairs = [
+        (x, edits) for x, k, more, edits in REPAIRS if k == kind and full >= bool(more)
+    ]
     for number, (lab, edits) in enumerate(repairs):
         (labs / f"{lab}_repair{number:02}.py").write_text(repaired(lab, edits))
     task = "import grade\nfor one in sorted(grade.FOLDER.glob('*_repair*.py')):\n"

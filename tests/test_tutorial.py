@@ -158,3 +158,24 @@ def test_a_batch_for_which_communication_takes_as_long_is_predicted():
     assert f"predicted {same:.0f}, measured {same:.0f} samples (+0%)" in text
     lesson = runpy.run_path(str(LESSONS["network_batch"]))
     assert lesson["crossing"](2000, 0.2e9, 12.5e9) == 32
+
+
+def test_the_core_path_and_the_tracks_are_the_whole_course():
+    labs = runpy.run_path(str(TUTORIAL / "labs" / "lab.py"))["labs"]()
+    core, tracks = {*range(1, 10), 11, 12, 14}, {}
+    row = r"^\| \w.*: .* \| ([\d, ]+) \| ([\d, ]+) \|$"
+    for lessons, numbers in re.findall(row, TEXTS["tutorial"], re.M):
+        tracks |= dict.fromkeys(map(int, lessons.split(",")), numbers)
+    numbers = {int(path.parent.name[:2]) for path in LESSONS.values()}
+    assert core | tracks.keys() == numbers and not core & tracks.keys()
+    assert sum(lab.path == "core" for lab in labs.values()) == 16
+    for lab in labs.values():
+        lesson = int(lab.lesson[:2])
+        assert lesson in core or lab.path == "optional" and lab.number in tracks[lesson]
+    plan, taught = (TUTORIAL / "TEACHING.md").read_text(), set()
+    for week, lessons, due in re.findall(
+        r"^\| (\d+) \| (\d.*) \| (.*) \|$", plan, re.M
+    ):
+        taught = taught if week != "1" else set()
+        taught |= {f"{int(lesson):02}" for lesson in re.findall(r"\d+", lessons)}
+        assert {labs[lab].lesson[:2] for lab in re.findall(r"\d+", due)} <= taught, due

@@ -10,11 +10,10 @@ FOLDER = Path(__file__).resolve().parent
 
 @dataclass
 class Lab:
-    """A lab's header: the docstring's first line, and its `name: value` lines."""
+    """The `name: value` lines in a lab's docstring."""
 
     number: str
     script: str  # the file's name
-    purpose: str  # what the script should do
     symptom: str
     grader: str  # a part of what the grader prints
     checks: dict[str, dict]  # of checks.py, in this order, with their options
@@ -35,8 +34,7 @@ def read(path: Path) -> Lab:
         options = getattr(one, "keywords", ())
         name = getattr(one, "func", one).id
         checks[name] = {x.arg: ast.literal_eval(x.value) for x in options}
-    purpose = docstring.partition("\n\n")[0]
-    return Lab(path.stem.split("_")[0], path.name, purpose, checks=checks, **facts)
+    return Lab(path.stem.split("_")[0], path.name, checks=checks, **facts)
 
 
 def labs(folder: Path = FOLDER) -> dict[str, Lab]:

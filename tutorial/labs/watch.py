@@ -31,8 +31,9 @@ from doctor.moments import weights, whole
 from doctor.record import recorder, wrap
 from doctor.watcher import Watcher, watchers
 
-# Methods of a tensor that wait for a GPU; "to" does if its aim is the CPU
-READS = "item cpu tolist numpy to __bool__ __float__ __int__ __format__ __repr__"
+# Functions that wait for a GPU; "to" does if its aim is the CPU
+READS = "item cpu tolist numpy to nonzero equal storage untyped_storage __bool__ "
+READS += "__float__ __int__ __index__ __array__ __format__ __repr__ __reduce_ex__"
 LIFE = 60  # seconds after which a process ends, even if the grader is gone
 
 
@@ -66,7 +67,7 @@ class Last(Event):
     """The script has ended."""
 
     weights: Tensor
-    waits: int  # how often the script has read a tensor
+    waits: int  # after how many steps the script has read a tensor
     collectives: int  # how many the script has called
 
 
@@ -82,7 +83,7 @@ class Watch(Watcher):
 
     def __init__(self):
         self.optimizer, self.depth, self.scale, self.passes = None, 0, 1.0, []
-        self.averages, self.waits, self.collectives = 0, 0, 0
+        self.averages, self.waits, self.collectives = 0, set(), 0
         self.disturb: Callable[[int], object] = lambda steps: None
 
     def hooks(self) -> None:
@@ -91,8 +92,9 @@ class Watch(Watcher):
         optimizers.register_optimizer_step_post_hook(self.end_step)
         wrap(DDP, "forward", self.ddp)
         wrap(torch.amp.GradScaler, "scale", self.scaled)
-        for name in READS.split():
-            wrap(Tensor, name, functools.partial(self.read, name))
+        reads = [(Tensor, name) for name in READS.split()]
+        for owner, name in (*reads, (torch, "equal"), (torch, "allclose")):
+            wrap(owner, name, functools.partial(self.read, name))
 
     def on_collective(self, *_) -> None:
         self.collectives += 1
@@ -107,8 +109,9 @@ class Watch(Watcher):
 
     def read(self, name, call, *args, **kwargs):
         if name != "to" or "cpu" in map(str, (*args[1:], *kwargs.values())):
-            caller = sys._getframe(2)  # of the function that wrap() makes
-            self.waits += caller.f_code.co_filename == sys.argv[0]
+            caller = sys._getframe(2).f_code.co_filename  # of wrap()'s function
+            if not caller.startswith(record.not_the_users()):
+                self.waits.add(recorder.step)
         return call(*args, **kwargs)
 
     def forward(self, layer: nn.Module, inputs: tuple, output: Tensor) -> None:
@@ -160,7 +163,7 @@ class Watch(Watcher):
         if self.optimizer:
             shards = len(whole(own := weights(self.optimizer))) < len(own)
             last = self.after if shards else flat(self.optimizer)
-            calls = {"waits": self.waits, "collectives": self.collectives}
+            calls = {"waits": len(self.waits), "collectives": self.collectives}
             recorder.write(Last(weights=last, **calls))
 
 
