@@ -109,7 +109,7 @@ def flat(classes: int) -> Net:
 
 POOLED = (nn.AdaptiveAvgPool2d(2), nn.Flatten())
 NETS = {"small": small, "norm": norm, "drop": drop, "flat": flat}
-# Its first gradients are infinite in fp16, until the loss scale is lower
+# In fp16, its first gradients are infinite, until the loss scale is lower
 NETS |= {"loud": partial(drop, times=30)}
 
 # --- running a script ---

@@ -77,7 +77,6 @@ def test_the_layout():
         return sum(map(counts.get, names))
 
     taken = {name: lines(closure(name, imported)) for name in SCRIPTS}
-    print("lines of a script with its imports:", taken)
     common = [name for name in counts if name.startswith("common.")]
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, stdout=subprocess.PIPE)
     entries = {path.split("/")[0] for path in tracked.stdout.decode().splitlines()}

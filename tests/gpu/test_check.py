@@ -1,12 +1,10 @@
 """Test the errors and the summary of scripts/gpu_check.sh, and the notebook, without a GPU."""
 
 import json
-import math
 import sys
 
 import pytest
 from conftest import ROOT
-from test_rows import TOLERANCE, difference
 
 from benchmarks.gpu_summary import problems
 
@@ -28,13 +26,6 @@ def summary():
     gpus = [{"memory.total": 15360.0}] * 2
     machine = {"gpus": gpus}
     return {"commit": COMMIT, "machine": machine, "tests": tests, "timings": timings}
-
-
-def test_what_rows_take_for_a_mistake():
-    right = [{"train_loss": 2.0, "val_loss": 2.1}]
-    wrong = [{"train_loss": 2.0 + 2 * TOLERANCE["fp32"], "val_loss": 2.1}]
-    assert difference(right, right) == 0 < TOLERANCE["fp32"] < difference(right, wrong)
-    assert difference(right, [{"train_loss": 2.0, "val_loss": math.nan}]) == math.inf
 
 
 @pytest.mark.parametrize(

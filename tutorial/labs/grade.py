@@ -3,8 +3,8 @@
     python tutorial/labs/grade.py 07    # one lab
     python tutorial/labs/grade.py all   # all of them
 
-A lab can also be given as a file, such as a copy of 07_shuffled.py in another folder.
-Exit status: 0 if the labs pass, 1 if one does not, 2 for an unknown lab. A run without
+You can also pass a file, such as a copy of 07_shuffled.py in another folder. The exit
+status is 0 if the labs pass, 1 if one does not, and 2 for an unknown lab. A run without
 progress for 10 seconds counts as hanging; the variable PATIENCE sets this limit.
 """
 
@@ -25,12 +25,12 @@ LABS = labs()
 
 
 def lab_of(script: Path) -> Lab | None:
-    """Return the lab that a script is, or repairs."""
+    """Return the lab of a script, which may be repaired."""
     return LABS.get(script.stem.split("_")[0].zfill(2))
 
 
 def check(run: Run, chosen: dict[str, dict]) -> None:
-    """Run checks, with their options."""
+    """Run checks with their options."""
     for name, options in chosen.items():
         getattr(checks, f"check_{name}")(run, **options)
 
@@ -53,7 +53,7 @@ def play_on_machines(script: Path) -> None:
 
 
 def play_twice(script: Path) -> None:
-    """Run a script alone, and while another run of it is in progress."""
+    """Run a script alone, and while another run of the same script is in progress."""
     play_once(script)
     ready = FORK.Barrier(3)
     hold = lambda _: (ready.wait(), signal.pause())  # noqa: E731
@@ -63,7 +63,7 @@ def play_twice(script: Path) -> None:
 
 
 def play_killed(script: Path, whole: Run | None = None) -> None:
-    """Run a script once uninterrupted, and once killed and resumed."""
+    """Run a script without interruption, and again with a kill and a resumed run."""
     whole = whole or play_once(script)
     kill = lambda steps: steps == 12 and os._exit(1)  # noqa: E731
     with started(script, disturb=kill) as killed:
@@ -79,7 +79,7 @@ def play_killed(script: Path, whole: Run | None = None) -> None:
 
 
 def play_while_saving(script: Path) -> None:
-    """Run a script, and look at what its second save does to the first checkpoint."""
+    """Run a script, and check what its second save does to the first checkpoint."""
 
     def removes(event: str, arguments: tuple) -> None:
         moves = event in ("os.remove", "os.rename")  # os.replace is a rename, too
@@ -105,7 +105,7 @@ def play_while_saving(script: Path) -> None:
 
 
 def play_capstone(script: Path) -> None:
-    """Run uninterrupted, and killed and resumed; count the mistakes that are left."""
+    """Run the capstone, also with a kill and a resumed run; count its mistakes."""
     run = play_once(script, {"weights": {}, "uses": {"averages": 1}})
     each = [{name: options} for name, options in lab_of(script).checks.items()]
     found = [problem(play_killed, script, run), *(problem(check, run, x) for x in each)]

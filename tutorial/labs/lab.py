@@ -1,4 +1,4 @@
-"""What the header of each lab says: its symptom, its checks and its lesson."""
+"""Read the headers of the labs: the symptom, the checks and the lesson."""
 
 import ast
 import re
@@ -15,12 +15,12 @@ class Lab:
     number: str
     script: str  # the file's name
     symptom: str
-    grader: str  # a part of what the grader prints
-    checks: dict[str, dict]  # of checks.py, in this order, with their options
-    doctor: str  # the finding, or "-"
-    lesson: str  # the folder of the lesson that teaches what is needed
+    grader: str  # a part of the grader's message
+    checks: dict[str, dict]  # functions of checks.py, with options
+    doctor: str  # the doctor's finding, or "-"
+    lesson: str  # the folder of the lesson that the lab needs
     path: str = "optional"  # or "core"
-    runs: str = "once"  # of grade.py
+    runs: str = "once"  # grade.py's function play_...
 
 
 def read(path: Path) -> Lab:
