@@ -18,7 +18,7 @@ OPTIONAL = {"common.tar", "common.nvimgcodec"}
 BUDGETS = {"a script with its imports": 1317, "common": 1217, "optional modules": 145}
 BUDGETS |= {"distributed.py": 220, "a script": 245, "a script's strategy": 81}
 BUDGETS |= {"modules of common": 9, "scripts": 917, "tests": 6228}
-BUDGETS |= {"doctor": 10782, "doctor's tests": 2402, "benchmarks": 2590}
+BUDGETS |= {"doctor": 10815, "doctor's tests": 2402, "benchmarks": 2590}
 BUDGETS |= {"entries in the root folder": 20}
 FOLDERS = ("benchmarks", "docs", "scripts", "tests", "tutorial")
 LIBRARIES = ("torch.distributed", "torch.nn.parallel", "horovod", "apex")
@@ -65,7 +65,7 @@ def test_the_layout():
         if path.suffix == ".py":
             imported[name] = set(imports(texts[name]))
             wrong = {*FOLDERS, *SCRIPTS} - {folder}
-            wrong |= set({"common": LIBRARIES, "doctor": ("common",)}.get(folder, ()))
+            wrong |= set({"common": LIBRARIES, "doctor": 10815("common",)}.get(folder, ()))
             if folder != "tests":
                 found |= {f"{name} imports {one}" for one in imported[name] & wrong}
                 grader = name == "tutorial.labs.watch"  # Python runs it by file name

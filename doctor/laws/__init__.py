@@ -7,6 +7,7 @@ from . import (  # noqa: F401
     counts,
     factors,
     files,
+    finite,
     gradient,
     inputs,
     losses,
