@@ -1,4 +1,4 @@
-"""The random numbers that the script draws itself, and its own generators."""
+"""Record the random numbers that the script draws itself, and its own generators."""
 
 import contextlib
 import ctypes
@@ -21,14 +21,14 @@ from .record import not_the_users, place, recorder, wrap
 from .sample import digest, numbers
 from .watcher import Watcher
 
-MANY = 8  # fewer equal numbers per draw may be a decision of all ranks
+MANY = 8  # ranks may draw fewer equal numbers for a joint decision
 FUNCTIONS = """rand randn randint randperm rand_like randn_like normal bernoulli
     multinomial""".split()
 METHODS = (
     "uniform_ normal_ bernoulli_ exponential_ random_ bernoulli multinomial".split()
 )
-MADE = "from_numpy tensor as_tensor".split()  # perhaps of another generator's numbers
-SCANS = 3, 4  # the steps after which the script's generators are looked at
+MADE = "from_numpy tensor as_tensor".split()  # may contain NumPy's random numbers
+SCANS = 3, 4  # after these steps, doctor reads the script's generators
 
 
 @dataclass(kw_only=True)
@@ -38,40 +38,40 @@ class Drawn(Event):
     limit: ClassVar[int] = 2000
     name: str
     place: str
-    number: int  # in this step and line
+    number: int  # the draw's index in this step and line
     value: int  # a hash of a few of the numbers
-    size: int  # of the first dimension
-    whole: bool  # they are whole numbers
-    permutes: bool = False  # they are 0 to size - 1, in another order
+    size: int  # the first dimension's size
+    whole: bool  # the numbers are integers
+    permutes: bool = False  # the numbers are a permutation of 0 to size - 1
 
 
 @dataclass(kw_only=True)
 class Own(Event):
-    """States of the generators that the script has made itself, the oldest first."""
+    """The states of the generators that the script has created, the oldest first."""
 
     states: list[int]
-    # Where a class of the script begins whose objects have them, or ""
+    # The line of the script's class whose objects have the generators, or ""
     owners: list[str] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
 class Global(Event):
-    """States of the global generators of Python and NumPy, after a step."""
+    """The states of Python's and NumPy's global generators after a step."""
 
     states: list[int]
 
 
 @dataclass(kw_only=True)
 class Made(Event):
-    """The script has made a generator of NumPy."""
+    """The script has created a NumPy generator."""
 
     limit: ClassVar[int] = 400
-    state: int  # a hash
+    state: int  # a hash of the generator's state
     place: str
 
 
 def states(dataset: object = None) -> dict[str, tuple[int, int]]:
-    """Return a hash and the position of each global generator, and a data set's own."""
+    """Return each global generator's hash and position, and a data set's generators."""
     import torch
 
     state = content(torch.random.default_generator.get_state())
@@ -97,7 +97,7 @@ def states(dataset: object = None) -> dict[str, tuple[int, int]]:
 
 
 def content(state) -> bytes:
-    """Return the bytes of a generator's state, a CPU tensor; NumPy may be missing."""
+    """Return the bytes of a generator's state (a CPU tensor), without NumPy."""
     return ctypes.string_at(state.data_ptr(), state.numel())
 
 
@@ -107,7 +107,7 @@ def hashed(state: bytes) -> int:
 
 
 def drawn(before: dict, after: dict) -> tuple[dict[str, int], int]:
-    """Return the hashes of generators that drew, and a lower bound on the draws."""
+    """Return the hashes of the generators that drew, and the least number of draws."""
     changed = {k: x for k, x in before.items() if k in after and after[k] != x}
     counts = [0]
     for name, (_, position) in changed.items():
@@ -117,7 +117,7 @@ def drawn(before: dict, after: dict) -> tuple[dict[str, int], int]:
 
 
 class Draws(Watcher):
-    """Looks at results of functions that draw, and at generators."""
+    """Records the results of functions that draw, and the states of generators."""
 
     def __init__(self):
         self.counts, self.inside, self.shared = Counter(), False, False
@@ -138,7 +138,7 @@ class Draws(Watcher):
         frame = sys._getframe(1)
         while frame and "distributed/optim" not in frame.f_code.co_filename:
             frame = frame.f_back
-        self.shared |= frame is None  # ZeRO's step sends weights only
+        self.shared |= frame is None  # ZeRO's step sends only weights
 
     def after_step(self, optimizer, weights) -> None:
         self.shared = False
@@ -195,7 +195,7 @@ class Draws(Watcher):
 
 
 def importing() -> bool:
-    """Return whether an installed library is being imported."""
+    """Return whether Python is importing an installed library."""
     frame = sys._getframe(1)
     while frame:
         code = frame.f_code
@@ -206,14 +206,14 @@ def importing() -> bool:
 
 
 def permutes(tensor) -> bool:
-    """Return whether a tensor has the numbers 0 to N - 1: (N,)."""
+    """Return whether a tensor (N,) is a permutation of 0 to N - 1."""
     if tensor.dim() != 1 or tensor.is_floating_point() or not 1 < len(tensor) < 4096:
         return False
     return sorted(tensor.tolist()) == [*range(len(tensor))]
 
 
 def own_states() -> Own:
-    """Return hashes of the states of all generators but the global ones."""
+    """Return hashes of the states of all generators except the global ones."""
     numpy, found, made = sys.modules.get("numpy"), [], []
     kinds = (numpy.random.Generator, numpy.random.RandomState) if numpy else ()
     for one in (x for age in (2, 1, 0) for x in gc.get_objects(age)):
@@ -224,13 +224,13 @@ def own_states() -> Own:
             made.append(one)
             found.append(hashed(repr(one._bit_generator.state).encode()))
     own = Own(states=found)
-    with contextlib.suppress(Exception):  # an unusual object of the script
+    with contextlib.suppress(Exception):  # a script's object may raise anything
         own.owners = owners(made)
     return own
 
 
 def owners(made: list) -> list[str]:
-    """Return where the class begins whose object has a generator, or ""."""
+    """Return the line of the class whose object has a generator, or ""."""
     found = {id(one): "" for one in made}
     direct = gc.get_referrers(*made) if made else []
     fields = [one for one in direct if type(one) is dict]
@@ -244,7 +244,7 @@ def owners(made: list) -> list[str]:
 
 
 def same_draws(job: Job) -> tuple[dict[str, tuple[str, bool]], int]:
-    """Return, by line, what ranks draw equally in most steps, and if it may be right.
+    """Return, by line, draws that are equal in most steps, and if that may be right.
 
     The second value is the number of draws that differ on all ranks.
     """
@@ -267,10 +267,10 @@ def same_draws(job: Job) -> tuple[dict[str, tuple[str, bool]], int]:
         if often and len(values) > 0.9 * len(same):
             one = first[same[0]]
             what = f"in {len(same)} of {len(steps)} steps, torch.{one.name}() gives "
-            parts = one.size >= len(rows) * batch  # perhaps each rank takes its part
+            parts = one.size >= len(rows) * batch  # each rank may take its part
             text = f"{what}the same numbers on several ranks"
-            if found.get(one.place, ("", True))[1]:  # noise counts more than numbers
-                own = one.permutes and one.size == batch  # partners in a batch
+            if found.get(one.place, ("", True))[1]:  # noise is stronger evidence
+                own = one.permutes and one.size == batch  # such as mixup's permutation
                 found[one.place] = text, not own and (one.whole or parts)
     return found, differ
 
@@ -281,7 +281,7 @@ def equal(values: list) -> bool:
 
 
 def draws_in_steps(job: Job) -> bool:
-    """Return whether the script draws between steps, other than PyTorch's fractions."""
+    """Return whether the script draws between steps, except fractions with PyTorch."""
     process = job.processes[0]
     for kind in (Own, Global):
         scans = [{*one.states} for one in process.of(kind)[:2]]
@@ -292,10 +292,10 @@ def draws_in_steps(job: Job) -> bool:
 
 
 def equal_owners(job: Job) -> tuple[str, str, str]:
-    """Return how generators of several objects of a class draw the same, if they do.
+    """Return how the generators of a class's objects draw the same numbers, if they do.
 
-    The other values are the place and the advice. A joint decision needs one generator
-    at the same place on all ranks.
+    The other values are the place and the advice. For a joint decision, all ranks would
+    have one such generator at the same place.
     """
     ranks = []
     for process in job.processes:
@@ -321,12 +321,12 @@ def equal_owners(job: Job) -> tuple[str, str, str]:
 
 
 def same_generators(job: Job) -> bool:
-    """Return whether ranks have own generators that draw the same in each step."""
+    """Return whether ranks' own generators draw the same numbers in each step."""
     found, made = [], Counter()
     for process in job.processes:
         scans = [{*one.states} for one in process.of(Own)]
         pairs = zip(scans, scans[1:], strict=False)
-        found.append([one - later for one, later in pairs])  # those that drew
+        found.append([one - later for one, later in pairs])  # the generators that drew
     columns = [*zip(*found, strict=False)]
     same = [any(a & b for a, b in combinations(x, 2)) for x in columns]
     for row in job.rows(Made):

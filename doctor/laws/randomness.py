@@ -29,7 +29,7 @@ from ..watcher import Watcher
 from .samples import same_samples
 
 LAW = Law(3, "randomness", "Random streams differ between ranks")
-FETCHES = 15  # that are recorded in each pass and process
+FETCHES = 15  # most batches to record per pass and process
 NOISE = "Give the script's own generator a seed that depends on the rank."
 WORDS = {"forward": "forward passes", "fetch": "batches"}
 GENERATORS = {"torch": "PyTorch", "random": "random", "numpy": "NumPy", "cuda": "CUDA"}
@@ -37,19 +37,19 @@ GENERATORS = {"torch": "PyTorch", "random": "random", "numpy": "NumPy", "cuda": 
 
 @dataclass(kw_only=True)
 class Draw(Event):
-    """States of generators before a part of the job that has drawn from them."""
+    """The generators' states before a part of the job that draws from them."""
 
     limit: ClassVar[int] = 2000
-    where: str  # "fetch": loading a batch; "forward": a network
-    number: int  # in this pass over a DataLoader, or in this step
-    states: dict[str, int]  # hashes, of the generators that drew
-    count: int  # of the drawn numbers, at least
+    where: str  # "fetch": loading a batch; "forward": a network's forward pass
+    number: int  # the part's number in this pass over a DataLoader or in this step
+    states: dict[str, int]  # hashes of the states of the generators that drew
+    count: int  # least number of drawn numbers
     drops: bool = False  # the network has dropout
     loader: int | None = None
     epoch: int | None = None
     worker: int | None = None
-    place: str = ""  # where the network is called
-    fields: dict[str, float] = field(default_factory=dict)  # a worker's data set's
+    place: str = ""  # the line that calls the network
+    fields: dict[str, float] = field(default_factory=dict)  # of a worker's data set
 
 
 @dataclass(kw_only=True)
@@ -63,7 +63,7 @@ class Seed(Event):
 
 
 class Randomness(Watcher):
-    """Compares generators before and after they may be used."""
+    """Compares the states of generators before and after they may be used."""
 
     def __init__(self):
         self.states = None
@@ -78,7 +78,7 @@ class Randomness(Watcher):
             setattr(torch, name, getattr(torch.random, name))
         for name in ("seed", "setstate"):
             wrap(random, name, partial(self.seeded, "random", f"random.{name}"))
-            getattr(random, name).__module__ = "random"  # so that it can be pickled
+            getattr(random, name).__module__ = "random"  # for pickle
             getattr(random, name).__qualname__ = name
         if numpy := sys.modules.get("numpy"):
             for name in ("seed", "set_state"):
@@ -137,7 +137,7 @@ class Randomness(Watcher):
         self.states = states() if recorder.watching and gradients() else None
 
     def on_output(self, network, outputs, batch) -> None:
-        """Write which generators a network in training has drawn from."""
+        """Record from which generators a network in training has drawn."""
         if not self.states or not any(one.training for one in network.modules()):
             return
         own, count = drawn(self.states, states())
@@ -159,7 +159,7 @@ def gradients() -> bool:
 
 
 def dropout(module) -> bool:
-    """Return whether a module is, or contains, dropout in training mode."""
+    """Return whether a module is or contains dropout in training mode."""
     known = "p", "dropout", "drop_prob", "dropout_p", "attention_dropout"
     values = [vars(module).get(name) for name in known]
     used = any(isinstance(one, float) and one > 0 for one in values)
@@ -171,7 +171,7 @@ def dropout(module) -> bool:
 
 
 def draws(job, where: str) -> list[dict[tuple, Draw]]:
-    """Return each rank's draws by a key that is the same on all ranks."""
+    """Return {key: draw} for each rank; equal keys belong together on all ranks."""
     found = []
     for process in job.processes:
         own, events = {}, process.events
@@ -191,10 +191,10 @@ def draws(job, where: str) -> list[dict[tuple, Draw]]:
 
 
 def equal(rows: list[dict]) -> tuple[Counter, list[str], int, list[Draw]]:
-    """Return in how many draws two ranks have equal states, by generator.
+    """Return {generator: number of draws in which two ranks have equal states}.
 
-    These are most draws, or at least eight in a row until the end. Also return how many
-    draws could be compared, and a pair of them.
+    A generator is listed if most draws are equal, or at least the last eight. The
+    result also contains the number of comparable draws, and a pair of draws.
     """
     keys = sorted(key for key in rows[0] if all(key in row for row in rows))
     found, pair, last = Counter(), [], Counter()
@@ -267,7 +267,7 @@ def same_random_numbers(job):
 
 
 def new_contents(job) -> bool:
-    """Return whether samples change from epoch to epoch, but no generator was seen."""
+    """Return whether samples change between epochs, but doctor saw no generator."""
     process, found = job.processes[0], {}
     for epoch in process.epochs:
         for one in process.batches(epoch):
@@ -278,7 +278,7 @@ def new_contents(job) -> bool:
 
 
 def advice(name: str, origin: str, draw: Draw) -> str:
-    """Return what to do about a generator, or "" for the check's own advice."""
+    """Return the advice for a generator, or "" for the check's own advice."""
     if "state" in origin:  # set_rng_state(), setstate()
         return "Save each rank's own state, and restore it on that rank."
     text = "Seed PyTorch, and a generator given to the DataLoader, with seed + rank; "
@@ -294,12 +294,12 @@ def advice(name: str, origin: str, draw: Draw) -> str:
 
 
 def called(name: str) -> str:
-    """Return what a finding calls a generator."""
+    """Return a generator's name in a finding."""
     return GENERATORS.get(name, name.replace("its ", "the data set's "))
 
 
 def setting(job, name: str, draw: Draw) -> Seed | None:
-    """Return what set a generator last before a draw, in the same process."""
+    """Return the last Seed of a generator before a draw in the same process."""
     process = next(x for x in job.processes if x.rank == draw.rank)
     own = process.loaders if draw.worker is not None else process.events
     own = [x for x in own if isinstance(x, Seed) and x.generator == name]
@@ -307,7 +307,7 @@ def setting(job, name: str, draw: Draw) -> Seed | None:
 
 
 def cause(job, name: str, pair: list[Draw]) -> tuple[str, str]:
-    """Return the line that last set a generator and, if all ranks made it, the call."""
+    """Return the line that last set a generator, and the call if all ranks made it."""
     found = [setting(job, name, one) for one in pair]
     calls = {one and one.call for one in found}
     place = found[0].place if found[0] else pair[0].place
