@@ -567,20 +567,6 @@ def test_a_share_of_repeated_samples_is_named():
         assert named(report([one, *lines], steps=0)) == wanted
 
 
-def test_a_rank_whose_comparisons_are_never_wrong_is_named():
-    def rank(right):
-        found = []
-        for step in range(3):
-            one = validated("")[1]
-            one.values = array("d", range(60))
-            one.weights = array("d", [n if n < right else -1 for n in range(60)])
-            found.append(replace(one, after=step))
-        return found
-
-    assert named(report(rank(40), rank(60))) == {"compared_with_itself"}
-    assert not named(report(rank(58), rank(60)))
-
-
 def test_gradients_of_other_weights_are_named():
     def rank(names):
         used = [float(sum(map(ord, name)) * 10 + n) for name in names for n in range(8)]

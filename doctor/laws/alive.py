@@ -10,7 +10,7 @@ from ..moments import Moments, Step, weights
 from ..record import STEPS, place, recorder
 from ..sample import numbers
 from ..watcher import Watcher
-from .layers import Layers, Padded, Ran, networks
+from .layers import Layers, Ran, networks
 from .passes import Update
 from .replicas import listed
 
@@ -263,9 +263,7 @@ def dead_weights(job):
         if still:
             text = f"{len(still)} {count} get gradients, but do not change"
             raise NotJudged(f"{text}: {names(still)}")
-        rows = {f"row {one.row} of {one.name}" for one in job.of(Padded) if one.reads}
-        unused = f"; exceptions: {listed(sorted(rows))} (padding)" * bool(rows)
-        yield f"{len(alive)} {count} get gradients and change in {steps} steps{unused}"
+        yield f"{len(alive)} {count} get gradients and change in {steps} steps"
 
 
 @explains(dead_weights, WRONG, read="lesson 16")
@@ -317,23 +315,3 @@ def not_in_an_optimizer(job):
         if old:
             what += f"; an optimizer has {len(old)} that no network has: {names(old)}"
         yield Breach(what, found[0].place, level=WRONG if old else RISK)
-
-
-@check(LAW, RISK, needs=[Padded], causes=[dead_weights])
-def padding_row_read(job):
-    """An embedding's padding row, which never learns, is read between other rows.
-
-    Give real items or words other ids (add 1 to all of them), or leave out padding_idx.
-    Not a mistake if: this id also stands for gaps inside a sequence.
-    """
-    places = {one.name: one.place for one in job.of(Weight)}
-    for name in {one.name: None for one in job.of(Padded)}:
-        own = [one for one in job.of(Padded) if one.name == name]
-        inside, total = sum(x.inside for x in own), sum(x.sequences for x in own)
-        columns = {column for one in own for column in one.columns}
-        # If padded sequences are joined, padding is at a few places inside them
-        if inside > 0.1 * total and len(columns) > 2:
-            what = f"row {own[0].row} of {name} is the padding (padding_idx), but "
-            what += f"{inside} of {total} sequences have it between other ids, at "
-            what += f"{len(columns)} positions; it never gets a gradient"
-            yield Breach(what, places.get(name, ""))
