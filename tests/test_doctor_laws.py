@@ -119,7 +119,7 @@ def test_a_stream_is_not_held_and_its_lost_samples_are_named():
 
 
 def test_what_only_the_last_rank_does_is_named():
-    """It has one batch less than the others, or an error."""
+    """doctor names the last rank if it has one batch less than the others, or an error."""
     ranks = [fed([*range(n, 120, 3)]) for n in range(3)]
     assert not report(*ranks, steps=0).findings
     found = report(*ranks[:2], fed([*range(2, 98, 3)]), steps=0)
