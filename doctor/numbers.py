@@ -60,7 +60,7 @@ class Number:
     words: str  # the words before the number
 
     def turned(self, ratio: tuple[float, float]) -> float:
-        """Return numerator / denominator in this number's form, such as percent."""
+        """Return numerator / denominator in this number's form, such as 0 to 100."""
         top, bottom = ratio
         value = top / bottom if bottom else float("nan")
         if self.kind == "error":
@@ -181,7 +181,7 @@ class Group:
     times: dict[int, list[float]] = field(default_factory=dict)
 
     def began(self, rank: int) -> float:
-        """Return when a rank (by default, the first rank) measured the first batch."""
+        """Return when a rank, or else the first rank, measured its first batch."""
         return min(self.times.get(rank) or [*chain(*self.times.values())])
 
     def running(self, rank: int, moment: float) -> bool:
@@ -218,7 +218,7 @@ class Group:
         return [(top * self.parts, bottom) for top, bottom in found]
 
     def averages(self, rank: int) -> Iterator[tuple[float, float]]:
-        """Yield averages of a training pass over this rank's or all ranks' batches."""
+        """Yield averages of a training pass, over this rank's and over all batches."""
         own = [self.ranks[rank]] if rank in self.ranks else []
         for rows in (*own, [*chain(*self.ranks.values())]):
             yield pair([(sum(v), sum(w)) for v, w, _ in rows])

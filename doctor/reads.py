@@ -76,7 +76,7 @@ class Reads:
         return not self.index and distinct < 0.8 * sum(map(len, batches))
 
     def computed(self) -> bool:
-        """Return whether a loop's batches repeat inputs, such as a game's states."""
+        """Return whether a loop's batches have inputs that come again, as in a game."""
         lists = [x for one in self.ranks for x in one]
         repeats = sum(len(x) - len({*x}) for x in lists)
         return self.pool > 0 and repeats > MORE * sum(map(len, lists))
@@ -273,7 +273,7 @@ def laps(job: Job) -> list[list[list[int]]]:
 
 
 def looped(job: Job) -> list[Reads]:
-    """Return the samples that ranks read without a DataLoader, until one repeats.
+    """Return the samples that ranks read without a DataLoader, until a sample repeats.
 
     If the ranks have read equally many batches by then, the next batches are epoch 1's.
     """

@@ -94,7 +94,7 @@ def networks() -> list[dict]:
 
 
 def kind(module) -> str:
-    """Return what kind of layer with modes a module is, or ""."""
+    """Return which layer with a training and an evaluation mode a module is, or ""."""
     from torch.nn.modules import batchnorm, dropout
 
     if isinstance(module, batchnorm._BatchNorm):

@@ -111,7 +111,7 @@ def ended(job) -> list:
 
 
 def stuck(job) -> bool:
-    """Return whether all processes still waited when doctor or Ctrl-C ended them."""
+    """Return whether all processes were waiting when doctor or Ctrl-C ended them."""
     waits = [waiting(process) for process in job.processes]
     waits = all(one and one.seconds > 20 for one in waits) and job.world_size > 1
     return job.hung or (job.interrupted and waits)

@@ -1,4 +1,4 @@
-"""Law 7: printed accuracies and losses equal those of the networks' outputs."""
+"""Law 7: printed accuracies and losses are those of the networks' outputs."""
 
 import re
 from collections import Counter
