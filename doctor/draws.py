@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import ClassVar
 
 from .event import Event
@@ -42,6 +42,7 @@ class Drawn(Event):
     size: int  # of the first dimension
     whole: bool  # they are whole numbers
     permutes: bool = False  # they are 0 to size - 1, in another order
+    own: bool = False  # a generator was given
 
 
 @dataclass(kw_only=True)
@@ -122,10 +123,10 @@ class Draws(Watcher):
             result = call(*args, **kwargs)
         finally:
             self.inside = nested
-        self.keep(name, result)
+        self.keep(name, result, kwargs.get("generator") is not None)
         return result
 
-    def keep(self, name: str, result) -> None:
+    def keep(self, name: str, result, own: bool = False) -> None:
         """Record a few numbers of a tensor."""
         watching = recorder.watching and recorder.step and not recorder.full(Drawn)
         if self.inside or not watching or result.numel() < MANY or not runs_normally():
@@ -142,6 +143,7 @@ class Draws(Watcher):
             size=len(result) if result.dim() else 1,
             whole=not result.is_floating_point(),
             permutes=permutes(result),
+            own=own,
         )
         self.counts[where] += 1
         recorder.write(drawn)
@@ -196,11 +198,32 @@ def owners(made: list) -> list[str]:
     return [*found.values()]
 
 
-def same_draws(job: Job) -> tuple[dict[str, tuple[str, bool]], int]:
-    """Return, by line, what ranks draw equally in most steps, and if it may be right.
+@dataclass
+class Same:
+    """A line draws the same numbers on several ranks."""
 
-    The second value is the number of draws that differ on all ranks.
+    what: str
+    together: bool  # perhaps the ranks are meant to choose the same
+    draws: list[Drawn]  # of all ranks, the first that are the same
+    late: bool  # earlier ones differ
+
+
+def since(same: list[bool], least: float = 3) -> int | None:
+    """Return the first of the draws that are equal, or None if few are.
+
+    These are most draws, and at least `least`, or eight in a row, or the last three.
     """
+    if sum(same) >= max(least, len(same) / 2):
+        return same.index(True)
+    text = "".join("01"[one] for one in same)
+    if (found := text.find("1" * 8)) >= 0:
+        return found
+    found = len(text.rstrip("1"))
+    return found if 0 < found < len(text) - 2 else None
+
+
+def same_draws(job: Job) -> tuple[dict[str, Same], int]:
+    """Return what ranks draw equally, by line, and how many draws differ."""
     rows, found, differ = [], {}, 0
     for process in job.processes:
         own = {}
@@ -212,19 +235,25 @@ def same_draws(job: Job) -> tuple[dict[str, tuple[str, bool]], int]:
     for key, first in rows[0].items():
         draws = [own.get(key, {}) for own in rows]
         steps = [step for step in first if all(step in own for own in draws)]
-        same = [step for step in steps if equal([own[step].value for own in draws])]
-        values = {first[step].value for step in same}
-        differ += len(steps) - len(same)
-        often = len(same) >= max(3, watched / 3, len(steps) / 2)
-        often = often or (len(same) > 7 and same[-8:] == steps[-8:])
-        if often and len(values) > 0.9 * len(same):
-            one = first[same[0]]
-            what = f"in {len(same)} of {len(steps)} steps, torch.{one.name}() gives "
+        same = [equal([own[step].value for own in draws]) for step in steps]
+        differ += len(same) - sum(same)
+        if (start := since(same, max(3, watched / 3))) is None:
+            continue
+        equals = [step for step, one in zip(steps, same, strict=True) if one]
+        row = [own[steps[start]] for own in draws]
+        one, values = row[0], [first[step].value for step in equals]
+        changes = sum(a != b for a, b in pairwise(values)) + 1
+        changes = len({*values}) if one.name in MADE else changes
+        earlier = found.get(one.place)  # noise counts more than numbers
+        if changes > 0.9 * len(values) and (earlier is None or earlier.together):
+            what = f"in {len(equals)} of {len(steps)} steps, torch.{one.name}() gives "
+            what += "the same numbers on several ranks"
+            if late := start > 2:
+                what = f"from step {one.step + 1} on, {what}"
             parts = one.size >= len(rows) * batch  # perhaps each rank takes its part
-            text = f"{what}the same numbers on several ranks"
-            if found.get(one.place, ("", True))[1]:  # noise counts more than numbers
-                own = one.permutes and one.size == batch  # partners in a batch
-                found[one.place] = text, not own and (one.whole or parts)
+            own = one.permutes and one.size == batch  # partners in a batch
+            together = not own and (one.whole or parts)
+            found[one.place] = Same(what, together, row, late)
     return found, differ
 
 

@@ -7,7 +7,8 @@ from ..job import Job
 from ..law import RISK, Breach, Doubt, check, need, several
 from ..meshes import undivided
 from ..neighbours import Input, inputs, same_rows
-from .randomness import LAW, Draw, Seed, called, cause, same_random_numbers
+from ..seeds import Seed, called, cause
+from .randomness import LAW, Draw, same_random_numbers
 
 STRATA = (
     "Draw it with a generator that each rank seeds differently, or compute it from a "
@@ -31,7 +32,7 @@ def same_inputs(job):
         return
     lines, _ = same_draws(job)
     if lines and not any(one.loaded for own in first for one in own):
-        place, (what, _) = next(iter(lines.items()))
+        place, what = next((place, one.what) for place, one in lines.items())
         seeds = [x for x in job.processes[0].of(Seed) if x.generator == "torch"]
         if len(seeds) > 2 and all(a.place == b.place for a, b in pairwise(seeds[-3:])):
             place = seeds[-1].place
