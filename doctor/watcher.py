@@ -32,6 +32,9 @@ class Watcher:
     def checkpoint_hooks(self, dcp) -> None:
         """Wrap functions, right after torch.distributed.checkpoint is imported."""
 
+    def metric_hooks(self, metrics) -> None:
+        """Wrap functions, right after sklearn.metrics is imported."""
+
     def on_input(self, network, inputs: list) -> None:
         """The outermost network is called; `inputs` are its tensors."""
 

@@ -5,9 +5,11 @@ a law is not held on evidence that the mistake leaves as it is.
 """
 
 import random
+import sys
 from array import array
 from dataclasses import replace
 from math import inf, nan
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from doctor.law import examine
 from doctor.laws.candidates import Contrast
 from doctor.laws.losses import Term
 from doctor.laws.meeting import Call
+from doctor.laws.pairs import Pairs
 from doctor.laws.passes import Update
 from doctor.laws.places import Places, cannot_join, mixed_gradients
 from doctor.laws.printed import OTHER
@@ -33,7 +36,7 @@ from doctor.moments import Step
 from doctor.neighbours import Input
 from doctor.numbers import numbers, results
 from doctor.reads import Feed
-from doctor.record import PASSES, Recorder
+from doctor.record import PASSES, Recorder, recorder
 from doctor.results import Measured as Result
 from doctor.results import Printed, Results
 from doctor.sample import hashes, positions
@@ -771,3 +774,27 @@ def test_a_watched_process_is_left_alone(tmp_path, script):
     hook = {"PYTHONPATH": str(ROOT / "doctor/hook"), "DOCTOR_FOLDER": str(tmp_path)}
     ended = run("python", str(tmp_path / "a.py"), **hook, RANK="0", WORLD_SIZE="1")
     assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize(("order", "wrong"), [([0, 1], 0), ([1, 0], 1)])
+def test_a_metric_gets_the_labels_of_other_samples(monkeypatch, order, wrong):
+    """Two batches of eight, and the other rank's sixteen, in two orders."""
+    watcher, written = Pairs(), []
+    monkeypatch.setattr(recorder, "write", written.append)
+    monkeypatch.setattr("doctor.laws.pairs.LEAST", 16)
+    monkeypatch.setitem(sys.modules, "sklearn.metrics", None)
+    labels = torch.arange(32) % 7
+    scores, which = torch.randn(32, 7), {"loader": 1, "epoch": 0}
+    own = SimpleNamespace(which=which)
+    with torch.no_grad():
+        for n in range(2):
+            batch, part = {**which, "number": n}, slice(8 * n, 8 * n + 8)
+            few = [torch.randn(8, 99), labels[part]]
+            watcher.on_batch(own, {**batch, "tensors": few}, 0.1)
+            watcher.on_output(None, scores[part], {**batch, "labels": None})
+    halves = labels.view(2, 16)[order].flatten()
+    watcher.look("top_k", "a.py:3", halves.numpy(), scores.softmax(1).numpy())
+    (one,) = written
+    assert (one.count, bool(one.wrong)) == (16, bool(wrong))
+    found = report([one], [])
+    assert named(found) == ({"other_samples_labels"} if wrong else set())

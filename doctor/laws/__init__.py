@@ -16,6 +16,7 @@ from . import (  # noqa: F401
     meeting,
     modes,
     order,
+    pairs,
     passes,
     places,
     printed,
