@@ -1,4 +1,4 @@
-"""Each law is broken, held or not judged on events as a job would record them."""
+"""doctor calls a law broken, held or not judged by events like those that a job records."""
 
 import math
 import re
@@ -42,7 +42,7 @@ EMPTY = {"str": "", "int": 0, "float": 0.0, "bool": False}
 
 
 def event(kind, step=0, /, **values):
-    """Return an event whose other fields are empty."""
+    """Return an event with these fields; its other fields are empty."""
     given = {}
     for one in fields(kind):
         name = str(getattr(one.type, "__name__", one.type)).split("[")[0]
@@ -51,7 +51,7 @@ def event(kind, step=0, /, **values):
 
 
 def made(*ranks):
-    """Return a job of these ranks, each with four steps and its events."""
+    """Return a job with these ranks' events; each rank takes four steps."""
     processes = []
     for rank, own in enumerate(ranks):
         start = event(Start, parent="a-1", host="a", environment={})
@@ -75,7 +75,7 @@ def named(report):
 
 
 def law(report, number):
-    """Return a law's state."""
+    """Return a law's state: held, broken or not judged."""
     return next(x.state for x in report.verdicts if x.law.number == number)
 
 
@@ -90,8 +90,8 @@ def one_pass(terms=((1.0, "mean", 8, 1, 1),), **values):
 def steps(used, passes=1, change=None, **values):
     """Return the updates of two ranks in four steps; `used` is the gradient of a step.
 
-    Pass p of step n has the rank's gradient times n + 1, and with its numbers turned by
-    p places. `change(pass, rank, step)` may change a pass.
+    In pass p of step n, the gradient is the rank's gradient times n + 1, rotated by p places.
+    `change(pass, rank, step)` may change a pass.
     """
     terms = values.pop("terms", ((1.0 / passes, "mean", 8, 1, 1),))
     ranks = []
@@ -115,12 +115,12 @@ def plus(*vectors):
 
 
 def times(factor, vector):
-    """Return a vector times a number."""
+    """Multiply a vector by a number."""
     return [factor * x for x in vector]
 
 
 def turned(vector):
-    """Return a vector whose numbers are turned by one place."""
+    """Rotate a vector by one place."""
     return vector[1:] + vector[:1]
 
 
@@ -178,7 +178,7 @@ HALF, THIRD = (((x, "mean", 8, 1, 1),) for x in (1 / 2, 1 / 3))
 TWICE = plus(times(2, MEAN), turned(MEAN))
 THIRDS = plus(times(2 / 3, SAMPLES[0]), times(1 / 3, SAMPLES[1]))
 UNREAD = ((1.0, ""),)
-# By name: the check that finds it, or the law's state; and the steps
+# name -> the check that finds the mistake, or the law's state; and the steps
 GRADIENTS = {
     "a mean": ("held", steps(MEAN)),
     "two passes": ("held", steps(BOTH, 2)),
@@ -225,7 +225,7 @@ def test_the_weight_of_each_sample_in_a_step(name):
 
 
 def test_a_law_is_broken_by_the_effect_of_another_one():
-    """Gradients that nothing averages make the replicas drift apart."""
+    """If nothing averages the gradients, the replicas drift apart, and two laws are broken."""
     ranks = steps(MEAN)
     for own, used in zip(ranks, SAMPLES, strict=True):
         for n, one in enumerate([*own]):
@@ -249,7 +249,7 @@ def test_shards_that_each_rank_scales_by_itself():
 
 
 def test_the_advice_on_no_sync_and_on_a_prepared_scheduler():
-    """The flag is set after forward(); accelerate steps a scheduler once per process."""
+    """One script sets DDP's flag only after forward(); accelerate steps a scheduler per process."""
     passes = [one_pass(forwards=[True]), one_pass(forwards=[False])]
     ranks = steps(MEAN, 2)
     for own, used in zip(ranks, SAMPLES, strict=True):
@@ -265,7 +265,7 @@ def test_the_advice_on_no_sync_and_on_a_prepared_scheduler():
 
 
 def test_the_length_of_a_schedule():
-    """It ends where its decay first ends; after a warm restart, no length is known."""
+    """A schedule ends where its decay first ends; with warm restarts, its length is unknown."""
     half = [(1 + math.cos(math.pi * n / 60)) / 2 for n in range(540)]
     again = [(1 + math.cos(math.pi * (n % 20) / 20)) / 2 for n in range(540)]
     rises = [min(1, (n + 1) / 6) * x for n, x in enumerate(half)]
@@ -302,7 +302,7 @@ def test_weights_that_never_live_are_named():
     assert law(judged(*map(add, parts, head)), 6) == "held"
     parts = [[weight("stage.weight", n, optimizer=0 if n else None)] for n in range(2)]
     assert law(judged(*map(add, parts, head)), 6) == "held"
-    for moves in (False, True):  # something else updates it
+    for moves in (False, True):  # another object updates the network
         lost = {"optimizer": None, "moves": moves}
         lost = [[weight("weight of Linear", n, **lost)] for n in range(2)]
         found = named(judged(*map(add, lost, head)))
@@ -319,7 +319,7 @@ def test_a_frozen_teacher_in_training_mode_is_named():
 
 
 def test_files_of_two_ranks_and_two_hosts():
-    """A library may have written them: images, for example."""
+    """A library may have written the files, such as images."""
     ranks = [[event(Opened, path="/a/sample.png", place="a.py:5")] for _ in range(2)]
     assert named(judged(*ranks)) == {"several_write": "RISK"}
     ranks[1].append(event(Start, parent="b-1", host="b", environment={}))
@@ -365,7 +365,7 @@ def test_what_an_optimizer_keeps_outside_its_state():
 
 
 def test_what_a_loss_is_divided_by():
-    """Class weights are summed by target; a scaled mask is a factor and a count."""
+    """The divisor can be a sum of class weights, or a mask's count times a factor."""
     logits = torch.randn(5, 3, requires_grad=True)
     targets = torch.tensor([0, 2, 2, 1, -1])
     each = torch.tensor([0.5, 1.0, 25.0])
@@ -383,7 +383,7 @@ def test_what_a_loss_is_divided_by():
 
 
 def test_steps_without_an_optimizer(monkeypatch):
-    """A step has changed the weights; ranks are compared after as many collectives."""
+    """A change of the weights is a step; doctor compares ranks after as many collectives."""
     moments, net, found = Moments(), torch.nn.Linear(2, 1), []
     monkeypatch.setattr(recorder, "write", found.append)
     monkeypatch.setattr(recorder, "step", 0)
@@ -419,7 +419,7 @@ def test_an_optimizer_may_have_parts_of_a_networks_weights(moves):
 
 @pytest.mark.parametrize("first", [0, 2, None])
 def test_a_network_that_nothing_trains_is_compared(first):
-    """A teacher may be copied before DDP is made, or a rank may update it by itself."""
+    """A teacher may be copied before DDP exists, or one rank alone may update it."""
     state = {"moment": "other", "what": "Net", "names": ["a"], "each": 1}
     begins = 9 if first is None else first
     ranks = [
@@ -434,7 +434,7 @@ def test_a_network_that_nothing_trains_is_compared(first):
 
 
 class Part:
-    """A weight (4, 4) of which this process has two rows, as with FSDP2."""
+    """A (4, 4) weight of which each process has two rows, as with FSDP2."""
 
     def __init__(self, *rows):
         self.placements, self.shape, self.rows = ["S(0)"], (4, 4), torch.tensor(rows)
@@ -455,7 +455,7 @@ def test_shards_are_known_by_their_names_or_their_numbers(monkeypatch):
 
 @pytest.mark.parametrize(("first", "wanted"), [(0, {}), (6, {"tensors_drift": "RISK"})])
 def test_a_tensor_that_drifts_after_it_changed_alike_is_named(first, wanted):
-    """Tensors of a rank's own, such as its samples, differ from the start."""
+    """doctor ignores tensors that differ from the start, such as a rank's samples."""
     own, found = Part([1.0] * 8), Objects()
     assert "Part.rows" in found.tensors({}) and not is_users(torch.nn.Linear)
     assert id(own.rows) and "Part.rows" not in found.tensors({id(own.rows): 0})
@@ -468,7 +468,7 @@ def test_a_tensor_that_drifts_after_it_changed_alike_is_named(first, wanted):
 
 
 def test_equal_names_are_numbered_alike_on_all_ranks(monkeypatch):
-    """One rank has freed the weights of an old network, and another has not yet."""
+    """The numbers agree even if only one rank has already freed an old network's weights."""
     old, new = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
     watcher = Replicas()
     monkeypatch.setattr(Moments.here, "names", {id(old): "w", id(new): "w"})
@@ -556,7 +556,7 @@ def test_passes_that_a_scaler_skips_are_not_lost(monkeypatch):
 
 
 def test_what_a_checkpoint_in_parts_holds(monkeypatch):
-    """torch.distributed.checkpoint saves nested or flat states, and counts as tensors."""
+    """torch.distributed.checkpoint saves nested or flat states, and stores counts as tensors."""
     network, written = torch.nn.Linear(2, 2), []
     monkeypatch.setattr(recorder, "write", written.append)
     monkeypatch.setattr(Moments.here, "networks", {network: True})
