@@ -1,14 +1,12 @@
 """Law 3: random streams differ between ranks. Inputs, and seeds in each epoch."""
 
-from itertools import pairwise
-
 from ..draws import same_draws
 from ..job import Job
 from ..law import RISK, Breach, Doubt, check, need, several
 from ..meshes import undivided
 from ..neighbours import Input, inputs, same_rows
-from ..seeds import Seed, called, cause
-from .randomness import LAW, Draw, same_random_numbers
+from ..seeds import called, cause
+from .randomness import LAW, Draw, same_random_numbers, worded
 
 STRATA = (
     "Draw it with a generator that each rank seeds differently, or compute it from a "
@@ -32,11 +30,7 @@ def same_inputs(job):
         return
     lines, _ = same_draws(job)
     if lines and not any(one.loaded for own in first for one in own):
-        place, what = next((place, one.what) for place, one in lines.items())
-        seeds = [x for x in job.processes[0].of(Seed) if x.generator == "torch"]
-        if len(seeds) > 2 and all(a.place == b.place for a, b in pairwise(seeds[-3:])):
-            place = seeds[-1].place
-            what += f", since {seeds[-1].call} on each rank"
+        what, place, _ = worded(job, *next(iter(lines.items())))
         yield Breach(f"{what}, and the network's inputs are equal", place)
 
 

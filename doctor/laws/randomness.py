@@ -13,6 +13,7 @@ from ..draws import (
     MANY,
     Drawn,
     Draws,
+    Same,
     equal_owners,
     same_draws,
     same_generators,
@@ -244,14 +245,8 @@ def same_random_numbers(job):
     for place, one in lines.items() if not found else ():
         some = one.what if one.together else some
         if not one.together:
-            what, origin, mend = one.what, "", NOISE
-            if not one.draws[0].own:
-                name = "numpy" if one.draws[0].name in MADE else "torch"
-                seed, origin = cause(job, name, one.draws)
-                mend = LATE if one.late and origin else ""
-            if origin:
-                what, place = f"{what} at {place}{origin}", seed
-            yield Breach(what, place, facts="loop", mend=mend)
+            what, where, mend = worded(job, place, one)
+            yield Breach(what, where, facts="loop", mend=mend)
     what, place, mend = equal_owners(job)
     if what and not found:
         yield Breach(what, place, facts="loop", mend=mend)
@@ -268,6 +263,17 @@ def same_random_numbers(job):
     if not held:
         raise NotJudged("no draw from a global generator was seen")
     yield f"the ranks' generators differ {', '.join(held)}"
+
+
+def worded(job, place: str, one: Same) -> tuple[str, str, str]:
+    """Return what a finding says of a line that draws, its place and the advice."""
+    if one.draws[0].own:
+        return one.what, place, NOISE
+    name = "numpy" if one.draws[0].name in MADE else "torch"
+    seed, origin = cause(job, name, one.draws)
+    if not origin:
+        return one.what, place, ""
+    return f"{one.what} at {place}{origin}", seed, LATE if one.late else ""
 
 
 def new_contents(job) -> bool:
