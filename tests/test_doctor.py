@@ -19,11 +19,6 @@ from mutations import read_mutations
 from torch.utils._pytree import tree_leaves
 
 import doctor.laws  # noqa: F401  its checks
-from doctor.event import Exit, Failed, Rank
-from doctor.job import Job, Process
-from doctor.law import examine as examine_job
-from doctor.loaders import Batch, Epoch, EpochEnd
-from doctor.moments import Step
 
 MODES = {path.stem: path for path in sorted(ROOT.glob("tests/doctor/modes/*.py"))}
 MISTAKES = read_mutations((ROOT / "tests" / "doctor" / "mistakes.txt").read_text())
@@ -154,41 +149,6 @@ def test_several_mistakes_in_one_script_are_all_named(mode, tmp_path):
     found = examine(tmp_path, MODES[mode], text)
     assert wanted <= {one["check"] for one in found}, found
     assert all(one["place"].startswith(f"{mode}.py:") for one in found if one["place"])
-
-
-def made(batches, last):
-    """Return a job of three processes with these numbers of batches; rank 2 ends with `last`."""
-    processes = []
-    for rank, count in enumerate(batches):
-        own = {"loader": 0, "epoch": 0}
-        opened = dict.fromkeys(("length", "samples"))
-        opened |= {"type": "", "sampler": "", "stream": True, "place": "a.py:9"}
-        step = {"optimizer": 0, "which": 0, "sharded": False, "rates": []}
-        step |= {"threads": 1, "place": "a.py:10"}
-        events = [Rank(own=rank, world_size=3), Epoch(**own, **opened)]
-        for number in range(count):
-            parts = dict.fromkeys(("indices", "labels", "rows"))
-            events += [Batch(**own, number=number, **parts), Step(**own, **step)]
-        events.append(EpochEnd(**own, whole=True, batches=count, steps=count))
-        events.append(last if rank == 2 else Exit(watched=count))
-        for one in events:
-            one.rank = rank
-        processes.append(Process(rank, 3, events))
-    return Job(processes, status=0)
-
-
-def test_what_only_the_last_rank_does_is_named():
-    """doctor names the last rank if it has one batch less than the others, or an error."""
-    found = examine_job(made([5, 5, 5], Exit(watched=5)))
-    assert not found.findings, found.findings
-    found = examine_job(made([5, 5, 4], Exit(watched=4))).findings
-    assert "batch_counts_differ" in bad(map(vars, found)), found
-    failed = Failed(text="ValueError: no", place="a.py:11", path="")
-    found = examine_job(made([5, 5, 5], failed)).findings
-    assert [(one.check, one.place) for one in found] == [
-        ("ends_with_an_error", "a.py:11")
-    ]
-    assert "rank 2 ends with ValueError: no" in found[0].what
 
 
 def test_what_was_found_in_public_scripts_is_named_in_ours():

@@ -1,11 +1,11 @@
 """Law 3: random streams differ between ranks. Inputs, and seeds in each epoch."""
 
 from ..draws import same_draws
+from ..generators import called, cause
 from ..job import Job
 from ..law import RISK, Breach, Doubt, check, need, several
 from ..meshes import undivided
 from ..neighbours import Input, inputs, same_rows
-from ..seeds import called, cause
 from .randomness import LAW, Draw, same_random_numbers, worded
 
 STRATA = (

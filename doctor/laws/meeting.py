@@ -40,7 +40,6 @@ class Call(Event):
     name: str
     sent: str  # how many numbers of which type, and from or to which rank
     place: str
-    weight: str = ""  # whose gradient or value is sent
     value: float | None = None  # sum of absolute values, if the tensor is small
 
 
@@ -48,8 +47,7 @@ class Meeting(Watcher):
     """Records collectives."""
 
     def __init__(self):
-        self.weights = {}  # names of gradients, by address
-        self.counts, self.built = Counter(), Counter()
+        self.counts = Counter()
 
     def hooks(self) -> None:
         from torch.distributed.algorithms.join import Join
@@ -79,38 +77,27 @@ class Meeting(Watcher):
         one = Call(name=name, sent=sent, place=where)
         plain = tensors and name not in UNEVEN and type(tensors[0]) is torch.Tensor
         if plain and recorder.watching:
-            one.weight = self.weight(tensors[0])
             self.counts[where] += 1
             few = (
                 tensors[0].numel() <= 64
                 or COUNTS >= tensors[0].numel() > 0
                 and (tensors[0].dim() == 2 or not tensors[0].is_floating_point())
             )
-            if few and not one.weight and self.counts[where] < 99:
+            if few and self.counts[where] < 99 and not gradient(tensors[0]):
                 one.value = float(tensors[0].detach().double().abs().sum())
         recorder.write(one)
-
-    def weight(self, tensor) -> str:
-        """Return the name of the weight of which a tensor is the gradient, or ""."""
-        if not self.known(tensor) and self.built[recorder.step] < 8:
-            self.built[recorder.step] += 1
-            self.weights = {}
-            for number, weight in [*Moments.here.known.values()]:
-                own = weight()
-                if own is not None and own.grad is not None:
-                    name = f"{Moments.here.name(own)} (weight {number + 1})"
-                    self.weights[own.grad.data_ptr()] = name, weight
-        return self.weights[tensor.data_ptr()][0] if self.known(tensor) else ""
-
-    def known(self, tensor) -> bool:
-        """Return whether a tensor is, still, the gradient of a weight."""
-        own = self.weights.get(tensor.data_ptr(), ("", lambda: None))[1]()
-        grad = None if own is None else own.grad
-        return grad is not None and grad.data_ptr() == tensor.data_ptr()
 
     def ending(self, call, context):
         recorder.write(Call(name="join", sent="", place=""))
         return call(context)
+
+
+def gradient(tensor) -> bool:
+    """Return whether a tensor is the gradient of a weight."""
+    known = [weight() for _, weight in [*Moments.here.known.values()]]
+    found = [one.grad for one in known if one is not None and one.grad is not None]
+    plain = [one for one in found if not (one.is_sparse or tensor.is_sparse)]
+    return any(one.data_ptr() == tensor.data_ptr() for one in plain)
 
 
 def errors(job) -> list[Failed]:
@@ -236,11 +223,6 @@ def collectives_differ(job):
             if any(one.name == "destroy_process_group" for one in calls):
                 mend = LEAVES
             yield Breach(what, calls[0].place, mend=mend)
-            return
-        if all(one.weight for one in calls) and len({one.weight for one in calls}) > 1:
-            what = f"for collective call {number}, {calls[0].name}() gets the gradient "
-            told = [f"of {one.weight} on rank {one.rank}" for one in calls[:4]]
-            yield Breach(what + ", ".join(told), calls[0].place, mend=ORDER)
             return
     if place := swapped(rows):
         what = "the ranks sum the numbers of one line in different orders"

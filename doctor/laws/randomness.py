@@ -20,13 +20,12 @@ from ..draws import (
     since,
 )
 from ..event import Compiles, Event
-from ..generators import drawn, states
+from ..generators import GENERATORS, Seed, called, cause, drawn, states
 from ..law import RISK, Breach, Law, NotJudged, check, explains, several
 from ..loaders import Loaders
 from ..meshes import undivided
 from ..moments import Moments
 from ..record import not_the_users, place, recorder, wrap
-from ..seeds import GENERATORS, Seed, called, cause
 from ..signature import plain
 from ..watcher import Watcher
 from .samples import same_samples
