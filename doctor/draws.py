@@ -1,19 +1,18 @@
 """Record the random numbers that the script draws itself, and its own generators."""
 
 import contextlib
-import ctypes
 import gc
-import hashlib
 import os
 import random
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import ClassVar
 
 from .event import Event
+from .generators import hashed, states
 from .job import Job
 from .moments import runs_normally
 from .neighbours import Input
@@ -43,6 +42,7 @@ class Drawn(Event):
     size: int  # the first dimension's size
     whole: bool  # the numbers are integers
     permutes: bool = False  # the numbers are a permutation of 0 to size - 1
+    own: bool = False  # the script gave a generator
 
 
 @dataclass(kw_only=True)
@@ -68,52 +68,6 @@ class Made(Event):
     limit: ClassVar[int] = 400
     state: int  # a hash of the generator's state
     place: str
-
-
-def states(dataset: object = None) -> dict[str, tuple[int, int]]:
-    """Return each global generator's hash and position, and a data set's generators."""
-    import torch
-
-    state = content(torch.random.default_generator.get_state())
-    found = {"torch": (hashed(state), int.from_bytes(state[16:20], "little"))}
-    state = random.getstate()[1]
-    found["random"] = hash(state), state[-1]
-    if numpy := sys.modules.get("numpy"):
-        _, keys, position, *_ = numpy.random.get_state()
-        state = keys.tobytes() + str(position).encode()
-        found["numpy"] = hashed(state), position
-    if torch.cuda.is_initialized():
-        state = content(torch.cuda.get_rng_state())
-        found["cuda"] = hashed(state), int.from_bytes(state[8:16], "little")
-    for name, own in getattr(dataset, "__dict__", {}).items():
-        bits = getattr(own, "bit_generator", getattr(own, "_bit_generator", None))
-        if isinstance(own, torch.Generator):
-            found[f"its {name}"] = hashed(content(own.get_state())), 0
-        elif isinstance(own, random.Random):
-            found[f"its {name}"] = hash(own.getstate()[1]), 0
-        elif bits is not None:
-            found[f"its {name}"] = hashed(repr(bits.state).encode()), 0
-    return found
-
-
-def content(state) -> bytes:
-    """Return the bytes of a generator's state (a CPU tensor), without NumPy."""
-    return ctypes.string_at(state.data_ptr(), state.numel())
-
-
-def hashed(state: bytes) -> int:
-    """Return a hash of a generator's state."""
-    return int.from_bytes(hashlib.blake2b(state, digest_size=7).digest(), "big")
-
-
-def drawn(before: dict, after: dict) -> tuple[dict[str, int], int]:
-    """Return the hashes of the generators that drew, and the least number of draws."""
-    changed = {k: x for k, x in before.items() if k in after and after[k] != x}
-    counts = [0]
-    for name, (_, position) in changed.items():
-        moved = after[name][1] - position
-        counts.append(moved if name == "cuda" else moved % 624 or 624)
-    return {name: value[0] for name, value in changed.items()}, max(counts)
 
 
 class Draws(Watcher):
@@ -169,10 +123,10 @@ class Draws(Watcher):
             result = call(*args, **kwargs)
         finally:
             self.inside = nested
-        self.keep(name, result)
+        self.keep(name, result, kwargs.get("generator") is not None)
         return result
 
-    def keep(self, name: str, result) -> None:
+    def keep(self, name: str, result, own: bool = False) -> None:
         """Record a few numbers of a tensor."""
         watching = recorder.watching and recorder.step and not recorder.full(Drawn)
         if self.inside or not watching or result.numel() < MANY or not runs_normally():
@@ -189,6 +143,7 @@ class Draws(Watcher):
             size=len(result) if result.dim() else 1,
             whole=not result.is_floating_point(),
             permutes=permutes(result),
+            own=own,
         )
         self.counts[where] += 1
         recorder.write(drawn)
@@ -243,11 +198,32 @@ def owners(made: list) -> list[str]:
     return [*found.values()]
 
 
-def same_draws(job: Job) -> tuple[dict[str, tuple[str, bool]], int]:
-    """Return, by line, draws that are equal in most steps, and if that may be right.
+@dataclass
+class Same:
+    """A line draws the same numbers on several ranks."""
 
-    The second value is the number of draws that differ on all ranks.
+    what: str
+    together: bool  # perhaps the ranks are meant to choose the same
+    draws: list[Drawn]  # of all ranks, the first that are the same
+    late: bool  # earlier ones differ
+
+
+def since(same: list[bool], least: float = 3) -> int | None:
+    """Return the first of the draws that are equal, or None if few are.
+
+    These are most draws, and at least `least`, or eight in a row, or the last three.
     """
+    if sum(same) >= max(least, len(same) / 2):
+        return same.index(True)
+    text = "".join("01"[one] for one in same)
+    if (found := text.find("1" * 8)) >= 0:
+        return found
+    found = len(text.rstrip("1"))
+    return found if 0 < found < len(text) - 2 else None
+
+
+def same_draws(job: Job) -> tuple[dict[str, Same], int]:
+    """Return what ranks draw equally, by line, and how many draws differ."""
     rows, found, differ = [], {}, 0
     for process in job.processes:
         own = {}
@@ -259,19 +235,25 @@ def same_draws(job: Job) -> tuple[dict[str, tuple[str, bool]], int]:
     for key, first in rows[0].items():
         draws = [own.get(key, {}) for own in rows]
         steps = [step for step in first if all(step in own for own in draws)]
-        same = [step for step in steps if equal([own[step].value for own in draws])]
-        values = {first[step].value for step in same}
-        differ += len(steps) - len(same)
-        often = len(same) >= max(3, watched / 3, len(steps) / 2)
-        often = often or (len(same) > 7 and same[-8:] == steps[-8:])
-        if often and len(values) > 0.9 * len(same):
-            one = first[same[0]]
-            what = f"in {len(same)} of {len(steps)} steps, torch.{one.name}() gives "
-            parts = one.size >= len(rows) * batch  # each rank may take its part
-            text = f"{what}the same numbers on several ranks"
-            if found.get(one.place, ("", True))[1]:  # noise is stronger evidence
-                own = one.permutes and one.size == batch  # such as mixup's permutation
-                found[one.place] = text, not own and (one.whole or parts)
+        same = [equal([own[step].value for own in draws]) for step in steps]
+        differ += len(same) - sum(same)
+        if (start := since(same, max(3, watched / 3))) is None:
+            continue
+        equals = [step for step, one in zip(steps, same, strict=True) if one]
+        row = [own[steps[start]] for own in draws]
+        one, values = row[0], [first[step].value for step in equals]
+        changes = sum(a != b for a, b in pairwise(values)) + 1
+        changes = len({*values}) if one.name in MADE else changes
+        earlier = found.get(one.place)  # noise is stronger evidence
+        if changes > 0.9 * len(values) and (earlier is None or earlier.together):
+            what = f"in {len(equals)} of {len(steps)} steps, torch.{one.name}() gives "
+            what += "the same numbers on several ranks"
+            if late := start > 2:
+                what = f"from step {one.step + 1} on, {what}"
+            parts = one.size >= len(rows) * batch  # perhaps each rank takes its part
+            own = one.permutes and one.size == batch  # such as mixup's permutation
+            together = not own and (one.whole or parts)
+            found[one.place] = Same(what, together, row, late)
     return found, differ
 
 

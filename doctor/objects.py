@@ -43,8 +43,11 @@ class Objects:
         found = {}
         for prefix, own in owners:
             for name, one in [*own.items()]:
-                inner = isinstance(one, dict) and prefix and name[0] != "_"
-                pairs = [(f"[{key!r}]", x) for key, x in one.items()] if inner else []
+                inner = one if prefix and name[0] != "_" else None
+                if isinstance(inner, list) and len(inner) <= MOST:
+                    inner = dict(enumerate(inner))
+                inner = inner.items() if isinstance(inner, dict) else ()
+                pairs = [(f"[{key!r}]", x) for key, x in inner]
                 for key, x in pairs or [("", one)]:
                     plain = type(x) is torch.Tensor and x.is_floating_point()
                     if plain and not x.requires_grad and id(x) not in weights:

@@ -427,6 +427,21 @@ def test_equal_draws_are_named_and_own_generators_forbid_held():
         assert named(report(*ranks)) == wanted, shift
 
 
+@pytest.mark.parametrize("count", [2, 3, 12])
+def test_draws_that_are_equal_from_a_later_step_on(count):
+    step, ranks = 40 - count, []
+    seed = Seed(generator="torch", call="torch.manual_seed(7)", place="a.py:3")
+    for rank in (0, 1):
+        later = [replace(x, step=step + x.step) for x in drawn(2, count)]
+        ranks.append([*drawn(rank, step), seed, *later])
+    found = report(*ranks)
+    assert state(found, 3).state == ("held" if count < 3 else "broken")
+    for one in found.findings:
+        text = f"from step {step + 1} on, in {count} of 40 steps, torch.rand() gives"
+        assert one.what.startswith(text) and one.place == "a.py:3"
+        assert "torch.Generator() of its own" in one.mend
+
+
 def test_the_origin_of_equal_states_is_named():
     """If a resumed run restores rank 0's state on all ranks, the following draws are equal."""
 

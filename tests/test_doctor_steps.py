@@ -25,11 +25,12 @@ from doctor.laws.losses import terms as read_terms
 from doctor.laws.modes import Mode
 from doctor.laws.passes import Passes, Update
 from doctor.laws.replicas import LAW as REPLICAS
+from doctor.laws.resume import Resumed, Resumes
 from doctor.laws.schedule import Schedule, length
 from doctor.laws.shards import Cut, cut
 from doctor.laws.states import Layout, Replicas, State
 from doctor.moments import Moments, Step
-from doctor.objects import Objects, is_users
+from doctor.objects import Objects, few_of, is_users
 from doctor.page import page
 from doctor.record import recorder
 from doctor.spans import Spans
@@ -474,6 +475,55 @@ def test_equal_names_are_numbered_alike_on_all_ranks(monkeypatch):
     assert [*watcher.held()] == ["w", "w #2"]
     del known[id(old)]
     assert [*watcher.held()] == ["w #2"]
+
+
+def test_weights_that_the_script_updates_itself_are_compared(monkeypatch):
+    network, other = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)  # without optimizer
+    names = {id(x): name for name, x in network.named_parameters()}
+    monkeypatch.setattr(Moments.here, "names", names)
+    monkeypatch.setattr(Moments.here, "networks", {network: True, other: True})
+    known = {id(network.bias): (0, weakref.ref(network.bias))}
+    monkeypatch.setattr(Moments.here, "known", known)
+    assert [*Replicas().held()] == ["bias", "weight"]
+    state = {"what": "weights", "names": ["weight"], "each": 1}
+    for begin, wanted in ((0, "weights_drift"), (1, "weights_differ")):
+        ranks = []
+        for rank in (0, 1):
+            own = event(State, moment="start", values=[1 + rank * begin], **state)
+            ranks.append([own, event(State, moment="step", values=[1 + rank], **state)])
+        assert [*named(judged(*ranks))] == [wanted]
+
+
+@pytest.mark.parametrize(("rest", "apart"), [(0, 1), (2, 0), (0, 0)])
+def test_a_resume_gives_all_ranks_the_state_of_one(rest, apart):
+    state = {"moment": "step", "what": "kept", "names": ["Adam.m"], "each": 2}
+    ranks = []
+    for rank in (0, 1):
+        own = {"path": "a.pt", "values": {"Adam.m": [1.0, 2]}, "rest": rest}
+        values = [[n, 2 + n + rank * apart] for n in range(5)]
+        kept = [event(State, n, values=x, **state) for n, x in enumerate(values)]
+        ranks.append([event(Resumed, 1, **own, place="a.py:3"), *kept])
+    found = judged(
+        *(x + [event(Opened, path="b", saved=True)] for x in ranks[:1]), ranks[1]
+    )
+    assert named(found) == ({"one_ranks_state": "RISK"} if apart else {})
+    assert law(found, 8) == ("broken" if apart else "not judged" if rest else "held")
+
+
+def test_tensors_that_a_script_loads_itself_are_found(monkeypatch, tmp_path):
+    network, found = torch.nn.Linear(3, 3), []
+    monkeypatch.setattr(recorder, "write", found.append)
+    monkeypatch.setattr(recorder, "step", 0)
+    watcher, state = Resumes(), {"net": network.state_dict(), "m": torch.randn(9)}
+    state["v"] = [torch.randn(9)]
+    kept = SimpleNamespace(search=int, tensors=lambda _: {"Adam.m": few_of(state["m"])})
+    monkeypatch.setattr(Replicas.here, "objects", kept)
+    watcher.load(lambda _: state, str(tmp_path / "a.pt"))
+    monkeypatch.setattr(Checkpoints.here, "taken", None)
+    watcher.restore("weights", lambda *_: None, network, state["net"])
+    watcher.on_input(network, [])
+    (one,) = [x for x in found if isinstance(x, Resumed)]
+    assert [*one.values] == ["Adam.m"] and one.rest == 1
 
 
 def test_weights_that_were_frozen_when_ddp_was_made():

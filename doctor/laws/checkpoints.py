@@ -215,10 +215,11 @@ def is_count(value) -> bool:
 
 
 def floats(state) -> list:
-    """Return the floating-point tensors of a dictionary."""
+    """Return the floating-point tensors of a dictionary or list."""
     import torch
 
     values = state.values() if isinstance(state, dict) else ()
+    values = state if isinstance(state, list) else values
     return [x for x in values if torch.is_tensor(x) and x.is_floating_point()]
 
 

@@ -1,11 +1,12 @@
 """Law 3: random streams differ between ranks. Checks inputs, and epochs' seeds."""
 
 from ..draws import same_draws
+from ..generators import called, cause
 from ..job import Job
 from ..law import RISK, Breach, Doubt, check, need, several
 from ..meshes import undivided
 from ..neighbours import Input, inputs, same_rows
-from .randomness import LAW, Draw, called, cause, same_random_numbers
+from .randomness import LAW, Draw, same_random_numbers, worded
 
 STRATA = (
     "Draw it with a generator that each rank seeds differently, or compute it from a "
@@ -29,7 +30,7 @@ def same_inputs(job):
         return
     lines, _ = same_draws(job)
     if lines and not any(one.loaded for own in first for one in own):
-        place, (what, _) = next(iter(lines.items()))
+        what, place, _ = worded(job, *next(iter(lines.items())))
         yield Breach(f"{what}, and the network's inputs are equal", place)
 
 

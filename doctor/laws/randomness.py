@@ -9,16 +9,18 @@ from functools import partial
 from typing import ClassVar
 
 from ..draws import (
+    MADE,
     MANY,
     Drawn,
     Draws,
-    drawn,
+    Same,
     equal_owners,
     same_draws,
     same_generators,
-    states,
+    since,
 )
 from ..event import Compiles, Event
+from ..generators import GENERATORS, Seed, called, cause, drawn, states
 from ..law import RISK, Breach, Law, NotJudged, check, explains, several
 from ..loaders import Loaders
 from ..meshes import undivided
@@ -31,8 +33,11 @@ from .samples import same_samples
 LAW = Law(3, "randomness", "Random streams differ between ranks")
 FETCHES = 15  # most batches to record per pass and process
 NOISE = "Give the script's own generator a seed that depends on the rank."
+LATE = (
+    "Draw what is to be equal on all ranks from a torch.Generator() of its own, or "
+    "inside torch.random.fork_rng(): torch.manual_seed() changes all later draws."
+)
 WORDS = {"forward": "forward passes", "fetch": "batches"}
-GENERATORS = {"torch": "PyTorch", "random": "random", "numpy": "NumPy", "cuda": "CUDA"}
 
 
 @dataclass(kw_only=True)
@@ -50,16 +55,6 @@ class Draw(Event):
     worker: int | None = None
     place: str = ""  # the line that calls the network
     fields: dict[str, float] = field(default_factory=dict)  # of a worker's data set
-
-
-@dataclass(kw_only=True)
-class Seed(Event):
-    """The script has set a generator's state."""
-
-    limit: ClassVar[int] = 300
-    generator: str
-    call: str
-    place: str
 
 
 class Randomness(Watcher):
@@ -193,22 +188,21 @@ def draws(job, where: str) -> list[dict[tuple, Draw]]:
 def equal(rows: list[dict]) -> tuple[Counter, list[str], int, list[Draw]]:
     """Return {generator: number of draws in which two ranks have equal states}.
 
-    A generator is listed if most draws are equal, or at least the last eight. The
-    result also contains the number of comparable draws, and a pair of draws.
+    Also return the generators of which these are too many for chance (see since()), how
+    many draws could be compared, and the ranks' first equal ones.
     """
     keys = sorted(key for key in rows[0] if all(key in row for row in rows))
-    found, pair, last = Counter(), [], Counter()
+    found, pair = {}, []
     for key in keys:
         ranks = [row[key] for row in rows]
         for name in ranks[0].states:
             values = [one.states.get(name) for one in ranks]
             values = [one for one in values if one is not None]
             same = len({*values}) < len(values)
-            found[name] += same
-            last[name] = last[name] + 1 if same else 0
+            found.setdefault(name, []).append(same)
             pair = pair or ranks * same
-    names = [x for x, n in found.items() if n >= max(3, 0.5 * len(keys)) or last[x] > 7]
-    return Counter({x: n for x, n in found.items() if n}), names, len(keys), pair
+    names = [name for name, same in found.items() if since(same) is not None]
+    return Counter({x: sum(n) for x, n in found.items()}), names, len(keys), pair
 
 
 @check(LAW, RISK, general=True, causes=[same_samples], read="pitfall 9")
@@ -234,7 +228,10 @@ def same_random_numbers(job):
             what = f"the generators of {told} have equal states on ranks "
             what += f"{' and '.join(ranks)} in {max(same.values())} of {count} "
             place, origin = cause(job, names[0], pair)
-            what += f"{WORDS[where]} that draw{origin}"
+            what += f"{WORDS[where]} that draw"
+            if where == "forward" and pair[0].step > 2:
+                what += f", from step {pair[0].step + 1} on"
+            what += origin
             loader = job.processes[0].loader()
             place = place or (loader.place if loader and where == "fetch" else "")
             mend, found = advice(names[0], origin, pair[0]), True
@@ -244,10 +241,11 @@ def same_random_numbers(job):
         elif count > 2:
             held.append(f"in {count} of {count} {WORDS[where]} that draw")
     lines, differ = same_draws(job)
-    for place, (what, together) in lines.items() if not found else ():
-        some = what if together else some
-        if not together:
-            yield Breach(what, place, facts="loop", mend=NOISE)
+    for place, one in lines.items() if not found else ():
+        some = one.what if one.together else some
+        if not one.together:
+            what, where, mend = worded(job, place, one)
+            yield Breach(what, where, facts="loop", mend=mend)
     what, place, mend = equal_owners(job)
     if what and not found:
         yield Breach(what, place, facts="loop", mend=mend)
@@ -264,6 +262,17 @@ def same_random_numbers(job):
     if not held:
         raise NotJudged("no draw from a global generator was seen")
     yield f"the ranks' generators differ {', '.join(held)}"
+
+
+def worded(job, place: str, one: Same) -> tuple[str, str, str]:
+    """Return what a finding says of a line that draws, its place and the advice."""
+    if one.draws[0].own:
+        return one.what, place, NOISE
+    name = "numpy" if one.draws[0].name in MADE else "torch"
+    seed, origin = cause(job, name, one.draws)
+    if not origin:
+        return one.what, place, ""
+    return f"{one.what} at {place}{origin}", seed, LATE if one.late else ""
 
 
 def new_contents(job) -> bool:
@@ -291,29 +300,6 @@ def advice(name: str, origin: str, draw: Draw) -> str:
     if name in ("random", "numpy"):
         return f"Seed {GENERATORS[name]} with a number that depends on the rank."
     return ""
-
-
-def called(name: str) -> str:
-    """Return a generator's name in a finding."""
-    return GENERATORS.get(name, name.replace("its ", "the data set's "))
-
-
-def setting(job, name: str, draw: Draw) -> Seed | None:
-    """Return the last Seed of a generator before a draw in the same process."""
-    process = next(x for x in job.processes if x.rank == draw.rank)
-    own = process.loaders if draw.worker is not None else process.events
-    own = [x for x in own if isinstance(x, Seed) and x.generator == name]
-    return next((x for x in reversed(own) if x.time <= draw.time), None)
-
-
-def cause(job, name: str, pair: list[Draw]) -> tuple[str, str]:
-    """Return the line that last set a generator, and the call if all ranks made it."""
-    found = [setting(job, name, one) for one in pair]
-    calls = {one and one.call for one in found}
-    place = found[0].place if found[0] else pair[0].place
-    if len(calls) == 1 and found[0]:
-        return place, f", since {found[0].call} on each rank"
-    return place, ""
 
 
 @explains(same_random_numbers)

@@ -112,6 +112,13 @@ def pieces(job: Job, names: list[str]) -> str:
     return ""
 
 
+def changed_by_hand(job: Job, names: list[str]) -> bool:
+    """Return whether weights were equal before the first backward pass."""
+    start = states_of(job, "start", "weights")[:1]
+    known = start and all(name in one.names for name in names for one in start[0])
+    return bool(known) and not set(names) & set(differing(start[0])[0])
+
+
 @check(LAW, WRONG, causes=[names_differ], read="lesson 5")
 def weights_differ(job):
     """The ranks start with different weights.
@@ -120,7 +127,8 @@ def weights_differ(job):
     """
     several(job)
     rows = need(states_of(job, "step", "weights"), NONE)
-    if found := first(rows[:1], "weights", 1e-6):
+    found = first(rows[:1], "weights", 1e-6)
+    if found and not changed_by_hand(job, found[2]):
         if why := pieces(job, found[2]):
             raise NotJudged(why)
         mend = "Create them inside the network before DDP wraps it, and do not set "
@@ -147,10 +155,15 @@ def weights_drift(job):
         if why := pieces(job, differ):
             raise NotJudged(why)
         again = [n for n, same in equal_steps(job) if same and n > row[0].step]
-        text = f"after step {row[0].step}, {text}"
+        when, mend = f"after step {row[0].step}", ""
+        if row is rows[0]:
+            when = "after the first backward pass, before an optimizer's step"
+            mend = "Look for lines that change them: on all ranks, use numbers that "
+            mend += "are equal, such as averaged gradients, and change the same rows."
+        text = f"{when}, {text}"
         if again:
             text += f"; in step {again[-1]} they are equal again, as in local SGD"
-        yield Breach(text, row[0].place, level=NOTE if again else RISK)
+        yield Breach(text, row[0].place, level=NOTE if again else RISK, mend=mend)
         if again:
             raise NotJudged("the ranks average their weights only now and then")
         return

@@ -1,13 +1,16 @@
 """Law 8: one process writes each file. Checks what a resumed run restores."""
 
+import os
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
 from ..event import Event
-from ..law import NOTE, RISK, WRONG, Breach, check, need
-from ..moments import Step
+from ..law import NOTE, RISK, WRONG, Breach, Doubt, check, need, several
+from ..moments import Moments, Step
+from ..objects import few_of
 from ..record import place, recorder, wrap
+from ..sample import numbers
 from ..watcher import Watcher
 from .checkpoints import (
     Checkpoints,
@@ -19,6 +22,10 @@ from .checkpoints import (
     parts,
 )
 from .files import LAW, base
+from .replicas import alike, listed, states_of
+from .states import Replicas, State
+
+MOST = 2000  # tensors of a loaded file
 
 
 @dataclass(kw_only=True)
@@ -41,8 +48,34 @@ class Restored(Event):
     place: str
 
 
+@dataclass(kw_only=True)
+class Resumed(Event):
+    """A network runs for the first time after torch.load()."""
+
+    limit: ClassVar[int] = 20
+    path: str
+    values: dict[
+        str, list[float]
+    ]  # of the script's own tensors that are as in the file
+    rest: int  # tensors of the file that nothing that the doctor sees has got
+    place: str
+
+
+@dataclass
+class File:
+    """What torch.load() has returned."""
+
+    path: str
+    place: str
+    few: dict[int, list[float]]  # numbers of tensors by address; not of restored ones
+    restores: bool = False  # a network has got some
+
+
 class Resumes(Watcher):
     """Follows torch.load() and load_state_dict()."""
+
+    def __init__(self):
+        self.files = []
 
     def hooks(self) -> None:
         import torch
@@ -62,7 +95,30 @@ class Resumes(Watcher):
         if has(found, "param_groups"):
             schedule = has(found, "last_epoch")
             recorder.write(Loaded(schedule=schedule, place=place()))
+        path = args[0] if args else kwargs["f"]
+        path = getattr(path, "name", path)
+        if recorder.watching and isinstance(path, (str, os.PathLike)):
+            own = [x for x in inside(result) if x.numel() > 7 and not parts(x)][:MOST]
+            few = numbers([few_of(x) for x in own])
+            few = {x.data_ptr(): n for x, n in zip(own, few, strict=True)}
+            few = {x: n for x, n in few.items() if len({*n[:7]}) > 2}
+            self.files.append(File(os.path.abspath(path), place(), few))
         return result
+
+    def on_input(self, network, inputs) -> None:
+        """Write which of the script's own tensors are as in the loaded files."""
+        files, self.files = [x for x in self.files if x.few], []
+        if not files:
+            return
+        Replicas.here.objects.search()  # also new ones
+        own = Replicas.here.objects.tensors(Moments.here.known)
+        own = dict(zip(own, numbers([*own.values()]), strict=True))
+        for one in files:
+            same = {name: few for name, few in own.items() if few in one.few.values()}
+            rest = [few for few in one.few.values() if few not in same.values()]
+            rest = len(rest) if one.restores else 0
+            event = Resumed(path=one.path, values=same, rest=rest, place=one.place)
+            recorder.write(event)
 
     def restore(self, what: str, call, owner, *args, **kwargs):
         known, state = Checkpoints.here, args[0] if args else kwargs["state_dict"]
@@ -76,11 +132,22 @@ class Resumes(Watcher):
             if mark and (mark[0], mark[3]) != (recorder.step, known.loads)
         ]
         known.loads += what == "weights"
+        for one in inside(state) if self.files else ():
+            for file in self.files:
+                if file.few.pop(one.data_ptr(), None) and what == "weights":
+                    file.restores = True
         result = call(owner, *args, **kwargs)
         unknown = getattr(result, "unexpected_keys", ())
         lost = bool(unknown) and len(unknown) >= len(state)
         recorder.write(Restored(what=what, lost=lost, own=any(same), place=place()))
         return result
+
+
+def inside(value) -> list:
+    """Return the floating-point tensors in nested dictionaries, and in their lists."""
+    found = [*dictionaries(value)]
+    found += [x for one in found for x in one.values() if isinstance(x, list)]
+    return [x for one in found for x in floats(one)]
 
 
 # --- checks ---
@@ -140,3 +207,44 @@ def not_restored(job):
             what = f"the checkpoint has the {' and the '.join(lost)}'s state, but "
             yield Breach(f"{what}nothing loads it", one.place)
             return
+
+
+@check(LAW, RISK, read="pitfall 18")
+def one_ranks_state(job):
+    """All ranks resume with the same state, although each rank has its own.
+
+    Save the state of every rank: gather all parts on rank 0, or write one file for each
+    rank. On each rank, load the rank's own part.
+    Not a mistake if: one rank's state is good enough for all ranks.
+    """
+    several(job)
+    kept, rest = states_of(job, "step", "kept"), None
+    for row in job.rows(Resumed):
+        if len({one.path for one in row}) > 1:
+            continue
+        rest, differ, states = row[0] if row[0].rest else rest, [], ([], [])
+        for one in kept:
+            if one[0].step != row[0].step:
+                states[one[0].step > row[0].step].append(one)
+        for name in row[0].values:
+            values = [one.values.get(name, []) for one in row]
+            after = apart(states[1], name)
+            if alike(values, 0) and after[2:] and all(after):
+                differ.append(name)
+        if differ:
+            what = f"all ranks load the same {listed(differ)} from {base(row[0].path)}"
+            what += f", but differ in {'them' if differ[1:] else 'it'} after each of "
+            what += f"the next {len(after)} steps"
+            before = apart(states[0], differ[0])
+            what += f", as in {sum(before)} steps before" * any(before)
+            yield Breach(what, row[0].place)
+            return
+    if rest:
+        what = f"{base(rest.path)} has {rest.rest} tensors that the script loads by "
+        raise Doubt(f"{what}itself: it is not seen if each rank gets its own")
+
+
+def apart(states: list[list[State]], name: str) -> list[bool]:
+    """Return for each step whether a tensor differs between the ranks."""
+    rows = [[one.rows().get(name, []) for one in row] for row in states]
+    return [not alike(row) for row in rows if all(row)]

@@ -35,7 +35,8 @@ class State(Event):
     """A few elements of named tensors at one moment."""
 
     limit: ClassVar[int] = 1000
-    moment: str  # step, other, optimizer, validation or end
+    moment: str  # start (the first backward pass), step, other, optimizer, validation
+    # or end
     what: str  # weights, buffers, kept (see objects.py), or the network's name
     names: list[str]
     each: int
@@ -57,6 +58,7 @@ class Replicas(Watcher):
     def __init__(self):
         self.validated, self.seen, self.others = set(), set(), {}
         self.labels, self.made, self.objects = {}, Counter(), Objects()
+        self.started = False
 
     def on_wrap(self, model, where) -> None:
         own = model.module.named_parameters(), model.module.named_buffers()
@@ -65,6 +67,11 @@ class Replicas(Watcher):
         frozen = [name for name, one in own if not one.requires_grad]
         layout = Layout(weights=names[0], buffers=names[1], frozen=frozen, place=where)
         recorder.write(layout)
+
+    def on_backward(self, root) -> None:
+        if not self.started and recorder.watching:
+            self.started = True
+            self.write("start", "weights", self.held())
 
     def on_step(self, optimizer, weights, gradients) -> None:
         if not recorder.watching:
@@ -92,6 +99,9 @@ class Replicas(Watcher):
         names = [labels[id(one)] for one in weights]
         own = {"names": names, "each": each, "values": values, "place": place()}
         recorder.write(State(moment="step", what="weights", **own, meets=meets))
+        if recorder.step:
+            kept = self.objects.tensors(Moments.here.known)
+            self.write("step", "kept", kept, meets=meets)
 
     def on_output(self, network, outputs, batch) -> None:
         current = Loaders.here.current
@@ -119,13 +129,17 @@ class Replicas(Watcher):
     def held(self) -> dict:
         """Return {name: weight} for all weights that an optimizer has ever had.
 
+        The result also has the other weights of their networks, which the script may
+        update itself.
         Equal names get numbers, in the order in which doctor first saw the weights,
         because Python frees an old network's weights at a different time on each rank.
         """
-        found = {}
-        for _, reference in Moments.here.known.values():
-            if (one := reference()) is None:
-                continue
+        found, seen = {}, [one() for _, one in Moments.here.known.values()]
+        seen = {id(one): one for one in seen if one is not None}
+        for network in [*Moments.here.networks]:
+            own = {id(x): x for x in network.parameters() if x.requires_grad}
+            seen |= own if own.keys() & seen.keys() else {}
+        for one in seen.values():
             known, label = self.labels.get(id(one), (None, ""))
             if known is None or known() is not one:
                 label = Moments.here.name(one)
@@ -136,7 +150,9 @@ class Replicas(Watcher):
             found[label] = one
         return named(found.items())
 
-    def write(self, moment: str, what: str, found, where="", trains=True, rows=()):
+    def write(
+        self, moment: str, what: str, found, where="", trains=True, rows=(), meets=0
+    ):
         """Write an event with a few elements of each tensor."""
         if found and not recorder.full(State):
             each, values = flat(rows or numbers([*found.values()]))
@@ -148,6 +164,7 @@ class Replicas(Watcher):
                 values=values,
                 place=where or place(),
                 trains=trains,
+                meets=meets,
             )
             recorder.write(event)
 
