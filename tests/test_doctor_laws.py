@@ -5,6 +5,7 @@ a law is not held on evidence that the mistake leaves as it is.
 """
 
 import random
+import sys
 from array import array
 from dataclasses import replace
 from math import inf, nan
@@ -39,6 +40,7 @@ from doctor.results import Printed, Results
 from doctor.sample import hashes, positions
 from doctor.signature import _array, different
 from doctor.spans import Spans
+from doctor.variables import chosen
 
 STEP = {"optimizer": 0, "which": 0, "sharded": False, "rates": [], "threads": 1}
 STEP |= {"loader": None, "epoch": None, "place": "a.py:10"}
@@ -704,6 +706,38 @@ def test_collectives_get_the_same_thing_on_all_ranks():
     assert named(swapped) == {"collectives_differ"}
     heads = report(rank(["a", "b", "c"], no), rank(["b", "a", "c"], no))
     assert named(heads) == {"collectives_differ"}
+
+
+@pytest.mark.parametrize(
+    ("orders", "wanted"), [(("abc", "bac"), True), (("abc", "abd"), False)]
+)
+def test_a_loop_over_names_has_one_order_on_all_ranks(orders, wanted):
+    def rank(keys, each=0):
+        given = {"name": "all_reduce", "sent": "2 x float32", "place": "a.py:4"}
+        pairs = [(n, {"k": repr(x), "n": str(n)}) for n, x in enumerate(keys)]
+        return [Call(**given, chosen=x, passes=n * each) for n, x in pairs]
+
+    found = report(*map(rank, orders))
+    assert named(found) == ({"collectives_differ"} if wanted else set())
+    if wanted:
+        assert "that of 'a' on rank 0, that of 'b' on rank 1" in found.findings[0].what
+    # A network runs in between: these may be numbers of samples
+    assert not named(report(*(rank(one, each=1) for one in orders)))
+
+
+def test_which_of_several_things_a_line_uses():
+    seen, table = [], {"a": torch.zeros(1), "b": torch.zeros(1)}
+
+    def reduce(tensor):
+        seen.append(chosen(sys._getframe()))
+
+    for _ in range(2):
+        for _number, (_name, part) in enumerate(table.items()):
+            made = part + 1
+            reduce(made)
+        reduce(made)
+    once = [{"_name": repr(x), "_number": str(n)} for n, x in enumerate("ab")]
+    assert seen == [*once, {}] * 2
 
 
 @pytest.mark.parametrize("wall", [0.005, 0.2])
