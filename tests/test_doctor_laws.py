@@ -192,6 +192,36 @@ def test_partners_in_a_batch_that_are_drawn_alike_are_named():
     assert state(report(*ranks), 3).state == "not judged"
 
 
+@pytest.mark.parametrize(
+    ("seed", "wanted"),
+    [
+        (lambda step, rank: step + rank, True),
+        (lambda step, rank: step * 2 + rank, False),
+        (lambda step, rank: step, False),  # a joint decision
+        # Of a sample, in any order
+        (lambda step, rank: random.Random(rank).sample(range(20), 20)[step], False),
+    ],
+)
+@pytest.mark.parametrize("kind", ["Drawn", "Seed"])
+def test_numbers_that_another_rank_draws_at_another_time(seed, wanted, kind):
+    def rank(number):
+        own = {"name": "randint", "number": 0, "size": 8, "whole": True}
+        seeds = [seed(n, number) for n in range(20)]
+        if kind == "Drawn":
+            return [
+                Drawn(**own, place="a.py:4", value=x, step=n)
+                for n, x in enumerate(seeds)
+            ]
+        own = {"generator": "numpy", "place": "a.py:4"}
+        return [Seed(**own, call=f"seed({x})", step=n) for n, x in enumerate(seeds)]
+
+    found = report(rank(0), rank(1))
+    assert ("shifted_numbers" in named(found)) == wanted
+    if wanted:
+        told = "on rank 0 in step 2 and on rank 1 in step 1, and so on: 19 times"
+        assert told in found.findings[0].what
+
+
 def test_drawn_inputs_break_the_law_of_random_streams():
     found = report(*[loop([*range(480)]) + drawn(0)] * 2)
     assert {"same_samples", "same_inputs"} <= named(found)

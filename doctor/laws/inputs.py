@@ -1,18 +1,21 @@
 """Law 3: random streams differ between ranks. Inputs, and seeds in each epoch."""
 
-from itertools import pairwise
+from collections import Counter
+from itertools import combinations, pairwise
 
-from ..draws import same_draws
+from ..draws import MADE, Drawn, Made, same_draws
 from ..job import Job
 from ..law import RISK, Breach, Doubt, check, need, several
 from ..meshes import undivided
 from ..neighbours import Input, inputs, same_rows
-from .randomness import LAW, Draw, Seed, called, cause, same_random_numbers
+from .randomness import LAW, Draw, Seed, called, cause, draws, same_random_numbers
+from .samples import left_out
 
 STRATA = (
     "Draw it with a generator that each rank seeds differently, or compute it from a "
     "sample's place in the batch of all ranks, n * world_size + rank."
 )
+FETCHED = "epoch", "loader process", "batch"
 
 
 @check(LAW, RISK, needs=[Input], read="pitfall 9")
@@ -82,3 +85,80 @@ def seeds_restart(job):
             mend = "The loader processes copy the data set's generator in each epoch: "
             mend += "make it in worker_init_fn, of torch.initial_seed()."
         yield Breach(what, cause(job, name, [one])[0], mend=mend)
+
+
+@check(LAW, RISK, effects=[left_out], read="pitfall 9")
+def shifted_numbers(job):
+    """A rank draws what another rank draws at another time.
+
+    Make each seed from a number that no other rank uses at any time, such as
+    step * world_size + rank: step + rank is the same on rank 1 and, a step later, on
+    rank 0. Or seed once, with seed + rank, and draw on.
+    Not a mistake if: all ranks are meant to draw the same numbers.
+    """
+    several(job)
+    undivided(job)
+    ranks = [streams(job, number) for number in range(len(job.processes))]
+    for name, first in ranks[0].items():
+        own = [(n, one[name]) for n, one in enumerate(ranks) if name in one]
+        for (n, first), (m, other) in combinations(own, 2):
+            if pairs := shifted(first, other):
+                (told, place), (one, two) = name, pairs[0]
+                what = f"{told} draws the same numbers on rank {n} in {when(one, two)} "
+                what += f"and on rank {m} in {when(two, one)}, and so on: "
+                yield Breach(f"{what}{len(pairs)} times", place)
+                return
+
+
+Key = tuple[tuple[str, int], ...]  # when a number is drawn
+
+
+def streams(job: Job, number: int) -> dict[tuple[str, str], dict[Key, object]]:
+    """Return what a rank draws, or a hash of it, by the generator and the line."""
+    found, counts = {}, Counter()
+    process = job.processes[number]
+    for one in process.events:
+        name = value = None
+        if isinstance(one, Drawn) and one.name not in MADE:
+            name, value = f"torch.{one.name}()", one.value
+        elif isinstance(one, Made):
+            name, value = "numpy.random.default_rng()", one.state
+        elif isinstance(one, Seed):
+            name, value = called(one.generator), one.call
+        if name:
+            counts[name, one.place, one.step] += 1
+            key = ("step", one.step + 1), ("draw", counts[name, one.place, one.step])
+            found.setdefault((name, one.place), {})[key] = value
+    names = {"forward": ("step", "draw"), "fetch": FETCHED}
+    for where, words in names.items():
+        for key, one in draws(job, where)[number].items():
+            first = where == "forward"  # steps are counted from 1
+            moment = tuple(
+                (x, first + (n or 0)) for x, n in zip(words, key, strict=True)
+            )
+            place = one.place or process.loader().place
+            for name, state in one.states.items():
+                found.setdefault((called(name), place), {})[moment] = state
+    return found
+
+
+def shifted(one: dict[Key, object], other: dict[Key, object]) -> list[tuple[Key, Key]]:
+    """Return when two ranks draw the same, if it is always as much earlier or later."""
+    # The first time: some numbers, such as a validation's, come again
+    one, other = (
+        {x: key for key, x in sorted(own.items(), reverse=True)} for own in (one, other)
+    )
+    found = {}
+    for value in one.keys() & other.keys():
+        pair = one[value], other[value]
+        shift = tuple(b[1] - a[1] for a, b in zip(*pair, strict=True))
+        found.setdefault(shift, []).append(pair)
+    most = sorted(max(found.values(), key=len, default=[]))
+    least = max(3, len(other) / 5, sum(map(len, found.values())) / 2)
+    return most if len(most) >= least and most[0][0] != most[0][1] else []
+
+
+def when(one: Key, other: Key) -> str:
+    """Return when a number is drawn, as far as it differs from another time."""
+    pairs = zip(one, other, strict=True)
+    return ", ".join(f"{name} {n}" for (name, n), (_, m) in pairs if n != m)

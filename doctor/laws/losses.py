@@ -231,8 +231,12 @@ def averaged(node, name: str, factor: float, shape: tuple, inner) -> Term:
     width = 1.0
     if before.startswith("SumBackward1"):
         width = math.prod(sizes(inner)) / max(1, math.prod(shape))
-    if before.startswith(MEANS) and name.startswith("Sum"):
+    each = before.startswith(MEANS) and not getattr(inner, "_saved_reduction", 1)
+    if before.startswith(MEANS) and name.startswith("Sum") and not each:
         kind = ""  # a sum of means
+    if each and before.startswith("Nll") and inner._saved_target.numel() == count:
+        target = inner._saved_target
+        rows = count = int((target != inner._saved_ignore_index).sum())
     if len(shape) == 1 and stacked(inner, rows):
         kind = ""  # of several losses, weighted one by one
     return Term(factor, kind, rows, count / max(1, rows), width)
