@@ -372,6 +372,8 @@ def test_what_a_loss_is_divided_by():
     (found,) = read_terms(loss.grad_fn)
     assert (found.kind, found.rows, found.weighted) == ("mean", 51.5, True)
     losses = cross_entropy(logits, targets, ignore_index=-1, reduction="none")
+    (found,) = read_terms((losses.sum() / 4).grad_fn)
+    assert (found.factor, found.kind, found.rows) == (0.25, "sum", 4)
     (found,) = read_terms((losses * torch.tensor([0, 0.5, 0.5, 0, 0.5])).sum().grad_fn)
     assert (found.factor, found.kind, found.rows) == (0.5, "sum", 3)
     (found,) = read_terms((logits.square() / 7).sum().grad_fn)
