@@ -28,6 +28,7 @@ from doctor.laws.places import Places, cannot_join, mixed_gradients
 from doctor.laws.printed import OTHER
 from doctor.laws.randomness import Draw, Seed
 from doctor.laws.ranks import Facts, Measured, Targets
+from doctor.laws.ratios import Ratio, Ratios
 from doctor.loaders import Batch, Epoch, EpochEnd
 from doctor.meshes import Divided
 from doctor.moments import Step
@@ -768,6 +769,33 @@ def test_which_of_several_things_a_line_uses():
         reduce(made)
     once = [{"_name": repr(x), "_number": str(n)} for n, x in enumerate("ab")]
     assert seen == [*once, {}] * 2
+
+
+@pytest.mark.parametrize(
+    ("bottoms", "text", "wanted"),
+    [
+        ((10.0, 30.0), "iou 0.3333 [0.333 0.333]", {"mean_of_ratios"}),
+        ((10.0, 30.0), "iou 0.2500 [0.250 0.250]", set()),
+        ((20.0, 20.0), "iou 0.2500 [0.250 0.250]", set()),
+    ],
+)
+def test_ratios_of_ranks_that_are_averaged(bottoms, text, wanted):
+    ranks = []
+    for bottom in bottoms:
+        own = {"tops": [5.0] * 2, "bottoms": [bottom] * 2, "sent": [5 / bottom] * 2}
+        ranks.append([Ratio(**own, place="a.py:4", step=4, time=1.0)])
+    ranks[0].append(Printed(text=text, place="a.py:8", step=4, time=2.0))
+    assert named(report(*ranks)) == wanted
+
+
+def test_the_ratio_that_is_reduced_is_found(monkeypatch):
+    watcher, found = Ratios(), []
+    monkeypatch.setattr("doctor.laws.ratios.recorder.write", found.append)
+    with torch.no_grad():
+        ratio = watcher.divide(torch.Tensor.div, torch.ones(2), torch.tensor([2.0, 4]))
+    for sent in (ratio, ratio.mean(), torch.tensor(0.9)):
+        watcher.on_collective("all_reduce", [sent], {}, "a.py:4")
+    assert [x.bottoms for x in found] == [[2.0, 4.0]] * 2
 
 
 @pytest.mark.parametrize("wall", [0.005, 0.2])

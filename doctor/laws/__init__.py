@@ -21,6 +21,7 @@ from . import (  # noqa: F401
     printed,
     randomness,
     ranks,
+    ratios,
     repeats,
     replicas,
     resume,

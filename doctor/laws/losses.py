@@ -37,10 +37,18 @@ class Losses(Watcher):
     def __init__(self):
         self.sums, self.received, self.printed = [], [], False
         self.backing, self.fresh = False, True
+        self.validated = set()  # networks called without gradients in this pass
 
     def on_input(self, network, inputs) -> None:
-        if self.fresh:  # the first network of this pass
+        import torch
+
+        key = id(next(network.parameters(), None))  # DDP's is its network's
+        trains = torch.is_grad_enabled()
+        # The first network of this pass; before it, the same one was validated
+        if self.fresh or (trains and key in self.validated):
             self.received, self.fresh, self.printed = [], False, False
+            self.validated = set()
+        self.validated |= set() if trains else {key}
 
     def on_collective(self, name, arguments, options, where) -> None:
         import torch
