@@ -1,12 +1,12 @@
 """Train an ImageNet classifier with NVIDIA Apex: amp mixed precision and Apex's DDP.
 
-amp.initialize prepares the model and optimizer for --opt-level: O0 trains in fp32; O1
-casts the inputs of operations; O2 casts the model but keeps fp32 master weights. Apex's
-DDP averages gradients. 25.05 is the last release with amp and DDP. Both need CUDA GPUs.
+amp.initialize prepares the model and the optimizer for --opt-level: O0 trains in fp32,
+O1 casts the inputs of operations, and O2 casts the model but keeps fp32 master weights.
+Apex's DDP averages gradients. Tag 25.05 is the last with amp and DDP, which need GPUs.
 
     torchrun --standalone --nproc-per-node=4 apex_distributed.py --data DIR
 
-Lines between `# [name]` and `# [/name]` differ in the other four scripts; no others do.
+The five scripts differ only in the lines between `# [name]` and `# [/name]`.
 """
 
 from argparse import Namespace
@@ -57,7 +57,7 @@ def main(args: Namespace) -> None:
 
     batch_size = divide(args.global_batch_size, world_size, "processes")
     micro_batch_size = divide(batch_size, args.accumulate, "micro-batches")
-    choose_defaults(args, device, local_world_size)  # of --precision and --workers
+    choose_defaults(args, device, local_world_size)  # for --precision, --workers
     train_set, val_set = build_datasets(args)
 
     # [2/6 shard] each process takes every world_size-th image of one shuffled list
@@ -72,7 +72,7 @@ def main(args: Namespace) -> None:
         args, train_set, train_sampler, batch_size, device, training=True
     )
     val_sampler = EpochSampler(val_share, args.seed, rank, world_size)
-    val_loader = build_loader(  # of micro-batches, which fit in memory
+    val_loader = build_loader(  # micro-batches, because these fit in memory
         args, val_set, val_sampler, micro_batch_size, device, training=False
     )
 
@@ -95,8 +95,8 @@ def main(args: Namespace) -> None:
         raw_model, optimizer, opt_level=args.opt_level
     )
     model = ApexDDP(raw_model)
-    eval_model = raw_model  # amp also casts in validation
-    to_save = {"state_dict": raw_model, "amp": amp}  # what checkpoints hold
+    eval_model = raw_model  # amp also casts during validation
+    to_save = {"state_dict": raw_model, "amp": amp}  # entries of checkpoints
     if args.opt_level == "O2":
         optimizer.zero_grad()  # creates the fp32 master weights, which load() fills
         to_save["masters"] = nn.ParameterList(amp.master_params(optimizer))
@@ -105,7 +105,7 @@ def main(args: Namespace) -> None:
     scheduler = build_scheduler(args, optimizer, len(train_loader))
     to_save |= {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     checkpoint = Checkpoint(args, (train_set, val_set), to_save)
-    checkpoint.load(rank)  # if --resume; rank 0 also locks --output
+    checkpoint.load(rank)  # only with --resume; rank 0 also locks --output
     checkpoint.compare_ranks(rank, world_size, device, all_reduce)
     if rank == 0:
         checkpoint.print_header(device, world_size, steps=len(train_loader))
@@ -146,7 +146,7 @@ def train(
     meter, epoch, done = Meter(), checkpoint.epoch, checkpoint.step
     batches = Progress(f"epoch {epoch + 1}/{args.epochs}", loader, done)
     for step, (images, labels) in enumerate(batches, start=done + 1):
-        seed_generators(args.seed, epoch, step, rank + 1)  # dropout draws from them
+        seed_generators(args.seed, epoch, step, rank + 1)  # for dropout, for example
         optimizer.zero_grad()
         micro_batches = images.chunk(args.accumulate), labels.chunk(args.accumulate)
         for number, (x, y) in enumerate(zip(*micro_batches, strict=True), start=1):
@@ -224,8 +224,8 @@ def arguments() -> Namespace:
     if args.precision:
         raise UserError("use --opt-level, not --precision, with Apex: amp has no bf16")
     if args.compile:
-        raise UserError("--compile: Apex's amp patches functions that it would trace")
-    args.precision = "fp32"  # no torch.autocast: amp casts
+        raise UserError("--compile: Apex's amp patches functions that it traces")
+    args.precision = "fp32"  # turns torch.autocast off, because amp casts
     if not torch.cuda.is_available():
         raise UserError("Apex needs a CUDA GPU, and PyTorch finds none")
     if amp is None:

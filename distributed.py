@@ -5,7 +5,7 @@ A launcher starts the processes. DDP averages gradients during the backward pass
     torchrun --standalone --nproc-per-node=4 distributed.py --data /path/to/imagenet
     python -m torch.distributed.launch --nproc-per-node=4 distributed.py --data ...
 
-Lines between `# [name]` and `# [/name]` differ in the other four scripts; no others do.
+The five scripts differ only in the lines between `# [name]` and `# [/name]`.
 """
 
 from argparse import Namespace
@@ -57,7 +57,7 @@ def main(args: Namespace) -> None:
 
     batch_size = divide(args.global_batch_size, world_size, "processes")
     micro_batch_size = divide(batch_size, args.accumulate, "micro-batches")
-    choose_defaults(args, device, local_world_size)  # of --precision and --workers
+    choose_defaults(args, device, local_world_size)  # for --precision, --workers
     train_set, val_set = build_datasets(args)
 
     # [2/6 shard] each process takes every world_size-th image of one shuffled list
@@ -72,7 +72,7 @@ def main(args: Namespace) -> None:
         args, train_set, train_sampler, batch_size, device, training=True
     )
     val_sampler = EpochSampler(val_share, args.seed, rank, world_size)
-    val_loader = build_loader(  # of micro-batches, which fit in memory
+    val_loader = build_loader(  # micro-batches, because these fit in memory
         args, val_set, val_sampler, micro_batch_size, device, training=False
     )
 
@@ -101,7 +101,7 @@ def main(args: Namespace) -> None:
     scheduler = build_scheduler(args, optimizer, len(train_loader))
     to_save |= {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     checkpoint = Checkpoint(args, (train_set, val_set), to_save)
-    checkpoint.load(rank)  # if --resume; rank 0 also locks --output
+    checkpoint.load(rank)  # only with --resume; rank 0 also locks --output
     checkpoint.compare_ranks(rank, world_size, device, all_reduce)
     if rank == 0:
         checkpoint.print_header(device, world_size, steps=len(train_loader))
@@ -142,7 +142,7 @@ def train(
     meter, epoch, done = Meter(), checkpoint.epoch, checkpoint.step
     batches = Progress(f"epoch {epoch + 1}/{args.epochs}", loader, done)
     for step, (images, labels) in enumerate(batches, start=done + 1):
-        seed_generators(args.seed, epoch, step, rank + 1)  # dropout draws from them
+        seed_generators(args.seed, epoch, step, rank + 1)  # for dropout, for example
         optimizer.zero_grad()
         micro_batches = images.chunk(args.accumulate), labels.chunk(args.accumulate)
         for number, (x, y) in enumerate(zip(*micro_batches, strict=True), start=1):

@@ -50,7 +50,7 @@ def main(args: Namespace) -> None:
 
     batch_size = divide(args.global_batch_size, world_size, "processes")
     micro_batch_size = divide(batch_size, args.accumulate, "micro-batches")
-    choose_defaults(args, device, local_world_size)  # of --precision and --workers
+    choose_defaults(args, device, local_world_size)  # for --precision, --workers
     train_set, val_set = build_datasets(args)
 
     # [2/6 shard] each process takes every world_size-th image of one shuffled list
@@ -65,7 +65,7 @@ def main(args: Namespace) -> None:
         args, train_set, train_sampler, batch_size, device, training=True
     )
     val_sampler = EpochSampler(val_share, args.seed, rank, world_size)
-    val_loader = build_loader(  # of micro-batches, which fit in memory
+    val_loader = build_loader(  # micro-batches, because these fit in memory
         args, val_set, val_sampler, micro_batch_size, device, training=False
     )
 
@@ -101,7 +101,7 @@ def main(args: Namespace) -> None:
     scheduler = build_scheduler(args, optimizer, len(train_loader))
     to_save |= {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     checkpoint = Checkpoint(args, (train_set, val_set), to_save)
-    checkpoint.load(rank)  # if --resume; rank 0 also locks --output
+    checkpoint.load(rank)  # only with --resume; rank 0 also locks --output
     checkpoint.compare_ranks(rank, world_size, device, all_reduce)
     if rank == 0:
         checkpoint.print_header(device, world_size, steps=len(train_loader))
@@ -142,7 +142,7 @@ def train(
     meter, epoch, done = Meter(), checkpoint.epoch, checkpoint.step
     batches = Progress(f"epoch {epoch + 1}/{args.epochs}", loader, done)
     for step, (images, labels) in enumerate(batches, start=done + 1):
-        seed_generators(args.seed, epoch, step, rank + 1)  # dropout draws from them
+        seed_generators(args.seed, epoch, step, rank + 1)  # for dropout, for example
         optimizer.zero_grad()
         micro_batches = images.chunk(args.accumulate), labels.chunk(args.accumulate)
         for number, (x, y) in enumerate(zip(*micro_batches, strict=True), start=1):
@@ -191,15 +191,13 @@ def validate(args: Namespace, loader: DeviceLoader, eval_model: nn.Module) -> Me
 # [5/6 combine] sum over all processes; copy rank 0's buffers to every process
 def all_reduce(sums: Tensor) -> Tensor:
     """Sum a tensor over all processes."""
-    return hvd.allreduce(sums, op=hvd.Sum, name="sums")  # a new tensor
+    return hvd.allreduce(sums, op=hvd.Sum, name="sums")  # returns a new tensor
 
 
 def broadcast_buffers(model: nn.Module) -> None:
     """Copy rank 0's batch norm statistics to all processes (rank 0 saves them)."""
-    buffers = {name: buffer.contiguous() for name, buffer in model.named_buffers()}
-    hvd.broadcast_parameters(buffers, root_rank=0)
     for name, buffer in model.named_buffers():
-        buffer.copy_(buffers[name])  # if it was not contiguous
+        buffer.copy_(hvd.broadcast(buffer.contiguous(), root_rank=0, name=name))
 
 
 # [/combine]

@@ -4,7 +4,7 @@ The script is its own launcher: mp.spawn starts one process per GPU.
 
     python multiprocessing_distributed.py --data /path/to/imagenet [--nprocs 2]
 
-Lines between `# [name]` and `# [/name]` differ in the other four scripts; no others do.
+The five scripts differ only in the lines between `# [name]` and `# [/name]`.
 """
 
 from argparse import Namespace
@@ -54,7 +54,7 @@ def main(args: Namespace) -> None:
 
     batch_size = divide(args.global_batch_size, world_size, "processes")
     micro_batch_size = divide(batch_size, args.accumulate, "micro-batches")
-    choose_defaults(args, device, local_world_size)  # of --precision and --workers
+    choose_defaults(args, device, local_world_size)  # for --precision, --workers
     train_set, val_set = build_datasets(args)
 
     # [2/6 shard] each process takes every world_size-th image of one shuffled list
@@ -69,7 +69,7 @@ def main(args: Namespace) -> None:
         args, train_set, train_sampler, batch_size, device, training=True
     )
     val_sampler = EpochSampler(val_share, args.seed, rank, world_size)
-    val_loader = build_loader(  # of micro-batches, which fit in memory
+    val_loader = build_loader(  # micro-batches, because these fit in memory
         args, val_set, val_sampler, micro_batch_size, device, training=False
     )
 
@@ -98,7 +98,7 @@ def main(args: Namespace) -> None:
     scheduler = build_scheduler(args, optimizer, len(train_loader))
     to_save |= {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     checkpoint = Checkpoint(args, (train_set, val_set), to_save)
-    checkpoint.load(rank)  # if --resume; rank 0 also locks --output
+    checkpoint.load(rank)  # only with --resume; rank 0 also locks --output
     checkpoint.compare_ranks(rank, world_size, device, all_reduce)
     if rank == 0:
         checkpoint.print_header(device, world_size, steps=len(train_loader))
@@ -139,7 +139,7 @@ def train(
     meter, epoch, done = Meter(), checkpoint.epoch, checkpoint.step
     batches = Progress(f"epoch {epoch + 1}/{args.epochs}", loader, done)
     for step, (images, labels) in enumerate(batches, start=done + 1):
-        seed_generators(args.seed, epoch, step, rank + 1)  # dropout draws from them
+        seed_generators(args.seed, epoch, step, rank + 1)  # for dropout, for example
         optimizer.zero_grad()
         micro_batches = images.chunk(args.accumulate), labels.chunk(args.accumulate)
         for number, (x, y) in enumerate(zip(*micro_batches, strict=True), start=1):
@@ -228,18 +228,18 @@ def worker(local_rank: int, args: Namespace, parent: int) -> None:
 if __name__ == "__main__":
     with one_line_errors():
         args = arguments()
-        set_up_cuda(args.nprocs)  # here, so that an error is printed once
+        set_up_cuda(args.nprocs)  # in the parent, which prints errors only once
     if args.dist_url is None:
-        # The processes meet in a file in memory, and no other machine can connect
+        # The processes meet through a file in memory, so no other machine can connect
         meeting = os.memfd_create("meeting")
         args.dist_url = f"file:///proc/{os.getpid()}/fd/{meeting}"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # like torchrun
     try:
         mp.spawn(worker, args=(args, os.getpid()), nprocs=args.nprocs)
     except mp.ProcessExitedException as error:
-        if error.exit_code != 2:  # after a UserError, the process has printed its line
+        if error.exit_code != 2:  # 2: UserError, which the process has printed
             raise
         raise SystemExit(2) from None
 # [/start]

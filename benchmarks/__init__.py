@@ -1,4 +1,4 @@
-"""Compare speed and memory with those of conventional code, in one run."""
+"""Benchmarks that compare our code's speed and memory with conventional code's."""
 
 from pathlib import Path
 

@@ -1,8 +1,8 @@
-"""Measure candidates alternately, compare them and write the results.
+"""Measure candidates in turn, compare them and write the results.
 
-Speed drifts on shared machines, so a ratio is meaningful only if both measurements were
-made at nearly the same time. Each round measures every candidate once, in random order,
-and each ratio compares two measurements from the same round.
+The speed of a shared machine drifts, so a ratio is meaningful only if both measurements
+were made at nearly the same time. Each round measures every candidate once, in random
+order, and each ratio compares two measurements from the same round.
 """
 
 import argparse
@@ -24,9 +24,9 @@ import torchvision
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
-# By default, glibc returns thousands of freed pages to the system in each step. This
-# takes 10 to 20 % of a step, depending on what else is in memory, and would distort any
-# comparison. With these settings, glibc keeps the pages.
+# By default, glibc returns thousands of freed pages to the system in each step, which
+# takes 10 to 20 % of a step, depending on what else is in memory. This would distort
+# any comparison. With these settings, glibc keeps the pages.
 KEEP_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(2**30),
     "MALLOC_TRIM_THRESHOLD_": str(2**33),
@@ -42,7 +42,7 @@ def parse_number(document: str, name: str, default: int) -> int:
 
 
 def commit() -> str | None:
-    """Return the commit, with -dirty if files are modified; None outside git."""
+    """Return the commit, with -dirty if files are modified, or None outside git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -59,7 +59,7 @@ def describe(device: torch.device) -> str:
 
 
 def gpu_names() -> list[str]:
-    """Return the GPUs in CUDA_VISIBLE_DEVICES; by default, all GPUs."""
+    """Return the GPUs in CUDA_VISIBLE_DEVICES, or all GPUs if it is not set."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     return names if names[0] else [str(one) for one in range(torch.cuda.device_count())]
 
@@ -76,8 +76,8 @@ def speed(work: Callable, items: Sequence) -> Callable[[], float]:
     """Return a function that measures how many items `work` handles per CPU second."""
 
     def measure() -> float:
-        began = time.process_time()  # other programs hardly affect it
-        deque(map(work, items), maxlen=0)  # keeps no results
+        began = time.process_time()  # CPU time: other programs hardly affect it
+        deque(map(work, items), maxlen=0)  # discards the results
         return len(items) / (time.process_time() - began)
 
     return measure
@@ -89,8 +89,8 @@ def interleave(
     """Measure each candidate once per round.
 
     Args:
-        candidates: functions that do the work and return the measurement.
-        rounds: number of rounds; an additional warm-up round does not count.
+        candidates: functions that do the work and return a measurement.
+        rounds: number of rounds, without a first warm-up round, which is discarded.
 
     Returns:
         The measurements of each candidate, in the order of the rounds.

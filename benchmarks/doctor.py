@@ -1,11 +1,11 @@
-"""Measure what doctor costs: steps of ResNet-50 with and without it.
+"""Measure how much doctor slows down training steps of ResNet-50.
 
     python -m benchmarks.doctor [ROUNDS]
 
 Two jobs of two processes each take turns: one runs alone, the other under doctor. The
-benchmark compares the durations of steps that doctor watches, of steps that it only
-times, and of ROUNDS times five later steps. It writes benchmarks/results/doctor.json in
-a few minutes.
+benchmark compares the durations of the steps that doctor watches, of the steps that
+doctor only times, and of ROUNDS times five later steps. It takes a few minutes, and
+writes benchmarks/results/doctor.json.
 """
 
 import os
@@ -40,7 +40,7 @@ ALONE, UNDER = "alone", "under doctor"
 
 
 def job(folder: Path) -> None:
-    """Take as many steps as requested, and report how long they took."""
+    """Run STEPS training steps for each line in `orders`; report the time per step."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     images = torch.randn(64 * BATCH, 3, SIZE, SIZE)
@@ -72,7 +72,7 @@ def job(folder: Path) -> None:
 
 
 def start(folder: Path, *before: str) -> tuple[subprocess.Popen, Callable, Callable]:
-    """Start a job; return it, a function that runs steps, and one that ends the job."""
+    """Start a job; return its process, and functions that run steps and end the job."""
     folder.mkdir()
     for name in ("orders", "answers"):
         os.mkfifo(folder / name)
@@ -90,7 +90,7 @@ def start(folder: Path, *before: str) -> tuple[subprocess.Popen, Callable, Calla
 
 
 def main() -> None:
-    """Compare a job alone with one under doctor."""
+    """Compare a job that runs alone with a job that runs under doctor."""
     if sys.argv[1:2] == ["--job"]:
         return job(Path(sys.argv[2]))
     rounds, found = parse_number(__doc__, "ROUNDS", 16), {}

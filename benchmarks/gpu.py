@@ -1,13 +1,13 @@
-"""Time the strategies on one GPU and on all GPUs.
+"""Time all strategies on one GPU and on all GPUs.
 
     python -m benchmarks.gpu FILE [--rehearse]    # --rehearse: tiny sizes on a CPU
     python -m benchmarks.gpu FILE STRATEGY PROCESSES FLAGS...
     python -m benchmarks.gpu --summary FOLDER     # write FOLDER/summary.json
     python -m benchmarks.gpu --check SUMMARY      # is anything missing or implausible?
 
-Each measurement runs a launch script in its own process. Measurements of this commit
-that FILE already contains are kept. All measurements end by GPU_CHECK_UNTIL (Unix
-time).
+Each measurement runs a launch script in its own process. The benchmark does not repeat
+measurements of this commit that FILE already contains, and ends before the Unix time
+GPU_CHECK_UNTIL.
 """
 
 import importlib
@@ -45,7 +45,7 @@ def require_library(strategy: str) -> None:
 
 
 def train(strategy: str, processes: str, *flags: str) -> dict:
-    """Train with a launch script, one process per GPU; return the recorded figures."""
+    """Train with a launch script, one process per GPU; return speed, memory, clock."""
     require_library(strategy)
     samples = []
     with tempfile.TemporaryDirectory() as folder:
@@ -99,7 +99,7 @@ def plan(tiny: bool) -> list[tuple[dict, list]]:
 
 
 def measured(words: list, seconds: float) -> dict:
-    """Run a measurement in a separate process; end all processes that it leaves."""
+    """Run a measurement in a separate process; kill all processes that it leaves."""
     began, status = time.monotonic(), "not run"
     with tempfile.TemporaryDirectory() as folder:
         file, log = Path(folder, "found.json"), Path(folder, "log.txt")
@@ -129,7 +129,7 @@ def measured(words: list, seconds: float) -> dict:
 
 
 def everything(file: Path, tiny: bool) -> None:
-    """Take the measurements that FILE lacks; write FILE after each of them."""
+    """Run the measurements that FILE lacks; update FILE after each of them."""
     old = json.loads(file.read_text()) if file.exists() else []
     here, until = commit() or "", float(os.environ.get("GPU_CHECK_UNTIL", "inf"))
     kept = {one["name"]: one for one in old if here and one["commit"] == here}

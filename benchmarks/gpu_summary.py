@@ -103,7 +103,7 @@ def versions() -> dict:
 
 
 def test_rows(folder: Path) -> list[dict]:
-    """Return the last result of each test in the files that pytest wrote."""
+    """Return each test's last result in the files that pytest wrote."""
     found = {}
     for file in sorted(folder.glob("rows-*.xml")):
         for suite in ElementTree.parse(file).iter("testsuite"):

@@ -2,9 +2,9 @@
 
     python -m benchmarks.input [ROUNDS]
 
-On one core, the benchmark reads single images for training and for validation, and
-measures which part of the time decoding takes. It generates JPEG files, prints median
-ratios with quartiles and writes benchmarks/results/input.json.
+The benchmark generates JPEG files. On one core, it reads single images for training and
+for validation, and measures what share of the time decoding takes. It prints median
+ratios with quartiles, and writes benchmarks/results/input.json.
 """
 
 import os
@@ -40,7 +40,7 @@ def usual_folder(root: Path, steps: tuple) -> datasets.ImageFolder:
 
 
 def arguments(folder: Path, *flags: object) -> Namespace:
-    """Return the scripts' flags: their defaults except for `flags`."""
+    """Parse `flags`; the scripts' other flags have their defaults."""
     return build_parser("").parse_args(["--data", str(folder), *map(str, flags)])
 
 
@@ -61,7 +61,7 @@ class Training(SeededDataset):
 
 
 class Normalized(Dataset):
-    """A dataset that normalizes images in float32, as conventional pipelines do."""
+    """A dataset that normalizes images on the CPU, as conventional pipelines do."""
 
     def __init__(self, dataset: Dataset):
         self.dataset = dataset
@@ -82,7 +82,7 @@ def one_core(folder: Path, rounds: int) -> dict[str, dict | list]:
     cores = pin_core()
     training = {USUAL: reading(usual_folder(folder / "train", USUAL_TRAIN), TRAIN)}
     validation = {USUAL: reading(usual_folder(folder / "val", USUAL_VAL), VAL)}
-    # These two rows and the conventional ones normalize on the CPU; the others do not
+    # The conventional pipelines and these two normalize on the CPU; the others do not
     train_set, val_set = build_datasets(arguments(folder, "--decoder", "nvimgcodec"))
     training[NORMALIZED] = reading(Normalized(Training(train_set)), TRAIN)
     validation[NORMALIZED] = reading(Normalized(val_set), VAL)

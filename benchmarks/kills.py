@@ -2,11 +2,11 @@
 
     python -m benchmarks.kills [KILLS]
 
-A run has two processes (one with python) and is interrupted and resumed three times.
-The launcher, a training process or a loader process gets SIGKILL while loader processes
-start, or during a step, validation or saving; or the launcher gets SIGTERM or Ctrl-C.
-All processes must end within 60 seconds, and weights, momenta, learning rates and
-metrics must equal those of an uninterrupted run. 60 KILLS take half an hour.
+Each run has two processes (one with python). The benchmark interrupts and resumes it
+three times: while loader processes start, or during a step, validation or saving, it
+kills the launcher, a training process or a loader process with SIGKILL, or the launcher
+with SIGTERM or Ctrl-C. All processes must end within 60 seconds, and the final results
+must equal those of an uninterrupted run. 60 KILLS take half an hour.
 """
 
 import json
@@ -41,14 +41,14 @@ TIMES = {"seconds", "images_per_second", "data_wait", "peak_memory_mib"}
 
 
 class Run:
-    """A training run; its processes are those that inherited KILLS_RUN."""
+    """A training run, whose processes inherit the variable KILLS_RUN."""
 
     def __init__(self, launcher: str, data: Path, output: Path, *flags: str):
-        """Start the run as a shell would, with FLAGS plus `flags`."""
+        """Start the run as a shell would, with FLAGS and `flags`."""
         self.output, self.log = output, output.with_suffix(".log")
         self.mark = f"KILLS_RUN={output}"
         for name in self.half_written():
-            (output / name).unlink()  # left by the previous run
+            (output / name).unlink()  # the previous run left it
         path = f"PATH={Path(sys.executable).parent}:{os.environ['PATH']}"
         words = [
             "env",
@@ -66,14 +66,14 @@ class Run:
 
     def alive(self) -> dict[int, tuple[int, str]]:
         """Return each process's parent and name."""
-        self.process.poll()  # waits for it, if it has ended
-        command = ["ps", "axeww", "-o", "pid=,ppid=,comm=,args="]  # e: and variables
+        self.process.poll()  # reaps the launcher, if it has ended
+        command = ["ps", "axeww", "-o", "pid=,ppid=,comm=,args="]  # e: with variables
         printed = subprocess.check_output(command, text=True, errors="replace")
         lines = [line.split() for line in printed.split("\n") if self.mark in line]
         return {int(pid): (int(parent), name) for pid, parent, name, *_ in lines}
 
     def victims(self, kind: str) -> list[int]:
-        """Return the PIDs of one of VICTIMS, once loader processes have started."""
+        """Return the PIDs of these VICTIMS; [] until loader processes have started."""
         found = self.alive()
         loaders = [pid for pid in found if found[pid][1] == "pt_data_worker"]
         if kind == "launcher" and loaders:
@@ -95,9 +95,9 @@ class Run:
             time.sleep(0.02)
             if self.log.read_text(errors="replace").count(line) >= count:
                 victims = self.victims(victim)
-        # A save begins after a line
+        # The script starts to save right after it has printed a line
         time.sleep(0 if moment == "save" else draw.uniform(0, 0.3))
-        send = os.killpg if name == "SIGINT" else os.kill  # Ctrl-C: to the whole group
+        send = os.killpg if name == "SIGINT" else os.kill  # Ctrl-C reaches the group
         send(draw.choice(victims), signal.Signals[name])
         began = time.monotonic()
         while (left := self.alive()) and time.monotonic() < began + 60:
@@ -109,19 +109,19 @@ class Run:
         return {**row, "left": list(left.values()), "half written": self.half_written()}
 
     def result(self) -> list:
-        """Wait for the run to end; return what it computed, with tensors as bytes."""
+        """Wait until the run ends; return its results, with tensors as bytes."""
         assert self.process.wait() == 0, self.log.read_text()
         content = torch.load(self.output / "checkpoint.pt", weights_only=True)
         lines = (self.output / "epochs.jsonl").read_text().splitlines()
         assert content.pop("records") == (records := list(map(json.loads, lines)))
-        del content["recipe"]  # has this launcher's flags
+        del content["recipe"]  # contains flags that differ between launchers
         metrics = [r[name] for r in records for name in sorted(r.keys() - TIMES)]
         leaves = tree_leaves([content, metrics])
         return [x.numpy().tobytes() if torch.is_tensor(x) else x for x in leaves]
 
 
 def measure(launcher: str, kills: int, data: Path, folder: Path, whole: list) -> dict:
-    """Interrupt runs under a launcher; compare their results with `whole`."""
+    """Interrupt a launcher's runs; compare their results with `whole`."""
     draw, rows, equal = Random(launcher), [], []
     pairs = list(product(VICTIMS[launcher == "python" :], MOMENTS))
     pairs *= 1 + kills // len(pairs)

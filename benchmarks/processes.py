@@ -1,8 +1,8 @@
-"""Finds all processes of a run by an environment variable that they inherit.
+"""Find all processes of a run by an environment variable that they inherit.
 
-`python -m benchmarks.processes FOLDER` waits until its standard input is
-closed, which means that the measuring process has ended. It then kills all processes
-whose gate is in FOLDER, even if SIGSTOP has suspended them, and removes FOLDER.
+`python -m benchmarks.processes FOLDER` waits until its standard input is closed, which
+means that the measuring process has ended. It then kills all processes whose gate is in
+FOLDER, even if they are suspended (SIGSTOP), and removes FOLDER.
 """
 
 import contextlib
@@ -17,10 +17,10 @@ from benchmarks.timings.gate import VARIABLE
 
 
 def send(where: Path, number: int) -> bool:
-    """Signal all processes whose gate is `where` or in it; return whether any exist."""
+    """Signal all processes whose gate is `where` or in `where`; return if any exist."""
     mark, found = f"{VARIABLE}={where}/".encode(), False
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended, or belongs to another user
+        with contextlib.suppress(OSError):  # ended process, or another user's
             variables = (folder / "environ").read_bytes().split(b"\0")
             if any((one + b"/").startswith(mark) for one in variables):
                 os.kill(int(folder.name), number)
@@ -29,7 +29,7 @@ def send(where: Path, number: int) -> bool:
 
 
 def end(where: Path) -> None:
-    """Kill all processes at a gate, and any that they start meanwhile."""
+    """Kill all processes at a gate, and all that they start in the meantime."""
     while send(where, signal.SIGKILL):
         time.sleep(0.02)
 

@@ -43,7 +43,7 @@ SYNTHETIC = {
 VISION = "KempnerInstitute/scalable-vision-workflows/tree/main/imagenet1k_resnet50"
 # GPUs: seconds for 90 epochs of ImageNet, everything included, 4 A100s per host
 KEMPNER = {1: 129686, 2: 65752, 4: 33216, 8: 17104, 16: 8914, 32: 4765, 64: 2640}
-# If t(n) = work / n + pause, then 2 t(4) - t(2) is the pause, here for one epoch
+# If t(n) = work / n + pause, then the pause is 2 t(4) - t(2); here, for one epoch
 PAUSE = (2 * KEMPNER[4] - KEMPNER[2]) / 90
 
 
@@ -53,7 +53,7 @@ def network(gigabits: float) -> Link:
 
 
 def a100(gigabits: float, speed: float = 2470) -> Cluster:
-    """Return hosts with eight A100s; NVIDIA measured the speed of one (images/s)."""
+    """Return hosts with eight A100s; by default, `speed` is what NVIDIA measured."""
     return Cluster(256 / speed, 256, RESNET50, 8, A100, network(gigabits))
 
 
@@ -63,7 +63,7 @@ def horovod(speed: float, size: float) -> Cluster:
 
 
 def kempner(pause: float) -> Cluster:
-    """Return Kempner's hosts; `pause` is part of the epoch measured on one GPU."""
+    """Return Kempner's hosts; the epoch measured on one GPU includes `pause`."""
     step = (KEMPNER[1] / 90 - pause) * 256 / 1281167
     return Cluster(step, 256, RESNET50, 4, A100, network(200), pause=pause)
 

@@ -11,7 +11,7 @@ Sources: docs/understand.md.
 import math
 from typing import NamedTuple
 
-# The backward pass computes two of each layer's three matrix products
+# Of each layer's three matrix products, the backward pass computes two
 BACKWARD = 2 / 3
 MIB = 2**20
 BUCKET, FIRST_BUCKET = 25 * MIB, MIB  # DistributedDataParallel's defaults

@@ -3,9 +3,8 @@
     python -m benchmarks.step [ROUNDS]
 
 The benchmark alternates between distributed.py's train(), a minimal DDP loop with the
-same model and a conventional loop (fp32, NCHW, the host reads metrics in each step). It
-prints median ratios with quartiles and writes benchmarks/results/step.json; this takes
-five minutes.
+same model, and a conventional loop (fp32, NCHW, metrics read in each step). In five
+minutes, it prints median ratios with quartiles and writes benchmarks/results/step.json.
 """
 
 import importlib
@@ -41,7 +40,7 @@ from common.errors import one_line_errors
 from common.model import PRECISIONS
 
 PROCESSES = 2
-STEPS = 10  # per measurement; also the print interval
+STEPS = 10  # per measurement; the print interval is also 10 steps
 # (image size, global batch size); the small sizes reveal overhead
 CASES = ((64, 64), (224, 32))
 VARIABLES = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -72,7 +71,7 @@ def bare_loop(
 
 
 def usual_loop(args: Namespace, loader: DeviceLoader) -> Callable[[], None]:
-    """Return a conventional loop: fp32, and the host reads the metrics in each step."""
+    """Return a conventional loop that uses fp32 and reads the metrics in each step."""
     device = loader.device
     model = torchvision.models.get_model(args.arch).to(device)
     if dist.is_initialized():
@@ -100,7 +99,7 @@ def usual_loop(args: Namespace, loader: DeviceLoader) -> Callable[[], None]:
 def timed(
     work: Callable[[], None], images: int, device: torch.device
 ) -> Callable[[], float]:
-    """Return a function that measures all ranks' images per second in work()."""
+    """Return a function that runs work() and returns all ranks' images/s together."""
 
     def settle() -> None:
         if device.type == "cuda":
@@ -119,7 +118,7 @@ def timed(
 
 
 def measure_in_turns(script: ModuleType, rounds: int) -> dict[str, dict]:
-    """Run a script's main(), but measure train() instead of training."""
+    """Run a script's main(), but compare its train() with other loops, then stop."""
     train, found = script.train, {}
 
     class Measured(Exception):
@@ -148,8 +147,8 @@ def measure_in_turns(script: ModuleType, rounds: int) -> dict[str, dict]:
 
 
 def loops(args: Namespace, loader: DeviceLoader, model: nn.Module) -> dict:
-    """Return the loops to compare with train(); the first one is the baseline."""
-    # Both use one model: on a CPU, its place in memory can change speed by 5 %
+    """Return the loops to compare with train(); the first loop is the baseline."""
+    # It shares train()'s model, whose place in memory can change a CPU's speed by 5 %
     bare = bare_loop(loader, model, args.precision)
     return {BARE: bare, USUAL: usual_loop(args, loader)}
 

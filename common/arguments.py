@@ -13,13 +13,13 @@ from common.errors import UserError
 from common.images import DECODERS, NO_TORCHCODEC
 from common.model import PRECISIONS, best_precision
 
-AUTO = Path("auto")  # --resume without a path
+AUTO = Path("auto")  # the value of --resume without a path
 SHARES = ("momentum", "label_smoothing", "min_crop")  # at most 1
 MAY_BE_0 = ("workers", "seed", "node_rank")  # other whole numbers are at least 1
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises UserError, so that a launcher can print it last."""
+    """A parser that raises UserError, so that the launcher prints the error last."""
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError."""
@@ -88,7 +88,7 @@ def parse_arguments(
             flag = name.replace("_", "-")
             parser.error(f"--{flag} must be from {least} to {most}, but is {value}")
     if args.evaluate:
-        args.epochs = 0  # nothing to train
+        args.epochs = 0  # train no epoch
     args.output = args.output or Path("runs", Path(sys.argv[0]).stem)
     return args
 
@@ -96,7 +96,7 @@ def parse_arguments(
 def choose_defaults(
     args: argparse.Namespace, device: torch.device, local_world_size: int
 ) -> None:
-    """Set the defaults that depend on the device and on the cores of a process."""
+    """Set the defaults that depend on the device and on the cores per process."""
     args.precision = args.precision or best_precision(device)
     if args.workers is None:
         cores = len(os.sched_getaffinity(0))

@@ -21,16 +21,16 @@ from common.errors import UserError
 from common.images import NO_TORCHCODEC
 from common.meters import averages, format_metrics, metric_names
 
-# best.pt is from the epoch with the highest value, or the lowest (of a loss)
+# best.pt is the epoch with the highest value (for a loss, the lowest)
 BEST_METRIC, LOWER_IS_BETTER = "val_top1", False
-# Flags that a resumed run may change. The images are compared, not their paths.
+# Flags that a resumed run may change. load() compares the images, not their paths.
 MAY_CHANGE = {"data", "synthetic", "output", "resume", "evaluate", "workers"}
 MAY_CHANGE |= {"print_interval", "compile", "save_minutes", "accumulate"}
 MAY_CHANGE |= {"local_rank", "nprocs", "nnodes", "node_rank", "dist_url"}
 
 
 class Checkpoint:
-    """A run's progress; it is saved to and restored from OUTPUT/checkpoint.pt."""
+    """A run's progress, which is saved to and restored from OUTPUT/checkpoint.pt."""
 
     def __init__(
         self,
@@ -40,9 +40,9 @@ class Checkpoint:
     ):
         """Store the objects to save (with a state_dict()), by their names in the file.
 
-        Name the model used for validation "state_dict". `datasets` are those for
-        training and validation; a resumed run needs the same images. Raises UserError
-        if no metric is named BEST_METRIC.
+        Name the model used for validation "state_dict". `datasets` are the training and
+        validation sets; a resumed run needs the same images. Raises UserError if no
+        metric is named BEST_METRIC.
         """
         self.args, self.objects = args, objects
         names = [f"val_{name}" for name in metric_names(len(datasets[1].classes))]
@@ -56,26 +56,24 @@ class Checkpoint:
         if args.schedule == "step":
             del recipe["epochs"]  # this schedule does not use them
         self.recipe = {n: str(v) for n, v in recipe.items() if n not in MAY_CHANGE}
-        self.epoch, self.step = 0, 0  # finished epochs, finished steps of the next one
-        self.sums: dict[str, Tensor] = {}  # of these steps, over all processes
+        self.epoch, self.step = 0, 0  # finished epochs, and steps of the next epoch
+        self.sums: dict[str, Tensor] = {}  # sums of these steps, over all processes
         self.records: list[dict] = []  # one for each finished epoch, as in epochs.jsonl
         self.best = math.inf if LOWER_IS_BETTER else -math.inf  # of BEST_METRIC
         self.saved_at = time.monotonic()
 
     def load(self, rank: int) -> None:
-        """Load the file that --resume asks for; rank 0 locks --output until it ends.
+        """Load the file that --resume names; rank 0 locks --output until rank 0 ends.
 
-        Raises UserError if that file does not fit, or if another run uses --output.
+        Raises UserError if the file does not fit, or if another run uses --output.
         """
         path, output = self.args.resume, self.args.output
         if path == AUTO:
             path = self.file if self.file.exists() or self.args.evaluate else None
         if not self.args.evaluate:
             if self.file.exists() and (path or Path()).resolve() != self.file.resolve():
-                raise UserError(
-                    f"--output {output} holds another run: continue it with --resume, "
-                    "or choose another --output"
-                )
+                text = f"--output {output} holds another run"
+                raise UserError(f"{text}: add --resume, or choose another --output")
             output.mkdir(parents=True, exist_ok=True)
             if rank == 0:
                 self.lock = lock_file(output / "lock")
@@ -91,8 +89,6 @@ class Checkpoint:
             now = self.recipe[name]
             if recipe.get(name, now) != now:  # other strategies may lack a flag
                 text = f"{path} was saved with {name} = {recipe[name]}, now it is {now}"
-                if name == "images":
-                    text += " (older versions of this project have other digests)"
                 raise UserError(f"{text}: use the same, or start a new run")
         if self.args.evaluate:
             self.objects["state_dict"].load_state_dict(content["state_dict"])
@@ -103,7 +99,7 @@ class Checkpoint:
             one.load_state_dict(content[name])
         self.epoch, self.step = content["epoch"], content["step"]
         self.sums, self.records = content["sums"], content["records"]
-        if self.best_file.exists():  # a new folder has none yet
+        if self.best_file.exists():  # a new folder has no best.pt
             self.best = content["best_acc1"].item()
 
     def compare_ranks(
@@ -113,7 +109,7 @@ class Checkpoint:
         device: torch.device,
         all_reduce: Callable[[Tensor], Tensor],
     ) -> None:
-        """Raise UserError if a process has different images or progress than rank 0."""
+        """Raise UserError if a process's images or progress differ from rank 0's."""
         # Each process fills its row of a table of zeros; the sum is the whole table
         facts = [*self.images, self.epoch, self.step]
         table = torch.zeros(world_size, len(facts), dtype=torch.float64)
@@ -134,9 +130,9 @@ class Checkpoint:
             self.sums[name] = self.sums.get(name, 0) + value
 
     def record_epoch(self, val: dict[str, float], stats: dict[str, float]) -> None:
-        """Finish the current epoch, and add its record, as in epochs.jsonl.
+        """Finish the current epoch, and add its record for epochs.jsonl.
 
-        `val` has the validation averages; `stats` are added unchanged.
+        `val` contains the validation averages; `stats` are added unchanged.
         """
         train = averages(self.sums)
         record = {"epoch": self.epoch, "steps": self.step}
@@ -149,7 +145,7 @@ class Checkpoint:
     def save(self) -> None:
         """Write epochs.jsonl, best.pt after the best epoch, and checkpoint.pt last.
 
-        If a file cannot be written, the old file stays, and the error is raised.
+        If a file cannot be written, the old file remains, and the error is raised.
         """
         files = [self.file]
         value = self.records[-1][BEST_METRIC] if self.step == 0 else self.best
@@ -186,34 +182,30 @@ class Checkpoint:
         if device.type == "cuda":
             name = torch.cuda.get_device_name(device)
             name += f" ({torch.cuda.device_count()} visible)"
-        images = f"{val:,} validation images of {self.recipe['classes']} classes"
-        decoder = f"decoder {args.decoder}"
-        if NO_TORCHCODEC and args.decoder == "pil":
-            decoder += f" (no TorchCodec: {NO_TORCHCODEC})"
+        reason = f" (no TorchCodec: {NO_TORCHCODEC})" if NO_TORCHCODEC else ""
         print(f"{args.arch} ({type(model).__name__}), {weights:,} parameters", end=", ")
         print(f"{args.precision}, {world_size} x {name}")
+        print(f"decoder {args.decoder}{reason}", flush=True)
         if args.evaluate:
-            print(f"{images}, {decoder}", flush=True)
             return
-        share = f"{args.global_batch_size // world_size // args.accumulate} images"
-        if args.accumulate > 1:
-            share += f" x {args.accumulate} micro-batches"
+        share = args.global_batch_size // world_size // args.accumulate
         rate = self.objects["optimizer"].param_groups[0]["initial_lr"]
         start = f"resumed from epoch {self.epoch + 1}, step {self.step}"
         if self.epoch >= args.epochs:
             start = f"complete: all {self.epoch} epochs are done"
         elif not self.epoch + self.step:
             start = "a new run"
-        print(f"{train:,} training and {images}, {decoder}")
+        images = f"{train:,} training and {val:,} validation images"
+        print(f"{images} of {self.recipe['classes']} classes")
         print(
-            f"{steps:,} steps per epoch, {args.global_batch_size} images per step",
-            end=": ",
+            f"{steps:,} steps per epoch, {args.global_batch_size} images per step: "
+            f"{world_size} processes x {share} images x {args.accumulate} micro-batches"
+            f", learning rate {rate:.4g}"
         )
-        print(f"{world_size} processes x {share}, learning rate {rate:.4g}")
         print(f"{args.output}: {start}", flush=True)
 
     def print_epoch(self) -> None:
-        """Print the last epoch's metrics, the best one so far, and the speed."""
+        """Print the last epoch's metrics, the best value so far, and the speed."""
         record, best = self.records[-1], BEST_METRIC.removeprefix("val_")
         seconds = record["seconds"]
         took = f"{seconds:.1f} s" if seconds < 60 else tqdm.format_interval(seconds)
@@ -237,15 +229,15 @@ def lock_file(path: Path) -> Any:
             f"another process is writing to --output {path.parent}: let it end, or "
             f"choose another --output (if its machine has died, delete {path})"
         ) from None
-    except OSError:  # this file system cannot lock
+    except OSError:  # this file system does not support locks
         pass
     return file
 
 
 def replace_file(path: Path, content: bytes | dict) -> None:
-    """Write a file beside `path`, flush it to the disk and rename it to `path`.
+    """Write a temporary file, flush it to the disk, and rename it to `path`.
 
-    A reader, or a crash at any moment, finds either the old content or the new.
+    At any moment, a reader or a crash finds either the old content or the new content.
     """
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "wb") as file:

@@ -31,8 +31,8 @@ STD = (58.395, 57.12, 57.375)
 def list_images(root: str, name: str) -> list[bytes]:
     """Return a class's images, as paths below `root`, in torchvision's order.
 
-    Links to folders are followed. Raises UserError if there are no images or if a link
-    is a loop, and OSError if a folder is unreadable.
+    The search follows links to folders. Raises UserError if there are no images or if a
+    link leads to a loop, and OSError if a folder is unreadable.
     """
     found, errors, top = [], [], f"{root}/{name}"
     for folder, _, files in os.walk(top, followlinks=True, onerror=errors.append):
@@ -61,8 +61,8 @@ class ImageFolder(Dataset):
         self.archives = None
         archives = sorted(root.parent.glob(f"{root.name}.tar"))
         archives = archives or sorted(root.parent.glob(f"{root.name}-*.tar"))
-        # Not lists: reading an item changes its reference count, so each loader process
-        # would copy the list (https://github.com/pytorch/pytorch/issues/13246)
+        # Arrays, because each loader process would copy lists: reading an item changes
+        # its reference count (https://github.com/pytorch/pytorch/issues/13246)
         if archives and not root.is_dir():
             from common.tar import Archives
 
@@ -96,9 +96,9 @@ class ImageFolder(Dataset):
 
 
 def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
-    """Open the training and validation sets; return the latter twice for --evaluate.
+    """Open the training and validation sets (for --evaluate, the validation set twice).
 
-    Raises UserError if a folder is missing, or if the folders' classes differ.
+    Raises UserError if a folder is missing, or if the sets' classes differ.
     """
     size = args.image_size
     if args.synthetic:
@@ -117,10 +117,7 @@ def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
     transform = partial(train_transform, **options)
     train_set = ImageFolder(Path(args.data, "train"), transform, args.decoder)
     if different := sorted(set(train_set.classes) ^ set(val_set.classes)):
-        raise UserError(
-            f"{args.data}: train/ and val/ must have the same classes; "
-            f"{len(different)} are in only one of them, for example {different[0]}"
-        )
+        raise UserError(f"{args.data}: train/ or val/ has no class {different[0]}")
     return train_set, val_set
 
 
@@ -141,8 +138,7 @@ def seed_generators(*key: int) -> None:
 
     All later draws then depend only on these integers, even in a resumed run.
 
-    Source:
-    https://numpy.org/doc/stable/reference/random/bit_generators/generated/numpy.random.SeedSequence.html
+    Source: https://numpy.org/doc/stable/reference/random/parallel.html
     """
     number = int(numpy.random.SeedSequence(key).generate_state(1)[0])
     random.seed(number)
@@ -156,34 +152,32 @@ def seed_generators(*key: int) -> None:
 def divide(images: int, parts: int, name: str) -> int:
     """Divide a batch into equal parts; raise UserError if there is a remainder."""
     if images % parts:
-        raise UserError(
-            f"--global-batch-size: {images} images cannot be divided by {parts} {name}"
-        )
+        raise UserError(f"-b: {images} images cannot be divided by {parts} {name}")
     return images // parts
 
 
 class EpochSampler:
-    """Adds to each index of a sampler what the augmentation of its image depends on.
+    """Adds to each of a sampler's indices the data on which its augmentation depends.
 
-    It yields (seed, epoch, position of the image in the epoch, index), from which
-    SeededDataset seeds the random generators: the same in all runs, whichever process
-    loads the image.
+    It yields (seed, epoch, position of the image in the epoch, index). SeededDataset
+    seeds the random generators with these numbers, in whichever process loads the
+    image.
     """
 
     def __init__(self, share: Sequence[int], seed: int, rank: int, world_size: int):
-        """`share` yields this process's indices, every world_size-th of the epoch's."""
+        """`share` yields this process's indices, every world_size-th of the epoch."""
         self.share, self.seed = share, seed
         self.rank, self.world_size = rank, world_size
         self.epoch, self.first, self.length = 0, 0, len(share)
 
     def __len__(self) -> int:
-        """Return the number of images of this process in a whole epoch."""
+        """Return the number of this process's images in a complete epoch."""
         return self.length
 
     def set_epoch(self, epoch: int, skip: int = 0) -> None:
-        """Choose an epoch; a resumed run must `skip` some of this process's images."""
+        """Set the epoch; a resumed run must `skip` some of this process's images."""
         self.epoch, self.first = epoch, skip
-        # Some samplers, such as WeightedRandomSampler, use PyTorch's generator
+        # Some samplers, such as WeightedRandomSampler, draw from PyTorch's generator
         seed_generators(self.seed, epoch, 0, self.rank + 1)
         if hasattr(self.share, "set_epoch"):
             self.share.set_epoch(epoch)
@@ -195,7 +189,7 @@ class EpochSampler:
 
 
 class SeededDataset(Dataset):
-    """A dataset of (S, S, 3) images, whose augmentation an EpochSampler's keys seed."""
+    """A dataset of (S, S, 3) images; EpochSampler's keys seed their augmentation."""
 
     def __init__(self, dataset: Dataset):
         self.dataset = dataset
@@ -204,13 +198,11 @@ class SeededDataset(Dataset):
         *key, index = key
         seed_generators(*key)
         image, label = self.dataset[index]
-        found = (image.dtype, *image.shape) if torch.is_tensor(image) else [type(image)]
-        if len(found) != 4 or found[:2] != (torch.uint8, 3):
+        if not torch.is_tensor(image) or image.dtype != torch.uint8 or len(image) != 3:
             raise UserError(
-                f"image {index} is {found}, not a uint8 tensor (3, S, S): omit "
-                "ToTensor() and Normalize(); copy() in common/data.py normalizes images"
+                f"image {index} is not a uint8 tensor (3, S, S): omit Normalize()"
             )
-        # The decoders' memory layout; batches are copied and normalized faster in it
+        # In this layout, the decoders' own, batches are copied and normalized faster
         return image.permute(1, 2, 0), label
 
 
@@ -218,7 +210,7 @@ class DeviceLoader:
     """Batches on the device: (B, 3, S, S) normalized float32 and (B,) int64 labels."""
 
     def __init__(self, loader: DataLoader, device: torch.device, repeated: bool):
-        """If `repeated`, yield the first batch over and over, and load no others."""
+        """If `repeated`, yield the first batch repeatedly, and load no other batch."""
         self.loader, self.device = loader, device
         self.rank = loader.sampler.rank
         self.mean = torch.tensor(MEAN, device=device).view(1, 3, 1, 1)
@@ -227,11 +219,11 @@ class DeviceLoader:
         self.batch = self.copy(*next(iter(loader))) if repeated else None
 
     def __len__(self) -> int:
-        """Return the number of batches in a whole epoch."""
+        """Return the number of batches in a complete epoch."""
         return len(self.loader)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the sampler's epoch; raise UserError if an image is unusable."""
+        """Yield the batches of an epoch; raise UserError if an image is unusable."""
         self.waited = 0.0
         if self.batch is not None:
             first = self.loader.sampler.first // self.loader.batch_size
@@ -261,7 +253,7 @@ def build_loader(
 ) -> DeviceLoader:
     """Build this process's loader, and start its loader processes.
 
-    In training, an incomplete batch is dropped. Raises UserError if there is no batch.
+    In training, it drops an incomplete batch. Raises UserError if there is no batch.
     """
     if training and args.max_steps:
         sampler.length = min(len(sampler), batch_size * args.max_steps)
@@ -269,8 +261,7 @@ def build_loader(
     if len(sampler) < (batch_size if training else 1) and not unused:
         raise UserError(
             f"{len(dataset)} {'training' if training else 'validation'} images are too "
-            f"few for --global-batch-size {args.global_batch_size} and "
-            f"{sampler.world_size} processes: lower -b or add images"
+            f"few for -b and {sampler.world_size} processes: lower them or add images"
         )
     process = os.getpid()
     workers = 0 if args.synthetic or unused else args.workers
@@ -286,9 +277,9 @@ def build_loader(
         multiprocessing_context="fork" if workers else None,  # starts in milliseconds
     )
     if workers:
-        # Start the loader processes before the first collective: while its threads
-        # communicate, one can hold a lock that a fork would wait for
-        sampler.first = len(sampler)  # nothing to load yet
+        # Start the loader processes before the first collective, whose threads may hold
+        # a lock for which a forked process would wait forever
+        sampler.first = len(sampler)  # load no image yet
         iter(loader)
         sampler.first = 0
     return DeviceLoader(loader, device, repeated=bool(args.synthetic) and not unused)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """A problem that the user can fix; says what is wrong, where, and what to do."""
+    """A problem that the user can fix; the message says what, where, and what to do."""
 
 
 @contextmanager
@@ -25,11 +25,11 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        # DataLoader puts the traceback of its loader process before the message
+        # DataLoader adds its loader process's traceback before the message
         message = " ".join(str(error).rpartition("UserError: ")[2].split())
         line = f"{Path(sys.argv[0]).name}: error: {message}"
         if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            # torchrun ends the processes that are still asleep when the first one ends
+            # When the first process ends, torchrun kills the others during their sleep
             time.sleep(2 * int(os.environ["LOCAL_RANK"]))
             extra = {"timestamp": str(int(time.time()))}
             content = {"message": {"message": line, "extraInfo": extra}}

@@ -14,31 +14,31 @@ from torchvision.transforms.v2 import functional as F
 
 from common.errors import UserError
 
-NO_TORCHCODEC = ""  # why Pillow is the default decoder
-try:  # in the training process, not in each loader process
+NO_TORCHCODEC = ""  # the reason why Pillow is the default decoder
+try:  # import once in the training process, not in each loader process
     from torchcodec.decoders import decode_jpeg
-except (ImportError, OSError, RuntimeError) as error:  # or made for another PyTorch
+except (ImportError, OSError, RuntimeError) as error:  # missing, or for another PyTorch
     NO_TORCHCODEC = str(error.__cause__ or error).strip().split("\n")[0] or repr(error)
 
-# What decoders raise if a file is damaged, or if their library is missing
+# The errors of decoders if a file is damaged, or if their library is missing
 DECODE_ERRORS = (RuntimeError, OSError, ValueError, SyntaxError, EOFError, ImportError)
 DECODE_ERRORS += (Image.DecompressionBombError,)
 JPEG = b"\xff\xd8"  # the first bytes of each JPEG file
-NO_EXIF = b"\xff\xe1\0\2"  # an empty APP1 segment, which could contain EXIF data
+NO_EXIF = b"\xff\xe1\0\2"  # an empty APP1 segment; TorchCodec reads no other EXIF
 
 # Chooses a part of an image: (height, width) -> (top, left, height, width), in pixels
 Box = Callable[[int, int], tuple[int, int, int, int]]
 # Decodes the part that a Box chooses, to a (3, H, W) uint8 tensor or a Pillow image.
-# As in most ImageNet scripts, decoders ignore the EXIF orientation.
+# Like most ImageNet scripts, decoders ignore the EXIF orientation.
 Decode = Callable[[Box], Tensor | Image.Image]
 
 
 def decode_with_pillow(content: bytes, box: Box) -> Image.Image:
-    """Decode a file with Pillow, which also resizes it later."""
+    """Decode a file to a Pillow image, which Pillow also resizes later."""
     with Image.open(io.BytesIO(content)) as image:
         if image.mode == "F" or (image.mode, image.format) == ("I", "TIFF"):
             raise ValueError("32-bit pixels have no defined range; use 8 or 16 bits")
-        if image.mode.startswith("I"):  # 16-bit gray, which convert() clips at 255
+        if image.mode.startswith("I"):  # 16-bit gray: convert() would clip at 255
             image = Image.fromarray((numpy.asarray(image) >> 8).astype("uint8"))
         return F.crop(image.convert("RGB"), *box(image.height, image.width))
 
@@ -49,11 +49,10 @@ def decode_with_torchcodec(content: bytes, box: Box) -> Tensor:
         return F.pil_to_tensor(decode_with_pillow(content, box))
     if NO_TORCHCODEC:
         raise ImportError(f"no TorchCodec ({NO_TORCHCODEC}); use --decoder pil")
-    # An empty first APP1 segment makes TorchCodec ignore the EXIF orientation
     data = bytearray().join((JPEG, NO_EXIF, memoryview(content)[len(JPEG) :]))
     pixels = decode_jpeg(torch.frombuffer(data, dtype=torch.uint8))
     part = F.crop(pixels[None], *box(*pixels.shape[1:]))
-    # Close gaps between rows, in the decoder's format, so that resize() is faster
+    # Remove gaps between rows, in the decoder's format, so that resize() is faster
     return part.contiguous(memory_format=torch.channels_last)[0]
 
 
@@ -78,9 +77,9 @@ def read_image(
     transform: Callable[[Decode], Tensor],
     content: bytes | None = None,
 ) -> Tensor:
-    """Read a file (or its `content`) with one of DECODERS and transform it.
+    """Decode a file (or its `content`) with one of DECODERS, and transform the image.
 
-    Raises UserError, naming the file and the reason, if the file is not an image.
+    Raises a UserError that names the file and the reason if the file is not an image.
     """
     try:
         content = Path(path).read_bytes() if content is None else content

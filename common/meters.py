@@ -12,23 +12,23 @@ from tqdm import tqdm
 from common.data import DeviceLoader
 from common.errors import UserError
 
-Metrics = dict[str, float | list]  # by name; a list has a number for each class
-# How metrics are printed; epochs.jsonl has all digits of all metrics
+Metrics = dict[str, float | list]  # name -> value; a list has a value per class
+# Formats of printed metrics; epochs.jsonl has all digits of all metrics
 FORMATS = {"top1": "top-1 {:.2f} %", "top5": "top-5 {:.2f} %", "images": "{:,} images"}
-SHOWN = ("loss", "top1")  # while the run trains
-LOG_SECONDS = 30  # between lines, where there is no terminal for a bar
-tqdm.monitor_interval = 0  # no thread of its own, and no lock between processes
+SHOWN = ("loss", "top1")  # metrics to print during an epoch
+LOG_SECONDS = 30  # seconds between log lines, which replace a terminal's bar
+tqdm.monitor_interval = 0  # no monitor thread, and no lock between processes
 tqdm.set_lock(threading.RLock())
 
 
 class Meter:
-    """Adds up named numbers on the device; the host waits for them only in reduce()."""
+    """Adds up named numbers on the device; the host waits for it in reduce()."""
 
     def __init__(self):
         self.sums: dict[str, Tensor | float] = {}
 
     def add(self, sums: dict[str, Tensor | float]) -> None:
-        """Add a batch's sums: numbers, or tensors of any shape."""
+        """Add a batch's sums, which may be numbers or tensors of any shape."""
         for name, value in sums.items():
             self.sums[name] = self.sums.get(name, 0) + value
 
@@ -41,7 +41,7 @@ class Meter:
         options = {"dtype": torch.float64, "device": sums["loss"].device}
         tensors = [torch.as_tensor(value, **options) for value in sums.values()]
         flat = all_reduce(torch.cat([one.flatten() for one in tensors]))
-        # Not cpu(): Apex's O1 makes it return float32
+        # cpu() would return float32 under Apex's O1
         pieces = flat.to("cpu").split([one.numel() for one in tensors])
         pairs = zip(sums, pieces, tensors, strict=True)
         return {name: piece.view(one.shape) for name, piece, one in pairs}
@@ -50,18 +50,16 @@ class Meter:
 def batch_sums(
     loss: Tensor, outputs: Tensor, labels: Tensor
 ) -> dict[str, Tensor | float]:
-    """Return one batch's sums: loss, top-1 and top-5 hits times 100, and images.
+    """Return one batch's sums: loss, 100 times the top-1 and top-5 hits, and images.
 
     `loss` is the batch's mean, `outputs` are (B, classes) and `labels` (B,) int64. To
     add a metric, add its name and its sum over the batch. Raises UserError if an image
     does not have exactly one class number as its label.
     """
-    dense = outputs.ndim != 2 or labels.shape != outputs.shape[:1]
-    if dense or labels.is_floating_point():
+    if labels.shape != outputs.shape[:1] or labels.is_floating_point():
         raise UserError(
             "batch_sums() in common/meters.py counts images with one class number "
-            f"each: change it for outputs {tuple(outputs.shape)} and labels "
-            f"{tuple(labels.shape)} of {labels.dtype}"
+            f"each: change it for labels {tuple(labels.shape)} of {labels.dtype}"
         )
     best = outputs.detach().topk(min(5, outputs.size(1)), dim=1).indices
     hits = best == labels.unsqueeze(1)
@@ -84,7 +82,7 @@ def averages(sums: dict[str, Tensor]) -> Metrics:
 
 
 def metric_names(classes: int) -> list[str]:
-    """Return the names of all metrics, by passing a made-up batch to batch_sums()."""
+    """Return the names of all metrics, by calling batch_sums() for a dummy batch."""
     outputs, labels = torch.zeros(1, classes), torch.zeros(1, dtype=torch.int64)
     sums = batch_sums(torch.zeros(()), outputs, labels)
     return [*averages({name: torch.as_tensor(one) for name, one in sums.items()})]
@@ -110,17 +108,17 @@ def peak_memory_mib(device: torch.device) -> float:
 
 
 class Progress(tqdm):
-    """Iterates over a loader and measures its speed; rank 0 shows it.
+    """Iterates over a loader and measures its speed; rank 0 shows the progress.
 
-    A terminal gets a bar. A log gets lines from record_interval(): for the first and
-    the last interval, and at most one in LOG_SECONDS.
+    A terminal shows a bar. A log file gets lines from record_interval(), for the first
+    and the last interval, and at most one per LOG_SECONDS in between.
     """
 
     def __init__(self, title: str, loader: DeviceLoader, done: int = 0):
         """`loader` yields the batches of the steps after `done`."""
         self.title, self.loader, self.done = title, loader, done
         self.steps, self.log_at = len(loader), 0.0
-        self.intervals: list[tuple[float, int, float]] = []  # seconds, images, waited
+        self.intervals: list[tuple[float, int, float]] = []  # seconds, images, wait
         self.began, self.waited = time.perf_counter(), 0.0
         super().__init__(
             loader,
@@ -128,16 +126,16 @@ class Progress(tqdm):
             self.steps,
             initial=done,
             leave=False,
-            nrows=20,  # some terminals report 0, and tqdm would show nothing
+            nrows=20,  # some terminals report 0, with which tqdm shows nothing
             bar_format="{desc} |{bar}| ETA {remaining}{postfix}",
-            disable=None if loader.rank == 0 else True,  # None: if it is no terminal
+            disable=None if loader.rank == 0 else True,  # None: only on a terminal
         )
 
     def record_interval(self, step: int, means: Metrics, learning_rate: float) -> None:
-        """End a print interval, once the device has finished its last step.
+        """End a print interval after the device has finished the interval's last step.
 
-        `means` are averages over the images of all processes. A GPU may have been idle
-        for less time than this process waited for data: the host runs ahead of it.
+        `means` are averages over the images of all processes. The host runs ahead of a
+        GPU, so the GPU may have been idle for less time than this process waited.
         """
         now, images = time.perf_counter(), means["images"]
         seconds, waited = now - self.began, self.loader.waited - self.waited
@@ -158,8 +156,8 @@ class Progress(tqdm):
     def epoch_stats(self) -> Metrics:
         """Return an epoch's time, speed and data-wait share, and the run's peak memory.
 
-        The speed and the share leave out the first interval, in which loader processes
-        and compilers start and caches fill.
+        The speed and the share omit the first interval, in which loader processes and
+        compilers start, and caches fill.
         """
         measured = self.intervals[1:] or self.intervals
         seconds, images, waited = map(sum, zip(*measured, strict=True))

@@ -7,7 +7,6 @@ import os
 import signal
 import warnings
 from collections.abc import Sequence
-from difflib import get_close_matches
 from pathlib import Path
 
 import torch
@@ -25,10 +24,10 @@ def build_model(
 ) -> nn.Module:
     """Build `args.arch`, which maps (B, 3, S, S) images to (B, len(classes)) outputs.
 
-    The initial weights depend only on the seed, so that they are the same in every
-    process. --pretrained then copies torchvision's where they fit; rank 0 prints which
-    do not. Raises UserError if torchvision has no such model or weights, or if
-    --evaluate would use other weights.
+    The initial weights depend only on the seed, so that all processes have the same
+    weights. --pretrained then copies torchvision's weights where they fit; rank 0
+    prints which do not. Raises UserError if torchvision has no such model or weights,
+    or if --evaluate would use weights that do not fit.
     """
     options: dict = {"num_classes": len(classes)}
     if args.arch.startswith("vit_"):
@@ -42,9 +41,7 @@ def build_model(
             return model
         found = models.get_model(args.arch, weights="DEFAULT").state_dict()
     except (OSError, ValueError, AssertionError) as error:
-        near = get_close_matches(args.arch, models.list_models(models), cutoff=0)
-        hint = "" if args.arch in near else f" (similar: {', '.join(near)})"
-        raise UserError(f"--arch {args.arch}: {error}{hint}") from None
+        raise UserError(f"--arch {args.arch}: {error}") from None
     state = model.state_dict()
     fits = {n: w for n, w in found.items() if n in state and w.shape == state[n].shape}
     model.load_state_dict(state | fits)
@@ -67,16 +64,16 @@ def best_precision(device: torch.device) -> str:
 
 
 def die_with_parent(parent: int = 0) -> None:
-    """Let Linux kill this process when its parent ends; exit if `parent` has ended."""
+    """Make Linux kill this process when its parent ends; exit if `parent` has ended."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if parent and os.getppid() != parent:
         os._exit(1)
 
 
 def set_up_cuda(processes: int) -> None:
-    """Choose fast convolutions, and TF32 for fp32 matrices, as cuDNN has it.
+    """Choose fast convolutions, and TF32 for fp32 matrix products, as in cuDNN.
 
-    Raises UserError if this machine has GPUs, but fewer than processes.
+    Raises UserError if this machine has GPUs, but more processes than GPUs.
     """
     torch.backends.cudnn.benchmark = True
     torch.set_float32_matmul_precision("high")
@@ -109,7 +106,7 @@ def build_scheduler(
             return 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
         return 0.1 ** (step // steps_per_epoch // 30)
 
-    if args.precision == "fp16":  # the scaler skips first steps that overflow
+    if args.precision == "fp16":  # the scaler may skip the first steps
         message = r"Detected call of `lr_scheduler\.step\(\)` before"
         warnings.filterwarnings("ignore", message)
     return LambdaLR(optimizer, factor)

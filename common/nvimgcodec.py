@@ -13,16 +13,16 @@ from common.images import Box
 
 
 def decode(content: bytes, box: Box) -> Tensor | None:
-    """Decode the part that `box` chooses; return None if another decoder must do it.
+    """Decode the part that `box` chooses; return None for formats of other decoders.
 
-    The rest is not decoded, so damage there goes unnoticed.
+    Damage outside this part goes unnoticed, because only this part is decoded.
 
     Source: https://docs.nvidia.com/cuda/nvimagecodec/py_api.html
     """
     codec, decoder, params = make_decoder(os.getpid())
     try:
         stream = codec.CodeStream(content)
-        if stream.num_channels == 4:  # CMYK, whose colors it can invert
+        if stream.num_channels == 4:  # CMYK, whose colors nvImageCodec may invert
             return None
         top, left, height, width = box(stream.height, stream.width)
     except RuntimeError:

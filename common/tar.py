@@ -15,7 +15,7 @@ from common.errors import UserError
 
 
 class Archives:
-    """The images of the class folders in tar archives, in ImageFolder's order.
+    """The images of class folders in tar archives, in the same order as ImageFolder's.
 
     For N images, `paths` is (N,) bytes, `labels` is (N,) int64, and `places` is (N, 3)
     int64: archive, offset and size in bytes. `classes` are the class folders. Raises
@@ -23,7 +23,7 @@ class Archives:
     """
 
     def __init__(self, archives: list[Path]):
-        """Read the index from a file next to the archives, or build it and write it.
+        """Read the index from a file next to the archives, or build and write it.
 
         The file's name depends on the archives' names, sizes and modification times.
         """
@@ -45,7 +45,7 @@ class Archives:
         self.files = [os.open(archive, os.O_RDONLY) for archive in archives]
 
     def read(self, image: int) -> bytes:
-        """Read an image file; loader processes share the open archives."""
+        """Read an image file from an open archive, which loader processes share."""
         archive, offset, size = self.places[image].tolist()
         return os.pread(self.files[archive], size, offset)
 
@@ -79,7 +79,7 @@ def images_in(archive: Path) -> Iterator[tuple[str, int, int]]:
     try:
         with tarfile.open(archive, "r:") as opened:
             while member := opened.next():
-                opened.members.clear()  # a million of them would need gigabytes
+                opened.members.clear()  # a million entries would need gigabytes
                 path = member.name.removeprefix("./")
                 image = path.lower().endswith(IMG_EXTENSIONS)
                 if image and "/._" not in f"/{path}" and not member.isdir():  # macOS

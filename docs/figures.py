@@ -1,7 +1,7 @@
 """Draw the lessons' figures as SVG from the data below and from measurements.
 
 python docs/figures.py            # write the figures that change
-python docs/figures.py --check    # only list them; exit with status 1 if there are any
+python docs/figures.py --check    # only list these figures; status 1 if there are any
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 R = "abcd"  # colors of ranks 0 to 3: blue, orange, green, pink
-# Text on a block of color a has color on-a
+# Text on a block of color "a" has color "on-a"
 NAMES = "page ink note empty a b c d on-a on-b on-c on-d on-empty"
 LIGHT = "#ffffff #1f2328 #57606a #e4e8ec #0969da #e8912d #117a5b #c77fb0 "
 LIGHT += "#ffffff #1f2328 #ffffff #1f2328 #1f2328"
@@ -22,7 +22,7 @@ DARK += "#0d1117 #0d1117 #0d1117 #0d1117 #e6edf3"
 
 
 def rules(colors: str) -> str:
-    """Return CSS rules: a class per color for blocks and text, and one for lines."""
+    """Return CSS rules: each color has one class for shapes and text, one for lines."""
     rule = ".{0} {{ fill: {1} }} .line.{0} {{ fill: none; stroke: {1} }}"
     pairs = zip(NAMES.split(), colors.split(), strict=True)
     return "\n".join(rule.format(name, color) for name, color in pairs)
@@ -48,7 +48,7 @@ HEAD = f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 360 HEIGHT"
 
 
 class Picture(list[str]):
-    """A list of SVG elements. x and y are pixels from the top left, for a phone."""
+    """A list of SVG elements; x and y are pixels from the top left, for a phone."""
 
     def text(self, x: float, y: float, words: str, kind: str = "note") -> None:
         """Draw text on baseline y; `kind` makes it start, center or end at x."""
@@ -65,7 +65,7 @@ class Picture(list[str]):
             self.text(x + width / 2, first + 16 * number, words, kind)
 
     def row(self, x, y, cells: Iterable[tuple], height=28, title="") -> float:
-        """Draw blocks (color or "" for a gap, width, label); return the right end."""
+        """Draw blocks (color or "" for a gap, width, label); return the right edge."""
         if title:
             self.text(x, y - 10, title, "ink title")
         for color, width, label in cells:
@@ -100,7 +100,7 @@ class Picture(list[str]):
 
 
 def tree(draw: Picture) -> float:
-    """Two hosts: each has a launcher and four processes, with one GPU per process."""
+    """Draw two hosts, each with a launcher and four processes that use one GPU each."""
     for host, color in enumerate("ab"):
         y = 8 + 196 * host
         draw.block(8, y, 344, 176, f"line {color}")
@@ -120,7 +120,7 @@ def tree(draw: Picture) -> float:
 
 
 def all_reduce(draw: Picture) -> float:
-    """Broadcast and all-reduce among four ranks that hold 1, 2, 3 and 4."""
+    """Draw a broadcast and an all-reduce among four ranks that hold 1, 2, 3 and 4."""
     draw.text(8, 22, "broadcast", "ink title")
     draw.text(100, 22, "rank 0's number goes to every rank")
     draw.text(8, 180, "all-reduce", "ink title")
@@ -142,7 +142,7 @@ def all_reduce(draw: Picture) -> float:
     return 338
 
 
-# What rank r holds in slot c before and after: colors, and the number of the part
+# What rank r holds in slot c before and after: colors, and a part's number
 COLLECTIVES = {
     "reduce: one rank gets the sum": lambda r, c: (R[r] * (c == 0), R * (r == c == 0)),
     "scatter: one rank's parts": lambda r, c: (f"a{c}" * (r == 0), f"a{c}" * (r == c)),
@@ -154,7 +154,7 @@ COLLECTIVES = {
 
 
 def collectives(draw: Picture) -> float:
-    """Six collectives among four ranks: what each rank holds before and after."""
+    """Draw what each of four ranks holds before and after six collectives."""
     for number, (name, state) in enumerate(COLLECTIVES.items()):
         left, top = 8 + 180 * (number % 2), 132 * (number // 2)
         draw.text(left, top + 20, name.split(": ")[0], "ink title")
@@ -176,8 +176,8 @@ def collectives(draw: Picture) -> float:
 
 
 def ring(draw: Picture) -> float:
-    """A ring all-reduce: in each of six steps, each rank sends one part onward."""
-    held = [[rank] * 4 for rank in R]  # the ranks in each part's sum
+    """Draw a ring all-reduce: in each of six steps, each rank sends one part onward."""
+    held = [[rank] * 4 for rank in R]  # the ranks whose values each part's sum includes
     draw.text(8, 22, "reduce-scatter", "ink title")
     draw.text(8, 38, "the sums grow")
     draw.text(188, 22, "all-gather", "ink title")
@@ -213,7 +213,7 @@ ORDERS = {  # from DistributedSampler; a test compares them with it
 
 
 def shards(draw: Picture) -> float:
-    """The images that DistributedSampler gives to each of two processes."""
+    """Draw the images that DistributedSampler gives to each of two processes."""
     for number, (title, order) in enumerate(ORDERS.items()):
         top = 116 * number
         draw.text(8, top + 22, title, "ink title")
@@ -229,7 +229,7 @@ def shards(draw: Picture) -> float:
 
 
 def buckets(draw: Picture) -> float:
-    """Each bucket's all-reduce begins when its last gradient is ready."""
+    """Draw how each bucket's all-reduce begins when its last gradient is ready."""
     x = 8
     draw.text(8, 22, "Backward computes the last layer's gradients first.")
     draw.text(8, 48, "gradients of layer")
@@ -253,7 +253,7 @@ def buckets(draw: Picture) -> float:
 
 
 def accumulation(draw: Picture) -> float:
-    """Four micro-batches: an all-reduce after each, or only after the last."""
+    """Draw four micro-batches: an all-reduce after each, or only after the last."""
     each = [cell for n in "1234" for cell in (("a", 46, n), ("b", 36, ""))]
     last = [*each[::2], each[-1]]
     end = draw.row(8, 32, [*each, ("c", 16, "")], 28, "four all-reduces")
@@ -273,7 +273,7 @@ FORMATS = {"fp32": (8, 23), "TF32": (8, 10), "bf16": (8, 7), "fp16": (5, 10)}
 
 
 def formats(draw: Picture) -> float:
-    """The bits of four number formats, with their range and precision."""
+    """Draw the bits of four number formats, with their range and precision."""
     for number, (name, (exponent, fraction)) in enumerate(FORMATS.items()):
         top = 74 * number
         largest = (2 - 2.0**-fraction) * 2.0 ** (2 ** (exponent - 1) - 1)
@@ -288,7 +288,7 @@ def formats(draw: Picture) -> float:
 
 
 def hang(draw: Picture) -> float:
-    """Rank 0 waits in an all-reduce that rank 1 never calls."""
+    """Draw rank 0, which waits in an all-reduce that rank 1 never calls."""
     steps = [cell for n in "12" for cell in (("a", 36, n), ("b", 16, ""))]
     waits = ("a", 36, "3"), ("line b dashed", 138, "waits in all_reduce")
     never = ("empty", 174, "never calls all_reduce")
@@ -303,7 +303,7 @@ def hang(draw: Picture) -> float:
 
 
 def restarts(draw: Picture) -> float:
-    """Rank 1 is killed in step 5; both processes load the checkpoint of step 4."""
+    """Draw a restart: rank 1 dies in step 5; both ranks load step 4's checkpoint."""
     for rank, (saved, last) in enumerate((("c", 26), ("", 14))):
         steps = [cell for n in "23467" for cell in (("a", 26, n), (saved, 10, ""))]
         killed = ("d", last, "5"), ("", 50 - last, "")
@@ -323,7 +323,7 @@ def restarts(draw: Picture) -> float:
     return 208
 
 
-HOROVOD = (  # a line of code, what it does with DDP, and what it does with Horovod
+HOROVOD = (  # A line of code, what it does with DDP, and what it does with Horovod
     (
         "before the first step",
         "DDP(model), which also\nbroadcasts the weights",
@@ -340,7 +340,7 @@ HOROVOD = (  # a line of code, what it does with DDP, and what it does with Horo
 
 
 def horovod(draw: Picture) -> float:
-    """What DDP and Horovod do in each line of a training step."""
+    """Draw what DDP and Horovod do in each line of a training step."""
     y = 30
     draw.text(92, 22, "DDP wraps the model", "ink title small middle")
     draw.text(268, 22, "Horovod: the optimizer", "ink title small middle")
@@ -356,12 +356,12 @@ def horovod(draw: Picture) -> float:
 
 
 def measured(file: str) -> dict:
-    """Read the measurements that a lesson's program wrote."""
+    """Return the measurements that a lesson's program wrote."""
     return json.loads((ROOT / "tutorial" / file).read_text())
 
 
 def timeline(draw: Picture) -> float:
-    """A training step with two bucket sizes: when it computes and when it sends."""
+    """Draw when a training step computes and sends, with two bucket sizes."""
     steps = measured("06_overlap/output/overlap.json")
     longest = max(end for spans in steps.values() for _, _, end in spans)
     colors = {"forward": "d", "backward": "a", "send": "b", "optimizer": "c"}
@@ -386,7 +386,7 @@ def timeline(draw: Picture) -> float:
 
 
 def memory(draw: Picture) -> float:
-    """Memory of each process with DDP and with ZeRO 1, 2 and 3."""
+    """Draw the memory of each process with DDP and with ZeRO 1, 2 and 3."""
     ways = measured("10_memory/output/memory_zero.json")
     largest = max(sum(parts.values()) for parts in ways.values())
     for number, (name, parts) in enumerate(ways.items()):
@@ -400,7 +400,7 @@ def memory(draw: Picture) -> float:
 
 
 def exposed(draw: Picture) -> float:
-    """A traced step of two processes, and the communication that nothing hides."""
+    """Draw a traced step of two processes, and its communication that nothing hides."""
     for rank in range(2):
         trace = measured(f"14_step_cost/output/rank{rank}.json")["traceEvents"]
         step = [e for e in trace if e["name"].startswith("ProfilerStep#")][2]
@@ -424,14 +424,14 @@ def exposed(draw: Picture) -> float:
             for x, width in spans["sends" if name == "exposed" else name]:
                 draw.block(x, y, width, 24, color)
             for x, width in spans["computes"] if name == "exposed" else ():
-                draw.block(x, y, width, 24, "page")  # leaves what is exposed
+                draw.block(x, y, width, 24, "page")  # leaves only exposed communication
             draw.block(90, y, 262, 24, "line note dashed")
     draw.legend(286, a="computing", b="communication", d="exposed")
     return 300
 
 
 def fit(draw: Picture) -> float:
-    """Times of all-reduces by size, the fitted line, and its predictions for a step."""
+    """Draw all-reduce times by size, the fitted line and its predictions for a step."""
     found = measured("15_network/output/network_fit.json")
     latency, bandwidth = found["fit"]
 
@@ -467,20 +467,20 @@ def fit(draw: Picture) -> float:
 
 
 def leaving(calls: list) -> float:
-    """Return the KiB that one machine sends to the other in ring collectives."""
+    """Return how many KiB one machine sends to the other in ring collectives."""
     total = 0
     for name, ranks, _, kib, times in calls:
         here, n = sum(rank < 2 for rank in ranks), len(ranks)
-        if here < n:  # each of the machine's 2 / here rings crosses once
+        if here < n:  # each of the machine's 2 / here rings crosses the link once
             passes = 2 if name == "all_reduce" else 1
             total += times * kib * passes * (n - 1) / n * 2 / here
     return total
 
 
 def sharded(draw: Picture) -> float:
-    """Four ranks on two machines: the weights that each keeps, and what is sent."""
+    """Draw the weights that each of four ranks keeps, and what two machines send."""
     forms = measured("16_sharded/output/sharded.json")
-    everything = 2 * 256 * 4  # KiB for weights, gradients and two moments
+    everything = 2 * 256 * 4  # KiB of weights, gradients and two moments
     most = max(leaving(form["calls"]) for form in forms.values())
     titles = "4 shards, fp32", "4 shards, bf16", "2 replicas of 2 shards, bf16 (HSDP)"
     for number, (title, form) in enumerate(zip(titles, forms.values(), strict=True)):
@@ -508,7 +508,7 @@ def sharded(draw: Picture) -> float:
 
 
 def large_batches(draw: Picture) -> float:
-    """Steps until the accuracy is reached, by batch and rule, on logarithmic axes."""
+    """Draw the steps to a target accuracy, by batch and rule, on logarithmic axes."""
     rules = measured("17_large_batches/output/large_batches.json")
     scales = measured("17_large_batches/output/large_batches_noise.json")
     batches = 64, 256, 1024, 4096
@@ -542,7 +542,7 @@ def large_batches(draw: Picture) -> float:
     return 320
 
 
-# For each split: how often a file is read, and the readers of files 0, 1, 2, ...
+# For each split: how often a file is read, and which workers read file 0, 1, 2, ...
 SPLITS = {
     "no split": ("each file is read 4 times", ["abcd"]),
     "by rank": ("each file is read twice", ["ab", "cd"]),
@@ -553,7 +553,7 @@ SPLITS = {
 
 
 def streams(draw: Picture) -> float:
-    """Ten files, and the workers of two ranks that read each of them."""
+    """Draw ten files, and which workers of two ranks read each of them."""
     for number, (name, (result, readers)) in enumerate(SPLITS.items()):
         top = 62 * number
         draw.text(8, top + 22, name, "ink title")
@@ -568,7 +568,7 @@ def streams(draw: Picture) -> float:
 
 
 def talk_less(draw: Picture) -> float:
-    """How the weights of two processes move with DDP, local SGD and DiLoCo."""
+    """Draw how the weights of two processes move with DDP, local SGD and DiLoCo."""
     ways = {
         "DDP": "averages the gradients in each step",
         "local SGD": "averages the weights at intervals",
@@ -582,7 +582,7 @@ def talk_less(draw: Picture) -> float:
             draw.block(1 + 22.4 * step, top + 108, 6, 10, "d")
         y = top + 86
         if way == "DDP":
-            for color in ("a", "b dashed"):  # one line in two colors
+            for color in ("a", "b dashed"):  # draw one line in two colors
                 draw.line(10, y, 346, y - 18, kind=color)
             draw.text(10, y - 28, "one line: both ranks have the same weights")
             continue

@@ -1,9 +1,9 @@
 """Put code, output and tables into README*.md, docs/ and tutorial/.
 
     python docs/make.py            # write the pages that change
-    python docs/make.py --check    # only list them; exit with status 1 if there are any
+    python docs/make.py --check    # only list these pages; status 1 if there are any
 
-This script generates the text between <!-- KIND ... --> and <!-- /KIND --> in a page:
+The script generates the text between <!-- KIND ... --> and <!-- /KIND --> in a page:
 
     region SCRIPT.py NAME      a marked region of one of the five scripts
     statement FILE.py TEXT     the statement that begins with TEXT: a call, a function
@@ -42,7 +42,7 @@ def block(language: str, text: str) -> str:
 
 
 def python(found: list[str]) -> str:
-    """Return the match as Python; raise ValueError unless there is exactly one."""
+    """Return the only match as a Python block; raise ValueError if there is not one."""
     if len(found) != 1:
         raise ValueError(f"expected one match, found {len(found)}")
     return block("python", found[0].strip("\n"))
@@ -85,7 +85,7 @@ def output(source: str) -> str:
     name, _, title = source.partition(" ")
     (path,) = ROOT.glob(f"tutorial/*/output/{name}.txt")
     text = path.read_text()
-    pattern = rf"^{re.escape(title)}.*\n(?:[ \t]+.*\n)*"  # and the indented lines below
+    pattern = rf"^{re.escape(title)}.*\n(?:[ \t]+.*\n)*"  # with indented lines below
     text = "".join(re.findall(pattern, text, re.M))
     if not text:
         raise ValueError("no match")
@@ -98,7 +98,7 @@ def file(source: str) -> str:
 
 
 def results(source: str) -> dict | list:
-    """Return the measurements from benchmarks/results/, or a part of them."""
+    """Return a file's measurements from benchmarks/results/, or part of them."""
     name, _, part = source.partition(" ")
     report, rows = json.loads((RESULTS / f"{name}.json").read_text()), {}
     if not part or part in report:
@@ -119,7 +119,7 @@ def cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     text = "-" if value is None else str(value).replace("|", r"\|")
-    return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28}\b", r"\1", text)  # a commit
+    return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28}\b", r"\1", text)  # shorten commits
 
 
 def table(source: str) -> str:
@@ -180,7 +180,7 @@ def labs(source: str) -> str:
     found = [lab for lab in read(folder).values() if lab.number != "capstone"]
     found.sort(key=lambda lab: (lab.lesson, lab.number))
     symptoms, page = {lab.number: lab.symptom for lab in found}, "README.md"
-    if language:  # the only place of the Chinese symptoms is the page itself
+    if language:  # only the page itself contains the Chinese symptoms
         page = f"README.{language}.md"
         rows = r"^\|(?:.*\|)? \**\[?(\d\d)\]?(?:\(\S+\))?\** \| (.*) \|$"
         symptoms = dict(re.findall(rows, (folder / page).read_text(), re.M))

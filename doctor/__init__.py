@@ -1,1 +1,1 @@
-"""Watch a data-parallel training job from outside, and report what is wrong."""
+"""Watch a data-parallel training job without changing it, and report its mistakes."""

@@ -1,4 +1,4 @@
-"""The command: python -m doctor -- COMMAND..., installed as ddp-doctor."""
+"""Run the command python -m doctor -- COMMAND..., which pip installs as ddp-doctor."""
 
 import argparse
 import json
@@ -91,14 +91,14 @@ def main() -> int:
 
 
 def status_of(job: Job) -> int:
-    """Return the command's exit status as a shell does, or 1 if doctor ended it."""
+    """Return the command's exit status as a shell would, or 1 if doctor ended it."""
     if job.hung:
         return 1
     return job.status if job.status >= 0 else 128 - job.status
 
 
 def as_json(job: Job, report: Report) -> dict:
-    """Return what --json writes; report.schema.json describes it."""
+    """Return the content of --json's file, which report.schema.json describes."""
     return {
         "version": 1,
         "status": job.status,

@@ -1,8 +1,8 @@
-"""What the processes of a job record: the base of all events, and how they are stored.
+"""Define the events that a job's processes record, and store and read them.
 
-Each law of laws/ defines its own events as dataclasses. A process writes an event as
-its class's name and its fields; `read()` makes the same event of them. Fields are
-plain Python values, lists, dictionaries and arrays.
+Each law in laws/ defines its own events as dataclasses. A process writes an event's
+class name and fields, from which `read()` creates the same event. Fields are plain
+Python values, lists, dictionaries and arrays.
 """
 
 import pickle
@@ -18,38 +18,38 @@ KINDS: dict[str, type["Event"]] = {}
 class Event:
     """Something that happened in one process."""
 
-    limit: ClassVar[int] = 10_000  # a process writes at most this many of one kind
+    limit: ClassVar[int] = 10_000  # largest number of such events per process
     name_in_files: ClassVar[str]
     time: float = 0.0  # seconds since the epoch
     step: int = 0  # optimizer steps that the process had completed
-    rank: int = -1  # filled in when the job is read
+    rank: int = -1  # Job.read() sets it
 
     def __init_subclass__(cls, **options):
         super().__init_subclass__(**options)
-        # In the job, the package has another name
+        # The job's processes import the package under another name
         cls.name_in_files = f"{cls.__module__.partition('.')[2]}.{cls.__name__}"
         KINDS[cls.name_in_files] = cls
 
     def packed(self) -> bytes:
-        """Return the bytes that `read()` reads."""
+        """Return the event as bytes for `read()`."""
         return pickle.dumps((type(self).name_in_files, vars(self)))
 
 
 @dataclass(kw_only=True)
 class Start(Event):
-    """A process writes its first event."""
+    """A process has started."""
 
-    parent: str  # the name of its parent's file
+    parent: str  # the name of its parent's event file
     host: str
-    environment: dict[str, str | None]  # what a launcher sets: RANK and others
+    environment: dict[str, str | None]  # a launcher's variables, such as RANK
 
 
 @dataclass(kw_only=True)
 class Joins(Event):
     """The script joins a process group."""
 
-    own: int  # the port, if it is not the launcher's
-    number: int  # the rank that the process asks for
+    own: int  # the port, unless it is the launcher's
+    number: int  # the rank that the process requests
     world_size: int
     local: bool = False  # the processes meet at an address of this machine
     place: str
@@ -59,7 +59,7 @@ class Joins(Event):
 class Rank(Event):
     """A process has joined a process group."""
 
-    own: int  # its rank
+    own: int  # the process's rank
     world_size: int
 
 
@@ -72,10 +72,10 @@ class Compiles(Event):
 
 @dataclass(kw_only=True)
 class Waits(Event):
-    """A process has done nothing for `seconds`."""
+    """A process has waited for `seconds`."""
 
     limit: ClassVar[int] = 100_000
-    what: str  # the function in which it waits, or ""
+    what: str  # the function in which the process waits, or ""
     place: str
     seconds: float
 
@@ -86,7 +86,7 @@ class Failed(Event):
 
     text: str
     place: str
-    path: str  # the missing file, for errors that have one
+    path: str  # the missing file, if the error names one
     cuda: bool = True  # whether PyTorch finds a GPU
 
 
@@ -94,11 +94,11 @@ class Failed(Event):
 class Exit(Event):
     """The process ends."""
 
-    watched: int  # steps
+    watched: int  # number of watched steps
 
 
 def read(path: Path) -> list[Event]:
-    """Return a process's events, in the order they were written."""
+    """Return a process's events, in the order in which it wrote them."""
     found = []
     with path.open("rb") as file, suppress(EOFError, pickle.PickleError):
         while True:

@@ -1,4 +1,4 @@
-"""A watched job as one self-contained page (--html), and as a trace (--trace)."""
+"""Write a watched job as one self-contained page (--html) or as a trace (--trace)."""
 
 import json
 from html import escape
@@ -8,9 +8,9 @@ from .job import Job
 from .law import BROKEN, HELD, Finding, Report, Verdict
 from .spans import Spans, time_table
 
-SHOWN = 6  # steps in the timeline
+SHOWN = 6  # number of steps in the timeline
 COMM = "communication"
-PARTS = {  # of a step: a colour for light pages and one for dark pages
+PARTS = {  # of a step: its colours on light and dark pages
     "data": ("#b35900", "#ffa657"),
     "forward": ("#2f6fce", "#79b8ff"),
     "backward": ("#1b4f9c", "#388bfd"),
@@ -50,7 +50,7 @@ td, th { padding: .2rem .6rem; text-align: right; border-top: 1px solid var(--li
 
 
 def html(job: Job, report: Report) -> str:
-    """Return the page."""
+    """Return the page as HTML."""
     ended = "hung and was ended" if job.hung else f"ended with status {job.status}"
     count = f"{len(job.processes)} of {job.world_size} processes"
     head = f"{count} reported; the job {ended}"
@@ -103,7 +103,7 @@ def code(place: str) -> str:
 
 
 def law(verdict: Verdict) -> str:
-    """Return a law's row; its checks that were not judged can be unfolded."""
+    """Return a law's row; the reader can unfold checks that were not judged."""
     text = {BROKEN: "see the findings", HELD: "; ".join(verdict.evidence)}
     reasons = verdict.not_judged
     why = text.get(verdict.state) or next(iter(reasons.values()), "nothing was seen")
@@ -118,9 +118,9 @@ def law(verdict: Verdict) -> str:
 
 
 def spans(job: Job) -> dict[int, list[tuple[int, str, float, float]]]:
-    """Return each rank's spans: step, part, start and end in seconds.
+    """Return each rank's spans, as (step, part, start, end) in seconds.
 
-    Communication time beyond the fastest rank's counts as waiting for others.
+    If a rank communicates longer than the fastest, the difference counts as waiting.
     """
     found = {process.rank: process.of(Spans) for process in job.processes}
     shares = {}
@@ -142,7 +142,7 @@ def spans(job: Job) -> dict[int, list[tuple[int, str, float, float]]]:
 
 
 def timeline(job: Job) -> str:
-    """Return the last recorded steps, a row per rank."""
+    """Return a timeline of the last recorded steps, with one row per rank."""
     rows = spans(job)
     steps = sorted(set.intersection(*({x[0] for x in row} for row in rows.values())))
     if not steps:
@@ -173,7 +173,7 @@ what is left empty is other work of the script.</p>"""
 
 
 def table(job: Job) -> str:
-    """Return the mean time of a step by part, a row per rank."""
+    """Return a table of a step's mean time by part, with one row per rank."""
     found = time_table(job)
     if not found:
         return ""
@@ -189,7 +189,7 @@ def table(job: Job) -> str:
 
 
 def trace(job: Job) -> str:
-    """Return the spans in the Trace Event Format, which ui.perfetto.dev shows.
+    """Return the spans in the Trace Event Format, which ui.perfetto.dev can show.
 
     Source: https://perfetto.dev/docs/getting-started/other-formats
     """

@@ -1,4 +1,4 @@
-"""A job that has ended: its processes, and what each of them recorded."""
+"""Read what the processes of a finished job have recorded."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,24 +24,24 @@ class Process:
     loaders: list[Event] = field(default_factory=list)
 
     def of(self, kind: type[Kind]) -> list[Kind]:
-        """Return the events of one kind, in the order they were written."""
+        """Return the events of one kind, in the order in which they were written."""
         return [one for one in self.events if isinstance(one, kind)]
 
     @cached_property
     def training(self) -> int | None:
-        """The number of the loader that feeds most steps."""
+        """The number of the training loader, whose batches most steps use."""
         used = [one.loader for one in self.of(Step) if one.loader is not None]
         return max(used, key=used.count) if used else None
 
     @cached_property
     def epochs(self) -> list[int]:
-        """The training loader's passes whose batches took part in steps, in order."""
+        """The training loader's passes with batches that steps used, in order."""
         fed = {one.epoch for one in self.of(Step) if one.loader == self.training}
         ends = [one for one in self.of(EpochEnd) if one.loader == self.training]
         return sorted(fed | {one.epoch for one in ends if one.steps})
 
     def batches(self, epoch: int, loader: int | None = None) -> list[Batch]:
-        """Return the batches of one pass, by default over the training loader."""
+        """Return the batches of a loader's pass (by default, the training loader's)."""
         loader = self.training if loader is None else loader
         return self._batches.get((loader, epoch), [])
 
@@ -53,12 +53,12 @@ class Process:
         return found
 
     def batches_before(self, time: float) -> list[Batch]:
-        """Return the training loader's batches that were read before a time."""
+        """Return the training loader's batches that the process read before a time."""
         own = [one for one in self.of(Batch) if one.loader == self.training]
         return [one for one in own if one.time < time]
 
     def whole(self, epoch: int, loader: int | None = None) -> bool:
-        """Return whether a pass was read to the end."""
+        """Return whether the process read all batches of a pass."""
         key = (self.training if loader is None else loader), epoch
         ends = [one for one in self.of(EpochEnd) if (one.loader, one.epoch) == key]
         opened = [one for one in self.of(Epoch) if (one.loader, one.epoch) == key]
@@ -67,24 +67,24 @@ class Process:
         return any(one.whole for one in ends) or read in known
 
     def loader(self, number: int | None = None) -> Epoch | None:
-        """Return the first pass over a loader, by default the training one."""
+        """Return the first pass over a loader (by default, the training loader)."""
         number = self.training if number is None else number
         return next((one for one in self.of(Epoch) if one.loader == number), None)
 
 
 @dataclass
 class Job:
-    """A job that has ended."""
+    """A finished job."""
 
-    processes: list[Process]  # by rank
-    status: int | None = None  # of the command
-    hung: bool = False  # and doctor ended it
-    interrupted: bool = False  # with Ctrl-C
-    memory: dict = field(default_factory=dict, repr=False)  # what checks computed
+    processes: list[Process]  # sorted by rank
+    status: int | None = None  # the command's exit status
+    hung: bool = False  # doctor ended the job, because it hung
+    interrupted: bool = False  # the user pressed Ctrl-C
+    memory: dict = field(default_factory=dict, repr=False)  # the checks' caches
 
     @property
     def world_size(self) -> int:
-        """How many processes the job has."""
+        """The number of the job's processes."""
         return max((one.world_size for one in self.processes), default=0)
 
     @property
@@ -104,9 +104,9 @@ class Job:
         return sorted(found, key=lambda one: one.time)
 
     def rows(self, kind: type[Kind]) -> list[list[Kind]]:
-        """Return the events of one kind that all ranks wrote in the same step, by rank.
+        """Return rows of events that all ranks wrote in the same step, sorted by rank.
 
-        Several events of one step are matched by their order in that step.
+        If a step has several such events, they match in their order in the step.
         """
         numbered = {}
         for process in self.processes:
@@ -138,7 +138,7 @@ def read(folder: Path) -> Job:
         parent = events[0].parent if events and isinstance(events[0], Start) else None
         if name not in found and parent in found:
             found[parent].loaders += events
-    # If several processes have the same rank, keep the one that trained
+    # If several processes have one rank, keep the process that trained
     for process in sorted(found.values(), key=lambda one: len(one.events)):
         latest[process.rank] = process
     for process in latest.values():
@@ -148,7 +148,7 @@ def read(folder: Path) -> Job:
 
 
 def clashing(job: Job) -> list[Joins]:
-    """Return the calls of processes that ask for one rank, and have not got it."""
+    """Return the calls of processes that request one rank, and have not got it."""
     found = {}
     for process in job.processes if not job.of(Rank) else ():
         for one in process.of(Joins)[:1]:

@@ -1,9 +1,9 @@
-"""What a law is, how its checks are written, and how they judge a job.
+"""Define laws and checks, and judge a job by them.
 
-A law is a file in laws/ with its events, its watcher and its checks. A check is a
-function of a Job. It yields a Breach for each mistake that it sees, or the evidence
-that it saw none: a sentence with numbers, which a user can verify. It raises NotJudged
-if the job's events are not enough.
+Each file in laws/ contains events, a watcher and checks of one law. A check is a
+function of a Job. It yields a Breach for each mistake that it finds, or evidence that
+there is none: a sentence with numbers, which a user can verify. If the job's events are
+not sufficient, the check raises NotJudged.
 
     @check(LAW, WRONG, needs=[Save], causes=[hangs], read="pitfall 20")
     def several_save(job):
@@ -13,10 +13,10 @@ if the job's events are not enough.
         Not a mistake if: ...
         '''
 
-Its docstring names the fault, then the fix, then when it is not a mistake. A general
-check (`general=True`) judges its law; the others only look for one known mistake.
-`@explains(general_check, ...)` marks a known mistake that a breach of the general check
-may come from: it returns a better Breach, or None.
+The docstring names the fault, then the fix, then the case in which it is not a mistake.
+A general check (`general=True`) judges its law; the other checks only look for one
+known mistake each. A function marked with `@explains(general_check, ...)` looks for a
+known mistake behind a breach of the general check; it returns a better Breach or None.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -31,11 +31,11 @@ HELD, BROKEN, NOT_JUDGED = "held", "broken", "not judged"
 
 
 class NotJudged(Exception):
-    """Raised with the reason why a check cannot judge this job."""
+    """The reason why a check cannot judge this job."""
 
 
 class Doubt(NotJudged):
-    """Raised if what a check saw may break its law, which is then not held."""
+    """Evidence that a law may be broken, so that doctor does not call it held."""
 
 
 @dataclass(frozen=True)
@@ -44,24 +44,24 @@ class Law:
 
     number: int
     name: str  # as in "law 4"
-    text: str  # what holds in a right job
+    text: str  # what is true of every correct job
 
 
 @dataclass
 class Breach:
-    """One breach that a check saw."""
+    """A breach of a law that a check has found."""
 
-    what: str  # with names, ranks, steps and numbers; or "": see explained()
+    what: str  # has names, ranks, steps and numbers; "": see explained()
     place: str = ""  # file:line
-    facts: object = None  # for explanations
-    level: str = ""  # if it differs from the check's
+    facts: object = None  # data for explanations
+    level: str = ""  # unless it is the check's level
     mend: str = ""
     right_if: str = ""
 
 
 @dataclass
 class Finding:
-    """A breach as the page shows it."""
+    """A breach as the report shows it."""
 
     law: Law
     check: str
@@ -69,22 +69,22 @@ class Finding:
     what: str
     place: str
     mend: str
-    right_if: str  # when a RISK is not a mistake
+    right_if: str  # the case in which a RISK is not a mistake
 
 
 @dataclass
 class Verdict:
-    """What examine() says of a law."""
+    """A law's state in a job, with the reasons."""
 
     law: Law
     state: str = NOT_JUDGED
-    evidence: list[str] = field(default_factory=list)  # what was seen to hold
-    not_judged: dict[str, str] = field(default_factory=dict)  # check: reason
+    evidence: list[str] = field(default_factory=list)  # sentences
+    not_judged: dict[str, str] = field(default_factory=dict)  # check -> reason
 
 
 @dataclass(eq=False)
 class Check:
-    """A check, or an explanation of the check `explains`."""
+    """A check, or an explanation of breaches of the check `explains`."""
 
     law: Law
     name: str
@@ -100,7 +100,7 @@ class Check:
     explains: "Check | None" = None
 
     def finding(self, breach: Breach) -> Finding:
-        """Return the finding for a breach that this check found or explains."""
+        """Return the finding for a breach that this check has found or explained."""
         level = breach.level or self.level
         return Finding(
             law=self.law,
@@ -137,12 +137,12 @@ def check(
     effects: Iterable[Check] = (),
     read: str = "",
 ) -> Callable[[Callable], Check]:
-    """Make a function a check of a law.
+    """Return a decorator that makes a function a check of a law.
 
     Args:
-        needs: events; if the job has none of one kind, the check is not judged.
-        causes: a finding of one of these hides this check's findings.
-        effects: this check's findings hide those of these checks.
+        needs: kinds of events; if the job lacks one kind, the check is not judged.
+        causes: checks; a finding of one of them hides this check's findings.
+        effects: checks whose findings this check's findings hide.
         read: a pitfall, lesson or page of the repository that explains the mistake.
     """
 
@@ -159,7 +159,7 @@ def check(
 def explains(
     general: Check, level: str = "", read: str = ""
 ) -> Callable[[Callable], Check]:
-    """Make a function an explanation: `function(job, breach) -> Breach | None`."""
+    """Return a decorator for an explanation: (job, breach) -> Breach | None."""
 
     def add(function: Callable) -> Check:
         page = read or general.read
@@ -171,7 +171,7 @@ def explains(
 
 
 def need(events, why: str):
-    """Return events; raise NotJudged if there are none."""
+    """Return all events of one kind; raise NotJudged if there are none."""
     if not events:
         raise NotJudged(why)
     return events
@@ -192,9 +192,9 @@ def judge(job: Job, own: Check) -> Iterator[Breach | str]:
 
 
 def explained(job: Job, own: Check, breach: Breach) -> list[Finding]:
-    """Return a breach in the words of the first explanation that fits it.
+    """Return the breach that the first fitting explanation returns.
 
-    Without an explanation, a breach that has no words is none.
+    If no explanation fits, return the breach itself, or None if it has no words.
     """
     for other in CHECKS.values():
         if other.explains is own and (better := other.function(job, breach)):
@@ -205,7 +205,7 @@ def explained(job: Job, own: Check, breach: Breach) -> list[Finding]:
 
 @dataclass
 class Report:
-    """All verdicts and findings, and the findings that may be effects of others."""
+    """All verdicts and findings, and findings that may be effects of other findings."""
 
     verdicts: list[Verdict] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
@@ -241,7 +241,7 @@ def examine(job: Job) -> Report:
             if found:
                 verdict.not_judged[own.name] = f"it could be an effect of {cause[0]}"
                 hidden.add(own.law)
-                named |= {own: cause[0]} if broken else {}  # for its own effects
+                named |= {own: cause[0]} if broken else {}  # also for the effects
                 if own.general and broken:
                     verdict.state = BROKEN
             continue

@@ -1,4 +1,4 @@
-"""Follow the passes over DataLoaders: which samples each batch contains."""
+"""Follow the passes over DataLoaders, and record which samples each batch contains."""
 
 import contextlib
 import os
@@ -19,13 +19,13 @@ from .watcher import Watcher, tell
 class Epoch(Event):
     """A pass over a DataLoader has begun."""
 
-    loader: int  # loaders are numbered by their first pass
-    epoch: int  # from 0 on
-    type: str  # of the data set inside all subsets
+    loader: int  # loaders are numbered in the order of their first passes
+    epoch: int  # the pass's number, from 0
+    type: str  # the type of the data set inside all subsets
     sampler: str
-    length: int | None  # in batches
+    length: int | None  # number of batches
     samples: int | None
-    stream: bool  # an IterableDataset
+    stream: bool  # the data set is an IterableDataset
     place: str
 
 
@@ -47,12 +47,12 @@ class Batch(Event):
     limit: ClassVar[int] = 100_000
     loader: int
     epoch: int
-    number: int  # in this pass, from 0 on
-    indices: array | None  # in the data set inside all subsets
-    labels: array | None  # if it has one tensor (N,) of whole numbers
+    number: int  # the batch's number in this pass, from 0
+    indices: array | None  # the samples' indices in the data set inside all subsets
+    labels: array | None  # the batch's only tensor (N,) of integers
     rows: array | None  # a hash of each sample's contents
-    ids: array | None = None  # whole numbers that differ in each sample of a stream
-    marks: array | None = None  # hashes of all whole numbers of a stream's samples
+    ids: array | None = None  # integers that differ in each sample of a stream
+    marks: array | None = None  # hashes of all integers of a stream's samples
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Pass:
 
     @property
     def which(self) -> dict[str, int]:
-        """The numbers of the loader and of the pass."""
+        """The loader's number and the pass's number."""
         return {"loader": self.loader, "epoch": self.epoch}
 
 
@@ -88,7 +88,7 @@ def leaves(value) -> list:
 
 
 def inside(dataset) -> tuple[object, list]:
-    """Return the data set inside all subsets, and the samples that these choose."""
+    """Return the data set inside all subsets, and the samples that they choose."""
     from torch.utils.data import Subset
 
     subsets = []
@@ -99,13 +99,13 @@ def inside(dataset) -> tuple[object, list]:
 
 
 class Loaders(Watcher):
-    """Wraps DataLoader's iterators."""
+    """Wraps DataLoader's iterators, and records passes and batches."""
 
     def __init__(self):
         self.loaders = {}  # by id: a number, the passes, and a weak reference
         self.count = 0
-        self.current: Pass | None = None  # which gave the last batch
-        self.fetching: Pass | None = None  # which loads a batch, in this process
+        self.current: Pass | None = None  # the pass of the last batch
+        self.fetching: Pass | None = None  # the pass that is loading a batch here
 
     def hooks(self) -> None:
         from torch.utils.data import DataLoader
@@ -129,11 +129,11 @@ class Loaders(Watcher):
         base, subsets = inside(loader.dataset)
         stream = isinstance(base, IterableDataset)
         own = self.fetching = Pass(known["number"], known["epoch"], stream)
-        if loader.num_workers:  # which inherit the environment
+        if loader.num_workers:  # workers inherit the environment
             os.environ["DOCTOR_PASS"] = f"{own.loader} {own.epoch}"
         iterator = call(loader)
         known["last"] = iterator.__dict__["_doctor_pass"] = own
-        iterator.__dict__["_doctor_subsets"] = subsets  # these end with the iterator
+        iterator.__dict__["_doctor_subsets"] = subsets  # keep alive with the iterator
         sampler = "" if stream else type(loader.sampler).__name__
         epoch = Epoch(
             **own.which,
@@ -149,7 +149,7 @@ class Loaders(Watcher):
         return iterator
 
     def learn(self, loader, where: str) -> dict:
-        """Return what is known of a loader that is new, or made again for an epoch."""
+        """Return a loader's record, also if the script creates the loader per epoch."""
         for key, known in self.loaders.items():
             same = known["dataset"]() is loader.dataset and known["place"] == where
             if same and known["loader"]() is None:
@@ -229,7 +229,7 @@ class Loaders(Watcher):
         tell("on_batch", own, {**read, "tensors": tensors}, seconds)
 
     def next_read(self) -> dict | None:
-        """Return the batch that a network has got, if it came from a DataLoader."""
+        """Return the batch that is a network's input, if it came from a DataLoader."""
         reads = self.current.reads if self.current else ()
         while len(reads) > 1 and reads[0]["used"]:
             reads.popleft()

@@ -1,4 +1,4 @@
-"""Whether a network is divided between ranks, which then read the same samples."""
+"""Detect networks that are divided between ranks, which then read the same samples."""
 
 import re
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ DATA = re.compile("d.?p|data|rep|shard|batch|rank", re.I)  # names of dimensions
 
 @dataclass(kw_only=True)
 class Divided(Event):
-    """The script divides a network, and not only samples, between ranks."""
+    """The script divides a network between ranks, not only samples."""
 
     limit: ClassVar[int] = 1
     how: str
 
 
 class Meshes(Watcher):
-    """Looks at device meshes and at tensor parallelism."""
+    """Detects device meshes and tensor parallelism."""
 
     def hooks(self) -> None:
         import torch.distributed.device_mesh as meshes

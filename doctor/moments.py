@@ -1,7 +1,7 @@
-"""Follow a process through its networks, passes and steps, and tell the laws.
+"""Follow a process's networks, passes and steps, and call the laws' watchers.
 
-Each moment (see watcher.py) is found here once, in the order in which the job meets
-it, so that all laws see the same steps.
+This module detects each moment (see watcher.py) once, in the order of the job, so that
+all laws see the same steps.
 """
 
 import functools
@@ -26,11 +26,11 @@ HOROVOD = """allreduce allreduce_ allgather broadcast broadcast_ broadcast_param
 
 @dataclass(kw_only=True)
 class Step(Event):
-    """An optimizer has stepped."""
+    """An optimizer has taken a step."""
 
-    optimizer: int  # the number of the step in which it was first used
-    which: int  # a hash of the weights that it updates
-    sharded: bool  # a process has only parts of some weights, as with FSDP2
+    optimizer: int  # the number of the optimizer's first step
+    which: int  # a hash of the weights that the optimizer updates
+    sharded: bool  # processes have only parts of some weights, as with FSDP2
     rates: list[float]  # learning rates
     threads: int
     loader: int | None  # the loader that gave the last batch, and its pass
@@ -40,22 +40,22 @@ class Step(Event):
 
 
 class Moments(Watcher):
-    """Wraps what all laws need, and keeps track of the current step and batch."""
+    """Wraps the functions that all laws need, and tracks the current step and batch."""
 
     def __init__(self):
-        self.known = {}  # weights by id: a number and a weak reference
-        self.names = {}  # of weights, by id
+        self.known = {}  # a weight's id -> its number and a weak reference
+        self.names = {}  # a weight's id -> its name
         self.networks = weakref.WeakKeyDictionary()  # outermost ones, in order
         self.handles, self.optimizers, self.digests = [], {}, {}
         self.inner, self.depth, self.collective = None, 0, False
         self.ended = False
         self.optimized = False  # an optimizer has been made
         self.passed, self.before = False, []  # see begin_by_hand()
-        self.meets = self.met = 0  # collectives that have begun
-        self.backing = False  # a backward pass runs
-        self.last_gradient = 0.0  # when a backward pass made its last gradient
+        self.meets = self.met = 0  # number of collectives that have begun
+        self.backing = False  # a backward pass is running
+        self.last_gradient = 0.0  # the time of a backward pass's last gradient
         self.where = ""  # the line of the network's call or, later, of backward()
-        self.tells = True  # of all collectives, also after the watched steps
+        self.tells = True  # report all collectives, even after the watched steps
         self.thread = threading.main_thread().ident
 
     def hooks(self) -> None:
@@ -103,7 +103,7 @@ class Moments(Watcher):
         return self.names.get(id(weight), other)
 
     def learn(self, network) -> None:
-        """Remember the names of a network's weights."""
+        """Store the names of a network's weights."""
         self.networks[network] = True
         for name, weight in network.named_parameters():
             name = name.removeprefix("_orig_mod.").removeprefix("module.")
@@ -113,7 +113,7 @@ class Moments(Watcher):
         call(optimizer, group)
         if not self.optimized:
             self.optimized = True
-            self.known.clear()  # which trained() knows
+            self.known.clear()  # trained() finds weights itself
         for weight in whole(group["params"]):
             _, known = self.known.get(id(weight), (0, lambda: None))
             if weight.requires_grad and weight.is_leaf and known() is not weight:
@@ -131,7 +131,7 @@ class Moments(Watcher):
     # --- steps ---
 
     def before_step(self, optimizer, args: tuple, kwargs: dict):
-        """Begin a step, or begin it after its closure has made the gradients."""
+        """Begin a step; with a closure, begin it after the closure's backward pass."""
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             return self.begin_step(optimizer)
@@ -148,12 +148,12 @@ class Moments(Watcher):
     def begin_step(self, optimizer) -> None:
         import torch.distributed as dist
 
-        if recorder.rank is None and dist.is_initialized():  # by init_device_mesh()
+        if recorder.rank is None and dist.is_initialized():  # init_device_mesh() joins
             recorder.joined(dist.get_rank(), dist.get_world_size())
         # Horovod's step() averages, and then calls step() of the same optimizer
         averages = hasattr(optimizer, "_should_synchronize")
         averages = averages and self.inner is not optimizer
-        self.optimized = True  # also one that was made before a fork
+        self.optimized = True  # even one created before a fork
         self.inner = optimizer  # a wrapped optimizer's step contains another step
         if recorder.timing and not averages:
             own, gradients = whole(weights(optimizer)), []
@@ -199,7 +199,7 @@ class Moments(Watcher):
         recorder.write(step)
 
     def trained(self) -> list:
-        """Return the weights of all networks, for a script without an optimizer."""
+        """Return all networks' weights, for a script without an optimizer."""
         found = [one for network in [*self.networks] for one in network.parameters()]
         found = {id(one): one for one in whole(found) if one.requires_grad}
         for key, one in found.items():
@@ -207,7 +207,7 @@ class Moments(Watcher):
         return [*found.values()]
 
     def begin_by_hand(self) -> None:
-        """Remember the weights before a backward pass; no optimizer has been made."""
+        """Store the weights before a backward pass, if the script has no optimizer."""
         self.passed = True
         if recorder.watching:
             self.before, self.met = numbers(self.trained()), self.meets
@@ -215,7 +215,7 @@ class Moments(Watcher):
     def end_by_hand(self) -> None:
         """Count a step if the weights have changed since the last backward pass.
 
-        What it has done with the gradients is not known.
+        doctor does not know how the script has used the gradients.
         """
         self.passed, found = False, self.trained() if recorder.watching else []
         same = len(found) != len(self.before) or numbers(found) == self.before
@@ -244,7 +244,7 @@ class Moments(Watcher):
         self.backing, self.where = True, place() if recorder.watching else ""
         recorder.passes += 1
         tell("on_backward", tensors)
-        self.depth += 1  # checkpoints run parts of a network again, in here
+        self.depth += 1  # checkpoints run parts of a network again in here
         try:
             return call(tensors, *args, **kwargs)
         finally:
@@ -262,7 +262,7 @@ class Moments(Watcher):
     def before_forward(self, module, inputs) -> None:
         import torch
 
-        # Inside a network, its own call has already been looked at
+        # A network's inner calls need no second look
         if torch.compiler.is_compiling() or threading.get_ident() != self.thread:
             return
         if self.depth or not traced():
@@ -330,10 +330,10 @@ def weights(optimizer) -> list:
 
 
 def whole(tensors) -> list:
-    """Return the tensors that each process holds in full, unlike FSDP2's."""
+    """Return the tensors that a process holds in full, unlike FSDP2's shards."""
     return [one for one in tensors if not hasattr(one, "placements")]
 
 
 def runs_normally() -> bool:
-    """Return whether a network is running in the main thread, untraced."""
+    """Return whether a network runs in the main thread, and is not being traced."""
     return not traced() and threading.current_thread() is threading.main_thread()

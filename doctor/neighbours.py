@@ -1,4 +1,4 @@
-"""The inputs of networks, and the samples of loops that use no DataLoader."""
+"""Record networks' inputs, and infer the samples of loops without a DataLoader."""
 
 from array import array
 from collections import Counter
@@ -22,23 +22,23 @@ from .watcher import Watcher
 
 @dataclass(kw_only=True)
 class Input(Event):
-    """A network has got an input, with gradients enabled."""
+    """A network was called with an input, and gradients were enabled."""
 
     limit: ClassVar[int] = 5000
     network: int
     rows: array  # a hash for each entry of the input's largest tensor
     loaded: bool  # a DataLoader gave the last batch
-    few: list[list[float]]  # of each entry, or [] on a GPU
-    whole: bool  # they are whole numbers, such as tokens
-    ids: array | None = None  # of samples, that the network looks up in other inputs
-    # By position: a hash of another input with as many entries, and if they differ
+    few: list[list[float]]  # a few numbers of each entry, or [] on a GPU
+    whole: bool  # the numbers are integers, such as tokens
+    ids: array | None = None  # samples' numbers that index another input
+    # position -> a hash of another input with as many entries, and whether these differ
     arguments: dict[int, tuple[int, bool]] = field(default_factory=dict)
     place: str = ""
-    made: bool = False  # with a gradient: by another network
+    made: bool = False  # has a gradient, because another network computed it
 
 
 class Inputs(Watcher):
-    """Looks at the inputs of networks in training."""
+    """Records the inputs of networks in training."""
 
     def __init__(self):
         self.networks = {}
@@ -70,7 +70,7 @@ class Inputs(Watcher):
 
 
 def ids_of(inputs: list, count: int) -> array | None:
-    """Return the input that has the numbers of `count` or fewer samples, or None."""
+    """Return the input with the numbers of at most `count` samples, or None."""
     for one in inputs:
         if one.dim() == 1 and not one.is_floating_point() and 1 < len(one) != count:
             values = array("q", one.tolist())
@@ -79,7 +79,7 @@ def ids_of(inputs: list, count: int) -> array | None:
 
 
 def arguments(inputs: list, largest) -> dict[int, tuple[int, bool]]:
-    """Return hashes of the other inputs, and whether their entries differ."""
+    """Return the other inputs' hashes, and whether their entries differ."""
     found = {}
     for number, one in enumerate(inputs, 1):
         if one is not largest and len(one) == len(largest) > 7 and one.dim() < 3:
@@ -89,7 +89,7 @@ def arguments(inputs: list, largest) -> dict[int, tuple[int, bool]]:
 
 
 def few_of_each(rows) -> list[list[float]]:
-    """Return 12 numbers of each entry: of tokens, the first ones."""
+    """Return 12 numbers of each entry (of tokens, the first 12)."""
     flat = rows.detach().reshape(len(rows), -1)[:64]
     if flat.is_floating_point():
         flat = flat[:, list(positions(flat.size(1), 12))]
@@ -102,7 +102,7 @@ def few_of_each(rows) -> list[list[float]]:
 def inputs(job: Job) -> list[list[Input]]:
     """Return each rank's first input of each step, of one network.
 
-    It is the first network whose inputs are not equal on the ranks, such as noise.
+    This is the first network whose inputs differ between the ranks, as noise should.
     """
     every = need(job.of(Input), "no input was seen")
     for number in sorted({one.network for one in every}):
@@ -116,7 +116,7 @@ def inputs(job: Job) -> list[list[Input]]:
 
 
 def before_a_repeat(batches: list) -> list:
-    """Return the batches before the first one that has an earlier one's sample."""
+    """Return the batches before the first batch that repeats a sample."""
     seen, found = set(), []
     for rows in batches:
         if seen & {*rows}:
@@ -127,7 +127,7 @@ def before_a_repeat(batches: list) -> list:
 
 
 def same_rows(ranks: list[list[Input]]) -> bool:
-    """Return whether two ranks have the same inputs."""
+    """Return whether two ranks have equal inputs."""
     for one, other in combinations(ranks[:8], 2):
         pairs = [*zip(one, other, strict=False)]
         same = [tuple(a.rows) for a, b in pairs if a.rows == b.rows]
@@ -138,15 +138,15 @@ def same_rows(ranks: list[list[Input]]) -> bool:
 
 
 def twins(job: Job) -> tuple[float, float, float, float]:
-    """Compare inputs that were changed at random with their nearest neighbours.
+    """Compare randomly augmented inputs with their nearest neighbours.
 
-    If each sample is read once, an input's nearest neighbour is as often on its own
-    rank as on another one.
+    If the ranks read each sample once, an input's nearest neighbour is as often on its
+    own rank as on another rank.
 
     Returns:
-        The share of samples that two ranks read, by how many standard errors it is not
-        0, how often two neighbours have the same place in the same step, and how often
-        they are one of three numbers of steps apart, as in a time series.
+        The share of samples that both ranks read; how many standard errors it is above
+        0; how often two neighbours have the same position in the same step; and how
+        often they are one of three numbers of steps apart, as in a time series.
     """
     lists, worst = inputs(job), (0.0, 0.0, 0.0, 0.0)
     whole = any(one.whole for rows in lists for one in rows)
@@ -166,10 +166,10 @@ def twins(job: Job) -> tuple[float, float, float, float]:
 
 
 def near_twins(job: Job) -> str:
-    """Return what inputs read by two ranks, and then changed at random, show, or ""."""
+    """Return what augmented inputs tell about samples that two ranks read, or ""."""
     rows = [x for own in inputs(job) for one in own for x in one.rows]
     if len({*rows}) < 0.5 * len(rows):
-        return ""  # they do not change
+        return ""  # inputs do not change
     share, errors, there, near = twins(job)
     if errors < 5 or share < 0.15 or near > 0.5 and there < 0.9:
         return ""  # neighbours in time, such as frames, may be on different ranks
@@ -179,7 +179,7 @@ def near_twins(job: Job) -> str:
 
 
 def neighbours(one: list[tuple], other: list[tuple], gap) -> tuple:
-    """Return twins()'s numbers for two ranks' inputs: (batch, place, numbers)."""
+    """Return twins()'s numbers for two ranks' inputs (batch, position, numbers)."""
     wins = losses = there = 0
     apart = Counter()
     for number, spot, row in one:
@@ -190,14 +190,14 @@ def neighbours(one: list[tuple], other: list[tuple], gap) -> tuple:
         apart[m - number] += least < own
     chance = len(other) / (len(one) + len(other) - 1)
     count, wins = max(1, wins + losses), max(1, wins)
-    error = 1.3 * (0.25 / count) ** 0.5  # neighbours come in pairs
+    error = 1.3 * (0.25 / count) ** 0.5  # because neighbours come in pairs
     excess = wins / count - chance
     most = sum(count for _, count in apart.most_common(3))
     return excess / (1 - chance), excess / error, there / wins, most / wins
 
 
 def periods(job: Job) -> Iterator[list[tuple[int, int]]]:
-    """Yield equal periods of steps, each of which ends with a validation or a print."""
+    """Yield equally long periods of steps that end with a validation or a print."""
     process = job.processes[0]
     lines = {"": {one.after for one in process.of(Measured) if not one.trains}}
     for one in process.of(Printed):
@@ -210,10 +210,10 @@ def periods(job: Job) -> Iterator[list[tuple[int, int]]]:
 
 
 def redrawn(job: Job) -> tuple[list[list[list[int]]], str] | None:
-    """Return what ranks read in a period, and when, if they draw with replacement.
+    """Return what ranks read in a period, and when, if they sample with replacement.
 
-    If a period has as many draws as there are samples, a share of 1/e of them is never
-    drawn, and as large a share of the draws is of samples that are drawn once.
+    If a period has as many draws as samples, a share of 1/e of the samples is never
+    drawn, and an equally large share is drawn once.
     """
     number = inputs(job)[0][0].network
     lists = [[x for x in p.of(Input) if x.network == number] for p in job.processes]

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
-from math import exp, log
+from math import exp
 from statistics import fmean
 
 NUMBER = re.compile(
@@ -258,16 +258,11 @@ class Group:
                 yield name, DIVISOR, sum(means[rank]), samples
                 yield name, DIVISOR, sum(means[rank]), bottom
         both = fmean(map(fmean, means.values()))
-        if self.what != "hits":
-            powers = [exp(min(x, 50)) for row in means.values() for x in row]
-            yield "the mean of the batches' perplexities", MEANS, log(fmean(powers)), 1
         yield "the mean of the batches' means", MEANS, both, 1
         ratios = [top / (bottom or 1) for top, bottom in own.values()]
         yield "the mean of the ranks' means", MEANS, fmean(ratios), 1
         if count > 1:
             yield "the sum of the ranks' means", DIVISOR, sum(ratios), 1
-            batches = [fmean(one) for one in means.values()]
-            yield "the sum of the means of the ranks' batches", DIVISOR, sum(batches), 1
             name = f"which is divided {count} times too often"
             yield name, DIVISOR, every[0] / count, once[1]
         if earlier:

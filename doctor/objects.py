@@ -1,4 +1,4 @@
-"""Tensors that are neither weights nor buffers: those in the script's own objects."""
+"""Read tensors in the script's own objects, which are neither weights nor buffers."""
 
 import gc
 import sys
@@ -6,18 +6,18 @@ import weakref
 
 from .record import LIBRARY, not_the_users
 
-MOST, LARGE = 64, 65_536  # tensors, and numbers of those that are summed
+MOST, LARGE = 64, 65_536  # limits: tensors; numbers of a summed tensor
 BLOCKS = 4_000_000  # of Python's memory: if there are more, a search takes long
 
 
 class Objects:
-    """The objects of the script's own classes, and its global variables."""
+    """The objects of the script's own classes, and the script's global variables."""
 
     def __init__(self):
         self.found = None  # weak references to the objects, and names
 
     def search(self) -> None:
-        """Look through all of Python's objects, once."""
+        """Search all Python objects, only once."""
         self.found, known = [], {}
         for one in gc.get_objects() if sys.getallocatedblocks() < BLOCKS else ():
             kind = type(one)
@@ -27,10 +27,10 @@ class Objects:
                 self.found.append((kind.__name__, weakref.ref(one)))
 
     def tensors(self, weights: dict) -> dict:
-        """Return by name a few numbers of each tensor that needs no gradient.
+        """Return {name: a few numbers} of the tensors that need no gradient.
 
         Args:
-            weights: by the ids of the tensors that are left out.
+            weights: its keys are ids of tensors to omit.
         """
         import torch
 
@@ -55,7 +55,7 @@ class Objects:
 
 
 def is_users(kind: type) -> bool:
-    """Return whether a class is the script's own."""
+    """Return whether the script itself defines a class."""
     module = sys.modules.get(kind.__module__)
     file = getattr(module, "__file__", None) or ""
     library = file.startswith((*not_the_users(), LIBRARY)) or "-packages" in file
@@ -63,7 +63,7 @@ def is_users(kind: type) -> bool:
 
 
 def label_of(name: str, found: dict) -> str:
-    """Return a name, with a number if it is already used."""
+    """Return a name, followed by a number if the name is already used."""
     number = 2
     label = name
     while label in found:

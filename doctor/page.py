@@ -1,4 +1,4 @@
-"""What a terminal shows at the end of a watched job."""
+"""Write the report that a terminal shows at the end of a watched job."""
 
 import os
 import shutil
@@ -26,16 +26,16 @@ from .spans import Runs, time_table
 NOTHING = "NOTHING CHECKED"
 COLOURS = {WRONG: "1;31", RISK: "1;33", SLOW: "1;36", NOTHING: "1;31"}
 COLOURS |= {BROKEN: "31", HELD: "32"}
-RANKS = 4  # at most as many have a line in the table of times
+RANKS = 4  # largest number of ranks in the table of times
 
 
 def page(job: Job, report: Report, verbose: bool = False) -> str:
-    """Return the text that is printed at the end."""
+    """Return the whole report as text."""
     width = min(100, shutil.get_terminal_size((80, 24)).columns)
     lines = ["", " doctor ".center(width, "="), *fill(summary(job), width)]
     if not job.watched:
         text = ": no optimizer step was seen on all ranks."
-        if not job.of(Failed):  # the finding on the error tells more
+        if not job.of(Failed):  # the error's finding is clearer
             text += " doctor watches scripts that call step() of an Optimizer of "
             text += "PyTorch in the processes of the job. A GradScaler skips the first "
             text += "steps in float16: train a few more."
@@ -59,7 +59,7 @@ def page(job: Job, report: Report, verbose: bool = False) -> str:
 
 
 def summary(job: Job) -> str:
-    """Return what ran: processes, networks, steps, and how the job ended."""
+    """Return a summary of the processes, networks and steps, and how the job ended."""
     count = f"{len(job.processes)} processes"
     if len(job.processes) == 1:
         count = "1 process"
@@ -96,7 +96,7 @@ def paragraph(one: Finding, width: int) -> list[str]:
 
 
 def law_lines(verdict: Verdict, report: Report, width: int) -> list[str]:
-    """Return a law's lines: its state, and as much evidence as fits in one line."""
+    """Return a law's lines: the state, and as much evidence as fits into one line."""
     law, state = verdict.law, verdict.state
     head = f"{law.number:2} {state:10} {law.text}"
     if state == HELD:
@@ -119,7 +119,7 @@ def law_lines(verdict: Verdict, report: Report, width: int) -> list[str]:
 
 
 def all_checks(verdict: Verdict, report: Report, width: int) -> list[str]:
-    """Return what each check of a law saw, and all evidence."""
+    """Return each check's result, and all evidence for the law."""
     lines = []
     for one in verdict.evidence:
         lines += fill(f"seen: {one}", width, "     ")
@@ -139,17 +139,17 @@ def all_checks(verdict: Verdict, report: Report, width: int) -> list[str]:
 
 
 def times(job: Job, width: int) -> list[str]:
-    """Return the lines that show where a step's time goes."""
+    """Return lines that show how a step's time is divided."""
     table = time_table(job)
     walls = {rank: sum(row.values()) for rank, row in table.items()}
     ranks = sorted(walls)
-    if len(ranks) > RANKS:  # those with the least and the most work of their own
+    if len(ranks) > RANKS:  # show the ranks with the least and the most work
         own = sorted(ranks, key=lambda rank: walls[rank] - table[rank]["communication"])
         ranks = [*own[: RANKS // 2], *own[-RANKS // 2 :]]
     lines = [""] * bool(ranks)
     for rank in ranks:
         shares = {part: round(100 * x / walls[rank]) for part, x in table[rank].items()}
-        shares["other code"] += 100 - sum(shares.values())  # so that they add up
+        shares["other code"] += 100 - sum(shares.values())  # shares add up to 100
         own = sorted(shares.items(), key=lambda one: -one[1])
         parts = ", ".join(f"{part} {share}%" for part, share in own if share > 0)
         text = f"A step on rank {rank} takes {1000 * walls[rank]:.1f} ms: {parts}"
@@ -171,13 +171,13 @@ def explanation(one: Check) -> str:
 
 
 def program() -> str:
-    """Return how the user can call this program."""
+    """Return the command that starts this program."""
     name = os.path.basename(sys.argv[0])
     return name if name == "ddp-doctor" else "python -m doctor"
 
 
 def coloured(lines: list[str], word: str) -> list[str]:
-    """Return lines with the first of a word in its colour, if a terminal shows it."""
+    """Return lines; a terminal shows the first occurrence of a word in colour."""
     if word in COLOURS and sys.stderr.isatty() and "NO_COLOR" not in os.environ:
         new = f"\033[{COLOURS[word]}m{word}\033[0m"
         return [lines[0].replace(word, new, 1), *lines[1:]]
@@ -187,7 +187,7 @@ def coloured(lines: list[str], word: str) -> list[str]:
 def fill(
     text: str, width: int, start: str = "", indent: str | None = None
 ) -> list[str]:
-    """Break a paragraph into lines; the lines after the first are indented."""
+    """Break a paragraph into lines; indent all lines except the first."""
     return textwrap.wrap(
         text,
         width,

@@ -210,9 +210,6 @@ def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
             used += [x for x in process.of(Feed) if (x.loader, x.epoch) == key]
         total = samples if index or again else None
         found = Reads(ranks, text, whole, total, used, index)
-        rows = {x for part in found.all for x in part}
-        if index and not own.stream and own.samples == len(rows):
-            found.total = own.samples
         found.loader, found.stream = loader, own.stream
         if batches not in before:
             found.resumed, found.text = True, f"{text}, which a resume divides"

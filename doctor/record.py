@@ -1,7 +1,7 @@
-"""Inside the processes of a job: write events and wrap PyTorch's functions.
+"""Write events and wrap PyTorch's functions in the processes of a job.
 
-hook/sitecustomize.py imports this package into each process that imports PyTorch. The
-wrappers change no result, draw no random numbers and do not communicate.
+hook/sitecustomize.py imports this package in each process that imports PyTorch. The
+wrappers change no results, draw no random numbers and do not communicate.
 """
 
 import atexit
@@ -23,7 +23,7 @@ from .event import Compiles, Event, Exit, Failed, Rank, Start, Waits
 
 STEPS = int(os.environ.get("DOCTOR_STEPS", "40"))  # optimizer steps to record
 TIMED = 20  # later steps that are only timed
-PASSES = 2000  # backward passes after which nothing more is watched
+PASSES = 2000  # doctor watches at most this many backward passes
 SHORT = int(os.environ.get("DOCTOR_SHORT", "0"))  # batches per epoch; 0: all
 GIVEN = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "DOCTOR_CPU"
 OWN = os.path.dirname(os.path.abspath(__file__))
@@ -31,13 +31,13 @@ LIBRARY = sysconfig.get_path("stdlib")
 
 
 class Recorder:
-    """This process's file of events, and what it is doing."""
+    """Writes this process's events to a file, and knows what the process is doing."""
 
     def __init__(self):
         self.file, self.written = None, Counter()
         self.rank: int | None = None
-        self.step = 0  # completed optimizer steps
-        self.passes = 0  # backward passes until the end of the timed steps
+        self.step = 0  # number of completed optimizer steps
+        self.passes = 0  # number of backward passes until the timed steps end
         self.ticks = 0  # changes whenever something happens: see monitor()
         self.waiting = ""  # the collective that the main thread is calling
 
@@ -48,7 +48,7 @@ class Recorder:
 
     @property
     def timing(self) -> bool:
-        """Whether the current step is at least timed."""
+        """Whether the current step is timed or watched."""
         return self.step < STEPS + TIMED and self.passes < PASSES
 
     def full(self, kind: type[Event]) -> bool:
@@ -67,7 +67,7 @@ class Recorder:
         os.write(self.file, event.packed())
 
     def open(self) -> None:
-        """Create the file, and write how the process was started."""
+        """Create the file, and record how the process was started."""
         host = os.uname().nodename  # several hosts may share the folder
         path = f"{os.environ['DOCTOR_FOLDER']}/{host}-{os.getpid()}.events"
         self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -84,7 +84,7 @@ class Recorder:
 
 
 recorder = Recorder()
-builtins = []  # wrapped functions of PyTorch that are not written in Python
+builtins = []  # wrapped PyTorch functions that are written in C++
 # Functions in which a process waits for others
 waits = set(
     """backward synchronize rendezvous init_process_group destroy_process_group
@@ -94,7 +94,7 @@ waits = set(
 
 
 def quiet(method: Callable) -> Callable:
-    """Return a hook whose own errors do not end the job."""
+    """Return a hook whose errors cannot end the job."""
 
     @functools.wraps(method)
     def hook(*args, **kwargs):
@@ -107,10 +107,10 @@ def quiet(method: Callable) -> Callable:
 
 
 def wrap(owner, name: str, method: Callable) -> None:
-    """Replace owner.name with a method that gets the original function first.
+    """Replace owner.name with a method whose first argument is the original function.
 
     `method(call, *args, **kwargs)` must return `call(*args, **kwargs)`. If the method
-    itself fails, the job gets the original's result. Several laws may wrap a function.
+    itself fails, the job gets the original result. Several laws may wrap one function.
     """
     call = getattr(owner, name, None)
     if call is None or method in getattr(call, "_doctor", ()):
@@ -152,7 +152,7 @@ def wrap(owner, name: str, method: Callable) -> None:
 
 
 def compiles(call, *args, **kwargs):
-    """Give PyTorch its functions back, which its compiler knows by their identity."""
+    """Restore PyTorch's functions, because its compiler expects the originals."""
     while builtins:
         setattr(*builtins.pop())
     recorder.write(Compiles())
@@ -160,7 +160,7 @@ def compiles(call, *args, **kwargs):
 
 
 def compiling() -> bool:
-    """Return whether torch.compile is reading the current code."""
+    """Return whether torch.compile is compiling the current code."""
     return sys.modules["torch"].compiler.is_compiling()
 
 
@@ -183,7 +183,7 @@ def not_the_users() -> tuple[str, ...]:
 
 
 def place(frame=None) -> str:
-    """Return the innermost line of the user's code (or a library's) as file:line."""
+    """Return the innermost line of the user's (or a library's) code as file:line."""
     frame, other = frame or sys._getframe(1), ""
     while frame:
         file = frame.f_code.co_filename
@@ -216,7 +216,7 @@ def excepthook(call, kind, error, trace) -> None:
 
 
 def spawned(call, function, *args):
-    """Record the exceptions of processes that torch.multiprocessing.spawn starts."""
+    """Record the exceptions of a process that torch.multiprocessing.spawn starts."""
 
     def guarded(*inside):
         try:
@@ -229,7 +229,7 @@ def spawned(call, function, *args):
 
 
 def leave() -> None:
-    """Record the state at the end of the process."""
+    """Record the final state when the process ends."""
     from .watcher import tell
 
     if recorder.file is not None:
@@ -239,7 +239,7 @@ def leave() -> None:
 
 
 def monitor() -> None:
-    """Record where the main thread is waiting if nothing happens for a while."""
+    """Record where the main thread waits if nothing happens for some time."""
     seen, since, main = -1, time.monotonic(), threading.main_thread().ident
     while True:
         time.sleep(1)
@@ -258,13 +258,13 @@ def monitor() -> None:
 
 
 def torch_is_there() -> None:
-    """Install all hooks, right after PyTorch has been imported."""
+    """Install all hooks right after the process has imported PyTorch."""
     from torch.utils import _device
 
     from . import laws, moments  # noqa: F401  their watchers
     from .watcher import watchers
 
-    # torch.set_default_device() looks for functions as they are before they are wrapped
+    # torch.set_default_device() looks up the functions that the wrappers replace
     getattr(_device, "_device_constructors", int)()
     for watcher in watchers:
         quiet(watcher.hooks)()

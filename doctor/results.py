@@ -1,4 +1,4 @@
-"""Recompute the results of validations in the job's processes, and record prints."""
+"""Recompute validation results in the job's processes, and record printed lines."""
 
 import re
 import sys
@@ -17,9 +17,9 @@ from .watcher import Watcher
 
 LOSSES = """cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss
     binary_cross_entropy binary_cross_entropy_with_logits""".split()
-LARGE = 2**20  # numbers in an output or in a loss
-COMPARES = 400  # comparisons in which predictions are looked for
-OTHER = re.compile(  # results that are not recomputed
+LARGE = 2**20  # most numbers in an output or a loss
+COMPARES = 400  # most comparisons that doctor searches for predictions
+OTHER = re.compile(  # results that doctor does not recompute
     r"\b(\w*iou|dice|f1|(?:\w+_)?(?:auc|auroc|ap)|\w?map|bleu|rouge|recall|rewards?|returns?|scores?|"
     r"mae|mse|rmse|r2|psnr|ssim|fid|auprc|bpd|bpc|mrr|(?:ndcg|hits?|recall|r|p|map)@\d+)"
     r"(?![a-z])[^\d\n]{1,9}\d+\.\d",
@@ -30,7 +30,7 @@ WORDS = re.compile(r"acc|top|prec|err|correct|right|loss|ppl|perplex|nll|%", re.
 
 @dataclass(kw_only=True)
 class Printed(Event):
-    """A line with a number that may be a result has been printed."""
+    """The script has printed a line with a number that may be a result."""
 
     limit: ClassVar[int] = 2000
     text: str
@@ -39,36 +39,36 @@ class Printed(Event):
 
 @dataclass(kw_only=True)
 class Measured(Event):
-    """What doctor computed from the outputs for one batch."""
+    """The sums that doctor computed from the outputs for one batch."""
 
     limit: ClassVar[int] = 5000
-    # hits, top5, loss, root (the value on which backward() is called), or pairs
-    # (predictions as values, and as weights the labels that the script compares), or
-    # seen (only hashes of inputs, in place of guesses)
+    # hits, top5, loss, root (the value whose backward() is called), pairs (`values` are
+    # predictions, and `weights` are the labels that the script compares with these), or
+    # seen (`guesses` are hashes of inputs)
     what: str
     source: int  # the network, or the line that calls the loss
     loader: int | None
     epoch: int | None
-    number: int | None  # of the batch
+    number: int | None  # the batch's number
     trains: bool  # gradients were enabled
-    after: int  # completed steps; the event may be written later
-    at: float  # when
-    values: array  # sums, for each sample or for the batch
-    weights: array  # how many targets each sum has
-    skipped: int = 0  # ignored targets
+    after: int  # steps completed by then; the event may be written later
+    at: float  # time of the measurement
+    values: array  # sums for each sample or for the batch
+    weights: array  # number of targets in each sum
+    skipped: int = 0  # number of ignored targets
     guesses: array | None = None  # predicted classes, one for each sample
 
 
 class Results(Watcher):
-    """Records what is printed, and recomputes it; reads GPUs only now and then."""
+    """Records printed results and recomputes them; rarely waits for a GPU."""
 
     def __init__(self):
         self.line, self.batch, self.sources = "", None, {}
-        self.waiting = []  # measured tensors that are not yet read
+        self.waiting = []  # measured tensors to read later
         self.inside = []  # losses that a network computes itself
         self.guesses, self.tries = [], 0  # predicted classes that have no labels yet
-        self.compares = 0  # how often a guess was looked for
-        self.known = {}  # by line: the guess and operand that the script compares
+        self.compares = 0  # number of comparisons searched
+        self.known = {}  # line -> the predictions and operand that it compares
         self.nested, self.others = False, 0
 
     def hooks(self) -> None:
@@ -106,16 +106,16 @@ class Results(Watcher):
     # --- outputs and losses ---
 
     def keeps(self) -> bool:
-        """Return whether outputs are measured now."""
+        """Return whether doctor measures outputs now."""
         import torch
 
         now = recorder.timing or not torch.is_grad_enabled()
         return now and not recorder.full(Measured)
 
     def measure(self, what, source, values, weights, labels=None, **more) -> None:
-        """Keep tensors for read(): hits are `values` that equal `labels`.
+        """Store tensors for read(); hits are elements of `values` that equal `labels`.
 
-        If `more` has `sure`, a tensor, they are dropped unless it is true.
+        If `more` contains a tensor `sure` that is false, read() drops them.
         """
         import torch
 
@@ -130,11 +130,11 @@ class Results(Watcher):
             self.read()
 
     def read(self) -> None:
-        """Read the tensors that wait, and write them."""
+        """Read the stored tensors, and write their events."""
         waiting, self.waiting = self.waiting, []
         for fields, values, weights, labels in waiting:
             if not fields.pop("sure", True):
-                self.known = {}  # the script compares something else, too
+                self.known = {}  # lines may compare other values
                 continue
             values = values.cpu()
             fields["skipped"] = int(fields["skipped"])
@@ -149,7 +149,7 @@ class Results(Watcher):
             recorder.write(one)
 
     def on_input(self, network, inputs) -> None:
-        """Record which samples are validated without a DataLoader."""
+        """Record which samples the script validates without a DataLoader."""
         import torch
 
         inputs = [one for one in inputs if one.dim() and len(one)]
@@ -211,7 +211,7 @@ class Results(Watcher):
         return result
 
     def compared(self, result, operands: list) -> None:
-        """Measure hits if one operand has the predicted classes."""
+        """Measure hits if one operand is a tensor of predicted classes."""
         import torch
 
         if 30 < result.numel() < 20_000 and len(operands) == 2 and self.keeps():
@@ -230,7 +230,7 @@ class Results(Watcher):
                 if self.known.get(line, (which, number)) != (which, number):
                     continue
                 sure = (one.reshape(-1) == guess.reshape(-1)).all()
-                if line not in self.known:  # look, which waits for a GPU: a few times
+                if line not in self.known:  # the search waits for a GPU
                     self.compares += 1
                     if self.compares > COMPARES or not sure:
                         continue
@@ -263,7 +263,7 @@ class Results(Watcher):
         return result
 
     def hits(self, where: str, args: tuple, kwargs: dict) -> None:
-        """Measure the hits of a loss's scores (N, C, ...) in an evaluation."""
+        """Measure the hits of a loss's scores (N, C, ...) during an evaluation."""
         import torch
 
         scores = kwargs["input"] if "input" in kwargs else args[0]
@@ -277,7 +277,7 @@ class Results(Watcher):
             self.measure("hits", where, rows[0], rows[1].sum(1), skipped=skipped)
 
     def rows(self, call, result, args: tuple, kwargs: dict):
-        """Return a loss's line, its sums, and their numbers of targets."""
+        """Return a loss's line, its sums, and the number of targets in each sum."""
         import torch
 
         target = kwargs["target"] if "target" in kwargs else args[1]
@@ -300,7 +300,7 @@ class Results(Watcher):
         each = call(*args, **{**kwargs, "reduction": "none"}).detach().double()
         size = len(each)
         if self.batch and self.batch["indices"] and not Moments.here.depth:
-            own = len(self.batch["indices"])  # tokens: back to their samples
+            own = len(self.batch["indices"])  # sum tokens per sample
             size = own if size % own == 0 else size
         sums, counts = each.reshape(size, -1).sum(1), valid.double()
         if whole and target.dim() > 0 and target.numel() != each.numel():
@@ -326,7 +326,7 @@ class Results(Watcher):
 def repeated(job) -> dict[tuple[int, int], list[float]]:
     """Return when passes over equal inputs began, by rank and step.
 
-    Without a loader, nothing else parts them: between two, old weights may be restored.
+    Without a loader, nothing else separates passes with old and with restored weights.
     """
     found = {}
     for process in job.processes:

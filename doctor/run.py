@@ -1,4 +1,4 @@
-"""Start a command under watch, and end it if it hangs."""
+"""Start a command that doctor watches, and end it if it hangs."""
 
 import contextlib
 import os
@@ -12,11 +12,11 @@ from .event import Exit, Failed, Joins, Start
 from .job import Job, clashing, read, waiting
 
 HERE = Path(__file__).resolve().parent
-HANG = 40  # seconds: a job is ended if all its processes wait this long for each other
+HANG = 40  # if all processes wait for each other this many seconds, end the job
 
 
 def hangs(folder: Path) -> bool:
-    """Return whether all processes have been waiting for each other for a long time."""
+    """Return whether all processes have waited for each other for HANG seconds."""
     sign = folder / "waits"
     if not sign.exists() or time.time() - sign.stat().st_mtime > 6:
         return False
@@ -24,7 +24,7 @@ def hangs(folder: Path) -> bool:
     alive = [p for p in job.processes if not (p.of(Exit) or p.of(Failed))]
     launched = any(one.environment.get("RANK") for one in job.of(Start))
     here = not launched and job.of(Joins) and all(x.local for x in job.of(Joins))
-    few = len(job.processes) < job.world_size  # the others may still come
+    few = len(job.processes) < job.world_size  # more may start
     if not alive or (few and not here):
         return False
     waits, most = [waiting(process) for process in alive], HANG * (2 if few else 1)
@@ -32,7 +32,7 @@ def hangs(folder: Path) -> bool:
 
 
 def end(process: subprocess.Popen, folder: Path) -> None:
-    """End a command and all processes that record into the folder."""
+    """End a command and all processes that write events to the folder."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -47,7 +47,7 @@ def end(process: subprocess.Popen, folder: Path) -> None:
 
 
 def run(command: list[str], folder: Path, **options: str) -> Job:
-    """Run a command under watch until its end, Ctrl-C or a hang.
+    """Watch a command until it ends or hangs, or the user presses Ctrl-C.
 
     Args:
         folder: where the processes write their events.

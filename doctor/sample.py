@@ -1,18 +1,18 @@
-"""Look at a few numbers of large tensors."""
+"""Read a few numbers of large tensors."""
 
 import functools
 import hashlib
 from collections.abc import Sequence
 
 GOLDEN = 0.6180339887498949
-MOST = 1024  # numbers in one event
+MOST = 1024  # most numbers in one event
 
 
 @functools.lru_cache(512)
 def positions(count: int, most: int) -> tuple[int, ...]:
-    """Return at most `most` of `count` positions, spread without a period.
+    """Return at most `most` of `count` positions, spread irregularly.
 
-    Strided positions read a single column of a matrix whose width divides the stride.
+    If a matrix's width divided a fixed stride, all positions would be in one column.
     """
     if count <= most:
         return tuple(range(count))
@@ -37,7 +37,7 @@ def picked(tensor, most: int):
 
 
 def numbers(tensors: Sequence, most: int = 8) -> list[list[float]]:
-    """Return a few numbers of each tensor, read at once; [] for None."""
+    """Return a few numbers of each tensor ([] for None), read in one transfer."""
     import torch
 
     parts = [None if x is None else picked(x, most) for x in tensors]
@@ -52,18 +52,18 @@ def numbers(tensors: Sequence, most: int = 8) -> list[list[float]]:
 
 
 def flat(rows: list[list[float]]) -> tuple[int, list[float]]:
-    """Return the first numbers of each row in one list, and how many each row has.
+    """Return the first numbers of each row in one list, and how many there are per row.
 
-    Rows that are shorter end with zeros.
+    Shorter rows are padded with zeros.
     """
     each = max(1, min(8, MOST // max(1, len(rows))))
     return each, [x for row in rows for x in (row + [0.0] * each)[:each]]
 
 
 def hashes(rows, most: int = 64) -> list[int]:
-    """Return one hash for each row of a tensor (N, ...), from `most` of its numbers.
+    """Return a hash for each row of a tensor (N, ...), from `most` of its numbers.
 
-    The hashes are the same in every process.
+    All processes compute the same hashes.
     """
     import torch
 

@@ -44,8 +44,6 @@ class Buckets(Event):
 
     limit: ClassVar[int] = 9
     search: bool  # for unused weights
-    bucket: int  # bytes
-    size: int  # bytes of all weights
     place: str
 
 
@@ -102,9 +100,7 @@ class Clock(Watcher):
             recorder.write(one)
 
     def on_wrap(self, model, place) -> None:
-        size = sum(x.numel() * x.element_size() for x in model.module.parameters())
-        bucket, search = model.bucket_bytes_cap, model.find_unused_parameters
-        recorder.write(Buckets(search=search, bucket=bucket, size=size, place=place))
+        recorder.write(Buckets(search=model.find_unused_parameters, place=place))
 
     def on_backward(self, root) -> None:
         self.back = Moments.here.last_gradient = time.perf_counter()

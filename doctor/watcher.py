@@ -1,4 +1,4 @@
-"""The moments in a job that a law can watch."""
+"""Define the moments of a job that a law can watch."""
 
 import contextlib
 import os
@@ -9,9 +9,9 @@ watchers: list["Watcher"] = []
 class Watcher:
     """A law's recorder: it wraps functions in hooks(), and overrides moments (on_...).
 
-    Defining a subclass makes its only instance, `here`, whose __init__() runs again in
-    each forked process. moments.py calls the moments; their errors do not reach the
-    job. `weights` lists the optimizer's weights in its order, without FSDP2's shards.
+    A subclass's definition creates its only instance, `here`, whose __init__() runs
+    again in each forked process. moments.py calls the moments; their errors do not
+    reach the job. `weights` has the optimizer's weights in order, not FSDP2's shards.
     """
 
     def __init_subclass__(cls, **options):
@@ -33,13 +33,13 @@ class Watcher:
         """Wrap functions, right after torch.distributed.checkpoint is imported."""
 
     def on_input(self, network, inputs: list) -> None:
-        """The outermost network is called; `inputs` are its tensors."""
+        """The script calls the outermost network; `inputs` are its tensors."""
 
     def on_output(self, network, outputs, batch: "dict | None") -> None:
-        """It has returned; `batch` is what moments.py knows of its batch."""
+        """The outermost network has returned; `batch` describes its batch."""
 
     def on_wrap(self, model, place: str) -> None:
-        """DistributedDataParallel has been constructed."""
+        """The script has constructed a DistributedDataParallel."""
 
     def on_backward(self, root) -> None:
         """A backward pass begins at `root` (a tensor, or several)."""
@@ -59,22 +59,22 @@ class Watcher:
     def on_step(self, optimizer, weights: list, gradients: list) -> None:
         """The optimizer is about to step; the gradients are final.
 
-        `gradients` holds a few elements of each weight's gradient ([] for None); after
-        the watched steps, it is empty.
+        `gradients` contains a few elements of each weight's gradient ([] for None), or
+        nothing after the watched steps.
         """
 
     def on_step_by_hand(self, weights: list, before: list, meets: int) -> None:
         """A script without an optimizer has changed the weights.
 
-        `before` has a few numbers of each weight before the last backward pass, and
-        `meets` is the number of collectives until then.
+        `before` contains a few numbers of each weight before the last backward pass;
+        `meets` is the number of collectives until that pass.
         """
 
     def after_step(self, optimizer, weights: list) -> None:
-        """The optimizer has stepped; recorder.step is still the old number."""
+        """The optimizer has taken a step; recorder.step still has the old number."""
 
     def on_epoch(self, own, loader) -> None:
-        """A pass over a DataLoader begins; `own` is loaders.py's Pass."""
+        """A pass over a DataLoader begins; `own` is a Pass of loaders.py."""
 
     def on_batch(self, own, batch: dict, seconds: float) -> None:
         """A DataLoader has returned a batch, which took `seconds`."""
@@ -86,14 +86,14 @@ class Watcher:
         """The collective has returned."""
 
     def on_end(self) -> None:
-        """The process leaves its group or ends, once: its networks are still there."""
+        """The process leaves its group or ends; its networks still exist."""
 
     def on_exit(self) -> None:
         """The process ends."""
 
 
 def tell(moment: str, *args) -> None:
-    """Call a moment of all watchers; their own errors do not reach the job."""
+    """Call a moment of all watchers, whose errors do not reach the job."""
     for watcher in watchers:
         if moment in type(watcher).__dict__:
             with contextlib.suppress(Exception):

@@ -1,8 +1,8 @@
-"""horovodrun without `[0]<stdout>:` before each line, and without its own traceback.
+"""Run horovodrun without `[0]<stdout>:` before each line, and without its traceback.
 
     python scripts/horovodrun.py --gloo -np 2 python horovod_distributed.py ...
 
-The processes write to a terminal directly, and so can draw progress bars. The exit
+The processes write directly to the terminal, so they can draw progress bars. The exit
 status is that of the first process that fails.
 """
 
@@ -18,7 +18,7 @@ failed: list[tuple[int, int]] = []  # rank and exit status
 
 
 def execute_rank(command: str, index: int | None = None, **options) -> int:
-    """Run a shell command; Horovod would print a prefix if it has a rank, `index`."""
+    """Run a shell command without the prefix that Horovod prints for rank `index`."""
     if index is None:  # not a training process
         return execute(command, **options)
     for stream in (1, 2):
@@ -27,7 +27,7 @@ def execute_rank(command: str, index: int | None = None, **options) -> int:
     status = execute(f"exec {command}", **options)
     if status:
         failed.append((index, status))
-        for event in options["events"]:  # ends the other processes
+        for event in options["events"]:  # Horovod then ends the other processes
             event.set()
     return 0  # Horovod prints a traceback for any other value
 
@@ -36,7 +36,7 @@ if __name__ == "__main__":
     safe_shell_exec.execute = execute_rank
     launch.run_commandline()
     rank, status = failed[0] if failed else (0, 0)
-    if status not in (0, 2):  # with 2, the process has printed what the user can do
+    if status not in (0, 2):  # 2: the process has printed its error
         name = f" ({signal.Signals(status - 128).name})" if 128 < status < 160 else ""
         text = f"horovodrun: error: rank {rank} ended with status {status}{name}"
         print(text, file=sys.stderr)

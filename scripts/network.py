@@ -22,7 +22,7 @@ from torch import Tensor
 SIZES = [1024 * 4**power for power in range(10)]  # bytes: 1 KiB to 256 MiB
 PAIR = 64 * 2**20  # bytes of the all-reduces between two hosts
 BUCKET = 25 * 2**20  # bytes; DDP's default, bucket_cap_mb=25
-SLOW = 0.6  # pairs below this share of the fastest pair's bandwidth have a slow link
+SLOW = 0.6  # pairs slower than this share of the fastest pair have a slow link
 
 
 def bandwidths(size: int, seconds: float, processes: int) -> tuple[float, float]:
@@ -36,7 +36,7 @@ def bandwidths(size: int, seconds: float, processes: int) -> tuple[float, float]
 def fit(times: dict[int, float]) -> tuple[float, float]:
     """Return latency (s) and bandwidth (bytes/s): time = latency + size / bandwidth.
 
-    `times` maps bytes to seconds. The squares of the relative errors are minimized, so
+    `times` maps bytes to seconds. The fit minimizes the squared relative errors, so
     that small sizes count as much as large ones. The model is from nccl-tests' page.
     """
     rows = [[1 / seconds, size / seconds] for size, seconds in times.items()]
@@ -66,9 +66,9 @@ def slowest_link(speeds: dict[tuple[str, str], float]) -> str:
 def all_reduce_seconds(
     data: Tensor, ranks: list[int], group: dist.ProcessGroup | None = None
 ) -> float:
-    """Return the seconds of an all-reduce in a group: the median, averaged over ranks.
+    """Return an all-reduce's median time in seconds, averaged over a group's ranks.
 
-    All ranks have to call this; ranks that are not in `ranks` only wait.
+    All ranks must call this function; ranks that are not in `ranks` only wait.
     """
     times = []
     for _ in range(21 if data.nbytes <= 2**20 else 6):

@@ -3,7 +3,7 @@
     python -m scripts.prepare_imagenet ARCHIVES TARGET    # the .sh file runs this
 
 ARCHIVES contains the official archives, whose checksums the script verifies, or Hugging
-Face's parquet or tar.gz files, whose labels it verifies. It also counts the images.
+Face's parquet files, whose labels it verifies. It also counts the images.
 """
 
 import re
@@ -21,20 +21,8 @@ from tqdm import tqdm
 
 from common.errors import UserError, one_line_errors
 
-HUGGING_FACE = {
-    "val": ("validation-*.parquet", "val_images.tar.gz"),
-    "train": ("train-*.parquet", "train_images_*.tar.gz"),
-}
+HUGGING_FACE = {"val": "validation-*.parquet", "train": "train-*.parquet"}
 COUNTS = {"val": 50_000, "train": 1_281_167}
-LINE_INTERVAL = 20_000  # images between the lines of a log file
-
-
-def find(source: Path, names: tuple[str, ...]) -> list[Path]:
-    """Return the files of the first pattern that matches in `source` or its data/."""
-    for pattern in (*names, *(f"data/{name}" for name in names)):
-        if files := sorted(source.glob(pattern)):
-            return files
-    return []
 
 
 def images(file: Path, opened: BinaryIO | None = None) -> Iterator[tuple]:
@@ -49,7 +37,7 @@ def images(file: Path, opened: BinaryIO | None = None) -> Iterator[tuple]:
     with tarfile.open(file, "r|*", opened) as archive:
         for member in filter(tarfile.TarInfo.isfile, archive):
             content = archive.extractfile(member)
-            if member.name.endswith(".tar"):  # the official train.tar has 1,000 of them
+            if member.name.endswith(".tar"):  # one of train.tar's 1,000 archives
                 yield from images(file, content)
             else:
                 yield member.name, content.read(), None
@@ -58,13 +46,14 @@ def images(file: Path, opened: BinaryIO | None = None) -> Iterator[tuple]:
 def sort(part: str, files: list[Path], folder: Path, classes: list[str]) -> None:
     """Write the images under the names used in the official archives.
 
-    `classes` are those of the official validation images. Hugging Face's names end with
-    the class (n01440764_18_n01440764.JPEG). Its files do not name it elsewhere: a label
-    is a position in the sorted list of classes.
+    `classes` are the classes of the official validation images. Hugging Face's file
+    names end with the class (n01440764_18_n01440764.JPEG). Only they contain it: a
+    label is a position in the sorted list of classes.
     """
     stream, found = (image for file in files for image in images(file)), set()
-    bar = tqdm(stream, part, COUNTS[part], unit=" images", disable=None)
-    for count, (name, content, label) in enumerate(bar, start=1):
+    seconds = 0.1 if sys.stderr.isatty() else 30  # between updates of the bar
+    bar = tqdm(stream, part, COUNTS[part], unit=" images", mininterval=seconds)
+    for name, content, label in bar:
         match = re.fullmatch(r"(?:.*/)?(\w+)_(n\d{8})\.JPEG", str(name))
         if classes:
             label_name = classes[int(name[-13:-5]) - 1] if part == "val" else name[:9]
@@ -75,8 +64,6 @@ def sort(part: str, files: list[Path], folder: Path, classes: list[str]) -> None
         (folder / label_name).mkdir(parents=True, exist_ok=True)
         (folder / label_name / name).write_bytes(content)
         found.add((label, label_name))
-        if bar.disable and count % LINE_INTERVAL == 0:
-            print(f"{count:,} of {COUNTS[part]:,} images", flush=True)
     names = sorted({name for _, name in found})
     if found not in (set(enumerate(names)), {(None, name) for name in names}):
         raise UserError(f"{part}: the labels do not number the sorted classes")
@@ -85,10 +72,12 @@ def sort(part: str, files: list[Path], folder: Path, classes: list[str]) -> None
 def unpack(source: Path, target: Path) -> None:
     """Unpack both parts, except a part that `target` already contains.
 
-    Raises:
-        UserError: a file or package is missing, files are damaged, or writing fails.
+    Raises UserError if a file or package is missing, or if one cannot be unpacked.
     """
-    files = {part: find(source, names) for part, names in HUGGING_FACE.items()}
+    files = {
+        part: sorted(source.glob(name)) or sorted(source.glob(f"data/{name}"))
+        for part, name in HUGGING_FACE.items()
+    }
     official = {} if any(files.values()) else imagenet.ARCHIVE_META
     for part, (name, _) in official.items():
         files[part] = [(source / name).resolve()]
@@ -113,10 +102,11 @@ def unpack(source: Path, target: Path) -> None:
                 print(f"unpacking {part} from {path}", flush=True)
                 sort(part, files[part], partial, classes)
                 if (count := sum(1 for _ in partial.glob("*/*"))) != COUNTS[part]:
-                    again = f"download {' or '.join(HUGGING_FACE[part])} again"
                     found = f"{count} images in the {part} files"
-                    raise UserError(f"{found} instead of {COUNTS[part]}; {again}")
-                partial.rename(folder)  # only now that it is complete
+                    raise UserError(
+                        f"{found} instead of {COUNTS[part]}; download again"
+                    )
+                partial.rename(folder)  # the folder is complete
             print(f"{folder}: {sum(1 for _ in folder.glob('*/*'))} images", flush=True)
     except ImportError as error:
         package = "scipy" if official else "pyarrow"

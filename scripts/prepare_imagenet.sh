@@ -3,8 +3,8 @@
 #   bash scripts/prepare_imagenet.sh ARCHIVES TARGET     # writes TARGET/{train,val}/CLASS/*.JPEG
 #
 # ARCHIVES contains ILSVRC2012_img_{train,val}.tar and ILSVRC2012_devkit_t12.tar.gz (image-net.org/download), or
-# Hugging Face's ILSVRC/imagenet-1k: {train,validation}-*.parquet (needs pyarrow) or the older
-# {train_images_*,val_images}.tar.gz. To continue after an interruption, run it again.
+# Hugging Face's ILSVRC/imagenet-1k: {train,validation}-*.parquet (needs pyarrow).
+# To continue after an interruption, run it again.
 set -euo pipefail
 ROOT=$(dirname "$(dirname "$(realpath "$0")")")
 source "$ROOT/scripts/setup.sh"

@@ -1,13 +1,12 @@
-"""Train on the sample data with every strategy and its launcher; show the results.
+"""Train on the sample data with every strategy, and show the results.
 
     python -m scripts.quickstart DATA OUTPUT       # quickstart.sh calls this
 
-OUTPUT/quickstart.json has the results, quickstart.md a table, curves.png the plots.
+OUTPUT has a folder for each run, and the plots, curves.png.
 """
 
 import json
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -17,10 +16,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-import torchvision
 
-from common.errors import UserError
-from scripts import curves
+try:
+    from matplotlib.figure import Figure
+except ImportError:
+    Figure = None
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCHERS = {
@@ -30,12 +30,13 @@ LAUNCHERS = {
     "apex_distributed": "torchrun",
     "horovod_distributed": "horovodrun",
 }
-# Do not mirror digits: they would change. --lr is per 256 images, so 0.05 per 64
+# Mirrored digits would be wrong. --lr is per 256 images, so it is 0.05 per 64 images
 EPOCHS = 8
 RECIPE = (
     "--image-size 64 --global-batch-size 64 --lr 0.2 --warmup-epochs 1 "
     f"--schedule cosine --min-crop 0.5 --no-flip --epochs {EPOCHS}"
 )
+PANELS = ("train_loss", "val_loss", "val_top1")
 LINE = "| {:27} | {:10} | {:<9} | {:7} | {:9} | {} |\n"
 
 
@@ -50,7 +51,7 @@ def unavailable(strategy: str) -> str | None:
 
 
 def processes(devices: int) -> int:
-    """Return how many processes to start: the batch of 64 must be divisible by it."""
+    """Return how many processes to start, so that the batch of 64 is divisible."""
     return max(number for number in (1, 2, 4, 8) if number <= devices)
 
 
@@ -61,7 +62,7 @@ def epochs_left(output: Path) -> int:
 
 
 def train(strategy: str, data: str, output: Path, count: int) -> str:
-    """Run one strategy; return "done", or that it failed."""
+    """Run one strategy; return "done" or a message that it failed."""
     command = ["bash", str(ROOT / "scripts" / f"{strategy}.sh"), "--data", data]
     command += [*shlex.split(RECIPE), "--output", str(output), "--resume"]
     variables = {**os.environ, "NPROC": str(count)}
@@ -69,27 +70,11 @@ def train(strategy: str, data: str, output: Path, count: int) -> str:
     return f"failed with status {status}" if status else "done"
 
 
-def environment(gpus: int) -> dict[str, str]:
-    """Return the hardware, versions and commit of this run."""
-    name = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    device = f"{name[1] if name else 'CPU'}, {len(os.sched_getaffinity(0))} cores"
-    if gpus:
-        device = f"{gpus} x {torch.cuda.get_device_name()}"
-    commit = f"git -C {shlex.quote(str(ROOT))} rev-parse HEAD 2>/dev/null"
-    return {
-        "device": device,
-        "Python": sys.version.split()[0],
-        "PyTorch": torch.__version__,
-        "torchvision": torchvision.__version__,
-        "commit": subprocess.getoutput(commit),
-    }
-
-
-def render(report: dict) -> str:
-    """Return the table of runs, followed by the machine, versions and settings."""
+def render(runs: list[dict]) -> str:
+    """Return the table of runs, followed by their settings."""
     header = ("strategy", "launcher", "processes", "minutes", "val top-1", "status")
     table = LINE.format(*header) + LINE.format(*["---"] * len(header))
-    for run in report["runs"]:
+    for run in runs:
         cells, epochs = ["-", "-", "-"], run["epochs"]
         if epochs:
             minutes = sum(epoch["seconds"] for epoch in epochs) / 60
@@ -97,10 +82,33 @@ def render(report: dict) -> str:
             cells.append(f"{epochs[-1]['val_top1']:.1f} %")
         table += LINE.format(run["strategy"], run["launcher"], *cells, run["status"])
     return (
-        f"{table}\n{report['device']}; Python {report['Python']}, "
-        f"PyTorch {report['PyTorch']}.\nresnet18, {report['recipe']}\n"
+        f"{table}\nPyTorch {torch.__version__}, resnet18, {RECIPE}\n"
         "The minutes exclude startup and validation.\n"
     )
+
+
+def draw(runs: dict[str, list[dict]]) -> Figure:
+    """Return a figure of all runs; `runs` maps a name to the records of its epochs.
+
+    Later lines are thinner, so that identical runs all stay visible.
+    """
+    figure = Figure(figsize=(10, 4), dpi=150, facecolor="white", layout="constrained")
+    for axes, name in zip(figure.subplots(1, 3), PANELS, strict=True):
+        for number, records in enumerate(runs.values()):
+            points = [(record["epoch"] + 1, record[name]) for record in records]
+            above = len(runs) - number
+            axes.plot(
+                *zip(*points, strict=True),
+                "o-",
+                linewidth=above,
+                markersize=4 * above,
+                markerfacecolor="none",
+            )
+        axes.set(title=name, xlabel="epoch")
+        if "loss" in name:
+            axes.set_yscale("log")
+    figure.legend(axes.get_lines(), runs, loc="outside lower center", ncols=3)
+    return figure
 
 
 def main() -> None:
@@ -134,19 +142,18 @@ def main() -> None:
         if interrupted:
             print("\ninterrupted; run the same command to continue", file=sys.stderr)
             sys.exit(130)
-        epochs = curves.read(output / strategy) if status == "done" else []
+        epochs = []
+        if status == "done":
+            lines = (output / strategy / "epochs.jsonl").read_text().splitlines()
+            epochs = [json.loads(line) for line in lines]
         runs.append({**run, "status": status, "epochs": epochs})
-    report = {**environment(gpus), "recipe": RECIPE, "runs": runs}
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "quickstart.json").write_text(json.dumps(report, indent=2) + "\n")
-    (output / "quickstart.md").write_text(render(report))
-    print(f"\n{render(report)}\nThe runs are in {output}/; delete it to train again.")
-    if done := {run["strategy"]: run["epochs"] for run in runs if run["epochs"]}:
-        try:
-            curves.draw(done).savefig(output / "curves.png")
-            print(f"{output}/curves.png shows the losses and accuracies of all runs.")
-        except UserError as error:  # no matplotlib
-            print(error)
+    print(f"\n{render(runs)}\nThe runs are in {output}/; delete it to train again.")
+    done = {run["strategy"]: run["epochs"] for run in runs if run["epochs"]}
+    if not Figure:
+        print("cannot draw the curves: pip install matplotlib")
+    elif done:
+        draw(done).savefig(output / "curves.png")
+        print(f"{output}/curves.png shows the losses and accuracies of all runs.")
     sys.exit(any(run["status"].startswith("failed") for run in runs))
 
 

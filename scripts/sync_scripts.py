@@ -1,23 +1,21 @@
 """Keep the shared lines of the five scripts byte-identical.
 
-    python -m scripts.sync_scripts            # copy them from distributed.py
-    python -m scripts.sync_scripts --check    # list scripts that differ; status 1
+    python -m scripts.sync_scripts    # copies them from distributed.py
 
 Only the module docstring and the eight REGIONS (the lines between `# [name]` and
 `# [/name]`) may differ.
 """
 
 import re
-import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BASE = "distributed.py"
 SIBLINGS = sorted(path.name for path in ROOT.glob("*.py") if path.name != BASE)
-# In file order; main(), which contains 6/6, comes before the other functions
+# In the files' order; main(), which contains 6/6, precedes the other functions
 REGIONS = ("imports", "1/6 launch", "2/6 shard", "3/6 wrap", "6/6 finish")
 REGIONS += ("4/6 step", "5/6 combine", "start")
-PLACE = "\0"  # stands for the docstring or a region
+PLACE = "\0"  # replaces the docstring or a region
 PART = re.compile(
     r'\A""".*?"""\n|^ *# \[((?:\d/6 )?(\w+))\].*?^ *# \[/\2\]\n',
     re.DOTALL | re.MULTILINE,
@@ -25,15 +23,10 @@ PART = re.compile(
 
 
 def split(text: str, name: str) -> tuple[list[str], dict[str, list[str]]]:
-    """Split a script into its shared lines and its regions.
+    """Return a script's shared lines, with a line PLACE for each other part, and these.
 
-    Returns:
-        The shared lines, with a line PLACE for the docstring and for each region; and
-        a dictionary of the docstring's and each region's lines, including its opening
-        and closing comments.
-
-    Raises:
-        ValueError: there is no docstring, or not each of REGIONS once and closed.
+    They are the docstring and the regions, with their opening and closing comments.
+    Raises ValueError if one of them is missing, not closed or in another order.
     """
     found = {m[1] or "docstring": m[0].splitlines(True) for m in PART.finditer(text)}
     shared = PART.sub(PLACE + "\n", text)
@@ -51,23 +44,16 @@ def synchronised(base: str, sibling: str, name: str) -> str:
     return "".join("".join(next(regions)) if PLACE in x else x for x in lines)
 
 
-def main(arguments: list[str], root: Path = ROOT) -> int:
-    """Check or write the siblings in `root`; return the exit status."""
-    if arguments not in ([], ["--check"]):
-        print("usage: python -m scripts.sync_scripts [--check]", file=sys.stderr)
-        return 2
-    base, status = (root / BASE).read_text(), 0
+def main(root: Path = ROOT) -> None:
+    """Write the siblings in `root` that differ, and print their names."""
+    base = (root / BASE).read_text()
     for name in SIBLINGS:
         before = (root / name).read_text()
         after = synchronised(base, before, name)
-        if before != after and arguments:
-            print(f"{name} differs from {BASE}")
-            status = 1
-        elif before != after:
+        if before != after:
             (root / name).write_text(after)
             print(f"{name} updated")
-    return status
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

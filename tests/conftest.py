@@ -1,4 +1,4 @@
-"""Shared fixtures: data, and running scripts through their real launchers."""
+"""Shared fixtures, which create data and run scripts with their real launchers."""
 
 import contextlib
 import importlib
@@ -50,7 +50,7 @@ def left_out(config) -> list[str]:
 
 
 def pytest_sessionfinish(session):
-    """Add the figures of this session to the report that --figures names."""
+    """Add this session's figures to the report that --figures names."""
     name = session.config.getoption("figures")
     if name is None or hasattr(session.config, "workerinput"):  # pytest-xdist's
         return
@@ -94,7 +94,7 @@ MISSING = {
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Divide tests between processes, but not those of files that share a slow fixture."""
+    """Divide tests between processes, but keep a file's tests together if they share a slow fixture."""
     schedulers = importlib.import_module("xdist.scheduler")
     scheduler = schedulers.LoadScopeScheduling(config, log)
     scheduler._split_scope = lambda test: re.sub(rf"({SHARED}\.py).*", r"\1", test)
@@ -113,7 +113,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """Return a launched script's environment: this Python first on PATH, and no launcher's variables."""
+    """Return the environment of a script: this Python is first on PATH, launchers' variables are unset."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
     names += ("MASTER_PORT", "NPROC", "LAUNCHER", "CONTROLLER", "HOSTS")
     others = ("SLURM_", "GLOO_", "NCCL_")
@@ -156,7 +156,7 @@ def run(*command, timeout: float = 180, **extra: str) -> subprocess.CompletedPro
 
 
 def run_torchrun(folder: Path, command: str) -> subprocess.CompletedProcess:
-    """Run a job; repeat it if Gloo aborted at Python's exit (1 in 80: pytorch#190489)."""
+    """Run a job; run it again if Gloo aborted at Python's exit (1 in 80 jobs: pytorch#190489)."""
     for _ in range(3):
         ended = run("bash", "-c", f"cd {folder} && {command}")
         if "terminate called without an active exception" not in ended.stderr:
@@ -165,7 +165,7 @@ def run_torchrun(folder: Path, command: str) -> subprocess.CompletedProcess:
 
 
 def launcher(strategy: str, *flags, **extra) -> subprocess.CompletedProcess:
-    """Run scripts/STRATEGY.sh with flags; keywords are `timeout` and environment variables."""
+    """Run scripts/STRATEGY.sh with flags; `extra` is `timeout` and environment variables."""
     return run("bash", ROOT / "scripts" / f"{strategy}.sh", *flags, **extra)
 
 
@@ -189,7 +189,7 @@ def wait_until(condition, seconds: float, what, interval: float = 0.1) -> None:
 
 
 class Started:
-    """A running command; leaving the block kills all processes that inherited its TEST_RUN."""
+    """A running command; all processes that inherit its TEST_RUN are killed when the block ends."""
 
     def __init__(self, mark, command, output=subprocess.DEVNULL, **variables):
         self.run = str(mark)
@@ -218,7 +218,7 @@ def digits(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def pictures(tmp_path) -> Path:
-    """A small data set for tests to damage: 2 classes, each with 8 training and 4 validation images."""
+    """A small data set that tests may change: 2 classes, each with 8 training and 4 validation images."""
     generator = torch.Generator().manual_seed(0)
     for part, count in (("train", 8), ("val", 4)):
         for name in ("cat", "dog"):

@@ -1,11 +1,11 @@
-"""Make the mistakes in mutations.txt, and check that tests catch them.
+"""Make each of the mistakes in mutations.txt, and check that a test catches it.
 
     bash scripts/test.sh --mutations            # all of them, 30 minutes on two cores
     bash scripts/test.sh --mutations smoothing  # mistakes with this word in their names
 
-Each mistake is made in a copy of the project, where only the tests listed with it run: one
-of them has to fail. Before that, all have to pass in a copy without the mistake.
-All of them update benchmarks/results/mutations.json. The exit status is 1 if a mistake survives or a test breaks.
+Each mistake is made in a copy of the project, where only the tests that its block lists run; one of
+them must fail, but all must pass without the mistake. A run of all mistakes updates
+benchmarks/results/mutations.json. If a mistake survives or a test breaks, the exit status is 1.
 """
 
 import json
@@ -70,7 +70,7 @@ def problem(mutation: Mutation) -> str | None:
 
 
 def run_tests(tests: Iterable[str], mistake: Mutation | None = None) -> tuple[int, str]:
-    """Run pytest in a copy of the files that git knows; return its exit status and last lines."""
+    """Run pytest in a copy of the files that git tracks; return its exit status and last lines."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True)
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
@@ -93,7 +93,7 @@ def run_tests(tests: Iterable[str], mistake: Mutation | None = None) -> tuple[in
 
 
 def attempt(mutation: Mutation) -> dict:
-    """Make one mistake in a copy, and run the tests that have to catch it."""
+    """Make one mistake in a copy of the project, and run the tests that must catch it."""
     status, text = run_tests(mutation.tests, mutation)
     # pytest's other exit statuses do not count as a result
     verdict = {0: "SURVIVED", 1: "seen"}.get(status, f"BROKEN\n{text}\n")

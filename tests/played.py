@@ -1,4 +1,4 @@
-"""Start processes, and programs in them, from a fork server that has imported PyTorch."""
+"""Start processes and run programs in them; a fork server that has imported PyTorch forks them."""
 
 import multiprocessing
 import os
@@ -24,7 +24,7 @@ def free_port() -> int:
 
 
 def fork_server():
-    """Start a process that has imported everything and forks others; we start no threads in it."""
+    """Start a process that imports everything, and forks others; it must not start threads."""
     own = f"{ROOT}:{ROOT / 'tests'}:"  # the server's imports
     others = os.environ.get("PYTHONPATH", "").removeprefix(own)
     os.environ["PYTHONPATH"] = own + others
@@ -35,7 +35,7 @@ def fork_server():
 
 
 class Played:
-    """Processes that are killed when the block ends; process N prints to N.log."""
+    """Processes that are killed when the block ends; process N's output goes to N.log."""
 
     def __init__(self, folder: Path):
         folder.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ def _run(log: Path, task, arguments: tuple) -> None:
 
 
 def python(words: tuple, variables: dict) -> None:
-    """Do what `python WORDS` does, but with PyTorch already imported."""
+    """Run `python WORDS` in this process, where PyTorch is already imported."""
     os.environ.clear()
     os.environ.update(variables)
     sys.argv[:] = [str(word) for word in words]
@@ -101,7 +101,7 @@ def run_path(path) -> None:
 
 
 def lesson(path: Path, variables: dict, errors: Path) -> None:
-    """Run a program from tutorial/; the processes that it starts are also forks.
+    """Run a program from tutorial/, and fork the processes that the program starts.
 
     Args:
         errors: receives what the program prints to standard error, such as times.
@@ -112,10 +112,10 @@ def lesson(path: Path, variables: dict, errors: Path) -> None:
 
 
 def spawn(function, args: tuple, nprocs: int) -> None:
-    """Replace torch.multiprocessing.spawn; this one forks.
+    """Replace torch.multiprocessing.spawn by a function that forks.
 
-    No process begins before the last is forked: while one connects to this process's TCPStore,
-    the store's thread briefly holds a glibc lock, and a fork would wait for this lock.
+    No process begins before all have been forked: while a process connects to this process's
+    TCPStore, the store's thread briefly holds a glibc lock, and a process forked then would hang.
     """
     begin = multiprocessing.get_context("fork").Event()
     after = partial(_after, begin, function)

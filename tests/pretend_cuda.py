@@ -1,9 +1,9 @@
 """Run a script's CUDA lines on a machine without GPUs, and record the calls.
 
-A tensor on a simulated GPU is a CPU tensor in PLACES. As with CUDA, it is an error to mix
-devices, to send CPU tensors over NCCL, and to use CUDA in a forked process. CPU kernels
-compute, Gloo communicates, and nn.DataParallel's replicas take turns in one thread. Nothing
-here tests CUDA, cuDNN, NCCL, streams, pinned memory, speed, or calls within backward().
+A tensor on a simulated GPU is a CPU tensor in PLACES. As with CUDA, it is an error to mix devices,
+to send CPU tensors over NCCL, and to use CUDA in a forked process. CPU kernels compute, Gloo
+communicates, and nn.DataParallel's replicas take turns in one thread. The simulation cannot test
+CUDA, cuDNN, NCCL, streams, pinned memory, speed, or calls in backward().
 """
 
 import json
@@ -26,7 +26,7 @@ WAITS = {"cpu", "item", "tolist", "numpy", "nonzero", "__bool__", "__float__"}
 
 
 class SimulatedGpus(TorchFunctionMode):
-    """Intercepts calls to PyTorch's functions while it is active."""
+    """Intercepts all calls to PyTorch's functions while the mode is active."""
 
     def __init__(self, count: int, folder: str):
         self.count, self.folder, self.now, self.user = count, folder, 0, None
@@ -46,7 +46,7 @@ class SimulatedGpus(TorchFunctionMode):
         setattr(owner, name, noting)
 
     def gpu(self, device: torch.device) -> torch.device:
-        """Return a device with its index; allow only the first process that uses CUDA."""
+        """Return a device with its index; raise an error in a process forked after CUDA was used."""
         self.user = self.user or os.getpid()
         index = self.now if device.index is None else device.index
         if self.user != os.getpid() or index >= self.count:
@@ -85,7 +85,7 @@ class SimulatedGpus(TorchFunctionMode):
         return result
 
     def install(self) -> None:
-        """Replace functions that need a GPU, and record the calls to these and some others."""
+        """Replace functions that need a GPU; record the calls to these and to some other functions."""
         replace, load = self.replace, DataLoader.__init__
         join, cast = dist.init_process_group, autocast.__init__
         wrappers = DDP, nn.DataParallel

@@ -1,6 +1,6 @@
-"""Run the scripts' main() in processes from a fork server, which start in a second.
+"""Run the scripts' main() in processes that a fork server starts within a second.
 
-This file also runs under horovodrun, as only horovodrun can start Horovod's processes:
+Only horovodrun can start Horovod's processes, so it can run this file, too:
     horovodrun -np 2 python tests/ranks.py TASK [ARGUMENTS AS JSON]
 A task is a function in this file; rank R's result is saved as FOLDER/result-R.pt.
 """
@@ -40,10 +40,9 @@ class Ranks(Played):
             place = {**job, "RANK": rank, "LOCAL_RANK": rank}
             self.start(_rank, folder, place, task, arguments)
 
-    def alive(self, *ranks: int) -> bool:
-        """Return whether any of these ranks (by default, any rank) is still running."""
-        chosen = [self.processes[rank] for rank in ranks] or self.processes
-        return any(process.is_alive() for process in chosen)
+    def alive(self) -> bool:
+        """Return whether any rank is still running."""
+        return any(process.is_alive() for process in self.processes)
 
     def results(self, seconds: float = 60) -> list:
         """Return the result of each rank's task."""
@@ -73,7 +72,7 @@ def _rank(folder: Path, place: dict, task, arguments: dict) -> None:
 
 
 class Net(nn.Sequential):
-    """A network whose layers' outputs are multiplied."""
+    """A network that multiplies its layers' outputs."""
 
     def __init__(self, times: float, *layers: nn.Module):
         super().__init__(*layers)
@@ -83,11 +82,11 @@ class Net(nn.Sequential):
         return self.times * super().forward(images)
 
 
-def small(classes: int, times: float = 1) -> Net:
+def small(classes: int) -> Net:
     """A network without batch norm and dropout: splitting a batch does not change its gradient."""
     layers = [nn.Conv2d(3, 16, 3, stride=2), nn.GELU()]
     layers += [nn.Conv2d(16, 32, 3, stride=2), nn.GELU()]
-    return Net(times, *layers, *POOLED, nn.Linear(128, classes))
+    return Net(1, *layers, *POOLED, nn.Linear(128, classes))
 
 
 def norm(classes: int) -> Net:
@@ -110,14 +109,14 @@ def flat(classes: int) -> Net:
 
 POOLED = (nn.AdaptiveAvgPool2d(2), nn.Flatten())
 NETS = {"small": small, "norm": norm, "drop": drop, "flat": flat}
-# Their first gradients are infinite in fp16, until the loss scale is lower
-NETS |= {"loud": partial(drop, times=30), "steep": partial(small, times=8)}
+# In fp16, its first gradients are infinite, until the loss scale is lower
+NETS |= {"loud": partial(drop, times=30)}
 
 # --- running a script ---
 
 
 class Images(list):
-    """A dataset; a checkpoint contains only how many images and classes it has."""
+    """A dataset of which a checkpoint records only the numbers of images and classes."""
 
     def __init__(self, length: int, classes: int = 3):
         super().__init__(range(length))
@@ -130,7 +129,7 @@ def parse(*flags) -> Namespace:
 
 
 def load_script(name: str, net: str | None):
-    """Load a script as a module, with one of our networks instead of torchvision's."""
+    """Load a script as a module that trains one of the networks above."""
     script = importlib.import_module(name)
     if net is not None:
 
@@ -143,7 +142,7 @@ def load_script(name: str, net: str | None):
 
 
 def start(script, flags: list) -> None:
-    """Run main() as the script does in each of its processes."""
+    """Run main() in the same way as the script does in each of its processes."""
     sys.argv = [f"{script.__name__}.py", *map(str, flags)]
     with one_line_errors():
         if script.__name__ != "multiprocessing_distributed":
@@ -155,7 +154,7 @@ def start(script, flags: list) -> None:
 
 
 def before_each_step(script, act) -> None:
-    """Arrange that act(state, images, labels) is called before each training step.
+    """Make train() call act(state, images, labels) before each training step.
 
     `state` contains train()'s arguments: model, optimizer, scheduler, scaler and checkpoint.
     """
@@ -180,54 +179,20 @@ def before_each_step(script, act) -> None:
 
 
 def train(name: str, flags: list, net: str | None = None):
-    """Train; the caller reads the output folder."""
+    """Train, and return nothing, because the caller reads the output folder."""
     start(load_script(name, net), flags)
 
 
 def train_unlike(name: str, flags: list, own: list[list], net: str | None = None):
-    """Train; rank R also gets the flags own[R]."""
+    """Train with different flags on each rank: rank R also gets own[R]."""
     train(name, [*flags, *own[int(os.environ["RANK"])]], net)
 
 
-def train_watched(
-    name: str, flags: list, net: str | None, skipped: int, gpus: str, backend="inductor"
-) -> list[torch.Tensor] | int:
-    """Train without TF32; return the first convolution's inputs in the first epoch.
-
-    The first `skipped` steps do not change the weights, like steps with infinite
-    gradients. For a compiled network, also return the number of its graphs.
-    """
-    torch.backends.cudnn.allow_tf32 = False
-    torch.set_float32_matmul_precision = lambda _: None
-    nn.Module.compile = partialmethod(nn.Module.compile, backend=backend)
-    os.environ["CUDA_VISIBLE_DEVICES"] = gpus
-    script = load_script(name, net)
-    build, seen, take = script.build_model, [], []
-
-    def watched(args, *others):
-        model = build(args, *others)
-        first = next(part for part in model.modules() if isinstance(part, nn.Conv2d))
-
-        def keep(part, given):
-            if part.training and len(seen) < args.max_steps:
-                seen.append(given[0].detach().float().cpu())
-
-        if not args.compile:
-            first.register_forward_pre_hook(keep)
-        return model
-
-    def act(state, images, labels):
-        take[:] = take or [state.optimizer.step]
-        skip = state.scheduler.last_epoch < skipped
-        state.optimizer.step = (lambda *_, **__: None) if skip else take[0]
-
-    script.build_model = watched
-    if skipped:
-        before_each_step(script, act)
-    start(script, flags)
-    if "--compile" in flags:
-        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    return seen
+def train_compiled(name: str, flags: list, net: str) -> int:
+    """Train a network that is compiled without a compiler; return the number of its graphs."""
+    nn.Module.compile = partialmethod(nn.Module.compile, backend="eager")
+    train(name, flags, net)
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 # --- the results of a run ---
@@ -265,11 +230,10 @@ def count_bytes(script) -> list[int]:
 def recorded(name: str, runs: list, counted: bool = False) -> list[dict]:
     """Train for each (net, flags, stop, port) of `runs`, one after the other.
 
-    A run ends after its step `stop`, as if it were killed, unless that is None. Return
-    each run's results in this process: the learning rate and strides of each step, the
-    crop box and flip of each (epoch, index) if there are no loader processes, and the
-    final weights, momenta and scaler; if `counted`, also the bytes of each all-reduce
-    of gradients.
+    Unless `stop` is None, a run ends after this step, as if it were killed. Return each run's
+    results in this process: the learning rate and strides of each step, the crop box and flip of
+    each (epoch, index) if there are no loader processes, and the final weights, momenta and scaler;
+    if `counted`, also the bytes of each all-reduce of gradients.
     """
     script = load_script(name, None)
     build_model, build_datasets = script.build_model, script.build_datasets
@@ -286,7 +250,7 @@ def recorded(name: str, runs: list, counted: bool = False) -> list[dict]:
         return read(dataset, where)
 
     def horizontal_flip(pixels):
-        if key in found["crops"]:  # not in a loader process
+        if key in found["crops"]:  # false in loader processes
             found["crops"][key][1] = True
         return flip(pixels)
 
@@ -319,7 +283,7 @@ def recorded(name: str, runs: list, counted: bool = False) -> list[dict]:
     script.build_datasets = datasets
     before_each_step(script, act)
     horovod = name == "horovod_distributed"
-    if horovod:  # can be started only once per process
+    if horovod:  # Horovod can be started only once per process
         script.hvd.init()
         script.hvd.init = script.hvd.shutdown = lambda: None
     came_to, sent = [], count_bytes(script) if counted else []
@@ -347,7 +311,7 @@ def recorded(name: str, runs: list, counted: bool = False) -> list[dict]:
 
 
 def save_for_ever(output: str) -> None:
-    """Save one checkpoint after another; all tensors in the Nth are N.
+    """Save checkpoints in a loop; all values in the Nth checkpoint's tensors are N.
 
     Every second checkpoint, starting with the first, is the best so far.
 

@@ -1,7 +1,7 @@
-"""Training in plain PyTorch, whose results the five scripts have to match.
+"""Train in plain PyTorch; the five scripts must produce the same results.
 
-This file imports nothing from the project. It receives as data what only the project can
-know: the network, and the crop box and the flip that a run drew for each (epoch, index).
+This file imports nothing from the project. It receives two facts that only the project knows: the
+network, and the crop box and the flip that a run drew for each (epoch, index).
 """
 
 import math
@@ -39,7 +39,7 @@ def picture(r, file, crop):
 
 
 def learning_rate(r, step, steps):
-    """Return the rate for step `step` of the run, counted from 0, with `steps` per epoch."""
+    """Return the learning rate of the run's step `step` (from 0), with `steps` steps per epoch."""
     full, warmup = r.lr * r.batch / 256, r.warmup_epochs * steps
     if step + 1 < warmup:
         return full * (step + 1) / warmup
@@ -71,7 +71,7 @@ def take_step(run, gradients, rate):
         if not all(gradient.isfinite().all() for gradient in gradients):
             run.scale, run.growth = run.scale / 2, 0
             return
-        run.growth += 1  # at 2,000 the scale doubles; no test gets that far
+        run.growth += 1  # at 2,000, the scale would double; no test takes as many steps
     for i, (weight, gradient) in enumerate(zip(run.weights, gradients, strict=True)):
         step = gradient.add(weight, alpha=run.recipe.weight_decay)
         if run.momenta[i] is not None:
@@ -81,7 +81,7 @@ def take_step(run, gradients, rate):
 
 
 def train(data, build, crops, r, processes=1):
-    """Train build(classes) with recipe `r`, as this number of processes that share each batch would."""
+    """Train build(classes) with recipe `r`, as if this number of processes shared each batch."""
     train_set, val_set = listing(data / "train"), listing(data / "val")
     run = Namespace(recipe=r, scale=2.0**16 if r.precision == "fp16" else 1.0, growth=0)
     torch.manual_seed(r.seed)
@@ -113,7 +113,7 @@ def train(data, build, crops, r, processes=1):
             means = [sum(own) / processes for own in zip(*gradients, strict=True)]
             take_step(run, means, run.rates[-1])
             for buffer, first in zip(model.buffers(), buffers[0], strict=True):
-                buffer.copy_(first)  # rank 0's are kept
+                buffer.copy_(first)  # keep rank 0's buffers
         model.eval()
         for rank in range(processes):
             own = [(*sample, None) for sample in val_set[rank::processes]]

@@ -1,4 +1,4 @@
-"""The lines to add in README.md and docs/convert.md run, and do what the pages say."""
+"""The lines to add in README.md, docs/convert.md and docs/pitfalls.md do what is said."""
 
 import re
 import sys
@@ -6,15 +6,17 @@ import sys
 from conftest import ROOT, environment, run
 
 BLOCK = re.compile(r"^ *```python\n(.*?)^ *```", re.M | re.S)
-# Runs in two processes: for each block, the lines before it, and what has to be true after it
+# For each block, which two processes run: the code before it, and what must be true after it
 PROGRAM = '''
 import os, sys, textwrap
+import numpy
 from unittest.mock import MagicMock
 import torch, torchvision
 import torch.distributed as dist
 import torch.nn.functional as F
 from itertools import islice
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 from torchvision.transforms.v2 import MixUp
 
@@ -38,6 +40,12 @@ BEFORE = {
         " torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3)); backbone = raw_model[:2]",
     "IterableDataset": "files = [*range(11)]; read = lambda file: [torch.tensor(file)];"
         "steps_per_epoch = 2",
+    "path.encode()": "paths = ['train/cat/1.JPEG', 'b']",
+    "\\"scheduler\\": scheduler": "scheduler = OneCycleLR(optimizer, 0.1, 7);"
+        "scaler, best = torch.amp.GradScaler('cpu'), 0.5",
+    "initial_lr": "OneCycleLR(optimizer, 0.1, 7); loader, epochs = [1, 2], 5",
+    "os.fsync": "content, path = {'a': 1}, f'{rank}.pt'",
+    "isfinite(losses)": "losses, step, indices = torch.ones(4), 7, torch.arange(5, 9)",
 }
 AFTER = {
     "(loss * world_size).backward()": """
@@ -90,6 +98,20 @@ every = [None] * 2
 dist.all_gather_object(every, [x for b in seen for x in b.tolist()])
 assert len({*every[0], *every[1]}) == 8, every
 """,
+    "path.encode()": "assert paths[0].decode() == 'train/cat/1.JPEG';"
+        "assert DataLoader([], **options).multiprocessing_context.get_start_method() == 'fork'",
+    "\\"scheduler\\": scheduler": "assert content['epoch'] == 1 and {*parts} < {*content}",
+    "initial_lr": "assert (scheduler.last_epoch, scheduler.total_steps) == (2, 10)",
+    "os.fsync": "assert torch.load(path) == content",
+    "isfinite(losses)": """
+losses[1] = float("nan")
+try:
+    exec(block)
+except SystemExit as problem:
+    assert str(problem) == f"rank {rank}, step 7: samples [6]"
+else:
+    raise ValueError("a NaN was not seen")
+""",
 }
 count, blocks = 0, open("blocks.txt").read().split("\\0")
 assert all(any(mark in block for block in blocks) for mark in (*BEFORE, *AFTER))
@@ -115,7 +137,8 @@ dist.destroy_process_group()
 
 
 def test_the_lines_to_add_run_and_do_what_is_said(tmp_path):
-    pages = [(ROOT / name).read_text() for name in ("README.md", "docs/convert.md")]
+    names = ("README.md", "docs/convert.md", "docs/pitfalls.md")
+    pages = [(ROOT / name).read_text() for name in names]
     section = pages[0].partition("### What else is in your script")[2]
     pages[0] = section.partition("\n### Start from")[0]
     blocks = [block for page in pages for block in BLOCK.findall(page)]

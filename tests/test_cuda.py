@@ -1,4 +1,4 @@
-"""The scripts' CUDA lines on simulated GPUs (pretend_cuda.py); tests/gpu needs real ones."""
+"""The scripts' CUDA code runs on simulated GPUs (pretend_cuda.py); tests/gpu needs real GPUs."""
 
 import functools
 import json
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 import common.model
 
 FLAGS = "-b 16 --epochs 1 --max-steps 3 --image-size 32 --warmup-epochs 0 --print-interval 2"
-PRECISION = {1: "bf16", 2: "fp32", 4: "fp16"}  # of the runs with this many processes
+PRECISION = {1: "bf16", 2: "fp32", 4: "fp16"}  # processes: precision
 HOROVOD = "import horovod.torch as hvd, sys, test_cuda; hvd.nccl_built = lambda: True;"
 HOROVOD += "test_cuda.train({}, *sys.argv[1:5], sys.argv[5:])"
 
@@ -35,7 +35,7 @@ def train(place: dict, gpus, folder, script: str, net: str, flags: list) -> None
 
 
 def places(world_size: int, machines: int) -> list[dict]:
-    """Return the variables of processes that a launcher spreads over the machines in turn."""
+    """Return the variables of processes that a launcher starts on the machines in turn."""
     names = (
         "MASTER_ADDR MASTER_PORT WORLD_SIZE LOCAL_WORLD_SIZE RANK LOCAL_RANK".split()
     )
@@ -57,7 +57,7 @@ def start(folder, script, gpus, processes, net="norm", status=0):
 
 
 def calls_in(folder):
-    """Return each training process's calls: name, arguments, options, cudnn.benchmark."""
+    """Return each training process's calls, as (name, arguments, options, cudnn.benchmark)."""
     found = [[*map(json.loads, open(file))] for file in folder.glob("*.calls")]
     found.sort(key=lambda calls: named(calls, "set_device"))
     return [calls for calls in found if named(calls, "GradScaler")]
@@ -74,7 +74,7 @@ def flags_of(data, output, *flags):
 def came_to(output):
     content = torch.load(output / "checkpoint.pt", weights_only=True)
     losses = [one["val_loss"] for one in content.pop("records")]
-    leaves = tree_leaves([{**content, "recipe": ""}, losses])  # not times and flags
+    leaves = tree_leaves([{**content, "recipe": ""}, losses])  # without times and flags
     return [leaf.tolist() if torch.is_tensor(leaf) else leaf for leaf in leaves]
 
 
@@ -94,7 +94,7 @@ def on_the_cpu(tmp_path_factory, digits):
 
 
 def check_launch(calls, gpu):
-    """Check that one process uses its GPU from the first call on."""
+    """Check that a process uses its own GPU from its first call."""
     names, device = [call[0] for call in calls], f"cuda:{gpu}"
     assert named(calls, "set_device") == [[[device], {}, True]]
     assert named(calls, "set_float32_matmul_precision") == [[["high"], {}, True]]
@@ -109,19 +109,19 @@ def check_launch(calls, gpu):
 def check_training(calls, gpu, precision):
     """Check the calls of one process that trained and validated for one epoch."""
     names = [call[0] for call in calls]
-    # Images and labels of 3 batches, and of 23 in validation; not the scaler's own
+    # Images and labels of 3 training and 23 validation batches, without the scaler's copies
     copies = [call for call in named(calls, "to") if "device" not in call[1]]
     assert copies == 52 * [[[f"cuda:{gpu}"], {"non_blocking": True}, True]]
     scaled, cast = precision == "fp16", precision != "fp32"
     assert named(calls, "GradScaler") == [[["cuda"], {"enabled": scaled}, True]]
     wrapped = [options for _, options, _ in named(calls, "DistributedDataParallel")]
     assert wrapped in ([], [{"gradient_as_bucket_view": True}])  # [] is Horovod's
-    # It does not validate, and broadcasts no buffers
+    # The DDP model neither validates nor broadcasts buffers
     assert named(calls, "forward") == 3 * len(wrapped) * [[[False], {}, True]]
     dtype = str(common.model.PRECISIONS[precision])
     assert named(calls, "autocast") == 26 * [[["cuda", dtype], {"enabled": cast}, True]]
-    # The host waits after loading, at two print intervals and at the end of validation;
-    # the scaler looks for infinite gradients in 3 steps, and rank 0 saves it
+    # The host waits after loading, at two print intervals and after validation; the scaler checks
+    # for infinite gradients in 3 steps, and rank 0 saves its state
     waits = Counter(name for name in names if name in pretend_cuda.WAITS)
     assert waits.pop("item", 0) in ((3, 5) if scaled else (0,))
     assert waits == {"nonzero": 1, "tolist": 1, "cpu": 3}
@@ -130,13 +130,13 @@ def check_training(calls, gpu, precision):
 @pytest.mark.parametrize("world_size", (1, 2, 4))
 @pytest.mark.parametrize("script", ("distributed", "multiprocessing_distributed"))
 def test_ddp_has_the_bits_of_the_cpu(script, world_size, digits, on_the_cpu, tmp_path):
-    """Four processes are on two machines; torchrun's ranks alternate between them."""
+    """Results equal those on the CPU; with four processes, ranks alternate between two machines."""
     machines, precision = world_size // 2 or 1, PRECISION[world_size]
-    chosen = ["--precision", precision] * (world_size > 1)  # bf16 is the default
-    chosen += ["--sync-bn"] * (world_size == 4)  # which is not simulated
+    chosen = ["--precision", precision] * (world_size > 1)  # default: bf16
+    chosen += ["--sync-bn"] * (world_size == 4)  # its communication is not simulated
     flags = flags_of(digits, tmp_path / "run", *chosen)
     processes = [(place, flags) for place in places(world_size, machines)]
-    if script != "distributed":  # by default, it starts a process for each GPU
+    if script != "distributed":  # by default, the script starts a process per GPU
         several = ["--nnodes", 2, "--dist-url", f"tcp://127.0.0.1:{free_port()}"]
         flags += several * (machines > 1)
         processes = [({}, [*flags, "--node-rank", node]) for node in range(machines)]
@@ -157,7 +157,7 @@ def test_ddp_has_the_bits_of_the_cpu(script, world_size, digits, on_the_cpu, tmp
 @pytest.mark.horovod
 @pytest.mark.parametrize("world_size", (2, pytest.param(4, marks=pytest.mark.full)))
 def test_horovod(world_size, digits, on_the_cpu, tmp_path):
-    """Four processes add up gradients in a different order than DDP's."""
+    """With four processes, Horovod adds up gradients in a different order from DDP."""
     flags = flags_of(digits, tmp_path / "run", "--precision", PRECISION[world_size])
     words = ("horovodrun", "--gloo", "-np", world_size, sys.executable, "-c", HOROVOD)
     words += (world_size, tmp_path, "horovod_distributed", "norm", *flags, "-j", 0)
@@ -171,7 +171,7 @@ def test_horovod(world_size, digits, on_the_cpu, tmp_path):
 
 
 def check_numbers(output, expected, exactly):
-    """Raise an AssertionError if results differ at all, or by more than rounding."""
+    """Raise an AssertionError if results differ (unless `exactly`, by more than rounding)."""
     runs = [came_to(output), expected]
     assert runs[0] == runs[1] or not exactly
     floats = [[x for x in tree_leaves(run) if isinstance(x, float)] for run in runs]
@@ -180,7 +180,7 @@ def check_numbers(output, expected, exactly):
 
 @pytest.mark.parametrize("gpus", (1, 2, 4))
 def test_dataparallel(gpus, digits, on_the_cpu, tmp_path):
-    """Several GPUs add up gradients in a different order than DDP's processes."""
+    """With several GPUs, nn.DataParallel adds up gradients in a different order from DDP."""
     net, like = ("norm", 1) if gpus == 1 else ("small", 2)
     processes = [({}, flags_of(digits, tmp_path / "run"))]
     [calls], printed = start(tmp_path / "1", "dataparallel", gpus, processes, net)
@@ -199,7 +199,7 @@ def test_dataparallel(gpus, digits, on_the_cpu, tmp_path):
 
 @pytest.mark.skipif(find_spec("apex") is not None, reason="Apex is installed")
 def test_apex_is_refused_or_ends_before_amp(digits, tmp_path):
-    """Without Apex, only the lines before amp.initialize() can run."""
+    """Without Apex, the script can run only up to amp.initialize()."""
     place, flags = places(1, 1)[0], flags_of(digits, tmp_path / "run")
     for gpus, reason in enumerate((" needs a CUDA GPU", "'s amp or DDP is missing")):
         how = tmp_path / str(gpus), "apex_distributed", gpus, [(place, flags)]

@@ -1,6 +1,6 @@
-"""doctor names the mistakes of tests/doctor/mistakes.txt and of the labs, and raises no false alarm.
+"""doctor finds the mistakes of tests/doctor/mistakes.txt and of the labs, without false alarms.
 
-Each run is a real job, so most of them only run with --full.
+Each test runs a real job, so most tests run only with --full.
 """
 
 import json
@@ -19,11 +19,6 @@ from mutations import read_mutations
 from torch.utils._pytree import tree_leaves
 
 import doctor.laws  # noqa: F401  its checks
-from doctor.event import Exit, Failed, Rank
-from doctor.job import Job, Process
-from doctor.law import examine as examine_job
-from doctor.loaders import Batch, Epoch, EpochEnd
-from doctor.moments import Step
 
 MODES = {path.stem: path for path in sorted(ROOT.glob("tests/doctor/modes/*.py"))}
 MISTAKES = read_mutations((ROOT / "tests" / "doctor" / "mistakes.txt").read_text())
@@ -33,7 +28,7 @@ LABS = [
 ]
 LABS.append(pytest.param(FACTS["30"], id="30", marks=pytest.mark.horovod))
 QUICK = {"plain", "spawn"}  # the others only run with --full
-# Mistakes that are made together in one script
+# Several mistakes that one script contains
 TOGETHER = {
     "plain": [
         "the epochs are in the same order",
@@ -56,7 +51,7 @@ TOGETHER = {
     "spawn": ["a fixed port", "no DDP"],
     "contrast": ["a gather without a gradient", "a schedule for all processes"],
 }
-# Mistakes that doctor does not see; docs/doctor.md tells what it cannot see
+# Mistakes that doctor does not see; docs/doctor.md lists its limits
 UNSEEN = {
     "a loss times the number of processes",
     "the accuracy of rank 0's samples",
@@ -91,7 +86,7 @@ def cases(named):
 
 
 def watch(folder, command, *flags, file=None):
-    """Run a command under doctor in a folder; return --json's content and the finished process."""
+    """Run a command under doctor in a folder; return the JSON report and the finished process."""
     words = ["python", "-m", "doctor", *flags, "--json", "found.json", "--", *command]
     line = f"cd {folder} && {shlex.join(map(str, words))}"
     ended = run("bash", "-c", line, PYTHONPATH=str(ROOT))
@@ -100,7 +95,7 @@ def watch(folder, command, *flags, file=None):
 
 
 def examine(folder, path, text):
-    """Return doctor's findings on a script, without the note on Gloo's rare abort at the end."""
+    """Return doctor's findings on a script, without its note on Gloo's rare abort at exit."""
     (folder / path.name).write_text(text)
     mode = MODES["hvd"] if "import horovod" in text else MODES.get(path.stem, path)
     first = re.search(r'"""(.*?FILE)', mode.read_text())
@@ -137,7 +132,7 @@ def test_a_mistake_is_named(mistake, tmp_path):
     text = path.read_text()
     assert text.count(mistake.old) == 1
     found = examine(tmp_path, path, text.replace(mistake.old, mistake.new))
-    if path.stem == "steps":  # the main reason why it is slow is named first
+    if path.stem == "steps":  # doctor names the main reason first
         first = f"{found[0]['check']} {found[0]['what']}"
         assert all(word in first for word in mistake.tests), found
     assert {*mistake.tests} & {one["check"] for one in found}, found
@@ -156,49 +151,14 @@ def test_several_mistakes_in_one_script_are_all_named(mode, tmp_path):
     assert all(one["place"].startswith(f"{mode}.py:") for one in found if one["place"])
 
 
-def made(batches, last):
-    """Return a job of three processes with these numbers of batches; `last` ends rank 2."""
-    processes = []
-    for rank, count in enumerate(batches):
-        own = {"loader": 0, "epoch": 0}
-        opened = dict.fromkeys(("length", "samples"))
-        opened |= {"type": "", "sampler": "", "stream": True, "place": "a.py:9"}
-        step = {"optimizer": 0, "which": 0, "sharded": False, "rates": []}
-        step |= {"threads": 1, "place": "a.py:10"}
-        events = [Rank(own=rank, world_size=3), Epoch(**own, **opened)]
-        for number in range(count):
-            parts = dict.fromkeys(("indices", "labels", "rows"))
-            events += [Batch(**own, number=number, **parts), Step(**own, **step)]
-        events.append(EpochEnd(**own, whole=True, batches=count, steps=count))
-        events.append(last if rank == 2 else Exit(watched=count))
-        for one in events:
-            one.rank = rank
-        processes.append(Process(rank, 3, events))
-    return Job(processes, status=0)
-
-
-def test_what_only_the_last_rank_does_is_named():
-    """It has one batch less than the others, or an error."""
-    found = examine_job(made([5, 5, 5], Exit(watched=5)))
-    assert not found.findings, found.findings
-    found = examine_job(made([5, 5, 4], Exit(watched=4))).findings
-    assert "batch_counts_differ" in bad(map(vars, found)), found
-    failed = Failed(text="ValueError: no", place="a.py:11", path="")
-    found = examine_job(made([5, 5, 5], failed)).findings
-    assert [(one.check, one.place) for one in found] == [
-        ("ends_with_an_error", "a.py:11")
-    ]
-    assert "rank 2 ends with ValueError: no" in found[0].what
-
-
 def test_what_was_found_in_public_scripts_is_named_in_ours():
-    """Each finding in docs/found.md has a check, and a mistake that this check names."""
+    """Each entry of docs/found.md names a check, and a planted mistake that this check finds."""
     known = {(check, one.name) for one in MISTAKES for check in one.tests}
     group = r'\(((?:`\w+`,? ?)+); planted as ((?:"[^"]+",? ?)+)\)'
     sections = (ROOT / "docs" / "found.md").read_text().split("\n## ")[1:-1]
     for section in sections:
         groups = re.findall(group, " ".join(section.split()))
-        assert len(groups) in (section.count("\n- **"), 1)  # or one for the section
+        assert len(groups) in (section.count("\n- **"), 1)  # or 1 per section
         for checks, names in groups:
             names = re.findall(r'"(.+?)"', names)
             rows = zip(re.findall(r"\w+", checks), names, strict=True)
@@ -227,7 +187,7 @@ STRATEGIES += [pytest.param("horovod_distributed", marks=pytest.mark.horovod)]
 
 
 def same_weights(tmp_path, *command, copy=None, written):
-    """Check that a command leaves the same checkpoint whether it is watched or not."""
+    """Check that a command saves the same checkpoint with and without doctor."""
     contents = []
     for name in ("alone", "watched"):
         folder = tmp_path / name
@@ -249,7 +209,7 @@ def same_weights(tmp_path, *command, copy=None, written):
 
 
 def test_a_watched_run_has_the_same_weights(tmp_path):
-    """The test compares checkpoints of a network with dropout."""
+    """A network with dropout has the same checkpoint with and without doctor."""
     command = LAUNCHER.replace("FILE", "plain.py").split()
     same_weights(tmp_path, *command, copy=MODES["plain"], written="checkpoint.pt")
 
@@ -257,7 +217,7 @@ def test_a_watched_run_has_the_same_weights(tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_our_scripts_have_the_same_weights(name, tmp_path, digits):
-    """They use loader processes; a checkpoint includes the states of optimizers and generators."""
+    """Our scripts use loader processes; their checkpoints include optimizers and generators."""
     flags = ["--data", digits, *OURS, "--output", "run"]
     script = ROOT / "scripts" / f"{name}.sh"
     same_weights(tmp_path, "bash", script, *flags, written="run/checkpoint.pt")

@@ -1,4 +1,4 @@
-"""doctor --cpu plays CUDA: its numbers, its bits, and the line about what only a GPU can do; doctor in CI."""
+"""doctor --cpu emulates CUDA: right numbers, equal bits, an error for code that needs a GPU."""
 
 import copy
 import json
@@ -44,7 +44,7 @@ def played(folder, *command, flags=("--cpu",)):
 
 
 def test_numbers(tmp_path):
-    """SyncBatchNorm, AVG, autocast and GradScaler are compared with results by hand."""
+    """SyncBatchNorm, AVG, autocast and GradScaler give the values that we computed by hand."""
     ended = played(tmp_path, *TORCHRUN, ROOT / "tests/doctor/played_numbers.py")
     assert ended.stdout.count("all numbers are right") == 2, ended.stderr[-3000:]
     page = " ".join(ended.stderr.split())
@@ -52,7 +52,7 @@ def test_numbers(tmp_path):
 
 
 def test_devices_and_the_line(tmp_path):
-    """The rest of the script is about one process; its last call needs a GPU."""
+    """One process uses several devices; the script's last call needs a GPU, and ends the run."""
     (tmp_path / "own.py").write_text(f"{OWN}graph = torch.cuda.CUDAGraph()\n")
     last = played(tmp_path, "own.py").stderr.partition("=====")[0].splitlines()
     place = f"[own.py:{len(OWN.splitlines()) + 1}]"
@@ -83,13 +83,13 @@ def test_same_bits(tmp_path):
 
 
 def test_bad_count(tmp_path):
-    """A wrong number of GPUs is one line."""
+    """A wrong number of GPUs causes a one-line error."""
     ended = played(tmp_path, "own.py", flags=("--cpu", "0"))
     assert ended.returncode == 2 and "--cpu" in ended.stderr.splitlines()[-1]
 
 
 def test_exit_status(tmp_path):
-    """The command's own status comes first, also that of a signal; then 2: nothing was checked."""
+    """The exit status is the command's or its signal's; otherwise, 2 if nothing was checked."""
     for code, status in (
         ("exit(3)", 3),
         ("", 2),
@@ -99,7 +99,7 @@ def test_exit_status(tmp_path):
 
 
 def test_workflow(tmp_path):
-    """The workflow in docs/doctor.md has the public schema of GitHub's workflows."""
+    """The workflow in docs/doctor.md conforms to the public schema of GitHub's workflows."""
     (text,) = re.findall(
         r"```yaml\n(name: doctor.*?)```", (ROOT / "docs/doctor.md").read_text(), re.S
     )

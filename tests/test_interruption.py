@@ -1,4 +1,4 @@
-"""A killed or stopped run ends, leaves no process behind, and resumes bit for bit."""
+"""A killed or stopped run ends, leaves no process behind, and resumes with identical results."""
 
 import json
 import random
@@ -15,17 +15,16 @@ from benchmarks import kills
 
 COURSE = """--image-size 32 -b 8 --lr 0.4 --min-crop 0.5 --warmup-epochs 1 --epochs 4
     --max-steps 12 --print-interval 2 --save-minutes 0""".split()
-KILL, STOP = ("SIGKILL", "training process"), ("SIGTERM", "launcher")
-WAYS = [("torchrun", KILL)]
-WAYS += [pytest.param("horovodrun", STOP, marks=pytest.mark.horovod)]
-# benchmarks/kills.py has more moments, victims and launchers
-OTHERS = ("torchrun", STOP), ("mp.spawn", KILL), ("mp.spawn", STOP)
-WAYS += [pytest.param(*way, marks=pytest.mark.full) for way in OTHERS]
+# test_start.py kills torchrun; benchmarks/kills.py has more moments, victims and launchers
+WAYS = [
+    pytest.param("horovodrun", ("SIGTERM", "launcher"), marks=pytest.mark.horovod),
+    pytest.param("torchrun", ("SIGKILL", "training process"), marks=pytest.mark.full),
+]
 
 
 @pytest.fixture(scope="module")
 def few(digits, tmp_path_factory):
-    """A data set of 96 training and 30 validation images."""
+    """Return a data set of 96 training and 30 validation images."""
     folder = tmp_path_factory.mktemp("data") / "few"
     for part, count in (("train", 10), ("val", 3)):
         for source in sorted((digits / part).iterdir()):
@@ -36,7 +35,7 @@ def few(digits, tmp_path_factory):
 
 
 def came_to(output):
-    """Return everything that a run leaves behind, except times and speeds."""
+    """Return everything that a run has saved, except times and speeds."""
     names = ("checkpoint.pt", "best.pt")
     found = [torch.load(output / name, weights_only=True) for name in names]
     lines = (output / "epochs.jsonl").read_text().splitlines()
@@ -72,7 +71,7 @@ def right(few, tmp_path_factory):
 def test_killed_or_stopped_a_launched_run_ends_with_the_same_bits(
     way, event, few, right, tmp_path
 ):
-    """A process is killed, or the launcher is stopped; all processes end."""
+    """After a process is killed or the launcher is stopped, all processes end."""
     how, draw = (way, few, tmp_path / "out", "--resume"), random.Random(way)
     run = kills.Run(*how)
     row = run.interrupt(*event, draw.choice(kills.MOMENTS), draw)
@@ -84,48 +83,31 @@ def test_killed_or_stopped_a_launched_run_ends_with_the_same_bits(
 
 # --- in processes that start faster ---
 
-COURSES = {
-    "a training": ([2], ["--precision", "fp32"], "norm"),
-    "a training in fp16": ([1], ["--precision", "fp16", "--lr", "0.02"], "loud"),
-    "another number of processes": ([1, 2, 4], ["--precision", "fp32"], "small"),
-}
 
+def test_killed_again_and_again_with_other_numbers_of_processes(few, tmp_path):
+    """A run gets SIGKILL at random moments, from the first step to the last write.
 
-@pytest.mark.parametrize("course", COURSES)
-@pytest.mark.parametrize(
-    "seeds", [[4], pytest.param(range(25), marks=pytest.mark.full)], ids=len
-)
-def test_killed_again_and_again_it_ends_as_an_uninterrupted_run(
-    course, seeds, few, tmp_path, record_property
-):
-    """SIGKILL at random moments, from the first step to the last write.
-
-    A run may resume a run of a different strategy. With a different number of processes, the
-    sums are added in a different order.
+    Another strategy may resume the run. With another number of processes, sums are added in another
+    order.
     """
-    sizes, flags, net = COURSES[course]
-    flags = ["--data", few, *COURSE, *flags, "-j", 1]
-    right, count = whole(tmp_path / "whole", sizes[0], *flags, net=net), 0
-    for seed in seeds:
-        output, draw = tmp_path / str(seed), random.Random(seed)
-        how = {"flags": [*flags, "--output", output, "--resume"], "net": net}
-        count += kill_until_it_ends(output, draw, sizes, **how)
-        for one, other in zip(came_to(output), right, strict=True):
-            rounded = len(sizes) > 1 and isinstance(other, (float, list))
-            assert one == (pytest.approx(other, 1e-4, 1e-6) if rounded else other)
-    assert count
-    record_property(f"kills / {course}, at random moments / runs", len(seeds))
-    record_property(f"kills / {course}, at random moments / kills", count)
+    flags = ["--data", few, *COURSE, "--precision", "fp32", "-j", 1]
+    right = whole(tmp_path / "whole", 1, *flags, net="small")
+    output, draw = tmp_path / "out", random.Random(4)
+    how = {"flags": [*flags, "--output", output, "--resume"], "net": "small"}
+    assert kill_until_it_ends(output, draw, [1, 2, 4], **how)
+    for one, other in zip(came_to(output), right, strict=True):
+        rounded = isinstance(other, (float, list))
+        assert one == (pytest.approx(other, 1e-4, 1e-6) if rounded else other)
 
 
 def kill_until_it_ends(output, draw, sizes, **how):
-    """Start training again and again, killing it at random; return the number of kills."""
+    """Start training and kill it at random moments until it ends; return the number of kills."""
     for number in range(30):
         size = sizes[number % len(sizes)]
         names = ("distributed", "multiprocessing_distributed")
         name = "dataparallel" if size == 1 else names[number % 2]
         with Ranks(output.parent, size, train, name=name, **how) as ranks:
-            for _ in range(draw.randrange(1, 10)):  # of 24 in the whole run
+            for _ in range(draw.randrange(1, 10)):  # a whole run has 24
                 wait_for_a_save(output, ranks)
             time.sleep(draw.uniform(0, 0.3))
             if not ranks.alive():

@@ -32,14 +32,6 @@ def repaired(number, edits):
     return text
 
 
-def tried(kind, request):
-    """Return the lab and the edits of each repair that is tried."""
-    full = request.config.getoption("full")
-    return [
-        (x, edits) for x, k, more, edits in REPAIRS if k == kind and full >= bool(more)
-    ]
-
-
 @pytest.fixture(scope="module")
 def graded(tmp_path_factory, request):
     """Return the grader's verdicts on the broken scripts and the solutions of the chosen labs."""
@@ -74,7 +66,10 @@ def test_a_broken_script_fails_and_its_solution_passes(graded, number):
 def test_what_counts_is_what_a_repair_does(kind, patience, tmp_path, request):
     labs = tmp_path / "tutorial" / "labs"
     shutil.copytree(LABS, labs)
-    repairs = tried(kind, request)
+    full = request.config.getoption("full")
+    repairs = [
+        (x, edits) for x, k, more, edits in REPAIRS if k == kind and full >= bool(more)
+    ]
     for number, (lab, edits) in enumerate(repairs):
         (labs / f"{lab}_repair{number:02}.py").write_text(repaired(lab, edits))
     task = "import grade\nfor one in sorted(grade.FOLDER.glob('*_repair*.py')):\n"
@@ -86,34 +81,6 @@ def test_what_counts_is_what_a_repair_does(kind, patience, tmp_path, request):
     assert len(verdicts) == len(repairs) > 0
     passed = [line for line in verdicts if line.endswith(" None")]
     assert passed == (verdicts if kind == "right" else [])
-
-
-# The mistakes in the capstone: new text, old text
-SIX = [
-    ("        train_loader.sampler.set_epoch(epoch)\n", ""),
-    ("job.world_size * (SEED + epoch) + job.rank", "SEED + epoch"),
-    ("(loss / MICRO_BATCHES).backward()", "loss.backward()"),
-    ("SGD(net.parameters(), LR,", "SGD(net.parameters(), LR * job.world_size,"),
-    ("right.sum() / count.sum()", "(right / count).mean()"),
-    ('content["epoch"] + 1', 'content["epoch"]'),
-]  # fmt: skip
-
-
-def test_each_mistake_of_the_capstone_is_counted(tmp_path):
-    labs = tmp_path / "tutorial" / "labs"
-    shutil.copytree(LABS, labs)
-    patch = labs / "solutions" / "capstone.patch"
-    subprocess.run(["git", "apply", patch], cwd=tmp_path, check=True)
-    solved = (labs / "capstone.py").read_text()
-    for number, (new, old) in enumerate(SIX):
-        assert solved.count(new) == 1
-        (labs / f"capstone_{number}.py").write_text(solved.replace(new, old))
-    task = "import grade\nfor one in sorted(grade.FOLDER.glob('capstone_*.py')):\n"
-    (labs / "six.py").write_text(task + "    print(grade.grade(one))\n")
-    with Played(tmp_path / "logs") as played:
-        played.start(python, (labs / "six.py",), environment())
-        assert played.end(seconds=200) == [0]
-        assert played.log(0).splitlines() == ["1 of 6 mistakes are left"] * 6
 
 
 SANDBOX = "bwrap", "--ro-bind", "/", "/", "--unshare-all", "true"

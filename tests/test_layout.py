@@ -1,4 +1,4 @@
-"""Folders are small, imports go in one direction, and a script needs few other files."""
+"""The folders stay small, imports go in one direction, and a script needs few other files."""
 
 import ast
 import json
@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 
-import pytest
 from conftest import ROOT, TINY
 from played import Played
 from test_start import train
@@ -16,17 +15,17 @@ from scripts.sync_scripts import BASE, REGIONS, SIBLINGS, split
 SCRIPTS = [name.removesuffix(".py") for name in (BASE, *SIBLINGS)]
 OPTIONAL = {"common.tar", "common.nvimgcodec"}
 # Limits on lines, which we want to lower; the goals of the first six: 1000, 950, none, 220, 235, 85
-BUDGETS = {"a script with its imports": 1344, "common": 1244, "optional modules": 145}
+BUDGETS = {"a script with its imports": 1317, "common": 1217, "optional modules": 145}
 BUDGETS |= {"distributed.py": 220, "a script": 245, "a script's strategy": 81}
-BUDGETS |= {"modules of common": 9, "scripts": 1017, "tests": 6884}
-BUDGETS |= {"doctor": 10978, "doctor's tests": 2458, "benchmarks": 2590}
+BUDGETS |= {"modules of common": 9, "scripts": 917, "tests": 6228}
+BUDGETS |= {"doctor": 10782, "doctor's tests": 2402, "benchmarks": 2590}
 BUDGETS |= {"entries in the root folder": 20}
 FOLDERS = ("benchmarks", "docs", "scripts", "tests", "tutorial")
 LIBRARIES = ("torch.distributed", "torch.nn.parallel", "horovod", "apex")
 
 
 def imports(text):
-    """Return the modules that a file imports anywhere, also in functions, and their packages."""
+    """Return all modules that a file imports, even in functions, and their packages."""
     for node in ast.walk(ast.parse(text)):
         names = []
         if isinstance(node, ast.ImportFrom):
@@ -54,14 +53,13 @@ def strategy(text, name):
     return len(re.findall(r'^ *(?! |#|""").+', lines, re.M))
 
 
-def problems(root):
-    """Return one line for each violation of the layout."""
+def test_the_layout():
     found, texts, imported = set(), {}, {}
-    files = [*root.glob("*.py"), *root.glob("scripts/*.s*h")]
+    files = [*ROOT.glob("*.py"), *ROOT.glob("scripts/*.s*h")]
     for folder in ("common", "doctor", *FOLDERS):
-        files += root.glob(f"{folder}/**/*.py")
+        files += ROOT.glob(f"{folder}/**/*.py")
     for path in files:
-        name = re.sub(r"(/__init__)?\.py$", "", str(path.relative_to(root)))
+        name = re.sub(r"(/__init__)?\.py$", "", str(path.relative_to(ROOT)))
         name = name.replace("/", ".")
         texts[name], folder = path.read_text(), name.split(".")[0]
         if path.suffix == ".py":
@@ -70,7 +68,7 @@ def problems(root):
             wrong |= set({"common": LIBRARIES, "doctor": ("common",)}.get(folder, ()))
             if folder != "tests":
                 found |= {f"{name} imports {one}" for one in imported[name] & wrong}
-                grader = name == "tutorial.labs.watch"  # it is run by file name
+                grader = name == "tutorial.labs.watch"  # Python runs it by file name
                 changes = not grader and re.search(r"sys\.path *[.+=[]", texts[name])
                 found |= {f"{name}: sys.path"} if changes else set()
     counts = {name: text.count("\n") for name, text in texts.items()}
@@ -79,7 +77,6 @@ def problems(root):
         return sum(map(counts.get, names))
 
     taken = {name: lines(closure(name, imported)) for name in SCRIPTS}
-    print("lines of a script with its imports:", taken)
     common = [name for name in counts if name.startswith("common.")]
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, stdout=subprocess.PIPE)
     entries = {path.split("/")[0] for path in tracked.stdout.decode().splitlines()}
@@ -98,56 +95,12 @@ def problems(root):
     now["tests"] -= now["doctor's tests"]
     now["scripts"] -= counts["scripts.network"]  # users copy this file alone
     more = {what: count for what, count in now.items() if count > BUDGETS[what]}
-    return found | {
-        f"{what}: {count} > {BUDGETS[what]}" for what, count in more.items()
-    }
-
-
-def test_the_layout():
-    assert not problems(ROOT)
-
-
-@pytest.fixture(scope="module")
-def copy(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("copy")
-    for name in ("common", "scripts", "docs"):
-        shutil.copytree(ROOT / name, folder / name)
-    for name in SCRIPTS:
-        shutil.copy(ROOT / f"{name}.py", folder)
-    return folder, problems(folder)
-
-
-@pytest.mark.parametrize(
-    "file, added, problem",
-    [
-        ("common/errors.py", 500, "a script with its imports: "),
-        ("common/errors.py", 500, "common: "),
-        ("common/tar.py", 100, "optional modules: "),
-        ("scripts/launcher.sh", 100, "scripts: "),
-        ("common/model.py", "from torch import distributed", "torch.distributed"),
-        ("common/data.py", "def f():\n    import horovod.torch", "imports horovod"),
-        ("common/errors.py", "from tests.ranks import Net", "imports tests"),
-        ("common/model.py", "import distributed as d", "imports distributed"),
-        ("horovod_distributed.py", "import distributed", "imports distributed"),
-        ("apex_distributed.py", "from benchmarks import input", "imports benchmarks"),
-        ("docs/make.py", "from scripts import quickstart", "imports scripts"),
-        ("docs/make.py", "import sys\nsys.path.append('')", "docs.make: sys.path"),
-        ("distributed.py", "import os\n" * 76, "strategy: "),
-    ],
-)
-def test_a_broken_layout_is_seen(copy, file, added, problem):
-    folder, before = copy
-    original = (folder / file).read_text()
-    opening, mark, rest = original.partition("# [/imports]")
-    added = "\n" * added if isinstance(added, int) else added
-    (folder / file).write_text(f"{opening}\n{added}\n{mark}{rest}")
-    found = problems(folder) - before
-    (folder / file).write_text(original)
-    assert any(problem in line for line in found)
+    found |= {f"{what}: {count} > {BUDGETS[what]}" for what, count in more.items()}
+    assert not found
 
 
 def test_a_script_and_common_train_alone_without_optional_modules(pictures, tmp_path):
-    """They train on image folders, in a project that contains nothing else of ours."""
+    """In a project without our other files, a script and common/ train on image folders."""
     shutil.copytree(ROOT / "common", tmp_path / "common")
     shutil.copy(ROOT / "dataparallel.py", tmp_path)
     for name in OPTIONAL:

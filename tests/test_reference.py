@@ -1,6 +1,6 @@
-"""Compare the scripts with tests/reference.py, a program that shares no line with them.
+"""Compare the scripts with tests/reference.py, a program that shares no code with them.
 
-Scripts that are only compared with each other could all be wrong in the same way.
+If we compared the scripts only with each other, all could be wrong in the same way.
 """
 
 import functools
@@ -39,13 +39,13 @@ FLAGS = {  # the default, as README.md and --help have it, and another value
 DEFAULTS = {flag: default for flag, (default, _) in FLAGS.items()}
 OTHER = {flag: other for flag, (_, other) in FLAGS.items()}
 OTHER |= {"epochs": 3, "batch": 12, "precision": "fp32"}
-# Of the 47 images, a batch size of 8 leaves 7 over; two processes would pad 47 to 48
+# With a batch size of 8, 7 of the 47 images are left over; two processes would pad 47 to 48
 FIRST = {"image_size": 20, "batch": 8, "precision": "fp32"}
 FP16 = {"precision": "fp16", "epochs": 3, "lr": 0.02, "warmup_epochs": 1.5, "seed": 3}
 FP16 |= {"schedule": "cosine", "label_smoothing": 0.2, "weight_decay": 0.01}
 FP16 |= {"accumulate": 2}
 BF16 = {"precision": "bf16", "epochs": 2, "warmup_epochs": 0, "seed": 1, "lr": 0.5}
-# Runs past epochs 30 and 60, and past epoch 30 with the cosine schedule
+# These runs continue beyond epochs 30 and 60, or with the cosine schedule, beyond epoch 30
 LONG = {**FIRST, "epochs": 61, "batch": 4, "max_steps": 1}
 LONG_COSINE = {**LONG, "epochs": 33, "schedule": "cosine", "warmup_epochs": 2, "lr": 1}
 # Cases for any number of processes, with loader processes
@@ -60,19 +60,19 @@ CASES = {  # the network, and the flags that differ from the defaults
     "many": ("small", MANY),
     "mobilenet_v3_small": (None, {**FIRST, "epochs": 2, "seed": 5, "min_crop": 0.5}),
 }
-SHARED = ("all flags", "fp16", "bf16")  # with two processes
-# Killed after step 2 of epoch 2, and after the last of epoch 1; then resumed
+SHARED = ("all flags", "fp16", "bf16")  # cases for two processes
+# These runs are killed after step 2 of epoch 2 and after the last step of epoch 1, then resumed
 KILLED = {"fp16": 7, "bf16": 5}
 # The bound is derived as follows: with more than two processes, their gradients may be
 # added in a different order. A float32 sum of terms whose absolute values add up to A is off by
 # at most about eps * A per level of the addition tree; A is a few times the gradient here. SGD
-# adds up lr / (1 - momentum) * steps of it. 18 steps, gradients below 1 (asserted), 4 levels.
+# adds up lr / (1 - momentum) * steps errors. 18 steps, gradients below 1 (asserted), 4 levels.
 MOMENTUM_BOUND = 4 * torch.finfo(torch.float32).eps / (1 - 0.9)
 WEIGHT_BOUND = 18 * 2 * 12 / 256 * MOMENTUM_BOUND
 
 
 def horovod_ranks(folder, world_size, task, seconds=180, **arguments):
-    """Like run_ranks, for Horovod, whose processes horovodrun has to start."""
+    """Do what run_ranks does for Horovod, whose processes only horovodrun can start."""
     folder.mkdir(parents=True, exist_ok=True)
     arguments = json.dumps({"folder": str(folder), **arguments}, default=str)
     command = ("horovodrun", "-np", world_size, "-H", f"localhost:{world_size}")
@@ -90,7 +90,7 @@ def start(name):
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Use one thread, like the scripts' processes, so that sums are computed in the same order."""
+    """Use one thread, like the scripts' processes, so that sums are added in the same order."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -99,7 +99,7 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def photographs(tmp_path_factory):
-    """7 classes of pictures of all shapes; one picture is gray, and EXIF rotates another."""
+    """Return 7 classes of images of all shapes; one image is gray, and EXIF rotates another."""
     folder = tmp_path_factory.mktemp("photographs")
     numbers = numpy.random.default_rng(0)
     for part, count in (("train", 47), ("val", 19)):
@@ -120,7 +120,7 @@ def photographs(tmp_path_factory):
 
 
 def words(recipe):
-    """Return the command-line flags."""
+    """Return a case's command-line flags."""
     for name, value in recipe.items():
         flag = {"batch": "-b"}.get(name, "--" + name.replace("_", "-"))
         if value is not False:
@@ -165,14 +165,14 @@ def ran(photographs, tmp_path_factory):
 
 
 def crops_of(found):
-    """Return {(epoch, index): (box, flip)} of all processes and runs."""
+    """Return {(epoch, index): (box, flip)} for all processes and runs together."""
     runs = [run for rank in found for run in rank]
     return {key: crop for run in runs for key, crop in run["crops"].items()}
 
 
 @pytest.fixture(scope="module")
 def expected(photographs, ran):
-    """Return the reference's results with the crops that one process has drawn."""
+    """Return the reference's results for the crops that one process of the script has drawn."""
 
     @functools.cache
     def of(case, processes):
@@ -198,7 +198,7 @@ ROWS += [("dataparallel", 1, 2, "many")]
 
 
 def marked(rows, *others):
-    """Return parameters whose first value is a script's name."""
+    """Return test parameters whose first value is a script's name, with the marks of its library."""
     marks = {HOROVOD: [pytest.mark.horovod, *others]}
     return [pytest.param(*row, marks=marks.get(row[0], ())) for row in rows]
 
@@ -207,19 +207,19 @@ same = partial(torch.testing.assert_close, rtol=0, atol=0, check_stride=True)
 
 
 def close(found, right):
-    """Allow for float64 sums that are grouped differently: up to 400 roundings of 2^-53 each."""
+    """Accept float64 sums that were grouped differently: up to 400 roundings of 2^-53 each."""
     return found == pytest.approx(right, rel=1e-12)
 
 
 @pytest.mark.parametrize("name, processes, workers, case", marked(ROWS))
 def test_a_run_is_that_of_the_reference(ran, expected, name, processes, workers, case):
-    """One process matches bit for bit, and so do two (in a sum of two, the order does not matter)."""
+    """One or two processes match bit for bit (in a sum of two numbers, the order does not matter)."""
     found, output = ran(name, processes, workers)[case]
     recipe, right = CASES[case][1], expected(case, processes)
     weights, *_ = right.epochs[-1]
     scaler = {"scale": right.scale, "_growth_tracker": right.growth}
     fp16 = recipe["precision"] == "fp16"
-    if not workers:  # loader processes would draw the crops
+    if not workers:  # otherwise, loader processes draw the crops
         assert crops_of(found) == crops_of(ran(*ALONE)[case][0])
     for rank in found:
         assert close([rate for run in rank for rate in run["rates"]], right.rates)
@@ -231,7 +231,7 @@ def test_a_run_is_that_of_the_reference(ran, expected, name, processes, workers,
         if case in KILLED:
             killed, _ = rank
             assert len(killed["rates"]) == KILLED[case]
-        if fp16:  # its scale has changed; otherwise, restoring it would prove nothing
+        if fp16:  # the scale has changed, so the test notices a wrong one
             assert killed["scaler"]["scale"] < 2**16
             assert killed["scaler"]["_growth_tracker"] > 0
     saved = torch.load(output / "checkpoint.pt", weights_only=True)
@@ -284,7 +284,7 @@ def test_more_processes_differ_by_rounding_only(
 
 
 def test_crops_are_random_within_their_bounds(ran, photographs):
-    """The reference takes the crops as data, so it could not notice wrong ones."""
+    """The reference gets the crops from the scripts, so it cannot notice wrong crops."""
     files = reference.listing(photographs / "train")
     areas = [numpy.prod(Image.open(file).size) for file, _ in files]
     for case, (_, flags) in CASES.items():
@@ -305,7 +305,7 @@ SENT = "--image-size 32 --precision fp32 --min-crop 0.5 --print-interval 4".spli
 
 @pytest.mark.parametrize("name", marked([name] for name in TWO))
 def test_a_step_sends_its_gradients_once(tmp_path, digits, name):
-    """It sends four or two bytes per weight, however many micro-batches there are."""
+    """A step sends four or two bytes per weight, however many micro-batches it has."""
     flags = ["--data", digits, *SENT, "-b", 48, "--max-steps", 2, "--epochs", 1]
     more = [[], ["--accumulate", 4]]
     more.append(["--compress-gradients", "fp16", "--accumulate", 2])

@@ -1,4 +1,4 @@
-"""Run scripts/slurm.sbatch and deploy/ with stand-ins for the programs that they start.
+"""Run scripts/slurm.sbatch and deploy/ with substitutes for the programs that they start.
 
 cluster/test_multihost.py runs slurm.sbatch under Slurm itself.
 """
@@ -41,7 +41,7 @@ def sbatch(tmp_path):
 
 
 def test_a_requeued_job_resumes(sbatch):
-    """It resumes from its own checkpoint, unless it only evaluates."""
+    """A requeued job resumes from its own checkpoint, unless it only evaluates."""
     for restarts, flags, more in (
         (0, ["--lr", "1"], []),
         (0, ["--resume", "other.pt"], []),

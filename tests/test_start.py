@@ -1,4 +1,4 @@
-"""Use distributed.py as the starting point of another project, changed as the README says.
+"""Start another project from distributed.py, with the changes that the README describes.
 
 The project has its own data set and network (start/project), AdamW, one more metric, a
 second loss, and an average of the weights (EMA), which is used for validation.
@@ -28,7 +28,7 @@ TIMED = "seconds images_per_second data_wait peak_memory_mib".split()
 
 
 def edit(folder):
-    """Make the edits of start/edits.txt; return how many lines they remove and add."""
+    """Apply the edits of start/edits.txt; return how many lines they remove and add."""
     changed = Counter()
     for block in (ROOT / "tests" / "start" / "edits.txt").read_text().split("\n\n"):
         name, *lines = block.splitlines()
@@ -42,7 +42,7 @@ def edit(folder):
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """Return the project with pictures and a finished run."""
+    """Return the project's folder, with images and a finished run."""
     folder = tmp_path_factory.mktemp("project")
     shutil.copy(ROOT / "distributed.py", folder / "train.py")
     optional = shutil.ignore_patterns("tar.py", "nvimgcodec.py", "__pycache__")
@@ -65,16 +65,16 @@ def project(tmp_path_factory):
 
 
 def train(project: Path, flags: tuple, script: str = "train.py") -> None:
-    """Do what a launcher's process does, but with PyTorch already imported."""
+    """Run train.py as a launcher does, but in a process that has already imported PyTorch."""
     for name in [name for name in sys.modules if name.split(".")[0] == "common"]:
-        del sys.modules[name]  # the project has its own
+        del sys.modules[name]  # the project has its own modules
     os.chdir(project)
     sys.argv[:] = [script, *flags]
     run_path(script)
 
 
 def trained(folder: Path, output: str, *flags: str) -> str:
-    """Run train.py in two processes; return what rank 0 prints."""
+    """Run train.py in two processes; return rank 0's output."""
     flags = (*FLAGS.split(), "--output", output, *flags)
     with Ranks(folder / "logs", 2, train, project=folder, flags=flags) as ranks:
         assert ranks.end(120) == [0, 0], ranks.text()
@@ -82,7 +82,7 @@ def trained(folder: Path, output: str, *flags: str) -> str:
 
 
 def came_to(output):
-    """Return everything that a run computed and saved, except for times and memory."""
+    """Return everything that a run has saved, except for times and memory."""
     files = [torch.load(output / name) for name in ("checkpoint.pt", "best.pt")]
     for content in files:
         for record in content["records"]:
@@ -93,7 +93,7 @@ def came_to(output):
 
 
 def test_a_killed_run_ends_with_the_same_bits(project):
-    """The test kills the launcher, and then the other processes end too."""
+    """After the test kills the launcher, all other processes end, too."""
     saved = project / "killed" / "checkpoint.pt"
     command = "torchrun --standalone --nproc-per-node 2 train.py --output killed"
     command = ("env", "-C", project, *command.split(), *FLAGS.split())

@@ -1,4 +1,4 @@
-"""Timings take fair turns, give no verdict by chance, and leave nothing running."""
+"""Timings take fair turns, reach no verdict by chance, and leave no process running."""
 
 import json
 import math
@@ -49,7 +49,7 @@ def test_each_follows_each_other_equally_often_in_an_order_drawn_anew(number):
 
 
 def test_a_level_is_free_of_the_machine_s_slowness_and_of_single_turns():
-    """Each turn of b takes twice as long as a's; the machine slows down in the middle."""
+    """A turn of b takes twice as long as one of a; halfway through, the machine slows down."""
     turns = []
     for slowness in (1, 1, 3, 3, 3, 1, 1):
         turns += [["a", [slowness] * 2, 0.0], ["b", [2.0 * slowness], 0.0]]
@@ -83,14 +83,14 @@ def test_all_looks_together_spend_the_error_once(monkeypatch):
 
 @pytest.mark.parametrize("slower, launch", [(0.0, 0.02), (0.05, 0.005)])
 def test_verdicts_are_right_and_a_slowdown_is_found(slower, launch):
-    found = simulated(slower, launch, cohorts=8, draws=400)  # the same in each run
+    found = simulated(slower, launch, cohorts=8, draws=400)  # always equal
     assert found["with_a_wrong_verdict"] + found["without_verdicts"] < 0.04
     assert not slower or found["decided"] > 0.5  # two of three pairs differ
 
 
 # --- measuring ---
 
-# Two ranks with made-up times: all three intervals of each turn differ
+# Two ranks with invented times: all three intervals of a turn differ
 INVENTED = """
 import os
 from benchmarks.timings import gate
@@ -107,7 +107,7 @@ while True:
 
 
 def test_of_a_turn_the_slowest_rank_counts_without_what_a_start_slows_down():
-    """A job's first turn, and the first interval of a turn or an epoch, are not counted."""
+    """A job's first turn does not count, nor does the first interval of a turn or an epoch."""
     code = [sys.executable, "-c", INVENTED]
     wrong = [sys.executable, "-c", "raise SystemExit('a.py: error: no such thing')"]
     found = cohort([Candidate("a", code, {}), Candidate("b", wrong, {})], seconds=0.5)
@@ -159,7 +159,7 @@ def test_at_the_gate_all_wait_and_no_bit_changes(tmp_path):
                 message = json.loads(one.recv(10**5))
                 intervals = message.pop("intervals")
                 arrived.append([*message.values(), len(intervals), intervals[0][2]])
-            # They neither end nor report another turn
+            # The processes neither end nor report another turn
             assert select.select(connections, [], [], 1)[0] == []
             for one in connections:
                 one.sendall(b"2\n")
@@ -202,18 +202,6 @@ def test_help_lists_the_flags_before_anything_is_installed(tmp_path):
     done = run("bash", ROOT / "scripts" / "timings.sh", "--help", PYTHON=str(bare))
     assert done.returncode == 0 and "--modes NAME" in done.stdout, done.stderr
     assert "scripts/timings.sh --data" in done.stdout
-
-
-@pytest.mark.parametrize(
-    "flags, problem",
-    [
-        ("--data /nope", "--data /nope: No such file or directory"),
-        ("--strategies apex_distributed", "apex_distributed it needs a CUDA GPU"),
-    ],
-)
-def test_a_wrong_flag_is_one_line(flags, problem, no_gpu):
-    with pytest.raises(UserError, match=problem):
-        plan.complete(parse(flags.split()))
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
-"""Runs in the training processes, which wait here between turns.
+"""Runs in the training processes, and makes them wait between their turns.
 
-hook/sitecustomize.py attaches it from outside. Progress.record_interval() is called
-right after an all-reduce, while the device is idle.
+hook/sitecustomize.py attaches the gate without a change to the scripts, which call
+Progress.record_interval() right after an all-reduce, while the device is idle.
 """
 
 import functools
@@ -14,7 +14,7 @@ import time
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 
-VARIABLE = "TIMINGS_GATE"  # the path of the measuring process's Unix socket
+VARIABLE = "TIMINGS_GATE"  # its value: the measuring process's Unix socket
 
 
 def place() -> tuple[int, int]:
@@ -35,7 +35,7 @@ class Gate:
     """
 
     def __init__(self, path: str, rank: int, world_size: int):
-        """Connect; the first turn is a single warm-up interval."""
+        """Connect to the socket; the first turn is a single warm-up interval."""
         self.connection = socket.socket(socket.AF_UNIX)
         self.connection.connect(path)
         self.answers = self.connection.makefile()
@@ -52,19 +52,19 @@ class Gate:
         try:
             self.connection.sendall(f"{message}\n".encode())
             self.turn = int(self.answers.readline())
-        except (OSError, ValueError):  # the measuring process is gone
+        except (OSError, ValueError):  # the measuring process has ended
             os._exit(1)
         self.intervals.clear()
 
 
 @functools.cache
 def gate() -> Gate:
-    """Connect this process."""
+    """Connect this process on the first call."""
     return Gate(os.environ[VARIABLE], *place())
 
 
 def after_interval(number: int, seconds: float, images: int, waited: float) -> None:
-    """Record an epoch's Nth interval and its images; wait if the turn is over."""
+    """Record an epoch's interval `number`; wait if the turn is over."""
     gate().wait(number, seconds, images, waited)
 
 

@@ -23,10 +23,10 @@ from benchmarks.processes import end, send
 from benchmarks.timings.gate import VARIABLE
 from benchmarks.timings.statistics import orders
 
-START_SECONDS = 300  # limit for a start (with one interval), and for a turn
-WARM_UP = 1  # first turns of each candidate, which are discarded
+START_SECONDS = 300  # limit for a start (including one interval), and for a turn
+WARM_UP = 1  # number of each candidate's first turns that are discarded
 LEAST_SECONDS = 40  # minimum total for a cohort's turns
-KEPT = 2  # intervals kept per turn, after the first, which is discarded
+KEPT = 2  # intervals kept per turn, without the first, which is discarded
 
 
 class Candidate(NamedTuple):
@@ -35,7 +35,7 @@ class Candidate(NamedTuple):
     name: str
     command: list[str]
     variables: dict[str, str]
-    cores: int = 0  # to which each process is pinned; 0: not pinned
+    cores: int = 0  # number of cores to which each process is pinned; 0: not pinned
 
 
 class Job:
@@ -52,7 +52,7 @@ class Job:
         hook = ROOT / "benchmarks" / "timings" / "hook"
         paths = [str(hook), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         own = {VARIABLE: str(self.gate), "PYTHONPATH": os.pathsep.join(paths)}
-        own |= {"TMPDIR": str(folder)}  # removed with the gate
+        own |= {"TMPDIR": str(folder)}  # gates() removes this folder
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [*candidate.command, "--output", str(self.gate.with_suffix(".run"))],
@@ -64,7 +64,7 @@ class Job:
             )
         self.readers: dict = {}  # connection -> its file
         self.arrived: dict[int, list] = {}  # rank -> intervals of this turn
-        self.world_size = math.inf  # in processes
+        self.world_size = math.inf  # until a process reports it
         self.problem: str | None = None
 
     def listen(self, handle: socket.socket) -> None:
@@ -94,7 +94,7 @@ class Job:
             number, _, images, _ = ranks[0]
             seconds = max(rank[1] for rank in ranks)
             waited = sum(rank[3] for rank in ranks) / len(ranks)
-            if number > 1:  # otherwise, an epoch has just started
+            if number > 1:  # an epoch's first interval includes its start
                 found.append((seconds / images, waited / seconds))
         return [] if self.problem else found
 
@@ -119,8 +119,8 @@ def pin(connection: socket.socket, rank: int, number: int) -> None:
     every, first = sorted(os.sched_getaffinity(0)), rank * number
     own = [every[core % len(every)] for core in range(first, first + number)]
     processes = [struct.unpack("3i", peer)[0]]
-    for process in processes:  # the list grows
-        with contextlib.suppress(OSError):  # it has ended
+    for process in processes:  # the loop appends the children
+        with contextlib.suppress(OSError):  # the process has ended
             for thread in Path(f"/proc/{process}/task").glob("*"):
                 os.sched_setaffinity(int(thread.name), own)
                 processes += (thread / "children").read_text().split()
@@ -183,7 +183,7 @@ def cohort(candidates: Sequence[Candidate], seconds: float | None = None) -> dic
             if not alive or (number > WARM_UP and time.monotonic() > until):
                 break
             found = [(job, job.turn()) for job in alive]
-            # Otherwise, the jobs' nth turns would not be at the same time
+            # Keep a round only if all jobs have results, so that nth turns coincide
             if number >= WARM_UP and all(kept or job.problem for job, kept in found):
                 for job, kept in found:
                     waited = sum(wait for _, wait in kept) / max(1, len(kept))

@@ -17,13 +17,13 @@ from benchmarks.timings.statistics import AGAIN
 from common.errors import UserError
 from common.model import best_precision
 
-IMAGES = 64  # distinct ones in the generated JPEG dataset
-CLASSES = 1000  # as for random images, so that both modes train the same model
-STEPS = 400  # per epoch with the generated dataset
+IMAGES = 64  # number of distinct images in the generated JPEG dataset
+CLASSES = 1000  # as many as with random images, so that both modes train one model
+STEPS = 400  # steps per epoch with the generated dataset
 
 
 def complete(args: argparse.Namespace) -> None:
-    """Choose the settings that the command line leaves open, to suit this machine.
+    """Choose settings that suit this machine, unless the command line sets them.
 
     `args.skipped` says which strategies cannot be compared, and why. Raises UserError
     if --data is not a dataset, or there are too few GPUs or strategies.
@@ -53,7 +53,7 @@ def complete(args: argparse.Namespace) -> None:
     if not args.strategies:
         reasons = "; ".join(f"{name} {why}" for name, why in args.skipped.items())
         raise UserError(f"no strategy can be timed: {reasons}")
-    # On a CPU, DataParallel has one process with all threads and no replicas
+    # On a CPU, DataParallel is one process with all threads, so it gets no verdict
     args.shown = [n for n in args.strategies if n == "dataparallel" and not gpus]
     judged = [n for n in args.strategies if n not in args.shown] or args.strategies
     args.base = "distributed" if "distributed" in judged else judged[0]
@@ -68,7 +68,7 @@ def skipped(args: argparse.Namespace) -> dict[str, str]:
         found["apex_distributed"] = "it has no bf16"
         if args.processes > 1:
             found["dataparallel"] = "its threads have no bf16"
-    if problem := os.environ.get("HOROVOD_PROBLEM"):  # from scripts/setup.sh
+    if problem := os.environ.get("HOROVOD_PROBLEM"):  # scripts/setup.sh sets it
         found["horovod_distributed"] = problem
     return found
 
@@ -91,9 +91,9 @@ def candidate(
         flags = ["--synthetic", batch * 10**4]
     flags += ["--arch", args.arch, "--image-size", args.image_size]
     flags += ["--global-batch-size", batch, "--print-interval", args.interval]
-    # The same total, also if a single process has them all
+    # All strategies have the same total, even if one process has all workers
     flags += ["--workers", args.workers * (processes if alone else 1)]
-    flags += ["--save-minutes", 10**6]  # never
+    flags += ["--save-minutes", 10**6]  # never save
     if strategy == "apex_distributed":
         flags += ["--opt-level", "O1" if args.precision == "fp16" else "O0"]
     else:
@@ -117,7 +117,7 @@ def candidates(args: argparse.Namespace, mode: str) -> list[Candidate]:
         return [*found, candidate(args, args.base, mode, args.base + AGAIN)]
     most, each = args.processes, args.batch_size
     counts = [2**n for n in range(most.bit_length()) if 2**n < most] + [most]
-    sizes = [(n, each) for n in counts]  # the same batch size per device, then in total
+    sizes = [(n, each) for n in counts]  # the same batch per device; below: in total
     sizes += [(n, each * most // n) for n in counts if not each * most % n]
     named = {f"{n} x {share}": (n, share) for n, share in sizes}
     named[f"{most} x {each}{AGAIN}"] = (most, each)

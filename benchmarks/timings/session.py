@@ -1,4 +1,4 @@
-"""Measures cohort after cohort until all pairs are decided or the time is up."""
+"""Measures cohorts until all pairs of strategies are decided or the time is up."""
 
 import argparse
 import json
@@ -15,9 +15,9 @@ from common.errors import UserError
 
 
 def open_output(args: argparse.Namespace) -> list[dict]:
-    """Create the output folder, or return the cohorts of an earlier command.
+    """Create the output folder; return the cohorts that an earlier command measured.
 
-    Raises UserError if they were measured with different settings.
+    Raises UserError if that command had different settings.
     """
     now = {**vars(args), "commit": commit(), **report.machine(args.device)}
     now = json.loads(json.dumps(now, default=str))
@@ -27,7 +27,7 @@ def open_output(args: argparse.Namespace) -> list[dict]:
     for name, value in now.items():
         if before.get(name) != value:
             raise UserError(
-                f"{args.output} holds timings with {name} {before.get(name)}, not "
+                f"{args.output} has timings with {name} {before.get(name)}, not "
                 f"{value}: choose another --output, or delete it"
             )
     file.write_text(json.dumps(now, indent=1) + "\n")
@@ -60,7 +60,7 @@ def measure(args: argparse.Namespace) -> None:
             shown = [one for one in every if one.name in args.shown]
             together = [one for one in every if one not in shown]
             found = cohort(together)
-            if shown and not before:  # alone, so that it does not disturb the others
+            if shown and not before:  # run them alone: they would disturb the others
                 alone = cohort(shown, seconds=10)
                 found["turns"] += alone["turns"]
                 found["problems"] |= alone["problems"]
@@ -78,7 +78,7 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure and report; raise UserError if it cannot start or continue."""
+    """Measure and report; raise UserError if measuring cannot start or continue."""
     plan.complete(args)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     os.environ.setdefault("PYTHON", sys.executable)

@@ -1,8 +1,8 @@
-"""Verdicts from several cohorts, with a limited chance of error.
+"""Derives verdicts from several cohorts, with a limited chance of error.
 
-Two launches of a candidate differ in speed, however long they are measured. A launch
-therefore counts as one sample: candidates are compared by one number per cohort, not by
-single intervals.
+Two launches of one candidate differ in speed, however long you measure. A launch
+therefore counts as one sample: the comparison uses one number per candidate and cohort,
+not single intervals.
 """
 
 import math
@@ -40,7 +40,7 @@ def williams(number: int) -> list[list[int]]:
 
 
 def orders(names: Sequence[str], draw: random.Random) -> Iterator[list[str]]:
-    """Yield orders of a cohort's turns endlessly, in random blocks."""
+    """Yield an endless series of orders of a cohort's turns, in random blocks."""
     names = draw.sample(names, len(names))
     while True:
         rows = williams(len(names))
@@ -51,8 +51,8 @@ def orders(names: Sequence[str], draw: random.Random) -> Iterator[list[str]]:
 def levels(cohort: dict, alone: Sequence[str] = ()) -> dict[str, float]:
     """Return each candidate's log(seconds per image) in a cohort, by median polish.
 
-    The nth turns of all candidates share the machine's slowness at that time, unless a
-    candidate ran `alone`. A cohort's "turns" begin with a name and seconds per image.
+    The machine's slowness affects the nth turns of all candidates equally, except for
+    those that ran `alone`. A cohort's "turns" begin with a name and seconds per image.
 
     Source: https://en.wikipedia.org/wiki/Median_polish
     """
@@ -73,8 +73,8 @@ def levels(cohort: dict, alone: Sequence[str] = ()) -> dict[str, float]:
 class Fit:
     """Least-squares fit of log(seconds per image) = cohort effect + candidate effect.
 
-    A cohort may lack candidates. If none does, C cohorts of k candidates give the
-    residuals of a two-way table, with (C - 1)(k - 1) degrees of freedom.
+    A cohort may lack candidates. If all are complete, C cohorts of k candidates form a
+    two-way table, whose residuals have (C - 1)(k - 1) degrees of freedom.
     """
 
     def __init__(self, cohorts: Sequence[dict]):
@@ -103,7 +103,7 @@ class Fit:
         weights = numpy.zeros(len(self.names))
         for name, sign in ((other, 1), (one, -1)):
             copies = [name, name + AGAIN] if name + AGAIN in self.names else [name]
-            if name + AGAIN in (one, other):  # these two copies are compared
+            if name + AGAIN in (one, other):  # the two copies are compared
                 copies = [name]
             for copy in copies:
                 weights[self.names.index(copy)] += sign / len(copies)
@@ -120,7 +120,7 @@ def judge(fit: Fit, pairs: Sequence[tuple[str, str]], error: float) -> list[Verd
     left, found = len(pairs), {}
     for pair in sorted(pairs, key=lambda p: -abs(compared[p][0]) / compared[p][1]):
         log, standard_error = compared[pair]
-        half = math.inf  # with a single cohort, or hardly any degrees of freedom
+        half = math.inf  # with a single cohort, or too few degrees of freedom
         if fit.freedom:
             wide = stats.t.ppf(1 - error / left / 2, fit.freedom) * standard_error
             half = wide if wide < 99 else math.inf
@@ -157,8 +157,8 @@ class Decision(NamedTuple):
 def decide(cohorts: Sequence[dict], settings: dict, last: bool) -> Decision:
     """Judge a mode's cohorts at the latest planned analysis.
 
-    An analysis follows every LOOKS cohorts and the last one. Each may spend a part of
-    ERROR, so that the sum grows with the cube of the elapsed time
+    An analysis follows every LOOKS cohorts and the last cohort. Each analysis may use a
+    part of ERROR; the sum of these parts grows with the cube of the elapsed time
     (https://doi.org/10.1093/biomet/70.3.659).
 
     Args:

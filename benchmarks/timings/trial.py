@@ -2,8 +2,8 @@
 
     python -m benchmarks.timings.trial [DRAWS]
 
-The analysis gets turns whose true speeds are known: 2,000 sessions per row, in three
-minutes. It writes benchmarks/results/timings_simulation.json.
+The program simulates turns with known speeds, judges them, and writes
+benchmarks/results/timings_simulation.json: 2,000 sessions per row, in three minutes.
 """
 
 import math
@@ -16,14 +16,14 @@ from common.errors import one_line_errors
 
 NAMES = ("distributed", "second copy", "third copy", "distributed" + AGAIN)
 SETTINGS = {"minutes": 1, "base": "distributed", "shown": []}
-NOISE, DRIFT = 0.03, 0.02  # of an interval; of the machine's speed from turn to turn
-DISTURBED, DELAY = 0.3, 0.1  # share of turns that are longer; by how much on average
+NOISE, DRIFT = 0.03, 0.02  # of one interval; of the machine's speed between turns
+DISTURBED, DELAY = 0.3, 0.1  # share of disturbed turns, and their mean delay
 
 
 def invented(truth: dict[str, float], launch: float, blocks: int, seed: str) -> dict:
     """Return a cohort like measure.cohort()'s, from logs of seconds per image.
 
-    `launch` is the standard deviation of what each launch adds to the logs.
+    `launch` is the standard deviation of the offset that each launch adds to its logs.
     """
     draw, order = random.Random(seed), orders([*truth], random.Random(f"{seed} too"))
     launched = {name: log + draw.gauss(0, launch) for name, log in truth.items()}

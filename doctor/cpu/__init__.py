@@ -1,8 +1,8 @@
-"""Play CUDA on the CPU: `python -m doctor --cpu -- COMMAND` needs no GPU.
+"""Emulate CUDA on the CPU: `python -m doctor --cpu -- COMMAND` needs no GPU.
 
-A tensor on an emulated GPU is a CPU tensor whose storage is marked; the CPU's kernels
-do the work, and Gloo stands in for NCCL. Tensors on different devices may meet, because
-the gradients that autograd makes have no mark.
+A tensor on an emulated GPU is a CPU tensor whose storage is marked; CPU kernels
+compute, and Gloo replaces NCCL. Operations may mix tensors of different devices,
+because gradients that autograd creates have no mark.
 """
 
 import os
@@ -11,10 +11,10 @@ NOT_CHECKED = "Emulated on the CPU: times, memory and GPU numerics are not check
 
 
 def play(count: str | int = "") -> None:
-    """Play CUDA in this process, right after it has imported PyTorch.
+    """Emulate CUDA in this process, which has just imported PyTorch.
 
     Args:
-        count: number of GPUs; if empty, $LOCAL_WORLD_SIZE, or else 2.
+        count: number of GPUs; by default, $LOCAL_WORLD_SIZE, or else 2.
     """
     from . import cuda, gpus, groups, mode, training
 

@@ -1,4 +1,4 @@
-"""torch.cuda, torch.accelerator, and everything else that names a GPU."""
+"""Emulate torch.cuda, torch.accelerator and all other functions for GPUs."""
 
 import abc
 import contextlib
@@ -15,14 +15,14 @@ from torch import cuda
 from . import gpus
 from .gpus import generator, local, mark, replace, resolve
 
-MEMORY = 80 * 2**30  # bytes that each played GPU says it has
+MEMORY = 80 * 2**30  # bytes of memory that each emulated GPU reports
 GPU = SimpleNamespace(name="GPU of doctor --cpu", major=8, minor=0, warp_size=32)
 GPU.total_memory, GPU.multi_processor_count, GPU.L2_cache_size = MEMORY, 108, 2**25
 TRUE = "is_available is_bf16_supported is_tf32_supported can_device_access_peer".split()
 
 
 class Stream:
-    """A stream whose work is done as soon as it is asked for."""
+    """A stream that completes all work immediately."""
 
     cuda_stream = stream_id = device_index = priority = 0
 
@@ -50,7 +50,7 @@ class Stream:
 
 
 class Event:
-    """An event that knows when it was recorded."""
+    """An event that stores the time at which it was recorded."""
 
     wait, synchronize, query, cuda_event = *[Stream.wait_stream] * 2, Stream.query, 0
 
@@ -65,7 +65,7 @@ class Event:
 
 
 class Generator(torch._C.Generator):
-    """A random number generator that may be on a GPU."""
+    """A random number generator, possibly on a GPU."""
 
     device = property(lambda self: self.place)
 
@@ -76,7 +76,7 @@ class Generator(torch._C.Generator):
 
 
 class OldType(type):
-    """The type of the types that make tensors, such as torch.cuda.FloatTensor."""
+    """The metaclass of tensor types such as torch.cuda.FloatTensor."""
 
     def __call__(cls, *args):
         return mark(getattr(torch, cls.__name__)(*args), resolve())
@@ -89,14 +89,14 @@ def current_stream(device=None) -> Stream:
 
 
 def set_device(device) -> int:
-    """Choose the thread's GPU, and return the one before."""
+    """Set the thread's GPU, and return the previous GPU."""
     before, index = getattr(local, "gpu", 0), resolve(device).index
     local.gpu = before if index is None else index
     return before
 
 
 def set_rng_state(state: torch.Tensor, device="cuda") -> None:
-    """Set a GPU's generator, unless the state is a real GPU's."""
+    """Set the state of a GPU's generator, unless it comes from a real GPU."""
     if state.numel() == generator(device).get_state().numel():
         generator(device).set_state(state.cpu())
 
@@ -142,7 +142,7 @@ PLAYED = {
 
 
 def other(name: str):
-    """Return what a function does that tells about a GPU, or changes its memory."""
+    """Return a replacement for a function about a GPU's properties or memory."""
 
     def call(*args, **kwargs):
         if name in TRUE:
@@ -153,14 +153,14 @@ def other(name: str):
 
 
 def copy_of(call):
-    """Return a function that does the same; a class is returned itself."""
+    """Return a copy of a function; return a class itself."""
     if isinstance(call, type):
         return call
     return functools.wraps(call)(lambda *args, **kwargs: call(*args, **kwargs))
 
 
 def play_modules(*modules) -> None:
-    """Replace modules' functions, each by a new one: torch.compile() insists on it."""
+    """Replace modules' functions by different ones, as torch.compile() requires."""
     new = {name: copy_of(call) for name, call in PLAYED.items()}
     names = [one.__name__ for one in modules]
     for module in modules:
@@ -176,7 +176,7 @@ def play_modules(*modules) -> None:
 
 
 def restore(storage, location: str):
-    """Mark a storage that torch.load() puts on a GPU; None: not on a GPU."""
+    """Mark a storage that torch.load() puts on a GPU; otherwise, return None."""
     if not location.startswith("cuda"):
         return None
     getattr(storage, "_untyped_storage", storage).place = resolve(location)
@@ -184,18 +184,18 @@ def restore(storage, location: str):
 
 
 def storage_to_gpu(storage, device=None, non_blocking=False):
-    """Play storage.cuda(), which functions for map_location call."""
+    """Emulate storage.cuda(), which map_location functions call."""
     return restore(storage.clone(), str(resolve(device)))
 
 
 def place_in_file(storage) -> str | None:
-    """Return the place of a storage that torch.save() writes, if it is on a GPU."""
+    """Return the device of a storage that torch.save() writes, if it is a GPU."""
     place = getattr(getattr(storage, "_untyped_storage", storage), "place", None)
     return place and str(place)
 
 
 def install() -> None:
-    """Replace the functions of torch.cuda and its kind; explain errors at the end."""
+    """Replace torch.cuda's and similar functions; explain errors at the end."""
     previous = sys.excepthook
 
     def excepthook(kind, error, trace) -> None:

@@ -1,4 +1,4 @@
-"""The played GPUs: their number, tensors, random numbers, and what cannot be played."""
+"""The emulated GPUs: their number, tensors and random numbers; errors; replacements."""
 
 import contextlib
 import os
@@ -18,16 +18,16 @@ GPU_ONLY = """cuda|nccl|cudnn|nvml|nvidia|triton|flash_att|cupy|bitsandbytes|amp
     apex_C|transformer_engine|'Half'|available.kernel|gloo.does.not.support"""
 GPU_ONLY = re.compile(re.sub(r"\s", "", GPU_ONLY), re.IGNORECASE)
 
-count = 0  # GPUs; play() sets it
+count = 0  # number of GPUs; play() sets it
 used = False  # whether the process has used a GPU
 local = threading.local()  # each thread has a current GPU and a current stream
-generators: dict[int, torch.Generator] = {}  # by the index of their GPU
-replaced: dict[int, tuple] = {}  # by id: a function of PyTorch, and its replacement
+generators: dict[int, torch.Generator] = {}  # GPU's index -> its generator
+replaced: dict[int, tuple] = {}  # id -> a PyTorch function and its replacement
 said: set[str] = set()
 
 
 def explain(kind: type, error: BaseException, trace) -> str:
-    """Return a line that explains an error of GPU code, or an empty string."""
+    """Return a line that explains an error in code that needs a GPU, or ""."""
     text = "".join(traceback.format_exception(kind, error, trace))
     calls = re.findall(r'File "(.+)", line (\d+), in .*\n +(.*)', text)
     users = [one for one in calls if not one[0].startswith((*NOT_THE_USERS, "<"))]
@@ -42,7 +42,7 @@ def explain(kind: type, error: BaseException, trace) -> str:
 
 
 def say(text: str) -> None:
-    """Print a line once, in rank 0 alone."""
+    """Print a line once, on rank 0 only."""
     if text not in said and os.environ.get("RANK", "0") == "0":
         print(f"doctor --cpu: {text}", file=sys.stderr)
     said.add(text)
@@ -55,7 +55,7 @@ def visible() -> int:
 
 
 def resolve(device=None) -> torch.device:
-    """Return a device with its index, from any of the forms that PyTorch takes.
+    """Return a device with its index, from any form that PyTorch accepts.
 
     Raises:
         RuntimeError: if the process has no GPU with this index.
@@ -75,15 +75,15 @@ def resolve(device=None) -> torch.device:
 
 
 def place_of(tensor: Tensor) -> torch.device:
-    """Return the device that a tensor is on, as the job sees it."""
+    """Return the device of a tensor, as the job sees it."""
     try:
         return getattr(tensor.untyped_storage(), "place", CPU)
-    except (NotImplementedError, RuntimeError):  # it has no memory of its own
+    except (NotImplementedError, RuntimeError):  # the tensor has no storage
         return CPU
 
 
 def mark(result, place: torch.device):
-    """Mark the tensors of a result that are not marked yet, and return the result."""
+    """Mark those tensors of a result that have no mark yet, and return the result."""
     if isinstance(result, (tuple, list)):
         for one in result:
             mark(one, place)
@@ -96,21 +96,21 @@ def mark(result, place: torch.device):
 def generator(device=None) -> torch.Generator:
     """Return a GPU's own random number generator."""
     index = resolve(device).index
-    if index not in generators:  # unless it is seeded, each process has its own seed
+    if index not in generators:  # by default, each process has its own seed
         generators[index] = torch._C.Generator()
         generators[index].seed()
     return generators[index]
 
 
 def replace(owner: ModuleType | type, name: str, new) -> None:
-    """Replace a function or class of PyTorch, if there is one with this name."""
+    """Replace PyTorch's function or class with this name, if it exists."""
     if old := getattr(owner, name, None):
         replaced[id(old)] = old, new
         setattr(owner, name, new)
 
 
 def replace_everywhere() -> None:
-    """Replace the functions in the modules of PyTorch that imported them by name."""
+    """Replace functions in all PyTorch modules that have imported them by name."""
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "torch" and isinstance(module, ModuleType):
             for key, value in list(vars(module).items()):

@@ -1,4 +1,4 @@
-"""Process groups: Gloo stands in for NCCL."""
+"""Emulate process groups that use NCCL by Gloo."""
 
 import functools
 import inspect
@@ -14,7 +14,7 @@ asked_for_nccl: list[bool] = []
 
 
 def wrap(name: str, change) -> None:
-    """Let `change` call a function; it is given the arguments by their names."""
+    """Replace a function by a call of `change`, which gets the arguments by name."""
     if old := getattr(dist, name, None):
         signature = inspect.signature(old)
 
@@ -28,7 +28,7 @@ def wrap(name: str, change) -> None:
 
 
 def join(old, given: dict):
-    """Call init_process_group() or new_group() for Gloo."""
+    """Call init_process_group() or new_group() with Gloo as the backend."""
     backend = str(given["backend"] or "").lower()
     if "nccl" in backend or ("world_size" in given and not backend):
         asked_for_nccl.append(True)
@@ -44,7 +44,7 @@ def flat(old, given: dict):
 
 
 def average(output: str):
-    """Return a change of a reduction: Gloo adds up, and AVG divides the sum here."""
+    """Return a change for a reduction: AVG becomes Gloo's sum, divided here."""
 
     def call(old, given: dict):
         return flat(old, given) if "input" in given else old(**given)

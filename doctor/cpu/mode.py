@@ -1,4 +1,4 @@
-"""The mode that PyTorch asks before it runs a function: devices, moves and marks."""
+"""Intercept PyTorch's functions to emulate devices and moves between them."""
 
 import sys
 import threading
@@ -11,7 +11,7 @@ from torch.utils import _device
 from . import gpus
 from .gpus import CPU, mark, place_of, resolve
 
-# Functions that return no tensor, or one that shares its storage with the first
+# Functions that return no tensor, or a tensor that shares the first one's storage
 PLAIN = set(
     """size dim numel stride is_contiguous untyped_storage item tolist numpy
     backward register_hook detach view view_as expand_as data_ptr requires_grad_ set_
@@ -31,14 +31,14 @@ def is_device(value: object) -> bool:
 
 
 def moved(source: Tensor, result: Tensor, place: torch.device) -> Tensor:
-    """Return the result of a move to a place; if nothing was copied, copy it."""
+    """Return the result of a move to a device; copy it if the move has not."""
     if place != place_of(result) and result is source:
         result = source.clone()
     return mark(result, place)
 
 
 def place_among(values) -> torch.device:
-    """Return the first GPU that holds a tensor of nested lists; else the CPU."""
+    """Return the GPU of the first marked tensor in nested lists, or the CPU."""
     for value in values:
         found = place_of(value) if isinstance(value, Tensor) else CPU
         if isinstance(value, (tuple, list)) and value:
@@ -49,7 +49,7 @@ def place_among(values) -> torch.device:
 
 
 def draw(func, args: tuple, kwargs: dict, place: torch.device):
-    """Call a function that may draw random numbers, from the place's generator."""
+    """Call a function that may draw random numbers, with the device's generator."""
     if place == CPU or kwargs.get("generator") is not None:
         return func(*args, **kwargs)
     default, gpu = torch.random.default_generator, gpus.generator(place)
@@ -64,7 +64,7 @@ def draw(func, args: tuple, kwargs: dict, place: torch.device):
 
 
 def general(func, args: tuple, kwargs: dict, draws=False, factory=False):
-    """Call a function; its results are on the device asked for, or on its tensors'."""
+    """Call a function; put its results on the requested device, or on its tensors'."""
     place, device = place_among((*args, *kwargs.values())), kwargs.get("device")
     if device is None and factory:
         device = _device.CURRENT_DEVICE
@@ -82,7 +82,7 @@ def general(func, args: tuple, kwargs: dict, draws=False, factory=False):
 
 
 class Functions:
-    """Functions of PyTorch that are played in a way of their own, by their names."""
+    """Special emulations of PyTorch's functions, by name."""
 
     def to(func, args, kwargs):
         source, rest, place = args[0], [*args[1:]], place_of(args[0])
@@ -115,7 +115,7 @@ class Functions:
             return result.replace("torch.", "torch.cuda.")
         return result
 
-    def __getitem__(func, args, kwargs):  # the index may be on another device
+    def __getitem__(func, args, kwargs):  # the index may have another device
         return mark(func(*args, **kwargs), place_of(args[0]))
 
     def _parse_to(func, args, kwargs):
@@ -132,7 +132,7 @@ class Functions:
 
 
 class Attributes:
-    """Attributes of tensors that are played."""
+    """Emulations of tensors' attributes, by name."""
 
     def device(func, args, kwargs):
         return func(*args) if (place := place_of(args[0])) == CPU else place
@@ -148,12 +148,12 @@ class Attributes:
 
 
 def plain(func, args: tuple, kwargs: dict):
-    """Call a function as it is."""
+    """Call a function unchanged."""
     return func(*args, **kwargs)
 
 
 def choose(func):
-    """Return how a function is played."""
+    """Return the emulation of a function."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
@@ -169,9 +169,9 @@ def choose(func):
 
 
 class PlayedGpus(TorchFunctionMode):
-    """Intercepts the calls of PyTorch's functions."""
+    """Intercepts all calls of PyTorch's functions."""
 
-    ways: dict = {}  # by function: how it is played
+    ways: dict = {}  # function -> its emulation
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         way = self.ways.get(func)
@@ -184,7 +184,7 @@ played = PlayedGpus()
 
 
 def within(call):
-    """Return a function that runs in the mode, whether its caller does or not."""
+    """Return a function that always runs in the mode."""
 
     def wrapped(*args, **kwargs):
         if played in _get_current_function_mode_stack():
@@ -196,8 +196,8 @@ def within(call):
 
 
 def install() -> None:
-    """Enter the mode in this thread, in later ones and in backward passes."""
-    # Each thread begins here, also one whose class has a run() of its own
+    """Enter the mode in this thread, in later threads and in backward passes."""
+    # Each thread begins here, even if its class overrides run()
     threading.Thread._bootstrap_inner = within(threading.Thread._bootstrap_inner)
     hooks = torch.autograd.graph.saved_tensors_hooks
     old_init = hooks.__init__

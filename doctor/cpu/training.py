@@ -1,4 +1,4 @@
-"""Mixed precision, SyncBatchNorm, DataParallel, data loading and compilation."""
+"""Emulate mixed precision, SyncBatchNorm, DataParallel, loaders and compilation."""
 
 import functools
 import os
@@ -15,7 +15,7 @@ from .gpus import replace, resolve
 
 
 class AllReduce(torch.autograd.Function):
-    """A sum over the ranks; so is its gradient."""
+    """A sum over all ranks, whose gradient is also summed over all ranks."""
 
     def forward(ctx, tensor, group):
         ctx.group, result = group, tensor.clone()
@@ -31,7 +31,7 @@ def sync_batch_norm(
 ) -> Tensor:
     """Compute a batch norm over the batches of all ranks, which may differ in size."""
     x = batch if batch.dtype == torch.float64 else batch.float()
-    rows = x.transpose(0, 1).flatten(1)  # a row per channel
+    rows = x.transpose(0, 1).flatten(1)  # one row per channel
     number = rows.new_full([1], rows.shape[1])
     sums = AllReduce.apply(torch.cat([rows.sum(1), number]), group)
     number, mean = sums[-1].detach(), sums[:-1] / sums[-1].detach()
@@ -49,31 +49,31 @@ def sync_batch_norm(
 
 
 def scatter(tensor, devices=None, chunk_sizes=None, dim=0, streams=None) -> tuple:
-    """Play torch.cuda.comm.scatter()."""
+    """Emulate torch.cuda.comm.scatter()."""
     parts = tensor.split(chunk_sizes, dim) if chunk_sizes else None
     parts = parts or tensor.chunk(len(devices), dim)
     return tuple(part.to(resolve(devices[i])) for i, part in enumerate(parts))
 
 
 def gather(tensors, dim=0, destination=None) -> Tensor:
-    """Play torch.cuda.comm.gather()."""
+    """Emulate torch.cuda.comm.gather()."""
     place = gpus.CPU if destination == -1 else resolve(destination)
     return torch.cat([one.to(place) for one in tensors], dim)
 
 
 def copies(tensors, devices, buffer_size=0) -> list[list[Tensor]]:
-    """Play torch.cuda.comm.broadcast_coalesced()."""
+    """Emulate torch.cuda.comm.broadcast_coalesced()."""
     return [[one.to(resolve(device)) for one in tensors] for device in devices]
 
 
 def sums(inputs, destination=None, buffer_size=0) -> tuple:
-    """Play torch.cuda.comm.reduce_add_coalesced()."""
+    """Emulate torch.cuda.comm.reduce_add_coalesced()."""
     moved = [[one.to(resolve(destination)) for one in some] for some in inputs]
     return tuple(functools.reduce(Tensor.add, one) for one in zip(*moved, strict=True))
 
 
 def install() -> None:
-    """Replace functions that a training loop calls."""
+    """Replace the functions that training loops call."""
     old_init, old_dtype = torch.autocast.__init__, torch.get_autocast_dtype
     old_iterate = dataloader._BaseDataLoaderIter.__init__
     old_compile, old_enabled = torch.compile, torch.is_autocast_enabled

@@ -13,7 +13,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def load(name: str):
-    """Import a module of doctor, as a package whose name nobody else uses."""
+    """Import a module of doctor in a package whose name no other package has."""
     if "_doctor" not in sys.modules:
         folder = os.path.dirname(HERE)
         path = os.path.join(folder, "__init__.py")
@@ -33,11 +33,11 @@ class AfterImport:
     searches = False
 
     def find_spec(self, name: str, path=None, target=None):
-        """Find a module as usual, and wrap the function that executes it."""
+        """Find a module as usual, and wrap the function that executes the module."""
         call = self.calls.get(name)
         if self.searches or call is None:
             return None
-        self.searches = True  # the search below also asks this finder
+        self.searches = True  # the search below would call this finder again
         try:
             spec = importlib.util.find_spec(name)
         finally:

@@ -7,7 +7,6 @@ from . import (  # noqa: F401
     counts,
     factors,
     files,
-    finite,
     gradient,
     inputs,
     losses,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..event import Event
-from ..law import NOTE, RISK, WRONG, Breach, Law, NotJudged, check, explains, need
+from ..law import RISK, WRONG, Breach, Law, NotJudged, check, explains, need
 from ..moments import Moments, Step, weights
 from ..record import STEPS, place, recorder
 from ..sample import numbers
@@ -255,15 +255,6 @@ def dead_weights(job):
             where = gathers[0]
             mend = "Use torch.distributed.nn.functional.all_gather()."
         yield Breach(f"{what}: {names(needed)}", where, facts=needed, mend=mend)
-    elif unused := [one for one in dead if one.returned]:
-        part = unused[0].module or unused[0].name
-        why = f"the loss does not use the results of {part}"
-        what = f"{len(unused)} {never}, because {why}: {names(unused)}"
-        if unused[0].reached and part in {one.module for one in alive}:
-            why = f"only other weights of {part} get gradients that are not zero"
-            what = f"{why}: they cancel for {names(unused)} in {steps} steps"
-        yield Breach(what, unused[0].place, level=NOTE)
-        raise NotJudged(why)
     elif dead:
         more = "; perhaps the loss should use them"
         raise NotJudged(f"{len(dead)} {never}: {names(dead)}{more}")

@@ -1,4 +1,4 @@
-"""Law 2: ranks are exchangeable. Targets of losses over all ranks' candidates."""
+"""Law 2: ranks are exchangeable. Checks the targets of contrastive losses."""
 
 from dataclasses import dataclass
 from statistics import fmean
@@ -17,14 +17,14 @@ class Contrast(Event):
     """A loss over all ranks' candidates, one of which is right for each sample."""
 
     limit: ClassVar[int] = 400
-    first: int  # the first sample's target; the others follow
-    count: int  # of samples; there are as many candidates of each rank
+    first: int  # the first sample's target; the other targets follow
+    count: int  # number of samples, and of each rank's candidates
     loss: float
     place: str
 
 
 class Candidates(Watcher):
-    """Looks at the targets of contrastive losses."""
+    """Records the targets of contrastive losses."""
 
     def __init__(self):
         self.pending = []
@@ -41,7 +41,7 @@ class Candidates(Watcher):
         return result
 
     def look(self, result, scores, target) -> None:
-        """Remember the targets, if they are consecutive numbers of candidates."""
+        """Record the targets if they are consecutive indices of candidates."""
         import torch
         import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Law 8: one process writes each file. What checkpoints hold."""
+"""Law 8: one process writes each file. Checks the contents of checkpoints."""
 
 import contextlib
 import os
@@ -17,38 +17,38 @@ from .files import LAW, Opened, base, plural
 from .meeting import hangs
 from .states import kept
 
-PREFIXES = "module.", "_orig_mod."  # of wrapped networks' names
+PREFIXES = "module.", "_orig_mod."  # in the names of wrapped networks' weights
 MARKS = {"optimizer": "param_groups", "scaler": "growth_factor"}
 MARKS |= {"schedule": "last_epoch"}
 
 
 @dataclass(kw_only=True)
 class Saved(Event):
-    """torch.save() has written weights."""
+    """torch.save() has written a file that contains weights."""
 
     limit: ClassVar[int] = 200
     path: str | None
-    whole: int  # weights of the job's networks that it has, by name
-    missing: list[str]  # weights and buffers of the same network that it has not
-    taken: int | None  # after which step state_dict() was called, if they changed since
-    live: bool  # some are the network's own tensors, but not from state_dict()
+    whole: int  # number of the job's weights in the file, matched by name
+    missing: list[str]  # weights and buffers that the file lacks
+    taken: int | None  # the step of an earlier state_dict(), if weights changed since
+    live: bool  # the file has a network's own tensors, but not from state_dict()
     wrapped: bool  # the weights have DDP's or torch.compile's names
-    holds: list[str]  # other states: optimizer, schedule, scaler
-    has: list[str]  # those of the job
-    counts: bool  # a number of epochs or steps
-    overwrites: bool  # the file was there, and this process had written it
-    others: int  # older files with weights of this process that are still there
+    holds: list[str]  # the file's other states: optimizer, schedule, scaler
+    has: list[str]  # the job's other states
+    counts: bool  # the file contains a number of epochs or steps
+    overwrites: bool  # the file existed, and this process had written it
+    others: int  # number of this process's older files with weights that still exist
     place: str
 
 
 class Checkpoints(Watcher):
-    """Records what is in files that are saved and loaded."""
+    """Records the contents of files that the script saves or loads."""
 
     def __init__(self):
         self.weights = set()  # paths of files with weights
-        self.states = set()  # what the job has
-        self.taken = None  # by tensors of state_dict(): see take()
-        self.loads = 0  # calls of load_state_dict()
+        self.states = set()  # the job's states
+        self.taken = None  # tensors of state_dict(): see take()
+        self.loads = 0  # number of load_state_dict() calls
         self.given = None  # what torch.distributed.checkpoint is about to save
 
     def hooks(self) -> None:
@@ -70,7 +70,7 @@ class Checkpoints(Watcher):
     # --- what the job has ---
 
     def audit(self, name: str, args: tuple) -> None:
-        """Follow the files that are copied and renamed."""
+        """Follow files that the script copies or renames."""
         if name in ("shutil.copyfile", "os.rename"):
             with contextlib.suppress(Exception):
                 source, target = (os.path.abspath(os.fsdecode(x)) for x in args[:2])
@@ -100,7 +100,7 @@ class Checkpoints(Watcher):
                 self.states.add(f"optimizer ({type(optimizer).__name__}.{name})")
 
     def take(self, call, module, *args, **kwargs):
-        """Record when state_dict() returned tensors: they are the network's own."""
+        """Record when state_dict() returned the network's own tensors."""
         from torch.utils.weak import WeakIdKeyDictionary
 
         result = call(module, *args, **kwargs)
@@ -151,7 +151,7 @@ class Checkpoints(Watcher):
         return result
 
     def content(self, obj) -> dict:
-        """Return what an object that is saved contains; {} if it has no weights."""
+        """Return what a saved object contains, or {} if it has no weights."""
         found, known = [*dictionaries(obj)], {}
         if not (states := [one for one in found if is_state(one)]):
             return {}
@@ -201,7 +201,7 @@ def dictionaries(value, depth: int = 0):
 
 
 def has(found: list[dict], mark: str) -> bool:
-    """Return whether one of the dictionaries is that of an optimizer, for example."""
+    """Return whether one of the dictionaries is, for example, an optimizer's."""
     keys = {str(key) for one in found for key in one}
     return any(key.startswith((f"{mark}.", mark)) for key in keys)  # or flattened
 
@@ -223,7 +223,7 @@ def floats(state) -> list:
 
 
 def is_state(one: dict) -> bool:
-    """Return whether a dictionary holds weights, such as one from state_dict()."""
+    """Return whether a dictionary contains weights, as one from state_dict() does."""
     found = floats(one)
     return bool(found) and 2 * len(found) >= len(one)
 
@@ -234,7 +234,7 @@ def parts(tensor) -> bool:
 
 
 def bare(name) -> str:
-    """Return a weight's name without those of the networks that wrap its network."""
+    """Return a weight's name without the prefixes of wrappers such as DDP."""
     for prefix in (*PREFIXES, *PREFIXES):
         name = str(name).removeprefix(prefix)
     return name
@@ -244,7 +244,7 @@ def bare(name) -> str:
 
 
 def checkpoints(job) -> list[tuple[str, list[Saved]]]:
-    """Return the saves of weights by path; raise NotJudged if there are none."""
+    """Return {path: events of saved weights}; raise NotJudged if there are none."""
     found = {}
     for one in job.of(Saved):
         found.setdefault(one.path or "", []).append(one)

@@ -48,7 +48,7 @@ def reduced_again(job):
     for row in zip(*(process.of(Call) for process in job.processes), strict=False):
         one, values = row[0], [x.value for x in row]
         if one.name == "all_reduce" and None not in values and len(row) > 1:
-            total = last.get(one.place, max(values) + 1)  # that the last call returned
+            total = last.get(one.place, max(values) + 1)  # what the last call returned
             grows = 2 * total >= max(values) >= min(values) >= 0.999 * total > 0
             run[one.place] = run[one.place] + 1 if grows else 0
             found[one.place] += run[one.place] > 1  # the second call: equal to a sum

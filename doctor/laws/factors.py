@@ -17,11 +17,8 @@ def summed(job, breach):
     Divide by the world size once. DDP and Horovod do that; all_reduce() does not.
     Not a mistake if: the learning rate accounts for it.
     """
-    kind, found = breach.facts or ("", [])
-    size = len(job.processes)
-    if kind == "off":
-        return Breach(breach.what)
-    if kind != "factor":
+    found, size = breach.facts, len(job.processes)
+    if not found:
         return None
     scale = found[0].row[0].passes[-1]["scale"]
     if scale not in (None, 1) and near(found[0].factor, scale):
@@ -54,8 +51,8 @@ def summed_loss(job, breach):
     step as one process with a batch of N x B.
     Not a mistake if: the learning rate accounts for it.
     """
-    kind, found = breach.facts or ("", [])
-    if kind != "factor" or not near(median(x.factor for x in found), 1):
+    found = breach.facts
+    if not found or not near(median(x.factor for x in found), 1):
         return None
     tied, plain, rows, size = [], [], set(), len(job.processes)
     for entry in (one.row[0].passes[-1] for one in found):
@@ -85,16 +82,15 @@ def loss_scale(job, breach):
     With n micro-batches, divide each one's mean loss by n. DDP averages over ranks.
     Not a mistake if: the learning rate accounts for it, or the factor is intended.
     """
-    kind, found = breach.facts or ("", [])
-    counts, size = Counter(), len(job.processes)
-    for one in found if kind == "factor" else ():
+    found, counts, size = breach.facts or (), Counter(), len(job.processes)
+    for one in found:
         passes, values = one.row[0].passes, totals(one)
         means = {"mean" in x.kind for entry in passes for x in known(entry)}
         if not values or means != {True} or not near(one.factor, 1):
             continue
         if is_right(one) or len({entry["place"] for entry in passes}) > 1:
             continue
-        count = len(passes)
+        count, single = len(passes), len(known(passes[0])) == 1
         value, whole = values[0] / count, values[1] / count
         known_factors = {
             f"is not divided by {count}": 1,
@@ -102,21 +98,16 @@ def loss_scale(job, breach):
             f"is divided by {size}, the world size": 1 / count / size,
             f"is multiplied by {size}, the world size": size / count,
         }
-        fits = {
-            how: any(near(x, number, 0.002) for x in (value, whole))
-            for how, number in known_factors.items()
-        }
-        first, single = known(passes[0])[0], len(known(passes[0])) == 1
-        half = count == 1 and first.kind == "other mean"  # half a mean of squares
-        how = next((how for how, fit in fits.items() if fit), "")
-        if half or (not single and not near(whole, 1 / count / size, 0.002)):
-            how = ""
-        what = f"a step has {count} passes, each with a mean loss that "
-        what = what if count > 1 else "a step has a mean loss that "
-        other = f"is multiplied by {value:.4g}" if single else ""
-        if how or other:
-            counts[what + (how or other), bool(how)] += 1
-    for (what, how), steps in counts.most_common(1):
+        if count == 1 and known(passes[0])[0].kind == "other mean":
+            continue  # half a mean of squares is usual
+        if not (single or near(whole, 1 / count / size, 0.002)):
+            continue
+        for how, number in known_factors.items():
+            if any(near(x, number, 0.002) for x in (value, whole)):
+                counts[how, count] += 1
+                break
+    for (how, count), steps in counts.most_common(1):
         if steps >= 0.3 * len(found):
-            return Breach(what, level=RISK if how else NOTE)
+            what = f"a step has {count} passes, each with a mean loss that {how}"
+            return Breach(what if count > 1 else f"a step has a mean loss that {how}")
     return None

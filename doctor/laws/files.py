@@ -20,7 +20,7 @@ CACHES = "cache", ".lock", "__pycache__"
 
 @dataclass(kw_only=True)
 class Opened(Event):
-    """A file has been opened to write into it, or torch.save() has written it."""
+    """The process has opened a file for writing, or torch.save() has written it."""
 
     limit: ClassVar[int] = 300
     path: str
@@ -35,7 +35,7 @@ class Files(Watcher):
         sys.addaudithook(self.audit)  # also sees an open() that a class has kept
 
     def audit(self, name: str, args: tuple) -> None:
-        """Follow the process's files; Python calls this for every such event."""
+        """Record the process's files; Python calls this method for all audit events."""
         if name == "open" and isinstance(args[2], int) and args[2] & WRITES:
             with contextlib.suppress(Exception):
                 self.opened(args[0])
@@ -58,12 +58,12 @@ class Files(Watcher):
 
 
 def base(path: str | None) -> str:
-    """Return a file's name, as a finding shows it."""
+    """Return a file's name for a finding."""
     return os.path.basename(path or "a file")
 
 
 def plural(count: int) -> str:
-    """Return the end of a noun."""
+    """Return the ending of a noun's singular or plural."""
     return "s" * (count != 1)
 
 
@@ -76,7 +76,7 @@ def several_write(job):
     """
     several(job)
     files, shared = {}, []
-    for process in job.processes:  # paths are of a host
+    for process in job.processes:  # each host has its own paths
         host = process.of(Start)[0].host
         for one in process.of(Opened):
             files.setdefault((host, one.path), []).append(one)

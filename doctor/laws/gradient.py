@@ -275,15 +275,6 @@ def leaked_passes(job):
     """
     for process in job.processes[:1]:
         steps = [one for one in process.of(Update) if one.passes]
-        for one in steps:
-            last = max(x["begun"] for x in one.passes)
-            old = [x for x in one.passes if x["used"] is not None and x["used"] < last]
-            if old:
-                what = f"step {one.step + 1} adds the pass at {old[0]['place']}, which "
-                what += f"another optimizer used in step {old[0]['used'] + 1}"
-                mend = "Call this optimizer's zero_grad() before its backward pass."
-                yield Breach(what, one.passes[-1]["place"], mend=mend)
-                return
         for optimizer in {one.optimizer for one in steps}:
             own = [one for one in steps if one.optimizer == optimizer]
             usual = median(len(one.passes) for one in own)

@@ -1,4 +1,4 @@
-"""Law 6: every weight lives. Which layers run, and in which modes."""
+"""Law 6: every weight lives. Records which layers run, and in which modes."""
 
 import weakref
 from dataclasses import dataclass, field
@@ -20,20 +20,20 @@ class Ran:
     place: str
     cut: bool = False  # its results need no gradient
     returned: bool = False  # the module around it returns its results
-    modes: dict[str, set] = field(default_factory=dict)  # steps, if it has modes
+    modes: dict[str, set] = field(default_factory=dict)  # mode -> steps
 
 
 @dataclass(kw_only=True)
 class Padded(Event):
-    """An embedding with padding_idx gets sequences of ids."""
+    """An embedding with padding_idx is called with sequences of ids."""
 
     limit: ClassVar[int] = 20
-    name: str  # of its weight
+    name: str  # the weight's name
     row: int  # padding_idx
-    reads: int  # of this row
+    reads: int  # number of reads of this row
     sequences: int
-    inside: int  # in how many sequences the row is read between other rows
-    columns: list[int]  # where another row follows there
+    inside: int  # number of sequences that read the row between other rows
+    columns: list[int]  # positions at which another row follows there
 
 
 class Layers(Watcher):
@@ -53,7 +53,7 @@ class Layers(Watcher):
         self.outer = weakref.ref(network)
 
     def before(self, module, inputs) -> None:
-        """Record when a module first runs, and a layer's mode."""
+        """Record in which step a module first runs, and a layer's mode."""
         if not recorder.watching or not runs_normally():
             return
         import torch
@@ -65,7 +65,7 @@ class Layers(Watcher):
         if kind(module):
             mode = "train" if module.training else "eval"
             if mode == "eval" and getattr(self.outer(), "training", False):
-                mode = "fixed"  # only this part is in evaluation mode
+                mode = "fixed"  # only this layer evaluates
             mode += "" if torch.is_grad_enabled() else " without gradients"
             known.modes.setdefault(mode, set()).add(recorder.step)
         if isinstance(module, torch.nn.Embedding) and torch.is_grad_enabled():
@@ -73,7 +73,7 @@ class Layers(Watcher):
                 self.padded(module, inputs[0])
 
     def padded(self, module, ids) -> None:
-        """Record where sequences have the padding's id."""
+        """Record where sequences contain the padding's id."""
         if recorder.full(Padded):
             return
         ids = ids.reshape(-1, ids.shape[-1] if ids.dim() > 1 else 1)
@@ -113,7 +113,7 @@ class Layers(Watcher):
             self.hook.remove()
 
     def loose(self, known: set[int]) -> list[tuple]:
-        """Return weights of modules that run, but of no network, and how they ran."""
+        """Return weights of modules that run outside all networks, and how they ran."""
         modules = [(ran.module(), ran) for ran in [*self.ran.values()]]
         return [
             (f"{name} of {type(module).__name__}", weight, ran)
@@ -125,7 +125,7 @@ class Layers(Watcher):
 
 
 def networks() -> list[dict]:
-    """Return the modules of each outermost network, by name."""
+    """Return {name: module} of each outermost network."""
     return [dict(one.named_modules()) for one in [*Moments.here.networks]]
 
 

@@ -1,4 +1,4 @@
-"""Law 5: a step is the mean over all samples. What the graph of a loss shows."""
+"""Law 5: a step is the mean over all samples. Reads the graphs of losses."""
 
 import math
 import sys
@@ -16,23 +16,23 @@ PASSED = "View", "Reshape", "Squeeze", "Unsqueeze", "ToCopy", "Alias", "Clone", 
 RECEIVE = """all_gather all_gather_into_tensor all_gather_single all_to_all scatter
     all_to_all_single broadcast all_reduce reduce_scatter reduce_scatter_tensor
     allgather allreduce allreduce_ broadcast_""".split()
-NODES = 2000  # of a graph that are looked at
-FIRST = 4  # steps whose graphs are searched for the user's own functions
+NODES = 2000  # most nodes of a graph to read
+FIRST = 4  # number of steps whose graphs doctor searches for the user's functions
 
 
 class Term(NamedTuple):
     """A term of a loss: a factor times a mean or a sum."""
 
     factor: float
-    kind: str  # mean, other mean (half a mean of squares is usual), sum, or "": unknown
+    kind: str  # mean, other mean (often half the mean of squares), sum, or "": unknown
     rows: float = 0  # targets, or the first dimension of what is averaged or summed
-    each: float = 1  # numbers in a row
-    inner: float = 1  # how many numbers are summed in each of these
+    each: float = 1  # numbers per row
+    inner: float = 1  # how many values are summed in each of these numbers
     weighted: bool = False  # rows is the sum of the targets' class weights
 
 
 class Losses(Watcher):
-    """Reads from the graph of each loss how it is summed and divided."""
+    """Reads from each loss's graph how the script sums and divides the loss."""
 
     def __init__(self):
         self.sums, self.received, self.printed = [], [], False
@@ -61,9 +61,9 @@ class Losses(Watcher):
         given = [*arguments[:2], *options.values()]
         flat = [y for x in given for y in (x if isinstance(x, list) else [x])]
         own = [x for x in flat if isinstance(x, torch.Tensor)][-1:]
-        if own and own[0].numel() == 1:  # perhaps the loss, to print it
+        if own and own[0].numel() == 1:  # perhaps the loss, for printing
             self.printed = True
-        # One dimension: losses of a batch, which many scripts gather to print
+        # Many scripts gather a batch's losses (one dimension) to print them
         if own and own[0].is_floating_point() and own[0].dim() > 1 and not in_torch():
             tracks = own[0].requires_grad and torch.is_grad_enabled()
             gathers = name.startswith("all_gather")
@@ -110,7 +110,7 @@ class Losses(Watcher):
 
 
 def in_torch() -> bool:
-    """Return whether a layer of PyTorch, such as SyncBatchNorm, calls a collective."""
+    """Return whether one of PyTorch's layers (SyncBatchNorm) calls the collective."""
     frame = sys._getframe(1)
     while frame:
         if frame.f_code.co_filename.endswith("torch/nn/modules/_functions.py"):
@@ -136,7 +136,7 @@ def has_own_function(root) -> bool:
 
 
 def children(node) -> list:
-    """Return the nodes of a graph that a node's gradient goes to."""
+    """Return the nodes to which a node passes gradients."""
     return [x for x, _ in getattr(node, "next_functions", ()) if x is not None]
 
 
@@ -163,7 +163,7 @@ def terms(node, factor: float = 1.0, depth: int = 0) -> Iterator[Term]:
 
 
 def multiple(node) -> float | None:
-    """Return the number by which a node multiplies, or None."""
+    """Return the constant by which a node multiplies, or None."""
     name = type(node).__name__
     if not name.startswith(("DivBackward", "MulBackward")):
         return None
@@ -176,7 +176,7 @@ def multiple(node) -> float | None:
 
 
 def outer(node) -> list[float]:
-    """Return the last numbers by which a whole loss has been multiplied."""
+    """Return the last constants by which a whole loss was multiplied."""
     found = []
     while len(found) < 3 and (value := multiple(node)) is not None:
         found.append(value)
@@ -185,7 +185,7 @@ def outer(node) -> list[float]:
 
 
 def target(root):
-    """Return the target of the first usual loss in a graph, or None."""
+    """Return the target of the first PyTorch loss in a graph, or None."""
     waiting = [root]
     for node in waiting:
         if type(node).__name__.startswith(MEANS) and hasattr(node, "_saved_target"):
@@ -196,7 +196,7 @@ def target(root):
 
 
 def stacked(node, count: int, depth: int = 0) -> bool:
-    """Return whether a node's numbers are computed one by one from stacked losses."""
+    """Return whether a node computes its numbers one by one from stacked losses."""
     name, inner = type(node).__name__, children(node)
     if name.startswith(("Stack", "Cat")):
         return len(inner) == count
@@ -205,13 +205,13 @@ def stacked(node, count: int, depth: int = 0) -> bool:
 
 
 def sizes(node) -> tuple[int, ...]:
-    """Return the shape of what a node averages or sums."""
+    """Return the shape of the tensor that a node averages or sums."""
     shape = getattr(node, "_saved_self_sym_sizes", None)
     return tuple(shape if shape is not None else node._saved_self.shape)
 
 
 def averaged(node, name: str, factor: float, shape: tuple, inner) -> Term:
-    """Return the term of a mean or a sum."""
+    """Return the Term of a node that computes a mean or a sum."""
     kind = {1: "other mean", 2: "sum"}.get(getattr(node, "_saved_reduction", 1), "")
     if name.startswith("Nll"):
         target, each = node._saved_target, node._saved_weight
@@ -232,7 +232,7 @@ def averaged(node, name: str, factor: float, shape: tuple, inner) -> Term:
             if ones and float(gaps.max()) <= 1e-6 * abs(top):
                 factor, rows, count = factor * top, ones, ones
             elif float(mask.min()) >= 0 and top < 1:
-                kind = ""  # perhaps each term has been divided by some number
+                kind = ""  # each term may have its own divisor
     while type(inner).__name__.startswith(("Neg", "MaskedFill", *PASSED)):
         inner = children(inner)[0]
     before = type(inner).__name__
@@ -246,12 +246,12 @@ def averaged(node, name: str, factor: float, shape: tuple, inner) -> Term:
         target = inner._saved_target
         rows = count = int((target != inner._saved_ignore_index).sum())
     if len(shape) == 1 and stacked(inner, rows):
-        kind = ""  # of several losses, weighted one by one
+        kind = ""  # several losses with individual weights
     return Term(factor, kind, rows, count / max(1, rows), width)
 
 
 def mask_of(node):
-    """Return the tensor without a gradient that a product contains, or None."""
+    """Return the factor of a product that needs no gradient, or None."""
     if type(node).__name__ != "MulBackward0":
         return None
     (one, _), (other, _) = node.next_functions
@@ -262,17 +262,17 @@ def mask_of(node):
 
 
 def known(entry: dict) -> list[Term]:
-    """Return the means and sums that a pass's loss is made of, without its scale."""
+    """Return the means and sums that make up a pass's loss, without the loss scale."""
     found = [Term(*one) for one in entry.get("terms", ())]
     scale = entry["scale"] or 1
     return [x._replace(factor=x.factor / scale) for x in found if x.kind]
 
 
 def factors(entry: dict) -> list[float]:
-    """Return by what the mean loss of a pass may be multiplied, as it can be read.
+    """Return the possible factors of a pass's mean loss, if doctor can read them.
 
-    That is the factor of the first term, or that of the first ones or all together. A
-    sum is a mean times the number of what is summed.
+    These are the factor of the first term, of the first terms together, and of all
+    terms together. A sum is a mean times the number of summands.
     """
     if not (found := known(entry)):
         return []
@@ -283,7 +283,7 @@ def factors(entry: dict) -> list[float]:
 
 
 def by_share(one: Update) -> list[dict]:
-    """Return the passes of a step; only one if their gradients were summed."""
+    """Return the passes of a step, or only one pass if their gradients were summed."""
     if len(one.local) == len(one.passes):
         return one.passes
     terms = [

@@ -3,7 +3,7 @@
 from collections import Counter
 from statistics import median
 
-from ..law import NOTE, RISK, Breach, NotJudged, check, explains, need
+from ..law import NOTE, RISK, Breach, NotJudged, check, need
 from .gradient import (
     Fit,
     fits,
@@ -111,31 +111,28 @@ def mean_gradient(job):
     if len(uneven) > 0.2 * total:
         flat = [sum(x.shares, []) for x in uneven]
         same = sum(alike([flat[0], x], 0.05) for x in flat)
-        what = shares_of(uneven, total)
+        what, mend = shares_of(uneven, total), ""
         if same < max(2, len(uneven) / 2):
             if not all(map(scaled_down, uneven)):  # as in Adasum
                 raise NotJudged(f"{what}; in other steps, they differ")
-            yield Breach(what, place, facts=("scaled", uneven))
-            return
-        yield Breach(what, place, facts=("shares", uneven))
+            mend = "Average the gradients first, then clip the average."
+        yield Breach(what, place, mend=mend)
         return
     strange = [x for x in found if not x.solved and len(x.off) > 0.2 * x.count]
     if len(strange) > 0.2 * total:
         what = "the gradients used are not a multiple of the mean of the ranks' own"
-        text = f"in {len(strange)} of {total} steps, {what}"
-        yield Breach(text, place, level=NOTE)
-        raise NotJudged(what)
+        raise NotJudged(f"in {len(strange)} of {total} steps, {what}")
     off = Counter(name for one in found for name in one.off)
     if off := [name for name, steps in off.items() if steps > total / 2]:
         what = f"{len(off)} weights use a different multiple of the ranks' gradients "
-        yield Breach(f"{what}than the others: {listed(off)}", place, facts=("off", off))
+        yield Breach(f"{what}than the others: {listed(off)}", place)
         return
     right = [x for x in found if is_right(x)]
     ratio = median(x.factor for x in found)
     if len(right) < 0.8 * total:
         readable = [x for x in found if totals(x)]
         if len(readable) > total / 2 or not near(ratio, 1):
-            yield Breach("", place, facts=("factor", found))
+            yield Breach("", place, facts=found)
         raise NotJudged(unread(found, ratio))
     for one in rows:
         for entry in one[0].passes:
@@ -144,11 +141,9 @@ def mean_gradient(job):
                 raise NotJudged(f"{text} is not seen")
     wrong = [x for x in found if totals(x) and x not in right]
     if wrong:
-        one, value = wrong[0], totals(wrong[0])[0]
-        what = f"in {len(wrong)} of {total} steps, samples count {value:.2f} x as much "
-        what += f"(step {one.row[0].step + 1}, of {len(one.shares[0])} passes)"
-        yield Breach(what, place, level=NOTE)
-        raise NotJudged(f"the steps' samples count differently: {what}")
+        value = totals(wrong[0])[0]
+        text = f"in {len(wrong)} of {total} steps, samples count {value:.2f} x as much"
+        raise NotJudged(text)
     uneven = [any(unequal(weights(x, n)) for n in range(20)) for x in right]
     if sum(uneven) > len(right) / 2:
         text = "the losses are means over different numbers of targets"
@@ -157,9 +152,6 @@ def mean_gradient(job):
     text += f"of {size} ranks' own gradients"
     if not near(ratio, 1):
         text += f", and their losses are divided by {ratio:g} to match"
-    if total := total_of(right[0]):
-        text += f", each divided by 1/{size} of a sum over all ranks ({total:g} in "
-        text += f"step {right[0].row[0].step + 1})"
     yield text
 
 
@@ -190,39 +182,6 @@ def unread(found: list[Fit], ratio: float) -> str:
         text = f"the loss has a factor of {terms[0].factor:.4g} in each of {count} pass"
         return f"{text}{'es' * (count > 1)}"
     return f"how the loss at {entry['place']} averages its samples could not be read"
-
-
-@explains(mean_gradient, read="lesson 7")
-def summed_again(job, breach):
-    """Each micro-batch's all_reduce() sums gradients that are already summed.
-
-    Call all_reduce() once per step, after the last backward pass.
-    """
-    kind, found = breach.facts or ("", [])
-    calls = [one.row[0].calls for one in found] if kind == "shares" else []
-    if calls and min(calls) > 1:
-        what = f"all_reduce() gets the same gradient {max(calls)} times per step: "
-        return Breach(what + breach.what, breach.place)
-    return None
-
-
-@explains(mean_gradient, read="lesson 3")
-def clipped_apart(job, breach):
-    """Each rank scales its own gradient before the average, as clipping does.
-
-    Average the gradients first, then clip the average: its norm is equal on all ranks.
-    Not a mistake if: each rank's gradient is meant to be limited, as in private SGD.
-    """
-    kind, found = breach.facts or ("", [])
-    if kind != "scaled":
-        return None
-    one = found[0]
-    told = [
-        f"{len(one.shares) * x[0]:.2f} on rank {n}" for n, x in enumerate(one.shares)
-    ]
-    what = f"in {len(found)} steps, each rank scales its own gradient by a different "
-    what += f"factor before the average (in step {one.row[0].step + 1}: "
-    return Breach(f"{what}{', '.join(told)}), as clipping does")
 
 
 def shared(found: list[Fit]) -> list[float]:
@@ -274,8 +233,9 @@ def gathered_without_gradient(job):
 def unequal_means(job):
     """The targets of a step have different weights.
 
-    Sum the losses (reduction="sum"), and divide by the number of targets of all passes
-    on all ranks (DDP averages over ranks: multiply by the world size).
+    Sum the losses (reduction="sum"), and divide by the number (or the class weights) of
+    the targets of all passes on all ranks: all-reduce it, and multiply by the world
+    size, because DDP averages over ranks.
     Not a mistake if: each batch should have the same weight.
     """
     seen = []
@@ -291,25 +251,17 @@ def unequal_means(job):
     need(seen, "no losses with known numbers of targets were seen")
     found = [(one, heavy) for one, differ, heavy in seen if differ]
     if len(found) > len(seen) / 2:
-        what = f"in {len(found)} of {len(seen)} steps, losses are means over different "
-        what += "numbers of targets, but have equal weights"
-        mend, (one, heavy) = "", found[0]
-        passes = [entry for rank in one.row for entry in rank.passes]
-        if counted(passes):
-            each = [f"{1 / abs(known(x)[0].factor):.4g}" for x in passes[:4]]
-            what = f"in {len(found)} of {len(seen)} steps, each rank divides its sum "
-            what += f"of losses by a number of its own ({', '.join(each)} in step "
-            what += f"{one.row[0].step + 1})"
-            mend = "All-reduce this number, divide by it, and multiply by the world "
-            mend += "size (DDP averages over ranks)."
+        one, heavy = found[0]
+        first = [known(x)[0] for rank in one.row for x in rank.passes][:4]
+        what = "losses are means over different numbers of targets, but have equal "
+        what += "weights"
+        if first[0].kind == "sum":
+            each = ", ".join(f"{1 / abs(x.factor):.4g}" for x in first)
+            what = "each rank divides its sum of losses by a number of its own "
+            what += f"({each} in step {one.row[0].step + 1})"
         elif heavy:
-            sums = [known(entry)[0].rows for entry in passes]
-            what = f"in {len(found)} of {len(seen)} steps, each loss is divided by the "
-            what += "sum of the class weights of its own targets "
-            what += f"({', '.join(f'{x:.4g}' for x in sums[:4])} in step "
-            what += f"{one.row[0].step + 1})"
-            mend = (
-                'Use reduction="sum", all-reduce weight[target].sum(), divide by it, '
-            )
-            mend += "and multiply by the world size (DDP averages over ranks)."
-        yield Breach(what, one.row[0].passes[0]["place"], mend=mend)
+            each = ", ".join(f"{x.rows:.4g}" for x in first)
+            what = "each loss is divided by the sum of the class weights of its own "
+            what += f"targets ({each} in step {one.row[0].step + 1})"
+        text = f"in {len(found)} of {len(seen)} steps, {what}"
+        yield Breach(text, one.row[0].passes[0]["place"])

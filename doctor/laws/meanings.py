@@ -1,4 +1,4 @@
-"""Law 2: ranks are exchangeable. How targets depend on inputs."""
+"""Law 2: ranks are exchangeable. Compares how targets depend on inputs."""
 
 from itertools import combinations
 from math import isfinite, prod, sqrt
@@ -11,7 +11,7 @@ from ..neighbours import Input
 from .ranks import LAW, Targets
 from .samples import datasets_differ
 
-FEWEST = 8  # samples that have a token, or a class
+FEWEST = 8  # least number of samples with a token or a class
 Samples = list[tuple[dict[int, float], float]]  # features and a target
 
 
@@ -31,7 +31,7 @@ def meanings_differ(job):
         if len(cells) < 10:
             raise NotJudged("too few samples of each class were seen")
         rows = [related(x, cells) for x in own]
-        # If inputs and targets were independent, these would be standard normal numbers
+        # These are standard normal numbers if inputs and targets are independent
         sizes = [sum(x * x for x in row) for row in rows]
         if min(map(pstdev, rows)) == 0:
             continue
@@ -50,7 +50,7 @@ def meanings_differ(job):
 
 
 def samples(process: Process) -> Samples:
-    """Return the distinct samples that a rank's network and losses got together."""
+    """Return a rank's distinct samples, as (features, target)."""
     found, targets = {}, {}
     for one in process.of(Targets):
         targets.setdefault(one.step, []).append(one)
@@ -67,7 +67,7 @@ def samples(process: Process) -> Samples:
 
 
 def common(*ranks: Samples) -> list[tuple]:
-    """Return the pairs of a feature and a class that can be compared."""
+    """Return the pairs (feature, class) that the ranks' samples allow to compare."""
     features, classes = [], []
     for own in ranks:
         counts, targets, seen = {}, {}, {}
@@ -87,7 +87,7 @@ def common(*ranks: Samples) -> list[tuple]:
 
 
 def related(own: Samples, cells: list[tuple]) -> list[float]:
-    """Return how each pair's feature and class are correlated, times sqrt(samples)."""
+    """Return the correlation of each pair's feature and class, times sqrt(samples)."""
     sums, squares, both, classes = {}, {}, {}, {}
     for values, target in own:
         classes[target] = classes.get(target, 0) + 1
@@ -105,7 +105,7 @@ def related(own: Samples, cells: list[tuple]) -> list[float]:
 
 
 def beyond(own: Samples, cells: list[tuple], size: float) -> float:
-    """Return by how many standard errors targets are related to inputs."""
+    """Return the relation of targets to inputs, in standard errors."""
     order, sizes, targets = Random(0), [], [target for _, target in own]
     for _ in range(24):
         order.shuffle(targets)

@@ -44,7 +44,6 @@ class Call(Event):
     name: str
     sent: str  # how many numbers of which type, and from or to which rank
     place: str
-    weight: str = ""  # whose gradient or value is sent
     value: float | None = None  # sum of absolute values, if the tensor is small
     chosen: dict[str, str] = field(default_factory=dict)  # see variables.chosen()
     passes: int = 0  # networks' calls that have ended
@@ -54,8 +53,7 @@ class Meeting(Watcher):
     """Records collectives."""
 
     def __init__(self):
-        self.weights = {}  # names of gradients, by address
-        self.counts, self.built, self.passes = Counter(), Counter(), 0
+        self.counts, self.passes = Counter(), 0
 
     def hooks(self) -> None:
         from torch.distributed.algorithms.join import Join
@@ -92,37 +90,26 @@ class Meeting(Watcher):
             with contextlib.suppress(Exception):  # no source, for example
                 one.chosen = chosen(sys._getframe())
         if plain and recorder.watching:
-            one.weight = self.weight(tensors[0])
             few = (
                 tensors[0].numel() <= 64
                 or COUNTS >= tensors[0].numel() > 0
                 and (tensors[0].dim() == 2 or not tensors[0].is_floating_point())
             )
-            if few and not one.weight and self.counts[where] < 99:
+            if few and self.counts[where] < 99 and not gradient(tensors[0]):
                 one.value = float(tensors[0].detach().double().abs().sum())
         recorder.write(one)
-
-    def weight(self, tensor) -> str:
-        """Return the name of the weight of which a tensor is the gradient, or ""."""
-        if not self.known(tensor) and self.built[recorder.step] < 8:
-            self.built[recorder.step] += 1
-            self.weights = {}
-            for number, weight in [*Moments.here.known.values()]:
-                own = weight()
-                if own is not None and own.grad is not None:
-                    name = f"{Moments.here.name(own)} (weight {number + 1})"
-                    self.weights[own.grad.data_ptr()] = name, weight
-        return self.weights[tensor.data_ptr()][0] if self.known(tensor) else ""
-
-    def known(self, tensor) -> bool:
-        """Return whether a tensor is, still, the gradient of a weight."""
-        own = self.weights.get(tensor.data_ptr(), ("", lambda: None))[1]()
-        grad = None if own is None else own.grad
-        return grad is not None and grad.data_ptr() == tensor.data_ptr()
 
     def ending(self, call, context):
         recorder.write(Call(name="join", sent="", place=""))
         return call(context)
+
+
+def gradient(tensor) -> bool:
+    """Return whether a tensor is the gradient of a weight."""
+    known = [weight() for _, weight in [*Moments.here.known.values()]]
+    found = [one.grad for one in known if one is not None and one.grad is not None]
+    plain = [one for one in found if not (one.is_sparse or tensor.is_sparse)]
+    return any(one.data_ptr() == tensor.data_ptr() for one in plain)
 
 
 def errors(job) -> list[Failed]:
@@ -248,11 +235,6 @@ def collectives_differ(job):
             if any(one.name == "destroy_process_group" for one in calls):
                 mend = LEAVES
             yield Breach(what, calls[0].place, mend=mend)
-            return
-        if all(one.weight for one in calls) and len({one.weight for one in calls}) > 1:
-            what = f"for collective call {number}, {calls[0].name}() gets the gradient "
-            told = [f"of {one.weight} on rank {one.rank}" for one in calls[:4]]
-            yield Breach(what + ", ".join(told), calls[0].place, mend=ORDER)
             return
     if found := mixed(rows):
         yield Breach(*found, mend=ORDER)

@@ -4,7 +4,7 @@ from collections import Counter
 from itertools import pairwise
 
 from ..job import Job
-from ..law import NOTE, WRONG, Breach, NotJudged, check, need, several
+from ..law import WRONG, Breach, NotJudged, check, need, several
 from ..moments import Step
 from ..reads import Feed, feeds, laps, loaded
 from .randomness import Draw
@@ -46,16 +46,12 @@ def same_order(job):
         elif (first and first[0].shuffles) or (known and flat != sorted(flat)):
             mend = "" if first and first[0].divides else mend
             yield Breach(what, where(job), mend=mend)
-        else:
-            yield Breach(what, where(job), level=NOTE, mend=mend)
         return
-    for number, (one, other) in enumerate(pairwise(marks(job))):
+    for number, (one, other) in enumerate(pairwise(marks(job) if kept else ())):
         if one == other and tells(one):
             what = f"epochs {number} and {number + 1} have {len(one)} samples per rank "
             what += "with the same labels or other whole numbers in the same order"
-            what += kept
-            level, mend = (WRONG, SHARE) if kept else (NOTE, "")
-            yield Breach(what, where(job), level=level, mend=mend)
+            yield Breach(what + kept, where(job), mend=SHARE)
             return
 
 

@@ -2,7 +2,6 @@
 
 import re
 import weakref
-from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -36,7 +35,6 @@ class Update(Event):
     lost: list[str]  # lines of passes whose gradients were cleared before the step
     stale: list[str]  # weights that still had the gradients of an earlier step
     clips: list[dict]  # see Passes.clip()
-    calls: int  # of all_reduce() with the same gradient
     factor: float | None  # FSDP2: of this rank's shards, between backward() and step()
     place: str
 
@@ -65,7 +63,6 @@ class Passes(Watcher):
         self.scale, self.scaler = None, lambda: None
         self.sharded, self.shards = [], None
         self.works = {}  # asynchronous calls that nobody has awaited
-        self.calls = Counter()  # of collectives, by the tensor's address
 
     def hooks(self) -> None:
         import torch
@@ -85,8 +82,6 @@ class Passes(Watcher):
 
     def reduce(self, call, tensor, *args, **kwargs):
         work = call(tensor, *args, **kwargs)
-        if recorder.watching:
-            self.calls[tensor.data_ptr()] += 1
         if work is not None and recorder.watching:
             self.works[id(work)] = tensor.data_ptr(), place()
         return work
@@ -132,7 +127,6 @@ class Passes(Watcher):
             "flag": bool(model.require_backward_grad_sync) if model else None,
             "scale": self.scale,
             "begun": recorder.step,
-            "used": None,  # the first step that used its gradients
         }
         self.passes[self.number] = self.current
         self.forwards, self.scale = [], None
@@ -193,7 +187,6 @@ class Passes(Watcher):
         return call(parameters if single else found, *args, **kwargs)
 
     def on_step(self, optimizer, whole, gradients) -> None:
-        import torch
 
         if not recorder.watching:
             return
@@ -238,8 +231,6 @@ class Passes(Watcher):
                 same = {*one["before"]} >= {*keys}
                 before = flat(before)[1] if same else []
                 clips.append(kept | {"before": before, "passes": done})
-        grads = [one.grad for one in whole if one.grad is not None]
-        grads = [one.data_ptr() for one in grads if one.layout == torch.strided]
         lost = {number for number, key in self.lost.items() if key in keys}
         pairs = zip(stale, nonzero, strict=True)
         update = Update(
@@ -253,18 +244,15 @@ class Passes(Watcher):
             lost=[self.passes[x]["place"] for x in sorted(lost) if x in self.passes],
             stale=[Moments.here.name(one) for one, own in pairs if own],
             clips=clips,
-            calls=max((self.calls[one] for one in grads), default=0),
             factor=factor,
             place=place(),
         )
         recorder.write(update)
-        for one in passes:
-            one["used"] = recorder.step if one["used"] is None else one["used"]
 
     def after_step(self, optimizer, whole) -> None:
         keys = {id(one) for one in whole}
         self.stepped |= keys
-        self.clips, self.calls = [], Counter()
+        self.clips = []
         self.lost = {x: key for x, key in self.lost.items() if key not in keys}
         used = [number for one in self.local.values() for number, _ in one]
         kept = {*used, *self.lost, self.number}

@@ -1,4 +1,4 @@
-"""Law 9: all ranks meet. Ports and files that processes share."""
+"""Law 9: all ranks meet. Checks ports and files that processes share."""
 
 import inspect
 import os
@@ -20,7 +20,7 @@ PORT = "" if SPAWNED else os.environ.get("MASTER_PORT", "")
 
 
 class Places(Watcher):
-    """Records ports and ranks."""
+    """Records the ports and ranks with which processes join groups."""
 
     def hooks(self) -> None:
         import torch.distributed as dist
@@ -75,7 +75,7 @@ def mixed_gradients(job):
 
 
 def part(one: Update, number: int) -> tuple:
-    """Return a few numbers of the gradient of a weight, as it is used."""
+    """Return a few numbers of a weight's gradient, as the step uses it."""
     return tuple(one.part(one.used, number))
 
 
@@ -88,7 +88,7 @@ def file_race(job):
     failed = {one.rank for one in job.of(Failed)}
     for one in errors(job)[:1]:
         if "FileNotFound" in one.text and one.path:
-            # Rank 0 may have been stopped before it wrote the file
+            # Rank 0 may have ended before it wrote the file
             if os.path.exists(one.path) or 0 not in failed:
                 what = f"rank {one.rank} cannot find {os.path.relpath(one.path)}, "
                 what += "which another process "
@@ -118,7 +118,7 @@ def own_port(job):
     Not a mistake if: you never run a second job on this machine.
     """
     for one in job.of(Joins):
-        if 0 < one.own < 32768:  # the system picks free ports above
+        if 0 < one.own < 32768:  # the system chooses higher ports
             what = f"the port is always {one.own}: a second job on this machine fails, "
             yield Breach(f"{what}or joins this one", one.place)
             return

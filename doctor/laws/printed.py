@@ -30,7 +30,6 @@ class Site:
     place: str
     words: str  # of the line, without its numbers
     right: int = 0
-    near: int = 0  # of those, within 1 %
     unknown: int = 0
     fits: list[dict] = field(default_factory=list)  # mistakes that explain a print
 
@@ -113,9 +112,8 @@ def judged(job) -> list[Site]:
                 running.add(key)  # the other prints are of a pass's last batch
                 continue
             site = sites.setdefault(key, Site(number.kind, line.place, words))
-            if known in (True, 0.01):
+            if known is True:
                 site.right += 1
-                site.near += known is not True
             elif known:
                 site.fits.append(known)
             else:
@@ -128,7 +126,7 @@ WHAT |= dict.fromkeys(("loss", "perplexity"), ("loss", "root"))
 
 
 def judge(job, everything: list[Group], line: Printed, number: Number):
-    """Return True for a right number, 0.01 if nearly so, its mistakes, {}, or None.
+    """Return True for a right number, its mistakes, {} if it is unclear, or None.
 
     None means that it is no result of a whole pass, such as a step's loss.
     """
@@ -179,7 +177,7 @@ def judge(job, everything: list[Group], line: Printed, number: Number):
             fits = {name: (line, number, SORT, same[0].right(line.text, line.rank)[0])}
     if fits and number.kind in ("loss", "perplexity"):
         gaps = [abs(number.turned(one[3]) / number.value - 1) for one in fits.values()]
-        return 0.01 if min(gaps) < 0.01 else fits
+        return {} if min(gaps) < 0.01 else fits
     return fits
 
 
@@ -289,8 +287,7 @@ def wrong_number(job):
         where = unknown[0].place
         raise NotJudged(f"{text} could be checked, but not all of those at {where}")
     if not found:
-        near = " within 1 %" * any(one.near for one in sites)
-        yield f"{text} equal the recomputed ones{near}"
+        yield f"{text} equal the recomputed ones"
 
 
 def told(breach: Breach, level: str) -> Breach:

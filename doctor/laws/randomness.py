@@ -8,9 +8,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
 
-from ..draws import MANY, Drawn, Draws, equal_owners, same_draws, same_generators
+from ..draws import (
+    MANY,
+    Drawn,
+    Draws,
+    drawn,
+    equal_owners,
+    same_draws,
+    same_generators,
+    states,
+)
 from ..event import Compiles, Event
-from ..generators import drawn, states
 from ..law import RISK, Breach, Law, NotJudged, check, explains, several
 from ..loaders import Loaders
 from ..meshes import undivided

@@ -22,7 +22,7 @@ from .replicas import other_network_differs
 from .samples import datasets_differ, where
 
 LAW = Law(2, "ranks", "Ranks are exchangeable")
-FEWEST, BATCHES = 20, 8  # passes, and batches of distinct samples
+FEWEST, BATCHES = 20, 8  # least numbers of passes and of distinct batches
 LOSSES = """cross_entropy nll_loss binary_cross_entropy mse_loss l1_loss huber_loss
     smooth_l1_loss binary_cross_entropy_with_logits kl_div ctc_loss
     triplet_margin_loss gaussian_nll_loss poisson_nll_loss""".split()
@@ -30,16 +30,16 @@ LOSSES = """cross_entropy nll_loss binary_cross_entropy mse_loss l1_loss huber_l
 
 @dataclass(kw_only=True)
 class Measured(Event):
-    """Statistics of a batch or of a backward pass, by name."""
+    """Named statistics of a batch or of a backward pass."""
 
     limit: ClassVar[int] = 1000
-    loader: int | None  # None: a backward pass
+    loader: int | None  # None for a backward pass
     values: dict[str, float]
 
 
 @dataclass(kw_only=True)
 class Facts(Event):
-    """Settings of a training pass, by name."""
+    """Named settings of a training pass."""
 
     limit: ClassVar[int] = 1000
     values: dict[str, str]
@@ -48,15 +48,15 @@ class Facts(Event):
 
 @dataclass(kw_only=True)
 class Targets(Event):
-    """A loss has got one target for each sample."""
+    """A loss was called with one target for each sample."""
 
     limit: ClassVar[int] = 400
     count: int
-    values: array  # of the first 64 samples
+    values: array  # targets of the first 64 samples
 
 
 class Ranks(Watcher):
-    """Measures batches, inputs, targets, losses and gradients."""
+    """Records statistics of batches, inputs, targets, losses and gradients."""
 
     def __init__(self):
         self.gradients, self.pending, self.targets, self.facts = {}, [], [], {}
@@ -68,7 +68,7 @@ class Ranks(Watcher):
             wrap(functional, name, partial(self.loss, name))
 
     def keep(self, loader: int | None, values: dict) -> None:
-        """Keep numbers, and tensors of one number, which on_step() reads."""
+        """Store numbers and one-element tensors, which on_step() reads."""
         if values:
             self.pending = [*self.pending[-127:], (loader, values)]
 
@@ -78,7 +78,7 @@ class Ranks(Watcher):
         return call(*args, **kwargs)
 
     def learn(self, where: str, args: tuple, kwargs: dict) -> None:
-        """Remember the arguments of a loss."""
+        """Store the arguments of a loss."""
         for key, value in kwargs.items():
             if isinstance(value, (int, float, str, bool)):
                 self.facts[f"{key} of {where}"] = str(value)
@@ -153,7 +153,7 @@ class Ranks(Watcher):
 
 
 def measured(name: str, tensor) -> dict:
-    """Return statistics of a tensor (N, ...), as tensors of one number; {} for ids."""
+    """Return a tensor's (N, ...) statistics as one-element tensors; {} for ids."""
     if not tensor.dim() or not tensor.numel() or tensor.is_complex():
         return {}
     few, whole = picked(tensor, 2048), not tensor.is_floating_point()
@@ -161,12 +161,12 @@ def measured(name: str, tensor) -> dict:
         if len(few.unique()) == len(few):
             return {}
     found = {f"mean of {name}": few.mean()}
-    if whole:  # for token ids, a mean says little
+    if whole:  # the mean of token ids means little
         found[f"codes of {name}"] = (few * GOLDEN % 1).mean()
         found[f"zeros of {name}"] = (few == 0).double().mean()
     else:
         found[f"spread of {name}"] = few.std(correction=0)
-    if tensor.dim() > 1:  # as padded sequences
+    if tensor.dim() > 1:  # such as padded sequences
         found[f"length of {name}"] = tensor[0].numel()
     return found
 
@@ -175,7 +175,7 @@ def measured(name: str, tensor) -> dict:
 
 
 def series(job) -> dict[str, list[list[float]]]:
-    """Return each measured number in the passes of all ranks: one list per rank."""
+    """Return each statistic in all passes, as one list per rank."""
     found: dict[str, list[dict]] = {}
     for number, process in enumerate(job.processes):
         order = Counter()
@@ -196,7 +196,7 @@ def series(job) -> dict[str, list[list[float]]]:
 
 
 def independent(job) -> float:
-    """Return how many batches' worth of distinct samples each rank has read."""
+    """Return each rank's number of distinct samples, in batches."""
     counts = []
     for process in job.processes:
         own = [x for x in process.of(Batch) if x.loader == process.training]
@@ -210,17 +210,17 @@ def independent(job) -> float:
 
 
 def odds(above: int, count: int) -> float:
-    """Return the probability that a fair coin's result is at least as uneven."""
+    """Return the probability that a fair coin gives a result at least as uneven."""
     most = max(above, count - above)
     return min(1, 2 * sum(comb(count, k) for k in range(most, count + 1)) / 2**count)
 
 
 def tells(name: str, rows: list[list[float]]) -> bool:
-    """Return whether a number may show that a rank differs.
+    """Return whether a statistic can show that a rank differs.
 
-    It changes from pass to pass; or it belongs to a batch, and is constant on a rank,
-    as a label is if all samples of the rank have it. Targets of other origin may be
-    positions, which depend on the rank: arange(N) + rank * N.
+    It either changes between passes, or it belongs to a batch and is constant on a
+    rank, such as the label of all samples of the rank. Targets that are not from the
+    batch may be positions, which depend on the rank: arange(N) + rank * N.
     """
     still = [pstdev(x) <= 1e-9 for x in rows]
     if not any(still):
@@ -232,12 +232,12 @@ def tells(name: str, rows: list[list[float]]) -> bool:
 
 
 def apart(values: list[float], others: list[float], batches: float) -> tuple:
-    """Compare a rank's numbers with the other ranks', pass by pass.
+    """Compare a rank's statistics with the other ranks', pass by pass.
 
     Returns:
-        By how many standard errors the means differ, the share of the larger one that
-        this is, and in how many passes the rank's number is the larger one.
-        Standard errors count each sample once: a rank may see the same few repeatedly.
+        The difference of the means in standard errors and as a share of the larger
+        mean, and in how many passes the rank's number is larger. Standard errors count
+        each sample once, because a rank may see few samples repeatedly.
     """
     gaps = [a - b for a, b in zip(values, others, strict=True)]
     moves = [(a - b) ** 2 for a, b in zip(gaps, gaps[1:], strict=False)]

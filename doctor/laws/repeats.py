@@ -1,4 +1,4 @@
-"""Law 1: every sample is read once per epoch. Batches that a step repeats."""
+"""Law 1: every sample is read once per epoch. Finds batches that a step repeats."""
 
 from collections import Counter
 
@@ -37,7 +37,7 @@ def same_passes(job):
 
 
 def repeated(process: Process, updates: list[Update]) -> list[Input]:
-    """Return the batches on which all passes of one of these steps train."""
+    """Return the batches on which all passes of one of these steps have trained."""
     inputs, found = {}, []
     for one in process.of(Input):
         if not one.made:
@@ -46,10 +46,10 @@ def repeated(process: Process, updates: list[Update]) -> list[Input]:
     read = Counter(one.step for one in process.of(Batch))
     for update in updates:
         count, own = len(update.passes), [*inputs.get(update.step, {}).values()]
-        own = [x for x in own if len(x) % count == 0]  # so many in each pass
+        own = [x for x in own if len(x) % count == 0]  # this many per pass
         first = next((x[0] for x in own), None)
         if not first or (first.loaded and read[update.step] < count):
-            continue  # or the loader gives one batch for all passes
+            continue  # one batch serves all passes
         values = [[one["value"]] for one in update.passes]
         targets = {one.get("target") for one in update.passes}
         same = len(targets) == 1 and targets != {None}
@@ -61,6 +61,6 @@ def repeated(process: Process, updates: list[Update]) -> list[Input]:
 
 
 def periodic(own: list[Input], each: int) -> bool:
-    """Return whether inputs are those of the first pass, which has `each`, again."""
+    """Return whether inputs repeat the `each` inputs of the first pass."""
     pairs = zip(own, own[each:], strict=False)
     return all((a.rows, a.arguments) == (b.rows, b.arguments) for a, b in pairs)

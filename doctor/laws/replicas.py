@@ -17,7 +17,7 @@ NONE = "no step with unsharded weights was seen on all ranks"
 
 
 def alike(lists: list, tolerance: float = 1e-3) -> bool:
-    """Return whether all lists of numbers are near the first one."""
+    """Return whether all lists of numbers are close to the first list."""
     return all(len(x) == len(lists[0]) and close(lists[0], x, tolerance) for x in lists)
 
 
@@ -25,17 +25,17 @@ def close(one: list[float], other: list[float], tolerance: float) -> bool:
     """Return whether two lists are equal up to rounding; NaN and infinity match all."""
     size = max(math.hypot(*one), math.hypot(*other))
     gap = math.hypot(*(a - b for a, b in zip(one, other, strict=True)))
-    return not gap > tolerance * size  # also if there are NaNs
+    return not gap > tolerance * size  # true for NaN, too
 
 
 def listed(names: list[str], most: int = 3) -> str:
-    """Return the first names of a list."""
+    """Return the first names of a list as text."""
     more = f" and {len(names) - most} more" * (len(names) > most)
     return ", ".join(names[:most]) + more
 
 
 def states_of(job: Job, moment: str, what: str = "") -> list[list[State]]:
-    """Return the states of one moment that all ranks wrote, by rank."""
+    """Return rows of states that all ranks wrote at one moment, by rank."""
     found = {}
     for process in job.processes:
         count = Counter()
@@ -50,7 +50,7 @@ def states_of(job: Job, moment: str, what: str = "") -> list[list[State]]:
 
 
 def differing(row: list[State], tolerance: float = 1e-6) -> tuple[list[str], int]:
-    """Return the names of tensors that differ, and how many were compared."""
+    """Return the names of tensors that differ, and the number of compared tensors."""
     ranks = [one.rows() for one in row]
     names = [name for name in ranks[0] if all(name in one for one in ranks)]
     found = [x for x in names if not alike([one[x] for one in ranks], tolerance)]
@@ -58,7 +58,7 @@ def differing(row: list[State], tolerance: float = 1e-6) -> tuple[list[str], int
 
 
 def first(rows: list[list[State]], what: str, tolerance: float) -> tuple | None:
-    """Return the first row that differs between ranks, and the words that tell it."""
+    """Return the first row that differs between ranks, and its description."""
     for row in rows:
         found, count = differing(row, tolerance)
         if found:
@@ -68,7 +68,7 @@ def first(rows: list[list[State]], what: str, tolerance: float) -> tuple | None:
 
 
 def equal_steps(job: Job) -> list[tuple[int, bool]]:
-    """Return for each watched step whether all ranks begin it with equal weights."""
+    """Return for each watched step whether all ranks begin with equal weights."""
     rows = states_of(job, "step", "weights")
     return [(row[0].step, not differing(row)[0]) for row in rows]
 
@@ -98,9 +98,9 @@ def names_differ(job):
 
 
 def pieces(job: Job, names: list[str]) -> str:
-    """Return why weights that differ may be right, or "": they may be parts.
+    """Return why different weights may be right (they may be parts), or "".
 
-    No network has them, and a network whose weights no optimizer has is trained.
+    In that case, no network has them, and a network's weights train without optimizer.
     """
     if any(not re.match(r"weight \d+ of shape ", one) for one in names):
         return ""
@@ -199,7 +199,7 @@ def other_network_differs(job):
 
 
 def others(job: Job) -> dict[str, list[list[State]]]:
-    """Return the states of networks that run in most steps and that nothing trains."""
+    """Return the states of networks that run in most steps but that nothing trains."""
     found = {}
     for row in states_of(job, "other"):
         found.setdefault(row[0].what, []).append(row)

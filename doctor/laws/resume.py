@@ -1,4 +1,4 @@
-"""Law 8: one process writes each file. What a resumed run restores."""
+"""Law 8: one process writes each file. Checks what a resumed run restores."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -23,21 +23,21 @@ from .files import LAW, base
 
 @dataclass(kw_only=True)
 class Loaded(Event):
-    """torch.load() has returned an optimizer's state."""
+    """torch.load() has returned a state of an optimizer."""
 
     limit: ClassVar[int] = 50
-    schedule: bool  # and a scheduler's
+    schedule: bool  # also a scheduler's state
     place: str
 
 
 @dataclass(kw_only=True)
 class Restored(Event):
-    """load_state_dict() has been called."""
+    """The script has called load_state_dict()."""
 
     limit: ClassVar[int] = 200
     what: str  # weights, optimizer or schedule
-    lost: bool  # no name fits
-    own: bool  # it got the tensors that it was to restore
+    lost: bool  # no name in the file matches
+    own: bool  # its argument contained the network's own current tensors
     place: str
 
 
@@ -102,7 +102,7 @@ def live_snapshot(job):
         if one.taken is not None:
             what = f"{base(one.path)} is saved after step {one.step} with what "
             what += f"state_dict() returned after step {one.taken}; the weights have "
-            level = RISK if one.taken else NOTE  # all weights of the job, perhaps
+            level = RISK if one.taken else NOTE  # perhaps all of the job's weights
             what += "changed since, and so has this copy"
             yield Breach(what, one.place, level=level)
             return

@@ -4,7 +4,6 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..contents import by_contents, other_contents
 from ..job import Job
 from ..law import (
     RISK,
@@ -23,7 +22,7 @@ from ..moments import Step
 from ..neighbours import near_twins
 from ..reads import MORE, Feed, Reads, broken, feeds, interleaved, loaded, looped
 from ..record import recorder
-from ..signature import different, plain, relabelled, signature
+from ..signature import different, other_contents, plain, relabelled, signature
 from ..watcher import Watcher
 from .modes import Validation
 
@@ -160,9 +159,6 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
             return
         if loop and not one.ids and (what := near_twins(job)):
             yield Breach(what, place, facts=one, mend=mechanism(job, one)[1])
-            return
-        if one.index and (what := by_contents(job, one)):
-            yield Breach(f"in {one.text}, {what}", place, facts=one)
             return
         drawn = counts["within"] or any(x.repeats for x in one.feeds)
         if one.index and drawn:

@@ -1,4 +1,4 @@
-"""Law 4: replicas are equal. Learning rates."""
+"""Law 4: replicas are equal. Compares learning rates."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,15 +18,15 @@ class Schedule(Event):
     """The state of a learning-rate scheduler at the end."""
 
     type: str
-    planned: int | None  # its length in steps
-    taken: int  # steps
-    per_step: float  # mean number of its steps per optimizer step
-    place: str  # where it was created
+    planned: int | None  # the schedule's length in steps
+    taken: int  # number of the scheduler's steps
+    per_step: float  # mean number of the scheduler's steps per optimizer step
+    place: str  # the line that created the scheduler
 
 
 @dataclass(kw_only=True)
 class Plateau(Event):
-    """ReduceLROnPlateau gets a metric."""
+    """The script has passed a metric to ReduceLROnPlateau."""
 
     limit: ClassVar[int] = 200
     value: float
@@ -34,7 +34,7 @@ class Plateau(Event):
 
 
 class Schedules(Watcher):
-    """Follows schedulers."""
+    """Records learning-rate schedulers and their steps."""
 
     def __init__(self):
         self.made = []
@@ -79,7 +79,7 @@ def length(scheduler) -> int | None:
             top = next(n for n, (a, b) in enumerate(pairwise(rates)) if b < a)
             least = min(rates[top:]) + 1e-9 * rates[top]
             end = next(n for n in range(top, len(rates)) if rates[n] <= least)
-            falls = rates[end - 2] > rates[end - 1] > least  # not in one large step
+            falls = rates[end - 2] > rates[end - 1] > least  # not one large step
             again = max(rates[end : end + 2]) > 0.5 * rates[top]  # a warm restart
             return end if falls and end < len(rates) - 1 and not again else None
         except Exception:  # the user's function

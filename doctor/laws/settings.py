@@ -1,4 +1,4 @@
-"""Law 2: ranks are exchangeable. Settings."""
+"""Law 2: ranks are exchangeable. Compares settings."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -43,10 +43,10 @@ def settings_differ(job):
 
 
 def facts(job) -> Iterator[tuple[str, list, int, str]]:
-    """Yield each fact's values on all ranks, its step and place, for each step.
+    """Yield each setting's values on all ranks, its step and its place, step by step.
 
-    The ranks may make different numbers of passes in a step. None is the value on ranks
-    that never have this fact.
+    The ranks may make different numbers of passes in a step. The value is None on ranks
+    that never have the setting.
     """
     ranks = [{} for _ in job.processes]
     for own, process in zip(ranks, job.processes, strict=True):
@@ -68,6 +68,6 @@ def facts(job) -> Iterator[tuple[str, list, int, str]]:
 
 
 def batch_sizes(process) -> list[int]:
-    """Return the numbers of samples of the training batches."""
+    """Return the number of samples in each training batch."""
     own = [x for x in process.of(Batch) if x.loader == process.training]
     return [len(x.indices or x.rows or ()) for x in own]

@@ -1,4 +1,4 @@
-"""Law 8: one process writes each file. Files that have only parts of the weights."""
+"""Law 8: one process writes each file. Finds files with only parts of the weights."""
 
 import os
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from .files import LAW, base
 
 @dataclass(kw_only=True)
 class Cut(Event):
-    """torch.save() has written this process's shards of weights."""
+    """torch.save() has written this process's shards of the weights."""
 
     limit: ClassVar[int] = 200
     path: str
@@ -27,7 +27,7 @@ class Cut(Event):
 
 
 class Shards(Watcher):
-    """Looks for shards in what is saved."""
+    """Searches saved objects for shards."""
 
     def hooks(self) -> None:
         import torch
@@ -43,9 +43,9 @@ class Shards(Watcher):
 
 
 def cut(obj) -> list[str]:
-    """Return the weights of which an object has this process's shards.
+    """Return the weights whose shards of this process an object contains.
 
-    They have the shards' names and shapes, or their shapes and numbers.
+    The object has tensors with the shards' names and shapes, or shapes and values.
     """
     known = {
         bare(name): one

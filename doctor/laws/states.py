@@ -1,4 +1,4 @@
-"""Law 4: replicas are equal. Numbers of weights, buffers and optimizer states."""
+"""Law 4: replicas are equal. Records weights, buffers and optimizer states."""
 
 import weakref
 from collections import Counter
@@ -15,7 +15,7 @@ from ..sample import flat, numbers
 from ..watcher import Watcher
 
 LAW = Law(4, "replicas", "Replicas are equal")
-# Steps before which optimizer states are compared
+# Before these steps, doctor compares optimizer states
 STATES = {1, 2, 5, 10, 20, STEPS - 1}
 
 
@@ -32,7 +32,7 @@ class Layout(Event):
 
 @dataclass(kw_only=True)
 class State(Event):
-    """A few numbers of named tensors at one moment."""
+    """A few elements of named tensors at one moment."""
 
     limit: ClassVar[int] = 1000
     moment: str  # step, other, optimizer, validation or end
@@ -41,18 +41,18 @@ class State(Event):
     each: int
     values: list[float]
     place: str = ""
-    trains: bool = True  # an optimizer has weights of the network
-    meets: int = 0  # collectives so far, in a script without an optimizer
+    trains: bool = True  # an optimizer contains weights of the network
+    meets: int = 0  # number of collectives so far, in a script without an optimizer
 
     def rows(self) -> dict[str, list[float]]:
-        """Return the numbers by name."""
+        """Return {name: elements}."""
         parts = range(0, len(self.values), self.each)
         pairs = zip(self.names, parts, strict=True)
         return {name: self.values[n : n + self.each] for name, n in pairs}
 
 
 class Replicas(Watcher):
-    """Reads a few numbers of all weights, buffers and optimizer states."""
+    """Records a few elements of all weights, buffers and optimizer states."""
 
     def __init__(self):
         self.validated, self.seen, self.others = set(), set(), {}
@@ -97,7 +97,7 @@ class Replicas(Watcher):
         current = Loaders.here.current
         late = not recorder.watching or recorder.step
         key = id(network), *([current.loader, current.epoch] if current else [late])
-        # A network that runs before the first step is perhaps only measured
+        # A network that runs before the first step may only be validated
         seen = network.training or key in self.validated or not recorder.step
         if seen and not recorder.watching:
             return
@@ -117,10 +117,10 @@ class Replicas(Watcher):
             self.write("end", "buffers", buffers())
 
     def held(self) -> dict:
-        """Return all weights that were ever given to an optimizer, by name.
+        """Return {name: weight} for all weights that an optimizer has ever had.
 
-        Equal names get numbers, in the order in which the weights were first seen:
-        Python frees an old network's weights at a different time on each rank.
+        Equal names get numbers, in the order in which doctor first saw the weights,
+        because Python frees an old network's weights at a different time on each rank.
         """
         found = {}
         for _, reference in Moments.here.known.values():
@@ -137,7 +137,7 @@ class Replicas(Watcher):
         return named(found.items())
 
     def write(self, moment: str, what: str, found, where="", trains=True, rows=()):
-        """Write an event with a few numbers of each tensor."""
+        """Write an event with a few elements of each tensor."""
         if found and not recorder.full(State):
             each, values = flat(rows or numbers([*found.values()]))
             event = State(
@@ -153,7 +153,7 @@ class Replicas(Watcher):
 
 
 def named(pairs) -> dict:
-    """Return floating-point tensors by name; equal names get numbers."""
+    """Return {name: floating-point tensor}; equal names get numbers."""
     found = {}
     for name, one in pairs:
         if hasattr(one, "placements") or not one.is_floating_point():
@@ -166,7 +166,7 @@ def named(pairs) -> dict:
 
 
 def kept(network) -> list[tuple]:
-    """Return the buffers that a network saves: names, buffers, whether batch norm's."""
+    """Return the buffers that a network saves, as (name, buffer, is batch norm's)."""
     from torch.nn.modules.batchnorm import _BatchNorm
 
     return [
@@ -178,7 +178,7 @@ def kept(network) -> list[tuple]:
 
 
 def buffers() -> dict:
-    """Return the buffers that networks save, but not batch norm's."""
+    """Return the buffers that networks save, except batch norm's."""
     own = [row for network in [*Moments.here.networks] for row in kept(network)]
     return named({id(x): (name, x) for name, x, norm in own if not norm}.values())
 

@@ -130,19 +130,6 @@ def unused_search(job):
             yield Breach(f"{what}is unused", one.place)
 
 
-@check(LAW, NOTE, needs=[Buckets], read="lesson 6")
-def small_buckets(job):
-    """DDP's buckets are small, so each step needs many all-reduces.
-
-    Leave bucket_cap_mb at its default, 25.
-    """
-    for one in job.of(Buckets)[:1]:
-        if one.bucket < 2**20 and one.size > 4 * one.bucket:
-            count, mib = one.size // one.bucket, one.bucket / 2**20
-            what = f"a step has about {count} all-reduces, in buckets of {mib:.2g} MiB"
-            yield Breach(what, one.place)
-
-
 @check(LAW, SLOW, needs=[Spans, Runs], read="lesson 1")
 def threads(job):
     """The processes start more compute threads than there are cores.

@@ -1,8 +1,8 @@
-"""Two hosts on one machine, as network namespaces; creating them needs root and iproute2.
+"""Simulate two hosts on one machine with network namespaces, which need root and iproute2.
 
-A host has its own network, host name, /etc/hosts and ssh settings; files and process ids
-are the machine's. Outside the scratch folder, they need two namespaces in
-/run/netns and Open MPI's folders, which are removed with them. An empty /run/sshd stays.
+Each host has its own network, host name, /etc/hosts and ssh settings, but shares the machine's
+files and process ids. Outside the scratch folder, the hosts create two namespaces in /run/netns and
+Open MPI's folders, and remove both at the end. An empty /run/sshd remains.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ PidFile none
 UsePAM no
 PermitRootLogin prohibit-password
 """
-# Without cgroups, because they would belong to the machine
+# Slurm must not use cgroups, because these would belong to the machine
 SLURM = """
 ClusterName=test
 SlurmctldHost=hosta(10.77.0.1)
@@ -80,7 +80,7 @@ def hosts_missing() -> str | None:
 
 
 class Hosts:
-    """hosta and hostb, joined by a cable; leaving the block removes them."""
+    """The hosts hosta and hostb, connected by a cable; they are removed when the block ends."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -116,7 +116,7 @@ class Hosts:
                 shutil.rmtree(left, ignore_errors=True)  # a killed mpirun leaves this
 
     def start_ssh(self) -> None:
-        """Start one sshd on each host, with its own keys; ssh finds both without options."""
+        """Start an sshd with its own keys on each host; ssh reaches both hosts without options."""
         os.makedirs("/run/sshd", 0o755, exist_ok=True)
         for key in ("host_key", "user_key"):
             file = self.folder / key
@@ -169,7 +169,7 @@ class Hosts:
 
 
 def call(*command) -> str:
-    """Run a short command; return its output, or fail with everything it printed."""
+    """Run a short command; return its output, or fail and show the output."""
     ended = subprocess.run(
         [str(word) for word in command],
         env={**os.environ, "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"},

@@ -35,7 +35,7 @@ def pods(node):
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_manifests_fit_the_schemas(version):
-    """Kubeflow Trainer's part is compared with our excerpt, trainer.yaml."""
+    """Manifests conform to the schemas; Kubeflow Trainer's schema is our excerpt, trainer.yaml."""
     ours = yaml.safe_load((ROOT / "tests/cluster/trainer.yaml").read_text())
     for document in chain(*map(documents, MANIFESTS)):
         if document["kind"] in ours:

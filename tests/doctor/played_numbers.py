@@ -1,4 +1,4 @@
-"""torchrun --nproc-per-node 2 FILE: what CUDA computes, compared with results by hand."""
+"""Compare what emulated GPUs compute with results by hand: torchrun --nproc-per-node 2 FILE."""
 
 import copy
 
@@ -18,7 +18,7 @@ def equal(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 def check_sync_batch_norm() -> None:
-    """Five images on one GPU and two on the other, against seven in float64."""
+    """Compare five images on one GPU and two on the other with seven in float64."""
     torch.manual_seed(0)
     images, factors = torch.randn(7, 3, 4, 4) * 3 + 5, torch.randn(7, 3, 4, 4).double()
     mine, norm = slice(5) if rank == 0 else slice(5, 7), nn.BatchNorm2d(3)
@@ -64,7 +64,7 @@ def check_autocast() -> None:
 
 
 def check_scaler() -> None:
-    """The gradients of the second of four steps are infinite."""
+    """Check that the scaler skips the second of four steps, whose gradients are infinite."""
     weight = nn.Parameter(torch.tensor([1.0, 2.0], device=gpu))
     optimizer = torch.optim.SGD([weight], lr=0.5)
     scaler = torch.amp.GradScaler("cuda", init_scale=8.0, growth_interval=2)

@@ -1,12 +1,10 @@
-"""Check scripts/gpu_check.sh's errors and summary, and the notebook, without a GPU."""
+"""Test the errors and the summary of scripts/gpu_check.sh, and the notebook, without a GPU."""
 
 import json
-import math
 import sys
 
 import pytest
 from conftest import ROOT
-from test_rows import TOLERANCE, difference
 
 from benchmarks.gpu_summary import problems
 
@@ -15,7 +13,7 @@ ROW = {"status": "passed", "line": "", "commit": COMMIT}
 
 
 def summary():
-    """Return made-up figures of two strategies on one and on two GPUs."""
+    """Return a summary with invented figures of two strategies on one and on two GPUs."""
     timings = []
     for strategy in ("distributed", "dataparallel"):
         for number in (1, 2):
@@ -30,13 +28,6 @@ def summary():
     return {"commit": COMMIT, "machine": machine, "tests": tests, "timings": timings}
 
 
-def test_what_rows_take_for_a_mistake():
-    right = [{"train_loss": 2.0, "val_loss": 2.1}]
-    wrong = [{"train_loss": 2.0 + 2 * TOLERANCE["fp32"], "val_loss": 2.1}]
-    assert difference(right, right) == 0 < TOLERANCE["fp32"] < difference(right, wrong)
-    assert difference(right, [{"train_loss": 2.0, "val_loss": math.nan}]) == math.inf
-
-
 @pytest.mark.parametrize(
     "field, value, words",
     [
@@ -49,7 +40,6 @@ def test_what_rows_take_for_a_mistake():
         ("timings/0/found/peak_memory_mib", 15361, "more than the GPU's 15360 MiB"),
         ("timings/0/found/images", 7000, "7000 images in 120 steps"),
         ("timings", [], "timings are missing"),
-        ("machine/gpus", [], "more than the GPU's 0 MiB"),
     ],
 )
 def test_impossible_figures_are_refused(field, value, words):
@@ -62,19 +52,16 @@ def test_impossible_figures_are_refused(field, value, words):
     assert any(words in line for line in problems(whole)), problems(whole)
 
 
-@pytest.mark.parametrize("long", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_the_notebook_runs_without_a_gpu(long, tmp_path, monkeypatch, capsys):
+def test_the_notebook_runs_without_a_gpu(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PYTHON", sys.executable)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.chdir(ROOT / "deploy")
-    tests = "cpu_does and multiprocessing_distributed-bf16-1" if long else "nothing"
     check = f"bash scripts/gpu_check.sh; GPU_TIMINGS=no OUTPUT={tmp_path} bash"
     settings = {"INSTALL": False, "HOROVOD": False, "APEX": False}
     settings["SUMMARY"] = f"{tmp_path}/summary.json"
-    settings["CHECK"] = f"{check} scripts/gpu_check.sh --rehearse-gpu -k '{tests}'"
-    if not long:
-        settings["QUICKSTART"] = "bash scripts/quickstart.sh --help"
-        settings["TIMINGS"] = "bash scripts/timings.sh --help"
+    settings["CHECK"] = f"{check} scripts/gpu_check.sh --rehearse-gpu -k nothing"
+    settings["QUICKSTART"] = "bash scripts/quickstart.sh --help"
+    settings["TIMINGS"] = "bash scripts/timings.sh --help"
     cells = json.loads((ROOT / "deploy" / "kaggle.ipynb").read_text())["cells"]
     first, *others = [one["source"] for one in cells if one["cell_type"] == "code"]
     space = {}

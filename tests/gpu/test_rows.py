@@ -1,7 +1,7 @@
-"""Every strategy on one GPU and on two, compared with the CPU: pytest -m gpu tests/gpu.
+"""Compare every strategy on one GPU and on two with the CPU: pytest -m gpu tests/gpu.
 
 The CPU run uses distributed.py, which tests/test_reference.py compares with plain PyTorch.
-scripts/gpu_check.sh runs these rows; --rehearse-gpu runs, on the CPU, all that can run there.
+scripts/gpu_check.sh runs these rows; --rehearse-gpu runs the rows that can run on the CPU.
 """
 
 import functools
@@ -20,7 +20,7 @@ from benchmarks.photographs import write_photographs
 from common.model import best_precision
 
 LIMIT = 100  # seconds per run
-RESERVE = 40  # seconds that are too few for a row
+RESERVE = 40  # a row does not start if fewer seconds are left
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(6 * LIMIT)]
 # Largest difference in an epoch's loss between two runs that should be equal. On a CPU, at
 # learning rate 0.001, two memory formats in fp32 were 3e-5 apart and bf16 was 0.002 from
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(6 * LIMIT)]
 # O3 was not measured: its fp16 weights lose small updates.
 TOLERANCE = {"fp32": 3e-4, "bf16": 0.02, "fp16": 0.02}
 TOLERANCE |= {"O0": 3e-4, "O1": 0.02, "O2": 0.02, "O3": 0.05}
-RESUMED = 3e-3  # between two runs of the same precision
+RESUMED = 3e-3  # largest difference between two runs of the same precision
 STEPS = 4
 RECIPE = f"-b 16 --epochs 2 --max-steps {STEPS} --lr 0.001 --warmup-epochs 0 -j 2 "
 RECIPE = (RECIPE + f"--print-interval {STEPS} --decoder pil --image-size 64").split()
@@ -47,7 +47,7 @@ def rows():
 
 @pytest.fixture(autouse=True)
 def enough_time():
-    """If time is short, end the row with an error, so that --last-failed runs it."""
+    """If time is short, end the row with an error, so that --last-failed runs the row later."""
     if float(os.environ.get("GPU_CHECK_UNTIL", "inf")) - time.time() < RESERVE:
         pytest.fail("not run: time is up", pytrace=False)
 

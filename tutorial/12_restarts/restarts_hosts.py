@@ -25,6 +25,7 @@ TORCHRUN += " --rdzv-backend c10d --rdzv-id 1 --redirects 3"
 def start(host: str, port: int, folder: Path) -> subprocess.Popen:
     """Run on this machine what you would run on a host."""
     where = ["--rdzv-endpoint", f"localhost:{port}", "--log-dir", folder / host]
+    where += ["--rdzv-conf", f"is_host={int(host == 'a')}"]  # only a has the store
     command = [sys.executable, *TORCHRUN.split(), *where, __file__, folder]
     return subprocess.Popen(command, env={**os.environ, "HOST": host})
 

@@ -3,19 +3,16 @@
     python tutorial/labs/grade.py 07    # one lab
     python tutorial/labs/grade.py all   # all of them
 
-A lab can also be given as a file, such as a copy of 07_shuffled.py in another folder.
-The grader watches the processes from outside: the images that go through the network,
-the weights before and after each step, the printed text, and the saved files.
-Exit status: 0 if the labs pass, 1 if one does not, 2 for an unknown lab. A run without
+You can also pass a file, such as a copy of 07_shuffled.py in another folder. The exit
+status is 0 if the labs pass, 1 if one does not, and 2 for an unknown lab. A run without
 progress for 10 seconds counts as hanging; the variable PATIENCE sets this limit.
 """
 
-import contextlib
-import functools
 import importlib.util
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import checks
@@ -28,21 +25,18 @@ LABS = labs()
 
 
 def lab_of(script: Path) -> Lab | None:
-    """Return the lab that a script is, or repairs."""
+    """Return the lab of a script, which may be repaired."""
     return LABS.get(script.stem.split("_")[0].zfill(2))
 
 
 def check(run: Run, chosen: dict[str, dict]) -> None:
-    """Run checks, with their options."""
+    """Run checks with their options."""
     for name, options in chosen.items():
         getattr(checks, f"check_{name}")(run, **options)
 
 
 def play_once(script: Path, chosen: dict | None = None, when="", **options) -> Run:
-    """Run a script to its end, then run its lab's checks or the chosen ones.
-
-    `when` is put before the message of Wrong.
-    """
+    """Run a script and its checks, or the chosen ones; `when` precedes the message."""
     try:
         with started(script, **options) as run:
             run.end()
@@ -59,28 +53,18 @@ def play_on_machines(script: Path) -> None:
 
 
 def play_twice(script: Path) -> None:
-    """Run a script twice at the same time."""
-    ready, go = FORK.Semaphore(0), FORK.Event()
-
-    def hold(_) -> None:
-        ready.release()
-        go.wait()
-
-    with started(script, disturb=hold) as first:
-        all(ready.acquire(timeout=PATIENCE) for _ in range(2))
+    """Run a script alone, and while another run of the same script is in progress."""
+    play_once(script)
+    ready = FORK.Barrier(3)
+    hold = lambda _: (ready.wait(), signal.pause())  # noqa: E731
+    with started(script, disturb=hold):
+        ready.wait(PATIENCE)
         play_once(script, when="if another run is in progress, ")
-        go.set()
-        first.end()
-        check(first, lab_of(script).checks)
 
 
-def play_killed(script: Path) -> None:
-    """Run a script once uninterrupted, and once killed and resumed."""
-    compare_killed(play_once(script), script)
-
-
-def compare_killed(whole: Run, script: Path) -> None:
-    """A run that is killed and resumed ends with an uninterrupted run's weights."""
+def play_killed(script: Path, whole: Run | None = None) -> None:
+    """Run a script without interruption, and again with a kill and a resumed run."""
+    whole = whole or play_once(script)
     kill = lambda steps: steps == 12 and os._exit(1)  # noqa: E731
     with started(script, disturb=kill) as killed:
         killed.end(may_fail=True)
@@ -95,16 +79,16 @@ def compare_killed(whole: Run, script: Path) -> None:
 
 
 def play_while_saving(script: Path) -> None:
-    """Run a script, and look at what its second save does to the first checkpoint."""
+    """Run a script, and check what its second save does to the first checkpoint."""
 
     def removes(event: str, arguments: tuple) -> None:
         moves = event in ("os.remove", "os.rename")  # os.replace is a rename, too
         if moves and Path(str(arguments[0])).name == checks.CHECKPOINT:
-            Path("removed").touch()
+            raise RuntimeError("for a moment, this leaves no checkpoint")
 
     def link(steps: int) -> None:  # the first checkpoint gets a second name
         if steps == 6 and os.environ["RANK"] == "0":
-            with contextlib.suppress(FileNotFoundError):
+            if os.path.exists(checks.CHECKPOINT):
                 os.link(checks.CHECKPOINT, "first.pt")
             sys.addaudithook(removes)
 
@@ -118,33 +102,30 @@ def play_while_saving(script: Path) -> None:
         if checks.differ(weights, run.ranks[0].weights[6]):
             text = "the second save writes into the first checkpoint"
             raise Wrong(f"{text}; if it is killed meanwhile, none can be read")
-        if (run.files / "removed").exists():
-            raise Wrong("for a moment, the second save leaves no checkpoint")
 
 
 def play_capstone(script: Path) -> None:
-    """Run uninterrupted, and killed and resumed; count the mistakes that are left."""
-    run, left = play_once(script, {"weights": {}, "averages": {}}), 0
+    """Run the capstone, also with a kill and a resumed run; count its mistakes."""
+    run = play_once(script, {"weights": {}, "uses": {"averages": 1}})
     each = [{name: options} for name, options in lab_of(script).checks.items()]
-    tests = [functools.partial(check, run, one) for one in each]
-    for test in (*tests, functools.partial(compare_killed, run, script)):
-        try:
-            test()
-        except Wrong:
-            left += 1
-    if left:
+    found = [problem(play_killed, script, run), *(problem(check, run, x) for x in each)]
+    if left := len(found) - found.count(None):
         raise Wrong(f"{left} of 6 mistakes are left")
 
 
-def grade(script: Path) -> str | None:
+def problem(play: Callable, *given: object) -> str | None:
     """Return what is wrong with a script, or None."""
     try:
-        globals()[f"play_{lab_of(script).runs}"](script)
+        play(*given)
     except Wrong as wrong:
         return str(wrong)
     except Exception as error:
         return f"the script cannot be graded: {error}"
-    return None
+
+
+def grade(script: Path) -> str | None:
+    """Return what is wrong with a script, or None."""
+    return problem(globals()[f"play_{lab_of(script).runs}"], script)
 
 
 def main(words: list[str]) -> int:
@@ -167,9 +148,9 @@ def main(words: list[str]) -> int:
                 print(f"{number} is not graded, because it needs Horovod", flush=True)
                 del scripts[number]
                 continue
-            problem = grade(script)
-            print(f"{number}: {problem}" if problem else f"{number} passes", flush=True)
-            passed += not problem
+            wrong = grade(script)
+            print(f"{number}: {wrong}" if wrong else f"{number} passes", flush=True)
+            passed += not wrong
     except KeyboardInterrupt:
         return 130
     if len(scripts) > 1:

@@ -1,4 +1,4 @@
-"""What the header of each lab says: its symptom, its checks and its lesson."""
+"""Read the headers of the labs: the symptom, the checks and the lesson."""
 
 import ast
 import re
@@ -10,18 +10,17 @@ FOLDER = Path(__file__).resolve().parent
 
 @dataclass
 class Lab:
-    """A lab's header: the docstring's first line, and its `name: value` lines."""
+    """The `name: value` lines in a lab's docstring."""
 
     number: str
     script: str  # the file's name
-    purpose: str  # what the script should do
     symptom: str
-    grader: str  # a part of what the grader prints
-    checks: dict[str, dict]  # of checks.py, in this order, with their options
-    doctor: str  # the finding, or "-"
-    lesson: str  # the folder of the lesson that teaches what is needed
+    grader: str  # a part of the grader's message
+    checks: dict[str, dict]  # functions of checks.py, with options
+    doctor: str  # the doctor's finding, or "-"
+    lesson: str  # the folder of the lesson that the lab needs
     path: str = "optional"  # or "core"
-    runs: str = "once"  # of grade.py
+    runs: str = "once"  # grade.py's function play_...
 
 
 def read(path: Path) -> Lab:
@@ -35,8 +34,7 @@ def read(path: Path) -> Lab:
         options = getattr(one, "keywords", ())
         name = getattr(one, "func", one).id
         checks[name] = {x.arg: ast.literal_eval(x.value) for x in options}
-    purpose = docstring.partition("\n\n")[0]
-    return Lab(path.stem.split("_")[0], path.name, purpose, checks=checks, **facts)
+    return Lab(path.stem.split("_")[0], path.name, checks=checks, **facts)
 
 
 def labs(folder: Path = FOLDER) -> dict[str, Lab]:

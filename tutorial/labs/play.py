@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.distributed.elastic.utils.distributed import get_free_port
-from watch import LIFE, Forward, Last, Step, be_rank
+from watch import Forward, Last, Step, be_rank
 
 from doctor import job
 from doctor.event import Failed
@@ -48,18 +48,14 @@ class Rank:
 
     def ending(self, code: int | None) -> str:
         """Return how the process ended or, if its code is None, where it waits."""
-        how = "ends"
-        if code is None:
-            waits = job.waiting(self.process)
-            how = f"is still waiting in {waits.what}()" if waits else "does not end"
-        elif code == -signal.SIGALRM:
-            how = f"does not end within {LIFE} s"
-        elif code:
+        how, steps = "ends" if code == 0 else "does not end", len(self.steps)
+        if code is None and (waits := job.waiting(self.process)):
+            how = f"is still waiting in {waits.what}()"
+        elif code and code != -signal.SIGALRM:  # its limit is LIFE
             errors = [one.text for one in self.process.of(Failed)]
             error = [*errors, f"exit status {code}"][0]
             first = re.split(r"\. |\n", error)[0]  # its first sentence
             how = "fails with " + re.sub(r"\[/\S+\] ", "", first)
-        steps = len(self.steps)
         when = f"after step {steps}" if steps else "before the first step"
         return f"{when} rank {self.process.rank} {how}"
 
@@ -122,10 +118,8 @@ def horovod() -> Iterator[list[dict[str, str]]]:
     common = create_run_env_vars("127.0.0.1", ["lo"], str(server.start()))
     slots = get_host_assignments(parse_hosts("localhost:2"), 2)
     server.init(slots)
-    try:
-        yield [common | create_slot_env_vars(slot) for slot in slots]
-    finally:
-        server.stop()
+    yield [common | create_slot_env_vars(slot) for slot in slots]
+    server.stop()
 
 
 @contextlib.contextmanager

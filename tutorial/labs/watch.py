@@ -1,7 +1,7 @@
-"""Run a script as one of two processes, and record what the checks need.
+"""Run a script as one of two processes, and record events for the checks.
 
-The doctor's recorder writes printed text, errors and waits. This file adds events of
-its own: forward passes, and the weights before and after each step and at the end.
+The doctor's recorder writes printed text, errors and waits. This file adds events for
+forward passes, and for the weights before and after each step and at the end.
 """
 
 import functools
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch._dynamo  # here, not in each process at its first step
+import torch._dynamo  # otherwise, each process imports it in its first step
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
@@ -31,9 +31,10 @@ from doctor.moments import weights, whole
 from doctor.record import recorder, wrap
 from doctor.watcher import Watcher, watchers
 
-# Methods of a tensor that wait for a GPU; "to" does if its aim is the CPU
-READS = "item cpu tolist numpy to __bool__ __float__ __int__ __format__ __repr__"
-LIFE = 60  # seconds after which a process ends, even if the grader is gone
+# Functions that wait for a GPU; "to" waits if it copies to the CPU
+READS = "item cpu tolist numpy to nonzero equal storage untyped_storage __bool__ "
+READS += "__float__ __int__ __index__ __array__ __format__ __repr__ __reduce_ex__"
+LIFE = 60  # seconds after which a process ends, even if the grader has ended
 
 
 @dataclass(kw_only=True)
@@ -48,17 +49,17 @@ class Forward(Event):
 
 @dataclass(kw_only=True)
 class Step(Event):
-    """An optimizer has stepped."""
+    """An optimizer has taken a step."""
 
     before: Tensor  # all weights as one vector
     after: Tensor
-    passes: list[Forward]  # since the last step, with gradients
+    passes: list[Forward]  # passes with gradients since the last step
     lr: float
     scaled: bool  # a gradient scaler multiplies the loss
-    averages: int  # in how many passes of the step DDP averaged gradients
+    averages: int  # number of the step's passes in which DDP averaged gradients
     sharded: bool  # this process has only a part of the optimizer's state
-    dtype: str  # of the network's last outputs
-    workers: int  # how many running processes this process has started
+    dtype: str  # data type of the network's last outputs
+    workers: int  # number of running processes that this process has started
 
 
 @dataclass(kw_only=True)
@@ -66,23 +67,23 @@ class Last(Event):
     """The script has ended."""
 
     weights: Tensor
-    waits: int  # how often the script has read a tensor
-    collectives: int  # how many the script has called
+    waits: int  # number of steps after which the script has read a tensor
+    collectives: int  # number of collectives that the script has called
 
 
 def flat(optimizer: Optimizer) -> Tensor:
-    """Copy an optimizer's weights to a vector of float32."""
+    """Copy an optimizer's weights to a float32 vector."""
     own = weights(optimizer)
     own = [one.full_tensor() if hasattr(one, "placements") else one for one in own]
     return nn.utils.parameters_to_vector(own).detach().float()
 
 
 class Watch(Watcher):
-    """Writes the events of this file."""
+    """Writes the events that this file defines."""
 
     def __init__(self):
         self.optimizer, self.depth, self.scale, self.passes = None, 0, 1.0, []
-        self.averages, self.waits, self.collectives = 0, 0, 0
+        self.averages, self.waits, self.collectives = 0, set(), 0
         self.disturb: Callable[[int], object] = lambda steps: None
 
     def hooks(self) -> None:
@@ -91,8 +92,9 @@ class Watch(Watcher):
         optimizers.register_optimizer_step_post_hook(self.end_step)
         wrap(DDP, "forward", self.ddp)
         wrap(torch.amp.GradScaler, "scale", self.scaled)
-        for name in READS.split():
-            wrap(Tensor, name, functools.partial(self.read, name))
+        reads = [(Tensor, name) for name in READS.split()]
+        for owner, name in (*reads, (torch, "equal"), (torch, "allclose")):
+            wrap(owner, name, functools.partial(self.read, name))
 
     def on_collective(self, *_) -> None:
         self.collectives += 1
@@ -107,8 +109,9 @@ class Watch(Watcher):
 
     def read(self, name, call, *args, **kwargs):
         if name != "to" or "cpu" in map(str, (*args[1:], *kwargs.values())):
-            caller = sys._getframe(2)  # of the function that wrap() makes
-            self.waits += caller.f_code.co_filename == sys.argv[0]
+            caller = sys._getframe(2).f_code.co_filename  # wrap()'s caller
+            if not caller.startswith(record.not_the_users()):
+                self.waits.add(recorder.step)
         return call(*args, **kwargs)
 
     def forward(self, layer: nn.Module, inputs: tuple, output: Tensor) -> None:
@@ -140,7 +143,7 @@ class Watch(Watcher):
         if self.depth:
             return
         self.optimizer, self.after = optimizer, flat(optimizer)
-        inner = getattr(optimizer, "optim", optimizer)  # ZeRO's has some of the weights
+        inner = getattr(optimizer, "optim", optimizer)  # ZeRO's has only some weights
         one = Step(
             before=self.before,
             after=self.after,
@@ -160,27 +163,27 @@ class Watch(Watcher):
         if self.optimizer:
             shards = len(whole(own := weights(self.optimizer))) < len(own)
             last = self.after if shards else flat(self.optimizer)
-            calls = {"waits": self.waits, "collectives": self.collectives}
+            calls = {"waits": len(self.waits), "collectives": self.collectives}
             recorder.write(Last(weights=last, **calls))
 
 
 def be_rank(script: Path, files: Path, text: Path, variables: dict, disturb) -> None:
     """Run the script as one of two processes, in the folder `files`.
 
-    Its text goes to the file `text`. `disturb` is called before each step, with the
-    number of completed steps. Only rank 0 can sleep: to sleep is not to wait for it.
+    Its output goes to the file `text`. Before each step, it calls `disturb` with the
+    number of completed steps. In rank 1, sleep() does nothing, so it hides no race.
     """
-    gc.freeze()  # so that this fork does not search all of PyTorch for garbage
-    os.setsid()  # so that the processes that it starts are killed with it
+    gc.freeze()  # so that garbage collection skips PyTorch's objects
+    os.setsid()  # a session, so that its child processes are killed, too
     signal.alarm(LIFE)
-    torch.set_num_threads(1)  # before any thread of the fork does so
+    torch.set_num_threads(1)  # before the fork starts a thread
     for number, file in ((1, text), (2, os.devnull)):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
     os.environ.update(variables)
     os.chdir(files)
     sys.argv = [str(script)]
     Watch.here.disturb = disturb
-    for watcher in watchers:  # not those of the doctor's laws, which take time
+    for watcher in watchers:  # without the doctor's laws, which take time
         watcher.hooks()
     threading.Thread(target=record.monitor, daemon=True).start()
     sleep, main = time.sleep, threading.current_thread()

@@ -1,4 +1,4 @@
-"""Python imports this at its start; a training process then waits at the gate."""
+"""Python imports this module when it starts; training processes then wait in turns."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Pictures that train.csv and val.csv name, with columns `path` and `label`."""
+"""Read the images that train.csv and val.csv list in the columns `path` and `label`."""
 
 import csv
 from argparse import Namespace
@@ -13,7 +13,7 @@ from common.images import read_image, train_transform, val_transform
 
 
 class Pictures(Dataset):
-    """An item is a (3, S, S) uint8 tensor and the label's position in `classes`."""
+    """A dataset of (3, S, S) uint8 tensors and their labels' positions in `classes`."""
 
     classes = ["0", "1", "2"]
 
@@ -36,7 +36,7 @@ class Pictures(Dataset):
 
 
 def build_datasets(args: Namespace) -> tuple[Pictures, Pictures]:
-    """Training and validation pictures in args.data."""
+    """Return the training and validation images in args.data."""
     size, flip, folder = args.image_size, not args.no_flip, Path(args.data)
     train = partial(train_transform, size=size, min_crop=args.min_crop, flip=flip)
     return (
