@@ -107,8 +107,6 @@ def mean_of_ratios(job):
     for row in job.rows(Ratio):
         if len({(len(one.tops), len(one.sent)) for one in row}) > 1:
             continue
-        if all(one.bottoms == row[0].bottoms for one in row):
-            continue
         lists = [one.tops for one in row], [one.bottoms for one in row]
         whole = ratios(*([sum(x) for x in zip(*y, strict=True)] for y in lists))
         means = [fmean(x) for x in zip(*(one.sent for one in row), strict=True)]
