@@ -24,7 +24,6 @@ class Spans(Event):
     queued: float  # seconds in which the process waited for a core
     spans: list[tuple[str, float, float]]  # part, start and end: seconds since 1970
     calls: dict[str, float]  # line -> seconds in collectives
-    missing: int  # number of weights without a gradient
 
 
 @dataclass(kw_only=True)
@@ -38,15 +37,6 @@ class Runs(Event):
     cores: int  # number of cores that this process may use
 
 
-@dataclass(kw_only=True)
-class Buckets(Event):
-    """A network has been wrapped in DistributedDataParallel."""
-
-    limit: ClassVar[int] = 9
-    search: bool  # DDP searches for unused weights
-    place: str
-
-
 class Clock(Watcher):
     """Measures the parts of each step."""
 
@@ -57,7 +47,7 @@ class Clock(Watcher):
         self.clear()
 
     def clear(self) -> None:
-        self.spans, self.missing, self.averages = deque(maxlen=200), 0, False
+        self.spans, self.averages = deque(maxlen=200), False
         self.calls = Counter()
 
     def hooks(self) -> None:
@@ -99,9 +89,6 @@ class Clock(Watcher):
             one = Runs(network=name, weights=count, device=device, cores=cores)
             recorder.write(one)
 
-    def on_wrap(self, model, place) -> None:
-        recorder.write(Buckets(search=model.find_unused_parameters, place=place))
-
     def on_backward(self, root) -> None:
         self.back = Moments.here.last_gradient = time.perf_counter()
 
@@ -128,7 +115,6 @@ class Clock(Watcher):
 
     def on_step(self, optimizer, weights, gradients) -> None:
         self.stepping, self.waited = time.perf_counter(), 0.0
-        self.missing = sum(not one for one in gradients)
 
     def after_step(self, optimizer, weights) -> None:
         now = time.perf_counter()
@@ -140,7 +126,6 @@ class Clock(Watcher):
             queued=queue - self.queue,
             spans=[*self.spans],
             calls=dict(self.calls.most_common(9)),
-            missing=self.missing,
         )
         recorder.write(one)
         self.clear()

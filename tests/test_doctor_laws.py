@@ -5,6 +5,7 @@ does not call a law held on evidence that the mistake does not change.
 """
 
 import random
+import sys
 import weakref
 from array import array
 from dataclasses import replace
@@ -13,7 +14,7 @@ from math import inf
 import pytest
 import torch
 from conftest import ROOT, run
-from test_doctor_steps import event, judged, one_pass
+from test_doctor_steps import event, judged
 
 import doctor.laws  # noqa: F401  its checks
 from doctor.draws import Drawn, Made, Own
@@ -39,6 +40,7 @@ from doctor.results import Printed, Results
 from doctor.sample import hashes, positions
 from doctor.signature import _array, different
 from doctor.spans import Spans
+from doctor.variables import strings
 
 STEP = {"optimizer": 0, "which": 0, "sharded": False, "rates": [], "threads": 1}
 STEP |= {"loader": None, "epoch": None, "place": "a.py:10"}
@@ -189,6 +191,28 @@ def test_partners_in_a_batch_that_are_drawn_alike_are_named():
     assert state(report(*ranks), 3).state == "not judged"
 
 
+@pytest.mark.parametrize(
+    ("seed", "wanted"),
+    [
+        (lambda step, rank: step + rank, True),
+        (lambda step, rank: step * 2 + rank, False),
+        (lambda step, rank: step, False),  # a joint decision
+        # Of a sample, in any order
+        (lambda step, rank: random.Random(rank).sample(range(20), 20)[step], False),
+    ],
+)
+def test_numbers_that_another_rank_draws_at_another_time(seed, wanted):
+    def rank(number):
+        own, values = {"generator": "numpy", "place": "a.py:4"}, range(20)
+        return [Seed(**own, call=f"seed({seed(n, number)})", step=n) for n in values]
+
+    found = report(rank(0), rank(1))
+    assert ("shifted_numbers" in named(found)) == wanted
+    if wanted:
+        told = "on rank 0 in step 2 and on rank 1 in step 1, and so on: 19 times"
+        assert told in found.findings[0].what
+
+
 def test_drawn_inputs_break_the_law_of_random_streams():
     found = report(*[loop([*range(480)]) + drawn(0)] * 2)
     assert {"same_samples", "same_inputs"} <= named(found)
@@ -290,30 +314,6 @@ def test_tokens_that_mean_something_else_on_each_rank_are_named(moved):
             own.append(Targets(count=8, values=values, step=step))
         ranks.append(own)
     assert named(report(*ranks)) == ({"meanings_differ"} if moved else set())
-
-
-@pytest.mark.parametrize(
-    ("kind", "wanted"),
-    [("", {"same_passes"}), ("targets", set()), ("inputs", set()), ("two", set())]
-    + [("steps", set()), ("loader", set()), ("values", {"same_passes"})],
-)
-def test_a_step_whose_passes_have_the_same_batch(kind, wanted):
-    ranks, passes = [], range(2 if kind == "two" else 3)
-    for rank in (0, 1):
-        own = []
-        for n in range(20):
-            entries = []
-            for p in passes:
-                target = {"targets": n + p, "values": None}.get(kind, n)
-                value = 2.0 + p * (kind != "values")
-                entries.append(one_pass(begun=n, value=value, target=target))
-                rows = array("q", [900 * rank + 3 * n * (kind != "steps")])
-                rows[0] += p * (kind == "inputs")
-                given = {"network": 0, "rows": rows, "few": [], "whole": False}
-                own.append(Input(**given, loaded=kind == "loader", step=n))
-            own.append(event(Update, n, passes=entries))
-        ranks.append(own)
-    assert named(report(*ranks)) & {"same_passes"} == wanted
 
 
 def test_a_later_epoch_of_a_loop_that_ranks_read_together():
@@ -695,9 +695,39 @@ def test_collectives_get_the_same_thing_on_all_ranks():
     assert named(swapped) == {"collectives_differ"}
 
 
+@pytest.mark.parametrize(
+    ("orders", "wanted"), [(("abc", "bac"), True), (("abc", "abd"), False)]
+)
+def test_a_loop_over_names_has_one_order_on_all_ranks(orders, wanted):
+    def rank(keys, each=0):
+        given = {"name": "all_reduce", "sent": "2 x float32", "place": "a.py:4"}
+        return [
+            Call(**given, keys={"k": x}, passes=n * each) for n, x in enumerate(keys)
+        ]
+
+    found = report(*map(rank, orders))
+    assert named(found) == ({"collectives_differ"} if wanted else set())
+    if wanted:
+        assert "that of a on rank 0, that of b on rank 1" in found.findings[0].what
+    # A network runs in between: these may be numbers of samples
+    assert not named(report(*(rank(one, each=1) for one in orders)))
+
+
+def test_the_strings_around_a_call():
+    seen, table = [], {"a": torch.zeros(1), "b": torch.zeros(1)}
+
+    def reduce(tensor):
+        text = "x" * 99  # noqa: F841
+        seen.append(strings(sys._getframe()))
+
+    for name in table:
+        reduce(table[name])
+    assert seen == [{"name": "a"}, {"name": "b"}]
+
+
 @pytest.mark.parametrize("wall", [0.005, 0.2])
 def test_short_steps_are_not_slow(wall):
-    own = {"watched": False, "queued": 0.0, "calls": {}, "missing": 0}
+    own = {"watched": False, "queued": 0.0, "calls": {}}
     rows = [
         Spans(**own, wall=wall, spans=[("data", 0.0, 0.6 * wall)]) for _ in range(9)
     ]

@@ -20,7 +20,7 @@ from doctor.law import CHECKS, examine
 from doctor.laws.alive import Weight
 from doctor.laws.checkpoints import Checkpoints, Saved
 from doctor.laws.files import Opened
-from doctor.laws.losses import outer
+from doctor.laws.losses import Losses, outer
 from doctor.laws.losses import terms as read_terms
 from doctor.laws.modes import Mode
 from doctor.laws.passes import Passes, Update
@@ -369,6 +369,8 @@ def test_what_a_loss_is_divided_by():
     (found,) = read_terms(loss.grad_fn)
     assert (found.kind, found.rows, found.weighted) == ("mean", 51.5, True)
     losses = cross_entropy(logits, targets, ignore_index=-1, reduction="none")
+    (found,) = read_terms((losses.sum() / 4).grad_fn)
+    assert (found.factor, found.kind, found.rows) == (0.25, "sum", 4)
     (found,) = read_terms((losses * torch.tensor([0, 0.5, 0.5, 0, 0.5])).sum().grad_fn)
     assert (found.factor, found.kind, found.rows) == (0.5, "sum", 3)
     (found,) = read_terms((logits.square() / 7).sum().grad_fn)
@@ -376,6 +378,15 @@ def test_what_a_loss_is_divided_by():
     (found,) = read_terms((torch.stack([loss, loss]) * torch.ones(2) + 1).sum().grad_fn)
     assert not found.kind  # two losses, not two samples
     assert outer((3 * loss / 4).grad_fn) == [0.25, 3]
+
+
+def test_what_a_validation_receives_is_not_in_a_loss():
+    net, watcher = torch.nn.Linear(1, 1), Losses()
+    for trains, received in ((False, 1), (True, 0)):
+        with torch.set_grad_enabled(trains):
+            watcher.on_input(net, [])
+        watcher.received = watcher.received or [1] * (not trains)
+        assert len(watcher.received) == received
 
 
 def test_steps_without_an_optimizer(monkeypatch):

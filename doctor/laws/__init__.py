@@ -21,7 +21,6 @@ from . import (  # noqa: F401
     printed,
     randomness,
     ranks,
-    repeats,
     replicas,
     resume,
     samples,

@@ -1,12 +1,16 @@
 """Law 3: random streams differ between ranks. Checks inputs, and epochs' seeds."""
 
-from ..draws import same_draws
-from ..generators import called, cause
-from ..job import Job
+from collections import Counter
+from itertools import combinations
+
+from ..draws import MADE, Drawn, Made, same_draws
+from ..generators import Seed, called, cause
+from ..job import Job, Process
 from ..law import RISK, Breach, Doubt, check, need, several
 from ..meshes import undivided
 from ..neighbours import Input, inputs, same_rows
 from .randomness import LAW, Draw, same_random_numbers, worded
+from .samples import left_out
 
 STRATA = (
     "Draw it with a generator that each rank seeds differently, or compute it from a "
@@ -77,3 +81,54 @@ def seeds_restart(job):
             mend = "The loader processes copy the data set's generator in each epoch: "
             mend += "make it in worker_init_fn, of torch.initial_seed()."
         yield Breach(what, cause(job, name, [one])[0], mend=mend)
+
+
+@check(LAW, RISK, effects=[left_out], read="pitfall 9")
+def shifted_numbers(job):
+    """A rank draws what another rank draws at another time.
+
+    Make each seed from a number that no other rank uses at any time, such as
+    step * world_size + rank: step + rank is the same on rank 1 and, a step later, on
+    rank 0. Or seed once, with seed + rank, and draw on.
+    Not a mistake if: all ranks are meant to draw the same numbers.
+    """
+    several(job)
+    undivided(job)
+    ranks = [streams(process) for process in job.processes]
+    for name in ranks[0]:
+        own = [(n, one[name]) for n, one in enumerate(ranks) if name in one]
+        for (n, first), (m, other) in combinations(own, 2):
+            if steps := shifted(first, other):
+                (told, place), (one, two) = name, steps[0]
+                what = f"{told} draws the same numbers on rank {n} in step {one + 1} "
+                what += f"and on rank {m} in step {two + 1}, and so on: "
+                yield Breach(f"{what}{len(steps)} times", place)
+                return
+
+
+def streams(process: Process) -> dict[tuple[str, str], dict[tuple, int]]:
+    """Return the step of each draw and seed, by its kind and line."""
+    found, counts = {}, Counter()
+    for one in reversed(process.events):  # the first step is kept
+        name = value = None
+        if isinstance(one, Drawn) and one.name not in MADE:
+            name, value = f"torch.{one.name}()", one.value
+        elif isinstance(one, Made):
+            name, value = "numpy.random.default_rng()", one.state
+        elif isinstance(one, Seed):
+            name, value = called(one.generator), one.call
+        if name:
+            counts[name, one.place, one.step] += 1  # the number of the draw in its step
+            key = value, counts[name, one.place, one.step]
+            found.setdefault((name, one.place), {})[key] = one.step
+    return found
+
+
+def shifted(one: dict, other: dict) -> list[tuple[int, int]]:
+    """Return the steps in which two ranks draw the same, if their distance is fixed."""
+    pairs = sorted((one[key], other[key]) for key in one.keys() & other.keys())
+    counts = Counter(b - a for a, b in pairs)
+    for distance, count in counts.most_common(1):
+        if distance and count >= max(3, len(other) / 5, len(pairs) / 2):
+            return [pair for pair in pairs if pair[1] - pair[0] == distance]
+    return []

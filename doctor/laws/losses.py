@@ -37,10 +37,18 @@ class Losses(Watcher):
     def __init__(self):
         self.sums, self.received, self.printed = [], [], False
         self.backing, self.fresh = False, True
+        self.validated = set()  # networks called without gradients in this pass
 
     def on_input(self, network, inputs) -> None:
-        if self.fresh:  # the first network of this pass
+        import torch
+
+        key = id(next(network.parameters(), None))  # DDP's is its network's
+        trains = torch.is_grad_enabled()
+        # The first network of this pass; before it, the same one was validated
+        if self.fresh or (trains and key in self.validated):
             self.received, self.fresh, self.printed = [], False, False
+            self.validated = set()
+        self.validated |= set() if trains else {key}
 
     def on_collective(self, name, arguments, options, where) -> None:
         import torch
@@ -231,8 +239,12 @@ def averaged(node, name: str, factor: float, shape: tuple, inner) -> Term:
     width = 1.0
     if before.startswith("SumBackward1"):
         width = math.prod(sizes(inner)) / max(1, math.prod(shape))
-    if before.startswith(MEANS) and name.startswith("Sum"):
+    each = before.startswith(MEANS) and not getattr(inner, "_saved_reduction", 1)
+    if before.startswith(MEANS) and name.startswith("Sum") and not each:
         kind = ""  # a sum of means
+    if each and before.startswith("Nll") and inner._saved_target.numel() == count:
+        target = inner._saved_target
+        rows = count = int((target != inner._saved_ignore_index).sum())
     if len(shape) == 1 and stacked(inner, rows):
         kind = ""  # several losses with individual weights
     return Term(factor, kind, rows, count / max(1, rows), width)

@@ -1,8 +1,10 @@
 """Law 9: all ranks meet in the same calls, take the same steps, and end."""
 
+import contextlib
 import re
+import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby, zip_longest
 from typing import ClassVar
 
@@ -11,12 +13,14 @@ from ..job import waiting
 from ..law import NOTE, RISK, WRONG, Breach, Law, NotJudged, check, need, several
 from ..moments import Moments, Step
 from ..record import recorder, wrap
+from ..variables import strings
 from ..watcher import Watcher
 
 LAW = Law(9, "meeting", "All ranks meet")
 ROOTS = {"broadcast": 1, "reduce": 1, "scatter": 2, "gather": 2}  # argument's position
 ROOTS |= {"broadcast_object_list": 1, "gather_object": 2, "broadcast_": 1}
 COUNTS = 4096  # largest size of a table of counts, such as a confusion matrix
+SUMS = "all_reduce", "reduce", "broadcast"
 UNEVEN = "all_to_all_single", "allgather"  # sizes may differ between ranks
 LOST = re.compile(
     r"onnection (closed|reset|refused)|roken pipe|recvValue failed|Socket Timeout|"
@@ -41,18 +45,23 @@ class Call(Event):
     sent: str  # number and type of the elements, and the source or destination rank
     place: str
     value: float | None = None  # sum of a small tensor's absolute values
+    keys: dict[str, str] = field(default_factory=dict)  # strings in variables
+    passes: int = 0  # number of calls of networks that have ended
 
 
 class Meeting(Watcher):
     """Records the collectives that the script calls."""
 
     def __init__(self):
-        self.counts = Counter()
+        self.counts, self.passes = Counter(), 0
 
     def hooks(self) -> None:
         from torch.distributed.algorithms.join import Join
 
         wrap(Join, "__enter__", self.ending)
+
+    def on_output(self, network, outputs, batch) -> None:
+        self.passes += 1
 
     def on_collective(self, name, args, kwargs, where) -> None:
         import torch
@@ -74,10 +83,13 @@ class Meeting(Watcher):
             root = args[position]
         if isinstance(root, int):
             sent += f"{', ' * bool(sent)}root {root}"
-        one = Call(name=name, sent=sent, place=where)
+        one = Call(name=name, sent=sent, place=where, passes=self.passes)
         plain = tensors and name not in UNEVEN and type(tensors[0]) is torch.Tensor
+        self.counts[where] += 1
+        if name in SUMS and self.counts[where] < 99:
+            with contextlib.suppress(Exception):  # no source, for example
+                one.keys = strings(sys._getframe())
         if plain and recorder.watching:
-            self.counts[where] += 1
             few = (
                 tensors[0].numel() <= 64
                 or COUNTS >= tensors[0].numel() > 0
@@ -224,11 +236,32 @@ def collectives_differ(job):
                 mend = LEAVES
             yield Breach(what, calls[0].place, mend=mend)
             return
+    if found := mixed(rows):
+        yield Breach(*found, mend=ORDER)
+        return
     if place := swapped(rows):
         what = "the ranks sum the numbers of one line in different orders"
         yield Breach(what, place, mend=ORDER)
         return
     yield f"{len(rows[0]):,} collective{'s' * (len(rows[0]) > 1)} in the same order"
+
+
+def mixed(rows: list[list[Call]]) -> tuple[str, str] | None:
+    """Return how a loop's calls get the same things in other orders, and the line."""
+    found, columns = [], zip(*rows, strict=False)
+    for _, run in groupby(columns, lambda x: (x[0].place, x[0].step, x[0].passes)):
+        ranks = [*zip(*run, strict=True)]
+        for name in ranks[0][0].keys:
+            lists = [[x.keys.get(name, "") for x in own] for own in ranks]
+            if len({tuple(sorted(x)) for x in lists}) == 1:
+                pairs = [x for x in zip(*lists, strict=True) if len({*x}) > 1]
+                found += [(ranks[0][0], name, x) for x in pairs[:1]]
+    if not found:
+        return None
+    one, name, pair = found[0]
+    told = ", ".join(f"that of {x} on rank {n}" for n, x in enumerate(pair[:4]))
+    what = f"in {len(found)} loops over {name}, {one.name}() gets different things in "
+    return f"{what}the same call: {told}", one.place
 
 
 def swapped(rows: list[list[Call]]) -> str:

@@ -3,9 +3,9 @@
 from collections import Counter
 from statistics import median
 
-from ..law import NOTE, SLOW, Breach, Law, NotJudged, check
+from ..law import SLOW, Breach, Law, NotJudged, check
 from ..moments import Step
-from ..spans import Buckets, Runs, Spans, parts, timed
+from ..spans import Runs, Spans, parts, timed
 from .meeting import hangs
 from .modes import Validation, validations
 
@@ -114,20 +114,6 @@ def validation_with_gradients(job):
     for one in found[:1]:
         what = f"rank {one.rank} validates {one.network} with gradients"
         yield Breach(what, one.place)
-
-
-@check(LAW, NOTE, needs=[Buckets, Spans], read="pitfall 10")
-def unused_search(job):
-    """DDP searches for unused weights where there are none.
-
-    Leave out find_unused_parameters=True.
-    """
-    steps = [one for one in job.of(Spans) if one.watched]
-    for one in job.of(Buckets)[:1]:
-        if one.search and steps and not any(x.missing for x in steps):
-            count = len({x.step for x in steps})
-            what = f"find_unused_parameters=True, but in {count} steps no weight "
-            yield Breach(f"{what}is unused", one.place)
 
 
 @check(LAW, SLOW, needs=[Spans, Runs], read="lesson 1")
