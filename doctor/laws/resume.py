@@ -218,8 +218,8 @@ def one_ranks_state(job):
     Not a mistake if: one rank's state is good enough for all ranks.
     """
     several(job)
-    kept, rest = states_of(job, "step", "kept"), None
-    for row in job.rows(Resumed):
+    kept, rest, unsure = states_of(job, "step", "kept"), None, []
+    for row in zip(*(process.of(Resumed) for process in job.processes), strict=False):
         if len({one.path for one in row}) > 1:
             continue
         rest, differ, states = row[0] if row[0].rest else rest, [], ([], [])
@@ -231,6 +231,8 @@ def one_ranks_state(job):
             after = apart(states[1], name)
             if alike(values, 0) and after[2:] and all(after):
                 differ.append(name)
+            elif alike(values, 0) and (any(after) or not after):
+                unsure.append(name)
         if differ:
             what = f"all ranks load the same {listed(differ)} from {base(row[0].path)}"
             what += f", but differ in {'them' if differ[1:] else 'it'} after each of "
@@ -239,6 +241,9 @@ def one_ranks_state(job):
             what += f", as in {sum(before)} steps before" * any(before)
             yield Breach(what, row[0].place)
             return
+    if unsure:
+        what = "are the same on all ranks after the load, and not seen often enough"
+        raise Doubt(f"{listed(unsure)} {what} later")
     if rest:
         what = f"{base(rest.path)} has {rest.rest} tensors that the script loads by "
         raise Doubt(f"{what}itself: it is not seen if each rank gets its own")
