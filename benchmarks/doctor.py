@@ -4,8 +4,8 @@
 
 Two jobs of two processes each take turns: one runs alone, the other under doctor. The
 benchmark compares the durations of the steps that doctor watches, of the steps that
-doctor only times, and of ROUNDS times five later steps. It takes a few minutes, and
-writes benchmarks/results/doctor.json.
+doctor only times, and of 5 * ROUNDS later steps. It takes a few minutes, and writes
+benchmarks/results/doctor.json.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The random numbers that the script draws itself, and its own generators."""
+"""Record the random numbers that the script draws itself, and its own generators."""
 
 import contextlib
 import gc
@@ -20,14 +20,14 @@ from .record import not_the_users, place, recorder, wrap
 from .sample import digest, numbers
 from .watcher import Watcher
 
-MANY = 8  # fewer equal numbers per draw may be a decision of all ranks
+MANY = 8  # ranks may draw fewer equal numbers for a joint decision
 FUNCTIONS = """rand randn randint randperm rand_like randn_like normal bernoulli
     multinomial""".split()
 METHODS = (
     "uniform_ normal_ bernoulli_ exponential_ random_ bernoulli multinomial".split()
 )
-MADE = "from_numpy tensor as_tensor".split()  # perhaps of another generator's numbers
-SCANS = 3, 4  # the steps after which the script's generators are looked at
+MADE = "from_numpy tensor as_tensor".split()  # may contain NumPy's random numbers
+SCANS = 3, 4  # after these steps, doctor reads the script's generators
 
 
 @dataclass(kw_only=True)
@@ -37,41 +37,41 @@ class Drawn(Event):
     limit: ClassVar[int] = 2000
     name: str
     place: str
-    number: int  # in this step and line
+    number: int  # the draw's index in this step and line
     value: int  # a hash of a few of the numbers
-    size: int  # of the first dimension
-    whole: bool  # they are whole numbers
-    permutes: bool = False  # they are 0 to size - 1, in another order
-    own: bool = False  # a generator was given
+    size: int  # the first dimension's size
+    whole: bool  # the numbers are integers
+    permutes: bool = False  # the numbers are a permutation of 0 to size - 1
+    own: bool = False  # the script gave a generator
 
 
 @dataclass(kw_only=True)
 class Own(Event):
-    """States of the generators that the script has made itself, the oldest first."""
+    """The states of the generators that the script has created, the oldest first."""
 
     states: list[int]
-    # Where a class of the script begins whose objects have them, or ""
+    # The line of the script's class whose objects have the generators, or ""
     owners: list[str] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
 class Global(Event):
-    """States of the global generators of Python and NumPy, after a step."""
+    """The states of Python's and NumPy's global generators after a step."""
 
     states: list[int]
 
 
 @dataclass(kw_only=True)
 class Made(Event):
-    """The script has made a generator of NumPy."""
+    """The script has created a NumPy generator."""
 
     limit: ClassVar[int] = 400
-    state: int  # a hash
+    state: int  # a hash of the generator's state
     place: str
 
 
 class Draws(Watcher):
-    """Looks at results of functions that draw, and at generators."""
+    """Records the results of functions that draw, and the states of generators."""
 
     def __init__(self):
         self.counts, self.inside, self.shared = Counter(), False, False
@@ -92,7 +92,7 @@ class Draws(Watcher):
         frame = sys._getframe(1)
         while frame and "distributed/optim" not in frame.f_code.co_filename:
             frame = frame.f_back
-        self.shared |= frame is None  # ZeRO's step sends weights only
+        self.shared |= frame is None  # ZeRO's step sends only weights
 
     def after_step(self, optimizer, weights) -> None:
         self.shared = False
@@ -150,7 +150,7 @@ class Draws(Watcher):
 
 
 def importing() -> bool:
-    """Return whether an installed library is being imported."""
+    """Return whether Python is importing an installed library."""
     frame = sys._getframe(1)
     while frame:
         code = frame.f_code
@@ -161,14 +161,14 @@ def importing() -> bool:
 
 
 def permutes(tensor) -> bool:
-    """Return whether a tensor has the numbers 0 to N - 1: (N,)."""
+    """Return whether a tensor (N,) is a permutation of 0 to N - 1."""
     if tensor.dim() != 1 or tensor.is_floating_point() or not 1 < len(tensor) < 4096:
         return False
     return sorted(tensor.tolist()) == [*range(len(tensor))]
 
 
 def own_states() -> Own:
-    """Return hashes of the states of all generators but the global ones."""
+    """Return hashes of the states of all generators except the global ones."""
     numpy, found, made = sys.modules.get("numpy"), [], []
     kinds = (numpy.random.Generator, numpy.random.RandomState) if numpy else ()
     for one in (x for age in (2, 1, 0) for x in gc.get_objects(age)):
@@ -179,13 +179,13 @@ def own_states() -> Own:
             made.append(one)
             found.append(hashed(repr(one._bit_generator.state).encode()))
     own = Own(states=found)
-    with contextlib.suppress(Exception):  # an unusual object of the script
+    with contextlib.suppress(Exception):  # a script's object may raise anything
         own.owners = owners(made)
     return own
 
 
 def owners(made: list) -> list[str]:
-    """Return where the class begins whose object has a generator, or ""."""
+    """Return the line of the class whose object has a generator, or ""."""
     found = {id(one): "" for one in made}
     direct = gc.get_referrers(*made) if made else []
     fields = [one for one in direct if type(one) is dict]
@@ -244,14 +244,14 @@ def same_draws(job: Job) -> tuple[dict[str, Same], int]:
         one, values = row[0], [first[step].value for step in equals]
         changes = sum(a != b for a, b in pairwise(values)) + 1
         changes = len({*values}) if one.name in MADE else changes
-        earlier = found.get(one.place)  # noise counts more than numbers
+        earlier = found.get(one.place)  # noise is stronger evidence
         if changes > 0.9 * len(values) and (earlier is None or earlier.together):
             what = f"in {len(equals)} of {len(steps)} steps, torch.{one.name}() gives "
             what += "the same numbers on several ranks"
             if late := start > 2:
                 what = f"from step {one.step + 1} on, {what}"
             parts = one.size >= len(rows) * batch  # perhaps each rank takes its part
-            own = one.permutes and one.size == batch  # partners in a batch
+            own = one.permutes and one.size == batch  # such as mixup's permutation
             together = not own and (one.whole or parts)
             found[one.place] = Same(what, together, row, late)
     return found, differ
@@ -263,7 +263,7 @@ def equal(values: list) -> bool:
 
 
 def draws_in_steps(job: Job) -> bool:
-    """Return whether the script draws between steps, other than PyTorch's fractions."""
+    """Return whether the script draws between steps, except fractions with PyTorch."""
     process = job.processes[0]
     for kind in (Own, Global):
         scans = [{*one.states} for one in process.of(kind)[:2]]
@@ -274,10 +274,10 @@ def draws_in_steps(job: Job) -> bool:
 
 
 def equal_owners(job: Job) -> tuple[str, str, str]:
-    """Return how generators of several objects of a class draw the same, if they do.
+    """Return how the generators of a class's objects draw the same numbers, if they do.
 
-    The other values are the place and the advice. A joint decision needs one generator
-    at the same place on all ranks.
+    The other values are the place and the advice. For a joint decision, all ranks would
+    have one such generator at the same place.
     """
     ranks = []
     for process in job.processes:
@@ -303,12 +303,12 @@ def equal_owners(job: Job) -> tuple[str, str, str]:
 
 
 def same_generators(job: Job) -> bool:
-    """Return whether ranks have own generators that draw the same in each step."""
+    """Return whether ranks' own generators draw the same numbers in each step."""
     found, made = [], Counter()
     for process in job.processes:
         scans = [{*one.states} for one in process.of(Own)]
         pairs = zip(scans, scans[1:], strict=False)
-        found.append([one - later for one, later in pairs])  # those that drew
+        found.append([one - later for one, later in pairs])  # the generators that drew
     columns = [*zip(*found, strict=False)]
     same = [any(a & b for a, b in combinations(x, 2)) for x in columns]
     for row in job.rows(Made):

@@ -23,12 +23,12 @@ class Seed(Event):
 
 
 def called(name: str) -> str:
-    """Return what a finding calls a generator."""
+    """Return a generator's name in a finding."""
     return GENERATORS.get(name, name.replace("its ", "the data set's "))
 
 
 def setting(job, name: str, draw: Event) -> Seed | None:
-    """Return what set a generator last before a draw, in the same process."""
+    """Return the last Seed of a generator before a draw in the same process."""
     process = next(x for x in job.processes if x.rank == draw.rank)
     works = getattr(draw, "worker", None) is not None
     own = process.loaders if works else process.events
@@ -37,7 +37,7 @@ def setting(job, name: str, draw: Event) -> Seed | None:
 
 
 def cause(job, name: str, pair: list[Event]) -> tuple[str, str]:
-    """Return the line that last set a generator and, if all ranks made it, the call."""
+    """Return the line that last set a generator, and the call if all ranks made it."""
     found = [setting(job, name, one) for one in pair]
     calls = {one and one.call for one in found}
     place = found[0].place if found[0] else pair[0].place
@@ -47,7 +47,7 @@ def cause(job, name: str, pair: list[Event]) -> tuple[str, str]:
 
 
 def states(dataset: object = None) -> dict[str, tuple[int, int]]:
-    """Return a hash and the position of each global generator, and a data set's own."""
+    """Return each global generator's hash and position, and a data set's generators."""
     import torch
 
     state = content(torch.random.default_generator.get_state())
@@ -73,7 +73,7 @@ def states(dataset: object = None) -> dict[str, tuple[int, int]]:
 
 
 def content(state) -> bytes:
-    """Return the bytes of a generator's state, a CPU tensor; NumPy may be missing."""
+    """Return the bytes of a generator's state (a CPU tensor), without NumPy."""
     return ctypes.string_at(state.data_ptr(), state.numel())
 
 
@@ -83,7 +83,7 @@ def hashed(state: bytes) -> int:
 
 
 def drawn(before: dict, after: dict) -> tuple[dict[str, int], int]:
-    """Return the hashes of generators that drew, and a lower bound on the draws."""
+    """Return the hashes of the generators that drew, and the least number of draws."""
     changed = {k: x for k, x in before.items() if k in after and after[k] != x}
     counts = [0]
     for name, (_, position) in changed.items():

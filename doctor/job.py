@@ -53,7 +53,7 @@ class Process:
         return found
 
     def batches_before(self, time: float) -> list[Batch]:
-        """Return the training loader's batches that the process read before a time."""
+        """Return the training loader's batches that the process had read by a time."""
         own = [one for one in self.of(Batch) if one.loader == self.training]
         return [one for one in own if one.time < time]
 
@@ -148,7 +148,7 @@ def read(folder: Path) -> Job:
 
 
 def clashing(job: Job) -> list[Joins]:
-    """Return the calls of processes that request one rank, and have not got it."""
+    """Return the pending calls of processes that are waiting for one other rank."""
     found = {}
     for process in job.processes if not job.of(Rank) else ():
         for one in process.of(Joins)[:1]:

@@ -1,4 +1,4 @@
-"""Find printed results in text, and say what a number was computed from."""
+"""Find printed results in text, and decide what each number was computed from."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -25,7 +25,7 @@ BOTH = re.compile(rf"({SPLITS.pattern})\w*\s*([/|,&+]|and)\s*(?!\1)({SPLITS.patt
 BATCH = re.compile(r"\s*\(\s*(?:avg:? ?)?\d+\.\d+(?:e-?\d+)?\s*%?\s*\)")
 NAME = re.compile(r"([a-z][\w@/.-]*)\W{1,6}$")
 UNIT = re.compile(r"\s*(?:[mu]?s|secs?|seconds?|min|h|it/s|[kmg]i?b|\w+/\w+)(?!\w)")
-SETTINGS = set(  # and measurements that are not of outputs
+SETTINGS = set(  # also measurements that do not depend on outputs
     """lr learning rate time wall elapsed took in after sec secs seconds ms s t
     speed eta fps throughput mem memory gb mb gib mib epoch step steps iter it norm
     gnorm grad scale temp temperature tau beta alpha sigma eps epsilon momentum
@@ -48,19 +48,19 @@ RESET = "Reset the metric (or the sums) at the start of each pass."
 
 @dataclass
 class Number:
-    """A number in a printed line that may be a result."""
+    """A number in a printed line, which may be a result."""
 
     kind: str
     value: float
     gap: float  # the largest rounding error
     scale: float  # 1 or 100
-    count: int | None  # the denominator of a fraction such as 63/76
+    count: int | None  # the denominator, in a fraction such as 63/76
     split: str  # train, val, "any" (see results()), or "" if the line does not say
     text: str
-    words: str  # before it
+    words: str  # the words before the number
 
     def turned(self, ratio: tuple[float, float]) -> float:
-        """Return a numerator and a denominator as this kind of number."""
+        """Return numerator / denominator in this number's form, such as 0 to 100."""
         top, bottom = ratio
         value = top / bottom if bottom else float("nan")
         if self.kind == "error":
@@ -70,7 +70,7 @@ class Number:
         return self.scale * value
 
     def equals(self, ratio: tuple[float, float]) -> bool:
-        """Return whether a numerator and a denominator give this number."""
+        """Return whether numerator / denominator equals this number."""
         if self.count is not None:
             own = self.turned(ratio) * self.count
             return abs(self.count - ratio[1]) < 1e-6 and abs(self.value - own) < 1e-3
@@ -83,8 +83,8 @@ class Number:
 def results(text: str) -> list[Number]:
     """Return the numbers of a line that may be results.
 
-    As in "loss 0.4 val_loss 0.5", a number may be training's if another one of its kind
-    is of validation.
+    In "loss 0.4 val_loss 0.5", the first number may be training's, because the second
+    number of the same kind is validation's.
     """
     found = [*numbers(text)]
     now = [x for x in found if not any(one in x.words for one in BEST)]
@@ -95,7 +95,7 @@ def results(text: str) -> list[Number]:
 
 
 def numbers(text: str) -> Iterator[Number]:
-    """Yield the numbers in a line that may be accuracies, errors, losses, ..."""
+    """Yield the numbers in a line that may be accuracies, error rates or losses."""
     if BAR.search(text):
         return
     kind, end, low, names, turn = "", 0, text.lower(), [], 0
@@ -124,7 +124,7 @@ def numbers(text: str) -> Iterator[Number]:
             inherits = ""
         kind = own or inherits
         if BATCH.match(low[one.end() :]) and not fraction:
-            continue  # of a batch, with the mean of all batches after it
+            continue  # a batch's value, before the mean of all batches
         if not kind and after and (fraction or percent):
             kind = "error" if after[1] == "wrong" else "accuracy"
         if not kind:
@@ -138,8 +138,8 @@ def numbers(text: str) -> Iterator[Number]:
         scale = 100 if shares and (percent or value > 1) else 1
         if shares and not places:
             if not percent:
-                continue  # a count, or a number of something else
-            gap = 0.99  # rounded, or cut off
+                continue  # a count
+            gap = 0.99  # rounded or truncated
         if value > 100 and shares:
             continue
         yield Number(kind, value, gap, scale, None, split, one[0].strip(), before)
@@ -164,24 +164,24 @@ def others(text: str) -> Iterator[tuple[str, str]]:
 
 @dataclass
 class Group:
-    """What was measured in one pass over a loader, for one network or one loss."""
+    """What doctor measured in one pass over a loader, for one network or one loss."""
 
     what: str
     source: int
     loader: int | None
     epoch: int | None
-    step: int = 0  # after which the pass was made
+    step: int = 0  # the last step before the pass
     trains: bool = False
-    total: int = 0  # of the data set's samples; 0: not known
-    skipped: int = 0  # ignored targets
-    parts: int = 1  # the loss is divided by it for backward()
-    guesses: dict = field(default_factory=dict)  # predicted classes, by sample
-    # By rank: batches of (sums, weights, keys of the samples)
+    total: int = 0  # number of the data set's samples; 0: unknown
+    skipped: int = 0  # number of ignored targets
+    parts: int = 1  # divisor of the loss before backward()
+    guesses: dict = field(default_factory=dict)  # sample -> predicted class
+    # Rank -> batches, as (sums, weights, the samples' keys)
     ranks: dict[int, list[tuple]] = field(default_factory=dict)
     times: dict[int, list[float]] = field(default_factory=dict)
 
     def began(self, rank: int) -> float:
-        """Return when a rank, or else the first one, measured the first batch."""
+        """Return when a rank, or else the first rank, measured its first batch."""
         return min(self.times.get(rank) or [*chain(*self.times.values())])
 
     def running(self, rank: int, moment: float) -> bool:
@@ -190,7 +190,7 @@ class Group:
         return min(own) < moment < max(own)
 
     def added(self, rank: int | None = None) -> tuple[float, float]:
-        """Return the sums over all batches of a rank, or of all: value and weight."""
+        """Return the sums of values and weights over a rank's batches, or over all."""
         own = self.ranks.values() if rank is None else [self.ranks[rank]]
         rows = [*chain(*own)]
         tops, bottoms = (sum(sum(row[n]) for row in rows) for n in (0, 1))
@@ -205,7 +205,7 @@ class Group:
         return found
 
     def right(self, line: str, rank: int) -> list[tuple[float, float]]:
-        """Return the values that this group's result may have in a correct script."""
+        """Return the values that a correct script may print for this group."""
         once = self.once()
         found = [pair(once.values())]
         own = {key for row in self.ranks.get(rank, ()) for key in row[2]}
@@ -218,7 +218,7 @@ class Group:
         return [(top * self.parts, bottom) for top, bottom in found]
 
     def averages(self, rank: int) -> Iterator[tuple[float, float]]:
-        """Yield averages over a training pass, of this rank's or of all batches."""
+        """Yield averages of a training pass, over this rank's and over all batches."""
         own = [self.ranks[rank]] if rank in self.ranks else []
         for rows in (*own, [*chain(*self.ranks.values())]):
             yield pair([(sum(v), sum(w)) for v, w, _ in rows])
@@ -278,6 +278,6 @@ class Group:
 
 
 def pair(values: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """Return the sums of numerators and of denominators."""
+    """Return the sum of all numerators and the sum of all denominators."""
     rows = [*values]
     return sum(top for top, _ in rows), sum(bottom for _, bottom in rows)

@@ -1,4 +1,4 @@
-"""Which samples the ranks of a job read in each epoch."""
+"""Determine which samples the ranks of a job read in each epoch."""
 
 from array import array
 from collections import Counter
@@ -14,18 +14,18 @@ from .law import NotJudged, need
 from .loaders import Batch, Epoch
 from .neighbours import Input, before_a_repeat, inputs, redrawn
 
-EPOCHS = 20  # as many are judged
-MORE = 0.02  # of the samples: more than this must not be read twice, or left out
+EPOCHS = 20  # largest number of epochs to judge
+MORE = 0.02  # a breach: a larger share of samples is repeated or left out
 
 
 @dataclass(kw_only=True)
 class Feed(Event):
-    """The sampler of a loader at the start of a pass, and in the first one its data."""
+    """A loader's sampler at the start of a pass, and its data in the first pass."""
 
     limit: ClassVar[int] = 1000
     loader: int
     epoch: int
-    divides: bool  # between ranks
+    divides: bool  # it divides the samples between ranks
     shuffles: bool
     repeats: bool  # it draws with replacement
     sampler: dict[str, int]  # its seed, epoch, rank and num_replicas
@@ -37,21 +37,21 @@ class Feed(Event):
 
 @dataclass
 class Reads:
-    """What all ranks read in an epoch, or in the part of it that was seen."""
+    """The samples that all ranks read in an epoch, or in the part that doctor saw."""
 
     ranks: list[list[list[int]]]  # for each rank, the samples of each batch
     text: str  # such as "epoch 0"
     whole: bool = True
-    total: int | None = None  # samples of the data set
+    total: int | None = None  # number of samples in the data set
     feeds: list[Feed] = field(default_factory=list)
-    index: bool = True  # samples are known by their numbers; else by their contents
+    index: bool = True  # samples are identified by indices, not by contents
     loader: int | None = None  # None: the training loader
-    pool: int = 0  # without a DataLoader: distinct samples in all steps
-    resumed: bool = False  # it is read in two passes
-    ids: bool = False  # without a DataLoader: inputs that are numbers of samples
-    redrawn: bool = False  # without a DataLoader: drawn with replacement
-    later: bool = False  # without a DataLoader: not the first steps
-    stream: bool = False  # `total` is what all epochs have together
+    pool: int = 0  # without a DataLoader: number of distinct samples in all steps
+    resumed: bool = False  # a resumed run read the epoch in two passes
+    ids: bool = False  # without a DataLoader: the inputs are samples' numbers
+    redrawn: bool = False  # without a DataLoader: sampled with replacement
+    later: bool = False  # without a DataLoader: these are not the first steps
+    stream: bool = False  # `total` counts the samples of all epochs together
 
     @property
     def all(self) -> list[list[int]]:
@@ -65,30 +65,30 @@ class Reads:
 
     @property
     def slack(self) -> int:
-        """Samples that may come again: to be of equal length, or of the next epoch."""
+        """How many samples may repeat, as padding or because a new epoch has begun."""
         unsure = not self.whole and not self.index
         return len(self.ranks) * (self.batch if unsure else 1)
 
     def poor(self) -> bool:
-        """Return whether contents do not tell samples apart, as with single words."""
+        """Return whether contents do not distinguish samples, such as single words."""
         batches = [x for one in self.ranks for x in one if len(x) > 1]
         distinct = sum(len({*one}) for one in batches)
         return not self.index and distinct < 0.8 * sum(map(len, batches))
 
     def computed(self) -> bool:
-        """Return whether a loop's batches repeat inputs, as the states of a game do."""
+        """Return whether a loop's batches have inputs that come again, as in a game."""
         lists = [x for one in self.ranks for x in one]
         repeats = sum(len(x) - len({*x}) for x in lists)
         return self.pool > 0 and repeats > MORE * sum(map(len, lists))
 
     def random(self) -> bool:
-        """Return whether draws with replacement would also repeat nothing on a rank."""
+        """Return whether even draws with replacement may repeat no sample on a rank."""
         return self.pool > 0 and min(map(len, self.all)) ** 2 < 16 * self.pool
 
     def together(self, least: float = 0.3) -> tuple[float, float]:
-        """Return in which share of steps two ranks read the same samples, or many.
+        """Return the share of steps in which two ranks read (nearly) the same samples.
 
-        The second number is the share in which they read those of the next step.
+        The second number is the share in which one reads the other's next samples.
         """
         found = []
         for shift in (0, 1):
@@ -106,7 +106,7 @@ class Reads:
         return len(both) >= 0.99 * (self.total or 10**12)
 
     def numbers(self) -> dict[str, int]:
-        """Count samples; the last batches may repeat some, to be of equal length."""
+        """Count samples; the last batches may repeat some to have equal lengths."""
         reads = [x for one in self.all for x in one]
         inner = [[x for batch in one[:-1] for x in batch] for one in self.ranks]
         inner = inner if self.whole and all(inner) else self.all
@@ -120,12 +120,12 @@ class Reads:
 
 
 def shared(one: list[int], other: list[int]) -> float:
-    """Return the share of samples that two batches have in common."""
+    """Return the share of samples that are in both batches."""
     return len({*one} & {*other}) / max(1, min(len({*one}), len({*other})))
 
 
 def feeds(job: Job, number: int | None = None, epoch: int = 0) -> list[Feed]:
-    """Return each rank's Feed of a pass, by default over the training loader."""
+    """Return each rank's Feed of a loader's pass (by default, the training loader)."""
     found = []
     for process in job.processes:
         key = process.training if number is None else number, epoch
@@ -134,9 +134,9 @@ def feeds(job: Job, number: int | None = None, epoch: int = 0) -> list[Feed]:
 
 
 def interleaved(job: Job) -> tuple[list[int], list[int]]:
-    """Return the other loaders whose batches are read between the same steps.
+    """Return the other loaders whose batches the ranks read between the same steps.
 
-    The second list has those that the same line reads between other steps.
+    The second list contains loaders that the same line reads between other steps.
     """
     found, again = [], []
     for process in job.processes:
@@ -156,7 +156,7 @@ def interleaved(job: Job) -> tuple[list[int], list[int]]:
 
 
 def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
-    """Yield what loaders gave in each epoch, by default the training loaders."""
+    """Yield the samples of each epoch of loaders (by default, of training loaders)."""
     loader = number
     first = need(feeds(job, loader), "no DataLoader feeds the steps of every rank")
     same = all(one.data == first[0].data for one in first)
@@ -172,7 +172,7 @@ def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
         passes = [[x for x in p.of(Epoch) if x.loader == loader] for p in job.processes]
         lists = [[one.epoch for one in own] for own in passes]
     epochs = [*zip(*lists, strict=False)]
-    if len({*map(len, lists)}) > 1:  # a rank takes no steps in an epoch
+    if len({*map(len, lists)}) > 1:  # a rank has no steps
         both = sorted(set.intersection(*map(set, lists)))
         epochs = [[number] * len(lists) for number in both]
     pairs = [[*zip(job.processes, one, strict=True)] for one in epochs]
@@ -217,7 +217,7 @@ def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
 
 
 def resumed(lists: list, done: list[bool]) -> tuple[list, list[bool]]:
-    """Join two parts of an epoch that a resume divides: together they are as long."""
+    """Join the two parts of an epoch that a resumed run has read in two passes."""
     most = max((len(one[0]) for one in lists), default=0)
     found, whole = [], []
     for one, end in zip(lists, done, strict=True):
@@ -231,14 +231,14 @@ def resumed(lists: list, done: list[bool]) -> tuple[list, list[bool]]:
 
 
 def recurring(epochs: list) -> int:
-    """Return how many contents streams have in all epochs, if most of them recur."""
+    """Return the number of a stream's distinct contents, if most contents recur."""
     sets = [{x for p in one for b in p for x in b.rows or ()} for one in epochs]
     count = Counter(x for own in sets for x in own)
     return len(count) if sum(n > 1 for n in count.values()) >= len(count) / 2 else 0
 
 
 def named(job: Job, loader: int | None) -> set[int]:
-    """Return the numbers that a stream's samples contain, if these tell them apart."""
+    """Return the numbers that identify a stream's samples, if there are any."""
     found, contents = set(), {}
     for process in job.processes:
         number = process.training if loader is None else loader
@@ -257,7 +257,7 @@ def named(job: Job, loader: int | None) -> set[int]:
 
 
 def first_lap(ranks: list, total: int | None) -> int:
-    """Return after how many batches an endless pass has read all samples once."""
+    """Return the number of batches in which an endless pass reads all samples once."""
     reads = [x for own in ranks for batch in own for x in batch]
     distinct = len({*reads})
     size = distinct if len(reads) >= 2 * distinct else total or len(reads)
@@ -273,9 +273,9 @@ def laps(job: Job) -> list[list[list[int]]]:
 
 
 def looped(job: Job) -> list[Reads]:
-    """Return what the ranks read without a DataLoader, until a sample comes again.
+    """Return the samples that ranks read without a DataLoader, until a sample repeats.
 
-    If the ranks then have read as many batches, the next ones are the next epoch's.
+    If the ranks have read equally many batches by then, the next batches are epoch 1's.
     """
     if any(one.loaded for one in job.of(Input)):
         raise NotJudged("no DataLoader feeds the steps of every rank")
@@ -295,7 +295,7 @@ def looped(job: Job) -> list[Reads]:
     if len(read) > 0.75 * pool:  # files go round among the ranks: a rank reads all
         shortest = early
     whole = Reads(lists, "", False, index=False)
-    if shortest < 8 and whole.together()[0] > 0.9:  # drawn at random, but together
+    if shortest < 8 and whole.together()[0] > 0.9:  # one random draw for all ranks
         ranks, shortest = lists, min(map(len, lists))
     elif shortest < 3 and again:
         raise NotJudged("samples repeat within 3 steps: they are not read in epochs")

@@ -1,4 +1,4 @@
-"""Tell data sets apart by what they contain."""
+"""Distinguish data sets by their contents."""
 
 import contextlib
 import warnings
@@ -11,26 +11,26 @@ from .loaders import inside
 from .reads import feeds
 from .sample import digest, hashes, numbers, positions
 
-FEW, ALL = 64, 5000  # entries that are looked at; and for their sum
+FEW, ALL = 64, 5000  # most entries to hash in order; most entries to sum
 PLAIN = int, float, str, bytes, bool, complex, type(None)
 
 
 def signature(dataset) -> dict[str, tuple[int, int, int | None, int]]:
-    """Return what a data set's lists and arrays contain, by the names of attributes.
+    """Return {attribute: four numbers} for the lists and arrays of a data set.
 
-    The four numbers are the length, a hash of a few entries in their order, one of all
-    entries in any order (None if there are many), and one that stays the same if whole
-    numbers are exchanged for others, such as labels (else 0).
+    The four numbers are the length, a hash of a few entries in their order, a hash of
+    all entries in any order (None if there are many), and a hash that does not change
+    if integers such as labels are renumbered (else 0).
     """
     found = {}
     with contextlib.suppress(Exception), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # arrays that cannot be written
+        warnings.simplefilter("ignore")  # for read-only arrays
         _search(inside(dataset)[0], "", 0, found)
     return found
 
 
 def plain(dataset) -> dict[str, float]:
-    """Return the numbers that are attributes of a data set, and of those inside it."""
+    """Return the numeric attributes of a data set and of the data sets inside it."""
     found = {}
     with contextlib.suppress(Exception):
         for _ in range(4):
@@ -91,7 +91,7 @@ def _entries(values) -> tuple[int, int, int | None, int]:
 
 
 def _pattern(values: list) -> int:
-    """Return a hash of which whole numbers are equal, if many are; else 0."""
+    """Return a hash of which integers are equal, if many are; else 0."""
     order = {one: n for n, one in enumerate(dict.fromkeys(map(str, values)))}
     whole = all(isinstance(one, int) for one in values)
     known = whole and 1 < len(order) <= len(values) / 2
@@ -99,7 +99,7 @@ def _pattern(values: list) -> int:
 
 
 def _text(value, depth: int = 0) -> str:
-    """Return an entry of a list as text; "" if its type is not known."""
+    """Return an entry of a list as text, or "" if its type is unknown."""
     if isinstance(value, PurePath):
         value = str(value)
     if isinstance(value, str):  # folders may have other names on other hosts
@@ -118,7 +118,7 @@ def _text(value, depth: int = 0) -> str:
 
 
 def different(what: str, values: list[tuple], rank: int) -> str:
-    """Return how the contents of ranks 0 and `rank` differ."""
+    """Return how the contents of rank 0 and of rank `rank` differ."""
     one, other = values[0], values[rank]
     if one[0] != other[0]:
         return f"{what} has {one[0]} entries on rank 0 and {other[0]} on rank {rank}"
@@ -131,18 +131,18 @@ def different(what: str, values: list[tuple], rank: int) -> str:
 
 
 def relabelled(one: tuple, other: tuple) -> bool:
-    """Return whether two signatures are of the same classes under other numbers."""
+    """Return whether two signatures describe the same classes with other numbers."""
     return one[0] == other[0] and one[1] != other[1] and one[3] == other[3] != 0
 
 
 def other_contents(job: Job, labels: bool) -> str:
-    """Return how samples of the same number differ between two ranks, or ""."""
+    """Return how samples with equal numbers differ between two ranks, or ""."""
     first = feeds(job)
     epoch = [p.batches(p.epochs[0]) for p in job.processes if p.epochs]
     read = [{x for b in one for x in b.indices or ()} for one in epoch]
     if not first or len(read) < 2 or any(one & read[0] for one in read[1:] if one):
         if not first or not all(one.divides for one in first):
-            return ""  # the ranks' numbers may belong to different samples
+            return ""  # ranks may number their samples differently
     found = [contents(process, labels) for process in job.processes]
     for one, other in combinations(range(len(found)), 2):
         both = found[one].keys() & found[other].keys()
@@ -155,7 +155,7 @@ def other_contents(job: Job, labels: bool) -> str:
 
 
 def contents(process: Process, labels: bool) -> dict[int, int]:
-    """Return labels or hashes of samples by number; {} if they change with time."""
+    """Return the samples' labels or hashes by number; {} if these change over time."""
     found = {}
     batches = [x for epoch in process.epochs for x in process.batches(epoch)]
     for one in batches:

@@ -1,4 +1,4 @@
-"""Measure where the time of each step goes, in the job's processes."""
+"""Measure the parts of each step's time in the job's processes."""
 
 import os
 import time
@@ -17,14 +17,14 @@ PARTS = "data forward backward communication optimizer validation saving".split(
 
 @dataclass(kw_only=True)
 class Spans(Event):
-    """The time that each part of a step took. On a GPU, these are the host's times."""
+    """The time that each part of a step took. On a GPU, this is the host's time."""
 
-    watched: bool  # the step was recorded closely, which takes time
-    wall: float  # seconds since the end of the last step
+    watched: bool  # doctor watched the step, which made it slower
+    wall: float  # seconds since the end of the previous step
     queued: float  # seconds in which the process waited for a core
     spans: list[tuple[str, float, float]]  # part, start and end: seconds since 1970
-    calls: dict[str, float]  # seconds in collectives, by line
-    missing: int  # weights without a gradient
+    calls: dict[str, float]  # line -> seconds in collectives
+    missing: int  # number of weights without a gradient
 
 
 @dataclass(kw_only=True)
@@ -33,9 +33,9 @@ class Runs(Event):
 
     limit: ClassVar[int] = 4
     network: str
-    weights: int  # how many numbers
+    weights: int  # number of elements
     device: str
-    cores: int  # that this process may use
+    cores: int  # number of cores that this process may use
 
 
 @dataclass(kw_only=True)
@@ -43,7 +43,7 @@ class Buckets(Event):
     """A network has been wrapped in DistributedDataParallel."""
 
     limit: ClassVar[int] = 9
-    search: bool  # for unused weights
+    search: bool  # DDP searches for unused weights
     place: str
 
 
@@ -88,7 +88,7 @@ class Clock(Watcher):
             self.learn(network)
 
     def learn(self, network) -> None:
-        """Record a network's size, once."""
+        """Record a network's size on its first call."""
         inner = getattr(network, "_orig_mod", network)
         inner = getattr(inner, "module", inner)
         name = type(inner).__name__
@@ -160,14 +160,14 @@ def queued() -> float:
 
 
 def timed(process: Process) -> list[Spans]:
-    """Return a process's steps: those that were only timed, or else the watched."""
+    """Return a process's steps that were only timed or, if there are none, watched."""
     steps = [one for one in process.of(Spans) if one.wall]
     only = [one for one in steps if not one.watched]
     return only if len(only) > 4 else steps[5:]
 
 
 def parts(one: Spans) -> dict[str, float]:
-    """Return the seconds of a step's parts, with the rest."""
+    """Return the seconds of a step's parts, and of the remaining time."""
     found = dict.fromkeys(PARTS, 0.0)
     for part, start, end in one.spans:
         found[part] += end - start
@@ -175,7 +175,7 @@ def parts(one: Spans) -> dict[str, float]:
 
 
 def time_table(job) -> dict[int, dict[str, float]]:
-    """Return each rank's seconds per step by part; {} if too few steps were seen."""
+    """Return each rank's seconds per step by part, or {} if there are too few steps."""
     table = {}
     for process in job.processes:
         rows = [parts(one) for one in timed(process)]

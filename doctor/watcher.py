@@ -32,9 +32,6 @@ class Watcher:
     def checkpoint_hooks(self, dcp) -> None:
         """Wrap functions, right after torch.distributed.checkpoint is imported."""
 
-    def metric_hooks(self, metrics) -> None:
-        """Wrap functions, right after sklearn.metrics is imported."""
-
     def on_input(self, network, inputs: list) -> None:
         """The script calls the outermost network; `inputs` are its tensors."""
 

@@ -1,4 +1,4 @@
-"""The lines to add in README.md, docs/convert.md and docs/pitfalls.md do what is said."""
+"""The code blocks in README.md, docs/convert.md and docs/pitfalls.md do what the pages promise."""
 
 import re
 import sys

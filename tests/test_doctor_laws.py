@@ -5,12 +5,10 @@ does not call a law held on evidence that the mistake does not change.
 """
 
 import random
-import sys
 import weakref
 from array import array
 from dataclasses import replace
 from math import inf
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +22,6 @@ from doctor.job import Job, Process
 from doctor.laws.candidates import Contrast
 from doctor.laws.losses import Term
 from doctor.laws.meeting import Call, gradient
-from doctor.laws.pairs import Pairs
 from doctor.laws.passes import Update
 from doctor.laws.places import Places, cannot_join, mixed_gradients
 from doctor.laws.printed import OTHER
@@ -36,7 +33,7 @@ from doctor.moments import Step
 from doctor.neighbours import Input
 from doctor.numbers import numbers, results
 from doctor.reads import Feed
-from doctor.record import PASSES, Recorder, recorder
+from doctor.record import PASSES, Recorder
 from doctor.results import Measured as Result
 from doctor.results import Printed, Results
 from doctor.sample import hashes, positions
@@ -122,7 +119,7 @@ def test_a_stream_is_not_held_and_its_lost_samples_are_named():
 
 
 def test_what_only_the_last_rank_does_is_named():
-    """It has one batch less than the others, or an error."""
+    """doctor names the last rank if it has one batch less than the others, or an error."""
     ranks = [fed([*range(n, 120, 3)]) for n in range(3)]
     assert not report(*ranks, steps=0).findings
     found = report(*ranks[:2], fed([*range(2, 98, 3)]), steps=0)
@@ -585,20 +582,6 @@ def test_a_share_of_repeated_samples_is_named():
         assert named(report([one, *lines], steps=0)) == wanted
 
 
-def test_a_rank_whose_comparisons_are_never_wrong_is_named():
-    def rank(right):
-        found = []
-        for step in range(3):
-            one = validated("")[1]
-            one.values = array("d", range(60))
-            one.weights = array("d", [n if n < right else -1 for n in range(60)])
-            found.append(replace(one, after=step))
-        return found
-
-    assert named(report(rank(40), rank(60))) == {"compared_with_itself"}
-    assert not named(report(rank(58), rank(60)))
-
-
 def test_gradients_of_other_weights_are_named():
     def rank(names):
         used = [float(sum(map(ord, name)) * 10 + n) for name in names for n in range(8)]
@@ -762,27 +745,3 @@ def test_a_watched_process_is_left_alone(tmp_path, script):
     hook = {"PYTHONPATH": str(ROOT / "doctor/hook"), "DOCTOR_FOLDER": str(tmp_path)}
     ended = run("python", str(tmp_path / "a.py"), **hook, RANK="0", WORLD_SIZE="1")
     assert ended.returncode == 0, ended.stderr
-
-
-@pytest.mark.parametrize(("order", "wrong"), [([0, 1], 0), ([1, 0], 1)])
-def test_a_metric_gets_the_labels_of_other_samples(monkeypatch, order, wrong):
-    """Two batches of eight, and the other rank's sixteen, in two orders."""
-    watcher, written = Pairs(), []
-    monkeypatch.setattr(recorder, "write", written.append)
-    monkeypatch.setattr("doctor.laws.pairs.LEAST", 16)
-    monkeypatch.setitem(sys.modules, "sklearn.metrics", None)
-    labels = torch.arange(32) % 7
-    scores, which = torch.randn(32, 7), {"loader": 1, "epoch": 0}
-    own = SimpleNamespace(which=which)
-    with torch.no_grad():
-        for n in range(2):
-            batch, part = {**which, "number": n}, slice(8 * n, 8 * n + 8)
-            few = [torch.randn(8, 99), labels[part]]
-            watcher.on_batch(own, {**batch, "tensors": few}, 0.1)
-            watcher.on_output(None, scores[part], {**batch, "labels": None})
-    halves = labels.view(2, 16)[order].flatten()
-    watcher.look("top_k", "a.py:3", halves.numpy(), scores.softmax(1).numpy())
-    (one,) = written
-    assert (one.count, bool(one.wrong)) == (16, bool(wrong))
-    found = report([one], [])
-    assert named(found) == ({"other_samples_labels"} if wrong else set())

@@ -20,7 +20,6 @@ from doctor.law import CHECKS, examine
 from doctor.laws.alive import Weight
 from doctor.laws.checkpoints import Checkpoints, Saved
 from doctor.laws.files import Opened
-from doctor.laws.layers import Padded
 from doctor.laws.losses import outer
 from doctor.laws.losses import terms as read_terms
 from doctor.laws.modes import Mode
@@ -567,14 +566,6 @@ def test_what_a_checkpoint_in_parts_holds(monkeypatch):
     assert all(one.counts and one.whole == 2 for one in written)
     alone = Checkpoints().content(torch.nn.BatchNorm1d(2).state_dict())
     assert alone["counts"] is False
-
-
-def test_a_padding_row_between_other_rows():
-    own = {"name": "items.weight", "reads": 90, "sequences": 100}
-    for inside, columns, wanted in ((60, 5, True), (60, 1, False), (4, 4, False)):
-        values = {"inside": inside, "columns": [*range(columns)]}
-        found = named(judged(*[[event(Padded, **own, **values)]] * 2))
-        assert ("padding_row_read" in found) == wanted
 
 
 def test_the_parts_of_a_step_add_up():

@@ -1,4 +1,4 @@
-"""On all pages, links, commands and code work, and translations agree."""
+"""The links, commands and code on all pages work, and translations agree."""
 
 import ast
 import re

@@ -48,7 +48,7 @@ def next_mode(args: argparse.Namespace, cohorts: list[dict], now: float) -> str 
 def measure(args: argparse.Namespace) -> None:
     """Measure cohorts until all pairs are decided or the time is up.
 
-    Raises UserError if, in a mode, no strategy can be timed.
+    Raises UserError if any mode has no strategy that can be timed.
     """
     cohorts = open_output(args)
     began = time.monotonic() - 60 * (cohorts[-1]["ended"] if cohorts else 0)

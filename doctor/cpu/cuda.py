@@ -142,7 +142,7 @@ PLAYED = {
 
 
 def other(name: str):
-    """Return a replacement for a function about a GPU's properties or memory."""
+    """Return a replacement for a function that reads a GPU's properties or memory."""
 
     def call(*args, **kwargs):
         if name in TRUE:

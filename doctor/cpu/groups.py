@@ -37,7 +37,7 @@ def join(old, given: dict):
 
 
 def flat(old, given: dict):
-    """Call a function for two tensors whose shapes NCCL does not compare."""
+    """Call a function on two tensors whose shapes NCCL does not check."""
     for name in {"output_tensor", "input_tensor", "output", "input"} & {*given}:
         given[name] = given[name].contiguous().view(-1)
     return old(**given)

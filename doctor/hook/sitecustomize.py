@@ -30,7 +30,6 @@ class AfterImport:
 
     calls = {"torch": "", "horovod.torch": "horovod_hooks"}
     calls |= {"torch.distributed.checkpoint": "checkpoint_hooks"}
-    calls |= {"sklearn.metrics": "metric_hooks"}
     searches = False
 
     def find_spec(self, name: str, path=None, target=None):

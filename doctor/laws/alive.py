@@ -10,12 +10,12 @@ from ..moments import Moments, Step, weights
 from ..record import STEPS, place, recorder
 from ..sample import numbers
 from ..watcher import Watcher
-from .layers import Layers, Padded, Ran, networks
+from .layers import Layers, Ran, networks
 from .passes import Update
 from .replicas import listed
 
 LAW = Law(6, "alive", "Every weight lives")
-# Steps after which all weights are written
+# After these steps, doctor writes an event for each weight
 WRITES = {*range(1, 4), *range(4, STEPS, 4), STEPS}
 
 
@@ -23,22 +23,22 @@ WRITES = {*range(1, 4), *range(4, STEPS, 4), STEPS}
 class Weight(Event):
     """The gradients that a weight has received so far, and whether it has changed."""
 
-    limit: ClassVar[int] = 10**6  # all weights, several times
+    limit: ClassVar[int] = 10**6  # enough for all weights, several times
     name: str
     module: str  # the outermost module that has run and has no weight that lives
     trainable: bool
-    optimizer: int | None  # the first step of the optimizer that has it
-    network: str  # the network that has it, or ""
+    optimizer: int | None  # the first step of the weight's optimizer
+    network: str  # the weight's network, or ""
     training: bool  # this network is in training mode
-    steps: int  # of its optimizer, or of all if none has it
-    alive: int  # in how many of them its gradient was not zero
-    reached: bool  # a backward pass has reached it
-    moves: bool  # a number has changed, or an optimizer sees gradients of zero
+    steps: int  # number of its optimizer's steps, or of all steps without one
+    alive: int  # number of these steps in which its gradient was not zero
+    reached: bool  # a backward pass has reached the weight
+    moves: bool  # the weight has changed, or its optimizer sees zero gradients
     cleared: str  # where zero_grad() cleared its gradient before a step, or ""
-    first: int  # when its module first ran, or -1
+    first: int  # the step in which its module first ran, or -1
     cut: bool  # its module's results need no gradient
-    returned: bool  # the module around it returns its module's results
-    place: str  # where its module is called
+    returned: bool  # the outer module returns its module's results
+    place: str  # the line that calls its module
 
 
 class Alive(Watcher):
@@ -48,7 +48,7 @@ class Alive(Watcher):
         self.alive, self.steps, self.optimizers = Counter(), Counter(), {}
         self.reached, self.fresh, self.cleared, self.begun = set(), set(), {}, {}
         self.moved = set()
-        self.nonzero = set()  # weights for which a few gradients were not zero
+        self.nonzero = set()  # weights that had a few nonzero gradients
 
     # --- gradients ---
 
@@ -77,7 +77,7 @@ class Alive(Watcher):
             self.alive[id(weight)] += any(values)
             self.nonzero |= {id(weight)} if any(values) else set()
             if not self.alive[id(weight)] and weight.grad is not None:
-                unclear.append(weight)  # few of an embedding's rows get gradients
+                unclear.append(weight)  # few rows of an embedding get gradients
         for weight, nonzero in zip(unclear, lives(unclear), strict=True):
             self.alive[id(weight)] += nonzero
         others = [w for n in [*Moments.here.networks] for w in n.parameters()]
@@ -97,7 +97,7 @@ class Alive(Watcher):
     # --- events ---
 
     def write(self) -> None:
-        """Write what is known of all weights."""
+        """Write an event for each weight."""
         owners, found = {}, {}
         for modules in networks():
             for name, module in modules.items():
@@ -114,7 +114,7 @@ class Alive(Watcher):
         self.reached |= {id(one) for _, one, _ in loose if one.grad is not None}
         now = dict(zip(found, few([*found.values()]), strict=True))
         self.moved = {key for key in now if now[key] != self.begun.get(key, now[key])}
-        moved = self.moved | (self.steps.keys() - self.nonzero)  # these perhaps
+        moved = self.moved | (self.steps.keys() - self.nonzero)  # may have moved
         for key, weight in found.items():
             own, ran = names.get(key, (Moments.here.name(weight), None))
             name, network, training = "", "", True
@@ -145,7 +145,7 @@ class Alive(Watcher):
             recorder.write(event)
 
     def around(self, modules: dict, name: str) -> tuple[str, Ran | None]:
-        """Return the outermost module with no weight that lives, and how it ran."""
+        """Return the outermost module that has no living weight, and how it ran."""
         found = name, Layers.here.ran.get(id(modules[name]))
         while name:
             name = name.rpartition(".")[0]
@@ -158,12 +158,12 @@ class Alive(Watcher):
 
 
 def local(tensor):
-    """Return a process's part of a tensor."""
+    """Return this process's part of a tensor."""
     return tensor.to_local() if hasattr(tensor, "placements") else tensor
 
 
 def lives(tensors: list) -> list[bool]:
-    """Return for each tensor whether its gradient has a number other than 0."""
+    """Return for each tensor whether its gradient has a nonzero element."""
     import torch
 
     parts = [local(one.grad) for one in tensors]
@@ -182,9 +182,9 @@ def few(tensors: list) -> list[list[float]]:
 
 
 def latest(job) -> dict[str, list[Weight]]:
-    """Return the last events of each weight, one per rank, by its name and number.
+    """Return {(name, number): the weight's last events, one per rank}.
 
-    The first one is of a rank whose optimizer has it: each may have a part of them.
+    The first event is from a rank whose optimizer has the weight; others may lack it.
     """
     found = {}
     for process in job.processes:
@@ -263,9 +263,7 @@ def dead_weights(job):
         if still:
             text = f"{len(still)} {count} get gradients, but do not change"
             raise NotJudged(f"{text}: {names(still)}")
-        rows = {f"row {one.row} of {one.name}" for one in job.of(Padded) if one.reads}
-        unused = f"; exceptions: {listed(sorted(rows))} (padding)" * bool(rows)
-        yield f"{len(alive)} {count} get gradients and change in {steps} steps{unused}"
+        yield f"{len(alive)} {count} get gradients and change in {steps} steps"
 
 
 @explains(dead_weights, WRONG, read="lesson 16")
@@ -289,7 +287,7 @@ def zero_gradients(job, breach):
 
 
 def lost(job) -> list[Weight]:
-    """Return the weights that get gradients, but that nothing updates."""
+    """Return the weights that get gradients but that no optimizer updates."""
     rows, found = [*latest(job).values()], []
     used = {x[0].network for x in rows if x[0].optimizer is not None}
     for row in rows:
@@ -317,23 +315,3 @@ def not_in_an_optimizer(job):
         if old:
             what += f"; an optimizer has {len(old)} that no network has: {names(old)}"
         yield Breach(what, found[0].place, level=WRONG if old else RISK)
-
-
-@check(LAW, RISK, needs=[Padded], causes=[dead_weights])
-def padding_row_read(job):
-    """An embedding's padding row, which never learns, is read between other rows.
-
-    Give real items or words other ids (add 1 to all of them), or leave out padding_idx.
-    Not a mistake if: this id also stands for gaps inside a sequence.
-    """
-    places = {one.name: one.place for one in job.of(Weight)}
-    for name in {one.name: None for one in job.of(Padded)}:
-        own = [one for one in job.of(Padded) if one.name == name]
-        inside, total = sum(x.inside for x in own), sum(x.sequences for x in own)
-        columns = {column for one in own for column in one.columns}
-        # Sequences that are joined after they are padded have it at a few places
-        if inside > 0.1 * total and len(columns) > 2:
-            what = f"row {own[0].row} of {name} is the padding (padding_idx), but "
-            what += f"{inside} of {total} sequences have it between other ids, at "
-            what += f"{len(columns)} positions; it never gets a gradient"
-            yield Breach(what, places.get(name, ""))

@@ -282,7 +282,7 @@ def lacking(job):
     """A checkpoint has only some of the network's weights and buffers.
 
     Save model.state_dict(): it also has the buffers, such as batch norm's statistics.
-    Not a mistake if: the rest is created in another way.
+    Not a mistake if: the script restores the missing ones in another way.
     """
     for path, own in checkpoints(job):
         if (names := own[-1].missing) and (own[-1].counts or own[-1].holds):

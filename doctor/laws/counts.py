@@ -2,40 +2,9 @@
 
 from collections import Counter
 
-from ..law import RISK, WRONG, Breach, check
-from ..results import Measured, Printed
+from ..law import WRONG, Breach, check
 from .meeting import Call
 from .printed import LAW
-
-
-@check(LAW, RISK)
-def compared_with_itself(job):
-    """On one rank, a validation's comparisons never find an error.
-
-    Among the candidates of all ranks, leave out the sample itself: rank * n + index.
-    Not a mistake if: this rank's samples are much easier.
-    """
-    hits = {}
-    for process in job.processes:
-        counts = Counter()
-        for one in process.of(Measured):
-            if one.what == "pairs" and not one.trains:
-                counts[one.after] += 1
-                key, rank = counts[one.after], process.rank
-                own = hits.setdefault(key, {}).setdefault(rank, [0, 0, 0])
-                same = sum(a == b for a, b in zip(one.values, one.weights, strict=True))
-                more = same, len(one.values), 1
-                hits[key][rank] = [a + b for a, b in zip(own, more, strict=True)]
-    for found in hits.values():
-        rates = {rank: same / count for rank, (same, count, _) in found.items()}
-        rank = max(rates, key=rates.get)
-        same, count, passes = found[rank]
-        if same == count > 99 and passes > 1 and min(rates.values()) < 0.95:
-            told = [f"{x[0]} of {x[1]} on rank {n}" for n, x in sorted(found.items())]
-            what = f"the classes that a validation compares are equal in {told[0]}, "
-            place = job.of(Printed)[0].place if job.of(Printed) else ""
-            yield Breach(what + ", ".join(told[1:4]), place)
-            return
 
 
 @check(LAW, WRONG, needs=[Call], read="pitfall 16")

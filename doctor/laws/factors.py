@@ -1,4 +1,4 @@
-"""Law 5: a step is the mean over all samples. Wrong factors of a loss or a gradient."""
+"""Law 5: a step is the mean over all samples. Finds factors that are wrong."""
 
 import math
 from collections import Counter
@@ -34,7 +34,7 @@ def summed(job, breach):
             return Breach(f"{what}gradients")
     exponent = math.log2(values[0]) if values[0] > 0 else 0
     if exponent < -7 and abs(exponent - round(exponent)) < 1e-3:
-        return None  # a loss scale, of a library that unscales the gradients
+        return None  # a library's loss scale; it unscales the gradients
     if len(values) > 2 and not near(values[0], 1):
         if all(near(x, values[0], 0.01) for x in values):
             what = f"{len(values)} steps use {values[0]:.3g} times the mean of "
@@ -99,7 +99,7 @@ def loss_scale(job, breach):
             f"is multiplied by {size}, the world size": size / count,
         }
         if count == 1 and known(passes[0])[0].kind == "other mean":
-            continue  # half a mean of squares is usual
+            continue  # half the mean of squares is usual
         if not (single or near(whole, 1 / count / size, 0.002)):
             continue
         for how, number in known_factors.items():

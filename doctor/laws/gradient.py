@@ -1,4 +1,4 @@
-"""Law 5: a step is the mean over all samples. Gradients of the ranks, and clipping."""
+"""Law 5: a step is the mean over all samples. Compares the ranks' gradients."""
 
 import math
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ from .passes import LAW, Update, not_awaited
 from .replicas import DRIFT, alike, buffers_differ, equal_steps, listed, weights_differ
 from .states import Layout
 
-UNKNOWNS = 12  # passes of all ranks whose shares of a gradient are computed
+UNKNOWNS = 12  # most passes of all ranks whose shares doctor computes
 
 
 @dataclass
 class Fit:
-    """How the used gradient of a step is made of the ranks' own ones."""
+    """How a step's used gradient depends on the ranks' own gradients."""
 
     row: list[Update]
-    factor: float  # the used one over the mean of the ranks' own ones
+    factor: float  # the used gradient, divided by the mean of the ranks' own gradients
     shares: list[list[float]]  # how much each pass of each rank counts
-    solved: bool  # else each pass is taken to count alike
+    solved: bool  # if false, doctor assumes that all passes count equally
     off: list[str]  # weights that do not fit
-    count: int  # weights with a gradient
+    count: int  # number of weights with a gradient
 
 
 def updates(job: Job) -> list[list[Update]]:
@@ -41,7 +41,7 @@ def updates(job: Job) -> list[list[Update]]:
 
 
 def own(one: Update) -> list[list[float]]:
-    """Return a rank's own gradients by pass, without the passes' scales."""
+    """Return a rank's own gradients of each pass, without the passes' scales."""
     scales = [entry["scale"] or 1 for entry in one.passes]
     pairs = zip(one.local, scales, strict=False)
     return [[x / scale for x in values] for values, scale in pairs]
@@ -59,7 +59,7 @@ def apart(row: list[Update], lists: list[list[float]]) -> list[int]:
 
 
 def final(row: list[Update]) -> list[list[float]]:
-    """Return each rank's gradients before it clips them, or the used ones."""
+    """Return each rank's gradients before clipping, or the used gradients."""
     found = []
     for one in row:
         values = one.clips[0]["before"] if one.clips else []
@@ -69,7 +69,7 @@ def final(row: list[Update]) -> list[list[float]]:
 
 
 def fits(job: Job) -> list[Fit]:
-    """Return how the gradients of the steps are made, where this can be known."""
+    """Return the Fit of each step, where doctor can know it."""
     if "fits" not in job.memory:
         found = [fit(row) for row in updates(job)]
         job.memory["fits"] = [one for one in found if one]
@@ -77,7 +77,7 @@ def fits(job: Job) -> list[Fit]:
 
 
 def fit(row: list[Update]) -> Fit | None:
-    """Return how a step's gradient is made of the ranks' own ones."""
+    """Return the Fit of a step."""
     used, vectors = final(row), [own(one) for one in row]
     sums = [summed_up(one) for one in vectors]
     clipped = [one.clips for one in row if one.clips]
@@ -120,7 +120,7 @@ def dot(one: list[float], other: list[float]) -> float:
 
 
 def solve(vectors: list[list[float]], target: list[float]) -> list[float] | None:
-    """Return the factors with which vectors best add up to a target.
+    """Return the factors with which the sum of vectors is closest to a target.
 
     Return None if the vectors are nearly linearly dependent.
     """
@@ -146,7 +146,7 @@ def solve(vectors: list[list[float]], target: list[float]) -> list[float] | None
 
 
 def near(one: float, other: float, tolerance: float = 0.02) -> bool:
-    """Return whether a number is near another one."""
+    """Return whether two numbers are nearly equal."""
     return abs(one - other) <= tolerance * abs(other)
 
 
@@ -179,7 +179,7 @@ def not_averaged(job):
 
 
 def reason_of(job: Job, row: list[Update], names: list[str], later) -> tuple:
-    """Return why gradients are not averaged, what to do, and the level."""
+    """Return why gradients are not averaged, the advice and the level."""
     one, wrapped = row[0], bool(job.of(Layout))
     forwards = [x["forwards"][-1] for x in one.passes if x["forwards"]]
     count = len(one.passes)
@@ -188,7 +188,7 @@ def reason_of(job: Job, row: list[Update], names: list[str], later) -> tuple:
         return "DDP's forward() is not called, so DDP averages nothing", mend, ""
     if wrapped and not forwards[-1]:
         done = [n + 1 for n, x in enumerate(forwards) if x]
-        if one.passes[-1]["flag"]:  # it was set between forward() and backward()
+        if one.passes[-1]["flag"]:  # set between forward() and backward()
             what = f"DDP averages {f'pass {done[0]}' if done else 'none'} of {count}, "
             mend = "Set require_backward_grad_sync before forward(), which reads it."
             return f"{what}because the flag is set after forward()", mend, ""
@@ -245,7 +245,7 @@ def clip_order(job):
 
 
 def changed(before: list[float], after: list[float]) -> bool:
-    """Return whether one list is not a positive multiple of the other, up to 1 %."""
+    """Return whether one list is not a positive multiple of the other (within 1 %)."""
     value = dot(before, after) / (dot(before, before) or 1)
     return value <= 0 or not alike([[value * x for x in before], after], 0.01)
 

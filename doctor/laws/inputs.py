@@ -1,4 +1,4 @@
-"""Law 3: random streams differ between ranks. Inputs, and seeds in each epoch."""
+"""Law 3: random streams differ between ranks. Checks inputs, and epochs' seeds."""
 
 from ..draws import same_draws
 from ..generators import called, cause
@@ -35,7 +35,7 @@ def same_inputs(job):
 
 
 def argument(job: Job):
-    """Yield a breach if one input is equal on all ranks, and another one differs."""
+    """Yield a breach if one input is equal on all ranks, but another input differs."""
     lists = [{one.step: one for one in own} for own in inputs(job)]
     steps = [step for step in lists[0] if all(step in own for own in lists)]
     rows = [[own[step] for own in lists] for step in steps]

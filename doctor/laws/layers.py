@@ -2,9 +2,7 @@
 
 import weakref
 from dataclasses import dataclass, field
-from typing import ClassVar
 
-from ..event import Event
 from ..loaders import leaves
 from ..moments import Moments, runs_normally
 from ..record import STEPS, place, quiet, recorder
@@ -21,19 +19,6 @@ class Ran:
     cut: bool = False  # its results need no gradient
     returned: bool = False  # the module around it returns its results
     modes: dict[str, set] = field(default_factory=dict)  # mode -> steps
-
-
-@dataclass(kw_only=True)
-class Padded(Event):
-    """An embedding with padding_idx is called with sequences of ids."""
-
-    limit: ClassVar[int] = 20
-    name: str  # the weight's name
-    row: int  # padding_idx
-    reads: int  # number of reads of this row
-    sequences: int
-    inside: int  # number of sequences that read the row between other rows
-    columns: list[int]  # positions at which another row follows there
 
 
 class Layers(Watcher):
@@ -68,27 +53,6 @@ class Layers(Watcher):
                 mode = "fixed"  # only this layer evaluates
             mode += "" if torch.is_grad_enabled() else " without gradients"
             known.modes.setdefault(mode, set()).add(recorder.step)
-        if isinstance(module, torch.nn.Embedding) and torch.is_grad_enabled():
-            if module.padding_idx is not None:
-                self.padded(module, inputs[0])
-
-    def padded(self, module, ids) -> None:
-        """Record where sequences contain the padding's id."""
-        if recorder.full(Padded):
-            return
-        ids = ids.reshape(-1, ids.shape[-1] if ids.dim() > 1 else 1)
-        fills = ids == module.padding_idx
-        others = (~fills).long()
-        inside = fills & (others.cumsum(1) > 0) & (others.flip(1).cumsum(1).flip(1) > 0)
-        event = Padded(
-            name=Moments.here.name(module.weight),
-            row=module.padding_idx,
-            reads=int(fills.sum()),
-            sequences=len(ids),
-            inside=int(inside.any(1).sum()),
-            columns=(inside[:, :-1] & ~fills[:, 1:]).any(0).nonzero()[:64, 0].tolist(),
-        )
-        recorder.write(event)
 
     def after(self, module, inputs, outputs) -> None:
         """Record in the first steps whether a module's results need a gradient."""
@@ -130,7 +94,7 @@ def networks() -> list[dict]:
 
 
 def kind(module) -> str:
-    """Return what kind of layer with modes a module is, or ""."""
+    """Return which layer with a training and an evaluation mode a module is, or ""."""
     from torch.nn.modules import batchnorm, dropout
 
     if isinstance(module, batchnorm._BatchNorm):

@@ -1,4 +1,4 @@
-"""Law 5: a step is the mean over all samples. The weight of each sample in a step."""
+"""Law 5: a step is the mean over all samples. Checks each sample's weight in a step."""
 
 from collections import Counter
 from statistics import median
@@ -23,9 +23,9 @@ CAUSES = [not_averaged, not_awaited, leaked_passes, not_cleared, weights_differ]
 
 
 def totals(one: Fit, place: str = "") -> list[float]:
-    """Return by what the mean over all samples of a step may be multiplied.
+    """Return the possible factors of the mean over all samples of a step.
 
-    By default, all passes are those of one loss; else, those that begin at a place are.
+    By default, all passes have the same loss; otherwise, the passes from one place do.
     """
     pairs = [
         (share, factors(entry))
@@ -40,7 +40,7 @@ def totals(one: Fit, place: str = "") -> list[float]:
 
 
 def is_right(one: Fit) -> bool:
-    """Return whether a step is the mean over its samples, for each of its losses."""
+    """Return whether a step is the mean over its samples for each of its losses."""
     places = {entry["place"] for entry in one.row[0].passes} - {""}
     if any(near(value, 1) for value in totals(one)) or total_of(one):
         return True
@@ -49,9 +49,9 @@ def is_right(one: Fit) -> bool:
 
 
 def total_of(one: Fit) -> float:
-    """Return the sum over all ranks by which the losses of a step are divided, or 0.
+    """Return the sum over all ranks that divides the losses of a step, or 0.
 
-    DDP divides once more, by the number of ranks: the losses are multiplied by it.
+    DDP also divides by the number of ranks, so the losses are multiplied by it.
     """
     passes = [entry for rank in one.row for entry in rank.passes]
     if len(passes) > len(one.row) or not counted(passes):
@@ -61,7 +61,7 @@ def total_of(one: Fit) -> float:
 
 
 def counted(passes: list[dict]) -> bool:
-    """Return whether the losses of passes are sums that one number each divides."""
+    """Return whether the passes' losses are sums, each divided by one number."""
     lists = [known(entry) for entry in passes]
     for found, entry in zip(lists, passes, strict=True):
         if {x.kind for x in found} != {"sum"} or len(found) < len(entry["terms"]):
@@ -71,7 +71,7 @@ def counted(passes: list[dict]) -> bool:
 
 
 def weights(one: Fit, number: int = 0) -> list[float]:
-    """Return how much each target of each pass counts in a step; [] if unknown.
+    """Return each target's weight in each pass of a step, or [] if it is unknown.
 
     A loss may have several terms, each with its own targets.
     """
@@ -87,7 +87,7 @@ def weights(one: Fit, number: int = 0) -> list[float]:
 
 
 def unequal(values: list[float], most: float = 1.1) -> bool:
-    """Return whether weights differ beyond what a step of last batches explains."""
+    """Return whether weights differ more than incomplete last batches explain."""
     return bool(values) and max(values) > most * min(values)
 
 
@@ -156,7 +156,7 @@ def mean_gradient(job):
 
 
 def shares_of(uneven: list[Fit], total: int) -> str:
-    """Return how much the passes and ranks of a step count."""
+    """Return the weights of a step's passes and ranks."""
     one, told = uneven[0], []
     for rank, shares in enumerate(one.shares):
         told.append(f"{', '.join(f'{x:.2f}' for x in shares)} on rank {rank}")
@@ -165,14 +165,14 @@ def shares_of(uneven: list[Fit], total: int) -> str:
 
 
 def scaled_down(one: Fit) -> bool:
-    """Return whether each rank's passes have equal shares, none above a mean's."""
+    """Return whether each rank's passes have equal shares, at most those of a mean."""
     size = len(one.shares)
     alike_ = all(not unequal([*map(abs, rank)]) for rank in one.shares)
     return alike_ and all(0 < x * size < 1.01 for rank in one.shares for x in rank)
 
 
 def unread(found: list[Fit], ratio: float) -> str:
-    """Return why the weight of the samples is not known."""
+    """Return why the samples' weights are unknown."""
     values = [x.factor for x in found]
     if not alike([[x] for x in values], 0.02):
         return f"the gradients are {min(values):.3f} to {max(values):.3f} x the mean"
@@ -185,7 +185,7 @@ def unread(found: list[Fit], ratio: float) -> str:
 
 
 def shared(found: list[Fit]) -> list[float]:
-    """Return the losses that all ranks have in common, if nearly all losses are."""
+    """Return the losses that are equal on all ranks, if nearly all losses are."""
     values = []
     for one in found:
         rows = zip(*(x.passes for x in one.row), strict=False)
@@ -246,7 +246,7 @@ def unequal_means(job):
         single = single or counted(passes)
         shares = [abs(x) for rank in one.shares for x in rank]
         if len(passes) > 1 and single and not unequal(shares):
-            heavy = any(x[0].weighted for x in terms)  # these sums always differ a bit
+            heavy = any(x[0].weighted for x in terms)  # class weights' sums differ
             seen.append((one, unequal(weights(one), 1.5 if heavy else 1.1), heavy))
     need(seen, "no losses with known numbers of targets were seen")
     found = [(one, heavy) for one, differ, heavy in seen if differ]

@@ -17,10 +17,10 @@ Samples = list[tuple[dict[int, float], float]]  # features and a target
 
 @check(LAW, RISK, needs=[Input, Targets], causes=[datasets_differ])
 def meanings_differ(job):
-    """Inputs (such as words' numbers) or classes mean something else on each rank.
+    """Ids (such as those of words) or classes have another meaning on each rank.
 
-    Number words and classes alike on all ranks: build the vocabulary from all samples,
-    or on rank 0 only, and broadcast it.
+    Use the same ids and classes on all ranks: build the vocabulary from all samples, or
+    build it on rank 0 only and broadcast it.
     Not a mistake if: each rank is meant to learn a task of its own.
     """
     several(job)

@@ -14,9 +14,9 @@ from ..record import recorder, wrap
 from ..watcher import Watcher
 
 LAW = Law(9, "meeting", "All ranks meet")
-ROOTS = {"broadcast": 1, "reduce": 1, "scatter": 2, "gather": 2}  # positions
+ROOTS = {"broadcast": 1, "reduce": 1, "scatter": 2, "gather": 2}  # argument's position
 ROOTS |= {"broadcast_object_list": 1, "gather_object": 2, "broadcast_": 1}
-COUNTS = 4096  # numbers of a table of counts, such as a confusion matrix
+COUNTS = 4096  # largest size of a table of counts, such as a confusion matrix
 UNEVEN = "all_to_all_single", "allgather"  # sizes may differ between ranks
 LOST = re.compile(
     r"onnection (closed|reset|refused)|roken pipe|recvValue failed|Socket Timeout|"
@@ -34,17 +34,17 @@ NO_GPU = "Read the traceback above. If the script needs a GPU, use doctor --cpu.
 
 @dataclass(kw_only=True)
 class Call(Event):
-    """The script calls a collective of all ranks."""
+    """The script calls a collective in which all ranks take part."""
 
     limit: ClassVar[int] = 3000
     name: str
-    sent: str  # how many numbers of which type, and from or to which rank
+    sent: str  # number and type of the elements, and the source or destination rank
     place: str
-    value: float | None = None  # sum of absolute values, if the tensor is small
+    value: float | None = None  # sum of a small tensor's absolute values
 
 
 class Meeting(Watcher):
-    """Records collectives."""
+    """Records the collectives that the script calls."""
 
     def __init__(self):
         self.counts = Counter()
@@ -101,17 +101,17 @@ def gradient(tensor) -> bool:
 
 
 def errors(job) -> list[Failed]:
-    """Return the errors that ended processes; effects of other errors come last."""
+    """Return the errors that ended processes; errors caused by others come last."""
     return sorted(job.of(Failed), key=lambda one: bool(LOST.search(one.text)))
 
 
 def ended(job) -> list:
-    """Return the processes that ran to their end."""
+    """Return the processes that ended normally."""
     return [one for one in job.processes if one.of(Exit) and not one.of(Failed)]
 
 
 def stuck(job) -> bool:
-    """Return whether all processes waited until doctor or Ctrl-C ended them."""
+    """Return whether all processes were waiting when doctor or Ctrl-C ended them."""
     waits = [waiting(process) for process in job.processes]
     waits = all(one and one.seconds > 20 for one in waits) and job.world_size > 1
     return job.hung or (job.interrupted and waits)
@@ -232,7 +232,7 @@ def collectives_differ(job):
 
 
 def swapped(rows: list[list[Call]]) -> str:
-    """Return the line whose numbers have the same sizes in another order, or ""."""
+    """Return the line whose tensors have the same sizes in another order, or ""."""
     found = Counter()
     columns = [x for x in zip(*rows, strict=False) if x[0].value]
     for (line, _), run in groupby(columns, key=lambda x: (x[0].place, x[0].step)):
@@ -247,12 +247,12 @@ def swapped(rows: list[list[Call]]) -> str:
 
 
 def far(one: float, other: float) -> float:
-    """Return the difference of two numbers as a share of the larger one."""
+    """Return the difference of two numbers, divided by the larger number."""
     return abs(one - other) / max(abs(one), abs(other))
 
 
 def behind(job, without, call: Call) -> bool:
-    """Return whether a rank read more batches without making another rank's call."""
+    """Return whether a rank read more batches without another rank's call."""
     own = next(one for one in job.processes if one.rank == call.rank)
     read = len(own.batches_before(call.time))
     return 0 < read < len(without.batches_before(float("inf")))

@@ -1,4 +1,4 @@
-"""Law 6: every weight lives. The modes in which layers run."""
+"""Law 6: every weight lives. Checks the modes in which layers run."""
 
 import weakref
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ from .replicas import listed
 class Mode(Event):
     """The modes in which a batch norm or dropout layer has run so far."""
 
-    limit: ClassVar[int] = 10**6  # all layers, several times
+    limit: ClassVar[int] = 10**6  # enough for all layers, several times
     name: str
     kind: str  # batch norm or dropout
-    lives: bool  # it, or the module around it, has weights that live
+    lives: bool  # the layer or the module around it has living weights
     moves: bool  # these weights change
-    ran: dict[str, list[int]]  # steps by mode: train, eval, train without gradients
+    ran: dict[str, list[int]]  # mode (train, eval, train without gradients) -> steps
     place: str
 
 
@@ -45,11 +45,11 @@ class Modes(Watcher):
     """Records the modes of batch norm and dropout layers."""
 
     def __init__(self):
-        self.stateful = weakref.WeakKeyDictionary()  # its layers are weak as well
+        self.stateful = weakref.WeakKeyDictionary()  # layers as weak references, too
         self.pending, self.validated = None, set()
 
     def on_output(self, network, outputs, batch) -> None:
-        """Record the mode of a network that a loader other than training's feeds."""
+        """Record a network's mode, if its batch is not from the training loader."""
         import torch
 
         if network not in self.stateful:
@@ -94,7 +94,7 @@ class Modes(Watcher):
             self.write()
 
     def write(self) -> None:
-        """Write in which modes layers have run."""
+        """Write an event for each layer."""
         seen, alive, moved = set(), Alive.here.alive, Alive.here.moved
         ran = Layers.here.ran
         for modules in networks():
@@ -122,7 +122,7 @@ class Modes(Watcher):
 
 
 def modes(job) -> list[list[Mode]]:
-    """Return each process's last events of layers with modes."""
+    """Return each process's last event of each layer with modes."""
     found = [process.of(Mode) for process in job.processes]
     return [[x for x in own if x.step == own[-1].step] for own in found]
 
@@ -154,7 +154,7 @@ def frozen_in_train_mode(job):
 
 
 def often(job, layer: Mode, mode: str) -> bool:
-    """Return whether a layer ran in a mode in most of the watched steps."""
+    """Return whether a layer ran in this mode in most watched steps."""
     steps = min(job.watched, STEPS)
     return len(layer.ran.get(mode, ())) >= max(3, steps / 2)
 
@@ -186,7 +186,7 @@ def eval_mode(job):
 
 
 def validations(job) -> list[Validation]:
-    """Return the first batches of passes over loaders that feed no step."""
+    """Return the first batches of passes over loaders whose batches no step uses."""
     found = []
     for process in job.processes:
         feeding = {one.loader for one in process.of(Step)}

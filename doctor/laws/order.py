@@ -1,4 +1,4 @@
-"""Law 1: every sample is read once per epoch. In which order."""
+"""Law 1: every sample is read once per epoch. Compares the order of the epochs."""
 
 from collections import Counter
 from itertools import pairwise
@@ -39,7 +39,7 @@ def same_order(job):
         what += "rank in the same order"
         flat = [x for batch in one for x in batch]
         known = loop or not job.processes[0].loader().stream
-        known = known and max(flat) < 2**40  # numbers, not hashes of contents
+        known = known and max(flat) < 2**40  # indices, not hashes
         mend = "Shuffle the training samples, in a different order in each epoch."
         if kept:
             yield Breach(what + kept, where(job), mend=SHARE)
@@ -56,7 +56,7 @@ def same_order(job):
 
 
 def marks(job: Job) -> list[list[int]]:
-    """Return the marks of rank 0's samples in each whole epoch of a stream, or []."""
+    """Return the marks of rank 0's samples in a stream's complete epochs, or []."""
     own, found = job.processes[0], []
     for epoch in own.epochs if own.training is not None else ():
         batches = own.batches(epoch)
@@ -66,7 +66,7 @@ def marks(job: Job) -> list[list[int]]:
 
 
 def tells(values: list[int]) -> bool:
-    """Return whether numbers that repeat are in no regular order, such as a cycle."""
+    """Return whether repeated numbers are not in a regular order, such as a cycle."""
     counts, pairs = Counter(values), Counter(pairwise(values))
     if len(values) < 64 or len(counts) > 0.75 * len(values):
         return len(values) >= 64
@@ -77,7 +77,7 @@ def tells(values: list[int]) -> bool:
 
 
 def outdated(job: Job) -> str:
-    """Return which number of the data set the loader's processes keep, or ""."""
+    """Return which attribute is outdated in the loader's processes, or ""."""
     process = job.processes[0]
     own = [x for x in process.of(Feed) if x.loader == process.training]
     now = {x.epoch: x.fields for x in own}

@@ -1,4 +1,4 @@
-"""Law 5: a step is the mean over all samples. Backward passes and steps."""
+"""Law 5: a step is the mean over all samples. Follows backward passes and steps."""
 
 import re
 import weakref
@@ -18,19 +18,19 @@ from .replicas import DRIFT, alike, listed
 AWAIT = "wait", "synchronize", "is_completed", "get_future", "block_current_stream"
 ADAPTIVE = re.compile("Adam|RMSprop|Adagrad|Adadelta|Lamb|Lion|Muon|Rprop|Shampoo")
 LAW = Law(5, "gradient", "A step is the mean over all samples")
-SEPARATE = 8  # passes of a step whose gradients are kept apart
+SEPARATE = 8  # most passes of a step whose gradients doctor stores separately
 
 
 @dataclass(kw_only=True)
 class Update(Event):
-    """The gradients of an optimizer's step, and the backward passes behind them."""
+    """The gradients of an optimizer's step, and the passes that computed them."""
 
     optimizer: int  # the first step of this optimizer
-    names: list[str]  # of the weights
-    each: int  # how many numbers of each weight's gradient follow
-    used: list[float]  # the gradients of the step
-    adaptive: bool  # like Adam, which divides gradients by their size
-    local: list[list[float]]  # this rank's own gradients, of each pass (or summed)
+    names: list[str]  # the weights' names
+    each: int  # number of elements per weight in the following gradients
+    used: list[float]  # the gradients that the step uses
+    adaptive: bool  # the optimizer divides gradients by their size, like Adam
+    local: list[list[float]]  # this rank's own gradients of each pass (or their sum)
     passes: list[dict]  # see Passes.on_backward()
     lost: list[str]  # lines of passes whose gradients were cleared before the step
     stale: list[str]  # weights that still had the gradients of an earlier step
@@ -39,21 +39,21 @@ class Update(Event):
     place: str
 
     def part(self, values: list[float], number: int) -> list[float]:
-        """Return the numbers of one weight."""
+        """Return one weight's elements."""
         return values[number * self.each : (number + 1) * self.each]
 
 
 @dataclass(kw_only=True)
 class NotAwaited(Event):
-    """A step begins before an asynchronous all_reduce() of a gradient is awaited."""
+    """A step begins before the script has waited for a gradient's all_reduce()."""
 
     limit: ClassVar[int] = 20
-    name: str  # of the weight
+    name: str  # the weight's name
     place: str
 
 
 class Passes(Watcher):
-    """Follows backward passes, and the gradients that each of them adds to weights."""
+    """Follows backward passes, and records the gradients that each pass adds."""
 
     def __init__(self):
         self.passes, self.number, self.current = {}, 0, None
@@ -108,7 +108,7 @@ class Passes(Watcher):
     def scaler_step(self, call, scaler, optimizer, *args, **kwargs):
         before = recorder.step
         result = call(scaler, optimizer, *args, **kwargs)
-        if recorder.step == before:  # not finite: these passes are meant to be lost
+        if recorder.step == before:  # a scaler skips infinite gradients
             self.after_step(optimizer, weights(optimizer))
             for one in weights(optimizer):
                 self.local.pop(id(one), None)
@@ -123,7 +123,7 @@ class Passes(Watcher):
             "place": Moments.here.where,
             "loader": current and current.loader,
             "epoch": current and current.epoch,
-            "forwards": self.forwards,  # of DDP: whether this pass will average
+            "forwards": self.forwards,  # DDP's flags: whether this pass will average
             "flag": bool(model.require_backward_grad_sync) if model else None,
             "scale": self.scale,
             "begun": recorder.step,
@@ -148,7 +148,7 @@ class Passes(Watcher):
             self.shards = self.shard_numbers()
 
     def shard_numbers(self):
-        """Return a few numbers of the gradients of this rank's shards: (N,)."""
+        """Return a few numbers of this rank's shards' gradients, as a tensor (N,)."""
         import torch
 
         found = [one().grad for one in self.sharded if one() is not None]
@@ -167,7 +167,7 @@ class Passes(Watcher):
             self.stale.pop(key, None)
 
     def clip(self, norm: bool, call, parameters, *args, **kwargs):
-        """Record the gradients before they are clipped."""
+        """Record the gradients before the script clips them."""
         import torch
 
         single = isinstance(parameters, torch.Tensor)
@@ -260,7 +260,7 @@ class Passes(Watcher):
 
 
 def read_tensors(passes: list[dict]) -> None:
-    """Read the losses and targets of several passes together."""
+    """Read the losses and targets of several passes in one transfer."""
     import torch
 
     keys = [(one, key) for one in passes for key in ("value", "target")]

@@ -52,7 +52,7 @@ EFFECTS = *EFFECTS, collectives_differ, batch_counts_differ
 
 @check(LAW, WRONG, causes=[collectives_differ], effects=[not_averaged, *DRIFT])
 def mixed_gradients(job):
-    """The ranks average gradients of different weights with each other.
+    """The ranks average together gradients that belong to different weights.
 
     Use the same order on all ranks, such as sorted(names): a set has no order.
     """
@@ -99,7 +99,7 @@ def file_race(job):
 def cannot_join(job):
     """The processes cannot form a group: a rank is missing.
 
-    Omit rank and world_size of init_process_group(), or give it RANK and WORLD_SIZE.
+    Call init_process_group() without rank and world_size, or with RANK and WORLD_SIZE.
     LOCAL_RANK counts the processes of one machine only.
     """
     same, count = clashing(job), len(job.processes)

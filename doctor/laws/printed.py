@@ -1,4 +1,4 @@
-"""Law 7: printed accuracies and losses equal those of the networks' outputs."""
+"""Law 7: printed accuracies and losses are those of the networks' outputs."""
 
 import re
 from collections import Counter
@@ -24,18 +24,18 @@ SORT = (
 
 @dataclass
 class Site:
-    """All prints of one line of the script, by one rank."""
+    """All lines that one line of the script prints on one rank."""
 
     kind: str
     place: str
-    words: str  # of the line, without its numbers
+    words: str  # the printed line without its numbers
     right: int = 0
     unknown: int = 0
-    fits: list[dict] = field(default_factory=list)  # mistakes that explain a print
+    fits: list[dict] = field(default_factory=list)  # mistakes that fit
 
 
 def groups(job) -> list[Group]:
-    """Return what was measured, one group for each pass and source, in order."""
+    """Return the measurements as groups, one per pass and source, in order."""
     found, stepped, parts, again = {}, set(), divided(job), repeated(job)
     for process in job.processes:
         steps = {(one.loader, one.epoch) for one in process.of(Step)}
@@ -74,10 +74,10 @@ def groups(job) -> list[Group]:
 
 
 def divided(job) -> int:
-    """Return by what losses are divided for backward(), 1 or 0 if this is not known.
+    """Return the divisor of losses before backward(); 1 or 0 if it is unknown.
 
-    That may be the number of passes per step; or that of ranks whose gradients are then
-    summed.
+    It may be the number of passes per step, or the number of ranks, if the script sums
+    gradients.
     """
     found, size, summed = Counter(), len(job.processes), False
     with suppress(NotJudged):
@@ -100,16 +100,16 @@ def divided(job) -> int:
 
 
 def judged(job) -> list[Site]:
-    """Return the lines that print results after a pass, and how many are right."""
+    """Return the script's lines that print results after a pass, with right prints."""
     sites, everything, running = {}, groups(job), set()
     for line in job.of(Printed):
         for order, number in enumerate(results(line.text)):
             known = judge(job, everything, line, number)
-            words = re.sub(r"\d[\d.]*", "#", line.text)  # helpers print many lines
+            words = re.sub(r"\d[\d.]*", "#", line.text)  # helpers print many texts
             words = re.sub(" +", " ", words)
             key = line.rank, line.place, words, order, number.kind
             if known is None:
-                running.add(key)  # the other prints are of a pass's last batch
+                running.add(key)  # other prints show a last batch
                 continue
             site = sites.setdefault(key, Site(number.kind, line.place, words))
             if known is True:
@@ -128,7 +128,7 @@ WHAT |= dict.fromkeys(("loss", "perplexity"), ("loss", "root"))
 def judge(job, everything: list[Group], line: Printed, number: Number):
     """Return True for a right number, its mistakes, {} if it is unclear, or None.
 
-    None means that it is no result of a whole pass, such as a step's loss.
+    {} means an unexplained number; None, no result of a whole pass, such as a loss.
     """
     process = next(one for one in job.processes if one.rank == line.rank)
     found = [one for one in everything if one.what in WHAT[number.kind]]
@@ -182,7 +182,7 @@ def judge(job, everything: list[Group], line: Printed, number: Number):
 
 
 def a_share(job, line: Printed, number: Number) -> dict:
-    """Return whether a number is a share of more samples than were distinct."""
+    """Return whether a number is a share of more samples than the distinct ones."""
     sources = {}
     for one in job.of(Measured):
         if one.what == "seen" and one.after == line.step:
@@ -200,7 +200,7 @@ def a_share(job, line: Printed, number: Number) -> dict:
 
 
 def together(passes: list[Group]) -> list[Group]:
-    """Return groups of several passes that validate one network, as one."""
+    """Return one group for several passes that validate the same network."""
     found = {}
     for one in passes:
         if not one.trains:
@@ -217,7 +217,7 @@ def together(passes: list[Group]) -> list[Group]:
 
 
 def other_order(group: Group, pairs: Measured) -> bool:
-    """Return whether compared values are a group's predictions in some order."""
+    """Return whether compared values are a group's predictions in another order."""
     guesses = Counter(group.guesses.values())
     apart = [
         sum((guesses - Counter(map(int, x))).values())
@@ -235,7 +235,7 @@ def in_a_pass(process, moment: float) -> bool:
 
 
 def unchecked(job) -> str:
-    """Return a result that is not recomputed, and its place: its name or its values."""
+    """Return a result that doctor cannot recompute (name or values), and its place."""
     seen = {}
     for line in job.of(Printed):
         if known := OTHER.search(line.text):
@@ -291,7 +291,7 @@ def wrong_number(job):
 
 
 def told(breach: Breach, level: str) -> Breach:
-    """Return a wrong result's breach in words."""
+    """Return the breach for a wrong result."""
     site, name, others = breach.facts
     rows = [one[name] for one in site.fits if name in one]
     line, number, mend, right = rows[-1]

@@ -31,7 +31,7 @@ from ..watcher import Watcher
 from .samples import same_samples
 
 LAW = Law(3, "randomness", "Random streams differ between ranks")
-FETCHES = 15  # that are recorded in each pass and process
+FETCHES = 15  # most batches to record per pass and process
 NOISE = "Give the script's own generator a seed that depends on the rank."
 LATE = (
     "Draw what is to be equal on all ranks from a torch.Generator() of its own, or "
@@ -42,23 +42,23 @@ WORDS = {"forward": "forward passes", "fetch": "batches"}
 
 @dataclass(kw_only=True)
 class Draw(Event):
-    """States of generators before a part of the job that has drawn from them."""
+    """The generators' states before a part of the job that draws from them."""
 
     limit: ClassVar[int] = 2000
-    where: str  # "fetch": loading a batch; "forward": a network
-    number: int  # in this pass over a DataLoader, or in this step
-    states: dict[str, int]  # hashes, of the generators that drew
-    count: int  # of the drawn numbers, at least
+    where: str  # "fetch": loading a batch; "forward": a network's forward pass
+    number: int  # the part's number in this pass over a DataLoader or in this step
+    states: dict[str, int]  # hashes of the states of the generators that drew
+    count: int  # least number of drawn numbers
     drops: bool = False  # the network has dropout
     loader: int | None = None
     epoch: int | None = None
     worker: int | None = None
-    place: str = ""  # where the network is called
-    fields: dict[str, float] = field(default_factory=dict)  # a worker's data set's
+    place: str = ""  # the line that calls the network
+    fields: dict[str, float] = field(default_factory=dict)  # of a worker's data set
 
 
 class Randomness(Watcher):
-    """Compares generators before and after they may be used."""
+    """Compares the states of generators before and after they may be used."""
 
     def __init__(self):
         self.states = None
@@ -73,7 +73,7 @@ class Randomness(Watcher):
             setattr(torch, name, getattr(torch.random, name))
         for name in ("seed", "setstate"):
             wrap(random, name, partial(self.seeded, "random", f"random.{name}"))
-            getattr(random, name).__module__ = "random"  # so that it can be pickled
+            getattr(random, name).__module__ = "random"  # for pickle
             getattr(random, name).__qualname__ = name
         if numpy := sys.modules.get("numpy"):
             for name in ("seed", "set_state"):
@@ -132,7 +132,7 @@ class Randomness(Watcher):
         self.states = states() if recorder.watching and gradients() else None
 
     def on_output(self, network, outputs, batch) -> None:
-        """Write which generators a network in training has drawn from."""
+        """Record from which generators a network in training has drawn."""
         if not self.states or not any(one.training for one in network.modules()):
             return
         own, count = drawn(self.states, states())
@@ -154,7 +154,7 @@ def gradients() -> bool:
 
 
 def dropout(module) -> bool:
-    """Return whether a module is, or contains, dropout in training mode."""
+    """Return whether a module is or contains dropout in training mode."""
     known = "p", "dropout", "drop_prob", "dropout_p", "attention_dropout"
     values = [vars(module).get(name) for name in known]
     used = any(isinstance(one, float) and one > 0 for one in values)
@@ -166,7 +166,7 @@ def dropout(module) -> bool:
 
 
 def draws(job, where: str) -> list[dict[tuple, Draw]]:
-    """Return each rank's draws by a key that is the same on all ranks."""
+    """Return {key: draw} for each rank; equal keys belong together on all ranks."""
     found = []
     for process in job.processes:
         own, events = {}, process.events
@@ -186,7 +186,7 @@ def draws(job, where: str) -> list[dict[tuple, Draw]]:
 
 
 def equal(rows: list[dict]) -> tuple[Counter, list[str], int, list[Draw]]:
-    """Return in how many draws two ranks have equal states, by generator.
+    """Return {generator: number of draws in which two ranks have equal states}.
 
     Also return the generators of which these are too many for chance (see since()), how
     many draws could be compared, and the ranks' first equal ones.
@@ -276,7 +276,7 @@ def worded(job, place: str, one: Same) -> tuple[str, str, str]:
 
 
 def new_contents(job) -> bool:
-    """Return whether samples change from epoch to epoch, but no generator was seen."""
+    """Return whether samples change between epochs, but doctor saw no generator."""
     process, found = job.processes[0], {}
     for epoch in process.epochs:
         for one in process.batches(epoch):
@@ -287,7 +287,7 @@ def new_contents(job) -> bool:
 
 
 def advice(name: str, origin: str, draw: Draw) -> str:
-    """Return what to do about a generator, or "" for the check's own advice."""
+    """Return the advice for a generator, or "" for the check's own advice."""
     if "state" in origin:  # set_rng_state(), setstate()
         return "Save each rank's own state, and restore it on that rank."
     text = "Seed PyTorch, and a generator given to the DataLoader, with seed + rank; "

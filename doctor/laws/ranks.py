@@ -218,9 +218,9 @@ def odds(above: int, count: int) -> float:
 def tells(name: str, rows: list[list[float]]) -> bool:
     """Return whether a statistic can show that a rank differs.
 
-    It either changes between passes, or it belongs to a batch and is constant on a
-    rank, such as the label of all samples of the rank. Targets that are not from the
-    batch may be positions, which depend on the rank: arange(N) + rank * N.
+    Either it changes between passes, or it belongs to a batch and is constant on each
+    rank (for example, if all samples of a rank have the same label). Targets that are
+    not from the batch may be positions, which depend on the rank: arange(N) + rank * N.
     """
     still = [pstdev(x) <= 1e-9 for x in rows]
     if not any(still):

@@ -32,7 +32,7 @@ DIVIDES = "DistributedSampler", "BatchSamplerShard", "ElasticSampler"
 
 
 class Samples(Watcher):
-    """Looks at data sets and samplers."""
+    """Records data sets and samplers."""
 
     def on_epoch(self, own: Pass, loader) -> None:
         names = [type(x).__name__ for x in (loader.sampler, loader.batch_sampler)]
@@ -54,7 +54,7 @@ class Samples(Watcher):
         recorder.write(feed)
 
     def part(self, loader) -> array | None:
-        """Return which samples of the data set inside all subsets a loader reads."""
+        """Return which samples a loader reads of the data set inside all subsets."""
         subsets = inside(loader.dataset)[1]
         if not subsets or len(loader.dataset) > 200_000:
             return None
@@ -68,7 +68,7 @@ class Samples(Watcher):
 
 
 def where(job: Job, number: int | None = None) -> str:
-    """Return the line that iterates over a loader, by default the training one."""
+    """Return the line that iterates over a loader (by default, the training loader)."""
     loader = job.processes[0].loader(number)
     return loader.place if loader else job.of(Step)[0].place
 
@@ -111,7 +111,7 @@ def datasets_differ(job):
 
 
 def twice(one: array, other: array) -> str:
-    """Return the advice if parts that have no samples in common are divided again."""
+    """Return the advice if the script divides disjoint parts a second time."""
     if {*one} & {*other}:
         return ""
     return "Divide the samples once: omit the sampler, or the script's own division."
@@ -139,7 +139,7 @@ def left_out(job):
 
 
 def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
-    """Judge the epochs of one loader, or of a loop without one."""
+    """Judge the epochs of one loader, or of a loop without a loader."""
     held, unsure = [], ""
     for one in need(epochs, "no epoch of training was seen"):
         if one.poor():
@@ -203,7 +203,7 @@ def same_samples(job, breach):
 
 
 def mechanism(job: Job, one: Reads, later=False) -> tuple[str, str]:
-    """Return why samples are read twice or never, and the advice, or "" for both."""
+    """Return why ranks read samples twice or never, and the advice, or "" for both."""
     if one.later:
         return "", "Divide the samples in each epoch as in the first one."
     if one.resumed:
@@ -271,9 +271,9 @@ def trained_on_validation(job):
     for loader, found in sorted(passes.items()):
         other = feeds(job, loader)
         if not own or not other or other[0].data != own[0].data or not own[0].data:
-            continue  # other files
+            continue  # different files
         if other[0].part == own[0].part:
-            continue  # the accuracy of the training samples
+            continue  # the pass measures training accuracy
         validated = set()
         for process, one in found:
             for batch in process.batches(one.epoch, loader):

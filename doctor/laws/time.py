@@ -10,8 +10,8 @@ from .meeting import hangs
 from .modes import Validation, validations
 
 LAW = Law(10, "time", "Time goes into work")
-LEAST = 0.05  # seconds: the steps of a job worth judging
-SHARE = 0.05  # of a step: what a mend must win back
+LEAST = 0.05  # seconds: doctor does not judge shorter steps
+SHARE = 0.05  # least share of a step that a fix must save
 MENDS = {
     "data": "Load data in more processes (num_workers), or do less for each sample.",
     "validation": "Validate less often than in each step.",
@@ -21,7 +21,7 @@ MENDS = {
 
 
 def walls(job) -> float:
-    """Return a step's median seconds; raise NotJudged for short steps."""
+    """Return a step's median duration in seconds; raise NotJudged for short steps."""
     if job.emulated:
         raise NotJudged("--cpu emulated the GPUs, whose times would differ")
     rows = [[one.wall for one in timed(process)] for process in job.processes]
@@ -47,7 +47,7 @@ def bottleneck(job):
             share = median(parts(one)[part] / one.wall for one in rows)
             shares[part] = max(shares.get(part, (0, 0)), (share, rank))
     if any(one.watched for one in steps[0]):
-        shares.pop("other code")  # doctor's own work inflates it in a watched step
+        shares.pop("other code")  # it includes doctor's own work
     slow = slowest(job, steps, wall)
     if slow:
         found.append((1.0, slow))
@@ -74,11 +74,11 @@ def bottleneck(job):
 
 
 def slowest(job, steps: list[list[Spans]], wall: float) -> Breach | None:
-    """Return a breach if one rank does more in nearly every step, and others wait."""
+    """Return a breach if one rank works longer in nearly all steps, and others wait."""
     if len(steps) < 2:
         return None
     rows = [[parts(one) for one in own] for own in steps]
-    own = []  # without the time in which a loaded machine ran other processes
+    own = []  # without waiting for a core
     for found in steps:
         waits = [parts(one)["communication"] + one.queued for one in found]
         own.append([x.wall - wait for x, wait in zip(found, waits, strict=True)])

@@ -1,0 +1,32 @@
+"""Law 6: every weight lives. Finds losses that are infinite or NaN."""
+
+from math import isfinite
+
+from ..law import NOTE, WRONG, Breach, check
+from .alive import LAW
+from .ranks import Measured
+
+
+@check(LAW, WRONG)
+def loss_is_not_finite(job):
+    """A loss becomes infinite or NaN.
+
+    Look at this step's batch for an empty one, a logarithm of 0, a division by 0 or a
+    wrong label. If the loss grew in the steps before, lower the learning rate.
+    """
+    series, found = {}, []
+    for one in job.of(Measured):
+        for name in one.values:
+            if name.startswith("loss of "):
+                series.setdefault((one.rank, name), []).append(one)
+    for (rank, name), rows in series.items():
+        bad = [one for one in rows if not isfinite(one.values[name])]
+        stays = len(bad) > 2 and bad == rows[-len(bad) :]
+        found += [(bad[0].step, name, rank, bad[0].values[name], stays)] if bad else []
+    if found:
+        step, name, rank, value, stays = min(found)
+        count = sum(one[:2] == (step, name) for one in found)
+        what = f"the loss is {value} on {count} of {len(job.processes)} ranks (rank "
+        what += f"{rank}) in step {step + 1}"
+        what += " and in all later ones" if stays else ", but not in all later ones"
+        yield Breach(what, name.removeprefix("loss of "), level="" if stays else NOTE)
