@@ -256,9 +256,9 @@ def examine(job: Job) -> Report:
     for verdict in report.verdicts:
         general = [x for x in CHECKS.values() if x.law is verdict.law and x.general]
         verdict.evidence = [text for x in general for text in evidence.get(x, ())]
-        hides = verdict.doubts or verdict.law in hidden
-        if verdict.state != BROKEN and verdict.evidence and not hides:
-            if general[0].name not in verdict.not_judged:
-                verdict.state = HELD
+        doubts = verdict.doubts or verdict.law in hidden
+        doubts = doubts or general[0].name in verdict.not_judged
+        if verdict.state != BROKEN and verdict.evidence and not doubts:
+            verdict.state = HELD
     report.findings.sort(key=lambda one: (LEVELS.index(one.level), one.law.number))
     return report
