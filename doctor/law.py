@@ -80,6 +80,7 @@ class Verdict:
     state: str = NOT_JUDGED
     evidence: list[str] = field(default_factory=list)  # sentences
     not_judged: dict[str, str] = field(default_factory=dict)  # check -> reason
+    doubts: list[str] = field(default_factory=list)  # why it is not held
 
 
 @dataclass(eq=False)
@@ -230,7 +231,7 @@ def examine(job: Job) -> Report:
                     seen.append(one)
         except NotJudged as reason:
             verdict.not_judged[own.name] = str(reason)
-            hidden |= {own.law} if isinstance(reason, Doubt) else set()
+            verdict.doubts += [str(reason)] * isinstance(reason, Doubt)
         except Exception as error:  # the other checks' findings still count
             verdict.not_judged[own.name] = f"doctor's own error: {error!r}"
         broken = any(one.level in (WRONG, RISK) for one in found)
@@ -255,8 +256,9 @@ def examine(job: Job) -> Report:
     for verdict in report.verdicts:
         general = [x for x in CHECKS.values() if x.law is verdict.law and x.general]
         verdict.evidence = [text for x in general for text in evidence.get(x, ())]
-        if verdict.state != BROKEN and verdict.evidence and verdict.law not in hidden:
-            if general[0].name not in verdict.not_judged:
-                verdict.state = HELD
+        doubts = verdict.doubts or verdict.law in hidden
+        doubts = doubts or general[0].name in verdict.not_judged
+        if verdict.state != BROKEN and verdict.evidence and not doubts:
+            verdict.state = HELD
     report.findings.sort(key=lambda one: (LEVELS.index(one.level), one.law.number))
     return report

@@ -114,6 +114,7 @@ def law_lines(verdict: Verdict, report: Report, width: int) -> list[str]:
     else:
         general = [x.name for x in CHECKS.values() if x.law is law and x.general]
         reasons = [verdict.not_judged[x] for x in general if x in verdict.not_judged]
+        reasons = verdict.doubts * bool(verdict.evidence) + reasons
         text = (reasons or ["nothing was seen"])[0]
     return coloured(fill(f"{head}: {text}", width, indent=" " * 14), state)
 

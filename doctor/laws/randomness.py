@@ -270,9 +270,8 @@ def worded(job, place: str, one: Same) -> tuple[str, str, str]:
         return one.what, place, NOISE
     name = "numpy" if one.draws[0].name in MADE else "torch"
     seed, origin = cause(job, name, one.draws)
-    if not origin:
-        return one.what, place, ""
-    return f"{one.what} at {place}{origin}", seed, LATE if one.late else ""
+    what = f"{one.what} at {place}{origin}"
+    return (what, seed, LATE * one.late) if origin else (one.what, place, "")
 
 
 def new_contents(job) -> bool:

@@ -1,5 +1,6 @@
 """Law 8: one process writes each file. Checks what a resumed run restores."""
 
+import contextlib
 import os
 from dataclasses import dataclass
 from functools import partial
@@ -110,9 +111,11 @@ class Resumes(Watcher):
         files, self.files = [x for x in self.files if x.few], []
         if not files:
             return
-        Replicas.here.objects.search()  # also new ones
-        own = Replicas.here.objects.tensors(Moments.here.known)
-        own = dict(zip(own, numbers([*own.values()]), strict=True))
+        own = {}
+        with contextlib.suppress(Exception):  # an unusual object of the script
+            Replicas.here.objects.search()  # also new ones
+            kept = Replicas.here.objects.tensors(Moments.here.known)
+            own = dict(zip(kept, numbers([*kept.values()]), strict=True))
         for one in files:
             same = {name: few for name, few in own.items() if few in one.few.values()}
             rest = [few for few in one.few.values() if few not in same.values()]
@@ -218,8 +221,8 @@ def one_ranks_state(job):
     Not a mistake if: one rank's state is good enough for all ranks.
     """
     several(job)
-    kept, rest = states_of(job, "step", "kept"), None
-    for row in job.rows(Resumed):
+    kept, rest, unsure = states_of(job, "step", "kept"), None, []
+    for row in zip(*(process.of(Resumed) for process in job.processes), strict=False):
         if len({one.path for one in row}) > 1:
             continue
         rest, differ, states = row[0] if row[0].rest else rest, [], ([], [])
@@ -231,6 +234,8 @@ def one_ranks_state(job):
             after = apart(states[1], name)
             if alike(values, 0) and after[2:] and all(after):
                 differ.append(name)
+            elif alike(values, 0) and (any(after) or not after):
+                unsure.append(name)
         if differ:
             what = f"all ranks load the same {listed(differ)} from {base(row[0].path)}"
             what += f", but differ in {'them' if differ[1:] else 'it'} after each of "
@@ -239,6 +244,9 @@ def one_ranks_state(job):
             what += f", as in {sum(before)} steps before" * any(before)
             yield Breach(what, row[0].place)
             return
+    if unsure:
+        what = "are the same on all ranks after the load, and not seen often enough"
+        raise Doubt(f"{listed(unsure)} {what} later")
     if rest:
         what = f"{base(rest.path)} has {rest.rest} tensors that the script loads by "
         raise Doubt(f"{what}itself: it is not seen if each rank gets its own")

@@ -35,8 +35,7 @@ class State(Event):
     """A few elements of named tensors at one moment."""
 
     limit: ClassVar[int] = 1000
-    moment: str  # start (the first backward pass), step, other, optimizer, validation
-    # or end
+    moment: str  # start, step, other, optimizer, validation or end
     what: str  # weights, buffers, kept (see objects.py), or the network's name
     names: list[str]
     each: int
