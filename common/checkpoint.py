@@ -182,7 +182,8 @@ class Checkpoint:
         if device.type == "cuda":
             name = torch.cuda.get_device_name(device)
             name += f" ({torch.cuda.device_count()} visible)"
-        reason = f" (no TorchCodec: {NO_TORCHCODEC})" if NO_TORCHCODEC else ""
+        lacks = NO_TORCHCODEC and args.decoder == "pil"
+        reason = f" (no TorchCodec: {NO_TORCHCODEC})" if lacks else ""
         print(f"{args.arch} ({type(model).__name__}), {weights:,} parameters", end=", ")
         print(f"{args.precision}, {world_size} x {name}")
         print(f"decoder {args.decoder}{reason}", flush=True)

@@ -198,10 +198,10 @@ class SeededDataset(Dataset):
         *key, index = key
         seed_generators(*key)
         image, label = self.dataset[index]
-        if not torch.is_tensor(image) or image.dtype != torch.uint8 or len(image) != 3:
-            raise UserError(
-                f"image {index} is not a uint8 tensor (3, S, S): omit Normalize()"
-            )
+        shape = image.shape if torch.is_tensor(image) else ()
+        if len(shape) != 3 or image.dtype != torch.uint8 or shape[0] != 3:
+            text = f"image {index} is not a uint8 tensor (3, S, S)"
+            raise UserError(f"{text}: omit ToTensor() and Normalize()")
         # In this layout, the decoders' own, batches are copied and normalized faster
         return image.permute(1, 2, 0), label
 

@@ -69,8 +69,8 @@ def main() -> int:
             return 2
     if not job.processes:
         text = "NOTHING CHECKED: no process trained or joined a process group"
-        hint = "If the command sets PYTHONPATH, let it keep $PYTHONPATH. If the script "
-        hint += "needs a GPU, and there is none, use --cpu."
+        hint = "If the script fails, read its error above. If the command sets "
+        hint += "PYTHONPATH, let it keep $PYTHONPATH. Without a GPU, try --cpu."
         print(f"doctor: error: {text} (status {job.status}). {hint}", file=sys.stderr)
         return status_of(job) or 2
     report = examine(job)

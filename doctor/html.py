@@ -44,7 +44,8 @@ mark { background: none; color: var(--bad); font-weight: bold; }
 .key { display: flex; flex-wrap: wrap; gap: .3rem 1rem; padding-left: 3.5rem; }
 .key i { width: .9rem; height: .9rem; margin-right: .3rem; }
 .key span { display: flex; align-items: center; }
-table { border-collapse: collapse; display: block; overflow-x: auto; }
+table { border-collapse: collapse; display: block; overflow: auto;
+  overflow-wrap: normal; }
 td, th { padding: .2rem .6rem; text-align: right; border-top: 1px solid var(--line); }
 """
 

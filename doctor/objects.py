@@ -17,7 +17,7 @@ class Objects:
         self.found = None  # weak references to the objects, and names
 
     def search(self) -> None:
-        """Search all Python objects, only once."""
+        """Search all Python objects, which can take a second."""
         self.found, known = [], {}
         for one in gc.get_objects() if sys.getallocatedblocks() < BLOCKS else ():
             kind = type(one)

@@ -14,8 +14,10 @@ def strings(frame: FrameType | None) -> dict[str, str]:
     found, count = {}, 0
     while frame and count < FRAMES:
         code = frame.f_code
+        old = sys.version_info < (3, 13)  # f_locals is what locals() has returned
+        named = old and {"locals", "vars", "dir"} & {*code.co_names}
         if not code.co_filename.startswith((*not_the_users(), LIBRARY)):
-            values = frame.f_locals
+            values = {} if named else frame.f_locals
             few = {k: x for k, x in values.items() if type(x) is str}
             few = {k: x for k, x in few.items() if k[:2] != "__" and len(x) <= LONGEST}
             found, count = few | found, count + 1

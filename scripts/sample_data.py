@@ -26,7 +26,9 @@ def write_digits(folder: Path) -> int:
         raise UserError("no scikit-learn: pip install scikit-learn") from None
     digits = load_digits()
     if folder.exists():
-        return len([*folder.glob("*/*/digit_*.JPEG")])
+        if len([*folder.glob("*/*/digit_*.JPEG")]) == len(digits.images):
+            return len(digits.images)
+        raise UserError(f"{folder} is not this dataset; choose another folder")
     temporary = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     scans = zip(digits.images, digits.target, strict=True)

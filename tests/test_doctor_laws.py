@@ -714,15 +714,25 @@ def test_a_loop_over_names_has_one_order_on_all_ranks(orders, wanted):
 
 
 def test_the_strings_around_a_call():
-    seen, table = [], {"a": torch.zeros(1), "b": torch.zeros(1)}
+    """doctor leaves a function alone whose dictionary locals() would change."""
+    seen, kept = [], []
 
-    def reduce(tensor):
-        text = "x" * 99  # noqa: F841
-        seen.append(strings(sys._getframe()))
+    def reduce(key):
+        seen.append(strings(sys._getframe(1)))
 
-    for name in table:
-        reduce(table[name])
-    assert seen == [{"name": "a"}, {"name": "b"}]
+    def loop():
+        for name in ("a", "b", "x" * 99):
+            reduce(name)
+
+    def careful(first):
+        kept.append(locals())
+        second = "b"
+        reduce(second)
+
+    loop()
+    careful("a")
+    assert [one.get("name") for one in seen[:3]] == ["a", "b", None]
+    assert "second" not in seen[3] and "second" not in kept[0]
 
 
 @pytest.mark.parametrize("wall", [0.005, 0.2])

@@ -384,7 +384,7 @@ def test_what_a_validation_receives_is_not_in_a_loss():
     net, watcher = torch.nn.Linear(1, 1), Losses()
     for trains, received in ((False, 1), (True, 0)):
         with torch.set_grad_enabled(trains):
-            watcher.on_input(net, [])
+            watcher.on_input(net.train(trains), [])
         watcher.received = watcher.received or [1] * (not trains)
         assert len(watcher.received) == received
 

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 from torchvision.datasets import imagenet
 
-from common.errors import one_line_errors
+from common.errors import UserError, one_line_errors
 from scripts import prepare_imagenet, sample_data
 from scripts.prepare_imagenet import main, unpack
 
@@ -162,4 +162,5 @@ def test_sample_data_is_never_overwritten(digits, tmp_path, monkeypatch, capsys)
     monkeypatch.setattr("sys.argv", ["sample_data.py", str(digits)])
     sample_data.main()
     assert capsys.readouterr().out == f"1797 images in {digits}\n"
-    assert sample_data.write_digits(tmp_path) == 0 and not [*tmp_path.iterdir()]
+    with pytest.raises(UserError, match=f"^{tmp_path} is not this dataset"):
+        sample_data.write_digits(tmp_path)

@@ -95,9 +95,11 @@ def several_write(job):
         yield Breach(shared[0][0] + more, shared[0][1])
     if any(len(process.of(Opened)) >= Opened.limit for process in job.processes):
         raise Doubt(f"only the first {Opened.limit} files of each rank were seen")
-    own = {one.rank for events in files.values() for one in events}
-    who = f"rank {min(own)}" if len(own) == 1 else "one rank each"
-    yield f"{len(files)} file{plural(len(files))} written by {who}"
+    ranks = [{one.rank for one in events} for events in files.values()]
+    alone = [one for one in ranks if len(one) == 1]
+    who = f"rank {min(alone[0])}" if len(set().union(*alone)) == 1 else "one rank each"
+    if alone:
+        yield f"{len(alone)} file{plural(len(alone))} written by {who}"
 
 
 @explains(several_write, WRONG)

@@ -129,6 +129,6 @@ def shifted(one: dict, other: dict) -> list[tuple[int, int]]:
     pairs = sorted((one[key], other[key]) for key in one.keys() & other.keys())
     counts = Counter(b - a for a, b in pairs)
     for distance, count in counts.most_common(1):
-        if distance and count >= max(3, len(other) / 5, len(pairs) / 2):
+        if distance and count >= max(3, len(other) / 5, 0.8 * len(pairs)):
             return [pair for pair in pairs if pair[1] - pair[0] == distance]
     return []

@@ -37,7 +37,7 @@ class Losses(Watcher):
     def __init__(self):
         self.sums, self.received, self.printed = [], [], False
         self.backing, self.fresh = False, True
-        self.validated = set()  # networks called without gradients in this pass
+        self.validated = set()  # networks evaluated in this pass
 
     def on_input(self, network, inputs) -> None:
         import torch
@@ -48,7 +48,7 @@ class Losses(Watcher):
         if self.fresh or (trains and key in self.validated):
             self.received, self.fresh, self.printed = [], False, False
             self.validated = set()
-        self.validated |= set() if trains else {key}
+        self.validated |= set() if trains or network.training else {key}
 
     def on_collective(self, name, arguments, options, where) -> None:
         import torch

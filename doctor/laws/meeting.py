@@ -1,6 +1,5 @@
 """Law 9: all ranks meet in the same calls, take the same steps, and end."""
 
-import contextlib
 import re
 import sys
 from collections import Counter
@@ -85,11 +84,10 @@ class Meeting(Watcher):
             sent += f"{', ' * bool(sent)}root {root}"
         one = Call(name=name, sent=sent, place=where, passes=self.passes)
         plain = tensors and name not in UNEVEN and type(tensors[0]) is torch.Tensor
-        self.counts[where] += 1
-        if name in SUMS and self.counts[where] < 99:
-            with contextlib.suppress(Exception):  # no source, for example
-                one.keys = strings(sys._getframe())
         if plain and recorder.watching:
+            self.counts[where] += 1
+            if name in SUMS and self.counts[where] < 99:
+                one.keys = strings(sys._getframe())
             few = (
                 tensors[0].numel() <= 64
                 or COUNTS >= tensors[0].numel() > 0
@@ -250,12 +248,18 @@ def mixed(rows: list[list[Call]]) -> tuple[str, str] | None:
     """Return how a loop's calls get the same things in other orders, and the line."""
     found, columns = [], zip(*rows, strict=False)
     for _, run in groupby(columns, lambda x: (x[0].place, x[0].step, x[0].passes)):
-        ranks = [*zip(*run, strict=True)]
+        ranks, differ = [*zip(*run, strict=True)], []
         for name in ranks[0][0].keys:
             lists = [[x.keys.get(name, "") for x in own] for own in ranks]
-            if len({tuple(sorted(x)) for x in lists}) == 1:
+            if not 1 < len({*lists[0]}) == len(lists[0]):
+                continue  # only a loop's key has a value of its own in each call
+            if all(x == lists[0] for x in lists):
+                break  # the loop has one order
+            if all(sorted(x) == sorted(lists[0]) for x in lists):
                 pairs = [x for x in zip(*lists, strict=True) if len({*x}) > 1]
-                found += [(ranks[0][0], name, x) for x in pairs[:1]]
+                differ.append((ranks[0][0], name, pairs[0]))
+        else:
+            found += differ[:1]
     if not found:
         return None
     one, name, pair = found[0]

@@ -187,7 +187,6 @@ class Passes(Watcher):
         return call(parameters if single else found, *args, **kwargs)
 
     def on_step(self, optimizer, whole, gradients) -> None:
-
         if not recorder.watching:
             return
         works, self.works = dict(self.works.values()), {}

@@ -91,6 +91,8 @@ class Resumes(Watcher):
                 wrap(owner, "load_state_dict", partial(self.restore, "schedule"))
 
     def load(self, call, *args, **kwargs):
+        import torch
+
         result = call(*args, **kwargs)
         found = [*dictionaries(result)]
         if has(found, "param_groups"):
@@ -98,18 +100,19 @@ class Resumes(Watcher):
             recorder.write(Loaded(schedule=schedule, place=place()))
         path = args[0] if args else kwargs["f"]
         path = getattr(path, "name", path)
-        if recorder.watching and isinstance(path, (str, os.PathLike)):
+        worker = torch.utils.data.get_worker_info()
+        if recorder.watching and not worker and isinstance(path, (str, os.PathLike)):
             own = [x for x in inside(result) if x.numel() > 7 and not parts(x)][:MOST]
             few = numbers([few_of(x) for x in own])
             few = {x.data_ptr(): n for x, n in zip(own, few, strict=True)}
             few = {x: n for x, n in few.items() if len({*n[:7]}) > 2}
-            self.files.append(File(os.path.abspath(path), place(), few))
+            self.files = [*self.files[-8:], File(os.path.abspath(path), place(), few)]
         return result
 
     def on_input(self, network, inputs) -> None:
         """Write which of the script's own tensors are as in the loaded files."""
-        files, self.files = [x for x in self.files if x.few], []
-        if not files:
+        files, self.files = [x for x in self.files if x.few and x.restores], []
+        if not files or recorder.full(Resumed):
             return
         own = {}
         with contextlib.suppress(Exception):  # an unusual object of the script
@@ -119,9 +122,8 @@ class Resumes(Watcher):
         for one in files:
             same = {name: few for name, few in own.items() if few in one.few.values()}
             rest = [few for few in one.few.values() if few not in same.values()]
-            rest = len(rest) if one.restores else 0
-            event = Resumed(path=one.path, values=same, rest=rest, place=one.place)
-            recorder.write(event)
+            own_rest = {"rest": len(rest), "place": one.place}
+            recorder.write(Resumed(path=one.path, values=same, **own_rest))
 
     def restore(self, what: str, call, owner, *args, **kwargs):
         known, state = Checkpoints.here, args[0] if args else kwargs["state_dict"]
@@ -151,9 +153,6 @@ def inside(value) -> list:
     found = [*dictionaries(value)]
     found += [x for one in found for x in one.values() if isinstance(x, list)]
     return [x for one in found for x in floats(one)]
-
-
-# --- checks ---
 
 
 @check(LAW, RISK, effects=[no_optimizer])

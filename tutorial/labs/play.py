@@ -118,8 +118,10 @@ def horovod() -> Iterator[list[dict[str, str]]]:
     common = create_run_env_vars("127.0.0.1", ["lo"], str(server.start()))
     slots = get_host_assignments(parse_hosts("localhost:2"), 2)
     server.init(slots)
-    yield [common | create_slot_env_vars(slot) for slot in slots]
-    server.stop()
+    try:
+        yield [common | create_slot_env_vars(slot) for slot in slots]
+    finally:
+        server.stop()
 
 
 @contextlib.contextmanager
