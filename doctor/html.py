@@ -6,6 +6,7 @@ from pathlib import Path
 
 from .job import Job
 from .law import BROKEN, HELD, Finding, Report, Verdict
+from .page import why_not_judged
 from .spans import Spans, time_table
 
 SHOWN = 6  # number of steps in the timeline
@@ -106,9 +107,8 @@ def code(place: str) -> str:
 def law(verdict: Verdict) -> str:
     """Return a law's row; the reader can unfold checks that were not judged."""
     text = {BROKEN: "see the findings", HELD: "; ".join(verdict.evidence)}
-    reasons = verdict.not_judged
-    why = text.get(verdict.state) or next(iter(reasons.values()), "nothing was seen")
-    more = "".join(f"<li>{k}: {escape(v)}</li>" for k, v in reasons.items())
+    why = text.get(verdict.state) or why_not_judged(verdict)
+    more = "".join(f"<li>{k}: {escape(v)}</li>" for k, v in verdict.not_judged.items())
     if more:
         more = f"<details><summary>Not judged</summary><ul>{more}</ul></details>"
     state = verdict.state.replace(" ", "-")

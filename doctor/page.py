@@ -112,11 +112,16 @@ def law_lines(verdict: Verdict, report: Report, width: int) -> list[str]:
         text = ": ".join([told] * bool(own) + effects[:1])
         text += "".join(f"; seen to hold: {one}" for one in verdict.evidence[:1])
     else:
-        general = [x.name for x in CHECKS.values() if x.law is law and x.general]
-        reasons = [verdict.not_judged[x] for x in general if x in verdict.not_judged]
-        reasons = verdict.doubts * bool(verdict.evidence) + reasons
-        text = (reasons or ["nothing was seen"])[0]
+        text = why_not_judged(verdict)
     return coloured(fill(f"{head}: {text}", width, indent=" " * 14), state)
+
+
+def why_not_judged(verdict: Verdict) -> str:
+    """Return why a law is not judged."""
+    general = [x for x in CHECKS.values() if x.law is verdict.law and x.general]
+    reasons = [verdict.not_judged.get(x.name) for x in general]
+    reasons = verdict.doubts * bool(verdict.evidence) + reasons
+    return next(filter(None, reasons), "nothing was seen")
 
 
 def all_checks(verdict: Verdict, report: Report, width: int) -> list[str]:

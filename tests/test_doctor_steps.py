@@ -520,7 +520,7 @@ def test_a_resume_gives_all_ranks_the_state_of_one(rest, apart):
     assert named(found) == ({"one_ranks_state": "RISK"} if apart else {})
     assert law(found, 8) == ("broken" if apart else "not judged" if rest else "held")
     told = " ".join(page(made(*ranks), found).split())
-    assert not rest or "2 tensors that the script loads by itself" in told
+    assert not rest or "2 tensors that no load_state_dict()" in told
 
 
 def test_tensors_that_a_script_loads_itself_are_found(monkeypatch, tmp_path):

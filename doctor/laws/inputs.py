@@ -127,8 +127,7 @@ def streams(process: Process) -> dict[tuple[str, str], dict[tuple, int]]:
 def shifted(one: dict, other: dict) -> list[tuple[int, int]]:
     """Return the steps in which two ranks draw the same, if their distance is fixed."""
     pairs = sorted((one[key], other[key]) for key in one.keys() & other.keys())
-    counts = Counter(b - a for a, b in pairs)
-    for distance, count in counts.most_common(1):
+    for distance, count in Counter(b - a for a, b in pairs).most_common(1):
         if distance and count >= max(3, len(other) / 5, 0.8 * len(pairs)):
             return [pair for pair in pairs if pair[1] - pair[0] == distance]
     return []

@@ -55,10 +55,8 @@ class Resumed(Event):
 
     limit: ClassVar[int] = 20
     path: str
-    values: dict[
-        str, list[float]
-    ]  # of the script's own tensors that are as in the file
-    rest: int  # tensors of the file that nothing that the doctor sees has got
+    values: dict[str, list[float]]  # the script's own tensors that equal the file's
+    rest: int  # number of the file's tensors that doctor finds nowhere
     place: str
 
 
@@ -100,13 +98,13 @@ class Resumes(Watcher):
             recorder.write(Loaded(schedule=schedule, place=place()))
         path = args[0] if args else kwargs["f"]
         path = getattr(path, "name", path)
-        worker = torch.utils.data.get_worker_info()
-        if recorder.watching and not worker and isinstance(path, (str, os.PathLike)):
+        few = len(self.files) < 8 and torch.utils.data.get_worker_info() is None
+        if recorder.watching and few and isinstance(path, (str, os.PathLike)):
             own = [x for x in inside(result) if x.numel() > 7 and not parts(x)][:MOST]
             few = numbers([few_of(x) for x in own])
             few = {x.data_ptr(): n for x, n in zip(own, few, strict=True)}
             few = {x: n for x, n in few.items() if len({*n[:7]}) > 2}
-            self.files = [*self.files[-8:], File(os.path.abspath(path), place(), few)]
+            self.files.append(File(os.path.abspath(path), place(), few))
         return result
 
     def on_input(self, network, inputs) -> None:
@@ -122,8 +120,8 @@ class Resumes(Watcher):
         for one in files:
             same = {name: few for name, few in own.items() if few in one.few.values()}
             rest = [few for few in one.few.values() if few not in same.values()]
-            own_rest = {"rest": len(rest), "place": one.place}
-            recorder.write(Resumed(path=one.path, values=same, **own_rest))
+            event = Resumed(path=one.path, values=same, rest=len(rest), place=one.place)
+            recorder.write(event)
 
     def restore(self, what: str, call, owner, *args, **kwargs):
         known, state = Checkpoints.here, args[0] if args else kwargs["state_dict"]
@@ -237,18 +235,16 @@ def one_ranks_state(job):
                 unsure.append(name)
         if differ:
             what = f"all ranks load the same {listed(differ)} from {base(row[0].path)}"
-            what += f", but differ in {'them' if differ[1:] else 'it'} after each of "
-            what += f"the next {len(after)} steps"
+            what += f", but they differ after each of the next {len(after)} steps"
             before = apart(states[0], differ[0])
             what += f", as in {sum(before)} steps before" * any(before)
             yield Breach(what, row[0].place)
             return
     if unsure:
-        what = "are the same on all ranks after the load, and not seen often enough"
-        raise Doubt(f"{listed(unsure)} {what} later")
+        raise Doubt(f"equal after the load, but seldom seen later: {listed(unsure)}")
     if rest:
-        what = f"{base(rest.path)} has {rest.rest} tensors that the script loads by "
-        raise Doubt(f"{what}itself: it is not seen if each rank gets its own")
+        what = f"{base(rest.path)} has {rest.rest} tensors that no load_state_dict() "
+        raise Doubt(f"{what}of PyTorch gets: doctor does not see what they become")
 
 
 def apart(states: list[list[State]], name: str) -> list[bool]:
