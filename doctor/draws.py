@@ -9,7 +9,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations, pairwise
-from typing import ClassVar
 
 from .event import Event
 from .generators import hashed, states
@@ -30,11 +29,9 @@ MADE = "from_numpy tensor as_tensor".split()  # may contain NumPy's random numbe
 SCANS = 3, 4  # after these steps, doctor reads the script's generators
 
 
-@dataclass(kw_only=True)
-class Drawn(Event):
+class Drawn(Event, limit=2000):
     """A line of the script has drawn random numbers, or made a tensor of numbers."""
 
-    limit: ClassVar[int] = 2000
     name: str
     place: str
     number: int  # the draw's index in this step and line
@@ -45,7 +42,6 @@ class Drawn(Event):
     own: bool = False  # the script gave a generator
 
 
-@dataclass(kw_only=True)
 class Own(Event):
     """The states of the generators that the script has created, the oldest first."""
 
@@ -54,18 +50,15 @@ class Own(Event):
     owners: list[str] = field(default_factory=list)
 
 
-@dataclass(kw_only=True)
 class Global(Event):
     """The states of Python's and NumPy's global generators after a step."""
 
     states: list[int]
 
 
-@dataclass(kw_only=True)
-class Made(Event):
+class Made(Event, limit=400):
     """The script has created a NumPy generator."""
 
-    limit: ClassVar[int] = 400
     state: int  # a hash of the generator's state
     place: str
 

@@ -4,19 +4,15 @@ import ctypes
 import hashlib
 import random
 import sys
-from dataclasses import dataclass
-from typing import ClassVar
 
 from .event import Event
 
 GENERATORS = {"torch": "PyTorch", "random": "random", "numpy": "NumPy", "cuda": "CUDA"}
 
 
-@dataclass(kw_only=True)
-class Seed(Event):
+class Seed(Event, limit=300):
     """The script has set a generator's state."""
 
-    limit: ClassVar[int] = 300
     generator: str
     call: str
     place: str

@@ -7,7 +7,6 @@ from array import array
 from collections import deque
 from dataclasses import dataclass, field
 from time import perf_counter as clock
-from typing import ClassVar
 
 from .event import Event
 from .record import SHORT, place, quiet, recorder, wrap
@@ -15,7 +14,6 @@ from .sample import digest, hashes
 from .watcher import Watcher, tell
 
 
-@dataclass(kw_only=True)
 class Epoch(Event):
     """A pass over a DataLoader has begun."""
 
@@ -29,7 +27,6 @@ class Epoch(Event):
     place: str
 
 
-@dataclass(kw_only=True)
 class EpochEnd(Event):
     """A pass over a DataLoader has ended, or another one has begun."""
 
@@ -40,11 +37,9 @@ class EpochEnd(Event):
     steps: int  # optimizer steps that used its batches
 
 
-@dataclass(kw_only=True)
-class Batch(Event):
+class Batch(Event, limit=100_000):
     """A DataLoader has returned a batch."""
 
-    limit: ClassVar[int] = 100_000
     loader: int
     epoch: int
     number: int  # the batch's number in this pass, from 0

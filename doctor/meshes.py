@@ -1,8 +1,6 @@
 """Detect networks that are divided between ranks, which then read the same samples."""
 
 import re
-from dataclasses import dataclass
-from typing import ClassVar
 
 from .event import Event
 from .job import Job
@@ -13,11 +11,9 @@ from .watcher import Watcher
 DATA = re.compile("d.?p|data|rep|shard|batch|rank", re.I)  # names of dimensions
 
 
-@dataclass(kw_only=True)
-class Divided(Event):
+class Divided(Event, limit=1):
     """The script divides a network between ranks, not only samples."""
 
-    limit: ClassVar[int] = 1
     how: str
 
 

@@ -7,7 +7,6 @@ all laws see the same steps.
 import functools
 import threading
 import weakref
-from dataclasses import dataclass
 from time import perf_counter as clock
 
 from .event import Event
@@ -24,7 +23,6 @@ HOROVOD = """allreduce allreduce_ allgather broadcast broadcast_ broadcast_param
     broadcast_optimizer_state broadcast_object allgather_object barrier join""".split()
 
 
-@dataclass(kw_only=True)
 class Step(Event):
     """An optimizer has taken a step."""
 

@@ -3,11 +3,10 @@
 from array import array
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import combinations, pairwise
 from math import dist, exp
 from operator import ne
-from typing import ClassVar
 
 from .event import Event
 from .job import Job
@@ -20,11 +19,9 @@ from .sample import digest, hashes, positions
 from .watcher import Watcher
 
 
-@dataclass(kw_only=True)
-class Input(Event):
+class Input(Event, limit=5000):
     """A network was called with an input, and gradients were enabled."""
 
-    limit: ClassVar[int] = 5000
     network: int
     rows: array  # a hash for each entry of the input's largest tensor
     loaded: bool  # a DataLoader gave the last batch

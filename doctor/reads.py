@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, combinations
-from typing import ClassVar
 
 from .draws import draws_in_steps
 from .event import Event
@@ -18,11 +17,9 @@ EPOCHS = 20  # largest number of epochs to judge
 MORE = 0.02  # a breach: a larger share of samples is repeated or left out
 
 
-@dataclass(kw_only=True)
-class Feed(Event):
+class Feed(Event, limit=1000):
     """A loader's sampler at the start of a pass, and its data in the first pass."""
 
-    limit: ClassVar[int] = 1000
     loader: int
     epoch: int
     divides: bool  # it divides the samples between ranks

@@ -4,8 +4,6 @@ import re
 import sys
 import time
 from array import array
-from dataclasses import dataclass
-from typing import ClassVar
 
 from .event import Event
 from .loaders import Loaders, leaves
@@ -28,20 +26,16 @@ OTHER = re.compile(  # results that doctor does not recompute
 WORDS = re.compile(r"acc|top|prec|err|correct|right|loss|ppl|perplex|nll|%", re.I)
 
 
-@dataclass(kw_only=True)
-class Printed(Event):
+class Printed(Event, limit=2000):
     """The script has printed a line with a number that may be a result."""
 
-    limit: ClassVar[int] = 2000
     text: str
     place: str
 
 
-@dataclass(kw_only=True)
-class Measured(Event):
+class Measured(Event, limit=5000):
     """The sums that doctor computed from the outputs for one batch."""
 
-    limit: ClassVar[int] = 5000
     # hits, top5, loss, root (the value whose backward() is called), pairs (`values` are
     # predictions, and `weights` are the labels that the script compares with these), or
     # seen (`guesses` are hashes of inputs)

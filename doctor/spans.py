@@ -3,8 +3,6 @@
 import os
 import time
 from collections import Counter, deque
-from dataclasses import dataclass
-from typing import ClassVar
 
 from .event import Event
 from .job import Process
@@ -15,7 +13,6 @@ from .watcher import Watcher
 PARTS = "data forward backward communication optimizer validation saving".split()
 
 
-@dataclass(kw_only=True)
 class Spans(Event):
     """The time that each part of a step took. On a GPU, this is the host's time."""
 
@@ -26,11 +23,9 @@ class Spans(Event):
     calls: dict[str, float]  # line -> seconds in collectives
 
 
-@dataclass(kw_only=True)
-class Runs(Event):
+class Runs(Event, limit=4):
     """A network runs for the first time."""
 
-    limit: ClassVar[int] = 4
     network: str
     weights: int  # number of elements
     device: str

@@ -1,8 +1,6 @@
 """Law 6: every trainable weight gets gradients, is in an optimizer and is changed."""
 
 from collections import Counter
-from dataclasses import dataclass
-from typing import ClassVar
 
 from ..event import Event
 from ..law import RISK, WRONG, Breach, Law, NotJudged, check, explains, need
@@ -19,11 +17,9 @@ LAW = Law(6, "alive", "Every weight lives")
 WRITES = {*range(1, 4), *range(4, STEPS, 4), STEPS}
 
 
-@dataclass(kw_only=True)
-class Weight(Event):
+class Weight(Event, limit=10**6):  # enough for all weights, several times
     """The gradients that a weight has received so far, and whether it has changed."""
 
-    limit: ClassVar[int] = 10**6  # enough for all weights, several times
     name: str
     module: str  # the outermost module that has run and has no weight that lives
     trainable: bool

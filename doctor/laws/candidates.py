@@ -1,8 +1,6 @@
 """Law 2: ranks are exchangeable. Checks the targets of contrastive losses."""
 
-from dataclasses import dataclass
 from statistics import fmean
-from typing import ClassVar
 
 from ..event import Event
 from ..law import RISK, Breach, Doubt, check, several
@@ -12,11 +10,9 @@ from ..watcher import Watcher
 from .ranks import LAW
 
 
-@dataclass(kw_only=True)
-class Contrast(Event):
+class Contrast(Event, limit=400):
     """A loss over all ranks' candidates, one of which is right for each sample."""
 
-    limit: ClassVar[int] = 400
     first: int  # the first sample's target; the other targets follow
     count: int  # number of samples, and of each rank's candidates
     loss: float

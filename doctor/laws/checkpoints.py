@@ -5,8 +5,6 @@ import os
 import sys
 import tempfile
 import threading
-from dataclasses import dataclass
-from typing import ClassVar
 
 from ..event import Event
 from ..law import NOTE, RISK, Breach, Doubt, check, need
@@ -22,11 +20,9 @@ MARKS = {"optimizer": "param_groups", "scaler": "growth_factor"}
 MARKS |= {"schedule": "last_epoch"}
 
 
-@dataclass(kw_only=True)
-class Saved(Event):
+class Saved(Event, limit=200):
     """torch.save() has written a file that contains weights."""
 
-    limit: ClassVar[int] = 200
     path: str | None
     whole: int  # number of the job's weights in the file, matched by name
     missing: list[str]  # weights and buffers that the file lacks

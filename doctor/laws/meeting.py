@@ -3,9 +3,8 @@
 import re
 import sys
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import groupby, zip_longest
-from typing import ClassVar
 
 from ..event import Event, Exit, Failed
 from ..job import waiting
@@ -35,11 +34,9 @@ LEAVES = (
 NO_GPU = "Read the traceback above. If the script needs a GPU, use doctor --cpu."
 
 
-@dataclass(kw_only=True)
-class Call(Event):
+class Call(Event, limit=3000):
     """The script calls a collective in which all ranks take part."""
 
-    limit: ClassVar[int] = 3000
     name: str
     sent: str  # number and type of the elements, and the source or destination rank
     place: str

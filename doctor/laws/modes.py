@@ -1,8 +1,6 @@
 """Law 6: every weight lives. Checks the modes in which layers run."""
 
 import weakref
-from dataclasses import dataclass
-from typing import ClassVar
 
 from ..event import Event
 from ..law import RISK, Breach, check, need
@@ -15,11 +13,9 @@ from .layers import Layers, kind, networks
 from .replicas import listed
 
 
-@dataclass(kw_only=True)
-class Mode(Event):
+class Mode(Event, limit=10**6):  # enough for all layers, several times
     """The modes in which a batch norm or dropout layer has run so far."""
 
-    limit: ClassVar[int] = 10**6  # enough for all layers, several times
     name: str
     kind: str  # batch norm or dropout
     lives: bool  # the layer or the module around it has living weights
@@ -28,11 +24,9 @@ class Mode(Event):
     place: str
 
 
-@dataclass(kw_only=True)
-class Validation(Event):
+class Validation(Event, limit=1000):
     """The first batch of a network's pass over a validation loader."""
 
-    limit: ClassVar[int] = 1000
     network: str
     loader: int
     epoch: int

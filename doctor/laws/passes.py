@@ -2,9 +2,7 @@
 
 import re
 import weakref
-from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 from ..event import Event
 from ..law import WRONG, Breach, Law, check, need, several
@@ -21,7 +19,6 @@ LAW = Law(5, "gradient", "A step is the mean over all samples")
 SEPARATE = 8  # most passes of a step whose gradients doctor stores separately
 
 
-@dataclass(kw_only=True)
 class Update(Event):
     """The gradients of an optimizer's step, and the passes that computed them."""
 
@@ -43,11 +40,9 @@ class Update(Event):
         return values[number * self.each : (number + 1) * self.each]
 
 
-@dataclass(kw_only=True)
-class NotAwaited(Event):
+class NotAwaited(Event, limit=20):
     """A step begins before the script has waited for a gradient's all_reduce()."""
 
-    limit: ClassVar[int] = 20
     name: str  # the weight's name
     place: str
 

@@ -4,9 +4,8 @@ import os
 import random
 import sys
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
-from typing import ClassVar
 
 from ..draws import (
     MADE,
@@ -40,11 +39,9 @@ LATE = (
 WORDS = {"forward": "forward passes", "fetch": "batches"}
 
 
-@dataclass(kw_only=True)
-class Draw(Event):
+class Draw(Event, limit=2000):
     """The generators' states before a part of the job that draws from them."""
 
-    limit: ClassVar[int] = 2000
     where: str  # "fetch": loading a batch; "forward": a network's forward pass
     number: int  # the part's number in this pass over a DataLoader or in this step
     states: dict[str, int]  # hashes of the states of the generators that drew

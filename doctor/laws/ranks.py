@@ -2,11 +2,9 @@
 
 from array import array
 from collections import Counter
-from dataclasses import dataclass
 from functools import partial
 from math import comb, isfinite
 from statistics import fmean, pstdev
-from typing import ClassVar
 
 from ..event import Event
 from ..law import RISK, Breach, Law, NotJudged, check, several
@@ -28,29 +26,23 @@ LOSSES = """cross_entropy nll_loss binary_cross_entropy mse_loss l1_loss huber_l
     triplet_margin_loss gaussian_nll_loss poisson_nll_loss""".split()
 
 
-@dataclass(kw_only=True)
-class Measured(Event):
+class Measured(Event, limit=1000):
     """Named statistics of a batch or of a backward pass."""
 
-    limit: ClassVar[int] = 1000
     loader: int | None  # None for a backward pass
     values: dict[str, float]
 
 
-@dataclass(kw_only=True)
-class Facts(Event):
+class Facts(Event, limit=1000):
     """Named settings of a training pass."""
 
-    limit: ClassVar[int] = 1000
     values: dict[str, str]
     place: str
 
 
-@dataclass(kw_only=True)
-class Targets(Event):
+class Targets(Event, limit=400):
     """A loss was called with one target for each sample."""
 
-    limit: ClassVar[int] = 400
     count: int
     values: array  # targets of the first 64 samples
 

@@ -4,7 +4,6 @@ import contextlib
 import os
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 from ..event import Event
 from ..law import NOTE, RISK, WRONG, Breach, Doubt, check, need, several
@@ -29,31 +28,25 @@ from .states import Replicas, State
 MOST = 2000  # tensors of a loaded file
 
 
-@dataclass(kw_only=True)
-class Loaded(Event):
+class Loaded(Event, limit=50):
     """torch.load() has returned a state of an optimizer."""
 
-    limit: ClassVar[int] = 50
     schedule: bool  # also a scheduler's state
     place: str
 
 
-@dataclass(kw_only=True)
-class Restored(Event):
+class Restored(Event, limit=200):
     """The script has called load_state_dict()."""
 
-    limit: ClassVar[int] = 200
     what: str  # weights, optimizer or schedule
     lost: bool  # no name in the file matches
     own: bool  # its argument contained the network's own current tensors
     place: str
 
 
-@dataclass(kw_only=True)
-class Resumed(Event):
+class Resumed(Event, limit=20):
     """A network runs for the first time after torch.load()."""
 
-    limit: ClassVar[int] = 20
     path: str
     values: dict[str, list[float]]  # the script's own tensors that equal the file's
     rest: int  # number of the file's tensors that doctor finds nowhere

@@ -1,8 +1,6 @@
 """Law 4: replicas are equal. Compares learning rates."""
 
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar
 
 from ..event import Event, Exit
 from ..law import RISK, WRONG, Breach, NotJudged, check, need, several
@@ -13,7 +11,6 @@ from ..watcher import Watcher
 from .replicas import DRIFT, LAW, alike
 
 
-@dataclass(kw_only=True)
 class Schedule(Event):
     """The state of a learning-rate scheduler at the end."""
 
@@ -24,11 +21,9 @@ class Schedule(Event):
     place: str  # the line that created the scheduler
 
 
-@dataclass(kw_only=True)
-class Plateau(Event):
+class Plateau(Event, limit=200):
     """The script has passed a metric to ReduceLROnPlateau."""
 
-    limit: ClassVar[int] = 200
     value: float
     place: str
 

@@ -1,8 +1,6 @@
 """Law 8: one process writes each file. Finds files with only parts of the weights."""
 
 import os
-from dataclasses import dataclass
-from typing import ClassVar
 
 from ..event import Event
 from ..law import WRONG, Breach, check, several
@@ -16,11 +14,9 @@ from .checkpoints import bare, dictionaries, no_optimizer, parts
 from .files import LAW, base
 
 
-@dataclass(kw_only=True)
-class Cut(Event):
+class Cut(Event, limit=200):
     """torch.save() has written this process's shards of the weights."""
 
-    limit: ClassVar[int] = 200
     path: str
     names: list[str]
     place: str

@@ -2,8 +2,6 @@
 
 import weakref
 from collections import Counter
-from dataclasses import dataclass
-from typing import ClassVar
 
 from ..event import Event
 from ..law import Law
@@ -19,22 +17,18 @@ LAW = Law(4, "replicas", "Replicas are equal")
 STATES = {1, 2, 5, 10, 20, STEPS - 1}
 
 
-@dataclass(kw_only=True)
-class Layout(Event):
+class Layout(Event, limit=20):
     """The weights and buffers of a network that DistributedDataParallel has wrapped."""
 
-    limit: ClassVar[int] = 20
     weights: list[str]  # names and shapes, in their order
     buffers: list[str]
     frozen: list[str]  # weights that need no gradient, of which DDP averages none
     place: str
 
 
-@dataclass(kw_only=True)
-class State(Event):
+class State(Event, limit=1000):
     """A few elements of named tensors at one moment."""
 
-    limit: ClassVar[int] = 1000
     moment: str  # start, step, other, optimizer, validation or end
     what: str  # weights, buffers, kept (see objects.py), or the network's name
     names: list[str]
