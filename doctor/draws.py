@@ -15,7 +15,7 @@ from .generators import hashed, states
 from .job import Job
 from .moments import runs_normally
 from .neighbours import Input
-from .record import not_the_users, place, recorder, wrap
+from .record import not_the_users, place, recorder, torch, wrap
 from .sample import digest, numbers
 from .watcher import Watcher
 
@@ -70,8 +70,6 @@ class Draws(Watcher):
         self.counts, self.inside, self.shared = Counter(), False, False
 
     def hooks(self) -> None:
-        import torch
-
         for name in FUNCTIONS:
             wrap(torch, name, partial(self.draw, name))
         for name in METHODS:

@@ -6,6 +6,7 @@ import random
 import sys
 
 from .event import Event
+from .record import torch
 
 GENERATORS = {"torch": "PyTorch", "random": "random", "numpy": "NumPy", "cuda": "CUDA"}
 
@@ -44,8 +45,6 @@ def cause(job, name: str, pair: list[Event]) -> tuple[str, str]:
 
 def states(dataset: object = None) -> dict[str, tuple[int, int]]:
     """Return each global generator's hash and position, and a data set's generators."""
-    import torch
-
     state = content(torch.random.default_generator.get_state())
     found = {"torch": (hashed(state), int.from_bytes(state[16:20], "little"))}
     state = random.getstate()[1]

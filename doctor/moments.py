@@ -11,7 +11,7 @@ from time import perf_counter as clock
 
 from .event import Event
 from .loaders import Loaders, leaves
-from .record import place, quiet, recorder, traced, waits, wrap
+from .record import place, quiet, recorder, torch, traced, waits, wrap
 from .sample import digest, numbers
 from .watcher import Watcher, tell
 
@@ -57,11 +57,8 @@ class Moments(Watcher):
         self.thread = threading.main_thread().ident
 
     def hooks(self) -> None:
-        import torch
-        import torch.distributed as dist
-        from torch.optim import optimizer as optimizers
-
-        module = torch.nn.modules.module
+        dist = torch.distributed
+        optimizers, module = torch.optim.optimizer, torch.nn.modules.module
         optimizers.register_optimizer_step_pre_hook(quiet(self.before_step))
         optimizers.register_optimizer_step_post_hook(quiet(self.end_step))
         module.register_module_forward_pre_hook(quiet(self.before_forward))
@@ -144,8 +141,7 @@ class Moments(Watcher):
         return (args[0], recorded, *args[2:]), kwargs
 
     def begin_step(self, optimizer) -> None:
-        import torch.distributed as dist
-
+        dist = torch.distributed
         if recorder.rank is None and dist.is_initialized():  # init_device_mesh() joins
             recorder.joined(dist.get_rank(), dist.get_world_size())
         # Horovod's step() averages, and then calls step() of the same optimizer
@@ -175,8 +171,6 @@ class Moments(Watcher):
                 self.handles.pop().remove()
 
     def write_step(self, optimizer) -> None:
-        import torch
-
         own, current = weights(optimizer) if optimizer else [], Loaders.here.current
         known = tuple(self.known.get(id(weight), (None,))[0] for weight in own)
         if known not in self.digests:
@@ -258,8 +252,6 @@ class Moments(Watcher):
     # --- networks ---
 
     def before_forward(self, module, inputs) -> None:
-        import torch
-
         # A network's inner calls need no second look
         if torch.compiler.is_compiling() or threading.get_ident() != self.thread:
             return
@@ -274,8 +266,6 @@ class Moments(Watcher):
                 tell("on_input", module, leaves(inputs))
 
     def after_forward(self, module, _, outputs) -> None:
-        import torch
-
         if torch.compiler.is_compiling() or threading.get_ident() != self.thread:
             return
         inside, self.depth = self.depth, max(0, self.depth - 1)
@@ -287,8 +277,6 @@ class Moments(Watcher):
     # --- processes ---
 
     def collect(self, name: str, call, /, *args, **kwargs):
-        import torch
-
         if self.collective:  # another collective calls this one
             return call(*args, **kwargs)
         self.collective, recorder.waiting = True, name
@@ -316,8 +304,7 @@ class Moments(Watcher):
             tell("on_end")
 
     def join(self, call, *args, **kwargs):
-        import torch.distributed as dist
-
+        dist = torch.distributed
         call(*args, **kwargs)
         recorder.joined(dist.get_rank(), dist.get_world_size())
 

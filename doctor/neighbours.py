@@ -13,7 +13,7 @@ from .job import Job
 from .law import need
 from .loaders import Loaders
 from .moments import Moments
-from .record import recorder
+from .record import recorder, torch
 from .results import Measured, Printed
 from .sample import digest, hashes, positions
 from .watcher import Watcher
@@ -41,8 +41,6 @@ class Inputs(Watcher):
         self.networks = {}
 
     def on_input(self, network, inputs) -> None:
-        import torch
-
         if recorder.full(Input) or not recorder.watching or not torch.is_grad_enabled():
             return
         if inputs := [one for one in inputs if one.dim() and len(one)]:

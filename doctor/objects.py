@@ -4,7 +4,7 @@ import gc
 import sys
 import weakref
 
-from .record import LIBRARY, not_the_users
+from .record import LIBRARY, not_the_users, torch
 
 MOST, LARGE = 64, 65_536  # limits: tensors; numbers of a summed tensor
 BLOCKS = 4_000_000  # of Python's memory: if there are more, a search takes long
@@ -32,8 +32,6 @@ class Objects:
         Args:
             weights: its keys are ids of tensors to omit.
         """
-        import torch
-
         if self.found is None:
             self.search()
         owners = [("", vars(sys.modules["__main__"]))]
@@ -76,8 +74,6 @@ def label_of(name: str, found: dict) -> str:
 
 def few_of(tensor):
     """Return seven numbers of a tensor, and the sum of a small one: (8,) float64."""
-    import torch
-
     from .sample import picked
 
     few = picked(tensor, 7)

@@ -28,6 +28,7 @@ SHORT = int(os.environ.get("DOCTOR_SHORT", "0"))  # batches per epoch; 0: all
 GIVEN = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "DOCTOR_CPU"
 OWN = os.path.dirname(os.path.abspath(__file__))
 LIBRARY = sysconfig.get_path("stdlib")
+torch = sys.modules.get("torch")  # doctor's own process does not import PyTorch
 
 
 class Recorder:
@@ -161,13 +162,11 @@ def compiles(call, *args, **kwargs):
 
 def compiling() -> bool:
     """Return whether torch.compile is compiling the current code."""
-    return sys.modules["torch"].compiler.is_compiling()
+    return torch.compiler.is_compiling()
 
 
 def traced() -> bool:
     """Return whether PyTorch compiles, traces or transforms the current code."""
-    import torch
-
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return True
     if torch._C._functorch.peek_interpreter_stack() is not None:  # vmap(), grad()
@@ -179,7 +178,7 @@ def traced() -> bool:
 
 def not_the_users() -> tuple[str, ...]:
     """Return the path prefixes of the files of this package and of PyTorch."""
-    return OWN, os.path.dirname(sys.modules["torch"].__file__), "<"
+    return OWN, os.path.dirname(torch.__file__), "<"
 
 
 def place(frame=None) -> str:
@@ -209,7 +208,7 @@ def excepthook(call, kind, error, trace) -> None:
                 where = f"{os.path.relpath(file)}:{line}"
         text = f"{kind.__name__}: {error}"[:2000]
         path = os.path.abspath(path) if isinstance(path, str) else ""
-        cuda = sys.modules["torch"].cuda.is_available()
+        cuda = torch.cuda.is_available()
         recorder.write(Failed(text=text, place=where, path=path, cuda=cuda))
     if call:
         call(kind, error, trace)
@@ -269,7 +268,7 @@ def torch_is_there() -> None:
     for watcher in watchers:
         quiet(watcher.hooks)()
     wrap(sys, "excepthook", excepthook)
-    wrap(sys.modules["torch"], "compile", compiles)
+    wrap(torch, "compile", compiles)
     wrap(sys.modules.get("torch.multiprocessing.spawn"), "_wrap", spawned)
     atexit.register(leave)
     threading.Thread(target=monitor, daemon=True, name="doctor").start()

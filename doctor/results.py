@@ -9,7 +9,7 @@ from .event import Event
 from .loaders import Loaders, leaves
 from .moments import Moments, runs_normally
 from .numbers import others
-from .record import place, recorder, wrap
+from .record import place, recorder, torch, wrap
 from .sample import hashes
 from .watcher import Watcher
 
@@ -66,8 +66,6 @@ class Results(Watcher):
         self.nested, self.others = False, 0
 
     def hooks(self) -> None:
-        import torch
-
         for stream in (sys.stdout, sys.stderr):
             wrap(stream, "write", self.write)
         for name in LOSSES:
@@ -101,8 +99,6 @@ class Results(Watcher):
 
     def keeps(self) -> bool:
         """Return whether doctor measures outputs now."""
-        import torch
-
         now = recorder.timing or not torch.is_grad_enabled()
         return now and not recorder.full(Measured)
 
@@ -111,8 +107,6 @@ class Results(Watcher):
 
         If `more` contains a tensor `sure` that is false, read() drops them.
         """
-        import torch
-
         number = self.sources.setdefault(source, len(self.sources))
         batch = self.batch or dict.fromkeys(("loader", "epoch", "number"))
         which = {key: batch[key] for key in ("loader", "epoch", "number")}
@@ -144,8 +138,6 @@ class Results(Watcher):
 
     def on_input(self, network, inputs) -> None:
         """Record which samples the script validates without a DataLoader."""
-        import torch
-
         inputs = [one for one in inputs if one.dim() and len(one)]
         current = Loaders.here.current
         loads = current is not None and not current.ended
@@ -192,8 +184,6 @@ class Results(Watcher):
             self.source = source
 
     def equal(self, call, *args, **kwargs):
-        import torch
-
         result = call(*args, **kwargs)
         if isinstance(result, torch.Tensor) and result.dim() and not self.nested:
             operands = [x for x in (*args, *kwargs.values()) if torch.is_tensor(x)]
@@ -206,8 +196,6 @@ class Results(Watcher):
 
     def compared(self, result, operands: list) -> None:
         """Measure hits if one operand is a tensor of predicted classes."""
-        import torch
-
         if 30 < result.numel() < 20_000 and len(operands) == 2 and self.keeps():
             whole = not any(x.is_floating_point() or x.requires_grad for x in operands)
             if whole and operands[0].shape == operands[1].shape == result.shape[:1]:
@@ -239,8 +227,6 @@ class Results(Watcher):
                 return
 
     def loss(self, call, /, *args, **kwargs):
-        import torch
-
         result = call(*args, **kwargs)
         usual = not self.nested and isinstance(result, torch.Tensor)
         if usual and kwargs.get("weight") is None and self.keeps() and runs_normally():
@@ -258,8 +244,6 @@ class Results(Watcher):
 
     def hits(self, where: str, args: tuple, kwargs: dict) -> None:
         """Measure the hits of a loss's scores (N, C, ...) during an evaluation."""
-        import torch
-
         scores = kwargs["input"] if "input" in kwargs else args[0]
         target = kwargs["target"] if "target" in kwargs else args[1]
         classes = scores.dim() > 1 and not target.is_floating_point()
@@ -272,8 +256,6 @@ class Results(Watcher):
 
     def rows(self, call, result, args: tuple, kwargs: dict):
         """Return a loss's line, its sums, and the number of targets in each sum."""
-        import torch
-
         target = kwargs["target"] if "target" in kwargs else args[1]
         ignored = kwargs.get("ignore_index", -100)
         whole = target.is_floating_point() or target.dim() == 0
@@ -302,8 +284,6 @@ class Results(Watcher):
         return where, sums, counts.reshape(size, -1).sum(1)
 
     def on_backward(self, root) -> None:
-        import torch
-
         if isinstance(root, torch.Tensor) and root.numel() == 1 and self.keeps():
             one = root.detach().double().reshape(1)
             self.measure("root", "root", one, torch.ones(1))

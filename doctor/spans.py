@@ -7,7 +7,7 @@ from collections import Counter, deque
 from .event import Event
 from .job import Process
 from .moments import Moments
-from .record import recorder, wrap
+from .record import recorder, torch, wrap
 from .watcher import Watcher
 
 PARTS = "data forward backward communication optimizer validation saving".split()
@@ -46,8 +46,6 @@ class Clock(Watcher):
         self.calls = Counter()
 
     def hooks(self) -> None:
-        import torch
-
         wrap(torch, "save", self.save)
 
     def add(self, part: str, seconds: float, ago: float = 0) -> None:
@@ -57,16 +55,12 @@ class Clock(Watcher):
             self.spans.append((part, end - seconds, end))
 
     def on_batch(self, epoch, batch, seconds) -> None:
-        import torch
-
         self.add("data" if torch.is_grad_enabled() else "validation", seconds)
 
     def on_input(self, network, inputs) -> None:
         self.forward = time.perf_counter()
 
     def on_output(self, network, outputs, batch) -> None:
-        import torch
-
         part = "forward" if torch.is_grad_enabled() else "validation"
         self.add(part, time.perf_counter() - self.forward)
         if torch.is_grad_enabled():

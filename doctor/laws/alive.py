@@ -5,7 +5,7 @@ from collections import Counter
 from ..event import Event
 from ..law import RISK, WRONG, Breach, Law, NotJudged, check, explains, need
 from ..moments import Moments, Step, weights
-from ..record import STEPS, place, recorder
+from ..record import STEPS, place, recorder, torch
 from ..sample import numbers
 from ..watcher import Watcher
 from .layers import Layers, Ran, networks
@@ -160,8 +160,6 @@ def local(tensor):
 
 def lives(tensors: list) -> list[bool]:
     """Return for each tensor whether its gradient has a nonzero element."""
-    import torch
-
     parts = [local(one.grad) for one in tensors]
     parts = [one.coalesce().values() if one.is_sparse else one for one in parts]
     flags = [one.any() if one.numel() else torch.tensor(True) for one in parts]

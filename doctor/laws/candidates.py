@@ -4,7 +4,7 @@ from statistics import fmean
 
 from ..event import Event
 from ..law import RISK, Breach, Doubt, check, several
-from ..record import place, recorder, wrap
+from ..record import place, recorder, torch, wrap
 from ..sample import numbers
 from ..watcher import Watcher
 from .ranks import LAW
@@ -26,8 +26,6 @@ class Candidates(Watcher):
         self.pending = []
 
     def hooks(self) -> None:
-        import torch
-
         wrap(torch.nn.functional, "cross_entropy", self.loss)
 
     def loss(self, call, /, *args, **kwargs):
@@ -38,9 +36,7 @@ class Candidates(Watcher):
 
     def look(self, result, scores, target) -> None:
         """Record the targets if they are consecutive indices of candidates."""
-        import torch
-        import torch.distributed as dist
-
+        dist = torch.distributed
         size = dist.get_world_size() if dist.is_initialized() else 1
         fits = target.dim() == 1 and scores.shape == (len(target), size * len(target))
         if fits and size > 1 and len(target) > 1 and not target.is_floating_point():

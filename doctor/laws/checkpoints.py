@@ -9,7 +9,7 @@ import threading
 from ..event import Event
 from ..law import NOTE, RISK, Breach, Doubt, check, need
 from ..moments import Moments
-from ..record import place, recorder, wrap
+from ..record import place, recorder, torch, wrap
 from ..watcher import Watcher
 from .files import LAW, Opened, base, plural
 from .meeting import hangs
@@ -48,14 +48,11 @@ class Checkpoints(Watcher):
         self.given = None  # what torch.distributed.checkpoint is about to save
 
     def hooks(self) -> None:
-        import torch
-        from torch.optim.lr_scheduler import LRScheduler
-
         sys.addaudithook(self.audit)
         wrap(torch, "save", self.save)
         wrap(torch.amp.GradScaler, "scale", self.scale)
         wrap(torch.nn.Module, "state_dict", self.take)
-        wrap(LRScheduler, "__init__", self.schedule)
+        wrap(torch.optim.lr_scheduler.LRScheduler, "__init__", self.schedule)
 
     def checkpoint_hooks(self, dcp) -> None:
         for owner in (dcp, dcp.state_dict_saver):
@@ -83,8 +80,6 @@ class Checkpoints(Watcher):
         return call(scaler, *args, **kwargs)
 
     def after_step(self, optimizer, weights) -> None:
-        import torch
-
         if "optimizer" not in self.states:
             kept = [*optimizer.state.values()]
             values = [value for one in kept[:9] for value in one.values()]
@@ -204,16 +199,12 @@ def has(found: list[dict], mark: str) -> bool:
 
 def is_count(value) -> bool:
     """Return whether a value is a tensor with one integer."""
-    import torch
-
     integer = torch.is_tensor(value) and not value.is_floating_point()
     return integer and value.numel() == 1
 
 
 def floats(state) -> list:
     """Return the floating-point tensors of a dictionary or list."""
-    import torch
-
     values = state.values() if isinstance(state, dict) else ()
     values = state if isinstance(state, list) else values
     return [x for x in values if torch.is_tensor(x) and x.is_floating_point()]

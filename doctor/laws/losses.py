@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import NamedTuple
 
-from ..record import recorder
+from ..record import recorder, torch
 from ..sample import picked
 from ..watcher import Watcher
 from .passes import Passes, Update
@@ -40,8 +40,6 @@ class Losses(Watcher):
         self.validated = set()  # networks evaluated in this pass
 
     def on_input(self, network, inputs) -> None:
-        import torch
-
         key = id(next(network.parameters(), None))  # DDP's is its network's
         trains = torch.is_grad_enabled()
         # The first network of this pass; before it, the same one was validated
@@ -51,8 +49,6 @@ class Losses(Watcher):
         self.validated |= set() if trains or network.training else {key}
 
     def on_collective(self, name, arguments, options, where) -> None:
-        import torch
-
         current = Passes.here.current
         if self.backing and current is not None:
             current["meets"] = True
@@ -76,8 +72,6 @@ class Losses(Watcher):
             self.sums = [*self.sums[-8:], *(one.detach().clone() for one in small)]
 
     def on_backward(self, root) -> None:
-        import torch
-
         received, printed = self.received, self.printed
         self.received, self.printed = [], False
         current, self.fresh = Passes.here.current, True
@@ -121,14 +115,12 @@ def in_torch() -> bool:
 
 def has_own_function(root) -> bool:
     """Return whether a graph has the user's own functions, which may communicate."""
-    from torch.autograd.function import BackwardCFunction
-
     seen, waiting = {root}, [root]
     while waiting and len(seen) < NODES:
         node = waiting.pop()
-        if isinstance(node, BackwardCFunction):
-            if not type(node).__name__.startswith("_DDP"):
-                return True
+        own = isinstance(node, torch.autograd.function.BackwardCFunction)
+        if own and not type(node).__name__.startswith("_DDP"):
+            return True
         new = {x for x, _ in node.next_functions if x is not None} - seen
         seen |= new
         waiting += new

@@ -10,7 +10,7 @@ from ..event import Event, Exit, Failed
 from ..job import waiting
 from ..law import NOTE, RISK, WRONG, Breach, Law, NotJudged, check, need, several
 from ..moments import Moments, Step
-from ..record import recorder, wrap
+from ..record import recorder, torch, wrap
 from ..variables import strings
 from ..watcher import Watcher
 
@@ -60,9 +60,7 @@ class Meeting(Watcher):
         self.passes += 1
 
     def on_collective(self, name, args, kwargs, where) -> None:
-        import torch
-        import torch.distributed as dist
-
+        dist = torch.distributed
         Moments.here.tells = not recorder.full(Call)
         values = [*args, *kwargs.values()]
         groups = [one for one in values if isinstance(one, dist.ProcessGroup)]

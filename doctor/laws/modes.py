@@ -6,7 +6,7 @@ from ..event import Event
 from ..law import RISK, Breach, check, need
 from ..loaders import Loaders
 from ..moments import Step
-from ..record import STEPS, place, recorder
+from ..record import STEPS, place, recorder, torch
 from ..watcher import Watcher
 from .alive import LAW, WRITES, Alive, dead_weights, not_in_an_optimizer
 from .layers import Layers, kind, networks
@@ -44,8 +44,6 @@ class Modes(Watcher):
 
     def on_output(self, network, outputs, batch) -> None:
         """Record a network's mode, if its batch is not from the training loader."""
-        import torch
-
         if network not in self.stateful:
             found = weakref.WeakSet(one for one in network.modules() if kind(one))
             self.stateful[network] = found

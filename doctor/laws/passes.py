@@ -8,7 +8,7 @@ from ..event import Event
 from ..law import WRONG, Breach, Law, check, need, several
 from ..loaders import Loaders
 from ..moments import Moments, weights
-from ..record import place, recorder, wrap
+from ..record import place, recorder, torch, wrap
 from ..sample import digest, flat, numbers, picked
 from ..watcher import Watcher
 from .replicas import DRIFT, alike, listed
@@ -60,9 +60,7 @@ class Passes(Watcher):
         self.works = {}  # asynchronous calls that nobody has awaited
 
     def hooks(self) -> None:
-        import torch
-        import torch.distributed as dist
-
+        dist = torch.distributed
         for owner in (dist, dist.distributed_c10d):
             wrap(owner, "all_reduce", self.reduce)
         for name in AWAIT:
@@ -86,8 +84,6 @@ class Passes(Watcher):
         return call(work, *args, **kwargs)
 
     def forward(self, call, model, *args, **kwargs):
-        import torch
-
         if torch.is_grad_enabled():
             if recorder.watching:
                 self.forwards.append(bool(model.require_backward_grad_sync))
@@ -144,8 +140,6 @@ class Passes(Watcher):
 
     def shard_numbers(self):
         """Return a few numbers of this rank's shards' gradients, as a tensor (N,)."""
-        import torch
-
         found = [one().grad for one in self.sharded if one() is not None]
         parts = [picked(x.to_local(), 4) for x in found if x is not None]
         return torch.cat(parts) if parts else None
@@ -163,8 +157,6 @@ class Passes(Watcher):
 
     def clip(self, norm: bool, call, parameters, *args, **kwargs):
         """Record the gradients before the script clips them."""
-        import torch
-
         single = isinstance(parameters, torch.Tensor)
         found = [parameters] if single else [*parameters]
         if recorder.watching and not any(hasattr(one, "placements") for one in found):
@@ -255,8 +247,6 @@ class Passes(Watcher):
 
 def read_tensors(passes: list[dict]) -> None:
     """Read the losses and targets of several passes in one transfer."""
-    import torch
-
     keys = [(one, key) for one in passes for key in ("value", "target")]
     keys = [(one, key) for one, key in keys if isinstance(one.get(key), torch.Tensor)]
     rows = numbers([one[key] for one, key in keys], 64)

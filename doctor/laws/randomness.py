@@ -24,7 +24,7 @@ from ..law import RISK, Breach, Law, NotJudged, check, explains, several
 from ..loaders import Loaders
 from ..meshes import undivided
 from ..moments import Moments
-from ..record import not_the_users, place, recorder, wrap
+from ..record import not_the_users, place, recorder, torch, wrap
 from ..signature import plain
 from ..watcher import Watcher
 from .samples import same_samples
@@ -62,9 +62,6 @@ class Randomness(Watcher):
         self.step, self.number, self.counts = -1, 0, Counter()
 
     def hooks(self) -> None:
-        import torch
-        from torch.utils.data._utils import fetch
-
         for name in ("manual_seed", "set_rng_state"):
             wrap(torch.random, name, partial(self.seeded, "torch", f"torch.{name}"))
             setattr(torch, name, getattr(torch.random, name))
@@ -78,7 +75,8 @@ class Randomness(Watcher):
                 wrap(numpy.random, name, own)
                 getattr(numpy.random, name).__module__ = "numpy.random"
                 getattr(numpy.random, name).__qualname__ = name
-        for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
+        fetchers = torch.utils.data._utils.fetch
+        for kind in (fetchers._MapDatasetFetcher, fetchers._IterableDatasetFetcher):
             wrap(kind, "fetch", self.fetch)
 
     def seeded(self, generator: str, name: str, call, *args, **kwargs):
@@ -95,9 +93,7 @@ class Randomness(Watcher):
         return result
 
     def fetch(self, call, fetcher, indices):
-        from torch.utils.data import get_worker_info
-
-        worker = get_worker_info()
+        worker = torch.utils.data.get_worker_info()
         if worker:
             given = os.environ.get("DOCTOR_PASS", "").split()
             loader, epoch = map(int, given) if given else (None, None)
@@ -147,7 +143,7 @@ class Randomness(Watcher):
 
 def gradients() -> bool:
     """Return whether gradients are enabled."""
-    return sys.modules["torch"].is_grad_enabled()
+    return torch.is_grad_enabled()
 
 
 def dropout(module) -> bool:

@@ -12,7 +12,7 @@ from ..loaders import Batch
 from ..moments import Moments
 from ..neighbours import Input
 from ..reads import feeds
-from ..record import STEPS, place, recorder, wrap
+from ..record import STEPS, place, recorder, torch, wrap
 from ..sample import GOLDEN, numbers, picked
 from ..watcher import Watcher
 from .randomness import gradients
@@ -54,10 +54,8 @@ class Ranks(Watcher):
         self.gradients, self.pending, self.targets, self.facts = {}, [], [], {}
 
     def hooks(self) -> None:
-        import torch.nn.functional as functional
-
         for name in LOSSES:
-            wrap(functional, name, partial(self.loss, name))
+            wrap(torch.nn.functional, name, partial(self.loss, name))
 
     def keep(self, loader: int | None, values: dict) -> None:
         """Store numbers and one-element tensors, which on_step() reads."""

@@ -9,7 +9,7 @@ from ..event import Event
 from ..law import NOTE, RISK, WRONG, Breach, Doubt, check, need, several
 from ..moments import Moments, Step
 from ..objects import few_of
-from ..record import place, recorder, wrap
+from ..record import place, recorder, torch, wrap
 from ..sample import numbers
 from ..watcher import Watcher
 from .checkpoints import (
@@ -70,20 +70,15 @@ class Resumes(Watcher):
         self.files = []
 
     def hooks(self) -> None:
-        import torch
-        from torch.optim.lr_scheduler import LRScheduler
-
         wrap(torch, "load", self.load)
-        optimizer, network = torch.optim.Optimizer, torch.nn.Module
-        for owner, what in ((optimizer, "optimizer"), (network, "weights")):
-            wrap(owner, "load_state_dict", partial(self.restore, what))
-        for owner in (LRScheduler, *LRScheduler.__subclasses__()):
+        scheduler = torch.optim.lr_scheduler.LRScheduler
+        owners = {torch.optim.Optimizer: "optimizer", torch.nn.Module: "weights"}
+        owners |= dict.fromkeys((scheduler, *scheduler.__subclasses__()), "schedule")
+        for owner, what in owners.items():
             if "load_state_dict" in vars(owner):
-                wrap(owner, "load_state_dict", partial(self.restore, "schedule"))
+                wrap(owner, "load_state_dict", partial(self.restore, what))
 
     def load(self, call, *args, **kwargs):
-        import torch
-
         result = call(*args, **kwargs)
         found = [*dictionaries(result)]
         if has(found, "param_groups"):

@@ -1,12 +1,13 @@
 """Law 4: replicas are equal. Compares learning rates."""
 
+import weakref
 from itertools import pairwise
 
 from ..event import Event, Exit
 from ..law import RISK, WRONG, Breach, NotJudged, check, need, several
 from ..loaders import EpochEnd
 from ..moments import Step
-from ..record import place, recorder, wrap
+from ..record import place, recorder, torch, wrap
 from ..watcher import Watcher
 from .replicas import DRIFT, LAW, alike
 
@@ -35,15 +36,12 @@ class Schedules(Watcher):
         self.made = []
 
     def hooks(self) -> None:
-        from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-
-        wrap(LRScheduler, "__init__", self.create)
-        wrap(ReduceLROnPlateau, "__init__", self.create)
-        wrap(ReduceLROnPlateau, "step", self.plateau)
+        schedulers = torch.optim.lr_scheduler
+        wrap(schedulers.LRScheduler, "__init__", self.create)
+        wrap(schedulers.ReduceLROnPlateau, "__init__", self.create)
+        wrap(schedulers.ReduceLROnPlateau, "step", self.plateau)
 
     def create(self, call, scheduler, *args, **kwargs):
-        import weakref
-
         if all(known() is not scheduler for known, _ in self.made):
             self.made.append((weakref.ref(scheduler), place()))
         return call(scheduler, *args, **kwargs)

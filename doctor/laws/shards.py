@@ -6,7 +6,7 @@ from ..event import Event
 from ..law import WRONG, Breach, check, several
 from ..loaders import leaves
 from ..moments import Moments
-from ..record import place, recorder, wrap
+from ..record import place, recorder, torch, wrap
 from ..sample import numbers
 from ..watcher import Watcher
 from .alive import local
@@ -26,8 +26,6 @@ class Shards(Watcher):
     """Searches saved objects for shards."""
 
     def hooks(self) -> None:
-        import torch
-
         wrap(torch, "save", self.save)
 
     def save(self, call, obj, f, *args, **kwargs):

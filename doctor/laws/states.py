@@ -8,7 +8,7 @@ from ..law import Law
 from ..loaders import Loaders
 from ..moments import Moments
 from ..objects import Objects
-from ..record import STEPS, place, recorder
+from ..record import STEPS, place, recorder, torch
 from ..sample import flat, numbers
 from ..watcher import Watcher
 
@@ -177,10 +177,9 @@ def named(pairs) -> dict:
 
 def kept(network) -> list[tuple]:
     """Return the buffers that a network saves, as (name, buffer, is batch norm's)."""
-    from torch.nn.modules.batchnorm import _BatchNorm
-
+    norm = torch.nn.modules.batchnorm._BatchNorm
     return [
-        (name, one, isinstance(module, _BatchNorm))
+        (name, one, isinstance(module, norm))
         for path, module in network.named_modules()
         for name, one in module.named_buffers(path, recurse=False)
         if name.rpartition(".")[2] not in module._non_persistent_buffers_set
@@ -200,8 +199,6 @@ def everything(network) -> dict:
 
 def states(optimizer) -> dict:
     """Return the tensors of an optimizer's state."""
-    import torch
-
     pairs = []
     for weight, own in optimizer.state.items():
         for name, one in own.items():
