@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations, pairwise
+from traceback import walk_stack
 
 from .event import Event
 from .generators import hashed, states
@@ -80,10 +81,9 @@ class Draws(Watcher):
             wrap(numpy.random, "default_rng", self.generator)
 
     def on_collective(self, name, args, kwargs, where) -> None:
-        frame = sys._getframe(1)
-        while frame and "distributed/optim" not in frame.f_code.co_filename:
-            frame = frame.f_back
-        self.shared |= frame is None  # ZeRO's step sends only weights
+        files = [one.f_code.co_filename for one, _ in walk_stack(sys._getframe(1))]
+        # ZeRO's step sends only weights
+        self.shared |= not any("distributed/optim" in one for one in files)
 
     def after_step(self, optimizer, weights) -> None:
         self.shared = False
@@ -142,13 +142,8 @@ class Draws(Watcher):
 
 def importing() -> bool:
     """Return whether Python is importing an installed library."""
-    frame = sys._getframe(1)
-    while frame:
-        code = frame.f_code
-        if code.co_name == "<module>" and "-packages" in code.co_filename:
-            return True
-        frame = frame.f_back
-    return False
+    codes = [one.f_code for one, _ in walk_stack(sys._getframe(1))]
+    return any(x.co_name == "<module>" and "-packages" in x.co_filename for x in codes)
 
 
 def permutes(tensor) -> bool:

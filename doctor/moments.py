@@ -28,7 +28,6 @@ class Step(Event):
 
     optimizer: int  # the number of the optimizer's first step
     which: int  # a hash of the weights that the optimizer updates
-    sharded: bool  # processes have only parts of some weights, as with FSDP2
     rates: list[float]  # learning rates
     threads: int
     loader: int | None  # the loader that gave the last batch, and its pass
@@ -180,7 +179,6 @@ class Moments(Watcher):
         step = Step(
             optimizer=first,
             which=self.digests[known],
-            sharded=len(whole(own)) < len(own),
             rates=[float(x["lr"]) for x in optimizer.param_groups] if optimizer else [],
             threads=torch.get_num_threads(),
             loader=current and current.loader,

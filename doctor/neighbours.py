@@ -31,7 +31,6 @@ class Input(Event, limit=5000):
     # position -> a hash of another input with as many entries, and whether these differ
     arguments: dict[int, tuple[int, bool]] = field(default_factory=dict)
     place: str = ""
-    made: bool = False  # has a gradient, because another network computed it
 
 
 class Inputs(Watcher):
@@ -59,7 +58,6 @@ class Inputs(Watcher):
                 ids=None if loaded else ids_of(inputs, len(largest)),
                 arguments=arguments(inputs, largest),
                 place=Moments.here.where,
-                made=largest.requires_grad,
             )
             recorder.write(one)
 

@@ -183,15 +183,14 @@ def not_the_users() -> tuple[str, ...]:
 
 def place(frame=None) -> str:
     """Return the innermost line of the user's (or a library's) code as file:line."""
-    frame, other = frame or sys._getframe(1), ""
-    while frame:
-        file = frame.f_code.co_filename
+    other = ""
+    for one, line in traceback.walk_stack(frame or sys._getframe(1)):
+        file = one.f_code.co_filename
         if not file.startswith(not_the_users()):
-            where = f"{os.path.relpath(file)}:{frame.f_lineno}"
+            where = f"{os.path.relpath(file)}:{line}"
             if "site-packages" not in file and not file.startswith(LIBRARY):
                 return where
             other = other or where
-        frame = frame.f_back
     return other
 
 

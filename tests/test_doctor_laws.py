@@ -42,7 +42,7 @@ from doctor.signature import _array, different
 from doctor.spans import Spans
 from doctor.variables import strings
 
-STEP = {"optimizer": 0, "which": 0, "sharded": False, "rates": [], "threads": 1}
+STEP = {"optimizer": 0, "which": 0, "rates": [], "threads": 1}
 STEP |= {"loader": None, "epoch": None, "place": "a.py:10"}
 PASS = {"loader": 0, "epoch": 0}
 NO_LOADER = dict.fromkeys(("loader", "epoch", "number"))
@@ -621,7 +621,7 @@ def test_a_law_reads_other_laws_events():
     """The event of a step's pass contains everything that the loss's graph shows."""
     terms = [tuple(Term(0.5, "mean", 8))]
     entry = {"place": "a.py:5", "terms": terms, "scale": None, "forwards": []}
-    entry |= {"value": 1.0, "epoch": None, "loader": None, "begun": 0}
+    entry |= {"value": 1.0, "epoch": None, "loader": None}
     given = {"names": ["w"], "each": 1, "used": [1.0], "local": [[1.0]]}
     step = event(Update, **given, passes=[entry], clips=[])
     report([step, *validated("loss 0.7500")], [step])
@@ -639,7 +639,7 @@ def test_a_law_reads_other_laws_events():
 def test_a_printed_loss_that_has_been_divided(outer, local, printed, wanted):
     """The graph shows the last divisor of a loss, but not how the loss was averaged."""
     entry = {"place": "a.py:5", "terms": [(0.1, "")], "outer": outer, "scale": None}
-    entry |= {"epoch": None, "loader": None, "begun": 0}
+    entry |= {"epoch": None, "loader": None}
     given = {"names": ["v", "w"], "each": 1, "used": [1.0, 1.0], "local": local}
     step = event(Update, **given, passes=[entry] * 2, clips=[])
     one = Result(

@@ -4,10 +4,10 @@ import math
 import sys
 from collections.abc import Iterator
 from itertools import accumulate
+from traceback import walk_stack
 from typing import NamedTuple
 
 from ..record import recorder, torch
-from ..sample import picked
 from ..watcher import Watcher
 from .passes import Passes, Update
 
@@ -89,8 +89,6 @@ class Losses(Watcher):
             current["value"] = 0 if printed else root.detach()
             current["terms"] = [*map(tuple, terms(root.grad_fn))][:20]
             current["outer"] = outer(root.grad_fn)
-            if (own := target(root.grad_fn)) is not None:
-                current["target"] = picked(own, 64).clone()
             sums = [x for one in self.sums for x in one.flatten().tolist()]
             current["sums"] = sums[-64:]
             if recorder.step < FIRST:
@@ -105,12 +103,8 @@ class Losses(Watcher):
 
 def in_torch() -> bool:
     """Return whether one of PyTorch's layers (SyncBatchNorm) calls the collective."""
-    frame = sys._getframe(1)
-    while frame:
-        if frame.f_code.co_filename.endswith("torch/nn/modules/_functions.py"):
-            return True
-        frame = frame.f_back
-    return False
+    files = (one.f_code.co_filename for one, _ in walk_stack(sys._getframe(1)))
+    return any(one.endswith("torch/nn/modules/_functions.py") for one in files)
 
 
 def has_own_function(root) -> bool:
@@ -174,17 +168,6 @@ def outer(node) -> list[float]:
         found.append(value)
         node = children(node)[0]
     return found
-
-
-def target(root):
-    """Return the target of the first PyTorch loss in a graph, or None."""
-    waiting = [root]
-    for node in waiting:
-        if type(node).__name__.startswith(MEANS) and hasattr(node, "_saved_target"):
-            return node._saved_target
-        if len(waiting) < 60:
-            waiting += children(node)
-    return None
 
 
 def stacked(node, count: int, depth: int = 0) -> bool:

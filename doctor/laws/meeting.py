@@ -10,8 +10,8 @@ from ..event import Event, Exit, Failed
 from ..job import waiting
 from ..law import NOTE, RISK, WRONG, Breach, Law, NotJudged, check, need, several
 from ..moments import Moments, Step
+from ..objects import strings
 from ..record import recorder, torch, wrap
-from ..variables import strings
 from ..watcher import Watcher
 
 LAW = Law(9, "meeting", "All ranks meet")

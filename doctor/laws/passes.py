@@ -9,7 +9,7 @@ from ..law import WRONG, Breach, Law, check, need, several
 from ..loaders import Loaders
 from ..moments import Moments, weights
 from ..record import place, recorder, torch, wrap
-from ..sample import digest, flat, numbers, picked
+from ..sample import flat, numbers, picked
 from ..watcher import Watcher
 from .replicas import DRIFT, alike, listed
 
@@ -117,7 +117,6 @@ class Passes(Watcher):
             "forwards": self.forwards,  # DDP's flags: whether this pass will average
             "flag": bool(model.require_backward_grad_sync) if model else None,
             "scale": self.scale,
-            "begun": recorder.step,
         }
         self.passes[self.number] = self.current
         self.forwards, self.scale = [], None
@@ -205,8 +204,9 @@ class Passes(Watcher):
         stale = {one: values for one, values in stale.items() if values is not None}
         nonzero = map(any, numbers([*stale.values()]))
         passes = [self.passes[number] for number in order]
-        read_tensors(passes)
-        for one in passes:
+        losses = numbers([torch.as_tensor(one.get("value", 0)) for one in passes])
+        for one, (value,) in zip(passes, losses, strict=True):
+            one["value"] = value
             one["scale"] = None if one["scale"] is None else float(one["scale"])
         keys, clips = [id(one) for one in whole], []
         for one in self.clips:
@@ -243,17 +243,6 @@ class Passes(Watcher):
         used = [number for one in self.local.values() for number, _ in one]
         kept = {*used, *self.lost, self.number}
         self.passes = {x: one for x, one in self.passes.items() if x in kept}
-
-
-def read_tensors(passes: list[dict]) -> None:
-    """Read the losses and targets of several passes in one transfer."""
-    keys = [(one, key) for one in passes for key in ("value", "target")]
-    keys = [(one, key) for one, key in keys if isinstance(one.get(key), torch.Tensor)]
-    rows = numbers([one[key] for one, key in keys], 64)
-    for (one, key), row in zip(keys, rows, strict=True):
-        one[key] = row[0] if key == "value" else digest(row)
-    for one in passes:
-        one["value"] = float(one.get("value", 0))
 
 
 # --- checks ---
