@@ -33,6 +33,7 @@ from doctor.meshes import Divided
 from doctor.moments import Step
 from doctor.neighbours import Input
 from doctor.numbers import numbers, results
+from doctor.objects import strings
 from doctor.reads import Feed
 from doctor.record import PASSES, Recorder
 from doctor.results import Measured as Result
@@ -40,7 +41,6 @@ from doctor.results import Printed, Results
 from doctor.sample import hashes, positions
 from doctor.signature import _array, different
 from doctor.spans import Spans
-from doctor.variables import strings
 
 STEP = {"optimizer": 0, "which": 0, "rates": [], "threads": 1}
 STEP |= {"loader": None, "epoch": None, "place": "a.py:10"}
