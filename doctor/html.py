@@ -79,9 +79,7 @@ def colours() -> str:
 
 def finding(one: Finding) -> str:
     """Return a finding with the lines of code around its place."""
-    right = f"<p>It is not a mistake if: {escape(one.right_if)}</p>" * bool(
-        one.right_if
-    )
+    right = one.right_if and f"<p>It is not a mistake if: {escape(one.right_if)}</p>"
     return (
         f'<div class="finding {one.level}"><b>{one.level} {one.check}</b>: '
         f"{escape(one.what)}.{code(one.place)}"
@@ -178,8 +176,8 @@ def table(job: Job) -> str:
     found = time_table(job)
     if not found:
         return ""
-    parts = [part for part in next(iter(found.values()))]
-    parts = [part for part in parts if any(row[part] for row in found.values())]
+    rows = [*found.values()]
+    parts = [part for part in rows[0] if any(row[part] for row in rows)]
     head = "".join(f"<th>{part}</th>" for part in ("ms per step", *parts))
     rows = ""
     for rank, row in found.items():

@@ -159,15 +159,19 @@ class Moments(Watcher):
             return  # the outer step of a wrapped optimizer
         if recorder.timing:
             tell("after_step", optimizer, whole(weights(optimizer)))
-            self.write_step(optimizer)
-        if Loaders.here.current:
-            Loaders.here.current.steps += 1
+        self.count_step(optimizer)
         self.inner, self.depth = None, 0
-        recorder.step += 1
         recorder.ticks += 1
         if not recorder.timing:
             while self.handles:
                 self.handles.pop().remove()
+
+    def count_step(self, optimizer) -> None:
+        if recorder.timing:
+            self.write_step(optimizer)
+        if Loaders.here.current:
+            Loaders.here.current.steps += 1
+        recorder.step += 1
 
     def write_step(self, optimizer) -> None:
         own, current = weights(optimizer) if optimizer else [], Loaders.here.current
@@ -213,11 +217,7 @@ class Moments(Watcher):
             return
         if recorder.watching:
             tell("on_step_by_hand", found, self.before, self.met)
-        if recorder.timing:
-            self.write_step(None)
-        if Loaders.here.current:
-            Loaders.here.current.steps += 1
-        recorder.step += 1
+        self.count_step(None)
 
     def zero_grad(self, call, owner, *args, **kwargs):
         call(owner, *args, **kwargs)

@@ -144,11 +144,8 @@ class Results(Watcher):
         if not inputs or loads or torch.is_grad_enabled() or recorder.full(Measured):
             return
         rows = array("q", hashes(max(inputs, key=torch.Tensor.numel)))
-        number = self.sources.setdefault(("network", id(network)), len(self.sources))
-        seen = dict.fromkeys(("loader", "epoch", "number")) | {"what": "seen"}
-        seen |= {"source": number, "after": recorder.step, "at": time.time()}
-        empty = {"values": array("d"), "weights": array("d"), "trains": False}
-        recorder.write(Measured(**seen, **empty, guesses=rows))
+        self.batch, empty = None, torch.empty(0)
+        self.measure("seen", ("network", id(network)), empty, empty, guesses=rows)
 
     def on_output(self, network, outputs, batch) -> None:
         self.batch, self.guesses, self.tries = batch, [], 0
@@ -263,14 +260,9 @@ class Results(Watcher):
         count = valid.double().sum()
         where = f"loss {place()}"
         if torch.is_grad_enabled():  # the batch's sum is enough
-            if result.numel() > 1:
-                return where, result.double().sum()[None], count[None]
-            summed = kwargs.get("reduction") == "sum"
-            return (
-                where,
-                (result.double() * (1 if summed else count))[None],
-                count[None],
-            )
+            summed = result.numel() > 1 or kwargs.get("reduction") == "sum"
+            total = result.double().sum() * (1 if summed else count)
+            return where, total[None], count[None]
         if target.numel() > LARGE or not target.dim():
             return None
         each = call(*args, **{**kwargs, "reduction": "none"}).detach().double()

@@ -102,19 +102,13 @@ def datasets_differ(job):
             both = len({*parts[0]} & {*parts[rank]})
             what = f"ranks 0 and {rank} have different parts of {loader.type}, which a "
             what += f"sampler divides: {both} of {len(parts[0])} samples are in both"
-            yield Breach(what, loader.place, mend=twice(parts[0], parts[rank]))
+            mend = "Divide the samples once: omit the sampler, or the script's own "
+            yield Breach(what, loader.place, mend="" if both else f"{mend}division.")
     same = all(one.data == feeds(job)[0].data for one in feeds(job))
     for labels in (True, False):
         if same and (what := other_contents(job, labels)):
             yield Breach(what, where(job), mend=CLASSES * labels)
             return
-
-
-def twice(one: array, other: array) -> str:
-    """Return the advice if the script divides disjoint parts a second time."""
-    if {*one} & {*other}:
-        return ""
-    return "Divide the samples once: omit the sampler, or the script's own division."
 
 
 @check(LAW, RISK, general=True, needs=[Step], causes=[datasets_differ], read="lesson 4")

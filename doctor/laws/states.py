@@ -7,7 +7,7 @@ from ..event import Event
 from ..law import Law
 from ..loaders import Loaders
 from ..moments import Moments
-from ..objects import Objects
+from ..objects import Objects, label_of
 from ..record import STEPS, place, recorder, torch
 from ..sample import flat, numbers
 from ..watcher import Watcher
@@ -168,10 +168,7 @@ def named(pairs) -> dict:
     for name, one in pairs:
         if hasattr(one, "placements") or not one.is_floating_point():
             continue
-        name, number = name.removeprefix("module."), 2
-        while name in found and found[name] is not one:
-            name, number = f"{name.split(' #')[0]} #{number}", number + 1
-        found[name] = one
+        found[label_of(name.removeprefix("module."), found)] = one
     return found
 
 
