@@ -137,12 +137,10 @@ def interleaved(job: Job) -> tuple[list[int], list[int]]:
     """
     found, again = [], []
     for process in job.processes:
-        steps, line = {}, process.loader()
+        steps, fed, line = {}, set(), process.loader()
         for one in process.of(Batch):
             steps.setdefault((one.loader, one.epoch), set()).add(one.step)
-        fed = {
-            x for key, own in steps.items() if key[0] == process.training for x in own
-        }
+            fed |= {one.step} if one.loader == process.training else set()
         own = {key[0]: own for key, own in steps.items() if len(own) > 2}
         own.pop(process.training, None)
         lines = {number: process.loader(number).place for number in own}

@@ -3,6 +3,7 @@
 import os
 import time
 from collections import Counter, deque
+from statistics import fmean
 
 from .event import Event
 from .job import Process
@@ -155,7 +156,6 @@ def time_table(job) -> dict[int, dict[str, float]]:
         rows = [parts(one) for one in timed(process)]
         if len(rows) < 5:
             return {}
-        table[process.rank] = {
-            part: sum(row[part] for row in rows) / len(rows) for part in rows[0]
-        }
+        means = {part: fmean(row[part] for row in rows) for part in rows[0]}
+        table[process.rank] = means
     return table

@@ -190,10 +190,8 @@ def a_share(job, line: Printed, number: Number) -> dict:
             sources.setdefault(one.source, []).extend(one.guesses)
     for rows in sources.values():
         value, gap = number.value / number.scale, number.gap / number.scale
-        fits = [
-            abs(value * n - round(value * n)) <= gap * n
-            for n in (len(rows), len({*rows}))
-        ]
+        counts = len(rows), len({*rows})
+        fits = [abs(value * n - round(value * n)) <= gap * n for n in counts]
         if fits == [True, False] and gap * len(rows) < 0.1 and number.count is None:
             name = f"a share of {len(rows)} samples, {len({*rows})} of them distinct"
             return {name: (line, number, REPEATED, None)}

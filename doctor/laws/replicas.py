@@ -300,9 +300,7 @@ def weights_differ_in_the_end(job):
     own = [[x for x in p.of(State) if x.moment == "end"] for p in job.processes]
     row = [one for x in own for one in [y for y in x if y.what == "weights"][-1:]]
     if len(row) < len(job.processes) or len({one.step for one in row}) > 1:
-        raise NotJudged(
-            "the last weights of all ranks, after the same step, were not seen"
-        )
+        raise NotJudged("the ranks' last weights, after the same step, were not seen")
     if found := first([row], "weights", 1e-5):
         if why := pieces(job, found[2]):
             raise NotJudged(why)

@@ -160,11 +160,8 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
         held.append(f"{one.text}: {counts['read']:,} samples read, ")
         held[-1] += f"{counts['distinct']:,} distinct"
         held[-1] += f" of {one.total:,}" if one.total and not one.stream else ""
-        if (
-            one.stream
-            or not one.total
-            or counts["again"] > one.slack + MORE * counts["read"]
-        ):
+        repeats = counts["again"] > one.slack + MORE * counts["read"]
+        if one.stream or not one.total or repeats:
             more = "" if one.index else " (by their contents)"
             why = "the size of the data set is not known"
             if one.index and not one.total:

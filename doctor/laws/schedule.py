@@ -123,9 +123,8 @@ def schedule(job):
     whole = [one for one in process.epochs if process.whole(one)]
     known = [one for one in found if one.type != "ReduceLROnPlateau"]
     if len(whole) > 1 and not any(one.taken for one in found):
-        yield Breach(
-            f"no scheduler takes a step in {len(whole)} epochs", found[0].place
-        )
+        what = f"no scheduler takes a step in {len(whole)} epochs"
+        yield Breach(what, found[0].place)
     for one in known:
         ratio = (one.planned or one.taken) / max(1, one.taken)
         if not one.taken or 0.7 < ratio < 1.4:
