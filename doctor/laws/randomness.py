@@ -65,16 +65,14 @@ class Randomness(Watcher):
         for name in ("manual_seed", "set_rng_state"):
             wrap(torch.random, name, partial(self.seeded, "torch", f"torch.{name}"))
             setattr(torch, name, getattr(torch.random, name))
-        for name in ("seed", "setstate"):
-            wrap(random, name, partial(self.seeded, "random", f"random.{name}"))
-            getattr(random, name).__module__ = "random"  # for pickle
-            getattr(random, name).__qualname__ = name
+        pairs = [(random, "seed"), (random, "setstate")]
         if numpy := sys.modules.get("numpy"):
-            for name in ("seed", "set_state"):
-                own = partial(self.seeded, "numpy", f"numpy.random.{name}")
-                wrap(numpy.random, name, own)
-                getattr(numpy.random, name).__module__ = "numpy.random"
-                getattr(numpy.random, name).__qualname__ = name
+            pairs += [(numpy.random, "seed"), (numpy.random, "set_state")]
+        for owner, name in pairs:
+            package, call = owner.__name__.split(".")[0], f"{owner.__name__}.{name}"
+            wrap(owner, name, partial(self.seeded, package, call))
+            getattr(owner, name).__module__ = owner.__name__  # for pickle
+            getattr(owner, name).__qualname__ = name
         fetchers = torch.utils.data._utils.fetch
         for kind in (fetchers._MapDatasetFetcher, fetchers._IterableDatasetFetcher):
             wrap(kind, "fetch", self.fetch)

@@ -88,10 +88,8 @@ class Replicas(Watcher):
 
     def on_step_by_hand(self, weights, before, meets) -> None:
         labels = {id(one): label for label, one in self.held().items()}
-        each, values = flat(before)
-        names = [labels[id(one)] for one in weights]
-        own = {"names": names, "each": each, "values": values, "place": place()}
-        recorder.write(State(moment="step", what="weights", **own, meets=meets))
+        own = {labels[id(one)]: one for one in weights}
+        self.write("step", "weights", own, rows=before, meets=meets)
         if recorder.step:
             kept = self.objects.tensors(Moments.here.known)
             self.write("step", "kept", kept, meets=meets)
