@@ -6,8 +6,8 @@ from pathlib import Path
 
 from .job import Job
 from .law import BROKEN, HELD, Finding, Report, Verdict
+from .laws.time import Spans, time_table
 from .page import why_not_judged
-from .spans import Spans, time_table
 
 SHOWN = 6  # number of steps in the timeline
 COMM = "communication"

@@ -20,8 +20,8 @@ from .law import (
     Report,
     Verdict,
 )
+from .laws.time import Runs, time_table
 from .moments import Step
-from .spans import Runs, time_table
 
 NOTHING = "NOTHING CHECKED"
 COLOURS = {WRONG: "1;31", RISK: "1;33", SLOW: "1;36", NOTHING: "1;31"}

@@ -28,6 +28,7 @@ from doctor.laws.places import Places, cannot_join, mixed_gradients
 from doctor.laws.printed import OTHER
 from doctor.laws.randomness import Draw, Seed
 from doctor.laws.ranks import Facts, Measured, Targets
+from doctor.laws.time import Spans
 from doctor.loaders import Batch, Epoch, EpochEnd
 from doctor.meshes import Divided
 from doctor.moments import Step
@@ -40,7 +41,6 @@ from doctor.results import Measured as Result
 from doctor.results import Printed, Results
 from doctor.sample import hashes, positions
 from doctor.signature import _array, different
-from doctor.spans import Spans
 
 STEP = {"optimizer": 0, "which": 0, "rates": [], "threads": 1}
 STEP |= {"loader": None, "epoch": None, "place": "a.py:10"}
