@@ -23,9 +23,10 @@ class Process:
     events: list[Event]
     loaders: list[Event] = field(default_factory=list)
 
-    def of(self, kind: type[Kind]) -> list[Kind]:
-        """Return the events of one kind, in the order in which they were written."""
-        return [one for one in self.events if isinstance(one, kind)]
+    def of(self, kind: type[Kind], loaders: bool = False) -> list[Kind]:
+        """Return events of one kind in their order; loader processes' come last."""
+        events = self.events + self.loaders if loaders else self.events
+        return [one for one in events if isinstance(one, kind)]
 
     @cached_property
     def training(self) -> int | None:

@@ -148,8 +148,8 @@ def check(
     """
 
     def add(function: Callable) -> Check:
-        own = _add(law, function, level, read, general=general, needs=(*needs,))
-        own.causes |= {*causes}
+        fields = {"general": general, "needs": (*needs,), "causes": {*causes}}
+        own = _add(law, function, level, read, **fields)
         for one in effects:
             one.causes.add(own)
         return own
@@ -162,13 +162,8 @@ def explains(
 ) -> Callable[[Callable], Check]:
     """Return a decorator for an explanation: (job, breach) -> Breach | None."""
 
-    def add(function: Callable) -> Check:
-        page = read or general.read
-        own = _add(general.law, function, level or general.level, page)
-        own.explains = general
-        return own
-
-    return add
+    known = level or general.level, read or general.read
+    return lambda function: _add(general.law, function, *known, explains=general)
 
 
 def need(events, why: str):

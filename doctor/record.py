@@ -119,7 +119,7 @@ def wrap(owner, name: str, method: Callable) -> None:
 
     @functools.wraps(call)
     def wrapped(*args, **kwargs):
-        if compiling():
+        if torch.compiler.is_compiling():
             return call(*args, **kwargs)
         results, failed = [], []
 
@@ -158,11 +158,6 @@ def compiles(call, *args, **kwargs):
         setattr(*builtins.pop())
     recorder.write(Compiles())
     return call(*args, **kwargs)
-
-
-def compiling() -> bool:
-    """Return whether torch.compile is compiling the current code."""
-    return torch.compiler.is_compiling()
 
 
 def traced() -> bool:

@@ -80,7 +80,7 @@ class Alive(Watcher):
         others = [one for one in others if id(one) not in self.steps]
         self.reached |= {id(one) for one in others if one.grad is not None}
         new = [one for one in own + others if id(one) not in self.begun]
-        self.begun |= {id(one): row for one, row in zip(new, few(new), strict=True)}
+        self.begun |= zip(map(id, new), numbers([*map(local, new)]), strict=True)
 
     def after_step(self, optimizer, weights) -> None:
         if recorder.step + 1 in WRITES:
@@ -108,7 +108,7 @@ class Alive(Watcher):
         names = {id(weight): (name, ran) for name, weight, ran in loose}
         found |= {id(weight): weight for _, weight, _ in loose}
         self.reached |= {id(one) for _, one, _ in loose if one.grad is not None}
-        now = dict(zip(found, few([*found.values()]), strict=True))
+        now = dict(zip(found, numbers([*map(local, found.values())]), strict=True))
         self.moved = {key for key in now if now[key] != self.begun.get(key, now[key])}
         moved = self.moved | (self.steps.keys() - self.nonzero)  # may have moved
         for key, weight in found.items():
@@ -165,11 +165,6 @@ def lives(tensors: list) -> list[bool]:
     flags = [one.any() if one.numel() else torch.tensor(True) for one in parts]
     device = flags[0].device if flags else None
     return torch.stack([one.to(device) for one in flags]).tolist() if flags else []
-
-
-def few(tensors: list) -> list[list[float]]:
-    """Return a few numbers of each tensor."""
-    return numbers([local(one) for one in tensors])
 
 
 # --- checks ---

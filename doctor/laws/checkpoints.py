@@ -167,6 +167,7 @@ class Checkpoints(Watcher):
         unknown = [x for x, mark in zip(tensors, marks, strict=True) if not mark]
         top = obj.values() if isinstance(obj, dict) else obj
         top = top if isinstance(top, (list, tuple)) or top is not obj else ()
+        integers = [x for x in top if torch.is_tensor(x) and not x.is_floating_point()]
         content = {
             "whole": len(pairs),
             "missing": missing[:9],
@@ -176,7 +177,7 @@ class Checkpoints(Watcher):
             "holds": [name for name, mark in MARKS.items() if has(found, mark)],
             "has": sorted(self.states),
             "counts": any(isinstance(one, int) for one in top)
-            or (not is_state(obj) and any(map(is_count, top))),
+            or (not is_state(obj) and any(x.numel() == 1 for x in integers)),
         }
         return content | (old[0] if old else {})
 
@@ -195,12 +196,6 @@ def has(found: list[dict], mark: str) -> bool:
     """Return whether one of the dictionaries is, for example, an optimizer's."""
     keys = {str(key) for one in found for key in one}
     return any(key.startswith((f"{mark}.", mark)) for key in keys)  # or flattened
-
-
-def is_count(value) -> bool:
-    """Return whether a value is a tensor with one integer."""
-    integer = torch.is_tensor(value) and not value.is_floating_point()
-    return integer and value.numel() == 1
 
 
 def floats(state) -> list:

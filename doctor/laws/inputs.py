@@ -65,8 +65,7 @@ def seeds_restart(job):
     """
     several(job)
     process, first, again = job.processes[0], {}, []
-    draws = [x for x in process.events + process.loaders if isinstance(x, Draw)]
-    for one in sorted(draws, key=lambda one: one.time):
+    for one in sorted(process.of(Draw, loaders=True), key=lambda one: one.time):
         if one.loader == process.training and one.epoch in process.epochs:
             for name, state in one.states.items():
                 earlier = first.setdefault((one.where, one.worker, name, state), one)

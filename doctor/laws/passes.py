@@ -200,9 +200,9 @@ class Passes(Watcher):
         ]
         rows, count = numbers(sums), len(whole)
         local = [flat(rows[n : n + count])[1] for n in range(0, len(rows), count or 1)]
-        stale = {one: self.stale.pop(id(one), None) for one in whole}
-        stale = {one: values for one, values in stale.items() if values is not None}
-        nonzero = map(any, numbers([*stale.values()]))
+        stale = [one for one in whole if id(one) in self.stale]
+        old = numbers([self.stale.pop(id(one), None) for one in stale])
+        stale = [one for one, row in zip(stale, old, strict=True) if any(row)]
         passes = [self.passes[number] for number in order]
         losses = numbers([torch.as_tensor(one.get("value", 0)) for one in passes])
         for one, (value,) in zip(passes, losses, strict=True):
@@ -211,14 +211,11 @@ class Passes(Watcher):
         keys, clips = [id(one) for one in whole], []
         for one in self.clips:
             if {*one["before"]} & {*keys}:
-                before = [one["before"].get(key, []) for key in keys]
                 done = sum(number <= one["passes"] for number in order)
-                kept = {key: one[key] for key in ("scaled", "norm", "place")}
                 same = {*one["before"]} >= {*keys}
-                before = flat(before)[1] if same else []
-                clips.append(kept | {"before": before, "passes": done})
+                before = flat([one["before"][key] for key in keys])[1] if same else []
+                clips.append(one | {"before": before, "passes": done})
         lost = {number for number, key in self.lost.items() if key in keys}
-        pairs = zip(stale, nonzero, strict=True)
         update = Update(
             optimizer=first,
             adaptive=bool(ADAPTIVE.search(type(optimizer).__name__)),
@@ -228,7 +225,7 @@ class Passes(Watcher):
             local=local,
             passes=passes,
             lost=[self.passes[x]["place"] for x in sorted(lost) if x in self.passes],
-            stale=[Moments.here.name(one) for one, own in pairs if own],
+            stale=[Moments.here.name(one) for one in stale],
             clips=clips,
             factor=factor,
             place=place(),

@@ -120,14 +120,15 @@ class Randomness(Watcher):
         return result
 
     def on_input(self, network, inputs) -> None:
-        self.states = states() if recorder.watching and gradients() else None
+        trains = recorder.watching and torch.is_grad_enabled()
+        self.states = states() if trains else None
 
     def on_output(self, network, outputs, batch) -> None:
         """Record from which generators a network in training has drawn."""
         if not self.states or not any(one.training for one in network.modules()):
             return
         own, count = drawn(self.states, states())
-        if own and gradients():
+        if own and torch.is_grad_enabled():
             if self.step != recorder.step:
                 self.step, self.number = recorder.step, -1
             self.number += 1
@@ -137,11 +138,6 @@ class Randomness(Watcher):
             draw.loader = Loaders.here.current and Loaders.here.current.loader
             draw.epoch = Loaders.here.current and Loaders.here.current.epoch
             recorder.write(draw)
-
-
-def gradients() -> bool:
-    """Return whether gradients are enabled."""
-    return torch.is_grad_enabled()
 
 
 def dropout(module) -> bool:
@@ -160,18 +156,14 @@ def draws(job, where: str) -> list[dict[tuple, Draw]]:
     """Return {key: draw} for each rank; equal keys belong together on all ranks."""
     found = []
     for process in job.processes:
-        own, events = {}, process.events
-        epochs = {epoch: n for n, epoch in enumerate(process.epochs)}
-        if where == "fetch":
-            events = events + process.loaders
-        for one in events:
-            if not isinstance(one, Draw) or one.where != where or not one.states:
+        own, epochs = {}, {epoch: n for n, epoch in enumerate(process.epochs)}
+        for one in process.of(Draw, loaders=True):
+            if one.where != where or not one.states:
                 continue
-            if where == "fetch" and one.loader == process.training:
-                if one.epoch in epochs:
-                    own[epochs[one.epoch], one.worker, one.number] = one
-            elif where != "fetch":
+            if where == "forward":
                 own[one.step, one.number] = one
+            elif one.loader == process.training and one.epoch in epochs:
+                own[epochs[one.epoch], one.worker, one.number] = one
         found.append(own)
     return found
 

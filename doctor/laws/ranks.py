@@ -15,7 +15,6 @@ from ..reads import feeds
 from ..record import STEPS, place, recorder, torch, wrap
 from ..sample import GOLDEN, numbers, picked
 from ..watcher import Watcher
-from .randomness import gradients
 from .replicas import other_network_differs
 from .samples import datasets_differ, where
 
@@ -63,7 +62,7 @@ class Ranks(Watcher):
             self.pending = [*self.pending[-127:], (loader, values)]
 
     def loss(self, name: str, call, /, *args, **kwargs):
-        if recorder.watching and gradients():
+        if recorder.watching and torch.is_grad_enabled():
             self.learn(f"{name}() in {place()}", args, kwargs)
         return call(*args, **kwargs)
 
@@ -92,7 +91,7 @@ class Ranks(Watcher):
         self.keep(own.loader, values)
 
     def on_input(self, network, inputs) -> None:
-        if recorder.full(Facts) or not recorder.watching or not gradients():
+        if recorder.full(Facts) or not recorder.watching or not torch.is_grad_enabled():
             return
         values = {}
         for number, one in enumerate(inputs[:2], 1):

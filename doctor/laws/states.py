@@ -109,7 +109,7 @@ class Replicas(Watcher):
         if seen:
             return
         self.validated.add(key)
-        found = everything(network)
+        found = named([*network.named_parameters(), *network.named_buffers()])
         self.write("validation", type(network).__name__, found, place(), trains)
 
     def on_end(self) -> None:
@@ -185,11 +185,6 @@ def buffers() -> dict:
     """Return the buffers that networks save, except batch norm's."""
     own = [row for network in [*Moments.here.networks] for row in kept(network)]
     return named({id(x): (name, x) for name, x, norm in own if not norm}.values())
-
-
-def everything(network) -> dict:
-    """Return a network's weights and buffers."""
-    return named([*network.named_parameters(), *network.named_buffers()])
 
 
 def states(optimizer) -> dict:
