@@ -7,13 +7,13 @@ from ..law import RISK, WRONG, Breach, Law, NotJudged, check, explains, need
 from ..moments import Moments, Step, weights
 from ..record import STEPS, place, recorder, torch
 from ..sample import numbers
-from ..watcher import Watcher
+from ..watcher import Watcher, tell
 from .layers import Layers, Ran, networks
 from .passes import Update
 from .replicas import listed
 
 LAW = Law(6, "alive", "Every weight lives")
-# After these steps, doctor writes an event for each weight
+# After these steps, doctor writes an event for each weight and layer
 WRITES = {*range(1, 4), *range(4, STEPS, 4), STEPS}
 
 
@@ -84,15 +84,13 @@ class Alive(Watcher):
 
     def after_step(self, optimizer, weights) -> None:
         if recorder.step + 1 in WRITES:
-            self.write()
+            tell("on_summary")
 
     def on_exit(self) -> None:
         if self.steps and recorder.step < STEPS and recorder.step not in WRITES:
-            self.write()
+            tell("on_summary")
 
-    # --- events ---
-
-    def write(self) -> None:
+    def on_summary(self) -> None:
         """Write an event for each weight."""
         owners, found = {}, {}
         for modules in networks():

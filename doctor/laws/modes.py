@@ -8,7 +8,7 @@ from ..loaders import Loaders
 from ..moments import Step
 from ..record import STEPS, place, recorder, torch
 from ..watcher import Watcher
-from .alive import LAW, WRITES, Alive, dead_weights, not_in_an_optimizer
+from .alive import LAW, Alive, dead_weights, not_in_an_optimizer
 from .layers import Layers, kind, networks
 from .replicas import listed
 
@@ -77,15 +77,7 @@ class Modes(Watcher):
             recorder.write(self.pending[1])
             self.pending = None
 
-    def after_step(self, optimizer, weights) -> None:
-        if recorder.step + 1 in WRITES:
-            self.write()
-
-    def on_exit(self) -> None:
-        if Alive.here.steps and recorder.step < STEPS and recorder.step not in WRITES:
-            self.write()
-
-    def write(self) -> None:
+    def on_summary(self) -> None:
         """Write an event for each layer."""
         seen, alive, moved = set(), Alive.here.alive, Alive.here.moved
         ran = Layers.here.ran
