@@ -73,7 +73,7 @@ class Process:
         return next((one for one in self.of(Epoch) if one.loader == number), None)
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
     """A finished job."""
 
@@ -81,7 +81,6 @@ class Job:
     status: int | None = None  # the command's exit status
     hung: bool = False  # doctor ended the job, because it hung
     interrupted: bool = False  # the user pressed Ctrl-C
-    memory: dict = field(default_factory=dict, repr=False)  # the checks' caches
 
     @property
     def world_size(self) -> int:

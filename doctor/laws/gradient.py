@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from statistics import median
 
 from ..job import Job
@@ -68,12 +69,10 @@ def final(row: list[Update]) -> list[list[float]]:
     return found if len(found) == len(row) else [one.used for one in row]
 
 
+@cache
 def fits(job: Job) -> list[Fit]:
     """Return the Fit of each step, where doctor can know it."""
-    if "fits" not in job.memory:
-        found = [fit(row) for row in updates(job)]
-        job.memory["fits"] = [one for one in found if one]
-    return job.memory["fits"]
+    return [one for row in updates(job) if (one := fit(row))]
 
 
 def fit(row: list[Update]) -> Fit | None:

@@ -135,8 +135,8 @@ class Randomness(Watcher):
             draw = Draw(where="forward", number=self.number, states=own, count=count)
             draw.drops = any(dropout(one) for one in network.modules())
             draw.place = Moments.here.where
-            draw.loader = Loaders.here.current and Loaders.here.current.loader
-            draw.epoch = Loaders.here.current and Loaders.here.current.epoch
+            if current := Loaders.here.current:
+                draw.loader, draw.epoch = current.loader, current.epoch
             recorder.write(draw)
 
 

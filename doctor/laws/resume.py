@@ -7,6 +7,7 @@ from functools import partial
 
 from ..event import Event
 from ..law import NOTE, RISK, WRONG, Breach, Doubt, check, need, several
+from ..loaders import leaves
 from ..moments import Moments, Step
 from ..objects import few_of
 from ..record import place, recorder, torch, wrap
@@ -88,7 +89,9 @@ class Resumes(Watcher):
         path = getattr(path, "name", path)
         few = len(self.files) < 8 and torch.utils.data.get_worker_info() is None
         if recorder.watching and few and isinstance(path, (str, os.PathLike)):
-            own = [x for x in inside(result) if x.numel() > 7 and not parts(x)][:MOST]
+            own = [x for x in floats(leaves(result)) if x.numel() > 7 and not parts(x)][
+                :MOST
+            ]
             few = numbers([few_of(x) for x in own])
             few = {x.data_ptr(): n for x, n in zip(own, few, strict=True)}
             few = {x: n for x, n in few.items() if len({*n[:7]}) > 2}
@@ -123,7 +126,7 @@ class Resumes(Watcher):
             if mark and (mark[0], mark[3]) != (recorder.step, known.loads)
         ]
         known.loads += what == "weights"
-        for one in inside(state) if self.files else ():
+        for one in floats(leaves(state)) if self.files else ():
             for file in self.files:
                 if file.few.pop(one.data_ptr(), None) and what == "weights":
                     file.restores = True
@@ -132,13 +135,6 @@ class Resumes(Watcher):
         lost = bool(unknown) and len(unknown) >= len(state)
         recorder.write(Restored(what=what, lost=lost, own=any(same), place=place()))
         return result
-
-
-def inside(value) -> list:
-    """Return the floating-point tensors in nested dictionaries, and in their lists."""
-    found = [*dictionaries(value)]
-    found += [x for one in found for x in one.values() if isinstance(x, list)]
-    return [x for one in found for x in floats(one)]
 
 
 @check(LAW, RISK, effects=[no_optimizer])
