@@ -89,9 +89,8 @@ class Resumes(Watcher):
         path = getattr(path, "name", path)
         few = len(self.files) < 8 and torch.utils.data.get_worker_info() is None
         if recorder.watching and few and isinstance(path, (str, os.PathLike)):
-            own = [x for x in floats(leaves(result)) if x.numel() > 7 and not parts(x)][
-                :MOST
-            ]
+            own = [x for x in floats(leaves(result)) if x.numel() > 7][:MOST]
+            own = [x for x in own if not parts(x)]
             few = numbers([few_of(x) for x in own])
             few = {x.data_ptr(): n for x, n in zip(own, few, strict=True)}
             few = {x: n for x, n in few.items() if len({*n[:7]}) > 2}
