@@ -20,7 +20,6 @@ import doctor.laws  # noqa: F401  its checks
 from doctor.draws import Drawn, Made, Own
 from doctor.event import KINDS, Failed, Joins
 from doctor.job import Job, Process
-from doctor.laws.candidates import Contrast
 from doctor.laws.losses import Term
 from doctor.laws.meeting import Call, gradient
 from doctor.laws.passes import Update
@@ -28,9 +27,10 @@ from doctor.laws.places import Places, cannot_join, mixed_gradients
 from doctor.laws.printed import OTHER
 from doctor.laws.randomness import Draw, Seed
 from doctor.laws.ranks import Facts, Measured, Targets
+from doctor.laws.samples import Divided
+from doctor.laws.targets import Contrast
 from doctor.laws.time import Spans
 from doctor.loaders import Batch, Epoch, EpochEnd
-from doctor.meshes import Divided
 from doctor.moments import Step
 from doctor.neighbours import Input
 from doctor.numbers import numbers, results

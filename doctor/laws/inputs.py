@@ -7,10 +7,9 @@ from ..draws import MADE, Drawn, Made, same_draws
 from ..generators import Seed, called, cause
 from ..job import Job, Process
 from ..law import RISK, Breach, Doubt, check, need, several
-from ..meshes import undivided
 from ..neighbours import Input, inputs, same_rows
 from .randomness import LAW, Draw, same_random_numbers, worded
-from .samples import left_out
+from .samples import left_out, undivided
 
 STRATA = (
     "Draw it with a generator that each rank seeds differently, or compute it from a "

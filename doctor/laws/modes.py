@@ -121,20 +121,17 @@ def frozen_in_train_mode(job):
     changes all submodules.
     Not a mistake if: its dropout or batch norm is meant to work as in training.
     """
-    for own in modes(job)[:1]:
-        for kinds in ("batch norm", "dropout"):
-            layers = [one for one in own if one.kind == kinds]
-            layers = [one for one in layers if not (one.lives or one.moves)]
-            without = [x for x in layers if often(job, x, "train without gradients")]
-            learns = [x for x in layers if often(job, x, "train")]
-            learns = learns if kinds == "batch norm" else []
-            for found, how in ((without, " under no_grad()"), (learns, "")):
-                if not found:
-                    continue
-                names = listed([one.name for one in found])
-                what = f"{len(found)} {kinds} layers without weights that learn run in "
-                what += f"training mode{how}: {names}"
-                yield Breach(what, found[0].place)
+    still = [one for one in modes(job)[0] if not (one.lives or one.moves)]
+    for kinds, mode in (
+        ("batch norm", "train without gradients"),
+        ("batch norm", "train"),
+        ("dropout", "train without gradients"),
+    ):
+        if found := [x for x in still if x.kind == kinds and often(job, x, mode)]:
+            how = " under no_grad()" * (mode != "train")
+            what = f"{len(found)} {kinds} layers without weights that learn run in "
+            what += f"training mode{how}: {listed([one.name for one in found])}"
+            yield Breach(what, found[0].place)
 
 
 def often(job, layer: Mode, mode: str) -> bool:

@@ -22,12 +22,11 @@ from ..event import Compiles, Event
 from ..generators import GENERATORS, Seed, called, cause, drawn, states
 from ..law import RISK, Breach, Law, NotJudged, check, explains, several
 from ..loaders import Loaders
-from ..meshes import undivided
 from ..moments import Moments
 from ..record import not_the_users, place, recorder, torch, wrap
 from ..signature import plain
 from ..watcher import Watcher
-from .samples import same_samples
+from .samples import same_samples, undivided
 
 LAW = Law(3, "randomness", "Random streams differ between ranks")
 FETCHES = 15  # most batches to record per pass and process

@@ -234,10 +234,10 @@ def slowest(job, steps: list[list[Spans]], wall: float) -> Breach | None:
     if len(steps) < 2:
         return None
     rows = [[parts(one) for one in own] for own in steps]
-    own = []  # without waiting for a core
-    for found in steps:
-        waits = [parts(one)["communication"] + one.queued for one in found]
-        own.append([x.wall - wait for x, wait in zip(found, waits, strict=True)])
+    own = [  # without waiting for a core
+        [x.wall - parts(x)["communication"] - x.queued for x in found]
+        for found in steps
+    ]
     means = [median(one) for one in own]
     slow = means.index(max(means))
     others = [one for n, one in enumerate(means) if n != slow]
