@@ -220,7 +220,7 @@ def same_draws(job: Job) -> tuple[dict[str, Same], int]:
     for key, first in rows[0].items():
         draws = [own.get(key, {}) for own in rows]
         steps = [step for step in first if all(step in own for own in draws)]
-        same = [equal([own[step].value for own in draws]) for step in steps]
+        same = [len({own[n].value for own in draws}) < len(draws) for n in steps]
         differ += len(same) - sum(same)
         if (start := since(same, max(3, watched / 3))) is None:
             continue
@@ -240,11 +240,6 @@ def same_draws(job: Job) -> tuple[dict[str, Same], int]:
             together = not own and (one.whole or parts)
             found[one.place] = Same(what, together, row, late)
     return found, differ
-
-
-def equal(values: list) -> bool:
-    """Return whether two values are equal."""
-    return any(one == other for one, other in combinations(values, 2))
 
 
 def draws_in_steps(job: Job) -> bool:
@@ -297,6 +292,6 @@ def same_generators(job: Job) -> bool:
     columns = [*zip(*found, strict=False)]
     same = [any(a & b for a, b in combinations(x, 2)) for x in columns]
     for row in job.rows(Made):
-        made[row[0].place] += equal([one.state for one in row])
+        made[row[0].place] += len({one.state for one in row}) < len(row)
     often = max(3, len({one.step for one in job.of(Input)}) / 2)
     return (bool(same) and all(same)) or any(x > often for x in made.values())

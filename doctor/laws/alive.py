@@ -187,7 +187,7 @@ def latest(job) -> dict[str, list[Weight]]:
 
 def names(events: list[Weight]) -> str:
     """Return the first names of a list of weights."""
-    return listed([*dict.fromkeys(one.name for one in events)])
+    return listed(one.name for one in events)
 
 
 @check(LAW, RISK, general=True, needs=[Step, Weight])

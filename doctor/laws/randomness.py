@@ -92,13 +92,11 @@ class Randomness(Watcher):
     def fetch(self, call, fetcher, indices):
         worker = torch.utils.data.get_worker_info()
         if worker:
-            given = os.environ.get("DOCTOR_PASS", "").split()
-            loader, epoch = map(int, given) if given else (None, None)
-            new = not hasattr(fetcher, "_doctor_seen")  # persistent workers
-            self.counts["fetchers"] += new
-            fetcher._doctor_seen = True
-            if epoch is not None:
-                epoch += self.counts["fetchers"] - 1
+            loader, epoch = map(int, os.environ["DOCTOR_PASS"].split())
+            if not hasattr(fetcher, "_doctor_seen"):  # persistent workers
+                self.counts["fetchers"] += 1
+                fetcher._doctor_seen = True
+            epoch += self.counts["fetchers"] - 1
         else:
             loader, epoch = Loaders.here.fetching.loader, Loaders.here.fetching.epoch
         key = loader, epoch
