@@ -56,7 +56,6 @@ class Breach:
     facts: object = None  # data for explanations
     level: str = ""  # unless it is the check's level
     mend: str = ""
-    right_if: str = ""
 
 
 @dataclass
@@ -110,7 +109,7 @@ class Check:
             what=breach.what,
             place=breach.place,
             mend=breach.mend or self.mend,
-            right_if=(breach.right_if or self.right_if) if level == RISK else "",
+            right_if=self.right_if if level == RISK else "",
         )
 
 

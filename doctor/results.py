@@ -108,11 +108,10 @@ class Results(Watcher):
         If `more` contains a tensor `sure` that is false, read() drops them.
         """
         number = self.sources.setdefault(source, len(self.sources))
-        batch = self.batch or dict.fromkeys(("loader", "epoch", "number"))
-        which = {key: batch[key] for key in ("loader", "epoch", "number")}
-        fields = which | {"what": what, "source": number, "at": time.time()}
-        fields["after"] = recorder.step
-        fields |= {"trains": torch.is_grad_enabled(), "skipped": 0, **more}
+        batch = self.batch or {}
+        fields = {key: batch.get(key) for key in ("loader", "epoch", "number")}
+        fields |= {"what": what, "source": number, "after": recorder.step}
+        fields |= {"trains": torch.is_grad_enabled(), "at": time.time(), **more}
         self.waiting.append((fields, values, weights, labels))
         if len(self.waiting) > 64:
             self.read()
@@ -125,7 +124,7 @@ class Results(Watcher):
                 self.known = {}  # lines may compare other values
                 continue
             values = values.cpu()
-            fields["skipped"] = int(fields["skipped"])
+            fields["skipped"] = int(fields.get("skipped", 0))
             if labels is not None:
                 labels = labels.cpu().reshape(-1, 1)
                 if values.numel() == len(labels) and not fields["trains"]:

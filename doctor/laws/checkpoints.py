@@ -158,13 +158,8 @@ class Checkpoints(Watcher):
         pairs = {name: x for name, x in pairs.items() if name in known}
         own = {one.data_ptr() for one in known.values() if not parts(one)}
         tensors = [x for one in states for x in floats(one) if not parts(x)]
-        marks = [(self.taken or {}).get(x) for x in tensors]
-        old = [
-            {"taken": mark[0], "place": mark[2]}
-            for x, mark in zip(tensors, marks, strict=True)
-            if mark and mark[0] < recorder.step and x._version != mark[1]
-        ]
-        unknown = [x for x, mark in zip(tensors, marks, strict=True) if not mark]
+        marks = [(x, (self.taken or {}).get(x)) for x in tensors]
+        old = [m for x, m in marks if m and m[0] < recorder.step and x._version != m[1]]
         top = obj.values() if isinstance(obj, dict) else obj
         top = top if isinstance(top, (list, tuple)) or top is not obj else ()
         integers = [x for x in top if torch.is_tensor(x) and not x.is_floating_point()]
@@ -172,14 +167,14 @@ class Checkpoints(Watcher):
             "whole": len(pairs),
             "missing": missing[:9],
             "taken": None,
-            "live": any(x.data_ptr() in own for x in unknown),
+            "live": any(x.data_ptr() in own for x, mark in marks if not mark),
             "wrapped": any(all(str(x).startswith(PREFIXES) for x in y) for y in states),
             "holds": [name for name, mark in MARKS.items() if has(found, mark)],
             "has": sorted(self.states),
             "counts": any(isinstance(one, int) for one in top)
             or (not is_state(obj) and any(x.numel() == 1 for x in integers)),
         }
-        return content | (old[0] if old else {})
+        return content | ({"taken": old[0][0], "place": old[0][2]} if old else {})
 
 
 def dictionaries(value, depth: int = 0):

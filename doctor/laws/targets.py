@@ -39,20 +39,19 @@ class Candidates(Watcher):
 
     def loss(self, call, /, *args, **kwargs):
         result = call(*args, **kwargs)
-        if recorder.watching and result.requires_grad and result.dim() == 0:
+        joined = torch.distributed.is_initialized() and recorder.watching
+        if joined and result.requires_grad and result.dim() == 0:
             self.look(result, *args[:2])
         return result
 
     def look(self, result, scores, target) -> None:
         """Record the targets if they are consecutive indices of candidates."""
-        dist = torch.distributed
-        size = dist.get_world_size() if dist.is_initialized() else 1
-        fits = target.dim() == 1 and scores.shape == (len(target), size * len(target))
-        if fits and size > 1 and len(target) > 1 and not target.is_floating_point():
-            steps = torch.arange(len(target), device=target.device)
+        size, count = torch.distributed.get_world_size(), target.numel()
+        fits = target.dim() == 1 and scores.shape == (count, size * count)
+        if fits and size > 1 and count > 1 and not target.is_floating_point():
+            steps = torch.arange(count, device=target.device)
             if torch.equal(target - target[0], steps):
-                entry = int(target[0]), len(target), result.detach(), place()
-                self.pending.append(entry)
+                self.pending.append((int(target[0]), count, result.detach(), place()))
 
     def on_step(self, optimizer, weights, gradients) -> None:
         pending, self.pending = self.pending, []
