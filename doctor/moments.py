@@ -57,7 +57,9 @@ class Moments(Watcher):
 
     def hooks(self) -> None:
         dist = torch.distributed
-        optimizers, module = torch.optim.optimizer, torch.nn.modules.module
+        from torch.optim import optimizer as optimizers
+
+        module = torch.nn.modules.module
         optimizers.register_optimizer_step_pre_hook(quiet(self.before_step))
         optimizers.register_optimizer_step_post_hook(quiet(self.end_step))
         module.register_module_forward_pre_hook(quiet(self.before_forward))
