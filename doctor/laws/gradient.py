@@ -91,9 +91,8 @@ def fit(row: list[Update]) -> Fit | None:
     there = sum(map(any, zip(target, *flat, strict=True)))
     enough = len(flat) <= min(UNKNOWNS, there / 2)
     shares = solve(flat, target) if enough else None
-    guess = summed_up(
-        [[c * x for x in v] for c, v in zip(shares or (), flat, strict=False)]
-    )
+    pairs = zip(shares or (), flat, strict=False)
+    guess = summed_up([[share * x for x in own] for share, own in pairs])
     solved = bool(shares) and alike([target, guess], 0.03)
     if not solved:
         shares = [factor / len(row)] * len(flat)

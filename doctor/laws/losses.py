@@ -261,7 +261,6 @@ def by_share(one: Update) -> list[dict]:
     """Return the passes of a step, or only one pass if their gradients were summed."""
     if len(one.local) == len(one.passes):
         return one.passes
-    terms = [
-        (f * len(one.passes), *rest) for f, *rest in one.passes[0].get("terms", ())
-    ]
-    return [one.passes[0] | {"terms": terms}]
+    first, count = one.passes[0], len(one.passes)
+    terms = [(factor * count, *rest) for factor, *rest in first.get("terms", ())]
+    return [first | {"terms": terms}]

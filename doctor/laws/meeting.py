@@ -83,11 +83,8 @@ class Meeting(Watcher):
             self.counts[where] += 1
             if name in SUMS and self.counts[where] < 99:
                 one.keys = strings(sys._getframe())
-            few = (
-                tensors[0].numel() <= 64
-                or COUNTS >= tensors[0].numel() > 0
-                and (tensors[0].dim() == 2 or not tensors[0].is_floating_point())
-            )
+            table = tensors[0].dim() == 2 or not tensors[0].is_floating_point()
+            few = tensors[0].numel() <= (COUNTS if table else 64)
             if few and self.counts[where] < 99 and not gradient(tensors[0]):
                 one.value = float(tensors[0].detach().double().abs().sum())
         recorder.write(one)

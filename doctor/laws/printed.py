@@ -218,10 +218,8 @@ def together(passes: list[Group]) -> list[Group]:
 def other_order(group: Group, pairs: Measured) -> bool:
     """Return whether compared values are a group's predictions in another order."""
     guesses = Counter(group.guesses.values())
-    apart = [
-        sum((guesses - Counter(map(int, x))).values())
-        for x in (pairs.values, pairs.weights)
-    ]
+    rows = pairs.values, pairs.weights
+    apart = [(guesses - Counter(map(int, row))).total() for row in rows]
     return len(pairs.values) == len(group.guesses) > 0 and min(apart) < 8
 
 

@@ -128,9 +128,8 @@ def samples(process: Process) -> Samples:
         targets.setdefault(one.step, []).append(one)
     for one in process.of(Input):
         fits = [x for x in targets.get(one.step, ()) if x.count == len(one.rows)]
-        for row, few, target in zip(
-            one.rows, one.few, fits[0].values if fits else (), strict=False
-        ):
+        values = fits[0].values if fits else ()
+        for row, few, target in zip(one.rows, one.few, values, strict=False):
             if not all(map(isfinite, (*few, target))):
                 continue
             features = dict.fromkeys(few, 1.0) if one.whole else dict(enumerate(few))
