@@ -187,10 +187,7 @@ def judge(job: Job, own: Check) -> Iterator[Breach | str]:
 
 
 def explained(job: Job, own: Check, breach: Breach) -> list[Finding]:
-    """Return the breach that the first fitting explanation returns.
-
-    If no explanation fits, return the breach itself, or None if it has no words.
-    """
+    """Return the first fitting explanation's finding, or else that of the check."""
     for other in CHECKS.values():
         if other.explains is own and (better := other.function(job, breach)):
             better = replace(better, place=better.place or breach.place)

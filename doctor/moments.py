@@ -209,10 +209,7 @@ class Moments(Watcher):
             self.before, self.met = numbers(self.trained()), self.meets
 
     def end_by_hand(self) -> None:
-        """Count a step if the weights have changed since the last backward pass.
-
-        doctor does not know how the script has used the gradients.
-        """
+        """Count a step if the weights have changed since the last backward pass."""
         self.passed, found = False, self.trained() if recorder.watching else []
         same = len(found) != len(self.before) or numbers(found) == self.before
         if self.optimized or (recorder.watching and same):

@@ -31,11 +31,7 @@ class Objects:
                 self.found.append((kind.__name__, weakref.ref(one)))
 
     def tensors(self, weights: dict) -> dict:
-        """Return {name: a few numbers} of the tensors that need no gradient.
-
-        Args:
-            weights: its keys are ids of tensors to omit.
-        """
+        """Return {name: a few numbers} of tensors, without `weights` (by their ids)."""
         if self.found is None:
             self.search()
         owners = [("", vars(sys.modules["__main__"]))]

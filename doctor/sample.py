@@ -59,10 +59,7 @@ def flat(rows: list[list[float]]) -> tuple[int, list[float]]:
 
 
 def hashes(rows, most: int = 64) -> list[int]:
-    """Return a hash for each row of a tensor (N, ...), from `most` of its numbers.
-
-    All processes compute the same hashes.
-    """
+    """Return for each row of a tensor (N, ...) a hash, the same in all processes."""
     flat = rows.detach().reshape(len(rows), -1)
     if flat.size(1) > most:
         flat = flat[:, _index(flat.size(1), most, str(flat.device))]

@@ -118,10 +118,8 @@ class Replicas(Watcher):
             self.write("end", "buffers", buffers())
 
     def held(self) -> dict:
-        """Return {name: weight} for all weights that an optimizer has ever had.
+        """Return {name: weight} for all weights of networks that an optimizer has had.
 
-        The result also has the other weights of their networks, which the script may
-        update itself.
         Equal names get numbers, in the order in which doctor first saw the weights,
         because Python frees an old network's weights at a different time on each rank.
         """
