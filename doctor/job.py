@@ -53,10 +53,10 @@ class Process:
             found.setdefault((one.loader, one.epoch), []).append(one)
         return found
 
-    def batches_before(self, time: float) -> list[Batch]:
-        """Return the training loader's batches that the process had read by a time."""
-        own = [one for one in self.of(Batch) if one.loader == self.training]
-        return [one for one in own if one.time < time]
+    @property
+    def trained(self) -> list[Batch]:
+        """The training loader's batches."""
+        return [one for one in self.of(Batch) if one.loader == self.training]
 
     def whole(self, epoch: int, loader: int | None = None) -> bool:
         """Return whether the process read all batches of a pass."""

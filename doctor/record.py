@@ -75,8 +75,7 @@ class Recorder:
         parent = multiprocessing.parent_process()  # also under a fork server
         parent = parent.pid if parent else os.getppid()
         given = {name: os.environ.get(name) for name in GIVEN}
-        start = Start(parent=f"{host}-{parent}", host=host, environment=given)
-        self.write(start)
+        self.write(Start(parent=f"{host}-{parent}", host=host, environment=given))
 
     def joined(self, rank: int, world_size: int) -> None:
         """Record this process's rank."""

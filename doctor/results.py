@@ -170,11 +170,10 @@ class Results(Watcher):
                         self.measure("hits", other, best[:, 0], None, labels)
         elif found and found[0].numel() <= LARGE and found[0].is_floating_point():
             one = found[0]
-            flat = one.reshape(-1) if one.numel() == len(one) else None
-            self.guesses = [flat > 0, flat > 0.5] if flat is not None else []
-            if flat is None:
-                axes = {1, one.dim() - 1}
-                self.guesses = [one.argmax(axis) for axis in axes]
+            if one.numel() == len(one):
+                self.guesses = [one.reshape(-1) > 0, one.reshape(-1) > 0.5]
+            else:
+                self.guesses = [one.argmax(axis) for axis in {1, one.dim() - 1}]
                 if one.dim() == 2 and one.size(1) > 5:
                     self.guesses.append(one.topk(5).indices)
             self.source = source

@@ -98,10 +98,8 @@ class Alive(Watcher):
                 for weight in module.parameters(recurse=False):
                     owners.setdefault(id(weight), (modules, name))
                     found[id(weight)] = weight
-        for _number, reference in [*Moments.here.known.values()]:
-            weight = reference()
-            if weight is not None and id(weight) in self.steps:
-                found[id(weight)] = weight
+        known = [weight() for _, weight in [*Moments.here.known.values()]]
+        found |= {id(one): one for one in known if id(one) in self.steps}
         loose = Layers.here.loose({*found})
         names = {id(weight): (name, ran) for name, weight, ran in loose}
         found |= {id(weight): weight for _, weight, _ in loose}
@@ -161,8 +159,7 @@ def lives(tensors: list) -> list[bool]:
     parts = [local(one.grad) for one in tensors]
     parts = [one.coalesce().values() if one.is_sparse else one for one in parts]
     flags = [one.any() if one.numel() else torch.tensor(True) for one in parts]
-    device = flags[0].device if flags else None
-    return torch.stack([one.to(device) for one in flags]).tolist() if flags else []
+    return [flag > 0 for (flag,) in numbers(flags)]
 
 
 # --- checks ---

@@ -283,8 +283,8 @@ def far(one: float, other: float) -> float:
 def behind(job, without, call: Call) -> bool:
     """Return whether a rank read more batches without another rank's call."""
     own = next(one for one in job.processes if one.rank == call.rank)
-    read = len(own.batches_before(call.time))
-    return 0 < read < len(without.batches_before(float("inf")))
+    read = sum(one.time < call.time for one in own.trained)
+    return 0 < read < len(without.trained)
 
 
 @check(

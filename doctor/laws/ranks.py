@@ -8,7 +8,6 @@ from statistics import fmean, pstdev
 
 from ..event import Event
 from ..law import RISK, Breach, Law, NotJudged, check, several
-from ..loaders import Batch
 from ..moments import Moments
 from ..neighbours import Input
 from ..reads import feeds
@@ -188,9 +187,7 @@ def independent(job) -> float:
     """Return each rank's number of distinct samples, in batches."""
     counts = []
     for process in job.processes:
-        own = [x for x in process.of(Batch) if x.loader == process.training]
-        rows = [x.indices or x.rows for x in own if x.step < STEPS]
-        rows = rows if process.training is not None else []
+        rows = [x.indices or x.rows for x in process.trained if x.step < STEPS]
         rows = rows or [x.rows for x in process.of(Input)]
         rows = [one for one in rows if one]
         distinct = len({x for one in rows for x in one})

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Iterator
 
 from ..law import RISK, Breach, NotJudged, check, several
-from ..loaders import Batch
 from .ranks import LAW, Facts
 from .samples import datasets_differ
 
@@ -35,8 +34,7 @@ def settings_differ(job):
             yield Breach(f"{what}{count[name]} passes", place[name])
     sizes = []
     for process in job.processes:
-        own = [x for x in process.of(Batch) if x.loader == process.training]
-        counts = Counter(len(x.indices or x.rows or ()) for x in own)
+        counts = Counter(len(x.indices or x.rows or ()) for x in process.trained)
         sizes.append(counts.most_common(1))
     if all(sizes) and len({one[0][0] for one in sizes}) > 1:
         told = [f"{one[0][0]} on rank {n}" for n, one in enumerate(sizes)]
