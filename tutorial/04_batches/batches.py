@@ -8,7 +8,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 
 def epoch(images: int, world_size: int, batch: int) -> None:
-    """Print rank 0's image and step counts in one epoch; one process is enough."""
+    """Print how many images and steps rank 0 has in an epoch; use only one process."""
     sampler = DistributedSampler(range(images), world_size, rank=0)
     loader = DataLoader(range(images), batch, sampler=sampler)
     print(
