@@ -48,7 +48,7 @@ def main() -> None:
     shares(12, shuffle=False)
     print("12 images shuffled")
     shares(12)
-    print("10 images: two are given out twice")
+    print("10 images: two are used twice")
     shares(10, shuffle=False)
     print("10 images, drop_last: two are left out")
     shares(10, shuffle=False, drop_last=True)
