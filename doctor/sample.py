@@ -26,6 +26,12 @@ def _index(count: int, most: int, device: str):
     return torch.tensor(positions(count, most), device=device)
 
 
+@functools.lru_cache(512)
+def _factors(count: int, device: str):
+    # If they grew by a fixed step, rows of zeros and ones would have equal hashes
+    return torch.tensor([digest(n) | 1 for n in range(count)], device=device)
+
+
 def picked(tensor, most: int):
     """Return a few numbers of a tensor: (at most `most`,) float64, on its device."""
     if tensor.is_sparse:  # sums of columns, which are sums also over ranks
@@ -65,8 +71,7 @@ def hashes(rows, most: int = 64) -> list[int]:
         flat = flat[:, _index(flat.size(1), most, str(flat.device))]
     bits = flat.double().contiguous().view(torch.int64)
     bits = bits ^ (bits >> 29)
-    odd = [2 * int((n * GOLDEN % 1) * 2**61) + 1 for n in range(1, flat.size(1) + 1)]
-    mixed = (bits * torch.tensor(odd, device=flat.device)).sum(1)
+    mixed = (bits * _factors(flat.size(1), str(flat.device))).sum(1)
     return ((mixed ^ (mixed >> 31)) & (2**62 - 1)).tolist()
 
 
