@@ -258,7 +258,7 @@ def redrawn(job: Job) -> tuple[list[list[list[int]]], str] | None:
         if len(found) == len(pairs):
             rows = [(a, b) for a, b in pairwise(counts) if a != b]
             more = sum(sum(a[x] * b[x] for x in a) - b.total() for a, b in rows)
-            if more > 4 * (3 * sum(b.total() for _, b in rows)) ** 0.5:
+            if more > 3 * (3 * sum(b.total() for _, b in rows)) ** 0.5:
                 raise NotJudged("the script draws some samples more often than others")
             when = f"each of {len(pairs)} times {pairs[0][1]} steps before a validation"
             return found[0], f"{when} or a print"

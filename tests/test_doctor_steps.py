@@ -474,6 +474,26 @@ def test_a_tensor_that_drifts_after_it_changed_alike_is_named(first, wanted):
     assert named(judged(*ranks)) == wanted
 
 
+@pytest.mark.parametrize(
+    ("start", "apart", "wanted"),
+    [([1.0, 2, 3, 5], 0.1, "broken"), ([0.0] * 4, 0.1, "not judged")]
+    + [([1.0, 2, 3, 5], 2, "held")],
+)
+def test_statistics_that_each_rank_updates_by_its_own_samples(start, apart, wanted):
+    """A tensor that starts with zeros may be a sum that the script prints."""
+    kept = {"what": "kept", "names": ["Codes.code"], "each": 4}
+    ranks = []
+    for rank in range(2):
+        values = [[x + n * (1 + rank * apart) for x in start] for n in range(12)]
+        own = [event(State, n, moment="step", values=x, **kept) for n, x in enumerate(values)]
+        weights = {"what": "weights", "names": ["w"], "each": 1, "values": [1.0]}
+        own += [event(State, n, moment="step", **weights) for n in range(12)]
+        first = event(State, moment="first", values=start, **kept)
+        ranks.append([first, *own[1:]])
+    report = examine(made(*ranks))
+    assert next(x.state for x in report.verdicts if x.law == REPLICAS) == wanted
+
+
 def test_equal_names_are_numbered_alike_on_all_ranks(monkeypatch):
     """The numbers agree even if only one rank has already freed an old network's weights."""
     old, new = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))

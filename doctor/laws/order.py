@@ -106,7 +106,7 @@ def skipped_again(job):
     for epoch in process.epochs:
         steps = Counter(one.step for one in process.batches(epoch))
         counts = [steps[number] for number in sorted(steps)]
-        if not process.whole(epoch):
+        if len(counts) < 2 or not process.whole(epoch):
             cut[sum(counts)] += 1
             continue
         many = counts[0] - int(median(counts[1:-1] or counts))
