@@ -424,9 +424,9 @@ def test_a_loop_that_draws_an_epoch_with_replacement(kind):
     draws = random.Random(7)
     order = [x for _ in range(2) for x in draws.sample(range(480), 480)]
     if kind != "permuted":
-        order = draws.choices(range(240 if "often" in kind else 480), k=960)
-    if kind == "weighted":
-        order = draws.choices(range(640), [6] * 30 + [1] * 610, k=960)
+        counts = {"more often": (0, 240), "weighted": (30, 640)}.get(kind, (0, 480))
+        weights = [1 + 5 * (n < counts[0]) for n in range(counts[1])]
+        order = draws.choices(range(counts[1]), weights, k=960)
     lines = [Printed(text="loss 0.5", place="a.py:8", step=n) for n in (20, 40)]
     own = {"name": "randint", "place": "a.py:5", "number": 0, "size": 12, "value": 1}
     steps = [Drawn(**own, whole=True, step=n) for n in range(40)]
