@@ -13,10 +13,13 @@ from ..results import OTHER, Measured, Printed, repeated
 from .gradient import fits, near, not_averaged
 from .meeting import Call
 from .passes import Update
+from .ranks import contents_differ
 from .replicas import names_differ, weights_differ, weights_drift
 from .samples import datasets_differ
 
 LAW = Law(7, "printed", "Prints are true")
+EARLIER = [datasets_differ, contents_differ, not_averaged]
+EARLIER += [names_differ, weights_differ, weights_drift]
 SORT = (
     "Put the gathered predictions into the order of the labels, or gather the labels "
     "too: DistributedSampler gives rank r the samples r, r + world_size, ..."
@@ -249,7 +252,7 @@ def unchecked(job) -> str:
     LAW,
     RISK,
     general=True,
-    causes=[datasets_differ, names_differ, weights_differ, weights_drift, not_averaged],
+    causes=EARLIER,
     read="pitfall 16",
 )
 def wrong_number(job):

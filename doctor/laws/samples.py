@@ -30,10 +30,6 @@ from .modes import Validation
 
 LAW = Law(1, "samples", "Every sample is read once per epoch")
 CLASSES = "Number the classes (or words) alike on every rank: sort their names."
-CODE = (
-    "Compute the same contents from equal data on every rank: do not use hash() of "
-    "strings, which differs between processes, nor numbers of a rank's own data."
-)
 DATA = re.compile("d.?p|data|rep|shard|batch|rank", re.I)  # names of dimensions
 DIVIDES = "DistributedSampler", "BatchSamplerShard", "ElasticSampler"
 
@@ -148,9 +144,10 @@ def datasets_differ(job):
             mend = "Divide the samples once: omit the sampler, or the script's own "
             yield Breach(what, loader.place, mend="" if both else f"{mend}division.")
     same = all(one.data == feeds(job)[0].data for one in feeds(job))
-    for labels in (True, False):
-        if same and (what := other_contents(job, labels)):
-            yield Breach(what, where(job), mend=CLASSES if labels else CODE)
+    unknown = same and not feeds(job)[0].data  # or else, see contents_differ()
+    for labels in (True, False)[: same + unknown]:
+        if what := other_contents(job, labels):
+            yield Breach(what, where(job), mend=CLASSES * labels)
             return
 
 
