@@ -404,7 +404,11 @@ def test_batches_that_later_epochs_skip_after_a_resume(again, wanted):
     rank, step = [], 0
     for epoch in range(5):
         skip = 3 if 0 < epoch <= again else 0
-        rank += [Epoch(loader=0, epoch=epoch, **OPENED, sampler="Own", samples=64, stream=False)]
+        rank += [
+            Epoch(
+                loader=0, epoch=epoch, **OPENED, sampler="Own", samples=64, stream=False
+            )
+        ]
         for number in range(8):
             rows = array("q", range(8 * number, 8 * number + 8))
             own = {"loader": 0, "epoch": epoch, "number": number, "step": step}

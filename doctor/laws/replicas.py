@@ -296,7 +296,9 @@ def tensors_drift(job):
         what += f"step {step} on, {more if count else 'and were equal at first'}"
         yield Breach(what, job.of(Step)[0].place)
     if unsure:
-        text = "differ between the ranks: they may be each rank's own sums, or statistics"
+        text = (
+            "differ between the ranks: they may be each rank's own sums, or statistics"
+        )
         raise Doubt(f"{listed(sorted(unsure))} {text} that networks use")
 
 
