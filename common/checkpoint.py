@@ -198,10 +198,11 @@ class Checkpoint:
             start = "a new run"
         images = f"{train:,} training and {val:,} validation images"
         print(f"{images} of {self.recipe['classes']} classes")
+        parts = f"{world_size} process{'es' * (world_size > 1)} x {share} images"
+        parts += f" x {args.accumulate} micro-batches" * (args.accumulate > 1)
         print(
             f"{steps:,} steps per epoch, {args.global_batch_size} images per step: "
-            f"{world_size} processes x {share} images x {args.accumulate} micro-batches"
-            f", learning rate {rate:.4g}"
+            f"{parts}, learning rate {rate:.4g}"
         )
         print(f"{args.output}: {start}", flush=True)
 

@@ -103,7 +103,9 @@ def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
     size = args.image_size
     if args.synthetic:
         # ImageNet has 25.6 training images for each validation image
-        lengths = args.synthetic, max(args.global_batch_size, args.synthetic // 25)
+        used = args.global_batch_size * (args.max_steps or args.synthetic)
+        used = min(used, args.synthetic)  # validation after few steps is short, too
+        lengths = args.synthetic, max(args.global_batch_size, used // 25)
         options = (3, size, size), 1000, pil_to_tensor
         random_sets = tuple(FakeData(length, *options) for length in lengths)
         for one in random_sets:
@@ -117,7 +119,8 @@ def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
     transform = partial(train_transform, **options)
     train_set = ImageFolder(Path(args.data, "train"), transform, args.decoder)
     if different := sorted(set(train_set.classes) ^ set(val_set.classes)):
-        raise UserError(f"{args.data}: train/ or val/ has no class {different[0]}")
+        folder = "val" if different[0] in train_set.classes else "train"
+        raise UserError(f"{args.data}: {folder}/ has no class {different[0]}")
     return train_set, val_set
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from .job import Job
 from .law import BROKEN, HELD, Finding, Report, Verdict
-from .page import why_not_judged
+from .page import conclusion, why_not_judged
 from .spans import Spans, time_table
 
 SHOWN = 6  # number of steps in the timeline
@@ -56,7 +56,8 @@ def html(job: Job, report: Report) -> str:
     ended = "hung and was ended" if job.hung else f"ended with status {job.status}"
     count = f"{len(job.processes)} of {job.world_size} processes"
     head = f"{count} reported; the job {ended}"
-    found = "".join(map(finding, report.findings)) or "<p>No mistake was found.</p>"
+    found = "".join(map(finding, report.findings))
+    found = f"<p>{conclusion(report)}</p>" * bool(job.watched) + found
     laws = "".join(map(law, report.verdicts))
     return f"""<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>doctor</title>

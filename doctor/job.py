@@ -90,7 +90,13 @@ class Job:
     @property
     def watched(self) -> int:
         """The number of optimizer steps that all ranks took under watch."""
-        return min((len(one.of(Step)) for one in self.processes), default=0)
+        counts = [sum(x.watched for x in one.of(Step)) for one in self.processes]
+        return min(counts, default=0)
+
+    @property
+    def grouped(self) -> bool:
+        """Whether a process has joined, or tried to join, a process group."""
+        return bool(self.of(Joins) or self.of(Rank))
 
     @property
     def emulated(self) -> bool:

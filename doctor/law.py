@@ -179,9 +179,11 @@ def need(events, why: str):
 
 
 def several(job: Job) -> None:
-    """Raise NotJudged if the job has only one process."""
+    """Raise NotJudged if the job has no group of several processes."""
     if job.world_size < 2 or len(job.processes) < 2:
         raise NotJudged("this needs at least two processes")
+    if not job.grouped:
+        raise NotJudged("the processes train alone: see no_group")
 
 
 def judge(job: Job, own: Check) -> Iterator[Breach | str]:

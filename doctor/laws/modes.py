@@ -155,8 +155,7 @@ def frozen_in_train_mode(job):
 
 def often(job, layer: Mode, mode: str) -> bool:
     """Return whether a layer ran in this mode in most watched steps."""
-    steps = min(job.watched, STEPS)
-    return len(layer.ran.get(mode, ())) >= max(3, steps / 2)
+    return len(layer.ran.get(mode, ())) >= max(3, job.watched / 2)
 
 
 @check(LAW, RISK, causes=[frozen_in_train_mode], read="docs/found.md")
@@ -168,11 +167,11 @@ def eval_mode(job):
     """
     need(job.of(Mode) or job.of(Validation), "no batch norm or dropout layer ran")
     for own, process in zip(modes(job)[:1], job.processes, strict=False):
-        steps = {one.step: one for one in process.of(Step)}
+        steps = {one.step for one in process.of(Step) if one.watched}
         layers = [one for one in own if one.lives]
         trains = {n for one in layers for n in one.ran.get("train", ())}
         evals = {n for one in layers for n in one.ran.get("eval", ())}
-        found = sorted((evals - trains) & {*steps})
+        found = sorted((evals - trains) & steps)
         if found:
             what = f"{len(found)} of {len(steps)} steps, from step {found[0] + 1} on, "
             names = listed([one.name for one in layers], 2)

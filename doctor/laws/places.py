@@ -8,6 +8,7 @@ import sys
 from ..event import Failed, Joins, Rank
 from ..job import clashing
 from ..law import RISK, WRONG, Breach, check, need
+from ..moments import Step
 from ..record import place, recorder, wrap
 from ..watcher import Watcher
 from .gradient import not_averaged
@@ -25,7 +26,7 @@ class Places(Watcher):
     def hooks(self) -> None:
         import torch.distributed as dist
 
-        for owner in (dist, dist.distributed_c10d):
+        for owner in (dist, dist.distributed_c10d, dist.device_mesh):
             wrap(owner, "init_process_group", self.join)
 
     def join(self, call, *args, **kwargs):
@@ -108,6 +109,19 @@ def cannot_join(job):
     if one := (same + more + [None])[0]:
         what = f"{len(same) or count} processes join a group of {one.world_size}"
         yield Breach(what + f", all as rank {one.number}" * bool(same), one.place)
+
+
+@check(LAW, WRONG, needs=[Step], read="README")
+def no_group(job):
+    """The processes never join a process group, so each of them trains alone.
+
+    Call init_process_group() at the start and wrap the network in DDP: a launcher only
+    starts the processes.
+    """
+    if len(job.processes) > 1 and not job.grouped:
+        what = f"{len(job.processes)} processes train, but none calls "
+        what += "init_process_group(): each of them trains alone"
+        yield Breach(what, job.of(Step)[0].place)
 
 
 @check(LAW, RISK, needs=[Joins], read="pitfall 3")

@@ -8,7 +8,6 @@ from itertools import pairwise
 from ..job import Job
 from ..law import NOTE, RISK, WRONG, Breach, Doubt, NotJudged, check, need, several
 from ..moments import Step
-from ..record import STEPS
 from .checkpoints import Saved
 from .meeting import collectives_differ
 from .states import LAW, Layout, State
@@ -216,7 +215,7 @@ def others(job: Job) -> dict[str, list[list[State]]]:
     found = {}
     for row in states_of(job, "other"):
         found.setdefault(row[0].what, []).append(row)
-    least = max(3, min(job.watched, STEPS) / 2)
+    least = max(3, job.watched / 2)
     return {what: rows for what, rows in found.items() if len(rows) >= least}
 
 

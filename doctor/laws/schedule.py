@@ -1,4 +1,4 @@
-"""Law 4: replicas are equal. Compares learning rates."""
+"""Laws 4 and 6: learning rates are equal, and schedules fit the training."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,7 +10,13 @@ from ..loaders import EpochEnd
 from ..moments import Step
 from ..record import place, recorder, wrap
 from ..watcher import Watcher
+from .alive import LAW as LEARNS
 from .replicas import DRIFT, LAW, alike
+
+RESUMED = (
+    "load_state_dict() restores the old schedule's length: if the number of steps has "
+    "changed, create the scheduler again, and call step() for each finished step."
+)
 
 
 @dataclass(kw_only=True)
@@ -19,6 +25,7 @@ class Schedule(Event):
 
     type: str
     planned: int | None  # the schedule's length in steps
+    made: int | None  # its length before any load_state_dict()
     taken: int  # number of the scheduler's steps
     per_step: float  # mean number of the scheduler's steps per optimizer step
     place: str  # the line that created the scheduler
@@ -49,8 +56,8 @@ class Schedules(Watcher):
     def create(self, call, scheduler, *args, **kwargs):
         import weakref
 
-        if all(known() is not scheduler for known, _ in self.made):
-            self.made.append((weakref.ref(scheduler), place()))
+        if all(known() is not scheduler for known, *_ in self.made):
+            self.made.append((weakref.ref(scheduler), place(), steps(scheduler)))
         return call(scheduler, *args, **kwargs)
 
     def plateau(self, call, scheduler, metrics, *args, **kwargs):
@@ -58,12 +65,13 @@ class Schedules(Watcher):
         return call(scheduler, metrics, *args, **kwargs)
 
     def on_end(self) -> None:
-        for known, where in self.made:
+        for known, where, made in self.made:
             if (one := known()) is not None:
                 taken = int(getattr(one, "last_epoch", 0))
                 event = Schedule(
                     type=type(one).__name__,
                     planned=length(one),
+                    made=made,
                     taken=taken,
                     per_step=taken / max(1, recorder.step),
                     place=where,
@@ -84,6 +92,11 @@ def length(scheduler) -> int | None:
             return end if falls and end < len(rates) - 1 and not again else None
         except Exception:  # the user's function
             return None
+    return steps(scheduler)
+
+
+def steps(scheduler) -> int | None:
+    """Return the length of a schedule that has one, in steps."""
     return getattr(scheduler, "T_max", getattr(scheduler, "total_steps", None))
 
 
@@ -115,7 +128,7 @@ def learning_rates_differ(job):
             return
 
 
-@check(LAW, RISK, read="pitfall 15")
+@check(LEARNS, RISK, read="pitfall 15")
 def schedule(job):
     """The learning rate schedule is longer or shorter than the training.
 
@@ -138,8 +151,10 @@ def schedule(job):
         if not one.taken or 0.7 < ratio < 1.4:
             continue
         what = f"{one.type} is set to {one.planned} steps, but takes {one.taken}"
-        mend = ""
-        if abs(one.per_step / size - 1) < 0.1:
+        mend = RESUMED * (one.made not in (None, one.planned))
+        if mend:
+            what += f" (the script made it with {one.made} steps)"
+        elif abs(one.per_step / size - 1) < 0.1:
             what += f": {size} in each optimizer step, one per process, as accelerate "
             what += "does with a scheduler that it has prepared"
             mend = "Plan the steps of all processes together (steps times "
