@@ -23,9 +23,8 @@ from .watcher import Watcher
 MANY = 8  # ranks may draw fewer equal numbers for a joint decision
 FUNCTIONS = """rand randn randint randperm rand_like randn_like normal bernoulli
     multinomial""".split()
-METHODS = (
-    "uniform_ normal_ bernoulli_ exponential_ random_ bernoulli multinomial".split()
-)
+METHODS = "uniform_ normal_ bernoulli_ exponential_ random_".split()
+METHODS += ["bernoulli", "multinomial"]
 MADE = "from_numpy tensor as_tensor".split()  # may contain NumPy's random numbers
 SCANS = 3, 4  # after these steps, doctor reads the script's generators
 

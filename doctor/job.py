@@ -94,11 +94,6 @@ class Job:
         return min(counts, default=0)
 
     @property
-    def grouped(self) -> bool:
-        """Whether a process has joined, or tried to join, a process group."""
-        return bool(self.of(Joins) or self.of(Rank))
-
-    @property
     def emulated(self) -> bool:
         """Whether `--cpu` emulated the GPUs."""
         given = [one.environment.get("DOCTOR_CPU") for one in self.of(Start)]

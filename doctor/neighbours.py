@@ -50,17 +50,14 @@ class Inputs(Watcher):
             return
         if inputs := [one for one in inputs if one.dim() and len(one)]:
             largest = max(inputs, key=torch.Tensor.numel)
-            loaded, whole = (
-                Loaders.here.current is not None,
-                not largest.is_floating_point(),
-            )
+            loaded = Loaders.here.current is not None
             read = largest.is_cpu or not loaded
             one = Input(
                 network=self.networks.setdefault(id(network), len(self.networks)),
                 rows=array("q", hashes(largest)),
                 loaded=loaded,
                 few=few_of_each(largest) if read else [],
-                whole=whole,
+                whole=not largest.is_floating_point(),
                 ids=None if loaded else ids_of(inputs, len(largest)),
                 arguments=arguments(inputs, largest),
                 place=Moments.here.where,

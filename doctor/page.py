@@ -101,9 +101,8 @@ def conclusion(report: Report) -> str:
 def paragraph(one: Finding, width: int) -> list[str]:
     """Return a finding's lines."""
     where = f" [{one.place}]" if one.place else ""
-    lines = coloured(
-        fill(f"{one.level} {one.check}: {one.what}{where}", width), one.level
-    )
+    lines = fill(f"{one.level} {one.check}: {one.what}{where}", width)
+    lines = coloured(lines, one.level)
     lines += fill(f"To fix it: {one.mend}", width, "    ")
     if one.right_if:
         lines += fill(f"It is not a mistake if: {one.right_if}", width, "    ")
@@ -183,7 +182,7 @@ def explanation(one: Check) -> str:
     level = f"usually {one.level}; law {one.law.number}: {one.law.text}"
     parts = [f"{one.name} ({level})", one.fault + ".", f"To fix it: {one.mend}"]
     if one.right_if:
-        parts.append(f"If it is a RISK, it is not a mistake if: {one.right_if}")
+        parts.append(f"A RISK is not a mistake if: {one.right_if}")
     files = {"pitfall": "docs/pitfalls.md", "lesson": "tutorial/README.md"}
     files["README"] = "README.md"
     name = files.get(one.read.split(" ")[0], one.read or "docs/doctor.md")

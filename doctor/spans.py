@@ -166,7 +166,6 @@ def time_table(job) -> dict[int, dict[str, float]]:
         rows = [parts(one) for one in timed(process)]
         if len(rows) < 5:
             return {}
-        table[process.rank] = {
-            part: sum(row[part] for row in rows) / len(rows) for part in rows[0]
-        }
+        means = {x: sum(row[x] for row in rows) / len(rows) for x in rows[0]}
+        table[process.rank] = means
     return table

@@ -12,6 +12,8 @@ from .passes import LAW, Update, not_awaited
 from .replicas import DRIFT, alike, buffers_differ, equal_steps, listed, weights_differ
 from .states import Layout
 
+CAUSES = weights_differ, not_awaited, collectives_differ  # of unequal gradients
+EFFECTS = buffers_differ, *DRIFT
 UNKNOWNS = 12  # most passes of all ranks whose shares doctor computes
 
 
@@ -92,9 +94,8 @@ def fit(row: list[Update]) -> Fit | None:
     there = sum(map(any, zip(target, *flat, strict=True)))
     enough = len(flat) <= min(UNKNOWNS, there / 2)
     shares = solve(flat, target) if enough else None
-    guess = summed_up(
-        [[c * x for x in v] for c, v in zip(shares or (), flat, strict=False)]
-    )
+    guess = [[c * x for x in v] for c, v in zip(shares or (), flat, strict=False)]
+    guess = summed_up(guess)
     solved = bool(shares) and alike([target, guess], 0.03)
     if not solved:
         shares = [factor / len(row)] * len(flat)
@@ -150,13 +151,7 @@ def near(one: float, other: float, tolerance: float = 0.02) -> bool:
     return abs(one - other) <= tolerance * abs(other)
 
 
-@check(
-    LAW,
-    WRONG,
-    causes=[weights_differ, not_awaited, collectives_differ],
-    effects=[buffers_differ, *DRIFT],
-    read="pitfall 11",
-)
+@check(LAW, WRONG, causes=CAUSES, effects=EFFECTS, read="pitfall 11")
 def not_averaged(job):
     """The ranks step with different gradients.
 

@@ -286,7 +286,6 @@ def by_share(one: Update) -> list[dict]:
     """Return the passes of a step, or only one pass if their gradients were summed."""
     if len(one.local) == len(one.passes):
         return one.passes
-    terms = [
-        (f * len(one.passes), *rest) for f, *rest in one.passes[0].get("terms", ())
-    ]
+    terms = one.passes[0].get("terms", ())
+    terms = [(f * len(one.passes), *rest) for f, *rest in terms]
     return [one.passes[0] | {"terms": terms}]

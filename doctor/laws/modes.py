@@ -14,6 +14,8 @@ from .alive import LAW, WRITES, Alive, dead_weights, not_in_an_optimizer
 from .layers import Layers, kind, networks
 from .replicas import listed
 
+LOST = dead_weights, not_in_an_optimizer
+
 
 @dataclass(kw_only=True)
 class Mode(Event):
@@ -127,9 +129,7 @@ def modes(job) -> list[list[Mode]]:
     return [[x for x in own if x.step == own[-1].step] for own in found]
 
 
-@check(
-    LAW, RISK, needs=[Mode], causes=[dead_weights, not_in_an_optimizer], read="README"
-)
+@check(LAW, RISK, needs=[Mode], causes=LOST, read="README")
 def frozen_in_train_mode(job):
     """A frozen network runs in training mode.
 

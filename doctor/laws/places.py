@@ -118,7 +118,7 @@ def no_group(job):
     Call init_process_group() at the start and wrap the network in DDP: a launcher only
     starts the processes.
     """
-    if len(job.processes) > 1 and not job.grouped:
+    if len(job.processes) > 1 and not (job.of(Joins) or job.of(Rank)):
         what = f"{len(job.processes)} processes train, but none calls "
         what += "init_process_group(): each of them trains alone"
         yield Breach(what, job.of(Step)[0].place)

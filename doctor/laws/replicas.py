@@ -219,12 +219,10 @@ def others(job: Job) -> dict[str, list[list[State]]]:
     return {what: rows for what, rows in found.items() if len(rows) >= least}
 
 
-@check(
-    LAW,
-    RISK,
-    causes=[names_differ, weights_differ, weights_drift, other_network_differs],
-    read="pitfall 16",
-)
+APART = *EARLIER, weights_drift, other_network_differs
+
+
+@check(LAW, RISK, causes=APART, read="pitfall 16")
 def buffers_differ(job):
     """The ranks have different buffers, or validate different networks.
 
@@ -283,12 +281,7 @@ def tensors_drift(job):
         yield Breach(what, job.of(Step)[0].place)
 
 
-@check(
-    LAW,
-    RISK,
-    causes=[names_differ, weights_differ, weights_drift, buffers_differ],
-    read="pitfall 11",
-)
+@check(LAW, RISK, causes=[*EARLIER, weights_drift, buffers_differ], read="pitfall 11")
 def weights_differ_in_the_end(job):
     """The ranks end with different weights.
 
@@ -299,9 +292,7 @@ def weights_differ_in_the_end(job):
     own = [[x for x in p.of(State) if x.moment == "end"] for p in job.processes]
     row = [one for x in own for one in [y for y in x if y.what == "weights"][-1:]]
     if len(row) < len(job.processes) or len({one.step for one in row}) > 1:
-        raise NotJudged(
-            "the last weights of all ranks, after the same step, were not seen"
-        )
+        raise NotJudged("the ranks' weights after the same last step were not seen")
     if found := first([row], "weights", 1e-5):
         if why := pieces(job, found[2]):
             raise NotJudged(why)

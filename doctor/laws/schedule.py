@@ -57,7 +57,7 @@ class Schedules(Watcher):
         import weakref
 
         if all(known() is not scheduler for known, *_ in self.made):
-            self.made.append((weakref.ref(scheduler), place(), steps(scheduler)))
+            self.made.append((weakref.ref(scheduler), place(), length(scheduler)))
         return call(scheduler, *args, **kwargs)
 
     def plateau(self, call, scheduler, metrics, *args, **kwargs):
@@ -92,11 +92,6 @@ def length(scheduler) -> int | None:
             return end if falls and end < len(rates) - 1 and not again else None
         except Exception:  # the user's function
             return None
-    return steps(scheduler)
-
-
-def steps(scheduler) -> int | None:
-    """Return the length of a schedule that has one, in steps."""
     return getattr(scheduler, "T_max", getattr(scheduler, "total_steps", None))
 
 
@@ -143,9 +138,8 @@ def schedule(job):
     whole = [one for one in process.epochs if process.whole(one)]
     known = [one for one in found if one.type != "ReduceLROnPlateau"]
     if len(whole) > 1 and not any(one.taken for one in found):
-        yield Breach(
-            f"no scheduler takes a step in {len(whole)} epochs", found[0].place
-        )
+        what = f"no scheduler takes a step in {len(whole)} epochs"
+        yield Breach(what, found[0].place)
     for one in known:
         ratio = (one.planned or one.taken) / max(1, one.taken)
         if not one.taken or 0.7 < ratio < 1.4:
