@@ -141,9 +141,7 @@ def test_numbers_that_are_not_finite_end_the_run(tmp_path):
     run = resumed(tmp_path / "run")
     for loss in ("nan", "inf"):
         sums = {"loss": torch.tensor(float(loss)), "images": torch.tensor(8.0)}
-        with pytest.raises(
-            UserError, match=f"the loss is {loss} by step 7: lower --lr"
-        ):
+        with pytest.raises(UserError, match=f"loss is {loss} by step 7: lower --lr"):
             run.record_interval(7, sums)
     assert (tmp_path / "run" / "checkpoint.pt").read_bytes() == before
 
@@ -234,9 +232,8 @@ def test_two_runs_cannot_write_to_one_folder(tmp_path):
 
 
 def test_a_file_system_without_locks_is_no_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        fcntl, "flock", Mock(side_effect=OSError(38, "not implemented"))
-    )
+    lacks = Mock(side_effect=OSError(38, "not implemented"))
+    monkeypatch.setattr(fcntl, "flock", lacks)
     assert load(make(tmp_path)).epoch == 0
 
 
@@ -267,9 +264,7 @@ def test_what_a_checkpoint_lacks_is_named(tmp_path):
     path = saved(tmp_path)
     run = make(tmp_path / "run", "--resume", path)
     run.objects["amp"] = Mock()
-    with pytest.raises(
-        UserError, match="checkpoint.pt has no amp: resume with the same"
-    ):
+    with pytest.raises(UserError, match="checkpoint.pt has no amp: resume with the"):
         load(run)
 
 
@@ -295,6 +290,9 @@ def test_what_a_run_prints(tmp_path, capsys, monkeypatch):
         "micro-batches, learning rate 0.1"
     )
     assert start == f"{tmp_path}: a new run"
+    run.args.accumulate = 1
+    run.print_header(CPU, 1, 5004)
+    assert "images per step: 1 process x 256 images, learn" in capsys.readouterr().out
     run.args.evaluate, run.args.decoder = True, "pil"
     monkeypatch.setattr(checkpoint, "NO_TORCHCODEC", "no FFmpeg")
     run.print_header(CPU, 4, 0)
