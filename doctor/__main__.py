@@ -14,9 +14,9 @@ from .cpu import NOT_CHECKED
 from .html import html, trace
 from .job import Job
 from .law import CHECKS, WRONG, Report, examine
+from .laws.time import time_table
 from .page import explanation, page, program
 from .run import run
-from .spans import time_table
 
 
 def arguments() -> argparse.Namespace:

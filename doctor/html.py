@@ -6,12 +6,12 @@ from pathlib import Path
 
 from .job import Job
 from .law import BROKEN, HELD, Finding, Report, Verdict
+from .laws.time import Spans
 from .page import conclusion, times, why_not_judged
-from .spans import Spans
 
 SHOWN = 6  # number of steps in the timeline
 COMM = "communication"
-PARTS = {  # of a step: their colours on light and dark pages
+PARTS = {  # of a step: its colours on light and dark pages
     "data": "#b35900, #ffa657",
     "forward": "#2f6fce, #79b8ff",
     "backward": "#1b4f9c, #388bfd",
@@ -45,6 +45,7 @@ mark { background: none; color: var(--bad); font-weight: bold; }
 .key i { width: .9rem; height: .9rem; margin-right: .3rem; }
 .key span { display: flex; align-items: center; }
 """
+STYLE += "".join(f".{x} {{ background: light-dark({y}); }}" for x, y in PARTS.items())
 
 
 def html(job: Job, report: Report) -> str:
@@ -55,11 +56,10 @@ def html(job: Job, report: Report) -> str:
     found = "".join(map(finding, report.findings))
     found = f"<p>{conclusion(report)}</p>" * bool(job.watched) + found
     laws = "".join(map(law, report.verdicts))
-    colours = [f".{x} {{ background: light-dark({y}); }}" for x, y in PARTS.items()]
     return f"""<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>doctor</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<style>{STYLE}{"".join(colours)}</style>
+<style>{STYLE}</style>
 <h1>doctor</h1><p>{escape(head)}; optimizer steps watched: {job.watched}.</p>
 <h2>Findings</h2>{found}
 <h2>The ten laws</h2>{laws}
@@ -70,8 +70,7 @@ def html(job: Job, report: Report) -> str:
 
 def finding(one: Finding) -> str:
     """Return a finding with the lines of code around its place."""
-    right = f"<p>It is not a mistake if: {escape(one.right_if)}</p>"
-    right *= bool(one.right_if)
+    right = one.right_if and f"<p>It is not a mistake if: {escape(one.right_if)}</p>"
     return (
         f'<div class="finding {one.level}"><b>{one.level} {one.check}</b>: '
         f"{escape(one.what)}.{code(one.place)}"

@@ -230,7 +230,6 @@ def test_without_a_training_process_it_says_so():
         ("-- no-such-command", "cannot start no-such-command: No such file or"),
         ("", "give a command after --"),
         ("--html none/a.html -- python", "cannot write none/a.html: give a file in"),
-        ("--trace / -- python", "cannot write /: give a file in an existing folder"),
         ("--steps 0 -- python", "--steps must be at least 1"),
         ("--explain hang", "no check has the name hang; try hangs"),
     ):

@@ -88,9 +88,8 @@ def test_16_bits_become_8(decoder):
         (b"P5 80 64 65535\n" + big, expected),
         (base64.b64decode(RGB_16), torch.tensor([0, 117, 255]).view(3, 1, 1)),
     ):
-        made = images.DECODERS[decoder](
-            content, lambda height, width: (0, 0, height, width)
-        )
+        whole = lambda height, width: (0, 0, height, width)  # noqa: E731
+        made = images.DECODERS[decoder](content, whole)
         assert torch.equal(as_tensor(made).int(), found.int()), content[:20]
     for dtype in ("int32", "float32"):  # is 1.0 white, or 255.0?
         content = saved(Image.fromarray(pixels.astype(dtype)), format="TIFF")

@@ -1,14 +1,13 @@
 """Laws 4 and 6: learning rates are equal, and schedules fit the training."""
 
-from dataclasses import dataclass
+import weakref
 from itertools import pairwise
-from typing import ClassVar
 
 from ..event import Event, Exit
 from ..law import RISK, WRONG, Breach, NotJudged, check, need, several
 from ..loaders import EpochEnd
 from ..moments import Step
-from ..record import place, recorder, wrap
+from ..record import place, recorder, torch, wrap
 from ..watcher import Watcher
 from .alive import LAW as LEARNS
 from .replicas import DRIFT, LAW, alike
@@ -19,7 +18,6 @@ RESUMED = (
 )
 
 
-@dataclass(kw_only=True)
 class Schedule(Event):
     """The state of a learning-rate scheduler at the end."""
 
@@ -31,11 +29,9 @@ class Schedule(Event):
     place: str  # the line that created the scheduler
 
 
-@dataclass(kw_only=True)
-class Plateau(Event):
+class Plateau(Event, limit=200):
     """The script has passed a metric to ReduceLROnPlateau."""
 
-    limit: ClassVar[int] = 200
     value: float
     place: str
 
@@ -47,15 +43,12 @@ class Schedules(Watcher):
         self.made = []
 
     def hooks(self) -> None:
-        from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-
-        wrap(LRScheduler, "__init__", self.create)
-        wrap(ReduceLROnPlateau, "__init__", self.create)
-        wrap(ReduceLROnPlateau, "step", self.plateau)
+        schedulers = torch.optim.lr_scheduler
+        wrap(schedulers.LRScheduler, "__init__", self.create)
+        wrap(schedulers.ReduceLROnPlateau, "__init__", self.create)
+        wrap(schedulers.ReduceLROnPlateau, "step", self.plateau)
 
     def create(self, call, scheduler, *args, **kwargs):
-        import weakref
-
         if all(known() is not scheduler for known, *_ in self.made):
             self.made.append((weakref.ref(scheduler), place(), length(scheduler)))
         return call(scheduler, *args, **kwargs)
