@@ -102,15 +102,13 @@ def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
     """
     size = args.image_size
     if args.synthetic:
-        # ImageNet has 25.6 training images for each validation image
-        used = args.global_batch_size * (args.max_steps or args.synthetic)
-        used = min(used, args.synthetic)  # validation after few steps is short, too
-        lengths = args.synthetic, max(args.global_batch_size, used // 25)
-        options = (3, size, size), 1000, pil_to_tensor
-        random_sets = tuple(FakeData(length, *options) for length in lengths)
-        for one in random_sets:
-            one.classes = range(1000)
-        return random_sets
+        images = args.global_batch_size * (args.max_steps or args.synthetic)
+        images = min(images, args.synthetic) // 25  # about as many as in ImageNet
+        images = max(images, args.global_batch_size)
+        train_set = FakeData(args.synthetic, (3, size, size), 1000, pil_to_tensor)
+        val_set = FakeData(images, (3, size, size), 1000, pil_to_tensor)
+        train_set.classes = val_set.classes = range(1000)
+        return train_set, val_set
     transform = partial(val_transform, size=size)
     val_set = ImageFolder(Path(args.data, "val"), transform, args.decoder)
     if args.evaluate:
