@@ -103,7 +103,7 @@ def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
     size = args.image_size
     if args.synthetic:
         images = args.global_batch_size * (args.max_steps or args.synthetic)
-        images = min(images, args.synthetic) // 25  # about as many as in ImageNet
+        images = min(images, args.synthetic) // 25  # as in ImageNet
         images = max(images, args.global_batch_size)
         train_set = FakeData(args.synthetic, (3, size, size), 1000, pil_to_tensor)
         val_set = FakeData(images, (3, size, size), 1000, pil_to_tensor)
