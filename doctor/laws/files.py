@@ -1,4 +1,4 @@
-"""Law 8: one process writes each file."""
+"""Law 8: files are whole, and have one writer."""
 
 import contextlib
 import os

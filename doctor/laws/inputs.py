@@ -1,4 +1,4 @@
-"""Law 3: random streams differ between ranks. Checks inputs, and epochs' seeds."""
+"""Law 3: random streams differ. Checks inputs, and epochs' seeds."""
 
 from collections import Counter
 from itertools import combinations

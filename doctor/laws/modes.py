@@ -1,4 +1,4 @@
-"""Law 6: every weight lives. Checks the modes in which layers run."""
+"""Law 6: every weight learns. Checks the modes in which layers run."""
 
 import weakref
 

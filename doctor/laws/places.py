@@ -1,4 +1,4 @@
-"""Law 9: all ranks meet. Checks ports and files that processes share."""
+"""Law 9: all ranks meet. Checks how processes join groups, and shared files."""
 
 import inspect
 import os
@@ -109,7 +109,7 @@ def cannot_join(job):
         yield Breach(what + f", all as rank {one.number}" * bool(same), one.place)
 
 
-@check(LAW, WRONG, needs=[Step], read="README")
+@check(LAW, WRONG, needs=[Step], read="pitfall 11")
 def no_group(job):
     """The processes never join a process group, so each of them trains alone.
 

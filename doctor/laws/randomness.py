@@ -1,4 +1,4 @@
-"""Law 3: random streams differ between ranks."""
+"""Law 3: random streams differ."""
 
 import os
 import random
