@@ -104,11 +104,10 @@ def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
     if args.synthetic:
         images = args.global_batch_size * (args.max_steps or args.synthetic)
         images = min(images, args.synthetic) // 25  # as in ImageNet
-        images = max(images, args.global_batch_size)
-        train_set = FakeData(args.synthetic, (3, size, size), 1000, pil_to_tensor)
-        val_set = FakeData(images, (3, size, size), 1000, pil_to_tensor)
-        train_set.classes = val_set.classes = range(1000)
-        return train_set, val_set
+        counts = args.synthetic, max(images, args.global_batch_size)
+        sets = tuple(FakeData(n, (3, size, size), 1000, pil_to_tensor) for n in counts)
+        sets[0].classes = sets[1].classes = range(1000)
+        return sets
     transform = partial(val_transform, size=size)
     val_set = ImageFolder(Path(args.data, "val"), transform, args.decoder)
     if args.evaluate:
