@@ -629,7 +629,7 @@ def test_the_pages_that_explain_a_mistake_exist():
         there = {"pitfall": f"\n### {number}. " in pitfalls}
         there["lesson"] = [*ROOT.glob(f"tutorial/{number:0>2}_*/README.md")]
         assert there.get(kind, [*ROOT.glob(f"{one.read}*")]), one.name
-        file = re.search(r"To read more: (/\S+\.md)", explanation(one))
+        file = re.search(r"To read more:\s+(/\S+\.md)", explanation(one))
         assert file and Path(file[1]).exists(), one.name
     told = " ".join(explanation(CHECKS["wrong_accuracy"]).split())  # it may be a RISK
     assert "(usually WRONG; law 7" in told and "A RISK is not a mistake if: " in told
