@@ -21,7 +21,7 @@ from common.errors import UserError
 from common.images import NO_TORCHCODEC
 from common.meters import averages, format_metrics, metric_names
 
-# best.pt is the epoch with the highest value (for a loss, the lowest)
+# best.pt is from the epoch with the highest value (for a loss, the lowest)
 BEST_METRIC, LOWER_IS_BETTER = "val_top1", False
 # Flags that a resumed run may change. load() compares the images, not their paths.
 MAY_CHANGE = {"data", "synthetic", "output", "resume", "evaluate", "workers"}
@@ -38,7 +38,7 @@ class Checkpoint:
         datasets: tuple[Dataset, Dataset],
         objects: dict[str, Any],
     ):
-        """Store the objects to save (with a state_dict()), by their names in the file.
+        """Store the objects to save, which have a state_dict(), by name in the file.
 
         Name the model used for validation "state_dict". `datasets` are the training and
         validation sets; a resumed run needs the same images. Raises UserError if no

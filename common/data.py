@@ -157,7 +157,7 @@ def divide(images: int, parts: int, name: str) -> int:
 
 
 class EpochSampler:
-    """Adds to each of a sampler's indices the data on which its augmentation depends.
+    """Adds to each index of a sampler the data on which the augmentation depends.
 
     It yields (seed, epoch, position of the image in the epoch, index). SeededDataset
     seeds the random generators with these numbers, in whichever process loads the
@@ -202,7 +202,7 @@ class SeededDataset(Dataset):
         if len(shape) != 3 or image.dtype != torch.uint8 or shape[0] != 3:
             text = f"image {index} is not a uint8 tensor (3, S, S)"
             raise UserError(f"{text}: omit ToTensor() and Normalize()")
-        # In this layout, the decoders' own, batches are copied and normalized faster
+        # In the decoders' own layout, batches are copied and normalized faster
         return image.permute(1, 2, 0), label
 
 

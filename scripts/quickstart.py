@@ -51,7 +51,7 @@ def unavailable(strategy: str) -> str | None:
 
 
 def processes(devices: int) -> int:
-    """Return how many processes to start: a number that divides the batch size 64."""
+    """Return how many processes to start, so that the batch of 64 is divisible."""
     return max(number for number in (1, 2, 4, 8) if number <= devices)
 
 
