@@ -184,7 +184,7 @@ def problems(summary: dict) -> list[str]:
 
 
 def check(file: Path) -> None:
-    """Print what a summary lacks or what is implausible; if anything, exit with 2."""
+    """Print what is missing or implausible; if anything is, exit with status 2."""
     try:
         found = problems(json.loads(file.read_text()))
     except (OSError, ValueError, KeyError) as error:

@@ -135,7 +135,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--step-milliseconds", type=float, help="one GPU's step time; prints a table")
     add("--images-per-gpu", type=int, default=256, help="images per step (256)")
-    add("--global-batch-size", type=int, default=8192, help="if it is fixed (8192)")
+    add("--global-batch-size", type=int, default=8192, help="of the last column (8192)")
     add("--parameters", type=float, default=25.6e6, help="in the model (25.6e6)")
     add("--gpus-per-host", type=int, default=8, help="(%(default)s)")
     add("--link-gigabytes", type=float, default=A100_NVLINK / 1e9, help="GB/s (235)")

@@ -34,7 +34,7 @@ def bandwidths(size: int, seconds: float, processes: int) -> tuple[float, float]
 
 
 def fit(times: dict[int, float]) -> tuple[float, float]:
-    """Fit time = latency (s) + size / bandwidth (bytes/s); return these two numbers.
+    """Fit time = latency + size / bandwidth; return latency (s), bandwidth (bytes/s).
 
     `times` maps bytes to seconds. The fit minimizes the squared relative errors, so
     that small sizes count as much as large ones. The model is from nccl-tests' page.
