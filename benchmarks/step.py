@@ -118,7 +118,7 @@ def timed(
 
 
 def measure_in_turns(script: ModuleType, rounds: int) -> dict[str, dict]:
-    """Run a script's main(); when it calls train(), compare train() to other loops."""
+    """Run a script's main() as far as train(), which is compared with other loops."""
     train, found = script.train, {}
 
     class Measured(Exception):
@@ -148,7 +148,7 @@ def measure_in_turns(script: ModuleType, rounds: int) -> dict[str, dict]:
 
 def loops(args: Namespace, loader: DeviceLoader, model: nn.Module) -> dict:
     """Return the loops to compare with train(); the first loop is the baseline."""
-    # With train()'s model, because its place in memory can change the speed by 5 %
+    # Share train()'s model, because its place in memory can change the speed by 5 %
     bare = bare_loop(loader, model, args.precision)
     return {BARE: bare, USUAL: usual_loop(args, loader)}
 

@@ -65,7 +65,7 @@ class Checkpoint:
     def load(self, rank: int) -> None:
         """Load the file that --resume names; rank 0 locks --output until rank 0 ends.
 
-        Raises UserError if the file does not fit, or if another run uses --output.
+        Raises UserError if the file does not fit this run or another run uses --output.
         """
         path, output = self.args.resume, self.args.output
         if path == AUTO:
@@ -175,7 +175,7 @@ class Checkpoint:
             self.save()
 
     def print_header(self, device: torch.device, world_size: int, steps: int) -> None:
-        """Print the model, the devices and the first step; an epoch has `steps`."""
+        """Print the model, the devices and the first step, of `steps` per epoch."""
         args, (train, _, val, _), name = self.args, self.images, "CPU"
         model = self.objects["state_dict"]
         weights = sum(one.numel() for one in model.parameters())

@@ -101,7 +101,7 @@ def format_metrics(
 
 
 def peak_memory_mib(device: torch.device) -> float:
-    """Return the run's peak memory: allocated on a GPU, or resident of this process."""
+    """Return the peak memory allocated on a GPU, or resident (of this process)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10

@@ -62,7 +62,7 @@ def epochs_left(output: Path) -> int:
 
 
 def train(strategy: str, data: str, output: Path, count: int) -> str:
-    """Run one strategy; return "done" or a message that it failed."""
+    """Train with one strategy; return "done", or a message if it failed."""
     command = ["bash", str(ROOT / "scripts" / f"{strategy}.sh"), "--data", data]
     command += [*shlex.split(RECIPE), "--output", str(output), "--resume"]
     variables = {**os.environ, "NPROC": str(count)}
