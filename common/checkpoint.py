@@ -38,7 +38,7 @@ class Checkpoint:
         datasets: tuple[Dataset, Dataset],
         objects: dict[str, Any],
     ):
-        """Store the objects to save, which have a state_dict(), by name in the file.
+        """Store the objects to save (with a state_dict()), by their names in the file.
 
         Name the model used for validation "state_dict". `datasets` are the training and
         validation sets; a resumed run needs the same images. Raises UserError if no

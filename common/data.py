@@ -157,7 +157,7 @@ def divide(images: int, parts: int, name: str) -> int:
 
 
 class EpochSampler:
-    """Adds to each index of a sampler the data on which the augmentation depends.
+    """Adds to each of a sampler's indices the data on which its augmentation depends.
 
     It yields (seed, epoch, position of the image in the epoch, index). SeededDataset
     seeds the random generators with these numbers, in whichever process loads the

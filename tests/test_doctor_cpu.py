@@ -89,7 +89,7 @@ def test_bad_count(tmp_path):
 
 
 def test_exit_status(tmp_path):
-    """The exit status is that of the command or its signal; else 2 if nothing was checked."""
+    """The exit status is the command's or its signal's; otherwise, 2 if nothing was checked."""
     for code, status in (
         ("exit(3)", 3),
         ("", 2),
