@@ -189,7 +189,8 @@ class Checkpoint:
         print(f"decoder {args.decoder}{reason}", flush=True)
         if args.evaluate:
             return
-        share = args.global_batch_size // world_size // args.accumulate
+        batch = args.global_batch_size
+        share = batch // world_size // args.accumulate
         rate = self.objects["optimizer"].param_groups[0]["initial_lr"]
         start = f"resumed from epoch {self.epoch + 1}, step {self.step}"
         if self.epoch >= args.epochs:
@@ -198,11 +199,10 @@ class Checkpoint:
             start = "a new run"
         images = f"{train:,} training and {val:,} validation images"
         print(f"{images} of {self.recipe['classes']} classes")
-        print(
-            f"{steps:,} steps per epoch, {args.global_batch_size} images per step: "
-            f"{world_size} processes x {share} images x {args.accumulate} micro-batches"
-            f", learning rate {rate:.4g}"
-        )
+        parts = f"{world_size} process{'es' * (world_size > 1)} x {share} images"
+        parts += f" x {args.accumulate} micro-batches" * (args.accumulate > 1)
+        print(f"{steps:,} steps per epoch, {batch} images per step: {parts}", end=", ")
+        print(f"learning rate {rate:.4g}")
         print(f"{args.output}: {start}", flush=True)
 
     def print_epoch(self) -> None:

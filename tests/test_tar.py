@@ -112,9 +112,8 @@ def test_an_unreadable_image_is_named(archives):
 
 def test_the_index_is_kept_until_an_archive_changes(archives, monkeypatch):
     made, built, build = archives(WHOLE), [], tar.build_index
-    monkeypatch.setattr(
-        tar, "build_index", lambda paths: built.append(paths[0].stem) or build(paths)
-    )
+    seen = lambda paths: built.append(paths[0].stem) or build(paths)  # noqa: E731
+    monkeypatch.setattr(tar, "build_index", seen)
     first, again = build_datasets(arguments(made)), build_datasets(arguments(made))
     assert sorted(built) == ["train", "val"]
     assert [*map(fingerprint, first)] == [*map(fingerprint, again)]

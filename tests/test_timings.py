@@ -73,9 +73,8 @@ def test_two_copies_that_differ_forbid_all_verdicts():
 
 def test_all_looks_together_spend_the_error_once(monkeypatch):
     spent = []
-    monkeypatch.setattr(
-        statistics, "judge", lambda fit, pairs, error: [spent.append(error)]
-    )
+    judge = lambda fit, pairs, error: [spent.append(error)]  # noqa: E731
+    monkeypatch.setattr(statistics, "judge", judge)
     for number in (2, 4, 6, 7):
         decide(several(7)[:number], SETTINGS, last=number == 7)
     assert sum(spent[::2]) == sum(spent[1::2]) == pytest.approx(statistics.ERROR)
