@@ -36,7 +36,8 @@ class cuda:
     is_available = lambda: os.environ["GPUS"] == os.environ.get("USABLE", os.environ["GPUS"]) != "0"
     device_count = lambda: int(os.environ["GPUS"])
 """
-MODULES = "torch torchvision numpy PIL tqdm scipy pytest xdist torchcodec matplotlib"
+MODULES = "torch torchvision numpy PIL tqdm sklearn scipy pytest xdist torchcodec "
+MODULES += "matplotlib"
 
 
 @pytest.fixture
