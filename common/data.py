@@ -75,9 +75,8 @@ class ImageFolder(Dataset):
                 found = [list_images(self.root, name) for name in self.classes]
             except OSError as error:
                 raise UserError(
-                    f"{error.filename or root}: {error.strerror or error}; --data needs"
-                    " train/CLASS/*.JPEG and val/CLASS/*.JPEG, or train.tar and val.tar"
-                    " (scripts/prepare_imagenet.sh sorts ImageNet's own files)"
+                    f"{error} (--data needs train/CLASS/*.JPEG and val/CLASS/*.JPEG, "
+                    "or train.tar and val.tar; see scripts/prepare_imagenet.sh)"
                 ) from None
             self.paths = numpy.array([path for paths in found for path in paths])
             self.labels = numpy.arange(len(found)).repeat([*map(len, found)])
@@ -102,13 +101,11 @@ def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
     """
     size = args.image_size
     if args.synthetic:
-        # ImageNet has 25.6 training images for each validation image
-        lengths = args.synthetic, max(args.global_batch_size, args.synthetic // 25)
-        options = (3, size, size), 1000, pil_to_tensor
-        random_sets = tuple(FakeData(length, *options) for length in lengths)
-        for one in random_sets:
-            one.classes = range(1000)
-        return random_sets
+        val_images = max(args.global_batch_size, args.synthetic // 25)  # as in ImageNet
+        train_set = FakeData(args.synthetic, (3, size, size), 1000, pil_to_tensor)
+        val_set = FakeData(val_images, (3, size, size), 1000, pil_to_tensor)
+        train_set.classes = val_set.classes = range(1000)
+        return train_set, val_set
     transform = partial(val_transform, size=size)
     val_set = ImageFolder(Path(args.data, "val"), transform, args.decoder)
     if args.evaluate:
@@ -147,13 +144,6 @@ def seed_generators(*key: int) -> None:
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(number)
-
-
-def divide(images: int, parts: int, name: str) -> int:
-    """Divide a batch into equal parts; raise UserError if there is a remainder."""
-    if images % parts:
-        raise UserError(f"-b: {images} images cannot be divided by {parts} {name}")
-    return images // parts
 
 
 class EpochSampler:
@@ -206,31 +196,67 @@ class SeededDataset(Dataset):
         return image.permute(1, 2, 0), label
 
 
-class DeviceLoader:
+class DeviceLoader(DataLoader):
     """Batches on the device: (B, 3, S, S) normalized float32 and (B,) int64 labels."""
 
-    def __init__(self, loader: DataLoader, device: torch.device, repeated: bool):
-        """If `repeated`, yield the first batch repeatedly, and load no other batch."""
-        self.loader, self.device = loader, device
-        self.rank = loader.sampler.rank
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        dataset: Dataset,
+        sampler: EpochSampler,
+        batch_size: int,
+        device: torch.device,
+        training: bool,
+    ):
+        """Start the loader processes; in training, drop an incomplete batch.
+
+        With --synthetic, the first batch is repeated. Raises UserError if there is no
+        batch.
+        """
+        if training and args.max_steps:
+            sampler.length = min(len(sampler), batch_size * args.max_steps)
+        unused = training and args.evaluate
+        if len(sampler) < (batch_size if training else 1) and not unused:
+            raise UserError(
+                f"{len(dataset)} {'training' if training else 'validation'} images are "
+                f"too few for -b and {sampler.world_size} processes: lower them or add "
+                "images"
+            )
+        workers = 0 if args.synthetic or unused else args.workers
+        super().__init__(
+            SeededDataset(dataset),
+            batch_size=batch_size,
+            sampler=sampler,
+            num_workers=workers,
+            pin_memory=device.type == "cuda",
+            drop_last=training,
+            worker_init_fn=lambda worker: die_with_parent(),
+            persistent_workers=workers > 0,
+            multiprocessing_context="fork" if workers else None,  # takes milliseconds
+        )
+        if workers:
+            # Start the loader processes before the first collective, whose threads may
+            # hold a lock for which a forked process would wait forever
+            sampler.first = len(sampler)  # load no image yet
+            super().__iter__()
+            sampler.first = 0
+        self.device, self.rank = device, sampler.rank
         self.mean = torch.tensor(MEAN, device=device).view(1, 3, 1, 1)
         self.std = torch.tensor(STD, device=device).view(1, 3, 1, 1)
         self.waited = 0.0  # seconds spent waiting for data in this epoch
-        self.batch = self.copy(*next(iter(loader))) if repeated else None
-
-    def __len__(self) -> int:
-        """Return the number of batches in a complete epoch."""
-        return len(self.loader)
+        self.batch = None  # the only batch of --synthetic
+        if args.synthetic and not unused:
+            self.batch = self.copy(*next(super().__iter__()))
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the batches of an epoch; raise UserError if an image is unusable."""
         self.waited = 0.0
         if self.batch is not None:
-            first = self.loader.sampler.first // self.loader.batch_size
+            first = self.sampler.first // self.batch_size
             yield from repeat(self.batch, len(self) - first)
             return
         began = time.perf_counter()
-        for images, labels in self.loader:
+        for images, labels in super().__iter__():
             self.waited += time.perf_counter() - began
             yield self.copy(images, labels)
             began = time.perf_counter()
@@ -241,45 +267,3 @@ class DeviceLoader:
         images = images.to(torch.float32, memory_format=torch.channels_last)
         labels = labels.to(self.device, non_blocking=True)
         return images.sub_(self.mean).div_(self.std), labels
-
-
-def build_loader(
-    args: argparse.Namespace,
-    dataset: Dataset,
-    sampler: EpochSampler,
-    batch_size: int,
-    device: torch.device,
-    training: bool,
-) -> DeviceLoader:
-    """Build this process's loader, and start its loader processes.
-
-    In training, it drops an incomplete batch. Raises UserError if there is no batch.
-    """
-    if training and args.max_steps:
-        sampler.length = min(len(sampler), batch_size * args.max_steps)
-    unused = training and args.evaluate
-    if len(sampler) < (batch_size if training else 1) and not unused:
-        raise UserError(
-            f"{len(dataset)} {'training' if training else 'validation'} images are too "
-            f"few for -b and {sampler.world_size} processes: lower them or add images"
-        )
-    process = os.getpid()
-    workers = 0 if args.synthetic or unused else args.workers
-    loader = DataLoader(
-        SeededDataset(dataset),
-        batch_size=batch_size,
-        sampler=sampler,
-        num_workers=workers,
-        pin_memory=device.type == "cuda",
-        drop_last=training,
-        worker_init_fn=lambda worker: die_with_parent(process),
-        persistent_workers=workers > 0,
-        multiprocessing_context="fork" if workers else None,  # starts in milliseconds
-    )
-    if workers:
-        # Start the loader processes before the first collective, whose threads may hold
-        # a lock for which a forked process would wait forever
-        sampler.first = len(sampler)  # load no image yet
-        iter(loader)
-        sampler.first = 0
-    return DeviceLoader(loader, device, repeated=bool(args.synthetic) and not unused)

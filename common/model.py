@@ -3,6 +3,7 @@
 import argparse
 import ctypes
 import math
+import multiprocessing
 import os
 import signal
 import warnings
@@ -63,10 +64,11 @@ def best_precision(device: torch.device) -> str:
     return "bf16" if native else "fp32"
 
 
-def die_with_parent(parent: int = 0) -> None:
-    """Make Linux kill this process when its parent ends; exit if `parent` has ended."""
+def die_with_parent() -> None:
+    """Make Linux kill this process when its parent ends; exit if it has ended."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if parent and os.getppid() != parent:
+    parent = multiprocessing.parent_process()  # None if a launcher started this process
+    if parent and parent.pid != os.getppid():
         os._exit(1)
 
 

@@ -11,7 +11,7 @@ from ranks import parse
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from common import tar
-from common.data import EpochSampler, build_datasets, build_loader, fingerprint
+from common.data import DeviceLoader, EpochSampler, build_datasets, fingerprint
 from common.errors import UserError
 
 # Archives the current folder's pictures into $1
@@ -77,7 +77,7 @@ def test_archives_have_the_images_of_the_folder(pictures, archives, commands):
         assert fingerprint(files) == fingerprint(members)
         assert files.classes == members.classes == ["cat", "cat 2"]
         loaders = [
-            build_loader(
+            DeviceLoader(
                 arguments("x", "-j", workers),
                 images,
                 EpochSampler(range(len(files)), 0, 0, 1),
@@ -138,7 +138,7 @@ def test_the_index_is_kept_until_an_archive_changes(archives, monkeypatch):
 @pytest.mark.parametrize(
     "command, message",
     [
-        ("rm train.tar", "train: No such .*; --data needs .* or train.tar and val.tar"),
+        ("rm train.tar", "No such .*train' .--data needs .* or train.tar and val.tar"),
         (": > train.tar", "train.tar as uncompressed tar: empty file"),
         ("tar -cf train.tar -T /dev/null", "no CLASS/.* in .*train.tar"),
         ("gzip val.tar && mv val.tar.gz val.tar", "val.tar as uncompressed tar: "),
