@@ -119,12 +119,9 @@ def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
 
 
 def fingerprint(dataset: Dataset) -> list[int]:
-    """Return the number of images, and a 48-bit digest of their paths and labels.
-
-    A dataset may have these attributes: paths, labels, targets (as in torchvision), and
-    indices (as in Subset).
-    """
+    """Return the number of images, and a 48-bit digest of the attributes that exist."""
     digest = hashlib.blake2b(digest_size=6)
+    # Subset has indices; most of torchvision's datasets have targets
     for name in ("paths", "labels", "targets", "indices"):
         digest.update(numpy.asarray(getattr(dataset, name, ())).tobytes())
     return [len(dataset), int.from_bytes(digest.digest(), "big")]
@@ -147,11 +144,9 @@ def seed_generators(*key: int) -> None:
 
 
 class EpochSampler:
-    """Adds to each of a sampler's indices the data on which its augmentation depends.
+    """Yields (seed, epoch, position in the epoch, index) for this process's images.
 
-    It yields (seed, epoch, position of the image in the epoch, index). SeededDataset
-    seeds the random generators with these numbers, in whichever process loads the
-    image.
+    SeededDataset seeds the random generators with these numbers, in any process.
     """
 
     def __init__(self, share: Sequence[int], seed: int, rank: int, world_size: int):
@@ -161,8 +156,7 @@ class EpochSampler:
         self.epoch, self.first, self.length = 0, 0, len(share)
 
     def __len__(self) -> int:
-        """Return the number of this process's images in a complete epoch."""
-        return self.length
+        return self.length  # images of this process in a complete epoch
 
     def set_epoch(self, epoch: int, skip: int = 0) -> None:
         """Set the epoch; a resumed run must `skip` some of this process's images."""
@@ -208,11 +202,7 @@ class DeviceLoader(DataLoader):
         device: torch.device,
         training: bool,
     ):
-        """Start the loader processes; in training, drop an incomplete batch.
-
-        With --synthetic, the first batch is repeated. Raises UserError if there is no
-        batch.
-        """
+        """Start the loader processes; raise UserError if there is no batch."""
         if training and args.max_steps:
             sampler.length = min(len(sampler), batch_size * args.max_steps)
         unused = training and args.evaluate

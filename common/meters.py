@@ -132,10 +132,9 @@ class Progress(tqdm):
         )
 
     def record_interval(self, step: int, means: Metrics, learning_rate: float) -> None:
-        """End a print interval after the device has finished the interval's last step.
+        """End a print interval, whose last step the device has finished.
 
-        `means` are averages over the images of all processes. The host runs ahead of a
-        GPU, so the GPU may have been idle for less time than this process waited.
+        `means` are over all processes' images. Waiting is the host's, not a GPU's.
         """
         now, images = time.perf_counter(), means["images"]
         seconds, waited = now - self.began, self.loader.waited - self.waited

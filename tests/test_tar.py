@@ -98,7 +98,7 @@ def test_a_folder_is_preferred_to_an_archive_beside_it(pictures, archives):
         (made / name).write_bytes(b"not read")
     train_set, val_set = build_datasets(arguments(made))
     assert train_set.archives is None and val_set.archives is not None
-    assert not [*made.glob("train*.npy")]
+    assert not [*made.glob("train*.npz")]
 
 
 def test_an_unreadable_image_is_named(archives):
@@ -124,15 +124,15 @@ def test_the_index_is_kept_until_an_archive_changes(archives, monkeypatch):
     again = build_datasets(arguments(made))
     assert [*map(fingerprint, again)] == [fingerprint(first[0])] * 2
     os.utime(made / "train.tar", (0, 0))
-    for file in made.glob("val-*.npy"):
+    for file in made.glob("val-*.npz"):
         file.write_bytes(b"")  # a crash may leave an empty file
     build_datasets(arguments(made))
     assert sorted(built) == ["train", "train", "val", "val", "val"]
     monkeypatch.setattr(tar.tempfile, "TemporaryDirectory", lambda dir: open("/none"))
-    for file in made.glob("*.npy"):
+    for file in made.glob("*.npz"):
         file.unlink()
     build_datasets(arguments(made))  # as if the folder were read-only
-    assert not [*made.glob("*.npy")] and len(built) == 7
+    assert not [*made.glob("*.npz")] and len(built) == 7
 
 
 @pytest.mark.parametrize(
