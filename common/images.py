@@ -49,8 +49,7 @@ def decode_with_torchcodec(content: bytes, box: Box) -> Tensor:
         return F.pil_to_tensor(decode_with_pillow(content, box))
     if NO_TORCHCODEC:
         raise ImportError(f"no TorchCodec ({NO_TORCHCODEC}); use --decoder pil")
-    data = bytearray().join((JPEG, NO_EXIF, memoryview(content)[len(JPEG) :]))
-    pixels = decode_jpeg(torch.frombuffer(data, dtype=torch.uint8))
+    pixels = decode_jpeg(JPEG + NO_EXIF + content[len(JPEG) :])
     part = F.crop(pixels[None], *box(*pixels.shape[1:]))
     # Remove gaps between rows, in the decoder's format, so that resize() is faster
     return part.contiguous(memory_format=torch.channels_last)[0]
