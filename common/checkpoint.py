@@ -1,12 +1,11 @@
 """A run's progress, and the files from which a killed run resumes."""
 
-import argparse
 import fcntl
 import json
 import math
 import os
 import time
-from collections.abc import Callable
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from common.arguments import AUTO
 from common.data import fingerprint
 from common.errors import UserError
 from common.images import NO_TORCHCODEC
-from common.meters import averages, format_metrics, metric_names
+from common.meters import AllReduce, averages, format_metrics, metric_names
 
 # best.pt is the epoch with the highest value (for a loss, the lowest)
 BEST_METRIC, LOWER_IS_BETTER = "val_top1", False
@@ -33,10 +32,7 @@ class Checkpoint:
     """A run's progress, which is saved to and restored from OUTPUT/checkpoint.pt."""
 
     def __init__(
-        self,
-        args: argparse.Namespace,
-        datasets: tuple[Dataset, Dataset],
-        objects: dict[str, Any],
+        self, args: Namespace, datasets: tuple[Dataset, ...], objects: dict[str, Any]
     ):
         """`objects` have a state_dict(); "state_dict" is the model that validates.
 
@@ -102,11 +98,7 @@ class Checkpoint:
             self.best = content["best_acc1"].item()
 
     def compare_ranks(
-        self,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        all_reduce: Callable[[Tensor], Tensor],
+        self, rank: int, world_size: int, device: torch.device, all_reduce: AllReduce
     ) -> None:
         """Raise UserError if a process's images or progress differ from rank 0's."""
         # Each process fills its row of a table of zeros; the sum is the whole table

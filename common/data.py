@@ -1,11 +1,11 @@
 """Datasets, and loaders that copy batches to the device."""
 
-import argparse
 import hashlib
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count, islice, repeat
 from pathlib import Path
@@ -20,7 +20,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from common.errors import UserError
-from common.images import Decode, read_image, train_transform, val_transform
+from common.images import Transform, read_image, train_transform, val_transform
 from common.model import die_with_parent
 
 # Mean and standard deviation of ImageNet's RGB values, for pixels between 0 and 255
@@ -54,7 +54,7 @@ class ImageFolder(Dataset):
     `decoder` is a key of DECODERS. Raises UserError if a folder or image is unusable.
     """
 
-    def __init__(self, root: Path, transform: Callable[[Decode], Tensor], decoder: str):
+    def __init__(self, root: Path, transform: Transform, decoder: str):
         self.root = str(root)
         self.transform = transform
         self.decoder = decoder
@@ -94,7 +94,7 @@ class ImageFolder(Dataset):
         return image, int(self.labels[index])
 
 
-def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
+def build_datasets(args: Namespace) -> tuple[Dataset, Dataset]:
     """Open the training and validation sets (for --evaluate, the validation set twice).
 
     Raises UserError if a folder is missing, or if the sets' classes differ.
@@ -129,8 +129,6 @@ def fingerprint(dataset: Dataset) -> list[int]:
 
 def seed_generators(*key: int) -> None:
     """Seed Python's, NumPy's and PyTorch's generators from non-negative integers.
-
-    All later draws then depend only on these integers, even in a resumed run.
 
     Source: https://numpy.org/doc/stable/reference/random/parallel.html
     """
@@ -195,7 +193,7 @@ class DeviceLoader(DataLoader):
 
     def __init__(
         self,
-        args: argparse.Namespace,
+        args: Namespace,
         dataset: Dataset,
         sampler: EpochSampler,
         batch_size: int,
@@ -209,8 +207,7 @@ class DeviceLoader(DataLoader):
         if len(sampler) < (batch_size if training else 1) and not unused:
             raise UserError(
                 f"{len(dataset)} {'training' if training else 'validation'} images are "
-                f"too few for -b and {sampler.world_size} processes: lower them or add "
-                "images"
+                f"too few for -b and {sampler.world_size} processes: lower one of them"
             )
         workers = 0 if args.synthetic or unused else args.workers
         super().__init__(

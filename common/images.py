@@ -31,6 +31,7 @@ Box = Callable[[int, int], tuple[int, int, int, int]]
 # Decodes the part that a Box chooses, to a (3, H, W) uint8 tensor or a Pillow image.
 # Like most ImageNet scripts, decoders ignore the EXIF orientation.
 Decode = Callable[[Box], Tensor | Image.Image]
+Transform = Callable[[Decode], Tensor]  # to a (3, S, S) uint8 tensor
 
 
 def decode_with_pillow(content: bytes, box: Box) -> Image.Image:
@@ -71,10 +72,7 @@ DECODERS = {
 
 
 def read_image(
-    path: str,
-    decoder: str,
-    transform: Callable[[Decode], Tensor],
-    content: bytes | None = None,
+    path: str, decoder: str, transform: Transform, content: bytes | None = None
 ) -> Tensor:
     """Decode a file (or its `content`) with one of DECODERS, and transform the image.
 

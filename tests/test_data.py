@@ -151,7 +151,7 @@ def test_batches_that_cannot_be_made_are_one_line():
         (("-b", 20), (0, 2), True, f"16 training {few} 2 pro"),
         (("-b", 17, "--evaluate", "--pretrained"), (0, 1), True, None),
         (("-b", 17), (0, 1), False, None),
-        (("-b", 17), (16, 17), False, f"16 validation {few} 17 .*: lower"),
+        (("-b", 17), (16, 17), False, f"16 validation {few} 17 .*: lower one"),
         (("-b", 63), (0, 2), True, "63 images cannot be divided by 2 proc"),
         (("-b", 1), (1, 2), True, "1 images cannot be divided by 2 proc"),
         (
