@@ -86,8 +86,7 @@ def main(args: Namespace) -> None:
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
 
     # [3/6 wrap] amp first, then Apex's DDP, whose backward pass averages gradients
-    # Apex's DDP would scramble channels_last gradients, because it ignores strides
-    raw_model.to(memory_format=torch.contiguous_format)
+    raw_model.to(memory_format=torch.contiguous_format)  # Apex's DDP ignores strides
     if args.sync_bn:  # Apex's converter would replace weights that `optimizer` holds
         raw_model = nn.SyncBatchNorm.convert_sync_batchnorm(raw_model)
     raw_model, optimizer = amp.initialize(
