@@ -12,15 +12,14 @@ from .cpu import NOT_CHECKED
 from .html import html, trace
 from .job import Job
 from .law import CHECKS, WRONG, Report, examine
-from .page import explanation, page
+from .laws.time import time_table
+from .page import explanation, page, program
 from .run import run
-from .spans import time_table
 
 
 def arguments() -> argparse.Namespace:
     """Parse the command line; everything after -- is the command to watch."""
-    name = Path(sys.argv[0]).name
-    name = name if name == "ddp-doctor" else "python -m doctor"
+    name = program()
     text = "Run a data-parallel training command and report what is wrong."
     parser = argparse.ArgumentParser(name, f"{name} [options] -- COMMAND...", text)
     parser.epilog = (

@@ -20,8 +20,8 @@ from .law import (
     Report,
     Verdict,
 )
+from .laws.time import Runs, time_table
 from .moments import Step
-from .spans import Runs, time_table
 
 NOTHING = "NOTHING CHECKED"
 COLOURS = {WRONG: "1;31", RISK: "1;33", SLOW: "1;36", NOTHING: "1;31"}
@@ -86,10 +86,8 @@ def summary(job: Job) -> str:
 def paragraph(one: Finding, width: int) -> list[str]:
     """Return a finding's lines."""
     where = f" [{one.place}]" if one.place else ""
-    lines = coloured(
-        fill(f"{one.level} {one.check}: {one.what}{where}", width), one.level
-    )
-    lines += fill(f"To fix it: {one.mend}", width, "    ")
+    lines = fill(f"{one.level} {one.check}: {one.what}{where}", width)
+    lines = coloured(lines, one.level) + fill(f"To fix it: {one.mend}", width, "    ")
     if one.right_if:
         lines += fill(f"It is not a mistake if: {one.right_if}", width, "    ")
     return lines

@@ -20,7 +20,6 @@ import doctor.laws  # noqa: F401  its checks
 from doctor.draws import Drawn, Made, Own
 from doctor.event import KINDS, Failed, Joins
 from doctor.job import Job, Process
-from doctor.laws.candidates import Contrast
 from doctor.laws.losses import Term
 from doctor.laws.meeting import Call, gradient
 from doctor.laws.passes import Update
@@ -28,21 +27,22 @@ from doctor.laws.places import Places, cannot_join, mixed_gradients
 from doctor.laws.printed import OTHER
 from doctor.laws.randomness import Draw, Seed
 from doctor.laws.ranks import Facts, Measured, Targets
+from doctor.laws.samples import Divided
+from doctor.laws.targets import Contrast
+from doctor.laws.time import Spans
 from doctor.loaders import Batch, Epoch, EpochEnd
-from doctor.meshes import Divided
 from doctor.moments import Step
 from doctor.neighbours import Input
 from doctor.numbers import numbers, results
+from doctor.objects import strings
 from doctor.reads import Feed
 from doctor.record import PASSES, Recorder
 from doctor.results import Measured as Result
 from doctor.results import Printed, Results
 from doctor.sample import hashes, positions
 from doctor.signature import _array, different
-from doctor.spans import Spans
-from doctor.variables import strings
 
-STEP = {"optimizer": 0, "which": 0, "sharded": False, "rates": [], "threads": 1}
+STEP = {"optimizer": 0, "which": 0, "rates": [], "threads": 1}
 STEP |= {"loader": None, "epoch": None, "place": "a.py:10"}
 PASS = {"loader": 0, "epoch": 0}
 NO_LOADER = dict.fromkeys(("loader", "epoch", "number"))
@@ -621,7 +621,7 @@ def test_a_law_reads_other_laws_events():
     """The event of a step's pass contains everything that the loss's graph shows."""
     terms = [tuple(Term(0.5, "mean", 8))]
     entry = {"place": "a.py:5", "terms": terms, "scale": None, "forwards": []}
-    entry |= {"value": 1.0, "epoch": None, "loader": None, "begun": 0}
+    entry |= {"value": 1.0, "epoch": None, "loader": None}
     given = {"names": ["w"], "each": 1, "used": [1.0], "local": [[1.0]]}
     step = event(Update, **given, passes=[entry], clips=[])
     report([step, *validated("loss 0.7500")], [step])
@@ -639,7 +639,7 @@ def test_a_law_reads_other_laws_events():
 def test_a_printed_loss_that_has_been_divided(outer, local, printed, wanted):
     """The graph shows the last divisor of a loss, but not how the loss was averaged."""
     entry = {"place": "a.py:5", "terms": [(0.1, "")], "outer": outer, "scale": None}
-    entry |= {"epoch": None, "loader": None, "begun": 0}
+    entry |= {"epoch": None, "loader": None}
     given = {"names": ["v", "w"], "each": 1, "used": [1.0, 1.0], "local": local}
     step = event(Update, **given, passes=[entry] * 2, clips=[])
     one = Result(

@@ -29,11 +29,11 @@ from doctor.laws.resume import Resumed, Resumes
 from doctor.laws.schedule import Schedule, length
 from doctor.laws.shards import Cut, cut
 from doctor.laws.states import Layout, Replicas, State
+from doctor.laws.time import Spans
 from doctor.moments import Moments, Step
 from doctor.objects import Objects, few_of, is_users
 from doctor.page import page
 from doctor.record import recorder
-from doctor.spans import Spans
 
 SAMPLES = [[1.0, -2, 3, 0.5, 7, 2, -1, 4], [2.0, 1, -1, 4, 0.3, -6, 5, 2]]  # gradients
 MEAN = [(one + other) / 2 for one, other in zip(*SAMPLES, strict=True)]
@@ -85,7 +85,7 @@ def one_pass(terms=((1.0, "mean", 8, 1, 1),), **values):
     """Return a backward pass of a loss with these terms."""
     found = {"place": "a.py:9", "loader": 0, "epoch": 0, "forwards": [True]}
     found |= {"flag": True, "scale": None, "value": 1.0, "sums": []}
-    return found | {"begun": 0, "terms": terms} | values
+    return found | {"terms": terms} | values
 
 
 def steps(used, passes=1, change=None, **values):

@@ -3,8 +3,6 @@
 import contextlib
 import os
 import sys
-from dataclasses import dataclass
-from typing import ClassVar
 
 from ..event import Event, Start
 from ..law import RISK, WRONG, Breach, Doubt, Law, NotJudged, check, explains, several
@@ -18,11 +16,9 @@ THROUGH = "logging", "pathlib", "shutil", "gzip", "bz2", "lzma", "zipfile"
 CACHES = "cache", ".lock", "__pycache__"
 
 
-@dataclass(kw_only=True)
-class Opened(Event):
+class Opened(Event, limit=300):
     """The process has opened a file for writing, or torch.save() has written it."""
 
-    limit: ClassVar[int] = 300
     path: str
     saved: bool = False
     place: str

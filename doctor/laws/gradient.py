@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from statistics import median
 
 from ..job import Job
@@ -68,12 +69,10 @@ def final(row: list[Update]) -> list[list[float]]:
     return found if len(found) == len(row) else [one.used for one in row]
 
 
+@cache
 def fits(job: Job) -> list[Fit]:
     """Return the Fit of each step, where doctor can know it."""
-    if "fits" not in job.memory:
-        found = [fit(row) for row in updates(job)]
-        job.memory["fits"] = [one for one in found if one]
-    return job.memory["fits"]
+    return [one for row in updates(job) if (one := fit(row))]
 
 
 def fit(row: list[Update]) -> Fit | None:
@@ -92,9 +91,8 @@ def fit(row: list[Update]) -> Fit | None:
     there = sum(map(any, zip(target, *flat, strict=True)))
     enough = len(flat) <= min(UNKNOWNS, there / 2)
     shares = solve(flat, target) if enough else None
-    guess = summed_up(
-        [[c * x for x in v] for c, v in zip(shares or (), flat, strict=False)]
-    )
+    pairs = zip(shares or (), flat, strict=False)
+    guess = summed_up([[share * x for x in own] for share, own in pairs])
     solved = bool(shares) and alike([target, guess], 0.03)
     if not solved:
         shares = [factor / len(row)] * len(flat)

@@ -7,10 +7,9 @@ from ..draws import MADE, Drawn, Made, same_draws
 from ..generators import Seed, called, cause
 from ..job import Job, Process
 from ..law import RISK, Breach, Doubt, check, need, several
-from ..meshes import undivided
 from ..neighbours import Input, inputs, same_rows
 from .randomness import LAW, Draw, same_random_numbers, worded
-from .samples import left_out
+from .samples import left_out, undivided
 
 STRATA = (
     "Draw it with a generator that each rank seeds differently, or compute it from a "
@@ -65,8 +64,7 @@ def seeds_restart(job):
     """
     several(job)
     process, first, again = job.processes[0], {}, []
-    draws = [x for x in process.events + process.loaders if isinstance(x, Draw)]
-    for one in sorted(draws, key=lambda one: one.time):
+    for one in sorted(process.of(Draw, loaders=True), key=lambda one: one.time):
         if one.loader == process.training and one.epoch in process.epochs:
             for name, state in one.states.items():
                 earlier = first.setdefault((one.where, one.worker, name, state), one)

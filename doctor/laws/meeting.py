@@ -3,16 +3,15 @@
 import re
 import sys
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import groupby, zip_longest
-from typing import ClassVar
 
 from ..event import Event, Exit, Failed
 from ..job import waiting
 from ..law import NOTE, RISK, WRONG, Breach, Law, NotJudged, check, need, several
 from ..moments import Moments, Step
-from ..record import recorder, wrap
-from ..variables import strings
+from ..objects import strings
+from ..record import recorder, torch, wrap
 from ..watcher import Watcher
 
 LAW = Law(9, "meeting", "All ranks meet")
@@ -35,11 +34,9 @@ LEAVES = (
 NO_GPU = "Read the traceback above. If the script needs a GPU, use doctor --cpu."
 
 
-@dataclass(kw_only=True)
-class Call(Event):
+class Call(Event, limit=3000):
     """The script calls a collective in which all ranks take part."""
 
-    limit: ClassVar[int] = 3000
     name: str
     sent: str  # number and type of the elements, and the source or destination rank
     place: str
@@ -63,9 +60,7 @@ class Meeting(Watcher):
         self.passes += 1
 
     def on_collective(self, name, args, kwargs, where) -> None:
-        import torch
-        import torch.distributed as dist
-
+        dist = torch.distributed
         Moments.here.tells = not recorder.full(Call)
         values = [*args, *kwargs.values()]
         groups = [one for one in values if isinstance(one, dist.ProcessGroup)]
@@ -88,11 +83,8 @@ class Meeting(Watcher):
             self.counts[where] += 1
             if name in SUMS and self.counts[where] < 99:
                 one.keys = strings(sys._getframe())
-            few = (
-                tensors[0].numel() <= 64
-                or COUNTS >= tensors[0].numel() > 0
-                and (tensors[0].dim() == 2 or not tensors[0].is_floating_point())
-            )
+            table = tensors[0].dim() == 2 or not tensors[0].is_floating_point()
+            few = tensors[0].numel() <= (COUNTS if table else 64)
             if few and self.counts[where] < 99 and not gradient(tensors[0]):
                 one.value = float(tensors[0].detach().double().abs().sum())
         recorder.write(one)
@@ -291,8 +283,8 @@ def far(one: float, other: float) -> float:
 def behind(job, without, call: Call) -> bool:
     """Return whether a rank read more batches without another rank's call."""
     own = next(one for one in job.processes if one.rank == call.rank)
-    read = len(own.batches_before(call.time))
-    return 0 < read < len(without.batches_before(float("inf")))
+    read = sum(one.time < call.time for one in own.trained)
+    return 0 < read < len(without.trained)
 
 
 @check(

@@ -8,7 +8,7 @@ import sys
 from ..event import Failed, Joins, Rank
 from ..job import clashing
 from ..law import RISK, WRONG, Breach, check, need
-from ..record import place, recorder, wrap
+from ..record import place, recorder, torch, wrap
 from ..watcher import Watcher
 from .gradient import not_averaged
 from .meeting import EFFECTS, LAW, batch_counts_differ, collectives_differ, errors
@@ -23,14 +23,12 @@ class Places(Watcher):
     """Records the ports and ranks with which processes join groups."""
 
     def hooks(self) -> None:
-        import torch.distributed as dist
-
+        dist = torch.distributed
         for owner in (dist, dist.distributed_c10d):
             wrap(owner, "init_process_group", self.join)
 
     def join(self, call, *args, **kwargs):
-        import torch.distributed as dist
-
+        dist = torch.distributed
         bound = inspect.signature(dist.init_process_group).bind(*args, **kwargs)
         known = {"rank": -1, "world_size": -1, **bound.arguments}
         for name in ("rank", "world_size"):

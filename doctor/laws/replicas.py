@@ -3,6 +3,7 @@
 import math
 import re
 from collections import Counter
+from collections.abc import Iterable
 from itertools import pairwise
 
 from ..job import Job
@@ -28,8 +29,9 @@ def close(one: list[float], other: list[float], tolerance: float) -> bool:
     return not gap > tolerance * size  # true for NaN, too
 
 
-def listed(names: list[str], most: int = 3) -> str:
-    """Return the first names of a list as text."""
+def listed(names: Iterable[str], most: int = 3) -> str:
+    """Return the first of the distinct names as text."""
+    names = [*dict.fromkeys(names)]
     more = f" and {len(names) - most} more" * (len(names) > most)
     return ", ".join(names[:most]) + more
 
@@ -297,16 +299,12 @@ def weights_differ_in_the_end(job):
     Not a mistake if: only one rank's weights are used.
     """
     several(job)
-    own = [[x for x in p.of(State) if x.moment == "end"] for p in job.processes]
-    row = [one for x in own for one in [y for y in x if y.what == "weights"][-1:]]
-    if len(row) < len(job.processes) or len({one.step for one in row}) > 1:
-        raise NotJudged(
-            "the last weights of all ranks, after the same step, were not seen"
-        )
-    if found := first([row], "weights", 1e-5):
+    why = "the ranks' last weights, after the same step, were not seen"
+    rows = need(states_of(job, "end", "weights"), why)
+    if found := first(rows[-1:], "weights", 1e-5):
         if why := pieces(job, found[2]):
             raise NotJudged(why)
-        yield Breach(f"at the end, {found[1]}", row[0].place)
+        yield Breach(f"at the end, {found[1]}", found[0][0].place)
 
 
 DRIFT = [weights_drift, weights_differ_in_the_end]

@@ -1,19 +1,17 @@
 """Law 4: replicas are equal. Compares learning rates."""
 
-from dataclasses import dataclass
+import weakref
 from itertools import pairwise
-from typing import ClassVar
 
 from ..event import Event, Exit
 from ..law import RISK, WRONG, Breach, NotJudged, check, need, several
 from ..loaders import EpochEnd
 from ..moments import Step
-from ..record import place, recorder, wrap
+from ..record import place, recorder, torch, wrap
 from ..watcher import Watcher
 from .replicas import DRIFT, LAW, alike
 
 
-@dataclass(kw_only=True)
 class Schedule(Event):
     """The state of a learning-rate scheduler at the end."""
 
@@ -24,11 +22,9 @@ class Schedule(Event):
     place: str  # the line that created the scheduler
 
 
-@dataclass(kw_only=True)
-class Plateau(Event):
+class Plateau(Event, limit=200):
     """The script has passed a metric to ReduceLROnPlateau."""
 
-    limit: ClassVar[int] = 200
     value: float
     place: str
 
@@ -40,15 +36,12 @@ class Schedules(Watcher):
         self.made = []
 
     def hooks(self) -> None:
-        from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-
-        wrap(LRScheduler, "__init__", self.create)
-        wrap(ReduceLROnPlateau, "__init__", self.create)
-        wrap(ReduceLROnPlateau, "step", self.plateau)
+        schedulers = torch.optim.lr_scheduler
+        wrap(schedulers.LRScheduler, "__init__", self.create)
+        wrap(schedulers.ReduceLROnPlateau, "__init__", self.create)
+        wrap(schedulers.ReduceLROnPlateau, "step", self.plateau)
 
     def create(self, call, scheduler, *args, **kwargs):
-        import weakref
-
         if all(known() is not scheduler for known, _ in self.made):
             self.made.append((weakref.ref(scheduler), place()))
         return call(scheduler, *args, **kwargs)
@@ -130,9 +123,8 @@ def schedule(job):
     whole = [one for one in process.epochs if process.whole(one)]
     known = [one for one in found if one.type != "ReduceLROnPlateau"]
     if len(whole) > 1 and not any(one.taken for one in found):
-        yield Breach(
-            f"no scheduler takes a step in {len(whole)} epochs", found[0].place
-        )
+        what = f"no scheduler takes a step in {len(whole)} epochs"
+        yield Breach(what, found[0].place)
     for one in known:
         ratio = (one.planned or one.taken) / max(1, one.taken)
         if not one.taken or 0.7 < ratio < 1.4:
