@@ -127,6 +127,10 @@ def test_a_missing_module_or_launcher_is_one_line(launch, tmp_path):
     (tmp_path / "decoy" / "horovodrun").unlink()
     status, text = launch("horovod_distributed.sh")
     assert status == 2 and " error: horovodrun is missing (scripts/install_" in text
+    sklearn = tmp_path / "modules" / "sklearn.py"
+    sklearn.unlink()
+    assert launch("quickstart.sh")[0] == 2
+    sklearn.touch()
     (tmp_path / "modules" / "tqdm.py").unlink()
     status, text = launch("quickstart.sh")
     files = "-r requirements.txt -r requirements/sample.txt\n"
