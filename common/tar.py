@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy
 from torchvision.datasets.folder import IMG_EXTENSIONS
@@ -33,7 +34,7 @@ class Archives:
         file = archives[0].with_name(f"{archives[0].stem}-{digest}.npz")
         try:
             index = dict(numpy.load(file))
-        except (OSError, ValueError, EOFError):
+        except (OSError, ValueError, EOFError, BadZipFile):
             index = build_index(archives)
             with suppress(OSError), tempfile.TemporaryDirectory(dir=file.parent) as new:
                 numpy.savez(Path(new, file.name), **index)
