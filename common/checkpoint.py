@@ -20,7 +20,7 @@ from common.errors import UserError
 from common.images import NO_TORCHCODEC
 from common.meters import AllReduce, averages, format_metrics, metric_names
 
-# best.pt is the epoch with the highest value (for a loss, the lowest)
+# best.pt is from the epoch with the highest value (for a loss, the lowest)
 BEST_METRIC, LOWER_IS_BETTER = "val_top1", False
 # Flags that a resumed run may change. load() compares the images, not their paths.
 MAY_CHANGE = {"data", "synthetic", "output", "resume", "evaluate", "workers"}
@@ -60,7 +60,7 @@ class Checkpoint:
     def load(self, rank: int) -> None:
         """Load the file that --resume names; rank 0 locks --output until rank 0 ends.
 
-        Raises UserError if the file does not fit, or if another run uses --output.
+        Raises UserError if the file does not fit this run or another run uses --output.
         """
         path, output = self.args.resume, self.args.output
         if path == AUTO:
@@ -160,7 +160,7 @@ class Checkpoint:
             self.save()
 
     def print_header(self, device: torch.device, world_size: int, steps: int) -> None:
-        """Print the model, the devices and the first step; an epoch has `steps`."""
+        """Print the model, the devices and the first step, of `steps` per epoch."""
         args, (train, _, val, _), name = self.args, self.images, "CPU"
         model = self.objects["state_dict"]
         weights = sum(one.numel() for one in model.parameters())

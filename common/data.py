@@ -184,7 +184,7 @@ class SeededDataset(Dataset):
         if len(shape) != 3 or image.dtype != torch.uint8 or shape[0] != 3:
             text = f"image {index} is not a uint8 tensor (3, S, S)"
             raise UserError(f"{text}: omit ToTensor() and Normalize()")
-        # In this layout, the decoders' own, batches are copied and normalized faster
+        # In the decoders' own layout, batches are copied and normalized faster
         return image.permute(1, 2, 0), label
 
 

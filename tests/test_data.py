@@ -187,7 +187,7 @@ def test_images_that_are_normalized_already_are_refused():
 
 
 def test_waiting_for_data_does_not_include_the_step(monkeypatch):
-    """An image takes one second, a step 50; only the images count, from zero in each epoch."""
+    """Loading an image takes 1 s, a step 50 s; only loading counts, from 0 in each epoch."""
     clock = [0.0]
 
     class Slow(Draws):

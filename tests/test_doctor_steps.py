@@ -50,7 +50,7 @@ def event(kind, step=0, /, **values):
 
 
 def made(*ranks, steps=4, **step):
-    """Return a job of these ranks, each with its events and some steps."""
+    """Return a job with these ranks, each with its own events and some steps."""
     processes = []
     for rank, own in enumerate(ranks):
         start = event(Start, parent="a-1", host="a", environment={})

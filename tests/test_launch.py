@@ -1,4 +1,4 @@
-"""Launch and set-up scripts start the right commands; substitutes for programs print these.
+"""Launch and set-up scripts start the right commands, which substitute programs print.
 
 test_scripts.py and others run the real launchers.
 """

@@ -144,7 +144,7 @@ def test_the_index_is_kept_until_an_archive_changes(archives, monkeypatch):
         ("tar -cf train.tar -T /dev/null", "no CLASS/.* in .*train.tar"),
         ("gzip val.tar && mv val.tar.gz val.tar", "val.tar as uncompressed tar: "),
         ("touch 0.jpeg && tar -rf val.tar 0.jpeg", "0.jpeg or .* has no class fo"),
-        ("mv train.tar train-0.tar; cp train-0.tar train-1.tar", "a second image is"),
+        ("mv train.tar train-0.tar; cp train-0.tar train-1.tar", "two images are"),
         ("truncate -s 9000 train.tar", "unexpected end of data|damaged"),
         ("truncate -s $((512 + 512)) val.tar", "damaged at 1024"),
         ("cp val.tar x && cat x >> val.tar", "or made by cat"),

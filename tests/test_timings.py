@@ -230,7 +230,7 @@ def test_ctrl_c_and_the_same_command_again(args, monkeypatch, capsys):
     monkeypatch.setattr(session, "cohort", measured)
     with pytest.raises(SystemExit, match="130"):
         session.run(args)
-    assert "the same command continues" in capsys.readouterr().err
+    assert "run the same command to continue" in capsys.readouterr().err
     assert len(report.read_cohorts(args.output)) == 3
     session.run(args)
     cohorts = report.read_cohorts(args.output)
