@@ -91,18 +91,18 @@ def main(args: Namespace) -> None:
     checkpoint.compare_ranks(rank, world_size, device, all_reduce)
     if rank == 0:
         checkpoint.print_header(device, world_size, steps=len(train_loader))
-    if args.evaluate:
+    if args.evaluate:  # no training follows, because args.epochs is 0
         val = validate(args, val_loader, eval_model)
         if rank == 0:
             print(f"val {format_metrics(val, names=val)}")
 
     for epoch in range(checkpoint.epoch, args.epochs):
         train_sampler.set_epoch(epoch, skip=checkpoint.step * batch_size)  # per rank
-        stats = train(
+        speed = train(
             args, rank, train_loader, model, optimizer, scheduler, scaler, checkpoint
         )
         val = validate(args, val_loader, eval_model)
-        checkpoint.record_epoch(val, stats)
+        checkpoint.record_epoch(val, speed)
         if rank == 0:
             checkpoint.save()
             checkpoint.print_epoch()
@@ -145,7 +145,7 @@ def train(
         if step % args.print_interval == 0 or step == len(loader):
             sums = meter.reduce(all_reduce)  # waits for a GPU (fp16: scaler.step() too)
             checkpoint.record_interval(step, sums)
-            batches.record_interval(step, averages(sums), learning_rate)
+            batches.show_interval(step, averages(sums), learning_rate)
             if rank == 0 and step < len(loader):
                 checkpoint.save_if_due()
     return {**batches.epoch_stats(), "learning_rate": learning_rate}

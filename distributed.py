@@ -40,7 +40,7 @@ def main(args: Namespace) -> None:
     if "RANK" not in os.environ:
         raise UserError("RANK is not set: use torchrun --standalone --nproc-per-node=2")
     if "TORCHELASTIC_RUN_ID" in os.environ:  # set by torchrun
-        die_with_parent()
+        die_with_parent()  # also when torchrun is killed
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ["LOCAL_RANK"])
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
@@ -88,8 +88,8 @@ def main(args: Namespace) -> None:
     # [3/6 wrap] train model, which averages raw_model's gradients; validate eval_model
     if args.sync_bn:
         raw_model = nn.SyncBatchNorm.convert_sync_batchnorm(raw_model)
-    model = DDP(raw_model, gradient_as_bucket_view=True)  # copies rank 0's buffers
-    model.broadcast_buffers = False  # validate() broadcasts; the argument is deprecated
+    model = DDP(raw_model, gradient_as_bucket_view=True)  # copies rank 0's state
+    model.broadcast_buffers = False  # the argument would also skip this copy
     if args.compress_gradients:
         compress = {"fp16": hooks.fp16_compress_hook, "bf16": hooks.bf16_compress_hook}
         model.register_comm_hook(None, compress[args.compress_gradients])
@@ -104,18 +104,18 @@ def main(args: Namespace) -> None:
     checkpoint.compare_ranks(rank, world_size, device, all_reduce)
     if rank == 0:
         checkpoint.print_header(device, world_size, steps=len(train_loader))
-    if args.evaluate:
+    if args.evaluate:  # no training follows, because args.epochs is 0
         val = validate(args, val_loader, eval_model)
         if rank == 0:
             print(f"val {format_metrics(val, names=val)}")
 
     for epoch in range(checkpoint.epoch, args.epochs):
         train_sampler.set_epoch(epoch, skip=checkpoint.step * batch_size)  # per rank
-        stats = train(
+        speed = train(
             args, rank, train_loader, model, optimizer, scheduler, scaler, checkpoint
         )
         val = validate(args, val_loader, eval_model)
-        checkpoint.record_epoch(val, stats)
+        checkpoint.record_epoch(val, speed)
         if rank == 0:
             checkpoint.save()
             checkpoint.print_epoch()
@@ -161,7 +161,7 @@ def train(
         if step % args.print_interval == 0 or step == len(loader):
             sums = meter.reduce(all_reduce)  # waits for a GPU (fp16: scaler.step() too)
             checkpoint.record_interval(step, sums)
-            batches.record_interval(step, averages(sums), learning_rate)
+            batches.show_interval(step, averages(sums), learning_rate)
             if rank == 0 and step < len(loader):
                 checkpoint.save_if_due()
     return {**batches.epoch_stats(), "learning_rate": learning_rate}

@@ -120,14 +120,14 @@ class Checkpoint:
         for name, value in sums.items():
             self.sums[name] = self.sums.get(name, 0) + value
 
-    def record_epoch(self, val: dict[str, float], stats: dict[str, float]) -> None:
-        """Finish the epoch; record its averages, `val`'s averages, and `stats`."""
+    def record_epoch(self, val: dict[str, float], speed: dict[str, float]) -> None:
+        """Finish the epoch; record its averages, `val`'s averages, and `speed`."""
         train = averages(self.sums)
         record = {"epoch": self.epoch, "steps": self.step}
         record["images"] = train.pop("images")
         record |= {f"train_{name}": value for name, value in train.items()}
         record |= {f"val_{name}": value for name, value in val.items()}
-        self.records.append(record | stats)
+        self.records.append(record | speed)
         self.epoch, self.step, self.sums = self.epoch + 1, 0, {}
 
     def save(self) -> None:

@@ -133,6 +133,7 @@ def fingerprint(dataset: Dataset) -> list[int]:
 def seed_generators(*key: int) -> None:
     """Seed Python's, NumPy's and PyTorch's generators from non-negative integers.
 
+    A zero at the key's end changes nothing, so the scripts append rank + 1, not rank.
     Source: https://numpy.org/doc/stable/reference/random/parallel.html
     """
     number = int(numpy.random.SeedSequence(key).generate_state(1)[0])

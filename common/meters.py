@@ -107,7 +107,7 @@ def peak_memory_mib(device: torch.device) -> float:
 class Progress(tqdm):
     """Iterates over a loader and measures its speed; rank 0 shows the progress.
 
-    On a terminal, it draws a bar. To a log file, record_interval() prints a line for
+    On a terminal, it draws a bar. To a log file, show_interval() prints a line for
     the first and the last interval, and at most one per LOG_SECONDS in between.
     """
 
@@ -128,7 +128,7 @@ class Progress(tqdm):
             disable=None if loader.rank == 0 else True,  # None: only on a terminal
         )
 
-    def record_interval(self, step: int, means: Metrics, learning_rate: float) -> None:
+    def show_interval(self, step: int, means: Metrics, learning_rate: float) -> None:
         """End a print interval, whose last step the device has finished.
 
         `means` are over all processes' images. Waiting is the host's, not a GPU's.

@@ -15,7 +15,7 @@ from scripts.sync_scripts import BASE, REGIONS, SIBLINGS, split
 SCRIPTS = [name.removesuffix(".py") for name in (BASE, *SIBLINGS)]
 OPTIONAL = {"common.tar", "common.nvimgcodec"}
 # Limits on lines, which we want to lower; the goals of the first six: 1000, 950, none, 220, 235, 85
-BUDGETS = {"a script with its imports": 1273, "common": 1170, "optional modules": 141}
+BUDGETS = {"a script with its imports": 1274, "common": 1171, "optional modules": 141}
 BUDGETS |= {"distributed.py": 219, "a script": 244, "a script's strategy": 81}
 BUDGETS |= {"modules of common": 9, "scripts": 900, "tests": 6214}
 BUDGETS |= {"doctor": 10495, "doctor's tests": 2497, "benchmarks": 2590}

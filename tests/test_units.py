@@ -77,7 +77,7 @@ def progress(monkeypatch, intervals, length=40, **place) -> Progress:
     shown = Progress("epoch 3/90", loader)
     for number, (_, images, loader.waited) in enumerate(intervals, start=1):
         means = {"loss": 2.34567, "top1": 45.2, "images": images}
-        shown.record_interval(10 * number, means, 0.1)
+        shown.show_interval(10 * number, means, 0.1)
     return shown
 
 
