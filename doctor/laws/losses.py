@@ -25,7 +25,7 @@ class Term(NamedTuple):
 
     factor: float
     kind: str  # mean, other mean (often half the mean of squares), sum, or "": unknown
-    rows: float = 0  # targets, or the first dimension of what is averaged or summed
+    rows: float = 0  # number of targets, or the reduced tensor's first dimension
     each: float = 1  # numbers per row
     inner: float = 1  # how many values are summed in each of these numbers
     weighted: bool = False  # rows is the sum of the targets' class weights
@@ -40,9 +40,9 @@ class Losses(Watcher):
         self.validated = set()  # networks evaluated in this pass
 
     def on_input(self, network, inputs) -> None:
-        key = id(next(network.parameters(), None))  # DDP's is its network's
+        key = id(next(network.parameters(), None))  # a DDP model has its network's
         trains = torch.is_grad_enabled()
-        # The first network of this pass; before it, the same one was validated
+        # This is the pass's first network, or the network was just validated
         if self.fresh or (trains and key in self.validated):
             self.received, self.fresh, self.printed = [], False, False
             self.validated = set()
@@ -226,7 +226,7 @@ def averaged(node, name: str, factor: float, shape: tuple, inner) -> Term:
 
 
 def mask_of(node):
-    """Return the factor of a product that needs no gradient, or None."""
+    """Return a product's factor that needs no gradient, or None."""
     if type(node).__name__ != "MulBackward0":
         return None
     (one, _), (other, _) = node.next_functions

@@ -18,7 +18,7 @@ class Mode(Event, limit=10**6):  # enough for all layers, several times
 
     name: str
     kind: str  # batch norm or dropout
-    lives: bool  # the layer or the module around it has living weights
+    lives: bool  # weights of the layer or the module around it get gradients
     moves: bool  # these weights change
     ran: dict[str, list[int]]  # mode (train, eval, train without gradients) -> steps
     place: str
@@ -129,7 +129,7 @@ def frozen_in_train_mode(job):
     ):
         if found := [x for x in still if x.kind == kinds and often(job, x, mode)]:
             how = " under no_grad()" * (mode != "train")
-            what = f"{len(found)} {kinds} layers without weights that learn run in "
+            what = f"{len(found)} {kinds} layers of frozen modules run in "
             what += f"training mode{how}: {listed([one.name for one in found])}"
             yield Breach(what, found[0].place)
 

@@ -63,7 +63,7 @@ class Samples(Watcher):
         recorder.write(feed)
 
     def part(self, loader) -> array | None:
-        """Return which samples a loader reads of the data set inside all subsets."""
+        """Return the indices that the subsets choose from the data set inside them."""
         subsets = inside(loader.dataset)[1]
         if not subsets or len(loader.dataset) > 200_000:
             return None

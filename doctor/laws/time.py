@@ -179,7 +179,7 @@ def time_table(job) -> dict[int, dict[str, float]]:
 def walls(job) -> float:
     """Return a step's median duration in seconds; raise NotJudged for short steps."""
     if job.emulated:
-        raise NotJudged("--cpu emulated the GPUs, whose times would differ")
+        raise NotJudged("--cpu emulated the GPUs: times on real GPUs would differ")
     rows = [[one.wall for one in timed(process)] for process in job.processes]
     if min(map(len, rows), default=0) < 5:
         raise NotJudged("too few steps were seen: see --steps")
@@ -244,7 +244,7 @@ def slowest(job, steps: list[list[Spans]], wall: float) -> Breach | None:
     columns = [*zip(*own, strict=False)]
     often = sum(column[slow] == max(column) for column in columns)
     gain = means[slow] - max(others)
-    if min(means) < 0:  # it waited for a core in collectives: the machine is loaded
+    if min(means) < 0:  # a rank waited for a core in collectives: the machine is busy
         return None
     if gain < max(SHARE * wall, 0.2 * max(others)) or often < 0.8 * len(columns):
         return None
