@@ -196,7 +196,7 @@ class Same:
 def since(same: list[bool], least: float = 3) -> int | None:
     """Return the index of the first equal draw, or None if too few draws are equal.
 
-    Enough are half of the draws and at least `least`, eight in a row, or the last 3.
+    Half of the draws (and at least `least`), eight in a row, or the last 3 are enough.
     """
     if sum(same) >= max(least, len(same) / 2):
         return same.index(True)

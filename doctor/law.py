@@ -233,7 +233,7 @@ def examine(job: Job) -> Report:
             if found:
                 verdict.not_judged[own.name] = f"it could be an effect of {cause[0]}"
                 hidden.add(own.law)
-                named |= {own: cause[0]} if broken else {}  # also for the effects
+                named |= {own: cause[0]} if broken else {}  # hides its effects, too
                 if own.general and broken:
                     verdict.state = BROKEN
             continue

@@ -9,9 +9,9 @@ from types import FrameType
 from .record import LIBRARY, not_the_users, torch
 from .sample import picked
 
-MOST, LARGE = 64, 65_536  # most tensors to read; most numbers in a tensor to sum
+MOST, LARGE = 64, 65_536  # limits: tensors to read; size of a tensor to sum
 BLOCKS = 4_000_000  # blocks of Python's memory: with more, a search takes too long
-FRAMES, LONGEST = 3, 60  # most functions to search; most characters in a string
+FRAMES, LONGEST = 3, 60  # limits: functions to search; characters in a string
 
 
 class Objects:

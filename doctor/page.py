@@ -26,7 +26,7 @@ from .moments import Step
 NOTHING = "NOTHING CHECKED"
 COLOURS = {WRONG: "1;31", RISK: "1;33", SLOW: "1;36", NOTHING: "1;31"}
 COLOURS |= {BROKEN: "31", HELD: "32"}
-RANKS = 4  # largest number of ranks in the table of times
+RANKS = 4  # maximum number of ranks in the table of times
 
 
 def page(job: Job, report: Report, verbose: bool = False) -> str:

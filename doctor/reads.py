@@ -14,7 +14,7 @@ from .law import NotJudged, need
 from .loaders import Batch, Epoch
 from .neighbours import Input, before_a_repeat, inputs, redrawn
 
-EPOCHS = 20  # largest number of epochs to judge
+EPOCHS = 20  # maximum number of epochs to judge
 MORE = 0.02  # it is a breach if a larger share of samples is repeated or left out
 
 
@@ -80,7 +80,7 @@ class Reads:
         return self.pool > 0 and repeats > MORE * sum(map(len, lists))
 
     def random(self) -> bool:
-        """Return whether even draws with replacement may repeat no sample on a rank."""
+        """Return whether ranks read so few samples that random draws may not repeat."""
         return self.pool > 0 and min(map(len, self.all)) ** 2 < 16 * self.pool
 
     def together(self, least: float = 0.3) -> tuple[float, float]:

@@ -15,8 +15,8 @@ from .watcher import Watcher
 
 LOSSES = """cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss
     binary_cross_entropy binary_cross_entropy_with_logits""".split()
-LARGE = 2**20  # most numbers in an output or a loss
-COMPARES = 400  # most comparisons that doctor searches for predictions
+LARGE = 2**20  # maximum size of an output or a loss
+COMPARES = 400  # maximum number of comparisons searched for predictions
 OTHER = re.compile(  # results that doctor does not recompute
     r"\b(\w*iou|dice|f1|(?:\w+_)?(?:auc|auroc|ap)|\w?map|bleu|rouge|recall|rewards?|returns?|scores?|"
     r"mae|mse|rmse|r2|psnr|ssim|fid|auprc|bpd|bpc|mrr|(?:ndcg|hits?|recall|r|p|map)@\d+)"
@@ -98,7 +98,7 @@ class Results(Watcher):
     # --- outputs and losses ---
 
     def keeps(self) -> bool:
-        """Return whether doctor measures outputs now."""
+        """Return whether doctor measures the current outputs."""
         now = recorder.timing or not torch.is_grad_enabled()
         return now and not recorder.full(Measured)
 

@@ -12,7 +12,7 @@ from .reads import feeds
 from .record import torch
 from .sample import digest, hashes, numbers, positions
 
-FEW, ALL = 64, 5000  # most entries to hash in order; most entries to sum
+FEW, ALL = 64, 5000  # limits: entries to hash in order; entries to sum
 PLAIN = int, float, str, bytes, bool, complex, type(None)
 
 

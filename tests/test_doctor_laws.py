@@ -441,7 +441,7 @@ def test_draws_that_are_equal_from_a_later_step_on(count):
     for one in found.findings:
         text = f"from step {step + 1} on, in {count} of 40 steps, torch.rand() gives"
         assert one.what.startswith(text) and one.place == "a.py:3"
-        assert "torch.Generator() of its own" in one.mend
+        assert "a separate torch.Generator()" in one.mend
 
 
 def test_the_origin_of_equal_states_is_named():

@@ -31,7 +31,7 @@ def is_device(value: object) -> bool:
 
 
 def moved(source: Tensor, result: Tensor, place: torch.device) -> Tensor:
-    """Return the result of a move to a device; copy it unless the move has done so."""
+    """Return the result of a move to a device, as a copy if the function made none."""
     if place != place_of(result) and result is source:
         result = source.clone()
     return mark(result, place)

@@ -1,4 +1,4 @@
-"""Law 6: every trainable weight gets gradients, is in an optimizer and is changed."""
+"""Law 6: every trainable weight gets gradients, is in an optimizer, and changes."""
 
 from collections import Counter
 
@@ -21,7 +21,7 @@ class Weight(Event, limit=10**6):  # enough for all weights, several times
     """The gradients that a weight has received so far, and whether it has changed."""
 
     name: str
-    module: str  # the outermost module that has run and has no weight that lives
+    module: str  # the outermost module that has run and has no living weight
     trainable: bool
     optimizer: int | None  # the first step of the weight's optimizer
     network: str  # the weight's network, or ""
@@ -189,7 +189,7 @@ def names(events: list[Weight]) -> str:
 
 @check(LAW, RISK, general=True, needs=[Step, Weight])
 def dead_weights(job):
-    """Trainable weights never get a gradient.
+    """Some trainable weights never get a gradient.
 
     Look between these layers and the loss for detach(), no_grad(), item(), argmax(), or
     a reentrant checkpoint whose inputs need no gradient.
@@ -231,7 +231,7 @@ def dead_weights(job):
     if needed:
         what, where, mend = f"{len(needed)} {never}", needed[0].place, ""
         if all(one.reached for one in needed):
-            what = what.replace("never get a gradient", "get gradients of zero only")
+            what = what.replace("never get a gradient", "get only zero gradients")
         elif any(0 <= one.first < runs for one in needed):
             what += " (weights in later layers do learn)"
         elif gathers:

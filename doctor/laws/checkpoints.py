@@ -235,7 +235,7 @@ def no_optimizer(job):
 
     Also save the state_dict() of the optimizer, the scheduler and the scaler, and load
     them.
-    Not a mistake if: you never resume from it.
+    Not a mistake if: you never resume from this file.
     """
     saved = [(path, own, own[-1]) for path, own in checkpoints(job)]
     complete = any(one.has and {*one.has} <= {*one.holds} for _, _, one in saved)
@@ -256,9 +256,9 @@ def no_optimizer(job):
 
 @check(LAW, RISK, effects=[no_optimizer], read="pitfall 18")
 def lacking(job):
-    """A checkpoint has only some of the network's weights and buffers.
+    """A checkpoint contains only some of the network's weights and buffers.
 
-    Save model.state_dict(): it also has the buffers, such as batch norm's statistics.
+    Save model.state_dict(): it also contains buffers such as batch norm's statistics.
     Not a mistake if: the script restores the missing ones in another way.
     """
     for path, own in checkpoints(job):

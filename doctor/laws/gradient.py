@@ -13,7 +13,7 @@ from .passes import LAW, Update, not_awaited
 from .replicas import DRIFT, alike, buffers_differ, equal_steps, listed, weights_differ
 from .states import Layout
 
-UNKNOWNS = 12  # most passes of all ranks whose shares doctor computes
+UNKNOWNS = 12  # maximum number of passes (on all ranks) whose shares doctor computes
 
 
 @dataclass

@@ -16,7 +16,7 @@ PASSED = "View", "Reshape", "Squeeze", "Unsqueeze", "ToCopy", "Alias", "Clone", 
 RECEIVE = """all_gather all_gather_into_tensor all_gather_single all_to_all scatter
     all_to_all_single broadcast all_reduce reduce_scatter reduce_scatter_tensor
     allgather allreduce allreduce_ broadcast_""".split()
-NODES = 2000  # most nodes of a graph to read
+NODES = 2000  # maximum number of nodes to read in a graph
 FIRST = 4  # number of steps whose graphs doctor searches for the user's functions
 
 
@@ -40,7 +40,7 @@ class Losses(Watcher):
         self.validated = set()  # networks evaluated in this pass
 
     def on_input(self, network, inputs) -> None:
-        key = id(next(network.parameters(), None))  # a DDP model has its network's
+        key = id(next(network.parameters(), None))  # the same for a DDP model
         trains = torch.is_grad_enabled()
         # This is the pass's first network, or the network was just validated
         if self.fresh or (trains and key in self.validated):
@@ -108,7 +108,7 @@ def in_torch() -> bool:
 
 
 def has_own_function(root) -> bool:
-    """Return whether a graph has the user's own functions, which may communicate."""
+    """Return whether a graph has functions of the user, which may communicate."""
     seen, waiting = {root}, [root]
     while waiting and len(seen) < NODES:
         node = waiting.pop()

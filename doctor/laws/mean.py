@@ -96,7 +96,7 @@ def mean_gradient(job):
     """The gradients of a step are not the mean over its samples.
 
     Look for code that changes gradients between backward() and step().
-    Not a mistake if: they are meant to be changed.
+    Not a mistake if: the change is intended.
     """
     rows, found = updates(job), fits(job)
     if all(alike([summed_up(own(one)) for one in row]) for row in rows):

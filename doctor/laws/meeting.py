@@ -141,7 +141,7 @@ def steps_differ(job):
 
 @check(LAW, WRONG, effects=[steps_differ], read="lesson 11")
 def hangs(job):
-    """A process waits for something that never comes.
+    """A process waits for other processes, which never arrive.
 
     Find the call that only some ranks make, or the rank that has an extra batch.
     """

@@ -39,7 +39,7 @@ class Modes(Watcher):
     """Records the modes of batch norm and dropout layers."""
 
     def __init__(self):
-        self.stateful = weakref.WeakKeyDictionary()  # layers as weak references, too
+        self.stateful = weakref.WeakKeyDictionary()  # weak references, too
         self.pending, self.validated = None, set()
 
     def on_output(self, network, outputs, batch) -> None:
@@ -106,7 +106,7 @@ class Modes(Watcher):
 
 
 def modes(job) -> list[list[Mode]]:
-    """Return each process's last event of each layer with modes."""
+    """Return each process's last Mode event of each layer."""
     found = [process.of(Mode) for process in job.processes]
     return [[x for x in own if x.step == own[-1].step] for own in found]
 
@@ -155,9 +155,9 @@ def eval_mode(job):
         evals = {n for one in layers for n in one.ran.get("eval", ())}
         found = sorted((evals - trains) & {*steps})
         if found:
-            what = f"{len(found)} of {len(steps)} steps, from step {found[0] + 1} on, "
+            what = f"in {len(found)} of {len(steps)} steps, from step {found[0] + 1} "
             names = listed([one.name for one in layers], 2)
-            what += f"train a network in evaluation mode: {names}"
+            what += f"on, a network trains in evaluation mode: {names}"
             yield Breach(what, layers[0].place)
     for one in validations(job):
         if one.training:

@@ -16,7 +16,7 @@ from .replicas import DRIFT, alike, listed
 AWAIT = "wait", "synchronize", "is_completed", "get_future", "block_current_stream"
 ADAPTIVE = re.compile("Adam|RMSprop|Adagrad|Adadelta|Lamb|Lion|Muon|Rprop|Shampoo")
 LAW = Law(5, "gradient", "A step is the mean over all samples")
-SEPARATE = 8  # most passes of a step whose gradients doctor stores separately
+SEPARATE = 8  # maximum number of passes whose gradients doctor stores separately
 
 
 class Update(Event):
@@ -32,7 +32,7 @@ class Update(Event):
     lost: list[str]  # lines of passes whose gradients were cleared before the step
     stale: list[str]  # weights that still had the gradients of an earlier step
     clips: list[dict]  # see Passes.clip()
-    factor: float | None  # FSDP2: scales the shards between backward() and step()
+    factor: float | None  # FSDP2: factor applied to the shards before step()
     place: str
 
     def part(self, values: list[float], number: int) -> list[float]:
@@ -99,7 +99,7 @@ class Passes(Watcher):
     def scaler_step(self, call, scaler, optimizer, *args, **kwargs):
         before = recorder.step
         result = call(scaler, optimizer, *args, **kwargs)
-        if recorder.step == before:  # the scaler skipped infinite gradients
+        if recorder.step == before:  # a scaler skips infinite gradients
             self.after_step(optimizer, weights(optimizer))
             for one in weights(optimizer):
                 self.local.pop(id(one), None)

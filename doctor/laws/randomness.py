@@ -29,10 +29,10 @@ from ..watcher import Watcher
 from .samples import same_samples, undivided
 
 LAW = Law(3, "randomness", "Random streams differ between ranks")
-FETCHES = 15  # most batches to record per pass and process
+FETCHES = 15  # maximum number of batches to record per pass and process
 NOISE = "Give the script's own generator a seed that depends on the rank."
 LATE = (
-    "Draw numbers that must be equal on all ranks from a torch.Generator(), or "
+    "Draw what must be equal on all ranks from a separate torch.Generator(), or "
     "inside torch.random.fork_rng(): torch.manual_seed() changes all later draws."
 )
 WORDS = {"forward": "forward passes", "fetch": "batches"}

@@ -18,7 +18,7 @@ from .replicas import other_network_differs
 from .samples import datasets_differ, where
 
 LAW = Law(2, "ranks", "Ranks are exchangeable")
-FEWEST, BATCHES = 20, 8  # least numbers of passes and of distinct batches
+FEWEST, BATCHES = 20, 8  # minimum numbers of passes and of distinct batches
 LOSSES = """cross_entropy nll_loss binary_cross_entropy mse_loss l1_loss huber_loss
     smooth_l1_loss binary_cross_entropy_with_logits kl_div ctc_loss
     triplet_margin_loss gaussian_nll_loss poisson_nll_loss""".split()

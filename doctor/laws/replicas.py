@@ -23,7 +23,7 @@ def alike(lists: list, tolerance: float = 1e-3) -> bool:
 
 
 def close(one: list[float], other: list[float], tolerance: float) -> bool:
-    """Return whether two lists are equal up to rounding; NaN and infinity match all."""
+    """Return whether two lists are equal up to rounding; NaN and infinity match any."""
     size = max(math.hypot(*one), math.hypot(*other))
     gap = math.hypot(*(a - b for a, b in zip(one, other, strict=True)))
     return not gap > tolerance * size  # true for NaN, too

@@ -26,7 +26,7 @@ from .files import LAW, base
 from .replicas import alike, listed, states_of
 from .states import Replicas, State
 
-MOST = 2000  # most tensors to read from a loaded file
+MOST = 2000  # maximum number of tensors to read from a loaded file
 
 
 class Loaded(Event, limit=50):

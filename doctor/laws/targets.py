@@ -15,7 +15,7 @@ from ..watcher import Watcher
 from .ranks import LAW, Targets
 from .samples import datasets_differ
 
-FEWEST = 8  # least number of samples with a token or a class
+FEWEST = 8  # minimum number of samples with a token or a class
 Samples = list[tuple[dict[int, float], float]]  # features and a target
 
 

@@ -16,7 +16,7 @@ from .modes import Validation, validations
 
 LAW = Law(10, "time", "Time goes into work")
 LEAST = 0.05  # seconds: doctor does not judge shorter steps
-SHARE = 0.05  # least share of a step that a fix must save
+SHARE = 0.05  # minimum share of a step that a fix must save
 MENDS = {
     "data": "Load data in more processes (num_workers), or do less for each sample.",
     "validation": "Validate less often than in each step.",
@@ -209,7 +209,7 @@ def bottleneck(job):
         found.append((1.0, slow))
     for part, (share, rank) in shares.items():
         if share > 2 * SHARE and not slow:
-            what = f"{part} is {share:.0%} of a step of {1000 * wall:.0f} ms on rank "
+            what = f"{part} takes {share:.0%} of a {1000 * wall:.0f} ms step on rank "
             found.append((share, Breach(f"{what}{rank}", mend=MENDS[part])))
     columns = [*zip(*steps, strict=False)]
     total, costs = sum(column[0].wall for column in columns), Counter()
