@@ -89,8 +89,6 @@ class Failed(Event):
 class Exit(Event):
     """The process ends."""
 
-    watched: int  # number of watched steps
-
 
 def read(path: Path) -> list[Event]:
     """Return a process's events, in the order in which it wrote them."""

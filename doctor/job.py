@@ -90,7 +90,8 @@ class Job:
     @property
     def watched(self) -> int:
         """The number of watched optimizer steps that all ranks took."""
-        return min((len(one.of(Step)) for one in self.processes), default=0)
+        counts = [sum(x.watched for x in one.of(Step)) for one in self.processes]
+        return min(counts, default=0)
 
     @property
     def emulated(self) -> bool:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from graphlib import TopologicalSorter
 
-from .event import Event
+from .event import Event, Joins, Rank
 from .job import Job
 
 WRONG, RISK, SLOW, NOTE = LEVELS = "WRONG", "RISK", "SLOW", "note"
@@ -173,9 +173,11 @@ def need(events, why: str):
 
 
 def several(job: Job) -> None:
-    """Raise NotJudged if the job has only one process."""
+    """Raise NotJudged if the job has no group of several processes."""
     if job.world_size < 2 or len(job.processes) < 2:
         raise NotJudged("this needs at least two processes")
+    if not (job.of(Joins) or job.of(Rank)):
+        raise NotJudged("the processes train alone: see no_group")
 
 
 def judge(job: Job, own: Check) -> Iterator[Breach | str]:

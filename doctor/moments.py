@@ -34,6 +34,7 @@ class Step(Event):
     epoch: int | None
     place: str
     by_hand: bool = False  # the script has changed the weights without an optimizer
+    watched: bool = True  # the laws' watchers saw the step; later ones are only timed
 
 
 class Moments(Watcher):
@@ -69,7 +70,7 @@ class Moments(Watcher):
         wrap(torch.nn.Module, "zero_grad", self.zero_grad)
         wrap(torch.autograd, "backward", self.backward)
         wrap(torch.nn.parallel.DistributedDataParallel, "__init__", self.ddp)
-        for owner in (dist, dist.distributed_c10d):
+        for owner in (dist, dist.distributed_c10d, dist.device_mesh):
             wrap(owner, "init_process_group", self.join)
             for name in (*COLLECTIVES, "destroy_process_group"):
                 wrap(owner, name, functools.partial(self.collect, name))
@@ -191,6 +192,7 @@ class Moments(Watcher):
             epoch=current and current.epoch,
             place=place(),
             by_hand=optimizer is None,
+            watched=recorder.watching,
         )
         recorder.write(step)
 

@@ -12,7 +12,7 @@ from .layers import Layers, Ran, networks
 from .passes import Update
 from .replicas import listed
 
-LAW = Law(6, "alive", "Every weight lives")
+LAW = Law(6, "alive", "Every weight learns")
 # After these steps, doctor writes an event for each weight and layer
 WRITES = {*range(1, 4), *range(4, STEPS, 4), STEPS}
 

@@ -1,4 +1,4 @@
-"""Law 8: one process writes each file. Checks the contents of checkpoints."""
+"""Law 8: files are whole, and have one writer. Checks the contents of checkpoints."""
 
 import contextlib
 import os

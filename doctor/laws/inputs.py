@@ -1,4 +1,4 @@
-"""Law 3: random streams differ between ranks. Checks inputs and seeds."""
+"""Law 3: random streams differ. Checks inputs and seeds."""
 
 from collections import Counter
 from itertools import combinations
@@ -21,7 +21,7 @@ STRATA = (
 def same_inputs(job):
     """The ranks draw the same inputs, or the same time steps.
 
-    Seed each rank with its own number, such as seed + rank, before it draws them.
+    Seed each rank differently, for example with seed + 1000 * epoch + rank.
     Not a mistake if: all ranks are meant to use the same values.
     """
     several(job)
@@ -58,8 +58,7 @@ def argument(job: Job):
 def seeds_restart(job):
     """Each epoch draws the same random numbers as an earlier one.
 
-    Seed the generators once, before the first epoch, or with a number that depends on
-    the epoch.
+    At the start of each epoch, call torch.manual_seed(seed + 1000 * epoch + rank).
     Not a mistake if: each epoch is meant to draw the same numbers.
     """
     several(job)

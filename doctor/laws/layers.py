@@ -1,4 +1,4 @@
-"""Law 6: every weight lives. Records which layers run, and in which modes."""
+"""Law 6: every weight learns. Records which layers run, and in which modes."""
 
 import weakref
 from dataclasses import dataclass, field

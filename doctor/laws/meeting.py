@@ -207,19 +207,17 @@ def collectives_differ(job):
             without = job.processes[calls.index(None)]
             one = next(one for one in calls if one)
             if stuck(job) or without in gone or behind(job, without, one):
-                what = f"rank {without.rank} does not call {one.name}(), which rank "
-                what += f"{one.rank} calls after step {one.step}"
+                what = f"after step {one.step}, rank {one.rank} calls {one.name}(), "
+                what += f"but rank {without.rank} does not"
                 if wait := waiting(without):
-                    what += f": it waits in {wait.what}() at {wait.place}"
+                    what += f" and waits in {wait.what}() at {wait.place} instead"
                 leaves = one.name == "destroy_process_group"
                 yield Breach(what, one.place, mend=LEAVES * leaves)
                 return
             raise NotJudged("the job ended between two collectives")
         if len({(one.name, one.sent) for one in calls}) > 1:
-            made = [
-                f"rank {x.rank} calls {x.name}({x.sent}) at {x.place}" for x in calls
-            ]
-            what, mend = f"for collective call {number}, {', '.join(made)}", ""
+            made = [f"{x.name}({x.sent}) at {x.place} on rank {x.rank}" for x in calls]
+            what, mend = f"collective call {number} is {', but '.join(made)}", ""
             if len({one.name for one in calls}) == 1:
                 mend = "Give this call the same size, type and root on every rank."
             if any(one.name == "destroy_process_group" for one in calls):

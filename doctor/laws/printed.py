@@ -17,6 +17,7 @@ from .replicas import names_differ, weights_differ, weights_drift
 from .samples import datasets_differ
 
 LAW = Law(7, "printed", "Prints are true")
+CAUSES = datasets_differ, names_differ, weights_differ, weights_drift, not_averaged
 SORT = (
     "Put the gathered predictions into the order of the labels, or gather the labels "
     "too: DistributedSampler gives rank r the samples r, r + world_size, ..."
@@ -245,13 +246,7 @@ def unchecked(job) -> str:
     return ""
 
 
-@check(
-    LAW,
-    RISK,
-    general=True,
-    causes=[datasets_differ, names_differ, weights_differ, weights_drift, not_averaged],
-    read="pitfall 16",
-)
+@check(LAW, RISK, general=True, causes=CAUSES, read="pitfall 16")
 def wrong_number(job):
     """A printed result does not match the network's outputs.
 

@@ -1,4 +1,4 @@
-"""Law 3: random streams differ between ranks."""
+"""Law 3: random streams differ."""
 
 import os
 import random
@@ -28,7 +28,7 @@ from ..signature import plain
 from ..watcher import Watcher
 from .samples import same_samples, undivided
 
-LAW = Law(3, "randomness", "Random streams differ between ranks")
+LAW = Law(3, "randomness", "Random streams differ")
 FETCHES = 15  # maximum number of batches to record per pass and process
 NOISE = "Give the script's own generator a seed that depends on the rank."
 LATE = (
@@ -189,8 +189,7 @@ def equal(rows: list[dict]) -> tuple[Counter, list[str], int, list[Draw]]:
 def same_random_numbers(job):
     """Ranks draw the same random numbers.
 
-    Call torch.manual_seed(seed + rank) on each rank after the network and the data set
-    have been made.
+    At the start of each epoch, call torch.manual_seed(seed + 1000 * epoch + rank).
     Not a mistake if: all ranks are meant to draw the same numbers.
     """
     several(job)
@@ -269,7 +268,7 @@ def advice(name: str, origin: str, draw: Draw) -> str:
     """Return the advice for a generator, or "" for the check's own advice."""
     if "state" in origin:  # set_rng_state(), setstate()
         return "Save each rank's own state, and restore it on that rank."
-    text = "Seed PyTorch, and a generator given to the DataLoader, with seed + rank; "
+    text = "Seed PyTorch, and a generator given to the DataLoader, by epoch and rank; "
     if name.startswith("its ") and draw.worker is not None:
         return f"{text}seed {called(name)} in worker_init_fn with torch.initial_seed()."
     if draw.worker is not None:
@@ -285,7 +284,7 @@ def advice(name: str, origin: str, draw: Draw) -> str:
 def same_augmentation(job, breach):
     """Ranks draw the same random numbers for their samples.
 
-    Call torch.manual_seed(seed + rank) on each rank before the first epoch.
+    At the start of each epoch, call torch.manual_seed(seed + 1000 * epoch + rank).
     Not a mistake if: the random numbers do not change the samples.
     """
     return breach if breach.facts == "fetch" else None
@@ -295,7 +294,7 @@ def same_augmentation(job, breach):
 def same_dropout(job, breach):
     """Ranks draw the same random numbers in their networks, for example for dropout.
 
-    Call torch.manual_seed(seed + rank) on each rank after the network has been made.
+    At the start of each epoch, call torch.manual_seed(seed + 1000 * epoch + rank).
     Not a mistake if: the network itself is divided between the ranks.
     """
     return breach if breach.facts == "forward" else None
@@ -305,8 +304,8 @@ def same_dropout(job, breach):
 def same_noise(job, breach):
     """Ranks draw the same noise in their training loops.
 
-    Call torch.manual_seed(seed + rank) on each rank before the first epoch; also give
-    the loop's own generators a different seed on each rank.
+    At the start of each epoch, call torch.manual_seed(seed + 1000 * epoch + rank). Seed
+    the loop's own generators differently on each rank, too.
     Not a mistake if: all ranks are meant to choose the same, for example a size.
     """
     return breach if breach.facts == "loop" else None

@@ -9,7 +9,6 @@ from itertools import pairwise
 from ..job import Job
 from ..law import NOTE, RISK, WRONG, Breach, Doubt, NotJudged, check, need, several
 from ..moments import Step
-from ..record import STEPS
 from .checkpoints import Saved
 from .meeting import collectives_differ
 from .states import LAW, Layout, State
@@ -218,16 +217,14 @@ def others(job: Job) -> dict[str, list[list[State]]]:
     found = {}
     for row in states_of(job, "other"):
         found.setdefault(row[0].what, []).append(row)
-    least = max(3, min(job.watched, STEPS) / 2)
+    least = max(3, job.watched / 2)
     return {what: rows for what, rows in found.items() if len(rows) >= least}
 
 
-@check(
-    LAW,
-    RISK,
-    causes=[names_differ, weights_differ, weights_drift, other_network_differs],
-    read="pitfall 16",
-)
+APART = *EARLIER, weights_drift, other_network_differs
+
+
+@check(LAW, RISK, causes=APART, read="pitfall 16")
 def buffers_differ(job):
     """The ranks have different buffers, or validate different networks.
 
@@ -286,12 +283,7 @@ def tensors_drift(job):
         yield Breach(what, job.of(Step)[0].place)
 
 
-@check(
-    LAW,
-    RISK,
-    causes=[names_differ, weights_differ, weights_drift, buffers_differ],
-    read="pitfall 11",
-)
+@check(LAW, RISK, causes=[*EARLIER, weights_drift, buffers_differ], read="pitfall 11")
 def weights_differ_in_the_end(job):
     """At the end, the ranks have different weights.
 

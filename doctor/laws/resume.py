@@ -1,4 +1,4 @@
-"""Law 8: one process writes each file. Checks what a resumed run restores."""
+"""Law 8: files are whole, and have one writer. Checks what a resumed run restores."""
 
 import contextlib
 import os

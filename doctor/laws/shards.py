@@ -1,4 +1,4 @@
-"""Law 8: one process writes each file. Finds files with only parts of the weights."""
+"""Law 8: files are whole, and have one writer. Finds files of shards."""
 
 import os
 

@@ -7,12 +7,15 @@ from statistics import fmean, median
 
 from ..event import Event
 from ..job import Process
-from ..law import SLOW, Breach, Law, NotJudged, check
+from ..law import SLOW, Breach, Law, NotJudged, check, need
 from ..moments import Moments, Step
 from ..record import recorder, torch, wrap
 from ..watcher import Watcher
+from .gradient import not_averaged
 from .meeting import hangs
 from .modes import Validation, validations
+from .passes import Update
+from .states import Layout
 
 LAW = Law(10, "time", "Time goes into work")
 LEAST = 0.05  # seconds: doctor does not judge shorter steps
@@ -189,7 +192,27 @@ def walls(job) -> float:
     return wall
 
 
-@check(LAW, SLOW, general=True, needs=[Spans], causes=[hangs], read="docs/measure.md")
+@check(LAW, SLOW, causes=[not_averaged], read="lesson 7")
+def every_micro_batch(job):
+    """DDP averages gradients in each pass of a step.
+
+    Use model.no_sync() in all passes of a step except the last.
+    """
+    need(job.of(Layout), "DDP is not used")
+    for row in job.rows(Update):
+        passes = row[0].passes
+        forwards = [one["forwards"][-1] for one in passes if one["forwards"]]
+        places = {one["place"] for one in passes}
+        if len(passes) > 1 and sum(forwards) >= len(passes) and len(places) == 1:
+            what = f"DDP averages gradients {len(passes)} times per step"
+            yield Breach(what, passes[0]["place"])
+            return
+
+
+FIRST = hangs, every_micro_batch  # the report names their findings first
+
+
+@check(LAW, SLOW, general=True, needs=[Spans], causes=FIRST, read="docs/measure.md")
 def bottleneck(job):
     """A part of a step takes time that a change could save.
 
