@@ -105,7 +105,7 @@ class Results(Watcher):
     def measure(self, what, source, values, weights, labels=None, **more) -> None:
         """Store tensors for read(); hits are elements of `values` that equal `labels`.
 
-        If `more` contains a tensor `sure` that is false, read() drops the batch.
+        If `more` contains a tensor `sure` that is false, read() drops the entry.
         """
         number = self.sources.setdefault(source, len(self.sources))
         batch = self.batch or {}

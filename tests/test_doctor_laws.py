@@ -686,7 +686,7 @@ def test_a_loop_over_names_has_one_order_on_all_ranks(other):
     found = report(rank("abc"), rank(other))
     assert named(found) == ({"collectives_differ"} if other == "bac" else set())
     if other == "bac":
-        assert "that of a on rank 0, that of b on rank 1" in found.findings[0].what
+        assert ": a on rank 0, b on rank 1" in found.findings[0].what
     assert not named(report(rank("abc", each=1), rank(other, each=1)))
 
 
