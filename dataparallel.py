@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data.distributed import DistributedSampler
 
-from common.arguments import build_parser, choose_defaults, parse_arguments
+from common.arguments import build_parser, choose_defaults, divide, parse_arguments
 from common.checkpoint import Checkpoint
-from common.data import DeviceLoader, EpochSampler, build_datasets, build_loader
-from common.data import divide, seed_generators
+from common.data import DeviceLoader, EpochSampler, build_datasets, seed_generators
 from common.errors import UserError, one_line_errors
 from common.meters import Meter, Metrics, Progress, averages, batch_sums, format_metrics
 from common.model import PRECISIONS, build_model, build_scheduler
@@ -61,11 +60,11 @@ def main(args: Namespace) -> None:
     # [/shard]
 
     train_sampler = EpochSampler(train_share, args.seed, rank, world_size)
-    train_loader = build_loader(
+    train_loader = DeviceLoader(
         args, train_set, train_sampler, batch_size, device, training=True
     )
     val_sampler = EpochSampler(val_share, args.seed, rank, world_size)
-    val_loader = build_loader(  # micro-batches, because these fit in memory
+    val_loader = DeviceLoader(  # micro-batches, because these fit in memory
         args, val_set, val_sampler, micro_batch_size, device, training=False
     )
 

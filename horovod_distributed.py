@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data.distributed import DistributedSampler
 
-from common.arguments import build_parser, choose_defaults, parse_arguments
+from common.arguments import build_parser, choose_defaults, divide, parse_arguments
 from common.checkpoint import Checkpoint
-from common.data import DeviceLoader, EpochSampler, build_datasets, build_loader
-from common.data import divide, seed_generators
+from common.data import DeviceLoader, EpochSampler, build_datasets, seed_generators
 from common.errors import UserError, one_line_errors
 from common.meters import Meter, Metrics, Progress, averages, batch_sums, format_metrics
 from common.model import PRECISIONS, build_model, build_scheduler
@@ -40,12 +39,11 @@ def main(args: Namespace) -> None:
     hvd.init()
     rank, world_size = hvd.rank(), hvd.size()
     local_rank, local_world_size = hvd.local_rank(), hvd.local_size()
+    device = torch.device("cpu")
     if torch.cuda.is_available():
         set_up_cuda(local_world_size)
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
     # [/launch]
 
     batch_size = divide(args.global_batch_size, world_size, "processes")
@@ -61,11 +59,11 @@ def main(args: Namespace) -> None:
     # [/shard]
 
     train_sampler = EpochSampler(train_share, args.seed, rank, world_size)
-    train_loader = build_loader(
+    train_loader = DeviceLoader(
         args, train_set, train_sampler, batch_size, device, training=True
     )
     val_sampler = EpochSampler(val_share, args.seed, rank, world_size)
-    val_loader = build_loader(  # micro-batches, because these fit in memory
+    val_loader = DeviceLoader(  # micro-batches, because these fit in memory
         args, val_set, val_sampler, micro_batch_size, device, training=False
     )
 
@@ -80,9 +78,7 @@ def main(args: Namespace) -> None:
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
 
     # [3/6 wrap] the optimizer's hooks average gradients during backward()
-    compressor = (
-        hvd.Compression.fp16 if args.compress_gradients else hvd.Compression.none
-    )
+    compressor = getattr(hvd.Compression, args.compress_gradients or "none")
     optimizer = hvd.DistributedOptimizer(
         optimizer,
         raw_model.named_parameters(),
@@ -92,8 +88,7 @@ def main(args: Namespace) -> None:
     raw_model.to(memory_format=torch.contiguous_format)  # Horovod sends no other format
     hvd.broadcast_parameters(raw_model.state_dict(), root_rank=0)
     raw_model.to(memory_format=torch.channels_last)
-    # hvd.broadcast_optimizer_state() is for state that only rank 0 has. Here, all ranks
-    # load the checkpoint. With a new SGD optimizer, the call also takes a hidden step.
+    # No hvd.broadcast_optimizer_state(), because all ranks load the optimizer's state
     model = eval_model = raw_model
     to_save = {"state_dict": raw_model}  # the weights in checkpoints
     # [/wrap]

@@ -3,7 +3,6 @@
 import argparse
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -72,11 +71,9 @@ def build_parser(docstring: str) -> Parser:
     return parser
 
 
-def parse_arguments(
-    parser: Parser, argv: Sequence[str] | None = None
-) -> argparse.Namespace:
+def parse_arguments(parser: Parser) -> argparse.Namespace:
     """Parse the command line; raise UserError if a flag is wrong."""
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     if (args.data is None) == (args.synthetic is None):
         parser.error("give either --data DIR or --synthetic")
     if args.evaluate and not (args.resume or args.pretrained):
@@ -91,6 +88,13 @@ def parse_arguments(
         args.epochs = 0  # train no epoch
     args.output = args.output or Path("runs", Path(sys.argv[0]).stem)
     return args
+
+
+def divide(images: int, parts: int, name: str) -> int:
+    """Divide a batch into equal parts; raise UserError if there is a remainder."""
+    if images % parts:
+        raise UserError(f"-b: {images} images cannot be divided by {parts} {name}")
+    return images // parts
 
 
 def choose_defaults(

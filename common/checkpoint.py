@@ -1,12 +1,11 @@
 """A run's progress, and the files from which a killed run resumes."""
 
-import argparse
 import fcntl
 import json
 import math
 import os
 import time
-from collections.abc import Callable
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from common.arguments import AUTO
 from common.data import fingerprint
 from common.errors import UserError
 from common.images import NO_TORCHCODEC
-from common.meters import averages, format_metrics, metric_names
+from common.meters import AllReduce, averages, format_metrics, metric_names
 
 # best.pt is from the epoch with the highest value (for a loss, the lowest)
 BEST_METRIC, LOWER_IS_BETTER = "val_top1", False
@@ -33,16 +32,12 @@ class Checkpoint:
     """A run's progress, which is saved to and restored from OUTPUT/checkpoint.pt."""
 
     def __init__(
-        self,
-        args: argparse.Namespace,
-        datasets: tuple[Dataset, Dataset],
-        objects: dict[str, Any],
+        self, args: Namespace, datasets: tuple[Dataset, ...], objects: dict[str, Any]
     ):
-        """Store the objects to save (with a state_dict()), by their names in the file.
+        """`objects` have a state_dict(); "state_dict" is the model that validates.
 
-        Name the model used for validation "state_dict". `datasets` are the training and
-        validation sets; a resumed run needs the same images. Raises UserError if no
-        metric is named BEST_METRIC.
+        `datasets` are for training and validation; a resumed run needs the same images.
+        Raises UserError if no metric is named BEST_METRIC.
         """
         self.args, self.objects = args, objects
         names = [f"val_{name}" for name in metric_names(len(datasets[1].classes))]
@@ -85,29 +80,25 @@ class Checkpoint:
         except Exception as error:  # the unpickler raises many kinds
             reason = type(error).__name__
             raise UserError(f"--resume {path} cannot be loaded: {reason}") from None
-        for name in ("arch", "classes") if self.args.evaluate else self.recipe:
+        compared, loaded = self.recipe, self.objects
+        if self.args.evaluate:
+            compared, loaded = ("arch", "classes"), ("state_dict",)
+        for name in compared:
             now = self.recipe[name]
             if recipe.get(name, now) != now:  # other strategies may lack a flag
                 text = f"{path} was saved with {name} = {recipe[name]}, now it is {now}"
                 raise UserError(f"{text}: use the same, or start a new run")
-        if self.args.evaluate:
-            self.objects["state_dict"].load_state_dict(content["state_dict"])
-            return
-        for name, one in self.objects.items():
+        for name in loaded:
             if name not in content:
                 raise UserError(f"{path} has no {name}: resume with the same script")
-            one.load_state_dict(content[name])
+            self.objects[name].load_state_dict(content[name])
         self.epoch, self.step = content["epoch"], content["step"]
         self.sums, self.records = content["sums"], content["records"]
         if self.best_file.exists():  # a new folder has no best.pt
             self.best = content["best_acc1"].item()
 
     def compare_ranks(
-        self,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        all_reduce: Callable[[Tensor], Tensor],
+        self, rank: int, world_size: int, device: torch.device, all_reduce: AllReduce
     ) -> None:
         """Raise UserError if a process's images or progress differ from rank 0's."""
         # Each process fills its row of a table of zeros; the sum is the whole table
@@ -130,10 +121,7 @@ class Checkpoint:
             self.sums[name] = self.sums.get(name, 0) + value
 
     def record_epoch(self, val: dict[str, float], stats: dict[str, float]) -> None:
-        """Finish the current epoch, and add its record for epochs.jsonl.
-
-        `val` contains the validation averages; `stats` are added unchanged.
-        """
+        """Finish the epoch; record its averages, `val`'s averages, and `stats`."""
         train = averages(self.sums)
         record = {"epoch": self.epoch, "steps": self.step}
         record["images"] = train.pop("images")
@@ -143,10 +131,7 @@ class Checkpoint:
         self.epoch, self.step, self.sums = self.epoch + 1, 0, {}
 
     def save(self) -> None:
-        """Write epochs.jsonl, best.pt after the best epoch, and checkpoint.pt last.
-
-        If a file cannot be written, the old file remains, and the error is raised.
-        """
+        """Write epochs.jsonl, best.pt after the best epoch, and checkpoint.pt last."""
         files = [self.file]
         value = self.records[-1][BEST_METRIC] if self.step == 0 else self.best
         if value < self.best if LOWER_IS_BETTER else value > self.best:

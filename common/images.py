@@ -31,6 +31,7 @@ Box = Callable[[int, int], tuple[int, int, int, int]]
 # Decodes the part that a Box chooses, to a (3, H, W) uint8 tensor or a Pillow image.
 # Like most ImageNet scripts, decoders ignore the EXIF orientation.
 Decode = Callable[[Box], Tensor | Image.Image]
+Transform = Callable[[Decode], Tensor]  # to a (3, S, S) uint8 tensor
 
 
 def decode_with_pillow(content: bytes, box: Box) -> Image.Image:
@@ -49,8 +50,7 @@ def decode_with_torchcodec(content: bytes, box: Box) -> Tensor:
         return F.pil_to_tensor(decode_with_pillow(content, box))
     if NO_TORCHCODEC:
         raise ImportError(f"no TorchCodec ({NO_TORCHCODEC}); use --decoder pil")
-    data = bytearray().join((JPEG, NO_EXIF, memoryview(content)[len(JPEG) :]))
-    pixels = decode_jpeg(torch.frombuffer(data, dtype=torch.uint8))
+    pixels = decode_jpeg(JPEG + NO_EXIF + content[len(JPEG) :])
     part = F.crop(pixels[None], *box(*pixels.shape[1:]))
     # Remove gaps between rows, in the decoder's format, so that resize() is faster
     return part.contiguous(memory_format=torch.channels_last)[0]
@@ -72,10 +72,7 @@ DECODERS = {
 
 
 def read_image(
-    path: str,
-    decoder: str,
-    transform: Callable[[Decode], Tensor],
-    content: bytes | None = None,
+    path: str, decoder: str, transform: Transform, content: bytes | None = None
 ) -> Tensor:
     """Decode a file (or its `content`) with one of DECODERS, and transform the image.
 

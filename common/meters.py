@@ -12,6 +12,8 @@ from tqdm import tqdm
 from common.data import DeviceLoader
 from common.errors import UserError
 
+AllReduce = Callable[[Tensor], Tensor]  # sums a tensor over all processes
+Sums = dict[str, Tensor | float]  # name -> sum
 Metrics = dict[str, float | list]  # name -> value; a list has a value per class
 # Formats of printed metrics; epochs.jsonl contains all digits of all metrics
 FORMATS = {"top1": "top-1 {:.2f} %", "top5": "top-5 {:.2f} %", "images": "{:,} images"}
@@ -25,18 +27,15 @@ class Meter:
     """Adds up named numbers on the device; the host waits for it in reduce()."""
 
     def __init__(self):
-        self.sums: dict[str, Tensor | float] = {}
+        self.sums: Sums = {}
 
-    def add(self, sums: dict[str, Tensor | float]) -> None:
+    def add(self, sums: Sums) -> None:
         """Add a batch's sums, which may be numbers or tensors of any shape."""
         for name, value in sums.items():
             self.sums[name] = self.sums.get(name, 0) + value
 
-    def reduce(self, all_reduce: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Return the sums over all processes since the last call: float64, on the CPU.
-
-        `all_reduce` sums an (N,) float64 tensor over all processes.
-        """
+    def reduce(self, all_reduce: AllReduce) -> dict[str, Tensor]:
+        """Return float64 sums over all processes since the last call, on the CPU."""
         sums, self.sums = self.sums, {}
         options = {"dtype": torch.float64, "device": sums["loss"].device}
         tensors = [torch.as_tensor(value, **options) for value in sums.values()]
@@ -47,9 +46,7 @@ class Meter:
         return {name: piece.view(one.shape) for name, piece, one in pairs}
 
 
-def batch_sums(
-    loss: Tensor, outputs: Tensor, labels: Tensor
-) -> dict[str, Tensor | float]:
+def batch_sums(loss: Tensor, outputs: Tensor, labels: Tensor) -> Sums:
     """Return one batch's sums: loss, 100 times the top-1 and top-5 hits, and images.
 
     `loss` is the batch's mean, `outputs` are (B, classes) and `labels` (B,) int64. To
@@ -132,10 +129,9 @@ class Progress(tqdm):
         )
 
     def record_interval(self, step: int, means: Metrics, learning_rate: float) -> None:
-        """End a print interval after the device has finished the interval's last step.
+        """End a print interval, whose last step the device has finished.
 
-        `means` are averages over the images of all processes. The host runs ahead of a
-        GPU, so the GPU may have been idle for less time than this process waited.
+        `means` are over all processes' images. Waiting is the host's, not a GPU's.
         """
         now, images = time.perf_counter(), means["images"]
         seconds, waited = now - self.began, self.loader.waited - self.waited

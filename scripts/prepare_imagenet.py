@@ -103,9 +103,8 @@ def unpack(source: Path, target: Path) -> None:
                 sort(part, files[part], partial, classes)
                 if (count := sum(1 for _ in partial.glob("*/*"))) != COUNTS[part]:
                     found = f"{count} images in the {part} files"
-                    raise UserError(
-                        f"{found} instead of {COUNTS[part]}; download again"
-                    )
+                    wanted = f"instead of {COUNTS[part]}; download again"
+                    raise UserError(f"{found} {wanted}")
                 partial.rename(folder)  # the folder is complete
             print(f"{folder}: {sum(1 for _ in folder.glob('*/*'))} images", flush=True)
     except ImportError as error:

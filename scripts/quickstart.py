@@ -16,11 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-
-try:
-    from matplotlib.figure import Figure
-except ImportError:
-    Figure = None
+from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCHERS = {
@@ -48,11 +44,6 @@ def unavailable(strategy: str) -> str | None:
     if strategy == "horovod_distributed" and not find_spec("horovod"):
         return os.environ.get("HOROVOD_PROBLEM") or "Horovod is not installed"
     return None
-
-
-def processes(devices: int) -> int:
-    """Return how many processes to start, so that the batch of 64 is divisible."""
-    return max(number for number in (1, 2, 4, 8) if number <= devices)
 
 
 def epochs_left(output: Path) -> int:
@@ -95,15 +86,9 @@ def draw(runs: dict[str, list[dict]]) -> Figure:
     figure = Figure(figsize=(10, 4), dpi=150, facecolor="white", layout="constrained")
     for axes, name in zip(figure.subplots(1, 3), PANELS, strict=True):
         for number, records in enumerate(runs.values()):
-            points = [(record["epoch"] + 1, record[name]) for record in records]
-            above = len(runs) - number
-            axes.plot(
-                *zip(*points, strict=True),
-                "o-",
-                linewidth=above,
-                markersize=4 * above,
-                markerfacecolor="none",
-            )
+            epochs = [record["epoch"] + 1 for record in records]
+            values = [record[name] for record in records]
+            axes.plot(epochs, values, linewidth=2 * (len(runs) - number))
         axes.set(title=name, xlabel="epoch")
         if "loss" in name:
             axes.set_yscale("log")
@@ -114,8 +99,8 @@ def draw(runs: dict[str, list[dict]]) -> Figure:
 def main() -> None:
     """Train all strategies, print the table and draw the curves."""
     data, output = sys.argv[1], Path(sys.argv[2])
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    count = processes(gpus or 2)
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 2
+    count = max(n for n in (1, 2, 4, 8) if n <= devices)  # divides the batch of 64
     # Ctrl-C also reaches the launcher, which ends its processes; wait for it
     interrupted = []
     signal.signal(signal.SIGINT, lambda *_: interrupted.append(True))
@@ -149,9 +134,7 @@ def main() -> None:
         runs.append({**run, "status": status, "epochs": epochs})
     print(f"\n{render(runs)}\nThe runs are in {output}/; delete it to train again.")
     done = {run["strategy"]: run["epochs"] for run in runs if run["epochs"]}
-    if not Figure:
-        print("cannot draw the curves: pip install matplotlib")
-    elif done:
+    if done:
         draw(done).savefig(output / "curves.png")
         print(f"{output}/curves.png shows the losses and accuracies of all runs.")
     sys.exit(any(run["status"].startswith("failed") for run in runs))

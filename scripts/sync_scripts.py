@@ -31,9 +31,7 @@ def split(text: str, name: str) -> tuple[list[str], dict[str, list[str]]]:
     found = {m[1] or "docstring": m[0].splitlines(True) for m in PART.finditer(text)}
     shared = PART.sub(PLACE + "\n", text)
     if tuple(found) != ("docstring", *REGIONS) or "# [" in shared:
-        raise ValueError(
-            f"{name}: needs a docstring and these regions, closed: {REGIONS}"
-        )
+        raise ValueError(f"{name}: needs a docstring and the closed regions {REGIONS}")
     return shared.splitlines(True), found
 
 

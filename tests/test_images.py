@@ -16,7 +16,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from common import arguments, images
-from common.data import EpochSampler, build_datasets, build_loader
+from common.data import DeviceLoader, EpochSampler, build_datasets
 from common.errors import UserError, one_line_errors
 from common.nvimgcodec import make_decoder
 
@@ -160,7 +160,7 @@ def test_an_unreadable_image_is_one_line(pictures, capfd, decoder):
         args = parse("--data", pictures, "--decoder", decoder, "-b", 2, "-j", workers)
         train_set, _ = build_datasets(args)
         sampler = EpochSampler(range(16), args.seed, 0, 1)
-        loader = build_loader(args, train_set, sampler, 2, CPU, training=True)
+        loader = DeviceLoader(args, train_set, sampler, 2, CPU, training=True)
         with pytest.raises(SystemExit) as ended, one_line_errors():
             list(loader)
         printed = capfd.readouterr().err

@@ -36,7 +36,8 @@ class cuda:
     is_available = lambda: os.environ["GPUS"] == os.environ.get("USABLE", os.environ["GPUS"]) != "0"
     device_count = lambda: int(os.environ["GPUS"])
 """
-MODULES = "torch torchvision numpy PIL tqdm scipy pytest xdist torchcodec matplotlib"
+MODULES = "torch torchvision numpy PIL tqdm sklearn scipy pytest xdist torchcodec "
+MODULES += "matplotlib"
 
 
 @pytest.fixture
@@ -126,6 +127,10 @@ def test_a_missing_module_or_launcher_is_one_line(launch, tmp_path):
     (tmp_path / "decoy" / "horovodrun").unlink()
     status, text = launch("horovod_distributed.sh")
     assert status == 2 and " error: horovodrun is missing (scripts/install_" in text
+    sklearn = tmp_path / "modules" / "sklearn.py"
+    sklearn.unlink()
+    assert launch("quickstart.sh")[0] == 2
+    sklearn.touch()
     (tmp_path / "modules" / "tqdm.py").unlink()
     status, text = launch("quickstart.sh")
     files = "-r requirements.txt -r requirements/sample.txt\n"

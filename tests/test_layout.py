@@ -15,9 +15,9 @@ from scripts.sync_scripts import BASE, REGIONS, SIBLINGS, split
 SCRIPTS = [name.removesuffix(".py") for name in (BASE, *SIBLINGS)]
 OPTIONAL = {"common.tar", "common.nvimgcodec"}
 # Limits on lines, which we want to lower; the goals of the first six: 1000, 950, none, 220, 235, 85
-BUDGETS = {"a script with its imports": 1318, "common": 1218, "optional modules": 145}
-BUDGETS |= {"distributed.py": 220, "a script": 245, "a script's strategy": 81}
-BUDGETS |= {"modules of common": 9, "scripts": 919, "tests": 6214}
+BUDGETS = {"a script with its imports": 1273, "common": 1170, "optional modules": 141}
+BUDGETS |= {"distributed.py": 219, "a script": 244, "a script's strategy": 81}
+BUDGETS |= {"modules of common": 9, "scripts": 900, "tests": 6214}
 BUDGETS |= {"doctor": 10495, "doctor's tests": 2497, "benchmarks": 2590}
 BUDGETS |= {"entries in the root folder": 20}
 FOLDERS = ("benchmarks", "docs", "scripts", "tests", "tutorial")
@@ -111,8 +111,7 @@ def test_the_layout(tmp_path):
         (copy / name).write_text((copy / name).read_text() + text)
     found = " ".join(sorted(problems(copy)))
     wanted = "common.errors imports torch.distributed", "distributed imports benchmarks"
-    wanted = (*wanted, "distributed.py: 5")
-    assert not [one for one in wanted if one not in found]
+    assert not [one for one in (*wanted, "distributed.py: 5") if one not in found]
 
 
 def test_a_script_and_common_train_alone_without_optional_modules(pictures, tmp_path):
