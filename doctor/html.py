@@ -1,4 +1,4 @@
-"""Write a watched job as one self-contained page (--html) or as a trace (--trace)."""
+"""Write the report as a self-contained page (--html), or a timeline (--trace)."""
 
 import json
 from html import escape
@@ -11,7 +11,7 @@ from .page import conclusion, times, why_not_judged
 
 SHOWN = 6  # number of steps in the timeline
 COMM = "communication"
-PARTS = {  # of a step: its colours on light and dark pages
+PARTS = {  # part of a step: its colours on light and dark pages
     "data": "#b35900, #ffa657",
     "forward": "#2f6fce, #79b8ff",
     "backward": "#1b4f9c, #388bfd",
@@ -157,9 +157,9 @@ def timeline(job: Job) -> str:
     used = [part for part in PARTS if any(x[1] == part for x in every)]
     key = "".join(f'<span><i class="{x}"></i>{x}</span>' for x in used)
     return f"""<h2>Steps {steps[-SHOWN:][0] + 1} to {steps[-1] + 1}</h2>{text}
-<div class="key">{key}</div><p>{1000 * (end - start):.0f} ms in all; a dashed line
-begins a step. Waiting is the communication beyond that of the rank that waits least;
-what is left empty is other work of the script.</p>"""
+<div class="key">{key}</div><p>{1000 * (end - start):.0f} ms in total; a dashed line
+marks the start of each step. Waiting is the time by which a rank's communication takes
+longer than the fastest rank's. Gaps are other work of the script.</p>"""
 
 
 def trace(job: Job) -> str:

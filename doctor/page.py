@@ -1,4 +1,4 @@
-"""Write the report that a terminal shows at the end of a watched job."""
+"""Format the report that doctor prints at the end of a watched job."""
 
 import os
 import shutil
@@ -28,7 +28,7 @@ from .moments import Step
 NOTHING = "NOTHING CHECKED"
 COLOURS = {WRONG: "1;31", RISK: "1;33", SLOW: "1;36", NOTHING: "1;31"}
 COLOURS |= {BROKEN: "31", HELD: "32"}
-RANKS = 4  # largest number of ranks in the table of times
+RANKS = 4  # maximum number of ranks in the table of times
 
 
 def page(job: Job, report: Report, verbose: bool = False) -> str:
@@ -38,9 +38,9 @@ def page(job: Job, report: Report, verbose: bool = False) -> str:
     if not job.watched:
         text = ": no optimizer step was seen on all ranks."
         if not job.of(Failed):  # the error's finding is clearer
-            text += " doctor watches scripts that call step() of an Optimizer of "
-            text += "PyTorch in the processes of the job. A GradScaler skips the first "
-            text += "steps in float16: train a few more."
+            text += " doctor watches scripts that call step() of a PyTorch "
+            text += "Optimizer in the job's processes. In float16, a GradScaler skips "
+            text += "the first steps: train for a few more."
         lines += coloured(fill(NOTHING + text, width), NOTHING)
     else:
         lines += fill(conclusion(report), width)
@@ -198,7 +198,7 @@ def program() -> str:
 
 
 def coloured(lines: list[str], word: str) -> list[str]:
-    """Return lines; a terminal shows the first occurrence of a word in colour."""
+    """Return the lines; on a terminal, colour a word's first occurrence."""
     if word in COLOURS and sys.stderr.isatty() and "NO_COLOR" not in os.environ:
         new = f"\033[{COLOURS[word]}m{word}\033[0m"
         return [lines[0].replace(word, new, 1), *lines[1:]]

@@ -231,7 +231,7 @@ def test_without_a_training_process_it_says_so():
         ("", "give a command after --"),
         ("--html none/a.html -- python", "cannot write none/a.html: give a file in"),
         ("--steps 0 -- python", "--steps must be at least 1"),
-        ("--explain hang", "no check has the name hang; try hangs"),
+        ("--explain hang", "no check is named hang; try hangs"),
     ):
         ended = run("python", "-m", "doctor", *words.split())
         lines = ended.stderr.splitlines()

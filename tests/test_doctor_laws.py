@@ -145,7 +145,7 @@ def test_a_resume_in_an_epoch_reads_the_rest(again):
     assert named(found) == ({"left_out"} if again else set())
     assert state(found, 1).state == ("broken" if again else "held")
     if again:
-        assert "epoch 1, which a resume divides" in found.findings[0].what
+        assert "epoch 1, which a resume splits" in found.findings[0].what
 
 
 @pytest.mark.parametrize("right", [True, False])
@@ -385,14 +385,14 @@ def test_a_loop_that_draws_an_epoch_with_replacement(kind):
     found = report(*(loop(order[rank::2], 0) + more for rank in (0, 1)))
     assert named(found) == ({"left_out"} if kind == "again" else set())
     if kind == "again":
-        assert "2 times 20 steps before a validation" in found.findings[0].what
+        assert "2 periods of 20 steps before a validation" in found.findings[0].what
 
 
 def test_classes_that_the_ranks_number_differently():
     labels = torch.arange(90) * 7 % 3
     other = torch.tensor([2, 0, 1])[labels]
     one, two, moved = map(_array, (labels, other, other.roll(30)[torch.randperm(90)]))
-    assert "other numbers for the same classes" in different("y", [one, two], 1)
+    assert "equal classes have different numbers" in different("y", [one, two], 1)
     assert "in a different order" in different("y", [one, moved], 1)
     assert not _array(torch.arange(90))[3] and not _array(torch.ones(90, 2))[3]
 
@@ -432,7 +432,7 @@ def test_draws_that_are_equal_from_a_later_step_on(count):
     for one in found.findings:
         text = f"from step {step + 1} on, in {count} of 40 steps, torch.rand() gives"
         assert one.what.startswith(text) and one.place == "a.py:3"
-        assert "torch.Generator() of its own" in one.mend
+        assert "a separate torch.Generator()" in one.mend
 
 
 def test_the_origin_of_equal_states_is_named():
@@ -686,7 +686,7 @@ def test_a_loop_over_names_has_one_order_on_all_ranks(other):
     found = report(rank("abc"), rank(other))
     assert named(found) == ({"collectives_differ"} if other == "bac" else set())
     if other == "bac":
-        assert "that of a on rank 0, that of b on rank 1" in found.findings[0].what
+        assert ": a on rank 0, b on rank 1" in found.findings[0].what
     assert not named(report(rank("abc", each=1), rank(other, each=1)))
 
 

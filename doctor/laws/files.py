@@ -28,7 +28,7 @@ class Files(Watcher):
     """Records which files a process writes."""
 
     def hooks(self) -> None:
-        sys.addaudithook(self.audit)  # also sees an open() that a class has kept
+        sys.addaudithook(self.audit)  # also sees calls of a stored open()
 
     def audit(self, name: str, args: tuple) -> None:
         """Record the process's files; Python calls this method for all audit events."""
@@ -59,7 +59,7 @@ def base(path: str | None) -> str:
 
 
 def plural(count: int) -> str:
-    """Return the ending of a noun's singular or plural."""
+    """Return a noun's plural "s", or "" if the count is 1."""
     return "s" * (count != 1)
 
 

@@ -15,7 +15,7 @@ from .states import Layout
 
 CAUSES = weights_differ, not_awaited, collectives_differ  # of unequal gradients
 EFFECTS = buffers_differ, *DRIFT
-UNKNOWNS = 12  # most passes of all ranks whose shares doctor computes
+UNKNOWNS = 12  # maximum number of passes (on all ranks) whose shares doctor computes
 
 
 @dataclass
@@ -56,7 +56,7 @@ def summed_up(vectors: list[list[float]]) -> list[float]:
 
 
 def apart(row: list[Update], lists: list[list[float]]) -> list[int]:
-    """Return the numbers of the weights for which the ranks' lists differ."""
+    """Return the indices of the weights for which the ranks' lists differ."""
     parts = range(len(row[0].names))
     return [n for n in parts if not alike([row[0].part(x, n) for x in lists])]
 
@@ -73,12 +73,12 @@ def final(row: list[Update]) -> list[list[float]]:
 
 @cache
 def fits(job: Job) -> list[Fit]:
-    """Return the Fit of each step, where doctor can know it."""
+    """Return the Fit of each step for which it can be computed."""
     return [one for row in updates(job) if (one := fit(row))]
 
 
 def fit(row: list[Update]) -> Fit | None:
-    """Return the Fit of a step."""
+    """Return the Fit of a step, or None if it is unknown."""
     used, vectors = final(row), [own(one) for one in row]
     sums = [summed_up(one) for one in vectors]
     clipped = [one.clips for one in row if one.clips]
@@ -233,7 +233,7 @@ def clip_order(job):
             text, level = "each micro-batch's gradients are clipped", RISK
         else:
             continue
-        what = f"in step {one.step + 1} {text}"
+        what = f"in step {one.step + 1}, {text}"
         yield Breach(what, last["place"], level=level)
         return
 

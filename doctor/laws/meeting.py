@@ -1,4 +1,4 @@
-"""Law 9: all ranks meet in the same calls, take the same steps, and end."""
+"""Law 9: all ranks make the same calls, take the same steps, and finish."""
 
 import re
 import sys
@@ -141,7 +141,7 @@ def steps_differ(job):
 
 @check(LAW, WRONG, effects=[steps_differ], read="lesson 11")
 def hangs(job):
-    """A process waits for something that never comes.
+    """A process waits for other processes, which never arrive.
 
     Find the call that only some ranks make, or the rank that has an extra batch.
     """
@@ -235,7 +235,7 @@ def collectives_differ(job):
 
 
 def mixed(rows: list[list[Call]]) -> tuple[str, str] | None:
-    """Return how a loop's calls get the same things in other orders, and the line."""
+    """Return how loops make their calls in different orders, and the line."""
     found, columns = [], zip(*rows, strict=False)
     for _, run in groupby(columns, lambda x: (x[0].place, x[0].step, x[0].passes)):
         ranks, differ = [*zip(*run, strict=True)], []
@@ -253,13 +253,13 @@ def mixed(rows: list[list[Call]]) -> tuple[str, str] | None:
     if not found:
         return None
     one, name, pair = found[0]
-    told = ", ".join(f"that of {x} on rank {n}" for n, x in enumerate(pair[:4]))
+    told = ", ".join(f"{x} on rank {n}" for n, x in enumerate(pair[:4]))
     what = f"in {len(found)} loops over {name}, {one.name}() gets different things in "
     return f"{what}the same call: {told}", one.place
 
 
 def swapped(rows: list[list[Call]]) -> str:
-    """Return the line whose tensors have the same sizes in another order, or ""."""
+    """Return a line that sums the same numbers in different orders, or ""."""
     found = Counter()
     columns = [x for x in zip(*rows, strict=False) if x[0].value]
     for (line, _), run in groupby(columns, key=lambda x: (x[0].place, x[0].step)):
@@ -279,7 +279,7 @@ def far(one: float, other: float) -> float:
 
 
 def behind(job, without, call: Call) -> bool:
-    """Return whether a rank read more batches without another rank's call."""
+    """Return whether a rank passed the batch at which another rank made a call."""
     own = next(one for one in job.processes if one.rank == call.rank)
     read = sum(one.time < call.time for one in own.trained)
     return 0 < read < len(without.trained)

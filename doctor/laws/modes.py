@@ -20,7 +20,7 @@ class Mode(Event, limit=10**6):  # enough for all layers, several times
 
     name: str
     kind: str  # batch norm or dropout
-    lives: bool  # the layer or the module around it has living weights
+    lives: bool  # weights of the layer or the module around it get gradients
     moves: bool  # these weights change
     ran: dict[str, list[int]]  # mode (train, eval, train without gradients) -> steps
     place: str
@@ -41,7 +41,7 @@ class Modes(Watcher):
     """Records the modes of batch norm and dropout layers."""
 
     def __init__(self):
-        self.stateful = weakref.WeakKeyDictionary()  # layers as weak references, too
+        self.stateful = weakref.WeakKeyDictionary()  # weak references, too
         self.pending, self.validated = None, set()
 
     def on_output(self, network, outputs, batch) -> None:
@@ -108,7 +108,7 @@ class Modes(Watcher):
 
 
 def modes(job) -> list[list[Mode]]:
-    """Return each process's last event of each layer with modes."""
+    """Return each process's last Mode event of each layer."""
     found = [process.of(Mode) for process in job.processes]
     return [[x for x in own if x.step == own[-1].step] for own in found]
 
@@ -129,7 +129,7 @@ def frozen_in_train_mode(job):
     ):
         if found := [x for x in still if x.kind == kinds and often(job, x, mode)]:
             how = " under no_grad()" * (mode != "train")
-            what = f"{len(found)} {kinds} layers without weights that learn run in "
+            what = f"{len(found)} {kinds} layers of frozen modules run in "
             what += f"training mode{how}: {listed([one.name for one in found])}"
             yield Breach(what, found[0].place)
 
@@ -154,9 +154,9 @@ def eval_mode(job):
         evals = {n for one in layers for n in one.ran.get("eval", ())}
         found = sorted((evals - trains) & steps)
         if found:
-            what = f"{len(found)} of {len(steps)} steps, from step {found[0] + 1} on, "
+            what = f"in {len(found)} of {len(steps)} steps, from step {found[0] + 1} "
             names = listed([one.name for one in layers], 2)
-            what += f"train a network in evaluation mode: {names}"
+            what += f"on, a network trains in evaluation mode: {names}"
             yield Breach(what, layers[0].place)
     for one in validations(job):
         if one.training:

@@ -19,7 +19,7 @@ RESUMED = (
 
 
 class Schedule(Event):
-    """The state of a learning-rate scheduler at the end."""
+    """The state of a learning-rate scheduler at the end of the job."""
 
     type: str
     planned: int | None  # the schedule's length in steps
@@ -111,7 +111,7 @@ def learning_rates_differ(job):
     for row in need(steps, "no step was seen on all ranks"):
         if len({tuple(one.rates) for one in row}) > 1:
             rates = ", ".join(f"{one.rates[0]:.4g}" for one in row)
-            what = f"in step {row[0].step + 1} the ranks have learning rates {rates}"
+            what = f"in step {row[0].step + 1}, the ranks have learning rates {rates}"
             yield Breach(what, row[0].place)
             return
 
