@@ -32,7 +32,7 @@ def lab_of(script: Path) -> Lab | None:
 
 def check(run: Run, chosen: dict[str, dict]) -> None:
     """Run checks with their options."""
-    for name, options in ({"files": {}, "passes": {}} | chosen).items():
+    for name, options in ({"files": {}, "limits": {}} | chosen).items():
         getattr(checks, f"check_{name}")(run, **options)
 
 
@@ -122,7 +122,7 @@ def play_while_saving(script: Path) -> None:
 
 def play_capstone(script: Path) -> None:
     """Run the capstone, also with a kill and a resumed run; count its mistakes."""
-    run = play(script, {"weights": {}, "passes": {"images": 4}})
+    run = play(script, {"weights": {}, "limits": {"at_once": 4}})
     each = [{name: options} for name, options in lab_of(script).checks.items()]
     found = [problem(play_killed, script, run), *(problem(check, run, x) for x in each)]
     if left := len(found) - found.count(None):

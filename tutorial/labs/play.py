@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.distributed.elastic.utils.distributed import get_free_port
-from watch import Forward, Last, Step, Wrote, be_rank
+from watch import Forward, Last, Step, be_rank
 
 from doctor import job
 from doctor.event import Failed
@@ -36,7 +36,6 @@ class Rank:
         self.steps, self.last = process.of(Step), process.of(Last)
         self.validated = process.of(Forward)  # passes without gradients
         self.printed = process.of(Printed)
-        self.wrote = {one.path for one in process.of(Wrote)}
         # Before the first step, after each step, and at the end
         self.weights = [one.before for one in self.steps[:1]]
         self.weights += [one.after for one in self.steps]
@@ -89,10 +88,9 @@ class Run:
             raise Wrong(f"nothing happens for {PATIENCE:g} s: {' and '.join(lines)}")
         # A lost connection means only that the other process ended earlier
         lost = "onnection|roken pipe"
-        own = [
-            r for r, code in enumerate(codes) if code and not re.search(lost, lines[r])
-        ]
-        raise Wrong(lines[own[0]] if own else " and ".join(lines))
+        pairs = zip(lines, codes, strict=True)
+        own = [line for line, code in pairs if code and not re.search(lost, line)]
+        raise Wrong(own[0] if own else " and ".join(lines))
 
     def hangs(self) -> bool:
         """Return whether nothing has happened for a long time."""
@@ -141,8 +139,7 @@ def started(
     before each step, with the number of completed steps.
     """
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
-    variables |= {"WORLD_SIZE": str(size)}
-    variables["LOCAL_WORLD_SIZE"] = str(size // machines)
+    variables |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size // machines)}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lab-")))
         run = Run(files or folder / "files", folder / "records")

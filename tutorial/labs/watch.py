@@ -34,13 +34,13 @@ from doctor.record import recorder, wrap
 from doctor.watcher import Watcher, watchers
 
 # Functions that wait for a GPU
-READS = """item cpu tolist numpy nonzero argwhere masked_select unique equal allclose
-    storage untyped_storage __bool__ __float__ __int__ __index__ __array__ __format__
-    __repr__ __reduce_ex__""".split()
+READS = "item cpu tolist numpy nonzero argwhere masked_select unique equal allclose "
+READS += "storage untyped_storage __bool__ __float__ __int__ __index__ __array__ "
+READS += "__format__ __repr__ __reduce_ex__"
 LIFE = 60  # seconds after which a process ends, even if the grader has ended
 DISK = 0.2  # seconds for which a file that torch.save() writes is empty
 # Each grader scales the initial weights, so that no number can be printed from memory
-SCALE = random.uniform(0.9, 1.1)
+SCALE = random.uniform(0.95, 1.05)
 
 
 @dataclass(kw_only=True)
@@ -51,7 +51,6 @@ class Forward(Event):
     grad: bool
     images: Tensor  # (N, 8)
     outputs: Tensor  # (N, 3)
-    dtypes: set[str]  # of the outputs of the first and the last layer
 
 
 @dataclass(kw_only=True)
@@ -63,26 +62,15 @@ class Step(Event):
     passes: list[Forward]  # passes with gradients since the last step
     lr: float
     scaled: bool  # a gradient scaler multiplies the loss
-    sent: int  # numbers sent from the first pass until the step begins
+    averages: float  # numbers sent for this step, divided by the number of weights
+    at_once: int  # images in the largest pass
+    dtypes: set[str]  # of the outputs of the first and the last layer
     sharded: bool  # this process has only a part of the optimizer's state
     workers: int  # most processes that this process has started at a time
 
     def images(self) -> Tensor:
         """Return the images of all passes, with shape (N, 8)."""
         return torch.cat([torch.empty(0, 8), *(one.images for one in self.passes)])
-
-    @property
-    def dtype(self) -> str:
-        """The data types of the layers' outputs."""
-        types = set().union(*(one.dtypes for one in self.passes))
-        return " and ".join(sorted(types)).replace("torch.", "")
-
-
-@dataclass(kw_only=True)
-class Wrote(Event):
-    """torch.save() has begun to write a file."""
-
-    path: str
 
 
 @dataclass(kw_only=True)
@@ -92,6 +80,7 @@ class Last(Event):
     weights: Tensor
     waits: int  # number of steps after which the script has read a tensor
     collectives: int  # number of collectives that the script has called
+    wrote: set[Path]  # files that torch.save() has written
 
 
 def flat(optimizer: Optimizer) -> Tensor:
@@ -107,7 +96,7 @@ class Watch(Watcher):
     def __init__(self):
         self.optimizer, self.depth, self.scale, self.passes = None, 0, 1.0, []
         self.sent, self.waits, self.collectives = 0, set(), 0
-        self.workers = 0
+        self.workers, self.wrote, self.dtypes = 0, set(), set()
         self.disturb: Callable[[int], object] = lambda steps: None
 
     def hooks(self) -> None:
@@ -144,7 +133,7 @@ class Watch(Watcher):
     def save(self, call, content, file, *args, **kwargs):
         """Save a file on a slow disk."""
         if isinstance(file, (str, Path)):
-            recorder.write(Wrote(path=str(Path(file).resolve())))
+            self.wrote.add(Path(file).absolute())
             open(file, "wb").close()
             threading.Event().wait(DISK)  # time.sleep() may be replaced
         return call(content, file, *args, **kwargs)
@@ -156,17 +145,18 @@ class Watch(Watcher):
     def forward(self, layer: nn.Module, inputs: tuple, output: Tensor) -> None:
         """Record the input of a network's first layer and the output of its last."""
         if isinstance(layer, nn.Linear) and layer.in_features == 8:
-            self.images, self.dtypes = inputs[0].detach(), {str(output.dtype)}
-            if torch.is_grad_enabled() and not self.passes:
-                self.sent = 0
+            self.images = inputs[0].detach()
+            if not self.passes:
+                self.sent, self.dtypes = 0, set()
+            self.dtypes.add(str(output.dtype).removeprefix("torch."))
         elif isinstance(layer, nn.Linear) and layer.out_features == 3:
             one = Forward(
                 training=layer.training,
                 grad=torch.is_grad_enabled(),
                 images=self.images,
                 outputs=output.detach().float(),
-                dtypes={str(output.dtype), *self.dtypes},
             )
+            self.dtypes.add(str(output.dtype).removeprefix("torch."))
             if one.grad:
                 self.passes.append(one)
             else:
@@ -186,26 +176,29 @@ class Watch(Watcher):
         self.optimizer, self.after = optimizer, flat(optimizer)
         self.workers = max(self.workers, len(multiprocessing.active_children()))
         inner = getattr(optimizer, "optim", optimizer)  # ZeRO's has only some weights
+        shards = len(whole(weights(inner))) < len(weights(optimizer))
         one = Step(
             before=self.before,
             after=self.after,
             passes=self.passes,
             lr=optimizer.param_groups[0]["lr"],
             scaled=self.scale > 1,
-            sent=self.sending,
-            sharded=len(whole(weights(inner))) < len(weights(optimizer)),
+            averages=0 if shards else self.sending / len(self.after),
+            at_once=max((len(one.images) for one in self.passes), default=0),
+            dtypes=self.dtypes,
+            sharded=shards,
             workers=self.workers,
         )
         recorder.write(one)
-        self.passes = []
+        self.passes, self.scale = [], 1.0
 
     def on_exit(self) -> None:
         """Record the last weights; shards cannot be gathered after the last step."""
         if self.optimizer:
             shards = len(whole(own := weights(self.optimizer))) < len(own)
             last = self.after if shards else flat(self.optimizer)
-            calls = {"waits": len(self.waits), "collectives": self.collectives}
-            recorder.write(Last(weights=last, **calls))
+            facts = {"waits": len(self.waits), "collectives": self.collectives}
+            recorder.write(Last(weights=last, wrote=self.wrote, **facts))
 
 
 class Reads(TorchFunctionMode):
@@ -220,7 +213,9 @@ class Reads(TorchFunctionMode):
             waits = getattr(given[0], "dtype", None) == torch.bool
         else:
             numbers = name in ("tensor", "as_tensor") and isinstance(args[0], list)
-            waits = name in READS or (numbers and any(map(torch.is_tensor, args[0])))
+            waits = name in READS.split() or (
+                numbers and any(map(torch.is_tensor, args[0]))
+            )
         caller = sys._getframe(1)
         if caller.f_code.co_name == "handle_torch_function":
             caller = caller.f_back.f_back  # the caller of a method in Python
