@@ -113,15 +113,15 @@ def check_files(run: Run) -> None:
 
 def check_limits(run: Run, averages: float = 1.5, **most: float) -> None:
     """Limit fields of the events Step and Last."""
-    what = {"at_once": "images pass through the network at once"}
-    what["averages"] = "times as many numbers as gradients are sent in a step"
-    what["waits"] = "times, the script would wait for a GPU"
-    what["collectives"] = "times, the script itself calls collectives"
+    what = {"at_once": "{:g} images pass through the network at once"}
+    what["averages"] = "a step sends {:.3g} times as many numbers as it has gradients"
+    what["waits"] = "on a GPU, the script would wait for it {:g} times"
+    what["collectives"] = "the script itself calls collectives {:g} times"
     for name, limit in {"averages": averages, **most}.items():
         events = [one for rank in run.ranks for one in (*rank.steps, *rank.last)]
         counts = [getattr(one, name) for one in events if hasattr(one, name)]
         if max(counts, default=0) > limit:
-            raise Wrong(f"{max(counts):g} {what[name]}; the limit is {limit}")
+            raise Wrong(f"{what[name].format(max(counts))}; the limit is {limit:g}")
 
 
 def check_steps(

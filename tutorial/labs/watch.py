@@ -104,6 +104,7 @@ class Watch(Watcher):
         optimizers.register_optimizer_step_pre_hook(self.before_step)
         optimizers.register_optimizer_step_post_hook(self.end_step)
         wrap(DDP, "forward", self.ddp)
+        wrap(torch.amp.GradScaler, "__init__", self.growing)
         wrap(torch.amp.GradScaler, "scale", self.scaled)
         wrap(nn.init, "kaiming_uniform_", self.start)
         wrap(torch, "save", self.save)
@@ -137,6 +138,9 @@ class Watch(Watcher):
             open(file, "wb").close()
             threading.Event().wait(DISK)  # time.sleep() may be replaced
         return call(content, file, *args, **kwargs)
+
+    def growing(self, call, scaler, *args, **kwargs):
+        return call(scaler, *args, **{"growth_interval": 7, **kwargs})
 
     def scaled(self, call, scaler, *args, **kwargs):
         self.scale = scaler.get_scale()
