@@ -11,14 +11,14 @@ from pathlib import Path
 
 import torch
 from lab import FOLDER
-from play import Forward, Run, Wrong
+from play import EPOCHS, Forward, Run, Wrong
 from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn import functional as F
 from watch import SCALE
 
 # The images of all scripts, and the network and optimizer of most scripts
-EPOCHS, TRAINING, VALIDATION = 3, 96, 33
+TRAINING, VALIDATION = 96, 33
 LR, MOMENTUM = 0.1, 0.9
 IMAGES = torch.randn(129, 8, generator=torch.Generator().manual_seed(0))
 LABELS = IMAGES[:, :3].argmax(1)
@@ -78,29 +78,29 @@ def check_shares(
     count = int(good[:TRAINING].sum())
     if len(run.ranks) == 1 and least < TRAINING:
         least = count - 7
-    shares = [indices(rank.trained()).chunk(EPOCHS) for rank in run.ranks]
-    for epoch, pair in enumerate(zip(*shares, strict=True)):
-        every = torch.cat(pair)
-        used = every.unique()
-        if bad := int((~good[used]).sum()):
+    seen = [rank.epochs() for rank in run.ranks]  # rank, epoch, step: indices
+    seen = [[[indices(x.images()).tolist() for x in y] for y in z] for z in seen]
+    every_epoch = set()
+    for epoch, ranks in enumerate(zip(*seen, strict=True)):
+        every = [*chain(*chain(*ranks))]
+        used = {*every}
+        every_epoch |= used
+        if bad := len(used) - int(good[[*used]].sum()):
             raise Wrong(f"{bad} images of too little contrast are used")
         if len(used) < least or len(every) - len(used) > repeats:
             text = f"epoch {epoch} trains on {len(every)} images, {len(used)} of them"
             goal = f"{'at least ' * (least < TRAINING)}{least}"
             raise Wrong(f"{text} different, instead of once on each of {goal}")
-    if len(torch.cat(sum(shares, ())).unique()) == len(used) < count:
+    if every_epoch == used and len(used) < count:
         raise Wrong("every epoch leaves out the same images")
-    for number, rank in enumerate(run.ranks):
-        steps = [indices(one.images()).tolist() for one in rank.steps]
-        size = len(steps) // EPOCHS
-        epochs = [steps[size * i :][:size] for i in range(EPOCHS)]
+    for rank, epochs in enumerate(seen):
         together = [chain(*(combinations(x, 2) for x in one)) for one in epochs]
         order = [pairwise(chain(*one)) for one in epochs]
         for what, kind in (("order", order), ("batches", together)):
             pairs = [{*map(frozenset, one)} for one in kind]
             for a, b in combinations(range(EPOCHS), 2):
                 if len(pairs[a] & pairs[b]) > len(pairs[a]) * 2 / 3:
-                    text = f"rank {number} sees the same images in the same {what}"
+                    text = f"rank {rank} sees the same images in the same {what}"
                     raise Wrong(f"{text} in epochs {a} and {b}")
 
 
@@ -337,11 +337,8 @@ def check_optimizer(run: Run) -> None:
 def check_printed(run: Run, names: tuple[str, ...]) -> None:
     """Check that the script prints each epoch's means over all images of the epoch."""
     for epoch in range(EPOCHS):
-        passes = []
-        for rank in run.ranks:
-            share = len(rank.steps) // EPOCHS
-            steps = rank.steps[epoch * share : (epoch + 1) * share]
-            passes += [one for step in steps for one in step.passes]
+        steps = chain(*(rank.epochs()[epoch] for rank in run.ranks))
+        passes = [one for step in steps for one in step.passes]
         outputs = torch.cat([one.outputs for one in passes])
         labels = LABELS[indices(torch.cat([one.images for one in passes]))]
         right = {"loss": F.cross_entropy(outputs, labels)}

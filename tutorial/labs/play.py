@@ -20,6 +20,7 @@ from doctor import job
 from doctor.event import Failed
 from doctor.results import Printed
 
+EPOCHS = 3  # of all scripts
 PATIENCE = float(os.environ.get("PATIENCE", "10"))  # seconds
 FORK = multiprocessing.get_context("fork")
 
@@ -44,6 +45,11 @@ class Rank:
     def trained(self) -> Tensor:
         """Return the images of all steps, with shape (N, 8)."""
         return torch.cat([torch.empty(0, 8), *(x.images() for x in self.steps)])
+
+    def epochs(self) -> list[list[Step]]:
+        """Return the steps of each epoch."""
+        size = -(-len(self.steps) // EPOCHS)
+        return [self.steps[size * i :][:size] for i in range(EPOCHS)]
 
     def ending(self, code: int | None) -> str:
         """Return how the process ended or, if its code is None, where it waits."""
