@@ -106,7 +106,8 @@ def check_shares(
 
 def check_files(run: Run) -> None:
     """Check that one process writes each file."""
-    shared = set.intersection(*(one.wrote for rank in run.ranks for one in rank.last))
+    files = [{path for one in x.last for path in one.wrote} for x in run.ranks]
+    shared = set.intersection(*files)
     if shared and len(run.ranks) > 1:
         raise Wrong(f"both processes write {Path(shared.pop()).name}")
 
