@@ -1,7 +1,7 @@
 """Train an ImageNet classifier with nn.DataParallel: one process, all GPUs.
 
-Every step copies the model to all GPUs, scatters the batch across them and gathers the
-outputs on the first GPU. The script needs no launcher.
+In every step, nn.DataParallel copies the model to all GPUs, scatters the batch across
+them and gathers the outputs on the first GPU. The script needs no launcher.
 
     python dataparallel.py --data /path/to/imagenet
     CUDA_VISIBLE_DEVICES=0,1 python dataparallel.py --data /path/to/imagenet

@@ -6,7 +6,7 @@ gradients over NCCL, MPI or Gloo while the backward pass is still running.
     horovodrun --gloo -np 4 python horovod_distributed.py --data /path/to/imagenet
     mpirun -np 4 --bind-to none python horovod_distributed.py --data /path/to/imagenet
 
-Lines between `# [name]` and `# [/name]` differ in the other four scripts; no others do.
+The five scripts differ only in the lines between `# [name]` and `# [/name]`.
 """
 
 from argparse import Namespace

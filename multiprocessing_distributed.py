@@ -87,11 +87,11 @@ def main(args: Namespace) -> None:
     if args.sync_bn:
         raw_model = nn.SyncBatchNorm.convert_sync_batchnorm(raw_model)
     model = DDP(raw_model, gradient_as_bucket_view=True)  # copies rank 0's buffers
-    model.broadcast_buffers = False  # validate() does it; the argument would warn
+    model.broadcast_buffers = False  # validate() broadcasts; the argument is deprecated
     if args.compress_gradients:
         compress = {"fp16": hooks.fp16_compress_hook, "bf16": hooks.bf16_compress_hook}
         model.register_comm_hook(None, compress[args.compress_gradients])
-    eval_model = raw_model  # it never communicates: shards may differ in length
+    eval_model = raw_model  # never communicates, so shards may differ in length
     to_save = {"state_dict": eval_model}  # the weights in checkpoints
     # [/wrap]
 

@@ -48,7 +48,7 @@ def build_parser(docstring: str) -> Parser:
     add("-b", "--global-batch-size", type=int, default=256, help=images)
     add("--accumulate", type=int, default=1, help="micro-batches per step (1)")
     add("--lr", type=float, default=0.1, help="rate for 256 images (%(default)s)")
-    add("--warmup-epochs", type=float, default=5.0, help="in which --lr rises (5)")
+    add("--warmup-epochs", type=float, default=5.0, help="epochs of rising --lr (5)")
     curves = "step: divide by 10 every 30 epochs (default); cosine: fall to 0"
     add("--schedule", choices=("step", "cosine"), default="step", help=curves)
     add("--momentum", type=float, default=0.9, help="of SGD (%(default)s)")
@@ -56,7 +56,7 @@ def build_parser(docstring: str) -> Parser:
     add("--label-smoothing", type=float, default=0.0, help="(0)")
     add("--min-crop", type=float, default=0.08, help="minimum crop area (%(default)s)")
     add("--no-flip", action="store_true", help="do not mirror training images")
-    loaders = "loader processes for training, and again for validation (one per core)"
+    loaders = "loader processes for training; as many for validation (one per core)"
     add("-j", "--workers", type=int, help=loaders)
     decoder = "pil" if NO_TORCHCODEC else "torchcodec"
     add("--decoder", choices=tuple(DECODERS), default=decoder, help="(%(default)s)")

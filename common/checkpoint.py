@@ -21,7 +21,7 @@ from common.errors import UserError
 from common.images import NO_TORCHCODEC
 from common.meters import averages, format_metrics, metric_names
 
-# best.pt is the epoch with the highest value (for a loss, the lowest)
+# best.pt is from the epoch with the highest value (for a loss, the lowest)
 BEST_METRIC, LOWER_IS_BETTER = "val_top1", False
 # Flags that a resumed run may change. load() compares the images, not their paths.
 MAY_CHANGE = {"data", "synthetic", "output", "resume", "evaluate", "workers"}
@@ -65,7 +65,7 @@ class Checkpoint:
     def load(self, rank: int) -> None:
         """Load the file that --resume names; rank 0 locks --output until rank 0 ends.
 
-        Raises UserError if the file does not fit, or if another run uses --output.
+        Raises UserError if the file does not fit this run or another run uses --output.
         """
         path, output = self.args.resume, self.args.output
         if path == AUTO:
@@ -175,7 +175,7 @@ class Checkpoint:
             self.save()
 
     def print_header(self, device: torch.device, world_size: int, steps: int) -> None:
-        """Print the model, the devices and the first step; an epoch has `steps`."""
+        """Print the model, the devices and the first step, of `steps` per epoch."""
         args, (train, _, val, _), name = self.args, self.images, "CPU"
         model = self.objects["state_dict"]
         weights = sum(one.numel() for one in model.parameters())
@@ -189,7 +189,8 @@ class Checkpoint:
         print(f"decoder {args.decoder}{reason}", flush=True)
         if args.evaluate:
             return
-        share = args.global_batch_size // world_size // args.accumulate
+        batch = args.global_batch_size
+        share = batch // world_size // args.accumulate
         rate = self.objects["optimizer"].param_groups[0]["initial_lr"]
         start = f"resumed from epoch {self.epoch + 1}, step {self.step}"
         if self.epoch >= args.epochs:
@@ -198,11 +199,10 @@ class Checkpoint:
             start = "a new run"
         images = f"{train:,} training and {val:,} validation images"
         print(f"{images} of {self.recipe['classes']} classes")
-        print(
-            f"{steps:,} steps per epoch, {args.global_batch_size} images per step: "
-            f"{world_size} processes x {share} images x {args.accumulate} micro-batches"
-            f", learning rate {rate:.4g}"
-        )
+        parts = f"{world_size} process{'es' * (world_size > 1)} x {share} images"
+        parts += f" x {args.accumulate} micro-batches" * (args.accumulate > 1)
+        print(f"{steps:,} steps per epoch, {batch} images per step: {parts}", end=", ")
+        print(f"learning rate {rate:.4g}")
         print(f"{args.output}: {start}", flush=True)
 
     def print_epoch(self) -> None:

@@ -102,13 +102,12 @@ def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
     """
     size = args.image_size
     if args.synthetic:
-        # ImageNet has 25.6 training images for each validation image
-        lengths = args.synthetic, max(args.global_batch_size, args.synthetic // 25)
-        options = (3, size, size), 1000, pil_to_tensor
-        random_sets = tuple(FakeData(length, *options) for length in lengths)
-        for one in random_sets:
-            one.classes = range(1000)
-        return random_sets
+        images = args.global_batch_size * (args.max_steps or args.synthetic)
+        images = min(images, args.synthetic) // 25  # as in ImageNet
+        counts = args.synthetic, max(images, args.global_batch_size)
+        sets = tuple(FakeData(n, (3, size, size), 1000, pil_to_tensor) for n in counts)
+        sets[0].classes = sets[1].classes = range(1000)
+        return sets
     transform = partial(val_transform, size=size)
     val_set = ImageFolder(Path(args.data, "val"), transform, args.decoder)
     if args.evaluate:
@@ -117,7 +116,8 @@ def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
     transform = partial(train_transform, **options)
     train_set = ImageFolder(Path(args.data, "train"), transform, args.decoder)
     if different := sorted(set(train_set.classes) ^ set(val_set.classes)):
-        raise UserError(f"{args.data}: train/ or val/ has no class {different[0]}")
+        folder = "val" if different[0] in train_set.classes else "train"
+        raise UserError(f"{args.data}: {folder}/ has no class {different[0]}")
     return train_set, val_set
 
 
@@ -202,7 +202,7 @@ class SeededDataset(Dataset):
         if len(shape) != 3 or image.dtype != torch.uint8 or shape[0] != 3:
             text = f"image {index} is not a uint8 tensor (3, S, S)"
             raise UserError(f"{text}: omit ToTensor() and Normalize()")
-        # In this layout, the decoders' own, batches are copied and normalized faster
+        # In the decoders' own layout, batches are copied and normalized faster
         return image.permute(1, 2, 0), label
 
 

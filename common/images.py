@@ -34,7 +34,7 @@ Decode = Callable[[Box], Tensor | Image.Image]
 
 
 def decode_with_pillow(content: bytes, box: Box) -> Image.Image:
-    """Decode a file to a Pillow image, which Pillow also resizes later."""
+    """Decode a file to a Pillow image, so that Pillow also resizes it later."""
     with Image.open(io.BytesIO(content)) as image:
         if image.mode == "F" or (image.mode, image.format) == ("I", "TIFF"):
             raise ValueError("32-bit pixels have no defined range; use 8 or 16 bits")
@@ -57,7 +57,7 @@ def decode_with_torchcodec(content: bytes, box: Box) -> Tensor:
 
 
 def decode_with_nvimgcodec(content: bytes, box: Box) -> Tensor:
-    """Decode a JPEG's box with nvImageCodec, or another format with Pillow."""
+    """Decode a part of a JPEG with nvImageCodec, or another format with Pillow."""
     from common import nvimgcodec
 
     pixels = nvimgcodec.decode(content, box) if content.startswith(JPEG) else None

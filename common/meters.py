@@ -13,7 +13,7 @@ from common.data import DeviceLoader
 from common.errors import UserError
 
 Metrics = dict[str, float | list]  # name -> value; a list has a value per class
-# Formats of printed metrics; epochs.jsonl has all digits of all metrics
+# Formats of printed metrics; epochs.jsonl contains all digits of all metrics
 FORMATS = {"top1": "top-1 {:.2f} %", "top5": "top-5 {:.2f} %", "images": "{:,} images"}
 SHOWN = ("loss", "top1")  # metrics to print during an epoch
 LOG_SECONDS = 30  # seconds between log lines, which replace a terminal's bar
@@ -101,7 +101,7 @@ def format_metrics(
 
 
 def peak_memory_mib(device: torch.device) -> float:
-    """Return the run's peak memory: allocated on a GPU, or resident of this process."""
+    """Return the peak memory allocated on a GPU, or resident (of this process)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
@@ -110,8 +110,8 @@ def peak_memory_mib(device: torch.device) -> float:
 class Progress(tqdm):
     """Iterates over a loader and measures its speed; rank 0 shows the progress.
 
-    A terminal shows a bar. A log file gets lines from record_interval(), for the first
-    and the last interval, and at most one per LOG_SECONDS in between.
+    On a terminal, it draws a bar. To a log file, record_interval() prints a line for
+    the first and the last interval, and at most one per LOG_SECONDS in between.
     """
 
     def __init__(self, title: str, loader: DeviceLoader, done: int = 0):
@@ -126,7 +126,7 @@ class Progress(tqdm):
             self.steps,
             initial=done,
             leave=False,
-            nrows=20,  # some terminals report 0, with which tqdm shows nothing
+            nrows=20,  # some terminals report 0; tqdm would then draw nothing
             bar_format="{desc} |{bar}| ETA {remaining}{postfix}",
             disable=None if loader.rank == 0 else True,  # None: only on a terminal
         )

@@ -26,8 +26,8 @@ def build_model(
 
     The initial weights depend only on the seed, so that all processes have the same
     weights. --pretrained then copies torchvision's weights where they fit; rank 0
-    prints which do not. Raises UserError if torchvision has no such model or weights,
-    or if --evaluate would use weights that do not fit.
+    prints which do not fit. Raises UserError if torchvision has no such model or
+    weights, or if --evaluate would use weights that do not fit.
     """
     options: dict = {"num_classes": len(classes)}
     if args.arch.startswith("vit_"):

@@ -60,7 +60,7 @@ def build_index(archives: list[Path]) -> numpy.ndarray:
             if not label or parents != first[1]:
                 raise UserError(f"{archive}: {path} or {first[0]} has no class folder")
             if (label, name) in images:
-                raise UserError(f"{archive}: a second image is {label}/{name}")
+                raise UserError(f"{archive}: two images are named {label}/{name}")
             images[label, name] = (number, *place)
     if not images:
         raise UserError(f"no CLASS/*.JPEG in {', '.join(map(str, archives))}")

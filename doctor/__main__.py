@@ -1,7 +1,9 @@
 """Run the command python -m doctor -- COMMAND..., which pip installs as ddp-doctor."""
 
 import argparse
+import difflib
 import json
+import os
 import sys
 import tempfile
 from dataclasses import asdict
@@ -12,15 +14,14 @@ from .cpu import NOT_CHECKED
 from .html import html, trace
 from .job import Job
 from .law import CHECKS, WRONG, Report, examine
-from .page import explanation, page
+from .laws.time import time_table
+from .page import explanation, page, program
 from .run import run
-from .spans import time_table
 
 
 def arguments() -> argparse.Namespace:
     """Parse the command line; everything after -- is the command to watch."""
-    name = Path(sys.argv[0]).name
-    name = name if name == "ddp-doctor" else "python -m doctor"
+    name = program()
     text = "Run a data-parallel training command and report what is wrong."
     parser = argparse.ArgumentParser(name, f"{name} [options] -- COMMAND...", text)
     parser.epilog = (
@@ -43,8 +44,15 @@ def arguments() -> argparse.Namespace:
     if args.cpu and not (args.cpu.isdigit() and int(args.cpu)):
         parser.error(f"--cpu takes a number of GPUs, not {args.cpu}")
     args.command = args.command[args.command[:1] == ["--"] :]
+    if args.steps < 1 or args.short < 0:
+        parser.error("--steps must be at least 1, and --short at least 0")
+    for path in filter(None, (args.json, args.html, args.trace)):
+        if path.is_dir() or not os.access(path.parent, os.W_OK):
+            parser.error(f"cannot write {path}: give a file in an existing folder")
     if args.explain and args.explain not in CHECKS:
-        parser.error(f"--explain: no check has the name {args.explain}")
+        near = difflib.get_close_matches(args.explain, CHECKS) or ["a finding's name"]
+        text = f"no check has the name {args.explain}; try {' or '.join(near)}"
+        parser.error(f"--explain: {text}")
     if not args.command and not args.explain:
         parser.error("give a command after --, such as -- torchrun train.py")
     return args
@@ -65,7 +73,8 @@ def main() -> int:
         try:
             job = run(args.command, Path(folder), **options)
         except OSError as error:
-            print(f"doctor: error: {error}", file=sys.stderr)
+            text = f"cannot start {args.command[0]}: {error.strerror}"
+            print(f"doctor: error: {text}", file=sys.stderr)
             return 2
     if not job.processes:
         text = "NOTHING CHECKED: no process trained or joined a process group"

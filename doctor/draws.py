@@ -9,32 +9,29 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations, pairwise
-from typing import ClassVar
+from traceback import walk_stack
 
 from .event import Event
 from .generators import hashed, states
 from .job import Job
 from .moments import runs_normally
 from .neighbours import Input
-from .record import not_the_users, place, recorder, wrap
+from .record import not_the_users, place, recorder, torch, wrap
 from .sample import digest, numbers
 from .watcher import Watcher
 
 MANY = 8  # ranks may draw fewer equal numbers for a joint decision
 FUNCTIONS = """rand randn randint randperm rand_like randn_like normal bernoulli
     multinomial""".split()
-METHODS = (
-    "uniform_ normal_ bernoulli_ exponential_ random_ bernoulli multinomial".split()
-)
+METHODS = """uniform_ normal_ bernoulli_ exponential_ random_ bernoulli
+    multinomial""".split()
 MADE = "from_numpy tensor as_tensor".split()  # may contain NumPy's random numbers
 SCANS = 3, 4  # after these steps, doctor reads the script's generators
 
 
-@dataclass(kw_only=True)
-class Drawn(Event):
+class Drawn(Event, limit=2000):
     """A line of the script has drawn random numbers, or made a tensor of numbers."""
 
-    limit: ClassVar[int] = 2000
     name: str
     place: str
     number: int  # the draw's index in this step and line
@@ -45,7 +42,6 @@ class Drawn(Event):
     own: bool = False  # the script gave a generator
 
 
-@dataclass(kw_only=True)
 class Own(Event):
     """The states of the generators that the script has created, the oldest first."""
 
@@ -54,18 +50,15 @@ class Own(Event):
     owners: list[str] = field(default_factory=list)
 
 
-@dataclass(kw_only=True)
 class Global(Event):
     """The states of Python's and NumPy's global generators after a step."""
 
     states: list[int]
 
 
-@dataclass(kw_only=True)
-class Made(Event):
+class Made(Event, limit=400):
     """The script has created a NumPy generator."""
 
-    limit: ClassVar[int] = 400
     state: int  # a hash of the generator's state
     place: str
 
@@ -77,8 +70,6 @@ class Draws(Watcher):
         self.counts, self.inside, self.shared = Counter(), False, False
 
     def hooks(self) -> None:
-        import torch
-
         for name in FUNCTIONS:
             wrap(torch, name, partial(self.draw, name))
         for name in METHODS:
@@ -89,10 +80,9 @@ class Draws(Watcher):
             wrap(numpy.random, "default_rng", self.generator)
 
     def on_collective(self, name, args, kwargs, where) -> None:
-        frame = sys._getframe(1)
-        while frame and "distributed/optim" not in frame.f_code.co_filename:
-            frame = frame.f_back
-        self.shared |= frame is None  # ZeRO's step sends only weights
+        files = [one.f_code.co_filename for one, _ in walk_stack(sys._getframe(1))]
+        # ZeRO's step sends only weights
+        self.shared |= not any("distributed/optim" in one for one in files)
 
     def after_step(self, optimizer, weights) -> None:
         self.shared = False
@@ -151,13 +141,8 @@ class Draws(Watcher):
 
 def importing() -> bool:
     """Return whether Python is importing an installed library."""
-    frame = sys._getframe(1)
-    while frame:
-        code = frame.f_code
-        if code.co_name == "<module>" and "-packages" in code.co_filename:
-            return True
-        frame = frame.f_back
-    return False
+    codes = [one.f_code for one, _ in walk_stack(sys._getframe(1))]
+    return any(x.co_name == "<module>" and "-packages" in x.co_filename for x in codes)
 
 
 def permutes(tensor) -> bool:
@@ -235,7 +220,7 @@ def same_draws(job: Job) -> tuple[dict[str, Same], int]:
     for key, first in rows[0].items():
         draws = [own.get(key, {}) for own in rows]
         steps = [step for step in first if all(step in own for own in draws)]
-        same = [equal([own[step].value for own in draws]) for step in steps]
+        same = [len({own[n].value for own in draws}) < len(draws) for n in steps]
         differ += len(same) - sum(same)
         if (start := since(same, max(3, watched / 3))) is None:
             continue
@@ -255,11 +240,6 @@ def same_draws(job: Job) -> tuple[dict[str, Same], int]:
             together = not own and (one.whole or parts)
             found[one.place] = Same(what, together, row, late)
     return found, differ
-
-
-def equal(values: list) -> bool:
-    """Return whether two values are equal."""
-    return any(one == other for one, other in combinations(values, 2))
 
 
 def draws_in_steps(job: Job) -> bool:
@@ -312,6 +292,6 @@ def same_generators(job: Job) -> bool:
     columns = [*zip(*found, strict=False)]
     same = [any(a & b for a, b in combinations(x, 2)) for x in columns]
     for row in job.rows(Made):
-        made[row[0].place] += equal([one.state for one in row])
+        made[row[0].place] += len({one.state for one in row}) < len(row)
     often = max(3, len({one.step for one in job.of(Input)}) / 2)
     return (bool(same) and all(same)) or any(x > often for x in made.values())

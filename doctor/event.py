@@ -1,8 +1,8 @@
 """Define the events that a job's processes record, and store and read them.
 
-Each law in laws/ defines its own events as dataclasses. A process writes an event's
-class name and fields, from which `read()` creates the same event. Fields are plain
-Python values, lists, dictionaries and arrays.
+Each law in laws/ defines its own events. A process writes an event's class name and
+fields, from which `read()` creates the same event. Fields are plain Python values,
+lists, dictionaries and arrays.
 """
 
 import pickle
@@ -16,16 +16,21 @@ KINDS: dict[str, type["Event"]] = {}
 
 @dataclass(kw_only=True)
 class Event:
-    """Something that happened in one process."""
+    """Something that happened in one process.
 
-    limit: ClassVar[int] = 10_000  # largest number of such events per process
+    Each kind of event is a subclass, which becomes a dataclass with keyword arguments.
+    Its `limit` is the largest number of such events per process.
+    """
+
+    limit: ClassVar[int]
     name_in_files: ClassVar[str]
     time: float = 0.0  # seconds since the epoch
     step: int = 0  # optimizer steps that the process had completed
     rank: int = -1  # Job.read() sets it
 
-    def __init_subclass__(cls, **options):
-        super().__init_subclass__(**options)
+    def __init_subclass__(cls, limit: int = 10_000):
+        dataclass(kw_only=True)(cls)
+        cls.limit = limit
         # The job's processes import the package under another name
         cls.name_in_files = f"{cls.__module__.partition('.')[2]}.{cls.__name__}"
         KINDS[cls.name_in_files] = cls
@@ -35,7 +40,6 @@ class Event:
         return pickle.dumps((type(self).name_in_files, vars(self)))
 
 
-@dataclass(kw_only=True)
 class Start(Event):
     """A process has started."""
 
@@ -44,7 +48,6 @@ class Start(Event):
     environment: dict[str, str | None]  # a launcher's variables, such as RANK
 
 
-@dataclass(kw_only=True)
 class Joins(Event):
     """The script joins a process group."""
 
@@ -55,7 +58,6 @@ class Joins(Event):
     place: str
 
 
-@dataclass(kw_only=True)
 class Rank(Event):
     """A process has joined a process group."""
 
@@ -63,24 +65,18 @@ class Rank(Event):
     world_size: int
 
 
-@dataclass(kw_only=True)
-class Compiles(Event):
+class Compiles(Event, limit=1):
     """The script calls torch.compile(), after which its draws are not recorded."""
 
-    limit: ClassVar[int] = 1
 
-
-@dataclass(kw_only=True)
-class Waits(Event):
+class Waits(Event, limit=100_000):
     """A process has waited for `seconds`."""
 
-    limit: ClassVar[int] = 100_000
     what: str  # the function in which the process waits, or ""
     place: str
     seconds: float
 
 
-@dataclass(kw_only=True)
 class Failed(Event):
     """An exception ends the process."""
 
@@ -90,11 +86,8 @@ class Failed(Event):
     cuda: bool = True  # whether PyTorch finds a GPU
 
 
-@dataclass(kw_only=True)
 class Exit(Event):
     """The process ends."""
-
-    watched: int  # number of watched steps
 
 
 def read(path: Path) -> list[Event]:

@@ -4,19 +4,16 @@ import ctypes
 import hashlib
 import random
 import sys
-from dataclasses import dataclass
-from typing import ClassVar
 
 from .event import Event
+from .record import torch
 
 GENERATORS = {"torch": "PyTorch", "random": "random", "numpy": "NumPy", "cuda": "CUDA"}
 
 
-@dataclass(kw_only=True)
-class Seed(Event):
+class Seed(Event, limit=300):
     """The script has set a generator's state."""
 
-    limit: ClassVar[int] = 300
     generator: str
     call: str
     place: str
@@ -48,8 +45,6 @@ def cause(job, name: str, pair: list[Event]) -> tuple[str, str]:
 
 def states(dataset: object = None) -> dict[str, tuple[int, int]]:
     """Return each global generator's hash and position, and a data set's generators."""
-    import torch
-
     state = content(torch.random.default_generator.get_state())
     found = {"torch": (hashed(state), int.from_bytes(state[16:20], "little"))}
     state = random.getstate()[1]

@@ -6,27 +6,26 @@ from pathlib import Path
 
 from .job import Job
 from .law import BROKEN, HELD, Finding, Report, Verdict
-from .page import why_not_judged
-from .spans import Spans, time_table
+from .laws.time import Spans
+from .page import conclusion, times, why_not_judged
 
 SHOWN = 6  # number of steps in the timeline
 COMM = "communication"
 PARTS = {  # of a step: its colours on light and dark pages
-    "data": ("#b35900", "#ffa657"),
-    "forward": ("#2f6fce", "#79b8ff"),
-    "backward": ("#1b4f9c", "#388bfd"),
-    "communication": ("#b3261e", "#ff7b72"),
-    "waiting": ("#e8a09a", "#8e4a47"),
-    "optimizer": ("#2e7d32", "#56d364"),
-    "validation": ("#6f42c1", "#b392f0"),
-    "saving": ("#00696e", "#39c5cf"),
+    "data": "#b35900, #ffa657",
+    "forward": "#2f6fce, #79b8ff",
+    "backward": "#1b4f9c, #388bfd",
+    "communication": "#b3261e, #ff7b72",
+    "waiting": "#e8a09a, #8e4a47",
+    "optimizer": "#2e7d32, #56d364",
+    "validation": "#6f42c1, #b392f0",
+    "saving": "#00696e, #39c5cf",
 }
 STYLE = """
-:root { color-scheme: light dark; --ink: #1f2328; --paper: #fff; --soft: #f0f2f4;
-  --line: #d0d7de; --bad: #b3261e; --risk: #8a5a00; --good: #1a7f37; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --paper: #0d1117;
-  --soft: #161b22; --line: #30363d; --bad: #ff7b72; --risk: #e3b341;
-  --good: #56d364; } }
+:root { color-scheme: light dark; --ink: light-dark(#1f2328, #e6edf3);
+  --paper: light-dark(#fff, #0d1117); --soft: light-dark(#f0f2f4, #161b22);
+  --line: light-dark(#d0d7de, #30363d); --bad: light-dark(#b3261e, #ff7b72);
+  --risk: light-dark(#8a5a00, #e3b341); --good: light-dark(#1a7f37, #56d364); }
 body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); margin: auto;
   background: var(--paper); max-width: 60rem; padding: 1rem; overflow-wrap: anywhere; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
@@ -45,10 +44,8 @@ mark { background: none; color: var(--bad); font-weight: bold; }
 .key { display: flex; flex-wrap: wrap; gap: .3rem 1rem; padding-left: 3.5rem; }
 .key i { width: .9rem; height: .9rem; margin-right: .3rem; }
 .key span { display: flex; align-items: center; }
-table { border-collapse: collapse; display: block; overflow: auto;
-  overflow-wrap: normal; }
-td, th { padding: .2rem .6rem; text-align: right; border-top: 1px solid var(--line); }
 """
+STYLE += "".join(f".{x} {{ background: light-dark({y}); }}" for x, y in PARTS.items())
 
 
 def html(job: Job, report: Report) -> str:
@@ -56,32 +53,24 @@ def html(job: Job, report: Report) -> str:
     ended = "hung and was ended" if job.hung else f"ended with status {job.status}"
     count = f"{len(job.processes)} of {job.world_size} processes"
     head = f"{count} reported; the job {ended}"
-    found = "".join(map(finding, report.findings)) or "<p>No mistake was found.</p>"
+    found = "".join(map(finding, report.findings))
+    found = f"<p>{conclusion(report)}</p>" * bool(job.watched) + found
     laws = "".join(map(law, report.verdicts))
     return f"""<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>doctor</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<style>{STYLE}{colours()}</style>
+<style>{STYLE}</style>
 <h1>doctor</h1><p>{escape(head)}; optimizer steps watched: {job.watched}.</p>
 <h2>Findings</h2>{found}
 <h2>The ten laws</h2>{laws}
-{timeline(job)}{table(job)}
+{timeline(job)}<p>{"<br>".join(times(job, 999))}</p>
 </html>
 """
 
 
-def colours() -> str:
-    """Return the colours of a step's parts."""
-    light = "".join(f".{name} {{ background: {x}; }}" for name, (x, _) in PARTS.items())
-    dark = "".join(f".{name} {{ background: {x}; }}" for name, (_, x) in PARTS.items())
-    return f"{light} @media (prefers-color-scheme: dark) {{ {dark} }}"
-
-
 def finding(one: Finding) -> str:
     """Return a finding with the lines of code around its place."""
-    right = f"<p>It is not a mistake if: {escape(one.right_if)}</p>" * bool(
-        one.right_if
-    )
+    right = one.right_if and f"<p>It is not a mistake if: {escape(one.right_if)}</p>"
     return (
         f'<div class="finding {one.level}"><b>{one.level} {one.check}</b>: '
         f"{escape(one.what)}.{code(one.place)}"
@@ -171,22 +160,6 @@ def timeline(job: Job) -> str:
 <div class="key">{key}</div><p>{1000 * (end - start):.0f} ms in all; a dashed line
 begins a step. Waiting is the communication beyond that of the rank that waits least;
 what is left empty is other work of the script.</p>"""
-
-
-def table(job: Job) -> str:
-    """Return a table of a step's mean time by part, with one row per rank."""
-    found = time_table(job)
-    if not found:
-        return ""
-    parts = [part for part in next(iter(found.values()))]
-    parts = [part for part in parts if any(row[part] for row in found.values())]
-    head = "".join(f"<th>{part}</th>" for part in ("ms per step", *parts))
-    rows = ""
-    for rank, row in found.items():
-        wall = sum(row.values())
-        cells = "".join(f"<td>{row[part] / wall:.0%}</td>" for part in parts)
-        rows += f"<tr><th>rank {rank}</th><td>{1000 * wall:.1f}</td>{cells}</tr>"
-    return f"<h2>Mean time of a step</h2><table><tr><th></th>{head}</tr>{rows}</table>"
 
 
 def trace(job: Job) -> str:

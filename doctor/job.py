@@ -23,9 +23,10 @@ class Process:
     events: list[Event]
     loaders: list[Event] = field(default_factory=list)
 
-    def of(self, kind: type[Kind]) -> list[Kind]:
-        """Return the events of one kind, in the order in which they were written."""
-        return [one for one in self.events if isinstance(one, kind)]
+    def of(self, kind: type[Kind], loaders: bool = False) -> list[Kind]:
+        """Return events of one kind in their order; loader processes' come last."""
+        events = self.events + self.loaders if loaders else self.events
+        return [one for one in events if isinstance(one, kind)]
 
     @cached_property
     def training(self) -> int | None:
@@ -52,10 +53,10 @@ class Process:
             found.setdefault((one.loader, one.epoch), []).append(one)
         return found
 
-    def batches_before(self, time: float) -> list[Batch]:
-        """Return the training loader's batches that the process had read by a time."""
-        own = [one for one in self.of(Batch) if one.loader == self.training]
-        return [one for one in own if one.time < time]
+    @property
+    def trained(self) -> list[Batch]:
+        """The training loader's batches."""
+        return [one for one in self.of(Batch) if one.loader == self.training]
 
     def whole(self, epoch: int, loader: int | None = None) -> bool:
         """Return whether the process read all batches of a pass."""
@@ -72,7 +73,7 @@ class Process:
         return next((one for one in self.of(Epoch) if one.loader == number), None)
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
     """A finished job."""
 
@@ -80,7 +81,6 @@ class Job:
     status: int | None = None  # the command's exit status
     hung: bool = False  # doctor ended the job, because it hung
     interrupted: bool = False  # the user pressed Ctrl-C
-    memory: dict = field(default_factory=dict, repr=False)  # the checks' caches
 
     @property
     def world_size(self) -> int:
@@ -90,7 +90,8 @@ class Job:
     @property
     def watched(self) -> int:
         """The number of optimizer steps that all ranks took under watch."""
-        return min((len(one.of(Step)) for one in self.processes), default=0)
+        counts = [sum(x.watched for x in one.of(Step)) for one in self.processes]
+        return min(counts, default=0)
 
     @property
     def emulated(self) -> bool:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from graphlib import TopologicalSorter
 
-from .event import Event
+from .event import Event, Joins, Rank
 from .job import Job
 
 WRONG, RISK, SLOW, NOTE = LEVELS = "WRONG", "RISK", "SLOW", "note"
@@ -56,7 +56,6 @@ class Breach:
     facts: object = None  # data for explanations
     level: str = ""  # unless it is the check's level
     mend: str = ""
-    right_if: str = ""
 
 
 @dataclass
@@ -110,7 +109,7 @@ class Check:
             what=breach.what,
             place=breach.place,
             mend=breach.mend or self.mend,
-            right_if=(breach.right_if or self.right_if) if level == RISK else "",
+            right_if=self.right_if if level == RISK else "",
         )
 
 
@@ -148,8 +147,8 @@ def check(
     """
 
     def add(function: Callable) -> Check:
-        own = _add(law, function, level, read, general=general, needs=(*needs,))
-        own.causes |= {*causes}
+        fields = {"general": general, "needs": (*needs,), "causes": {*causes}}
+        own = _add(law, function, level, read, **fields)
         for one in effects:
             one.causes.add(own)
         return own
@@ -162,13 +161,8 @@ def explains(
 ) -> Callable[[Callable], Check]:
     """Return a decorator for an explanation: (job, breach) -> Breach | None."""
 
-    def add(function: Callable) -> Check:
-        page = read or general.read
-        own = _add(general.law, function, level or general.level, page)
-        own.explains = general
-        return own
-
-    return add
+    known = level or general.level, read or general.read
+    return lambda function: _add(general.law, function, *known, explains=general)
 
 
 def need(events, why: str):
@@ -179,9 +173,11 @@ def need(events, why: str):
 
 
 def several(job: Job) -> None:
-    """Raise NotJudged if the job has only one process."""
+    """Raise NotJudged if the job has no group of several processes."""
     if job.world_size < 2 or len(job.processes) < 2:
         raise NotJudged("this needs at least two processes")
+    if not (job.of(Joins) or job.of(Rank)):
+        raise NotJudged("the processes train alone: see no_group")
 
 
 def judge(job: Job, own: Check) -> Iterator[Breach | str]:
@@ -193,10 +189,7 @@ def judge(job: Job, own: Check) -> Iterator[Breach | str]:
 
 
 def explained(job: Job, own: Check, breach: Breach) -> list[Finding]:
-    """Return the breach that the first fitting explanation returns.
-
-    If no explanation fits, return the breach itself, or None if it has no words.
-    """
+    """Return the first fitting explanation's finding, or else that of the check."""
     for other in CHECKS.values():
         if other.explains is own and (better := other.function(job, breach)):
             better = replace(better, place=better.place or breach.place)

@@ -7,15 +7,13 @@ from array import array
 from collections import deque
 from dataclasses import dataclass, field
 from time import perf_counter as clock
-from typing import ClassVar
 
 from .event import Event
-from .record import SHORT, place, quiet, recorder, wrap
+from .record import SHORT, place, quiet, recorder, torch, wrap
 from .sample import digest, hashes
 from .watcher import Watcher, tell
 
 
-@dataclass(kw_only=True)
 class Epoch(Event):
     """A pass over a DataLoader has begun."""
 
@@ -29,7 +27,6 @@ class Epoch(Event):
     place: str
 
 
-@dataclass(kw_only=True)
 class EpochEnd(Event):
     """A pass over a DataLoader has ended, or another one has begun."""
 
@@ -40,11 +37,9 @@ class EpochEnd(Event):
     steps: int  # optimizer steps that used its batches
 
 
-@dataclass(kw_only=True)
-class Batch(Event):
+class Batch(Event, limit=100_000):
     """A DataLoader has returned a batch."""
 
-    limit: ClassVar[int] = 100_000
     loader: int
     epoch: int
     number: int  # the batch's number in this pass, from 0
@@ -81,18 +76,14 @@ def size(value) -> int | None:
 
 def leaves(value) -> list:
     """Return all tensors in nested containers."""
-    import torch
-    from torch.utils._pytree import tree_leaves
-
-    return [one for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
+    found = torch.utils._pytree.tree_leaves(value)
+    return [one for one in found if isinstance(one, torch.Tensor)]
 
 
 def inside(dataset) -> tuple[object, list]:
     """Return the data set inside all subsets, and the samples that they choose."""
-    from torch.utils.data import Subset
-
     subsets = []
-    while isinstance(dataset, Subset):
+    while isinstance(dataset, torch.utils.data.Subset):
         subsets.append(dataset.indices)
         dataset = dataset.dataset
     return dataset, subsets
@@ -108,16 +99,12 @@ class Loaders(Watcher):
         self.fetching: Pass | None = None  # the pass that is loading a batch here
 
     def hooks(self) -> None:
-        from torch.utils.data import DataLoader
-        from torch.utils.data.dataloader import _BaseDataLoaderIter
-
-        wrap(DataLoader, "__iter__", self.iterate)
-        wrap(_BaseDataLoaderIter, "_next_index", self.next_index)
-        wrap(_BaseDataLoaderIter, "__next__", self.next_batch)
+        iterator = torch.utils.data.dataloader._BaseDataLoaderIter
+        wrap(torch.utils.data.DataLoader, "__iter__", self.iterate)
+        wrap(iterator, "_next_index", self.next_index)
+        wrap(iterator, "__next__", self.next_batch)
 
     def iterate(self, call, loader):
-        from torch.utils.data import IterableDataset
-
         if getattr(loader, "_iterator", None) is not None:  # persistent workers
             loader._iterator.__dict__["_doctor_indices"] = deque()
         known = self.loaders.get(id(loader))
@@ -127,7 +114,7 @@ class Loaders(Watcher):
             self.end_pass(known["last"], whole=False)
         known["epoch"] += 1
         base, subsets = inside(loader.dataset)
-        stream = isinstance(base, IterableDataset)
+        stream = isinstance(base, torch.utils.data.IterableDataset)
         own = self.fetching = Pass(known["number"], known["epoch"], stream)
         if loader.num_workers:  # workers inherit the environment
             os.environ["DOCTOR_PASS"] = f"{own.loader} {own.epoch}"

@@ -7,12 +7,11 @@ all laws see the same steps.
 import functools
 import threading
 import weakref
-from dataclasses import dataclass
 from time import perf_counter as clock
 
 from .event import Event
 from .loaders import Loaders, leaves
-from .record import place, quiet, recorder, traced, waits, wrap
+from .record import place, quiet, recorder, torch, traced, waits, wrap
 from .sample import digest, numbers
 from .watcher import Watcher, tell
 
@@ -24,19 +23,18 @@ HOROVOD = """allreduce allreduce_ allgather broadcast broadcast_ broadcast_param
     broadcast_optimizer_state broadcast_object allgather_object barrier join""".split()
 
 
-@dataclass(kw_only=True)
 class Step(Event):
     """An optimizer has taken a step."""
 
     optimizer: int  # the number of the optimizer's first step
     which: int  # a hash of the weights that the optimizer updates
-    sharded: bool  # processes have only parts of some weights, as with FSDP2
     rates: list[float]  # learning rates
     threads: int
     loader: int | None  # the loader that gave the last batch, and its pass
     epoch: int | None
     place: str
     by_hand: bool = False  # the script has changed the weights without an optimizer
+    watched: bool = True  # the laws' watchers saw the step; later ones are only timed
 
 
 class Moments(Watcher):
@@ -59,8 +57,7 @@ class Moments(Watcher):
         self.thread = threading.main_thread().ident
 
     def hooks(self) -> None:
-        import torch
-        import torch.distributed as dist
+        dist = torch.distributed
         from torch.optim import optimizer as optimizers
 
         module = torch.nn.modules.module
@@ -73,7 +70,7 @@ class Moments(Watcher):
         wrap(torch.nn.Module, "zero_grad", self.zero_grad)
         wrap(torch.autograd, "backward", self.backward)
         wrap(torch.nn.parallel.DistributedDataParallel, "__init__", self.ddp)
-        for owner in (dist, dist.distributed_c10d):
+        for owner in (dist, dist.distributed_c10d, dist.device_mesh):
             wrap(owner, "init_process_group", self.join)
             for name in (*COLLECTIVES, "destroy_process_group"):
                 wrap(owner, name, functools.partial(self.collect, name))
@@ -146,8 +143,7 @@ class Moments(Watcher):
         return (args[0], recorded, *args[2:]), kwargs
 
     def begin_step(self, optimizer) -> None:
-        import torch.distributed as dist
-
+        dist = torch.distributed
         if recorder.rank is None and dist.is_initialized():  # init_device_mesh() joins
             recorder.joined(dist.get_rank(), dist.get_world_size())
         # Horovod's step() averages, and then calls step() of the same optimizer
@@ -166,19 +162,21 @@ class Moments(Watcher):
             return  # the outer step of a wrapped optimizer
         if recorder.timing:
             tell("after_step", optimizer, whole(weights(optimizer)))
-            self.write_step(optimizer)
-        if Loaders.here.current:
-            Loaders.here.current.steps += 1
+        self.count_step(optimizer)
         self.inner, self.depth = None, 0
-        recorder.step += 1
         recorder.ticks += 1
         if not recorder.timing:
             while self.handles:
                 self.handles.pop().remove()
 
-    def write_step(self, optimizer) -> None:
-        import torch
+    def count_step(self, optimizer) -> None:
+        if recorder.timing:
+            self.write_step(optimizer)
+        if Loaders.here.current:
+            Loaders.here.current.steps += 1
+        recorder.step += 1
 
+    def write_step(self, optimizer) -> None:
         own, current = weights(optimizer) if optimizer else [], Loaders.here.current
         known = tuple(self.known.get(id(weight), (None,))[0] for weight in own)
         if known not in self.digests:
@@ -188,13 +186,13 @@ class Moments(Watcher):
         step = Step(
             optimizer=first,
             which=self.digests[known],
-            sharded=len(whole(own)) < len(own),
             rates=[float(x["lr"]) for x in optimizer.param_groups] if optimizer else [],
             threads=torch.get_num_threads(),
             loader=current and current.loader,
             epoch=current and current.epoch,
             place=place(),
             by_hand=optimizer is None,
+            watched=recorder.watching,
         )
         recorder.write(step)
 
@@ -213,21 +211,14 @@ class Moments(Watcher):
             self.before, self.met = numbers(self.trained()), self.meets
 
     def end_by_hand(self) -> None:
-        """Count a step if the weights have changed since the last backward pass.
-
-        doctor does not know how the script has used the gradients.
-        """
+        """Count a step if the weights have changed since the last backward pass."""
         self.passed, found = False, self.trained() if recorder.watching else []
         same = len(found) != len(self.before) or numbers(found) == self.before
         if self.optimized or (recorder.watching and same):
             return
         if recorder.watching:
             tell("on_step_by_hand", found, self.before, self.met)
-        if recorder.timing:
-            self.write_step(None)
-        if Loaders.here.current:
-            Loaders.here.current.steps += 1
-        recorder.step += 1
+        self.count_step(None)
 
     def zero_grad(self, call, owner, *args, **kwargs):
         call(owner, *args, **kwargs)
@@ -260,8 +251,6 @@ class Moments(Watcher):
     # --- networks ---
 
     def before_forward(self, module, inputs) -> None:
-        import torch
-
         # A network's inner calls need no second look
         if torch.compiler.is_compiling() or threading.get_ident() != self.thread:
             return
@@ -276,8 +265,6 @@ class Moments(Watcher):
                 tell("on_input", module, leaves(inputs))
 
     def after_forward(self, module, _, outputs) -> None:
-        import torch
-
         if torch.compiler.is_compiling() or threading.get_ident() != self.thread:
             return
         inside, self.depth = self.depth, max(0, self.depth - 1)
@@ -289,8 +276,6 @@ class Moments(Watcher):
     # --- processes ---
 
     def collect(self, name: str, call, /, *args, **kwargs):
-        import torch
-
         if self.collective:  # another collective calls this one
             return call(*args, **kwargs)
         self.collective, recorder.waiting = True, name
@@ -318,8 +303,7 @@ class Moments(Watcher):
             tell("on_end")
 
     def join(self, call, *args, **kwargs):
-        import torch.distributed as dist
-
+        dist = torch.distributed
         call(*args, **kwargs)
         recorder.joined(dist.get_rank(), dist.get_world_size())
 

@@ -3,28 +3,25 @@
 from array import array
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import combinations, pairwise
 from math import dist, exp
 from operator import ne
-from typing import ClassVar
 
 from .event import Event
 from .job import Job
 from .law import need
 from .loaders import Loaders
 from .moments import Moments
-from .record import recorder
+from .record import recorder, torch
 from .results import Measured, Printed
 from .sample import digest, hashes, positions
 from .watcher import Watcher
 
 
-@dataclass(kw_only=True)
-class Input(Event):
+class Input(Event, limit=5000):
     """A network was called with an input, and gradients were enabled."""
 
-    limit: ClassVar[int] = 5000
     network: int
     rows: array  # a hash for each entry of the input's largest tensor
     loaded: bool  # a DataLoader gave the last batch
@@ -34,7 +31,6 @@ class Input(Event):
     # position -> a hash of another input with as many entries, and whether these differ
     arguments: dict[int, tuple[int, bool]] = field(default_factory=dict)
     place: str = ""
-    made: bool = False  # has a gradient, because another network computed it
 
 
 class Inputs(Watcher):
@@ -44,27 +40,21 @@ class Inputs(Watcher):
         self.networks = {}
 
     def on_input(self, network, inputs) -> None:
-        import torch
-
         if recorder.full(Input) or not recorder.watching or not torch.is_grad_enabled():
             return
         if inputs := [one for one in inputs if one.dim() and len(one)]:
             largest = max(inputs, key=torch.Tensor.numel)
-            loaded, whole = (
-                Loaders.here.current is not None,
-                not largest.is_floating_point(),
-            )
+            loaded = Loaders.here.current is not None
             read = largest.is_cpu or not loaded
             one = Input(
                 network=self.networks.setdefault(id(network), len(self.networks)),
                 rows=array("q", hashes(largest)),
                 loaded=loaded,
                 few=few_of_each(largest) if read else [],
-                whole=whole,
+                whole=not largest.is_floating_point(),
                 ids=None if loaded else ids_of(inputs, len(largest)),
                 arguments=arguments(inputs, largest),
                 place=Moments.here.where,
-                made=largest.requires_grad,
             )
             recorder.write(one)
 
@@ -137,19 +127,17 @@ def same_rows(ranks: list[list[Input]]) -> bool:
     return False
 
 
-def twins(job: Job) -> tuple[float, float, float, float]:
-    """Compare randomly augmented inputs with their nearest neighbours.
+def near_twins(job: Job) -> str:
+    """Return what augmented inputs tell about samples that two ranks read, or "".
 
     If the ranks read each sample once, an input's nearest neighbour is as often on its
     own rank as on another rank.
-
-    Returns:
-        The share of samples that both ranks read; how many standard errors it is above
-        0; how often two neighbours have the same position in the same step; and how
-        often they are one of three numbers of steps apart, as in a time series.
     """
     lists, worst = inputs(job), (0.0, 0.0, 0.0, 0.0)
-    whole = any(one.whole for rows in lists for one in rows)
+    rows = [x for own in lists for one in own for x in one.rows]
+    if len({*rows}) < 0.5 * len(rows):
+        return ""  # inputs do not change
+    whole = any(one.whole for own in lists for one in own)
     gap = (lambda a, b: sum(map(ne, a, b))) if whole else dist
     batches = min(map(len, lists))
     for part in (batches // 4, 2 * batches // 5, batches):  # epochs are not known
@@ -162,15 +150,7 @@ def twins(job: Job) -> tuple[float, float, float, float]:
             if min(len(ranks[0]), len(other)) >= 100 and part > 7:
                 found = neighbours(ranks[0], other, gap)
                 worst = max(worst, found, key=lambda x: x[1])
-    return worst
-
-
-def near_twins(job: Job) -> str:
-    """Return what augmented inputs tell about samples that two ranks read, or ""."""
-    rows = [x for own in inputs(job) for one in own for x in one.rows]
-    if len({*rows}) < 0.5 * len(rows):
-        return ""  # inputs do not change
-    share, errors, there, near = twins(job)
+    share, errors, there, near = worst
     if errors < 5 or share < 0.15 or near > 0.5 and there < 0.9:
         return ""  # neighbours in time, such as frames, may be on different ranks
     same = " in the same step" * (there >= 0.9)
@@ -179,7 +159,13 @@ def near_twins(job: Job) -> str:
 
 
 def neighbours(one: list[tuple], other: list[tuple], gap) -> tuple:
-    """Return twins()'s numbers for two ranks' inputs (batch, position, numbers)."""
+    """Compare two ranks' inputs, as (batch, position, numbers).
+
+    Returns:
+        The share of samples that both ranks read; how many standard errors it is above
+        0; how often two neighbours have the same position in the same step; and how
+        often they are one of three numbers of steps apart, as in a time series.
+    """
     wins = losses = there = 0
     apart = Counter()
     for number, spot, row in one:

@@ -222,11 +222,9 @@ class Group:
         own = [self.ranks[rank]] if rank in self.ranks else []
         for rows in (*own, [*chain(*self.ranks.values())]):
             yield pair([(sum(v), sum(w)) for v, w, _ in rows])
-            means = [sum(v) / (sum(w) or 1) for v, w, _ in rows]
-            sums = [*accumulate(reversed(means))]  # of the last batches
+            sums = [*accumulate(reversed(means(rows)))]  # of the last batches
             yield from ((total, count) for count, total in enumerate(sums, 1))
-        lasts = [rows[-1] for rows in self.ranks.values()]
-        yield fmean(sum(v) / (sum(w) or 1) for v, w, _ in lasts), 1
+        yield fmean(means([rows[-1] for rows in self.ranks.values()])), 1
 
     def wrong(self, earlier: list["Group"]) -> Iterator[tuple]:
         """Yield a mistake's name, its advice, and the numerator and denominator."""
@@ -244,20 +242,20 @@ class Group:
             bottom = once[1] + self.skipped
             yield f"{name}, as correct", IGNORED, once[0] + self.skipped, bottom
             yield f"{name}, as incorrect", IGNORED, once[0], bottom
-        means = {n: self.means(n) for n in self.ranks}
+        each = {rank: means(rows) for rank, rows in self.ranks.items()}
         own = {n: self.added(n) for n in self.ranks}
         for rank, (top, bottom) in own.items():
             only = f"of rank {rank} only"
             yield f"which counts the samples {only}", ONE_RANK, top, bottom
-            yield f"the mean over the batches {only}", ONE_RANK, fmean(means[rank]), 1
-            yield f"the last batch {only}", ONE_RANK, means[rank][-1], 1
+            yield f"the mean over the batches {only}", ONE_RANK, fmean(each[rank]), 1
+            yield f"the last batch {only}", ONE_RANK, each[rank][-1], 1
             if count > 1:
                 yield f"the sum {only}, divided by all samples", DIVISOR, top, samples
             if self.what != "hits":
                 name = f"the sum of the batches' means {only}, divided by the samples"
-                yield name, DIVISOR, sum(means[rank]), samples
-                yield name, DIVISOR, sum(means[rank]), bottom
-        both = fmean(map(fmean, means.values()))
+                yield name, DIVISOR, sum(each[rank]), samples
+                yield name, DIVISOR, sum(each[rank]), bottom
+        both = fmean(map(fmean, each.values()))
         yield "the mean of the batches' means", MEANS, both, 1
         ratios = [top / (bottom or 1) for top, bottom in own.values()]
         yield "the mean of the ranks' means", MEANS, fmean(ratios), 1
@@ -272,9 +270,10 @@ class Group:
                 rows = [one.added(rank) for one in earlier if rank in one.ranks]
                 yield f"{name}, of rank {rank} only", RESET, *pair([*rows, own[rank]])
 
-    def means(self, rank: int) -> list[float]:
-        """Return the means of a rank's batches."""
-        return [sum(v) / (sum(w) or 1) for v, w, _ in self.ranks[rank]]
+
+def means(rows: list[tuple]) -> list[float]:
+    """Return the means of batches."""
+    return [sum(v) / (sum(w) or 1) for v, w, _ in rows]
 
 
 def pair(values: Iterable[tuple[float, float]]) -> tuple[float, float]:

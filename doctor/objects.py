@@ -1,13 +1,17 @@
-"""Read tensors in the script's own objects, which are neither weights nor buffers."""
+"""Read tensors in the script's own objects, and strings in its functions' variables."""
 
 import gc
+import inspect
 import sys
 import weakref
+from types import FrameType
 
-from .record import LIBRARY, not_the_users
+from .record import LIBRARY, not_the_users, torch
+from .sample import picked
 
 MOST, LARGE = 64, 65_536  # limits: tensors; numbers of a summed tensor
 BLOCKS = 4_000_000  # of Python's memory: if there are more, a search takes long
+FRAMES, LONGEST = 3, 60  # functions of the script; characters of a string
 
 
 class Objects:
@@ -27,13 +31,7 @@ class Objects:
                 self.found.append((kind.__name__, weakref.ref(one)))
 
     def tensors(self, weights: dict) -> dict:
-        """Return {name: a few numbers} of the tensors that need no gradient.
-
-        Args:
-            weights: its keys are ids of tensors to omit.
-        """
-        import torch
-
+        """Return {name: a few numbers} of tensors, without `weights` (by their ids)."""
         if self.found is None:
             self.search()
         owners = [("", vars(sys.modules["__main__"]))]
@@ -76,10 +74,26 @@ def label_of(name: str, found: dict) -> str:
 
 def few_of(tensor):
     """Return seven numbers of a tensor, and the sum of a small one: (8,) float64."""
-    import torch
-
-    from .sample import picked
-
     few = picked(tensor, 7)
     rest = tensor.detach().sum().double() if tensor.numel() <= LARGE else few[0]
     return torch.cat([few, rest[None]])
+
+
+def strings(frame: FrameType | None) -> dict[str, str]:
+    """Return the strings in the variables of a frame and of the script's callers."""
+    found, count = {}, 0
+    while frame and count < FRAMES:
+        code = frame.f_code
+        old = sys.version_info < (3, 13)  # f_locals is what locals() has returned
+        named = old and {"locals", "vars", "dir"} & {*code.co_names}
+        if not code.co_filename.startswith((*not_the_users(), LIBRARY)):
+            values = {} if named else frame.f_locals
+            few = {k: x for k, x in values.items() if type(x) is str}
+            few = {k: x for k, x in few.items() if k[:2] != "__" and len(x) <= LONGEST}
+            found, count = few | found, count + 1
+            # Before Python 3.13, the frame would keep references to all values
+            own = type(values) is dict and code.co_flags & inspect.CO_OPTIMIZED
+            if own and sys.getrefcount(values) < 4:
+                values.clear()
+        frame = frame.f_back
+    return found

@@ -4,8 +4,8 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, combinations
-from typing import ClassVar
 
 from .draws import draws_in_steps
 from .event import Event
@@ -18,11 +18,9 @@ EPOCHS = 20  # largest number of epochs to judge
 MORE = 0.02  # a breach: a larger share of samples is repeated or left out
 
 
-@dataclass(kw_only=True)
-class Feed(Event):
+class Feed(Event, limit=1000):
     """A loader's sampler at the start of a pass, and its data in the first pass."""
 
-    limit: ClassVar[int] = 1000
     loader: int
     epoch: int
     divides: bool  # it divides the samples between ranks
@@ -140,12 +138,10 @@ def interleaved(job: Job) -> tuple[list[int], list[int]]:
     """
     found, again = [], []
     for process in job.processes:
-        steps, line = {}, process.loader()
+        steps, fed, line = {}, set(), process.loader()
         for one in process.of(Batch):
             steps.setdefault((one.loader, one.epoch), set()).add(one.step)
-        fed = {
-            x for key, own in steps.items() if key[0] == process.training for x in own
-        }
+            fed |= {one.step} if one.loader == process.training else set()
         own = {key[0]: own for key, own in steps.items() if len(own) > 2}
         own.pop(process.training, None)
         lines = {number: process.loader(number).place for number in own}
@@ -299,25 +295,22 @@ def looped(job: Job) -> list[Reads]:
         ranks, shortest = lists, min(map(len, lists))
     elif shortest < 3 and again:
         raise NotJudged("samples repeat within 3 steps: they are not read in epochs")
+    lap = partial(Reads, whole=False, index=False, pool=pool, ids=ids)
     for start in range(shortest, len(min(lists, key=len)) - 7, max(8, shortest)):
-        end = start + max(8, shortest)
-        own = [x[start:end] for x in lists]
+        own = [x[start : start + max(8, shortest)] for x in lists]
         text = f"steps {start + 1} to {start + min(map(len, own))}"
-        one = Reads(own, text, False, index=False, pool=pool, ids=ids, later=True)
+        one = lap(own, text, later=True)
         if one.together()[0] >= 0.9 and whole.together()[0] < 0.9:
             return [one]
-    laps = [[x[:shortest] for x in ranks]]
     text = f"the first {shortest} inputs of the network"
-    if {*map(len, ranks)} == {shortest} and again:
-        for start in range(shortest, min(map(len, lists)) - shortest + 1, shortest):
-            laps.append([x[start : start + shortest] for x in lists])
-    found = [Reads(laps[0], text, False, index=False, pool=pool, ids=ids)]
-    for number, one in enumerate(laps[1:], 1):
-        text = f"inputs {number * shortest + 1} to {(number + 1) * shortest} of the "
-        lap = Reads(one, f"{text}network", False, index=False, pool=pool, ids=ids)
-        if lap.numbers()["within"]:
+    found = [lap([x[:shortest] for x in ranks], text)]
+    end = min(map(len, lists)) if {*map(len, ranks)} == {shortest} and again else 0
+    for start in range(shortest, end - shortest + 1, shortest):
+        text = f"inputs {start + 1} to {start + shortest} of the network"
+        one = lap([x[start : start + shortest] for x in lists], text)
+        if one.numbers()["within"]:
             break  # they are not read in epochs
-        found.append(lap)
+        found.append(one)
     return found
 
 

@@ -28,6 +28,7 @@ SHORT = int(os.environ.get("DOCTOR_SHORT", "0"))  # batches per epoch; 0: all
 GIVEN = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "DOCTOR_CPU"
 OWN = os.path.dirname(os.path.abspath(__file__))
 LIBRARY = sysconfig.get_path("stdlib")
+torch = sys.modules.get("torch")  # doctor's own process does not import PyTorch
 
 
 class Recorder:
@@ -74,8 +75,7 @@ class Recorder:
         parent = multiprocessing.parent_process()  # also under a fork server
         parent = parent.pid if parent else os.getppid()
         given = {name: os.environ.get(name) for name in GIVEN}
-        start = Start(parent=f"{host}-{parent}", host=host, environment=given)
-        self.write(start)
+        self.write(Start(parent=f"{host}-{parent}", host=host, environment=given))
 
     def joined(self, rank: int, world_size: int) -> None:
         """Record this process's rank."""
@@ -118,7 +118,7 @@ def wrap(owner, name: str, method: Callable) -> None:
 
     @functools.wraps(call)
     def wrapped(*args, **kwargs):
-        if compiling():
+        if torch.compiler.is_compiling():
             return call(*args, **kwargs)
         results, failed = [], []
 
@@ -159,15 +159,8 @@ def compiles(call, *args, **kwargs):
     return call(*args, **kwargs)
 
 
-def compiling() -> bool:
-    """Return whether torch.compile is compiling the current code."""
-    return sys.modules["torch"].compiler.is_compiling()
-
-
 def traced() -> bool:
     """Return whether PyTorch compiles, traces or transforms the current code."""
-    import torch
-
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return True
     if torch._C._functorch.peek_interpreter_stack() is not None:  # vmap(), grad()
@@ -179,20 +172,19 @@ def traced() -> bool:
 
 def not_the_users() -> tuple[str, ...]:
     """Return the path prefixes of the files of this package and of PyTorch."""
-    return OWN, os.path.dirname(sys.modules["torch"].__file__), "<"
+    return OWN, os.path.dirname(torch.__file__), "<"
 
 
 def place(frame=None) -> str:
     """Return the innermost line of the user's (or a library's) code as file:line."""
-    frame, other = frame or sys._getframe(1), ""
-    while frame:
-        file = frame.f_code.co_filename
+    other = ""
+    for one, line in traceback.walk_stack(frame or sys._getframe(1)):
+        file = one.f_code.co_filename
         if not file.startswith(not_the_users()):
-            where = f"{os.path.relpath(file)}:{frame.f_lineno}"
+            where = f"{os.path.relpath(file)}:{line}"
             if "site-packages" not in file and not file.startswith(LIBRARY):
                 return where
             other = other or where
-        frame = frame.f_back
     return other
 
 
@@ -209,7 +201,7 @@ def excepthook(call, kind, error, trace) -> None:
                 where = f"{os.path.relpath(file)}:{line}"
         text = f"{kind.__name__}: {error}"[:2000]
         path = os.path.abspath(path) if isinstance(path, str) else ""
-        cuda = sys.modules["torch"].cuda.is_available()
+        cuda = torch.cuda.is_available()
         recorder.write(Failed(text=text, place=where, path=path, cuda=cuda))
     if call:
         call(kind, error, trace)
@@ -234,7 +226,7 @@ def leave() -> None:
 
     if recorder.file is not None:
         tell("on_exit")
-        recorder.write(Exit(watched=min(STEPS, recorder.step)))
+        recorder.write(Exit())
         gc.collect()  # frees the process groups: see Gloo's threads in docs/pitfalls.md
 
 
@@ -269,7 +261,7 @@ def torch_is_there() -> None:
     for watcher in watchers:
         quiet(watcher.hooks)()
     wrap(sys, "excepthook", excepthook)
-    wrap(sys.modules["torch"], "compile", compiles)
+    wrap(torch, "compile", compiles)
     wrap(sys.modules.get("torch.multiprocessing.spawn"), "_wrap", spawned)
     atexit.register(leave)
     threading.Thread(target=monitor, daemon=True, name="doctor").start()

@@ -4,14 +4,12 @@ import re
 import sys
 import time
 from array import array
-from dataclasses import dataclass
-from typing import ClassVar
 
 from .event import Event
 from .loaders import Loaders, leaves
 from .moments import Moments, runs_normally
 from .numbers import others
-from .record import place, recorder, wrap
+from .record import place, recorder, torch, wrap
 from .sample import hashes
 from .watcher import Watcher
 
@@ -28,20 +26,16 @@ OTHER = re.compile(  # results that doctor does not recompute
 WORDS = re.compile(r"acc|top|prec|err|correct|right|loss|ppl|perplex|nll|%", re.I)
 
 
-@dataclass(kw_only=True)
-class Printed(Event):
+class Printed(Event, limit=2000):
     """The script has printed a line with a number that may be a result."""
 
-    limit: ClassVar[int] = 2000
     text: str
     place: str
 
 
-@dataclass(kw_only=True)
-class Measured(Event):
+class Measured(Event, limit=5000):
     """The sums that doctor computed from the outputs for one batch."""
 
-    limit: ClassVar[int] = 5000
     # hits, top5, loss, root (the value whose backward() is called), pairs (`values` are
     # predictions, and `weights` are the labels that the script compares with these), or
     # seen (`guesses` are hashes of inputs)
@@ -72,8 +66,6 @@ class Results(Watcher):
         self.nested, self.others = False, 0
 
     def hooks(self) -> None:
-        import torch
-
         for stream in (sys.stdout, sys.stderr):
             wrap(stream, "write", self.write)
         for name in LOSSES:
@@ -107,8 +99,6 @@ class Results(Watcher):
 
     def keeps(self) -> bool:
         """Return whether doctor measures outputs now."""
-        import torch
-
         now = recorder.timing or not torch.is_grad_enabled()
         return now and not recorder.full(Measured)
 
@@ -117,14 +107,11 @@ class Results(Watcher):
 
         If `more` contains a tensor `sure` that is false, read() drops them.
         """
-        import torch
-
         number = self.sources.setdefault(source, len(self.sources))
-        batch = self.batch or dict.fromkeys(("loader", "epoch", "number"))
-        which = {key: batch[key] for key in ("loader", "epoch", "number")}
-        fields = which | {"what": what, "source": number, "at": time.time()}
-        fields["after"] = recorder.step
-        fields |= {"trains": torch.is_grad_enabled(), "skipped": 0, **more}
+        batch = self.batch or {}
+        fields = {key: batch.get(key) for key in ("loader", "epoch", "number")}
+        fields |= {"what": what, "source": number, "after": recorder.step}
+        fields |= {"trains": torch.is_grad_enabled(), "at": time.time(), **more}
         self.waiting.append((fields, values, weights, labels))
         if len(self.waiting) > 64:
             self.read()
@@ -137,7 +124,7 @@ class Results(Watcher):
                 self.known = {}  # lines may compare other values
                 continue
             values = values.cpu()
-            fields["skipped"] = int(fields["skipped"])
+            fields["skipped"] = int(fields.get("skipped", 0))
             if labels is not None:
                 labels = labels.cpu().reshape(-1, 1)
                 if values.numel() == len(labels) and not fields["trains"]:
@@ -150,19 +137,14 @@ class Results(Watcher):
 
     def on_input(self, network, inputs) -> None:
         """Record which samples the script validates without a DataLoader."""
-        import torch
-
         inputs = [one for one in inputs if one.dim() and len(one)]
         current = Loaders.here.current
         loads = current is not None and not current.ended
         if not inputs or loads or torch.is_grad_enabled() or recorder.full(Measured):
             return
         rows = array("q", hashes(max(inputs, key=torch.Tensor.numel)))
-        number = self.sources.setdefault(("network", id(network)), len(self.sources))
-        seen = dict.fromkeys(("loader", "epoch", "number")) | {"what": "seen"}
-        seen |= {"source": number, "after": recorder.step, "at": time.time()}
-        empty = {"values": array("d"), "weights": array("d"), "trains": False}
-        recorder.write(Measured(**seen, **empty, guesses=rows))
+        self.batch, empty = None, torch.empty(0)
+        self.measure("seen", ("network", id(network)), empty, empty, guesses=rows)
 
     def on_output(self, network, outputs, batch) -> None:
         self.batch, self.guesses, self.tries = batch, [], 0
@@ -188,18 +170,15 @@ class Results(Watcher):
                         self.measure("hits", other, best[:, 0], None, labels)
         elif found and found[0].numel() <= LARGE and found[0].is_floating_point():
             one = found[0]
-            flat = one.reshape(-1) if one.numel() == len(one) else None
-            self.guesses = [flat > 0, flat > 0.5] if flat is not None else []
-            if flat is None:
-                axes = {1, one.dim() - 1}
-                self.guesses = [one.argmax(axis) for axis in axes]
+            if one.numel() == len(one):
+                self.guesses = [one.reshape(-1) > 0, one.reshape(-1) > 0.5]
+            else:
+                self.guesses = [one.argmax(axis) for axis in {1, one.dim() - 1}]
                 if one.dim() == 2 and one.size(1) > 5:
                     self.guesses.append(one.topk(5).indices)
             self.source = source
 
     def equal(self, call, *args, **kwargs):
-        import torch
-
         result = call(*args, **kwargs)
         if isinstance(result, torch.Tensor) and result.dim() and not self.nested:
             operands = [x for x in (*args, *kwargs.values()) if torch.is_tensor(x)]
@@ -212,8 +191,6 @@ class Results(Watcher):
 
     def compared(self, result, operands: list) -> None:
         """Measure hits if one operand is a tensor of predicted classes."""
-        import torch
-
         if 30 < result.numel() < 20_000 and len(operands) == 2 and self.keeps():
             whole = not any(x.is_floating_point() or x.requires_grad for x in operands)
             if whole and operands[0].shape == operands[1].shape == result.shape[:1]:
@@ -245,8 +222,6 @@ class Results(Watcher):
                 return
 
     def loss(self, call, /, *args, **kwargs):
-        import torch
-
         result = call(*args, **kwargs)
         usual = not self.nested and isinstance(result, torch.Tensor)
         if usual and kwargs.get("weight") is None and self.keeps() and runs_normally():
@@ -264,8 +239,6 @@ class Results(Watcher):
 
     def hits(self, where: str, args: tuple, kwargs: dict) -> None:
         """Measure the hits of a loss's scores (N, C, ...) during an evaluation."""
-        import torch
-
         scores = kwargs["input"] if "input" in kwargs else args[0]
         target = kwargs["target"] if "target" in kwargs else args[1]
         classes = scores.dim() > 1 and not target.is_floating_point()
@@ -278,8 +251,6 @@ class Results(Watcher):
 
     def rows(self, call, result, args: tuple, kwargs: dict):
         """Return a loss's line, its sums, and the number of targets in each sum."""
-        import torch
-
         target = kwargs["target"] if "target" in kwargs else args[1]
         ignored = kwargs.get("ignore_index", -100)
         whole = target.is_floating_point() or target.dim() == 0
@@ -287,14 +258,9 @@ class Results(Watcher):
         count = valid.double().sum()
         where = f"loss {place()}"
         if torch.is_grad_enabled():  # the batch's sum is enough
-            if result.numel() > 1:
-                return where, result.double().sum()[None], count[None]
-            summed = kwargs.get("reduction") == "sum"
-            return (
-                where,
-                (result.double() * (1 if summed else count))[None],
-                count[None],
-            )
+            summed = result.numel() > 1 or kwargs.get("reduction") == "sum"
+            total = result.double().sum() * (1 if summed else count)
+            return where, total[None], count[None]
         if target.numel() > LARGE or not target.dim():
             return None
         each = call(*args, **{**kwargs, "reduction": "none"}).detach().double()
@@ -308,8 +274,6 @@ class Results(Watcher):
         return where, sums, counts.reshape(size, -1).sum(1)
 
     def on_backward(self, root) -> None:
-        import torch
-
         if isinstance(root, torch.Tensor) and root.numel() == 1 and self.keeps():
             one = root.detach().double().reshape(1)
             self.measure("root", "root", one, torch.ones(1))

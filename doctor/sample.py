@@ -4,6 +4,8 @@ import functools
 import hashlib
 from collections.abc import Sequence
 
+from .record import torch
+
 GOLDEN = 0.6180339887498949
 MOST = 1024  # most numbers in one event
 
@@ -21,8 +23,6 @@ def positions(count: int, most: int) -> tuple[int, ...]:
 
 @functools.lru_cache(512)
 def _index(count: int, most: int, device: str):
-    import torch
-
     return torch.tensor(positions(count, most), device=device)
 
 
@@ -38,8 +38,6 @@ def picked(tensor, most: int):
 
 def numbers(tensors: Sequence, most: int = 8) -> list[list[float]]:
     """Return a few numbers of each tensor ([] for None), read in one transfer."""
-    import torch
-
     parts = [None if x is None else picked(x, most) for x in tensors]
     there = [x for x in parts if x is not None]
     flat = torch.cat([x.to(there[0].device) for x in there]).tolist() if there else []
@@ -61,12 +59,7 @@ def flat(rows: list[list[float]]) -> tuple[int, list[float]]:
 
 
 def hashes(rows, most: int = 64) -> list[int]:
-    """Return a hash for each row of a tensor (N, ...), from `most` of its numbers.
-
-    All processes compute the same hashes.
-    """
-    import torch
-
+    """Return for each row of a tensor (N, ...) a hash, the same in all processes."""
     flat = rows.detach().reshape(len(rows), -1)
     if flat.size(1) > most:
         flat = flat[:, _index(flat.size(1), most, str(flat.device))]

@@ -9,6 +9,7 @@ from pathlib import PurePath
 from .job import Job, Process
 from .loaders import inside
 from .reads import feeds
+from .record import torch
 from .sample import digest, hashes, numbers, positions
 
 FEW, ALL = 64, 5000  # most entries to hash in order; most entries to sum
@@ -42,8 +43,6 @@ def plain(dataset) -> dict[str, float]:
 
 
 def _search(value, name: str, depth: int, found: dict) -> None:
-    import torch
-
     if isinstance(value, (torch.nn.Module, *PLAIN)) or len(found) > 40:
         return
     if _is_array(value):
@@ -69,8 +68,6 @@ def _search(value, name: str, depth: int, found: dict) -> None:
 
 
 def _is_array(value) -> bool:
-    import torch
-
     if isinstance(value, torch.Tensor):
         return value.layout == torch.strided and not value.is_complex()
     return type(value).__name__ == "ndarray" and value.dtype.kind in "biuf"
@@ -107,8 +104,6 @@ def _text(value, depth: int = 0) -> str:
     if isinstance(value, PLAIN):
         return repr(value)
     if _is_array(value):
-        import torch
-
         return repr(numbers([torch.as_tensor(value)], 16)[0])
     if isinstance(value, dict):
         value = [x for pair in value.items() for x in pair]

@@ -85,6 +85,9 @@ class Watcher:
     def after_collective(self, name: str, tensors: list, place: str, seconds: float):
         """The collective has returned."""
 
+    def on_summary(self) -> None:
+        """A process has taken one of some steps, or ends (see laws/alive.py)."""
+
     def on_end(self) -> None:
         """The process leaves its group or ends; its networks still exist."""
 

@@ -2,7 +2,7 @@
 
     python -m scripts.quickstart DATA OUTPUT       # quickstart.sh calls this
 
-OUTPUT has a folder for each run, and the plots, curves.png.
+The script writes a folder for each run, and the plots curves.png, to OUTPUT.
 """
 
 import json
@@ -30,7 +30,7 @@ LAUNCHERS = {
     "apex_distributed": "torchrun",
     "horovod_distributed": "horovodrun",
 }
-# Mirrored digits would be wrong. --lr is per 256 images, so it is 0.05 per 64 images
+# Mirrored digits would be wrong. --lr is for 256 images, so the rate for 64 is 0.05
 EPOCHS = 8
 RECIPE = (
     "--image-size 64 --global-batch-size 64 --lr 0.2 --warmup-epochs 1 "
@@ -62,7 +62,7 @@ def epochs_left(output: Path) -> int:
 
 
 def train(strategy: str, data: str, output: Path, count: int) -> str:
-    """Run one strategy; return "done" or a message that it failed."""
+    """Train with one strategy; return "done", or a message if it failed."""
     command = ["bash", str(ROOT / "scripts" / f"{strategy}.sh"), "--data", data]
     command += [*shlex.split(RECIPE), "--output", str(output), "--resume"]
     variables = {**os.environ, "NPROC": str(count)}
@@ -71,7 +71,7 @@ def train(strategy: str, data: str, output: Path, count: int) -> str:
 
 
 def render(runs: list[dict]) -> str:
-    """Return the table of runs, followed by their settings."""
+    """Return a table of the runs, followed by their settings."""
     header = ("strategy", "launcher", "processes", "minutes", "val top-1", "status")
     table = LINE.format(*header) + LINE.format(*["---"] * len(header))
     for run in runs:
@@ -90,7 +90,7 @@ def render(runs: list[dict]) -> str:
 def draw(runs: dict[str, list[dict]]) -> Figure:
     """Return a figure of all runs; `runs` maps a name to the records of its epochs.
 
-    Later lines are thinner, so that identical runs all stay visible.
+    Later lines are thinner, so that all of several identical runs stay visible.
     """
     figure = Figure(figsize=(10, 4), dpi=150, facecolor="white", layout="constrained")
     for axes, name in zip(figure.subplots(1, 3), PANELS, strict=True):

@@ -195,7 +195,7 @@ def test_images_that_are_normalized_already_are_refused():
 
 
 def test_waiting_for_data_does_not_include_the_step(monkeypatch):
-    """An image takes one second, a step 50; only the images count, from zero in each epoch."""
+    """Loading an image takes 1 s, a step 50 s; only loading counts, from 0 in each epoch."""
     clock = [0.0]
 
     class Slow(Draws):
@@ -242,8 +242,8 @@ def test_images_are_those_that_torchvision_finds(pictures):
 
 REFUSED = """
 mv train training: train: No such file or directory; --data needs train/CLASS
-mv val/dog val/wolf: train/ or val/ has no class dog
-cp -r train/dog train/wolf: train/ or val/ has no class wolf
+mv val/dog val/wolf: val/ has no class dog
+cp -r val/dog val/wolf: train/ has no class wolf
 rm -r train/* val/*: val: .*find any class folder
 mv val/dog/* val; rm -r val/*/: val.*--data needs .*scripts/prepare_imagenet.sh sorts
 rm val/dog/*: val/dog has no images
@@ -275,6 +275,8 @@ def test_synthetic_batches_are_of_any_number():
     set_epoch(loader, 0, first=1)
     batches = [images for images, _ in loader]
     assert len(loader) == 2 and [tuple(b.shape) for b in batches] == [(4, 3, 32, 32)]
+    args = parse("--synthetic", "--max-steps", 50, "-b", 4)  # validates 1 image of 25
+    assert [*map(len, build_datasets(args))] == [1281167, 8]
 
 
 def test_other_images_on_one_rank_are_one_line_in_every_process(pictures, tmp_path):

@@ -67,10 +67,8 @@ def test_what_counts_is_what_a_repair_does(kind, patience, tmp_path, request):
     labs = tmp_path / "tutorial" / "labs"
     shutil.copytree(LABS, labs)
     full = request.config.getoption("full")
-    repairs = [
-        (x, edits) for x, k, more, edits in REPAIRS if k == kind and full >= bool(more)
-    ]
-    for number, (lab, edits) in enumerate(repairs):
+    repairs = [x for x in REPAIRS if x[1] == kind and full >= bool(x[2])]
+    for number, (lab, *_, edits) in enumerate(repairs):
         (labs / f"{lab}_repair{number:02}.py").write_text(repaired(lab, edits))
     task = "import grade\nfor one in sorted(grade.FOLDER.glob('*_repair*.py')):\n"
     (labs / "repairs.py").write_text(task + "    print(one.stem, grade.grade(one))\n")

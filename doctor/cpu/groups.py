@@ -8,8 +8,7 @@ import torch.distributed as dist
 
 from .gpus import replace
 
-REDUCTIONS = {"all_reduce": "tensor", "reduce_scatter_tensor": "output"}
-REDUCTIONS |= {"reduce_scatter_single": "output"}
+REDUCTIONS = "all_reduce", "reduce_scatter_tensor", "reduce_scatter_single"
 asked_for_nccl: list[bool] = []
 
 
@@ -43,24 +42,19 @@ def flat(old, given: dict):
     return old(**given)
 
 
-def average(output: str):
-    """Return a change for a reduction: AVG becomes Gloo's sum, divided here."""
-
-    def call(old, given: dict):
-        return flat(old, given) if "input" in given else old(**given)
-
-    def change(old, given: dict):
-        if given["op"] != dist.ReduceOp.AVG:
-            return call(old, given)
-        work, result = call(old, {**given, "op": dist.ReduceOp.SUM}), given[output]
+def reduce(old, given: dict):
+    """Call a reduction; AVG becomes Gloo's sum, divided here."""
+    averages = given["op"] == dist.ReduceOp.AVG
+    result = given["output" if "input" in given else "tensor"]
+    given["op"] = dist.ReduceOp.SUM if averages else given["op"]
+    work = flat(old, given) if "input" in given else old(**given)
+    if averages:
         if work:
             work.wait()
         exact = result.is_floating_point() or result.is_complex()
         size = dist.get_world_size(given["group"])
         result.div_(size, rounding_mode=None if exact else "trunc")
-        return work
-
-    return change
+    return work
 
 
 def install() -> None:
@@ -79,8 +73,8 @@ def install() -> None:
         device_type = "cpu" if device_type == "cuda" else device_type
         old_init(self, device_type, *args, **kwargs)
 
-    for name, output in REDUCTIONS.items():
-        wrap(name, average(output))
+    for name in REDUCTIONS:
+        wrap(name, reduce)
     for name in ("all_gather_into_tensor", "all_gather_single"):
         wrap(name, flat)
     for name in ("init_process_group", "new_group"):

@@ -98,9 +98,8 @@ class Functions:
         return moved(source, func(source, *rest, **kwargs), place)
 
     def cuda(func, args, kwargs):
-        return moved(
-            args[0], args[0], resolve(kwargs.get("device", *args[1:2] or [None]))
-        )
+        device = kwargs.get("device", args[1] if len(args) > 1 else None)
+        return moved(args[0], args[0], resolve(device))
 
     def cpu(func, args, kwargs):
         return moved(args[0], func(*args, **kwargs), CPU)

@@ -61,12 +61,12 @@ def gather(tensors, dim=0, destination=None) -> Tensor:
     return torch.cat([one.to(place) for one in tensors], dim)
 
 
-def copies(tensors, devices, buffer_size=0) -> list[list[Tensor]]:
+def broadcast_coalesced(tensors, devices, buffer_size=0) -> list[list[Tensor]]:
     """Emulate torch.cuda.comm.broadcast_coalesced()."""
     return [[one.to(resolve(device)) for one in tensors] for device in devices]
 
 
-def sums(inputs, destination=None, buffer_size=0) -> tuple:
+def reduce_add_coalesced(inputs, destination=None, buffer_size=0) -> tuple:
     """Emulate torch.cuda.comm.reduce_add_coalesced()."""
     moved = [[one.to(resolve(destination)) for one in some] for some in inputs]
     return tuple(functools.reduce(Tensor.add, one) for one in zip(*moved, strict=True))
@@ -102,13 +102,8 @@ def install() -> None:
         gpus.say("torch.compile() compiles nothing: the code runs as it is written")
         return old_compile(*args, **kwargs)
 
-    for name, new in (
-        ("scatter", scatter),
-        ("gather", gather),
-        ("broadcast_coalesced", copies),
-        ("reduce_add_coalesced", sums),
-    ):
-        replace(comm, name, new)
+    for new in (scatter, gather, broadcast_coalesced, reduce_add_coalesced):
+        replace(comm, new.__name__, new)
     for new in (is_autocast_enabled, get_autocast_dtype, compile):
         replace(torch, new.__name__, new)
     replace(torch, "get_autocast_gpu_dtype", lambda: get_autocast_dtype("cuda"))

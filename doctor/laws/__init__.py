@@ -1,32 +1,7 @@
 """The ten laws: importing this package defines their checks and watchers."""
 
-from . import (  # noqa: F401
-    alive,
-    candidates,
-    checkpoints,
-    counts,
-    factors,
-    files,
-    finite,
-    gradient,
-    inputs,
-    losses,
-    mean,
-    meanings,
-    meeting,
-    modes,
-    order,
-    passes,
-    places,
-    printed,
-    randomness,
-    ranks,
-    replicas,
-    resume,
-    samples,
-    schedule,
-    settings,
-    shards,
-    states,
-    time,
-)
+from importlib import import_module
+from pkgutil import iter_modules
+
+for one in iter_modules(__path__):
+    import_module(f"{__name__}.{one.name}")

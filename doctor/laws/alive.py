@@ -1,29 +1,25 @@
 """Law 6: every trainable weight gets gradients, is in an optimizer and is changed."""
 
 from collections import Counter
-from dataclasses import dataclass
-from typing import ClassVar
 
 from ..event import Event
 from ..law import RISK, WRONG, Breach, Law, NotJudged, check, explains, need
 from ..moments import Moments, Step, weights
-from ..record import STEPS, place, recorder
+from ..record import STEPS, place, recorder, torch
 from ..sample import numbers
-from ..watcher import Watcher
+from ..watcher import Watcher, tell
 from .layers import Layers, Ran, networks
 from .passes import Update
 from .replicas import listed
 
-LAW = Law(6, "alive", "Every weight lives")
-# After these steps, doctor writes an event for each weight
+LAW = Law(6, "alive", "Every weight learns")
+# After these steps, doctor writes an event for each weight and layer
 WRITES = {*range(1, 4), *range(4, STEPS, 4), STEPS}
 
 
-@dataclass(kw_only=True)
-class Weight(Event):
+class Weight(Event, limit=10**6):  # enough for all weights, several times
     """The gradients that a weight has received so far, and whether it has changed."""
 
-    limit: ClassVar[int] = 10**6  # enough for all weights, several times
     name: str
     module: str  # the outermost module that has run and has no weight that lives
     trainable: bool
@@ -84,19 +80,17 @@ class Alive(Watcher):
         others = [one for one in others if id(one) not in self.steps]
         self.reached |= {id(one) for one in others if one.grad is not None}
         new = [one for one in own + others if id(one) not in self.begun]
-        self.begun |= {id(one): row for one, row in zip(new, few(new), strict=True)}
+        self.begun |= zip(map(id, new), numbers([*map(local, new)]), strict=True)
 
     def after_step(self, optimizer, weights) -> None:
         if recorder.step + 1 in WRITES:
-            self.write()
+            tell("on_summary")
 
     def on_exit(self) -> None:
         if self.steps and recorder.step < STEPS and recorder.step not in WRITES:
-            self.write()
+            tell("on_summary")
 
-    # --- events ---
-
-    def write(self) -> None:
+    def on_summary(self) -> None:
         """Write an event for each weight."""
         owners, found = {}, {}
         for modules in networks():
@@ -104,15 +98,13 @@ class Alive(Watcher):
                 for weight in module.parameters(recurse=False):
                     owners.setdefault(id(weight), (modules, name))
                     found[id(weight)] = weight
-        for _number, reference in [*Moments.here.known.values()]:
-            weight = reference()
-            if weight is not None and id(weight) in self.steps:
-                found[id(weight)] = weight
+        known = [weight() for _, weight in [*Moments.here.known.values()]]
+        found |= {id(one): one for one in known if id(one) in self.steps}
         loose = Layers.here.loose({*found})
         names = {id(weight): (name, ran) for name, weight, ran in loose}
         found |= {id(weight): weight for _, weight, _ in loose}
         self.reached |= {id(one) for _, one, _ in loose if one.grad is not None}
-        now = dict(zip(found, few([*found.values()]), strict=True))
+        now = dict(zip(found, numbers([*map(local, found.values())]), strict=True))
         self.moved = {key for key in now if now[key] != self.begun.get(key, now[key])}
         moved = self.moved | (self.steps.keys() - self.nonzero)  # may have moved
         for key, weight in found.items():
@@ -164,18 +156,10 @@ def local(tensor):
 
 def lives(tensors: list) -> list[bool]:
     """Return for each tensor whether its gradient has a nonzero element."""
-    import torch
-
     parts = [local(one.grad) for one in tensors]
     parts = [one.coalesce().values() if one.is_sparse else one for one in parts]
     flags = [one.any() if one.numel() else torch.tensor(True) for one in parts]
-    device = flags[0].device if flags else None
-    return torch.stack([one.to(device) for one in flags]).tolist() if flags else []
-
-
-def few(tensors: list) -> list[list[float]]:
-    """Return a few numbers of each tensor."""
-    return numbers([local(one) for one in tensors])
+    return [flag > 0 for (flag,) in numbers(flags)]
 
 
 # --- checks ---
@@ -200,7 +184,7 @@ def latest(job) -> dict[str, list[Weight]]:
 
 def names(events: list[Weight]) -> str:
     """Return the first names of a list of weights."""
-    return listed([*dict.fromkeys(one.name for one in events)])
+    return listed(one.name for one in events)
 
 
 @check(LAW, RISK, general=True, needs=[Step, Weight])

@@ -1,17 +1,15 @@
-"""Law 8: one process writes each file. Checks the contents of checkpoints."""
+"""Law 8: files are whole, and have one writer. Checks the contents of checkpoints."""
 
 import contextlib
 import os
 import sys
 import tempfile
 import threading
-from dataclasses import dataclass
-from typing import ClassVar
 
 from ..event import Event
 from ..law import NOTE, RISK, Breach, Doubt, check, need
 from ..moments import Moments
-from ..record import place, recorder, wrap
+from ..record import place, recorder, torch, wrap
 from ..watcher import Watcher
 from .files import LAW, Opened, base, plural
 from .meeting import hangs
@@ -22,11 +20,9 @@ MARKS = {"optimizer": "param_groups", "scaler": "growth_factor"}
 MARKS |= {"schedule": "last_epoch"}
 
 
-@dataclass(kw_only=True)
-class Saved(Event):
+class Saved(Event, limit=200):
     """torch.save() has written a file that contains weights."""
 
-    limit: ClassVar[int] = 200
     path: str | None
     whole: int  # number of the job's weights in the file, matched by name
     missing: list[str]  # weights and buffers that the file lacks
@@ -52,14 +48,11 @@ class Checkpoints(Watcher):
         self.given = None  # what torch.distributed.checkpoint is about to save
 
     def hooks(self) -> None:
-        import torch
-        from torch.optim.lr_scheduler import LRScheduler
-
         sys.addaudithook(self.audit)
         wrap(torch, "save", self.save)
         wrap(torch.amp.GradScaler, "scale", self.scale)
         wrap(torch.nn.Module, "state_dict", self.take)
-        wrap(LRScheduler, "__init__", self.schedule)
+        wrap(torch.optim.lr_scheduler.LRScheduler, "__init__", self.schedule)
 
     def checkpoint_hooks(self, dcp) -> None:
         for owner in (dcp, dcp.state_dict_saver):
@@ -87,8 +80,6 @@ class Checkpoints(Watcher):
         return call(scaler, *args, **kwargs)
 
     def after_step(self, optimizer, weights) -> None:
-        import torch
-
         if "optimizer" not in self.states:
             kept = [*optimizer.state.values()]
             values = [value for one in kept[:9] for value in one.values()]
@@ -167,27 +158,23 @@ class Checkpoints(Watcher):
         pairs = {name: x for name, x in pairs.items() if name in known}
         own = {one.data_ptr() for one in known.values() if not parts(one)}
         tensors = [x for one in states for x in floats(one) if not parts(x)]
-        marks = [(self.taken or {}).get(x) for x in tensors]
-        old = [
-            {"taken": mark[0], "place": mark[2]}
-            for x, mark in zip(tensors, marks, strict=True)
-            if mark and mark[0] < recorder.step and x._version != mark[1]
-        ]
-        unknown = [x for x, mark in zip(tensors, marks, strict=True) if not mark]
+        marks = [(x, (self.taken or {}).get(x)) for x in tensors]
+        old = [m for x, m in marks if m and m[0] < recorder.step and x._version != m[1]]
         top = obj.values() if isinstance(obj, dict) else obj
         top = top if isinstance(top, (list, tuple)) or top is not obj else ()
+        integers = [x for x in top if torch.is_tensor(x) and not x.is_floating_point()]
         content = {
             "whole": len(pairs),
             "missing": missing[:9],
             "taken": None,
-            "live": any(x.data_ptr() in own for x in unknown),
+            "live": any(x.data_ptr() in own for x, mark in marks if not mark),
             "wrapped": any(all(str(x).startswith(PREFIXES) for x in y) for y in states),
             "holds": [name for name, mark in MARKS.items() if has(found, mark)],
             "has": sorted(self.states),
             "counts": any(isinstance(one, int) for one in top)
-            or (not is_state(obj) and any(map(is_count, top))),
+            or (not is_state(obj) and any(x.numel() == 1 for x in integers)),
         }
-        return content | (old[0] if old else {})
+        return content | ({"taken": old[0][0], "place": old[0][2]} if old else {})
 
 
 def dictionaries(value, depth: int = 0):
@@ -206,18 +193,8 @@ def has(found: list[dict], mark: str) -> bool:
     return any(key.startswith((f"{mark}.", mark)) for key in keys)  # or flattened
 
 
-def is_count(value) -> bool:
-    """Return whether a value is a tensor with one integer."""
-    import torch
-
-    integer = torch.is_tensor(value) and not value.is_floating_point()
-    return integer and value.numel() == 1
-
-
 def floats(state) -> list:
     """Return the floating-point tensors of a dictionary or list."""
-    import torch
-
     values = state.values() if isinstance(state, dict) else ()
     values = state if isinstance(state, list) else values
     return [x for x in values if torch.is_tensor(x) and x.is_floating_point()]

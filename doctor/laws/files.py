@@ -1,28 +1,24 @@
-"""Law 8: one process writes each file."""
+"""Law 8: files are whole, and have one writer."""
 
 import contextlib
 import os
 import sys
-from dataclasses import dataclass
-from typing import ClassVar
 
 from ..event import Event, Start
 from ..law import RISK, WRONG, Breach, Doubt, Law, NotJudged, check, explains, several
 from ..record import LIBRARY, OWN, not_the_users, place, recorder
 from ..watcher import Watcher
 
-LAW = Law(8, "files", "One process writes each file")
+LAW = Law(8, "files", "Files are whole, and have one writer")
 WRITES = os.O_WRONLY | os.O_RDWR
 SYSTEM = "/dev/", "/proc/", "/sys/"
 THROUGH = "logging", "pathlib", "shutil", "gzip", "bz2", "lzma", "zipfile"
 CACHES = "cache", ".lock", "__pycache__"
 
 
-@dataclass(kw_only=True)
-class Opened(Event):
+class Opened(Event, limit=300):
     """The process has opened a file for writing, or torch.save() has written it."""
 
-    limit: ClassVar[int] = 300
     path: str
     saved: bool = False
     place: str

@@ -1,4 +1,4 @@
-"""Law 6: every weight lives. Finds losses that are infinite or NaN."""
+"""Law 6: every weight learns. Finds losses that are infinite or NaN."""
 
 from math import isfinite
 

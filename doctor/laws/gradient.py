@@ -2,16 +2,19 @@
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from statistics import median
 
 from ..job import Job
-from ..law import NOTE, RISK, SLOW, WRONG, Breach, check, need, several
+from ..law import NOTE, RISK, WRONG, Breach, check, need, several
 from ..sample import digest
 from .meeting import collectives_differ
 from .passes import LAW, Update, not_awaited
 from .replicas import DRIFT, alike, buffers_differ, equal_steps, listed, weights_differ
 from .states import Layout
 
+CAUSES = weights_differ, not_awaited, collectives_differ  # of unequal gradients
+EFFECTS = buffers_differ, *DRIFT
 UNKNOWNS = 12  # most passes of all ranks whose shares doctor computes
 
 
@@ -68,12 +71,10 @@ def final(row: list[Update]) -> list[list[float]]:
     return found if len(found) == len(row) else [one.used for one in row]
 
 
+@cache
 def fits(job: Job) -> list[Fit]:
     """Return the Fit of each step, where doctor can know it."""
-    if "fits" not in job.memory:
-        found = [fit(row) for row in updates(job)]
-        job.memory["fits"] = [one for one in found if one]
-    return job.memory["fits"]
+    return [one for row in updates(job) if (one := fit(row))]
 
 
 def fit(row: list[Update]) -> Fit | None:
@@ -92,9 +93,8 @@ def fit(row: list[Update]) -> Fit | None:
     there = sum(map(any, zip(target, *flat, strict=True)))
     enough = len(flat) <= min(UNKNOWNS, there / 2)
     shares = solve(flat, target) if enough else None
-    guess = summed_up(
-        [[c * x for x in v] for c, v in zip(shares or (), flat, strict=False)]
-    )
+    pairs = zip(shares or (), flat, strict=False)
+    guess = summed_up([[share * x for x in own] for share, own in pairs])
     solved = bool(shares) and alike([target, guess], 0.03)
     if not solved:
         shares = [factor / len(row)] * len(flat)
@@ -150,13 +150,7 @@ def near(one: float, other: float, tolerance: float = 0.02) -> bool:
     return abs(one - other) <= tolerance * abs(other)
 
 
-@check(
-    LAW,
-    WRONG,
-    causes=[weights_differ, not_awaited, collectives_differ],
-    effects=[buffers_differ, *DRIFT],
-    read="pitfall 11",
-)
+@check(LAW, WRONG, causes=CAUSES, effects=EFFECTS, read="pitfall 11")
 def not_averaged(job):
     """The ranks step with different gradients.
 
@@ -293,23 +287,6 @@ def spans(one: Update) -> bool:
     """Return whether a step's passes use batches from several epochs of a loader."""
     epochs = {(x["loader"], x["epoch"]) for x in one.passes if x["loader"] is not None}
     return len(epochs) > len({loader for loader, _ in epochs})
-
-
-@check(LAW, SLOW, causes=[not_averaged], read="lesson 7")
-def every_micro_batch(job):
-    """DDP averages gradients in each pass of a step.
-
-    Use model.no_sync() in all passes of a step except the last.
-    """
-    need(job.of(Layout), "DDP is not used")
-    for row in job.rows(Update):
-        passes = row[0].passes
-        forwards = [one["forwards"][-1] for one in passes if one["forwards"]]
-        places = {one["place"] for one in passes}
-        if len(passes) > 1 and sum(forwards) >= len(passes) and len(places) == 1:
-            what = f"DDP averages gradients {len(passes)} times per step"
-            yield Breach(what, passes[0]["place"])
-            return
 
 
 @check(LAW, RISK, causes=[not_cleared], read="lesson 7")

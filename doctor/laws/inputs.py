@@ -1,4 +1,4 @@
-"""Law 3: random streams differ between ranks. Checks inputs, and epochs' seeds."""
+"""Law 3: random streams differ. Checks inputs, and epochs' seeds."""
 
 from collections import Counter
 from itertools import combinations
@@ -7,10 +7,9 @@ from ..draws import MADE, Drawn, Made, same_draws
 from ..generators import Seed, called, cause
 from ..job import Job, Process
 from ..law import RISK, Breach, Doubt, check, need, several
-from ..meshes import undivided
 from ..neighbours import Input, inputs, same_rows
 from .randomness import LAW, Draw, same_random_numbers, worded
-from .samples import left_out
+from .samples import left_out, undivided
 
 STRATA = (
     "Draw it with a generator that each rank seeds differently, or compute it from a "
@@ -22,7 +21,7 @@ STRATA = (
 def same_inputs(job):
     """The ranks draw the same inputs, or the same time steps.
 
-    Seed each rank with its own number, such as seed + rank, before it draws them.
+    Seed each rank differently, for example with seed + 1000 * epoch + rank.
     Not a mistake if: all ranks are meant to use the same values.
     """
     several(job)
@@ -59,14 +58,12 @@ def argument(job: Job):
 def seeds_restart(job):
     """Each epoch draws the same random numbers as an earlier one.
 
-    Seed the generators once, before the first epoch, or with a number that depends on
-    the epoch.
+    At the start of each epoch, call torch.manual_seed(seed + 1000 * epoch + rank).
     Not a mistake if: each epoch is meant to draw the same numbers.
     """
     several(job)
     process, first, again = job.processes[0], {}, []
-    draws = [x for x in process.events + process.loaders if isinstance(x, Draw)]
-    for one in sorted(draws, key=lambda one: one.time):
+    for one in sorted(process.of(Draw, loaders=True), key=lambda one: one.time):
         if one.loader == process.training and one.epoch in process.epochs:
             for name, state in one.states.items():
                 earlier = first.setdefault((one.where, one.worker, name, state), one)

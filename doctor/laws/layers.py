@@ -1,11 +1,11 @@
-"""Law 6: every weight lives. Records which layers run, and in which modes."""
+"""Law 6: every weight learns. Records which layers run, and in which modes."""
 
 import weakref
 from dataclasses import dataclass, field
 
 from ..loaders import leaves
 from ..moments import Moments, runs_normally
-from ..record import STEPS, place, quiet, recorder
+from ..record import STEPS, place, quiet, recorder, torch
 from ..watcher import Watcher
 
 
@@ -28,8 +28,6 @@ class Layers(Watcher):
         self.ran, self.results, self.outer = {}, {}, lambda: None
 
     def hooks(self) -> None:
-        import torch
-
         module = torch.nn.modules.module
         self.hook = module.register_module_forward_pre_hook(quiet(self.before))
         self.other = module.register_module_forward_hook(quiet(self.after))
@@ -41,8 +39,6 @@ class Layers(Watcher):
         """Record in which step a module first runs, and a layer's mode."""
         if not recorder.watching or not runs_normally():
             return
-        import torch
-
         known = self.ran.get(id(module))
         if known is None or known.module() is not module:
             known = Ran(weakref.ref(module), len(self.ran), place())
@@ -95,9 +91,8 @@ def networks() -> list[dict]:
 
 def kind(module) -> str:
     """Return which layer with a training and an evaluation mode a module is, or ""."""
-    from torch.nn.modules import batchnorm, dropout
-
-    if isinstance(module, batchnorm._BatchNorm):
+    layers = torch.nn.modules
+    if isinstance(module, layers.batchnorm._BatchNorm):
         return "batch norm" if module.track_running_stats else ""
-    drops = isinstance(module, dropout._DropoutNd) and module.p > 0
+    drops = isinstance(module, layers.dropout._DropoutNd) and module.p > 0
     return "dropout" if drops else ""

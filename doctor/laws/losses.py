@@ -4,10 +4,10 @@ import math
 import sys
 from collections.abc import Iterator
 from itertools import accumulate
+from traceback import walk_stack
 from typing import NamedTuple
 
-from ..record import recorder
-from ..sample import picked
+from ..record import recorder, torch
 from ..watcher import Watcher
 from .passes import Passes, Update
 
@@ -40,8 +40,6 @@ class Losses(Watcher):
         self.validated = set()  # networks evaluated in this pass
 
     def on_input(self, network, inputs) -> None:
-        import torch
-
         key = id(next(network.parameters(), None))  # DDP's is its network's
         trains = torch.is_grad_enabled()
         # The first network of this pass; before it, the same one was validated
@@ -51,8 +49,6 @@ class Losses(Watcher):
         self.validated |= set() if trains or network.training else {key}
 
     def on_collective(self, name, arguments, options, where) -> None:
-        import torch
-
         current = Passes.here.current
         if self.backing and current is not None:
             current["meets"] = True
@@ -76,8 +72,6 @@ class Losses(Watcher):
             self.sums = [*self.sums[-8:], *(one.detach().clone() for one in small)]
 
     def on_backward(self, root) -> None:
-        import torch
-
         received, printed = self.received, self.printed
         self.received, self.printed = [], False
         current, self.fresh = Passes.here.current, True
@@ -95,8 +89,6 @@ class Losses(Watcher):
             current["value"] = 0 if printed else root.detach()
             current["terms"] = [*map(tuple, terms(root.grad_fn))][:20]
             current["outer"] = outer(root.grad_fn)
-            if (own := target(root.grad_fn)) is not None:
-                current["target"] = picked(own, 64).clone()
             sums = [x for one in self.sums for x in one.flatten().tolist()]
             current["sums"] = sums[-64:]
             if recorder.step < FIRST:
@@ -111,24 +103,18 @@ class Losses(Watcher):
 
 def in_torch() -> bool:
     """Return whether one of PyTorch's layers (SyncBatchNorm) calls the collective."""
-    frame = sys._getframe(1)
-    while frame:
-        if frame.f_code.co_filename.endswith("torch/nn/modules/_functions.py"):
-            return True
-        frame = frame.f_back
-    return False
+    files = (one.f_code.co_filename for one, _ in walk_stack(sys._getframe(1)))
+    return any(one.endswith("torch/nn/modules/_functions.py") for one in files)
 
 
 def has_own_function(root) -> bool:
     """Return whether a graph has the user's own functions, which may communicate."""
-    from torch.autograd.function import BackwardCFunction
-
     seen, waiting = {root}, [root]
     while waiting and len(seen) < NODES:
         node = waiting.pop()
-        if isinstance(node, BackwardCFunction):
-            if not type(node).__name__.startswith("_DDP"):
-                return True
+        own = isinstance(node, torch.autograd.function.BackwardCFunction)
+        if own and not type(node).__name__.startswith("_DDP"):
+            return True
         new = {x for x, _ in node.next_functions if x is not None} - seen
         seen |= new
         waiting += new
@@ -182,17 +168,6 @@ def outer(node) -> list[float]:
         found.append(value)
         node = children(node)[0]
     return found
-
-
-def target(root):
-    """Return the target of the first PyTorch loss in a graph, or None."""
-    waiting = [root]
-    for node in waiting:
-        if type(node).__name__.startswith(MEANS) and hasattr(node, "_saved_target"):
-            return node._saved_target
-        if len(waiting) < 60:
-            waiting += children(node)
-    return None
 
 
 def stacked(node, count: int, depth: int = 0) -> bool:
@@ -286,7 +261,6 @@ def by_share(one: Update) -> list[dict]:
     """Return the passes of a step, or only one pass if their gradients were summed."""
     if len(one.local) == len(one.passes):
         return one.passes
-    terms = [
-        (f * len(one.passes), *rest) for f, *rest in one.passes[0].get("terms", ())
-    ]
-    return [one.passes[0] | {"terms": terms}]
+    first, count = one.passes[0], len(one.passes)
+    terms = [(factor * count, *rest) for factor, *rest in first.get("terms", ())]
+    return [first | {"terms": terms}]

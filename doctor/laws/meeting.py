@@ -3,16 +3,15 @@
 import re
 import sys
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import groupby, zip_longest
-from typing import ClassVar
 
 from ..event import Event, Exit, Failed
 from ..job import waiting
 from ..law import NOTE, RISK, WRONG, Breach, Law, NotJudged, check, need, several
 from ..moments import Moments, Step
-from ..record import recorder, wrap
-from ..variables import strings
+from ..objects import strings
+from ..record import recorder, torch, wrap
 from ..watcher import Watcher
 
 LAW = Law(9, "meeting", "All ranks meet")
@@ -35,11 +34,9 @@ LEAVES = (
 NO_GPU = "Read the traceback above. If the script needs a GPU, use doctor --cpu."
 
 
-@dataclass(kw_only=True)
-class Call(Event):
+class Call(Event, limit=3000):
     """The script calls a collective in which all ranks take part."""
 
-    limit: ClassVar[int] = 3000
     name: str
     sent: str  # number and type of the elements, and the source or destination rank
     place: str
@@ -63,9 +60,7 @@ class Meeting(Watcher):
         self.passes += 1
 
     def on_collective(self, name, args, kwargs, where) -> None:
-        import torch
-        import torch.distributed as dist
-
+        dist = torch.distributed
         Moments.here.tells = not recorder.full(Call)
         values = [*args, *kwargs.values()]
         groups = [one for one in values if isinstance(one, dist.ProcessGroup)]
@@ -88,11 +83,8 @@ class Meeting(Watcher):
             self.counts[where] += 1
             if name in SUMS and self.counts[where] < 99:
                 one.keys = strings(sys._getframe())
-            few = (
-                tensors[0].numel() <= 64
-                or COUNTS >= tensors[0].numel() > 0
-                and (tensors[0].dim() == 2 or not tensors[0].is_floating_point())
-            )
+            table = tensors[0].dim() == 2 or not tensors[0].is_floating_point()
+            few = tensors[0].numel() <= (COUNTS if table else 64)
             if few and self.counts[where] < 99 and not gradient(tensors[0]):
                 one.value = float(tensors[0].detach().double().abs().sum())
         recorder.write(one)
@@ -215,19 +207,17 @@ def collectives_differ(job):
             without = job.processes[calls.index(None)]
             one = next(one for one in calls if one)
             if stuck(job) or without in gone or behind(job, without, one):
-                what = f"rank {without.rank} does not call {one.name}(), which rank "
-                what += f"{one.rank} calls after step {one.step}"
+                what = f"after step {one.step}, rank {one.rank} calls {one.name}(), "
+                what += f"but rank {without.rank} does not"
                 if wait := waiting(without):
-                    what += f": it waits in {wait.what}() at {wait.place}"
+                    what += f" and waits in {wait.what}() at {wait.place} instead"
                 leaves = one.name == "destroy_process_group"
                 yield Breach(what, one.place, mend=LEAVES * leaves)
                 return
             raise NotJudged("the job ended between two collectives")
         if len({(one.name, one.sent) for one in calls}) > 1:
-            made = [
-                f"rank {x.rank} calls {x.name}({x.sent}) at {x.place}" for x in calls
-            ]
-            what, mend = f"for collective call {number}, {', '.join(made)}", ""
+            made = [f"{x.name}({x.sent}) at {x.place} on rank {x.rank}" for x in calls]
+            what, mend = f"collective call {number} is {', but '.join(made)}", ""
             if len({one.name for one in calls}) == 1:
                 mend = "Give this call the same size, type and root on every rank."
             if any(one.name == "destroy_process_group" for one in calls):
@@ -291,8 +281,8 @@ def far(one: float, other: float) -> float:
 def behind(job, without, call: Call) -> bool:
     """Return whether a rank read more batches without another rank's call."""
     own = next(one for one in job.processes if one.rank == call.rank)
-    read = len(own.batches_before(call.time))
-    return 0 < read < len(without.batches_before(float("inf")))
+    read = sum(one.time < call.time for one in own.trained)
+    return 0 < read < len(without.trained)
 
 
 @check(

@@ -1,25 +1,23 @@
-"""Law 6: every weight lives. Checks the modes in which layers run."""
+"""Law 6: every weight learns. Checks the modes in which layers run."""
 
 import weakref
-from dataclasses import dataclass
-from typing import ClassVar
 
 from ..event import Event
 from ..law import RISK, Breach, check, need
 from ..loaders import Loaders
 from ..moments import Step
-from ..record import STEPS, place, recorder
+from ..record import place, recorder, torch
 from ..watcher import Watcher
-from .alive import LAW, WRITES, Alive, dead_weights, not_in_an_optimizer
+from .alive import LAW, Alive, dead_weights, not_in_an_optimizer
 from .layers import Layers, kind, networks
 from .replicas import listed
 
+LOST = dead_weights, not_in_an_optimizer
 
-@dataclass(kw_only=True)
-class Mode(Event):
+
+class Mode(Event, limit=10**6):  # enough for all layers, several times
     """The modes in which a batch norm or dropout layer has run so far."""
 
-    limit: ClassVar[int] = 10**6  # enough for all layers, several times
     name: str
     kind: str  # batch norm or dropout
     lives: bool  # the layer or the module around it has living weights
@@ -28,11 +26,9 @@ class Mode(Event):
     place: str
 
 
-@dataclass(kw_only=True)
-class Validation(Event):
+class Validation(Event, limit=1000):
     """The first batch of a network's pass over a validation loader."""
 
-    limit: ClassVar[int] = 1000
     network: str
     loader: int
     epoch: int
@@ -50,8 +46,6 @@ class Modes(Watcher):
 
     def on_output(self, network, outputs, batch) -> None:
         """Record a network's mode, if its batch is not from the training loader."""
-        import torch
-
         if network not in self.stateful:
             found = weakref.WeakSet(one for one in network.modules() if kind(one))
             self.stateful[network] = found
@@ -85,15 +79,7 @@ class Modes(Watcher):
             recorder.write(self.pending[1])
             self.pending = None
 
-    def after_step(self, optimizer, weights) -> None:
-        if recorder.step + 1 in WRITES:
-            self.write()
-
-    def on_exit(self) -> None:
-        if Alive.here.steps and recorder.step < STEPS and recorder.step not in WRITES:
-            self.write()
-
-    def write(self) -> None:
+    def on_summary(self) -> None:
         """Write an event for each layer."""
         seen, alive, moved = set(), Alive.here.alive, Alive.here.moved
         ran = Layers.here.ran
@@ -127,9 +113,7 @@ def modes(job) -> list[list[Mode]]:
     return [[x for x in own if x.step == own[-1].step] for own in found]
 
 
-@check(
-    LAW, RISK, needs=[Mode], causes=[dead_weights, not_in_an_optimizer], read="README"
-)
+@check(LAW, RISK, needs=[Mode], causes=LOST, read="README")
 def frozen_in_train_mode(job):
     """A frozen network runs in training mode.
 
@@ -137,26 +121,22 @@ def frozen_in_train_mode(job):
     changes all submodules.
     Not a mistake if: its dropout or batch norm is meant to work as in training.
     """
-    for own in modes(job)[:1]:
-        for kinds in ("batch norm", "dropout"):
-            layers = [one for one in own if one.kind == kinds]
-            layers = [one for one in layers if not (one.lives or one.moves)]
-            without = [x for x in layers if often(job, x, "train without gradients")]
-            learns = [x for x in layers if often(job, x, "train")]
-            learns = learns if kinds == "batch norm" else []
-            for found, how in ((without, " under no_grad()"), (learns, "")):
-                if not found:
-                    continue
-                names = listed([one.name for one in found])
-                what = f"{len(found)} {kinds} layers without weights that learn run in "
-                what += f"training mode{how}: {names}"
-                yield Breach(what, found[0].place)
+    still = [one for one in modes(job)[0] if not (one.lives or one.moves)]
+    for kinds, mode in (
+        ("batch norm", "train without gradients"),
+        ("batch norm", "train"),
+        ("dropout", "train without gradients"),
+    ):
+        if found := [x for x in still if x.kind == kinds and often(job, x, mode)]:
+            how = " under no_grad()" * (mode != "train")
+            what = f"{len(found)} {kinds} layers without weights that learn run in "
+            what += f"training mode{how}: {listed([one.name for one in found])}"
+            yield Breach(what, found[0].place)
 
 
 def often(job, layer: Mode, mode: str) -> bool:
     """Return whether a layer ran in this mode in most watched steps."""
-    steps = min(job.watched, STEPS)
-    return len(layer.ran.get(mode, ())) >= max(3, steps / 2)
+    return len(layer.ran.get(mode, ())) >= max(3, job.watched / 2)
 
 
 @check(LAW, RISK, causes=[frozen_in_train_mode], read="docs/found.md")
@@ -168,11 +148,11 @@ def eval_mode(job):
     """
     need(job.of(Mode) or job.of(Validation), "no batch norm or dropout layer ran")
     for own, process in zip(modes(job)[:1], job.processes, strict=False):
-        steps = {one.step: one for one in process.of(Step)}
+        steps = {one.step for one in process.of(Step) if one.watched}
         layers = [one for one in own if one.lives]
         trains = {n for one in layers for n in one.ran.get("train", ())}
         evals = {n for one in layers for n in one.ran.get("eval", ())}
-        found = sorted((evals - trains) & {*steps})
+        found = sorted((evals - trains) & steps)
         if found:
             what = f"{len(found)} of {len(steps)} steps, from step {found[0] + 1} on, "
             names = listed([one.name for one in layers], 2)

@@ -81,9 +81,8 @@ def outdated(job: Job) -> str:
     process = job.processes[0]
     own = [x for x in process.of(Feed) if x.loader == process.training]
     now = {x.epoch: x.fields for x in own}
-    for one in process.events + process.loaders:
-        if not isinstance(one, Draw) or one.loader != process.training:
-            continue
+    draws = process.of(Draw, loaders=True)
+    for one in (x for x in draws if x.loader == process.training):
         for name, old in one.fields.items():
             new = now.get(one.epoch, {}).get(name, old)
             if new != old == now.get(0, {}).get(name):

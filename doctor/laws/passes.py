@@ -2,16 +2,14 @@
 
 import re
 import weakref
-from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 from ..event import Event
 from ..law import WRONG, Breach, Law, check, need, several
 from ..loaders import Loaders
 from ..moments import Moments, weights
-from ..record import place, recorder, wrap
-from ..sample import digest, flat, numbers, picked
+from ..record import place, recorder, torch, wrap
+from ..sample import flat, numbers, picked
 from ..watcher import Watcher
 from .replicas import DRIFT, alike, listed
 
@@ -21,7 +19,6 @@ LAW = Law(5, "gradient", "A step is the mean over all samples")
 SEPARATE = 8  # most passes of a step whose gradients doctor stores separately
 
 
-@dataclass(kw_only=True)
 class Update(Event):
     """The gradients of an optimizer's step, and the passes that computed them."""
 
@@ -43,11 +40,9 @@ class Update(Event):
         return values[number * self.each : (number + 1) * self.each]
 
 
-@dataclass(kw_only=True)
-class NotAwaited(Event):
+class NotAwaited(Event, limit=20):
     """A step begins before the script has waited for a gradient's all_reduce()."""
 
-    limit: ClassVar[int] = 20
     name: str  # the weight's name
     place: str
 
@@ -65,9 +60,7 @@ class Passes(Watcher):
         self.works = {}  # asynchronous calls that nobody has awaited
 
     def hooks(self) -> None:
-        import torch
-        import torch.distributed as dist
-
+        dist = torch.distributed
         for owner in (dist, dist.distributed_c10d):
             wrap(owner, "all_reduce", self.reduce)
         for name in AWAIT:
@@ -91,8 +84,6 @@ class Passes(Watcher):
         return call(work, *args, **kwargs)
 
     def forward(self, call, model, *args, **kwargs):
-        import torch
-
         if torch.is_grad_enabled():
             if recorder.watching:
                 self.forwards.append(bool(model.require_backward_grad_sync))
@@ -126,7 +117,6 @@ class Passes(Watcher):
             "forwards": self.forwards,  # DDP's flags: whether this pass will average
             "flag": bool(model.require_backward_grad_sync) if model else None,
             "scale": self.scale,
-            "begun": recorder.step,
         }
         self.passes[self.number] = self.current
         self.forwards, self.scale = [], None
@@ -149,8 +139,6 @@ class Passes(Watcher):
 
     def shard_numbers(self):
         """Return a few numbers of this rank's shards' gradients, as a tensor (N,)."""
-        import torch
-
         found = [one().grad for one in self.sharded if one() is not None]
         parts = [picked(x.to_local(), 4) for x in found if x is not None]
         return torch.cat(parts) if parts else None
@@ -168,8 +156,6 @@ class Passes(Watcher):
 
     def clip(self, norm: bool, call, parameters, *args, **kwargs):
         """Record the gradients before the script clips them."""
-        import torch
-
         single = isinstance(parameters, torch.Tensor)
         found = [parameters] if single else [*parameters]
         if recorder.watching and not any(hasattr(one, "placements") for one in found):
@@ -214,24 +200,22 @@ class Passes(Watcher):
         ]
         rows, count = numbers(sums), len(whole)
         local = [flat(rows[n : n + count])[1] for n in range(0, len(rows), count or 1)]
-        stale = {one: self.stale.pop(id(one), None) for one in whole}
-        stale = {one: values for one, values in stale.items() if values is not None}
-        nonzero = map(any, numbers([*stale.values()]))
+        stale = [one for one in whole if id(one) in self.stale]
+        old = numbers([self.stale.pop(id(one), None) for one in stale])
+        stale = [one for one, row in zip(stale, old, strict=True) if any(row)]
         passes = [self.passes[number] for number in order]
-        read_tensors(passes)
-        for one in passes:
+        losses = numbers([torch.as_tensor(one.get("value", 0)) for one in passes])
+        for one, (value,) in zip(passes, losses, strict=True):
+            one["value"] = value
             one["scale"] = None if one["scale"] is None else float(one["scale"])
         keys, clips = [id(one) for one in whole], []
         for one in self.clips:
             if {*one["before"]} & {*keys}:
-                before = [one["before"].get(key, []) for key in keys]
                 done = sum(number <= one["passes"] for number in order)
-                kept = {key: one[key] for key in ("scaled", "norm", "place")}
                 same = {*one["before"]} >= {*keys}
-                before = flat(before)[1] if same else []
-                clips.append(kept | {"before": before, "passes": done})
+                before = flat([one["before"][key] for key in keys])[1] if same else []
+                clips.append(one | {"before": before, "passes": done})
         lost = {number for number, key in self.lost.items() if key in keys}
-        pairs = zip(stale, nonzero, strict=True)
         update = Update(
             optimizer=first,
             adaptive=bool(ADAPTIVE.search(type(optimizer).__name__)),
@@ -241,7 +225,7 @@ class Passes(Watcher):
             local=local,
             passes=passes,
             lost=[self.passes[x]["place"] for x in sorted(lost) if x in self.passes],
-            stale=[Moments.here.name(one) for one, own in pairs if own],
+            stale=[Moments.here.name(one) for one in stale],
             clips=clips,
             factor=factor,
             place=place(),
@@ -258,19 +242,6 @@ class Passes(Watcher):
         self.passes = {x: one for x, one in self.passes.items() if x in kept}
 
 
-def read_tensors(passes: list[dict]) -> None:
-    """Read the losses and targets of several passes in one transfer."""
-    import torch
-
-    keys = [(one, key) for one in passes for key in ("value", "target")]
-    keys = [(one, key) for one, key in keys if isinstance(one.get(key), torch.Tensor)]
-    rows = numbers([one[key] for one, key in keys], 64)
-    for (one, key), row in zip(keys, rows, strict=True):
-        one[key] = row[0] if key == "value" else digest(row)
-    for one in passes:
-        one["value"] = float(one.get("value", 0))
-
-
 # --- checks ---
 
 
@@ -282,7 +253,7 @@ def not_awaited(job):
     """
     several(job)
     if found := job.of(NotAwaited):
-        names = listed([*dict.fromkeys(one.name for one in found)])
+        names = listed(one.name for one in found)
         what = f"step {found[0].step + 1} begins before all_reduce(..., async_op=True) "
         yield Breach(f"{what}of gradients is awaited: {names}", found[0].place)
 

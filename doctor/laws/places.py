@@ -1,4 +1,4 @@
-"""Law 9: all ranks meet. Checks ports and files that processes share."""
+"""Law 9: all ranks meet. Checks how processes join groups, and shared files."""
 
 import inspect
 import os
@@ -8,7 +8,8 @@ import sys
 from ..event import Failed, Joins, Rank
 from ..job import clashing
 from ..law import RISK, WRONG, Breach, check, need
-from ..record import place, recorder, wrap
+from ..moments import Step
+from ..record import place, recorder, torch, wrap
 from ..watcher import Watcher
 from .gradient import not_averaged
 from .meeting import EFFECTS, LAW, batch_counts_differ, collectives_differ, errors
@@ -23,14 +24,12 @@ class Places(Watcher):
     """Records the ports and ranks with which processes join groups."""
 
     def hooks(self) -> None:
-        import torch.distributed as dist
-
-        for owner in (dist, dist.distributed_c10d):
+        dist = torch.distributed
+        for owner in (dist, dist.distributed_c10d, dist.device_mesh):
             wrap(owner, "init_process_group", self.join)
 
     def join(self, call, *args, **kwargs):
-        import torch.distributed as dist
-
+        dist = torch.distributed
         bound = inspect.signature(dist.init_process_group).bind(*args, **kwargs)
         known = {"rank": -1, "world_size": -1, **bound.arguments}
         for name in ("rank", "world_size"):
@@ -108,6 +107,19 @@ def cannot_join(job):
     if one := (same + more + [None])[0]:
         what = f"{len(same) or count} processes join a group of {one.world_size}"
         yield Breach(what + f", all as rank {one.number}" * bool(same), one.place)
+
+
+@check(LAW, WRONG, needs=[Step], read="pitfall 11")
+def no_group(job):
+    """The processes never join a process group, so each of them trains alone.
+
+    Call init_process_group() at the start and wrap the network in DDP: a launcher only
+    starts the processes.
+    """
+    if len(job.processes) > 1 and not (job.of(Joins) or job.of(Rank)):
+        what = f"{len(job.processes)} processes train, but none calls "
+        what += "init_process_group(): each of them trains alone"
+        yield Breach(what, job.of(Step)[0].place)
 
 
 @check(LAW, RISK, needs=[Joins], read="pitfall 3")

@@ -11,11 +11,13 @@ from ..moments import Step
 from ..numbers import BEST, REPEATED, Group, Number, others, results
 from ..results import OTHER, Measured, Printed, repeated
 from .gradient import fits, near, not_averaged
+from .meeting import Call
 from .passes import Update
 from .replicas import names_differ, weights_differ, weights_drift
 from .samples import datasets_differ
 
 LAW = Law(7, "printed", "Prints are true")
+CAUSES = datasets_differ, names_differ, weights_differ, weights_drift, not_averaged
 SORT = (
     "Put the gathered predictions into the order of the labels, or gather the labels "
     "too: DistributedSampler gives rank r the samples r, r + world_size, ..."
@@ -189,10 +191,8 @@ def a_share(job, line: Printed, number: Number) -> dict:
             sources.setdefault(one.source, []).extend(one.guesses)
     for rows in sources.values():
         value, gap = number.value / number.scale, number.gap / number.scale
-        fits = [
-            abs(value * n - round(value * n)) <= gap * n
-            for n in (len(rows), len({*rows}))
-        ]
+        counts = len(rows), len({*rows})
+        fits = [abs(value * n - round(value * n)) <= gap * n for n in counts]
         if fits == [True, False] and gap * len(rows) < 0.1 and number.count is None:
             name = f"a share of {len(rows)} samples, {len({*rows})} of them distinct"
             return {name: (line, number, REPEATED, None)}
@@ -219,10 +219,8 @@ def together(passes: list[Group]) -> list[Group]:
 def other_order(group: Group, pairs: Measured) -> bool:
     """Return whether compared values are a group's predictions in another order."""
     guesses = Counter(group.guesses.values())
-    apart = [
-        sum((guesses - Counter(map(int, x))).values())
-        for x in (pairs.values, pairs.weights)
-    ]
+    rows = pairs.values, pairs.weights
+    apart = [(guesses - Counter(map(int, row))).total() for row in rows]
     return len(pairs.values) == len(group.guesses) > 0 and min(apart) < 8
 
 
@@ -248,13 +246,7 @@ def unchecked(job) -> str:
     return ""
 
 
-@check(
-    LAW,
-    RISK,
-    general=True,
-    causes=[datasets_differ, names_differ, weights_differ, weights_drift, not_averaged],
-    read="pitfall 16",
-)
+@check(LAW, RISK, general=True, causes=CAUSES, read="pitfall 16")
 def wrong_number(job):
     """A printed result does not match the network's outputs.
 
@@ -326,3 +318,25 @@ def wrong_loss(job, breach):
     Not a mistake if: the line is meant to cover one rank or one batch only.
     """
     return told(breach, RISK)
+
+
+@check(LAW, WRONG, needs=[Call], read="pitfall 16")
+def reduced_again(job):
+    """Sums over all ranks are summed over all ranks again.
+
+    Add up each rank's own numbers, and call all_reduce() once, at the end.
+    """
+    found, run, last = Counter(), Counter(), {}
+    for row in zip(*(process.of(Call) for process in job.processes), strict=False):
+        one, values = row[0], [x.value for x in row]
+        if one.name == "all_reduce" and None not in values and len(row) > 1:
+            total = last.get(one.place, max(values) + 1)  # what the last call returned
+            grows = 2 * total >= max(values) >= min(values) >= 0.999 * total > 0
+            run[one.place] = run[one.place] + 1 if grows else 0
+            found[one.place] += run[one.place] > 1  # the second call: equal to a sum
+            last[one.place] = sum(values)
+            if found[one.place] > 1:
+                what = f"all_reduce() gets {min(values):.6g} or more on each rank, "
+                what += f"after it returned {total:.6g}: it sums earlier sums again"
+                yield Breach(what, one.place)
+                return

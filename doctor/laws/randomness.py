@@ -1,12 +1,11 @@
-"""Law 3: random streams differ between ranks."""
+"""Law 3: random streams differ."""
 
 import os
 import random
 import sys
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
-from typing import ClassVar
 
 from ..draws import (
     MADE,
@@ -23,14 +22,13 @@ from ..event import Compiles, Event
 from ..generators import GENERATORS, Seed, called, cause, drawn, states
 from ..law import RISK, Breach, Law, NotJudged, check, explains, several
 from ..loaders import Loaders
-from ..meshes import undivided
 from ..moments import Moments
-from ..record import not_the_users, place, recorder, wrap
+from ..record import not_the_users, place, recorder, torch, wrap
 from ..signature import plain
 from ..watcher import Watcher
-from .samples import same_samples
+from .samples import same_samples, undivided
 
-LAW = Law(3, "randomness", "Random streams differ between ranks")
+LAW = Law(3, "randomness", "Random streams differ")
 FETCHES = 15  # most batches to record per pass and process
 NOISE = "Give the script's own generator a seed that depends on the rank."
 LATE = (
@@ -40,11 +38,9 @@ LATE = (
 WORDS = {"forward": "forward passes", "fetch": "batches"}
 
 
-@dataclass(kw_only=True)
-class Draw(Event):
+class Draw(Event, limit=2000):
     """The generators' states before a part of the job that draws from them."""
 
-    limit: ClassVar[int] = 2000
     where: str  # "fetch": loading a batch; "forward": a network's forward pass
     number: int  # the part's number in this pass over a DataLoader or in this step
     states: dict[str, int]  # hashes of the states of the generators that drew
@@ -65,23 +61,19 @@ class Randomness(Watcher):
         self.step, self.number, self.counts = -1, 0, Counter()
 
     def hooks(self) -> None:
-        import torch
-        from torch.utils.data._utils import fetch
-
         for name in ("manual_seed", "set_rng_state"):
             wrap(torch.random, name, partial(self.seeded, "torch", f"torch.{name}"))
             setattr(torch, name, getattr(torch.random, name))
-        for name in ("seed", "setstate"):
-            wrap(random, name, partial(self.seeded, "random", f"random.{name}"))
-            getattr(random, name).__module__ = "random"  # for pickle
-            getattr(random, name).__qualname__ = name
+        pairs = [(random, "seed"), (random, "setstate")]
         if numpy := sys.modules.get("numpy"):
-            for name in ("seed", "set_state"):
-                own = partial(self.seeded, "numpy", f"numpy.random.{name}")
-                wrap(numpy.random, name, own)
-                getattr(numpy.random, name).__module__ = "numpy.random"
-                getattr(numpy.random, name).__qualname__ = name
-        for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
+            pairs += [(numpy.random, "seed"), (numpy.random, "set_state")]
+        for owner, name in pairs:
+            package, call = owner.__name__.split(".")[0], f"{owner.__name__}.{name}"
+            wrap(owner, name, partial(self.seeded, package, call))
+            getattr(owner, name).__module__ = owner.__name__  # for pickle
+            getattr(owner, name).__qualname__ = name
+        fetchers = torch.utils.data._utils.fetch
+        for kind in (fetchers._MapDatasetFetcher, fetchers._IterableDatasetFetcher):
             wrap(kind, "fetch", self.fetch)
 
     def seeded(self, generator: str, name: str, call, *args, **kwargs):
@@ -98,17 +90,13 @@ class Randomness(Watcher):
         return result
 
     def fetch(self, call, fetcher, indices):
-        from torch.utils.data import get_worker_info
-
-        worker = get_worker_info()
+        worker = torch.utils.data.get_worker_info()
         if worker:
-            given = os.environ.get("DOCTOR_PASS", "").split()
-            loader, epoch = map(int, given) if given else (None, None)
-            new = not hasattr(fetcher, "_doctor_seen")  # persistent workers
-            self.counts["fetchers"] += new
-            fetcher._doctor_seen = True
-            if epoch is not None:
-                epoch += self.counts["fetchers"] - 1
+            loader, epoch = map(int, os.environ["DOCTOR_PASS"].split())
+            if not hasattr(fetcher, "_doctor_seen"):  # persistent workers
+                self.counts["fetchers"] += 1
+                fetcher._doctor_seen = True
+            epoch += self.counts["fetchers"] - 1
         else:
             loader, epoch = Loaders.here.fetching.loader, Loaders.here.fetching.epoch
         key = loader, epoch
@@ -129,28 +117,24 @@ class Randomness(Watcher):
         return result
 
     def on_input(self, network, inputs) -> None:
-        self.states = states() if recorder.watching and gradients() else None
+        trains = recorder.watching and torch.is_grad_enabled()
+        self.states = states() if trains else None
 
     def on_output(self, network, outputs, batch) -> None:
         """Record from which generators a network in training has drawn."""
         if not self.states or not any(one.training for one in network.modules()):
             return
         own, count = drawn(self.states, states())
-        if own and gradients():
+        if own and torch.is_grad_enabled():
             if self.step != recorder.step:
                 self.step, self.number = recorder.step, -1
             self.number += 1
             draw = Draw(where="forward", number=self.number, states=own, count=count)
             draw.drops = any(dropout(one) for one in network.modules())
             draw.place = Moments.here.where
-            draw.loader = Loaders.here.current and Loaders.here.current.loader
-            draw.epoch = Loaders.here.current and Loaders.here.current.epoch
+            if current := Loaders.here.current:
+                draw.loader, draw.epoch = current.loader, current.epoch
             recorder.write(draw)
-
-
-def gradients() -> bool:
-    """Return whether gradients are enabled."""
-    return sys.modules["torch"].is_grad_enabled()
 
 
 def dropout(module) -> bool:
@@ -169,18 +153,14 @@ def draws(job, where: str) -> list[dict[tuple, Draw]]:
     """Return {key: draw} for each rank; equal keys belong together on all ranks."""
     found = []
     for process in job.processes:
-        own, events = {}, process.events
-        epochs = {epoch: n for n, epoch in enumerate(process.epochs)}
-        if where == "fetch":
-            events = events + process.loaders
-        for one in events:
-            if not isinstance(one, Draw) or one.where != where or not one.states:
+        own, epochs = {}, {epoch: n for n, epoch in enumerate(process.epochs)}
+        for one in process.of(Draw, loaders=True):
+            if one.where != where or not one.states:
                 continue
-            if where == "fetch" and one.loader == process.training:
-                if one.epoch in epochs:
-                    own[epochs[one.epoch], one.worker, one.number] = one
-            elif where != "fetch":
+            if where == "forward":
                 own[one.step, one.number] = one
+            elif one.loader == process.training and one.epoch in epochs:
+                own[epochs[one.epoch], one.worker, one.number] = one
         found.append(own)
     return found
 
@@ -209,8 +189,7 @@ def equal(rows: list[dict]) -> tuple[Counter, list[str], int, list[Draw]]:
 def same_random_numbers(job):
     """Ranks draw the same random numbers.
 
-    Call torch.manual_seed(seed + rank) on each rank after the network and the data set
-    have been made.
+    At the start of each epoch, call torch.manual_seed(seed + 1000 * epoch + rank).
     Not a mistake if: all ranks are meant to draw the same numbers.
     """
     several(job)
@@ -289,7 +268,7 @@ def advice(name: str, origin: str, draw: Draw) -> str:
     """Return the advice for a generator, or "" for the check's own advice."""
     if "state" in origin:  # set_rng_state(), setstate()
         return "Save each rank's own state, and restore it on that rank."
-    text = "Seed PyTorch, and a generator given to the DataLoader, with seed + rank; "
+    text = "Seed PyTorch, and a generator given to the DataLoader, by epoch and rank; "
     if name.startswith("its ") and draw.worker is not None:
         return f"{text}make {called(name)} in worker_init_fn, of torch.initial_seed()."
     if draw.worker is not None:
@@ -305,7 +284,7 @@ def advice(name: str, origin: str, draw: Draw) -> str:
 def same_augmentation(job, breach):
     """Ranks draw the same random numbers for their samples.
 
-    Call torch.manual_seed(seed + rank) on each rank before the first epoch.
+    At the start of each epoch, call torch.manual_seed(seed + 1000 * epoch + rank).
     Not a mistake if: the random numbers do not change the samples.
     """
     return breach if breach.facts == "fetch" else None
@@ -315,7 +294,7 @@ def same_augmentation(job, breach):
 def same_dropout(job, breach):
     """Ranks draw the same random numbers in their networks, for example for dropout.
 
-    Call torch.manual_seed(seed + rank) on each rank after the network has been made.
+    At the start of each epoch, call torch.manual_seed(seed + 1000 * epoch + rank).
     Not a mistake if: the network itself is divided between the ranks.
     """
     return breach if breach.facts == "forward" else None
@@ -325,8 +304,8 @@ def same_dropout(job, breach):
 def same_noise(job, breach):
     """Ranks draw the same noise in their training loops.
 
-    Call torch.manual_seed(seed + rank) on each rank before the first epoch; also give
-    the loop's own generators a different seed on each rank.
+    At the start of each epoch, call torch.manual_seed(seed + 1000 * epoch + rank). Seed
+    the loop's own generators differently on each rank, too.
     Not a mistake if: all ranks are meant to choose the same, for example a size.
     """
     return breach if breach.facts == "loop" else None

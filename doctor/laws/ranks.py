@@ -2,22 +2,18 @@
 
 from array import array
 from collections import Counter
-from dataclasses import dataclass
 from functools import partial
 from math import comb, isfinite
 from statistics import fmean, pstdev
-from typing import ClassVar
 
 from ..event import Event
 from ..law import RISK, Breach, Law, NotJudged, check, several
-from ..loaders import Batch
 from ..moments import Moments
 from ..neighbours import Input
 from ..reads import feeds
-from ..record import STEPS, place, recorder, wrap
+from ..record import STEPS, place, recorder, torch, wrap
 from ..sample import GOLDEN, numbers, picked
 from ..watcher import Watcher
-from .randomness import gradients
 from .replicas import other_network_differs
 from .samples import datasets_differ, where
 
@@ -28,29 +24,23 @@ LOSSES = """cross_entropy nll_loss binary_cross_entropy mse_loss l1_loss huber_l
     triplet_margin_loss gaussian_nll_loss poisson_nll_loss""".split()
 
 
-@dataclass(kw_only=True)
-class Measured(Event):
+class Measured(Event, limit=1000):
     """Named statistics of a batch or of a backward pass."""
 
-    limit: ClassVar[int] = 1000
     loader: int | None  # None for a backward pass
     values: dict[str, float]
 
 
-@dataclass(kw_only=True)
-class Facts(Event):
+class Facts(Event, limit=1000):
     """Named settings of a training pass."""
 
-    limit: ClassVar[int] = 1000
     values: dict[str, str]
     place: str
 
 
-@dataclass(kw_only=True)
-class Targets(Event):
+class Targets(Event, limit=400):
     """A loss was called with one target for each sample."""
 
-    limit: ClassVar[int] = 400
     count: int
     values: array  # targets of the first 64 samples
 
@@ -62,10 +52,8 @@ class Ranks(Watcher):
         self.gradients, self.pending, self.targets, self.facts = {}, [], [], {}
 
     def hooks(self) -> None:
-        import torch.nn.functional as functional
-
         for name in LOSSES:
-            wrap(functional, name, partial(self.loss, name))
+            wrap(torch.nn.functional, name, partial(self.loss, name))
 
     def keep(self, loader: int | None, values: dict) -> None:
         """Store numbers and one-element tensors, which on_step() reads."""
@@ -73,7 +61,7 @@ class Ranks(Watcher):
             self.pending = [*self.pending[-127:], (loader, values)]
 
     def loss(self, name: str, call, /, *args, **kwargs):
-        if recorder.watching and gradients():
+        if recorder.watching and torch.is_grad_enabled():
             self.learn(f"{name}() in {place()}", args, kwargs)
         return call(*args, **kwargs)
 
@@ -102,7 +90,7 @@ class Ranks(Watcher):
         self.keep(own.loader, values)
 
     def on_input(self, network, inputs) -> None:
-        if recorder.full(Facts) or not recorder.watching or not gradients():
+        if recorder.full(Facts) or not recorder.watching or not torch.is_grad_enabled():
             return
         values = {}
         for number, one in enumerate(inputs[:2], 1):
@@ -199,9 +187,7 @@ def independent(job) -> float:
     """Return each rank's number of distinct samples, in batches."""
     counts = []
     for process in job.processes:
-        own = [x for x in process.of(Batch) if x.loader == process.training]
-        rows = [x.indices or x.rows for x in own if x.step < STEPS]
-        rows = rows if process.training is not None else []
+        rows = [x.indices or x.rows for x in process.trained if x.step < STEPS]
         rows = rows or [x.rows for x in process.of(Input)]
         rows = [one for one in rows if one]
         distinct = len({x for one in rows for x in one})

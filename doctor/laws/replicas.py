@@ -3,12 +3,12 @@
 import math
 import re
 from collections import Counter
+from collections.abc import Iterable
 from itertools import pairwise
 
 from ..job import Job
 from ..law import NOTE, RISK, WRONG, Breach, Doubt, NotJudged, check, need, several
 from ..moments import Step
-from ..record import STEPS
 from .checkpoints import Saved
 from .meeting import collectives_differ
 from .states import LAW, Layout, State
@@ -28,8 +28,9 @@ def close(one: list[float], other: list[float], tolerance: float) -> bool:
     return not gap > tolerance * size  # true for NaN, too
 
 
-def listed(names: list[str], most: int = 3) -> str:
-    """Return the first names of a list as text."""
+def listed(names: Iterable[str], most: int = 3) -> str:
+    """Return the first of the distinct names as text."""
+    names = [*dict.fromkeys(names)]
     more = f" and {len(names) - most} more" * (len(names) > most)
     return ", ".join(names[:most]) + more
 
@@ -216,16 +217,14 @@ def others(job: Job) -> dict[str, list[list[State]]]:
     found = {}
     for row in states_of(job, "other"):
         found.setdefault(row[0].what, []).append(row)
-    least = max(3, min(job.watched, STEPS) / 2)
+    least = max(3, job.watched / 2)
     return {what: rows for what, rows in found.items() if len(rows) >= least}
 
 
-@check(
-    LAW,
-    RISK,
-    causes=[names_differ, weights_differ, weights_drift, other_network_differs],
-    read="pitfall 16",
-)
+APART = *EARLIER, weights_drift, other_network_differs
+
+
+@check(LAW, RISK, causes=APART, read="pitfall 16")
 def buffers_differ(job):
     """The ranks have different buffers, or validate different networks.
 
@@ -284,12 +283,7 @@ def tensors_drift(job):
         yield Breach(what, job.of(Step)[0].place)
 
 
-@check(
-    LAW,
-    RISK,
-    causes=[names_differ, weights_differ, weights_drift, buffers_differ],
-    read="pitfall 11",
-)
+@check(LAW, RISK, causes=[*EARLIER, weights_drift, buffers_differ], read="pitfall 11")
 def weights_differ_in_the_end(job):
     """The ranks end with different weights.
 
@@ -297,16 +291,12 @@ def weights_differ_in_the_end(job):
     Not a mistake if: only one rank's weights are used.
     """
     several(job)
-    own = [[x for x in p.of(State) if x.moment == "end"] for p in job.processes]
-    row = [one for x in own for one in [y for y in x if y.what == "weights"][-1:]]
-    if len(row) < len(job.processes) or len({one.step for one in row}) > 1:
-        raise NotJudged(
-            "the last weights of all ranks, after the same step, were not seen"
-        )
-    if found := first([row], "weights", 1e-5):
+    why = "the ranks' last weights, after the same step, were not seen"
+    rows = need(states_of(job, "end", "weights"), why)
+    if found := first(rows[-1:], "weights", 1e-5):
         if why := pieces(job, found[2]):
             raise NotJudged(why)
-        yield Breach(f"at the end, {found[1]}", row[0].place)
+        yield Breach(f"at the end, {found[1]}", found[0][0].place)
 
 
 DRIFT = [weights_drift, weights_differ_in_the_end]

@@ -1,16 +1,16 @@
-"""Law 8: one process writes each file. Checks what a resumed run restores."""
+"""Law 8: files are whole, and have one writer. Checks what a resumed run restores."""
 
 import contextlib
 import os
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 from ..event import Event
 from ..law import NOTE, RISK, WRONG, Breach, Doubt, check, need, several
+from ..loaders import leaves
 from ..moments import Moments, Step
 from ..objects import few_of
-from ..record import place, recorder, wrap
+from ..record import place, recorder, torch, wrap
 from ..sample import numbers
 from ..watcher import Watcher
 from .checkpoints import (
@@ -29,31 +29,25 @@ from .states import Replicas, State
 MOST = 2000  # tensors of a loaded file
 
 
-@dataclass(kw_only=True)
-class Loaded(Event):
+class Loaded(Event, limit=50):
     """torch.load() has returned a state of an optimizer."""
 
-    limit: ClassVar[int] = 50
     schedule: bool  # also a scheduler's state
     place: str
 
 
-@dataclass(kw_only=True)
-class Restored(Event):
+class Restored(Event, limit=200):
     """The script has called load_state_dict()."""
 
-    limit: ClassVar[int] = 200
     what: str  # weights, optimizer or schedule
     lost: bool  # no name in the file matches
     own: bool  # its argument contained the network's own current tensors
     place: str
 
 
-@dataclass(kw_only=True)
-class Resumed(Event):
+class Resumed(Event, limit=20):
     """A network runs for the first time after torch.load()."""
 
-    limit: ClassVar[int] = 20
     path: str
     values: dict[str, list[float]]  # the script's own tensors that equal the file's
     rest: int  # number of the file's tensors that doctor finds nowhere
@@ -77,20 +71,15 @@ class Resumes(Watcher):
         self.files = []
 
     def hooks(self) -> None:
-        import torch
-        from torch.optim.lr_scheduler import LRScheduler
-
         wrap(torch, "load", self.load)
-        optimizer, network = torch.optim.Optimizer, torch.nn.Module
-        for owner, what in ((optimizer, "optimizer"), (network, "weights")):
-            wrap(owner, "load_state_dict", partial(self.restore, what))
-        for owner in (LRScheduler, *LRScheduler.__subclasses__()):
+        scheduler = torch.optim.lr_scheduler.LRScheduler
+        owners = {torch.optim.Optimizer: "optimizer", torch.nn.Module: "weights"}
+        owners |= dict.fromkeys((scheduler, *scheduler.__subclasses__()), "schedule")
+        for owner, what in owners.items():
             if "load_state_dict" in vars(owner):
-                wrap(owner, "load_state_dict", partial(self.restore, "schedule"))
+                wrap(owner, "load_state_dict", partial(self.restore, what))
 
     def load(self, call, *args, **kwargs):
-        import torch
-
         result = call(*args, **kwargs)
         found = [*dictionaries(result)]
         if has(found, "param_groups"):
@@ -100,7 +89,8 @@ class Resumes(Watcher):
         path = getattr(path, "name", path)
         few = len(self.files) < 8 and torch.utils.data.get_worker_info() is None
         if recorder.watching and few and isinstance(path, (str, os.PathLike)):
-            own = [x for x in inside(result) if x.numel() > 7 and not parts(x)][:MOST]
+            own = [x for x in floats(leaves(result)) if x.numel() > 7][:MOST]
+            own = [x for x in own if not parts(x)]
             few = numbers([few_of(x) for x in own])
             few = {x.data_ptr(): n for x, n in zip(own, few, strict=True)}
             few = {x: n for x, n in few.items() if len({*n[:7]}) > 2}
@@ -135,7 +125,7 @@ class Resumes(Watcher):
             if mark and (mark[0], mark[3]) != (recorder.step, known.loads)
         ]
         known.loads += what == "weights"
-        for one in inside(state) if self.files else ():
+        for one in floats(leaves(state)) if self.files else ():
             for file in self.files:
                 if file.few.pop(one.data_ptr(), None) and what == "weights":
                     file.restores = True
@@ -144,13 +134,6 @@ class Resumes(Watcher):
         lost = bool(unknown) and len(unknown) >= len(state)
         recorder.write(Restored(what=what, lost=lost, own=any(same), place=place()))
         return result
-
-
-def inside(value) -> list:
-    """Return the floating-point tensors in nested dictionaries, and in their lists."""
-    found = [*dictionaries(value)]
-    found += [x for one in found for x in one.values() if isinstance(x, list)]
-    return [x for one in found for x in floats(one)]
 
 
 @check(LAW, RISK, effects=[no_optimizer])

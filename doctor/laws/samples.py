@@ -1,14 +1,17 @@
 """Law 1: every sample is read once per epoch."""
 
+import re
 from array import array
 from collections.abc import Iterator
 from dataclasses import replace
 
+from ..event import Event
 from ..job import Job
 from ..law import (
     RISK,
     WRONG,
     Breach,
+    Doubt,
     Law,
     NotJudged,
     check,
@@ -17,18 +20,24 @@ from ..law import (
     several,
 )
 from ..loaders import Pass, inside
-from ..meshes import undivided
 from ..moments import Step
 from ..neighbours import near_twins
 from ..reads import MORE, Feed, Reads, broken, feeds, interleaved, loaded, looped
-from ..record import recorder
+from ..record import recorder, wrap
 from ..signature import different, other_contents, plain, relabelled, signature
 from ..watcher import Watcher
 from .modes import Validation
 
 LAW = Law(1, "samples", "Every sample is read once per epoch")
 CLASSES = "Number the classes (or words) alike on every rank: sort their names."
+DATA = re.compile("d.?p|data|rep|shard|batch|rank", re.I)  # names of dimensions
 DIVIDES = "DistributedSampler", "BatchSamplerShard", "ElasticSampler"
+
+
+class Divided(Event, limit=1):
+    """The script divides a network between ranks, not only samples."""
+
+    how: str
 
 
 class Samples(Watcher):
@@ -64,7 +73,37 @@ class Samples(Watcher):
         return array("q", map(int, chosen))
 
 
+class Meshes(Watcher):
+    """Detects device meshes and tensor parallelism."""
+
+    def hooks(self) -> None:
+        import torch.distributed.device_mesh as meshes
+        import torch.distributed.tensor.parallel as parallel
+
+        wrap(meshes.DeviceMesh, "__init__", self.mesh)
+        for owner in (parallel, parallel.api):
+            wrap(owner, "parallelize_module", self.parallel)
+
+    def mesh(self, call, own, *args, **kwargs):
+        call(own, *args, **kwargs)
+        names = own.mesh_dim_names or ()
+        if own.ndim > 1 or (names and not DATA.search(" ".join(names))):
+            named = f" ({', '.join(names)})" * bool(names)
+            how = f"a device mesh of {own.ndim} dimensions{named}"
+            recorder.write(Divided(how=how))
+
+    def parallel(self, call, *args, **kwargs):
+        recorder.write(Divided(how="parallelize_module()"))
+        return call(*args, **kwargs)
+
+
 # --- checks ---
+
+
+def undivided(job: Job) -> None:
+    """Raise Doubt if a network is divided between ranks."""
+    for one in job.of(Divided)[:1]:
+        raise Doubt(f"{one.how} may divide the network between ranks")
 
 
 def where(job: Job, number: int | None = None) -> str:
@@ -102,19 +141,13 @@ def datasets_differ(job):
             both = len({*parts[0]} & {*parts[rank]})
             what = f"ranks 0 and {rank} have different parts of {loader.type}, which a "
             what += f"sampler divides: {both} of {len(parts[0])} samples are in both"
-            yield Breach(what, loader.place, mend=twice(parts[0], parts[rank]))
+            mend = "Divide the samples once: omit the sampler, or the script's own "
+            yield Breach(what, loader.place, mend="" if both else f"{mend}division.")
     same = all(one.data == feeds(job)[0].data for one in feeds(job))
     for labels in (True, False):
         if same and (what := other_contents(job, labels)):
             yield Breach(what, where(job), mend=CLASSES * labels)
             return
-
-
-def twice(one: array, other: array) -> str:
-    """Return the advice if the script divides disjoint parts a second time."""
-    if {*one} & {*other}:
-        return ""
-    return "Divide the samples once: omit the sampler, or the script's own division."
 
 
 @check(LAW, RISK, general=True, needs=[Step], causes=[datasets_differ], read="lesson 4")
@@ -166,11 +199,8 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
         held.append(f"{one.text}: {counts['read']:,} samples read, ")
         held[-1] += f"{counts['distinct']:,} distinct"
         held[-1] += f" of {one.total:,}" if one.total and not one.stream else ""
-        if (
-            one.stream
-            or not one.total
-            or counts["again"] > one.slack + MORE * counts["read"]
-        ):
+        repeats = counts["again"] > one.slack + MORE * counts["read"]
+        if one.stream or not one.total or repeats:
             more = "" if one.index else " (by their contents)"
             why = "the size of the data set is not known"
             if one.index and not one.total:

@@ -1,34 +1,37 @@
-"""Law 4: replicas are equal. Compares learning rates."""
+"""Laws 4 and 6: learning rates are equal, and schedules fit the training."""
 
-from dataclasses import dataclass
+import weakref
 from itertools import pairwise
-from typing import ClassVar
 
 from ..event import Event, Exit
 from ..law import RISK, WRONG, Breach, NotJudged, check, need, several
 from ..loaders import EpochEnd
 from ..moments import Step
-from ..record import place, recorder, wrap
+from ..record import place, recorder, torch, wrap
 from ..watcher import Watcher
+from .alive import LAW as LEARNS
 from .replicas import DRIFT, LAW, alike
 
+RESUMED = (
+    "load_state_dict() restores the old schedule's length: if the number of steps has "
+    "changed, create the scheduler again, and call step() for each finished step."
+)
 
-@dataclass(kw_only=True)
+
 class Schedule(Event):
     """The state of a learning-rate scheduler at the end."""
 
     type: str
     planned: int | None  # the schedule's length in steps
+    made: int | None  # its length before any load_state_dict()
     taken: int  # number of the scheduler's steps
     per_step: float  # mean number of the scheduler's steps per optimizer step
     place: str  # the line that created the scheduler
 
 
-@dataclass(kw_only=True)
-class Plateau(Event):
+class Plateau(Event, limit=200):
     """The script has passed a metric to ReduceLROnPlateau."""
 
-    limit: ClassVar[int] = 200
     value: float
     place: str
 
@@ -40,17 +43,14 @@ class Schedules(Watcher):
         self.made = []
 
     def hooks(self) -> None:
-        from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-
-        wrap(LRScheduler, "__init__", self.create)
-        wrap(ReduceLROnPlateau, "__init__", self.create)
-        wrap(ReduceLROnPlateau, "step", self.plateau)
+        schedulers = torch.optim.lr_scheduler
+        wrap(schedulers.LRScheduler, "__init__", self.create)
+        wrap(schedulers.ReduceLROnPlateau, "__init__", self.create)
+        wrap(schedulers.ReduceLROnPlateau, "step", self.plateau)
 
     def create(self, call, scheduler, *args, **kwargs):
-        import weakref
-
-        if all(known() is not scheduler for known, _ in self.made):
-            self.made.append((weakref.ref(scheduler), place()))
+        if all(known() is not scheduler for known, *_ in self.made):
+            self.made.append((weakref.ref(scheduler), place(), length(scheduler)))
         return call(scheduler, *args, **kwargs)
 
     def plateau(self, call, scheduler, metrics, *args, **kwargs):
@@ -58,12 +58,13 @@ class Schedules(Watcher):
         return call(scheduler, metrics, *args, **kwargs)
 
     def on_end(self) -> None:
-        for known, where in self.made:
+        for known, where, made in self.made:
             if (one := known()) is not None:
                 taken = int(getattr(one, "last_epoch", 0))
                 event = Schedule(
                     type=type(one).__name__,
                     planned=length(one),
+                    made=made,
                     taken=taken,
                     per_step=taken / max(1, recorder.step),
                     place=where,
@@ -115,7 +116,7 @@ def learning_rates_differ(job):
             return
 
 
-@check(LAW, RISK, read="pitfall 15")
+@check(LEARNS, RISK, read="pitfall 15")
 def schedule(job):
     """The learning rate schedule is longer or shorter than the training.
 
@@ -130,16 +131,17 @@ def schedule(job):
     whole = [one for one in process.epochs if process.whole(one)]
     known = [one for one in found if one.type != "ReduceLROnPlateau"]
     if len(whole) > 1 and not any(one.taken for one in found):
-        yield Breach(
-            f"no scheduler takes a step in {len(whole)} epochs", found[0].place
-        )
+        what = f"no scheduler takes a step in {len(whole)} epochs"
+        yield Breach(what, found[0].place)
     for one in known:
         ratio = (one.planned or one.taken) / max(1, one.taken)
         if not one.taken or 0.7 < ratio < 1.4:
             continue
         what = f"{one.type} is set to {one.planned} steps, but takes {one.taken}"
-        mend = ""
-        if abs(one.per_step / size - 1) < 0.1:
+        mend = RESUMED * (one.made not in (None, one.planned))
+        if mend:
+            what += f" (the script made it with {one.made} steps)"
+        elif abs(one.per_step / size - 1) < 0.1:
             what += f": {size} in each optimizer step, one per process, as accelerate "
             what += "does with a scheduler that it has prepared"
             mend = "Plan the steps of all processes together (steps times "

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Iterator
 
 from ..law import RISK, Breach, NotJudged, check, several
-from ..loaders import Batch
 from .ranks import LAW, Facts
 from .samples import datasets_differ
 
@@ -33,7 +32,10 @@ def settings_differ(job):
             told, step = shown[name]
             what = f"{name}: {told} in step {step}, and different in {number} of "
             yield Breach(f"{what}{count[name]} passes", place[name])
-    sizes = [Counter(batch_sizes(process)).most_common(1) for process in job.processes]
+    sizes = []
+    for process in job.processes:
+        counts = Counter(len(x.indices or x.rows or ()) for x in process.trained)
+        sizes.append(counts.most_common(1))
     if all(sizes) and len({one[0][0] for one in sizes}) > 1:
         told = [f"{one[0][0]} on rank {n}" for n, one in enumerate(sizes)]
         place = job.processes[0].loader().place
@@ -65,9 +67,3 @@ def facts(job) -> Iterator[tuple[str, list, int, str]]:
                     yield name, [rows[0][0]] * len(rows), step, where
                 else:
                     yield name, [one and one[0] for one in rows], step, where
-
-
-def batch_sizes(process) -> list[int]:
-    """Return the number of samples in each training batch."""
-    own = [x for x in process.of(Batch) if x.loader == process.training]
-    return [len(x.indices or x.rows or ()) for x in own]

@@ -1,14 +1,12 @@
-"""Law 8: one process writes each file. Finds files with only parts of the weights."""
+"""Law 8: files are whole, and have one writer. Finds files of shards."""
 
 import os
-from dataclasses import dataclass
-from typing import ClassVar
 
 from ..event import Event
 from ..law import WRONG, Breach, check, several
 from ..loaders import leaves
 from ..moments import Moments
-from ..record import place, recorder, wrap
+from ..record import place, recorder, torch, wrap
 from ..sample import numbers
 from ..watcher import Watcher
 from .alive import local
@@ -16,11 +14,9 @@ from .checkpoints import bare, dictionaries, no_optimizer, parts
 from .files import LAW, base
 
 
-@dataclass(kw_only=True)
-class Cut(Event):
+class Cut(Event, limit=200):
     """torch.save() has written this process's shards of the weights."""
 
-    limit: ClassVar[int] = 200
     path: str
     names: list[str]
     place: str
@@ -30,8 +26,6 @@ class Shards(Watcher):
     """Searches saved objects for shards."""
 
     def hooks(self) -> None:
-        import torch
-
         wrap(torch, "save", self.save)
 
     def save(self, call, obj, f, *args, **kwargs):

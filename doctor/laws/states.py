@@ -2,15 +2,13 @@
 
 import weakref
 from collections import Counter
-from dataclasses import dataclass
-from typing import ClassVar
 
 from ..event import Event
 from ..law import Law
 from ..loaders import Loaders
 from ..moments import Moments
-from ..objects import Objects
-from ..record import STEPS, place, recorder
+from ..objects import Objects, label_of
+from ..record import STEPS, place, recorder, torch
 from ..sample import flat, numbers
 from ..watcher import Watcher
 
@@ -19,22 +17,18 @@ LAW = Law(4, "replicas", "Replicas are equal")
 STATES = {1, 2, 5, 10, 20, STEPS - 1}
 
 
-@dataclass(kw_only=True)
-class Layout(Event):
+class Layout(Event, limit=20):
     """The weights and buffers of a network that DistributedDataParallel has wrapped."""
 
-    limit: ClassVar[int] = 20
     weights: list[str]  # names and shapes, in their order
     buffers: list[str]
     frozen: list[str]  # weights that need no gradient, of which DDP averages none
     place: str
 
 
-@dataclass(kw_only=True)
-class State(Event):
+class State(Event, limit=1000):
     """A few elements of named tensors at one moment."""
 
-    limit: ClassVar[int] = 1000
     moment: str  # start, step, other, optimizer, validation or end
     what: str  # weights, buffers, kept (see objects.py), or the network's name
     names: list[str]
@@ -94,10 +88,8 @@ class Replicas(Watcher):
 
     def on_step_by_hand(self, weights, before, meets) -> None:
         labels = {id(one): label for label, one in self.held().items()}
-        each, values = flat(before)
-        names = [labels[id(one)] for one in weights]
-        own = {"names": names, "each": each, "values": values, "place": place()}
-        recorder.write(State(moment="step", what="weights", **own, meets=meets))
+        own = {labels[id(one)]: one for one in weights}
+        self.write("step", "weights", own, rows=before, meets=meets)
         if recorder.step:
             kept = self.objects.tensors(Moments.here.known)
             self.write("step", "kept", kept, meets=meets)
@@ -117,7 +109,7 @@ class Replicas(Watcher):
         if seen:
             return
         self.validated.add(key)
-        found = everything(network)
+        found = named([*network.named_parameters(), *network.named_buffers()])
         self.write("validation", type(network).__name__, found, place(), trains)
 
     def on_end(self) -> None:
@@ -126,10 +118,8 @@ class Replicas(Watcher):
             self.write("end", "buffers", buffers())
 
     def held(self) -> dict:
-        """Return {name: weight} for all weights that an optimizer has ever had.
+        """Return {name: weight} for all weights of networks that an optimizer has had.
 
-        The result also has the other weights of their networks, which the script may
-        update itself.
         Equal names get numbers, in the order in which doctor first saw the weights,
         because Python frees an old network's weights at a different time on each rank.
         """
@@ -174,19 +164,15 @@ def named(pairs) -> dict:
     for name, one in pairs:
         if hasattr(one, "placements") or not one.is_floating_point():
             continue
-        name, number = name.removeprefix("module."), 2
-        while name in found and found[name] is not one:
-            name, number = f"{name.split(' #')[0]} #{number}", number + 1
-        found[name] = one
+        found[label_of(name.removeprefix("module."), found)] = one
     return found
 
 
 def kept(network) -> list[tuple]:
     """Return the buffers that a network saves, as (name, buffer, is batch norm's)."""
-    from torch.nn.modules.batchnorm import _BatchNorm
-
+    norm = torch.nn.modules.batchnorm._BatchNorm
     return [
-        (name, one, isinstance(module, _BatchNorm))
+        (name, one, isinstance(module, norm))
         for path, module in network.named_modules()
         for name, one in module.named_buffers(path, recurse=False)
         if name.rpartition(".")[2] not in module._non_persistent_buffers_set
@@ -199,15 +185,8 @@ def buffers() -> dict:
     return named({id(x): (name, x) for name, x, norm in own if not norm}.values())
 
 
-def everything(network) -> dict:
-    """Return a network's weights and buffers."""
-    return named([*network.named_parameters(), *network.named_buffers()])
-
-
 def states(optimizer) -> dict:
     """Return the tensors of an optimizer's state."""
-    import torch
-
     pairs = []
     for weight, own in optimizer.state.items():
         for name, one in own.items():

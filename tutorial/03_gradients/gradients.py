@@ -1,4 +1,4 @@
-"""Is the average of the shards' gradients the gradient of the whole batch?
+"""Is the average of the shards' gradients equal to the gradient of the whole batch?
 
 python tutorial/03_gradients/gradients.py
 """

@@ -8,7 +8,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 
 def epoch(images: int, world_size: int, batch: int) -> None:
-    """Print rank 0's image and step counts in one epoch; one process is enough."""
+    """Print how many images and steps rank 0 has in an epoch; use only one process."""
     sampler = DistributedSampler(range(images), world_size, rank=0)
     loader = DataLoader(range(images), batch, sampler=sampler)
     print(
@@ -48,7 +48,7 @@ def main() -> None:
     shares(12, shuffle=False)
     print("12 images shuffled")
     shares(12)
-    print("10 images: two are given out twice")
+    print("10 images: two are used twice")
     shares(10, shuffle=False)
     print("10 images, drop_last: two are left out")
     shares(10, shuffle=False, drop_last=True)

@@ -31,7 +31,7 @@ def main() -> None:
         large = steps(weights, batch=256, lr=lr)
         print(f"1 step,  batch 256, lr {lr}: moved {(large - weights).norm():.2f}")
 
-    print("\nsamples per step, learning rate (0.1 for 256), and its first steps")
+    print("\nsamples per step, learning rate (0.1 for 256), and its first values")
     for batch in (32, 256, 1024):
         optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1 * batch / 256)
         warm_up = LambdaLR(optimizer, lambda step: min(1, (step + 1) / 4))
@@ -42,7 +42,7 @@ def main() -> None:
             warm_up.step()
         print(f"{batch:5} {0.1 * batch / 256:7.4f}:  {' '.join(rates)}")
 
-    print("\nwhere the rule ends: loss after each of four epochs")
+    print("\nwhere the rule fails: loss after each of four epochs")
     for batch, lr in ((32, 0.1), (256, 0.8)):
         weights, losses = torch.zeros(10), []
         for _ in range(4):

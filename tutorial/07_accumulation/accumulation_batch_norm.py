@@ -1,4 +1,4 @@
-"""Batch norm sees only its own shard; do by hand what SyncBatchNorm does about it.
+"""Batch norm sees only one shard; all-reduce its statistics, as SyncBatchNorm does.
 
 python tutorial/07_accumulation/accumulation_batch_norm.py
 """

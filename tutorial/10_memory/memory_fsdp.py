@@ -47,13 +47,13 @@ def train(name: str, model: nn.Module, batch: Tensor) -> Tensor:
     kept = {"weights": weights, "gradients": [w.grad for w in weights], "Adam": moments}
     if dist.get_rank() == 0:
         print(f"{name}\n ", ", ".join(f"{k} {kib(t)} KiB" for k, t in kept.items()))
-        print("  whole layers as each begins:", [LAYERS - n for n in halved[:LAYERS]])
+        print("  whole layers when each starts:", [LAYERS - n for n in halved[:LAYERS]])
     full = [w.full_tensor() if isinstance(w, DTensor) else w for w in weights]
     return torch.cat([w.flatten() for w in full])
 
 
 def kib(tensors: list[Tensor]) -> int:
-    """Return the local KiB that these tensors occupy; count shared memory once."""
+    """Return the KiB of these tensors in this process; count shared memory once."""
     local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
     storages = [tensor.untyped_storage() for tensor in local]
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values()) // 1024

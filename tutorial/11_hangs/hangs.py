@@ -1,4 +1,4 @@
-"""Three bugs that hang two processes: where each process waits, and how the wait ends.
+"""Hang two processes with three bugs; show where each waits, and how the wait ends.
 
 python tutorial/11_hangs/hangs.py
 """
@@ -44,7 +44,7 @@ def other_order(rank: int) -> None:
 
 
 def observe(mistake: Callable[[int], None], rank: int) -> str:
-    """Run a bug; return where this process is waiting, and how the wait ends."""
+    """Run a buggy function; return where this process waits, and how the wait ends."""
     line, end = "nowhere", "no error"
     with tempfile.TemporaryFile("w+") as stack:
         faulthandler.dump_traceback_later(2, file=stack)  # writes the stack after 2 s
@@ -62,7 +62,7 @@ def observe(mistake: Callable[[int], None], rank: int) -> str:
 
 
 def main(rank: int, port: int) -> None:
-    """Both processes run each bug; rank 0 prints what both observed."""
+    """Both processes run each buggy function; rank 0 prints what both observed."""
     for mistake in (skipped_step, only_rank_0, other_order):
         store = dist.PrefixStore(mistake.__name__, dist.TCPStore("127.0.0.1", port))
         timeout = timedelta(seconds=3 + 2 * rank)  # so that rank 0 gives up first

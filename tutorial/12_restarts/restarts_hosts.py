@@ -1,4 +1,4 @@
-"""Train on two hosts, played on this machine; host b loses power and comes back.
+"""Simulate two hosts on this machine; host b loses power and comes back.
 
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 python tutorial/12_restarts/restarts_hosts.py
@@ -23,7 +23,7 @@ TORCHRUN += " --rdzv-backend c10d --rdzv-id 1 --redirects 3"
 
 
 def start(host: str, port: int, folder: Path) -> subprocess.Popen:
-    """Run on this machine what you would run on a host."""
+    """Start torchrun for one simulated host, with the command for a real host."""
     where = ["--rdzv-endpoint", f"localhost:{port}", "--log-dir", folder / host]
     where += ["--rdzv-conf", f"is_host={int(host == 'a')}"]  # only a has the store
     command = [sys.executable, *TORCHRUN.split(), *where, __file__, folder]

@@ -35,14 +35,14 @@ class ByteCounter(TorchDispatchMode):
 
 
 def count(work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the work's result, and its FLOPs and bytes per image."""
+    """Call `work`; return its result, and its FLOPs and bytes per image."""
     with FlopCounterMode(display=False) as flops, ByteCounter() as traffic:
         result = work()
     return result, torch.tensor([flops.get_total_flops(), traffic.moved]) / IMAGES
 
 
 def fastest(work: Callable[[], object]) -> float:
-    """Return this program's CPU seconds in the fastest of three runs."""
+    """Call `work` three times; return the CPU seconds of the fastest call."""
     times = []
     for _ in range(3):
         began = process_time()

@@ -1,4 +1,4 @@
-"""At which batch per GPU does communication take as long as computing?
+"""At which batch size per GPU does communication take as long as computation?
 
 python tutorial/15_network/network_batch.py
 """
@@ -14,9 +14,9 @@ RESNET50 = 102.2e6  # bytes of gradients (fp32)
 
 
 def crossing(samples_per_second: float, sent: float, bandwidth: float) -> float:
-    """Return for which batch per GPU sending takes as long as computing.
+    """Return the batch size per GPU at which sending takes as long as computing.
 
-    A GPU alone computes `samples_per_second`, and sends `sent` bytes per step.
+    One GPU trains on `samples_per_second`, and sends `sent` bytes per step.
     """
     return samples_per_second * sent / bandwidth
 

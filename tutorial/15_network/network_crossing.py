@@ -1,4 +1,4 @@
-"""Measure at which batch per process communication takes as long as computing.
+"""Measure at which batch size communication takes as long as computation.
 
 python tutorial/15_network/network_crossing.py
 """
@@ -20,7 +20,7 @@ BATCHES, ROUNDS = [64, 128, 256, 512, 1024], 9
 
 
 def slow_link(took: list[float], bucket):
-    """All-reduce a bucket, but not faster than the link would; note the seconds."""
+    """All-reduce a bucket as slowly as the link would; append the seconds to `took`."""
     began, gradients = perf_counter(), bucket.buffer()
     dist.all_reduce(gradients)
     sleep(max(0, began + gradients.nbytes / LINK - perf_counter()))  # uses no CPU
@@ -31,7 +31,7 @@ def slow_link(took: list[float], bucket):
 
 
 def report(size: int, rows: list[list[float]]) -> str:
-    """Return the predicted and the measured crossing."""
+    """Return a text with the times, and with the predicted and measured crossing."""
     predicted, found = rows[-1][0] / rows[-1][1] * size / LINK, float("nan")
     text = "samples, ms of computing, ms of communication\n"
     for n, _, computing, sending in rows:

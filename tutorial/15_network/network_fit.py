@@ -35,7 +35,7 @@ def fit(times: dict[int, float]) -> tuple[float, float]:
 
 
 def report(measured: dict[str, dict]) -> str:
-    """Return the fit, and its prediction for each way to send a step's gradients."""
+    """Return a text with the fit, and with predicted and measured times of a step."""
     (latency, bandwidth), sizes = measured["fit"], measured["sizes"].items()
     off = max(abs((latency + int(n) / bandwidth) / took - 1) for n, took in sizes)
     text = f"latency {latency * 1e3:.2f} ms, bandwidth {bandwidth / 1e9:.2f} GB/s"

@@ -33,7 +33,7 @@ def build(shape: tuple[int, ...], policy: MixedPrecisionPolicy) -> nn.Sequential
 
 
 def count(name: str, calls: Counter) -> None:
-    """Count all later calls to a collective by ranks, data type and KiB."""
+    """Count all later calls of a collective, by ranks, data type and size in KiB."""
     original = getattr(dist, name)
 
     def call(*args, group, **kwargs):

@@ -69,7 +69,7 @@ def main(rank: int, port: int, processes: int, folder: str) -> None:
         torch.save(values, f"{folder}/whole.pt")  # only for the comparison
     elif rank == 0:
         equal = sum(map(torch.equal, values, torch.load(f"{folder}/whole.pt")))
-        print(f"{equal} of {len(values)} tensors have the bits that were saved")
+        print(f"{equal} of {len(values)} tensors are bitwise equal to the saved ones")
     dist.destroy_process_group()
 
 

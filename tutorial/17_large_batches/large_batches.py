@@ -48,7 +48,7 @@ class LARS(torch.optim.Optimizer):
 
 
 def epochs(optimizer: type, rate: float, batch: int) -> float:
-    """Train to an accuracy of GOAL on new images; return epochs needed, or infinity."""
+    """Train to accuracy GOAL on new images; return the epochs needed, or infinity."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = optimizer(model.parameters(), lr=rate, momentum=0.9)

@@ -41,7 +41,7 @@ def at(rank: int, taken: int) -> State:
 
 
 def read(rank: int, state: State, batches: int | None = None) -> list[list[str]]:
-    """Read batches (default: all that are left), and keep `state` up to date."""
+    """Return batches (default: all that are left), and keep `state` up to date."""
     found = []
     loader = DataLoader(Stream(rank, state), batch_size=None, num_workers=WORKERS)
     for samples, role, delivered in islice(loader, batches):

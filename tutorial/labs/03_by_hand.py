@@ -2,7 +2,7 @@
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/03_by_hand.py
 
-symptom: The processes end with different weights.
+symptom: The processes end up with different weights.
 grader: have different weights before the first step
 checks: weights, shares, steps
 doctor: weights_differ

@@ -2,7 +2,7 @@
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/05_own_loss.py
 
-symptom: The processes end with different weights, although DDP wraps the model.
+symptom: The processes end up with different weights, although DDP wraps the model.
 grader: have different weights after step 1
 checks: weights, shares, steps
 doctor: not_averaged

@@ -1,4 +1,4 @@
-"""Train a network that leaves out its middle block at random (stochastic depth).
+"""Train a network that skips its middle block at random (stochastic depth).
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/15_random_depth.py
 
@@ -20,7 +20,7 @@ EPOCHS, BATCH = 3, 8  # images per process and step
 
 
 class Net(nn.Module):
-    """Two linear layers; about half of the steps skip the block between them."""
+    """Two linear layers; the block between them runs in about half of the steps."""
 
     def __init__(self):
         super().__init__()

@@ -1,8 +1,8 @@
-"""Train a network; 4 batches of 4 images per process make one step with one all-reduce.
+"""Train a network; a step has 4 batches of 4 images per process, and one all-reduce.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/18_four_batches.py
 
-symptom: The processes end with different weights.
+symptom: The processes end up with different weights.
 grader: have different weights after step 1
 checks: weights, shares, limits(at_once=4), steps(batch=16)
 doctor: not_averaged

@@ -1,4 +1,4 @@
-"""Train a network with batch norm; rank 0 validates each epoch and prints the accuracy.
+"""Train a network with batch norm; after each epoch, rank 0 prints the accuracy.
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/20_each_epoch.py
 

@@ -2,7 +2,7 @@
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/21_for_others.py
 
-symptom: Another script reports unexpected names in the file of weights.
+symptom: Another script reports unexpected names in the weights file.
 grader: the network without DDP cannot load model.pt: Error(s) in
 checks: weights, shares, steps, export
 doctor: ddp_keys

@@ -2,7 +2,7 @@
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/23_continued.py
 
-symptom: A resumed run ends with different weights than an uninterrupted run.
+symptom: A resumed run ends up with different weights than an uninterrupted run.
 grader: resumed ends with different weights than an uninterrupted run
 checks: weights, shares, steps
 runs: killed

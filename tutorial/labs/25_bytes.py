@@ -2,7 +2,7 @@
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/25_bytes.py
 
-symptom: The processes end with different weights.
+symptom: The processes end up with different weights.
 grader: the two processes have different weights after step
 checks: weights, shares, steps, bytes
 doctor: not_averaged
