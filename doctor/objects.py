@@ -11,9 +11,9 @@ from types import FrameType
 from .record import LIBRARY, not_the_users, torch
 from .sample import picked
 
-MOST, LARGE = 64, 65_536  # limits: tensors; numbers of a summed tensor
-BLOCKS = 4_000_000  # of Python's memory: if there are more, a search takes long
-FRAMES, LONGEST = 3, 60  # functions of the script; characters of a string
+MOST, LARGE = 64, 65_536  # limits: tensors to read; size of a tensor to sum
+BLOCKS = 4_000_000  # blocks of Python's memory: with more, a search takes too long
+FRAMES, LONGEST = 3, 60  # limits: functions to search; characters in a string
 
 
 class Objects:
@@ -33,7 +33,7 @@ class Objects:
                 self.found.append((kind.__name__, weakref.ref(one)))
 
     def tensors(self, weights: dict) -> dict:
-        """Return {name: a few numbers} of tensors, without `weights` (by their ids)."""
+        """Return {name: a few numbers} of tensors whose ids are not in `weights`."""
         if self.found is None:
             self.search()
         owners = [("", vars(sys.modules["__main__"]))]
@@ -83,14 +83,14 @@ def label_of(name: str, found: dict) -> str:
 
 
 def few_of(tensor):
-    """Return seven numbers of a tensor, and the sum of a small one: (8,) float64."""
+    """Return seven numbers of a tensor and, if it is small, its sum: (8,) float64."""
     few = picked(tensor, 7)
     rest = tensor.detach().sum().double() if tensor.numel() <= LARGE else few[0]
     return torch.cat([few, rest[None]])
 
 
 def strings(frame: FrameType | None) -> dict[str, str]:
-    """Return the strings in the variables of a frame and of the script's callers."""
+    """Return the strings in the variables of a frame's innermost script functions."""
     found, count = {}, 0
     while frame and count < FRAMES:
         code = frame.f_code

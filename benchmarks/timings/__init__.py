@@ -1,1 +1,1 @@
-"""Measures which strategies are faster, in turns, with a bounded chance of error."""
+"""Times the strategies in turns to find faster ones, with a bounded chance of error."""
