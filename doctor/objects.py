@@ -56,7 +56,7 @@ def nested(value, key: str, depth: int) -> Iterator[tuple]:
         if value.is_floating_point() and not value.requires_grad and value.numel() > 7:
             yield key, value
     elif type(value).__name__ == "ndarray":
-        if value.dtype.kind == "f" and 7 < value.size <= LARGE:
+        if value.dtype.str in ("<f4", "<f8") and 7 < value.size <= LARGE:
             yield key, torch.from_numpy(value.copy())
     elif depth and isinstance(value, (dict, list, tuple)) and len(value) <= MOST:
         pairs = value.items() if isinstance(value, dict) else enumerate(value)

@@ -472,6 +472,8 @@ def test_a_tensor_that_drifts_after_it_changed_alike_is_named(first, wanted):
     own, found = Part([1.0] * 8), Objects()
     assert "Part.rows" in found.tensors({}) and not is_users(torch.nn.Linear)
     assert id(own.rows) and "Part.rows" not in found.tensors({id(own.rows): 0})
+    own.rows = {"w": (own.rows, torch.arange(8.0).numpy())}
+    assert {"Part.rows['w'][0]", "Part.rows['w'][1]"} <= {*found.tensors({})}
     state = {"moment": "step", "what": "kept", "names": ["Codes.code"], "each": 1}
     ranks = [
         [event(State, n, values=[n + rank * (n >= first)], **state) for n in range(12)]
