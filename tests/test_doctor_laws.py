@@ -164,6 +164,18 @@ def test_a_pass_that_never_ends_is_judged_by_its_first_lap(right):
     assert state(found, 1).evidence == held * right
 
 
+@pytest.mark.parametrize(("more", "wanted"), [(0, set()), (99, {"contents_differ"})])
+def test_ranks_that_make_other_samples_of_the_same_data(more, wanted):
+    halves = [[*range(0, 64, 2)], [*range(1, 64, 2)]]
+    ranks = [fed(x * 2, epochs=4) for x in (halves, halves[::-1])]
+    for rank, one in ((n, x) for n, own in enumerate(ranks) for x in own):
+        if isinstance(one, Feed):
+            one.data = {"names": (64, 1, 1, 0)}
+        if isinstance(one, Batch):
+            one.rows = array("q", [x + more * rank for x in one.rows])
+    assert named(report(*ranks, steps=0)) == wanted
+
+
 def test_a_network_that_is_divided_is_not_judged():
     same = fed([*range(64)]) + [Divided(how="parallelize_module()")]
     assert state(report(same, same, steps=0), 1).state == "not judged"
