@@ -217,6 +217,7 @@ def same_draws(job: Job) -> tuple[dict[str, Same], int]:
         rows.append(own)
     watched = len({one.step for one in job.of(Drawn)})
     batch = max((len(one.rows) for one in job.of(Input)), default=10**9)
+    passes = len({one.step for one in job.of(Input)})
     for key, first in rows[0].items():
         draws = [own.get(key, {}) for own in rows]
         steps = [step for step in first if all(step in own for own in draws)]
@@ -236,7 +237,8 @@ def same_draws(job: Job) -> tuple[dict[str, Same], int]:
             if late := start > 2:
                 what = f"from step {one.step + 1} on, {what}"
             parts = one.size >= len(rows) * batch  # perhaps each rank takes its part
-            own = one.permutes and one.size == batch  # such as mixup's permutation
+            # Such as mixup's permutation, not one of all samples in each epoch
+            own = one.permutes and one.size == batch and len(steps) > passes / 3
             together = not own and (one.whole or parts)
             found[one.place] = Same(what, together, row, late)
     return found, differ

@@ -26,13 +26,13 @@ from doctor.laws.passes import Update
 from doctor.laws.places import Places, cannot_join, mixed_gradients
 from doctor.laws.printed import OTHER
 from doctor.laws.randomness import Draw, Seed
-from doctor.laws.ranks import Facts, Measured, Targets
+from doctor.laws.ranks import Facts, Measured
 from doctor.laws.samples import Divided
 from doctor.laws.targets import Contrast
 from doctor.laws.time import Spans
 from doctor.loaders import Batch, Epoch, EpochEnd
 from doctor.moments import Step
-from doctor.neighbours import Input
+from doctor.neighbours import Input, Targets
 from doctor.numbers import numbers, results
 from doctor.objects import strings
 from doctor.reads import Feed
@@ -393,6 +393,20 @@ def test_a_loop_that_draws_an_epoch_with_replacement(kind):
     assert named(found) == ({"left_out"} if kind == "again" else set())
     if kind == "again":
         assert "2 times 20 steps before a validation" in found.findings[0].what
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_what_comes_again_on_each_rank_is_no_sample(right):
+    """Such as discrete states; a graph, of which each rank uses other nodes in each step."""
+    states = [random.Random(seed).choices(range(400), k=320) for seed in (1, 2)]
+    ranks = [fed(one if right else [*range(320)], stream=True) for one in states]
+    assert named(report(*ranks, steps=0)) == (set() if right else {"left_out"})
+    graph = loop([*range(12)] * 40 if right else [*range(480)], 0)
+    assert named(report(graph, graph)) == (set() if right else {"same_samples"})
+    targets = [array("d", [rank * right] * 12) for rank in (0, 1)]
+    ranks = [[Targets(count=12, values=x, step=n) for n in range(40)] for x in targets]
+    found = report(*(loop([*range(480)], 0) + one for one in ranks))
+    assert named(found) == (set() if right else {"same_samples"})
 
 
 def test_classes_that_the_ranks_number_differently():

@@ -7,7 +7,7 @@ from ..draws import MADE, Drawn, Made, same_draws
 from ..generators import Seed, called, cause
 from ..job import Job, Process
 from ..law import RISK, Breach, Doubt, check, need, several
-from ..neighbours import Input, inputs, same_rows
+from ..neighbours import Input, inputs, other_targets, same_rows
 from .randomness import LAW, Draw, same_random_numbers, worded
 from .samples import left_out, undivided
 
@@ -28,7 +28,7 @@ def same_inputs(job):
     undivided(job)
     first = [process.of(Input) for process in job.processes]
     need(all(first), "no input was seen on all ranks")
-    if not same_rows(first):
+    if not same_rows(first) or other_targets(job):
         yield from argument(job)
         return
     lines, _ = same_draws(job)

@@ -21,7 +21,7 @@ from ..law import (
 )
 from ..loaders import Pass, inside
 from ..moments import Step
-from ..neighbours import near_twins
+from ..neighbours import near_twins, other_targets
 from ..reads import MORE, Feed, Reads, broken, feeds, interleaved, loaded, looped
 from ..record import recorder, wrap
 from ..signature import different, other_contents, plain, relabelled, signature
@@ -175,12 +175,16 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
     """Judge the epochs of one loader, or of a loop without a loader."""
     held, unsure = [], ""
     for one in need(epochs, "no epoch of training was seen"):
-        if one.poor():
+        if one.poor() or one.vague():
             raise NotJudged("the inputs do not identify samples, as with single words")
         counts, what = one.numbers(), broken(one)
         loop = not one.index and not one.feeds
         if loop and one.together()[0] > one.together(0.8)[0] + 0.5:
             raise NotJudged("some inputs, such as noise, are equal on several ranks")
+        if loop and what and one.stays():
+            raise NotJudged("the inputs come again in each step, as of one graph")
+        if loop and what and one.together()[0] >= 0.9 and other_targets(job):
+            raise NotJudged("equal inputs have other targets on each rank")
         if what and one.together()[0] < 0.9:
             if one.random():
                 raise NotJudged("each rank may draw its samples at random")
