@@ -284,16 +284,23 @@ def equal_owners(job: Job) -> tuple[str, str, str]:
     return "", "", ""
 
 
-def same_generators(job: Job) -> bool:
-    """Return whether ranks' own generators draw the same numbers in each step."""
-    found, made = [], Counter()
-    for process in job.processes:
-        scans = [{*one.states} for one in process.of(Own)]
-        pairs = zip(scans, scans[1:], strict=False)
-        found.append([one - later for one, later in pairs])  # the generators that drew
-    columns = [*zip(*found, strict=False)]
-    same = [any(a & b for a, b in combinations(x, 2)) for x in columns]
+def same_generators(job: Job) -> str | None:
+    """Return the line of generators that draw the same numbers on several ranks.
+
+    Return "" if only the generators are known, and None if there are none.
+    """
+    for kind in (Own, Global):
+        scans = [process.of(kind)[:2] for process in job.processes]
+        drew = [{*x[0].states} - {*x[-1].states} for x in scans if x]
+        for one, other in combinations(drew, 2):
+            for state in one & other:
+                first = scans[0][0]
+                owners = dict(
+                    zip(first.states, vars(first).get("owners", ()), strict=False)
+                )
+                return owners.get(state, "")
+    made = Counter()
     for row in job.rows(Made):
         made[row[0].place] += len({one.state for one in row}) < len(row)
     often = max(3, len({one.step for one in job.of(Input)}) / 2)
-    return (bool(same) and all(same)) or any(x > often for x in made.values())
+    return next((place for place, count in made.items() if count > often), None)

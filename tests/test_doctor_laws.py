@@ -179,6 +179,20 @@ def test_an_argument_that_is_equal_on_all_ranks(distinct, wanted):
     assert state(report(*ranks), 3).state == wanted
 
 
+@pytest.mark.parametrize("seeds", [(1, 1), (1, 2)])
+def test_masks_that_ranks_draw_alike_with_their_own_generators(seeds):
+    ranks, same = [loop([*range(n, 480, 2)], 0) for n in (0, 1)], seeds == (1, 1)
+    for own, draws in zip(ranks, map(random.Random, seeds), strict=True):
+        for one in own:
+            one.few = [[x * (draws.random() > 0.3) for x in row] for row in one.few]
+    assert ("the same places" in str(state(report(*ranks), 3).not_judged)) is same
+    scans = [Own(states=[n], owners=["a.py:3"]) for n in (1, 2)]
+    (one,) = report(*(own + scans for own in ranks)).findings or [None]
+    assert (one and (one.check, one.place)) == (
+        ("same_inputs", "a.py:3") if same else None
+    )
+
+
 def test_partners_in_a_batch_that_are_drawn_alike_are_named():
     """A permutation of all samples, or new generators, may be equal on all ranks on purpose."""
     for size, wanted in ((12, "broken"), (240, "not judged")):
