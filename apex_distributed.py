@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data.distributed import DistributedSampler
 
-from common.arguments import build_parser, choose_defaults, parse_arguments
+from common.arguments import build_parser, choose_defaults, divide, parse_arguments
 from common.checkpoint import Checkpoint
-from common.data import DeviceLoader, EpochSampler, build_datasets, build_loader
-from common.data import divide, seed_generators
+from common.data import DeviceLoader, EpochSampler, build_datasets, seed_generators
 from common.errors import UserError, one_line_errors
 from common.meters import Meter, Metrics, Progress, averages, batch_sums, format_metrics
 from common.model import PRECISIONS, build_model, build_scheduler
@@ -68,11 +67,11 @@ def main(args: Namespace) -> None:
     # [/shard]
 
     train_sampler = EpochSampler(train_share, args.seed, rank, world_size)
-    train_loader = build_loader(
+    train_loader = DeviceLoader(
         args, train_set, train_sampler, batch_size, device, training=True
     )
     val_sampler = EpochSampler(val_share, args.seed, rank, world_size)
-    val_loader = build_loader(  # micro-batches, because these fit in memory
+    val_loader = DeviceLoader(  # micro-batches, because these fit in memory
         args, val_set, val_sampler, micro_batch_size, device, training=False
     )
 
@@ -87,8 +86,7 @@ def main(args: Namespace) -> None:
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
 
     # [3/6 wrap] amp first, then Apex's DDP, whose backward pass averages gradients
-    # Apex's DDP would scramble channels_last gradients, because it ignores strides
-    raw_model.to(memory_format=torch.contiguous_format)
+    raw_model.to(memory_format=torch.contiguous_format)  # Apex's DDP ignores strides
     if args.sync_bn:  # Apex's converter would replace weights that `optimizer` holds
         raw_model = nn.SyncBatchNorm.convert_sync_batchnorm(raw_model)
     raw_model, optimizer = amp.initialize(
@@ -109,18 +107,18 @@ def main(args: Namespace) -> None:
     checkpoint.compare_ranks(rank, world_size, device, all_reduce)
     if rank == 0:
         checkpoint.print_header(device, world_size, steps=len(train_loader))
-    if args.evaluate:
+    if args.evaluate:  # no training follows, because args.epochs is 0
         val = validate(args, val_loader, eval_model)
         if rank == 0:
             print(f"val {format_metrics(val, names=val)}")
 
     for epoch in range(checkpoint.epoch, args.epochs):
         train_sampler.set_epoch(epoch, skip=checkpoint.step * batch_size)  # per rank
-        stats = train(
+        speed = train(
             args, rank, train_loader, model, optimizer, scheduler, scaler, checkpoint
         )
         val = validate(args, val_loader, eval_model)
-        checkpoint.record_epoch(val, stats)
+        checkpoint.record_epoch(val, speed)
         if rank == 0:
             checkpoint.save()
             checkpoint.print_epoch()
@@ -158,9 +156,8 @@ def train(
                 model.disable_allreduce()
             outputs = forward(args, model, x)
             loss = F.cross_entropy(outputs, y, label_smoothing=args.label_smoothing)
-            with amp.scale_loss(
-                loss / args.accumulate, optimizer, delay_unscale=not last
-            ) as scaled_loss:
+            part = loss / args.accumulate
+            with amp.scale_loss(part, optimizer, delay_unscale=not last) as scaled_loss:
                 scaled_loss.backward()
             if last:
                 optimizer.step()
@@ -171,7 +168,7 @@ def train(
         if step % args.print_interval == 0 or step == len(loader):
             sums = meter.reduce(all_reduce)  # waits for a GPU (fp16: scaler.step() too)
             checkpoint.record_interval(step, sums)
-            batches.record_interval(step, averages(sums), learning_rate)
+            batches.show_interval(step, averages(sums), learning_rate)
             if rank == 0 and step < len(loader):
                 checkpoint.save_if_due()
     return {**batches.epoch_stats(), "learning_rate": learning_rate}
@@ -221,10 +218,8 @@ def arguments() -> Namespace:
     add("--opt-level", choices=("O0", "O1", "O2", "O3"), default="O1", help="(O1)")
     add("--local-rank", help="set by older launchers; unused")
     args = parse_arguments(parser)
-    if args.precision:
-        raise UserError("use --opt-level, not --precision, with Apex: amp has no bf16")
-    if args.compile:
-        raise UserError("--compile: Apex's amp patches functions that it traces")
+    if args.precision or args.compile:
+        raise UserError("Apex's amp has --opt-level, but no --precision or --compile")
     args.precision = "fp32"  # turns torch.autocast off, because amp casts
     if not torch.cuda.is_available():
         raise UserError("Apex needs a CUDA GPU, and PyTorch finds none")

@@ -1,7 +1,7 @@
 """Train an ImageNet classifier with nn.DataParallel: one process, all GPUs.
 
-Every step copies the model to all GPUs, scatters the batch across them and gathers the
-outputs on the first GPU. The script needs no launcher.
+In every step, nn.DataParallel copies the model to all GPUs, scatters the batch across
+them and gathers the outputs on the first GPU. The script needs no launcher.
 
     python dataparallel.py --data /path/to/imagenet
     CUDA_VISIBLE_DEVICES=0,1 python dataparallel.py --data /path/to/imagenet
@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data.distributed import DistributedSampler
 
-from common.arguments import build_parser, choose_defaults, parse_arguments
+from common.arguments import build_parser, choose_defaults, divide, parse_arguments
 from common.checkpoint import Checkpoint
-from common.data import DeviceLoader, EpochSampler, build_datasets, build_loader
-from common.data import divide, seed_generators
+from common.data import DeviceLoader, EpochSampler, build_datasets, seed_generators
 from common.errors import UserError, one_line_errors
 from common.meters import Meter, Metrics, Progress, averages, batch_sums, format_metrics
 from common.model import PRECISIONS, build_model, build_scheduler
@@ -61,11 +60,11 @@ def main(args: Namespace) -> None:
     # [/shard]
 
     train_sampler = EpochSampler(train_share, args.seed, rank, world_size)
-    train_loader = build_loader(
+    train_loader = DeviceLoader(
         args, train_set, train_sampler, batch_size, device, training=True
     )
     val_sampler = EpochSampler(val_share, args.seed, rank, world_size)
-    val_loader = build_loader(  # micro-batches, because these fit in memory
+    val_loader = DeviceLoader(  # micro-batches, because these fit in memory
         args, val_set, val_sampler, micro_batch_size, device, training=False
     )
 
@@ -92,18 +91,18 @@ def main(args: Namespace) -> None:
     checkpoint.compare_ranks(rank, world_size, device, all_reduce)
     if rank == 0:
         checkpoint.print_header(device, world_size, steps=len(train_loader))
-    if args.evaluate:
+    if args.evaluate:  # no training follows, because args.epochs is 0
         val = validate(args, val_loader, eval_model)
         if rank == 0:
             print(f"val {format_metrics(val, names=val)}")
 
     for epoch in range(checkpoint.epoch, args.epochs):
         train_sampler.set_epoch(epoch, skip=checkpoint.step * batch_size)  # per rank
-        stats = train(
+        speed = train(
             args, rank, train_loader, model, optimizer, scheduler, scaler, checkpoint
         )
         val = validate(args, val_loader, eval_model)
-        checkpoint.record_epoch(val, stats)
+        checkpoint.record_epoch(val, speed)
         if rank == 0:
             checkpoint.save()
             checkpoint.print_epoch()
@@ -146,7 +145,7 @@ def train(
         if step % args.print_interval == 0 or step == len(loader):
             sums = meter.reduce(all_reduce)  # waits for a GPU (fp16: scaler.step() too)
             checkpoint.record_interval(step, sums)
-            batches.record_interval(step, averages(sums), learning_rate)
+            batches.show_interval(step, averages(sums), learning_rate)
             if rank == 0 and step < len(loader):
                 checkpoint.save_if_due()
     return {**batches.epoch_stats(), "learning_rate": learning_rate}

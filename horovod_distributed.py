@@ -6,7 +6,7 @@ gradients over NCCL, MPI or Gloo while the backward pass is still running.
     horovodrun --gloo -np 4 python horovod_distributed.py --data /path/to/imagenet
     mpirun -np 4 --bind-to none python horovod_distributed.py --data /path/to/imagenet
 
-Lines between `# [name]` and `# [/name]` differ in the other four scripts; no others do.
+The five scripts differ only in the lines between `# [name]` and `# [/name]`.
 """
 
 from argparse import Namespace
@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data.distributed import DistributedSampler
 
-from common.arguments import build_parser, choose_defaults, parse_arguments
+from common.arguments import build_parser, choose_defaults, divide, parse_arguments
 from common.checkpoint import Checkpoint
-from common.data import DeviceLoader, EpochSampler, build_datasets, build_loader
-from common.data import divide, seed_generators
+from common.data import DeviceLoader, EpochSampler, build_datasets, seed_generators
 from common.errors import UserError, one_line_errors
 from common.meters import Meter, Metrics, Progress, averages, batch_sums, format_metrics
 from common.model import PRECISIONS, build_model, build_scheduler
@@ -40,12 +39,11 @@ def main(args: Namespace) -> None:
     hvd.init()
     rank, world_size = hvd.rank(), hvd.size()
     local_rank, local_world_size = hvd.local_rank(), hvd.local_size()
+    device = torch.device("cpu")
     if torch.cuda.is_available():
         set_up_cuda(local_world_size)
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
     # [/launch]
 
     batch_size = divide(args.global_batch_size, world_size, "processes")
@@ -61,11 +59,11 @@ def main(args: Namespace) -> None:
     # [/shard]
 
     train_sampler = EpochSampler(train_share, args.seed, rank, world_size)
-    train_loader = build_loader(
+    train_loader = DeviceLoader(
         args, train_set, train_sampler, batch_size, device, training=True
     )
     val_sampler = EpochSampler(val_share, args.seed, rank, world_size)
-    val_loader = build_loader(  # micro-batches, because these fit in memory
+    val_loader = DeviceLoader(  # micro-batches, because these fit in memory
         args, val_set, val_sampler, micro_batch_size, device, training=False
     )
 
@@ -80,9 +78,7 @@ def main(args: Namespace) -> None:
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
 
     # [3/6 wrap] the optimizer's hooks average gradients during backward()
-    compressor = (
-        hvd.Compression.fp16 if args.compress_gradients else hvd.Compression.none
-    )
+    compressor = getattr(hvd.Compression, args.compress_gradients or "none")
     optimizer = hvd.DistributedOptimizer(
         optimizer,
         raw_model.named_parameters(),
@@ -92,8 +88,7 @@ def main(args: Namespace) -> None:
     raw_model.to(memory_format=torch.contiguous_format)  # Horovod sends no other format
     hvd.broadcast_parameters(raw_model.state_dict(), root_rank=0)
     raw_model.to(memory_format=torch.channels_last)
-    # hvd.broadcast_optimizer_state() is for state that only rank 0 has. Here, all ranks
-    # load the checkpoint. With a new SGD optimizer, the call also takes a hidden step.
+    # No hvd.broadcast_optimizer_state(), because all ranks load the optimizer's state
     model = eval_model = raw_model
     to_save = {"state_dict": raw_model}  # the weights in checkpoints
     # [/wrap]
@@ -105,18 +100,18 @@ def main(args: Namespace) -> None:
     checkpoint.compare_ranks(rank, world_size, device, all_reduce)
     if rank == 0:
         checkpoint.print_header(device, world_size, steps=len(train_loader))
-    if args.evaluate:
+    if args.evaluate:  # no training follows, because args.epochs is 0
         val = validate(args, val_loader, eval_model)
         if rank == 0:
             print(f"val {format_metrics(val, names=val)}")
 
     for epoch in range(checkpoint.epoch, args.epochs):
         train_sampler.set_epoch(epoch, skip=checkpoint.step * batch_size)  # per rank
-        stats = train(
+        speed = train(
             args, rank, train_loader, model, optimizer, scheduler, scaler, checkpoint
         )
         val = validate(args, val_loader, eval_model)
-        checkpoint.record_epoch(val, stats)
+        checkpoint.record_epoch(val, speed)
         if rank == 0:
             checkpoint.save()
             checkpoint.print_epoch()
@@ -163,7 +158,7 @@ def train(
         if step % args.print_interval == 0 or step == len(loader):
             sums = meter.reduce(all_reduce)  # waits for a GPU (fp16: scaler.step() too)
             checkpoint.record_interval(step, sums)
-            batches.record_interval(step, averages(sums), learning_rate)
+            batches.show_interval(step, averages(sums), learning_rate)
             if rank == 0 and step < len(loader):
                 checkpoint.save_if_due()
     return {**batches.epoch_stats(), "learning_rate": learning_rate}

@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data.distributed import DistributedSampler
 
-from common.arguments import build_parser, choose_defaults, parse_arguments
+from common.arguments import build_parser, choose_defaults, divide, parse_arguments
 from common.checkpoint import Checkpoint
-from common.data import DeviceLoader, EpochSampler, build_datasets, build_loader
-from common.data import divide, seed_generators
+from common.data import DeviceLoader, EpochSampler, build_datasets, seed_generators
 from common.errors import UserError, one_line_errors
 from common.meters import Meter, Metrics, Progress, averages, batch_sums, format_metrics
 from common.model import PRECISIONS, build_model, build_scheduler
@@ -65,11 +64,11 @@ def main(args: Namespace) -> None:
     # [/shard]
 
     train_sampler = EpochSampler(train_share, args.seed, rank, world_size)
-    train_loader = build_loader(
+    train_loader = DeviceLoader(
         args, train_set, train_sampler, batch_size, device, training=True
     )
     val_sampler = EpochSampler(val_share, args.seed, rank, world_size)
-    val_loader = build_loader(  # micro-batches, because these fit in memory
+    val_loader = DeviceLoader(  # micro-batches, because these fit in memory
         args, val_set, val_sampler, micro_batch_size, device, training=False
     )
 
@@ -86,12 +85,12 @@ def main(args: Namespace) -> None:
     # [3/6 wrap] train model, which averages raw_model's gradients; validate eval_model
     if args.sync_bn:
         raw_model = nn.SyncBatchNorm.convert_sync_batchnorm(raw_model)
-    model = DDP(raw_model, gradient_as_bucket_view=True)  # copies rank 0's buffers
-    model.broadcast_buffers = False  # validate() does it; the argument would warn
+    model = DDP(raw_model, gradient_as_bucket_view=True)  # copies rank 0's state
+    model.broadcast_buffers = False  # the argument would also skip this copy
     if args.compress_gradients:
         compress = {"fp16": hooks.fp16_compress_hook, "bf16": hooks.bf16_compress_hook}
         model.register_comm_hook(None, compress[args.compress_gradients])
-    eval_model = raw_model  # it never communicates: shards may differ in length
+    eval_model = raw_model  # never communicates, so shards may differ in length
     to_save = {"state_dict": eval_model}  # the weights in checkpoints
     # [/wrap]
 
@@ -102,18 +101,18 @@ def main(args: Namespace) -> None:
     checkpoint.compare_ranks(rank, world_size, device, all_reduce)
     if rank == 0:
         checkpoint.print_header(device, world_size, steps=len(train_loader))
-    if args.evaluate:
+    if args.evaluate:  # no training follows, because args.epochs is 0
         val = validate(args, val_loader, eval_model)
         if rank == 0:
             print(f"val {format_metrics(val, names=val)}")
 
     for epoch in range(checkpoint.epoch, args.epochs):
         train_sampler.set_epoch(epoch, skip=checkpoint.step * batch_size)  # per rank
-        stats = train(
+        speed = train(
             args, rank, train_loader, model, optimizer, scheduler, scaler, checkpoint
         )
         val = validate(args, val_loader, eval_model)
-        checkpoint.record_epoch(val, stats)
+        checkpoint.record_epoch(val, speed)
         if rank == 0:
             checkpoint.save()
             checkpoint.print_epoch()
@@ -159,7 +158,7 @@ def train(
         if step % args.print_interval == 0 or step == len(loader):
             sums = meter.reduce(all_reduce)  # waits for a GPU (fp16: scaler.step() too)
             checkpoint.record_interval(step, sums)
-            batches.record_interval(step, averages(sums), learning_rate)
+            batches.show_interval(step, averages(sums), learning_rate)
             if rank == 0 and step < len(loader):
                 checkpoint.save_if_due()
     return {**batches.epoch_stats(), "learning_rate": learning_rate}
@@ -217,9 +216,9 @@ def arguments() -> Namespace:
     return args
 
 
-def worker(local_rank: int, args: Namespace, parent: int) -> None:
+def worker(local_rank: int, args: Namespace) -> None:
     """Run main() in a spawned process."""
-    die_with_parent(parent)
+    die_with_parent()
     args.local_rank = local_rank
     with one_line_errors():
         main(args)
@@ -237,7 +236,7 @@ if __name__ == "__main__":
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # like torchrun
     try:
-        mp.spawn(worker, args=(args, os.getpid()), nprocs=args.nprocs)
+        mp.spawn(worker, args=(args,), nprocs=args.nprocs)
     except mp.ProcessExitedException as error:
         if error.exit_code != 2:  # 2: UserError, which the process has printed
             raise

@@ -1,4 +1,4 @@
-"""Benchmarks that compare our code's speed and memory with conventional code's."""
+"""Benchmarks of the scripts, of their input pipeline and of doctor."""
 
 from pathlib import Path
 

@@ -26,7 +26,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 # By default, glibc returns thousands of freed pages to the system in each step, which
 # takes 10 to 20 % of a step, depending on what else is in memory. This would distort
-# any comparison. With these settings, glibc keeps the pages.
+# any comparison. These settings make glibc keep the pages.
 KEEP_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(2**30),
     "MALLOC_TRIM_THRESHOLD_": str(2**33),
@@ -73,7 +73,7 @@ def pin_core() -> set[int]:
 
 
 def speed(work: Callable, items: Sequence) -> Callable[[], float]:
-    """Return a function that measures how many items `work` handles per CPU second."""
+    """Return a function that measures how many items `work` handles per CPU-second."""
 
     def measure() -> float:
         began = time.process_time()  # CPU time: other programs hardly affect it
@@ -90,7 +90,7 @@ def interleave(
 
     Args:
         candidates: functions that do the work and return a measurement.
-        rounds: number of rounds, without a first warm-up round, which is discarded.
+        rounds: number of rounds after a first warm-up round, which is discarded.
 
     Returns:
         The measurements of each candidate, in the order of the rounds.

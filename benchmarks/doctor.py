@@ -1,4 +1,4 @@
-"""Measure how much doctor slows down training steps of ResNet-50.
+"""Measure how much doctor slows down the training steps of ResNet-50.
 
     python -m benchmarks.doctor [ROUNDS]
 

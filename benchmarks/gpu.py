@@ -45,7 +45,7 @@ def require_library(strategy: str) -> None:
 
 
 def train(strategy: str, processes: str, *flags: str) -> dict:
-    """Train with a launch script, one process per GPU; return speed, memory, clock."""
+    """Train with a launch script, one process per GPU; return what was measured."""
     require_library(strategy)
     samples = []
     with tempfile.TemporaryDirectory() as folder:
@@ -73,7 +73,7 @@ def train(strategy: str, processes: str, *flags: str) -> dict:
 
 
 def plan(tiny: bool) -> list[tuple[dict, list]]:
-    """Return the settings and the arguments of each measurement."""
+    """Return each measurement's settings and command-line arguments."""
     most = 2 if tiny else torch.cuda.device_count()
     arch, share, size = ("resnet18", 4, 32) if tiny else ("resnet50", 64, 224)
     runs = []
@@ -99,7 +99,7 @@ def plan(tiny: bool) -> list[tuple[dict, list]]:
 
 
 def measured(words: list, seconds: float) -> dict:
-    """Run a measurement in a separate process; kill all processes that it leaves."""
+    """Run a measurement in its own process; kill all processes that are left."""
     began, status = time.monotonic(), "not run"
     with tempfile.TemporaryDirectory() as folder:
         file, log = Path(folder, "found.json"), Path(folder, "log.txt")
@@ -129,7 +129,7 @@ def measured(words: list, seconds: float) -> dict:
 
 
 def everything(file: Path, tiny: bool) -> None:
-    """Run the measurements that FILE lacks; update FILE after each of them."""
+    """Run the measurements that FILE does not contain; update FILE after each one."""
     old = json.loads(file.read_text()) if file.exists() else []
     here, until = commit() or "", float(os.environ.get("GPU_CHECK_UNTIL", "inf"))
     kept = {one["name"]: one for one in old if here and one["commit"] == here}

@@ -27,7 +27,7 @@ STATUSES = {"failure": "failed", "error": "not run", "skipped": "skipped"}
 def nvidia_smi(fields: Sequence[str]) -> list[dict]:
     """Query these fields of each visible GPU; return [] if nvidia-smi cannot run.
 
-    Numbers are in MiB, W, MHz and degrees Celsius, or None where the GPU has no value.
+    Numbers are in MiB, W, MHz and degrees Celsius; None if the GPU reports no value.
     """
     words = [
         "nvidia-smi",
@@ -85,7 +85,7 @@ def machine() -> dict:
 
 
 def versions() -> dict:
-    """Return the versions of Python and of the libraries; None for a missing one."""
+    """Return the versions of Python and the libraries; None for a missing library."""
     installed = {one.name: one.version for one in metadata.distributions()}
     nccl = None
     if torch.cuda.is_available():
@@ -103,7 +103,7 @@ def versions() -> dict:
 
 
 def test_rows(folder: Path) -> list[dict]:
-    """Return each test's last result in the files that pytest wrote."""
+    """Return each test's latest result, read from the files that pytest wrote."""
     found = {}
     for file in sorted(folder.glob("rows-*.xml")):
         for suite in ElementTree.parse(file).iter("testsuite"):
@@ -150,7 +150,7 @@ def write(folder: Path) -> None:
             if row["status"] != "passed":
                 print(f"  {row['status']}: {row['name']}: {row['line']}")
     file.write_text(json.dumps(summary, indent=1) + "\n")
-    print(f"The summary is {file}; docs/measure.md says how to send it.")
+    print(f"The summary is {file}; docs/measure.md describes how to send it.")
 
 
 def problems(summary: dict) -> list[str]:
@@ -162,7 +162,7 @@ def problems(summary: dict) -> list[str]:
         found.append(f"commit {summary['commit']}: undo or commit your changes")
     for row in (*summary["tests"], *summary["timings"]):
         if row["commit"] != summary["commit"]:
-            found.append(f"{row['name']} is of commit {row['commit']}: start again")
+            found.append(f"{row['name']} is from commit {row['commit']}: start again")
         if row["status"] in ("failed", "not run"):
             found.append(f"{row['name']}: {row['status']}: {row['line']}")
     for row in summary["timings"]:
@@ -184,7 +184,7 @@ def problems(summary: dict) -> list[str]:
 
 
 def check(file: Path) -> None:
-    """Print what is impossible or missing in a summary; then exit with status 2."""
+    """Print what is missing or implausible; if anything is, exit with status 2."""
     try:
         found = problems(json.loads(file.read_text()))
     except (OSError, ValueError, KeyError) as error:

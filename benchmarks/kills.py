@@ -2,11 +2,11 @@
 
     python -m benchmarks.kills [KILLS]
 
-Each run has two processes (one with python). The benchmark interrupts and resumes it
-three times: while loader processes start, or during a step, validation or saving, it
-kills the launcher, a training process or a loader process with SIGKILL, or the launcher
-with SIGTERM or Ctrl-C. All processes must end within 60 seconds, and the final results
-must equal those of an uninterrupted run. 60 KILLS take half an hour.
+Each run has two processes (dataparallel.py has one). The benchmark interrupts and
+resumes it three times, while loader processes start, or during a step, validation or
+saving: it sends SIGKILL to the launcher, a training process or a loader process, or
+SIGTERM or Ctrl-C to the launcher. All processes must end within 60 seconds, and the
+final results must equal those of an uninterrupted run. 60 KILLS take half an hour.
 """
 
 import json
@@ -41,14 +41,14 @@ TIMES = {"seconds", "images_per_second", "data_wait", "peak_memory_mib"}
 
 
 class Run:
-    """A training run, whose processes inherit the variable KILLS_RUN."""
+    """A training run; all its processes inherit the variable KILLS_RUN."""
 
     def __init__(self, launcher: str, data: Path, output: Path, *flags: str):
         """Start the run as a shell would, with FLAGS and `flags`."""
         self.output, self.log = output, output.with_suffix(".log")
         self.mark = f"KILLS_RUN={output}"
         for name in self.half_written():
-            (output / name).unlink()  # the previous run left it
+            (output / name).unlink()  # left by the previous run
         path = f"PATH={Path(sys.executable).parent}:{os.environ['PATH']}"
         words = [
             "env",
@@ -73,7 +73,7 @@ class Run:
         return {int(pid): (int(parent), name) for pid, parent, name, *_ in lines}
 
     def victims(self, kind: str) -> list[int]:
-        """Return the PIDs of these VICTIMS; [] until loader processes have started."""
+        """Return the PIDs of one of VICTIMS; [] until loader processes have started."""
         found = self.alive()
         loaders = [pid for pid in found if found[pid][1] == "pt_data_worker"]
         if kind == "launcher" and loaders:
@@ -121,7 +121,7 @@ class Run:
 
 
 def measure(launcher: str, kills: int, data: Path, folder: Path, whole: list) -> dict:
-    """Interrupt a launcher's runs; compare their results with `whole`."""
+    """Interrupt a launcher's runs, and compare their results with `whole`."""
     draw, rows, equal = Random(launcher), [], []
     pairs = list(product(VICTIMS[launcher == "python" :], MOMENTS))
     pairs *= 1 + kills // len(pairs)

@@ -17,7 +17,7 @@ from benchmarks.timings.gate import VARIABLE
 
 
 def send(where: Path, number: int) -> bool:
-    """Signal all processes whose gate is `where` or in `where`; return if any exist."""
+    """Signal all processes whose gate is at or in `where`; return whether any exist."""
     mark, found = f"{VARIABLE}={where}/".encode(), False
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # ended process, or another user's
@@ -29,7 +29,7 @@ def send(where: Path, number: int) -> bool:
 
 
 def end(where: Path) -> None:
-    """Kill all processes at a gate, and all that they start in the meantime."""
+    """Kill all processes at a gate, and all processes that they start meanwhile."""
     while send(where, signal.SIGKILL):
         time.sleep(0.02)
 

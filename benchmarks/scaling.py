@@ -16,11 +16,11 @@ from common.errors import one_line_errors
 # NCCL's own estimates for a ring, in seconds per message:
 # https://github.com/NVIDIA/nccl/blob/b6475625fbcaa2c3c0e50eed2fa1255d7514d4a2/src/graph/tuning.cc
 NVLINK_ALPHA, PCI_ALPHA, NETWORK_ALPHA = 3.4e-6, 5.7e-6, 14e-6
-# and NCCL's maximum for eight A100s with NVLink, in bytes per second:
+# NCCL's maximum for eight A100s with NVLink, in bytes per second:
 # https://github.com/NVIDIA/nccl/blob/01afd20a77b5804e0ecf1042509dd9d20ebf9e93/src/graph/tuning.cc
 A100_NVLINK = 235e9
 GPUS = (2, 4, 8, 16, 64, 256, 512, 1024)
-GLOBAL_BATCH = 8192  # largest batch without a loss of accuracy (GOYAL)
+GLOBAL_BATCH = 8192  # largest batch size without a loss of accuracy (GOYAL)
 RESNET50, INCEPTION, VGG16 = 4 * 25.56e6, 4 * 23.83e6, 4 * 138.36e6  # bytes, fp32
 A100, P100 = Link(NVLINK_ALPHA, A100_NVLINK), Link(NVLINK_ALPHA, 4 * 18e9)
 PCI = Link(PCI_ALPHA, 12e9)
@@ -41,9 +41,9 @@ SYNTHETIC = {
     "B200": (3328, 3076, 24461, A100),
 }
 VISION = "KempnerInstitute/scalable-vision-workflows/tree/main/imagenet1k_resnet50"
-# GPUs: seconds for 90 epochs of ImageNet, everything included, 4 A100s per host
+# GPUs: seconds of the whole job, 90 epochs of ImageNet, on hosts with 4 A100s each
 KEMPNER = {1: 129686, 2: 65752, 4: 33216, 8: 17104, 16: 8914, 32: 4765, 64: 2640}
-# If t(n) = work / n + pause, then the pause is 2 t(4) - t(2); here, for one epoch
+# If t(n) = work / n + pause, then pause = 2 t(4) - t(2); PAUSE is for one epoch
 PAUSE = (2 * KEMPNER[4] - KEMPNER[2]) / 90
 
 
@@ -53,17 +53,17 @@ def network(gigabits: float) -> Link:
 
 
 def a100(gigabits: float, speed: float = 2470) -> Cluster:
-    """Return hosts with eight A100s; by default, `speed` is what NVIDIA measured."""
+    """Return a model of hosts with eight A100s; NVIDIA measured the default `speed`."""
     return Cluster(256 / speed, 256, RESNET50, 8, A100, network(gigabits))
 
 
 def horovod(speed: float, size: float) -> Cluster:
-    """Return the hosts in Horovod's benchmark, with its 64 MiB fusion buffer."""
+    """Return a model of the hosts in Horovod's benchmark (64 MiB fusion buffer)."""
     return Cluster(64 / speed, 64, size, 4, PCI, network(25), 64 * MIB)
 
 
 def kempner(pause: float) -> Cluster:
-    """Return Kempner's hosts; the epoch measured on one GPU includes `pause`."""
+    """Return a model of Kempner's hosts; their epoch on one GPU includes `pause`."""
     step = (KEMPNER[1] / 90 - pause) * 256 / 1281167
     return Cluster(step, 256, RESNET50, 4, A100, network(200), pause=pause)
 
@@ -135,7 +135,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--step-milliseconds", type=float, help="one GPU's step time; prints a table")
     add("--images-per-gpu", type=int, default=256, help="images per step (256)")
-    add("--global-batch-size", type=int, default=8192, help="if it is fixed (8192)")
+    add("--global-batch-size", type=int, default=8192, help="of the last column (8192)")
     add("--parameters", type=float, default=25.6e6, help="in the model (25.6e6)")
     add("--gpus-per-host", type=int, default=8, help="(%(default)s)")
     add("--link-gigabytes", type=float, default=A100_NVLINK / 1e9, help="GB/s (235)")

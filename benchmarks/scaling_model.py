@@ -11,7 +11,7 @@ Sources: docs/understand.md.
 import math
 from typing import NamedTuple
 
-# Of each layer's three matrix products, the backward pass computes two
+# The backward pass computes two of each layer's three matrix products
 BACKWARD = 2 / 3
 MIB = 2**20
 BUCKET, FIRST_BUCKET = 25 * MIB, MIB  # DistributedDataParallel's defaults
@@ -93,8 +93,8 @@ class Cluster(NamedTuple):
 def efficiency(compute: float, communication: float, pause: float, gpus: int) -> Range:
     """Return a step's time on one GPU alone, divided by its time on `gpus` GPUs.
 
-    `pause` is the time between epochs, per step of one GPU alone. n GPUs need an nth of
-    the steps, but the same pause, so each of their steps has n times as much of it.
+    `pause` is the time between epochs, divided by the number of one GPU's steps. n GPUs
+    take an nth of these steps, but pause as long, so n times `pause` is added to each.
     """
     exposed = max(0.0, communication - BACKWARD * compute)
     alone, shared = compute + pause, compute + gpus * pause

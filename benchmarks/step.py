@@ -3,8 +3,8 @@
     python -m benchmarks.step [ROUNDS]
 
 The benchmark alternates between distributed.py's train(), a minimal DDP loop with the
-same model, and a conventional loop (fp32, NCHW, metrics read in each step). In five
-minutes, it prints median ratios with quartiles and writes benchmarks/results/step.json.
+same model, and a conventional loop (fp32, NCHW, metrics read in each step). It takes
+five minutes, prints ratios and quartiles, and writes benchmarks/results/step.json.
 """
 
 import importlib
@@ -118,7 +118,7 @@ def timed(
 
 
 def measure_in_turns(script: ModuleType, rounds: int) -> dict[str, dict]:
-    """Run a script's main(), but compare its train() with other loops, then stop."""
+    """Run a script's main() as far as train(), which is compared with other loops."""
     train, found = script.train, {}
 
     class Measured(Exception):
@@ -148,13 +148,13 @@ def measure_in_turns(script: ModuleType, rounds: int) -> dict[str, dict]:
 
 def loops(args: Namespace, loader: DeviceLoader, model: nn.Module) -> dict:
     """Return the loops to compare with train(); the first loop is the baseline."""
-    # It shares train()'s model, whose place in memory can change a CPU's speed by 5 %
+    # Share train()'s model, because its place in memory can change the speed by 5 %
     bare = bare_loop(loader, model, args.precision)
     return {BARE: bare, USUAL: usual_loop(args, loader)}
 
 
 def one_process(output: str, rounds: str, *flags: str) -> None:
-    """Measure as one of the two processes."""
+    """Run the measurements in one of the two processes."""
     script = importlib.import_module("distributed")
 
     sys.argv[1:] = flags

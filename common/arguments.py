@@ -3,7 +3,6 @@
 import argparse
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -48,7 +47,7 @@ def build_parser(docstring: str) -> Parser:
     add("-b", "--global-batch-size", type=int, default=256, help=images)
     add("--accumulate", type=int, default=1, help="micro-batches per step (1)")
     add("--lr", type=float, default=0.1, help="rate for 256 images (%(default)s)")
-    add("--warmup-epochs", type=float, default=5.0, help="in which --lr rises (5)")
+    add("--warmup-epochs", type=float, default=5.0, help="epochs of rising --lr (5)")
     curves = "step: divide by 10 every 30 epochs (default); cosine: fall to 0"
     add("--schedule", choices=("step", "cosine"), default="step", help=curves)
     add("--momentum", type=float, default=0.9, help="of SGD (%(default)s)")
@@ -56,7 +55,7 @@ def build_parser(docstring: str) -> Parser:
     add("--label-smoothing", type=float, default=0.0, help="(0)")
     add("--min-crop", type=float, default=0.08, help="minimum crop area (%(default)s)")
     add("--no-flip", action="store_true", help="do not mirror training images")
-    loaders = "loader processes for training, and again for validation (one per core)"
+    loaders = "loader processes for training; as many for validation (one per core)"
     add("-j", "--workers", type=int, help=loaders)
     decoder = "pil" if NO_TORCHCODEC else "torchcodec"
     add("--decoder", choices=tuple(DECODERS), default=decoder, help="(%(default)s)")
@@ -72,11 +71,9 @@ def build_parser(docstring: str) -> Parser:
     return parser
 
 
-def parse_arguments(
-    parser: Parser, argv: Sequence[str] | None = None
-) -> argparse.Namespace:
+def parse_arguments(parser: Parser) -> argparse.Namespace:
     """Parse the command line; raise UserError if a flag is wrong."""
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     if (args.data is None) == (args.synthetic is None):
         parser.error("give either --data DIR or --synthetic")
     if args.evaluate and not (args.resume or args.pretrained):
@@ -91,6 +88,13 @@ def parse_arguments(
         args.epochs = 0  # train no epoch
     args.output = args.output or Path("runs", Path(sys.argv[0]).stem)
     return args
+
+
+def divide(images: int, parts: int, name: str) -> int:
+    """Divide a batch into equal parts; raise UserError if there is a remainder."""
+    if images % parts:
+        raise UserError(f"-b: {images} images cannot be divided by {parts} {name}")
+    return images // parts
 
 
 def choose_defaults(

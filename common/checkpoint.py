@@ -1,12 +1,11 @@
 """A run's progress, and the files from which a killed run resumes."""
 
-import argparse
 import fcntl
 import json
 import math
 import os
 import time
-from collections.abc import Callable
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ from common.arguments import AUTO
 from common.data import fingerprint
 from common.errors import UserError
 from common.images import NO_TORCHCODEC
-from common.meters import averages, format_metrics, metric_names
+from common.meters import AllReduce, averages, format_metrics, metric_names
 
-# best.pt is the epoch with the highest value (for a loss, the lowest)
+# best.pt is from the epoch with the highest value (for a loss, the lowest)
 BEST_METRIC, LOWER_IS_BETTER = "val_top1", False
 # Flags that a resumed run may change. load() compares the images, not their paths.
 MAY_CHANGE = {"data", "synthetic", "output", "resume", "evaluate", "workers"}
@@ -33,16 +32,12 @@ class Checkpoint:
     """A run's progress, which is saved to and restored from OUTPUT/checkpoint.pt."""
 
     def __init__(
-        self,
-        args: argparse.Namespace,
-        datasets: tuple[Dataset, Dataset],
-        objects: dict[str, Any],
+        self, args: Namespace, datasets: tuple[Dataset, ...], objects: dict[str, Any]
     ):
-        """Store the objects to save (with a state_dict()), by their names in the file.
+        """`objects` have a state_dict(); "state_dict" is the model that validates.
 
-        Name the model used for validation "state_dict". `datasets` are the training and
-        validation sets; a resumed run needs the same images. Raises UserError if no
-        metric is named BEST_METRIC.
+        `datasets` are for training and validation; a resumed run needs the same images.
+        Raises UserError if no metric is named BEST_METRIC.
         """
         self.args, self.objects = args, objects
         names = [f"val_{name}" for name in metric_names(len(datasets[1].classes))]
@@ -65,7 +60,7 @@ class Checkpoint:
     def load(self, rank: int) -> None:
         """Load the file that --resume names; rank 0 locks --output until rank 0 ends.
 
-        Raises UserError if the file does not fit, or if another run uses --output.
+        Raises UserError if the file does not fit this run or another run uses --output.
         """
         path, output = self.args.resume, self.args.output
         if path == AUTO:
@@ -85,29 +80,25 @@ class Checkpoint:
         except Exception as error:  # the unpickler raises many kinds
             reason = type(error).__name__
             raise UserError(f"--resume {path} cannot be loaded: {reason}") from None
-        for name in ("arch", "classes") if self.args.evaluate else self.recipe:
+        compared, loaded = self.recipe, self.objects
+        if self.args.evaluate:
+            compared, loaded = ("arch", "classes"), ("state_dict",)
+        for name in compared:
             now = self.recipe[name]
             if recipe.get(name, now) != now:  # other strategies may lack a flag
                 text = f"{path} was saved with {name} = {recipe[name]}, now it is {now}"
                 raise UserError(f"{text}: use the same, or start a new run")
-        if self.args.evaluate:
-            self.objects["state_dict"].load_state_dict(content["state_dict"])
-            return
-        for name, one in self.objects.items():
+        for name in loaded:
             if name not in content:
                 raise UserError(f"{path} has no {name}: resume with the same script")
-            one.load_state_dict(content[name])
+            self.objects[name].load_state_dict(content[name])
         self.epoch, self.step = content["epoch"], content["step"]
         self.sums, self.records = content["sums"], content["records"]
         if self.best_file.exists():  # a new folder has no best.pt
             self.best = content["best_acc1"].item()
 
     def compare_ranks(
-        self,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        all_reduce: Callable[[Tensor], Tensor],
+        self, rank: int, world_size: int, device: torch.device, all_reduce: AllReduce
     ) -> None:
         """Raise UserError if a process's images or progress differ from rank 0's."""
         # Each process fills its row of a table of zeros; the sum is the whole table
@@ -129,24 +120,18 @@ class Checkpoint:
         for name, value in sums.items():
             self.sums[name] = self.sums.get(name, 0) + value
 
-    def record_epoch(self, val: dict[str, float], stats: dict[str, float]) -> None:
-        """Finish the current epoch, and add its record for epochs.jsonl.
-
-        `val` contains the validation averages; `stats` are added unchanged.
-        """
+    def record_epoch(self, val: dict[str, float], speed: dict[str, float]) -> None:
+        """Finish the epoch; record its averages, `val`'s averages, and `speed`."""
         train = averages(self.sums)
         record = {"epoch": self.epoch, "steps": self.step}
         record["images"] = train.pop("images")
         record |= {f"train_{name}": value for name, value in train.items()}
         record |= {f"val_{name}": value for name, value in val.items()}
-        self.records.append(record | stats)
+        self.records.append(record | speed)
         self.epoch, self.step, self.sums = self.epoch + 1, 0, {}
 
     def save(self) -> None:
-        """Write epochs.jsonl, best.pt after the best epoch, and checkpoint.pt last.
-
-        If a file cannot be written, the old file remains, and the error is raised.
-        """
+        """Write epochs.jsonl, best.pt after the best epoch, and checkpoint.pt last."""
         files = [self.file]
         value = self.records[-1][BEST_METRIC] if self.step == 0 else self.best
         if value < self.best if LOWER_IS_BETTER else value > self.best:
@@ -175,7 +160,7 @@ class Checkpoint:
             self.save()
 
     def print_header(self, device: torch.device, world_size: int, steps: int) -> None:
-        """Print the model, the devices and the first step; an epoch has `steps`."""
+        """Print the model, the devices and the first step, of `steps` per epoch."""
         args, (train, _, val, _), name = self.args, self.images, "CPU"
         model = self.objects["state_dict"]
         weights = sum(one.numel() for one in model.parameters())
@@ -189,7 +174,8 @@ class Checkpoint:
         print(f"decoder {args.decoder}{reason}", flush=True)
         if args.evaluate:
             return
-        share = args.global_batch_size // world_size // args.accumulate
+        batch = args.global_batch_size
+        share = batch // world_size // args.accumulate
         rate = self.objects["optimizer"].param_groups[0]["initial_lr"]
         start = f"resumed from epoch {self.epoch + 1}, step {self.step}"
         if self.epoch >= args.epochs:
@@ -198,11 +184,10 @@ class Checkpoint:
             start = "a new run"
         images = f"{train:,} training and {val:,} validation images"
         print(f"{images} of {self.recipe['classes']} classes")
-        print(
-            f"{steps:,} steps per epoch, {args.global_batch_size} images per step: "
-            f"{world_size} processes x {share} images x {args.accumulate} micro-batches"
-            f", learning rate {rate:.4g}"
-        )
+        parts = f"{world_size} process{'es' * (world_size > 1)} x {share} images"
+        parts += f" x {args.accumulate} micro-batches" * (args.accumulate > 1)
+        print(f"{steps:,} steps per epoch, {batch} images per step: {parts}", end=", ")
+        print(f"learning rate {rate:.4g}")
         print(f"{args.output}: {start}", flush=True)
 
     def print_epoch(self) -> None:

@@ -1,11 +1,11 @@
 """Datasets, and loaders that copy batches to the device."""
 
-import argparse
 import hashlib
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count, islice, repeat
 from pathlib import Path
@@ -20,7 +20,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from common.errors import UserError
-from common.images import Decode, read_image, train_transform, val_transform
+from common.images import Transform, read_image, train_transform, val_transform
 from common.model import die_with_parent
 
 # Mean and standard deviation of ImageNet's RGB values, for pixels between 0 and 255
@@ -54,7 +54,7 @@ class ImageFolder(Dataset):
     `decoder` is a key of DECODERS. Raises UserError if a folder or image is unusable.
     """
 
-    def __init__(self, root: Path, transform: Callable[[Decode], Tensor], decoder: str):
+    def __init__(self, root: Path, transform: Transform, decoder: str):
         self.root = str(root)
         self.transform = transform
         self.decoder = decoder
@@ -75,9 +75,8 @@ class ImageFolder(Dataset):
                 found = [list_images(self.root, name) for name in self.classes]
             except OSError as error:
                 raise UserError(
-                    f"{error.filename or root}: {error.strerror or error}; --data needs"
-                    " train/CLASS/*.JPEG and val/CLASS/*.JPEG, or train.tar and val.tar"
-                    " (scripts/prepare_imagenet.sh sorts ImageNet's own files)"
+                    f"{error} (--data needs train/CLASS/*.JPEG and val/CLASS/*.JPEG, "
+                    "or train.tar and val.tar; see scripts/prepare_imagenet.sh)"
                 ) from None
             self.paths = numpy.array([path for paths in found for path in paths])
             self.labels = numpy.arange(len(found)).repeat([*map(len, found)])
@@ -95,20 +94,20 @@ class ImageFolder(Dataset):
         return image, int(self.labels[index])
 
 
-def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
+def build_datasets(args: Namespace) -> tuple[Dataset, Dataset]:
     """Open the training and validation sets (for --evaluate, the validation set twice).
 
     Raises UserError if a folder is missing, or if the sets' classes differ.
     """
     size = args.image_size
     if args.synthetic:
-        # ImageNet has 25.6 training images for each validation image
-        lengths = args.synthetic, max(args.global_batch_size, args.synthetic // 25)
-        options = (3, size, size), 1000, pil_to_tensor
-        random_sets = tuple(FakeData(length, *options) for length in lengths)
-        for one in random_sets:
-            one.classes = range(1000)
-        return random_sets
+        images = args.global_batch_size * (args.max_steps or args.synthetic)
+        val_images = min(images, args.synthetic) // 25  # as in ImageNet
+        val_images = max(val_images, args.global_batch_size)
+        train_set = FakeData(args.synthetic, (3, size, size), 1000, pil_to_tensor)
+        val_set = FakeData(val_images, (3, size, size), 1000, pil_to_tensor)
+        train_set.classes = val_set.classes = range(1000)
+        return train_set, val_set
     transform = partial(val_transform, size=size)
     val_set = ImageFolder(Path(args.data, "val"), transform, args.decoder)
     if args.evaluate:
@@ -117,17 +116,15 @@ def build_datasets(args: argparse.Namespace) -> tuple[Dataset, Dataset]:
     transform = partial(train_transform, **options)
     train_set = ImageFolder(Path(args.data, "train"), transform, args.decoder)
     if different := sorted(set(train_set.classes) ^ set(val_set.classes)):
-        raise UserError(f"{args.data}: train/ or val/ has no class {different[0]}")
+        folder = "val" if different[0] in train_set.classes else "train"
+        raise UserError(f"{args.data}: {folder}/ has no class {different[0]}")
     return train_set, val_set
 
 
 def fingerprint(dataset: Dataset) -> list[int]:
-    """Return the number of images, and a 48-bit digest of their paths and labels.
-
-    A dataset may have these attributes: paths, labels, targets (as in torchvision), and
-    indices (as in Subset).
-    """
+    """Return the number of images, and a 48-bit digest of the attributes that exist."""
     digest = hashlib.blake2b(digest_size=6)
+    # Subset has indices; most of torchvision's datasets have targets
     for name in ("paths", "labels", "targets", "indices"):
         digest.update(numpy.asarray(getattr(dataset, name, ())).tobytes())
     return [len(dataset), int.from_bytes(digest.digest(), "big")]
@@ -136,8 +133,7 @@ def fingerprint(dataset: Dataset) -> list[int]:
 def seed_generators(*key: int) -> None:
     """Seed Python's, NumPy's and PyTorch's generators from non-negative integers.
 
-    All later draws then depend only on these integers, even in a resumed run.
-
+    A zero at the key's end changes nothing, so the scripts append rank + 1, not rank.
     Source: https://numpy.org/doc/stable/reference/random/parallel.html
     """
     number = int(numpy.random.SeedSequence(key).generate_state(1)[0])
@@ -149,19 +145,10 @@ def seed_generators(*key: int) -> None:
         torch.cuda.manual_seed_all(number)
 
 
-def divide(images: int, parts: int, name: str) -> int:
-    """Divide a batch into equal parts; raise UserError if there is a remainder."""
-    if images % parts:
-        raise UserError(f"-b: {images} images cannot be divided by {parts} {name}")
-    return images // parts
-
-
 class EpochSampler:
-    """Adds to each of a sampler's indices the data on which its augmentation depends.
+    """Yields (seed, epoch, position in the epoch, index) for this process's images.
 
-    It yields (seed, epoch, position of the image in the epoch, index). SeededDataset
-    seeds the random generators with these numbers, in whichever process loads the
-    image.
+    SeededDataset seeds the random generators with these numbers, in any process.
     """
 
     def __init__(self, share: Sequence[int], seed: int, rank: int, world_size: int):
@@ -171,8 +158,7 @@ class EpochSampler:
         self.epoch, self.first, self.length = 0, 0, len(share)
 
     def __len__(self) -> int:
-        """Return the number of this process's images in a complete epoch."""
-        return self.length
+        return self.length  # images of this process in a complete epoch
 
     def set_epoch(self, epoch: int, skip: int = 0) -> None:
         """Set the epoch; a resumed run must `skip` some of this process's images."""
@@ -202,35 +188,66 @@ class SeededDataset(Dataset):
         if len(shape) != 3 or image.dtype != torch.uint8 or shape[0] != 3:
             text = f"image {index} is not a uint8 tensor (3, S, S)"
             raise UserError(f"{text}: omit ToTensor() and Normalize()")
-        # In this layout, the decoders' own, batches are copied and normalized faster
+        # In the decoders' own layout, batches are copied and normalized faster
         return image.permute(1, 2, 0), label
 
 
-class DeviceLoader:
+class DeviceLoader(DataLoader):
     """Batches on the device: (B, 3, S, S) normalized float32 and (B,) int64 labels."""
 
-    def __init__(self, loader: DataLoader, device: torch.device, repeated: bool):
-        """If `repeated`, yield the first batch repeatedly, and load no other batch."""
-        self.loader, self.device = loader, device
-        self.rank = loader.sampler.rank
+    def __init__(
+        self,
+        args: Namespace,
+        dataset: Dataset,
+        sampler: EpochSampler,
+        batch_size: int,
+        device: torch.device,
+        training: bool,
+    ):
+        """Start the loader processes; raise UserError if there is no batch."""
+        if training and args.max_steps:
+            sampler.length = min(len(sampler), batch_size * args.max_steps)
+        unused = training and args.evaluate
+        if len(sampler) < (batch_size if training else 1) and not unused:
+            raise UserError(
+                f"{len(dataset)} {'training' if training else 'validation'} images are "
+                f"too few for -b and {sampler.world_size} processes: lower one of them"
+            )
+        workers = 0 if args.synthetic or unused else args.workers
+        super().__init__(
+            SeededDataset(dataset),
+            batch_size=batch_size,
+            sampler=sampler,
+            num_workers=workers,
+            pin_memory=device.type == "cuda",
+            drop_last=training,
+            worker_init_fn=lambda worker: die_with_parent(),
+            persistent_workers=workers > 0,
+            multiprocessing_context="fork" if workers else None,  # takes milliseconds
+        )
+        if workers:
+            # Start the loader processes before the first collective, whose threads may
+            # hold a lock for which a forked process would wait forever
+            sampler.first = len(sampler)  # load no image yet
+            super().__iter__()
+            sampler.first = 0
+        self.device, self.rank = device, sampler.rank
         self.mean = torch.tensor(MEAN, device=device).view(1, 3, 1, 1)
         self.std = torch.tensor(STD, device=device).view(1, 3, 1, 1)
         self.waited = 0.0  # seconds spent waiting for data in this epoch
-        self.batch = self.copy(*next(iter(loader))) if repeated else None
-
-    def __len__(self) -> int:
-        """Return the number of batches in a complete epoch."""
-        return len(self.loader)
+        self.batch = None  # the only batch of --synthetic
+        if args.synthetic and not unused:
+            self.batch = self.copy(*next(super().__iter__()))
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the batches of an epoch; raise UserError if an image is unusable."""
         self.waited = 0.0
         if self.batch is not None:
-            first = self.loader.sampler.first // self.loader.batch_size
+            first = self.sampler.first // self.batch_size
             yield from repeat(self.batch, len(self) - first)
             return
         began = time.perf_counter()
-        for images, labels in self.loader:
+        for images, labels in super().__iter__():
             self.waited += time.perf_counter() - began
             yield self.copy(images, labels)
             began = time.perf_counter()
@@ -241,45 +258,3 @@ class DeviceLoader:
         images = images.to(torch.float32, memory_format=torch.channels_last)
         labels = labels.to(self.device, non_blocking=True)
         return images.sub_(self.mean).div_(self.std), labels
-
-
-def build_loader(
-    args: argparse.Namespace,
-    dataset: Dataset,
-    sampler: EpochSampler,
-    batch_size: int,
-    device: torch.device,
-    training: bool,
-) -> DeviceLoader:
-    """Build this process's loader, and start its loader processes.
-
-    In training, it drops an incomplete batch. Raises UserError if there is no batch.
-    """
-    if training and args.max_steps:
-        sampler.length = min(len(sampler), batch_size * args.max_steps)
-    unused = training and args.evaluate
-    if len(sampler) < (batch_size if training else 1) and not unused:
-        raise UserError(
-            f"{len(dataset)} {'training' if training else 'validation'} images are too "
-            f"few for -b and {sampler.world_size} processes: lower them or add images"
-        )
-    process = os.getpid()
-    workers = 0 if args.synthetic or unused else args.workers
-    loader = DataLoader(
-        SeededDataset(dataset),
-        batch_size=batch_size,
-        sampler=sampler,
-        num_workers=workers,
-        pin_memory=device.type == "cuda",
-        drop_last=training,
-        worker_init_fn=lambda worker: die_with_parent(process),
-        persistent_workers=workers > 0,
-        multiprocessing_context="fork" if workers else None,  # starts in milliseconds
-    )
-    if workers:
-        # Start the loader processes before the first collective, whose threads may hold
-        # a lock for which a forked process would wait forever
-        sampler.first = len(sampler)  # load no image yet
-        iter(loader)
-        sampler.first = 0
-    return DeviceLoader(loader, device, repeated=bool(args.synthetic) and not unused)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """A problem that the user can fix; the message says what, where, and what to do."""
+    """A problem that the user can fix; the message names it, its place and the fix."""
 
 
 @contextmanager

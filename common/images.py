@@ -31,10 +31,11 @@ Box = Callable[[int, int], tuple[int, int, int, int]]
 # Decodes the part that a Box chooses, to a (3, H, W) uint8 tensor or a Pillow image.
 # Like most ImageNet scripts, decoders ignore the EXIF orientation.
 Decode = Callable[[Box], Tensor | Image.Image]
+Transform = Callable[[Decode], Tensor]  # to a (3, S, S) uint8 tensor
 
 
 def decode_with_pillow(content: bytes, box: Box) -> Image.Image:
-    """Decode a file to a Pillow image, which Pillow also resizes later."""
+    """Decode a file to a Pillow image, so that Pillow also resizes it later."""
     with Image.open(io.BytesIO(content)) as image:
         if image.mode == "F" or (image.mode, image.format) == ("I", "TIFF"):
             raise ValueError("32-bit pixels have no defined range; use 8 or 16 bits")
@@ -49,15 +50,14 @@ def decode_with_torchcodec(content: bytes, box: Box) -> Tensor:
         return F.pil_to_tensor(decode_with_pillow(content, box))
     if NO_TORCHCODEC:
         raise ImportError(f"no TorchCodec ({NO_TORCHCODEC}); use --decoder pil")
-    data = bytearray().join((JPEG, NO_EXIF, memoryview(content)[len(JPEG) :]))
-    pixels = decode_jpeg(torch.frombuffer(data, dtype=torch.uint8))
+    pixels = decode_jpeg(JPEG + NO_EXIF + content[len(JPEG) :])
     part = F.crop(pixels[None], *box(*pixels.shape[1:]))
     # Remove gaps between rows, in the decoder's format, so that resize() is faster
     return part.contiguous(memory_format=torch.channels_last)[0]
 
 
 def decode_with_nvimgcodec(content: bytes, box: Box) -> Tensor:
-    """Decode a JPEG's box with nvImageCodec, or another format with Pillow."""
+    """Decode a part of a JPEG with nvImageCodec, or another format with Pillow."""
     from common import nvimgcodec
 
     pixels = nvimgcodec.decode(content, box) if content.startswith(JPEG) else None
@@ -72,10 +72,7 @@ DECODERS = {
 
 
 def read_image(
-    path: str,
-    decoder: str,
-    transform: Callable[[Decode], Tensor],
-    content: bytes | None = None,
+    path: str, decoder: str, transform: Transform, content: bytes | None = None
 ) -> Tensor:
     """Decode a file (or its `content`) with one of DECODERS, and transform the image.
 

@@ -12,8 +12,10 @@ from tqdm import tqdm
 from common.data import DeviceLoader
 from common.errors import UserError
 
+AllReduce = Callable[[Tensor], Tensor]  # sums a tensor over all processes
+Sums = dict[str, Tensor | float]  # name -> sum
 Metrics = dict[str, float | list]  # name -> value; a list has a value per class
-# Formats of printed metrics; epochs.jsonl has all digits of all metrics
+# Formats of printed metrics; epochs.jsonl contains all digits of all metrics
 FORMATS = {"top1": "top-1 {:.2f} %", "top5": "top-5 {:.2f} %", "images": "{:,} images"}
 SHOWN = ("loss", "top1")  # metrics to print during an epoch
 LOG_SECONDS = 30  # seconds between log lines, which replace a terminal's bar
@@ -25,18 +27,15 @@ class Meter:
     """Adds up named numbers on the device; the host waits for it in reduce()."""
 
     def __init__(self):
-        self.sums: dict[str, Tensor | float] = {}
+        self.sums: Sums = {}
 
-    def add(self, sums: dict[str, Tensor | float]) -> None:
+    def add(self, sums: Sums) -> None:
         """Add a batch's sums, which may be numbers or tensors of any shape."""
         for name, value in sums.items():
             self.sums[name] = self.sums.get(name, 0) + value
 
-    def reduce(self, all_reduce: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Return the sums over all processes since the last call: float64, on the CPU.
-
-        `all_reduce` sums an (N,) float64 tensor over all processes.
-        """
+    def reduce(self, all_reduce: AllReduce) -> dict[str, Tensor]:
+        """Return float64 sums over all processes since the last call, on the CPU."""
         sums, self.sums = self.sums, {}
         options = {"dtype": torch.float64, "device": sums["loss"].device}
         tensors = [torch.as_tensor(value, **options) for value in sums.values()]
@@ -47,9 +46,7 @@ class Meter:
         return {name: piece.view(one.shape) for name, piece, one in pairs}
 
 
-def batch_sums(
-    loss: Tensor, outputs: Tensor, labels: Tensor
-) -> dict[str, Tensor | float]:
+def batch_sums(loss: Tensor, outputs: Tensor, labels: Tensor) -> Sums:
     """Return one batch's sums: loss, 100 times the top-1 and top-5 hits, and images.
 
     `loss` is the batch's mean, `outputs` are (B, classes) and `labels` (B,) int64. To
@@ -101,7 +98,7 @@ def format_metrics(
 
 
 def peak_memory_mib(device: torch.device) -> float:
-    """Return the run's peak memory: allocated on a GPU, or resident of this process."""
+    """Return the peak memory allocated on a GPU, or resident (of this process)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
@@ -110,8 +107,8 @@ def peak_memory_mib(device: torch.device) -> float:
 class Progress(tqdm):
     """Iterates over a loader and measures its speed; rank 0 shows the progress.
 
-    A terminal shows a bar. A log file gets lines from record_interval(), for the first
-    and the last interval, and at most one per LOG_SECONDS in between.
+    On a terminal, it draws a bar. To a log file, show_interval() prints a line for
+    the first and the last interval, and at most one per LOG_SECONDS in between.
     """
 
     def __init__(self, title: str, loader: DeviceLoader, done: int = 0):
@@ -126,16 +123,15 @@ class Progress(tqdm):
             self.steps,
             initial=done,
             leave=False,
-            nrows=20,  # some terminals report 0, with which tqdm shows nothing
+            nrows=20,  # some terminals report 0; tqdm would then draw nothing
             bar_format="{desc} |{bar}| ETA {remaining}{postfix}",
             disable=None if loader.rank == 0 else True,  # None: only on a terminal
         )
 
-    def record_interval(self, step: int, means: Metrics, learning_rate: float) -> None:
-        """End a print interval after the device has finished the interval's last step.
+    def show_interval(self, step: int, means: Metrics, learning_rate: float) -> None:
+        """End a print interval, whose last step the device has finished.
 
-        `means` are averages over the images of all processes. The host runs ahead of a
-        GPU, so the GPU may have been idle for less time than this process waited.
+        `means` are over all processes' images. Waiting is the host's, not a GPU's.
         """
         now, images = time.perf_counter(), means["images"]
         seconds, waited = now - self.began, self.loader.waited - self.waited

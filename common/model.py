@@ -1,11 +1,12 @@
 """The model (any torchvision classifier), its device and its learning rate."""
 
-import argparse
 import ctypes
 import math
+import multiprocessing
 import os
 import signal
 import warnings
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,15 +20,13 @@ from common.errors import UserError
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def build_model(
-    args: argparse.Namespace, classes: Sequence[str], rank: int
-) -> nn.Module:
+def build_model(args: Namespace, classes: Sequence[str], rank: int) -> nn.Module:
     """Build `args.arch`, which maps (B, 3, S, S) images to (B, len(classes)) outputs.
 
     The initial weights depend only on the seed, so that all processes have the same
     weights. --pretrained then copies torchvision's weights where they fit; rank 0
-    prints which do not. Raises UserError if torchvision has no such model or weights,
-    or if --evaluate would use weights that do not fit.
+    prints which do not fit. Raises UserError if torchvision has no such model or
+    weights, or if --evaluate would use weights that do not fit.
     """
     options: dict = {"num_classes": len(classes)}
     if args.arch.startswith("vit_"):
@@ -63,10 +62,11 @@ def best_precision(device: torch.device) -> str:
     return "bf16" if native else "fp32"
 
 
-def die_with_parent(parent: int = 0) -> None:
-    """Make Linux kill this process when its parent ends; exit if `parent` has ended."""
+def die_with_parent() -> None:
+    """Make Linux kill this process when its parent ends; exit if it has ended."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if parent and os.getppid() != parent:
+    parent = multiprocessing.parent_process()  # None if a launcher started this process
+    if parent and parent.pid != os.getppid():
         os._exit(1)
 
 
@@ -85,7 +85,7 @@ def set_up_cuda(processes: int) -> None:
 
 
 def build_scheduler(
-    args: argparse.Namespace, optimizer: torch.optim.Optimizer, steps_per_epoch: int
+    args: Namespace, optimizer: torch.optim.Optimizer, steps_per_epoch: int
 ) -> LambdaLR:
     """Build the learning-rate scheduler; call its step() after each optimizer step.
 

@@ -13,7 +13,7 @@ from common.images import Box
 
 
 def decode(content: bytes, box: Box) -> Tensor | None:
-    """Decode the part that `box` chooses; return None for formats of other decoders.
+    """Decode the part that `box` chooses; return None if the format is not supported.
 
     Damage outside this part goes unnoticed, because only this part is decoded.
 

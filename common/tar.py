@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy
 from torchvision.datasets.folder import IMG_EXTENSIONS
@@ -30,18 +31,16 @@ class Archives:
         found = [(archive.name, archive.stat()) for archive in archives]
         key = repr([(name, s.st_size, s.st_mtime_ns) for name, s in found])
         digest = hashlib.blake2b(key.encode(), digest_size=6).hexdigest()
-        file = archives[0].with_name(f"{archives[0].stem}-{digest}.npy")
+        file = archives[0].with_name(f"{archives[0].stem}-{digest}.npz")
         try:
-            index = numpy.load(file)
-        except (OSError, ValueError, EOFError):
+            index = dict(numpy.load(file))
+        except (OSError, ValueError, EOFError, BadZipFile):
             index = build_index(archives)
             with suppress(OSError), tempfile.TemporaryDirectory(dir=file.parent) as new:
-                numpy.save(Path(new, file.name), index)
+                numpy.savez(Path(new, file.name), **index)
                 os.replace(Path(new, file.name), file)
-        columns = (numpy.ascontiguousarray(index[name]) for name in index.dtype.names)
-        self.paths, self.labels, self.places = columns
-        _, first = numpy.unique(self.labels, return_index=True)
-        self.classes = [os.fsdecode(path).split("/")[1] for path in self.paths[first]]
+        self.paths, self.labels = index["paths"], index["labels"]
+        self.places, self.classes = index["places"], index["classes"].tolist()
         self.files = [os.open(archive, os.O_RDONLY) for archive in archives]
 
     def read(self, image: int) -> bytes:
@@ -50,7 +49,7 @@ class Archives:
         return os.pread(self.files[archive], size, offset)
 
 
-def build_index(archives: list[Path]) -> numpy.ndarray:
+def build_index(archives: list[Path]) -> dict[str, numpy.ndarray]:
     """Find and sort the images; raise UserError if one is misplaced or none exist."""
     images, first = {}, None
     for number, archive in enumerate(archives):
@@ -60,18 +59,15 @@ def build_index(archives: list[Path]) -> numpy.ndarray:
             if not label or parents != first[1]:
                 raise UserError(f"{archive}: {path} or {first[0]} has no class folder")
             if (label, name) in images:
-                raise UserError(f"{archive}: a second image is {label}/{name}")
+                raise UserError(f"{archive}: two images are named {label}/{name}")
             images[label, name] = (number, *place)
     if not images:
         raise UserError(f"no CLASS/*.JPEG in {', '.join(map(str, archives))}")
-    labels = {name: n for n, name in enumerate(sorted({name for name, _ in images}))}
-    rows = [
-        (os.fsencode(f"/{label}/{name}"), labels[label], place)
-        for (label, name), place in sorted(images.items())
-    ]
-    longest = max(len(path) for path, *_ in rows)
-    columns = [("path", f"S{longest}"), ("label", "i8"), ("place", "i8", 3)]
-    return numpy.array(rows, dtype=columns)
+    found = sorted(images)
+    classes, labels = numpy.unique([one for one, _ in found], return_inverse=True)
+    paths = numpy.array([os.fsencode(f"/{label}/{name}") for label, name in found])
+    places = numpy.array([images[one] for one in found])
+    return {"paths": paths, "labels": labels, "places": places, "classes": classes}
 
 
 def images_in(archive: Path) -> Iterator[tuple[str, int, int]]:

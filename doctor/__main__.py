@@ -1,7 +1,9 @@
-"""Run the command python -m doctor -- COMMAND..., which pip installs as ddp-doctor."""
+"""The command `python -m doctor -- COMMAND...`, which pip installs as ddp-doctor."""
 
 import argparse
+import difflib
 import json
+import os
 import sys
 import tempfile
 from dataclasses import asdict
@@ -23,17 +25,17 @@ def arguments() -> argparse.Namespace:
     text = "Run a data-parallel training command and report what is wrong."
     parser = argparse.ArgumentParser(name, f"{name} [options] -- COMMAND...", text)
     parser.epilog = (
-        "Exit status: that of the command; 1 if it is 0 but a finding is WRONG, or the "
-        "command hung; 2 if nothing was checked, or an option is wrong."
+        "Exit status: the command's; 1 if that is 0 but a finding is WRONG, or if the "
+        "command hung; 2 if nothing was checked, or if an option is invalid."
     )
     add = parser.add_argument
-    add("--steps", type=int, default=40, help="steps to watch (40)")
+    add("--steps", type=int, default=40, help="number of steps to watch (40)")
     add("--short", type=int, default=0, help="end each epoch after N batches")
     add("--machines", action="store_true", help="simulate one machine per process")
-    text = "emulate CUDA on the CPU: N GPUs ($LOCAL_WORLD_SIZE, or 2)"
+    text = "emulate N GPUs on the CPU (default: $LOCAL_WORLD_SIZE, or 2)"
     add("--cpu", nargs="?", const="", metavar="N", help=text)
     add("--json", type=Path, help="also write the report to a file")
-    add("--html", type=Path, help="also write it as a page with a timeline")
+    add("--html", type=Path, help="also write the report as a page with a timeline")
     add("--trace", type=Path, help="write the timeline for ui.perfetto.dev")
     add("--verbose", action="store_true", help="list every check and what it saw")
     add("--explain", metavar="CHECK", help="print what a finding means, and exit")
@@ -42,15 +44,22 @@ def arguments() -> argparse.Namespace:
     if args.cpu and not (args.cpu.isdigit() and int(args.cpu)):
         parser.error(f"--cpu takes a number of GPUs, not {args.cpu}")
     args.command = args.command[args.command[:1] == ["--"] :]
+    if args.steps < 1 or args.short < 0:
+        parser.error("--steps must be at least 1, and --short at least 0")
+    for path in filter(None, (args.json, args.html, args.trace)):
+        if path.is_dir() or not os.access(path.parent, os.W_OK):
+            parser.error(f"cannot write {path}: give a file in an existing folder")
     if args.explain and args.explain not in CHECKS:
-        parser.error(f"--explain: no check has the name {args.explain}")
+        near = difflib.get_close_matches(args.explain, CHECKS) or ["a finding's name"]
+        text = f"no check is named {args.explain}; try {' or '.join(near)}"
+        parser.error(f"--explain: {text}")
     if not args.command and not args.explain:
         parser.error("give a command after --, such as -- torchrun train.py")
     return args
 
 
 def main() -> int:
-    """Watch a command; return the exit status."""
+    """Watch a command, and return doctor's exit status."""
     args = arguments()
     if args.explain:
         print(explanation(CHECKS[args.explain]))
@@ -64,7 +73,8 @@ def main() -> int:
         try:
             job = run(args.command, Path(folder), **options)
         except OSError as error:
-            print(f"doctor: error: {error}", file=sys.stderr)
+            text = f"cannot start {args.command[0]}: {error.strerror}"
+            print(f"doctor: error: {text}", file=sys.stderr)
             return 2
     if not job.processes:
         text = "NOTHING CHECKED: no process trained or joined a process group"

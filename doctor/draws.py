@@ -20,7 +20,7 @@ from .record import not_the_users, place, recorder, torch, wrap
 from .sample import digest, numbers
 from .watcher import Watcher
 
-MANY = 8  # ranks may draw fewer equal numbers for a joint decision
+MANY = 8  # fewer equal numbers than this may be a joint decision of the ranks
 FUNCTIONS = """rand randn randint randperm rand_like randn_like normal bernoulli
     multinomial""".split()
 METHODS = """uniform_ normal_ bernoulli_ exponential_ random_ bernoulli
@@ -39,14 +39,14 @@ class Drawn(Event, limit=2000):
     size: int  # the first dimension's size
     whole: bool  # the numbers are integers
     permutes: bool = False  # the numbers are a permutation of 0 to size - 1
-    own: bool = False  # the script gave a generator
+    own: bool = False  # the script passed its own generator
 
 
 class Own(Event):
     """The states of the generators that the script has created, the oldest first."""
 
     states: list[int]
-    # The line of the script's class whose objects have the generators, or ""
+    # For each generator, the line of the class whose object holds it, or ""
     owners: list[str] = field(default_factory=list)
 
 
@@ -64,7 +64,7 @@ class Made(Event, limit=400):
 
 
 class Draws(Watcher):
-    """Records the results of functions that draw, and the states of generators."""
+    """Records the random numbers that functions return, and generators' states."""
 
     def __init__(self):
         self.counts, self.inside, self.shared = Counter(), False, False
@@ -117,7 +117,7 @@ class Draws(Watcher):
         return result
 
     def keep(self, name: str, result, own: bool = False) -> None:
-        """Record a few numbers of a tensor."""
+        """Record a hash of a few numbers of a tensor."""
         watching = recorder.watching and recorder.step and not recorder.full(Drawn)
         if self.inside or not watching or result.numel() < MANY or not runs_normally():
             return
@@ -170,7 +170,7 @@ def own_states() -> Own:
 
 
 def owners(made: list) -> list[str]:
-    """Return the line of the class whose object has a generator, or ""."""
+    """Return for each generator the line of the class whose object holds it, or ""."""
     found = {id(one): "" for one in made}
     direct = gc.get_referrers(*made) if made else []
     fields = [one for one in direct if type(one) is dict]
@@ -188,15 +188,15 @@ class Same:
     """A line draws the same numbers on several ranks."""
 
     what: str
-    together: bool  # perhaps the ranks are meant to choose the same
-    draws: list[Drawn]  # of all ranks, the first that are the same
-    late: bool  # earlier ones differ
+    together: bool  # the ranks may be meant to choose the same
+    draws: list[Drawn]  # the first equal draws, one per rank
+    late: bool  # the ranks' earlier draws differ
 
 
 def since(same: list[bool], least: float = 3) -> int | None:
-    """Return the first of the draws that are equal, or None if few are.
+    """Return the index of the first equal draw, or None if too few draws are equal.
 
-    These are most draws, and at least `least`, or eight in a row, or the last three.
+    Half of the draws (and at least `least`), eight in a row, or the last 3 are enough.
     """
     if sum(same) >= max(least, len(same) / 2):
         return same.index(True)
@@ -208,7 +208,7 @@ def since(same: list[bool], least: float = 3) -> int | None:
 
 
 def same_draws(job: Job) -> tuple[dict[str, Same], int]:
-    """Return what ranks draw equally, by line, and how many draws differ."""
+    """Return {line: equal draws of several ranks}, and how many draws differ."""
     rows, found, differ = [], {}, 0
     for process in job.processes:
         own = {}
@@ -245,7 +245,7 @@ def same_draws(job: Job) -> tuple[dict[str, Same], int]:
 
 
 def draws_in_steps(job: Job) -> bool:
-    """Return whether the script draws between steps, except fractions with PyTorch."""
+    """Return whether the script draws in its steps, except PyTorch's non-integers."""
     process = job.processes[0]
     for kind in (Own, Global):
         scans = [{*one.states} for one in process.of(kind)[:2]]
@@ -256,10 +256,10 @@ def draws_in_steps(job: Job) -> bool:
 
 
 def equal_owners(job: Job) -> tuple[str, str, str]:
-    """Return how the generators of a class's objects draw the same numbers, if they do.
+    """Return how the ranks' objects of one class draw the same numbers, or "".
 
-    The other values are the place and the advice. For a joint decision, all ranks would
-    have one such generator at the same place.
+    The other values are the place and the advice. One or two equal generators in the
+    same positions on all ranks may be meant for joint decisions.
     """
     ranks = []
     for process in job.processes:
@@ -278,8 +278,8 @@ def equal_owners(job: Job) -> tuple[str, str, str]:
             text += f"numbers as rank {m}'s"
             if 0 in shifts:
                 return text, where, "Seed them with numbers that depend on the rank."
-            text += f": number {same[0][0] + 1} as its number {same[0][1] + 1}"
-            mend = "Give each rank seeds of its own: seed + rank * (their number) + i."
+            text += f": number {same[0][0] + 1} those of its number {same[0][1] + 1}"
+            mend = "Give each rank its own seeds: seed + rank * (number of them) + i."
             return text, where, mend
     return "", "", ""
 

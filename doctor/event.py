@@ -1,7 +1,7 @@
-"""Define the events that a job's processes record, and store and read them.
+"""Define, write and read the events that a job's processes record.
 
 Each law in laws/ defines its own events. A process writes an event's class name and
-fields, from which `read()` creates the same event. Fields are plain Python values,
+fields, from which `read()` recreates the event. Fields are plain Python values,
 lists, dictionaries and arrays.
 """
 
@@ -18,15 +18,15 @@ KINDS: dict[str, type["Event"]] = {}
 class Event:
     """Something that happened in one process.
 
-    Each kind of event is a subclass, which becomes a dataclass with keyword arguments.
-    Its `limit` is the largest number of such events per process.
+    Each kind of event is a subclass, which becomes a dataclass of keyword-only fields.
+    Its `limit` is the maximum number of such events per process.
     """
 
     limit: ClassVar[int]
     name_in_files: ClassVar[str]
     time: float = 0.0  # seconds since the epoch
     step: int = 0  # optimizer steps that the process had completed
-    rank: int = -1  # Job.read() sets it
+    rank: int = -1  # read() in job.py sets it
 
     def __init_subclass__(cls, limit: int = 10_000):
         dataclass(kw_only=True)(cls)
@@ -51,7 +51,7 @@ class Start(Event):
 class Joins(Event):
     """The script joins a process group."""
 
-    own: int  # the port, unless it is the launcher's
+    own: int  # the port, if the script chose it, or 0
     number: int  # the rank that the process requests
     world_size: int
     local: bool = False  # the processes meet at an address of this machine
@@ -70,7 +70,7 @@ class Compiles(Event, limit=1):
 
 
 class Waits(Event, limit=100_000):
-    """A process has waited for `seconds`."""
+    """The process has been waiting for `seconds`."""
 
     what: str  # the function in which the process waits, or ""
     place: str
@@ -78,7 +78,7 @@ class Waits(Event, limit=100_000):
 
 
 class Failed(Event):
-    """An exception ends the process."""
+    """An exception has ended the process."""
 
     text: str
     place: str
@@ -88,8 +88,6 @@ class Failed(Event):
 
 class Exit(Event):
     """The process ends."""
-
-    watched: int  # number of watched steps
 
 
 def read(path: Path) -> list[Event]:

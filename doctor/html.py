@@ -1,4 +1,4 @@
-"""Write a watched job as one self-contained page (--html) or as a trace (--trace)."""
+"""Write the report as a self-contained page (--html), or a timeline (--trace)."""
 
 import json
 from html import escape
@@ -6,12 +6,12 @@ from pathlib import Path
 
 from .job import Job
 from .law import BROKEN, HELD, Finding, Report, Verdict
-from .laws.time import Spans, time_table
-from .page import why_not_judged
+from .laws.time import Spans
+from .page import conclusion, times, why_not_judged
 
 SHOWN = 6  # number of steps in the timeline
 COMM = "communication"
-PARTS = {  # of a step: its colours on light and dark pages
+PARTS = {  # part of a step: its colours on light and dark pages
     "data": "#b35900, #ffa657",
     "forward": "#2f6fce, #79b8ff",
     "backward": "#1b4f9c, #388bfd",
@@ -44,9 +44,6 @@ mark { background: none; color: var(--bad); font-weight: bold; }
 .key { display: flex; flex-wrap: wrap; gap: .3rem 1rem; padding-left: 3.5rem; }
 .key i { width: .9rem; height: .9rem; margin-right: .3rem; }
 .key span { display: flex; align-items: center; }
-table { border-collapse: collapse; display: block; overflow: auto;
-  overflow-wrap: normal; }
-td, th { padding: .2rem .6rem; text-align: right; border-top: 1px solid var(--line); }
 """
 STYLE += "".join(f".{x} {{ background: light-dark({y}); }}" for x, y in PARTS.items())
 
@@ -56,7 +53,8 @@ def html(job: Job, report: Report) -> str:
     ended = "hung and was ended" if job.hung else f"ended with status {job.status}"
     count = f"{len(job.processes)} of {job.world_size} processes"
     head = f"{count} reported; the job {ended}"
-    found = "".join(map(finding, report.findings)) or "<p>No mistake was found.</p>"
+    found = "".join(map(finding, report.findings))
+    found = f"<p>{conclusion(report)}</p>" * bool(job.watched) + found
     laws = "".join(map(law, report.verdicts))
     return f"""<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>doctor</title>
@@ -65,7 +63,7 @@ def html(job: Job, report: Report) -> str:
 <h1>doctor</h1><p>{escape(head)}; optimizer steps watched: {job.watched}.</p>
 <h2>Findings</h2>{found}
 <h2>The ten laws</h2>{laws}
-{timeline(job)}{table(job)}
+{timeline(job)}<p>{"<br>".join(times(job, 999))}</p>
 </html>
 """
 
@@ -159,25 +157,9 @@ def timeline(job: Job) -> str:
     used = [part for part in PARTS if any(x[1] == part for x in every)]
     key = "".join(f'<span><i class="{x}"></i>{x}</span>' for x in used)
     return f"""<h2>Steps {steps[-SHOWN:][0] + 1} to {steps[-1] + 1}</h2>{text}
-<div class="key">{key}</div><p>{1000 * (end - start):.0f} ms in all; a dashed line
-begins a step. Waiting is the communication beyond that of the rank that waits least;
-what is left empty is other work of the script.</p>"""
-
-
-def table(job: Job) -> str:
-    """Return a table of a step's mean time by part, with one row per rank."""
-    found = time_table(job)
-    if not found:
-        return ""
-    rows = [*found.values()]
-    parts = [part for part in rows[0] if any(row[part] for row in rows)]
-    head = "".join(f"<th>{part}</th>" for part in ("ms per step", *parts))
-    rows = ""
-    for rank, row in found.items():
-        wall = sum(row.values())
-        cells = "".join(f"<td>{row[part] / wall:.0%}</td>" for part in parts)
-        rows += f"<tr><th>rank {rank}</th><td>{1000 * wall:.1f}</td>{cells}</tr>"
-    return f"<h2>Mean time of a step</h2><table><tr><th></th>{head}</tr>{rows}</table>"
+<div class="key">{key}</div><p>{1000 * (end - start):.0f} ms in total; a dashed line
+marks the start of each step. Waiting is the time by which a rank's communication takes
+longer than the fastest rank's. Gaps are other work of the script.</p>"""
 
 
 def trace(job: Job) -> str:

@@ -24,7 +24,7 @@ class Process:
     loaders: list[Event] = field(default_factory=list)
 
     def of(self, kind: type[Kind], loaders: bool = False) -> list[Kind]:
-        """Return events of one kind in their order; loader processes' come last."""
+        """Return one kind of events in order; loader processes' events come last."""
         events = self.events + self.loaders if loaders else self.events
         return [one for one in events if isinstance(one, kind)]
 
@@ -36,7 +36,7 @@ class Process:
 
     @cached_property
     def epochs(self) -> list[int]:
-        """The training loader's passes with batches that steps used, in order."""
+        """The training loader's passes whose batches were used in steps, in order."""
         fed = {one.epoch for one in self.of(Step) if one.loader == self.training}
         ends = [one for one in self.of(EpochEnd) if one.loader == self.training]
         return sorted(fed | {one.epoch for one in ends if one.steps})
@@ -84,13 +84,14 @@ class Job:
 
     @property
     def world_size(self) -> int:
-        """The number of the job's processes."""
+        """The number of processes in the job."""
         return max((one.world_size for one in self.processes), default=0)
 
     @property
     def watched(self) -> int:
-        """The number of optimizer steps that all ranks took under watch."""
-        return min((len(one.of(Step)) for one in self.processes), default=0)
+        """The number of watched optimizer steps that all ranks took."""
+        counts = [sum(x.watched for x in one.of(Step)) for one in self.processes]
+        return min(counts, default=0)
 
     @property
     def emulated(self) -> bool:
@@ -106,7 +107,7 @@ class Job:
     def rows(self, kind: type[Kind]) -> list[list[Kind]]:
         """Return rows of events that all ranks wrote in the same step, sorted by rank.
 
-        If a step has several such events, they match in their order in the step.
+        If a rank wrote several in a step, the n-th events of all ranks form a row.
         """
         numbered = {}
         for process in self.processes:
@@ -138,7 +139,7 @@ def read(folder: Path) -> Job:
         parent = events[0].parent if events and isinstance(events[0], Start) else None
         if name not in found and parent in found:
             found[parent].loaders += events
-    # If several processes have one rank, keep the process that trained
+    # If several processes have the same rank, keep the one with the most events
     for process in sorted(found.values(), key=lambda one: len(one.events)):
         latest[process.rank] = process
     for process in latest.values():
@@ -148,7 +149,7 @@ def read(folder: Path) -> Job:
 
 
 def clashing(job: Job) -> list[Joins]:
-    """Return the pending calls of processes that are waiting for one other rank."""
+    """Return the pending calls of processes that request the same rank, or []."""
     found = {}
     for process in job.processes if not job.of(Rank) else ():
         for one in process.of(Joins)[:1]:
@@ -157,7 +158,7 @@ def clashing(job: Job) -> list[Joins]:
 
 
 def waiting(process: Process) -> Waits | None:
-    """Return the event of a process that is waiting in a known call, or None."""
+    """Return a process's last event, if the process waits in a known call, or None."""
     events = [x for x in process.events if not isinstance(x, (Exit, Failed))]
     one = events[-1] if events else None
     return one if isinstance(one, Waits) and one.what else None

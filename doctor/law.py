@@ -2,7 +2,7 @@
 
 Each file in laws/ contains events, a watcher and checks of one law. A check is a
 function of a Job. It yields a Breach for each mistake that it finds, or evidence that
-there is none: a sentence with numbers, which a user can verify. If the job's events are
+there is none: a sentence with numbers that a user can verify. If the job's events are
 not sufficient, the check raises NotJudged.
 
     @check(LAW, WRONG, needs=[Save], causes=[hangs], read="pitfall 20")
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from graphlib import TopologicalSorter
 
-from .event import Event
+from .event import Event, Joins, Rank
 from .job import Job
 
 WRONG, RISK, SLOW, NOTE = LEVELS = "WRONG", "RISK", "SLOW", "note"
@@ -51,10 +51,10 @@ class Law:
 class Breach:
     """A breach of a law that a check has found."""
 
-    what: str  # has names, ranks, steps and numbers; "": see explained()
+    what: str  # a text with names, ranks, steps and numbers; "": see explained()
     place: str = ""  # file:line
     facts: object = None  # data for explanations
-    level: str = ""  # unless it is the check's level
+    level: str = ""  # if it differs from the check's level
     mend: str = ""
 
 
@@ -166,16 +166,18 @@ def explains(
 
 
 def need(events, why: str):
-    """Return all events of one kind; raise NotJudged if there are none."""
+    """Return the given events; raise NotJudged if there are none."""
     if not events:
         raise NotJudged(why)
     return events
 
 
 def several(job: Job) -> None:
-    """Raise NotJudged if the job has only one process."""
+    """Raise NotJudged if the job has no group of several processes."""
     if job.world_size < 2 or len(job.processes) < 2:
         raise NotJudged("this needs at least two processes")
+    if not (job.of(Joins) or job.of(Rank)):
+        raise NotJudged("the processes train alone: see no_group")
 
 
 def judge(job: Job, own: Check) -> Iterator[Breach | str]:
@@ -187,7 +189,7 @@ def judge(job: Job, own: Check) -> Iterator[Breach | str]:
 
 
 def explained(job: Job, own: Check, breach: Breach) -> list[Finding]:
-    """Return the first fitting explanation's finding, or else that of the check."""
+    """Return the first fitting explanation's finding, or else the check's own."""
     for other in CHECKS.values():
         if other.explains is own and (better := other.function(job, breach)):
             better = replace(better, place=better.place or breach.place)
@@ -233,7 +235,7 @@ def examine(job: Job) -> Report:
             if found:
                 verdict.not_judged[own.name] = f"it could be an effect of {cause[0]}"
                 hidden.add(own.law)
-                named |= {own: cause[0]} if broken else {}  # also for the effects
+                named |= {own: cause[0]} if broken else {}  # hides its effects, too
                 if own.general and broken:
                     verdict.state = BROKEN
             continue

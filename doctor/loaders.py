@@ -1,4 +1,4 @@
-"""Follow the passes over DataLoaders, and record which samples each batch contains."""
+"""Track the passes over DataLoaders, and record which samples each batch contains."""
 
 import contextlib
 import os
@@ -46,13 +46,13 @@ class Batch(Event, limit=100_000):
     indices: array | None  # the samples' indices in the data set inside all subsets
     labels: array | None  # the batch's only tensor (N,) of integers
     rows: array | None  # a hash of each sample's contents
-    ids: array | None = None  # integers that differ in each sample of a stream
-    marks: array | None = None  # hashes of all integers of a stream's samples
+    ids: array | None = None  # a stream's integers that are distinct in the batch
+    marks: array | None = None  # a hash of each sample's integers, in a stream
 
 
 @dataclass
 class Pass:
-    """The state of a pass over a DataLoader, in the process that makes it."""
+    """The state of a pass over a DataLoader, in the process that iterates over it."""
 
     loader: int
     epoch: int
@@ -81,7 +81,7 @@ def leaves(value) -> list:
 
 
 def inside(dataset) -> tuple[object, list]:
-    """Return the data set inside all subsets, and the samples that they choose."""
+    """Return the data set inside all subsets, and each subset's indices."""
     subsets = []
     while isinstance(dataset, torch.utils.data.Subset):
         subsets.append(dataset.indices)
@@ -136,7 +136,7 @@ class Loaders(Watcher):
         return iterator
 
     def learn(self, loader, where: str) -> dict:
-        """Return a loader's record, also if the script creates the loader per epoch."""
+        """Return a loader's record, even if the script makes a new loader per epoch."""
         for key, known in self.loaders.items():
             same = known["dataset"]() is loader.dataset and known["place"] == where
             if same and known["loader"]() is None:

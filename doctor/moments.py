@@ -1,4 +1,4 @@
-"""Follow a process's networks, passes and steps, and call the laws' watchers.
+"""Track a process's networks, passes and steps, and call the laws' watchers.
 
 This module detects each moment (see watcher.py) once, in the order of the job, so that
 all laws see the same steps.
@@ -30,10 +30,11 @@ class Step(Event):
     which: int  # a hash of the weights that the optimizer updates
     rates: list[float]  # learning rates
     threads: int
-    loader: int | None  # the loader that gave the last batch, and its pass
+    loader: int | None  # the loader of the last batch, and its pass
     epoch: int | None
     place: str
     by_hand: bool = False  # the script has changed the weights without an optimizer
+    watched: bool = True  # the laws' watchers saw the step; later ones are only timed
 
 
 class Moments(Watcher):
@@ -69,7 +70,7 @@ class Moments(Watcher):
         wrap(torch.nn.Module, "zero_grad", self.zero_grad)
         wrap(torch.autograd, "backward", self.backward)
         wrap(torch.nn.parallel.DistributedDataParallel, "__init__", self.ddp)
-        for owner in (dist, dist.distributed_c10d):
+        for owner in (dist, dist.distributed_c10d, dist.device_mesh):
             wrap(owner, "init_process_group", self.join)
             for name in (*COLLECTIVES, "destroy_process_group"):
                 wrap(owner, name, functools.partial(self.collect, name))
@@ -191,6 +192,7 @@ class Moments(Watcher):
             epoch=current and current.epoch,
             place=place(),
             by_hand=optimizer is None,
+            watched=recorder.watching,
         )
         recorder.write(step)
 
@@ -228,7 +230,7 @@ class Moments(Watcher):
         recorder.ticks += 1
         if not (self.optimized or self.passed or self.backing):
             quiet(self.begin_by_hand)()
-        if not recorder.timing or self.backing:  # a reentrant checkpoint's is inside
+        if not recorder.timing or self.backing:  # inside: a reentrant checkpoint
             return call(tensors, *args, **kwargs)
         self.backing, self.where = True, place() if recorder.watching else ""
         recorder.passes += 1
@@ -249,7 +251,7 @@ class Moments(Watcher):
     # --- networks ---
 
     def before_forward(self, module, inputs) -> None:
-        # A network's inner calls need no second look
+        # Calls inside a network are not checked again
         if torch.compiler.is_compiling() or threading.get_ident() != self.thread:
             return
         if self.depth or not traced():
@@ -317,5 +319,5 @@ def whole(tensors) -> list:
 
 
 def runs_normally() -> bool:
-    """Return whether a network runs in the main thread, and is not being traced."""
+    """Return whether this is the main thread, and nothing is being traced."""
     return not traced() and threading.current_thread() is threading.main_thread()

@@ -20,21 +20,21 @@ from .watcher import Watcher
 
 
 class Input(Event, limit=5000):
-    """A network was called with an input, and gradients were enabled."""
+    """A network was called while gradients were enabled."""
 
     network: int
     rows: array  # a hash for each entry of the input's largest tensor
-    loaded: bool  # a DataLoader gave the last batch
+    loaded: bool  # the last batch came from a DataLoader
     few: list[list[float]]  # a few numbers of each entry, or [] on a GPU
     whole: bool  # the numbers are integers, such as tokens
-    ids: array | None = None  # samples' numbers that index another input
+    ids: array | None = None  # the samples' indices in another input
     # position -> a hash of another input with as many entries, and whether these differ
     arguments: dict[int, tuple[int, bool]] = field(default_factory=dict)
     place: str = ""
 
 
 class Targets(Event, limit=400):
-    """A loss was called with one target for each sample."""
+    """A loss function was called with one target per sample."""
 
     count: int
     values: array  # targets of the first 64 samples
@@ -67,7 +67,7 @@ class Inputs(Watcher):
 
 
 def ids_of(inputs: list, count: int) -> array | None:
-    """Return the input with the numbers of at most `count` samples, or None."""
+    """Return the input that contains the indices of some samples, or None."""
     for one in inputs:
         if one.dim() == 1 and not one.is_floating_point() and 1 < len(one) != count:
             values = array("q", one.tolist())
@@ -76,7 +76,7 @@ def ids_of(inputs: list, count: int) -> array | None:
 
 
 def arguments(inputs: list, largest) -> dict[int, tuple[int, bool]]:
-    """Return the other inputs' hashes, and whether their entries differ."""
+    """Return {position: (hash, whether the entries differ)} of the other inputs."""
     found = {}
     for number, one in enumerate(inputs, 1):
         if one is not largest and len(one) == len(largest) > 7 and one.dim() < 3:
@@ -86,7 +86,7 @@ def arguments(inputs: list, largest) -> dict[int, tuple[int, bool]]:
 
 
 def few_of_each(rows) -> list[list[float]]:
-    """Return 12 numbers of each entry (of tokens, the first 12)."""
+    """Return 12 numbers of each entry; of tokens, the first 12."""
     flat = rows.detach().reshape(len(rows), -1)[:64]
     if flat.is_floating_point():
         flat = flat[:, list(positions(flat.size(1), 12))]
@@ -97,9 +97,9 @@ def few_of_each(rows) -> list[list[float]]:
 
 
 def inputs(job: Job) -> list[list[Input]]:
-    """Return each rank's first input of each step, of one network.
+    """Return one network's first input in each step, for each rank.
 
-    This is the first network whose inputs differ between the ranks, as noise should.
+    The network is the first one whose inputs differ between the ranks, as noise should.
     """
     every = need(job.of(Input), "no input was seen")
     for number in sorted({one.network for one in every}):
@@ -141,9 +141,9 @@ def other_targets(job: Job) -> bool:
 
 
 def near_twins(job: Job) -> str:
-    """Return what augmented inputs tell about samples that two ranks read, or "".
+    """Return a text if augmented inputs show that two ranks share samples, or "".
 
-    If the ranks read each sample once, an input's nearest neighbour is as often on its
+    If the ranks share none, an input's nearest neighbour is as likely to be on its
     own rank as on another rank.
     """
     lists, worst = inputs(job), (0.0, 0.0, 0.0, 0.0)
@@ -177,7 +177,7 @@ def neighbours(one: list[tuple], other: list[tuple], gap) -> tuple:
     Returns:
         The share of samples that both ranks read; how many standard errors it is above
         0; how often two neighbours have the same position in the same step; and how
-        often they are one of three numbers of steps apart, as in a time series.
+        often their distance in steps is one of the three commonest (a time series).
     """
     wins = losses = there = 0
     apart = Counter()
@@ -215,7 +215,7 @@ def named(job: Job, loader: int | None) -> set[int]:
 
 
 def periods(job: Job) -> Iterator[list[tuple[int, int]]]:
-    """Yield equally long periods of steps that end with a validation or a print."""
+    """Yield equally long periods, (start, end), between validations or prints."""
     process = job.processes[0]
     lines = {"": {one.after for one in process.of(Measured) if not one.trains}}
     for one in process.of(Printed):
@@ -230,8 +230,8 @@ def periods(job: Job) -> Iterator[list[tuple[int, int]]]:
 def redrawn(job: Job) -> tuple[list[list[list[int]]], str] | None:
     """Return what ranks read in a period, and when, if they sample with replacement.
 
-    If a period has as many draws as samples, a share of 1/e of the samples is never
-    drawn, and an equally large share is drawn once.
+    If a period has as many draws as samples, about 1/e of the samples are never drawn,
+    and about 1/e are drawn exactly once.
     """
     number = inputs(job)[0][0].network
     lists = [[x for x in p.of(Input) if x.network == number] for p in job.processes]
@@ -247,6 +247,6 @@ def redrawn(job: Job) -> tuple[list[list[list[int]]], str] | None:
             if count > 400 and unread**2 < 0.97 * count and alone**2 < 2.3 * count:
                 found.append(own)
         if len(found) == len(pairs):
-            when = f"each of {len(pairs)} times {pairs[0][1]} steps before a validation"
-            return found[0], f"{when} or a print"
+            when = f"each of {len(pairs)} periods of {pairs[0][1]} steps before a "
+            return found[0], f"{when}validation or a print"
     return None

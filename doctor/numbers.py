@@ -25,7 +25,7 @@ BOTH = re.compile(rf"({SPLITS.pattern})\w*\s*([/|,&+]|and)\s*(?!\1)({SPLITS.patt
 BATCH = re.compile(r"\s*\(\s*(?:avg:? ?)?\d+\.\d+(?:e-?\d+)?\s*%?\s*\)")
 NAME = re.compile(r"([a-z][\w@/.-]*)\W{1,6}$")
 UNIT = re.compile(r"\s*(?:[mu]?s|secs?|seconds?|min|h|it/s|[kmg]i?b|\w+/\w+)(?!\w)")
-SETTINGS = set(  # also measurements that do not depend on outputs
+SETTINGS = set(  # and measurements that do not depend on outputs
     """lr learning rate time wall elapsed took in after sec secs seconds ms s t
     speed eta fps throughput mem memory gb mb gib mib epoch step steps iter it norm
     gnorm grad scale temp temperature tau beta alpha sigma eps epsilon momentum
@@ -39,9 +39,9 @@ REPEATED = (
     "validate on range(rank, len(data), world_size)."
 )
 ONE_RANK = "Sum the numerator and the number of samples over all ranks; divide once."
-MEANS = "Add up sums and numbers of samples, not means, and divide once at the end."
+MEANS = "Add up sums and sample counts, not means, and divide once at the end."
 DIVISOR = "Divide by the number of samples (or batches) that were added up."
-IGNORED = "Count only the targets that the loss counts, in both sums."
+IGNORED = "In both sums, count only the targets that the loss counts."
 PARTS = "Print the loss before it is divided for the backward pass."
 RESET = "Reset the metric (or the sums) at the start of each pass."
 
@@ -55,12 +55,12 @@ class Number:
     gap: float  # the largest rounding error
     scale: float  # 1 or 100
     count: int | None  # the denominator, in a fraction such as 63/76
-    split: str  # train, val, "any" (see results()), or "" if the line does not say
+    split: str  # train, val, "any" (see results()), or "" if it is unknown
     text: str
     words: str  # the words before the number
 
     def turned(self, ratio: tuple[float, float]) -> float:
-        """Return numerator / denominator in this number's form, such as 0 to 100."""
+        """Return numerator / denominator in this number's form, such as in percent."""
         top, bottom = ratio
         value = top / bottom if bottom else float("nan")
         if self.kind == "error":
@@ -83,8 +83,8 @@ class Number:
 def results(text: str) -> list[Number]:
     """Return the numbers of a line that may be results.
 
-    In "loss 0.4 val_loss 0.5", the first number may be training's, because the second
-    number of the same kind is validation's.
+    In "loss 0.4 val_loss 0.5", the first number may be a training loss, because the
+    second number is a validation loss.
     """
     found = [*numbers(text)]
     now = [x for x in found if not any(one in x.words for one in BEST)]
@@ -181,16 +181,16 @@ class Group:
     times: dict[int, list[float]] = field(default_factory=dict)
 
     def began(self, rank: int) -> float:
-        """Return when a rank, or else the first rank, measured its first batch."""
+        """Return when a rank (or else any rank) measured its first batch."""
         return min(self.times.get(rank) or [*chain(*self.times.values())])
 
     def running(self, rank: int, moment: float) -> bool:
-        """Return whether a rank measures before and after a moment."""
+        """Return whether a rank measured batches both before and after a moment."""
         own = self.times.get(rank, [moment])
         return min(own) < moment < max(own)
 
     def added(self, rank: int | None = None) -> tuple[float, float]:
-        """Return the sums of values and weights over a rank's batches, or over all."""
+        """Return the sums of values and of weights, over one rank's or all batches."""
         own = self.ranks.values() if rank is None else [self.ranks[rank]]
         rows = [*chain(*own)]
         tops, bottoms = (sum(sum(row[n]) for row in rows) for n in (0, 1))
@@ -205,7 +205,7 @@ class Group:
         return found
 
     def right(self, line: str, rank: int) -> list[tuple[float, float]]:
-        """Return the values that a correct script may print for this group."""
+        """Return the ratios that a correct script may print for this group."""
         once = self.once()
         found = [pair(once.values())]
         own = {key for row in self.ranks.get(rank, ()) for key in row[2]}
@@ -227,7 +227,7 @@ class Group:
         yield fmean(means([rows[-1] for rows in self.ranks.values()])), 1
 
     def wrong(self, earlier: list["Group"]) -> Iterator[tuple]:
-        """Yield a mistake's name, its advice, and the numerator and denominator."""
+        """Yield each mistake's name, advice, numerator and denominator."""
         every, once, count = self.added(), pair(self.once().values()), len(self.ranks)
         samples = self.total or once[1]
         if self.parts > 1:
@@ -272,7 +272,7 @@ class Group:
 
 
 def means(rows: list[tuple]) -> list[float]:
-    """Return the means of batches."""
+    """Return the mean of each batch."""
     return [sum(v) / (sum(w) or 1) for v, w, _ in rows]
 
 

@@ -9,9 +9,9 @@ from types import FrameType
 from .record import LIBRARY, not_the_users, torch
 from .sample import picked
 
-MOST, LARGE = 64, 65_536  # limits: tensors; numbers of a summed tensor
-BLOCKS = 4_000_000  # of Python's memory: if there are more, a search takes long
-FRAMES, LONGEST = 3, 60  # functions of the script; characters of a string
+MOST, LARGE = 64, 65_536  # limits: tensors to read; size of a tensor to sum
+BLOCKS = 4_000_000  # blocks of Python's memory: with more, a search takes too long
+FRAMES, LONGEST = 3, 60  # limits: functions to search; characters in a string
 
 
 class Objects:
@@ -31,7 +31,7 @@ class Objects:
                 self.found.append((kind.__name__, weakref.ref(one)))
 
     def tensors(self, weights: dict) -> dict:
-        """Return {name: a few numbers} of tensors, without `weights` (by their ids)."""
+        """Return {name: a few numbers} of tensors whose ids are not in `weights`."""
         if self.found is None:
             self.search()
         owners = [("", vars(sys.modules["__main__"]))]
@@ -73,16 +73,19 @@ def label_of(name: str, found: dict) -> str:
 
 
 def few_of(tensor):
-    """Return seven numbers of a tensor, and the sum of a small one: (8,) float64."""
+    """Return seven numbers of a tensor and, if it is small, its sum: (8,) float64."""
     few = picked(tensor, 7)
     rest = tensor.detach().sum().double() if tensor.numel() <= LARGE else few[0]
     return torch.cat([few, rest[None]])
 
 
-def strings(frame: FrameType | None) -> dict[str, str]:
-    """Return the strings in the variables of a frame and of the script's callers."""
-    found, count = {}, 0
-    while frame and count < FRAMES:
+def variables(frame: FrameType | None) -> tuple[dict[str, str], dict[str, int]]:
+    """Return strings and counts in the variables of a frame and its callers.
+
+    A count is a whole number above 1, or the length of a list or tensor.
+    """
+    texts, counts, seen = {}, {}, 0
+    while frame and seen < FRAMES:
         code = frame.f_code
         old = sys.version_info < (3, 13)  # f_locals is what locals() has returned
         named = old and {"locals", "vars", "dir"} & {*code.co_names}
@@ -90,10 +93,25 @@ def strings(frame: FrameType | None) -> dict[str, str]:
             values = {} if named else frame.f_locals
             few = {k: x for k, x in values.items() if type(x) is str}
             few = {k: x for k, x in few.items() if k[:2] != "__" and len(x) <= LONGEST}
-            found, count = few | found, count + 1
+            own = [(k, count(x)) for k, x in [*values.items()][:LONGEST]]
+            counts = {k: x for k, x in own if x} | counts
+            texts, seen = few | texts, seen + 1
             # Before Python 3.13, the frame would keep references to all values
             own = type(values) is dict and code.co_flags & inspect.CO_OPTIMIZED
             if own and sys.getrefcount(values) < 4:
                 values.clear()
         frame = frame.f_back
-    return found
+    return texts, counts
+
+
+def count(value) -> int:
+    """Return a number's value, if it is whole, or a list's length; else 0."""
+    if type(value) is torch.Tensor:  # others may communicate
+        if value.numel() == 1 and value.is_cpu and not value.requires_grad:
+            value = value.item()
+        elif value.dim():
+            return len(value)
+    if isinstance(value, (list, tuple)):
+        return len(value)
+    whole = type(value) in (int, float) and 1 < value < 2**53 and value == int(value)
+    return int(value) if whole else 0

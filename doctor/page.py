@@ -1,9 +1,10 @@
-"""Write the report that a terminal shows at the end of a watched job."""
+"""Format the report that doctor prints at the end of a watched job."""
 
 import os
 import shutil
 import sys
 import textwrap
+from pathlib import Path
 
 from .event import Failed, Start
 from .job import Job
@@ -11,6 +12,7 @@ from .law import (
     BROKEN,
     CHECKS,
     HELD,
+    NOT_JUDGED,
     NOTE,
     RISK,
     SLOW,
@@ -26,7 +28,7 @@ from .moments import Step
 NOTHING = "NOTHING CHECKED"
 COLOURS = {WRONG: "1;31", RISK: "1;33", SLOW: "1;36", NOTHING: "1;31"}
 COLOURS |= {BROKEN: "31", HELD: "32"}
-RANKS = 4  # largest number of ranks in the table of times
+RANKS = 4  # maximum number of ranks in the table of times
 
 
 def page(job: Job, report: Report, verbose: bool = False) -> str:
@@ -36,10 +38,12 @@ def page(job: Job, report: Report, verbose: bool = False) -> str:
     if not job.watched:
         text = ": no optimizer step was seen on all ranks."
         if not job.of(Failed):  # the error's finding is clearer
-            text += " doctor watches scripts that call step() of an Optimizer of "
-            text += "PyTorch in the processes of the job. A GradScaler skips the first "
-            text += "steps in float16: train a few more."
+            text += " doctor watches scripts that call step() of a PyTorch "
+            text += "Optimizer in the job's processes. In float16, a GradScaler skips "
+            text += "the first steps: train for a few more."
         lines += coloured(fill(NOTHING + text, width), NOTHING)
+    else:
+        lines += fill(conclusion(report), width)
     for one in report.findings:
         lines += ["", *paragraph(one, width)] if one.level != NOTE else ()
     lines.append("")
@@ -71,15 +75,26 @@ def summary(job: Job) -> str:
     device = {"cuda": "emulated GPU" if job.emulated else "GPU", "cpu": "CPU"}
     devices = {device.get(one.device, one.device) for one in job.of(Runs)}
     what = f"{', '.join(names) or 'no network'} on {', '.join(sorted(devices))}"
-    steps = [len(process.of(Step)) for process in job.processes]
+    steps = [sum(x.watched for x in one.of(Step)) for one in job.processes]
     watched = str(steps[0]) if len({*steps}) == 1 else ", ".join(map(str, steps))
+    timed = sum(not x.watched for x in job.processes[0].of(Step))
+    more = f" ({timed} later ones only timed)" * (timed > 0)
     ended = f"the job ended with status {job.status}"
     if job.hung:
         ended = "the job hung, and doctor ended it"
     elif job.interrupted:
         ended = "the job was interrupted"
     trained = f"trained {what}" if names else "ran"
-    return f"{count} {trained}; {watched} optimizer steps watched; {ended}."
+    return f"{count} {trained}; {watched} optimizer steps watched{more}; {ended}."
+
+
+def conclusion(report: Report) -> str:
+    """Return one sentence if there is no finding except notes, or else ""."""
+    states = [one.state for one in report.verdicts]
+    if any(one.level != NOTE for one in report.findings):
+        return ""
+    text = f"No mistake was found: {states.count(HELD)} of {len(states)} laws held, "
+    return f"{text}{states.count(NOT_JUDGED)} could not be judged and may be broken."
 
 
 def paragraph(one: Finding, width: int) -> list[str]:
@@ -162,14 +177,16 @@ def times(job: Job, width: int) -> list[str]:
 
 def explanation(one: Check) -> str:
     """Return what --explain prints."""
-    level = f"{one.name} ({one.level}, law {one.law.number}: {one.law.text})"
-    parts = [level, one.fault + ".", f"To fix it: {one.mend}"]
+    level = f"usually {one.level}; law {one.law.number}: {one.law.text}"
+    parts = [f"{one.name} ({level})", one.fault + ".", f"To fix it: {one.mend}"]
     if one.right_if:
-        parts.append(f"It is not a mistake if: {one.right_if}")
-    if one.read:
-        files = {"pitfall": " in docs/pitfalls.md", "lesson": " in tutorial/README.md"}
-        where = one.read + files.get(one.read.split()[0], "")
-        parts.append(f"To read more: {where}, in doctor's repository.")
+        parts.append(f"A RISK is not a mistake if: {one.right_if}")
+    files = {"pitfall": "docs/pitfalls.md", "lesson": "tutorial/README.md"}
+    files["README"] = "README.md"
+    name = files.get(one.read.split(" ")[0], one.read or "docs/doctor.md")
+    file = Path(__file__).resolve().parent.parent / name
+    where = file if file.exists() else f"{name} in doctor's repository"
+    parts.append(f"To read more: {where}" + f" ({one.read})" * (" " in one.read))
     return "\n\n".join("\n".join(fill(part, 80, "")) for part in parts)
 
 
@@ -180,7 +197,7 @@ def program() -> str:
 
 
 def coloured(lines: list[str], word: str) -> list[str]:
-    """Return lines; a terminal shows the first occurrence of a word in colour."""
+    """Return the lines; on a terminal, colour a word's first occurrence."""
     if word in COLOURS and sys.stderr.isatty() and "NO_COLOR" not in os.environ:
         new = f"\033[{COLOURS[word]}m{word}\033[0m"
         return [lines[0].replace(word, new, 1), *lines[1:]]

@@ -15,8 +15,8 @@ from .law import NotJudged, need
 from .loaders import Batch, Epoch
 from .neighbours import Input, before_a_repeat, inputs, named, redrawn
 
-EPOCHS = 20  # largest number of epochs to judge
-MORE = 0.02  # a breach: a larger share of samples is repeated or left out
+EPOCHS = 20  # maximum number of epochs to judge
+MORE = 0.02  # it is a breach if a larger share of samples is repeated or left out
 
 
 class Feed(Event, limit=1000):
@@ -31,7 +31,7 @@ class Feed(Event, limit=1000):
     workers: int
     data: dict[str, tuple]  # see signature()
     part: array | None  # the samples that subsets choose
-    fields: dict[str, float] = field(default_factory=dict)  # the data set's numbers
+    fields: dict[str, float] = field(default_factory=dict)  # numbers in the data set
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Reads:
 
     @property
     def batch(self) -> int:
-        """The samples of the largest batch."""
+        """The number of samples in the largest batch."""
         return max((len(x) for one in self.ranks for x in one), default=0)
 
     @property
@@ -69,7 +69,7 @@ class Reads:
         return len(self.ranks) * (self.batch if unsure else 1)
 
     def poor(self) -> bool:
-        """Return whether contents do not distinguish samples, such as single words."""
+        """Return whether contents cannot identify samples, as with single words."""
         batches = [x for one in self.ranks for x in one if len(x) > 1]
         distinct = sum(len({*one}) for one in batches)
         return not self.index and distinct < 0.8 * sum(map(len, batches))
@@ -104,19 +104,19 @@ class Reads:
         return alike[0] > 0.3 and alike[1] > 0.8 * alike[0]
 
     def computed(self) -> bool:
-        """Return whether a loop's batches have inputs that come again, as in a game."""
+        """Return whether inputs recur within a loop's batches, as in a game."""
         lists = [x for one in self.ranks for x in one]
         repeats = sum(len(x) - len({*x}) for x in lists)
         return self.pool > 0 and repeats > MORE * sum(map(len, lists))
 
     def random(self) -> bool:
-        """Return whether even draws with replacement may repeat no sample on a rank."""
+        """Return whether ranks read so few samples that random draws may not repeat."""
         return self.pool > 0 and min(map(len, self.all)) ** 2 < 16 * self.pool
 
     def together(self, least: float = 0.3) -> tuple[float, float]:
         """Return the share of steps in which two ranks read (nearly) the same samples.
 
-        The second number is the share in which one reads the other's next samples.
+        The second number is for steps in which one rank reads the other's next samples.
         """
         found = []
         for shift in (0, 1):
@@ -134,7 +134,7 @@ class Reads:
         return len(both) >= 0.99 * (self.total or 10**12)
 
     def numbers(self) -> dict[str, int]:
-        """Count samples; the last batches may repeat some to have equal lengths."""
+        """Count samples; repeats in the last batches, such as padding, do not count."""
         reads = [x for one in self.all for x in one]
         inner = [[x for batch in one[:-1] for x in batch] for one in self.ranks]
         inner = inner if self.whole and all(inner) else self.all
@@ -164,7 +164,7 @@ def feeds(job: Job, number: int | None = None, epoch: int = 0) -> list[Feed]:
 def interleaved(job: Job) -> tuple[list[int], list[int]]:
     """Return the other loaders whose batches the ranks read between the same steps.
 
-    The second list contains loaders that the same line reads between other steps.
+    The second list contains loaders that the same line reads in different steps.
     """
     found, again = [], []
     for process in job.processes:
@@ -182,7 +182,7 @@ def interleaved(job: Job) -> tuple[list[int], list[int]]:
 
 
 def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
-    """Yield the samples of each epoch of loaders (by default, of training loaders)."""
+    """Yield the samples of each epoch of a loader (by default, the training loader)."""
     loader = number
     first = need(feeds(job, loader), "no DataLoader feeds the steps of every rank")
     same = all(one.data == first[0].data for one in first)
@@ -238,7 +238,7 @@ def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
         found = Reads(ranks, text, whole, total, used, index)
         found.loader, found.stream = loader, own.stream
         if batches not in before:
-            found.resumed, found.text = True, f"{text}, which a resume divides"
+            found.resumed, found.text = True, f"{text}, which a resume splits"
         yield found
 
 
@@ -275,7 +275,7 @@ def first_lap(ranks: list, total: int | None) -> int:
 def looped(job: Job) -> list[Reads]:
     """Return the samples that ranks read without a DataLoader, until a sample repeats.
 
-    If the ranks have read equally many batches by then, the next batches are epoch 1's.
+    If all ranks have read equally many batches by then, the next ones are of epoch 1.
     """
     if any(one.loaded for one in job.of(Input)):
         raise NotJudged("no DataLoader feeds the steps of every rank")
@@ -292,7 +292,7 @@ def looped(job: Job) -> list[Reads]:
     rows = [[x for own in one for x in own] for one in zip(*lists, strict=False)]
     early = len(before_a_repeat(rows))
     read = {x for one in lists for rows in one[:early] for x in rows}
-    if len(read) > 0.75 * pool:  # files go round among the ranks: a rank reads all
+    if len(read) > 0.75 * pool:  # the ranks take turns with files: each reads all
         shortest = early
     whole = Reads(lists, "", False, index=False)
     if shortest < 8 and whole.together()[0] > 0.9:  # one random draw for all ranks

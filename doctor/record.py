@@ -32,7 +32,7 @@ torch = sys.modules.get("torch")  # doctor's own process does not import PyTorch
 
 
 class Recorder:
-    """Writes this process's events to a file, and knows what the process is doing."""
+    """Writes this process's events to a file, and tracks what the process is doing."""
 
     def __init__(self):
         self.file, self.written = None, Counter()
@@ -44,12 +44,12 @@ class Recorder:
 
     @property
     def watching(self) -> bool:
-        """Whether the current step is recorded closely."""
+        """Whether the current step is watched closely."""
         return self.step < STEPS and self.passes < PASSES
 
     @property
     def timing(self) -> bool:
-        """Whether the current step is timed or watched."""
+        """Whether the current step is watched or only timed."""
         return self.step < STEPS + TIMED and self.passes < PASSES
 
     def full(self, kind: type[Event]) -> bool:
@@ -160,7 +160,7 @@ def compiles(call, *args, **kwargs):
 
 
 def traced() -> bool:
-    """Return whether PyTorch compiles, traces or transforms the current code."""
+    """Return whether PyTorch is compiling, tracing or transforming the current code."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return True
     if torch._C._functorch.peek_interpreter_stack() is not None:  # vmap(), grad()
@@ -226,12 +226,12 @@ def leave() -> None:
 
     if recorder.file is not None:
         tell("on_exit")
-        recorder.write(Exit(watched=min(STEPS, recorder.step)))
+        recorder.write(Exit())
         gc.collect()  # frees the process groups: see Gloo's threads in docs/pitfalls.md
 
 
 def monitor() -> None:
-    """Record where the main thread waits if nothing happens for some time."""
+    """Record where the main thread waits if nothing happens for 4 seconds."""
     seen, since, main = -1, time.monotonic(), threading.main_thread().ident
     while True:
         time.sleep(1)

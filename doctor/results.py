@@ -15,8 +15,8 @@ from .watcher import Watcher
 
 LOSSES = """cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss
     binary_cross_entropy binary_cross_entropy_with_logits""".split()
-LARGE = 2**20  # most numbers in an output or a loss
-COMPARES = 400  # most comparisons that doctor searches for predictions
+LARGE = 2**20  # maximum size of an output or a loss
+COMPARES = 400  # maximum number of comparisons searched for predictions
 OTHER = re.compile(  # results that doctor does not recompute
     r"\b(\w*iou|dice|f1|(?:\w+_)?(?:auc|auroc|ap)|\w?map|bleu|rouge|recall|rewards?|returns?|scores?|"
     r"mae|mse|rmse|r2|psnr|ssim|fid|auprc|bpd|bpc|mrr|(?:ndcg|hits?|recall|r|p|map)@\d+)"
@@ -34,7 +34,7 @@ class Printed(Event, limit=2000):
 
 
 class Measured(Event, limit=5000):
-    """The sums that doctor computed from the outputs for one batch."""
+    """The sums that doctor computed from the outputs of one batch."""
 
     # hits, top5, loss, root (the value whose backward() is called), pairs (`values` are
     # predictions, and `weights` are the labels that the script compares with these), or
@@ -98,14 +98,14 @@ class Results(Watcher):
     # --- outputs and losses ---
 
     def keeps(self) -> bool:
-        """Return whether doctor measures outputs now."""
+        """Return whether doctor measures the current outputs."""
         now = recorder.timing or not torch.is_grad_enabled()
         return now and not recorder.full(Measured)
 
     def measure(self, what, source, values, weights, labels=None, **more) -> None:
         """Store tensors for read(); hits are elements of `values` that equal `labels`.
 
-        If `more` contains a tensor `sure` that is false, read() drops them.
+        If `more` contains a tensor `sure` that is false, read() drops the entry.
         """
         number = self.sources.setdefault(source, len(self.sources))
         batch = self.batch or {}
@@ -121,7 +121,7 @@ class Results(Watcher):
         waiting, self.waiting = self.waiting, []
         for fields, values, weights, labels in waiting:
             if not fields.pop("sure", True):
-                self.known = {}  # lines may compare other values
+                self.known = {}  # lines may now compare different values
                 continue
             values = values.cpu()
             fields["skipped"] = int(fields.get("skipped", 0))
@@ -288,7 +288,7 @@ class Results(Watcher):
 
 
 def repeated(job) -> dict[tuple[int, int], list[float]]:
-    """Return when passes over equal inputs began, by rank and step.
+    """Return {(rank, step): when passes over the same inputs began}.
 
     Without a loader, nothing else separates passes with old and with restored weights.
     """

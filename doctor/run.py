@@ -12,7 +12,7 @@ from .event import Exit, Failed, Joins, Start
 from .job import Job, clashing, read, waiting
 
 HERE = Path(__file__).resolve().parent
-HANG = 40  # if all processes wait for each other this many seconds, end the job
+HANG = 40  # end the job if all processes wait for each other for this many seconds
 
 
 def hangs(folder: Path) -> bool:
@@ -24,7 +24,7 @@ def hangs(folder: Path) -> bool:
     alive = [p for p in job.processes if not (p.of(Exit) or p.of(Failed))]
     launched = any(one.environment.get("RANK") for one in job.of(Start))
     here = not launched and job.of(Joins) and all(x.local for x in job.of(Joins))
-    few = len(job.processes) < job.world_size  # more may start
+    few = len(job.processes) < job.world_size  # more processes may start
     if not alive or (few and not here):
         return False
     waits, most = [waiting(process) for process in alive], HANG * (2 if few else 1)
@@ -65,7 +65,7 @@ def run(command: list[str], folder: Path, **options: str) -> Job:
                 process.wait(2)
             hung = process.poll() is None and hangs(folder)
         if hung:
-            print("doctor: the processes wait for each other", file=sys.stderr)
+            print("doctor: the processes are waiting for each other", file=sys.stderr)
     except KeyboardInterrupt:
         interrupted = True
         print("doctor: interrupted; ending the job", file=sys.stderr)

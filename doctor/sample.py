@@ -1,4 +1,4 @@
-"""Read a few numbers of large tensors."""
+"""Read a few numbers from large tensors, and compute hashes."""
 
 import functools
 import hashlib
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from .record import torch
 
 GOLDEN = 0.6180339887498949
-MOST = 1024  # most numbers in one event
+MOST = 1024  # maximum count of numbers in one event
 
 
 @functools.lru_cache(512)
 def positions(count: int, most: int) -> tuple[int, ...]:
     """Return at most `most` of `count` positions, spread irregularly.
 
-    If a matrix's width divided a fixed stride, all positions would be in one column.
+    With a fixed stride, all positions could be in the same column of a matrix.
     """
     if count <= most:
         return tuple(range(count))
@@ -28,7 +28,7 @@ def _index(count: int, most: int, device: str):
 
 def picked(tensor, most: int):
     """Return a few numbers of a tensor: (at most `most`,) float64, on its device."""
-    if tensor.is_sparse:  # sums of columns, which are sums also over ranks
+    if tensor.is_sparse:  # use column sums, which add up over ranks
         tensor = tensor._values().sum(0)
     flat = tensor.detach().reshape(-1)
     if flat.numel() > most:
@@ -50,7 +50,7 @@ def numbers(tensors: Sequence, most: int = 8) -> list[list[float]]:
 
 
 def flat(rows: list[list[float]]) -> tuple[int, list[float]]:
-    """Return the first numbers of each row in one list, and how many there are per row.
+    """Return (numbers per row, one list of the first numbers of all rows).
 
     Shorter rows are padded with zeros.
     """
@@ -59,7 +59,7 @@ def flat(rows: list[list[float]]) -> tuple[int, list[float]]:
 
 
 def hashes(rows, most: int = 64) -> list[int]:
-    """Return for each row of a tensor (N, ...) a hash, the same in all processes."""
+    """Return a hash of each row of a tensor (N, ...), the same in all processes."""
     flat = rows.detach().reshape(len(rows), -1)
     if flat.size(1) > most:
         flat = flat[:, _index(flat.size(1), most, str(flat.device))]

@@ -12,7 +12,7 @@ from .reads import feeds
 from .record import torch
 from .sample import digest, hashes, numbers, positions
 
-FEW, ALL = 64, 5000  # most entries to hash in order; most entries to sum
+FEW, ALL = 64, 5000  # limits: entries to hash in order; entries to sum
 PLAIN = int, float, str, bytes, bool, complex, type(None)
 
 
@@ -21,7 +21,7 @@ def signature(dataset) -> dict[str, tuple[int, int, int | None, int]]:
 
     The four numbers are the length, a hash of a few entries in their order, a hash of
     all entries in any order (None if there are many), and a hash that does not change
-    if integers such as labels are renumbered (else 0).
+    if integers such as labels are renumbered (0 for other entries).
     """
     found = {}
     with contextlib.suppress(Exception), warnings.catch_warnings():
@@ -88,7 +88,7 @@ def _entries(values) -> tuple[int, int, int | None, int]:
 
 
 def _pattern(values: list) -> int:
-    """Return a hash of which integers are equal, if many are; else 0."""
+    """Return a hash of which integers are equal, or 0 if too few of them are."""
     order = {one: n for n, one in enumerate(dict.fromkeys(map(str, values)))}
     whole = all(isinstance(one, int) for one in values)
     known = whole and 1 < len(order) <= len(values) / 2
@@ -99,7 +99,7 @@ def _text(value, depth: int = 0) -> str:
     """Return an entry of a list as text, or "" if its type is unknown."""
     if isinstance(value, PurePath):
         value = str(value)
-    if isinstance(value, str):  # folders may have other names on other hosts
+    if isinstance(value, str):  # folders may have different names on other hosts
         return "/".join(value[:2000].split("/")[-2:])
     if isinstance(value, PLAIN):
         return repr(value)
@@ -118,20 +118,20 @@ def different(what: str, values: list[tuple], rank: int) -> str:
     if one[0] != other[0]:
         return f"{what} has {one[0]} entries on rank 0 and {other[0]} on rank {rank}"
     if relabelled(one, other):
-        return f"{what} has other numbers for the same classes on rank {rank} than on 0"
+        return f"in {what}, equal classes have different numbers on ranks 0 and {rank}"
     if one[2] is not None and one[2] == other[2]:
         text = f"{what} has the same {one[0]} entries on ranks 0 and {rank}, but in a "
-        return f"{text}different order, and a sampler divides their numbers"
+        return f"{text}different order, and a sampler divides the indices"
     return f"{what} has different contents on rank {rank} than on rank 0"
 
 
 def relabelled(one: tuple, other: tuple) -> bool:
-    """Return whether two signatures describe the same classes with other numbers."""
+    """Return whether two signatures have the same classes under different numbers."""
     return one[0] == other[0] and one[1] != other[1] and one[3] == other[3] != 0
 
 
 def other_contents(job: Job, labels: bool) -> str:
-    """Return how samples with equal numbers differ between two ranks, or ""."""
+    """Return how samples with the same index differ between two ranks, or ""."""
     first = feeds(job)
     epoch = [p.batches(p.epochs[0]) for p in job.processes if p.epochs]
     read = [{x for b in one for x in b.indices or ()} for one in epoch]
@@ -150,7 +150,7 @@ def other_contents(job: Job, labels: bool) -> str:
 
 
 def contents(process: Process, labels: bool) -> dict[int, int]:
-    """Return the samples' labels or hashes by number; {} if these change over time."""
+    """Return {index: label or hash} of samples; {} if these values change over time."""
     found = {}
     batches = [x for epoch in process.epochs for x in process.batches(epoch)]
     for one in batches:

@@ -9,9 +9,9 @@ watchers: list["Watcher"] = []
 class Watcher:
     """A law's recorder: it wraps functions in hooks(), and overrides moments (on_...).
 
-    A subclass's definition creates its only instance, `here`, whose __init__() runs
+    Defining a subclass creates its only instance, `here`, whose __init__() runs
     again in each forked process. moments.py calls the moments; their errors do not
-    reach the job. `weights` has the optimizer's weights in order, not FSDP2's shards.
+    reach the job. `weights` lists the optimizer's weights in order, not FSDP2's shards.
     """
 
     def __init_subclass__(cls, **options):
@@ -33,7 +33,7 @@ class Watcher:
         """Wrap functions, right after torch.distributed.checkpoint is imported."""
 
     def on_input(self, network, inputs: list) -> None:
-        """The script calls the outermost network; `inputs` are its tensors."""
+        """The script calls the outermost network; `inputs` are the tensors given."""
 
     def on_output(self, network, outputs, batch: "dict | None") -> None:
         """The outermost network has returned; `batch` describes its batch."""
@@ -42,13 +42,13 @@ class Watcher:
         """The script has constructed a DistributedDataParallel."""
 
     def on_backward(self, root) -> None:
-        """A backward pass begins at `root` (a tensor, or several)."""
+        """A backward pass begins at `root` (one or several tensors)."""
 
     def after_backward(self) -> None:
         """The backward pass has ended."""
 
     def on_gradient(self, weight, gradient) -> None:
-        """A pass has computed a gradient that is not yet added to weight.grad.
+        """A backward pass has computed a gradient, not yet added to weight.grad.
 
         On GPUs, autograd's own threads call this.
         """
@@ -67,7 +67,7 @@ class Watcher:
         """A script without an optimizer has changed the weights.
 
         `before` contains a few numbers of each weight before the last backward pass;
-        `meets` is the number of collectives until that pass.
+        `meets` is the number of collectives called before that pass.
         """
 
     def after_step(self, optimizer, weights: list) -> None:
@@ -77,7 +77,7 @@ class Watcher:
         """A pass over a DataLoader begins; `own` is a Pass of loaders.py."""
 
     def on_batch(self, own, batch: dict, seconds: float) -> None:
-        """A DataLoader has returned a batch, which took `seconds`."""
+        """A DataLoader has returned a batch after `seconds`."""
 
     def on_collective(self, name: str, tensors: list, options: dict, place: str):
         """The script (or a library) calls a collective."""
@@ -86,7 +86,7 @@ class Watcher:
         """The collective has returned."""
 
     def on_summary(self) -> None:
-        """A process has taken one of some steps, or ends (see laws/alive.py)."""
+        """The process has taken a step in WRITES (see laws/alive.py), or ends."""
 
     def on_end(self) -> None:
         """The process leaves its group or ends; its networks still exist."""
@@ -96,7 +96,7 @@ class Watcher:
 
 
 def tell(moment: str, *args) -> None:
-    """Call a moment of all watchers, whose errors do not reach the job."""
+    """Call a moment of all watchers; their errors do not reach the job."""
     for watcher in watchers:
         if moment in type(watcher).__dict__:
             with contextlib.suppress(Exception):

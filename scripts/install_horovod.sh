@@ -4,9 +4,9 @@
 #   bash scripts/install_horovod.sh                  # into .venv
 #   PYTHON=/path/to/python bash scripts/install_horovod.sh
 #
-# The build always includes Gloo, MPI if mpicxx is found, and NCCL if a CUDA toolkit matches PyTorch.
+# The build always includes Gloo. It includes MPI if mpicxx is found, and NCCL if a CUDA toolkit matches PyTorch.
 # The wheel is kept in ~/.cache/horovod-wheels, so another installation takes only seconds.
-# Exit status: 0 if installed, 3 if it cannot be built here (one line says why), 1 if the build failed.
+# Exit status: 0 if installed, 3 if it cannot be built here (one line gives the reason), 1 if the build failed.
 set -euo pipefail
 ROOT=$(dirname "$(dirname "$(realpath "$0")")")
 source "$ROOT/scripts/setup.sh"
@@ -88,7 +88,7 @@ print(sysconfig.get_path('include'))/" horovod/torch/CMakeLists.txt
     sed -i 's/from distutils.spawn import find_executable/from shutil import which as find_executable/' \
         horovod/runner/js_run.py
     # pip would download setup_requires, which are already installed or unnecessary. Ninja comes from
-    # PyPI (make may be missing) and does not accept VERBOSE=1. Debug symbols would be most of a wheel.
+    # PyPI (make may be missing) and does not accept VERBOSE=1. Debug symbols would make up most of a wheel.
     sed -i -e 's/setup_requires=.*/setup_requires=[],/' -e "s/'VERBOSE=1'/'-j$(nproc)'/" \
         -e "s/'RelWithDebInfo'/'Release'/" setup.py
 

@@ -11,7 +11,7 @@ script=$ROOT/$(basename "$(realpath "$0")" .sh).py
 source "$ROOT/scripts/setup.sh"
 
 find_python
-PATH=$(dirname "$PYTHON"):$PATH # torchrun and horovodrun are beside the interpreter
+PATH=$(dirname "$PYTHON"):$PATH # torchrun and horovodrun are in the interpreter's folder
 [ -z "$missing" ] || fail "$PYTHON lacks $missing; set PYTHON to an interpreter that has them, or let" \
     "scripts/quickstart.sh create .venv"
 

@@ -1,4 +1,4 @@
-"""Measure the network between the processes of a job, under the job's own launcher.
+"""Measure the network between a job's processes; start it with the job's launcher.
 
     torchrun --standalone --nproc-per-node=2 scripts/network.py
 
@@ -34,7 +34,7 @@ def bandwidths(size: int, seconds: float, processes: int) -> tuple[float, float]
 
 
 def fit(times: dict[int, float]) -> tuple[float, float]:
-    """Return latency (s) and bandwidth (bytes/s): time = latency + size / bandwidth.
+    """Fit time = latency + size / bandwidth; return latency (s), bandwidth (bytes/s).
 
     `times` maps bytes to seconds. The fit minimizes the squared relative errors, so
     that small sizes count as much as large ones. The model is from nccl-tests' page.
@@ -46,13 +46,13 @@ def fit(times: dict[int, float]) -> tuple[float, float]:
 
 
 def predict(parameters: float, latency: float, bandwidth: float) -> float:
-    """Return the seconds that a step's all-reduces take (fp32), from `fit`'s values."""
+    """Return how many seconds a step's fp32 all-reduces take, given `fit`'s result."""
     buckets = math.ceil(4 * parameters / BUCKET)
     return buckets * latency + 4 * parameters / bandwidth
 
 
 def slowest_link(speeds: dict[tuple[str, str], float]) -> str:
-    """Return a sentence that names the slowest link, given each pair's bytes/s."""
+    """Return a sentence about the slowest link, given each pair's speed in bytes/s."""
     name, limit = " - ".join(min(speeds, key=speeds.get)), SLOW * max(speeds.values())
     slow = [pair for pair, speed in speeds.items() if speed < limit]
     if not slow:
@@ -66,9 +66,9 @@ def slowest_link(speeds: dict[tuple[str, str], float]) -> str:
 def all_reduce_seconds(
     data: Tensor, ranks: list[int], group: dist.ProcessGroup | None = None
 ) -> float:
-    """Return an all-reduce's median time in seconds, averaged over a group's ranks.
+    """Return an all-reduce's median time in seconds, averaged over `ranks`.
 
-    All ranks must call this function; ranks that are not in `ranks` only wait.
+    All ranks must call this function; those that are not in `ranks` only wait.
     """
     times = []
     for _ in range(21 if data.nbytes <= 2**20 else 6):
@@ -86,7 +86,7 @@ def all_reduce_seconds(
 
 
 def main() -> None:
-    """Measure, and print on rank 0; every process runs this function."""
+    """Measure the network and print on rank 0; every process runs this function."""
     usage = argparse.SUPPRESS  # shortens errors to one line
     parser = argparse.ArgumentParser(usage=usage, description=__doc__.split("\n\n")[0])
     text = "also predict for a model with this many parameters"

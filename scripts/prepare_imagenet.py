@@ -2,8 +2,8 @@
 
     python -m scripts.prepare_imagenet ARCHIVES TARGET    # the .sh file runs this
 
-ARCHIVES contains the official archives, whose checksums the script verifies, or Hugging
-Face's parquet files, whose labels it verifies. It also counts the images.
+ARCHIVES contains the official archives or Hugging Face's parquet files. The script
+verifies the archives' checksums or the parquet files' labels, and counts the images.
 """
 
 import re
@@ -26,7 +26,7 @@ COUNTS = {"val": 50_000, "train": 1_281_167}
 
 
 def images(file: Path, opened: BinaryIO | None = None) -> Iterator[tuple]:
-    """Yield each image's name, content in bytes and, from parquet, label (or None)."""
+    """Yield each image's name, its bytes, and its label (None if not from parquet)."""
     if file.suffix == ".parquet":
         from pyarrow.parquet import ParquetFile
 
@@ -46,9 +46,9 @@ def images(file: Path, opened: BinaryIO | None = None) -> Iterator[tuple]:
 def sort(part: str, files: list[Path], folder: Path, classes: list[str]) -> None:
     """Write the images under the names used in the official archives.
 
-    `classes` are the classes of the official validation images. Hugging Face's file
-    names end with the class (n01440764_18_n01440764.JPEG). Only they contain it: a
-    label is a position in the sorted list of classes.
+    `classes` are the classes of the official validation images. Hugging Face's files
+    contain the class only in an image's name (n01440764_18_n01440764.JPEG); their
+    labels are positions in the sorted list of classes.
     """
     stream, found = (image for file in files for image in images(file)), set()
     seconds = 0.1 if sys.stderr.isatty() else 30  # between updates of the bar
@@ -72,7 +72,7 @@ def sort(part: str, files: list[Path], folder: Path, classes: list[str]) -> None
 def unpack(source: Path, target: Path) -> None:
     """Unpack both parts, except a part that `target` already contains.
 
-    Raises UserError if a file or package is missing, or if one cannot be unpacked.
+    Raises UserError if a file or package is missing, or a file cannot be unpacked.
     """
     files = {
         part: sorted(source.glob(name)) or sorted(source.glob(f"data/{name}"))
@@ -103,9 +103,8 @@ def unpack(source: Path, target: Path) -> None:
                 sort(part, files[part], partial, classes)
                 if (count := sum(1 for _ in partial.glob("*/*"))) != COUNTS[part]:
                     found = f"{count} images in the {part} files"
-                    raise UserError(
-                        f"{found} instead of {COUNTS[part]}; download again"
-                    )
+                    wanted = f"instead of {COUNTS[part]}; download again"
+                    raise UserError(f"{found} {wanted}")
                 partial.rename(folder)  # the folder is complete
             print(f"{folder}: {sum(1 for _ in folder.glob('*/*'))} images", flush=True)
     except ImportError as error:

@@ -2,7 +2,7 @@
 
     python -m scripts.quickstart DATA OUTPUT       # quickstart.sh calls this
 
-OUTPUT has a folder for each run, and the plots, curves.png.
+The script writes a folder for each run, and the plots curves.png, to OUTPUT.
 """
 
 import json
@@ -16,11 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-
-try:
-    from matplotlib.figure import Figure
-except ImportError:
-    Figure = None
+from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCHERS = {
@@ -30,7 +26,7 @@ LAUNCHERS = {
     "apex_distributed": "torchrun",
     "horovod_distributed": "horovodrun",
 }
-# Mirrored digits would be wrong. --lr is per 256 images, so it is 0.05 per 64 images
+# Mirrored digits would be wrong. --lr is for 256 images, so the rate for 64 is 0.05
 EPOCHS = 8
 RECIPE = (
     "--image-size 64 --global-batch-size 64 --lr 0.2 --warmup-epochs 1 "
@@ -50,11 +46,6 @@ def unavailable(strategy: str) -> str | None:
     return None
 
 
-def processes(devices: int) -> int:
-    """Return how many processes to start, so that the batch of 64 is divisible."""
-    return max(number for number in (1, 2, 4, 8) if number <= devices)
-
-
 def epochs_left(output: Path) -> int:
     """Return the number of epochs that the run in `output` still has to train."""
     file = output / "epochs.jsonl"
@@ -62,7 +53,7 @@ def epochs_left(output: Path) -> int:
 
 
 def train(strategy: str, data: str, output: Path, count: int) -> str:
-    """Run one strategy; return "done" or a message that it failed."""
+    """Train with one strategy; return "done", or a message if it failed."""
     command = ["bash", str(ROOT / "scripts" / f"{strategy}.sh"), "--data", data]
     command += [*shlex.split(RECIPE), "--output", str(output), "--resume"]
     variables = {**os.environ, "NPROC": str(count)}
@@ -71,7 +62,7 @@ def train(strategy: str, data: str, output: Path, count: int) -> str:
 
 
 def render(runs: list[dict]) -> str:
-    """Return the table of runs, followed by their settings."""
+    """Return a table of the runs, followed by their settings."""
     header = ("strategy", "launcher", "processes", "minutes", "val top-1", "status")
     table = LINE.format(*header) + LINE.format(*["---"] * len(header))
     for run in runs:
@@ -90,20 +81,14 @@ def render(runs: list[dict]) -> str:
 def draw(runs: dict[str, list[dict]]) -> Figure:
     """Return a figure of all runs; `runs` maps a name to the records of its epochs.
 
-    Later lines are thinner, so that identical runs all stay visible.
+    Later lines are thinner, so that all of several identical runs stay visible.
     """
     figure = Figure(figsize=(10, 4), dpi=150, facecolor="white", layout="constrained")
     for axes, name in zip(figure.subplots(1, 3), PANELS, strict=True):
         for number, records in enumerate(runs.values()):
-            points = [(record["epoch"] + 1, record[name]) for record in records]
-            above = len(runs) - number
-            axes.plot(
-                *zip(*points, strict=True),
-                "o-",
-                linewidth=above,
-                markersize=4 * above,
-                markerfacecolor="none",
-            )
+            epochs = [record["epoch"] + 1 for record in records]
+            values = [record[name] for record in records]
+            axes.plot(epochs, values, linewidth=2 * (len(runs) - number))
         axes.set(title=name, xlabel="epoch")
         if "loss" in name:
             axes.set_yscale("log")
@@ -114,8 +99,8 @@ def draw(runs: dict[str, list[dict]]) -> Figure:
 def main() -> None:
     """Train all strategies, print the table and draw the curves."""
     data, output = sys.argv[1], Path(sys.argv[2])
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    count = processes(gpus or 2)
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 2
+    count = max(n for n in (1, 2, 4, 8) if n <= devices)  # divides the batch of 64
     # Ctrl-C also reaches the launcher, which ends its processes; wait for it
     interrupted = []
     signal.signal(signal.SIGINT, lambda *_: interrupted.append(True))
@@ -149,9 +134,7 @@ def main() -> None:
         runs.append({**run, "status": status, "epochs": epochs})
     print(f"\n{render(runs)}\nThe runs are in {output}/; delete it to train again.")
     done = {run["strategy"]: run["epochs"] for run in runs if run["epochs"]}
-    if not Figure:
-        print("cannot draw the curves: pip install matplotlib")
-    elif done:
+    if done:
         draw(done).savefig(output / "curves.png")
         print(f"{output}/curves.png shows the losses and accuracies of all runs.")
     sys.exit(any(run["status"].startswith("failed") for run in runs))

@@ -5,7 +5,7 @@
 #   bash scripts/quickstart.sh
 #   PYTHON=/path/to/python bash scripts/quickstart.sh     # your own environment with PyTorch
 #
-# If you interrupt it, the same command continues where it stopped.
+# To continue after an interruption, run the same command again.
 set -euo pipefail
 ROOT=$(dirname "$(dirname "$(realpath "$0")")")
 source "$ROOT/scripts/setup.sh"

@@ -18,7 +18,7 @@ from common.errors import UserError, one_line_errors
 def write_digits(folder: Path) -> int:
     """Write the images unless they exist; return the number of images in the folder.
 
-    Raises UserError if scikit-learn is missing, or if the folder has something else.
+    Raises UserError if scikit-learn is missing, or if the folder contains other files.
     """
     try:
         from sklearn.datasets import load_digits

@@ -29,6 +29,7 @@ set_up() {
     if [ -n "${PYTHON:-}" ]; then
         find_python
         echo "using $PYTHON without installing anything"
+        case "$*" in *sample.txt*) modules+=,sklearn,matplotlib ;; esac
         case "$*" in *report.txt*) modules+=,scipy ;; esac
         case "$*" in *test.txt*) modules+=,pytest,xdist,torchcodec,matplotlib ;; esac
         "$PYTHON" -c "import $modules" 2>/dev/null ||

@@ -23,22 +23,20 @@ PART = re.compile(
 
 
 def split(text: str, name: str) -> tuple[list[str], dict[str, list[str]]]:
-    """Return a script's shared lines, with a line PLACE for each other part, and these.
+    """Return a script's shared lines, and its other parts by name.
 
-    They are the docstring and the regions, with their opening and closing comments.
-    Raises ValueError if one of them is missing, not closed or in another order.
+    The other parts are the docstring and the regions; a line PLACE replaces each in the
+    shared lines. Raises ValueError if one is missing, not closed or out of order.
     """
     found = {m[1] or "docstring": m[0].splitlines(True) for m in PART.finditer(text)}
     shared = PART.sub(PLACE + "\n", text)
     if tuple(found) != ("docstring", *REGIONS) or "# [" in shared:
-        raise ValueError(
-            f"{name}: needs a docstring and these regions, closed: {REGIONS}"
-        )
+        raise ValueError(f"{name}: needs a docstring and the closed regions {REGIONS}")
     return shared.splitlines(True), found
 
 
 def synchronised(base: str, sibling: str, name: str) -> str:
-    """Return a sibling's text, with its shared lines taken from the base."""
+    """Return a sibling's text with the shared lines of the base."""
     regions = iter(split(sibling, name)[1].values())
     lines = split(base, BASE)[0]
     return "".join("".join(next(regions)) if PLACE in x else x for x in lines)

@@ -174,9 +174,8 @@ def processes_of(run: str) -> dict[int, str]:
     command = "ps axeww -o pid=,stat=,args=".split()  # e: also print variables
     printed = subprocess.check_output(command, text=True, errors="replace")
     lines = [line.split() for line in printed.splitlines()]
-    return {
-        int(pid): state for pid, state, *words in lines if f"TEST_RUN={run}" in words
-    }
+    lines = [words for words in lines if f"TEST_RUN={run}" in words[2:]]
+    return {int(pid): state for pid, state, *_ in lines}
 
 
 def wait_until(condition, seconds: float, what, interval: float = 0.1) -> None:

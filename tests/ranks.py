@@ -13,6 +13,7 @@ import sys
 from argparse import Namespace
 from functools import partial, partialmethod
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from played import Played, free_port
@@ -125,7 +126,8 @@ class Images(list):
 
 def parse(*flags) -> Namespace:
     """Parse command-line flags as all scripts do."""
-    return parse_arguments(build_parser("A test."), [str(flag) for flag in flags])
+    with patch("sys.argv", [sys.argv[0], *map(str, flags)]):
+        return parse_arguments(build_parser("A test."))
 
 
 def load_script(name: str, net: str | None):
@@ -150,7 +152,8 @@ def start(script, flags: list) -> None:
         sys.argv += ["--nprocs", os.environ["WORLD_SIZE"]]
         args = script.arguments()
         args.dist_url = f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}"
-        script.worker(int(os.environ["RANK"]), args, os.getppid())
+        args.local_rank = int(os.environ["RANK"])
+        script.main(args)
 
 
 def before_each_step(script, act) -> None:

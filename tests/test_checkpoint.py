@@ -141,9 +141,7 @@ def test_numbers_that_are_not_finite_end_the_run(tmp_path):
     run = resumed(tmp_path / "run")
     for loss in ("nan", "inf"):
         sums = {"loss": torch.tensor(float(loss)), "images": torch.tensor(8.0)}
-        with pytest.raises(
-            UserError, match=f"the loss is {loss} by step 7: lower --lr"
-        ):
+        with pytest.raises(UserError, match=f"loss is {loss} by step 7: lower --lr"):
             run.record_interval(7, sums)
     assert (tmp_path / "run" / "checkpoint.pt").read_bytes() == before
 
@@ -234,9 +232,8 @@ def test_two_runs_cannot_write_to_one_folder(tmp_path):
 
 
 def test_a_file_system_without_locks_is_no_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        fcntl, "flock", Mock(side_effect=OSError(38, "not implemented"))
-    )
+    lacks = Mock(side_effect=OSError(38, "not implemented"))
+    monkeypatch.setattr(fcntl, "flock", lacks)
     assert load(make(tmp_path)).epoch == 0
 
 
@@ -267,9 +264,7 @@ def test_what_a_checkpoint_lacks_is_named(tmp_path):
     path = saved(tmp_path)
     run = make(tmp_path / "run", "--resume", path)
     run.objects["amp"] = Mock()
-    with pytest.raises(
-        UserError, match="checkpoint.pt has no amp: resume with the same"
-    ):
+    with pytest.raises(UserError, match="checkpoint.pt has no amp: resume with the"):
         load(run)
 
 
@@ -285,13 +280,13 @@ def test_own_datasets_are_compared_by_what_they_have(tmp_path):
 def test_what_a_run_prints(tmp_path, capsys, monkeypatch):
     """An epoch's line has at most 120 characters, even in a long run."""
     run = load(make(tmp_path, "--accumulate", 2))
-    run.print_header(CPU, 4, 5004)
+    run.print_header(CPU, 1, 5004)
     name, decoder, images, steps, start = capsys.readouterr().out.splitlines()
-    assert name == "resnet18 (Linear), 15 parameters, fp16, 4 x CPU"
+    assert name == "resnet18 (Linear), 15 parameters, fp16, 1 x CPU"
     assert decoder.startswith("decoder ")
     assert images == "50 training and 20 validation images of 3 classes"
     assert steps == (
-        "5,004 steps per epoch, 256 images per step: 4 processes x 32 images x 2 "
+        "5,004 steps per epoch, 256 images per step: 1 process x 128 images x 2 "
         "micro-batches, learning rate 0.1"
     )
     assert start == f"{tmp_path}: a new run"

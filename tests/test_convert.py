@@ -46,6 +46,8 @@ BEFORE = {
     "initial_lr": "OneCycleLR(optimizer, 0.1, 7); loader, epochs = [1, 2], 5",
     "os.fsync": "content, path = {'a': 1}, f'{rank}.pt'",
     "isfinite(losses)": "losses, step, indices = torch.ones(4), 7, torch.arange(5, 9)",
+    "net_d": "net_g, net_d = torch.nn.Linear(2, 4), torch.nn.Linear(4, 1);"
+        "real, noise = images[rank::2], images[rank::2, :2] * rank",
 }
 AFTER = {
     "(loss * world_size).backward()": """
@@ -103,6 +105,14 @@ assert len({*every[0], *every[1]}) == 8, every
     "\\"scheduler\\": scheduler": "assert content['epoch'] == 1 and {*parts} < {*content}",
     "initial_lr": "assert (scheduler.last_epoch, scheduler.total_steps) == (2, 10)",
     "os.fsync": "assert torch.load(path) == content",
+    "net_d": """
+d_loss.backward()
+found = [net_d.weight.grad.clone()]
+g_loss.backward()
+every = [None] * 2
+dist.all_gather_object(every, found + [net_g.weight.grad])
+assert all(map(torch.equal, *every))
+""",
     "isfinite(losses)": """
 losses[1] = float("nan")
 try:

@@ -36,12 +36,10 @@ def train(place: dict, gpus, folder, script: str, net: str, flags: list) -> None
 
 def places(world_size: int, machines: int) -> list[dict]:
     """Return the variables of processes that a launcher starts on the machines in turn."""
-    names = (
-        "MASTER_ADDR MASTER_PORT WORLD_SIZE LOCAL_WORLD_SIZE RANK LOCAL_RANK".split()
-    )
+    names = "MASTER_ADDR MASTER_PORT WORLD_SIZE LOCAL_WORLD_SIZE RANK LOCAL_RANK"
     job = "127.0.0.1", free_port(), world_size, world_size // machines
     ranks = [(*job, rank, rank // machines) for rank in range(world_size)]
-    return [dict(zip(names, map(str, rank), strict=True)) for rank in ranks]
+    return [dict(zip(names.split(), map(str, rank), strict=True)) for rank in ranks]
 
 
 def start(folder, script, gpus, processes, net="norm", status=0):

@@ -23,9 +23,8 @@ import doctor.laws  # noqa: F401  its checks
 MODES = {path.stem: path for path in sorted(ROOT.glob("tests/doctor/modes/*.py"))}
 MISTAKES = read_mutations((ROOT / "tests" / "doctor" / "mistakes.txt").read_text())
 FACTS = runpy.run_path(str(ROOT / "tutorial" / "labs" / "lab.py"))["labs"]()
-LABS = [
-    pytest.param(x, id=n) for n, x in FACTS.items() if x.doctor != "-" and n != "30"
-]
+LABS = {n: x for n, x in FACTS.items() if x.doctor != "-" and n != "30"}
+LABS = [pytest.param(x, id=n) for n, x in LABS.items()]
 LABS.append(pytest.param(FACTS["30"], id="30", marks=pytest.mark.horovod))
 QUICK = {"plain", "spawn"}  # the others only run with --full
 # Several mistakes that one script contains
@@ -228,9 +227,16 @@ def test_without_a_training_process_it_says_so():
     ended = run("python", "-m", "doctor", "--", "python", "-c", "print('hello')")
     assert ended.returncode == 2 and ended.stdout == "hello\n"
     assert ended.stderr.startswith("doctor: error: NOTHING CHECKED: no process")
-    ended = run("python", "-m", "doctor", "--", "no-such-command")
-    assert ended.returncode == 2 and ended.stderr.count("\n") == 1
-    assert run("python", "-m", "doctor").returncode == 2
+    for words, last in (
+        ("-- no-such-command", "cannot start no-such-command: No such file or"),
+        ("", "give a command after --"),
+        ("--html none/a.html -- python", "cannot write none/a.html: give a file in"),
+        ("--steps 0 -- python", "--steps must be at least 1"),
+        ("--explain hang", "no check is named hang; try hangs"),
+    ):
+        ended = run("python", "-m", "doctor", *words.split())
+        lines = ended.stderr.splitlines()
+        assert ended.returncode == 2 and last in lines[-1] and len(lines) < 3, lines
 
 
 def test_ctrl_c_ends_the_job_and_prints_the_page(tmp_path):

@@ -56,18 +56,16 @@ def test_devices_and_the_line(tmp_path):
     (tmp_path / "own.py").write_text(f"{OWN}graph = torch.cuda.CUDAGraph()\n")
     last = played(tmp_path, "own.py").stderr.partition("=====")[0].splitlines()
     place = f"[own.py:{len(OWN.splitlines()) + 1}]"
-    assert any(
-        f"cannot emulate `graph = torch.cuda.CUDAGraph()` {place}" in x for x in last
-    )
+    text = f"cannot emulate `graph = torch.cuda.CUDAGraph()` {place}"
+    assert any(text in x for x in last)
 
 
 def test_same_bits(tmp_path):
     """A script for the CPU saves the same weights with and without --cpu; --json has its schema."""
     saved, schema = [], json.loads((ROOT / "doctor/report.schema.json").read_text())
     for flags in (("--json", "report.json"), ("--json", "report.json", "--cpu")):
-        ended = played(
-            tmp_path, *TORCHRUN, ROOT / "tests/doctor/modes/plain.py", flags=flags
-        )
+        script = ROOT / "tests/doctor/modes/plain.py"
+        ended = played(tmp_path, *TORCHRUN, script, flags=flags)
         assert "accuracy" in ended.stdout, ended.stderr[-3000:]
         assert ("Emulated on the CPU" in ended.stderr) == ("--cpu" in flags)
         report = json.loads((tmp_path / "report.json").read_text())
@@ -90,19 +88,15 @@ def test_bad_count(tmp_path):
 
 def test_exit_status(tmp_path):
     """The exit status is the command's or its signal's; otherwise, 2 if nothing was checked."""
-    for code, status in (
-        ("exit(3)", 3),
-        ("", 2),
-        ("import os; os.kill(os.getpid(), 9)", 137),
-    ):
+    killed = "import os; os.kill(os.getpid(), 9)"
+    for code, status in (("exit(3)", 3), ("", 2), (killed, 137)):
         assert played(tmp_path, "-c", f"'{code}'", flags=()).returncode == status
 
 
 def test_workflow(tmp_path):
     """The workflow in docs/doctor.md conforms to the public schema of GitHub's workflows."""
-    (text,) = re.findall(
-        r"```yaml\n(name: doctor.*?)```", (ROOT / "docs/doctor.md").read_text(), re.S
-    )
+    page = (ROOT / "docs/doctor.md").read_text()
+    (text,) = re.findall(r"```yaml\n(name: doctor.*?)```", page, re.S)
     for number, one in enumerate((text, text.replace("runs-on", "runs-at"))):
         (tmp_path / "doctor.yml").write_text(one)
         check = ["check_jsonschema", "--builtin-schema", "vendor.github-workflows"]

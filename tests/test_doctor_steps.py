@@ -6,6 +6,7 @@ import tempfile
 import weakref
 from dataclasses import fields
 from operator import add
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ import doctor.laws  # noqa: F401  its checks
 from doctor.event import Exit, Failed, Rank, Start
 from doctor.job import Job, Process
 from doctor.law import CHECKS, examine
+from doctor.laws.alive import LAW as LEARNS
 from doctor.laws.alive import Weight
 from doctor.laws.checkpoints import Checkpoints, Saved
 from doctor.laws.files import Opened
@@ -24,7 +26,6 @@ from doctor.laws.losses import Losses, outer
 from doctor.laws.losses import terms as read_terms
 from doctor.laws.modes import Mode
 from doctor.laws.passes import Passes, Update
-from doctor.laws.replicas import LAW as REPLICAS
 from doctor.laws.resume import Resumed, Resumes
 from doctor.laws.schedule import Schedule, length
 from doctor.laws.shards import Cut, cut
@@ -32,7 +33,7 @@ from doctor.laws.states import Layout, Replicas, State
 from doctor.laws.time import Spans
 from doctor.moments import Moments, Step
 from doctor.objects import Objects, few_of, is_users
-from doctor.page import page
+from doctor.page import explanation, page
 from doctor.record import recorder
 
 SAMPLES = [[1.0, -2, 3, 0.5, 7, 2, -1, 4], [2.0, 1, -1, 4, 0.3, -6, 5, 2]]  # gradients
@@ -50,13 +51,14 @@ def event(kind, step=0, /, **values):
 
 
 def made(*ranks, steps=4, **step):
-    """Return a job of these ranks, each with its events and some steps."""
+    """Return a job with these ranks, each with its own events and some steps."""
     processes = []
     for rank, own in enumerate(ranks):
         start = event(Start, parent="a-1", host="a", environment={})
         events = [start, Rank(own=rank, world_size=len(ranks)), *own]
-        events += [event(Step, n, rates=[0.1], **step) for n in range(steps)]
-        events.append(Exit(watched=steps))
+        step |= {"rates": [0.1], "watched": True}
+        events += [event(Step, n, **step) for n in range(steps)]
+        events.append(Exit())
         for one in events:
             one.rank = rank
         processes.append(Process(rank, len(ranks), events))
@@ -256,8 +258,9 @@ def test_the_advice_on_no_sync_and_on_a_prepared_scheduler():
     mends = {one.check: one.mend for one in found}
     assert "require_backward_grad_sync before forward()" in mends["not_averaged"]
     plan = {"type": "LambdaLR", "planned": 4, "taken": 8, "per_step": 2.0}
-    found = judged(*[[event(Schedule, 4, **plan)]] * 2).findings
-    assert [x.law for x in found] == [REPLICAS] and "accelerator" in found[0].mend
+    for planned, advice in ((4, "accelerator"), (8, "load_state_dict")):
+        found = judged(*[[event(Schedule, 4, made=planned, **plan)]] * 2).findings
+        assert [x.law for x in found] == [LEARNS] and advice in found[0].mend
 
 
 def test_the_length_of_a_schedule():
@@ -515,9 +518,7 @@ def test_a_resume_gives_all_ranks_the_state_of_one(rest, apart):
         values = [[n, 2 + n + rank * apart] for n in range(5)]
         kept = [event(State, n, values=x, **state) for n, x in enumerate(values)]
         ranks.append([event(Resumed, 1, **own, place="a.py:3"), *kept])
-    found = judged(
-        *(x + [event(Opened, path="b", saved=True)] for x in ranks[:1]), ranks[1]
-    )
+    found = judged([*ranks[0], event(Opened, path="b", saved=True)], ranks[1])
     assert named(found) == ({"one_ranks_state": "RISK"} if apart else {})
     assert law(found, 8) == ("broken" if apart else "not judged" if rest else "held")
     told = " ".join(page(made(*ranks), found).split())
@@ -590,6 +591,29 @@ def test_the_parts_of_a_step_add_up():
     assert len(shares) == 8 and sum(map(int, shares)) == 100
 
 
+def test_processes_without_a_group_train_alone():
+    """The differences between the ranks are effects, and no law that compares ranks is held."""
+    ranks = [[event(Opened, path="/a/b.pt", saved=True)] for _ in range(2)]
+    assert named(judged(*ranks)) == {"several_save": "WRONG"}
+    job = made(*ranks)
+    for one in job.processes:
+        one.events = [x for x in one.events if not isinstance(x, Rank)]
+    report = examine(job)
+    assert named(report) == {"no_group": "WRONG"} and law(report, 9) == "broken"
+    assert {law(report, n) for n in (1, 2, 3, 4, 5, 8)} == {"not judged"}
+
+
+def test_the_page_of_a_right_job_is_short_and_counts_what_was_not_judged():
+    job = made(*steps(MEAN), steps=40)
+    for one in (x for p in job.processes for x in p.of(Step)[38:]):
+        one.watched = False
+    lines = page(job, examine(job)).splitlines()
+    text = " ".join(" ".join(lines).split())
+    assert len(lines) <= 30 and max(map(len, lines)) <= 80
+    assert "38 optimizer steps watched (2 later ones only timed)" in text
+    assert "No mistake was found: 2 of 10 laws held, 8 could not be judged" in text
+
+
 def test_a_script_that_finds_no_gpu_is_told_of_cpu():
     for cuda, watched in ((False, False), (True, False), (False, True)):
         own = event(Failed, text="RuntimeError: no driver", cuda=cuda)
@@ -606,3 +630,7 @@ def test_the_pages_that_explain_a_mistake_exist():
         there = {"pitfall": f"\n### {number}. " in pitfalls}
         there["lesson"] = [*ROOT.glob(f"tutorial/{number:0>2}_*/README.md")]
         assert there.get(kind, [*ROOT.glob(f"{one.read}*")]), one.name
+        file = re.search(r"To read more:\s+(/\S+\.md)", explanation(one))
+        assert file and Path(file[1]).exists(), one.name
+    told = " ".join(explanation(CHECKS["wrong_accuracy"]).split())  # it may be a RISK
+    assert "(usually WRONG; law 7" in told and "A RISK is not a mistake if: " in told

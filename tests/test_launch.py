@@ -1,4 +1,4 @@
-"""Launch and set-up scripts start the right commands; substitutes for programs print these.
+"""Launch and set-up scripts start the right commands, which substitute programs print.
 
 test_scripts.py and others run the real launchers.
 """
@@ -36,7 +36,8 @@ class cuda:
     is_available = lambda: os.environ["GPUS"] == os.environ.get("USABLE", os.environ["GPUS"]) != "0"
     device_count = lambda: int(os.environ["GPUS"])
 """
-MODULES = "torch torchvision numpy PIL tqdm scipy pytest xdist torchcodec matplotlib"
+MODULES = "torch torchvision numpy PIL tqdm sklearn scipy pytest xdist torchcodec "
+MODULES += "matplotlib"
 
 
 @pytest.fixture
@@ -126,6 +127,10 @@ def test_a_missing_module_or_launcher_is_one_line(launch, tmp_path):
     (tmp_path / "decoy" / "horovodrun").unlink()
     status, text = launch("horovod_distributed.sh")
     assert status == 2 and " error: horovodrun is missing (scripts/install_" in text
+    sklearn = tmp_path / "modules" / "sklearn.py"
+    sklearn.unlink()
+    assert launch("quickstart.sh")[0] == 2
+    sklearn.touch()
     (tmp_path / "modules" / "tqdm.py").unlink()
     status, text = launch("quickstart.sh")
     files = "-r requirements.txt -r requirements/sample.txt\n"
@@ -142,9 +147,8 @@ def test_gpus_that_pytorch_cannot_use_are_one_line(launch, name):
     for variables in ({"NPROC": "2"}, {"GPUS": "4", "USABLE": "0"}):
         status, text = launch(f"{name}.sh", SMI="GPU 0: H100", **variables)
         assert (status, text.count("\n")) == (2, 1)
-        assert (
-            f"{name}.sh: error: nvidia-smi lists GPUs that PyTorch cannot use" in text
-        )
+        line = f"{name}.sh: error: nvidia-smi lists GPUs that PyTorch cannot use"
+        assert line in text
     cpu = {"SMI": "GPU 0: H100", "NPROC": "2"}
     for variables in (
         {**cpu, "CUDA_VISIBLE_DEVICES": ""},

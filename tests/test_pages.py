@@ -178,9 +178,8 @@ def test_the_pictures_are_drawn_from_what_is_there_now():
 def test_the_example_to_copy_runs_as_it_is(tmp_path):
     (block,) = re.findall(r"```python\n(import os\n.*?)```", TEXTS["README.md"], re.S)
     (tmp_path / "example.py").write_text(block)
-    ended = run_torchrun(
-        tmp_path, "torchrun --standalone --nproc-per-node=2 example.py"
-    )
+    command = "torchrun --standalone --nproc-per-node=2 example.py"
+    ended = run_torchrun(tmp_path, command)
     assert ended.returncode == 0, ended.stderr
     assert re.fullmatch(r"(epoch [01]: accuracy \d+\.\d\d%\n){2}", ended.stdout)
     assert (tmp_path / "model.pt").exists()

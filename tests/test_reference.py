@@ -325,9 +325,8 @@ def test_a_step_sends_its_gradients_once(tmp_path, digits, name):
         assert half["sent"] == [size // 2 for size in whole["sent"]]
     torch.manual_seed(0)
     ends = small(10).state_dict(), *(run["weights"] for run in ranks[0])
-    first, whole, parts, *halves = (
-        torch.cat([weight.flatten() for weight in end.values()]) for end in ends
-    )
+    ends = [torch.cat([weight.flatten() for weight in end.values()]) for end in ends]
+    first, whole, parts, *halves = ends
     moved = (whole - first).abs().max()
     assert 0 < (parts - whole).abs().max() < 1e-4 * moved
     for half in halves:  # bf16 has 8 bits

@@ -29,9 +29,8 @@ def test_buckets_are_those_of_ddp():
     for name in ("resnet18", "resnet50"):
         parameters = list(torchvision.models.get_model(name).parameters())
         limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * MIB]
-        assigned, _ = dist._compute_bucket_assignment_by_size(
-            parameters[::-1], limits, [False] * len(parameters)
-        )
+        given = parameters[::-1], limits, [False] * len(parameters)
+        assigned, _ = dist._compute_bucket_assignment_by_size(*given)
         assert buckets(sum(4 * one.numel() for one in parameters)) == len(assigned)
 
 

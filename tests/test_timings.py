@@ -73,9 +73,8 @@ def test_two_copies_that_differ_forbid_all_verdicts():
 
 def test_all_looks_together_spend_the_error_once(monkeypatch):
     spent = []
-    monkeypatch.setattr(
-        statistics, "judge", lambda fit, pairs, error: [spent.append(error)]
-    )
+    judge = lambda fit, pairs, error: [spent.append(error)]  # noqa: E731
+    monkeypatch.setattr(statistics, "judge", judge)
     for number in (2, 4, 6, 7):
         decide(several(7)[:number], SETTINGS, last=number == 7)
     assert sum(spent[::2]) == sum(spent[1::2]) == pytest.approx(statistics.ERROR)
@@ -230,7 +229,7 @@ def test_ctrl_c_and_the_same_command_again(args, monkeypatch, capsys):
     monkeypatch.setattr(session, "cohort", measured)
     with pytest.raises(SystemExit, match="130"):
         session.run(args)
-    assert "the same command continues" in capsys.readouterr().err
+    assert "run the same command to continue" in capsys.readouterr().err
     assert len(report.read_cohorts(args.output)) == 3
     session.run(args)
     cohorts = report.read_cohorts(args.output)

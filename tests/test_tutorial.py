@@ -43,9 +43,8 @@ def marks(name):
 
 
 def programs(names):
-    return pytest.mark.parametrize(
-        "name", [pytest.param(name, marks=marks(name)) for name in names]
-    )
+    found = [pytest.param(name, marks=marks(name)) for name in names]
+    return pytest.mark.parametrize("name", found)
 
 
 def output(name, path, folder, request):
@@ -173,9 +172,8 @@ def test_the_core_path_and_the_tracks_are_the_whole_course():
         lesson = int(lab.lesson[:2])
         assert lesson in core or lab.path == "optional" and lab.number in tracks[lesson]
     plan, taught = (TUTORIAL / "TEACHING.md").read_text(), set()
-    for week, lessons, due in re.findall(
-        r"^\| (\d+) \| (\d.*) \| (.*) \|$", plan, re.M
-    ):
+    rows = re.findall(r"^\| (\d+) \| (\d.*) \| (.*) \|$", plan, re.M)
+    for week, lessons, due in rows:
         taught = taught if week != "1" else set()
         taught |= {f"{int(lesson):02}" for lesson in re.findall(r"\d+", lessons)}
         assert {labs[lab].lesson[:2] for lab in re.findall(r"\d+", due)} <= taught, due

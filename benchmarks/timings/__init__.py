@@ -1,1 +1,1 @@
-"""Measures which strategies are faster, in turns, with a bounded chance of error."""
+"""Measures in turns which strategies are faster, with a bounded chance of error."""

@@ -14,8 +14,8 @@ MODES = ("synthetic", "jpeg", "scaling")
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     description = """Start all strategies, let them take turns, and report which are
-        faster and which are equal within 3 %. A strategy that this machine cannot run
-        is left out; the output says why."""
+        faster and which are equal within 3 %. Strategies that this machine cannot run
+        are left out; the output gives the reasons."""
     parser = argparse.ArgumentParser(
         "timings", description=description, allow_abbrev=False
     )
@@ -32,9 +32,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--data", metavar="DIR", type=Path, help=data)
     output = "folder for report.md and measurements (%(default)s)"
     add("--output", metavar="DIR", type=Path, default=Path("runs/timings"), help=output)
-    add("--processes", type=int, metavar="N", help="one per GPU; 2 on a CPU")
-    add("--arch", metavar="NAME", help="resnet50; CPU: resnet18")
-    add("--image-size", type=int, metavar="N", help="224; CPU: 64")
+    add("--processes", type=int, metavar="N", help="(one per GPU; 2 on a CPU)")
+    add("--arch", metavar="NAME", help="model (resnet50; CPU: resnet18)")
+    add("--image-size", type=int, metavar="N", help="in pixels (224; CPU: 64)")
     add("--batch-size", type=int, metavar="N", help="per process (64; CPU: 32)")
     precision = "for all strategies (GPU: fp16; CPU: bf16 where it is native)"
     add("--precision", choices=("fp32", "bf16", "fp16"), help=precision)

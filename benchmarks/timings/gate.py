@@ -1,7 +1,7 @@
 """Runs in the training processes, and makes them wait between their turns.
 
 hook/sitecustomize.py attaches the gate without a change to the scripts, which call
-Progress.record_interval() right after an all-reduce, while the device is idle.
+Progress.show_interval() right after an all-reduce, while the device is idle.
 """
 
 import functools
@@ -70,14 +70,14 @@ def after_interval(number: int, seconds: float, images: int, waited: float) -> N
 
 def attach(progress: type) -> None:
     """Make common.meters.Progress wait at the gate after each interval."""
-    record = progress.record_interval
+    record = progress.show_interval
 
-    def record_interval(self, *args, **options) -> None:
+    def show_interval(self, *args, **options) -> None:
         record(self, *args, **options)
         after_interval(len(self.intervals), *self.intervals[-1])
         self.began = time.perf_counter()  # waiting is not part of the next interval
 
-    progress.record_interval = record_interval
+    progress.show_interval = show_interval
 
 
 class Attach(MetaPathFinder):

@@ -82,7 +82,7 @@ class Job:
             del self.readers[handle]  # the process died; its launcher will exit soon
 
     def turn(self) -> list[tuple[float, float]]:
-        """Run a turn; return (seconds per image, data wait share) per kept interval."""
+        """Run a turn; return (seconds per image, waiting share) per kept interval."""
         self.arrived.clear()
         send(self.gate, signal.SIGCONT)
         for connection in self.readers:
@@ -94,7 +94,7 @@ class Job:
             number, _, images, _ = ranks[0]
             seconds = max(rank[1] for rank in ranks)
             waited = sum(rank[3] for rank in ranks) / len(ranks)
-            if number > 1:  # an epoch's first interval includes its start
+            if number > 1:  # an epoch's first interval includes the epoch's start
                 found.append((seconds / images, waited / seconds))
         return [] if self.problem else found
 
@@ -167,10 +167,10 @@ def gates() -> Iterator[Path]:
 def cohort(candidates: Sequence[Candidate], seconds: float | None = None) -> dict:
     """Start candidates, let them take turns for `seconds`, and kill them.
 
-    By default, turns take as long as the start took, but at least LEAST_SECONDS.
+    By default, the turns take as long as the start took, but at least LEAST_SECONDS.
     Returns "turns", a list of [candidate's name, seconds per image of its intervals,
-    share of time spent waiting for data]; "problems", which are error messages by
-    name; "start_seconds"; and the total "seconds".
+    share of time spent waiting for data]; "problems", the candidates' error messages
+    by name; "start_seconds"; and the total "seconds".
     """
     began, turns = time.monotonic(), []
     with gates() as folder:

@@ -18,15 +18,15 @@ from common.errors import UserError
 from common.model import best_precision
 
 IMAGES = 64  # number of distinct images in the generated JPEG dataset
-CLASSES = 1000  # as many as with random images, so that both modes train one model
+CLASSES = 1000  # as many as with random images, so both modes train the same model
 STEPS = 400  # steps per epoch with the generated dataset
 
 
 def complete(args: argparse.Namespace) -> None:
     """Choose settings that suit this machine, unless the command line sets them.
 
-    `args.skipped` says which strategies cannot be compared, and why. Raises UserError
-    if --data is not a dataset, or there are too few GPUs or strategies.
+    `args.skipped` maps strategies that cannot be compared to the reasons. Raises
+    UserError if --data is not a dataset, or there are too few GPUs or strategies.
     """
     for part in ("train", "val") if args.data else ():
         try:
@@ -60,7 +60,7 @@ def complete(args: argparse.Namespace) -> None:
 
 
 def skipped(args: argparse.Namespace) -> dict[str, str]:
-    """Say which strategies cannot run here with args.precision, and why."""
+    """Return the strategies that cannot run here with args.precision, and why."""
     found = {}
     if args.device == "cpu":
         found["apex_distributed"] = "it needs a CUDA GPU"
@@ -91,7 +91,7 @@ def candidate(
         flags = ["--synthetic", batch * 10**4]
     flags += ["--arch", args.arch, "--image-size", args.image_size]
     flags += ["--global-batch-size", batch, "--print-interval", args.interval]
-    # All strategies have the same total, even if one process has all workers
+    # All strategies have the same total number of workers
     flags += ["--workers", args.workers * (processes if alone else 1)]
     flags += ["--save-minutes", 10**6]  # never save
     if strategy == "apex_distributed":
@@ -111,7 +111,7 @@ def candidate(
 
 
 def candidates(args: argparse.Namespace, mode: str) -> list[Candidate]:
-    """Return all candidates of a mode; one of them occurs twice."""
+    """Return a mode's candidates; the list contains one of them twice."""
     if mode != "scaling":
         found = [candidate(args, strategy, mode) for strategy in args.strategies]
         return [*found, candidate(args, args.base, mode, args.base + AGAIN)]

@@ -18,7 +18,7 @@ LIBRARIES = ("horovod", "apex", "amp_C")  # the last one is Apex's CUDA extensio
 
 
 def machine(device: str) -> dict:
-    """Return the hardware and versions; a library on PYTHONPATH is only "installed"."""
+    """Describe the hardware and versions ("installed" if a library has no metadata)."""
     known = {one.name: one.version for one in metadata.distributions()}
     return {
         "device_name": describe(torch.device(device)),

@@ -27,7 +27,7 @@ def open_output(args: argparse.Namespace) -> list[dict]:
     for name, value in now.items():
         if before.get(name) != value:
             raise UserError(
-                f"{args.output} has timings with {name} {before.get(name)}, not "
+                f"{args.output} contains timings with {name} {before.get(name)}, not "
                 f"{value}: choose another --output, or delete it"
             )
     file.write_text(json.dumps(now, indent=1) + "\n")
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> None:
         last = True
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        print("interrupted; the same command continues from here", file=sys.stderr)
+        print("interrupted; run the same command to continue", file=sys.stderr)
         sys.exit(130)
     finally:
         if (args.output / "cohorts.jsonl").exists():

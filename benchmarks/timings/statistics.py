@@ -1,4 +1,4 @@
-"""Derives verdicts from several cohorts, with a limited chance of error.
+"""Derives verdicts from several cohorts, with a bounded chance of error.
 
 Two launches of one candidate differ in speed, however long you measure. A launch
 therefore counts as one sample: the comparison uses one number per candidate and cohort,
@@ -98,7 +98,7 @@ class Fit:
     def compare(self, one: str, other: str) -> tuple[float, float]:
         """Return log(speed of `one` / speed of `other`) and its standard error.
 
-        Two copies of a candidate count as one, with the mean of their effects.
+        Two copies of a candidate count as one, whose effect is their mean effect.
         """
         weights = numpy.zeros(len(self.names))
         for name, sign in ((other, 1), (one, -1)):
@@ -157,12 +157,12 @@ class Decision(NamedTuple):
 def decide(cohorts: Sequence[dict], settings: dict, last: bool) -> Decision:
     """Judge a mode's cohorts at the latest planned analysis.
 
-    An analysis follows every LOOKS cohorts and the last cohort. Each analysis may use a
-    part of ERROR; the sum of these parts grows with the cube of the elapsed time
+    There is an analysis after every LOOKS cohorts and after the last cohort. Each may
+    use a part of ERROR; the sum of these parts grows with the cube of the elapsed time
     (https://doi.org/10.1093/biomet/70.3.659).
 
     Args:
-        cohorts: dicts with "turns" and "ended", the total minutes until it ended.
+        cohorts: dicts with "turns" and "ended", the minutes from the start to its end.
         settings: "minutes" planned; "base", the candidate that the others are compared
             with first; and "shown", the candidates without verdicts.
         last: whether no cohort follows.

@@ -3,7 +3,7 @@
     python -m benchmarks.timings.trial [DRAWS]
 
 The program simulates turns with known speeds, judges them, and writes
-benchmarks/results/timings_simulation.json: 2,000 sessions per row, in three minutes.
+benchmarks/results/timings_simulation.json (2,000 sessions per row; three minutes).
 """
 
 import math
@@ -16,7 +16,7 @@ from common.errors import one_line_errors
 
 NAMES = ("distributed", "second copy", "third copy", "distributed" + AGAIN)
 SETTINGS = {"minutes": 1, "base": "distributed", "shown": []}
-NOISE, DRIFT = 0.03, 0.02  # of one interval; of the machine's speed between turns
+NOISE, DRIFT = 0.03, 0.02  # of an interval's time; of the machine's speed per turn
 DISTURBED, DELAY = 0.3, 0.1  # share of disturbed turns, and their mean delay
 
 

@@ -1,8 +1,8 @@
 """Emulate CUDA on the CPU: `python -m doctor --cpu -- COMMAND` needs no GPU.
 
-A tensor on an emulated GPU is a CPU tensor whose storage is marked; CPU kernels
-compute, and Gloo replaces NCCL. Operations may mix tensors of different devices,
-because gradients that autograd creates have no mark.
+A tensor on an emulated GPU is a CPU tensor whose storage is marked. CPU kernels
+replace CUDA's, and Gloo replaces NCCL. Operations may mix tensors of different
+devices, because gradients that autograd creates have no mark.
 """
 
 import os

@@ -96,7 +96,7 @@ def set_device(device) -> int:
 
 
 def set_rng_state(state: torch.Tensor, device="cuda") -> None:
-    """Set the state of a GPU's generator, unless it comes from a real GPU."""
+    """Set the state of an emulated GPU's generator; ignore a state from a real GPU."""
     if state.numel() == generator(device).get_state().numel():
         generator(device).set_state(state.cpu())
 
@@ -108,7 +108,7 @@ def each(call) -> list:
 
 PLAYED = {
     "is_initialized": lambda: gpus.used,
-    "is_current_stream_capturing": lambda: False,  # the recorder asks
+    "is_current_stream_capturing": lambda: False,  # record.py calls it
     "device_count": gpus.visible,
     "current_device": lambda: resolve().index,
     "set_device": set_device,
@@ -153,14 +153,14 @@ def other(name: str):
 
 
 def copy_of(call):
-    """Return a copy of a function; return a class itself."""
+    """Return a copy of a function, or a class itself."""
     if isinstance(call, type):
         return call
     return functools.wraps(call)(lambda *args, **kwargs: call(*args, **kwargs))
 
 
 def play_modules(*modules) -> None:
-    """Replace modules' functions by different ones, as torch.compile() requires."""
+    """Replace modules' functions by distinct copies, which torch.compile() requires."""
     new = {name: copy_of(call) for name, call in PLAYED.items()}
     names = [one.__name__ for one in modules]
     for module in modules:
@@ -176,7 +176,7 @@ def play_modules(*modules) -> None:
 
 
 def restore(storage, location: str):
-    """Mark a storage that torch.load() puts on a GPU; otherwise, return None."""
+    """Mark a storage that torch.load() puts on a GPU; for others, return None."""
     if not location.startswith("cuda"):
         return None
     getattr(storage, "_untyped_storage", storage).place = resolve(location)
@@ -195,7 +195,7 @@ def place_in_file(storage) -> str | None:
 
 
 def install() -> None:
-    """Replace torch.cuda's and similar functions; explain errors at the end."""
+    """Replace functions of torch.cuda and similar modules; explain fatal errors."""
     previous = sys.excepthook
 
     def excepthook(kind, error, trace) -> None:

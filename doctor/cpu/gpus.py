@@ -1,4 +1,4 @@
-"""The emulated GPUs: their number, tensors and random numbers; errors; replacements."""
+"""Hold the state of the emulated GPUs, replace functions, and explain errors."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ from torch import Tensor
 
 CPU = torch.device("cpu")
 NOT_THE_USERS = os.path.dirname(__file__), os.path.dirname(torch.__file__)
-# Words in errors of code that needs a GPU or NCCL
+# Words in error messages of code that needs a GPU or NCCL
 GPU_ONLY = """cuda|nccl|cudnn|nvml|nvidia|triton|flash_att|cupy|bitsandbytes|amp_C|
     apex_C|transformer_engine|'Half'|available.kernel|gloo.does.not.support"""
 GPU_ONLY = re.compile(re.sub(r"\s", "", GPU_ONLY), re.IGNORECASE)
@@ -69,7 +69,7 @@ def resolve(device=None) -> torch.device:
     used = True
     index = getattr(local, "gpu", 0) if device.index is None else device.index
     if index >= visible():
-        text = f"doctor --cpu has {visible()} GPUs; --cpu N sets how many"
+        text = f"doctor --cpu has {visible()} GPUs; set their number with --cpu N"
         raise RuntimeError(f"CUDA error: invalid device ordinal {index}: {text}")
     return torch.device("cuda", index)
 
@@ -83,7 +83,7 @@ def place_of(tensor: Tensor) -> torch.device:
 
 
 def mark(result, place: torch.device):
-    """Mark those tensors of a result that have no mark yet, and return the result."""
+    """Mark the tensors of a result that have no mark yet, and return the result."""
     if isinstance(result, (tuple, list)):
         for one in result:
             mark(one, place)

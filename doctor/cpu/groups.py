@@ -1,4 +1,4 @@
-"""Emulate process groups that use NCCL by Gloo."""
+"""Emulate NCCL's process groups with Gloo."""
 
 import functools
 import inspect
@@ -13,7 +13,7 @@ asked_for_nccl: list[bool] = []
 
 
 def wrap(name: str, change) -> None:
-    """Replace a function by a call of `change`, which gets the arguments by name."""
+    """Replace a function with one that calls `change` with the arguments by name."""
     if old := getattr(dist, name, None):
         signature = inspect.signature(old)
 
@@ -36,14 +36,14 @@ def join(old, given: dict):
 
 
 def flat(old, given: dict):
-    """Call a function on two tensors whose shapes NCCL does not check."""
+    """Call a function on flattened tensors, because NCCL does not check shapes."""
     for name in {"output_tensor", "input_tensor", "output", "input"} & {*given}:
         given[name] = given[name].contiguous().view(-1)
     return old(**given)
 
 
 def reduce(old, given: dict):
-    """Call a reduction; AVG becomes Gloo's sum, divided here."""
+    """Call a reduction; for AVG, let Gloo sum the tensors, and divide the sum."""
     averages = given["op"] == dist.ReduceOp.AVG
     result = given["output" if "input" in given else "tensor"]
     given["op"] = dist.ReduceOp.SUM if averages else given["op"]
@@ -58,7 +58,7 @@ def reduce(old, given: dict):
 
 
 def install() -> None:
-    """Replace functions that name a backend or a device."""
+    """Replace functions that take or return a backend or a device."""
     if not dist.is_available():
         return
     old_backend, mesh = dist.get_backend, sys.modules["torch.distributed.device_mesh"]

@@ -31,7 +31,7 @@ def is_device(value: object) -> bool:
 
 
 def moved(source: Tensor, result: Tensor, place: torch.device) -> Tensor:
-    """Return the result of a move to a device; copy it if the move has not."""
+    """Return the result of a move to a device, as a copy if the function made none."""
     if place != place_of(result) and result is source:
         result = source.clone()
     return mark(result, place)
@@ -64,7 +64,7 @@ def draw(func, args: tuple, kwargs: dict, place: torch.device):
 
 
 def general(func, args: tuple, kwargs: dict, draws=False, factory=False):
-    """Call a function; put its results on the requested device, or on its tensors'."""
+    """Call a function; mark the results with the requested or the arguments' device."""
     place, device = place_among((*args, *kwargs.values())), kwargs.get("device")
     if device is None and factory:
         device = _device.CURRENT_DEVICE
@@ -114,7 +114,7 @@ class Functions:
             return result.replace("torch.", "torch.cuda.")
         return result
 
-    def __getitem__(func, args, kwargs):  # the index may have another device
+    def __getitem__(func, args, kwargs):  # the index may be on another device
         return mark(func(*args, **kwargs), place_of(args[0]))
 
     def _parse_to(func, args, kwargs):
@@ -183,7 +183,7 @@ played = PlayedGpus()
 
 
 def within(call):
-    """Return a function that always runs in the mode."""
+    """Return a function that always runs in the mode `played`."""
 
     def wrapped(*args, **kwargs):
         if played in _get_current_function_mode_stack():

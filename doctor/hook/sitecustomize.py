@@ -1,7 +1,7 @@
 """Python runs this file when it starts, because doctor puts this folder on PYTHONPATH.
 
 After the process has imported PyTorch, doctor/record.py wraps PyTorch's functions. If
-the user has a sitecustomize.py, it runs first.
+the user has a sitecustomize.py, that file runs first.
 """
 
 import importlib.machinery
@@ -13,7 +13,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def load(name: str):
-    """Import a module of doctor in a package whose name no other package has."""
+    """Import a module of doctor as part of a package with the unused name _doctor."""
     if "_doctor" not in sys.modules:
         folder = os.path.dirname(HERE)
         path = os.path.join(folder, "__init__.py")

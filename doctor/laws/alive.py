@@ -1,4 +1,4 @@
-"""Law 6: every trainable weight gets gradients, is in an optimizer and is changed."""
+"""Law 6: every trainable weight gets gradients, is in an optimizer, and changes."""
 
 from collections import Counter
 
@@ -12,7 +12,7 @@ from .layers import Layers, Ran, networks
 from .passes import Update
 from .replicas import listed
 
-LAW = Law(6, "alive", "Every weight lives")
+LAW = Law(6, "alive", "Every weight learns")
 # After these steps, doctor writes an event for each weight and layer
 WRITES = {*range(1, 4), *range(4, STEPS, 4), STEPS}
 
@@ -21,7 +21,7 @@ class Weight(Event, limit=10**6):  # enough for all weights, several times
     """The gradients that a weight has received so far, and whether it has changed."""
 
     name: str
-    module: str  # the outermost module that has run and has no weight that lives
+    module: str  # the outermost module that has run and has no living weight
     trainable: bool
     optimizer: int | None  # the first step of the weight's optimizer
     network: str  # the weight's network, or ""
@@ -29,7 +29,7 @@ class Weight(Event, limit=10**6):  # enough for all weights, several times
     steps: int  # number of its optimizer's steps, or of all steps without one
     alive: int  # number of these steps in which its gradient was not zero
     reached: bool  # a backward pass has reached the weight
-    moves: bool  # the weight has changed, or its optimizer sees zero gradients
+    moves: bool  # the weight has changed, or its sampled gradients were all zero
     cleared: str  # where zero_grad() cleared its gradient before a step, or ""
     first: int  # the step in which its module first ran, or -1
     cut: bool  # its module's results need no gradient
@@ -38,13 +38,13 @@ class Weight(Event, limit=10**6):  # enough for all weights, several times
 
 
 class Alive(Watcher):
-    """Counts the gradients of each weight, and follows which modules run."""
+    """Counts the gradients of each weight, and tracks which weights change."""
 
     def __init__(self):
         self.alive, self.steps, self.optimizers = Counter(), Counter(), {}
         self.reached, self.fresh, self.cleared, self.begun = set(), set(), {}, {}
         self.moved = set()
-        self.nonzero = set()  # weights that had a few nonzero gradients
+        self.nonzero = set()  # weights with nonzero sampled gradients
 
     # --- gradients ---
 
@@ -115,7 +115,7 @@ class Alive(Watcher):
                 root = owners[key][0][""]
                 network, training = f"{type(root).__name__} {id(root)}", root.training
             _, given = Moments.here.known.get(key, (0, lambda: None))
-            none = -1 if given() is weight else None  # or of one that has not stepped
+            none = -1 if given() is weight else None  # -1: its optimizer never stepped
             optimizer, _ = self.optimizers.get(key, (none, None))
             event = Weight(
                 name=own,
@@ -189,7 +189,7 @@ def names(events: list[Weight]) -> str:
 
 @check(LAW, RISK, general=True, needs=[Step, Weight])
 def dead_weights(job):
-    """Trainable weights never get a gradient.
+    """Some trainable weights never get a gradient.
 
     Look between these layers and the loss for detach(), no_grad(), item(), argmax(), or
     a reentrant checkpoint whose inputs need no gradient.
@@ -231,7 +231,7 @@ def dead_weights(job):
     if needed:
         what, where, mend = f"{len(needed)} {never}", needed[0].place, ""
         if all(one.reached for one in needed):
-            what = what.replace("never get a gradient", "get gradients of zero only")
+            what = what.replace("never get a gradient", "get only zero gradients")
         elif any(0 <= one.first < runs for one in needed):
             what += " (weights in later layers do learn)"
         elif gathers:

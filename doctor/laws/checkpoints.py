@@ -1,4 +1,4 @@
-"""Law 8: one process writes each file. Checks the contents of checkpoints."""
+"""Law 8: files are whole, and have one writer. Checks the contents of checkpoints."""
 
 import contextlib
 import os
@@ -63,7 +63,7 @@ class Checkpoints(Watcher):
     # --- what the job has ---
 
     def audit(self, name: str, args: tuple) -> None:
-        """Follow files that the script copies or renames."""
+        """Track files that the script copies or renames."""
         if name in ("shutil.copyfile", "os.rename"):
             with contextlib.suppress(Exception):
                 source, target = (os.path.abspath(os.fsdecode(x)) for x in args[:2])
@@ -134,7 +134,7 @@ class Checkpoints(Watcher):
         while len(state) == 1 and isinstance([*state.values()][0], dict):
             state = [*state.values()][0]
         if content := self.content(state):
-            # It copies the tensors, and all ranks write their parts
+            # torch.distributed.checkpoint copies tensors; all ranks write their parts
             content |= {"taken": None, "live": False, "wrapped": False}
             path = None if path is None else os.path.abspath(path)
             own = {"overwrites": False, "others": 1, "path": path, "place": place()}
@@ -188,7 +188,7 @@ def dictionaries(value, depth: int = 0):
 
 
 def has(found: list[dict], mark: str) -> bool:
-    """Return whether one of the dictionaries is, for example, an optimizer's."""
+    """Return whether a dictionary has a key that marks, say, an optimizer's state."""
     keys = {str(key) for one in found for key in one}
     return any(key.startswith((f"{mark}.", mark)) for key in keys)  # or flattened
 
@@ -207,7 +207,7 @@ def is_state(one: dict) -> bool:
 
 
 def parts(tensor) -> bool:
-    """Return whether processes hold shards of a tensor."""
+    """Return whether a tensor is sharded over processes."""
     return hasattr(tensor, "placements")
 
 
@@ -235,7 +235,7 @@ def no_optimizer(job):
 
     Also save the state_dict() of the optimizer, the scheduler and the scaler, and load
     them.
-    Not a mistake if: you never resume from it.
+    Not a mistake if: you never resume from this file.
     """
     saved = [(path, own, own[-1]) for path, own in checkpoints(job)]
     complete = any(one.has and {*one.has} <= {*one.holds} for _, _, one in saved)
@@ -256,9 +256,9 @@ def no_optimizer(job):
 
 @check(LAW, RISK, effects=[no_optimizer], read="pitfall 18")
 def lacking(job):
-    """A checkpoint has only some of the network's weights and buffers.
+    """A checkpoint contains only some of the network's weights and buffers.
 
-    Save model.state_dict(): it also has the buffers, such as batch norm's statistics.
+    Save model.state_dict(): it also contains buffers such as batch norm's statistics.
     Not a mistake if: the script restores the missing ones in another way.
     """
     for path, own in checkpoints(job):

@@ -1,4 +1,4 @@
-"""Law 5: a step is the mean over all samples. Finds factors that are wrong."""
+"""Law 5: a step is the mean over all samples. Finds wrong factors."""
 
 import math
 from collections import Counter
@@ -12,7 +12,7 @@ from .mean import is_right, mean_gradient, totals
 
 @explains(mean_gradient, read="lesson 3")
 def summed(job, breach):
-    """The gradients used are the sum over the ranks, or are divided twice.
+    """The gradients are summed over the ranks, not averaged, or are divided twice.
 
     Divide by the world size once. DDP and Horovod do that; all_reduce() does not.
     Not a mistake if: the learning rate accounts for it.
@@ -34,7 +34,7 @@ def summed(job, breach):
             return Breach(f"{what}gradients")
     exponent = math.log2(values[0]) if values[0] > 0 else 0
     if exponent < -7 and abs(exponent - round(exponent)) < 1e-3:
-        return None  # a library's loss scale; it unscales the gradients
+        return None  # the loss scale of a library, which unscales the gradients
     if len(values) > 2 and not near(values[0], 1):
         if all(near(x, values[0], 0.01) for x in values):
             what = f"{len(values)} steps use {values[0]:.3g} times the mean of "

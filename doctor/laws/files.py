@@ -1,4 +1,4 @@
-"""Law 8: one process writes each file."""
+"""Law 8: files are whole, and have one writer."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ from ..law import RISK, WRONG, Breach, Doubt, Law, NotJudged, check, explains, s
 from ..record import LIBRARY, OWN, not_the_users, place, recorder
 from ..watcher import Watcher
 
-LAW = Law(8, "files", "One process writes each file")
+LAW = Law(8, "files", "Files are whole, and have one writer")
 WRITES = os.O_WRONLY | os.O_RDWR
 SYSTEM = "/dev/", "/proc/", "/sys/"
 THROUGH = "logging", "pathlib", "shutil", "gzip", "bz2", "lzma", "zipfile"
@@ -28,7 +28,7 @@ class Files(Watcher):
     """Records which files a process writes."""
 
     def hooks(self) -> None:
-        sys.addaudithook(self.audit)  # also sees an open() that a class has kept
+        sys.addaudithook(self.audit)  # also sees calls of a stored open()
 
     def audit(self, name: str, args: tuple) -> None:
         """Record the process's files; Python calls this method for all audit events."""
@@ -59,7 +59,7 @@ def base(path: str | None) -> str:
 
 
 def plural(count: int) -> str:
-    """Return the ending of a noun's singular or plural."""
+    """Return a noun's plural "s", or "" if the count is 1."""
     return "s" * (count != 1)
 
 

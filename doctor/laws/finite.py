@@ -1,4 +1,4 @@
-"""Law 6: every weight lives. Finds losses that are infinite or NaN."""
+"""Law 6: every weight learns. Finds losses that are infinite or NaN."""
 
 from math import isfinite
 
@@ -11,8 +11,8 @@ from .ranks import Measured
 def loss_is_not_finite(job):
     """A loss becomes infinite or NaN.
 
-    Look at this step's batch for an empty one, a logarithm of 0, a division by 0 or a
-    wrong label. If the loss grew in the steps before, lower the learning rate.
+    Check this step for an empty batch, a wrong label, a logarithm of 0 or a division
+    by 0. If the loss grew in the steps before, lower the learning rate.
     """
     series, found = {}, []
     for one in job.of(Measured):

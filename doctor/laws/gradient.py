@@ -6,14 +6,16 @@ from functools import cache
 from statistics import median
 
 from ..job import Job
-from ..law import NOTE, RISK, SLOW, WRONG, Breach, check, need, several
+from ..law import NOTE, RISK, WRONG, Breach, check, need, several
 from ..sample import digest
 from .meeting import collectives_differ
 from .passes import LAW, Update, not_awaited
 from .replicas import DRIFT, alike, buffers_differ, equal_steps, listed, weights_differ
 from .states import Layout
 
-UNKNOWNS = 12  # most passes of all ranks whose shares doctor computes
+CAUSES = weights_differ, not_awaited, collectives_differ  # of unequal gradients
+EFFECTS = buffers_differ, *DRIFT
+UNKNOWNS = 12  # maximum number of passes (on all ranks) whose shares doctor computes
 
 
 @dataclass
@@ -54,7 +56,7 @@ def summed_up(vectors: list[list[float]]) -> list[float]:
 
 
 def apart(row: list[Update], lists: list[list[float]]) -> list[int]:
-    """Return the numbers of the weights for which the ranks' lists differ."""
+    """Return the indices of the weights for which the ranks' lists differ."""
     parts = range(len(row[0].names))
     return [n for n in parts if not alike([row[0].part(x, n) for x in lists])]
 
@@ -71,12 +73,12 @@ def final(row: list[Update]) -> list[list[float]]:
 
 @cache
 def fits(job: Job) -> list[Fit]:
-    """Return the Fit of each step, where doctor can know it."""
+    """Return the Fit of each step for which it can be computed."""
     return [one for row in updates(job) if (one := fit(row))]
 
 
 def fit(row: list[Update]) -> Fit | None:
-    """Return the Fit of a step."""
+    """Return the Fit of a step, or None if it is unknown."""
     used, vectors = final(row), [own(one) for one in row]
     sums = [summed_up(one) for one in vectors]
     clipped = [one.clips for one in row if one.clips]
@@ -148,13 +150,7 @@ def near(one: float, other: float, tolerance: float = 0.02) -> bool:
     return abs(one - other) <= tolerance * abs(other)
 
 
-@check(
-    LAW,
-    WRONG,
-    causes=[weights_differ, not_awaited, collectives_differ],
-    effects=[buffers_differ, *DRIFT],
-    read="pitfall 11",
-)
+@check(LAW, WRONG, causes=CAUSES, effects=EFFECTS, read="pitfall 11")
 def not_averaged(job):
     """The ranks step with different gradients.
 
@@ -237,7 +233,7 @@ def clip_order(job):
             text, level = "each micro-batch's gradients are clipped", RISK
         else:
             continue
-        what = f"in step {one.step + 1} {text}"
+        what = f"in step {one.step + 1}, {text}"
         yield Breach(what, last["place"], level=level)
         return
 
@@ -291,23 +287,6 @@ def spans(one: Update) -> bool:
     """Return whether a step's passes use batches from several epochs of a loader."""
     epochs = {(x["loader"], x["epoch"]) for x in one.passes if x["loader"] is not None}
     return len(epochs) > len({loader for loader, _ in epochs})
-
-
-@check(LAW, SLOW, causes=[not_averaged], read="lesson 7")
-def every_micro_batch(job):
-    """DDP averages gradients in each pass of a step.
-
-    Use model.no_sync() in all passes of a step except the last.
-    """
-    need(job.of(Layout), "DDP is not used")
-    for row in job.rows(Update):
-        passes = row[0].passes
-        forwards = [one["forwards"][-1] for one in passes if one["forwards"]]
-        places = {one["place"] for one in passes}
-        if len(passes) > 1 and sum(forwards) >= len(passes) and len(places) == 1:
-            what = f"DDP averages gradients {len(passes)} times per step"
-            yield Breach(what, passes[0]["place"])
-            return
 
 
 @check(LAW, RISK, causes=[not_cleared], read="lesson 7")

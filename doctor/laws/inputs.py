@@ -1,4 +1,4 @@
-"""Law 3: random streams differ between ranks. Checks inputs, and epochs' seeds."""
+"""Law 3: random streams differ. Checks inputs and seeds."""
 
 from collections import Counter
 from itertools import combinations, groupby, pairwise
@@ -14,7 +14,7 @@ from .samples import left_out, undivided
 
 STRATA = (
     "Draw it with a generator that each rank seeds differently, or compute it from a "
-    "sample's number or its place in the batch of all ranks, n * world_size + rank."
+    "sample's number or index in the batch of all ranks: n * world_size + rank."
 )
 
 
@@ -22,7 +22,7 @@ STRATA = (
 def same_inputs(job):
     """The ranks draw the same inputs, masks, negatives or time steps.
 
-    Seed each rank with its own number, such as seed + rank, before it draws them.
+    Seed each rank differently, for example with seed + 1000 * epoch + rank.
     Not a mistake if: all ranks are meant to use the same values.
     """
     several(job)
@@ -119,8 +119,7 @@ def middle(row: list[float]) -> tuple[int, int]:
 def seeds_restart(job):
     """Each epoch draws the same random numbers as an earlier one.
 
-    Seed the generators once, before the first epoch, or with a number that depends on
-    the epoch.
+    At the start of each epoch, call torch.manual_seed(seed + 1000 * epoch + rank).
     Not a mistake if: each epoch is meant to draw the same numbers.
     """
     several(job)
@@ -138,17 +137,17 @@ def seeds_restart(job):
         mend = ""
         if name.startswith("its ") and one.worker is not None:
             mend = "The loader processes copy the data set's generator in each epoch: "
-            mend += "make it in worker_init_fn, of torch.initial_seed()."
+            mend += "seed it in worker_init_fn with torch.initial_seed()."
         yield Breach(what, cause(job, name, [one])[0], mend=mend)
 
 
 @check(LAW, RISK, effects=[left_out], read="pitfall 9")
 def shifted_numbers(job):
-    """A rank draws what another rank draws at another time.
+    """One rank draws the same numbers as another rank at a different time.
 
     Make each seed from a number that no other rank uses at any time, such as
     step * world_size + rank: step + rank is the same on rank 1 and, a step later, on
-    rank 0. Or seed once, with seed + rank, and draw on.
+    rank 0. Or seed only once, with seed + rank.
     Not a mistake if: all ranks are meant to draw the same numbers.
     """
     several(job)

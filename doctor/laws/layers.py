@@ -1,4 +1,4 @@
-"""Law 6: every weight lives. Records which layers run, and in which modes."""
+"""Law 6: every weight learns. Records which layers run, and in which modes."""
 
 import weakref
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ class Ran:
 
 
 class Layers(Watcher):
-    """Follows which modules run."""
+    """Tracks which modules run."""
 
     def __init__(self):
         self.ran, self.results, self.outer = {}, {}, lambda: None
@@ -51,7 +51,7 @@ class Layers(Watcher):
             known.modes.setdefault(mode, set()).add(recorder.step)
 
     def after(self, module, inputs, outputs) -> None:
-        """Record in the first steps whether a module's results need a gradient."""
+        """In the first steps, record whether a module's results need a gradient."""
         if recorder.step > 1 or not runs_normally() or id(module) not in self.ran:
             return
         for one in (tensors := leaves(outputs)):
@@ -90,7 +90,7 @@ def networks() -> list[dict]:
 
 
 def kind(module) -> str:
-    """Return which layer with a training and an evaluation mode a module is, or ""."""
+    """Return "batch norm" or "dropout" if a module is such a layer, or else ""."""
     layers = torch.nn.modules
     if isinstance(module, layers.batchnorm._BatchNorm):
         return "batch norm" if module.track_running_stats else ""

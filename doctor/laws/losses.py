@@ -16,7 +16,7 @@ PASSED = "View", "Reshape", "Squeeze", "Unsqueeze", "ToCopy", "Alias", "Clone", 
 RECEIVE = """all_gather all_gather_into_tensor all_gather_single all_to_all scatter
     all_to_all_single broadcast all_reduce reduce_scatter reduce_scatter_tensor
     allgather allreduce allreduce_ broadcast_""".split()
-NODES = 2000  # most nodes of a graph to read
+NODES = 2000  # maximum number of nodes to read in a graph
 FIRST = 4  # number of steps whose graphs doctor searches for the user's functions
 
 
@@ -25,7 +25,7 @@ class Term(NamedTuple):
 
     factor: float
     kind: str  # mean, other mean (often half the mean of squares), sum, or "": unknown
-    rows: float = 0  # targets, or the first dimension of what is averaged or summed
+    rows: float = 0  # number of targets, or the reduced tensor's first dimension
     each: float = 1  # numbers per row
     inner: float = 1  # how many values are summed in each of these numbers
     weighted: bool = False  # rows is the sum of the targets' class weights
@@ -40,9 +40,9 @@ class Losses(Watcher):
         self.validated = set()  # networks evaluated in this pass
 
     def on_input(self, network, inputs) -> None:
-        key = id(next(network.parameters(), None))  # DDP's is its network's
+        key = id(next(network.parameters(), None))  # the same for a DDP model
         trains = torch.is_grad_enabled()
-        # The first network of this pass; before it, the same one was validated
+        # This is the pass's first network, or the network was just validated
         if self.fresh or (trains and key in self.validated):
             self.received, self.fresh, self.printed = [], False, False
             self.validated = set()
@@ -108,7 +108,7 @@ def in_torch() -> bool:
 
 
 def has_own_function(root) -> bool:
-    """Return whether a graph has the user's own functions, which may communicate."""
+    """Return whether a graph has functions of the user, which may communicate."""
     seen, waiting = {root}, [root]
     while waiting and len(seen) < NODES:
         node = waiting.pop()
@@ -226,7 +226,7 @@ def averaged(node, name: str, factor: float, shape: tuple, inner) -> Term:
 
 
 def mask_of(node):
-    """Return the factor of a product that needs no gradient, or None."""
+    """Return a product's factor that needs no gradient, or None."""
     if type(node).__name__ != "MulBackward0":
         return None
     (one, _), (other, _) = node.next_functions

@@ -25,7 +25,7 @@ CAUSES = [not_averaged, not_awaited, leaked_passes, not_cleared, weights_differ]
 def totals(one: Fit, place: str = "") -> list[float]:
     """Return the possible factors of the mean over all samples of a step.
 
-    By default, all passes have the same loss; otherwise, the passes from one place do.
+    By default, all passes are used; otherwise, only those from one place.
     """
     pairs = [
         (share, factors(entry))
@@ -49,7 +49,7 @@ def is_right(one: Fit) -> bool:
 
 
 def total_of(one: Fit) -> float:
-    """Return the sum over all ranks that divides the losses of a step, or 0.
+    """Return the all-reduced sum by which a step's losses are divided, or 0.
 
     DDP also divides by the number of ranks, so the losses are multiplied by it.
     """
@@ -96,7 +96,7 @@ def mean_gradient(job):
     """The gradients of a step are not the mean over its samples.
 
     Look for code that changes gradients between backward() and step().
-    Not a mistake if: they are meant to be changed.
+    Not a mistake if: the change is intended.
     """
     rows, found = updates(job), fits(job)
     if all(alike([summed_up(own(one)) for one in row]) for row in rows):
@@ -216,7 +216,7 @@ def gathered_without_gradient(job):
     factor = f"all ranks have the same loss ({[*losses, 0][0]:.4g} in step 1), and the "
     factor += f"average over {size} ranks is 1/{size} of its gradient"
     for where, put_back in lost[:1]:
-        what = "all_gather() gets a tensor with a gradient, and returns tensors without"
+        what = "all_gather() gets a tensor with a gradient, but its results have none"
         if put_back:
             what = "all_gather() returns tensors without a gradient, and only the "
             what += "rank's own tensor is put back"
@@ -257,7 +257,7 @@ def unequal_means(job):
         what += "weights"
         if first[0].kind == "sum":
             each = ", ".join(f"{1 / abs(x.factor):.4g}" for x in first)
-            what = "each rank divides its sum of losses by a number of its own "
+            what = "each rank divides its sum of losses by its own number "
             what += f"({each} in step {one.row[0].step + 1})"
         elif heavy:
             each = ", ".join(f"{x.rows:.4g}" for x in first)

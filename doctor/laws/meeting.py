@@ -1,4 +1,4 @@
-"""Law 9: all ranks meet in the same calls, take the same steps, and end."""
+"""Law 9: all ranks make the same calls, take the same steps, and finish."""
 
 import re
 import sys
@@ -10,7 +10,7 @@ from ..event import Event, Exit, Failed
 from ..job import waiting
 from ..law import NOTE, RISK, WRONG, Breach, Law, NotJudged, check, need, several
 from ..moments import Moments, Step
-from ..objects import strings
+from ..objects import variables
 from ..record import recorder, torch, wrap
 from ..watcher import Watcher
 
@@ -42,6 +42,7 @@ class Call(Event, limit=3000):
     place: str
     value: float | None = None  # sum of a small tensor's absolute values
     keys: dict[str, str] = field(default_factory=dict)  # strings in variables
+    counts: dict[str, int] = field(default_factory=dict)  # and counts, if it is a sum
     passes: int = 0  # number of calls of networks that have ended
 
 
@@ -82,7 +83,8 @@ class Meeting(Watcher):
         if plain and recorder.watching:
             self.counts[where] += 1
             if name in SUMS and self.counts[where] < 99:
-                one.keys = strings(sys._getframe())
+                one.keys, counts = variables(sys._getframe())
+                one.counts = counts if tensors[0].numel() == 1 else {}
             table = tensors[0].dim() == 2 or not tensors[0].is_floating_point()
             few = tensors[0].numel() <= (COUNTS if table else 64)
             if few and self.counts[where] < 99 and not gradient(tensors[0]):
@@ -141,7 +143,7 @@ def steps_differ(job):
 
 @check(LAW, WRONG, effects=[steps_differ], read="lesson 11")
 def hangs(job):
-    """A process waits for something that never comes.
+    """A process waits for other processes, which never arrive.
 
     Find the call that only some ranks make, or the rank that has an extra batch.
     """
@@ -207,19 +209,17 @@ def collectives_differ(job):
             without = job.processes[calls.index(None)]
             one = next(one for one in calls if one)
             if stuck(job) or without in gone or behind(job, without, one):
-                what = f"rank {without.rank} does not call {one.name}(), which rank "
-                what += f"{one.rank} calls after step {one.step}"
+                what = f"after step {one.step}, rank {one.rank} calls {one.name}(), "
+                what += f"but rank {without.rank} does not"
                 if wait := waiting(without):
-                    what += f": it waits in {wait.what}() at {wait.place}"
+                    what += f" and waits in {wait.what}() at {wait.place} instead"
                 leaves = one.name == "destroy_process_group"
                 yield Breach(what, one.place, mend=LEAVES * leaves)
                 return
             raise NotJudged("the job ended between two collectives")
         if len({(one.name, one.sent) for one in calls}) > 1:
-            made = [
-                f"rank {x.rank} calls {x.name}({x.sent}) at {x.place}" for x in calls
-            ]
-            what, mend = f"for collective call {number}, {', '.join(made)}", ""
+            made = [f"{x.name}({x.sent}) at {x.place} on rank {x.rank}" for x in calls]
+            what, mend = f"collective call {number} is {', but '.join(made)}", ""
             if len({one.name for one in calls}) == 1:
                 mend = "Give this call the same size, type and root on every rank."
             if any(one.name == "destroy_process_group" for one in calls):
@@ -237,7 +237,7 @@ def collectives_differ(job):
 
 
 def mixed(rows: list[list[Call]]) -> tuple[str, str] | None:
-    """Return how a loop's calls get the same things in other orders, and the line."""
+    """Return how loops make their calls in different orders, and the line."""
     found, columns = [], zip(*rows, strict=False)
     for _, run in groupby(columns, lambda x: (x[0].place, x[0].step, x[0].passes)):
         ranks, differ = [*zip(*run, strict=True)], []
@@ -255,13 +255,13 @@ def mixed(rows: list[list[Call]]) -> tuple[str, str] | None:
     if not found:
         return None
     one, name, pair = found[0]
-    told = ", ".join(f"that of {x} on rank {n}" for n, x in enumerate(pair[:4]))
+    told = ", ".join(f"{x} on rank {n}" for n, x in enumerate(pair[:4]))
     what = f"in {len(found)} loops over {name}, {one.name}() gets different things in "
     return f"{what}the same call: {told}", one.place
 
 
 def swapped(rows: list[list[Call]]) -> str:
-    """Return the line whose tensors have the same sizes in another order, or ""."""
+    """Return a line that sums the same numbers in different orders, or ""."""
     found = Counter()
     columns = [x for x in zip(*rows, strict=False) if x[0].value]
     for (line, _), run in groupby(columns, key=lambda x: (x[0].place, x[0].step)):
@@ -281,7 +281,7 @@ def far(one: float, other: float) -> float:
 
 
 def behind(job, without, call: Call) -> bool:
-    """Return whether a rank read more batches without another rank's call."""
+    """Return whether a rank passed the batch at which another rank made a call."""
     own = next(one for one in job.processes if one.rank == call.rank)
     read = sum(one.time < call.time for one in own.trained)
     return 0 < read < len(without.trained)

@@ -1,4 +1,4 @@
-"""Law 6: every weight lives. Checks the modes in which layers run."""
+"""Law 6: every weight learns. Checks the modes in which layers run."""
 
 import weakref
 
@@ -6,11 +6,13 @@ from ..event import Event
 from ..law import RISK, Breach, check, need
 from ..loaders import Loaders
 from ..moments import Step
-from ..record import STEPS, place, recorder, torch
+from ..record import place, recorder, torch
 from ..watcher import Watcher
 from .alive import LAW, Alive, dead_weights, not_in_an_optimizer
 from .layers import Layers, kind, networks
 from .replicas import listed
+
+LOST = dead_weights, not_in_an_optimizer
 
 
 class Mode(Event, limit=10**6):  # enough for all layers, several times
@@ -18,7 +20,7 @@ class Mode(Event, limit=10**6):  # enough for all layers, several times
 
     name: str
     kind: str  # batch norm or dropout
-    lives: bool  # the layer or the module around it has living weights
+    lives: bool  # weights of the layer or the module around it get gradients
     moves: bool  # these weights change
     ran: dict[str, list[int]]  # mode (train, eval, train without gradients) -> steps
     place: str
@@ -39,7 +41,7 @@ class Modes(Watcher):
     """Records the modes of batch norm and dropout layers."""
 
     def __init__(self):
-        self.stateful = weakref.WeakKeyDictionary()  # layers as weak references, too
+        self.stateful = weakref.WeakKeyDictionary()  # weak references, too
         self.pending, self.validated = None, set()
 
     def on_output(self, network, outputs, batch) -> None:
@@ -106,14 +108,12 @@ class Modes(Watcher):
 
 
 def modes(job) -> list[list[Mode]]:
-    """Return each process's last event of each layer with modes."""
+    """Return each process's last Mode event of each layer."""
     found = [process.of(Mode) for process in job.processes]
     return [[x for x in own if x.step == own[-1].step] for own in found]
 
 
-@check(
-    LAW, RISK, needs=[Mode], causes=[dead_weights, not_in_an_optimizer], read="README"
-)
+@check(LAW, RISK, needs=[Mode], causes=LOST, read="README")
 def frozen_in_train_mode(job):
     """A frozen network runs in training mode.
 
@@ -129,15 +129,14 @@ def frozen_in_train_mode(job):
     ):
         if found := [x for x in still if x.kind == kinds and often(job, x, mode)]:
             how = " under no_grad()" * (mode != "train")
-            what = f"{len(found)} {kinds} layers without weights that learn run in "
+            what = f"{len(found)} {kinds} layers of frozen modules run in "
             what += f"training mode{how}: {listed([one.name for one in found])}"
             yield Breach(what, found[0].place)
 
 
 def often(job, layer: Mode, mode: str) -> bool:
     """Return whether a layer ran in this mode in most watched steps."""
-    steps = min(job.watched, STEPS)
-    return len(layer.ran.get(mode, ())) >= max(3, steps / 2)
+    return len(layer.ran.get(mode, ())) >= max(3, job.watched / 2)
 
 
 @check(LAW, RISK, causes=[frozen_in_train_mode], read="docs/found.md")
@@ -149,15 +148,15 @@ def eval_mode(job):
     """
     need(job.of(Mode) or job.of(Validation), "no batch norm or dropout layer ran")
     for own, process in zip(modes(job)[:1], job.processes, strict=False):
-        steps = {one.step: one for one in process.of(Step)}
+        steps = {one.step for one in process.of(Step) if one.watched}
         layers = [one for one in own if one.lives]
         trains = {n for one in layers for n in one.ran.get("train", ())}
         evals = {n for one in layers for n in one.ran.get("eval", ())}
-        found = sorted((evals - trains) & {*steps})
+        found = sorted((evals - trains) & steps)
         if found:
-            what = f"{len(found)} of {len(steps)} steps, from step {found[0] + 1} on, "
+            what = f"in {len(found)} of {len(steps)} steps, from step {found[0] + 1} "
             names = listed([one.name for one in layers], 2)
-            what += f"train a network in evaluation mode: {names}"
+            what += f"on, a network trains in evaluation mode: {names}"
             yield Breach(what, layers[0].place)
     for one in validations(job):
         if one.training:

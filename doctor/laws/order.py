@@ -13,7 +13,7 @@ from .samples import LAW, left_out, where
 
 SHARE = (
     "With persistent_workers=True, the loader's processes keep their copies of the "
-    "data set: hold the number in a tensor with share_memory_(), or omit the option."
+    "data set: keep the number in a tensor with share_memory_(), or omit the option."
 )
 
 
@@ -51,7 +51,7 @@ def same_order(job):
     for number, (one, other) in enumerate(pairwise(marks(job) if kept else ())):
         if one == other and tells(one):
             what = f"epochs {number} and {number + 1} have {len(one)} samples per rank "
-            what += "with the same labels or other whole numbers in the same order"
+            what += "with the same labels or other integers in the same order"
             yield Breach(what + kept, where(job), mend=SHARE)
             return
 
@@ -74,7 +74,7 @@ def marks(job: Job) -> list[list[int]]:
 
 
 def tells(values: list[int]) -> bool:
-    """Return whether repeated numbers are not in a regular order, such as a cycle."""
+    """Return whether numbers are too irregular to recur in the same order by chance."""
     counts, pairs = Counter(values), Counter(pairwise(values))
     if len(values) < 64 or len(counts) > 0.75 * len(values):
         return len(values) >= 64

@@ -1,4 +1,4 @@
-"""Law 5: a step is the mean over all samples. Follows backward passes and steps."""
+"""Law 5: a step is the mean over all samples. Tracks backward passes and steps."""
 
 import re
 import weakref
@@ -16,7 +16,7 @@ from .replicas import DRIFT, alike, listed
 AWAIT = "wait", "synchronize", "is_completed", "get_future", "block_current_stream"
 ADAPTIVE = re.compile("Adam|RMSprop|Adagrad|Adadelta|Lamb|Lion|Muon|Rprop|Shampoo")
 LAW = Law(5, "gradient", "A step is the mean over all samples")
-SEPARATE = 8  # most passes of a step whose gradients doctor stores separately
+SEPARATE = 8  # maximum number of passes whose gradients doctor stores separately
 
 
 class Update(Event):
@@ -32,7 +32,7 @@ class Update(Event):
     lost: list[str]  # lines of passes whose gradients were cleared before the step
     stale: list[str]  # weights that still had the gradients of an earlier step
     clips: list[dict]  # see Passes.clip()
-    factor: float | None  # FSDP2: of this rank's shards, between backward() and step()
+    factor: float | None  # FSDP2: factor applied to the shards before step()
     place: str
 
     def part(self, values: list[float], number: int) -> list[float]:
@@ -48,7 +48,7 @@ class NotAwaited(Event, limit=20):
 
 
 class Passes(Watcher):
-    """Follows backward passes, and records the gradients that each pass adds."""
+    """Tracks backward passes, and records the gradients that each pass adds."""
 
     def __init__(self):
         self.passes, self.number, self.current = {}, 0, None
@@ -57,7 +57,7 @@ class Passes(Watcher):
         self.forwards, self.model = [], lambda: None
         self.scale, self.scaler = None, lambda: None
         self.sharded, self.shards = [], None
-        self.works = {}  # asynchronous calls that nobody has awaited
+        self.works = {}  # asynchronous calls that have not been awaited
 
     def hooks(self) -> None:
         dist = torch.distributed
@@ -260,7 +260,7 @@ def not_awaited(job):
 
 @check(LAW, WRONG)
 def shards_scaled_apart(job):
-    """Each rank scales its shards of the gradients by a factor of its own.
+    """Each rank scales its shards of the gradients by a different factor.
 
     Call torch.nn.utils.clip_grad_norm_() on the whole parameters: a norm of local
     shards differs between ranks.

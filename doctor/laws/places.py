@@ -1,4 +1,4 @@
-"""Law 9: all ranks meet. Checks ports and files that processes share."""
+"""Law 9: all ranks meet. Checks how processes join groups, and shared files."""
 
 import inspect
 import os
@@ -8,6 +8,7 @@ import sys
 from ..event import Failed, Joins, Rank
 from ..job import clashing
 from ..law import RISK, WRONG, Breach, check, need
+from ..moments import Step
 from ..record import place, recorder, torch, wrap
 from ..watcher import Watcher
 from .gradient import not_averaged
@@ -24,7 +25,7 @@ class Places(Watcher):
 
     def hooks(self) -> None:
         dist = torch.distributed
-        for owner in (dist, dist.distributed_c10d):
+        for owner in (dist, dist.distributed_c10d, dist.device_mesh):
             wrap(owner, "init_process_group", self.join)
 
     def join(self, call, *args, **kwargs):
@@ -106,6 +107,19 @@ def cannot_join(job):
     if one := (same + more + [None])[0]:
         what = f"{len(same) or count} processes join a group of {one.world_size}"
         yield Breach(what + f", all as rank {one.number}" * bool(same), one.place)
+
+
+@check(LAW, WRONG, needs=[Step], read="pitfall 11")
+def no_group(job):
+    """The processes never join a process group, so each of them trains alone.
+
+    Call init_process_group() at the start and wrap the network in DDP: a launcher only
+    starts the processes.
+    """
+    if len(job.processes) > 1 and not (job.of(Joins) or job.of(Rank)):
+        what = f"{len(job.processes)} processes train, but none calls "
+        what += "init_process_group(): each of them trains alone"
+        yield Breach(what, job.of(Step)[0].place)
 
 
 @check(LAW, RISK, needs=[Joins], read="pitfall 3")

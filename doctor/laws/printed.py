@@ -1,4 +1,4 @@
-"""Law 7: printed accuracies and losses are those of the networks' outputs."""
+"""Law 7: printed accuracies and losses agree with the networks' outputs."""
 
 import re
 from collections import Counter
@@ -11,12 +11,12 @@ from ..moments import Step
 from ..numbers import BEST, REPEATED, Group, Number, others, results
 from ..results import OTHER, Measured, Printed, repeated
 from .gradient import fits, near, not_averaged
-from .meeting import Call
 from .passes import Update
 from .replicas import names_differ, weights_differ, weights_drift
 from .samples import datasets_differ
 
 LAW = Law(7, "printed", "Prints are true")
+CAUSES = datasets_differ, names_differ, weights_differ, weights_drift, not_averaged
 SORT = (
     "Put the gathered predictions into the order of the labels, or gather the labels "
     "too: DistributedSampler gives rank r the samples r, r + world_size, ..."
@@ -75,10 +75,10 @@ def groups(job) -> list[Group]:
 
 
 def divided(job) -> int:
-    """Return the divisor of losses before backward(); 1 or 0 if it is unknown.
+    """Return the number by which the script divides its losses before backward().
 
-    It may be the number of passes per step, or the number of ranks, if the script sums
-    gradients.
+    This is the number of passes per step (or of ranks, if the script sums gradients),
+    1 if the script does not divide, or 0 if the number is unknown.
     """
     found, size, summed = Counter(), len(job.processes), False
     with suppress(NotJudged):
@@ -101,7 +101,7 @@ def divided(job) -> int:
 
 
 def judged(job) -> list[Site]:
-    """Return the script's lines that print results after a pass, with right prints."""
+    """Return the lines that print results after a pass, with counts of right prints."""
     sites, everything, running = {}, groups(job), set()
     for line in job.of(Printed):
         for order, number in enumerate(results(line.text)):
@@ -110,7 +110,7 @@ def judged(job) -> list[Site]:
             words = re.sub(" +", " ", words)
             key = line.rank, line.place, words, order, number.kind
             if known is None:
-                running.add(key)  # other prints show a last batch
+                running.add(key)  # this line also prints within a pass
                 continue
             site = sites.setdefault(key, Site(number.kind, line.place, words))
             if known is True:
@@ -127,9 +127,9 @@ WHAT |= dict.fromkeys(("loss", "perplexity"), ("loss", "root"))
 
 
 def judge(job, everything: list[Group], line: Printed, number: Number):
-    """Return True for a right number, its mistakes, {} if it is unclear, or None.
+    """Return True for a right number, the mistakes that explain a wrong one, or None.
 
-    {} means an unexplained number; None, no result of a whole pass, such as a loss.
+    {} means that none explains it; None, that it is not the result of a whole pass.
     """
     process = next(one for one in job.processes if one.rank == line.rank)
     found = [one for one in everything if one.what in WHAT[number.kind]]
@@ -183,7 +183,7 @@ def judge(job, everything: list[Group], line: Printed, number: Number):
 
 
 def a_share(job, line: Printed, number: Number) -> dict:
-    """Return whether a number is a share of more samples than the distinct ones."""
+    """Return a mistake if a number is a share of samples that include repeated ones."""
     sources = {}
     for one in job.of(Measured):
         if one.what == "seen" and one.after == line.step:
@@ -232,7 +232,7 @@ def in_a_pass(process, moment: float) -> bool:
 
 
 def unchecked(job) -> str:
-    """Return a result that doctor cannot recompute (name or values), and its place."""
+    """Return the name and place of a result that doctor cannot recompute, or ""."""
     seen = {}
     for line in job.of(Printed):
         if known := OTHER.search(line.text):
@@ -245,13 +245,7 @@ def unchecked(job) -> str:
     return ""
 
 
-@check(
-    LAW,
-    RISK,
-    general=True,
-    causes=[datasets_differ, names_differ, weights_differ, weights_drift, not_averaged],
-    read="pitfall 16",
-)
+@check(LAW, RISK, general=True, causes=CAUSES, read="pitfall 16")
 def wrong_number(job):
     """A printed result does not match the network's outputs.
 
@@ -323,25 +317,3 @@ def wrong_loss(job, breach):
     Not a mistake if: the line is meant to cover one rank or one batch only.
     """
     return told(breach, RISK)
-
-
-@check(LAW, WRONG, needs=[Call], read="pitfall 16")
-def reduced_again(job):
-    """Sums over all ranks are summed over all ranks again.
-
-    Add up each rank's own numbers, and call all_reduce() once, at the end.
-    """
-    found, run, last = Counter(), Counter(), {}
-    for row in zip(*(process.of(Call) for process in job.processes), strict=False):
-        one, values = row[0], [x.value for x in row]
-        if one.name == "all_reduce" and None not in values and len(row) > 1:
-            total = last.get(one.place, max(values) + 1)  # what the last call returned
-            grows = 2 * total >= max(values) >= min(values) >= 0.999 * total > 0
-            run[one.place] = run[one.place] + 1 if grows else 0
-            found[one.place] += run[one.place] > 1  # the second call: equal to a sum
-            last[one.place] = sum(values)
-            if found[one.place] > 1:
-                what = f"all_reduce() gets {min(values):.6g} or more on each rank, "
-                what += f"after it returned {total:.6g}: it sums earlier sums again"
-                yield Breach(what, one.place)
-                return

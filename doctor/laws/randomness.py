@@ -1,4 +1,4 @@
-"""Law 3: random streams differ between ranks."""
+"""Law 3: random streams differ."""
 
 import os
 import random
@@ -28,11 +28,11 @@ from ..signature import plain
 from ..watcher import Watcher
 from .samples import same_samples, undivided
 
-LAW = Law(3, "randomness", "Random streams differ between ranks")
-FETCHES = 15  # most batches to record per pass and process
+LAW = Law(3, "randomness", "Random streams differ")
+FETCHES = 15  # maximum number of batches to record per pass and process
 NOISE = "Give the script's own generator a seed that depends on the rank."
 LATE = (
-    "Draw what is to be equal on all ranks from a torch.Generator() of its own, or "
+    "Draw what must be equal on all ranks from a separate torch.Generator(), or "
     "inside torch.random.fork_rng(): torch.manual_seed() changes all later draws."
 )
 WORDS = {"forward": "forward passes", "fetch": "batches"}
@@ -44,7 +44,7 @@ class Draw(Event, limit=2000):
     where: str  # "fetch": loading a batch; "forward": a network's forward pass
     number: int  # the part's number in this pass over a DataLoader or in this step
     states: dict[str, int]  # hashes of the states of the generators that drew
-    count: int  # least number of drawn numbers
+    count: int  # lower bound of the number of draws
     drops: bool = False  # the network has dropout
     loader: int | None = None
     epoch: int | None = None
@@ -168,8 +168,8 @@ def draws(job, where: str) -> list[dict[tuple, Draw]]:
 def equal(rows: list[dict]) -> tuple[Counter, list[str], int, list[Draw]]:
     """Return {generator: number of draws in which two ranks have equal states}.
 
-    Also return the generators of which these are too many for chance (see since()), how
-    many draws could be compared, and the ranks' first equal ones.
+    Also return the generators with too many equal states for chance (see since()), how
+    many draws were compared, and the ranks' first equal draws.
     """
     keys = sorted(key for key in rows[0] if all(key in row for row in rows))
     found, pair = {}, []
@@ -189,8 +189,7 @@ def equal(rows: list[dict]) -> tuple[Counter, list[str], int, list[Draw]]:
 def same_random_numbers(job):
     """Ranks draw the same random numbers.
 
-    Call torch.manual_seed(seed + rank) on each rank after the network and the data set
-    have been made.
+    At the start of each epoch, call torch.manual_seed(seed + 1000 * epoch + rank).
     Not a mistake if: all ranks are meant to draw the same numbers.
     """
     several(job)
@@ -238,14 +237,14 @@ def same_random_numbers(job):
     if job.of(Compiles) and not job.of(Drawn):
         raise NotJudged("torch.compile() hides what the script draws itself")
     if new_contents(job):
-        raise NotJudged("something that was not seen changes the samples at random")
+        raise NotJudged("the samples change at random, but no draw was seen")
     if not held:
         raise NotJudged("no draw from a global generator was seen")
     yield f"the ranks' generators differ {', '.join(held)}"
 
 
 def worded(job, place: str, one: Same) -> tuple[str, str, str]:
-    """Return what a finding says of a line that draws, its place and the advice."""
+    """Return the text, place and advice of a finding about a line that draws."""
     if one.draws[0].own:
         return one.what, place, NOISE
     name = "numpy" if one.draws[0].name in MADE else "torch"
@@ -255,7 +254,7 @@ def worded(job, place: str, one: Same) -> tuple[str, str, str]:
 
 
 def new_contents(job) -> bool:
-    """Return whether samples change between epochs, but doctor saw no generator."""
+    """Return whether samples change between epochs although doctor saw no draws."""
     process, found = job.processes[0], {}
     for epoch in process.epochs:
         for one in process.batches(epoch):
@@ -269,9 +268,9 @@ def advice(name: str, origin: str, draw: Draw) -> str:
     """Return the advice for a generator, or "" for the check's own advice."""
     if "state" in origin:  # set_rng_state(), setstate()
         return "Save each rank's own state, and restore it on that rank."
-    text = "Seed PyTorch, and a generator given to the DataLoader, with seed + rank; "
+    text = "Seed PyTorch, and a generator given to the DataLoader, by epoch and rank; "
     if name.startswith("its ") and draw.worker is not None:
-        return f"{text}make {called(name)} in worker_init_fn, of torch.initial_seed()."
+        return f"{text}seed {called(name)} in worker_init_fn with torch.initial_seed()."
     if draw.worker is not None:
         return f"{text}use torch.initial_seed() in worker_init_fn."
     if name.startswith("its "):
@@ -285,7 +284,7 @@ def advice(name: str, origin: str, draw: Draw) -> str:
 def same_augmentation(job, breach):
     """Ranks draw the same random numbers for their samples.
 
-    Call torch.manual_seed(seed + rank) on each rank before the first epoch.
+    At the start of each epoch, call torch.manual_seed(seed + 1000 * epoch + rank).
     Not a mistake if: the random numbers do not change the samples.
     """
     return breach if breach.facts == "fetch" else None
@@ -295,7 +294,7 @@ def same_augmentation(job, breach):
 def same_dropout(job, breach):
     """Ranks draw the same random numbers in their networks, for example for dropout.
 
-    Call torch.manual_seed(seed + rank) on each rank after the network has been made.
+    At the start of each epoch, call torch.manual_seed(seed + 1000 * epoch + rank).
     Not a mistake if: the network itself is divided between the ranks.
     """
     return breach if breach.facts == "forward" else None
@@ -305,8 +304,8 @@ def same_dropout(job, breach):
 def same_noise(job, breach):
     """Ranks draw the same noise in their training loops.
 
-    Call torch.manual_seed(seed + rank) on each rank before the first epoch; also give
-    the loop's own generators a different seed on each rank.
+    At the start of each epoch, call torch.manual_seed(seed + 1000 * epoch + rank). Seed
+    the loop's own generators differently on each rank, too.
     Not a mistake if: all ranks are meant to choose the same, for example a size.
     """
     return breach if breach.facts == "loop" else None

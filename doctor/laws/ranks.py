@@ -18,7 +18,7 @@ from .replicas import other_network_differs
 from .samples import datasets_differ, where
 
 LAW = Law(2, "ranks", "Ranks are exchangeable")
-FEWEST, BATCHES = 20, 8  # least numbers of passes and of distinct batches
+FEWEST, BATCHES = 20, 8  # minimum numbers of passes and of distinct batches
 LOSSES = """cross_entropy nll_loss binary_cross_entropy mse_loss l1_loss huber_loss
     smooth_l1_loss binary_cross_entropy_with_logits kl_div ctc_loss
     triplet_margin_loss gaussian_nll_loss poisson_nll_loss""".split()
@@ -59,7 +59,7 @@ class Ranks(Watcher):
         return call(*args, **kwargs)
 
     def learn(self, where: str, args: tuple, kwargs: dict) -> None:
-        """Store the arguments of a loss."""
+        """Store the arguments of a loss function."""
         for key, value in kwargs.items():
             if isinstance(value, (int, float, str, bool)):
                 self.facts[f"{key} of {where}"] = str(value)
@@ -177,7 +177,7 @@ def series(job) -> dict[str, list[list[float]]]:
 
 
 def independent(job) -> float:
-    """Return each rank's number of distinct samples, in batches."""
+    """Return the lowest number of distinct samples on any rank, in batches."""
     counts = []
     for process in job.processes:
         rows = [x.indices or x.rows for x in process.trained if x.step < STEPS]

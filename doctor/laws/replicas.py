@@ -9,7 +9,6 @@ from itertools import pairwise
 from ..job import Job
 from ..law import NOTE, RISK, WRONG, Breach, Doubt, NotJudged, check, need, several
 from ..moments import Step
-from ..record import STEPS
 from .checkpoints import Saved
 from .meeting import collectives_differ
 from .states import LAW, Layout, State
@@ -23,7 +22,7 @@ def alike(lists: list, tolerance: float = 1e-3) -> bool:
 
 
 def close(one: list[float], other: list[float], tolerance: float) -> bool:
-    """Return whether two lists are equal up to rounding; NaN and infinity match all."""
+    """Return whether two lists are equal up to rounding; NaN and infinity match any."""
     size = max(math.hypot(*one), math.hypot(*other))
     gap = math.hypot(*(a - b for a, b in zip(one, other, strict=True)))
     return not gap > tolerance * size  # true for NaN, too
@@ -60,7 +59,7 @@ def differing(row: list[State], tolerance: float = 1e-6) -> tuple[list[str], int
 
 
 def first(rows: list[list[State]], what: str, tolerance: float) -> tuple | None:
-    """Return the first row that differs between ranks, and its description."""
+    """Return the first row that differs between ranks, a text and names, or None."""
     for row in rows:
         found, count = differing(row, tolerance)
         if found:
@@ -100,9 +99,9 @@ def names_differ(job):
 
 
 def pieces(job: Job, names: list[str]) -> str:
-    """Return why different weights may be right (they may be parts), or "".
+    """Return why weights may rightly differ (they may be parts), or "".
 
-    In that case, no network has them, and a network's weights train without optimizer.
+    In that case, no network has them, and a network changes without an optimizer.
     """
     if any(not re.match(r"weight \d+ of shape ", one) for one in names):
         return ""
@@ -214,20 +213,18 @@ def other_network_differs(job):
 
 
 def others(job: Job) -> dict[str, list[list[State]]]:
-    """Return the states of networks that run in most steps but that nothing trains."""
+    """Return states of networks that run in most steps but that no optimizer trains."""
     found = {}
     for row in states_of(job, "other"):
         found.setdefault(row[0].what, []).append(row)
-    least = max(3, min(job.watched, STEPS) / 2)
+    least = max(3, job.watched / 2)
     return {what: rows for what, rows in found.items() if len(rows) >= least}
 
 
-@check(
-    LAW,
-    RISK,
-    causes=[names_differ, weights_differ, weights_drift, other_network_differs],
-    read="pitfall 16",
-)
+APART = *EARLIER, weights_drift, other_network_differs
+
+
+@check(LAW, RISK, causes=APART, read="pitfall 16")
 def buffers_differ(job):
     """The ranks have different buffers, or validate different networks.
 
@@ -262,10 +259,10 @@ def buffers_differ(job):
 
 @check(LAW, RISK, causes=[*EARLIER, weights_drift], read="pitfall 11")
 def tensors_drift(job):
-    """A tensor that the script keeps, and updates alike on all ranks, drifts apart.
+    """The ranks' copies of a tensor that the script keeps and updates drift apart.
 
     Update it with the same numbers on every rank: all_reduce() or broadcast() all of
-    them, also those that are drawn at random or that replace unused entries.
+    them, including those that are drawn at random or that replace unused entries.
     Not a mistake if: the ranks are meant to have their own values from then on.
     """
     several(job)
@@ -286,14 +283,9 @@ def tensors_drift(job):
         yield Breach(what, job.of(Step)[0].place)
 
 
-@check(
-    LAW,
-    RISK,
-    causes=[names_differ, weights_differ, weights_drift, buffers_differ],
-    read="pitfall 11",
-)
+@check(LAW, RISK, causes=[*EARLIER, weights_drift, buffers_differ], read="pitfall 11")
 def weights_differ_in_the_end(job):
-    """The ranks end with different weights.
+    """At the end, the ranks have different weights.
 
     Look for code that changes the weights on one rank only.
     Not a mistake if: only one rank's weights are used.

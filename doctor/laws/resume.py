@@ -1,4 +1,4 @@
-"""Law 8: one process writes each file. Checks what a resumed run restores."""
+"""Law 8: files are whole, and have one writer. Checks what a resumed run restores."""
 
 import contextlib
 import os
@@ -26,11 +26,11 @@ from .files import LAW, base
 from .replicas import alike, listed, states_of
 from .states import Replicas, State
 
-MOST = 2000  # tensors of a loaded file
+MOST = 2000  # maximum number of tensors to read from a loaded file
 
 
 class Loaded(Event, limit=50):
-    """torch.load() has returned a state of an optimizer."""
+    """torch.load() has returned an optimizer's state."""
 
     schedule: bool  # also a scheduler's state
     place: str
@@ -60,12 +60,12 @@ class File:
 
     path: str
     place: str
-    few: dict[int, list[float]]  # numbers of tensors by address; not of restored ones
-    restores: bool = False  # a network has got some
+    few: dict[int, list[float]]  # a tensor's address -> numbers, until it is restored
+    restores: bool = False  # a network has loaded some of them
 
 
 class Resumes(Watcher):
-    """Follows torch.load() and load_state_dict()."""
+    """Tracks torch.load() and load_state_dict()."""
 
     def __init__(self):
         self.files = []
@@ -98,7 +98,7 @@ class Resumes(Watcher):
         return result
 
     def on_input(self, network, inputs) -> None:
-        """Write which of the script's own tensors are as in the loaded files."""
+        """Record which of the script's own tensors equal those of a loaded file."""
         files, self.files = [x for x in self.files if x.few and x.restores], []
         if not files or recorder.full(Resumed):
             return
@@ -231,6 +231,6 @@ def one_ranks_state(job):
 
 
 def apart(states: list[list[State]], name: str) -> list[bool]:
-    """Return for each step whether a tensor differs between the ranks."""
+    """Return, for each step, whether a tensor differs between the ranks."""
     rows = [[one.rows().get(name, []) for one in row] for row in states]
     return [not alike(row) for row in rows if all(row)]

@@ -63,7 +63,7 @@ class Samples(Watcher):
         recorder.write(feed)
 
     def part(self, loader) -> array | None:
-        """Return which samples a loader reads of the data set inside all subsets."""
+        """Return the indices that the subsets choose from the data set inside them."""
         subsets = inside(loader.dataset)[1]
         if not subsets or len(loader.dataset) > 200_000:
             return None
@@ -114,7 +114,7 @@ def where(job: Job, number: int | None = None) -> str:
 
 @check(LAW, WRONG, needs=[Step], read="lesson 4")
 def datasets_differ(job):
-    """The ranks do not use the same data set, though a sampler divides it.
+    """The ranks do not use the same data set, although a sampler divides it.
 
     Give every rank the same samples in the same order: sort lists of files, and seed
     random_split() and every shuffle of the data set alike on all ranks. If the script

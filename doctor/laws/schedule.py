@@ -1,4 +1,4 @@
-"""Law 4: replicas are equal. Compares learning rates."""
+"""Laws 4 and 6: learning rates are equal, and schedules fit the training."""
 
 import weakref
 from itertools import pairwise
@@ -9,14 +9,21 @@ from ..loaders import EpochEnd
 from ..moments import Step
 from ..record import place, recorder, torch, wrap
 from ..watcher import Watcher
+from .alive import LAW as LEARNS
 from .replicas import DRIFT, LAW, alike
+
+RESUMED = (
+    "load_state_dict() restores the old schedule's length: if the number of steps has "
+    "changed, create the scheduler again, and call step() for each finished step."
+)
 
 
 class Schedule(Event):
-    """The state of a learning-rate scheduler at the end."""
+    """The state of a learning-rate scheduler at the end of the job."""
 
     type: str
     planned: int | None  # the schedule's length in steps
+    made: int | None  # its length before any load_state_dict()
     taken: int  # number of the scheduler's steps
     per_step: float  # mean number of the scheduler's steps per optimizer step
     place: str  # the line that created the scheduler
@@ -42,8 +49,8 @@ class Schedules(Watcher):
         wrap(schedulers.ReduceLROnPlateau, "step", self.plateau)
 
     def create(self, call, scheduler, *args, **kwargs):
-        if all(known() is not scheduler for known, _ in self.made):
-            self.made.append((weakref.ref(scheduler), place()))
+        if all(known() is not scheduler for known, *_ in self.made):
+            self.made.append((weakref.ref(scheduler), place(), length(scheduler)))
         return call(scheduler, *args, **kwargs)
 
     def plateau(self, call, scheduler, metrics, *args, **kwargs):
@@ -51,12 +58,13 @@ class Schedules(Watcher):
         return call(scheduler, metrics, *args, **kwargs)
 
     def on_end(self) -> None:
-        for known, where in self.made:
+        for known, where, made in self.made:
             if (one := known()) is not None:
                 taken = int(getattr(one, "last_epoch", 0))
                 event = Schedule(
                     type=type(one).__name__,
                     planned=length(one),
+                    made=made,
                     taken=taken,
                     per_step=taken / max(1, recorder.step),
                     place=where,
@@ -103,12 +111,12 @@ def learning_rates_differ(job):
     for row in need(steps, "no step was seen on all ranks"):
         if len({tuple(one.rates) for one in row}) > 1:
             rates = ", ".join(f"{one.rates[0]:.4g}" for one in row)
-            what = f"in step {row[0].step + 1} the ranks have learning rates {rates}"
+            what = f"in step {row[0].step + 1}, the ranks have learning rates {rates}"
             yield Breach(what, row[0].place)
             return
 
 
-@check(LAW, RISK, read="pitfall 15")
+@check(LEARNS, RISK, read="pitfall 15")
 def schedule(job):
     """The learning rate schedule is longer or shorter than the training.
 
@@ -130,8 +138,10 @@ def schedule(job):
         if not one.taken or 0.7 < ratio < 1.4:
             continue
         what = f"{one.type} is set to {one.planned} steps, but takes {one.taken}"
-        mend = ""
-        if abs(one.per_step / size - 1) < 0.1:
+        mend = RESUMED * (one.made not in (None, one.planned))
+        if mend:
+            what += f" (the script made it with {one.made} steps)"
+        elif abs(one.per_step / size - 1) < 0.1:
             what += f": {size} in each optimizer step, one per process, as accelerate "
             what += "does with a scheduler that it has prepared"
             mend = "Plan the steps of all processes together (steps times "

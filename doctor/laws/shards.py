@@ -1,4 +1,4 @@
-"""Law 8: one process writes each file. Finds files with only parts of the weights."""
+"""Law 8: files are whole, and have one writer. Finds files of shards."""
 
 import os
 
@@ -37,9 +37,9 @@ class Shards(Watcher):
 
 
 def cut(obj) -> list[str]:
-    """Return the weights whose shards of this process an object contains.
+    """Return the names of weights of which an object contains this process's shards.
 
-    The object has tensors with the shards' names and shapes, or shapes and values.
+    Its tensors match these shards by name and shape, or by shape and values.
     """
     known = {
         bare(name): one
@@ -66,7 +66,7 @@ def cut(obj) -> list[str]:
 
 @check(LAW, WRONG, effects=[no_optimizer], read="lesson 16")
 def shards_saved(job):
-    """A file from one rank has only that rank's shards of the tensors.
+    """A file contains only one rank's shards of the weights.
 
     Use get_state_dict() with full_state_dict=True, or torch.distributed.checkpoint.
     """

@@ -22,7 +22,7 @@ class Layout(Event, limit=20):
 
     weights: list[str]  # names and shapes, in their order
     buffers: list[str]
-    frozen: list[str]  # weights that need no gradient, of which DDP averages none
+    frozen: list[str]  # weights that need no gradient, so DDP does not average them
     place: str
 
 
@@ -118,7 +118,7 @@ class Replicas(Watcher):
             self.write("end", "buffers", buffers())
 
     def held(self) -> dict:
-        """Return {name: weight} for all weights of networks that an optimizer has had.
+        """Return {name: weight} of all networks that an optimizer has trained.
 
         Equal names get numbers, in the order in which doctor first saw the weights,
         because Python frees an old network's weights at a different time on each rank.

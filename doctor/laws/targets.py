@@ -15,14 +15,14 @@ from ..watcher import Watcher
 from .ranks import LAW
 from .samples import datasets_differ
 
-FEWEST = 8  # least number of samples with a token or a class
+FEWEST = 8  # minimum number of samples with a token or a class
 Samples = list[tuple[dict[int, float], float]]  # features and a target
 
 
 class Contrast(Event, limit=400):
     """A loss over all ranks' candidates, one of which is right for each sample."""
 
-    first: int  # the first sample's target; the other targets follow
+    first: int  # the first sample's target; the others are the next integers
     count: int  # number of samples, and of each rank's candidates
     loss: float
     place: str
@@ -89,7 +89,7 @@ def same_targets(job):
 
 @check(LAW, RISK, needs=[Input, Targets], causes=[datasets_differ])
 def meanings_differ(job):
-    """Ids (such as those of words) or classes have another meaning on each rank.
+    """Ids (such as those of words) or classes mean different things on each rank.
 
     Use the same ids and classes on all ranks: build the vocabulary from all samples, or
     build it on rank 0 only and broadcast it.
@@ -115,7 +115,7 @@ def meanings_differ(job):
         if not errors > 8:
             continue
         what = f"on ranks {one} and {other}, targets depend on inputs (by {errors:.0f} "
-        what += f"standard errors or more), but not alike: over {count} pairs of "
+        what += f"standard errors or more), but differently: over {count} pairs of "
         what += f"a feature and a class, the correlation is {found:.2f}, not about "
         yield Breach(f"{what}{wanted:.2f}", job.of(Input)[0].place)
         return
@@ -138,7 +138,7 @@ def samples(process: Process) -> Samples:
 
 
 def common(*ranks: Samples) -> list[tuple]:
-    """Return the pairs (feature, class) that the ranks' samples allow to compare."""
+    """Return the pairs (feature, class) that have enough samples on all ranks."""
     features, classes = [], []
     for own in ranks:
         counts, targets, seen = {}, {}, {}
@@ -176,7 +176,7 @@ def related(own: Samples, cells: list[tuple]) -> list[float]:
 
 
 def beyond(own: Samples, cells: list[tuple], size: float) -> float:
-    """Return the relation of targets to inputs, in standard errors."""
+    """Return by how many standard errors `size` exceeds that of shuffled targets."""
     order, sizes, targets = Random(0), [], [target for _, target in own]
     for _ in range(24):
         order.shuffle(targets)

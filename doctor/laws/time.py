@@ -7,16 +7,19 @@ from statistics import fmean, median
 
 from ..event import Event
 from ..job import Process
-from ..law import SLOW, Breach, Law, NotJudged, check
+from ..law import SLOW, Breach, Law, NotJudged, check, need
 from ..moments import Moments, Step
 from ..record import recorder, torch, wrap
 from ..watcher import Watcher
+from .gradient import not_averaged
 from .meeting import hangs
 from .modes import Validation, validations
+from .passes import Update
+from .states import Layout
 
 LAW = Law(10, "time", "Time goes into work")
 LEAST = 0.05  # seconds: doctor does not judge shorter steps
-SHARE = 0.05  # least share of a step that a fix must save
+SHARE = 0.05  # minimum share of a step that a fix must save
 MENDS = {
     "data": "Load data in more processes (num_workers), or do less for each sample.",
     "validation": "Validate less often than in each step.",
@@ -179,7 +182,7 @@ def time_table(job) -> dict[int, dict[str, float]]:
 def walls(job) -> float:
     """Return a step's median duration in seconds; raise NotJudged for short steps."""
     if job.emulated:
-        raise NotJudged("--cpu emulated the GPUs, whose times would differ")
+        raise NotJudged("--cpu emulated the GPUs: times on real GPUs would differ")
     rows = [[one.wall for one in timed(process)] for process in job.processes]
     if min(map(len, rows), default=0) < 5:
         raise NotJudged("too few steps were seen: see --steps")
@@ -189,7 +192,27 @@ def walls(job) -> float:
     return wall
 
 
-@check(LAW, SLOW, general=True, needs=[Spans], causes=[hangs], read="docs/measure.md")
+@check(LAW, SLOW, causes=[not_averaged], read="lesson 7")
+def every_micro_batch(job):
+    """DDP averages gradients in each pass of a step.
+
+    Use model.no_sync() in all passes of a step except the last.
+    """
+    need(job.of(Layout), "DDP is not used")
+    for row in job.rows(Update):
+        passes = row[0].passes
+        forwards = [one["forwards"][-1] for one in passes if one["forwards"]]
+        places = {one["place"] for one in passes}
+        if len(passes) > 1 and sum(forwards) >= len(passes) and len(places) == 1:
+            what = f"DDP averages gradients {len(passes)} times per step"
+            yield Breach(what, passes[0]["place"])
+            return
+
+
+FIRST = hangs, every_micro_batch  # the report names their findings first
+
+
+@check(LAW, SLOW, general=True, needs=[Spans], causes=FIRST, read="docs/measure.md")
 def bottleneck(job):
     """A part of a step takes time that a change could save.
 
@@ -209,7 +232,7 @@ def bottleneck(job):
         found.append((1.0, slow))
     for part, (share, rank) in shares.items():
         if share > 2 * SHARE and not slow:
-            what = f"{part} is {share:.0%} of a step of {1000 * wall:.0f} ms on rank "
+            what = f"{part} takes {share:.0%} of a {1000 * wall:.0f} ms step on rank "
             found.append((share, Breach(f"{what}{rank}", mend=MENDS[part])))
     columns = [*zip(*steps, strict=False)]
     total, costs = sum(column[0].wall for column in columns), Counter()
@@ -244,7 +267,7 @@ def slowest(job, steps: list[list[Spans]], wall: float) -> Breach | None:
     columns = [*zip(*own, strict=False)]
     often = sum(column[slow] == max(column) for column in columns)
     gain = means[slow] - max(others)
-    if min(means) < 0:  # it waited for a core in collectives: the machine is loaded
+    if min(means) < 0:  # a rank waited for a core in collectives: the machine is busy
         return None
     if gain < max(SHARE * wall, 0.2 * max(others)) or often < 0.8 * len(columns):
         return None

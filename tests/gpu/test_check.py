@@ -32,7 +32,7 @@ def summary():
     "field, value, words",
     [
         ("commit", f"{COMMIT}-dirty", "undo or commit your changes"),
-        ("tests/0/commit", "1", "bf16 is of commit 1"),
+        ("tests/0/commit", "1", "bf16 is from commit 1"),
         ("tests/0/status", "failed", "bf16: failed: no native bf16"),
         ("timings/0/status", "not run", "distributed 1: not run"),
         ("timings/0/found/images_per_second", 0, "distributed 1: 0 images/s"),

@@ -110,9 +110,8 @@ def test_gpus_do_what_the_cpu_does(
     if count == "2" and (gpus == 1 or strategy == "dataparallel"):
         one, other = "there is one GPU", "batch norm sees other images than with DDP"
         pytest.skip(one if gpus == 1 else other)
-    found = difference(
-        train(strategy, *flags_of(level), NPROC=count), on_the_cpu(count)
-    )
+    ran = train(strategy, *flags_of(level), NPROC=count)
+    found = difference(ran, on_the_cpu(count))
     record_property("loss differs by", f"{found:.3g}")
     assert found <= TOLERANCE[level]
 

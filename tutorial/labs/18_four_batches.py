@@ -4,7 +4,7 @@ torchrun --standalone --nproc-per-node 2 tutorial/labs/18_four_batches.py
 
 symptom: The processes end up with different weights.
 grader: have different weights after step 1
-checks: weights, shares, steps(batch=16), uses(averages=1)
+checks: weights, shares, limits(at_once=4), steps(batch=16)
 doctor: not_averaged
 lesson: 07_accumulation
 path: core

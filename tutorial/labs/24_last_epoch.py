@@ -3,7 +3,7 @@
 torchrun --standalone --nproc-per-node 2 tutorial/labs/24_last_epoch.py
 
 symptom: After a crash, the checkpoint cannot be read.
-grader: the second save writes into the first checkpoint
+grader: the next save writes into the first epoch's checkpoint
 checks: weights, shares, steps, export(file="checkpoint.pt", part="model")
 runs: while_saving
 doctor: save_in_place

@@ -10,7 +10,7 @@ complete epoch, and ends with the same weights as a run that was never interrupt
 
 symptom: none
 grader: 6 of 6 mistakes are left
-checks: noise, rates, steps(rate=None), shares, accuracy(times=3)
+checks: noise, rates, steps(images=16, rate=None), shares, accuracy(times=3)
 doctor: -
 lesson: 12_restarts
 runs: capstone

@@ -6,18 +6,19 @@ A lab's header names its checks. A check raises Wrong with the script's mistake.
 import re
 import textwrap
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import chain, combinations, pairwise
 from pathlib import Path
 
 import torch
 from lab import FOLDER
-from play import Forward, Run, Wrong
+from play import EPOCHS, Forward, Run, Wrong
 from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn import functional as F
+from watch import SCALE
 
 # The images of all scripts, and the network and optimizer of most scripts
-EPOCHS, TRAINING, VALIDATION = 3, 96, 33
+TRAINING, VALIDATION = 96, 33
 LR, MOMENTUM = 0.1, 0.9
 IMAGES = torch.randn(129, 8, generator=torch.Generator().manual_seed(0))
 LABELS = IMAGES[:, :3].argmax(1)
@@ -51,7 +52,7 @@ def saved(file: Path, *norm: nn.Module, part: str = "") -> tuple[nn.Module, Tens
 
 def check_weights(run: Run) -> None:
     """Check that all processes have the same weights from the first step to the end."""
-    one, other = (rank.weights for rank in run.ranks)
+    one, other = (rank.weights for rank in (run.ranks[0], run.ranks[-1]))
     if not (one and other):
         raise Wrong("the optimizer takes no step")
     stages = [("before the first step", 0), ("at the end", -1)]
@@ -66,38 +67,69 @@ def check_weights(run: Run) -> None:
 
 
 def check_shares(
-    run: Run, least: int = TRAINING, contrast: float = 0, repeats: bool = False
+    run: Run, least: int = TRAINING, contrast: float = 0, repeats: int = 0
 ) -> None:
     """Check that each epoch trains on at least `least` images, in a new order.
 
-    Images with too little contrast are wrong; with `repeats=False`, so is an image's
-    second use in an epoch.
+    One process leaves out less than a batch. Images with too little contrast are wrong;
+    so is using more than `repeats` images twice in an epoch.
     """
     good = IMAGES.std(1) > contrast
-    shares = [indices(rank.trained()).chunk(EPOCHS) for rank in run.ranks]
-    for epoch, pair in enumerate(zip(*shares, strict=True)):
-        every = torch.cat(pair)
-        used = every.unique()
-        if bad := int((~good[used]).sum()):
+    count = int(good[:TRAINING].sum())
+    if len(run.ranks) == 1 and least < TRAINING:
+        least = count - 7
+    seen = [rank.epochs() for rank in run.ranks]  # rank, epoch, step: indices
+    seen = [[[indices(x.images()).tolist() for x in y] for y in z] for z in seen]
+    every_epoch = set()
+    for epoch, ranks in enumerate(zip(*seen, strict=True)):
+        every = [*chain(*chain(*ranks))]
+        used = {*every}
+        every_epoch |= used
+        if bad := len(used) - int(good[[*used]].sum()):
             raise Wrong(f"{bad} images of too little contrast are used")
-        if len(used) < least or (len(used) < len(every) and not repeats):
+        if len(used) < least or len(every) - len(used) > repeats:
             text = f"epoch {epoch} trains on {len(every)} images, {len(used)} of them"
             goal = f"{'at least ' * (least < TRAINING)}{least}"
             raise Wrong(f"{text} different, instead of once on each of {goal}")
-    if len(torch.cat(sum(shares, ())).unique()) == len(used) < good[:TRAINING].sum():
+    if every_epoch == used and len(used) < count:
         raise Wrong("every epoch leaves out the same images")
-    for rank, share in enumerate(shares):
-        pairs = [{*map(frozenset, pairwise(epoch.tolist()))} for epoch in share]
-        for a, b in combinations(range(EPOCHS), 2):
-            if len(pairs[a] & pairs[b]) > len(pairs[a]) / 2:
-                text = f"rank {rank} sees the same images in the same order"
-                raise Wrong(f"{text} in epochs {a} and {b}")
+    for rank, epochs in enumerate(seen):
+        together = [chain(*(combinations(x, 2) for x in one)) for one in epochs]
+        order = [pairwise(chain(*one)) for one in epochs]
+        for what, kind in (("order", order), ("batches", together)):
+            pairs = [{*map(frozenset, one)} for one in kind]
+            for a, b in combinations(range(EPOCHS), 2):
+                if len(pairs[a] & pairs[b]) > len(pairs[a]) * 2 / 3:
+                    text = f"rank {rank} sees the same images in the same {what}"
+                    raise Wrong(f"{text} in epochs {a} and {b}")
+
+
+def check_files(run: Run) -> None:
+    """Check that one process writes each file."""
+    files = [{path for one in x.last for path in one.wrote} for x in run.ranks]
+    shared = set.intersection(*files)
+    if shared and len(run.ranks) > 1:
+        raise Wrong(f"both processes write {Path(shared.pop()).name}")
+
+
+def check_limits(run: Run, averages: float = 1.5, **most: float) -> None:
+    """Limit fields of the events Step and Last."""
+    what = {"at_once": "{:g} images pass through the network at once"}
+    what["averages"] = "a step sends {:.3g} times as many numbers as it has gradients"
+    what["waits"] = "on a GPU, the script would wait for it {:g} times"
+    what["collectives"] = "the script itself calls collectives {:g} times"
+    for name, limit in {"averages": averages, **most}.items():
+        events = [one for rank in run.ranks for one in (*rank.steps, *rank.last)]
+        counts = [getattr(one, name) for one in events if hasattr(one, name)]
+        if max(counts, default=0) > limit:
+            raise Wrong(f"{what[name].format(max(counts))}; the limit is {limit:g}")
 
 
 def check_steps(
     run: Run,
     *,
-    batch: int = 8,  # images per process
+    batch: int = 8,  # images per process and step
+    images: int = 0,  # images of all processes per step, instead of `batch`
     most: int | None = None,  # number of steps to check
     rate: float | None = LR,  # None: each step's own learning rate
     max_norm: float = float("inf"),
@@ -106,13 +138,14 @@ def check_steps(
 ) -> None:
     """Check that one process with the same images per step takes the same steps."""
     velocity = torch.zeros(size).double()
+    batch = images // len(run.ranks) or batch
     rows = [*zip(*(rank.steps for rank in run.ranks), strict=False)]
     for number, row in enumerate(rows[:most], 1):
         step, passes = row[0], [one for own in row for one in own.passes]
         if len(step.before) != size:
             raise Wrong(f"the network has {len(step.before)} weights instead of {size}")
         for rank, own in enumerate(row):
-            if (count := sum(len(one.images) for one in own.passes)) != batch:
+            if (count := len(own.images())) != batch:
                 text = f"in step {number}, rank {rank} uses {count} images"
                 raise Wrong(f"{text} instead of {batch}")
         weights, lr = step.before.double(), rate or step.lr
@@ -125,9 +158,13 @@ def check_steps(
             ratio = moved.norm() / right.norm()
             far = abs(ratio - 1) > 0.01
             how = f"{ratio:.2f} times as far as" if far else "differently than"
-            text = f"step {number} moves the weights {how} one process does"
+            text = f"step {number} moves the weights {how} plain SGD does"
             limit = f" and a gradient norm of at most {max_norm}" * (max_norm < 9)
             raise Wrong(f"{text} with the same {batch * len(row)} images{limit}")
+    spread = rows[0][0].before[:128].std().item() / SCALE  # of the first layer
+    if not 0.172 < spread < 0.236:
+        text = f"the first layer starts with a standard deviation of {spread:.2f}"
+        raise Wrong(f"{text}; nn.Linear gives its weights about 0.2")
 
 
 def outputs(weights: Tensor, images: Tensor) -> Tensor:
@@ -169,39 +206,50 @@ def leaves_out(weights: Tensor, one: Forward) -> bool:
 
 
 def check_blocks(run: Run) -> None:
-    """Check that about half of the forward passes skip the middle block."""
-    steps = [step for rank in run.ranks for step in rank.steps]
-    left_out = [leaves_out(step.before, one) for step in steps for one in step.passes]
-    if not 0.15 < (share := sum(left_out) / len(left_out)) < 0.85:
-        raise Wrong(f"{share:.0%} of the forward passes leave out the middle block")
+    """Check that forward passes skip the middle block at random, until the end."""
+    for rank, one in enumerate(run.ranks):
+        out = [leaves_out(x.before, x.passes[0]) for x in one.steps]
+        half = len(out) // 2
+        random = all(0 < sum(x) < half for x in (out[:half], out[-half:]))
+        if not random or out[:-2] == out[2:]:
+            steps = [number for number, left in enumerate(out, 1) if left]
+            text = f"rank {rank} leaves out the middle block in steps {steps}"
+            raise Wrong(f"{text} of {len(out)}: this is not random")
 
 
 def check_rates(run: Run) -> None:
     """Check that the learning rate falls over the whole run."""
     rates = [step.lr for step in run.ranks[0].steps]
     first, middle, last = (rates[i] for i in (0, len(rates) // 2, -1))
-    rises = any(after > before + 1e-6 for before, after in pairwise(rates))
-    if rises or abs(first - LR) > 1e-6 or not last < LR / 10 < middle:
+    falls = [before - after for before, after in pairwise(rates)]
+    jump = max(falls) > 2 * LR / len(falls)  # cosine's largest is 1.6 times the mean
+    if min(falls) < -1e-6 or jump or abs(first - LR) > 1e-6 or not last < LR / 10:
         text = f"the learning rate is {first:.3f} in the first step, {middle:.3f} in"
-        text += f" the middle and {last:.3f} in the last step" + ", and rises" * rises
-        raise Wrong(f"{text}; it should fall from {LR} to almost 0")
+        text += f" the middle and {last:.3f} in the last step"
+        text += f", and falls by {max(falls):.3f} in one step" * jump
+        raise Wrong(f"{text}; it should fall from {LR} to almost 0, step by step")
 
 
 def check_noise(run: Run, scale: float = 0.1) -> None:
     """Check that each image gets its own noise, not a (scaled or reordered) copy."""
-    images = [rank.trained() for rank in run.ranks]
-    one, other = (some - IMAGES[indices(some)] for some in images)
-    count = min(len(one), len(other))
-    pairs = one[:count].flatten(), other[:count].flatten()
-    if torch.corrcoef(torch.stack(pairs))[0, 1].abs() > 0.3:
+    noise = []
+    for number, rank in enumerate(run.ranks):
+        images = rank.trained()
+        noise.append((images - IMAGES[indices(images)]).flatten())
+        if not 0.85 * scale < (spread := noise[-1].std()) < 1.15 * scale:
+            text = f"rank {number}'s noise has a standard deviation of {spread:.3f}"
+            raise Wrong(f"{text} instead of {scale}")
+        if repeated(noise[-1]):
+            raise Wrong(f"rank {number} adds the same noise to several images")
+    pairs = torch.stack([one[: min(map(len, noise))] for one in noise])
+    alike = len(noise) > 1 and torch.corrcoef(pairs)[0, 1].abs() > 0.3
+    if alike or repeated(torch.cat(noise)):
         raise Wrong("both processes add the same noise to their images")
-    every = torch.cat([one, other])
-    if not 0.8 * scale < every.std() < 1.2 * scale:
-        text = f"a standard deviation of {every.std():.3f} instead of {scale}"
-        raise Wrong(f"the noise has {text}")
-    rows = F.normalize(every).abs().sort(1).values
-    if (torch.cdist(rows, rows) < 1e-3).fill_diagonal_(False).any():
-        raise Wrong("the same noise is added to several images")
+
+
+def repeated(values: Tensor) -> bool:
+    """Return whether many values occur several times, apart from their sign."""
+    return bool((values.abs().sort().values.diff() < 1e-6).float().mean() > 0.1)
 
 
 def check_pretrained(run: Run) -> None:
@@ -210,8 +258,11 @@ def check_pretrained(run: Run) -> None:
         raise Wrong("training does not start from the weights in pretrained.pt")
 
 
-def check_accuracy(run: Run, times: int = 1) -> None:
-    """Check that each printed accuracy counts each validation image once."""
+def check_accuracy(run: Run, times: int = 1, divided: bool = True) -> None:
+    """Check that each printed accuracy counts each validation image once.
+
+    If `divided` is true, each process validates its share of the images.
+    """
     passes = [one for rank in run.ranks for one in rank.validated]
     if any(one.training for one in passes):
         raise Wrong("the script validates a network that is in training mode")
@@ -220,9 +271,10 @@ def check_accuracy(run: Run, times: int = 1) -> None:
         count = f"{len(both)} of {len(hits(passes))} validation images"
         raise Wrong(f"{count} are also used for training")
     steps = set()
-    for rank, other in (run.ranks, run.ranks[::-1]):
+    for rank in run.ranks:
+        ranks = sorted(run.ranks, key=lambda one: one is rank)  # its own passes win
+        passes = [one for x in ranks for one in x.validated]
         for line in rank.printed:
-            passes = [*other.validated, *rank.validated]  # use these, too
             right = hits([one for one in passes if one.step == line.step])
             share = sum(right.values()) / VALIDATION
             for printed in re.findall(r"accuracy (\d\.\d+)", line.text):
@@ -235,6 +287,12 @@ def check_accuracy(run: Run, times: int = 1) -> None:
                 steps.add(line.step)
     if len(steps) < times:
         raise Wrong(f"an accuracy follows only {len(steps)} of {times} epochs")
+    share = -(-VALIDATION // len(run.ranks))
+    for number, rank in enumerate(run.ranks):
+        count = sum(len(one.images) for one in rank.validated) / len(steps)
+        if divided and count > share:
+            text = f"rank {number} validates {count:g} images; its share is {share} of"
+            raise Wrong(f"{text} {VALIDATION}")
 
 
 def hits(passes: list[Forward]) -> dict[int, bool]:
@@ -277,23 +335,11 @@ def check_optimizer(run: Run) -> None:
         raise Wrong(f"{CHECKPOINT} does not hold the momentum of all weights")
 
 
-def check_calls(run: Run, **most: int) -> None:
-    """Limit the steps after which the script reads a tensor, or its collectives."""
-    what = {"waits": "on a GPU, the script would wait for it"}
-    what["collectives"] = "the script itself calls collectives"
-    for name, limit in most.items():
-        if (count := getattr(run.ranks[0].last[0], name)) > limit:
-            raise Wrong(f"{what[name]} {count} times; at most {limit} are allowed")
-
-
 def check_printed(run: Run, names: tuple[str, ...]) -> None:
     """Check that the script prints each epoch's means over all images of the epoch."""
     for epoch in range(EPOCHS):
-        passes = []
-        for rank in run.ranks:
-            share = len(rank.steps) // EPOCHS
-            steps = rank.steps[epoch * share : (epoch + 1) * share]
-            passes += [one for step in steps for one in step.passes]
+        steps = chain(*(rank.epochs()[epoch] for rank in run.ranks))
+        passes = [one for step in steps for one in step.passes]
         outputs = torch.cat([one.outputs for one in passes])
         labels = LABELS[indices(torch.cat([one.images for one in passes]))]
         right = {"loss": F.cross_entropy(outputs, labels)}
@@ -309,7 +355,7 @@ def check_printed(run: Run, names: tuple[str, ...]) -> None:
 def check_bytes(run: Run) -> None:
     """Check that each epoch, the script prints the bytes of all gradients so far."""
     for epoch in range(EPOCHS):
-        count = (epoch + 1) * 6 * PLAIN * 4
+        count = (epoch + 1) * len(run.ranks[0].steps) // EPOCHS * PLAIN * 4
         if str(count) not in run.ranks[0].text:
             raise Wrong(f"epoch {epoch} ends after {count} bytes; they are not printed")
 
@@ -331,9 +377,10 @@ def check_local(run: Run, every: int = 4) -> None:
 
 
 def check_uses(run: Run, **facts: object) -> None:
-    """Check that the first step of each process has these values of Step's fields."""
+    """Check that the steps of each process have these values of Step's fields."""
     for rank, one in enumerate(run.ranks):
-        for name, right in facts.items():
-            if (found := getattr(one.steps[0], name)) != right:
-                text = f"in the first step of rank {rank}, {name} is {found}"
-                raise Wrong(f"{text} instead of {right}")
+        for number, step in enumerate(one.steps, 1):
+            for name, right in facts.items():
+                if (found := getattr(step, name)) != right:
+                    text = f"in step {number} of rank {rank}, {name} is {found}"
+                    raise Wrong(f"{text} instead of {right}")

@@ -20,6 +20,7 @@ import torch
 from lab import FOLDER, Lab, labs
 from play import FORK, PATIENCE, Run, Wrong, started
 
+TWO = "uses", "blocks"  # checks that need two processes, or more steps
 HOROVOD = importlib.util.find_spec("horovod")
 LABS = labs()
 
@@ -31,11 +32,11 @@ def lab_of(script: Path) -> Lab | None:
 
 def check(run: Run, chosen: dict[str, dict]) -> None:
     """Run checks with their options."""
-    for name, options in chosen.items():
+    for name, options in ({"files": {}, "limits": {}} | chosen).items():
         getattr(checks, f"check_{name}")(run, **options)
 
 
-def play_once(script: Path, chosen: dict | None = None, when="", **options) -> Run:
+def play(script: Path, chosen: dict | None = None, when="", **options) -> Run:
     """Run a script and its checks, or the chosen ones; `when` precedes the message."""
     try:
         with started(script, **options) as run:
@@ -46,9 +47,22 @@ def play_once(script: Path, chosen: dict | None = None, when="", **options) -> R
     return run
 
 
+def play_once(script: Path) -> Run:
+    """Run a script in two processes, and then in one; return the first run."""
+    run = play(script)
+    play_alone(script)
+    return run
+
+
+def play_alone(script: Path) -> None:
+    """Run a script in one process: what is right for two only is wrong."""
+    some = {x: y for x, y in lab_of(script).checks.items() if x not in TWO}
+    play(script, some, when="with one process, ", size=1)
+
+
 def play_on_machines(script: Path) -> None:
     """Run a script on two machines with one process each, and then on one machine."""
-    play_once(script, when="on two machines with one process each, ", machines=2)
+    play(script, when="on two machines with one process each, ", machines=2)
     play_once(script)
 
 
@@ -59,7 +73,7 @@ def play_twice(script: Path) -> None:
     hold = lambda _: (ready.wait(), signal.pause())  # noqa: E731
     with started(script, disturb=hold):
         ready.wait(PATIENCE)
-        play_once(script, when="if another run is in progress, ")
+        play(script, when="if another run is in progress, ")
 
 
 def play_killed(script: Path, whole: Run | None = None) -> None:
@@ -69,7 +83,7 @@ def play_killed(script: Path, whole: Run | None = None) -> None:
     with started(script, disturb=kill) as killed:
         killed.end(may_fail=True)
         killed.kill()
-        again = play_once(script, {"weights": {}}, files=killed.files).ranks[0]
+        again = play(script, {"weights": {}}, files=killed.files).ranks[0]
     if len(again.steps) != 6:
         text = "after a run that was killed in epoch 2, the next run takes"
         raise Wrong(f"{text} {len(again.steps)} steps instead of the last 6")
@@ -79,38 +93,41 @@ def play_killed(script: Path, whole: Run | None = None) -> None:
 
 
 def play_while_saving(script: Path) -> None:
-    """Run a script, and check what its second save does to the first checkpoint."""
+    """Run a script, and check what each save does to the checkpoint before it."""
 
     def removes(event: str, arguments: tuple) -> None:
         moves = event in ("os.remove", "os.rename")  # os.replace is a rename, too
         if moves and Path(str(arguments[0])).name == checks.CHECKPOINT:
             raise RuntimeError("for a moment, this leaves no checkpoint")
 
-    def link(steps: int) -> None:  # the first checkpoint gets a second name
-        if steps == 6 and os.environ["RANK"] == "0":
+    def link(steps: int) -> None:  # the checkpoint gets a second name
+        if steps in (6, 12) and os.environ["RANK"] == "0":
             if os.path.exists(checks.CHECKPOINT):
-                os.link(checks.CHECKPOINT, "first.pt")
+                os.link(checks.CHECKPOINT, f"{steps}.pt")
             sys.addaudithook(removes)
 
     with started(script, disturb=link) as run:
         run.end()
         check(run, lab_of(script).checks)
-        first = run.files / "first.pt"
-        if not first.exists():
-            raise Wrong(f"there is no {checks.CHECKPOINT} after the first epoch")
-        _, weights = checks.saved(first, part="model")
-        if checks.differ(weights, run.ranks[0].weights[6]):
-            text = "the second save writes into the first checkpoint"
-            raise Wrong(f"{text}; if it is killed meanwhile, none can be read")
+        for epoch, steps in (("first", 6), ("second", 12)):
+            old = run.files / f"{steps}.pt"
+            if not old.exists():
+                raise Wrong(f"there is no {checks.CHECKPOINT} after the {epoch} epoch")
+            _, weights = checks.saved(old, part="model")
+            if checks.differ(weights, run.ranks[0].weights[steps]):
+                text = f"the next save writes into the {epoch} epoch's checkpoint"
+                raise Wrong(f"{text}; if it is killed meanwhile, none can be read")
+    play_alone(script)
 
 
 def play_capstone(script: Path) -> None:
     """Run the capstone, also with a kill and a resumed run; count its mistakes."""
-    run = play_once(script, {"weights": {}, "uses": {"averages": 1}})
+    run = play(script, {"weights": {}, "limits": {"at_once": 4}})
     each = [{name: options} for name, options in lab_of(script).checks.items()]
     found = [problem(play_killed, script, run), *(problem(check, run, x) for x in each)]
     if left := len(found) - found.count(None):
         raise Wrong(f"{left} of 6 mistakes are left")
+    play_alone(script)
 
 
 def problem(play: Callable, *given: object) -> str | None:

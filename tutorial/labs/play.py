@@ -1,4 +1,4 @@
-"""Start a script in two processes, wait for them, and read what they recorded."""
+"""Start a script in its processes, wait for them, and read what they recorded."""
 
 import contextlib
 import multiprocessing
@@ -20,6 +20,7 @@ from doctor import job
 from doctor.event import Failed
 from doctor.results import Printed
 
+EPOCHS = 3  # of all scripts
 PATIENCE = float(os.environ.get("PATIENCE", "10"))  # seconds
 FORK = multiprocessing.get_context("fork")
 
@@ -43,8 +44,12 @@ class Rank:
 
     def trained(self) -> Tensor:
         """Return the images of all steps, with shape (N, 8)."""
-        passes = [one.images for step in self.steps for one in step.passes]
-        return torch.cat([torch.empty(0, 8), *passes])
+        return torch.cat([torch.empty(0, 8), *(x.images() for x in self.steps)])
+
+    def epochs(self) -> list[list[Step]]:
+        """Return the steps of each epoch."""
+        size = -(-len(self.steps) // EPOCHS)
+        return [self.steps[size * i :][:size] for i in range(EPOCHS)]
 
     def ending(self, code: int | None) -> str:
         """Return how the process ended or, if its code is None, where it waits."""
@@ -62,7 +67,7 @@ class Rank:
 
 @dataclass
 class Run:
-    """Two processes that run a script."""
+    """The processes that run a script."""
 
     files: Path  # their working directory
     records: Path  # the folder of their events and texts
@@ -70,7 +75,7 @@ class Run:
     ranks: list[Rank] = field(default_factory=list)
 
     def end(self, may_fail: bool = False) -> None:
-        """Wait until both have ended; raise Wrong if one fails or hangs."""
+        """Wait until all have ended; raise Wrong if one fails or hangs."""
         while alive := [x.sentinel for x in self.processes if x.exitcode is None]:
             failed = any(process.exitcode for process in self.processes)
             wait(alive, 2 if failed else 0.5)  # then the other soon fails too
@@ -78,19 +83,20 @@ class Run:
                 break
         codes = [process.exitcode for process in self.processes]
         found = {process.rank: process for process in job.read(self.records).processes}
-        for rank in (0, 1):
+        for rank in range(len(codes)):
             text = (self.records / f"{rank}.text").read_text()
-            process = found.get(rank, job.Process(rank, 2, []))
+            process = found.get(rank, job.Process(rank, len(codes), []))
             self.ranks.append(Rank(process, text))
-        if may_fail or codes == [0, 0]:
+        if may_fail or codes == [0] * len(codes):
             return
         lines = [x.ending(code) for x, code in zip(self.ranks, codes, strict=True)]
         if not any(codes):
             raise Wrong(f"nothing happens for {PATIENCE:g} s: {' and '.join(lines)}")
         # A lost connection means only that the other process ended earlier
         lost = "onnection|roken pipe"
-        own = [r for r in (0, 1) if codes[r] and not re.search(lost, lines[r])]
-        raise Wrong(lines[own[0]] if own else " and ".join(lines))
+        pairs = zip(lines, codes, strict=True)
+        own = [line for line, code in pairs if code and not re.search(lost, line)]
+        raise Wrong(own[0] if own else " and ".join(lines))
 
     def hangs(self) -> bool:
         """Return whether nothing has happened for a long time."""
@@ -99,7 +105,7 @@ class Run:
         return any(waits) and all(x is None or x > PATIENCE for x in waits)
 
     def kill(self) -> None:
-        """Kill both processes, and the processes that they started."""
+        """Kill the processes, and those that they started."""
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -108,7 +114,7 @@ class Run:
 
 
 @contextlib.contextmanager
-def horovod() -> Iterator[list[dict[str, str]]]:
+def horovod(size: int) -> Iterator[list[dict[str, str]]]:
     """Start Horovod's rendezvous server; yield each rank's environment variables."""
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
     from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
@@ -116,7 +122,7 @@ def horovod() -> Iterator[list[dict[str, str]]]:
 
     server = RendezvousServer()
     common = create_run_env_vars("127.0.0.1", ["lo"], str(server.start()))
-    slots = get_host_assignments(parse_hosts("localhost:2"), 2)
+    slots = get_host_assignments(parse_hosts(f"localhost:{size}"), size)
     server.init(slots)
     try:
         yield [common | create_slot_env_vars(slot) for slot in slots]
@@ -128,17 +134,18 @@ def horovod() -> Iterator[list[dict[str, str]]]:
 def started(
     script: Path,
     files: Path | None = None,
+    size: int = 2,
     machines: int = 1,
     disturb: Callable[[int], object] = lambda steps: None,
 ) -> Iterator[Run]:
-    """Start a script in two processes; kill them after the block.
+    """Start a script in `size` processes; kill them after the block.
 
     They run in the folder `files`, or in a new one that is deleted after the block.
     With `machines=2`, two machines have one process each. The processes call `disturb`
     before each step, with the number of completed steps.
     """
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
-    variables |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": str(2 // machines)}
+    variables |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size // machines)}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lab-")))
         run = Run(files or folder / "files", folder / "records")
@@ -147,11 +154,11 @@ def started(
         variables["DOCTOR_FOLDER"] = str(run.records)
         stack.callback(run.kill)
         needs = "import horovod" in script.read_text()
-        places = stack.enter_context(horovod()) if needs else [{}, {}]
+        places = stack.enter_context(horovod(size)) if needs else [{}] * size
         for rank, place in enumerate(places):
-            place |= {"RANK": str(rank), "LOCAL_RANK": str(rank % (2 // machines))}
+            local = {"RANK": str(rank), "LOCAL_RANK": str(rank % (size // machines))}
             text = run.records / f"{rank}.text"
-            task = script, run.files, text, variables | place, disturb
+            task = script, run.files, text, variables | place | local, disturb
             run.processes.append(FORK.Process(target=be_rank, args=task))
             run.processes[rank].start()
         yield run

@@ -1,4 +1,4 @@
-"""Python imports this module when it starts; training processes then wait in turns."""
+"""Python imports this module when it starts; it makes training processes take turns."""
 
 import sys
 

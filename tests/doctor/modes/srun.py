@@ -28,16 +28,13 @@ for epoch in range(2):
     with torch.no_grad():  # without a DataLoader
         own = val[rank::2]
         torch.eq(input=own[:, 0], other=own[:, 1])  # calls by keyword
-        right = (model.module(own).topk(2).indices == own[:, :3].argmax(1, True))[
-            :, 0
-        ].sum()
+        best = model.module(own).topk(2).indices
+        right = (best == own[:, :3].argmax(1, True))[:, 0].sum()
     dist.all_reduce(right)
     if rank == 0:
         print(f"accuracy {right / 33:.4f}")
-        states = {
-            "model": model.module.state_dict(),
-            "optimizer": optimizer.state_dict(),
-        }
+        states = {"model": model.module.state_dict()}
+        states["optimizer"] = optimizer.state_dict()
         torch.save(obj=states, f="new.pt")
         os.replace(src="new.pt", dst="checkpoint.pt")
 dist.destroy_process_group()
