@@ -255,6 +255,15 @@ def draws_in_steps(job: Job) -> bool:
     return len(drawn) > len({one.step for one in process.of(Input)}) / 2
 
 
+def other_orders(job: Job, least: int) -> str:
+    """Return the line that draws a permutation, but another one on each rank, or ""."""
+    for row in job.rows(Drawn):
+        same = len({one.place for one in row}) == 1 and row[0].size > least
+        if same and row[0].permutes and len({one.value for one in row}) > 1:
+            return row[0].place
+    return ""
+
+
 def equal_owners(job: Job) -> tuple[str, str, str]:
     """Return how the ranks' objects of one class draw the same numbers, or "".
 

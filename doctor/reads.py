@@ -68,12 +68,6 @@ class Reads:
         unsure = not self.whole and not self.index
         return len(self.ranks) * (self.batch if unsure else 1)
 
-    def poor(self) -> bool:
-        """Return whether contents cannot identify samples, as with single words."""
-        batches = [x for one in self.ranks for x in one if len(x) > 1]
-        distinct = sum(len({*one}) for one in batches)
-        return not self.index and distinct < 0.8 * sum(map(len, batches))
-
     def vague(self) -> bool:
         """Return whether contents come again on one rank as often as on two ranks.
 
