@@ -72,7 +72,7 @@ class Normalized(Dataset):
 
 
 def crop(height: int, width: int) -> tuple[int, int, int, int]:
-    """Choose a random part of an image, as in training."""
+    """Choose a random crop of an image, as in training."""
     shape = torch.empty(height, width, device="meta")
     return USUAL_TRAIN[0].get_params(shape, (0.08, 1.0), (3 / 4, 4 / 3))
 

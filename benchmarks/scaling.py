@@ -145,7 +145,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def print_table(args: argparse.Namespace) -> None:
-    """Print the predictions for up to 1,024 of the user's GPUs."""
+    """Print the predictions for up to 1,024 GPUs like the user's."""
     inside = Link(NVLINK_ALPHA, args.link_gigabytes * 1e9)
     per_gpu = args.step_milliseconds / 1e3, args.images_per_gpu, 4 * args.parameters
     between = network(args.network_gigabits)

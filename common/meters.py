@@ -107,8 +107,8 @@ def peak_memory_mib(device: torch.device) -> float:
 class Progress(tqdm):
     """Iterates over a loader and measures its speed; rank 0 shows the progress.
 
-    On a terminal, it draws a bar. To a log file, show_interval() prints a line for
-    the first and the last interval, and at most one per LOG_SECONDS in between.
+    On a terminal, it draws a bar. Elsewhere, show_interval() prints a line for the
+    first and the last interval, and at most one per LOG_SECONDS in between.
     """
 
     def __init__(self, title: str, loader: DeviceLoader, done: int = 0):

@@ -138,19 +138,25 @@ def other_contents(job: Job, labels: bool) -> str:
     if not first or len(read) < 2 or any(one & read[0] for one in read[1:] if one):
         if not first or not all(one.divides for one in first):
             return ""  # ranks may number their samples differently
-    found = [contents(process, labels) for process in job.processes]
+    known = [contents(process, labels) for process in job.processes]
+    found, shares = zip(*known, strict=True)
     for one, other in combinations(range(len(found)), 2):
         both = found[one].keys() & found[other].keys()
         differ = sum(found[one][x] != found[other][x] for x in both)
-        if differ > max(4, 0.05 * len(both)):
+        chance = max(0.05, 3 * shares[one], 3 * shares[other])
+        if differ > max(4, chance * len(both)):
             what = "labels" if labels else "contents"
             text = f"{differ} of {len(both)} samples that ranks {one} and {other} have "
             return f"{text}both read have different {what} on the two ranks"
     return ""
 
 
-def contents(process: Process, labels: bool) -> dict[int, int]:
-    """Return {index: label or hash} of samples; {} if these values change over time."""
+def contents(process: Process, labels: bool) -> tuple[dict[int, int], float]:
+    """Return {index: label or hash} of samples, and the share that change over time.
+
+    With a batch's longest sample, for example, padding changes. If many samples change,
+    the dictionary is empty.
+    """
     found = {}
     batches = [x for epoch in process.epochs for x in process.batches(epoch)]
     for one in batches:
@@ -159,5 +165,6 @@ def contents(process: Process, labels: bool) -> dict[int, int]:
             found.setdefault(pair[0], []).append(pair[1])
     again = [x for x in found.values() if len(x) > 1]
     stay = sum(len({*x}) == 1 for x in again)
-    fixed = len(again) > 4 and stay > 0.9 * len(again)
-    return {index: x[0] for index, x in found.items()} if fixed else {}
+    share = 1 - stay / max(1, len(again))
+    fixed = len(again) > 4 and share < 0.1
+    return {index: x[0] for index, x in found.items()} if fixed else {}, share

@@ -43,7 +43,7 @@ def synchronised(base: str, sibling: str, name: str) -> str:
 
 
 def main(root: Path = ROOT) -> None:
-    """Write the siblings in `root` that differ, and print their names."""
+    """Rewrite the siblings in `root` that are out of date; print their names."""
     base = (root / BASE).read_text()
     for name in SIBLINGS:
         before = (root / name).read_text()

@@ -261,6 +261,9 @@ def test_the_advice_on_no_sync_and_on_a_prepared_scheduler():
     for planned, advice in ((4, "accelerator"), (8, "load_state_dict")):
         found = judged(*[[event(Schedule, 4, made=planned, **plan)]] * 2).findings
         assert [x.law for x in found] == [LEARNS] and advice in found[0].mend
+    half = event(Schedule, 4, made=8, **plan | {"planned": 8, "taken": 4})
+    rest = event(Schedule, 8, made=8, **plan | {"planned": 8})
+    assert not judged(*[[half, rest]] * 2).findings  # the script resumes
 
 
 def test_the_length_of_a_schedule():

@@ -1,1 +1,1 @@
-"""Measures in turns which strategies are faster, with a bounded chance of error."""
+"""Times the strategies in turns to find faster ones, with a bounded chance of error."""

@@ -51,7 +51,7 @@ def orders(names: Sequence[str], draw: random.Random) -> Iterator[list[str]]:
 def levels(cohort: dict, alone: Sequence[str] = ()) -> dict[str, float]:
     """Return each candidate's log(seconds per image) in a cohort, by median polish.
 
-    The machine's slowness affects the nth turns of all candidates equally, except for
+    A slower machine affects the nth turns of all candidates equally, except for
     those that ran `alone`. A cohort's "turns" begin with a name and seconds per image.
 
     Source: https://en.wikipedia.org/wiki/Median_polish

@@ -258,7 +258,7 @@ def dead_weights(job):
 
 @explains(dead_weights, WRONG, read="lesson 16")
 def zero_gradients(job, breach):
-    """All gradients of an optimizer are zero.
+    """The gradients of all of an optimizer's parameters are zero.
 
     Give the optimizer the network's final weights (after fully_shard(), for example),
     and check that the loss depends on them: the cross-entropy of a single output is

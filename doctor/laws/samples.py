@@ -115,7 +115,7 @@ def where(job: Job, number: int | None = None) -> str:
 
 @check(LAW, WRONG, needs=[Step], read="lesson 4")
 def datasets_differ(job):
-    """The ranks do not use the same data set, although a sampler divides it.
+    """The ranks' data sets differ, but a sampler divides them as if they were the same.
 
     Give every rank the same samples in the same order: sort lists of files, and seed
     random_split() and every shuffle of the data set alike on all ranks. If the script

@@ -121,7 +121,7 @@ def schedule(job):
     """The learning rate schedule is longer or shorter than the training.
 
     Count the steps of one process: len(loader) times the number of epochs.
-    Not a mistake if: the schedule is meant to be longer, or shorter.
+    Not a mistake if: the schedule is meant to be longer or shorter than the training.
     """
     several(job)
     process, size = job.processes[0], job.world_size
@@ -129,7 +129,9 @@ def schedule(job):
     if not process.of(Exit) or not all(one.whole for one in process.of(EpochEnd)):
         raise NotJudged("the job did not train to the end")
     whole = [one for one in process.epochs if process.whole(one)]
-    known = [one for one in found if one.type != "ReduceLROnPlateau"]
+    found = sorted(found, key=lambda one: one.taken)
+    # A script that resumes makes its scheduler again: the last one takes all steps
+    known = {x.place: x for x in found if x.type != "ReduceLROnPlateau"}.values()
     if len(whole) > 1 and not any(one.taken for one in found):
         what = f"no scheduler takes a step in {len(whole)} epochs"
         yield Breach(what, found[0].place)

@@ -1,4 +1,4 @@
-"""Law 10: the time of a step goes into work."""
+"""Law 10: a step spends its time on useful work."""
 
 import os
 import time
