@@ -53,8 +53,7 @@ def page(job: Job, report: Report, verbose: bool = False) -> str:
             lines += all_checks(verdict, report, width)
     notes = [one for one in report.findings if one.level == NOTE]
     for one in notes:
-        where = f" [{one.place}]" if one.place else ""
-        lines += fill(f"note {one.check}: {one.what}{where}", width)
+        lines += paragraph(one, width)
     lines += times(job, width)
     if report.findings:
         name = report.findings[0].check

@@ -65,9 +65,13 @@ def hashes(rows, most: int = 64) -> list[int]:
         flat = flat[:, _index(flat.size(1), most, str(flat.device))]
     bits = flat.double().contiguous().view(torch.int64)
     bits = bits ^ (bits >> 29)
-    odd = [2 * int((n * GOLDEN % 1) * 2**61) + 1 for n in range(1, flat.size(1) + 1)]
-    mixed = (bits * torch.tensor(odd, device=flat.device)).sum(1)
+    mixed = (bits * torch.tensor(_odd(flat.size(1)), device=flat.device)).sum(1)
     return ((mixed ^ (mixed >> 31)) & (2**62 - 1)).tolist()
+
+
+@functools.lru_cache(512)
+def _odd(count: int) -> list[int]:
+    return [digest(n) | 1 for n in range(count)]
 
 
 def digest(*values) -> int:
