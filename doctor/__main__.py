@@ -73,6 +73,8 @@ def main() -> int:
         try:
             job = run(args.command, Path(folder), **options)
         except OSError as error:
+            if error.filename != args.command[0]:
+                raise
             text = f"cannot start {args.command[0]}: {error.strerror}"
             print(f"doctor: error: {text}", file=sys.stderr)
             return 2

@@ -217,6 +217,7 @@ def same_draws(job: Job) -> tuple[dict[str, Same], int]:
         rows.append(own)
     watched = len({one.step for one in job.of(Drawn)})
     batch = max((len(one.rows) for one in job.of(Input)), default=10**9)
+    passes = len({one.step for one in job.of(Input)})
     for key, first in rows[0].items():
         draws = [own.get(key, {}) for own in rows]
         steps = [step for step in first if all(step in own for own in draws)]
@@ -236,7 +237,8 @@ def same_draws(job: Job) -> tuple[dict[str, Same], int]:
             if late := start > 2:
                 what = f"from step {one.step + 1} on, {what}"
             parts = one.size >= len(rows) * batch  # perhaps each rank takes its part
-            own = one.permutes and one.size == batch  # such as mixup's permutation
+            # Such as mixup's permutation, not one of all samples in each epoch
+            own = one.permutes and one.size == batch and len(steps) > passes / 3
             together = not own and (one.whole or parts)
             found[one.place] = Same(what, together, row, late)
     return found, differ
@@ -251,6 +253,15 @@ def draws_in_steps(job: Job) -> bool:
             return True
     drawn = {one.step for one in process.of(Drawn) if one.whole}
     return len(drawn) > len({one.step for one in process.of(Input)}) / 2
+
+
+def other_orders(job: Job, least: int) -> str:
+    """Return the line that draws a permutation, but another one on each rank, or ""."""
+    for row in job.rows(Drawn):
+        same = len({one.place for one in row}) == 1 and row[0].size > least
+        if same and row[0].permutes and len({one.value for one in row}) > 1:
+            return row[0].place
+    return ""
 
 
 def equal_owners(job: Job) -> tuple[str, str, str]:
@@ -282,16 +293,23 @@ def equal_owners(job: Job) -> tuple[str, str, str]:
     return "", "", ""
 
 
-def same_generators(job: Job) -> bool:
-    """Return whether ranks' own generators draw the same numbers in each step."""
-    found, made = [], Counter()
-    for process in job.processes:
-        scans = [{*one.states} for one in process.of(Own)]
-        pairs = zip(scans, scans[1:], strict=False)
-        found.append([one - later for one, later in pairs])  # the generators that drew
-    columns = [*zip(*found, strict=False)]
-    same = [any(a & b for a, b in combinations(x, 2)) for x in columns]
+def same_generators(job: Job) -> str | None:
+    """Return the line of generators that draw the same numbers on several ranks.
+
+    Return "" if only the generators are known, and None if there are none.
+    """
+    for kind in (Own, Global):
+        scans = [process.of(kind)[:2] for process in job.processes]
+        drew = [{*x[0].states} - {*x[-1].states} for x in scans if x]
+        for one, other in combinations(drew, 2):
+            for state in one & other:
+                first = scans[0][0]
+                owners = dict(
+                    zip(first.states, vars(first).get("owners", ()), strict=False)
+                )
+                return owners.get(state, "")
+    made = Counter()
     for row in job.rows(Made):
         made[row[0].place] += len({one.state for one in row}) < len(row)
     often = max(3, len({one.step for one in job.of(Input)}) / 2)
-    return (bool(same) and all(same)) or any(x > often for x in made.values())
+    return next((place for place, count in made.items() if count > often), None)

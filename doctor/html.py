@@ -63,7 +63,7 @@ def html(job: Job, report: Report) -> str:
 <h1>doctor</h1><p>{escape(head)}; optimizer steps watched: {job.watched}.</p>
 <h2>Findings</h2>{found}
 <h2>The ten laws</h2>{laws}
-{timeline(job)}<p>{"<br>".join(times(job, 999))}</p>
+{timeline(job)}<p>{"<br>".join(times(job, 999, len(job.processes))[1:])}</p>
 </html>
 """
 

@@ -33,6 +33,13 @@ class Input(Event, limit=5000):
     place: str = ""
 
 
+class Targets(Event, limit=400):
+    """A loss function was called with one target per sample."""
+
+    count: int
+    values: array  # targets of the first 64 samples
+
+
 class Inputs(Watcher):
     """Records the inputs of networks in training."""
 
@@ -127,6 +134,12 @@ def same_rows(ranks: list[list[Input]]) -> bool:
     return False
 
 
+def other_targets(job: Job) -> bool:
+    """Return whether two ranks have different targets in most steps."""
+    rows = [[sorted(one.values) for one in row] for row in job.rows(Targets)]
+    return sum(any(map(ne, row, row[1:])) for row in rows) > len(rows) / 2
+
+
 def near_twins(job: Job) -> str:
     """Return a text if augmented inputs show that two ranks share samples, or "".
 
@@ -216,6 +229,25 @@ def neighbours(one: list[tuple], other: list[tuple], gap) -> tuple:
     excess = wins / count - chance
     most = sum(count for _, count in apart.most_common(3))
     return excess / (1 - chance), excess / error, there / wins, most / wins
+
+
+def named(job: Job, loader: int | None) -> set[int]:
+    """Return the numbers that identify a stream's samples, if there are any."""
+    found, contents = set(), {}
+    for process in job.processes:
+        number = process.training if loader is None else loader
+        for epoch in process.epochs if loader is None else ():
+            own = set()
+            for one in process.batches(epoch, number):
+                if one.ids is None or own & {*one.ids}:
+                    return set()
+                own |= {*one.ids}
+                for sample, row in zip(one.ids, one.rows or (), strict=False):
+                    contents.setdefault(sample, []).append(row)
+            found |= own
+    again = [x for x in contents.values() if len(x) > 1]
+    alike = sum(len({*x}) == 1 for x in again)
+    return found if len(again) > 20 and alike > 0.9 * len(again) else set()
 
 
 def periods(job: Job) -> Iterator[list[tuple[int, int]]]:

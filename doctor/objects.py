@@ -89,10 +89,13 @@ def few_of(tensor):
     return torch.cat([few, rest[None]])
 
 
-def strings(frame: FrameType | None) -> dict[str, str]:
-    """Return the strings in the variables of a frame's innermost script functions."""
-    found, count = {}, 0
-    while frame and count < FRAMES:
+def variables(frame: FrameType | None) -> tuple[dict[str, str], dict[str, int]]:
+    """Return strings and counts in the variables of a frame and its callers.
+
+    A count is a whole number above 1, or the length of a list or tensor.
+    """
+    texts, counts, seen = {}, {}, 0
+    while frame and seen < FRAMES:
         code = frame.f_code
         old = sys.version_info < (3, 13)  # f_locals is what locals() has returned
         named = old and {"locals", "vars", "dir"} & {*code.co_names}
@@ -100,10 +103,25 @@ def strings(frame: FrameType | None) -> dict[str, str]:
             values = {} if named else frame.f_locals
             few = {k: x for k, x in values.items() if type(x) is str}
             few = {k: x for k, x in few.items() if k[:2] != "__" and len(x) <= LONGEST}
-            found, count = few | found, count + 1
+            own = [(k, count(x)) for k, x in [*values.items()][:LONGEST]]
+            counts = {k: x for k, x in own if x} | counts
+            texts, seen = few | texts, seen + 1
             # Before Python 3.13, the frame would keep references to all values
             own = type(values) is dict and code.co_flags & inspect.CO_OPTIMIZED
             if own and sys.getrefcount(values) < 4:
                 values.clear()
         frame = frame.f_back
-    return found
+    return texts, counts
+
+
+def count(value) -> int:
+    """Return a number's value, if it is whole, or a list's length; else 0."""
+    if type(value) is torch.Tensor:  # others may communicate
+        if value.numel() == 1 and value.is_cpu and not value.requires_grad:
+            value = value.item()
+        elif value.dim():
+            return len(value)
+    if isinstance(value, (list, tuple)):
+        return len(value)
+    whole = type(value) in (int, float) and 1 < value < 2**53 and value == int(value)
+    return int(value) if whole else 0

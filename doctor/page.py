@@ -53,8 +53,7 @@ def page(job: Job, report: Report, verbose: bool = False) -> str:
             lines += all_checks(verdict, report, width)
     notes = [one for one in report.findings if one.level == NOTE]
     for one in notes:
-        where = f" [{one.place}]" if one.place else ""
-        lines += fill(f"note {one.check}: {one.what}{where}", width)
+        lines += paragraph(one, width)
     lines += times(job, width)
     if report.findings:
         name = report.findings[0].check
@@ -157,14 +156,14 @@ def all_checks(verdict: Verdict, report: Report, width: int) -> list[str]:
     return lines
 
 
-def times(job: Job, width: int) -> list[str]:
-    """Return lines that show how a step's time is divided."""
+def times(job: Job, width: int, most: int = RANKS) -> list[str]:
+    """Return lines that show how a step's time is divided, on at most `most` ranks."""
     table = time_table(job)
     walls = {rank: sum(row.values()) for rank, row in table.items()}
     ranks = sorted(walls)
-    if len(ranks) > RANKS:  # show the ranks with the least and the most work
+    if len(ranks) > most:  # show the ranks with the least and the most work
         own = sorted(ranks, key=lambda rank: walls[rank] - table[rank]["communication"])
-        ranks = [*own[: RANKS // 2], *own[-RANKS // 2 :]]
+        ranks = [*own[: most // 2], *own[-most // 2 :]]
     lines = [""] * bool(ranks)
     for rank in ranks:
         shares = {part: round(100 * x / walls[rank]) for part, x in table[rank].items()}
@@ -185,8 +184,9 @@ def explanation(one: Check) -> str:
     files = {"pitfall": "docs/pitfalls.md", "lesson": "tutorial/README.md"}
     files["README"] = "README.md"
     name = files.get(one.read.split(" ")[0], one.read or "docs/doctor.md")
-    file = Path(__file__).resolve().parent.parent / name
-    where = file if file.exists() else f"{name} in doctor's repository"
+    root = Path(__file__).resolve().parent.parent
+    where = f"{name} in doctor's repository"
+    where = root / name if (root / "tutorial").is_dir() else where
     parts.append(f"To read more: {where}" + f" ({one.read})" * (" " in one.read))
     return "\n\n".join("\n".join(fill(part, 80, "")) for part in parts)
 

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, combinations
+from statistics import fmean
 
 from .draws import draws_in_steps
 from .event import Event
 from .job import Job
 from .law import NotJudged, need
 from .loaders import Batch, Epoch
-from .neighbours import Input, before_a_repeat, inputs, redrawn
+from .neighbours import Input, before_a_repeat, inputs, named, redrawn
 
 EPOCHS = 20  # maximum number of epochs to judge
 MORE = 0.02  # it is a breach if a larger share of samples is repeated or left out
@@ -67,11 +68,34 @@ class Reads:
         unsure = not self.whole and not self.index
         return len(self.ranks) * (self.batch if unsure else 1)
 
-    def poor(self) -> bool:
-        """Return whether contents cannot identify samples, as with single words."""
-        batches = [x for one in self.ranks for x in one if len(x) > 1]
-        distinct = sum(len({*one}) for one in batches)
-        return not self.index and distinct < 0.8 * sum(map(len, batches))
+    def vague(self) -> bool:
+        """Return whether contents come again on one rank as often as on two ranks.
+
+        Few different contents do so, such as discrete states; but not if workers or
+        ranks read all samples equally often.
+        """
+        own, every = [Counter(one) for one in self.all], Counter()
+        for one in own:
+            every += one
+        within = sum(n * (n - 1) for one in own for n in one.values())
+        chances = sum(n * (n - 1) for n in map(len, self.all))
+        across = sum(n * (n - 1) for n in every.values()) - within
+        others = every.total() * (every.total() - 1) - chances
+        times, count = Counter(every.values()).most_common(1)[0]
+        most = len(own) * max((x.workers for x in self.feeds), default=0)
+        known = self.index or self.pool or self.redrawn
+        if known or (1 < times <= most and count > 0.8 * len(every)):
+            return False
+        return 0.4 < within * others / max(1, chances * across) < 2.5
+
+    def stays(self) -> bool:
+        """Return whether the ranks' inputs are alike, but as much in other steps."""
+        alike = []
+        for shift in (0, 1):
+            pairs = [(a, b[shift:]) for a, b in combinations(self.ranks[:8], 2)]
+            rows = [[shared(*x) for x in zip(*pair, strict=False)] for pair in pairs]
+            alike.append(max((fmean(row) for row in rows if row), default=0))
+        return alike[0] > 0.3 and alike[1] > 0.8 * alike[0]
 
     def computed(self) -> bool:
         """Return whether inputs recur within a loop's batches, as in a game."""
@@ -233,25 +257,6 @@ def recurring(epochs: list) -> int:
     return len(count) if sum(n > 1 for n in count.values()) >= len(count) / 2 else 0
 
 
-def named(job: Job, loader: int | None) -> set[int]:
-    """Return the numbers that identify a stream's samples, if there are any."""
-    found, contents = set(), {}
-    for process in job.processes:
-        number = process.training if loader is None else loader
-        for epoch in process.epochs if loader is None else ():
-            own = set()
-            for one in process.batches(epoch, number):
-                if one.ids is None or own & {*one.ids}:
-                    return set()
-                own |= {*one.ids}
-                for sample, row in zip(one.ids, one.rows or (), strict=False):
-                    contents.setdefault(sample, []).append(row)
-            found |= own
-    again = [x for x in contents.values() if len(x) > 1]
-    alike = sum(len({*x}) == 1 for x in again)
-    return found if len(again) > 20 and alike > 0.9 * len(again) else set()
-
-
 def first_lap(ranks: list, total: int | None) -> int:
     """Return the number of batches in which an endless pass reads all samples once."""
     reads = [x for own in ranks for batch in own for x in batch]
@@ -259,13 +264,6 @@ def first_lap(ranks: list, total: int | None) -> int:
     size = distinct if len(reads) >= 2 * distinct else total or len(reads)
     each = accumulate(sum(map(len, row)) for row in zip(*ranks, strict=False))
     return max(sum(count <= size for count in each), 1)
-
-
-def laps(job: Job) -> list[list[list[int]]]:
-    """For a loop without a DataLoader, return rank 0's batches in two epochs, or []."""
-    own = [one.rows for one in inputs(job)[0]]
-    count = len(before_a_repeat(own))
-    return [own[:count], own[count : 2 * count]] if len(own) >= 2 * count else []
 
 
 def looped(job: Job) -> list[Reads]:

@@ -26,12 +26,6 @@ def _index(count: int, most: int, device: str):
     return torch.tensor(positions(count, most), device=device)
 
 
-@functools.lru_cache(512)
-def _factors(count: int, device: str):
-    # If they grew by a fixed step, rows of zeros and ones would have equal hashes
-    return torch.tensor([digest(n) | 1 for n in range(count)], device=device)
-
-
 def picked(tensor, most: int):
     """Return a few numbers of a tensor: (at most `most`,) float64, on its device."""
     if tensor.is_sparse:  # use column sums, which add up over ranks
@@ -71,8 +65,13 @@ def hashes(rows, most: int = 64) -> list[int]:
         flat = flat[:, _index(flat.size(1), most, str(flat.device))]
     bits = flat.double().contiguous().view(torch.int64)
     bits = bits ^ (bits >> 29)
-    mixed = (bits * _factors(flat.size(1), str(flat.device))).sum(1)
+    mixed = (bits * torch.tensor(_odd(flat.size(1)), device=flat.device)).sum(1)
     return ((mixed ^ (mixed >> 31)) & (2**62 - 1)).tolist()
+
+
+@functools.lru_cache(512)
+def _odd(count: int) -> list[int]:
+    return [digest(n) | 1 for n in range(count)]
 
 
 def digest(*values) -> int:

@@ -26,15 +26,15 @@ from doctor.laws.passes import Update
 from doctor.laws.places import Places, cannot_join, mixed_gradients
 from doctor.laws.printed import OTHER
 from doctor.laws.randomness import Draw, Seed
-from doctor.laws.ranks import Facts, Measured, Targets
+from doctor.laws.ranks import Facts, Measured
 from doctor.laws.samples import Divided
 from doctor.laws.targets import Contrast
 from doctor.laws.time import Spans
 from doctor.loaders import Batch, Epoch, EpochEnd
 from doctor.moments import Step
-from doctor.neighbours import Input
+from doctor.neighbours import Input, Targets
 from doctor.numbers import numbers, results
-from doctor.objects import strings
+from doctor.objects import count, variables
 from doctor.reads import Feed
 from doctor.record import PASSES, Recorder
 from doctor.results import Measured as Result
@@ -189,6 +189,20 @@ def test_an_argument_that_is_equal_on_all_ranks():
         for one in (x for own in ranks for x in own if isinstance(x, Input)):
             one.arguments = {2: (one.step, distinct)}
         assert state(report(*ranks), 3).state == wanted
+
+
+@pytest.mark.parametrize("seeds", [(1, 1), (1, 2)])
+def test_masks_that_ranks_draw_alike_with_their_own_generators(seeds):
+    ranks, same = [loop([*range(n, 480, 2)], 0) for n in (0, 1)], seeds == (1, 1)
+    for own, draws in zip(ranks, map(random.Random, seeds), strict=True):
+        for one in own:
+            one.few = [[x * (draws.random() > 0.3) for x in row] for row in one.few]
+    assert ("the same places" in str(state(report(*ranks), 3).not_judged)) is same
+    scans = [Own(states=[n], owners=["a.py:3"]) for n in (1, 2)]
+    (one,) = report(*(own + scans for own in ranks)).findings or [None]
+    assert (one and (one.check, one.place)) == (
+        ("same_inputs", "a.py:3") if same else None
+    )
 
 
 def test_partners_in_a_batch_that_are_drawn_alike_are_named():
@@ -446,6 +460,20 @@ def test_a_loop_that_draws_an_epoch_with_replacement(kind):
         assert "2 periods of 20 steps before a validation" in found.findings[0].what
 
 
+@pytest.mark.parametrize("right", [True, False])
+def test_what_comes_again_on_each_rank_is_no_sample(right):
+    """Such as discrete states; a graph, of which each rank uses other nodes in each step."""
+    wanted = set() if right else {"same_samples"}
+    states = [random.Random(seed).choices(range(400), k=320) for seed in (1, 2)]
+    ranks = [fed(one if right else [*range(320)], stream=True) for one in states]
+    assert named(report(*ranks, steps=0)) == wanted
+    graph = loop([*range(12)] * 40 if right else [*range(480)], 0)
+    assert named(report(graph, graph)) == wanted
+    targets = [array("d", [rank * right] * 12) for rank in (0, 1)]
+    ranks = [[Targets(count=12, values=x, step=n) for n in range(40)] for x in targets]
+    assert named(report(*(loop([*range(480)], 0) + x for x in ranks))) == wanted
+
+
 def test_classes_that_the_ranks_number_differently():
     labels = torch.arange(90) * 7 % 3
     other = torch.tensor([2, 0, 1])[labels]
@@ -678,6 +706,28 @@ def test_sums_that_are_summed_again_are_named():
     assert not named(report(*[rank([80, 160, 240, 80, 160, 240])] * 2))
 
 
+@pytest.mark.parametrize("words", ["local", "summed", "gathered"])
+def test_a_sum_over_all_ranks_that_is_divided_by_one_ranks_count(words):
+    ranks, given = (
+        [[], []],
+        {"name": "all_reduce", "sent": "1 x float32", "place": "a.py:4"},
+    )
+    for step in range(3):
+        counts = [
+            (73 + step, 81)[n] + (words == "gathered" and n == 0) * 81 for n in (0, 1)
+        ]
+        divisor = sum(counts) if words == "summed" else counts[0]
+        for own, x in zip(ranks, counts, strict=True):
+            one = Call(
+                **given, value=9.0 + step, counts={"words": x, "rank": 2}, step=step
+            )
+            own += [replace(one, value=float(x)), one] if words == "summed" else [one]
+        text = f"WER {100 * 2 * (9 + step) / divisor:.2f} %"
+        ranks[0].append(Printed(text=text, place="a.py:6", step=step, time=1.0))
+    assert named(report(*ranks)) == ({"local_divisor"} if words == "local" else set())
+    assert [count(x) for x in (torch.tensor(5.0), [1, 2], 0.5, True)] == [5, 2, 0, 0]
+
+
 def test_a_law_reads_other_laws_events():
     """The event of a step's pass contains everything that the loss's graph shows."""
     terms = [tuple(Term(0.5, "mean", 8))]
@@ -767,7 +817,7 @@ def test_the_strings_around_a_call():
     seen, kept = [], []
 
     def reduce(key):
-        seen.append(strings(sys._getframe(1)))
+        seen.append(variables(sys._getframe(1))[0])
 
     def loop():
         for name in ("a", "b", "x" * 99):

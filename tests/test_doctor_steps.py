@@ -337,7 +337,6 @@ def test_what_a_checkpoint_holds():
         "live_snapshot": {"taken": 3},
         "no_optimizer": {"holds": []},
         "lacking": {"missing": ["norm.running_mean"]},
-        "save_in_place": {"overwrites": True},
     }
     for wanted, values in cases.items():
         report = judged([file, event(Saved, 4, **good | values)], [])
@@ -348,6 +347,8 @@ def test_what_a_checkpoint_holds():
     assert not named(judged(*parts))
     passing = good | {"overwrites": True, "path": f"{tempfile.gettempdir()}/a.pt"}
     assert not judged([file, event(Saved, 4, **passing)], []).findings
+    report = judged([file, event(Saved, 4, **good | {"overwrites": True})], [])
+    assert [x.level for x in report.findings] == ["note"] and law(report, 8) == "held"
     last = event(Saved, 4, **good | {"path": "last.pt"})
     light = event(Saved, 4, **good | {"holds": []})
     assert not judged([file, light, last], []).findings

@@ -16,6 +16,11 @@ LAW = Law(6, "alive", "Every weight learns")
 # After these steps, doctor writes an event for each weight and layer
 WRITES = {*range(1, 4), *range(4, STEPS, 4), STEPS}
 
+ZERO = (
+    "Look for factors of zero: of two factors that both begin with zeros, none learns; "
+    "nor do weights behind a ReLU whose inputs are always negative."
+)
+
 
 class Weight(Event, limit=10**6):  # enough for all weights, several times
     """The gradients that a weight has received so far, and whether it has changed."""
@@ -232,6 +237,7 @@ def dead_weights(job):
         what, where, mend = f"{len(needed)} {never}", needed[0].place, ""
         if all(one.reached for one in needed):
             what = what.replace("never get a gradient", "get only zero gradients")
+            mend = ZERO
         elif any(0 <= one.first < runs for one in needed):
             what += " (weights in later layers do learn)"
         elif gathers:

@@ -281,12 +281,11 @@ def lacking(job):
             yield Breach(f"{what}{', '.join(names[:3])}{more}", own[-1].place)
 
 
-@check(LAW, RISK, causes=[hangs], read="pitfall 20")
+@check(LAW, NOTE, causes=[hangs], read="pitfall 20")
 def save_in_place(job):
     """A new checkpoint overwrites the only old one in place.
 
     Write to a temporary file, then os.replace() the old checkpoint with it.
-    Not a mistake if: you also keep an older checkpoint.
     """
     for path, saves in checkpoints(job):
         own = [one for one in saves if one.overwrites]

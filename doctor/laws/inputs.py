@@ -1,25 +1,26 @@
 """Law 3: random streams differ. Checks inputs and seeds."""
 
 from collections import Counter
-from itertools import combinations
+from itertools import combinations, groupby, pairwise
+from statistics import fmean, pstdev
 
-from ..draws import MADE, Drawn, Made, same_draws
+from ..draws import MADE, Drawn, Made, same_draws, same_generators
 from ..generators import Seed, called, cause
 from ..job import Job, Process
 from ..law import RISK, Breach, Doubt, check, need, several
-from ..neighbours import Input, inputs, same_rows
+from ..neighbours import Input, inputs, other_targets, same_rows
 from .randomness import LAW, Draw, same_random_numbers, worded
 from .samples import left_out, undivided
 
 STRATA = (
     "Draw it with a generator that each rank seeds differently, or compute it from a "
-    "sample's index in the batch of all ranks: n * world_size + rank."
+    "sample's number or index in the batch of all ranks: n * world_size + rank."
 )
 
 
 @check(LAW, RISK, needs=[Input], read="pitfall 9")
 def same_inputs(job):
-    """The ranks draw the same inputs, or the same time steps.
+    """The ranks draw the same inputs, masks, negatives or time steps.
 
     Seed each rank differently, for example with seed + 1000 * epoch + rank.
     Not a mistake if: all ranks are meant to use the same values.
@@ -28,8 +29,9 @@ def same_inputs(job):
     undivided(job)
     first = [process.of(Input) for process in job.processes]
     need(all(first), "no input was seen on all ranks")
-    if not same_rows(first):
-        yield from argument(job)
+    if not same_rows(first) or other_targets(job):
+        found = [*argument(job)]
+        yield from found or places(job)
         return
     lines, _ = same_draws(job)
     if lines and not any(one.loaded for own in first for one in own):
@@ -52,6 +54,65 @@ def argument(job: Job):
                 raise Doubt(what)
             yield Breach(what, rows[0][0].place, mend=STRATA)
             return
+
+
+def places(job: Job):
+    """Yield a breach if ranks change different samples at the same places."""
+    calls = {}
+    for _, row in groupby(job.rows(Input), lambda row: row[0].step):
+        for number, one in enumerate(row):
+            if len({x.network for x in one}) == 1:
+                calls.setdefault((one[0].network, number), []).append(one)
+    for rows in calls.values():
+        for n, m in combinations(range(min(4, len(rows[0]))), 2):
+            steps = [gains(x[n], x[m], y[m]) for x, y in pairwise(rows)]
+            steps = [step for step in steps if step]
+            every = [gain for step in steps for gain in step]
+            if len(every) < 100 or len(steps) < 8:
+                continue
+            mean, error = fmean(every), pstdev(every) / len(every) ** 0.5
+            often = sum(fmean(step) > 0 for step in steps)
+            if mean > max(0.05, 10 * error) and often > 0.9 * len(steps):
+                what = (
+                    f"in {often} of {len(steps)} steps, different samples of ranks {n} "
+                )
+                what += (
+                    f"and {m} have equal numbers at the same places (by {mean:.0%} more"
+                )
+                what += " than other samples)"
+                if (place := same_generators(job)) is None:
+                    raise Doubt(what)
+                what += ", and the script's own generators draw alike"
+                yield Breach(what, place or rows[0][0].place, mend=STRATA)
+                return
+
+
+def gains(one: Input, other: Input, later: Input) -> list[float]:
+    """Return how much more alike each entry is to another rank's in the same place.
+
+    That is, than to the rank's other entries, and to the next step's in the same place.
+    """
+    found, size = [], min(len(x.few) for x in (one, other, later))
+    for n in range(size):
+        pairs = other.few[n], other.few[(n + size // 2) % size], later.few[n]
+        same = [alike(one.few[n], few) for few in pairs]
+        if None not in same and one.rows[n] != other.rows[n]:
+            found.append(same[0] - (same[1] + same[2]) / 2)
+    return found
+
+
+def alike(one: list[float], other: list[float]) -> float | None:
+    """Return the share of equal numbers, without runs at both ends such as padding."""
+    starts, ends = zip(middle(one), middle(other), strict=True)
+    found = [one[n] == other[n] for n in range(max(starts), min(ends))]
+    return fmean(found) if found else None
+
+
+def middle(row: list[float]) -> tuple[int, int]:
+    """Return where the numbers between two runs of equal numbers start and end."""
+    first = next((n for n, x in enumerate(row) if x != row[0]), len(row))
+    last = next((n for n, x in enumerate(row[::-1]) if x != row[-1]), len(row))
+    return first * (first > 1), len(row) - last * (last > 1)
 
 
 @check(LAW, RISK, causes=[same_random_numbers], read="pitfall 9")

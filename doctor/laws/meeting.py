@@ -10,7 +10,7 @@ from ..event import Event, Exit, Failed
 from ..job import waiting
 from ..law import NOTE, RISK, WRONG, Breach, Law, NotJudged, check, need, several
 from ..moments import Moments, Step
-from ..objects import strings
+from ..objects import variables
 from ..record import recorder, torch, wrap
 from ..watcher import Watcher
 
@@ -42,6 +42,7 @@ class Call(Event, limit=3000):
     place: str
     value: float | None = None  # sum of a small tensor's absolute values
     keys: dict[str, str] = field(default_factory=dict)  # strings in variables
+    counts: dict[str, int] = field(default_factory=dict)  # and counts, if it is a sum
     passes: int = 0  # number of calls of networks that have ended
 
 
@@ -82,7 +83,8 @@ class Meeting(Watcher):
         if plain and recorder.watching:
             self.counts[where] += 1
             if name in SUMS and self.counts[where] < 99:
-                one.keys = strings(sys._getframe())
+                one.keys, counts = variables(sys._getframe())
+                one.counts = counts if tensors[0].numel() == 1 else {}
             table = tensors[0].dim() == 2 or not tensors[0].is_floating_point()
             few = tensors[0].numel() <= (COUNTS if table else 64)
             if few and self.counts[where] < 99 and not gradient(tensors[0]):

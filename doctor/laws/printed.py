@@ -11,7 +11,6 @@ from ..moments import Step
 from ..numbers import BEST, REPEATED, Group, Number, others, results
 from ..results import OTHER, Measured, Printed, repeated
 from .gradient import fits, near, not_averaged
-from .meeting import Call
 from .passes import Update
 from .ranks import contents_differ
 from .replicas import names_differ, weights_differ, weights_drift
@@ -320,25 +319,3 @@ def wrong_loss(job, breach):
     Not a mistake if: the line is meant to cover one rank or one batch only.
     """
     return told(breach, RISK)
-
-
-@check(LAW, WRONG, needs=[Call], read="pitfall 16")
-def reduced_again(job):
-    """Sums over all ranks are summed over all ranks again.
-
-    Add up each rank's own numbers, and call all_reduce() once, at the end.
-    """
-    found, run, last = Counter(), Counter(), {}
-    for row in zip(*(process.of(Call) for process in job.processes), strict=False):
-        one, values = row[0], [x.value for x in row]
-        if one.name == "all_reduce" and None not in values and len(row) > 1:
-            total = last.get(one.place, max(values) + 1)  # what the last call returned
-            grows = 2 * total >= max(values) >= min(values) >= 0.999 * total > 0
-            run[one.place] = run[one.place] + 1 if grows else 0
-            found[one.place] += run[one.place] > 1  # the second call: equal to a sum
-            last[one.place] = sum(values)
-            if found[one.place] > 1:
-                what = f"all_reduce() gets {min(values):.6g} or more on each rank, "
-                what += f"after it returned {total:.6g}: it sums earlier sums again"
-                yield Breach(what, one.place)
-                return

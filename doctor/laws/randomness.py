@@ -231,7 +231,7 @@ def same_random_numbers(job):
     held += [f"in {differ} draws of the script's own lines"] * (differ > 2)
     if some:
         raise NotJudged(f"{some}, perhaps for a joint decision")
-    if same_generators(job):
+    if same_generators(job) is not None:
         what = "the script's own generators draw the same numbers on several ranks"
         raise NotJudged(f"{what}, perhaps for a joint decision")
     if job.of(Compiles) and not job.of(Drawn):

@@ -9,7 +9,7 @@ from statistics import fmean, pstdev
 from ..event import Event
 from ..law import RISK, WRONG, Breach, Law, NotJudged, check, several
 from ..moments import Moments
-from ..neighbours import Input
+from ..neighbours import Input, Targets
 from ..reads import feeds
 from ..record import STEPS, place, recorder, torch, wrap
 from ..sample import GOLDEN, numbers, picked
@@ -37,13 +37,6 @@ class Facts(Event, limit=1000):
 
     values: dict[str, str]
     place: str
-
-
-class Targets(Event, limit=400):
-    """A loss function was called with one target per sample."""
-
-    count: int
-    values: array  # targets of the first 64 samples
 
 
 class Ranks(Watcher):

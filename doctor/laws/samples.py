@@ -5,6 +5,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import replace
 
+from ..draws import other_orders
 from ..event import Event
 from ..job import Job
 from ..law import (
@@ -21,7 +22,7 @@ from ..law import (
 )
 from ..loaders import Pass, inside
 from ..moments import Step
-from ..neighbours import near_twins
+from ..neighbours import near_twins, other_targets
 from ..reads import MORE, Feed, Reads, broken, feeds, interleaved, loaded, looped
 from ..record import recorder, wrap
 from ..signature import different, other_contents, plain, relabelled, signature
@@ -176,12 +177,16 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
     """Judge the epochs of one loader, or of a loop without a loader."""
     held, unsure = [], ""
     for one in need(epochs, "no epoch of training was seen"):
-        if one.poor():
+        if one.vague():
             raise NotJudged("the inputs do not identify samples, as with single words")
         counts, what = one.numbers(), broken(one)
         loop = not one.index and not one.feeds
         if loop and one.together()[0] > one.together(0.8)[0] + 0.5:
             raise NotJudged("some inputs, such as noise, are equal on several ranks")
+        if loop and what and one.stays():
+            raise NotJudged("the inputs come again in each step, as of one graph")
+        if loop and what and one.together()[0] >= 0.9 and other_targets(job):
+            raise NotJudged("equal inputs have other targets on each rank")
         if what and one.together()[0] < 0.9:
             if one.random():
                 raise NotJudged("each rank may draw its samples at random")
@@ -248,7 +253,12 @@ def mechanism(job: Job, one: Reads, later=False) -> tuple[str, str]:
         return "", f"{mend}order[rank::world_size] is a view of the order)."
     if not one.feeds:
         mend = "Shuffle the samples in the same order on all ranks, then divide them "
-        return "", f"{mend}(order[rank::world_size]); or seed each rank differently."
+        mend += "(order[rank::world_size])"
+        if one.together()[0] >= 0.9:
+            return "", f"{mend}; or seed each rank differently."
+        line = other_orders(job, 2 * one.batch)
+        extra = f"; {line} draws another order on each rank" * bool(line)
+        return extra, f"{mend}: draw it with a generator of the same seed."
     first, counts = one.feeds[0], one.numbers()
     wanted = {"seed": "the same seed", "epoch": "set_epoch(epoch) on every rank"}
     for name, text in wanted.items():

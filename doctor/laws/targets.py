@@ -8,11 +8,11 @@ from statistics import correlation, fmean, pstdev
 from ..event import Event
 from ..job import Process
 from ..law import RISK, Breach, Doubt, NotJudged, check, several
-from ..neighbours import Input
+from ..neighbours import Input, Targets
 from ..record import place, recorder, torch, wrap
 from ..sample import numbers
 from ..watcher import Watcher
-from .ranks import LAW, Targets
+from .ranks import LAW
 from .samples import datasets_differ
 
 FEWEST = 8  # minimum number of samples with a token or a class

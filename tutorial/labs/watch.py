@@ -216,10 +216,10 @@ class Reads(TorchFunctionMode):
         elif name == "__getitem__":  # a mask waits; other indices do not
             waits = getattr(given[0], "dtype", None) == torch.bool
         else:
-            numbers = name in ("tensor", "as_tensor") and isinstance(args[0], list)
-            waits = name in READS.split() or (
-                numbers and any(map(torch.is_tensor, args[0]))
-            )
+            data = args[0] if args else options.get("data")
+            made = name in ("tensor", "as_tensor") and isinstance(data, list)
+            waits = made and any(map(torch.is_tensor, data))
+            waits = waits or name in READS.split()
         caller = sys._getframe(1)
         if caller.f_code.co_name == "handle_torch_function":
             caller = caller.f_back.f_back  # the caller of a method in Python
