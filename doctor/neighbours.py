@@ -10,7 +10,7 @@ from operator import ne
 
 from .event import Event
 from .job import Job
-from .law import need
+from .law import NotJudged, need
 from .loaders import Loaders
 from .moments import Moments
 from .record import recorder, torch
@@ -152,6 +152,8 @@ def near_twins(job: Job) -> str:
         return ""  # inputs do not change
     whole = any(one.whole for own in lists for one in own)
     gap = (lambda a, b: sum(map(ne, a, b))) if whole else dist
+    if copies := copied(lists[:4], gap):
+        return shared_batches(copies, [*map(len, lists[:4])])
     batches = min(map(len, lists))
     for part in (batches // 4, 2 * batches // 5, batches):  # epochs are not known
         ranks = []
@@ -169,6 +171,40 @@ def near_twins(job: Job) -> str:
     same = " in the same step" * (there >= 0.9)
     text = f"about {share:.0%} of a rank's inputs are also read by another rank{same}, "
     return f"{text}and then changed at random ({errors:.0f} standard errors)"
+
+
+def copied(lists: list[list[Input]], gap) -> list[tuple]:
+    """Return pairs of batches with the same samples, each changed at random.
+
+    Each sample of such a batch is closer to the one at the same position in the other
+    batch than to all others in its own batch. A batch is (step, rank), the later first.
+    """
+    found, ranges = [], {}
+    rows = [(k, n, x.few) for n, own in enumerate(lists) for k, x in enumerate(own)]
+    for k, n, few in sorted(rows):
+        least = [min((gap(x, y) for y in few if y is not x), default=0) for x in few]
+        for key, other in ranges.items() if len(few) > 7 else ():
+            if len(other) == len(few):
+                pairs = zip(few, other, least, strict=True)
+                near = sum(gap(x, y) < 0.6 * most for x, y, most in pairs)
+                found += [((k, n), key)] * (near > 0.8 * len(few))
+        ranges[k, n] = few
+    return found
+
+
+def shared_batches(copies: list[tuple], steps: list[int]) -> str:
+    """Return what tells that ranks read the same batches before an epoch ends, or "".
+
+    After an epoch's end, nearly all batches repeat earlier ones, and soon a rank's own.
+    """
+    own = [later[0] for later, first in copies if later[1] == first[1]]
+    end = min(own + steps)
+    again = {later for later, _ in copies if later[0] < end}
+    rest = len(steps) * (end - min((k for k, _ in again), default=end))
+    if len(again) < 4 or len(again) > 0.7 * rest:
+        return ""
+    text = f"in the first {end} steps, {len(again)} of {len(steps) * end} batches have "
+    return f"{text}the samples of another rank's batch, changed at random"
 
 
 def neighbours(one: list[tuple], other: list[tuple], gap) -> tuple:
@@ -232,11 +268,15 @@ def redrawn(job: Job) -> tuple[list[list[list[int]]], str] | None:
 
     If a period has as many draws as samples, about 1/e of the samples are never drawn,
     and about 1/e are drawn exactly once.
+
+    Raises:
+        NotJudged: some samples are drawn more often than others in several periods, as
+            on purpose.
     """
     number = inputs(job)[0][0].network
     lists = [[x for x in p.of(Input) if x.network == number] for p in job.processes]
     for pairs in periods(job):
-        found = []
+        found, counts = [], []
         for start, end in pairs:
             own = [[x.rows for x in one if start <= x.step < end] for one in lists]
             reads = Counter(x for one in own for batch in one for x in batch)
@@ -246,7 +286,12 @@ def redrawn(job: Job) -> tuple[list[list[list[int]]], str] | None:
             # At most 3.2 standard errors
             if count > 400 and unread**2 < 0.97 * count and alone**2 < 2.3 * count:
                 found.append(own)
+                counts.append(reads)
         if len(found) == len(pairs):
+            rows = [(a, b) for a, b in pairwise(counts) if a != b]
+            more = sum(sum(a[x] * b[x] for x in a) - b.total() for a, b in rows)
+            if more > 3 * (3 * sum(b.total() for _, b in rows)) ** 0.5:
+                raise NotJudged("the script draws some samples more often than others")
             when = f"each of {len(pairs)} periods of {pairs[0][1]} steps before a "
             return found[0], f"{when}validation or a print"
     return None

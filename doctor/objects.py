@@ -4,6 +4,8 @@ import gc
 import inspect
 import sys
 import weakref
+from collections.abc import Iterator
+from itertools import islice
 from types import FrameType
 
 from .record import LIBRARY, not_the_users, torch
@@ -41,18 +43,26 @@ class Objects:
         found = {}
         for prefix, own in owners:
             for name, one in [*own.items()]:
-                inner = one if prefix and name[0] != "_" else None
-                if isinstance(inner, list) and len(inner) <= MOST:
-                    inner = dict(enumerate(inner))
-                inner = inner.items() if isinstance(inner, dict) else ()
-                pairs = [(f"[{key!r}]", x) for key, x in inner]
-                for key, x in pairs or [("", one)]:
-                    plain = type(x) is torch.Tensor and x.is_floating_point()
-                    if plain and not x.requires_grad and id(x) not in weights:
-                        if x.numel() > 7 and len(found) < MOST:
-                            label = label_of(f"{prefix}{name}{key}", found)
-                            found[label] = few_of(x)
+                parts = nested(one, "", 2 * bool(prefix and name[0] != "_"))
+                for key, x in islice(parts, MOST // 4):
+                    if id(x) not in weights and len(found) < MOST:
+                        found[label_of(f"{prefix}{name}{key}", found)] = few_of(x)
         return found
+
+
+def nested(value, key: str, depth: int) -> Iterator[tuple]:
+    """Yield (key, tensor) for a tensor or array of floats, or for those inside."""
+    if type(value) is torch.Tensor:
+        if value.is_floating_point() and not value.requires_grad and value.numel() > 7:
+            yield key, value
+    elif type(value).__name__ == "ndarray":
+        if value.dtype.str in ("<f4", "<f8") and 7 < value.size <= LARGE:
+            yield key, torch.from_numpy(value.copy())
+    elif depth and isinstance(value, (dict, list, tuple)) and len(value) <= MOST:
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        for name, one in [*pairs]:
+            if not isinstance(one, (int, float, str)):
+                yield from nested(one, f"{key}[{name!r}]", depth - 1)
 
 
 def is_users(kind: type) -> bool:

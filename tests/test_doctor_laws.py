@@ -91,6 +91,8 @@ def test_hashes_do_not_read_one_column():
     images = torch.zeros(32, 28, 28)
     images[:, 8:20, 8:20] = torch.rand(32, 12, 12)
     assert len({*hashes(images)}) == 32 and hashes(images) == hashes(images.clone())
+    masks = torch.rand(64, 16).argsort(1) < 8
+    assert len({*hashes(masks)}) == len({*map(tuple, masks.tolist())})
     assert len({one % 28 for one in positions(784, 64)}) > 20
 
 
@@ -160,6 +162,18 @@ def test_a_pass_that_never_ends_is_judged_by_its_first_lap(right):
     assert named(found) == (set() if right else {"same_samples"})
     held = ["4 batches of epoch 0: 64 samples read, 64 distinct of 64"]
     assert state(found, 1).evidence == held * right
+
+
+@pytest.mark.parametrize(("more", "wanted"), [(0, set()), (99, {"contents_differ"})])
+def test_ranks_that_make_other_samples_of_the_same_data(more, wanted):
+    halves = [[*range(0, 64, 2)], [*range(1, 64, 2)]]
+    ranks = [fed(x * 2, epochs=4) for x in (halves, halves[::-1])]
+    for rank, one in ((n, x) for n, own in enumerate(ranks) for x in own):
+        if isinstance(one, Feed):
+            one.data = {"names": (64, 1, 1, 0)}
+        if isinstance(one, Batch):
+            one.rows = array("q", [x + more * rank for x in one.rows])
+    assert named(report(*ranks, steps=0)) == wanted
 
 
 def test_a_network_that_is_divided_is_not_judged():
@@ -276,7 +290,7 @@ def test_the_advice_fits_the_loader():
 def loop(order, noise=0.1, batch=12):
     """Return the events of a rank that reads a table's rows without a DataLoader."""
     table = random.Random(1)
-    rows = [[table.random() for _ in range(12)] for _ in range(480)]
+    rows = [[table.random() for _ in range(12)] for _ in range(640)]
     found, draws = [], random.Random(order[0])
     for step in range(len(order) // batch):
         own = order[batch * step : batch * step + batch]
@@ -386,12 +400,56 @@ def test_a_label_that_is_constant_on_each_rank(tensor):
     assert named(report(*ranks, steps=0)) == ({"ranks_differ"} if tensor else set())
 
 
-@pytest.mark.parametrize("kind", ["permuted", "again", "more often", "in steps"])
+@pytest.mark.parametrize("kind", ["alone", "shared", "next epoch"])
+def test_batches_that_stay_together_and_are_changed_at_random(kind):
+    """Before an epoch ends, no other rank reads a rank's batch; then, all of them come again."""
+    draws = random.Random(4)
+    data = [[[draws.random() for _ in range(12)] for _ in range(8)] for _ in range(24)]
+    ranks = []
+    for rank in range(2):
+        order = draws.sample(range(24), 12) if kind == "shared" else range(rank, 24, 2)
+        order = [*order] + [*range(1 - rank, 24, 2)] * (kind == "next epoch")
+        own = loop([0] * 12 * len(order))
+        for one, k in zip(own, order, strict=True):
+            one.few = [[x + 0.02 * draws.random() for x in row] for row in data[k]]
+            one.rows = array("q", [draws.getrandbits(50) for _ in one.few])
+        ranks.append(own)
+    wanted = {"left_out"} if kind == "shared" else set()
+    assert named(report(*ranks, steps=24)) == wanted
+
+
+@pytest.mark.parametrize(("again", "wanted"), [(1, set()), (3, {"skipped_again"})])
+def test_batches_that_later_epochs_skip_after_a_resume(again, wanted):
+    rank, step = [], 0
+    for epoch in range(5):
+        skip = 3 if 0 < epoch <= again else 0
+        rank += [
+            Epoch(
+                loader=0, epoch=epoch, **OPENED, sampler="Own", samples=64, stream=False
+            )
+        ]
+        for number in range(8):
+            rows = array("q", range(8 * number, 8 * number + 8))
+            own = {"loader": 0, "epoch": epoch, "number": number, "step": step}
+            rank.append(Batch(**own, indices=rows, labels=None, rows=rows))
+            if number >= skip:
+                rank.append(Step(**STEP | {"loader": 0, "epoch": epoch, "step": step}))
+                step += 1
+        own = {"loader": 0, "epoch": epoch, "batches": 8, "steps": 8 - skip}
+        rank.append(EpochEnd(**own, whole=True))
+    assert named(report(rank, steps=0)) == wanted
+
+
+@pytest.mark.parametrize(
+    "kind", ["permuted", "again", "more often", "in steps", "weighted"]
+)
 def test_a_loop_that_draws_an_epoch_with_replacement(kind):
-    draws = random.Random(5)
+    draws = random.Random(7)
     order = [x for _ in range(2) for x in draws.sample(range(480), 480)]
     if kind != "permuted":
-        order = draws.choices(range(240 if "often" in kind else 480), k=960)
+        counts = {"more often": (0, 240), "weighted": (30, 640)}.get(kind, (0, 480))
+        weights = [1 + 5 * (n < counts[0]) for n in range(counts[1])]
+        order = draws.choices(range(counts[1]), weights, k=960)
     lines = [Printed(text="loss 0.5", place="a.py:8", step=n) for n in (20, 40)]
     own = {"name": "randint", "place": "a.py:5", "number": 0, "size": 12, "value": 1}
     steps = [Drawn(**own, whole=True, step=n) for n in range(40)]

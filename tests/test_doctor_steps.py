@@ -26,7 +26,7 @@ from doctor.laws.losses import Losses, outer
 from doctor.laws.losses import terms as read_terms
 from doctor.laws.modes import Mode
 from doctor.laws.passes import Passes, Update
-from doctor.laws.resume import Resumed, Resumes
+from doctor.laws.resume import Restored, Resumed, Resumes
 from doctor.laws.schedule import Schedule, length
 from doctor.laws.shards import Cut, cut
 from doctor.laws.states import Layout, Replicas, State
@@ -473,12 +473,36 @@ def test_a_tensor_that_drifts_after_it_changed_alike_is_named(first, wanted):
     own, found = Part([1.0] * 8), Objects()
     assert "Part.rows" in found.tensors({}) and not is_users(torch.nn.Linear)
     assert id(own.rows) and "Part.rows" not in found.tensors({id(own.rows): 0})
+    own.rows = {"w": (own.rows, torch.arange(8.0).numpy())}
+    assert {"Part.rows['w'][0]", "Part.rows['w'][1]"} <= {*found.tensors({})}
     state = {"moment": "step", "what": "kept", "names": ["Codes.code"], "each": 1}
     ranks = [
         [event(State, n, values=[n + rank * (n >= first)], **state) for n in range(12)]
         for rank in range(2)
     ]
     assert named(judged(*ranks)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("start", "apart", "wanted"),
+    [([1.0, 2, 3, 5], 0.1, "broken"), ([0.0] * 4, 0.1, "not judged")]
+    + [([1.0, 2, 3, 5], 2, "held")],
+)
+def test_statistics_that_each_rank_updates_by_its_own_samples(start, apart, wanted):
+    """A tensor that starts with zeros may be a sum that the script prints."""
+    kept = {"what": "kept", "names": ["Codes.code"], "each": 4}
+    ranks = []
+    for rank in range(2):
+        values = [[x + n * (1 + rank * apart) for x in start] for n in range(12)]
+        own = [
+            event(State, n, moment="step", values=x, **kept)
+            for n, x in enumerate(values)
+        ]
+        weights = {"what": "weights", "names": ["w"], "each": 1, "values": [1.0]}
+        own += [event(State, n, moment="step", **weights) for n in range(12)]
+        first = event(State, moment="first", values=start, **kept)
+        ranks.append([first, *own[1:]])
+    assert law(judged(*ranks), 4) == wanted
 
 
 def test_equal_names_are_numbered_alike_on_all_ranks(monkeypatch):
@@ -526,6 +550,36 @@ def test_a_resume_gives_all_ranks_the_state_of_one(rest, apart):
     assert law(found, 8) == ("broken" if apart else "not judged" if rest else "held")
     told = " ".join(page(made(*ranks), found).split())
     assert not rest or "2 tensors that no load_state_dict()" in told
+
+
+@pytest.mark.parametrize(
+    ("marks", "wanted"), [((1, 1), {}), ((1, 2), {"several_save": "WRONG"})]
+)
+def test_each_rank_puts_a_file_in_the_same_place(marks, wanted):
+    ranks = [[event(Opened, path="a.pt", saved=True, mark=x)] for x in marks]
+    assert named(judged(*ranks)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted"), [(("v", "v"), {}), (("v", "w"), {"one_ranks_state": "RISK"})]
+)
+def test_optimizers_of_parts_get_one_state(names, wanted):
+    own = {"what": "optimizer", "mark": 7, "place": "a.py:3"}
+    ranks = [[event(Restored, weights=[x], **own)] for x in names]
+    assert named(judged(*ranks)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("blank", "wanted"), [([], {}), (["A.m[1]"], {"one_ranks_state": "RISK"})]
+)
+def test_a_file_that_lacks_a_ranks_part(blank, wanted):
+    state = {"moment": "step", "what": "kept", "each": 8}
+    ranks = []
+    for rank, values in enumerate(({"A.m[0]": [1.0]}, {})):
+        kept = event(State, names=[f"A.m[{rank}]"], values=[*range(8)], **state)
+        own = {"path": "a.pt", "values": values, "blank": blank * rank}
+        ranks.append([kept, event(Resumed, 2, **own, place="a.py:3")])
+    assert named(judged(*ranks)) == wanted
 
 
 def test_tensors_that_a_script_loads_itself_are_found(monkeypatch, tmp_path):

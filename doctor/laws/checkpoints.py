@@ -8,8 +8,10 @@ import threading
 
 from ..event import Event
 from ..law import NOTE, RISK, Breach, Doubt, check, need
+from ..loaders import leaves
 from ..moments import Moments
 from ..record import place, recorder, torch, wrap
+from ..sample import digest, numbers
 from ..watcher import Watcher
 from .files import LAW, Opened, base, plural
 from .meeting import hangs
@@ -42,6 +44,7 @@ class Checkpoints(Watcher):
 
     def __init__(self):
         self.weights = set()  # paths of files with weights
+        self.marks = {}  # path of a file that torch.save() wrote -> hash
         self.states = set()  # the job's states
         self.taken = None  # tensors of state_dict(): see take()
         self.loads = 0  # number of load_state_dict() calls
@@ -69,6 +72,9 @@ class Checkpoints(Watcher):
                 source, target = (os.path.abspath(os.fsdecode(x)) for x in args[:2])
                 if source in self.weights:
                     self.weights.add(target)
+                if name == "os.rename" and (mark := self.marks.pop(source, 0)):
+                    one = Opened(path=target, saved=True, mark=mark, place=place())
+                    recorder.write(one)
 
     def schedule(self, call, scheduler, *args, **kwargs):
         call(scheduler, *args, **kwargs)
@@ -115,6 +121,7 @@ class Checkpoints(Watcher):
         if path:
             recorder.write(Opened(path=path, saved=True, place=place()))
             self.weights |= {path} if content else set()
+            self.marks[path] = mark_of(obj)
         if content:
             own = {"overwrites": there, "others": len(others), "path": path}
             recorder.write(Saved(**own, **{"place": place(), **content}))
@@ -175,6 +182,12 @@ class Checkpoints(Watcher):
             or (not is_state(obj) and any(x.numel() == 1 for x in integers)),
         }
         return content | ({"taken": old[0][0], "place": old[0][2]} if old else {})
+
+
+def mark_of(state) -> int:
+    """Return a hash of a few numbers of nested tensors, or 0 if there are none."""
+    found = numbers([x for x in floats(leaves(state)) if not parts(x)][:99], 4)
+    return digest(found) if found else 0
 
 
 def dictionaries(value, depth: int = 0):

@@ -17,10 +17,14 @@ CACHES = "cache", ".lock", "__pycache__"
 
 
 class Opened(Event, limit=300):
-    """The process has opened a file for writing, or torch.save() has written it."""
+    """The process has opened a file for writing, or torch.save() has written it.
+
+    The script may also have renamed a file that torch.save() wrote.
+    """
 
     path: str
     saved: bool = False
+    mark: int = 0  # a hash of what torch.save() wrote, if the file was renamed to this
     place: str
 
 
@@ -81,7 +85,13 @@ def several_write(job):
     for (_, path), events in sorted(files.items()):
         ranks = sorted({one.rank for one in events})
         told = ", ".join(map(str, ranks))
-        if len({one.rank for one in events if one.saved}) > 1:
+        saved = {one.rank: [] for one in events if one.saved}
+        for one in events:
+            saved.get(one.rank, []).append(one.mark)
+        marks = [*saved.values()]
+        if len(saved) > 1 and all(marks[0]) and marks.count(marks[0]) == len(marks):
+            continue  # each rank puts an equal file in its place
+        if len(saved) > 1:
             what = f"{base(path)} is saved by ranks {told}"
             yield Breach(what, events[0].place, facts=events)
         elif len(ranks) > 1:

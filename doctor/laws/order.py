@@ -2,13 +2,16 @@
 
 from collections import Counter
 from itertools import pairwise
+from statistics import median
 
 from ..job import Job
-from ..law import WRONG, Breach, NotJudged, check, need, several
+from ..law import RISK, WRONG, Breach, NotJudged, check, need, several
+from ..loaders import EpochEnd
 from ..moments import Step
 from ..neighbours import before_a_repeat, inputs
 from ..reads import Feed, feeds, loaded
 from .randomness import Draw
+from .resume import Restored
 from .samples import LAW, left_out, where
 
 SHARE = (
@@ -97,3 +100,30 @@ def outdated(job: Job) -> str:
                 text = f"; in epoch {one.epoch}, {name} is {new} in the main process, "
                 return f"{text}but {old} in the loader's processes"
     return ""
+
+
+@check(LAW, RISK, read="pitfall 18")
+def skipped_again(job):
+    """After a resume in the middle of an epoch, later epochs skip batches, too.
+
+    Set the number of batches to skip to 0 after the first epoch.
+    Not a mistake if: no epoch is meant to use its first batches.
+    """
+    process, skips, usual, cut = job.processes[0], Counter(), set(), Counter()
+    ends = {(x.loader, x.epoch): x.steps for x in process.of(EpochEnd)}
+    for epoch in process.epochs:
+        steps = Counter(one.step for one in process.batches(epoch))
+        counts = [steps[number] for number in sorted(steps)]
+        if len(counts) < 2 or not process.whole(epoch):
+            cut[sum(counts)] += 1
+            continue
+        many = counts[0] - int(median(counts[1:-1] or counts))
+        each, rest = divmod(ends.get((process.training, epoch), 0), len(counts))
+        if many > 0 and each and not rest:  # or else, a prefetcher reads ahead
+            skips[many, each] += 1
+        elif not many:
+            usual.add(each)
+    for (many, each), count in skips.items():
+        if count > max(1, cut[many]) and (each in usual or job.of(Restored)):
+            what = f"in each of {count} epochs, the loader returns {many} batches that "
+            yield Breach(f"{what}no step uses, before the others", where(job))

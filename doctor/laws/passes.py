@@ -175,6 +175,9 @@ class Passes(Watcher):
     def on_step(self, optimizer, whole, gradients) -> None:
         if not recorder.watching:
             return
+        pairs = zip(whole, gradients, strict=True)  # without weights that no pass uses
+        pairs = [x for x in pairs if not {id(x[0])} & self.stepped & {*self.local}]
+        whole, gradients = [x for x, _ in pairs], [x for _, x in pairs]
         works, self.works = dict(self.works.values()), {}
         for one in whole if works else ():
             if one.grad is not None and (where := works.get(one.grad.data_ptr())):

@@ -7,12 +7,13 @@ from math import comb, isfinite
 from statistics import fmean, pstdev
 
 from ..event import Event
-from ..law import RISK, Breach, Law, NotJudged, check, several
+from ..law import RISK, WRONG, Breach, Law, NotJudged, check, several
 from ..moments import Moments
 from ..neighbours import Input, Targets
 from ..reads import feeds
 from ..record import STEPS, place, recorder, torch, wrap
 from ..sample import GOLDEN, numbers, picked
+from ..signature import other_contents
 from ..watcher import Watcher
 from .replicas import other_network_differs
 from .samples import datasets_differ, where
@@ -226,7 +227,21 @@ def apart(values: list[float], others: list[float], batches: float) -> tuple:
     return abs(fmean(gaps)) / (error or 1e-12), share, sum(one > 0 for one in gaps)
 
 
-EARLIER = datasets_differ, other_network_differs
+@check(LAW, WRONG, causes=[datasets_differ])
+def contents_differ(job):
+    """The ranks make different samples of the same data set.
+
+    Make them alike on all ranks: without hash() of strings, which differs between
+    processes, and without numbers that depend on the rank.
+    """
+    several(job)
+    own = feeds(job)
+    if own and own[0].data and all(one.data == own[0].data for one in own):
+        if what := other_contents(job, labels=False):
+            yield Breach(what, where(job))
+
+
+EARLIER = datasets_differ, contents_differ, other_network_differs
 
 
 @check(LAW, RISK, general=True, needs=[Measured], causes=EARLIER)

@@ -2,13 +2,14 @@
 
 import contextlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from ..event import Event
 from ..law import NOTE, RISK, WRONG, Breach, Doubt, check, need, several
 from ..loaders import leaves
 from ..moments import Moments, Step
+from ..moments import weights as held_by
 from ..objects import few_of
 from ..record import place, recorder, torch, wrap
 from ..sample import numbers
@@ -19,6 +20,7 @@ from .checkpoints import (
     dictionaries,
     floats,
     has,
+    mark_of,
     no_optimizer,
     parts,
 )
@@ -43,6 +45,8 @@ class Restored(Event, limit=200):
     lost: bool  # no name in the file matches
     own: bool  # its argument contained the network's own current tensors
     place: str
+    mark: int = 0  # a hash of an optimizer's state
+    weights: list[str] = field(default_factory=list)  # of the optimizer
 
 
 class Resumed(Event, limit=20):
@@ -52,6 +56,7 @@ class Resumed(Event, limit=20):
     values: dict[str, list[float]]  # the script's own tensors that equal the file's
     rest: int  # number of the file's tensors that doctor finds nowhere
     place: str
+    blank: list[str] = field(default_factory=list)  # own tensors of equal numbers
 
 
 @dataclass
@@ -111,6 +116,7 @@ class Resumes(Watcher):
             same = {name: few for name, few in own.items() if few in one.few.values()}
             rest = [few for few in one.few.values() if few not in same.values()]
             event = Resumed(path=one.path, values=same, rest=len(rest), place=one.place)
+            event.blank = [name for name, few in own.items() if len({*few[:7]}) == 1]
             recorder.write(event)
 
     def restore(self, what: str, call, owner, *args, **kwargs):
@@ -129,10 +135,14 @@ class Resumes(Watcher):
             for file in self.files:
                 if file.few.pop(one.data_ptr(), None) and what == "weights":
                     file.restores = True
+        event = Restored(what=what, lost=False, own=any(same), place=place())
+        if what == "optimizer":
+            names = [Moments.here.names.get(id(x), "") for x in held_by(owner)]
+            event.weights, event.mark = names, mark_of(state)
         result = call(owner, *args, **kwargs)
         unknown = getattr(result, "unexpected_keys", ())
-        lost = bool(unknown) and len(unknown) >= len(state)
-        recorder.write(Restored(what=what, lost=lost, own=any(same), place=place()))
+        event.lost = bool(unknown) and len(unknown) >= len(state)
+        recorder.write(event)
         return result
 
 
@@ -201,6 +211,15 @@ def one_ranks_state(job):
     Not a mistake if: one rank's state is good enough for all ranks.
     """
     several(job)
+    own = [[x for x in p.of(Restored) if x.mark] for p in job.processes]
+    for row in zip(*own, strict=False):
+        names = [x.weights for x in row]
+        if len({x.mark for x in row}) == 1 and names.count(names[0]) < len(names):
+            what = "all ranks load the same state into their optimizers, which have "
+            what += f"different weights, such as {names[0][0]} on rank 0"
+            if all(map(all, names)):
+                yield Breach(what, row[0].place)
+                return
     kept, rest, unsure = states_of(job, "step", "kept"), None, []
     for row in zip(*(process.of(Resumed) for process in job.processes), strict=False):
         if len({one.path for one in row}) > 1:
@@ -216,6 +235,12 @@ def one_ranks_state(job):
                 differ.append(name)
             elif alike(values, 0) and (any(after) or not after):
                 unsure.append(name)
+        if lost := forgotten(job, row):
+            rank, name, other = lost
+            what = f"rank {rank}'s {name} begins again with equal numbers, such as "
+            what += f"zeros, but rank {other} restores its own from {base(row[0].path)}"
+            yield Breach(what, row[0].place)
+            return
         if differ:
             what = f"all ranks load the same {listed(differ)} from {base(row[0].path)}"
             what += f", but they differ after each of the next {len(after)} steps"
@@ -228,6 +253,20 @@ def one_ranks_state(job):
     if rest:
         what = f"{base(rest.path)} has {rest.rest} tensors that no load_state_dict() "
         raise Doubt(f"{what}of PyTorch gets: doctor does not see what they become")
+
+
+def forgotten(job, row: list[Resumed]) -> tuple | None:
+    """Return a rank, its tensor that the file lacks, and a rank that finds its own."""
+    kinds = [{name.partition("[")[0] for name in one.values} for one in row]
+    for process, one, own in zip(job.processes, row, kinds, strict=True):
+        kept = [x for x in process.of(State) if x.what == "kept" and x.step < one.step]
+        rows = [x.rows() for x in kept[-4:]]
+        for name in one.blank:
+            kind = name.partition("[")[0]
+            other = [n for n, names in enumerate(kinds) if kind in names - own]
+            if other and any(len({*x.get(name, ())}) > 3 for x in rows):
+                return process.rank, name, other[0]
+    return None
 
 
 def apart(states: list[list[State]], name: str) -> list[bool]:

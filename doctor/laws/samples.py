@@ -145,8 +145,9 @@ def datasets_differ(job):
             mend = "Divide the samples once: omit the sampler, or the script's own "
             yield Breach(what, loader.place, mend="" if both else f"{mend}division.")
     same = all(one.data == feeds(job)[0].data for one in feeds(job))
-    for labels in (True, False):
-        if same and (what := other_contents(job, labels)):
+    unknown = same and not feeds(job)[0].data  # or else, see contents_differ()
+    for labels in (True, False)[: same + unknown]:
+        if what := other_contents(job, labels):
             yield Breach(what, where(job), mend=CLASSES * labels)
             return
 

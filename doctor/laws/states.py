@@ -29,7 +29,7 @@ class Layout(Event, limit=20):
 class State(Event, limit=1000):
     """A few elements of named tensors at one moment."""
 
-    moment: str  # start, step, other, optimizer, validation or end
+    moment: str  # first (input), start, step, other, optimizer, validation or end
     what: str  # weights, buffers, kept (see objects.py), or the network's name
     names: list[str]
     each: int
@@ -51,7 +51,7 @@ class Replicas(Watcher):
     def __init__(self):
         self.validated, self.seen, self.others = set(), set(), {}
         self.labels, self.made, self.objects = {}, Counter(), Objects()
-        self.started = False
+        self.started = self.ran = False
 
     def on_wrap(self, model, where) -> None:
         own = model.module.named_parameters(), model.module.named_buffers()
@@ -60,6 +60,12 @@ class Replicas(Watcher):
         frozen = [name for name, one in own if not one.requires_grad]
         layout = Layout(weights=names[0], buffers=names[1], frozen=frozen, place=where)
         recorder.write(layout)
+
+    def on_input(self, network, inputs) -> None:
+        if not self.ran:
+            self.ran = True
+            self.write("first", "kept", self.objects.tensors(Moments.here.known))
+            self.objects.found = None  # the script may make more before a step
 
     def on_backward(self, root) -> None:
         if not self.started and recorder.watching:
