@@ -123,7 +123,7 @@ class Passes(Watcher):
 
     def on_gradient(self, weight, gradient) -> None:
         key = id(weight)
-        if not self.number:
+        if not self.number or not Moments.here.backing:  # or else, autograd.grad()
             return
         if key in self.stepped or weight.grad is None:
             self.local.pop(key, None)
