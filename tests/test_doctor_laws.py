@@ -10,11 +10,12 @@ import weakref
 from array import array
 from dataclasses import replace
 from math import inf
+from operator import add
 
 import pytest
 import torch
 from conftest import ROOT, run
-from test_doctor_steps import event, judged, made
+from test_doctor_steps import event, judged, made, one_pass
 
 import doctor.laws  # noqa: F401  its checks
 from doctor.draws import Drawn, Made, Own
@@ -222,25 +223,22 @@ def test_partners_in_a_batch_that_are_drawn_alike_are_named():
 
 
 @pytest.mark.parametrize(
-    ("seed", "wanted"),
+    ("ranks", "wanted"),
     [
-        (lambda step, rank: step + rank, True),
-        (lambda step, rank: step * 2 + rank, False),
-        (lambda step, rank: step, False),  # a joint decision
-        # Of a sample, in any order
-        (lambda step, rank: random.Random(rank).sample(range(20), 20)[step], False),
+        ([range(20), range(1, 21)], True),
+        ([range(0, 40, 2), range(1, 41, 2)], False),
+        ([range(20)] * 2, False),  # a joint decision
+        ([random.Random(n).sample(range(20), 20) for n in (0, 1)], False),  # of samples
     ],
 )
-def test_numbers_that_another_rank_draws_at_another_time(seed, wanted):
-    def rank(number):
-        own, values = {"generator": "numpy", "place": "a.py:4"}, range(20)
-        return [Seed(**own, call=f"seed({seed(n, number)})", step=n) for n in values]
-
-    found = report(rank(0), rank(1))
+def test_numbers_that_another_rank_draws_at_another_time(ranks, wanted):
+    line = {"generator": "numpy", "place": "a.py:4"}
+    ranks = [[f"seed({seed})" for seed in own] for own in ranks]
+    ranks = [[Seed(**line, call=x, step=n) for n, x in enumerate(x)] for x in ranks]
+    found = report(*ranks)
     assert ("shifted_numbers" in named(found)) == wanted
-    if wanted:
-        told = "on rank 0 in step 2 and on rank 1 in step 1, and so on: 19 times"
-        assert told in found.findings[0].what
+    told = "on rank 0 in step 2 and on rank 1 in step 1, and so on: 19 times"
+    assert not wanted or told in found.findings[0].what
 
 
 def test_drawn_inputs_break_the_law_of_random_streams():
@@ -304,28 +302,37 @@ def loop(order, noise=0.1, batch=12):
     return found
 
 
-def test_samples_of_a_loop_are_known_by_their_neighbours():
-    """doctor recognizes samples by their neighbors, because noise makes all contents distinct."""
-
-    def order(seed):
-        return random.Random(seed).sample(range(480), 480)
-
-    found = report(*(loop(order(1)[rank::2]) for rank in (0, 1)))
-    assert not named(found) and state(found, 1).state == "not judged"
-    found = report(*(loop(order(rank)[rank::2]) for rank in (0, 1)))
-    assert named(found) == {"left_out"}, found.findings
+ORDERS = [random.Random(seed).sample(range(480), 480) for seed in range(3)]
+FIRST, SECOND, THIRD = ([one[rank::2] for rank in (0, 1)] for one in ORDERS)
+EVEN, ODD = ([*range(n, 240, 2)] for n in (0, 1))
+FILES = [*range(120)], [*range(120, 240)]
 
 
-def test_a_later_epoch_of_a_loop_is_counted_and_repeats_in_a_batch_are_no_samples():
-    orders = [random.Random(seed).sample(range(480), 480) for seed in range(3)]
-    for second, wanted in ((orders[1], set()), (orders[2], {"left_out"})):
-        lists = [orders[0][0::2] + orders[1][0::2], orders[0][1::2] + second[1::2]]
-        found = report(*(loop(one, noise=0) for one in lists))
-        assert named(found) == wanted and state(found, 1).state != "held"
-    again = [orders[rank] for rank in (0, 1)]
-    for one in again:
-        one[::6] = one[1::6]  # twice in a batch
-    found = report(*(loop(one, noise=0) for one in again))
+@pytest.mark.parametrize(
+    ("ranks", "noise", "wanted", "words"),
+    [
+        # Noise makes all contents distinct, but samples have neighbors
+        (FIRST, 0.1, set(), ""),
+        ([FIRST[0], SECOND[1]], 0.1, {"left_out"}, ""),
+        # Two epochs; in the last case, the ranks exchange their files
+        (map(add, FIRST, SECOND), 0, set(), ""),
+        (map(add, FIRST, [SECOND[0], THIRD[1]]), 0, {"left_out"}, ""),
+        ([EVEN + EVEN, ODD + ODD], 0, set(), ""),
+        ([EVEN + EVEN, ODD + EVEN], 0, {"same_samples"}, "steps 11 to 20, 10 of 10"),
+        ([FILES[0] + FILES[1], FILES[1] + FILES[0]], 0, set(), ""),
+    ],
+)
+def test_the_samples_of_a_loop(ranks, noise, wanted, words):
+    found = report(*(loop(own, noise) for own in ranks))
+    assert named(found) == wanted and state(found, 1).state != "held"
+    assert not words or words in found.findings[0].what
+
+
+def test_samples_that_come_twice_in_a_batch():
+    ranks = [[*own] for own in ORDERS[:2]]
+    for one in ranks:
+        one[::6] = one[1::6]
+    found = report(*(loop(one, noise=0) for one in ranks))
     assert not named(found) and "several times" in str(state(found, 1).not_judged)
 
 
@@ -346,16 +353,6 @@ def test_tokens_that_mean_something_else_on_each_rank_are_named(moved):
     assert named(report(*ranks)) == ({"meanings_differ"} if moved else set())
 
 
-def test_a_later_epoch_of_a_loop_that_ranks_read_together():
-    own = [[*range(n, 240, 2)] for n in (0, 1)]
-    assert not named(report(*(loop(x + x, 0) for x in own)))
-    found = report(*(loop(x + own[0], 0) for x in own))
-    assert named(found) == {"same_samples"}
-    assert "steps 11 to 20, 10 of 10" in found.findings[0].what
-    parts = [[*range(n, n + 120)] for n in (0, 120)]  # the ranks exchange their files
-    assert not named(report(loop(parts[0] + parts[1], 0), loop(parts[1] + parts[0], 0)))
-
-
 def test_persistent_workers_keep_the_epoch():
     """Augmentation changes the samples, but their labels are in the same order in each epoch."""
     labels = array("q", random.Random(0).choices(range(5), k=128))
@@ -373,16 +370,12 @@ def test_persistent_workers_keep_the_epoch():
 
 
 def test_a_rank_with_longer_inputs_is_named():
-    draws = random.Random(0)
+    draws, name = random.Random(0), "length of input 1 of the network"
 
     def rows(rank, longer):
-        sizes = [draws.randint(8, 30) for _ in range(30)]
-        name = "length of input 1 of the network"
-        values = [
-            Measured(loader=None, values={name: n + longer}, step=k)
-            for k, n in enumerate(sizes)
-        ]
-        return values + loop([*range(rank, 480, 2)], batch=8)
+        own = loop([*range(rank, 480, 2)], batch=8)
+        sizes = enumerate(draws.randint(8, 30) + longer for _ in range(30))
+        return own + [event(Measured, k, values={name: n}) for k, n in sizes]
 
     assert "ranks_differ" not in named(report(rows(0, 0), rows(1, 0)))
     assert "ranks_differ" in named(report(rows(0, 0), rows(1, 25)))
@@ -391,14 +384,16 @@ def test_a_rank_with_longer_inputs_is_named():
 @pytest.mark.parametrize("tensor", ["tensor 2 of the batch", ""])
 def test_a_label_that_is_constant_on_each_rank(tensor):
     """Targets that are not from the batch may be positions, which depend on the rank."""
-    name = f"mean of {tensor or 'targets of nll_loss()'}"
+    name, loader = f"mean of {tensor or 'targets of nll_loss()'}", 0 if tensor else None
     ranks = []
     for rank in (0, 1):
-        one = {"loader": 0 if tensor else None, "values": {name: rank}}
-        moving = Measured(loader=None, values={"loss of a": random.random()})
-        events = [replace(moving, step=n) for n in range(30)]
-        events += [Measured(**one, step=n) for n in range(30)]
-        ranks.append(fed([*range(rank, 480, 2)]) + events)
+        ranks.append(fed([*range(rank, 480, 2)]))
+        for n in range(30):
+            moving = event(Measured, n, values={"loss of a": random.random()})
+            ranks[-1] += [
+                moving,
+                event(Measured, n, loader=loader, values={name: rank}),
+            ]
     assert named(report(*ranks, steps=0)) == ({"ranks_differ"} if tensor else set())
 
 
@@ -636,16 +631,17 @@ def test_a_share_of_repeated_samples_is_named():
 
 
 def test_gradients_of_other_weights_are_named():
-    def rank(names):
-        used = [float(sum(map(ord, name)) * 10 + n) for name in names for n in range(8)]
-        given = {"names": ["a.weight", "b.weight"], "each": 8, "used": used}
-        given |= {"local": [used], "passes": [{"place": "a.py:5"}]}
-        return [event(Update, k, **given) for k in range(4)]
+    def mixed(*ranks):
+        parts = [
+            [sum(map(ord, x)) * 10.0 + n for x in own for n in range(8)]
+            for own in ranks
+        ]
+        given = {"names": ["a.weight", "b.weight"], "each": 8, "passes": [one_pass()]}
+        ranks = [[event(Update, k, used=x, **given) for k in range(4)] for x in parts]
+        return [*mixed_gradients.function(made(*ranks))]
 
-    for other, wanted in (("ab", []), ("ac", []), ("ba", ["rank 0 uses for b.weight"])):
-        found = [*mixed_gradients.function(made(rank("ab"), rank(other)))]
-        assert len(found) == len(wanted)
-        assert all(text in one.what for one, text in zip(found, wanted, strict=True))
+    assert not mixed("ab", "ab") and not mixed("ab", "ac")
+    assert "rank 0 uses for b.weight" in mixed("ab", "ba")[0].what
 
 
 def test_gradients_are_no_sums(monkeypatch):
@@ -694,16 +690,6 @@ def test_a_sum_over_all_ranks_that_is_divided_by_one_ranks_count(words):
     assert [count(x) for x in (torch.tensor(5.0), [1, 2], 0.5, True)] == [5, 2, 0, 0]
 
 
-def test_a_law_reads_other_laws_events():
-    """The event of a step's pass contains everything that the loss's graph shows."""
-    terms = [tuple(Term(0.5, "mean", 8))]
-    entry = {"place": "a.py:5", "terms": terms, "scale": None, "forwards": []}
-    entry |= {"value": 1.0, "epoch": None, "loader": None}
-    given = {"names": ["w"], "each": 1, "used": [1.0], "local": [[1.0]]}
-    step = event(Update, **given, passes=[entry], clips=[])
-    report([step, *validated("loss 0.7500")], [step])
-
-
 @pytest.mark.parametrize(
     ("outer", "local", "printed", "wanted"),
     [
@@ -715,10 +701,9 @@ def test_a_law_reads_other_laws_events():
 )
 def test_a_printed_loss_that_has_been_divided(outer, local, printed, wanted):
     """The graph shows the last divisor of a loss, but not how the loss was averaged."""
-    entry = {"place": "a.py:5", "terms": [(0.1, "")], "outer": outer, "scale": None}
-    entry |= {"epoch": None, "loader": None}
+    entry = one_pass([tuple(Term(0.1, ""))], outer=outer, loader=None, epoch=None)
     given = {"names": ["v", "w"], "each": 1, "used": [1.0, 1.0], "local": local}
-    step = event(Update, **given, passes=[entry] * 2, clips=[])
+    step = event(Update, **given, passes=[entry] * 2)
     one = sums("root", [0.3], **PASS, number=0, trains=True)
     val = sums("loss", [0.5], at=2.0, source=1, after=1)
     text = f"loss {printed}000 val_loss 0.5000"
