@@ -44,6 +44,7 @@ from doctor.sample import hashes, positions
 from doctor.signature import _array, different
 
 PASS = {"loader": 0, "epoch": 0}
+HALVES = [*range(0, 64, 2)], [*range(1, 64, 2)]
 
 
 def report(*ranks, steps=20, **step):
@@ -95,7 +96,7 @@ def test_hashes_do_not_read_one_column():
 
 def test_samples_are_counted_in_epochs_of_training_only():
     """A pass without steps, which only measures training accuracy, is not an epoch."""
-    own = [fed([*range(n, 64, 2)], 2) for n in (0, 1)]
+    own = [fed(one, 2) for one in HALVES]
     own = [[x for x in one if not isinstance(x, Step) or not x.epoch] for one in own]
     for one in each(EpochEnd, own):
         one.steps *= not one.epoch
@@ -107,11 +108,10 @@ def test_samples_are_counted_in_epochs_of_training_only():
 
 
 def test_a_stream_is_not_held_and_its_lost_samples_are_named():
-    halves = [*range(0, 64, 2)], [*range(1, 64, 2)]
-    orders = [[one, one[::-1]] for one in halves]
+    orders = [[one, one[::-1]] for one in HALVES]
     found = report(*(fed(one, 2, stream=True, ids=True) for one in orders), steps=0)
     assert state(found, 1).state == "not judged"
-    lost = [[one[:16], one[8:24], one[16:]] for one in halves]
+    lost = [[one[:16], one[8:24], one[16:]] for one in HALVES]
     for known in (True, False):
         found = report(*(fed(one, 3, stream=True, ids=known) for one in lost), steps=0)
         assert named(found) == {"left_out"}, found.findings
@@ -132,10 +132,8 @@ def test_what_only_the_last_rank_does_is_named():
 
 @pytest.mark.parametrize("again", [True, False])
 def test_a_resume_in_an_epoch_reads_the_rest(again):
-    ranks = []
-    for rank in (0, 1):
-        own = [*range(rank, 64, 2)]
-        ranks.append(fed([own[::-1], own[:16], own[:16] if again else own[16:]], 3))
+    parts = [[x[::-1], x[:16], x[:16] if again else x[16:]] for x in HALVES]
+    ranks = [fed(own, 3) for own in parts]
     for one in each(EpochEnd, ranks):
         one.whole = not one.epoch
     found = report(*ranks, steps=0)
@@ -147,10 +145,8 @@ def test_a_resume_in_an_epoch_reads_the_rest(again):
 
 @pytest.mark.parametrize("right", [True, False])
 def test_a_pass_that_never_ends_is_judged_by_its_first_lap(right):
-    halves = [*range(0, 64, 2)], [*range(1, 64, 2)]
-    other = halves[::-1] if right else halves[:1] * 2
-    ranks = [fed(a + b, sampler="Own") for a, b in zip(halves, other, strict=True)]
-    ranks = ranks if right else ranks[:1] * 2
+    laps = map(add, HALVES, HALVES[::-1]) if right else [HALVES[0] * 2] * 2
+    ranks = [fed(own, sampler="Own") for own in laps]
     for one in each(EpochEnd, ranks):
         one.whole = False
     found = report(*ranks, steps=0)
@@ -171,8 +167,7 @@ def test_a_pass_that_never_ends_is_judged_by_its_first_lap(right):
 )
 def test_samples_whose_contents_differ(names, change, wanted):
     """Ranks may make their own samples from the same data, and change a few over time."""
-    halves = [[*range(0, 64, 2)], [*range(1, 64, 2)]]
-    ranks = [fed(x * 2, epochs=4) for x in (halves, halves[::-1])]
+    ranks = [fed([*x, *x], epochs=4) for x in (HALVES, HALVES[::-1])]
     for one in each(Feed, ranks):
         one.data = {"names": (64, 1, 1, 0)} if names else {}
     for rank, own in enumerate(ranks):
@@ -204,10 +199,8 @@ def test_masks_that_ranks_draw_alike_with_their_own_generators(seeds):
             one.few = [[x * (draws.random() > 0.3) for x in row] for row in one.few]
     assert ("the same places" in str(state(report(*ranks), 3).not_judged)) is same
     scans = [Own(states=[n], owners=["a.py:3"]) for n in (1, 2)]
-    (one,) = report(*(own + scans for own in ranks)).findings or [None]
-    assert (one and (one.check, one.place)) == (
-        ("same_inputs", "a.py:3") if same else None
-    )
+    found = report(*(own + scans for own in ranks)).findings
+    assert [(x.check, x.place) for x in found] == [("same_inputs", "a.py:3")] * same
 
 
 def test_partners_in_a_batch_that_are_drawn_alike_are_named():
@@ -251,12 +244,11 @@ def test_drawn_inputs_break_the_law_of_random_streams():
     [(16, 1.0, set()), (0, 1.5, {"same_targets"}), (0, 1.0, set())],
 )
 def test_targets_of_all_ranks_candidates_depend_on_the_rank(first, loss, wanted):
-    own = {"count": 16, "place": "a.py:7"}
-    ranks = [
-        [Contrast(**own, first=n, loss=x + k / 99, step=k) for k in range(20)]
-        for n, x in ((0, 1.0), (first, loss))
-    ]
-    found = report(*ranks)
+    def rank(n, x):
+        rows = ((k, x + k / 99) for k in range(20))
+        return [event(Contrast, k, first=n, count=16, loss=loss) for k, loss in rows]
+
+    found = report(rank(0, 1.0), rank(first, loss))
     assert named(found) == wanted
     unclear = "candidates" in str(state(found, 2).not_judged)
     assert unclear == (first == 0 and not wanted)

@@ -450,12 +450,12 @@ def test_what_no_optimizer_updates_is_compared(value, kind, wanted, words):
 
 @pytest.mark.parametrize(
     ("start", "apart", "wanted"),
-    [([1, 2, 3, 5], 0.1, "broken"), ([0] * 4, 0.1, "not judged")]
-    + [([1, 2, 3, 5], 2, "held")],
+    [(1, 0.1, "broken"), (0, 0.1, "not judged"), (1, 2, "held")],
 )
 def test_statistics_that_each_rank_updates_by_its_own_samples(start, apart, wanted):
     """A tensor that starts with zeros may be a sum that the script prints."""
-    ranks = both(lambda r, n: [x + n * (1 + r * apart) for x in start], **CODES)
+    first = [start * x for x in (1, 2, 3, 5)]
+    ranks = both(lambda r, n: [x + n * (1 + r * apart) for x in first], **CODES)
     for own in ranks:
         own[0].moment = "first"
         own += states(*[[1.0]] * 12)
@@ -520,12 +520,10 @@ def test_weights_that_the_script_updates_itself_are_compared(monkeypatch):
 
 @pytest.mark.parametrize(("rest", "apart"), [(0, 1), (2, 0), (0, 0)])
 def test_a_resume_gives_all_ranks_the_state_of_one(rest, apart):
-    ranks = []
-    for rank in (0, 1):
-        own = {"path": "a.pt", "values": {"Adam.m": [1.0, 2]}, "rest": rest}
-        ranks.append([event(Resumed, 1, **own, place="a.py:3")])
-        values = [[n, 2 + n + rank * apart] for n in range(5)]
-        ranks[-1] += states(*values, what="kept", names=["Adam.m"])
+    ranks = both(lambda r, n: [n, 2 + n + r * apart], what="kept", names=["Adam.m"])
+    values = {"values": {"Adam.m": [1.0, 2]}, "rest": rest}
+    for own in ranks:
+        own.append(event(Resumed, 1, path="a.pt", **values, place="a.py:3"))
     found = judged([*ranks[0], event(Opened, path="b", saved=True)], ranks[1])
     assert named(found) == ({"one_ranks_state": "RISK"} if apart else {})
     assert law(found, 8) == ("broken" if apart else "not judged" if rest else "held")
