@@ -109,10 +109,7 @@ def bad(findings):
     return [one["check"] for one in findings if one["level"] in ("WRONG", "RISK")]
 
 
-RIGHT = [(name, path, path.read_text()) for name, path in MODES.items()]
-
-
-@pytest.mark.parametrize("path", cases(RIGHT))
+@pytest.mark.parametrize("path", cases((n, x, x.read_text()) for n, x in MODES.items()))
 def test_nothing_is_wrong_with_a_right_script(path, tmp_path):
     found = examine(tmp_path, path, path.read_text())
     assert not bad(found), found

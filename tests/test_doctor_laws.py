@@ -107,10 +107,13 @@ def test_samples_are_counted_in_epochs_of_training_only():
     assert named(found) == {"left_out"} and ": 24 on several" in found.findings[0].what
 
 
-def test_a_stream_is_not_held_and_its_lost_samples_are_named():
+def test_streams_and_divided_networks_are_not_held():
+    """doctor names the samples that a stream loses."""
     orders = [[one, one[::-1]] for one in HALVES]
     found = report(*(fed(one, 2, stream=True, ids=True) for one in orders), steps=0)
     assert state(found, 1).state == "not judged"
+    same = fed([*range(64)]) + [Divided(how="parallelize_module()")]
+    assert state(report(same, same, steps=0), 1).state == "not judged"
     lost = [[one[:16], one[8:24], one[16:]] for one in HALVES]
     for known in (True, False):
         found = report(*(fed(one, 3, stream=True, ids=known) for one in lost), steps=0)
@@ -139,8 +142,7 @@ def test_a_resume_in_an_epoch_reads_the_rest(again):
     found = report(*ranks, steps=0)
     assert named(found) == ({"left_out"} if again else set())
     assert state(found, 1).state == ("broken" if again else "held")
-    if again:
-        assert "epoch 1, which a resume splits" in found.findings[0].what
+    assert all("epoch 1, which a resume splits" in one.what for one in found.findings)
 
 
 @pytest.mark.parametrize("right", [True, False])
@@ -176,11 +178,6 @@ def test_samples_whose_contents_differ(names, change, wanted):
     assert named(report(*ranks, steps=0)) == wanted
 
 
-def test_a_network_that_is_divided_is_not_judged():
-    same = fed([*range(64)]) + [Divided(how="parallelize_module()")]
-    assert state(report(same, same, steps=0), 1).state == "not judged"
-
-
 def test_an_argument_that_is_equal_on_all_ranks():
     """doctor names the equal argument, although it sees noise that differs between the ranks."""
     ranks = [loop([*range(n, 480, 2)]) + drawn(n) for n in (0, 1)]
@@ -203,13 +200,15 @@ def test_masks_that_ranks_draw_alike_with_their_own_generators(seeds):
     assert [(x.check, x.place) for x in found] == [("same_inputs", "a.py:3")] * same
 
 
-def test_partners_in_a_batch_that_are_drawn_alike_are_named():
+def test_partners_and_inputs_that_are_drawn_alike_are_named():
     """A permutation of all samples, or new generators, may be equal on all ranks on purpose."""
     for size, wanted in ((12, "broken"), (240, "not judged")):
         ranks = [loop([*range(n, 480, 2)]) + drawn(0) for n in (0, 1)]
         for one in each(Drawn, ranks):
             one.size, one.whole, one.permutes = size, True, True
         assert state(report(*ranks), 3).state == wanted
+    found = report(*[loop([*range(480)]) + drawn(0)] * 2)
+    assert {"same_samples", "same_inputs"} <= named(found)
     made = [Made(state=k, place="a.py:6", step=k) for k in range(20)]
     ranks = [loop([*range(n, 480, 2)]) + drawn(n) + made for n in (0, 1)]
     assert state(report(*ranks), 3).state == "not judged"
@@ -232,11 +231,6 @@ def test_numbers_that_another_rank_draws_at_another_time(ranks, wanted):
     assert ("shifted_numbers" in named(found)) == wanted
     told = "on rank 0 in step 2 and on rank 1 in step 1, and so on: 19 times"
     assert not wanted or told in found.findings[0].what
-
-
-def test_drawn_inputs_break_the_law_of_random_streams():
-    found = report(*[loop([*range(480)]) + drawn(0)] * 2)
-    assert {"same_samples", "same_inputs"} <= named(found)
 
 
 @pytest.mark.parametrize(("first", "loss"), [(16, 1.0), (0, 1.5), (0, 1.0)])
@@ -426,8 +420,8 @@ def test_a_loop_that_draws_an_epoch_with_replacement(kind):
         lines += [event(Drawn, n, **own, value=1) for n in range(40)]
     found = report(*(loop(order[rank::2], 0) + lines for rank in (0, 1)))
     assert named(found) == ({"left_out"} if kind == "again" else set())
-    if kind == "again":
-        assert "2 periods of 20 steps before a validation" in found.findings[0].what
+    told = "2 periods of 20 steps before a validation"
+    assert all(told in one.what for one in found.findings)
 
 
 @pytest.mark.parametrize("right", [True, False])
@@ -509,7 +503,7 @@ def test_the_origin_of_equal_states_is_named():
     assert (found.findings[0].place, unknown.place) == ("a.py:3", "a.py:8")
 
 
-def test_accuracies_are_read_from_text():
+def test_accuracies_and_what_they_belong_to_are_read_from_text():
     for text, *wanted in (
         ("63 of 76 right", "accuracy", 63, 76),
         ("acc: 0.83 (63/76)", "accuracy", 0.83, None),
@@ -518,9 +512,6 @@ def test_accuracies_are_read_from_text():
     ):
         first = next(numbers(text))
         assert [first.kind, first.value, first.count] == wanted
-
-
-def test_each_number_belongs_to_the_name_next_to_it():
     for text, splits in (
         ("Train/Val Loss 0.5 0.6, acc: 0.7/0.8", "train val train val"),
         ("training and test loss: 0.5", ""),
@@ -717,8 +708,7 @@ def test_a_loop_over_names_has_one_order_on_all_ranks(other):
     ranks = [calls([{"k": x} for x in keys], "keys") for keys in ("abc", other)]
     found = report(*ranks)
     assert named(found) == ({"collectives_differ"} if other == "bac" else set())
-    if other == "bac":
-        assert ": a on rank 0, b on rank 1" in found.findings[0].what
+    assert all(": a on rank 0, b on rank 1" in one.what for one in found.findings)
     for n, one in enumerate(each(Call, ranks)):
         one.passes = n % 3
     assert not named(report(*ranks))
@@ -753,18 +743,6 @@ def test_short_steps_are_not_slow(wall):
     assert {x.check for x in found.findings} == {*["bottleneck"] * (wall > 0.05)}
 
 
-COMPILED = """
-import torch
-@torch.jit.script
-def script(x):
-    return x + torch.rand(3) + torch.tensor([1.0, 2.0, 3.0])
-assert script(torch.ones(3)).shape == torch.tensor([torch.ones(3).sum(), 4, 0]).shape
-draw = torch.compile(lambda x: x + torch.rand(3), backend="eager", fullgraph=True)
-assert draw(torch.ones(3)).shape == (3,)
-"""
-FULL = pytest.mark.full
-
-
 ALONE = """
 import gc, sys, weakref, torch
 with torch.device("meta"):
@@ -784,9 +762,19 @@ gc.collect()
 assert gone() is None and chosen() is None
 assert len(sys.modules["_doctor.results"].Results.here.line) < 200
 """
+COMPILED = """
+import torch
+@torch.jit.script
+def script(x):
+    return x + torch.rand(3) + torch.tensor([1.0, 2.0, 3.0])
+assert script(torch.ones(3)).shape == torch.tensor([torch.ones(3).sum(), 4, 0]).shape
+draw = torch.compile(lambda x: x + torch.rand(3), backend="eager", fullgraph=True)
+assert draw(torch.ones(3)).shape == (3,)
+"""
+SCRIPTS = [ALONE, pytest.param(COMPILED, marks=pytest.mark.full)]
 
 
-@pytest.mark.parametrize("script", [ALONE, pytest.param(COMPILED, marks=FULL)])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_watched_process_is_left_alone(tmp_path, script):
     """doctor keeps a default device, lets networks be freed, and does not disturb compilers."""
     (tmp_path / "a.py").write_text(script)

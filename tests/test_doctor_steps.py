@@ -307,13 +307,11 @@ def test_weights_that_never_live_are_named():
         assert ("not_in_an_optimizer" in found) != moves
 
 
-def test_a_frozen_teacher_in_training_mode_is_named():
-    for how, wanted in (
-        ("train without gradients", {"frozen_in_train_mode": "RISK"}),
-        ("eval", {}),
-    ):
-        own = {"name": "teacher.norm", "kind": "batch norm", "ran": {how: [*range(4)]}}
-        assert named(judged([event(Mode, 3, **own)], [event(Mode, 3)])) == wanted
+@pytest.mark.parametrize("how", ["train without gradients", "eval"])
+def test_a_frozen_teacher_in_training_mode_is_named(how):
+    own = {"name": "teacher.norm", "kind": "batch norm", "ran": {how: [*range(4)]}}
+    wanted = {"frozen_in_train_mode": "RISK"} if "train" in how else {}
+    assert named(judged([event(Mode, 3, **own)], [event(Mode, 3)])) == wanted
 
 
 def test_what_a_checkpoint_holds():
@@ -609,7 +607,6 @@ def test_the_parts_of_a_step_add_up():
 def test_processes_without_a_group_train_alone():
     """The differences between the ranks are effects, and no law that compares ranks is held."""
     ranks = [[event(Opened, path="/a/b.pt", saved=True)] for _ in range(2)]
-    assert named(judged(*ranks)) == {"several_save": "WRONG"}
     job = made(*ranks)
     for one in job.processes:
         one.events = [x for x in one.events if not isinstance(x, Rank)]
