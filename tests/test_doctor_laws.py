@@ -178,16 +178,6 @@ def test_samples_whose_contents_differ(names, change, wanted):
     assert named(report(*ranks, steps=0)) == wanted
 
 
-def test_an_argument_that_is_equal_on_all_ranks():
-    """doctor names the equal argument, although it sees noise that differs between the ranks."""
-    ranks = [loop([*range(n, 480, 2)]) + drawn(n) for n in (0, 1)]
-    assert state(report(*ranks), 3).state == "held"
-    for distinct, wanted in ((True, "broken"), (False, "not judged")):
-        for one in each(Input, ranks):
-            one.arguments = {2: (one.step, distinct)}
-        assert state(report(*ranks), 3).state == wanted
-
-
 @pytest.mark.parametrize("seeds", [(1, 1), (1, 2)])
 def test_masks_that_ranks_draw_alike_with_their_own_generators(seeds):
     ranks, same = [loop([*range(n, 480, 2)], 0) for n in (0, 1)], seeds == (1, 1)
@@ -200,18 +190,27 @@ def test_masks_that_ranks_draw_alike_with_their_own_generators(seeds):
     assert [(x.check, x.place) for x in found] == [("same_inputs", "a.py:3")] * same
 
 
-def test_partners_and_inputs_that_are_drawn_alike_are_named():
-    """A permutation of all samples, or new generators, may be equal on all ranks on purpose."""
+def test_what_networks_get_and_what_is_drawn_for_it():
+    """Equal arguments or partners in a batch are named, even if noise differs between ranks.
+
+    A permutation of all samples, or new generators, may be equal on all ranks on purpose.
+    """
+    ranks = [loop([*range(n, 480, 2)]) for n in (0, 1)]
+    noisy = [own + drawn(n) for n, own in enumerate(ranks)]
+    assert state(report(*noisy), 3).state == "held"
+    made = [Made(state=k, place="a.py:6", step=k) for k in range(20)]
+    assert state(report(*(own + made for own in noisy)), 3).state == "not judged"
     for size, wanted in ((12, "broken"), (240, "not judged")):
-        ranks = [loop([*range(n, 480, 2)]) + drawn(0) for n in (0, 1)]
-        for one in each(Drawn, ranks):
+        alike = [own + drawn(0) for own in ranks]
+        for one in each(Drawn, alike):
             one.size, one.whole, one.permutes = size, True, True
-        assert state(report(*ranks), 3).state == wanted
+        assert state(report(*alike), 3).state == wanted
+    for distinct, wanted in ((True, "broken"), (False, "not judged")):
+        for one in each(Input, noisy):
+            one.arguments = {2: (one.step, distinct)}
+        assert state(report(*noisy), 3).state == wanted
     found = report(*[loop([*range(480)]) + drawn(0)] * 2)
     assert {"same_samples", "same_inputs"} <= named(found)
-    made = [Made(state=k, place="a.py:6", step=k) for k in range(20)]
-    ranks = [loop([*range(n, 480, 2)]) + drawn(n) + made for n in (0, 1)]
-    assert state(report(*ranks), 3).state == "not judged"
 
 
 @pytest.mark.parametrize(
@@ -600,13 +599,13 @@ def test_a_share_of_repeated_samples_is_named():
 
 def test_gradients_of_other_weights_are_named():
     def mixed(*ranks):
-        parts = [
-            [sum(map(ord, x)) * 10.0 + n for x in own for n in range(8)]
-            for own in ranks
-        ]
-        given = {"names": ["a.weight", "b.weight"], "each": 8, "passes": [one_pass()]}
-        ranks = [[event(Update, k, used=x, **given) for k in range(4)] for x in parts]
-        return [*mixed_gradients.function(made(*ranks))]
+        events = []
+        for names in ranks:
+            used = [sum(map(ord, x)) * 10.0 + n for x in names for n in range(8)]
+            given = {"each": 8, "passes": [one_pass()], "used": used}
+            own = {"names": ["a.weight", "b.weight"], **given}
+            events.append([event(Update, k, **own) for k in range(4)])
+        return [*mixed_gradients.function(made(*events))]
 
     assert not mixed("ab", "ab") and not mixed("ab", "ac")
     assert "rank 0 uses for b.weight" in mixed("ab", "ba")[0].what

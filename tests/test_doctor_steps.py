@@ -148,11 +148,6 @@ def own_counts(one, number, rank, n):
     one["terms"] = [(x / (20 - 6 * rank), "sum", *more, 1) for x, *more in parts]
 
 
-def one_total(one, number, rank, n):
-    one["terms"] = [(x / 17, "sum", 8, 1, 1) for x in (1.0, 2.0)]
-    one["sums"] = [3.0, 34.0]
-
-
 TURNED = MEAN[1:] + MEAN[:1]
 BOTH = plus(MEAN, TURNED)  # the gradients of two passes
 LEFT, LATER = steps(BOTH, 2), lambda one, p, *_: one.update(epoch=int(p > 1))
@@ -169,6 +164,7 @@ HALF, THIRD = (((x, "mean", 8, 1, 1),) for x in (1 / 2, 1 / 3))
 TWICE = plus(times(2, MEAN), TURNED)
 THIRDS = plus(times(2 / 3, SAMPLES[0]), times(1 / 3, SAMPLES[1]))
 UNREAD = ((1.0, ""),)
+TOTAL = {"terms": [(x / 17, "sum", 8, 1, 1) for x in (1.0, 2.0)], "sums": [3.0, 34.0]}
 # name -> the check that finds the mistake, or the law's state; and the steps
 GRADIENTS = {
     "a mean": ("held", steps(MEAN)),
@@ -190,7 +186,7 @@ GRADIENTS = {
     "cleared passes": ("cleared_passes", steps(MEAN, lost=["a.py:9"])),
     "batches of other sizes": ("unequal_means", steps(MEAN, 1, divided(8, 4))),
     "sums over own counts": ("unequal_means", steps(MEAN, change=own_counts)),
-    "sums over a joint count": ("held", steps(MEAN, change=one_total)),
+    "sums over a joint count": ("held", steps(MEAN, 1, lambda x, *_: x.update(TOTAL))),
     "sums of class weights": (
         "unequal_means",
         steps(MEAN, 1, divided(40.0, 10.0, weighted=True)),
