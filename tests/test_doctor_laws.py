@@ -101,8 +101,7 @@ def test_samples_are_counted_in_epochs_of_training_only():
     for one in each(EpochEnd, own):
         one.steps *= not one.epoch
     found = report(*own, steps=0)
-    held = ["epoch 0: 64 samples read, 64 distinct of 64"]
-    assert state(found, 1).evidence == held
+    assert state(found, 1).evidence == ["epoch 0: 64 samples read, 64 distinct of 64"]
     found = report(fed([*range(48)]), fed([*range(16, 64)]), steps=0)
     assert named(found) == {"left_out"} and ": 24 on several" in found.findings[0].what
 

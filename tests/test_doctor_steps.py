@@ -325,9 +325,8 @@ def test_what_a_checkpoint_holds():
     ):
         report = judged([file, event(Saved, 4, **good | values)], [])
         assert (law(report, 8), named(report)) == (state, wanted)
-    last, light = {"path": "last.pt"}, {"holds": []}
-    both = [event(Saved, 4, **good | x) for x in (light, last)]
-    assert not judged([file, *both], []).findings
+    two = [event(Saved, 4, **good | x) for x in ({"holds": []}, {"path": "last.pt"})]
+    assert not judged([file, *two], []).findings
     parts = [[event(Cut, 4, path="a.pt", names=["net.weight"])] for _ in range(2)]
     assert named(judged([file, *parts[0]], [])) == {"shards_saved": "WRONG"}
     assert not named(judged(*parts))
@@ -473,9 +472,8 @@ def test_tensors_of_the_scripts_objects_are_found():
 def test_equal_names_are_numbered_alike_on_all_ranks(monkeypatch):
     """The numbers agree even if only one rank has already freed an old network's weights."""
     old, new = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
-    watcher = Replicas()
     monkeypatch.setattr(Moments.here, "names", {id(old): "w", id(new): "w"})
-    known = {id(old): (0, weakref.ref(old))}
+    watcher, known = Replicas(), {id(old): (0, weakref.ref(old))}
     monkeypatch.setattr(Moments.here, "known", known)
     assert [*watcher.held()] == ["w"]
     known[id(new)] = 1, weakref.ref(new)
