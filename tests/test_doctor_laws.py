@@ -134,8 +134,7 @@ def test_what_only_the_last_rank_does_is_named():
 
 @pytest.mark.parametrize("again", [True, False])
 def test_a_resume_in_an_epoch_reads_the_rest(again):
-    parts = [[x[::-1], x[:16], x[:16] if again else x[16:]] for x in HALVES]
-    ranks = [fed(own, 3) for own in parts]
+    ranks = [fed([x[::-1], x[:16], x[:16] if again else x[16:]], 3) for x in HALVES]
     for one in each(EpochEnd, ranks):
         one.whole = not one.epoch
     found = report(*ranks, steps=0)
@@ -260,14 +259,13 @@ def test_settings_are_compared_by_name():
     assert named(report(lost, lost)) == {"loss_is_not_finite"}
 
 
-def test_the_advice_fits_the_loader():
-    for flags, advice in (
-        ({"stream": True}, "Yield only every"),
-        ({"sampler": "WeightedRandomSampler"}, "Seed the sampler's"),
-    ):
-        found = report(*[fed([*range(64)], **flags)] * 2, steps=0)
-        assert named(found) == {"same_samples"}
-        assert found.findings[0].mend.startswith(advice)
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_advice_fits_the_loader(stream):
+    sampler = "DistributedSampler" if stream else "WeightedRandomSampler"
+    found = report(*[fed([*range(64)], 1, stream, sampler=sampler)] * 2, steps=0)
+    assert named(found) == {"same_samples"}
+    advice = "Yield only every" if stream else "Seed the sampler's"
+    assert found.findings[0].mend.startswith(advice)
 
 
 def loop(order, noise=0.1, batch=12):
@@ -601,9 +599,8 @@ def test_gradients_of_other_weights_are_named():
         events = []
         for names in ranks:
             used = [sum(map(ord, x)) * 10.0 + n for x in names for n in range(8)]
-            given = {"each": 8, "passes": [one_pass()], "used": used}
-            own = {"names": ["a.weight", "b.weight"], **given}
-            events.append([event(Update, k, **own) for k in range(4)])
+            own = {"names": ["a.weight", "b.weight"], "each": 8, "passes": [one_pass()]}
+            events.append([event(Update, k, **own, used=used) for k in range(4)])
         return [*mixed_gradients.function(made(*events))]
 
     assert not mixed("ab", "ab") and not mixed("ab", "ac")

@@ -584,8 +584,9 @@ def test_what_a_checkpoint_in_parts_holds(monkeypatch):
         Checkpoints().save_parts(lambda *_, **__: None, app, checkpoint_id="a/run")
     assert [one.holds for one in written] == [[], ["optimizer"]]
     assert all(one.counts and one.whole == 2 for one in written)
-    alone = Checkpoints().content(torch.nn.BatchNorm1d(2).state_dict())
-    assert alone["counts"] is False
+    assert (
+        Checkpoints().content(torch.nn.BatchNorm1d(2).state_dict())["counts"] is False
+    )
 
 
 def test_the_parts_of_a_step_add_up():
