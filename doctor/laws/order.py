@@ -102,7 +102,7 @@ def outdated(job: Job) -> str:
     return ""
 
 
-@check(LAW, RISK, read="pitfall 18")
+@check(LAW, RISK, needs=[Step], read="pitfall 18")
 def skipped_again(job):
     """After a resume in the middle of an epoch, later epochs skip batches, too.
 
