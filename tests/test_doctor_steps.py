@@ -515,9 +515,8 @@ def test_files_and_optimizers_of_two_ranks(other):
     own = {"what": "optimizer", "mark": 7, "place": "a.py:3"}
     ranks = [[event(Restored, weights=[f"weight {x}"], **own)] for x in (1, other)]
     assert named(judged(*ranks)) == ({"one_ranks_state": "RISK"} if other > 1 else {})
-    # A library may have written these, such as images
     ranks = [[event(Opened, path="/a/sample.png", place="a.py:5")] for _ in range(2)]
-    assert named(judged(*ranks)) == {"several_write": "RISK"}
+    assert named(judged(*ranks)) == {"several_write": "RISK"}  # perhaps by a library
     ranks[1].append(event(Start, parent="b-1", host="b", environment={}))
     assert law(judged(ranks[0], []), 8) == "held"
 
