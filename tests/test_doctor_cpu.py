@@ -1,6 +1,5 @@
 """doctor --cpu emulates CUDA: right numbers, equal bits, an error for code that needs a GPU."""
 
-import copy
 import json
 import re
 import sys
@@ -74,16 +73,9 @@ def test_same_bits(tmp_path):
         saved.append(torch.load(tmp_path / "checkpoint.pt")[1]["model"])
         (tmp_path / "checkpoint.pt").unlink()
     assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
-    wrong = copy.deepcopy(report)
-    wrong["verdicts"][0]["state"] = "fine"
+    report["verdicts"][0]["state"] = "fine"
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(wrong, schema)
-
-
-def test_bad_count(tmp_path):
-    """A wrong number of GPUs causes a one-line error."""
-    ended = played(tmp_path, "own.py", flags=("--cpu", "0"))
-    assert ended.returncode == 2 and "--cpu" in ended.stderr.splitlines()[-1]
+        jsonschema.validate(report, schema)
 
 
 def test_exit_status(tmp_path):

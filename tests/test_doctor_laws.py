@@ -10,11 +10,12 @@ import weakref
 from array import array
 from dataclasses import replace
 from math import inf
+from operator import add
 
 import pytest
 import torch
 from conftest import ROOT, run
-from test_doctor_steps import event, judged
+from test_doctor_steps import event, judged, made, one_pass
 
 import doctor.laws  # noqa: F401  its checks
 from doctor.draws import Drawn, Made, Own
@@ -42,13 +43,8 @@ from doctor.results import Printed, Results
 from doctor.sample import hashes, positions
 from doctor.signature import _array, different
 
-STEP = {"optimizer": 0, "which": 0, "rates": [], "threads": 1}
-STEP |= {"loader": None, "epoch": None, "place": "a.py:10"}
 PASS = {"loader": 0, "epoch": 0}
-NO_LOADER = dict.fromkeys(("loader", "epoch", "number"))
-FED = {"divides": True, "shuffles": True, "repeats": False, "sampler": {}, "workers": 0}
-FED |= {"data": {}, "part": None}
-OPENED = {"type": "D", "length": None, "place": "a.py:9"}
+HALVES = [*range(0, 64, 2)], [*range(1, 64, 2)]
 
 
 def report(*ranks, steps=20, **step):
@@ -66,23 +62,25 @@ def state(found, law):
     return next(one for one in found.verdicts if one.law.number == law)
 
 
+def each(kind, ranks):
+    """Return all ranks' events of one kind."""
+    return [one for own in ranks for one in own if isinstance(one, kind)]
+
+
 def fed(samples, epochs=1, stream=False, ids=False, sampler="DistributedSampler"):
     """Return the events of a rank that reads these samples in batches of eight."""
-    found = []
+    found, repeats = [], sampler == "WeightedRandomSampler"
+    feed = {"divides": not (stream or repeats), "shuffles": True, "repeats": repeats}
+    opened = {"sampler": sampler, "samples": 64, "stream": stream, "place": "a.py:9"}
     for epoch in range(epochs):
         own = {"loader": 0, "epoch": epoch}
-        kind = {"sampler": sampler, "samples": 64, "stream": stream}
-        repeats = sampler == "WeightedRandomSampler"
-        divides = not (stream or repeats)
-        feed = Feed(**own, **FED | {"divides": divides, "repeats": repeats})
-        found += [Epoch(**own, **OPENED, **kind), feed]
+        found += [event(Epoch, **own, **opened, type="D"), event(Feed, **own, **feed)]
         read = samples[epoch] if isinstance(samples[0], list) else samples
-        for number in range(len(read) // 8):
+        for number in range(count := len(read) // 8):
             rows = array("q", read[8 * number : 8 * number + 8])
-            parts = {"indices": None if stream else rows, "labels": None, "rows": rows}
-            batch = Batch(**own, number=number, **parts, ids=rows if ids else None)
-            found += [batch, Step(**STEP | own)]
-        count = len(read) // 8
+            batch = event(Batch, **own, number=number, rows=rows)
+            batch.indices, batch.ids = None if stream else rows, rows if ids else None
+            found += [batch, event(Step, **own, place="a.py:10", watched=True)]
         found.append(EpochEnd(**own, whole=True, batches=count, steps=count))
     return found
 
@@ -98,24 +96,24 @@ def test_hashes_do_not_read_one_column():
 
 def test_samples_are_counted_in_epochs_of_training_only():
     """A pass without steps, which only measures training accuracy, is not an epoch."""
-    own = [fed([*range(n, 64, 2)], 2) for n in (0, 1)]
-    later = [[one for one in x if getattr(one, "epoch", 0) == 1] for x in own]
+    own = [fed(one, 2) for one in HALVES]
     own = [[x for x in one if not isinstance(x, Step) or not x.epoch] for one in own]
-    for one in (x for rows in later for x in rows if isinstance(x, EpochEnd)):
-        one.steps = 0
+    for one in each(EpochEnd, own):
+        one.steps *= not one.epoch
     found = report(*own, steps=0)
-    held = ["epoch 0: 64 samples read, 64 distinct of 64"]
-    assert state(found, 1).evidence == held
+    assert state(found, 1).evidence == ["epoch 0: 64 samples read, 64 distinct of 64"]
     found = report(fed([*range(48)]), fed([*range(16, 64)]), steps=0)
     assert named(found) == {"left_out"} and ": 24 on several" in found.findings[0].what
 
 
-def test_a_stream_is_not_held_and_its_lost_samples_are_named():
-    halves = [*range(0, 64, 2)], [*range(1, 64, 2)]
-    orders = [[one, one[::-1]] for one in halves]
+def test_streams_and_divided_networks_are_not_held():
+    """doctor names the samples that a stream loses."""
+    orders = [[one, one[::-1]] for one in HALVES]
     found = report(*(fed(one, 2, stream=True, ids=True) for one in orders), steps=0)
     assert state(found, 1).state == "not judged"
-    lost = [[one[:16], one[8:24], one[16:]] for one in halves]
+    same = fed([*range(64)]) + [Divided(how="parallelize_module()")]
+    assert state(report(same, same, steps=0), 1).state == "not judged"
+    lost = [[one[:16], one[8:24], one[16:]] for one in HALVES]
     for known in (True, False):
         found = report(*(fed(one, 3, stream=True, ids=known) for one in lost), steps=0)
         assert named(found) == {"left_out"}, found.findings
@@ -136,27 +134,20 @@ def test_what_only_the_last_rank_does_is_named():
 
 @pytest.mark.parametrize("again", [True, False])
 def test_a_resume_in_an_epoch_reads_the_rest(again):
-    ranks = []
-    for rank in (0, 1):
-        own = [*range(rank, 64, 2)]
-        ranks.append(fed([own[::-1], own[:16], own[:16] if again else own[16:]], 3))
-        for one in ranks[-1]:
-            if isinstance(one, EpochEnd) and one.epoch:
-                one.whole = False
+    ranks = [fed([x[::-1], x[:16], x[:16] if again else x[16:]], 3) for x in HALVES]
+    for one in each(EpochEnd, ranks):
+        one.whole = not one.epoch
     found = report(*ranks, steps=0)
     assert named(found) == ({"left_out"} if again else set())
     assert state(found, 1).state == ("broken" if again else "held")
-    if again:
-        assert "epoch 1, which a resume splits" in found.findings[0].what
+    assert all("epoch 1, which a resume splits" in one.what for one in found.findings)
 
 
 @pytest.mark.parametrize("right", [True, False])
 def test_a_pass_that_never_ends_is_judged_by_its_first_lap(right):
-    halves = [*range(0, 64, 2)], [*range(1, 64, 2)]
-    other = halves[::-1] if right else halves[:1] * 2
-    ranks = [fed(a + b, sampler="Own") for a, b in zip(halves, other, strict=True)]
-    ranks = ranks if right else ranks[:1] * 2
-    for one in (own[-1] for own in ranks):
+    laps = map(add, HALVES, HALVES[::-1]) if right else [HALVES[0] * 2] * 2
+    ranks = [fed(own, sampler="Own") for own in laps]
+    for one in each(EpochEnd, ranks):
         one.whole = False
     found = report(*ranks, steps=0)
     assert named(found) == (set() if right else {"same_samples"})
@@ -164,31 +155,25 @@ def test_a_pass_that_never_ends_is_judged_by_its_first_lap(right):
     assert state(found, 1).evidence == held * right
 
 
-@pytest.mark.parametrize(("more", "wanted"), [(0, set()), (99, {"contents_differ"})])
-def test_ranks_that_make_other_samples_of_the_same_data(more, wanted):
-    halves = [[*range(0, 64, 2)], [*range(1, 64, 2)]]
-    ranks = [fed(x * 2, epochs=4) for x in (halves, halves[::-1])]
-    for rank, one in ((n, x) for n, own in enumerate(ranks) for x in own):
-        if isinstance(one, Feed):
-            one.data = {"names": (64, 1, 1, 0)}
-        if isinstance(one, Batch):
-            one.rows = array("q", [x + more * rank for x in one.rows])
+@pytest.mark.parametrize(
+    ("names", "change", "wanted"),
+    [
+        (True, lambda *_: 0, set()),
+        (True, lambda rank, epoch, x: 99 * rank, {"contents_differ"}),
+        # Padding cuts the longest sample of a batch
+        (False, lambda rank, epoch, x: 99 * (rank > epoch and x < 5), set()),
+        (False, lambda rank, epoch, x: 99 * (rank and x < 5), {"datasets_differ"}),
+    ],
+)
+def test_samples_whose_contents_differ(names, change, wanted):
+    """Ranks may make their own samples from the same data, and change a few over time."""
+    ranks = [fed([*x, *x], epochs=4) for x in (HALVES, HALVES[::-1])]
+    for one in each(Feed, ranks):
+        one.data = {"names": (64, 1, 1, 0)} if names else {}
+    for rank, own in enumerate(ranks):
+        for one in each(Batch, [own]):
+            one.rows = array("q", [x + change(rank, one.epoch, x) for x in one.rows])
     assert named(report(*ranks, steps=0)) == wanted
-
-
-def test_a_network_that_is_divided_is_not_judged():
-    same = fed([*range(64)]) + [Divided(how="parallelize_module()")]
-    assert state(report(same, same, steps=0), 1).state == "not judged"
-
-
-def test_an_argument_that_is_equal_on_all_ranks():
-    """doctor names the equal argument, although it sees noise that differs between the ranks."""
-    ranks = [loop([*range(n, 480, 2)]) + drawn(n) for n in (0, 1)]
-    assert state(report(*ranks), 3).state == "held"
-    for distinct, wanted in ((True, "broken"), (False, "not judged")):
-        for one in (x for own in ranks for x in own if isinstance(x, Input)):
-            one.arguments = {2: (one.step, distinct)}
-        assert state(report(*ranks), 3).state == wanted
 
 
 @pytest.mark.parametrize("seeds", [(1, 1), (1, 2)])
@@ -199,65 +184,62 @@ def test_masks_that_ranks_draw_alike_with_their_own_generators(seeds):
             one.few = [[x * (draws.random() > 0.3) for x in row] for row in one.few]
     assert ("the same places" in str(state(report(*ranks), 3).not_judged)) is same
     scans = [Own(states=[n], owners=["a.py:3"]) for n in (1, 2)]
-    (one,) = report(*(own + scans for own in ranks)).findings or [None]
-    assert (one and (one.check, one.place)) == (
-        ("same_inputs", "a.py:3") if same else None
-    )
+    found = report(*(own + scans for own in ranks)).findings
+    assert [(x.check, x.place) for x in found] == [("same_inputs", "a.py:3")] * same
 
 
-def test_partners_in_a_batch_that_are_drawn_alike_are_named():
-    """A permutation of all samples, or new generators, may be equal on all ranks on purpose."""
-    for size, wanted in ((12, "broken"), (240, "not judged")):
-        ranks = [loop([*range(n, 480, 2)]) + drawn(0) for n in (0, 1)]
-        for one in (x for own in ranks for x in own if isinstance(x, Drawn)):
-            one.size, one.whole, one.permutes = size, True, True
-        assert state(report(*ranks), 3).state == wanted
+def test_what_networks_get_and_what_is_drawn_for_it():
+    """Equal arguments or partners in a batch are named, even if noise differs between ranks.
+
+    A permutation of all samples, or new generators, may be equal on all ranks on purpose.
+    """
+    ranks = [loop([*range(n, 480, 2)]) for n in (0, 1)]
+    noisy = [own + drawn(n) for n, own in enumerate(ranks)]
+    assert state(report(*noisy), 3).state == "held"
     made = [Made(state=k, place="a.py:6", step=k) for k in range(20)]
-    ranks = [loop([*range(n, 480, 2)]) + drawn(n) + made for n in (0, 1)]
-    assert state(report(*ranks), 3).state == "not judged"
-
-
-@pytest.mark.parametrize(
-    ("seed", "wanted"),
-    [
-        (lambda step, rank: step + rank, True),
-        (lambda step, rank: step * 2 + rank, False),
-        (lambda step, rank: step, False),  # a joint decision
-        # Of a sample, in any order
-        (lambda step, rank: random.Random(rank).sample(range(20), 20)[step], False),
-    ],
-)
-def test_numbers_that_another_rank_draws_at_another_time(seed, wanted):
-    def rank(number):
-        own, values = {"generator": "numpy", "place": "a.py:4"}, range(20)
-        return [Seed(**own, call=f"seed({seed(n, number)})", step=n) for n in values]
-
-    found = report(rank(0), rank(1))
-    assert ("shifted_numbers" in named(found)) == wanted
-    if wanted:
-        told = "on rank 0 in step 2 and on rank 1 in step 1, and so on: 19 times"
-        assert told in found.findings[0].what
-
-
-def test_drawn_inputs_break_the_law_of_random_streams():
+    assert state(report(*(own + made for own in noisy)), 3).state == "not judged"
+    for size, wanted in ((12, "broken"), (240, "not judged")):
+        alike = [own + drawn(0) for own in ranks]
+        for one in each(Drawn, alike):
+            one.size, one.whole, one.permutes = size, True, True
+        assert state(report(*alike), 3).state == wanted
+    for distinct, wanted in ((True, "broken"), (False, "not judged")):
+        for one in each(Input, noisy):
+            one.arguments = {2: (one.step, distinct)}
+        assert state(report(*noisy), 3).state == wanted
     found = report(*[loop([*range(480)]) + drawn(0)] * 2)
     assert {"same_samples", "same_inputs"} <= named(found)
 
 
 @pytest.mark.parametrize(
-    ("first", "loss", "wanted"),
-    [(16, 1.0, set()), (0, 1.5, {"same_targets"}), (0, 1.0, set())],
+    ("ranks", "wanted"),
+    [
+        ([range(20), range(1, 21)], True),
+        ([range(0, 40, 2), range(1, 41, 2)], False),
+        ([range(20)] * 2, False),  # a joint decision
+        ([random.Random(n).sample(range(20), 20) for n in (0, 1)], False),  # of samples
+    ],
 )
-def test_targets_of_all_ranks_candidates_depend_on_the_rank(first, loss, wanted):
-    own = {"count": 16, "place": "a.py:7"}
-    ranks = [
-        [Contrast(**own, first=n, loss=x + k / 99, step=k) for k in range(20)]
-        for n, x in ((0, 1.0), (first, loss))
-    ]
+def test_numbers_that_another_rank_draws_at_another_time(ranks, wanted):
+    line = {"generator": "numpy", "place": "a.py:4"}
+    ranks = [[f"seed({seed})" for seed in own] for own in ranks]
+    ranks = [[Seed(**line, call=x, step=n) for n, x in enumerate(x)] for x in ranks]
     found = report(*ranks)
-    assert named(found) == wanted
+    assert ("shifted_numbers" in named(found)) == wanted
+    told = "on rank 0 in step 2 and on rank 1 in step 1, and so on: 19 times"
+    assert not wanted or told in found.findings[0].what
+
+
+@pytest.mark.parametrize(("first", "loss"), [(16, 1.0), (0, 1.5), (0, 1.0)])
+def test_targets_of_all_ranks_candidates_depend_on_the_rank(first, loss):
+    def rank(n, x):
+        rows = ((k, x + k / 99) for k in range(20))
+        return [event(Contrast, k, first=n, count=16, loss=loss) for k, loss in rows]
+
+    found = report(rank(0, 1.0), rank(first, loss))
+    assert named(found) == ({"same_targets"} if loss > 1 else set())
     unclear = "candidates" in str(state(found, 2).not_judged)
-    assert unclear == (first == 0 and not wanted)
+    assert unclear == (first == 0 and loss == 1)
 
 
 def test_settings_are_compared_by_name():
@@ -277,14 +259,13 @@ def test_settings_are_compared_by_name():
     assert named(report(lost, lost)) == {"loss_is_not_finite"}
 
 
-def test_the_advice_fits_the_loader():
-    for flags, advice in (
-        ({"stream": True}, "Yield only every"),
-        ({"sampler": "WeightedRandomSampler"}, "Seed the sampler's"),
-    ):
-        found = report(*[fed([*range(64)], **flags)] * 2, steps=0)
-        assert named(found) == {"same_samples"}
-        assert found.findings[0].mend.startswith(advice)
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_advice_fits_the_loader(stream):
+    sampler = "DistributedSampler" if stream else "WeightedRandomSampler"
+    found = report(*[fed([*range(64)], 1, stream, sampler=sampler)] * 2, steps=0)
+    assert named(found) == {"same_samples"}
+    advice = "Yield only every" if stream else "Seed the sampler's"
+    assert found.findings[0].mend.startswith(advice)
 
 
 def loop(order, noise=0.1, batch=12):
@@ -296,34 +277,36 @@ def loop(order, noise=0.1, batch=12):
         own = order[batch * step : batch * step + batch]
         few = [[x + noise * draws.random() for x in rows[i]] for i in own]
         keys = array("q", [hash(str(one)) // 9 for one in few])
-        given = {"network": 0, "rows": keys, "loaded": False, "few": few}
-        found.append(Input(**given, whole=False, step=step))
+        found.append(event(Input, step, rows=keys, few=few))
     return found
 
 
-def test_samples_of_a_loop_are_known_by_their_neighbours():
-    """doctor recognizes samples by their neighbors, because noise makes all contents distinct."""
-
-    def order(seed):
-        return random.Random(seed).sample(range(480), 480)
-
-    found = report(*(loop(order(1)[rank::2]) for rank in (0, 1)))
-    assert not named(found) and state(found, 1).state == "not judged"
-    found = report(*(loop(order(rank)[rank::2]) for rank in (0, 1)))
-    assert named(found) == {"left_out"}, found.findings
+ORDERS = [random.Random(seed).sample(range(480), 480) for seed in range(3)]
+FIRST, SECOND, THIRD = ([one[rank::2] for rank in (0, 1)] for one in ORDERS)
+EVEN, ODD = ([*range(n, 240, 2)] for n in (0, 1))
+FILES = [*range(120)], [*range(120, 240)]
+AGAIN = [[one[n + (n % 6 == 0)] for n in range(480)] for one in ORDERS[:2]]
 
 
-def test_a_later_epoch_of_a_loop_is_counted_and_repeats_in_a_batch_are_no_samples():
-    orders = [random.Random(seed).sample(range(480), 480) for seed in range(3)]
-    for second, wanted in ((orders[1], set()), (orders[2], {"left_out"})):
-        lists = [orders[0][0::2] + orders[1][0::2], orders[0][1::2] + second[1::2]]
-        found = report(*(loop(one, noise=0) for one in lists))
-        assert named(found) == wanted and state(found, 1).state != "held"
-    again = [orders[rank] for rank in (0, 1)]
-    for one in again:
-        one[::6] = one[1::6]  # twice in a batch
-    found = report(*(loop(one, noise=0) for one in again))
-    assert not named(found) and "several times" in str(state(found, 1).not_judged)
+@pytest.mark.parametrize(
+    ("ranks", "noise", "wanted", "words"),
+    [
+        # Noise makes all contents distinct, but samples have neighbors
+        (FIRST, 0.1, set(), ""),
+        ([FIRST[0], SECOND[1]], 0.1, {"left_out"}, ""),
+        # Two epochs; in the last of them, the ranks exchange their files
+        (map(add, FIRST, SECOND), 0, set(), ""),
+        (map(add, FIRST, [SECOND[0], THIRD[1]]), 0, {"left_out"}, ""),
+        ([EVEN + EVEN, ODD + ODD], 0, set(), ""),
+        ([EVEN + EVEN, ODD + EVEN], 0, {"same_samples"}, "steps 11 to 20, 10 of 10"),
+        ([FILES[0] + FILES[1], FILES[1] + FILES[0]], 0, set(), ""),
+        (AGAIN, 0, set(), "several times"),  # in a batch
+    ],
+)
+def test_the_samples_of_a_loop(ranks, noise, wanted, words):
+    found = report(*(loop(own, noise) for own in ranks))
+    assert named(found) == wanted and state(found, 1).state != "held"
+    assert words in f"{found.findings} {state(found, 1).not_judged}"
 
 
 @pytest.mark.parametrize("moved", [0, 15])
@@ -336,21 +319,11 @@ def test_tokens_that_mean_something_else_on_each_rank_are_named(moved):
             values = array("d", [float(sum(x) > 186) for x in few])
             few = [[(x + moved * rank) % 30 + 1 for x in one] for one in few]
             rows = array("q", [8 * step + 999 * rank + n for n in range(8)])
-            given = {"network": 0, "rows": rows, "loaded": False, "few": few}
-            own.append(Input(**given, whole=True, step=step, place="a.py:6"))
+            given = {"rows": rows, "few": few, "whole": True, "place": "a.py:6"}
+            own.append(event(Input, step, **given))
             own.append(Targets(count=8, values=values, step=step))
         ranks.append(own)
     assert named(report(*ranks)) == ({"meanings_differ"} if moved else set())
-
-
-def test_a_later_epoch_of_a_loop_that_ranks_read_together():
-    own = [[*range(n, 240, 2)] for n in (0, 1)]
-    assert not named(report(*(loop(x + x, 0) for x in own)))
-    found = report(*(loop(x + own[0], 0) for x in own))
-    assert named(found) == {"same_samples"}
-    assert "steps 11 to 20, 10 of 10" in found.findings[0].what
-    parts = [[*range(n, n + 120)] for n in (0, 120)]  # the ranks exchange their files
-    assert not named(report(loop(parts[0] + parts[1], 0), loop(parts[1] + parts[0], 0)))
 
 
 def test_persistent_workers_keep_the_epoch():
@@ -358,29 +331,24 @@ def test_persistent_workers_keep_the_epoch():
     labels = array("q", random.Random(0).choices(range(5), k=128))
     for kept, wanted in ((0, {"same_order"}), (1, set())):
         ranks = [fed([*range(128 * n, 128 * n + 128)], 2, stream=True) for n in (0, 1)]
-        for one in (x for own in ranks for x in own):
-            if isinstance(one, Batch):
-                one.rows = array("q", [x + 1000 * one.epoch for x in one.rows])
-                one.marks = labels[8 * one.number :][:8]
-            elif isinstance(one, Feed):
-                one.fields = {"D.epoch": one.epoch}
-        draw = {"where": "fetch", "number": 0, "states": {}, "count": 0, "worker": 0}
-        draw = Draw(**draw, loader=0, epoch=1, fields={"D.epoch": kept})
+        for one in each(Batch, ranks):
+            one.rows = array("q", [x + 1000 * one.epoch for x in one.rows])
+            one.marks = labels[8 * one.number :][:8]
+        for one in each(Feed, ranks):
+            one.fields = {"D.epoch": one.epoch}
+        draw = {"loader": 0, "epoch": 1, "worker": 0, "fields": {"D.epoch": kept}}
+        draw = event(Draw, where="fetch", **draw)
         found = report(*([*own, draw] for own in ranks), steps=0)
         assert named(found) == wanted
 
 
 def test_a_rank_with_longer_inputs_is_named():
-    draws = random.Random(0)
+    draws, name = random.Random(0), "length of input 1 of the network"
 
     def rows(rank, longer):
-        sizes = [draws.randint(8, 30) for _ in range(30)]
-        name = "length of input 1 of the network"
-        values = [
-            Measured(loader=None, values={name: n + longer}, step=k)
-            for k, n in enumerate(sizes)
-        ]
-        return values + loop([*range(rank, 480, 2)], batch=8)
+        own = loop([*range(rank, 480, 2)], batch=8)
+        sizes = enumerate(draws.randint(8, 30) + longer for _ in range(30))
+        return own + [event(Measured, k, values={name: n}) for k, n in sizes]
 
     assert "ranks_differ" not in named(report(rows(0, 0), rows(1, 0)))
     assert "ranks_differ" in named(report(rows(0, 0), rows(1, 25)))
@@ -389,14 +357,16 @@ def test_a_rank_with_longer_inputs_is_named():
 @pytest.mark.parametrize("tensor", ["tensor 2 of the batch", ""])
 def test_a_label_that_is_constant_on_each_rank(tensor):
     """Targets that are not from the batch may be positions, which depend on the rank."""
-    name = f"mean of {tensor or 'targets of nll_loss()'}"
+    name, loader = f"mean of {tensor or 'targets of nll_loss()'}", 0 if tensor else None
     ranks = []
     for rank in (0, 1):
-        one = {"loader": 0 if tensor else None, "values": {name: rank}}
-        moving = Measured(loader=None, values={"loss of a": random.random()})
-        events = [replace(moving, step=n) for n in range(30)]
-        events += [Measured(**one, step=n) for n in range(30)]
-        ranks.append(fed([*range(rank, 480, 2)]) + events)
+        ranks.append(fed([*range(rank, 480, 2)]))
+        for n in range(30):
+            moving = event(Measured, n, values={"loss of a": random.random()})
+            ranks[-1] += [
+                moving,
+                event(Measured, n, loader=loader, values={name: rank}),
+            ]
     assert named(report(*ranks, steps=0)) == ({"ranks_differ"} if tensor else set())
 
 
@@ -420,44 +390,34 @@ def test_batches_that_stay_together_and_are_changed_at_random(kind):
 
 @pytest.mark.parametrize(("again", "wanted"), [(1, set()), (3, {"skipped_again"})])
 def test_batches_that_later_epochs_skip_after_a_resume(again, wanted):
-    rank, step = [], 0
-    for epoch in range(5):
-        skip = 3 if 0 < epoch <= again else 0
-        rank += [
-            Epoch(
-                loader=0, epoch=epoch, **OPENED, sampler="Own", samples=64, stream=False
-            )
-        ]
-        for number in range(8):
-            rows = array("q", range(8 * number, 8 * number + 8))
-            own = {"loader": 0, "epoch": epoch, "number": number, "step": step}
-            rank.append(Batch(**own, indices=rows, labels=None, rows=rows))
-            if number >= skip:
-                rank.append(Step(**STEP | {"loader": 0, "epoch": epoch, "step": step}))
-                step += 1
-        own = {"loader": 0, "epoch": epoch, "batches": 8, "steps": 8 - skip}
-        rank.append(EpochEnd(**own, whole=True))
+    rank, step, number = [], 0, 0
+    for one in fed([*range(64)], 5, sampler="Own"):
+        one.step, number = step, getattr(one, "number", number)
+        skips = 0 < one.epoch <= again
+        if isinstance(one, EpochEnd):
+            one.steps -= 3 * skips
+        if not (isinstance(one, Step) and skips and number < 3):
+            rank.append(one)
+            step += isinstance(one, Step)
     assert named(report(rank, steps=0)) == wanted
 
 
-@pytest.mark.parametrize(
-    "kind", ["permuted", "again", "more often", "in steps", "weighted"]
-)
+@pytest.mark.parametrize("kind", ["permuted", "again", "often", "in steps", "weighted"])
 def test_a_loop_that_draws_an_epoch_with_replacement(kind):
     draws = random.Random(7)
     order = [x for _ in range(2) for x in draws.sample(range(480), 480)]
     if kind != "permuted":
-        counts = {"more often": (0, 240), "weighted": (30, 640)}.get(kind, (0, 480))
+        counts = {"often": (0, 240), "weighted": (30, 640)}.get(kind, (0, 480))
         weights = [1 + 5 * (n < counts[0]) for n in range(counts[1])]
         order = draws.choices(range(counts[1]), weights, k=960)
     lines = [Printed(text="loss 0.5", place="a.py:8", step=n) for n in (20, 40)]
-    own = {"name": "randint", "place": "a.py:5", "number": 0, "size": 12, "value": 1}
-    steps = [Drawn(**own, whole=True, step=n) for n in range(40)]
-    more = lines + (steps if "step" in kind else [])
-    found = report(*(loop(order[rank::2], 0) + more for rank in (0, 1)))
+    if kind == "in steps":
+        own = {"name": "randint", "place": "a.py:5", "size": 12, "whole": True}
+        lines += [event(Drawn, n, **own, value=1) for n in range(40)]
+    found = report(*(loop(order[rank::2], 0) + lines for rank in (0, 1)))
     assert named(found) == ({"left_out"} if kind == "again" else set())
-    if kind == "again":
-        assert "2 periods of 20 steps before a validation" in found.findings[0].what
+    told = "2 periods of 20 steps before a validation"
+    assert all(told in one.what for one in found.findings)
 
 
 @pytest.mark.parametrize("right", [True, False])
@@ -483,26 +443,10 @@ def test_classes_that_the_ranks_number_differently():
     assert not _array(torch.arange(90))[3] and not _array(torch.ones(90, 2))[3]
 
 
-def test_padding_that_changes_some_samples_is_no_other_data_set():
-    """A rank's own samples may change over time: padding cuts the longest one of a batch."""
-    for always in (False, True):
-        ranks = []
-        for rank in range(2):
-            parts = [
-                [*range(32 * n % 64, 32 * n % 64 + 32)] for n in range(rank, rank + 4)
-            ]
-            ranks.append(fed(parts, 4))
-            for one in (x for x in ranks[-1] if isinstance(x, Batch)):
-                new = rank == 0 and (always or one.epoch == 0)
-                one.rows = array("q", [x + 99 * (new and x < 5) for x in one.rows])
-        assert ("datasets_differ" in named(report(*ranks))) == always
-
-
 def drawn(seed, count=20):
-    line = {"name": "rand", "place": "a.py:5", "number": 0, "size": 8}
+    line = {"name": "rand", "place": "a.py:5", "size": 8}
     draws = random.Random(seed)
-    values = [draws.getrandbits(40) for _ in range(count)]
-    return [Drawn(**line, value=x, whole=False, step=k) for k, x in enumerate(values)]
+    return [event(Drawn, k, **line, value=draws.getrandbits(40)) for k in range(count)]
 
 
 def test_equal_draws_are_named_and_own_generators_forbid_held():
@@ -540,17 +484,12 @@ def test_the_origin_of_equal_states_is_named():
     """If a resumed run restores rank 0's state on all ranks, the following draws are equal."""
 
     def rank(number):
-        states = [k if k > 11 else (k, number) for k in range(20)]
-        draw = {"where": "forward", "number": 0, "count": 9, "drops": True}
-        draw["place"] = "a.py:8"
-        seed = Seed(generator="torch", call="torch.set_rng_state()", place="a.py:3")
-        return [
-            seed,
-            *(
-                Draw(**draw, states={"torch": hash(x)}, step=k, time=k + 1)
-                for k, x in enumerate(states)
-            ),
-        ]
+        draw = {"where": "forward", "count": 9, "drops": True, "place": "a.py:8"}
+        found = [Seed(generator="torch", call="torch.set_rng_state()", place="a.py:3")]
+        for k in range(20):
+            states = {"torch": k if k > 11 else hash((k, number))}
+            found.append(event(Draw, k, **draw, states=states, time=k + 1))
+        return found
 
     found = report(rank(0), rank(1))
     assert named(found) == {"same_dropout"}
@@ -560,7 +499,7 @@ def test_the_origin_of_equal_states_is_named():
     assert (found.findings[0].place, unknown.place) == ("a.py:3", "a.py:8")
 
 
-def test_accuracies_are_read_from_text():
+def test_accuracies_and_what_they_belong_to_are_read_from_text():
     for text, *wanted in (
         ("63 of 76 right", "accuracy", 63, 76),
         ("acc: 0.83 (63/76)", "accuracy", 0.83, None),
@@ -569,9 +508,6 @@ def test_accuracies_are_read_from_text():
     ):
         first = next(numbers(text))
         assert [first.kind, first.value, first.count] == wanted
-
-
-def test_each_number_belongs_to_the_name_next_to_it():
     for text, splits in (
         ("Train/Val Loss 0.5 0.6, acc: 0.7/0.8", "train val train val"),
         ("training and test loss: 0.5", ""),
@@ -601,20 +537,20 @@ def test_records_of_a_job_without_steps_are_limited():
     assert not watched.watching and not watched.timing
 
 
+def sums(what, values=(), weights=None, at=1.0, **more):
+    """Return the sums that doctor computes from one batch at this time."""
+    weights = array("d", [1.0] * len(values) if weights is None else weights)
+    more = {"values": array("d", values), "weights": weights} | more
+    return event(Result, what=what, at=at, time=at, **more)
+
+
 def validated(line, **more):
     """Return the events of a rank that validates 40 samples, 30 correctly, and prints a result."""
-    guesses = [k % 4 for k in range(40)]
-    own = {"what": "hits", "source": 0, **PASS, "number": 0, "trains": False}
-    hits = array("d", [float(k < 30) for k in range(40)])
-    own |= {"after": 0, "guesses": array("q", guesses)}
-    weights = array("d", [1.0] * 40)
-    one = Result(**own, at=1.0, values=hits, weights=weights, time=1.0, **more)
-    pairs = {
-        "values": array("d", guesses),
-        "weights": array("d", guesses[20:] + [1.0] * 20),
-    }
-    other = Result(**own | {"what": "pairs"}, at=2.0, time=2.0, **pairs)
-    return [one, other, Printed(text=line, place="a.py:8", time=3.0)]
+    guesses = array("q", [k % 4 for k in range(40)])
+    own = {**PASS, "number": 0, "guesses": guesses}
+    hits = sums("hits", [k < 30 for k in range(40)], **own, **more)
+    pairs = sums("pairs", guesses, [*guesses[20:], *[1.0] * 20], 2.0, **own)
+    return [hits, pairs, Printed(text=line, place="a.py:8", time=3.0)]
 
 
 def test_printed_accuracies_are_recomputed():
@@ -631,42 +567,27 @@ def test_printed_accuracies_are_recomputed():
     assert "labels of other samples" in found.findings[0].what
     found = report(validated("acc 0.8000", skipped=10), steps=0)
     assert "ignored targets" in found.findings[0].what
+    first, _, line = validated("acc 0.6200")  # 31 of 50, of two loaders
+    other = sums("hits", [1.0, *[0.0] * 9], loader=1, epoch=0, guesses=first.guesses)
+    assert state(report([first, other, line], steps=0), 7).state == "held"
     assert OTHER.search("loss 0.312, R@1 78.50") and OTHER.search("recall@10: 0.5")
     assert not OTHER.search("precision bf16, map-style") and OTHER.search("F1 0.91")
 
 
-def test_two_loaders_may_validate_one_network():
-    events = validated("acc 0.7200")
-    other = replace(validated("")[0], loader=1)
-    other.values = array("d", [1.0, *[0.0] * 9])
-    other.weights, other.number = array("d", [1.0] * 10), None
-    events[-1].text = "acc 0.6200"  # 31 of 50
-    assert state(report([events[0], other, events[-1]], steps=0), 7).state == "held"
-
-
 def test_passes_over_equal_inputs_are_judged_apart():
     """Without a loader, the script validates twice, and restores the best weights in between."""
-    given = dict.fromkeys(("loader", "epoch", "number")) | {"source": 0, "after": 3}
     events = []
-    for number, right in enumerate((30, 35)):
-        own = given | {"trains": False, "at": 2.0 * number}
-        seen = {"guesses": array("q", range(40)), "time": 2.0 * number}
-        events.append(Result(**own, what="seen", values=[], weights=[], **seen))
-        own |= {"at": 2.0 * number + 0.5, "what": "hits", "time": 2.0 * number}
-        hits = array("d", [float(k < right) for k in range(40)])
-        events.append(Result(**own, values=hits, weights=array("d", [1.0] * 40)))
-        text = f"acc {right / 40:.4f}"
-        place = f"a.py:{number}"
-        events.append(Printed(text=text, place=place, time=2.0 * number + 1, step=3))
+    for at, right in ((0.0, 30), (2.0, 35)):
+        hits = sums("hits", [k < right for k in range(40)], at=at + 0.5, after=3)
+        events += [sums("seen", at=at, after=3, guesses=array("q", range(40))), hits]
+        line = {"text": f"acc {right / 40:.4f}", "place": f"a.py:{right}"}
+        events.append(Printed(**line, time=at + 1, step=3))
     assert state(report(events, steps=0), 7).state == "held"
 
 
 def test_a_share_of_repeated_samples_is_named():
     """doctor names the samples' share, although the script compares lists, which doctor misses."""
-    given = NO_LOADER | {"source": 0, "at": 1.0}
-    given |= {"what": "seen", "trains": False, "after": 0}
-    rows = [*range(200), *range(32)]
-    one = Result(**given, values=[], weights=[], guesses=array("q", rows), time=1.0)
+    one = sums("seen", guesses=array("q", [*range(200), *range(32)]))
     for total, wanted in ((232, {"wrong_accuracy"}), (200, set())):
         texts = [f"acc {n / total:.4f}" for n in (211, 187)[:: 1 if total > 200 else 2]]
         lines = [Printed(text=x, place="a.py:8", time=3.0) for x in texts]
@@ -674,18 +595,16 @@ def test_a_share_of_repeated_samples_is_named():
 
 
 def test_gradients_of_other_weights_are_named():
-    def rank(names):
-        used = [float(sum(map(ord, name)) * 10 + n) for name in names for n in range(8)]
-        given = {"names": ["a.weight", "b.weight"], "each": 8, "used": used}
-        given |= {"local": [used], "passes": [{"place": "a.py:5"}]}
-        return [event(Update, k, **given) for k in range(4)]
+    def mixed(*ranks):
+        events = []
+        for names in ranks:
+            used = [sum(map(ord, x)) * 10.0 + n for x in names for n in range(8)]
+            own = {"names": ["a.weight", "b.weight"], "each": 8, "passes": [one_pass()]}
+            events.append([event(Update, k, **own, used=used) for k in range(4)])
+        return [*mixed_gradients.function(made(*events))]
 
-    def judged(*ranks):
-        job = Job([Process(n, 2, own) for n, own in enumerate(ranks)], status=0)
-        return [*mixed_gradients.function(job)]
-
-    assert not judged(rank("ab"), rank("ab")) and not judged(rank("ab"), rank("ac"))
-    assert "rank 0 uses for b.weight" in judged(rank("ab"), rank("ba"))[0].what
+    assert not mixed("ab", "ab") and not mixed("ab", "ac")
+    assert "rank 0 uses for b.weight" in mixed("ab", "ba")[0].what
 
 
 def test_gradients_are_no_sums(monkeypatch):
@@ -697,45 +616,41 @@ def test_gradients_are_no_sums(monkeypatch):
     assert not gradient(weights[1].grad)
 
 
-def test_sums_that_are_summed_again_are_named():
-    def rank(values):
-        given = {"name": "all_reduce", "sent": "36 x int64", "place": "a.py:4"}
-        return [Call(**given, value=float(x), step=k) for k, x in enumerate(values)]
+def calls(values, field="value", **more):
+    """Return the calls of a collective in which a field has these values."""
+    given = {"name": "all_reduce", "sent": "1 x float32", "place": "a.py:4"} | more
+    return [event(Call, n // 3, **given, **{field: x}) for n, x in enumerate(values)]
 
-    assert named(report(*[rank([80, 240, 560, 80, 240, 560])] * 2)) == {"reduced_again"}
-    assert not named(report(*[rank([80, 160, 240, 80, 160, 240])] * 2))
+
+@pytest.mark.parametrize(
+    ("ranks", "wanted"),
+    [
+        ([[80, 240, 560] * 2] * 2, {"reduced_again"}),
+        ([[80, 160, 240] * 2] * 2, set()),
+        ([[1.0, 50.0, 900.0] * 3, [1.1, 46.0, 870.0] * 3], set()),
+        ([[1.0, 50.0, 900.0] * 3, [870.0, 1.1, 46.0] * 3], {"collectives_differ"}),
+    ],
+)
+def test_what_collectives_sum(ranks, wanted):
+    found = report(*map(calls, ranks))
+    assert named(found) == wanted
+    differs = "collectives_differ" in wanted
+    assert state(found, 9).state == ("broken" if differs else "held")
 
 
 @pytest.mark.parametrize("words", ["local", "summed", "gathered"])
 def test_a_sum_over_all_ranks_that_is_divided_by_one_ranks_count(words):
-    ranks, given = (
-        [[], []],
-        {"name": "all_reduce", "sent": "1 x float32", "place": "a.py:4"},
-    )
+    ranks = [[], []]
     for step in range(3):
-        counts = [
-            (73 + step, 81)[n] + (words == "gathered" and n == 0) * 81 for n in (0, 1)
-        ]
+        counts = [73 + step + 81 * (words == "gathered"), 81]
         divisor = sum(counts) if words == "summed" else counts[0]
         for own, x in zip(ranks, counts, strict=True):
-            one = Call(
-                **given, value=9.0 + step, counts={"words": x, "rank": 2}, step=step
-            )
+            (one,) = calls([9.0 + step], step=step, counts={"words": x, "rank": 2})
             own += [replace(one, value=float(x)), one] if words == "summed" else [one]
         text = f"WER {100 * 2 * (9 + step) / divisor:.2f} %"
         ranks[0].append(Printed(text=text, place="a.py:6", step=step, time=1.0))
     assert named(report(*ranks)) == ({"local_divisor"} if words == "local" else set())
     assert [count(x) for x in (torch.tensor(5.0), [1, 2], 0.5, True)] == [5, 2, 0, 0]
-
-
-def test_a_law_reads_other_laws_events():
-    """The event of a step's pass contains everything that the loss's graph shows."""
-    terms = [tuple(Term(0.5, "mean", 8))]
-    entry = {"place": "a.py:5", "terms": terms, "scale": None, "forwards": []}
-    entry |= {"value": 1.0, "epoch": None, "loader": None}
-    given = {"names": ["w"], "each": 1, "used": [1.0], "local": [[1.0]]}
-    step = event(Update, **given, passes=[entry], clips=[])
-    report([step, *validated("loss 0.7500")], [step])
 
 
 @pytest.mark.parametrize(
@@ -749,21 +664,16 @@ def test_a_law_reads_other_laws_events():
 )
 def test_a_printed_loss_that_has_been_divided(outer, local, printed, wanted):
     """The graph shows the last divisor of a loss, but not how the loss was averaged."""
-    entry = {"place": "a.py:5", "terms": [(0.1, "")], "outer": outer, "scale": None}
-    entry |= {"epoch": None, "loader": None}
+    entry = one_pass([tuple(Term(0.1, ""))], outer=outer, loader=None, epoch=None)
     given = {"names": ["v", "w"], "each": 1, "used": [1.0, 1.0], "local": local}
-    step = event(Update, **given, passes=[entry] * 2, clips=[])
-    root = {"what": "root", "source": 0, "number": 0, "trains": True, "after": 0}
-    root |= {"values": array("d", [0.3]), "weights": array("d", [1.0])}
-    one = Result(**root, **PASS, at=1.0, time=1.0)
-    val = {"what": "loss", "source": 1, "trains": False, "at": 2.0} | NO_LOADER
-    val = replace(one, **val, after=1, values=array("d", [0.5]), time=2.0)
+    step = event(Update, **given, passes=[entry] * 2)
+    one = sums("root", [0.3], **PASS, number=0, trains=True)
+    val = sums("loss", [0.5], at=2.0, source=1, after=1)
     text = f"loss {printed}000 val_loss 0.5000"
     lines = [Printed(text=text, place="a.py:8", time=3.0 + n, step=1) for n in (0, 1)]
     end = EpochEnd(**PASS, whole=True, batches=1, steps=1)
-    events = [Epoch(**PASS, **OPENED, sampler="", samples=9, stream=False), step, one]
-    events.append(val)
-    events += [Step(**STEP | PASS), end, *lines]
+    events = [event(Epoch, **PASS, samples=9), step, one, val]
+    events += [event(Step, **PASS, watched=True), end, *lines]
     assert state(report(events, steps=0), 7).state == wanted
 
 
@@ -788,29 +698,15 @@ def test_a_port_of_the_command_line_is_not_the_scripts(port, own, monkeypatch):
     assert [(one.own, one.number) for one in written] == [(own, 3)]
 
 
-def test_collectives_get_the_same_thing_on_all_ranks():
-    def rank(*values):
-        given = {"name": "all_reduce", "sent": "1 x float32", "place": "a.py:4"}
-        return [Call(**given, value=x, step=k) for k in range(3) for x in values]
-
-    right = report(rank(1.0, 50.0, 900.0), rank(1.1, 46.0, 870.0))
-    assert not named(right) and state(right, 9).state == "held"
-    swapped = report(rank(1.0, 50.0, 900.0), rank(870.0, 1.1, 46.0))
-    assert named(swapped) == {"collectives_differ"}
-
-
 @pytest.mark.parametrize("other", ["bac", "abd"])
 def test_a_loop_over_names_has_one_order_on_all_ranks(other):
-    def rank(keys, each=0):
-        given = {"name": "all_reduce", "sent": "2 x float32", "place": "a.py:4"}
-        rows = enumerate(keys)
-        return [Call(**given, keys={"k": x}, passes=n * each) for n, x in rows]
-
-    found = report(rank("abc"), rank(other))
+    ranks = [calls([{"k": x} for x in keys], "keys") for keys in ("abc", other)]
+    found = report(*ranks)
     assert named(found) == ({"collectives_differ"} if other == "bac" else set())
-    if other == "bac":
-        assert ": a on rank 0, b on rank 1" in found.findings[0].what
-    assert not named(report(rank("abc", each=1), rank(other, each=1)))
+    assert all(": a on rank 0, b on rank 1" in one.what for one in found.findings)
+    for n, one in enumerate(each(Call, ranks)):
+        one.passes = n % 3
+    assert not named(report(*ranks))
 
 
 def test_the_strings_around_a_call():
@@ -836,23 +732,10 @@ def test_the_strings_around_a_call():
 
 @pytest.mark.parametrize("wall", [0.005, 0.2])
 def test_short_steps_are_not_slow(wall):
-    own = {"watched": False, "queued": 0.0, "calls": {}}
-    own |= {"wall": wall, "spans": [("data", 0.0, 0.6 * wall)]}
-    rows = [Spans(**own) for _ in range(9)]
+    spans = [("data", 0.0, 0.6 * wall)]
+    rows = [event(Spans, wall=wall, spans=spans) for _ in range(9)]
     found = report(rows, rows)
     assert {x.check for x in found.findings} == {*["bottleneck"] * (wall > 0.05)}
-
-
-COMPILED = """
-import torch
-@torch.jit.script
-def script(x):
-    return x + torch.rand(3) + torch.tensor([1.0, 2.0, 3.0])
-assert script(torch.ones(3)).shape == torch.tensor([torch.ones(3).sum(), 4, 0]).shape
-draw = torch.compile(lambda x: x + torch.rand(3), backend="eager", fullgraph=True)
-assert draw(torch.ones(3)).shape == (3,)
-"""
-FULL = pytest.mark.full
 
 
 ALONE = """
@@ -874,9 +757,19 @@ gc.collect()
 assert gone() is None and chosen() is None
 assert len(sys.modules["_doctor.results"].Results.here.line) < 200
 """
+COMPILED = """
+import torch
+@torch.jit.script
+def script(x):
+    return x + torch.rand(3) + torch.tensor([1.0, 2.0, 3.0])
+assert script(torch.ones(3)).shape == torch.tensor([torch.ones(3).sum(), 4, 0]).shape
+draw = torch.compile(lambda x: x + torch.rand(3), backend="eager", fullgraph=True)
+assert draw(torch.ones(3)).shape == (3,)
+"""
+SCRIPTS = [ALONE, pytest.param(COMPILED, marks=pytest.mark.full)]
 
 
-@pytest.mark.parametrize("script", [ALONE, pytest.param(COMPILED, marks=FULL)])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_watched_process_is_left_alone(tmp_path, script):
     """doctor keeps a default device, lets networks be freed, and does not disturb compilers."""
     (tmp_path / "a.py").write_text(script)

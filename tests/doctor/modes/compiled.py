@@ -9,10 +9,8 @@ dist.init_process_group("gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
 x = torch.randn(96, 8, generator=torch.Generator().manual_seed(0))
 y = x[:, :3].argmax(1)
-net = nn.Sequential(
-    nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)
-)  # DDP copies rank 0's
-model = torch.compile(DDP(net))
+net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+model = torch.compile(DDP(net))  # DDP copies rank 0's weights
 optimizer = torch.optim.Adam(net.parameters(), 0.02)
 for epoch in range(2):
     order = torch.randperm(96, generator=torch.Generator().manual_seed(epoch))

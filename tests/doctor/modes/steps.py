@@ -16,9 +16,8 @@ sampler = DistributedSampler(train)
 loader, val_loader = DataLoader(train, 16, sampler=sampler), DataLoader(val, 16)
 layers = [nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 3), nn.ReLU()]
 blocks = [one for _ in range(20) for one in (nn.Conv2d(32, 32, 1), nn.ReLU())]
-net = nn.Sequential(
-    *layers, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 3)
-)
+head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 3)
+net = nn.Sequential(*layers, *blocks, *head)
 model = DDP(net)
 optimizer = torch.optim.SGD(net.parameters(), 0.01)
 
