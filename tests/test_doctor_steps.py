@@ -162,6 +162,7 @@ SUM = ((1.0, "sum", 8, 20, 1),)  # of 8 x 20 numbers
 COUNTED = ((1 / 16, "sum", 8, 1, 1),)  # divided by the 16 samples of both ranks
 HALF, THIRD = (((x, "mean", 8, 1, 1),) for x in (1 / 2, 1 / 3))
 TWICE = plus(times(2, MEAN), TURNED)
+TWO = {"each": 4, "names": ["a", "b"]}
 THIRDS = plus(times(2 / 3, SAMPLES[0]), times(1 / 3, SAMPLES[1]))
 UNREAD = ((1.0, ""),)
 SHARDS = [[event(Update, n, factor=x) for n in range(4)] for x in (0.5, 0.7)]
@@ -181,6 +182,7 @@ GRADIENTS = {
         "summed_loss",
         steps(MEAN, terms=COUNTED, change=lambda x, *_: x.update(sums=[16.0])),
     ),
+    "a sum in a bucket": ("mean_gradient", steps(MEAN[:4] + times(2, MEAN)[4:], **TWO)),
     "passes that are summed again": ("mean_gradient", steps(TWICE, 2)),
     "two losses": ("held", steps(BOTH, 2, two_losses)),
     "left-over passes": ("leaked_passes", LEFT),
@@ -250,9 +252,8 @@ def test_the_advice_on_no_sync_and_on_a_prepared_scheduler():
     for planned, advice in ((4, "accelerator"), (8, "load_state_dict")):
         found = judged(*[[event(Schedule, 4, made=planned, **plan)]] * 2).findings
         assert [x.law for x in found] == [LEARNS] and advice in found[0].mend
-    half = event(Schedule, 4, made=8, **plan | {"planned": 8, "taken": 4})
-    rest = event(Schedule, 8, made=8, **plan | {"planned": 8})
-    assert not judged(*[[half, rest]] * 2).findings  # the script resumes
+    plans = [plan | {"planned": 8, "taken": n, "made": 8} for n in (4, 8)]
+    assert not judged(*[[event(Schedule, 8, **x) for x in plans]] * 2).findings
 
 
 def test_the_length_of_a_schedule():

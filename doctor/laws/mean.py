@@ -6,6 +6,8 @@ from statistics import median
 from ..law import NOTE, RISK, Breach, NotJudged, check, need
 from .gradient import (
     Fit,
+    dot,
+    final,
     fits,
     leaked_passes,
     near,
@@ -120,6 +122,17 @@ def mean_gradient(job):
         return
     strange = [x for x in found if not x.solved and len(x.off) > 0.2 * x.count]
     if len(strange) > 0.2 * total:
+        ratios = [multiples(x.row) for x in strange]
+        names = [x for x in ratios[0] if all(near(y.get(x, 0), size) for y in ratios)]
+        rest = ratios[0].keys() - {*names}
+        if names and rest and all(near(y.get(x, 0), 1) for y in ratios for x in rest):
+            what = (
+                f"{len(names)} of {len(ratios[0])} weights use the sum of the ranks' "
+            )
+            yield Breach(
+                f"{what}gradients, the others the mean: {listed(names)}", place
+            )
+            return
         what = "the gradients used are not a multiple of the mean of the ranks' own"
         raise NotJudged(f"in {len(strange)} of {total} steps, {what}")
     off = Counter(name for one in found for name in one.off)
@@ -153,6 +166,23 @@ def mean_gradient(job):
     if not near(ratio, 1):
         text += f", and their losses are divided by {ratio:g} to match"
     yield text
+
+
+def multiples(row: list[Update]) -> dict[str, float]:
+    """Return the multiple of the ranks' mean gradient that each weight uses.
+
+    The smallest is 1. The dictionary is empty if a weight uses no multiple.
+    """
+    used, found = final(row)[0], {}
+    total = summed_up([summed_up(own(one)) for one in row])
+    for number, name in enumerate(row[0].names):
+        parts = row[0].part(total, number), row[0].part(used, number)
+        if square := dot(parts[0], parts[0]):
+            found[name] = dot(*parts) / square
+            if not alike([[found[name] * x for x in parts[0]], parts[1]], 0.05):
+                return {}
+    least = min(found.values(), default=0)
+    return {name: x / least for name, x in found.items()} if least > 0 else {}
 
 
 def shares_of(uneven: list[Fit], total: int) -> str:
