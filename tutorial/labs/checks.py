@@ -15,7 +15,6 @@ from play import EPOCHS, Forward, Run, Wrong
 from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn import functional as F
-from watch import SCALE
 
 # The images of all scripts, and the network and optimizer of most scripts
 TRAINING, VALIDATION = 96, 33
@@ -161,8 +160,8 @@ def check_steps(
             text = f"step {number} moves the weights {how} plain SGD does"
             limit = f" and a gradient norm of at most {max_norm}" * (max_norm < 9)
             raise Wrong(f"{text} with the same {batch * len(row)} images{limit}")
-    spread = rows[0][0].before[:128].std().item() / SCALE  # of the first layer
-    if not 0.172 < spread < 0.236:
+    spread = rows[0][0].before[:128].std().item()  # of the first layer
+    if not 0.163 < spread < 0.248:  # the watcher scales it by 0.95 to 1.05
         text = f"the first layer starts with a standard deviation of {spread:.2f}"
         raise Wrong(f"{text}; nn.Linear gives its weights about 0.2")
 
@@ -189,13 +188,13 @@ def summed_loss(weights: Tensor, images: Tensor) -> Tensor:
 
 def gradient(weights: Tensor, passes: list[Forward]) -> Tensor:
     """Return the mean loss's gradient by differences: autograd may prevent forks."""
-    shifts = 1e-6 * torch.eye(len(weights))
+    shifts = 1e-8 * torch.eye(len(weights)).double()
     losses, total = vmap(summed_loss, (0, None)), 0
     for one in passes:
         size = PLAIN if leaves_out(weights, one) else len(weights)
         up, down = (weights + shifts)[:, :size], (weights - shifts)[:, :size]
         total += losses(up, one.images.double()) - losses(down, one.images.double())
-    return total / 2e-6 / sum(len(one.images) for one in passes)
+    return total / 2e-8 / sum(len(one.images) for one in passes)
 
 
 def leaves_out(weights: Tensor, one: Forward) -> bool:

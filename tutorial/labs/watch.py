@@ -39,8 +39,6 @@ READS += "storage untyped_storage __bool__ __float__ __int__ __index__ __array__
 READS += "__format__ __repr__ __reduce_ex__"
 LIFE = 60  # seconds after which a process ends, even if the grader has ended
 DISK = 0.2  # seconds for which a file that torch.save() writes is empty
-# Each grader scales the initial weights, so that no number can be printed from memory
-SCALE = random.uniform(0.95, 1.05)
 
 
 @dataclass(kw_only=True)
@@ -129,7 +127,7 @@ class Watch(Watcher):
 
     def start(self, call, weight, *args, **kwargs):
         call(weight, *args, **kwargs)
-        return weight.data.mul_(SCALE)
+        return weight.data.mul_(self.scale)
 
     def save(self, call, content, file, *args, **kwargs):
         """Save a file on a slow disk."""
@@ -244,6 +242,8 @@ def be_rank(script: Path, files: Path, text: Path, variables: dict, disturb) -> 
     os.chdir(files)
     sys.argv = [str(script)]
     Watch.here.disturb = disturb
+    # Numbers from an earlier run do not fit a script that prints them
+    Watch.here.scale = random.Random(script.read_bytes()).uniform(0.95, 1.05)
     for watcher in watchers:  # without the doctor's laws, which take time
         watcher.hooks()
     threading.Thread(target=record.monitor, daemon=True).start()
