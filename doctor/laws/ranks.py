@@ -227,12 +227,13 @@ def apart(values: list[float], others: list[float], batches: float) -> tuple:
     return abs(fmean(gaps)) / (error or 1e-12), share, sum(one > 0 for one in gaps)
 
 
-@check(LAW, WRONG, causes=[datasets_differ])
+@check(LAW, RISK, causes=[datasets_differ])
 def contents_differ(job):
     """The ranks make different samples of the same data set.
 
     Make them alike on all ranks: without hash() of strings, which differs between
     processes, and without numbers that depend on the rank.
+    Not a mistake if: each rank augments its samples once, and keeps them.
     """
     several(job)
     own = feeds(job)
