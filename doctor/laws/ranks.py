@@ -7,7 +7,7 @@ from math import comb, isfinite
 from statistics import fmean, pstdev
 
 from ..event import Event
-from ..law import RISK, WRONG, Breach, Law, NotJudged, check, several
+from ..law import RISK, Breach, Law, NotJudged, check, several
 from ..moments import Moments
 from ..neighbours import Input, Targets
 from ..reads import feeds
