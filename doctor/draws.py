@@ -304,10 +304,8 @@ def same_generators(job: Job) -> str | None:
         for one, other in combinations(drew, 2):
             for state in one & other:
                 first = scans[0][0]
-                owners = dict(
-                    zip(first.states, vars(first).get("owners", ()), strict=False)
-                )
-                return owners.get(state, "")
+                places = vars(first).get("owners", ())
+                return dict(zip(first.states, places, strict=False)).get(state, "")
     made = Counter()
     for row in job.rows(Made):
         made[row[0].place] += len({one.state for one in row}) < len(row)

@@ -73,13 +73,9 @@ def places(job: Job):
             mean, error = fmean(every), pstdev(every) / len(every) ** 0.5
             often = sum(fmean(step) > 0 for step in steps)
             if mean > max(0.05, 10 * error) and often > 0.9 * len(steps):
-                what = (
-                    f"in {often} of {len(steps)} steps, different samples of ranks {n} "
-                )
-                what += (
-                    f"and {m} have equal numbers at the same places (by {mean:.0%} more"
-                )
-                what += " than other samples)"
+                what = f"in {often} of {len(steps)} steps, different samples of ranks "
+                what += f"{n} and {m} have equal numbers at the same places (by "
+                what += f"{mean:.0%} more than other samples)"
                 if (place := same_generators(job)) is None:
                     raise Doubt(what)
                 what += ", and the script's own generators draw alike"

@@ -126,12 +126,9 @@ def mean_gradient(job):
         names = [x for x in ratios[0] if all(near(y.get(x, 0), size) for y in ratios)]
         rest = ratios[0].keys() - {*names}
         if names and rest and all(near(y.get(x, 0), 1) for y in ratios for x in rest):
-            what = (
-                f"{len(names)} of {len(ratios[0])} weights use the sum of the ranks' "
-            )
-            yield Breach(
-                f"{what}gradients, the others the mean: {listed(names)}", place
-            )
+            what = f"{listed(names)}: {len(names)} of {len(ratios[0])} weights use "
+            what += f"{size} times the multiple of the ranks' gradients that others use"
+            yield Breach(what, place, mend="Divide all sums by the number of ranks.")
             return
         what = "the gradients used are not a multiple of the mean of the ranks' own"
         raise NotJudged(f"in {len(strange)} of {total} steps, {what}")
