@@ -1,4 +1,4 @@
-"""Law 3: random streams differ. Checks inputs and seeds."""
+"""Law 3: the ranks' random streams differ. Checks inputs and seeds."""
 
 from collections import Counter
 from itertools import combinations, groupby, pairwise

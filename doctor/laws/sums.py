@@ -1,4 +1,4 @@
-"""Law 7: prints are true. Checks the sums over all ranks that results are made of."""
+"""Law 7: printed results are true. Checks the sums over all ranks behind them."""
 
 from collections import Counter
 
@@ -69,7 +69,7 @@ def summed(row: tuple[Call, ...]) -> bool:
 
 
 def divided(rows: list[tuple], own: int, value: float, gap: float) -> set[str]:
-    """Return the counts, which differ between ranks, by which a sum was divided."""
+    """Return the names of counts by which a sum was divided, if the ranks' differ."""
     totals, found = [sum(x.value for x in row) for row in rows], set()
     for row, total in zip(rows, totals, strict=True):
         for name in set.intersection(*({*x.counts} for x in row)):
