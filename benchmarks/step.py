@@ -118,7 +118,7 @@ def timed(
 
 
 def measure_in_turns(script: ModuleType, rounds: int) -> dict[str, dict]:
-    """Run a script's main() as far as train(), which is compared with other loops."""
+    """Run a script's main() up to train(), and compare train() with other loops."""
     train, found = script.train, {}
 
     class Measured(Exception):

@@ -157,8 +157,8 @@ class Decision(NamedTuple):
 def decide(cohorts: Sequence[dict], settings: dict, last: bool) -> Decision:
     """Judge a mode's cohorts at the latest planned analysis.
 
-    There is an analysis after every LOOKS cohorts and after the last cohort. Each may
-    use a part of ERROR; the sum of these parts grows with the cube of the elapsed time
+    Every LOOKS cohorts, and after the last cohort, there is an analysis. Each analysis
+    may use a part of ERROR; the sum of the parts grows with the cube of elapsed time
     (https://doi.org/10.1093/biomet/70.3.659).
 
     Args:

@@ -132,7 +132,7 @@ def seeds_restart(job):
         what += f"{len(again)} draws"
         mend = ""
         if name.startswith("its ") and one.worker is not None:
-            mend = "The loader processes copy the data set's generator in each epoch: "
+            mend = "The loader processes copy the dataset's generator in each epoch: "
             mend += "seed it in worker_init_fn with torch.initial_seed()."
         yield Breach(what, cause(job, name, [one])[0], mend=mend)
 

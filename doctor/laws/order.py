@@ -16,7 +16,7 @@ from .samples import LAW, left_out, where
 
 SHARE = (
     "With persistent_workers=True, the loader's processes keep their copies of the "
-    "data set: keep this number in a tensor with share_memory_(), or omit the option."
+    "dataset: keep this number in a tensor with share_memory_(), or omit the option."
 )
 
 

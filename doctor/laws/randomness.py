@@ -50,7 +50,7 @@ class Draw(Event, limit=2000):
     epoch: int | None = None
     worker: int | None = None
     place: str = ""  # the line that calls the network
-    fields: dict[str, float] = field(default_factory=dict)  # of a worker's data set
+    fields: dict[str, float] = field(default_factory=dict)  # of a worker's dataset
 
 
 class Randomness(Watcher):

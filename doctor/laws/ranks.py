@@ -229,7 +229,7 @@ def apart(values: list[float], others: list[float], batches: float) -> tuple:
 
 @check(LAW, RISK, causes=[datasets_differ])
 def contents_differ(job):
-    """The ranks make different samples from the same data set.
+    """The ranks make different samples from the same dataset.
 
     Make equal samples on all ranks: do not use hash() of strings, which differs between
     processes, or numbers that depend on the rank.

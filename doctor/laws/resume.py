@@ -56,9 +56,7 @@ class Resumed(Event, limit=20):
     values: dict[str, list[float]]  # the script's own tensors that equal the file's
     rest: int  # number of the file's tensors that doctor finds nowhere
     place: str
-    blank: list[str] = field(
-        default_factory=list
-    )  # own tensors whose numbers are all equal
+    blank: list[str] = field(default_factory=list)  # own tensors with equal numbers
 
 
 @dataclass

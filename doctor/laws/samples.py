@@ -42,7 +42,7 @@ class Divided(Event, limit=1):
 
 
 class Samples(Watcher):
-    """Records data sets and samplers."""
+    """Records datasets and samplers."""
 
     def on_epoch(self, own: Pass, loader) -> None:
         names = [type(x).__name__ for x in (loader.sampler, loader.batch_sampler)]
@@ -64,7 +64,7 @@ class Samples(Watcher):
         recorder.write(feed)
 
     def part(self, loader) -> array | None:
-        """Return the indices that the subsets choose from the data set inside them."""
+        """Return the indices that the subsets choose from the dataset inside them."""
         subsets = inside(loader.dataset)[1]
         if not subsets or len(loader.dataset) > 200_000:
             return None
@@ -115,10 +115,10 @@ def where(job: Job, number: int | None = None) -> str:
 
 @check(LAW, WRONG, needs=[Step], read="lesson 4")
 def datasets_differ(job):
-    """The ranks' data sets differ, but a sampler divides them as if they were the same.
+    """The ranks' datasets differ, but a sampler divides them as if they were the same.
 
     Give every rank the same samples in the same order: sort lists of files, and use the
-    same seed on all ranks for random_split() and every shuffle of the data set. If the
+    same seed on all ranks for random_split() and every shuffle of the dataset. If the
     script divides the samples itself, omit the sampler.
     """
     several(job)
@@ -184,9 +184,7 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
         if loop and one.together()[0] > one.together(0.8)[0] + 0.5:
             raise NotJudged("some inputs, such as noise, are equal on several ranks")
         if loop and what and one.stays():
-            raise NotJudged(
-                "the same inputs come again in each step, as with one graph"
-            )
+            raise NotJudged("the inputs are the same in each step, as with a graph")
         if loop and what and one.together()[0] >= 0.9 and other_targets(job):
             raise NotJudged("equal inputs have different targets on each rank")
         if what and one.together()[0] < 0.9:
@@ -210,7 +208,7 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
         repeats = counts["again"] > one.slack + MORE * counts["read"]
         if one.stream or not one.total or repeats:
             more = "" if one.index else " (by their contents)"
-            why = "the size of the data set is not known"
+            why = "the size of the dataset is not known"
             if one.index and not one.total:
                 ends = "may leave out samples" if one.whole else "has not ended"
                 why = f"the script's own sampler {ends}"
@@ -299,7 +297,7 @@ def mechanism(job: Job, one: Reads, later=False) -> tuple[str, str]:
 def trained_on_validation(job):
     """Training uses validation samples.
 
-    Split the data set once, in the same way on every rank.
+    Split the dataset once, in the same way on every rank.
     """
     passes, why = {}, "no validation with its own DataLoader was seen"
     for one in need([x for x in job.of(Validation) if not x.gradients], why):

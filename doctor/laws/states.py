@@ -175,7 +175,7 @@ def named(pairs) -> dict:
 
 
 def kept(network) -> list[tuple]:
-    """Return the buffers that a network saves, as (name, buffer, of batch norm or not)."""
+    """Return (name, buffer, whether it is batch norm's) for each buffer to be saved."""
     norm = torch.nn.modules.batchnorm._BatchNorm
     return [
         (name, one, isinstance(module, norm))

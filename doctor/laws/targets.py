@@ -176,7 +176,7 @@ def related(own: Samples, cells: list[tuple]) -> list[float]:
 
 
 def beyond(own: Samples, cells: list[tuple], size: float) -> float:
-    """Return by how many standard errors `size` exceeds its value for shuffled targets."""
+    """Return how many standard errors `size` is above its mean for shuffled targets."""
     order, sizes, targets = Random(0), [], [target for _, target in own]
     for _ in range(24):
         order.shuffle(targets)

@@ -253,7 +253,7 @@ def bottleneck(job):
 
 
 def slowest(job, steps: list[list[Spans]], wall: float) -> Breach | None:
-    """Return a breach if one rank works longer in nearly all steps while others wait."""
+    """Return a breach if one rank makes the others wait for it in nearly all steps."""
     if len(steps) < 2:
         return None
     rows = [[parts(one) for one in own] for own in steps]
