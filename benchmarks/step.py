@@ -99,7 +99,7 @@ def usual_loop(args: Namespace, loader: DeviceLoader) -> Callable[[], None]:
 def timed(
     work: Callable[[], None], images: int, device: torch.device
 ) -> Callable[[], float]:
-    """Return a function that runs work() and returns all ranks' images/s together."""
+    """Return a function that runs work() and returns the images/s of all ranks."""
 
     def settle() -> None:
         if device.type == "cuda":

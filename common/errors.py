@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """A problem that the user can fix; the message names problem, place and fix."""
+    """A problem that the user can fix; the message names it, its place and its fix."""
 
 
 @contextmanager

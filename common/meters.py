@@ -131,7 +131,7 @@ class Progress(tqdm):
     def show_interval(self, step: int, means: Metrics, learning_rate: float) -> None:
         """End a print interval, whose last step the device has finished.
 
-        `means` are over all processes' images. Waiting is the host's, not a GPU's.
+        `means` are over all processes' images. Only the host's waiting is measured.
         """
         now, images = time.perf_counter(), means["images"]
         seconds, waited = now - self.began, self.loader.waited - self.waited

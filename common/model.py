@@ -63,7 +63,7 @@ def best_precision(device: torch.device) -> str:
 
 
 def die_with_parent() -> None:
-    """Make Linux kill this process when its parent ends; exit if it already has."""
+    """Make Linux kill this process when its parent ends; exit if it already ended."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     parent = multiprocessing.parent_process()  # None if a launcher started this process
     if parent and parent.pid != os.getppid():

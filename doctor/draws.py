@@ -265,7 +265,7 @@ def other_orders(job: Job, least: int) -> str:
 
 
 def equal_owners(job: Job) -> tuple[str, str, str]:
-    """Return which generators in objects of one class draw alike on two ranks, or "".
+    """Return a text if two ranks' objects of one class draw the same numbers, or "".
 
     Also return a place and advice. One or two equal generators in the same positions
     on all ranks may be meant for joint decisions.

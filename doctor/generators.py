@@ -78,7 +78,7 @@ def hashed(state: bytes) -> int:
 
 
 def drawn(before: dict, after: dict) -> tuple[dict[str, int], int]:
-    """Return the old hash of each generator that drew, and a lower limit of draws."""
+    """Return the old hash of each generator that drew, and a lower bound on draws."""
     changed = {k: x for k, x in before.items() if k in after and after[k] != x}
     counts = [0]
     for name, (_, position) in changed.items():

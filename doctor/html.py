@@ -110,7 +110,7 @@ def law(verdict: Verdict) -> str:
 def spans(job: Job) -> dict[int, list[tuple[int, str, float, float]]]:
     """Return each rank's spans, as (step, part, start, end) in seconds.
 
-    The time by which a rank communicates longer than the fastest rank is waiting.
+    Communication that takes longer than the fastest rank's counts as waiting.
     """
     found = {process.rank: process.of(Spans) for process in job.processes}
     shares = {}

@@ -13,7 +13,7 @@ are not sufficient, the check raises NotJudged.
         Not a mistake if: ...
         '''
 
-The docstring names the fault, the fix, and the case in which the fault is no mistake.
+The docstring names the fault, the fix, and the case in which it is not a mistake.
 A general check (`general=True`) judges its law; each of the other checks looks for one
 known mistake. A function marked with `@explains(general_check, ...)` looks for a known
 mistake behind the general check's breach, and returns a better Breach or None.
@@ -73,7 +73,7 @@ class Finding:
 
 @dataclass
 class Verdict:
-    """Whether a job keeps a law, with the reasons."""
+    """Whether a job obeys a law, with the reasons."""
 
     law: Law
     state: str = NOT_JUDGED

@@ -26,9 +26,9 @@ SLOW = 0.6  # pairs slower than this share of the fastest pair have a slow link
 
 
 def bandwidths(size: int, seconds: float, processes: int) -> tuple[float, float]:
-    """Return the algorithm and bus bandwidth (bytes/s) of an all-reduce of `size`.
+    """Return an all-reduce's algorithm and bus bandwidth (bytes/s) for `size` bytes.
 
-    Defined by https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+    Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
     """
     return size / seconds, size / seconds * 2 * (processes - 1) / processes
 

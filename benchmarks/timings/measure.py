@@ -82,7 +82,7 @@ class Job:
             del self.readers[handle]  # the process died; its launcher will exit soon
 
     def turn(self) -> list[tuple[float, float]]:
-        """Run a turn; return (seconds per image, waiting share) per kept interval."""
+        """Run a turn; return kept intervals as (seconds per image, waiting share)."""
         self.arrived.clear()
         send(self.gate, signal.SIGCONT)
         for connection in self.readers:

@@ -26,7 +26,7 @@ class Weight(Event, limit=10**6):  # enough for all weights, several times
     """The gradients that a weight has received so far, and whether it has changed."""
 
     name: str
-    module: str  # the outermost module that has run without gradients for its weights
+    module: str  # the outermost module that has run and gets no gradients
     trainable: bool
     optimizer: int | None  # the first step of the weight's optimizer
     network: str  # the weight's network, or ""
@@ -142,7 +142,7 @@ class Alive(Watcher):
             recorder.write(event)
 
     def around(self, modules: dict, name: str) -> tuple[str, Ran | None]:
-        """Return the outermost module without living weights, and how it ran."""
+        """Return the outermost module that gets no gradients, and how it ran."""
         found = name, Layers.here.ran.get(id(modules[name]))
         while name:
             name = name.rpartition(".")[0]

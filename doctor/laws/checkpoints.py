@@ -1,4 +1,4 @@
-"""Law 8: files are whole, and have one writer. Checks the contents of checkpoints."""
+"""Law 8: files are complete, and have one writer. Checks checkpoints' contents."""
 
 import contextlib
 import os

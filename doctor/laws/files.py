@@ -1,4 +1,4 @@
-"""Law 8: files are whole, and have one writer."""
+"""Law 8: files are complete, and have one writer. Records which files are written."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ from ..law import RISK, WRONG, Breach, Doubt, Law, NotJudged, check, explains, s
 from ..record import LIBRARY, OWN, not_the_users, place, recorder
 from ..watcher import Watcher
 
-LAW = Law(8, "files", "Files are whole, and have one writer")
+LAW = Law(8, "files", "Files are complete, and have one writer")
 WRITES = os.O_WRONLY | os.O_RDWR
 SYSTEM = "/dev/", "/proc/", "/sys/"
 THROUGH = "logging", "pathlib", "shutil", "gzip", "bz2", "lzma", "zipfile"

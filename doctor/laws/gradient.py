@@ -152,7 +152,7 @@ def near(one: float, other: float, tolerance: float = 0.02) -> bool:
 
 @check(LAW, WRONG, causes=CAUSES, effects=EFFECTS, read="pitfall 11")
 def not_averaged(job):
-    """The ranks step with different gradients.
+    """The ranks take their steps with different gradients.
 
     Wrap the network in DistributedDataParallel, and call the DDP model.
     """
@@ -263,8 +263,8 @@ def not_cleared(job):
 def leaked_passes(job):
     """Gradients of leftover micro-batches leak into a later step.
 
-    Also take a step after the last, smaller group of passes of an epoch (and divide by
-    its size), or call zero_grad() at the start of each epoch.
+    Also take a step after an epoch's last, smaller group of passes (and divide by its
+    size), or call zero_grad() at the start of each epoch.
     Not a mistake if: the number of passes per step is meant to vary.
     """
     for process in job.processes[:1]:

@@ -179,7 +179,7 @@ def streams(process: Process) -> dict[tuple[str, str], dict[tuple, int]]:
 
 
 def shifted(one: dict, other: dict) -> list[tuple[int, int]]:
-    """Return pairs of steps, a fixed distance apart, in which two ranks draw alike."""
+    """Return pairs of steps, equally far apart, in which two ranks' draws are equal."""
     pairs = sorted((one[key], other[key]) for key in one.keys() & other.keys())
     for distance, count in Counter(b - a for a, b in pairs).most_common(1):
         if distance and count >= max(3, len(other) / 5, 0.8 * len(pairs)):

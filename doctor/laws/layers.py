@@ -36,7 +36,7 @@ class Layers(Watcher):
         self.outer = weakref.ref(network)
 
     def before(self, module, inputs) -> None:
-        """Record in which step a module first runs, and a layer's mode."""
+        """Record when a module first runs, and a layer's mode."""
         if not recorder.watching or not runs_normally():
             return
         known = self.ran.get(id(module))
@@ -73,7 +73,7 @@ class Layers(Watcher):
             self.hook.remove()
 
     def loose(self, known: set[int]) -> list[tuple]:
-        """Return weights of modules that run outside all networks, and their Ran."""
+        """Return (name, weight, Ran) for modules that run outside all networks."""
         modules = [(ran.module(), ran) for ran in [*self.ran.values()]]
         return [
             (f"{name} of {type(module).__name__}", weight, ran)

@@ -168,7 +168,7 @@ def mean_gradient(job):
 def multiples(row: list[Update]) -> dict[str, float]:
     """Return the multiple of the ranks' mean gradient that each weight uses.
 
-    The smallest is set to 1. The dictionary is empty if a weight uses no multiple.
+    The smallest multiple is set to 1. Return {} if a weight uses no multiple.
     """
     used, found = final(row)[0], {}
     total = summed_up([summed_up(own(one)) for one in row])
@@ -192,7 +192,7 @@ def shares_of(uneven: list[Fit], total: int) -> str:
 
 
 def scaled_down(one: Fit) -> bool:
-    """Return whether each rank's passes have equal shares, at most as in a mean."""
+    """Return whether each rank's passes have equal shares, not above a mean's."""
     size = len(one.shares)
     alike_ = all(not unequal([*map(abs, rank)]) for rank in one.shares)
     return alike_ and all(0 < x * size < 1.01 for rank in one.shares for x in rank)

@@ -293,7 +293,7 @@ def behind(job, without, call: Call) -> bool:
 def batch_counts_differ(job):
     """The ranks have different numbers of training batches.
 
-    Give all ranks equally many, as DistributedSampler does, or use DDP's join().
+    Give each rank as many batches as the others (DistributedSampler), or use join().
     Not a mistake if: the loop handles ranks that run out of batches.
     """
     several(job)

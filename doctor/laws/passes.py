@@ -15,7 +15,7 @@ from .replicas import DRIFT, alike, listed
 
 AWAIT = "wait", "synchronize", "is_completed", "get_future", "block_current_stream"
 ADAPTIVE = re.compile("Adam|RMSprop|Adagrad|Adadelta|Lamb|Lion|Muon|Rprop|Shampoo")
-LAW = Law(5, "gradient", "A step is the mean over all samples")
+LAW = Law(5, "gradient", "A step uses the mean over all samples")
 SEPARATE = 8  # maximum number of passes whose gradients doctor stores separately
 
 

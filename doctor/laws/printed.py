@@ -16,7 +16,7 @@ from .ranks import contents_differ
 from .replicas import names_differ, weights_differ, weights_drift
 from .samples import datasets_differ
 
-LAW = Law(7, "printed", "Prints are true")
+LAW = Law(7, "printed", "Printed results are true")
 CAUSES = datasets_differ, contents_differ, not_averaged
 CAUSES += names_differ, weights_differ, weights_drift
 SORT = (

@@ -24,7 +24,7 @@ def alike(lists: list, tolerance: float = 1e-3) -> bool:
 
 
 def close(one: list[float], other: list[float], tolerance: float) -> bool:
-    """Return whether two lists are equal up to rounding; NaN and infinity equal any."""
+    """Return whether two lists are equal up to rounding; NaN and infinity match all."""
     size = max(math.hypot(*one), math.hypot(*other))
     gap = math.hypot(*(a - b for a, b in zip(one, other, strict=True)))
     return not gap > tolerance * size  # true for NaN, too
@@ -38,7 +38,7 @@ def listed(names: Iterable[str], most: int = 3) -> str:
 
 
 def states_of(job: Job, moment: str, what: str = "") -> list[list[State]]:
-    """Return the states that all ranks wrote at one moment, in rows of one per rank."""
+    """Return the states that all ranks wrote at one moment, in rows (one per rank)."""
     found = {}
     for process in job.processes:
         count = Counter()
@@ -196,7 +196,7 @@ def weights_drift(job):
 def other_network_differs(job):
     """A network that no optimizer trains, such as a teacher, differs between the ranks.
 
-    Update it on every rank after the same steps: count steps, not a rank's samples.
+    Update this network after the same steps on all ranks: count steps, not samples.
     Not a mistake if: each rank is meant to use a network of its own.
     """
     for what, rows in others(job).items():

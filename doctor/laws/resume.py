@@ -1,4 +1,4 @@
-"""Law 8: files are whole, and have one writer. Checks what a resumed run restores."""
+"""Law 8: files are complete, and have one writer. Checks what a resume restores."""
 
 import contextlib
 import os

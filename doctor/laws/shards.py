@@ -1,4 +1,4 @@
-"""Law 8: files are whole, and have one writer. Finds files with one rank's shards."""
+"""Law 8: files are complete, and have one writer. Finds one rank's shards in files."""
 
 import os
 

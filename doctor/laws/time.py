@@ -17,7 +17,7 @@ from .modes import Validation, validations
 from .passes import Update
 from .states import Layout
 
-LAW = Law(10, "time", "Time goes into work")
+LAW = Law(10, "time", "Time is spent on useful work")
 LEAST = 0.05  # seconds: doctor does not judge shorter steps
 SHARE = 0.05  # minimum share of a step that a fix must save
 MENDS = {
