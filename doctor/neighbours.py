@@ -177,7 +177,7 @@ def copied(lists: list[list[Input]], gap) -> list[tuple]:
     """Return pairs of batches with the same samples, each changed at random.
 
     Each sample of such a batch is closer to the one at the same position in the other
-    batch than to all others in its own batch. Batches are (step, rank), later first.
+    batch than to all others in its own batch. Pairs have the later (step, rank) first.
     """
     found, ranges = [], {}
     rows = [(k, n, x.few) for n, own in enumerate(lists) for k, x in enumerate(own)]
@@ -195,7 +195,7 @@ def copied(lists: list[list[Input]], gap) -> list[tuple]:
 def shared_batches(copies: list[tuple], steps: list[int]) -> str:
     """Return a text if ranks read the same batches before an epoch ends, or "".
 
-    After an epoch, nearly all batches repeat earlier ones, soon also of the same rank.
+    After an epoch, nearly all batches repeat earlier ones, even their own rank's.
     """
     own = [later[0] for later, first in copies if later[1] == first[1]]
     end = min(own + steps)

@@ -71,7 +71,7 @@ class Reads:
     def vague(self) -> bool:
         """Return whether contents recur on one rank as often as on two ranks.
 
-        Then there are few different contents, such as discrete states. The result is
+        If they do, few contents are different, as in discrete states. The result is
         False if workers or ranks read all samples equally often.
         """
         own, every = [Counter(one) for one in self.all], Counter()
@@ -89,7 +89,7 @@ class Reads:
         return 0.4 < within * others / max(1, chances * across) < 2.5
 
     def stays(self) -> bool:
-        """Return whether ranks' inputs are alike, in different steps as in the same."""
+        """Return whether inputs are as alike in different steps as in the same step."""
         alike = []
         for shift in (0, 1):
             pairs = [(a, b[shift:]) for a, b in combinations(self.ranks[:8], 2)]
@@ -269,7 +269,7 @@ def first_lap(ranks: list, total: int | None) -> int:
 def looped(job: Job) -> list[Reads]:
     """Return the samples that ranks read without a DataLoader, until a sample repeats.
 
-    If all ranks have read equally many batches by then, the next batches are epoch 1.
+    If all ranks have read equally many batches by then, the next batches form epoch 1.
     """
     if any(one.loaded for one in job.of(Input)):
         raise NotJudged("no DataLoader feeds the steps of every rank")

@@ -1,4 +1,4 @@
-"""Law 2: ranks are exchangeable. Compares settings."""
+"""Law 2: ranks are exchangeable. Compares the ranks' settings."""
 
 from collections import Counter
 from collections.abc import Iterator

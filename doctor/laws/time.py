@@ -150,7 +150,7 @@ def queued() -> float:
 
 
 def timed(process: Process) -> list[Spans]:
-    """Return the steps that were only timed or, if few, all except the first five."""
+    """Return the steps that were only timed or, if few, all but the first five."""
     steps = [one for one in process.of(Spans) if one.wall]
     only = [one for one in steps if not one.watched]
     return only if len(only) > 4 else steps[5:]
