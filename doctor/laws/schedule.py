@@ -118,10 +118,10 @@ def learning_rates_differ(job):
 
 @check(LEARNS, RISK, read="pitfall 15")
 def schedule(job):
-    """The learning rate schedule is longer or shorter than the training.
+    """The learning rate schedule is longer or shorter than the training run.
 
     Count the steps of one process: len(loader) times the number of epochs.
-    Not a mistake if: the schedule is meant to be longer or shorter than the training.
+    Not a mistake if: the schedule is meant to be longer or shorter than the run.
     """
     several(job)
     process, size = job.processes[0], job.world_size
