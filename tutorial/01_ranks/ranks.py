@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 
 def main() -> None:
-    """Every process runs this function, each with its own numbers."""
+    """Every process runs this function with its own rank."""
     host = int(os.environ["GROUP_RANK"])
     local_rank = int(os.environ["LOCAL_RANK"])
     rank = int(os.environ["RANK"])

@@ -28,7 +28,7 @@ def shares(images: int, **options) -> None:
 
 
 def accuracy(correct: list[bool], shards: list[list[int]]) -> None:
-    """Print two accuracies: of all shards together, and the mean of the shards'."""
+    """Print the accuracy over all shards, and the mean of the shards' accuracies."""
     hits = [sum(correct[i] for i in shard) for shard in shards]
     sizes = [len(shard) for shard in shards]
     mean = sum(h / n for h, n in zip(hits, sizes, strict=True)) / len(shards)
@@ -39,7 +39,7 @@ def accuracy(correct: list[bool], shards: list[list[int]]) -> None:
 
 
 def main() -> None:
-    """Print all results of this lesson about images and steps."""
+    """Print the lesson's examples of batches, shards and accuracies."""
     print("1,024 images")
     for world_size, batch in ((1, 32), (8, 32), (8, 4)):
         epoch(1024, world_size, batch)

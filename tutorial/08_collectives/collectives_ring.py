@@ -1,4 +1,4 @@
-"""Build an all-reduce as a ring, and count the bytes that each process sends.
+"""Implement a ring all-reduce, and count the bytes that each process sends.
 
 python tutorial/08_collectives/collectives_ring.py
 """
@@ -9,7 +9,7 @@ import torch.multiprocessing as mp
 
 
 def ring_all_reduce(x: torch.Tensor, rank: int, n: int, look=lambda title: None) -> int:
-    """Sum `x` over the first `n` ranks in place; return how many bytes were sent."""
+    """Sum `x` over the first `n` ranks in place; return the bytes sent by this rank."""
     parts, sent = x.chunk(n), 0
     right, left = (rank + 1) % n, (rank - 1) % n
     look("start")

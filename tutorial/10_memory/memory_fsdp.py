@@ -53,7 +53,7 @@ def train(name: str, model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def kib(tensors: list[Tensor]) -> int:
-    """Return how many KiB these tensors take here; count shared memory only once."""
+    """Return the tensors' KiB in this process; count shared memory only once."""
     local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
     storages = [tensor.untyped_storage() for tensor in local]
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values()) // 1024
