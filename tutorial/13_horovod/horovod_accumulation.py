@@ -21,7 +21,7 @@ PASSES = 4
 
 
 class Counting(hvd.Compression.none):
-    """A compressor that only counts its calls: one for each tensor that Horovod sends."""
+    """A compressor that only counts its calls: one per tensor that Horovod sends."""
 
     tensors = 0
 

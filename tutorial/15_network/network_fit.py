@@ -19,7 +19,7 @@ ROUNDS, REPEATS = 31, 16
 
 
 def seconds(tensors: list[torch.Tensor]) -> float:
-    """Return how many seconds it takes to all-reduce the tensors one after the other."""
+    """Return the seconds that it takes to all-reduce the tensors one by one."""
     dist.barrier()  # otherwise, the time includes waiting for the other process
     began = perf_counter()
     for tensor in tensors:
