@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import accumulate
 from traceback import walk_stack
 from typing import NamedTuple
@@ -13,9 +14,12 @@ from .passes import Passes, Update
 
 MEANS = "Mean", "Nll", "Mse", "Binary", "Smooth", "L1", "Huber"
 PASSED = "View", "Reshape", "Squeeze", "Unsqueeze", "ToCopy", "Alias", "Clone", "_DDP"
+VECTORS = """View Reshape Squeeze Unsqueeze ToCopy Clone Add Sub Neg Mul Div Where Index
+    Select Slice Unbind Stack Cat Dot Vdot Mv Mm Bmm Permute Sum Mean""".split()
 RECEIVE = """all_gather all_gather_into_tensor all_gather_single all_to_all scatter
     all_to_all_single broadcast all_reduce reduce_scatter reduce_scatter_tensor
     allgather allreduce allreduce_ broadcast_""".split()
+MOST = 64  # maximum number of losses in a vector
 NODES = 2000  # maximum number of nodes to read in a graph
 FIRST = 4  # number of steps whose graphs doctor searches for the user's functions
 
@@ -87,7 +91,8 @@ class Losses(Watcher):
                 current["gathered"] = where, put_back
         if isinstance(root, torch.Tensor) and root.numel() == 1 and root.grad_fn:
             current["value"] = 0 if printed else root.detach()
-            current["terms"] = [*map(tuple, terms(root.grad_fn))][:20]
+            with root.device:
+                current["terms"] = [*map(tuple, terms(root.grad_fn))][:20]
             current["outer"] = outer(root.grad_fn)
             sums = [x for one in self.sums for x in one.flatten().tolist()]
             current["sums"] = sums[-64:]
@@ -126,26 +131,65 @@ def children(node) -> list:
     return [x for x, _ in getattr(node, "next_functions", ()) if x is not None]
 
 
-def terms(node, factor: float = 1.0, depth: int = 0) -> Iterator[Term]:
-    """Yield the terms of a loss."""
+def terms(node, number=0, factor: float = 1.0, depth: int = 0) -> Iterator[Term]:
+    """Yield the terms of a loss: the output of a node that has this number."""
     name, inner = type(node).__name__, children(node)
+    edges = [x for x in getattr(node, "next_functions", ()) if x[0] is not None]
     if depth > 30 or not inner:
         yield Term(factor, "")
-    elif name.startswith((*MEANS, "Sum")):
-        first, shape = type(inner[0]).__name__, sizes(node)
-        if first.startswith(("Stack", "Cat")) and shape == (len(children(inner[0])),):
-            own = factor / shape[0] if name.startswith("Mean") else factor
-            yield from terms(inner[0], own, depth + 1)
-        else:
-            yield averaged(node, name, factor, shape, inner[0])
     elif (value := multiple(node)) is not None:
-        yield from terms(inner[0], factor * value, depth + 1)
-    elif name.startswith(("Add", "Sub", "Neg", "Stack", "Cat", *PASSED)):
-        for one in inner:
+        yield from terms(*edges[0], factor * value, depth + 1)
+    elif name.startswith(("Add", "Sub", "Neg")):
+        for edge in edges:
             sign = -1 if name.startswith("Neg") else 1
-            yield from terms(one, sign * factor, depth + 1)
+            yield from terms(*edge, sign * factor, depth + 1)
+    elif found := elements(node, number, torch.ones(()), depth):
+        yield from (x._replace(factor=factor * x.factor) for x in found)
+    elif name.startswith((*MEANS, "Sum")):
+        yield averaged(node, name, factor, sizes(node), inner[0])
+    elif name.startswith(PASSED):
+        yield from terms(*edges[0], factor, depth + 1)
     else:
         yield Term(factor, "")
+
+
+def elements(node, number: int, given, depth: int) -> list[Term]:
+    """Return the terms of a vector of stacked losses, or [] if there is no such vector.
+
+    `given` is the gradient with respect to the node's output that has this number.
+    """
+    name, size = type(node).__name__, getattr(node, "_saved_self_sym_sizes", ())
+    if isinstance(node, torch.autograd.function.BackwardCFunction) or depth > 30:
+        return []
+    mask = mask_of(children(node)[0]) if name == "SumBackward1" else None
+    if mask is not None and mask.shape == size and node._saved_dim == (0,):
+        counts = (
+            mask.count_nonzero(0).tolist() if torch.equal(mask**2, mask * 1) else []
+        )
+        found = zip(given.tolist(), counts, strict=False)  # a loss for each column
+        return [Term(factor, "sum", count) for factor, count in found]
+    if not name.startswith((*VECTORS,)) or max(math.prod(size), given.numel()) > MOST:
+        return []
+    values, found, below = [given], [], node
+    if name.startswith("Unbind"):
+        while children(below) and not type(below).__name__.startswith(("Stack", "Cat")):
+            below = children(below)[0]
+        values = [given * (n == number) for n, _ in enumerate(children(below))]
+    # The types of floating-point numbers may differ
+    with suppress(RuntimeError, TypeError), torch.no_grad():
+        results = node(*values)
+        results = results if isinstance(results, tuple) else [results]
+        for (one, own), value in zip(node.next_functions, results, strict=False):
+            if one is None or value is None:
+                continue
+            if name.startswith(("Stack", "Cat")) and value.numel() == 1:
+                found.append([*terms(one, own, float(value), depth + 1)])
+            else:
+                found.append(elements(one, own, value, depth + 1))
+    if any(found) and not all(found):  # such as learned weights
+        return [Term(1.0, "")]
+    single = name.startswith(("Select", "Unbind"))
+    return [x for one in found for x in one if x.factor or not single]
 
 
 def multiple(node) -> float | None:
@@ -168,15 +212,6 @@ def outer(node) -> list[float]:
         found.append(value)
         node = children(node)[0]
     return found
-
-
-def stacked(node, count: int, depth: int = 0) -> bool:
-    """Return whether a node's numbers are computed elementwise from stacked losses."""
-    name, inner = type(node).__name__, children(node)
-    if name.startswith(("Stack", "Cat")):
-        return len(inner) == count
-    single = name.startswith((*PASSED, "Add", "Sub", "Mul", "Div", "Exp", "Neg", "Pow"))
-    return single and depth < 9 and any(stacked(x, count, depth + 1) for x in inner)
 
 
 def sizes(node) -> tuple[int, ...]:
@@ -220,8 +255,6 @@ def averaged(node, name: str, factor: float, shape: tuple, inner) -> Term:
     if each and before.startswith("Nll") and inner._saved_target.numel() == count:
         target = inner._saved_target
         rows = count = int((target != inner._saved_ignore_index).sum())
-    if len(shape) == 1 and stacked(inner, rows):
-        kind = ""  # several losses with individual weights
     return Term(factor, kind, rows, count / max(1, rows), width)
 
 

@@ -1,9 +1,11 @@
 """Law 5: a step uses the mean over all samples. Checks each sample's weight."""
 
 from collections import Counter
-from statistics import median
+from operator import eq
+from statistics import median, mode
 
 from ..law import NOTE, RISK, Breach, NotJudged, check, need
+from ..neighbours import Input
 from .gradient import (
     Fit,
     dot,
@@ -17,7 +19,7 @@ from .gradient import (
     summed_up,
     updates,
 )
-from .losses import by_share, factors, known
+from .losses import Term, by_share, factors, known
 from .passes import LAW, Update, not_awaited
 from .replicas import alike, listed, weights_differ
 
@@ -68,7 +70,7 @@ def counted(passes: list[dict]) -> bool:
     for found, entry in zip(lists, passes, strict=True):
         if {x.kind for x in found} != {"sum"} or len(found) < len(entry["terms"]):
             return False
-    ratios = [[x.factor / found[0].factor for x in found] for found in lists]
+    ratios = [[x.factor / (found[0].factor or 1) for x in found] for found in lists]
     return len({*map(len, ratios)}) == 1 and alike(ratios, 0.01)
 
 
@@ -86,6 +88,28 @@ def weights(one: Fit, number: int = 0) -> list[float]:
             rows = 1 if own.kind == "sum" else own.rows
             found.append(abs(share * own.factor) / (rows or 1))
     return found
+
+
+def own_mean(column: tuple[Term, ...]) -> bool:
+    """Return whether a loss is each pass's mean over its own number of targets."""
+    seen = [x for x in column if x.rows and x.factor]
+    each = [abs(x.factor) * (x.rows if x.kind == "sum" else 1) for x in seen]
+    most = 1.5 if any(x.weighted for x in seen) else 1.1
+    return not unequal(each, 1.01) and unequal([x.rows for x in seen], most)
+
+
+def several(passes: list[dict], sizes: set[int]) -> list[tuple[Term, ...]]:
+    """Return the terms of each of several losses in all passes, if they are known.
+
+    Losses of single samples are not meant. A batch can have so many samples: `sizes`.
+    """
+    lists = [known(entry) for entry in passes]
+    kinds = [[x.kind for x in found] for found in lists]
+    if not all(map(eq, kinds, kinds[1:])) or {*kinds[0]} - {"mean", "sum"}:
+        return []
+    whole = all(len(x["terms"]) == len(kinds[0]) for x in passes)
+    single = any(len(kinds[0]) % size == 0 for size in sizes)
+    return [*zip(*lists, strict=True)] if whole and not single else []
 
 
 def unequal(values: list[float], most: float = 1.1) -> bool:
@@ -265,6 +289,9 @@ def unequal_means(job):
     world size, because DDP averages over the ranks.
     Not a mistake if: each batch should have the same weight.
     """
+    rank = job.processes[0]
+    sizes = [len(x.indices or x.rows or ()) for x in rank.trained]
+    sizes = [mode(x) for x in (sizes, [len(x.rows) for x in rank.of(Input)]) if x]
     seen = []
     for one in fits(job):
         passes = [entry for rank in one.row for entry in rank.passes]
@@ -274,16 +301,23 @@ def unequal_means(job):
         shares = [abs(x) for rank in one.shares for x in rank]
         if len(passes) > 1 and single and not unequal(shares):
             heavy = any(x[0].weighted for x in terms)  # class weights' sums differ
-            seen.append((one, unequal(weights(one), 1.5 if heavy else 1.1), heavy))
+            seen.append((one, unequal(weights(one), 1.5 if heavy else 1.1), heavy, 0))
+        elif len(passes) > 1 and not unequal(shares):
+            columns = several(passes, {*sizes} - {0})
+            own = [n for n, column in enumerate(columns) if own_mean(column)]
+            even = not any(unequal(weights(one, n)) for n in range(len(columns)))
+            if own or (columns and even):
+                seen.append((one, bool(own), False, own[0] if own else 0))
     need(seen, "no losses with known numbers of targets were seen")
-    found = [(one, heavy) for one, differ, heavy in seen if differ]
+    found = [(one, *rest) for one, differ, *rest in seen if differ]
     if len(found) > len(seen) / 2:
-        one, heavy = found[0]
-        first = [known(x)[0] for rank in one.row for x in rank.passes][:4]
+        one, heavy, number = found[0]
+        first = [known(x)[number] for rank in one.row for x in rank.passes][:4]
         what = "losses are means over different numbers of targets, but have equal "
         what += "weights"
         if first[0].kind == "sum":
-            each = ", ".join(f"{1 / abs(x.factor):.4g}" for x in first)
+            counts = [x.rows if number else 1 / abs(x.factor) for x in first]
+            each = ", ".join(f"{x:.4g}" for x in counts)
             what = "each rank divides its sum of losses by its own number "
             what += f"({each} in step {one.row[0].step + 1})"
         elif heavy:
