@@ -100,7 +100,8 @@ def loss_scale(job, breach):
         }
         if count == 1 and known(passes[0])[0].kind == "other mean":
             continue  # half the mean of squares is common
-        if not (single or near(whole, 1 / count / size, 0.002)):
+        equal = len({x.factor for x in known(passes[0])}) == 1  # or else, weights
+        if not (single or equal and near(whole, 1 / count / size, 0.002)):
             continue
         for how, number in known_factors.items():
             if any(near(x, number, 0.002) for x in (value, whole)):

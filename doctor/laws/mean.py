@@ -46,7 +46,11 @@ def totals(one: Fit, place: str = "") -> list[float]:
 def is_right(one: Fit) -> bool:
     """Return whether a step uses the mean over its samples for each of its losses."""
     places = {entry["place"] for entry in one.row[0].passes} - {""}
-    if any(near(value, 1) for value in totals(one)) or total_of(one):
+    entry, values = one.row[0].passes[0], totals(one)
+    found = [[abs(x.factor) * y for y in entry["sums"] if y > 1] for x in known(entry)]
+    if all(any(near(x, 1, 1e-4) for x in products) for products in found):
+        values = values[:3]  # DDP divides again; do not add up the first few losses
+    if any(near(value, 1) for value in values) or total_of(one):
         return True
     each = [any(near(value, 1) for value in totals(one, place)) for place in places]
     return len(each) > 1 and all(each)
@@ -316,7 +320,8 @@ def unequal_means(job):
         what = "losses are means over different numbers of targets, but have equal "
         what += "weights"
         if first[0].kind == "sum":
-            counts = [x.rows if number else 1 / abs(x.factor) for x in first]
+            counts = [1 / abs(x.factor) for x in first]
+            counts = [x.rows for x in first] if own_mean(first) else counts
             each = ", ".join(f"{x:.4g}" for x in counts)
             what = "each rank divides its sum of losses by its own number "
             what += f"({each} in step {one.row[0].step + 1})"
