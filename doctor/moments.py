@@ -70,7 +70,8 @@ class Moments(Watcher):
         wrap(torch.nn.Module, "zero_grad", self.zero_grad)
         wrap(torch.autograd, "backward", self.backward)
         wrap(torch.nn.parallel.DistributedDataParallel, "__init__", self.ddp)
-        for owner in (dist, dist.distributed_c10d, dist.device_mesh):
+        wrap(dist.device_mesh, "init_process_group", self.join)
+        for owner in (dist, dist.distributed_c10d):
             wrap(owner, "init_process_group", self.join)
             for name in (*COLLECTIVES, "destroy_process_group"):
                 wrap(owner, name, functools.partial(self.collect, name))
