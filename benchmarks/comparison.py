@@ -42,7 +42,7 @@ def parse_number(document: str, name: str, default: int) -> int:
 
 
 def commit() -> str | None:
-    """Return the commit, with -dirty if files are modified, or None outside git."""
+    """Return git's commit (with -dirty if files are modified), or None outside git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -99,7 +99,7 @@ def plan(tiny: bool) -> list[tuple[dict, list]]:
 
 
 def measured(words: list, seconds: float) -> dict:
-    """Run a measurement in its own process; kill all processes that are left."""
+    """Run a measurement in its own process; kill all processes that it leaves."""
     began, status = time.monotonic(), "not run"
     with tempfile.TemporaryDirectory() as folder:
         file, log = Path(folder, "found.json"), Path(folder, "log.txt")

@@ -25,9 +25,9 @@ STATUSES = {"failure": "failed", "error": "not run", "skipped": "skipped"}
 
 
 def nvidia_smi(fields: Sequence[str]) -> list[dict]:
-    """Query these fields of each visible GPU; return [] if nvidia-smi cannot run.
+    """Query `fields` of each visible GPU; return [] if nvidia-smi cannot run.
 
-    Numbers are in MiB, W, MHz and degrees Celsius; None if the GPU reports no value.
+    Numbers are in MiB, W, MHz and degrees Celsius; unreported values are None.
     """
     words = [
         "nvidia-smi",

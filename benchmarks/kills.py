@@ -2,9 +2,9 @@
 
     python -m benchmarks.kills [KILLS]
 
-Each run has two processes (dataparallel.py has one). The benchmark interrupts and
-resumes it three times, while loader processes start, or during a step, validation or
-saving: it sends SIGKILL to the launcher, a training process or a loader process, or
+Each run has two processes (dataparallel.py has one). The benchmark interrupts each run
+three times, while loader processes start or during a step, validation or saving, and
+resumes it. It sends SIGKILL to the launcher, a training process or a loader process, or
 SIGTERM or Ctrl-C to the launcher. All processes must end within 60 seconds, and the
 final results must equal those of an uninterrupted run. 60 KILLS take half an hour.
 """
@@ -65,7 +65,7 @@ class Run:
             self.process = subprocess.Popen(words, stdout=log, **options)
 
     def alive(self) -> dict[int, tuple[int, str]]:
-        """Return each process's parent and name."""
+        """Return {PID: (parent's PID, name)} of the run's processes."""
         self.process.poll()  # reaps the launcher, if it has ended
         command = ["ps", "axeww", "-o", "pid=,ppid=,comm=,args="]  # e: with variables
         printed = subprocess.check_output(command, text=True, errors="replace")

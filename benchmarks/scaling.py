@@ -48,7 +48,7 @@ PAUSE = (2 * KEMPNER[4] - KEMPNER[2]) / 90
 
 
 def network(gigabits: float) -> Link:
-    """Return the link between hosts."""
+    """Return the link between hosts, given its bandwidth in Gbit/s."""
     return Link(NETWORK_ALPHA, gigabits / 8 * 1e9)
 
 

@@ -99,7 +99,7 @@ def usual_loop(args: Namespace, loader: DeviceLoader) -> Callable[[], None]:
 def timed(
     work: Callable[[], None], images: int, device: torch.device
 ) -> Callable[[], float]:
-    """Return a function that runs work() and returns all ranks' images/s together."""
+    """Return a function that runs work() and returns the images/s of all ranks."""
 
     def settle() -> None:
         if device.type == "cuda":
@@ -118,7 +118,7 @@ def timed(
 
 
 def measure_in_turns(script: ModuleType, rounds: int) -> dict[str, dict]:
-    """Run a script's main() as far as train(), which is compared with other loops."""
+    """Run a script's main() up to train(), and compare train() with other loops."""
     train, found = script.train, {}
 
     class Measured(Exception):

@@ -21,7 +21,7 @@ class Parser(argparse.ArgumentParser):
     """A parser that raises UserError, so that the launcher prints the error last."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise UserError."""
+        """Raise UserError with the parser's message."""
         raise UserError(f"{message} (--help lists the flags)")
 
 

@@ -34,7 +34,7 @@ class Checkpoint:
     def __init__(
         self, args: Namespace, datasets: tuple[Dataset, ...], objects: dict[str, Any]
     ):
-        """`objects` have a state_dict(); "state_dict" is the model that validates.
+        """`objects` have a state_dict(); the one named "state_dict" is the bare model.
 
         `datasets` are for training and validation; a resumed run needs the same images.
         Raises UserError if no metric is named BEST_METRIC.
@@ -160,7 +160,7 @@ class Checkpoint:
             self.save()
 
     def print_header(self, device: torch.device, world_size: int, steps: int) -> None:
-        """Print the model, the devices and the first step, of `steps` per epoch."""
+        """Print the model, the devices and where the run starts (`steps` per epoch)."""
         args, (train, _, val, _), name = self.args, self.images, "CPU"
         model = self.objects["state_dict"]
         weights = sum(one.numel() for one in model.parameters())
@@ -206,7 +206,7 @@ class Checkpoint:
 
 
 def lock_file(path: Path) -> Any:
-    """Lock a file until this process ends; raise UserError if another holds it."""
+    """Lock a file until this process ends; raise UserError if it is locked already."""
     file = open(path, "w")  # noqa: SIM115
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -10,14 +10,14 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """A problem that the user can fix; the message names it, its place and the fix."""
+    """A problem that the user can fix; the message names it, its place and its fix."""
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """Print a UserError as one line and exit with status 2.
 
-    Under torchrun, one process writes its line to a file, which torchrun prints last.
+    Under torchrun, one process writes its line to a file; torchrun prints it last.
     All other exceptions keep their traceback.
 
     Source: https://docs.pytorch.org/docs/stable/elastic/errors.html

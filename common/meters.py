@@ -24,7 +24,7 @@ tqdm.set_lock(threading.RLock())
 
 
 class Meter:
-    """Adds up named numbers on the device; the host waits for it in reduce()."""
+    """Adds up named numbers on the device; the host waits only in reduce()."""
 
     def __init__(self):
         self.sums: Sums = {}
@@ -98,7 +98,7 @@ def format_metrics(
 
 
 def peak_memory_mib(device: torch.device) -> float:
-    """Return the peak memory allocated on a GPU, or resident (of this process)."""
+    """Return the peak memory allocated on a GPU, or else this process's peak RSS."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
@@ -107,8 +107,8 @@ def peak_memory_mib(device: torch.device) -> float:
 class Progress(tqdm):
     """Iterates over a loader and measures its speed; rank 0 shows the progress.
 
-    On a terminal, it draws a bar. Elsewhere, show_interval() prints a line for the
-    first and the last interval, and at most one per LOG_SECONDS in between.
+    On a terminal, tqdm draws a bar. Otherwise, show_interval() prints a line for the
+    first and last intervals, and at most one line per LOG_SECONDS in between.
     """
 
     def __init__(self, title: str, loader: DeviceLoader, done: int = 0):
@@ -131,7 +131,7 @@ class Progress(tqdm):
     def show_interval(self, step: int, means: Metrics, learning_rate: float) -> None:
         """End a print interval, whose last step the device has finished.
 
-        `means` are over all processes' images. Waiting is the host's, not a GPU's.
+        `means` are over all processes' images. Only the host's waiting is measured.
         """
         now, images = time.perf_counter(), means["images"]
         seconds, waited = now - self.began, self.loader.waited - self.waited

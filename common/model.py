@@ -63,7 +63,7 @@ def best_precision(device: torch.device) -> str:
 
 
 def die_with_parent() -> None:
-    """Make Linux kill this process when its parent ends; exit if it has ended."""
+    """Make Linux kill this process when its parent ends; exit if it already ended."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     parent = multiprocessing.parent_process()  # None if a launcher started this process
     if parent and parent.pid != os.getppid():
@@ -73,7 +73,7 @@ def die_with_parent() -> None:
 def set_up_cuda(processes: int) -> None:
     """Choose fast convolutions, and TF32 for fp32 matrix products, as in cuDNN.
 
-    Raises UserError if this machine has GPUs, but more processes than GPUs.
+    Raises UserError if this machine has GPUs, but fewer GPUs than processes.
     """
     torch.backends.cudnn.benchmark = True
     torch.set_float32_matmul_precision("high")

@@ -50,7 +50,7 @@ class Archives:
 
 
 def build_index(archives: list[Path]) -> dict[str, numpy.ndarray]:
-    """Find and sort the images; raise UserError if one is misplaced or none exist."""
+    """Find and sort the images; raise UserError if any is misplaced or none exist."""
     images, first = {}, None
     for number, archive in enumerate(archives):
         for path, *place in images_in(archive):

@@ -109,7 +109,7 @@ def status_of(job: Job) -> int:
 
 
 def as_json(job: Job, report: Report) -> dict:
-    """Return the content of --json's file, which report.schema.json describes."""
+    """Return the report for --json; report.schema.json describes its format."""
     return {
         "version": 1,
         "status": job.status,

@@ -1,4 +1,4 @@
-"""Record the random numbers that the script draws itself, and its own generators."""
+"""Record the random numbers that the script draws, and the states of generators."""
 
 import contextlib
 import gc
@@ -43,7 +43,7 @@ class Drawn(Event, limit=2000):
 
 
 class Own(Event):
-    """The states of the generators that the script has created, the oldest first."""
+    """The states of the generators that the script has created, oldest first."""
 
     states: list[int]
     # For each generator, the line of the class whose object holds it, or ""
@@ -64,7 +64,7 @@ class Made(Event, limit=400):
 
 
 class Draws(Watcher):
-    """Records the random numbers that functions return, and generators' states."""
+    """Records the random numbers that functions return, and the generators' states."""
 
     def __init__(self):
         self.counts, self.inside, self.shared = Counter(), False, False
@@ -185,10 +185,10 @@ def owners(made: list) -> list[str]:
 
 @dataclass
 class Same:
-    """A line draws the same numbers on several ranks."""
+    """A line of the script that draws the same numbers on several ranks."""
 
     what: str
-    together: bool  # the ranks may be meant to choose the same
+    together: bool  # the ranks may be meant to draw the same
     draws: list[Drawn]  # the first equal draws, one per rank
     late: bool  # the ranks' earlier draws differ
 
@@ -196,7 +196,7 @@ class Same:
 def since(same: list[bool], least: float = 3) -> int | None:
     """Return the index of the first equal draw, or None if too few draws are equal.
 
-    Half of the draws (and at least `least`), eight in a row, or the last 3 are enough.
+    Half of the draws (and at least `least`), 8 in a row, or the last 3 are enough.
     """
     if sum(same) >= max(least, len(same) / 2):
         return same.index(True)
@@ -245,7 +245,7 @@ def same_draws(job: Job) -> tuple[dict[str, Same], int]:
 
 
 def draws_in_steps(job: Job) -> bool:
-    """Return whether the script draws in its steps, except PyTorch's non-integers."""
+    """Return whether steps draw random numbers, not counting PyTorch's floats."""
     process = job.processes[0]
     for kind in (Own, Global):
         scans = [{*one.states} for one in process.of(kind)[:2]]
@@ -256,7 +256,7 @@ def draws_in_steps(job: Job) -> bool:
 
 
 def other_orders(job: Job, least: int) -> str:
-    """Return the line that draws a permutation, but another one on each rank, or ""."""
+    """Return the line that draws a different permutation on each rank, or ""."""
     for row in job.rows(Drawn):
         same = len({one.place for one in row}) == 1 and row[0].size > least
         if same and row[0].permutes and len({one.value for one in row}) > 1:
@@ -265,10 +265,10 @@ def other_orders(job: Job, least: int) -> str:
 
 
 def equal_owners(job: Job) -> tuple[str, str, str]:
-    """Return how the ranks' objects of one class draw the same numbers, or "".
+    """Return a text if two ranks' objects of one class draw the same numbers, or "".
 
-    The other values are the place and the advice. One or two equal generators in the
-    same positions on all ranks may be meant for joint decisions.
+    Also return a place and advice. One or two equal generators in the same positions
+    on all ranks may be meant for joint decisions.
     """
     ranks = []
     for process in job.processes:
@@ -286,9 +286,9 @@ def equal_owners(job: Job) -> tuple[str, str, str]:
             text = f"{len(same)} of {len(own)} generators of rank {n} draw the same "
             text += f"numbers as rank {m}'s"
             if 0 in shifts:
-                return text, where, "Seed them with numbers that depend on the rank."
+                return text, where, "Seed each with a number that depends on the rank."
             text += f": number {same[0][0] + 1} those of its number {same[0][1] + 1}"
-            mend = "Give each rank its own seeds: seed + rank * (number of them) + i."
+            mend = "Give each rank its own seeds: seed + rank * (number of seeds) + i."
             return text, where, mend
     return "", "", ""
 
@@ -296,7 +296,7 @@ def equal_owners(job: Job) -> tuple[str, str, str]:
 def same_generators(job: Job) -> str | None:
     """Return the line of generators that draw the same numbers on several ranks.
 
-    Return "" if only the generators are known, and None if there are none.
+    Return "" if their line is unknown, and None if there are no such generators.
     """
     for kind in (Own, Global):
         scans = [process.of(kind)[:2] for process in job.processes]

@@ -18,8 +18,8 @@ KINDS: dict[str, type["Event"]] = {}
 class Event:
     """Something that happened in one process.
 
-    Each kind of event is a subclass, which becomes a dataclass of keyword-only fields.
-    Its `limit` is the maximum number of such events per process.
+    Each kind of event is a subclass: it becomes a dataclass with keyword-only fields.
+    A kind's `limit` is the maximum number of its events per process.
     """
 
     limit: ClassVar[int]
@@ -66,7 +66,7 @@ class Rank(Event):
 
 
 class Compiles(Event, limit=1):
-    """The script calls torch.compile(), after which its draws are not recorded."""
+    """The script calls torch.compile(), after which random draws are not recorded."""
 
 
 class Waits(Event, limit=100_000):

@@ -21,7 +21,7 @@ class Seed(Event, limit=300):
 
 def called(name: str) -> str:
     """Return a generator's name as findings show it."""
-    return GENERATORS.get(name, name.replace("its ", "the data set's "))
+    return GENERATORS.get(name, name.replace("its ", "the dataset's "))
 
 
 def setting(job, name: str, draw: Event) -> Seed | None:
@@ -44,7 +44,7 @@ def cause(job, name: str, pair: list[Event]) -> tuple[str, str]:
 
 
 def states(dataset: object = None) -> dict[str, tuple[int, int]]:
-    """Return {name: (hash, position)} of global generators and of a data set's own."""
+    """Return {name: (hash, position)} for global generators and those of a dataset."""
     state = content(torch.random.default_generator.get_state())
     found = {"torch": (hashed(state), int.from_bytes(state[16:20], "little"))}
     state = random.getstate()[1]
@@ -78,7 +78,7 @@ def hashed(state: bytes) -> int:
 
 
 def drawn(before: dict, after: dict) -> tuple[dict[str, int], int]:
-    """Return the old hash of each generator that drew, and a lower bound of draws."""
+    """Return the old hash of each generator that drew, and a lower bound on draws."""
     changed = {k: x for k, x in before.items() if k in after and after[k] != x}
     counts = [0]
     for name, (_, position) in changed.items():

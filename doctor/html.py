@@ -69,7 +69,7 @@ def html(job: Job, report: Report) -> str:
 
 
 def finding(one: Finding) -> str:
-    """Return a finding with the lines of code around its place."""
+    """Return a finding as HTML, with the lines of code around its place."""
     right = one.right_if and f"<p>It is not a mistake if: {escape(one.right_if)}</p>"
     return (
         f'<div class="finding {one.level}"><b>{one.level} {one.check}</b>: '
@@ -94,7 +94,7 @@ def code(place: str) -> str:
 
 
 def law(verdict: Verdict) -> str:
-    """Return a law's row; the reader can unfold checks that were not judged."""
+    """Return a law's row as HTML; the reader can unfold checks that were not judged."""
     text = {BROKEN: "see the findings", HELD: "; ".join(verdict.evidence)}
     why = text.get(verdict.state) or why_not_judged(verdict)
     more = "".join(f"<li>{k}: {escape(v)}</li>" for k, v in verdict.not_judged.items())
@@ -110,7 +110,7 @@ def law(verdict: Verdict) -> str:
 def spans(job: Job) -> dict[int, list[tuple[int, str, float, float]]]:
     """Return each rank's spans, as (step, part, start, end) in seconds.
 
-    If a rank communicates longer than the fastest, the difference counts as waiting.
+    Communication that takes longer than the fastest rank's counts as waiting.
     """
     found = {process.rank: process.of(Spans) for process in job.processes}
     shares = {}

@@ -24,7 +24,7 @@ class Process:
     loaders: list[Event] = field(default_factory=list)
 
     def of(self, kind: type[Kind], loaders: bool = False) -> list[Kind]:
-        """Return one kind of events in order; loader processes' events come last."""
+        """Return the events of one kind in order, those of loader processes last."""
         events = self.events + self.loaders if loaders else self.events
         return [one for one in events if isinstance(one, kind)]
 
@@ -75,7 +75,7 @@ class Process:
 
 @dataclass(eq=False)
 class Job:
-    """A finished job."""
+    """A finished job: its processes, and how it ended."""
 
     processes: list[Process]  # sorted by rank
     status: int | None = None  # the command's exit status
@@ -107,7 +107,7 @@ class Job:
     def rows(self, kind: type[Kind]) -> list[list[Kind]]:
         """Return rows of events that all ranks wrote in the same step, sorted by rank.
 
-        If a rank wrote several in a step, the n-th events of all ranks form a row.
+        If ranks wrote several events in a step, their n-th events form a row.
         """
         numbered = {}
         for process in self.processes:

@@ -1,9 +1,9 @@
 """Define laws and checks, and judge a job by them.
 
-Each file in laws/ contains events, a watcher and checks of one law. A check is a
-function of a Job. It yields a Breach for each mistake that it finds, or evidence that
-there is none: a sentence with numbers that a user can verify. If the job's events are
-not sufficient, the check raises NotJudged.
+Each file in laws/ contains events, a watcher and checks for one law. A check is a
+function of a Job. A check yields a Breach for each mistake that it finds, or evidence
+that there is none: a sentence with numbers that a user can verify. If the job's events
+are not sufficient, the check raises NotJudged.
 
     @check(LAW, WRONG, needs=[Save], causes=[hangs], read="pitfall 20")
     def several_save(job):
@@ -13,10 +13,10 @@ not sufficient, the check raises NotJudged.
         Not a mistake if: ...
         '''
 
-The docstring names the fault, then the fix, then the case in which it is not a mistake.
-A general check (`general=True`) judges its law; the other checks only look for one
-known mistake each. A function marked with `@explains(general_check, ...)` looks for a
-known mistake behind a breach of the general check; it returns a better Breach or None.
+The docstring names the fault, the fix, and the case in which it is not a mistake.
+A general check (`general=True`) judges its law; each of the other checks looks for one
+known mistake. A function marked with `@explains(general_check, ...)` looks for a known
+mistake behind the general check's breach, and returns a better Breach or None.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -35,7 +35,7 @@ class NotJudged(Exception):
 
 
 class Doubt(NotJudged):
-    """Evidence that a law may be broken, so that doctor does not call it held."""
+    """Evidence that a law may be broken; doctor then does not report it as held."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Law:
 
 @dataclass
 class Breach:
-    """A breach of a law that a check has found."""
+    """A breach of a law, as a check has found it."""
 
     what: str  # a text with names, ranks, steps and numbers; "": see explained()
     place: str = ""  # file:line
@@ -73,18 +73,18 @@ class Finding:
 
 @dataclass
 class Verdict:
-    """A law's state in a job, with the reasons."""
+    """Whether a job obeys a law, with the reasons."""
 
     law: Law
     state: str = NOT_JUDGED
     evidence: list[str] = field(default_factory=list)  # sentences
     not_judged: dict[str, str] = field(default_factory=dict)  # check -> reason
-    doubts: list[str] = field(default_factory=list)  # why it is not held
+    doubts: list[str] = field(default_factory=list)  # why the law is not held
 
 
 @dataclass(eq=False)
 class Check:
-    """A check, or an explanation of breaches of the check `explains`."""
+    """A check, or an explanation of breaches that the check `explains` finds."""
 
     law: Law
     name: str
@@ -137,12 +137,12 @@ def check(
     effects: Iterable[Check] = (),
     read: str = "",
 ) -> Callable[[Callable], Check]:
-    """Return a decorator that makes a function a check of a law.
+    """Return a decorator that turns a function into a check of a law.
 
     Args:
-        needs: kinds of events; if the job lacks one kind, the check is not judged.
-        causes: checks; a finding of one of them hides this check's findings.
-        effects: checks whose findings this check's findings hide.
+        needs: kinds of events; if the job lacks one kind, the check judges nothing.
+        causes: checks whose findings hide this check's findings.
+        effects: checks whose findings are hidden by this check's findings.
         read: a pitfall, lesson or page of the repository that explains the mistake.
     """
 
@@ -189,7 +189,7 @@ def judge(job: Job, own: Check) -> Iterator[Breach | str]:
 
 
 def explained(job: Job, own: Check, breach: Breach) -> list[Finding]:
-    """Return the first fitting explanation's finding, or else the check's own."""
+    """Return the finding of the first fitting explanation, or else of the check."""
     for other in CHECKS.values():
         if other.explains is own and (better := other.function(job, breach)):
             better = replace(better, place=better.place or breach.place)
@@ -199,7 +199,7 @@ def explained(job: Job, own: Check, breach: Breach) -> list[Finding]:
 
 @dataclass
 class Report:
-    """All verdicts and findings, and findings that may be effects of other findings."""
+    """A job's verdicts and findings, and findings that may be effects of others."""
 
     verdicts: list[Verdict] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)

@@ -19,16 +19,16 @@ class Epoch(Event):
 
     loader: int  # loaders are numbered in the order of their first passes
     epoch: int  # the pass's number, from 0
-    type: str  # the type of the data set inside all subsets
+    type: str  # the type of the dataset inside all subsets
     sampler: str
     length: int | None  # number of batches
     samples: int | None
-    stream: bool  # the data set is an IterableDataset
+    stream: bool  # the dataset is an IterableDataset
     place: str
 
 
 class EpochEnd(Event):
-    """A pass over a DataLoader has ended, or another one has begun."""
+    """A pass over a DataLoader has ended, or the next one has begun."""
 
     loader: int
     epoch: int
@@ -43,7 +43,7 @@ class Batch(Event, limit=100_000):
     loader: int
     epoch: int
     number: int  # the batch's number in this pass, from 0
-    indices: array | None  # the samples' indices in the data set inside all subsets
+    indices: array | None  # the samples' indices in the dataset inside all subsets
     labels: array | None  # the batch's only tensor (N,) of integers
     rows: array | None  # a hash of each sample's contents
     ids: array | None = None  # a stream's integers that are distinct in the batch
@@ -81,7 +81,7 @@ def leaves(value) -> list:
 
 
 def inside(dataset) -> tuple[object, list]:
-    """Return the data set inside all subsets, and each subset's indices."""
+    """Return the dataset inside all subsets, and each subset's indices."""
     subsets = []
     while isinstance(dataset, torch.utils.data.Subset):
         subsets.append(dataset.indices)
@@ -136,7 +136,7 @@ class Loaders(Watcher):
         return iterator
 
     def learn(self, loader, where: str) -> dict:
-        """Return a loader's record, even if the script makes a new loader per epoch."""
+        """Return a loader's record, which later loaders of the same line inherit."""
         for key, known in self.loaders.items():
             same = known["dataset"]() is loader.dataset and known["place"] == where
             if same and known["loader"]() is None:
@@ -145,7 +145,7 @@ class Loaders(Watcher):
         else:
             known = {"number": self.count, "epoch": -1, "last": None, "place": where}
             known["dataset"] = lambda: None
-            with contextlib.suppress(TypeError):  # a list has no weak references
+            with contextlib.suppress(TypeError):  # a list has no weak reference
                 known["dataset"] = weakref.ref(loader.dataset)
             self.count += 1
         self.loaders[id(loader)] = known

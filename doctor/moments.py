@@ -1,7 +1,7 @@
 """Track a process's networks, passes and steps, and call the laws' watchers.
 
-This module detects each moment (see watcher.py) once, in the order of the job, so that
-all laws see the same steps.
+This module detects each moment (see watcher.py) once and in order, so that all laws
+see the same steps.
 """
 
 import functools
@@ -151,7 +151,7 @@ class Moments(Watcher):
         # Horovod's step() averages, and then calls step() of the same optimizer
         averages = hasattr(optimizer, "_should_synchronize")
         averages = averages and self.inner is not optimizer
-        self.optimized = True  # even one created before a fork
+        self.optimized = True  # also if it was created before a fork
         self.inner = optimizer  # a wrapped optimizer's step contains another step
         if recorder.timing and not averages:
             own, gradients = whole(weights(optimizer)), []
@@ -328,5 +328,5 @@ def whole(tensors) -> list:
 
 
 def runs_normally() -> bool:
-    """Return whether this is the main thread, and nothing is being traced."""
+    """Return whether this is the main thread and nothing is being traced."""
     return not traced() and threading.current_thread() is threading.main_thread()

@@ -88,7 +88,7 @@ def arguments(inputs: list, largest) -> dict[int, tuple[int, bool]]:
 
 
 def few_of_each(rows) -> list[list[float]]:
-    """Return 12 numbers of each entry; of tokens, the first 12."""
+    """Return 12 numbers of each entry (for tokens, the first 12)."""
     flat = rows.detach().reshape(len(rows), -1)[:64]
     if flat.is_floating_point():
         flat = flat[:, list(positions(flat.size(1), 12))]
@@ -145,8 +145,8 @@ def other_targets(job: Job) -> bool:
 def near_twins(job: Job) -> str:
     """Return a text if augmented inputs show that two ranks share samples, or "".
 
-    If the ranks share none, an input's nearest neighbour is as likely to be on its
-    own rank as on another rank.
+    If the ranks share no samples, an input's nearest neighbour is as likely to be on
+    its own rank as on another rank.
     """
     lists, worst = inputs(job), (0.0, 0.0, 0.0, 0.0)
     rows = [x for own in lists for one in own for x in one.rows]
@@ -179,7 +179,7 @@ def copied(lists: list[list[Input]], gap) -> list[tuple]:
     """Return pairs of batches with the same samples, each changed at random.
 
     Each sample of such a batch is closer to the one at the same position in the other
-    batch than to all others in its own batch. A batch is (step, rank), the later first.
+    batch than to all others in its own batch. Pairs have the later (step, rank) first.
     """
     found, ranges = [], {}
     rows = [(k, n, x.few) for n, own in enumerate(lists) for k, x in enumerate(own)]
@@ -195,9 +195,9 @@ def copied(lists: list[list[Input]], gap) -> list[tuple]:
 
 
 def shared_batches(copies: list[tuple], steps: list[int]) -> str:
-    """Return what tells that ranks read the same batches before an epoch ends, or "".
+    """Return a text if ranks read the same batches before an epoch ends, or "".
 
-    After an epoch's end, nearly all batches repeat earlier ones, and soon a rank's own.
+    After an epoch, nearly all batches repeat earlier ones, even their own rank's.
     """
     own = [later[0] for later, first in copies if later[1] == first[1]]
     end = min(own + steps)
@@ -215,7 +215,7 @@ def neighbours(one: list[tuple], other: list[tuple], gap) -> tuple:
     Returns:
         The share of samples that both ranks read; how many standard errors it is above
         0; how often two neighbours have the same position in the same step; and how
-        often their distance in steps is one of the three commonest (a time series).
+        often their distance in steps is one of the three commonest (in a time series).
     """
     wins = losses = there = 0
     apart = Counter()
@@ -272,8 +272,8 @@ def redrawn(job: Job) -> tuple[list[list[list[int]]], str] | None:
     and about 1/e are drawn exactly once.
 
     Raises:
-        NotJudged: some samples are drawn more often than others in several periods, as
-            on purpose.
+        NotJudged: some samples are drawn more often than others in several periods,
+            apparently on purpose.
     """
     number = inputs(job)[0][0].network
     lists = [[x for x in p.of(Input) if x.network == number] for p in job.processes]

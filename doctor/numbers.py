@@ -146,7 +146,7 @@ def numbers(text: str) -> Iterator[Number]:
 
 
 def others(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the names and values of the other numbers that may be results."""
+    """Yield the names and values of other numbers in a line that may be results."""
     end, low, known = 0, text.lower(), False
     for one in NUMBER.finditer("" if BAR.search(text) else low):
         before, end = low[end : one.start()], one.end()
@@ -172,7 +172,7 @@ class Group:
     epoch: int | None
     step: int = 0  # the last step before the pass
     trains: bool = False
-    total: int = 0  # number of the data set's samples; 0: unknown
+    total: int = 0  # number of the dataset's samples; 0: unknown
     skipped: int = 0  # number of ignored targets
     parts: int = 1  # divisor of the loss before backward()
     guesses: dict = field(default_factory=dict)  # sample -> predicted class
@@ -185,7 +185,7 @@ class Group:
         return min(self.times.get(rank) or [*chain(*self.times.values())])
 
     def running(self, rank: int, moment: float) -> bool:
-        """Return whether a rank measured batches both before and after a moment."""
+        """Return whether a rank measured batches both before and after this moment."""
         own = self.times.get(rank, [moment])
         return min(own) < moment < max(own)
 
@@ -218,7 +218,7 @@ class Group:
         return [(top * self.parts, bottom) for top, bottom in found]
 
     def averages(self, rank: int) -> Iterator[tuple[float, float]]:
-        """Yield averages of a training pass, over this rank's and over all batches."""
+        """Yield a training pass's averages, over one rank's and over all batches."""
         own = [self.ranks[rank]] if rank in self.ranks else []
         for rows in (*own, [*chain(*self.ranks.values())]):
             yield pair([(sum(v), sum(w)) for v, w, _ in rows])

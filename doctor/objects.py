@@ -51,7 +51,7 @@ class Objects:
 
 
 def nested(value, key: str, depth: int) -> Iterator[tuple]:
-    """Yield (key, tensor) for a tensor or array of floats, or for those inside."""
+    """Yield (key, tensor) for a tensor or array of floats, or those in a container."""
     if type(value) is torch.Tensor:
         if value.is_floating_point() and not value.requires_grad and value.numel() > 7:
             yield key, value
@@ -115,8 +115,8 @@ def variables(frame: FrameType | None) -> tuple[dict[str, str], dict[str, int]]:
 
 
 def count(value) -> int:
-    """Return a number's value, if it is whole, or a list's length; else 0."""
-    if type(value) is torch.Tensor:  # others may communicate
+    """Return the value of an integer, the length of a list or tensor, or else 0."""
+    if type(value) is torch.Tensor:  # other types may communicate
         if value.numel() == 1 and value.is_cpu and not value.requires_grad:
             value = value.item()
         elif value.dim():

@@ -98,7 +98,7 @@ def conclusion(report: Report) -> str:
 
 
 def paragraph(one: Finding, width: int) -> list[str]:
-    """Return a finding's lines."""
+    """Return a finding as lines of text."""
     where = f" [{one.place}]" if one.place else ""
     lines = fill(f"{one.level} {one.check}: {one.what}{where}", width)
     lines = coloured(lines, one.level) + fill(f"To fix it: {one.mend}", width, "    ")
@@ -137,7 +137,7 @@ def why_not_judged(verdict: Verdict) -> str:
 
 
 def all_checks(verdict: Verdict, report: Report, width: int) -> list[str]:
-    """Return each check's result, and all evidence for the law."""
+    """Return lines with all evidence for a law, and the result of each check."""
     lines = []
     for one in verdict.evidence:
         lines += fill(f"seen: {one}", width, "     ")
@@ -176,7 +176,7 @@ def times(job: Job, width: int, most: int = RANKS) -> list[str]:
 
 
 def explanation(one: Check) -> str:
-    """Return what --explain prints."""
+    """Return the text that --explain prints for a check."""
     level = f"usually {one.level}; law {one.law.number}: {one.law.text}"
     parts = [f"{one.name} ({level})", one.fault + ".", f"To fix it: {one.mend}"]
     if one.right_if:

@@ -20,7 +20,7 @@ MORE = 0.02  # it is a breach if a larger share of samples is repeated or left o
 
 
 class Feed(Event, limit=1000):
-    """A loader's sampler at the start of a pass, and its data in the first pass."""
+    """A loader's sampler at the start of a pass, and (in the first pass) its data."""
 
     loader: int
     epoch: int
@@ -31,7 +31,7 @@ class Feed(Event, limit=1000):
     workers: int
     data: dict[str, tuple]  # see signature()
     part: array | None  # the samples that subsets choose
-    fields: dict[str, float] = field(default_factory=dict)  # numbers in the data set
+    fields: dict[str, float] = field(default_factory=dict)  # numbers in the dataset
 
 
 @dataclass
@@ -41,13 +41,13 @@ class Reads:
     ranks: list[list[list[int]]]  # for each rank, the samples of each batch
     text: str  # such as "epoch 0"
     whole: bool = True
-    total: int | None = None  # number of samples in the data set
+    total: int | None = None  # number of samples in the dataset
     feeds: list[Feed] = field(default_factory=list)
     index: bool = True  # samples are identified by indices, not by contents
     loader: int | None = None  # None: the training loader
     pool: int = 0  # without a DataLoader: number of distinct samples in all steps
     resumed: bool = False  # a resumed run read the epoch in two passes
-    ids: bool = False  # without a DataLoader: the inputs are samples' numbers
+    ids: bool = False  # without a DataLoader: the inputs are samples' indices
     redrawn: bool = False  # without a DataLoader: sampled with replacement
     later: bool = False  # without a DataLoader: these are not the first steps
     stream: bool = False  # `total` counts the samples of all epochs together
@@ -69,10 +69,10 @@ class Reads:
         return len(self.ranks) * (self.batch if unsure else 1)
 
     def vague(self) -> bool:
-        """Return whether contents come again on one rank as often as on two ranks.
+        """Return whether contents recur on one rank as often as on two ranks.
 
-        Few different contents do so, such as discrete states; but not if workers or
-        ranks read all samples equally often.
+        If they do, few contents are different, as in discrete states. The result is
+        False if workers or ranks read all samples equally often.
         """
         own, every = [Counter(one) for one in self.all], Counter()
         for one in own:
@@ -89,7 +89,7 @@ class Reads:
         return 0.4 < within * others / max(1, chances * across) < 2.5
 
     def stays(self) -> bool:
-        """Return whether the ranks' inputs are alike, but as much in other steps."""
+        """Return whether inputs are as alike in different steps as in the same step."""
         alike = []
         for shift in (0, 1):
             pairs = [(a, b[shift:]) for a, b in combinations(self.ranks[:8], 2)]
@@ -269,7 +269,7 @@ def first_lap(ranks: list, total: int | None) -> int:
 def looped(job: Job) -> list[Reads]:
     """Return the samples that ranks read without a DataLoader, until a sample repeats.
 
-    If all ranks have read equally many batches by then, the next ones are of epoch 1.
+    If all ranks have read equally many batches by then, the next batches form epoch 1.
     """
     if any(one.loaded for one in job.of(Input)):
         raise NotJudged("no DataLoader feeds the steps of every rank")
@@ -313,7 +313,7 @@ def looped(job: Job) -> list[Reads]:
 
 
 def broken(one: Reads) -> str:
-    """Return what is wrong with an epoch, or ""."""
+    """Return a text that tells what is wrong with an epoch, or ""."""
     counts, (together, near) = one.numbers(), one.together()
     number = max(map(len, one.ranks))
     if together >= 0.9 and near < 0.5 * together:

@@ -54,7 +54,7 @@ class Measured(Event, limit=5000):
 
 
 class Results(Watcher):
-    """Records printed results and recomputes them; rarely waits for a GPU."""
+    """Records printed results and recomputes them, but rarely waits for a GPU."""
 
     def __init__(self):
         self.line, self.batch, self.sources = "", None, {}

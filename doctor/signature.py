@@ -1,4 +1,4 @@
-"""Distinguish data sets by their contents."""
+"""Distinguish datasets by their contents."""
 
 import contextlib
 import warnings
@@ -18,7 +18,7 @@ READ = list.__getitem__, tuple.__getitem__, deque.__getitem__  # no code of the 
 
 
 def signature(dataset) -> dict[str, tuple[int, int, int | None, int]]:
-    """Return {attribute: four numbers} for the lists and arrays of a data set.
+    """Return {attribute: four numbers} for the lists and arrays of a dataset.
 
     The four numbers are the length, a hash of a few entries in their order, a hash of
     all entries in any order (None if there are many), and a hash that does not change
@@ -32,7 +32,7 @@ def signature(dataset) -> dict[str, tuple[int, int, int | None, int]]:
 
 
 def plain(dataset) -> dict[str, float]:
-    """Return the numeric attributes of a data set and of the data sets inside it."""
+    """Return the numeric attributes of a dataset and of the datasets inside it."""
     found = {}
     with contextlib.suppress(Exception):
         for _ in range(4):
@@ -89,7 +89,7 @@ def _entries(values) -> tuple[int, int, int | None, int]:
 
 
 def _pattern(values: list) -> int:
-    """Return a hash of which integers are equal, or 0 if too few of them are."""
+    """Return a hash of which integers are equal, or 0 if too few integers are equal."""
     order = {one: n for n, one in enumerate(dict.fromkeys(map(str, values)))}
     whole = all(isinstance(one, int) for one in values)
     known = whole and 1 < len(order) <= len(values) / 2
@@ -155,8 +155,8 @@ def other_contents(job: Job, labels: bool) -> str:
 def contents(process: Process, labels: bool) -> tuple[dict[int, int], float]:
     """Return {index: label or hash} of samples, and the share that change over time.
 
-    With a batch's longest sample, for example, padding changes. If many samples change,
-    the dictionary is empty.
+    Padding, for example, changes with the longest sample in a batch. If many samples
+    change, the dictionary is empty.
     """
     found = {}
     batches = [x for epoch in process.epochs for x in process.batches(epoch)]

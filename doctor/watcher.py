@@ -11,7 +11,7 @@ class Watcher:
 
     Defining a subclass creates its only instance, `here`, whose __init__() runs
     again in each forked process. moments.py calls the moments; their errors do not
-    reach the job. `weights` lists the optimizer's weights in order, not FSDP2's shards.
+    reach the job. `weights` lists an optimizer's weights in order, without shards.
     """
 
     def __init_subclass__(cls, **options):
@@ -30,16 +30,16 @@ class Watcher:
         """Wrap functions, right after horovod.torch has been imported."""
 
     def checkpoint_hooks(self, dcp) -> None:
-        """Wrap functions, right after torch.distributed.checkpoint is imported."""
+        """Wrap functions, right after torch.distributed.checkpoint was imported."""
 
     def on_input(self, network, inputs: list) -> None:
-        """The script calls the outermost network; `inputs` are the tensors given."""
+        """The script calls the outermost network; `inputs` are its tensor arguments."""
 
     def on_output(self, network, outputs, batch: "dict | None") -> None:
         """The outermost network has returned; `batch` describes its batch."""
 
     def on_wrap(self, model, place: str) -> None:
-        """The script has constructed a DistributedDataParallel."""
+        """The script has wrapped a network in DistributedDataParallel."""
 
     def on_backward(self, root) -> None:
         """A backward pass begins at `root` (one or several tensors)."""
@@ -48,9 +48,9 @@ class Watcher:
         """The backward pass has ended."""
 
     def on_gradient(self, weight, gradient) -> None:
-        """A backward pass has computed a gradient, not yet added to weight.grad.
+        """A backward pass has computed a gradient, but not yet added it to weight.grad.
 
-        On GPUs, autograd's own threads call this.
+        On GPUs, autograd's own threads call this method.
         """
 
     def on_clear(self, weights: list) -> None:
@@ -66,7 +66,7 @@ class Watcher:
     def on_step_by_hand(self, weights: list, before: list, meets: int) -> None:
         """A script without an optimizer has changed the weights.
 
-        `before` contains a few numbers of each weight before the last backward pass;
+        `before` contains a few of each weight's numbers before the last backward pass;
         `meets` is the number of collectives called before that pass.
         """
 
@@ -74,7 +74,7 @@ class Watcher:
         """The optimizer has taken a step; recorder.step still has the old number."""
 
     def on_epoch(self, own, loader) -> None:
-        """A pass over a DataLoader begins; `own` is a Pass of loaders.py."""
+        """A pass over a DataLoader begins; `own` is its Pass (see loaders.py)."""
 
     def on_batch(self, own, batch: dict, seconds: float) -> None:
         """A DataLoader has returned a batch after `seconds`."""
@@ -86,7 +86,7 @@ class Watcher:
         """The collective has returned."""
 
     def on_summary(self) -> None:
-        """The process has taken a step in WRITES (see laws/alive.py), or ends."""
+        """The process ends, or has taken a step of WRITES (see laws/alive.py)."""
 
     def on_end(self) -> None:
         """The process leaves its group or ends; its networks still exist."""

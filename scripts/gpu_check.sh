@@ -5,8 +5,8 @@
 #   bash scripts/gpu_check.sh --last-failed      # only tests that failed or did not run, and missing timings
 #   bash scripts/gpu_check.sh --rehearse-gpu     # only what can run on a CPU, at small sizes
 #
-# It installs nothing, keeps existing timings, writes OUTPUT/summary.json (by default, OUTPUT is runs/gpu_check), and
-# takes at most MINUTES (9). GPU_TIMINGS=no runs only the tests. Exit status: 1 if anything failed or did not run.
+# The check installs nothing, keeps existing timings, writes OUTPUT/summary.json (by default, OUTPUT is runs/gpu_check)
+# and takes at most MINUTES (9). GPU_TIMINGS=no runs only the tests. Exit status: 1 if anything failed or did not run.
 set -euo pipefail
 began=$(date +%s)
 NPROC=1

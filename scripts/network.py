@@ -26,9 +26,9 @@ SLOW = 0.6  # pairs slower than this share of the fastest pair have a slow link
 
 
 def bandwidths(size: int, seconds: float, processes: int) -> tuple[float, float]:
-    """Return algorithm and bus bandwidth (bytes/s) of an all-reduce of `size` bytes.
+    """Return an all-reduce's algorithm and bus bandwidth (bytes/s) for `size` bytes.
 
-    Defined by https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+    Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
     """
     return size / seconds, size / seconds * 2 * (processes - 1) / processes
 
@@ -68,7 +68,7 @@ def all_reduce_seconds(
 ) -> float:
     """Return an all-reduce's median time in seconds, averaged over `ranks`.
 
-    All ranks must call this function; those that are not in `ranks` only wait.
+    All ranks must call this function; ranks that are not in `ranks` only wait.
     """
     times = []
     for _ in range(21 if data.nbytes <= 2**20 else 6):

@@ -4,7 +4,7 @@
 #
 # ARCHIVES contains ILSVRC2012_img_{train,val}.tar and ILSVRC2012_devkit_t12.tar.gz (image-net.org/download), or
 # Hugging Face's ILSVRC/imagenet-1k: {train,validation}-*.parquet (needs pyarrow).
-# To continue after an interruption, run it again.
+# To continue after an interruption, run the same command again.
 set -euo pipefail
 ROOT=$(dirname "$(dirname "$(realpath "$0")")")
 source "$ROOT/scripts/setup.sh"

@@ -2,7 +2,7 @@
 
     python -m scripts.quickstart DATA OUTPUT       # quickstart.sh calls this
 
-The script writes a folder for each run, and the plots curves.png, to OUTPUT.
+The script writes a folder for each run, and curves.png with the plots, to OUTPUT.
 """
 
 import json
@@ -81,7 +81,7 @@ def render(runs: list[dict]) -> str:
 def draw(runs: dict[str, list[dict]]) -> Figure:
     """Return a figure of all runs; `runs` maps a name to the records of its epochs.
 
-    Later lines are thinner, so that all of several identical runs stay visible.
+    Later lines are thinner, so that identical runs all stay visible.
     """
     figure = Figure(figsize=(10, 4), dpi=150, facecolor="white", layout="constrained")
     for axes, name in zip(figure.subplots(1, 3), PANELS, strict=True):

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Train a ResNet-18 on real images with every strategy that this machine can run, print a table
-# and draw the curves. It installs what it needs into .venv. It needs no GPU and downloads no data.
+# and draw the curves. The script installs packages into .venv, needs no GPU and downloads no data.
 #
 #   bash scripts/quickstart.sh
 #   PYTHON=/path/to/python bash scripts/quickstart.sh     # your own environment with PyTorch

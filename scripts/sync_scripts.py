@@ -26,7 +26,7 @@ def split(text: str, name: str) -> tuple[list[str], dict[str, list[str]]]:
     """Return a script's shared lines, and its other parts by name.
 
     The other parts are the docstring and the regions; a line PLACE replaces each in the
-    shared lines. Raises ValueError if one is missing, not closed or out of order.
+    shared lines. Raises ValueError if a part is missing, not closed or out of order.
     """
     found = {m[1] or "docstring": m[0].splitlines(True) for m in PART.finditer(text)}
     shared = PART.sub(PLACE + "\n", text)

@@ -6,8 +6,8 @@
 #   bash scripts/test.sh -n 0 --pdb      # run the tests in one process instead of four
 #
 # --system (or CI=true) also installs, as root with apt-get, system packages that some tests need:
-# Open MPI, and sshd, Slurm, munge and ip for tests on two hosts. Use it in containers: under
-# systemd, some of these packages start daemons. Without the packages, pytest skips these tests.
+# Open MPI, and sshd, Slurm, munge and ip for tests on two hosts. Use --system in containers, because
+# under systemd, some of these packages start daemons. pytest skips tests whose packages are missing.
 set -euo pipefail
 ROOT=$(dirname "$(dirname "$(realpath "$0")")")
 source "$ROOT/scripts/setup.sh"

@@ -5,8 +5,8 @@
 #   bash scripts/timings.sh --data /path/to/imagenet
 #   bash scripts/timings.sh --modes scaling --output runs/scaling    # on 1, 2, 4 ... devices
 #
-# It sets up .venv, or uses the environment of PYTHON=/path/to/python. It prints which strategies are left out and
-# why, and writes runs/timings/report.md. To continue after an interruption, run the same command again.
+# The script sets up .venv, or uses the environment of PYTHON=/path/to/python, prints which strategies are left out
+# and why, and writes runs/timings/report.md. To continue after an interruption, run the same command again.
 set -euo pipefail
 ROOT=$(dirname "$(dirname "$(realpath "$0")")")
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"

@@ -1,1 +1,1 @@
-"""Times the strategies in turns to find faster ones, with a bounded chance of error."""
+"""Times strategies in turn to find which are faster, with a bounded chance of error."""

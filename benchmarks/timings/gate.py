@@ -59,7 +59,7 @@ class Gate:
 
 @functools.cache
 def gate() -> Gate:
-    """Connect this process on the first call."""
+    """Return this process's gate, which connects on the first call."""
     return Gate(os.environ[VARIABLE], *place())
 
 

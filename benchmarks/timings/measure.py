@@ -1,4 +1,4 @@
-"""Runs a cohort: starts every candidate once, lets them take turns and kills them."""
+"""Runs a cohort: starts its candidates, lets them take turns, and kills them."""
 
 import contextlib
 import json
@@ -82,7 +82,7 @@ class Job:
             del self.readers[handle]  # the process died; its launcher will exit soon
 
     def turn(self) -> list[tuple[float, float]]:
-        """Run a turn; return (seconds per image, waiting share) per kept interval."""
+        """Run a turn; return kept intervals as (seconds per image, waiting share)."""
         self.arrived.clear()
         send(self.gate, signal.SIGCONT)
         for connection in self.readers:
@@ -106,7 +106,7 @@ class Job:
         self.problem = problem + (errors or lines[-1:] or ["it printed nothing"])[0]
 
     def close(self) -> None:
-        """Kill all processes."""
+        """Kill all of the candidate's processes."""
         end(self.gate)
         self.process.wait()
         for handle in (self.listener, *self.readers):
@@ -151,7 +151,7 @@ def wait(jobs: Sequence[Job]) -> None:
 
 @contextlib.contextmanager
 def gates() -> Iterator[Path]:
-    """Yield a folder for gates; processes at them are killed when this process ends."""
+    """Yield a folder for gates, whose processes are killed when this process ends."""
     folder = tempfile.mkdtemp(prefix="timings-")
     words = [sys.executable, "-m", "benchmarks.processes", folder]
     guard = subprocess.Popen(

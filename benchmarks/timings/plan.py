@@ -25,7 +25,7 @@ STEPS = 400  # steps per epoch with the generated dataset
 def complete(args: argparse.Namespace) -> None:
     """Choose settings that suit this machine, unless the command line sets them.
 
-    `args.skipped` maps strategies that cannot be compared to the reasons. Raises
+    `args.skipped` has a reason for each strategy that cannot be compared. Raises
     UserError if --data is not a dataset, or there are too few GPUs or strategies.
     """
     for part in ("train", "val") if args.data else ():

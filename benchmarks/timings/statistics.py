@@ -52,7 +52,7 @@ def levels(cohort: dict, alone: Sequence[str] = ()) -> dict[str, float]:
     """Return each candidate's log(seconds per image) in a cohort, by median polish.
 
     A slower machine affects the nth turns of all candidates equally, except for
-    those that ran `alone`. A cohort's "turns" begin with a name and seconds per image.
+    those candidates that ran `alone`. A turn begins with a name and seconds per image.
 
     Source: https://en.wikipedia.org/wiki/Median_polish
     """
@@ -157,12 +157,12 @@ class Decision(NamedTuple):
 def decide(cohorts: Sequence[dict], settings: dict, last: bool) -> Decision:
     """Judge a mode's cohorts at the latest planned analysis.
 
-    There is an analysis after every LOOKS cohorts and after the last cohort. Each may
-    use a part of ERROR; the sum of these parts grows with the cube of the elapsed time
+    Every LOOKS cohorts, and after the last cohort, there is an analysis. Each analysis
+    may use a part of ERROR; the sum of the parts grows with the cube of elapsed time
     (https://doi.org/10.1093/biomet/70.3.659).
 
     Args:
-        cohorts: dicts with "turns" and "ended", the minutes from the start to its end.
+        cohorts: dicts with "turns" and "ended", the cohort's end in minutes.
         settings: "minutes" planned; "base", the candidate that the others are compared
             with first; and "shown", the candidates without verdicts.
         last: whether no cohort follows.

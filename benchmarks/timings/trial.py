@@ -1,4 +1,4 @@
-"""Measure how often the verdicts are wrong, with simulated turns.
+"""Measure with simulated turns how often the verdicts are wrong.
 
     python -m benchmarks.timings.trial [DRAWS]
 

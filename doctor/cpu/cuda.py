@@ -160,7 +160,7 @@ def copy_of(call):
 
 
 def play_modules(*modules) -> None:
-    """Replace modules' functions by distinct copies, which torch.compile() requires."""
+    """Replace modules' functions with distinct copies, as torch.compile() requires."""
     new = {name: copy_of(call) for name, call in PLAYED.items()}
     names = [one.__name__ for one in modules]
     for module in modules:
@@ -176,7 +176,7 @@ def play_modules(*modules) -> None:
 
 
 def restore(storage, location: str):
-    """Mark a storage that torch.load() puts on a GPU; for others, return None."""
+    """Mark a storage that torch.load() puts on a GPU; return None for all others."""
     if not location.startswith("cuda"):
         return None
     getattr(storage, "_untyped_storage", storage).place = resolve(location)

@@ -103,7 +103,7 @@ def generator(device=None) -> torch.Generator:
 
 
 def replace(owner: ModuleType | type, name: str, new) -> None:
-    """Replace PyTorch's function or class with this name, if it exists."""
+    """Replace a function or class of PyTorch, if it exists."""
     if old := getattr(owner, name, None):
         replaced[id(old)] = old, new
         setattr(owner, name, new)

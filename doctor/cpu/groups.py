@@ -13,7 +13,7 @@ asked_for_nccl: list[bool] = []
 
 
 def wrap(name: str, change) -> None:
-    """Replace a function with one that passes its arguments to `change` as keywords."""
+    """Replace a function with one that calls `change(function, {name: argument})`."""
     if old := getattr(dist, name, None):
         signature = inspect.signature(old)
 

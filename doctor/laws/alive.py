@@ -17,8 +17,8 @@ LAW = Law(6, "alive", "Every weight learns")
 WRITES = {*range(1, 4), *range(4, STEPS, 4), STEPS}
 
 ZERO = (
-    "Look for factors of zero: of two factors that both begin with zeros, none learns; "
-    "nor do weights behind a ReLU whose inputs are always negative."
+    "Look for factors of zero: two factors that both start at zero never learn; nor do "
+    "weights whose results go into a ReLU and are always negative."
 )
 
 
@@ -26,12 +26,12 @@ class Weight(Event, limit=10**6):  # enough for all weights, several times
     """The gradients that a weight has received so far, and whether it has changed."""
 
     name: str
-    module: str  # the outermost module that has run and has no living weight
+    module: str  # the outermost module that has run and gets no gradients
     trainable: bool
     optimizer: int | None  # the first step of the weight's optimizer
     network: str  # the weight's network, or ""
     training: bool  # this network is in training mode
-    steps: int  # number of its optimizer's steps, or of all steps without one
+    steps: int  # number of its optimizer's steps, or of all steps if it has none
     alive: int  # number of these steps in which its gradient was not zero
     reached: bool  # a backward pass has reached the weight
     moves: bool  # the weight has changed, or its sampled gradients were all zero
@@ -142,7 +142,7 @@ class Alive(Watcher):
             recorder.write(event)
 
     def around(self, modules: dict, name: str) -> tuple[str, Ran | None]:
-        """Return the outermost module that has no living weight, and how it ran."""
+        """Return the outermost module that gets no gradients, and how it ran."""
         found = name, Layers.here.ran.get(id(modules[name]))
         while name:
             name = name.rpartition(".")[0]
@@ -171,9 +171,9 @@ def lives(tensors: list) -> list[bool]:
 
 
 def latest(job) -> dict[str, list[Weight]]:
-    """Return {(name, number): the weight's last events, one per rank}.
+    """Return {"name number": the weight's last events, one per rank}.
 
-    The first event is from a rank whose optimizer has the weight; others may lack it.
+    The first event is from a rank whose optimizer has the weight, if there is one.
     """
     found = {}
     for process in job.processes:
@@ -188,7 +188,7 @@ def latest(job) -> dict[str, list[Weight]]:
 
 
 def names(events: list[Weight]) -> str:
-    """Return the first names of a list of weights."""
+    """Return the names of the first few weights of a list, as text."""
     return listed(one.name for one in events)
 
 
@@ -198,7 +198,7 @@ def dead_weights(job):
 
     Look between these layers and the loss for detach(), no_grad(), item(), argmax(), or
     a reentrant checkpoint whose inputs need no gradient.
-    Not a mistake if: you do not mean to train them; then call requires_grad_(False).
+    Not a mistake if: you do not want to train them; then call requires_grad_(False).
     """
     rows = [x for x in latest(job).values() if x[0].trainable]
     rows = [x for x in rows if x[0].optimizer not in (None, -1)]
@@ -290,7 +290,7 @@ def lost(job) -> list[Weight]:
 
 @check(LAW, RISK, needs=[Step, Weight], causes=[zero_gradients], read="docs/convert.md")
 def not_in_an_optimizer(job):
-    """Weights that get gradients are in no optimizer.
+    """Some weights get gradients but are in no optimizer.
 
     Give the optimizer the final network's parameters: create it after the last change
     to the network.

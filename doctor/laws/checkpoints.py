@@ -1,4 +1,4 @@
-"""Law 8: files are whole, and have one writer. Checks the contents of checkpoints."""
+"""Law 8: files are complete, and have one writer. Checks checkpoints' contents."""
 
 import contextlib
 import os
@@ -97,7 +97,7 @@ class Checkpoints(Watcher):
                 self.states.add(f"optimizer ({type(optimizer).__name__}.{name})")
 
     def take(self, call, module, *args, **kwargs):
-        """Record when state_dict() returned the network's own tensors."""
+        """Record the step in which state_dict() returned the network's own tensors."""
         from torch.utils.weak import WeakIdKeyDictionary
 
         result = call(module, *args, **kwargs)
@@ -132,7 +132,7 @@ class Checkpoints(Watcher):
         return self.given
 
     def save_parts(self, call, state, *args, **kwargs):
-        """Record what torch.distributed.checkpoint.save() or async_save() gets."""
+        """Record what torch.distributed.checkpoint.save() or async_save() is given."""
         self.given, path = None, kwargs.get("checkpoint_id")
         result = call(state, *args, **kwargs)
         if threading.current_thread() is not threading.main_thread():
@@ -149,7 +149,7 @@ class Checkpoints(Watcher):
         return result
 
     def content(self, obj) -> dict:
-        """Return what a saved object contains, or {} if it has no weights."""
+        """Return what a saved object contains, or {} if it contains no weights."""
         found, known = [*dictionaries(obj)], {}
         if not (states := [one for one in found if is_state(one)]):
             return {}
@@ -185,7 +185,7 @@ class Checkpoints(Watcher):
 
 
 def mark_of(state) -> int:
-    """Return a hash of a few numbers of nested tensors, or 0 if there are none."""
+    """Return a hash of a few numbers of a state's tensors, or 0 if it has none."""
     found = numbers([x for x in floats(leaves(state)) if not parts(x)][:99], 4)
     return digest(found) if found else 0
 
@@ -201,7 +201,7 @@ def dictionaries(value, depth: int = 0):
 
 
 def has(found: list[dict], mark: str) -> bool:
-    """Return whether a dictionary has a key that marks, say, an optimizer's state."""
+    """Return whether a dictionary has a key that marks a state, such as a scaler's."""
     keys = {str(key) for one in found for key in one}
     return any(key.startswith((f"{mark}.", mark)) for key in keys)  # or flattened
 
@@ -214,13 +214,13 @@ def floats(state) -> list:
 
 
 def is_state(one: dict) -> bool:
-    """Return whether a dictionary contains weights, as one from state_dict() does."""
+    """Return whether a dictionary contains weights, like the result of state_dict()."""
     found = floats(one)
     return bool(found) and 2 * len(found) >= len(one)
 
 
 def parts(tensor) -> bool:
-    """Return whether a tensor is sharded over processes."""
+    """Return whether a tensor is sharded across processes."""
     return hasattr(tensor, "placements")
 
 
@@ -235,7 +235,7 @@ def bare(name) -> str:
 
 
 def checkpoints(job) -> list[tuple[str, list[Saved]]]:
-    """Return {path: events of saved weights}; raise NotJudged if there are none."""
+    """Return (path, its Saved events) pairs; raise NotJudged if there are none."""
     found = {}
     for one in job.of(Saved):
         found.setdefault(one.path or "", []).append(one)
@@ -247,7 +247,7 @@ def no_optimizer(job):
     """A checkpoint for resuming does not contain the optimizer's state.
 
     Also save the state_dict() of the optimizer, the scheduler and the scaler, and load
-    them.
+    them when you resume.
     Not a mistake if: you never resume from this file.
     """
     saved = [(path, own, own[-1]) for path, own in checkpoints(job)]
@@ -272,7 +272,7 @@ def lacking(job):
     """A checkpoint contains only some of the network's weights and buffers.
 
     Save model.state_dict(): it also contains buffers such as batch norm's statistics.
-    Not a mistake if: the script restores the missing ones in another way.
+    Not a mistake if: the script restores the missing tensors in another way.
     """
     for path, own in checkpoints(job):
         if (names := own[-1].missing) and (own[-1].counts or own[-1].holds):
@@ -285,7 +285,7 @@ def lacking(job):
 def save_in_place(job):
     """A new checkpoint overwrites the only old one in place.
 
-    Write to a temporary file, then os.replace() the old checkpoint with it.
+    Write to a temporary file, then move it into place with os.replace().
     """
     for path, saves in checkpoints(job):
         own = [one for one in saves if one.overwrites]
@@ -302,7 +302,7 @@ def ddp_keys(job):
     """Saved weights have names that only the wrapped network has.
 
     Save model.module.state_dict().
-    Not a mistake if: you load them only into a DDP model.
+    Not a mistake if: you load this file only into a DDP model.
     """
     for path, own in checkpoints(job):
         if any(one.wrapped for one in own):

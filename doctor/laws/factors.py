@@ -1,4 +1,4 @@
-"""Law 5: a step is the mean over all samples. Finds wrong factors."""
+"""Law 5: a step uses the mean over all samples. Finds gradients with wrong factors."""
 
 import math
 from collections import Counter
@@ -15,7 +15,7 @@ def summed(job, breach):
     """The gradients are summed over the ranks, not averaged, or are divided twice.
 
     Divide by the world size once. DDP and Horovod do that; all_reduce() does not.
-    Not a mistake if: the learning rate accounts for it.
+    Not a mistake if: the learning rate accounts for this factor.
     """
     found, size = breach.facts, len(job.processes)
     if not found:
@@ -47,9 +47,9 @@ def summed_loss(job, breach):
     """The loss is a sum over samples, and DDP averages the ranks' gradients.
 
     Multiply the loss by the world size, or divide the sum by the number of samples (or
-    targets) of all ranks: otherwise, N processes with batches of B do not take the same
-    step as one process with a batch of N x B.
-    Not a mistake if: the learning rate accounts for it.
+    targets) of all ranks: otherwise, N processes with batch size B do not take the same
+    step as one process with batch size N x B.
+    Not a mistake if: the learning rate accounts for this factor.
     """
     found = breach.facts
     if not found or not near(median(x.factor for x in found), 1):
@@ -80,8 +80,8 @@ def summed_loss(job, breach):
 def loss_scale(job, breach):
     """The loss is divided by a number other than the number of passes per step.
 
-    With n micro-batches, divide each one's mean loss by n. DDP averages over ranks.
-    Not a mistake if: the learning rate accounts for it, or the factor is intended.
+    With n micro-batches, divide each one's mean loss by n. DDP averages over the ranks.
+    Not a mistake if: the learning rate accounts for this factor, or you intend it.
     """
     found, counts, size = breach.facts or (), Counter(), len(job.processes)
     for one in found:
@@ -100,7 +100,7 @@ def loss_scale(job, breach):
             f"is multiplied by {size}, the world size": size / count,
         }
         if count == 1 and known(passes[0])[0].kind == "other mean":
-            continue  # half the mean of squares is usual
+            continue  # half the mean of squares is common
         if not (single or near(whole, 1 / count / size, 0.002)):
             continue
         for how, number in known_factors.items():

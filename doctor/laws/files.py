@@ -1,4 +1,4 @@
-"""Law 8: files are whole, and have one writer."""
+"""Law 8: files are complete, and have one writer. Records which files are written."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ from ..law import RISK, WRONG, Breach, Doubt, Law, NotJudged, check, explains, s
 from ..record import LIBRARY, OWN, not_the_users, place, recorder
 from ..watcher import Watcher
 
-LAW = Law(8, "files", "Files are whole, and have one writer")
+LAW = Law(8, "files", "Files are complete, and have one writer")
 WRITES = os.O_WRONLY | os.O_RDWR
 SYSTEM = "/dev/", "/proc/", "/sys/"
 THROUGH = "logging", "pathlib", "shutil", "gzip", "bz2", "lzma", "zipfile"
@@ -24,7 +24,7 @@ class Opened(Event, limit=300):
 
     path: str
     saved: bool = False
-    mark: int = 0  # a hash of what torch.save() wrote, if the file was renamed to this
+    mark: int = 0  # a hash of what torch.save() wrote, if it was renamed to `path`
     place: str
 
 
@@ -35,7 +35,7 @@ class Files(Watcher):
         sys.addaudithook(self.audit)  # also sees calls of a stored open()
 
     def audit(self, name: str, args: tuple) -> None:
-        """Record the process's files; Python calls this method for all audit events."""
+        """Record a file opened for writing; Python calls this for all audit events."""
         if name == "open" and isinstance(args[2], int) and args[2] & WRITES:
             with contextlib.suppress(Exception):
                 self.opened(args[0])

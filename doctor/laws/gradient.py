@@ -1,4 +1,4 @@
-"""Law 5: a step is the mean over all samples. Compares the ranks' gradients."""
+"""Law 5: a step uses the mean over all samples. Compares the ranks' gradients."""
 
 import math
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ UNKNOWNS = 12  # maximum number of passes (on all ranks) whose shares doctor com
 
 @dataclass
 class Fit:
-    """How a step's used gradient depends on the ranks' own gradients."""
+    """How the gradient that a step uses depends on the ranks' own gradients."""
 
     row: list[Update]
     factor: float  # the used gradient, divided by the mean of the ranks' own gradients
@@ -31,7 +31,7 @@ class Fit:
 
 
 def updates(job: Job) -> list[list[Update]]:
-    """Return the steps in which all ranks update the same weights after a pass."""
+    """Return the steps, after a pass, in which all ranks update the same weights."""
     several(job)
     found = []
     for row in job.rows(Update):
@@ -44,14 +44,14 @@ def updates(job: Job) -> list[list[Update]]:
 
 
 def own(one: Update) -> list[list[float]]:
-    """Return a rank's own gradients of each pass, without the passes' scales."""
+    """Return a rank's own gradients from each pass, divided by that pass's scale."""
     scales = [entry["scale"] or 1 for entry in one.passes]
     pairs = zip(one.local, scales, strict=False)
     return [[x / scale for x in values] for values, scale in pairs]
 
 
 def summed_up(vectors: list[list[float]]) -> list[float]:
-    """Return the sum of vectors."""
+    """Return the elementwise sum of several vectors."""
     return [sum(values) for values in zip(*vectors, strict=True)]
 
 
@@ -62,7 +62,7 @@ def apart(row: list[Update], lists: list[list[float]]) -> list[int]:
 
 
 def final(row: list[Update]) -> list[list[float]]:
-    """Return each rank's gradients before clipping, or the used gradients."""
+    """Return the ranks' gradients before clipping, or else those that the step uses."""
     found = []
     for one in row:
         values = one.clips[0]["before"] if one.clips else []
@@ -78,7 +78,7 @@ def fits(job: Job) -> list[Fit]:
 
 
 def fit(row: list[Update]) -> Fit | None:
-    """Return the Fit of a step, or None if it is unknown."""
+    """Return the Fit of a step, or None if it cannot be computed."""
     used, vectors = final(row), [own(one) for one in row]
     sums = [summed_up(one) for one in vectors]
     clipped = [one.clips for one in row if one.clips]
@@ -115,12 +115,12 @@ def fit(row: list[Update]) -> Fit | None:
 
 
 def dot(one: list[float], other: list[float]) -> float:
-    """Return the scalar product of two vectors."""
+    """Return the dot product of two vectors."""
     return sum(a * b for a, b in zip(one, other, strict=True))
 
 
 def solve(vectors: list[list[float]], target: list[float]) -> list[float] | None:
-    """Return the factors with which the sum of vectors is closest to a target.
+    """Return the factors that bring the weighted sum of vectors closest to a target.
 
     Return None if the vectors are nearly linearly dependent.
     """
@@ -133,7 +133,7 @@ def solve(vectors: list[list[float]], target: list[float]) -> list[float] | None
         + [dot(x, target) / n]
         for x, n in zip(vectors, norms, strict=True)
     ]
-    for n in range(size):  # Gauss's elimination
+    for n in range(size):  # Gaussian elimination
         best = max(range(n, size), key=lambda k: abs(rows[k][n]))
         if abs(rows[best][n]) < 1e-3:
             return None
@@ -152,7 +152,7 @@ def near(one: float, other: float, tolerance: float = 0.02) -> bool:
 
 @check(LAW, WRONG, causes=CAUSES, effects=EFFECTS, read="pitfall 11")
 def not_averaged(job):
-    """The ranks step with different gradients.
+    """The ranks take their steps with different gradients.
 
     Wrap the network in DistributedDataParallel, and call the DDP model.
     """
@@ -173,7 +173,7 @@ def not_averaged(job):
 
 
 def reason_of(job: Job, row: list[Update], names: list[str], later) -> tuple:
-    """Return why gradients are not averaged, the advice and the level."""
+    """Return the reason why gradients are not averaged, the advice and the level."""
     one, wrapped = row[0], bool(job.of(Layout))
     forwards = [x["forwards"][-1] for x in one.passes if x["forwards"]]
     count = len(one.passes)
@@ -197,12 +197,12 @@ def reason_of(job: Job, row: list[Update], names: list[str], later) -> tuple:
         if last and {*names} <= {*last.frozen}:
             what += f"; they were frozen when DDP was made in {last.place}"
             mend = "Wrap the network in DDP again after you unfreeze weights: DDP "
-            mend += "averages those that required gradients when it was made."
+            mend += "averages only weights that required gradients when it was made."
             return what, mend, ""
         mend = "Average these weights, too. With DDP, create them before you wrap the "
         return what, f"{mend}network, and use its forward().", ""
     if not wrapped and any(same for step, same in equal_steps(job) if step > one.step):
-        mend = "Nothing, if you average weights instead of gradients."
+        mend = "Change nothing if you average weights instead of gradients."
         return "their weights become equal again, as in local SGD", mend, NOTE
     return f"nothing averages {listed(names)}", "", ""
 
@@ -226,7 +226,7 @@ def clip_order(job):
         if first["scaled"]:
             text = "gradients are clipped before they are unscaled"
         elif not alike(before) and alike([x.used for x in row]):
-            text = "each rank clips its own gradient, before the average"
+            text = "each rank clips its own gradients before they are averaged"
         elif last["norm"] and any(last["before"]) and changed(last["before"], one.used):
             text, level = "gradients change after they are clipped", RISK
         elif len({x["passes"] for x in one.clips}) == len(one.passes) > 1:
@@ -246,7 +246,7 @@ def changed(before: list[float], after: list[float]) -> bool:
 
 @check(LAW, WRONG, read="lesson 7")
 def not_cleared(job):
-    """A step contains gradients of earlier steps.
+    """A step also uses the gradients of earlier steps.
 
     Call optimizer.zero_grad() once per step.
     """
@@ -263,8 +263,8 @@ def not_cleared(job):
 def leaked_passes(job):
     """Gradients of leftover micro-batches leak into a later step.
 
-    Also step after the last, smaller group of an epoch (and divide by its size), or
-    call zero_grad() at the start of each epoch.
+    Also take a step after an epoch's last, smaller group of passes (and divide by its
+    size), or call zero_grad() at the start of each epoch.
     Not a mistake if: the number of passes per step is meant to vary.
     """
     for process in job.processes[:1]:

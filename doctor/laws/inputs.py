@@ -1,4 +1,4 @@
-"""Law 3: random streams differ. Checks inputs and seeds."""
+"""Law 3: the ranks' random streams differ. Checks inputs and seeds."""
 
 from collections import Counter
 from itertools import combinations, groupby, pairwise
@@ -13,8 +13,8 @@ from .randomness import LAW, Draw, same_random_numbers, worded
 from .samples import left_out, undivided
 
 STRATA = (
-    "Draw it with a generator that each rank seeds differently, or compute it from a "
-    "sample's number or index in the batch of all ranks: n * world_size + rank."
+    "Draw this input with a generator that each rank seeds differently, or compute it "
+    "from a sample's number or its index in the global batch: n * world_size + rank."
 )
 
 
@@ -40,7 +40,7 @@ def same_inputs(job):
 
 
 def argument(job: Job):
-    """Yield a breach if one input is equal on all ranks, but another input differs."""
+    """Yield a breach if one input is equal on all ranks while another input differs."""
     lists = [{one.step: one for one in own} for own in inputs(job)]
     steps = [step for step in lists[0] if all(step in own for own in lists)]
     rows = [[own[step] for own in lists] for step in steps]
@@ -57,7 +57,7 @@ def argument(job: Job):
 
 
 def places(job: Job):
-    """Yield a breach if ranks change different samples at the same places."""
+    """Yield a breach if ranks change different samples in the same places."""
     calls = {}
     for _, row in groupby(job.rows(Input), lambda row: row[0].step):
         for number, one in enumerate(row):
@@ -78,15 +78,15 @@ def places(job: Job):
                 what += f"{mean:.0%} more than other samples)"
                 if (place := same_generators(job)) is None:
                     raise Doubt(what)
-                what += ", and the script's own generators draw alike"
+                what += ", and the script's own generators draw the same numbers"
                 yield Breach(what, place or rows[0][0].place, mend=STRATA)
                 return
 
 
 def gains(one: Input, other: Input, later: Input) -> list[float]:
-    """Return how much more alike each entry is to another rank's in the same place.
+    """Return how much more similar samples are at the same index of two ranks' batches.
 
-    That is, than to the rank's other entries, and to the next step's in the same place.
+    The baseline is the other rank's sample at another index, and in its next batch.
     """
     found, size = [], min(len(x.few) for x in (one, other, later))
     for n in range(size):
@@ -98,14 +98,14 @@ def gains(one: Input, other: Input, later: Input) -> list[float]:
 
 
 def alike(one: list[float], other: list[float]) -> float | None:
-    """Return the share of equal numbers, without runs at both ends such as padding."""
+    """Return the share of equal numbers, apart from runs at both ends (padding)."""
     starts, ends = zip(middle(one), middle(other), strict=True)
     found = [one[n] == other[n] for n in range(max(starts), min(ends))]
     return fmean(found) if found else None
 
 
 def middle(row: list[float]) -> tuple[int, int]:
-    """Return where the numbers between two runs of equal numbers start and end."""
+    """Return the start and end of a row without runs of equal numbers at its ends."""
     first = next((n for n, x in enumerate(row) if x != row[0]), len(row))
     last = next((n for n, x in enumerate(row[::-1]) if x != row[-1]), len(row))
     return first * (first > 1), len(row) - last * (last > 1)
@@ -132,7 +132,7 @@ def seeds_restart(job):
         what += f"{len(again)} draws"
         mend = ""
         if name.startswith("its ") and one.worker is not None:
-            mend = "The loader processes copy the data set's generator in each epoch: "
+            mend = "The loader processes copy the dataset's generator in each epoch: "
             mend += "seed it in worker_init_fn with torch.initial_seed()."
         yield Breach(what, cause(job, name, [one])[0], mend=mend)
 
@@ -179,7 +179,7 @@ def streams(process: Process) -> dict[tuple[str, str], dict[tuple, int]]:
 
 
 def shifted(one: dict, other: dict) -> list[tuple[int, int]]:
-    """Return the steps in which two ranks draw the same, if their distance is fixed."""
+    """Return pairs of steps, equally far apart, in which two ranks' draws are equal."""
     pairs = sorted((one[key], other[key]) for key in one.keys() & other.keys())
     for distance, count in Counter(b - a for a, b in pairs).most_common(1):
         if distance and count >= max(3, len(other) / 5, 0.8 * len(pairs)):

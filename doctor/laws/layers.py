@@ -11,7 +11,7 @@ from ..watcher import Watcher
 
 @dataclass
 class Ran:
-    """How a module has run."""
+    """When, where and in which modes a module has run."""
 
     module: weakref.ref
     first: int
@@ -22,7 +22,7 @@ class Ran:
 
 
 class Layers(Watcher):
-    """Tracks which modules run."""
+    """Tracks which modules run, and in which modes."""
 
     def __init__(self):
         self.ran, self.results, self.outer = {}, {}, lambda: None
@@ -36,7 +36,7 @@ class Layers(Watcher):
         self.outer = weakref.ref(network)
 
     def before(self, module, inputs) -> None:
-        """Record in which step a module first runs, and a layer's mode."""
+        """Record when a module first runs, and a layer's mode."""
         if not recorder.watching or not runs_normally():
             return
         known = self.ran.get(id(module))
@@ -46,7 +46,7 @@ class Layers(Watcher):
         if kind(module):
             mode = "train" if module.training else "eval"
             if mode == "eval" and getattr(self.outer(), "training", False):
-                mode = "fixed"  # only this layer evaluates
+                mode = "fixed"  # only this layer is in evaluation mode
             mode += "" if torch.is_grad_enabled() else " without gradients"
             known.modes.setdefault(mode, set()).add(recorder.step)
 
@@ -73,7 +73,7 @@ class Layers(Watcher):
             self.hook.remove()
 
     def loose(self, known: set[int]) -> list[tuple]:
-        """Return weights of modules that run outside all networks, and how they ran."""
+        """Return (name, weight, Ran) for modules that run outside all networks."""
         modules = [(ran.module(), ran) for ran in [*self.ran.values()]]
         return [
             (f"{name} of {type(module).__name__}", weight, ran)
@@ -85,7 +85,7 @@ class Layers(Watcher):
 
 
 def networks() -> list[dict]:
-    """Return {name: module} of each outermost network."""
+    """Return {name: module} for each outermost network."""
     return [dict(one.named_modules()) for one in [*Moments.here.networks]]
 
 

@@ -1,4 +1,4 @@
-"""Law 5: a step is the mean over all samples. Reads the graphs of losses."""
+"""Law 5: a step uses the mean over all samples. Reads the autograd graphs of losses."""
 
 import math
 import sys
@@ -108,7 +108,7 @@ def in_torch() -> bool:
 
 
 def has_own_function(root) -> bool:
-    """Return whether a graph has functions of the user, which may communicate."""
+    """Return whether a graph has the user's own functions, which may communicate."""
     seen, waiting = {root}, [root]
     while waiting and len(seen) < NODES:
         node = waiting.pop()
@@ -162,7 +162,7 @@ def multiple(node) -> float | None:
 
 
 def outer(node) -> list[float]:
-    """Return the last constants by which a whole loss was multiplied."""
+    """Return the last constants by which the whole loss was multiplied."""
     found = []
     while len(found) < 3 and (value := multiple(node)) is not None:
         found.append(value)
@@ -171,7 +171,7 @@ def outer(node) -> list[float]:
 
 
 def stacked(node, count: int, depth: int = 0) -> bool:
-    """Return whether a node computes its numbers one by one from stacked losses."""
+    """Return whether a node's numbers are computed elementwise from stacked losses."""
     name, inner = type(node).__name__, children(node)
     if name.startswith(("Stack", "Cat")):
         return len(inner) == count
@@ -246,7 +246,7 @@ def known(entry: dict) -> list[Term]:
 def factors(entry: dict) -> list[float]:
     """Return the possible factors of a pass's mean loss, if doctor can read them.
 
-    These are the factor of the first term, of the first terms together, and of all
+    These are the factors of the first term, of the first few terms together, and of all
     terms together. A sum is a mean times the number of summands.
     """
     if not (found := known(entry)):
@@ -258,7 +258,7 @@ def factors(entry: dict) -> list[float]:
 
 
 def by_share(one: Update) -> list[dict]:
-    """Return the passes of a step, or only one pass if their gradients were summed."""
+    """Return a step's passes, or one combined pass if their gradients were summed."""
     if len(one.local) == len(one.passes):
         return one.passes
     first, count = one.passes[0], len(one.passes)

@@ -1,4 +1,4 @@
-"""Law 5: a step is the mean over all samples. Checks each sample's weight in a step."""
+"""Law 5: a step uses the mean over all samples. Checks each sample's weight."""
 
 from collections import Counter
 from statistics import median
@@ -25,9 +25,9 @@ CAUSES = [not_averaged, not_awaited, leaked_passes, not_cleared, weights_differ]
 
 
 def totals(one: Fit, place: str = "") -> list[float]:
-    """Return the possible factors of the mean over all samples of a step.
+    """Return the possible ratios of a step's gradient to the mean over all its samples.
 
-    By default, all passes are used; otherwise, only those from one place.
+    If `place` is given, only the passes from that line are used.
     """
     pairs = [
         (share, factors(entry))
@@ -42,7 +42,7 @@ def totals(one: Fit, place: str = "") -> list[float]:
 
 
 def is_right(one: Fit) -> bool:
-    """Return whether a step is the mean over its samples for each of its losses."""
+    """Return whether a step uses the mean over its samples for each of its losses."""
     places = {entry["place"] for entry in one.row[0].passes} - {""}
     if any(near(value, 1) for value in totals(one)) or total_of(one):
         return True
@@ -53,7 +53,7 @@ def is_right(one: Fit) -> bool:
 def total_of(one: Fit) -> float:
     """Return the all-reduced sum by which a step's losses are divided, or 0.
 
-    DDP also divides by the number of ranks, so the losses are multiplied by it.
+    DDP also divides by the number of ranks, so the script multiplies by that number.
     """
     passes = [entry for rank in one.row for entry in rank.passes]
     if len(passes) > len(one.row) or not counted(passes):
@@ -89,13 +89,13 @@ def weights(one: Fit, number: int = 0) -> list[float]:
 
 
 def unequal(values: list[float], most: float = 1.1) -> bool:
-    """Return whether weights differ more than incomplete last batches explain."""
+    """Return whether weights differ more than incomplete last batches can explain."""
     return bool(values) and max(values) > most * min(values)
 
 
 @check(LAW, RISK, general=True, causes=CAUSES, read="lesson 3")
 def mean_gradient(job):
-    """The gradients of a step are not the mean over its samples.
+    """A step's gradients are not the mean over the step's samples.
 
     Look for code that changes gradients between backward() and step().
     Not a mistake if: the change is intended.
@@ -174,7 +174,7 @@ def mean_gradient(job):
 def multiples(row: list[Update]) -> dict[str, float]:
     """Return the multiple of the ranks' mean gradient that each weight uses.
 
-    The largest is 1. The dictionary is empty if a weight uses no multiple.
+    The largest multiple is set to 1. Return {} if a weight uses no multiple.
     """
     used, found = final(row)[0], {}
     total = summed_up([summed_up(own(one)) for one in row])
@@ -189,7 +189,7 @@ def multiples(row: list[Update]) -> dict[str, float]:
 
 
 def shares_of(uneven: list[Fit], total: int) -> str:
-    """Return the weights of a step's passes and ranks."""
+    """Return the weights of each rank's passes in a step, as text."""
     one, told = uneven[0], []
     for rank, shares in enumerate(one.shares):
         told.append(f"{', '.join(f'{x:.2f}' for x in shares)} on rank {rank}")
@@ -198,7 +198,7 @@ def shares_of(uneven: list[Fit], total: int) -> str:
 
 
 def scaled_down(one: Fit) -> bool:
-    """Return whether each rank's passes have equal shares, at most those of a mean."""
+    """Return whether each rank's passes have equal shares, not above a mean's."""
     size = len(one.shares)
     alike_ = all(not unequal([*map(abs, rank)]) for rank in one.shares)
     return alike_ and all(0 < x * size < 1.01 for rank in one.shares for x in rank)
@@ -266,9 +266,9 @@ def gathered_without_gradient(job):
 def unequal_means(job):
     """The targets of a step have different weights.
 
-    Sum the losses (reduction="sum"), and divide by the number (or the class weights) of
-    the targets of all passes on all ranks: all-reduce it, and multiply by the world
-    size, because DDP averages over ranks.
+    Sum the losses (reduction="sum"), all-reduce the number (or the class weights) of
+    the targets of all passes, and divide the sum by the result. Then multiply it by the
+    world size, because DDP averages over the ranks.
     Not a mistake if: each batch should have the same weight.
     """
     seen = []

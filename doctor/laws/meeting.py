@@ -105,7 +105,7 @@ def gradient(tensor) -> bool:
 
 
 def errors(job) -> list[Failed]:
-    """Return the errors that ended processes; errors caused by others come last."""
+    """Return the errors that ended processes, with errors caused by others last."""
     return sorted(job.of(Failed), key=lambda one: bool(LOST.search(one.text)))
 
 
@@ -237,7 +237,7 @@ def collectives_differ(job):
 
 
 def mixed(rows: list[list[Call]]) -> tuple[str, str] | None:
-    """Return how loops make their calls in different orders, and the line."""
+    """Return in which loops the ranks' calls have different orders, and a line."""
     found, columns = [], zip(*rows, strict=False)
     for _, run in groupby(columns, lambda x: (x[0].place, x[0].step, x[0].passes)):
         ranks, differ = [*zip(*run, strict=True)], []
@@ -293,7 +293,7 @@ def behind(job, without, call: Call) -> bool:
 def batch_counts_differ(job):
     """The ranks have different numbers of training batches.
 
-    Give each rank the same number, as DistributedSampler does, or use DDP's join().
+    Give each rank as many batches as the others (DistributedSampler), or use join().
     Not a mistake if: the loop handles ranks that run out of batches.
     """
     several(job)

@@ -108,7 +108,7 @@ class Modes(Watcher):
 
 
 def modes(job) -> list[list[Mode]]:
-    """Return each process's last Mode event of each layer."""
+    """Return the last Mode event of each layer, for each process."""
     found = [process.of(Mode) for process in job.processes]
     return [[x for x in own if x.step == own[-1].step] for own in found]
 
@@ -117,9 +117,9 @@ def modes(job) -> list[list[Mode]]:
 def frozen_in_train_mode(job):
     """A frozen network runs in training mode.
 
-    Call eval() on it after each call of train() on the network around it: train()
-    changes all submodules.
-    Not a mistake if: its dropout or batch norm is meant to work as in training.
+    Call eval() on the frozen network after each call of train() on the network around
+    it, because train() changes all submodules.
+    Not a mistake if: its dropout or batch norm layers are meant to work as in training.
     """
     still = [one for one in modes(job)[0] if not (one.lives or one.moves)]
     for kinds, mode in (
@@ -166,7 +166,7 @@ def eval_mode(job):
 
 
 def validations(job) -> list[Validation]:
-    """Return the first batches of passes over loaders whose batches no step uses."""
+    """Return the Validation events of loaders whose batches no step uses, by time."""
     found = []
     for process in job.processes:
         feeding = {one.loader for one in process.of(Step)}

@@ -1,4 +1,4 @@
-"""Law 1: every sample is read once per epoch. Compares the order of the epochs."""
+"""Law 1: every sample is read once per epoch. Compares the epochs' orders."""
 
 from collections import Counter
 from itertools import pairwise
@@ -16,7 +16,7 @@ from .samples import LAW, left_out, where
 
 SHARE = (
     "With persistent_workers=True, the loader's processes keep their copies of the "
-    "data set: keep the number in a tensor with share_memory_(), or omit the option."
+    "dataset: keep this number in a tensor with share_memory_(), or omit the option."
 )
 
 

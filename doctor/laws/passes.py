@@ -1,4 +1,4 @@
-"""Law 5: a step is the mean over all samples. Tracks backward passes and steps."""
+"""Law 5: a step uses the mean over all samples. Tracks backward passes and steps."""
 
 import re
 import weakref
@@ -15,7 +15,7 @@ from .replicas import DRIFT, alike, listed
 
 AWAIT = "wait", "synchronize", "is_completed", "get_future", "block_current_stream"
 ADAPTIVE = re.compile("Adam|RMSprop|Adagrad|Adadelta|Lamb|Lion|Muon|Rprop|Shampoo")
-LAW = Law(5, "gradient", "A step is the mean over all samples")
+LAW = Law(5, "gradient", "A step uses the mean over all samples")
 SEPARATE = 8  # maximum number of passes whose gradients doctor stores separately
 
 
@@ -36,7 +36,7 @@ class Update(Event):
     place: str
 
     def part(self, values: list[float], number: int) -> list[float]:
-        """Return one weight's elements."""
+        """Return one weight's elements in a list of gradients."""
         return values[number * self.each : (number + 1) * self.each]
 
 
@@ -265,8 +265,8 @@ def not_awaited(job):
 def shards_scaled_apart(job):
     """Each rank scales its shards of the gradients by a different factor.
 
-    Call torch.nn.utils.clip_grad_norm_() on the whole parameters: a norm of local
-    shards differs between ranks.
+    Call torch.nn.utils.clip_grad_norm_() on the parameters themselves: the norm of
+    their local shards differs between ranks.
     """
     several(job)
     rows = [x for x in job.rows(Update) if all(one.factor for one in x)]

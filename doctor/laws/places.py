@@ -1,4 +1,4 @@
-"""Law 9: all ranks meet. Checks how processes join groups, and shared files."""
+"""Law 9: all ranks meet. Checks how processes join groups and share files."""
 
 import inspect
 import os
@@ -74,7 +74,7 @@ def mixed_gradients(job):
 
 
 def part(one: Update, number: int) -> tuple:
-    """Return a few numbers of a weight's gradient, as the step uses it."""
+    """Return a few numbers of a weight's gradient, as the step uses them."""
     return tuple(one.part(one.used, number))
 
 

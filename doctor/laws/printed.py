@@ -16,7 +16,7 @@ from .ranks import contents_differ
 from .replicas import names_differ, weights_differ, weights_drift
 from .samples import datasets_differ
 
-LAW = Law(7, "printed", "Prints are true")
+LAW = Law(7, "printed", "Printed results are true")
 CAUSES = datasets_differ, contents_differ, not_averaged
 CAUSES += names_differ, weights_differ, weights_drift
 SORT = (
@@ -27,7 +27,7 @@ SORT = (
 
 @dataclass
 class Site:
-    """All lines that one line of the script prints on one rank."""
+    """All output that one line of the script prints on one rank."""
 
     kind: str
     place: str
@@ -38,7 +38,7 @@ class Site:
 
 
 def groups(job) -> list[Group]:
-    """Return the measurements as groups, one per pass and source, in order."""
+    """Return the measurements as groups, one per pass and source, in order of time."""
     found, stepped, parts, again = {}, set(), divided(job), repeated(job)
     for process in job.processes:
         steps = {(one.loader, one.epoch) for one in process.of(Step)}
@@ -103,7 +103,7 @@ def divided(job) -> int:
 
 
 def judged(job) -> list[Site]:
-    """Return the lines that print results after a pass, with counts of right prints."""
+    """Return the lines that print results after a pass, and count the right results."""
     sites, everything, running = {}, groups(job), set()
     for line in job.of(Printed):
         for order, number in enumerate(results(line.text)):
@@ -131,7 +131,7 @@ WHAT |= dict.fromkeys(("loss", "perplexity"), ("loss", "root"))
 def judge(job, everything: list[Group], line: Printed, number: Number):
     """Return True for a right number, the mistakes that explain a wrong one, or None.
 
-    {} means that none explains it; None, that it is not the result of a whole pass.
+    {} means that no mistake explains it; None, that it is not a whole pass's result.
     """
     process = next(one for one in job.processes if one.rank == line.rank)
     found = [one for one in everything if one.what in WHAT[number.kind]]
@@ -201,7 +201,7 @@ def a_share(job, line: Printed, number: Number) -> dict:
 
 
 def together(passes: list[Group]) -> list[Group]:
-    """Return one group for several passes that validate the same network."""
+    """Return one merged group for each network that several passes validate."""
     found = {}
     for one in passes:
         if not one.trains:
@@ -218,7 +218,7 @@ def together(passes: list[Group]) -> list[Group]:
 
 
 def other_order(group: Group, pairs: Measured) -> bool:
-    """Return whether compared values are a group's predictions in another order."""
+    """Return whether the compared values are a group's predictions in another order."""
     guesses = Counter(group.guesses.values())
     rows = pairs.values, pairs.weights
     apart = [(guesses - Counter(map(int, row))).total() for row in rows]
@@ -226,7 +226,7 @@ def other_order(group: Group, pairs: Measured) -> bool:
 
 
 def in_a_pass(process, moment: float) -> bool:
-    """Return whether a process was reading training batches."""
+    """Return whether a process was reading training batches at a given moment."""
     begun = [x for x in process.of(Epoch) if x.loader == process.training]
     ended = [x for x in process.of(EpochEnd) if x.loader == process.training]
     count = sum(x.time < moment for x in begun) - sum(x.time < moment for x in ended)

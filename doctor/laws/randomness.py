@@ -1,4 +1,4 @@
-"""Law 3: random streams differ."""
+"""Law 3: the ranks' random streams differ. Compares the states of generators."""
 
 import os
 import random
@@ -50,7 +50,7 @@ class Draw(Event, limit=2000):
     epoch: int | None = None
     worker: int | None = None
     place: str = ""  # the line that calls the network
-    fields: dict[str, float] = field(default_factory=dict)  # of a worker's data set
+    fields: dict[str, float] = field(default_factory=dict)  # of a worker's dataset
 
 
 class Randomness(Watcher):
@@ -141,7 +141,7 @@ class Randomness(Watcher):
 
 
 def dropout(module) -> bool:
-    """Return whether a module is or contains dropout in training mode."""
+    """Return whether a module is in training mode and uses dropout."""
     known = "p", "dropout", "drop_prob", "dropout_p", "attention_dropout"
     values = [vars(module).get(name) for name in known]
     used = any(isinstance(one, float) and one > 0 for one in values)
@@ -153,7 +153,7 @@ def dropout(module) -> bool:
 
 
 def draws(job, where: str) -> list[dict[tuple, Draw]]:
-    """Return {key: draw} for each rank; equal keys belong together on all ranks."""
+    """Return {key: draw} for each rank; draws with equal keys belong together."""
     found = []
     for process in job.processes:
         own, epochs = {}, {epoch: n for n, epoch in enumerate(process.epochs)}
@@ -309,6 +309,6 @@ def same_noise(job, breach):
 
     At the start of each epoch, call torch.manual_seed(seed + 1000 * epoch + rank). Seed
     the loop's own generators differently on each rank, too.
-    Not a mistake if: all ranks are meant to choose the same, for example a size.
+    Not a mistake if: all ranks are meant to draw the same value, such as a size.
     """
     return breach if breach.facts == "loop" else None

@@ -1,4 +1,4 @@
-"""Law 2: ranks are exchangeable."""
+"""Law 2: ranks are exchangeable. Compares statistics of their batches and losses."""
 
 from array import array
 from collections import Counter
@@ -135,7 +135,7 @@ class Ranks(Watcher):
 
 
 def measured(name: str, tensor) -> dict:
-    """Return a tensor's (N, ...) statistics as one-element tensors; {} for ids."""
+    """Return statistics of a tensor (N, ...) as one-element tensors, or {} for ids."""
     if not tensor.dim() or not tensor.numel() or tensor.is_complex():
         return {}
     few, whole = picked(tensor, 2048), not tensor.is_floating_point()
@@ -157,7 +157,7 @@ def measured(name: str, tensor) -> dict:
 
 
 def series(job) -> dict[str, list[list[float]]]:
-    """Return each statistic in all passes, as one list per rank."""
+    """Return {statistic: its values in all passes, as one list per rank}."""
     found: dict[str, list[dict]] = {}
     for number, process in enumerate(job.processes):
         order = Counter()
@@ -198,9 +198,9 @@ def odds(above: int, count: int) -> float:
 def tells(name: str, rows: list[list[float]]) -> bool:
     """Return whether a statistic can show that a rank differs.
 
-    Either it changes between passes, or it belongs to a batch and is constant on each
-    rank (for example, if all samples of a rank have the same label). Targets that are
-    not from the batch may be positions, which depend on the rank: arange(N) + rank * N.
+    The statistic changes between passes, or it belongs to a batch and is constant on
+    each rank (for example, if a rank's samples have one label). Targets that are not
+    from the batch may be positions that depend on the rank: arange(N) + rank * N.
     """
     still = [pstdev(x) <= 1e-9 for x in rows]
     if not any(still):
@@ -217,7 +217,7 @@ def apart(values: list[float], others: list[float], batches: float) -> tuple:
     Returns:
         The difference of the means in standard errors and as a share of the larger
         mean, and in how many passes the rank's number is larger. Standard errors count
-        each sample once, because a rank may see few samples repeatedly.
+        each sample once, because a rank may see a few samples repeatedly.
     """
     gaps = [a - b for a, b in zip(values, others, strict=True)]
     moves = [(a - b) ** 2 for a, b in zip(gaps, gaps[1:], strict=False)]
@@ -229,10 +229,10 @@ def apart(values: list[float], others: list[float], batches: float) -> tuple:
 
 @check(LAW, RISK, causes=[datasets_differ])
 def contents_differ(job):
-    """The ranks make different samples of the same data set.
+    """The ranks make different samples from the same dataset.
 
-    Make them alike on all ranks: without hash() of strings, which differs between
-    processes, and without numbers that depend on the rank.
+    Make equal samples on all ranks: do not use hash() of strings, which differs between
+    processes, or numbers that depend on the rank.
     Not a mistake if: each rank augments its samples once, and keeps them.
     """
     several(job)

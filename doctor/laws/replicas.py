@@ -1,4 +1,4 @@
-"""Law 4: replicas are equal."""
+"""Law 4: replicas are equal. Compares weights, buffers and optimizer states."""
 
 import math
 import re
@@ -24,21 +24,21 @@ def alike(lists: list, tolerance: float = 1e-3) -> bool:
 
 
 def close(one: list[float], other: list[float], tolerance: float) -> bool:
-    """Return whether two lists are equal up to rounding; NaN and infinity match any."""
+    """Return whether two lists are equal up to rounding; NaN and infinity match all."""
     size = max(math.hypot(*one), math.hypot(*other))
     gap = math.hypot(*(a - b for a, b in zip(one, other, strict=True)))
     return not gap > tolerance * size  # true for NaN, too
 
 
 def listed(names: Iterable[str], most: int = 3) -> str:
-    """Return the first of the distinct names as text."""
+    """Return the first few distinct names as text."""
     names = [*dict.fromkeys(names)]
     more = f" and {len(names) - most} more" * (len(names) > most)
     return ", ".join(names[:most]) + more
 
 
 def states_of(job: Job, moment: str, what: str = "") -> list[list[State]]:
-    """Return rows of states that all ranks wrote at one moment, by rank."""
+    """Return the states that all ranks wrote at one moment, in rows (one per rank)."""
     found = {}
     for process in job.processes:
         count = Counter()
@@ -71,7 +71,7 @@ def first(rows: list[list[State]], what: str, tolerance: float) -> tuple | None:
 
 
 def equal_steps(job: Job) -> list[tuple[int, bool]]:
-    """Return for each watched step whether all ranks begin with equal weights."""
+    """Return for each watched step whether all ranks begin it with equal weights."""
     rows = states_of(job, "step", "weights")
     return [(row[0].step, not differing(row)[0]) for row in rows]
 
@@ -101,7 +101,7 @@ def names_differ(job):
 
 
 def pieces(job: Job, names: list[str]) -> str:
-    """Return why weights may rightly differ (they may be parts), or "".
+    """Return why weights may rightly differ (they may be parts of others), or "".
 
     In that case, no network has them, and a network changes without an optimizer.
     """
@@ -134,7 +134,7 @@ def weights_differ(job):
     if found and not changed_by_hand(job, found[2]):
         if why := pieces(job, found[2]):
             raise NotJudged(why)
-        mend = "Create them inside the network before DDP wraps it, and do not set "
+        mend = "Create weights inside the network before DDP wraps it, and do not set "
         mend = f"{mend}them later on one rank only." if job.of(Layout) else ""
         yield Breach(f"before the first step, {found[1]}", rows[0][0].place, mend=mend)
 
@@ -161,7 +161,7 @@ def weights_drift(job):
         when, mend = f"after step {row[0].step}", ""
         if row is rows[0]:
             when = "after the first backward pass, before an optimizer's step"
-            mend = "Look for lines that change them: on all ranks, use numbers that "
+            mend = "Look for lines that change weights: on all ranks, use numbers that "
             mend += "are equal, such as averaged gradients, and change the same rows."
         text = f"{when}, {text}"
         if again:
@@ -196,7 +196,7 @@ def weights_drift(job):
 def other_network_differs(job):
     """A network that no optimizer trains, such as a teacher, differs between the ranks.
 
-    Update it on every rank after the same steps: count steps, not a rank's samples.
+    Update this network after the same steps on all ranks: count steps, not samples.
     Not a mistake if: each rank is meant to use a network of its own.
     """
     for what, rows in others(job).items():
@@ -207,8 +207,8 @@ def other_network_differs(job):
         mend = ""
         if row is rows[0]:
             mend = "Make it equal on all ranks: copy the network after DDP has wrapped "
-            mend += "it (DDP then gives all ranks rank 0's weights), or seed all ranks "
-            mend += "alike until it is made."
+            mend += "it (DDP then gives all ranks rank 0's weights), or give all ranks "
+            mend += "the same seed until the network is made."
         else:
             text += f", and it was equal until step {row[0].step}"
         yield Breach(text, row[0].place, mend=mend)
@@ -252,7 +252,7 @@ def buffers_differ(job):
             return
     if found := first(updated, "buffers", 1e-4):
         row, text, _ = found
-        mend = "All-reduce the statistics from which you update them: before each "
+        mend = "All-reduce the statistics from which you update buffers: before each "
         mend += "forward pass, DDP replaces the other ranks' buffers with rank 0's."
         level = NOTE if rows else RISK  # the validated buffers are equal
         text = f"in step {row[0].step + 1}, {text}"
@@ -263,9 +263,9 @@ def buffers_differ(job):
 def tensors_drift(job):
     """The ranks' copies of a tensor that the script keeps and updates drift apart.
 
-    Update it with the same numbers on every rank: all_reduce() or broadcast() all of
-    them, including those that are drawn at random or that replace unused entries.
-    Not a mistake if: the ranks are meant to have their own values from then on.
+    Update this tensor with equal numbers on every rank: all_reduce() or broadcast() all
+    numbers, including those that are drawn at random or that replace unused entries.
+    Not a mistake if: the ranks are meant to have their own values of this tensor.
     """
     several(job)
     states, found, unsure = states_of(job, "first", "kept"), [], []

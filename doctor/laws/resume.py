@@ -1,4 +1,4 @@
-"""Law 8: files are whole, and have one writer. Checks what a resumed run restores."""
+"""Law 8: files are complete, and have one writer. Checks what a resume restores."""
 
 import contextlib
 import os
@@ -46,7 +46,7 @@ class Restored(Event, limit=200):
     own: bool  # its argument contained the network's own current tensors
     place: str
     mark: int = 0  # a hash of an optimizer's state
-    weights: list[str] = field(default_factory=list)  # of the optimizer
+    weights: list[str] = field(default_factory=list)  # of the optimizer, by name
 
 
 class Resumed(Event, limit=20):
@@ -56,12 +56,12 @@ class Resumed(Event, limit=20):
     values: dict[str, list[float]]  # the script's own tensors that equal the file's
     rest: int  # number of the file's tensors that doctor finds nowhere
     place: str
-    blank: list[str] = field(default_factory=list)  # own tensors of equal numbers
+    blank: list[str] = field(default_factory=list)  # own tensors with equal numbers
 
 
 @dataclass
 class File:
-    """What torch.load() has returned."""
+    """A file that torch.load() has read, with some of its numbers."""
 
     path: str
     place: str
@@ -70,7 +70,7 @@ class File:
 
 
 class Resumes(Watcher):
-    """Tracks torch.load() and load_state_dict()."""
+    """Tracks calls of torch.load() and load_state_dict()."""
 
     def __init__(self):
         self.files = []
@@ -181,7 +181,7 @@ def not_restored(job):
         if own and own[-1].lost:
             what = f"rank {process.rank}'s load_state_dict() finds none of the "
             what += "network's names in the file, and loads no weight"
-            mend = "Load what model.module.state_dict() saved, with strict=True."
+            mend = "Save model.module.state_dict(), and load it with strict=True."
             yield Breach(what, own[-1].place, level=WRONG, mend=mend)
             return
     loads = need(job.of(Loaded), "no checkpoint with an optimizer is loaded")
@@ -204,7 +204,7 @@ def not_restored(job):
 
 @check(LAW, RISK, read="pitfall 18")
 def one_ranks_state(job):
-    """All ranks resume with the same state, although each rank has its own.
+    """All ranks resume with the same state, although each rank had its own.
 
     Save the state of every rank: gather all parts on rank 0, or write one file for each
     rank. On each rank, load the rank's own part.

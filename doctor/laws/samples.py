@@ -30,19 +30,19 @@ from ..watcher import Watcher
 from .modes import Validation
 
 LAW = Law(1, "samples", "Every sample is read once per epoch")
-CLASSES = "Number the classes (or words) alike on every rank: sort their names."
+CLASSES = "Give classes (or words) the same numbers on every rank: sort their names."
 DATA = re.compile("d.?p|data|rep|shard|batch|rank", re.I)  # names of dimensions
 DIVIDES = "DistributedSampler", "BatchSamplerShard", "ElasticSampler"
 
 
 class Divided(Event, limit=1):
-    """The script divides a network between ranks, not only samples."""
+    """The script divides a network between ranks, and not only the samples."""
 
     how: str
 
 
 class Samples(Watcher):
-    """Records data sets and samplers."""
+    """Records datasets and samplers."""
 
     def on_epoch(self, own: Pass, loader) -> None:
         names = [type(x).__name__ for x in (loader.sampler, loader.batch_sampler)]
@@ -64,7 +64,7 @@ class Samples(Watcher):
         recorder.write(feed)
 
     def part(self, loader) -> array | None:
-        """Return the indices that the subsets choose from the data set inside them."""
+        """Return the indices that the subsets choose from the dataset inside them."""
         subsets = inside(loader.dataset)[1]
         if not subsets or len(loader.dataset) > 200_000:
             return None
@@ -115,11 +115,11 @@ def where(job: Job, number: int | None = None) -> str:
 
 @check(LAW, WRONG, needs=[Step], read="lesson 4")
 def datasets_differ(job):
-    """The ranks' data sets differ, but a sampler divides them as if they were the same.
+    """The ranks' datasets differ, but a sampler divides them as if they were the same.
 
-    Give every rank the same samples in the same order: sort lists of files, and seed
-    random_split() and every shuffle of the data set alike on all ranks. If the script
-    divides the samples itself, omit the sampler.
+    Give every rank the same samples in the same order: sort lists of files, and use the
+    same seed on all ranks for random_split() and every shuffle of the dataset. If the
+    script divides the samples itself, omit the sampler.
     """
     several(job)
     need(job.of(Feed), "no DataLoader is used")
@@ -184,9 +184,9 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
         if loop and one.together()[0] > one.together(0.8)[0] + 0.5:
             raise NotJudged("some inputs, such as noise, are equal on several ranks")
         if loop and what and one.stays():
-            raise NotJudged("the inputs come again in each step, as of one graph")
+            raise NotJudged("the inputs are the same in each step, as with a graph")
         if loop and what and one.together()[0] >= 0.9 and other_targets(job):
-            raise NotJudged("equal inputs have other targets on each rank")
+            raise NotJudged("equal inputs have different targets on each rank")
         if what and one.together()[0] < 0.9:
             if one.random():
                 raise NotJudged("each rank may draw its samples at random")
@@ -208,7 +208,7 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
         repeats = counts["again"] > one.slack + MORE * counts["read"]
         if one.stream or not one.total or repeats:
             more = "" if one.index else " (by their contents)"
-            why = "the size of the data set is not known"
+            why = "the size of the dataset is not known"
             if one.index and not one.total:
                 ends = "may leave out samples" if one.whole else "has not ended"
                 why = f"the script's own sampler {ends}"
@@ -241,7 +241,7 @@ def same_samples(job, breach):
 def mechanism(job: Job, one: Reads, later=False) -> tuple[str, str]:
     """Return why ranks read samples twice or never, and the advice, or "" for both."""
     if one.later:
-        return "", "Divide the samples in each epoch as in the first one."
+        return "", "Divide the samples in each epoch as in the first epoch."
     if one.resumed:
         return "", "After a resume, skip the batches that the epoch has already read."
     if one.redrawn:
@@ -257,8 +257,8 @@ def mechanism(job: Job, one: Reads, later=False) -> tuple[str, str]:
         if one.together()[0] >= 0.9:
             return "", f"{mend}; or seed each rank differently."
         line = other_orders(job, 2 * one.batch)
-        extra = f"; {line} draws another order on each rank" * bool(line)
-        return extra, f"{mend}: draw it with a generator of the same seed."
+        extra = f"; {line} draws a different order on each rank" * bool(line)
+        return extra, f"{mend}: draw this order with the same seed."
     first, counts = one.feeds[0], one.numbers()
     wanted = {"seed": "the same seed", "epoch": "set_epoch(epoch) on every rank"}
     for name, text in wanted.items():
@@ -282,7 +282,7 @@ def mechanism(job: Job, one: Reads, later=False) -> tuple[str, str]:
             if counts["within"] and not counts["ranks"]:
                 extra = f"; each of the {first.workers} loader processes yields them"
                 return extra, f"{part}."
-        return "", f"{part}; first, put them in the same order on all ranks."
+        return "", f"{part}; first, put all samples in the same order on all ranks."
     if first.repeats:
         mend = "Seed the sampler's generator with a number that depends on the rank; "
         text = f"; {loader.sampler} draws them with replacement"
@@ -297,7 +297,7 @@ def mechanism(job: Job, one: Reads, later=False) -> tuple[str, str]:
 def trained_on_validation(job):
     """Training uses validation samples.
 
-    Split the data set once, in the same way on every rank.
+    Split the dataset once, in the same way on every rank.
     """
     passes, why = {}, "no validation with its own DataLoader was seen"
     for one in need([x for x in job.of(Validation) if not x.gradients], why):

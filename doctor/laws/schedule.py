@@ -73,7 +73,7 @@ class Schedules(Watcher):
 
 
 def length(scheduler) -> int | None:
-    """Return a schedule's length in steps; for LambdaLR, where a decay first ends."""
+    """Return a schedule's length in steps; for LambdaLR, the end of its first decay."""
     for factor in getattr(scheduler, "lr_lambdas", [])[:1]:
         try:
             rates = [max(0, factor(n)) for n in range(9 * scheduler.last_epoch)]
@@ -103,7 +103,7 @@ def learning_rates_differ(job):
         if not alike([[one.value] for one in row], 1e-6):
             values = ", ".join(f"{one.value:.4g}" for one in row)
             what = f"the ranks give ReduceLROnPlateau {values}, which lowers their"
-            mend = "Give it the mean over all ranks, such as an all-reduced loss."
+            mend = "Pass the metric's mean over all ranks, such as an all-reduced loss."
             what += " learning rates at different times"
             yield Breach(what, row[0].place, mend=mend)
             return
@@ -118,10 +118,10 @@ def learning_rates_differ(job):
 
 @check(LEARNS, RISK, read="pitfall 15")
 def schedule(job):
-    """The learning rate schedule is longer or shorter than the training.
+    """The learning rate schedule is longer or shorter than the training run.
 
     Count the steps of one process: len(loader) times the number of epochs.
-    Not a mistake if: the schedule is meant to be longer or shorter than the training.
+    Not a mistake if: the schedule is meant to be longer or shorter than the run.
     """
     several(job)
     process, size = job.processes[0], job.world_size

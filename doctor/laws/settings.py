@@ -1,4 +1,4 @@
-"""Law 2: ranks are exchangeable. Compares settings."""
+"""Law 2: ranks are exchangeable. Compares the ranks' settings."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ def settings_differ(job):
     """The ranks train with different settings.
 
     Make the setting the same on every rank; after an evaluation on one rank, call
-    train() there.
+    train() on that rank.
     Not a mistake if: the ranks are meant to differ, for example in their batch sizes.
     """
     several(job)
@@ -45,7 +45,7 @@ def settings_differ(job):
 
 
 def facts(job) -> Iterator[tuple[str, list, int, str]]:
-    """Yield (name, values on all ranks, step, place) of each setting, step by step.
+    """Yield (name, values on all ranks, step, place) for each setting, step by step.
 
     The ranks may make different numbers of passes in a step. The value is None on ranks
     that never have the setting.

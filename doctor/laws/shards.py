@@ -1,4 +1,4 @@
-"""Law 8: files are whole, and have one writer. Finds files of shards."""
+"""Law 8: files are complete, and have one writer. Finds one rank's shards in files."""
 
 import os
 
@@ -39,7 +39,7 @@ class Shards(Watcher):
 def cut(obj) -> list[str]:
     """Return the names of weights of which an object contains this process's shards.
 
-    Its tensors match these shards by name and shape, or by shape and values.
+    The object's tensors match the shards by name and shape, or by shape and values.
     """
     known = {
         bare(name): one

@@ -39,7 +39,7 @@ class State(Event, limit=1000):
     meets: int = 0  # number of collectives so far, in a script without an optimizer
 
     def rows(self) -> dict[str, list[float]]:
-        """Return {name: elements}."""
+        """Return {tensor's name: its elements}."""
         parts = range(0, len(self.values), self.each)
         pairs = zip(self.names, parts, strict=True)
         return {name: self.values[n : n + self.each] for name, n in pairs}
@@ -175,7 +175,7 @@ def named(pairs) -> dict:
 
 
 def kept(network) -> list[tuple]:
-    """Return the buffers that a network saves, as (name, buffer, is batch norm's)."""
+    """Return a network's saved buffers: (name, buffer, whether it is batch norm's)."""
     norm = torch.nn.modules.batchnorm._BatchNorm
     return [
         (name, one, isinstance(module, norm))

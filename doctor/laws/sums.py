@@ -1,4 +1,4 @@
-"""Law 7: prints are true. Checks the sums over all ranks that results are made of."""
+"""Law 7: printed results are true. Checks sums over all ranks."""
 
 from collections import Counter
 
@@ -11,7 +11,7 @@ from .printed import LAW
 
 @check(LAW, WRONG, needs=[Call], read="pitfall 16")
 def reduced_again(job):
-    """Sums over all ranks are summed over all ranks again.
+    """Sums over all ranks are all-reduced again.
 
     Add up each rank's own numbers, and call all_reduce() once, at the end.
     """
@@ -69,7 +69,7 @@ def summed(row: tuple[Call, ...]) -> bool:
 
 
 def divided(rows: list[tuple], own: int, value: float, gap: float) -> set[str]:
-    """Return the counts, which differ between ranks, by which a sum was divided."""
+    """Return the names of rank-dependent counts by which a sum was divided."""
     totals, found = [sum(x.value for x in row) for row in rows], set()
     for row, total in zip(rows, totals, strict=True):
         for name in set.intersection(*({*x.counts} for x in row)):

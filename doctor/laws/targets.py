@@ -89,7 +89,7 @@ def same_targets(job):
 
 @check(LAW, RISK, needs=[Input, Targets], causes=[datasets_differ])
 def meanings_differ(job):
-    """Ids (such as those of words) or classes mean different things on each rank.
+    """Ids (of words, for example) or classes mean different things on each rank.
 
     Use the same ids and classes on all ranks: build the vocabulary from all samples, or
     build it on rank 0 only and broadcast it.
@@ -176,7 +176,7 @@ def related(own: Samples, cells: list[tuple]) -> list[float]:
 
 
 def beyond(own: Samples, cells: list[tuple], size: float) -> float:
-    """Return by how many standard errors `size` exceeds that of shuffled targets."""
+    """Return how many standard errors `size` is above its mean for shuffled targets."""
     order, sizes, targets = Random(0), [], [target for _, target in own]
     for _ in range(24):
         order.shuffle(targets)

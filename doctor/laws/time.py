@@ -17,7 +17,7 @@ from .modes import Validation, validations
 from .passes import Update
 from .states import Layout
 
-LAW = Law(10, "time", "Time goes into work")
+LAW = Law(10, "time", "Time is spent on useful work")
 LEAST = 0.05  # seconds: doctor does not judge shorter steps
 SHARE = 0.05  # minimum share of a step that a fix must save
 MENDS = {
@@ -49,7 +49,7 @@ class Runs(Event, limit=4):
 
 
 class Clock(Watcher):
-    """Measures the parts of each step."""
+    """Measures how long each part of a step takes."""
 
     def __init__(self):
         self.known = set()
@@ -65,7 +65,7 @@ class Clock(Watcher):
         wrap(torch, "save", self.save)
 
     def add(self, part: str, seconds: float, ago: float = 0) -> None:
-        """Add a span that ends now, or ended some seconds ago."""
+        """Add a span of `seconds` that ended `ago` seconds ago."""
         if recorder.timing and seconds:
             end = time.time() - ago
             self.spans.append((part, end - seconds, end))
@@ -150,7 +150,7 @@ def queued() -> float:
 
 
 def timed(process: Process) -> list[Spans]:
-    """Return a process's steps that were only timed or, if there are none, watched."""
+    """Return the steps that were only timed or, if few, all but the first five."""
     steps = [one for one in process.of(Spans) if one.wall]
     only = [one for one in steps if not one.watched]
     return only if len(only) > 4 else steps[5:]
@@ -243,7 +243,7 @@ def bottleneck(job):
         name, _, where = call.partition(" in ")
         if seconds > SHARE * total and not slow:
             what = f"{name} takes {seconds / total:.0%} of a step (communication)"
-            mend = "Call it less often, or with less data."
+            mend = "Call this collective less often, or with less data."
             found.append((seconds / total, Breach(what, where, mend=mend)))
     for _, breach in sorted(found, key=lambda one: -one[0]):
         yield breach
@@ -253,7 +253,7 @@ def bottleneck(job):
 
 
 def slowest(job, steps: list[list[Spans]], wall: float) -> Breach | None:
-    """Return a breach if one rank works longer in nearly all steps, and others wait."""
+    """Return a breach if one rank makes the others wait for it in nearly all steps."""
     if len(steps) < 2:
         return None
     rows = [[parts(one) for one in own] for own in steps]

@@ -1,4 +1,4 @@
-"""Processes share no variables. The other lessons start their processes like this.
+"""Show that processes share no variables; start two processes with mp.spawn.
 
 python tutorial/01_ranks/ranks_spawn.py
 """
@@ -26,4 +26,4 @@ def main(rank: int, port: int) -> None:
 if __name__ == "__main__":
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     mp.spawn(main, args=(store.port,), nprocs=2)
-    print(f"visits in the process that started them: {visits}")
+    print(f"visits in the parent process: {visits}")

@@ -1,4 +1,4 @@
-"""Broadcast and all-reduce: two processes train one weight together.
+"""Train one weight in two processes, with a broadcast and an all-reduce.
 
 python tutorial/02_all_reduce/all_reduce.py
 """
@@ -30,7 +30,7 @@ def main(rank: int, port: int) -> None:
 
 
 def show(title: str, text: str) -> None:
-    """Gather every process's text; rank 0 prints all texts in order."""
+    """Gather the texts of all processes, and print them in rank 0."""
     texts = [None, None]
     dist.all_gather_object(texts, text)
     if dist.get_rank() == 0:

@@ -18,7 +18,7 @@ def build(norm: type[nn.Module] = nn.Identity) -> nn.Module:
 
 
 def gradients(model: nn.Module, x: Tensor, y: Tensor, factor: float = 1.0) -> Tensor:
-    """Backpropagate the mean loss; return all gradients as one vector."""
+    """Backpropagate the mean loss times `factor`; return all gradients as a vector."""
     loss = F.cross_entropy(model(x), y)
     (factor * loss).backward()
     return torch.cat([w.grad.flatten() for w in model.parameters()])
@@ -39,7 +39,7 @@ def main(rank: int, port: int) -> None:
     torch.manual_seed(1)
     x, y = torch.randn(8, 6), torch.randint(3, (8,))
     my_x, my_y = x[rank::2], y[rank::2]  # four samples each
-    right = gradients(build(), x, y)  # what one process computes from all eight
+    right = gradients(build(), x, y)  # one process, all eight samples
 
     mine = gradients(build(), my_x, my_y)
     report("my own shard", mine, right)
@@ -53,7 +53,7 @@ def main(rank: int, port: int) -> None:
     few_x, few_y = x[six_or_two], y[six_or_two]
     report("DDP, shards of six and two", gradients(DDP(build()), few_x, few_y), right)
     weighted = gradients(DDP(build()), few_x, few_y, factor=len(few_x) / 4)
-    report("  the same, each loss times shard size / 4", weighted, right)
+    report("  with each loss times shard size / 4", weighted, right)
 
     with_norm = gradients(build(nn.BatchNorm1d), x, y)
     shards = gradients(DDP(build(nn.BatchNorm1d)), my_x, my_y)

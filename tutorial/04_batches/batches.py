@@ -1,4 +1,4 @@
-"""Which rank gets which images: batch arithmetic with PyTorch's own sampler.
+"""Count images and steps, and show which rank gets which images.
 
 python tutorial/04_batches/batches.py
 """
@@ -8,7 +8,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 
 def epoch(images: int, world_size: int, batch: int) -> None:
-    """Print how many images and steps rank 0 has in an epoch; use only one process."""
+    """Print how many images and steps rank 0 has per epoch."""
     sampler = DistributedSampler(range(images), world_size, rank=0)
     loader = DataLoader(range(images), batch, sampler=sampler)
     print(
@@ -18,7 +18,7 @@ def epoch(images: int, world_size: int, batch: int) -> None:
 
 
 def shares(images: int, **options) -> None:
-    """Print the indices that each of four ranks gets, and how many are distinct."""
+    """Print the indices that each of four ranks gets, and count the distinct ones."""
     seen = set()
     for rank in range(4):
         sampler = DistributedSampler(range(images), 4, rank, **options)
@@ -28,7 +28,7 @@ def shares(images: int, **options) -> None:
 
 
 def accuracy(correct: list[bool], shards: list[list[int]]) -> None:
-    """Combine the processes' results in two ways, of which only one is correct."""
+    """Print the accuracy over all shards, and the mean of the shards' accuracies."""
     hits = [sum(correct[i] for i in shard) for shard in shards]
     sizes = [len(shard) for shard in shards]
     mean = sum(h / n for h, n in zip(hits, sizes, strict=True)) / len(shards)
@@ -39,7 +39,7 @@ def accuracy(correct: list[bool], shards: list[list[int]]) -> None:
 
 
 def main() -> None:
-    """Print the lesson's arithmetic, part by part."""
+    """Print the lesson's examples of batches, shards and accuracies."""
     print("1,024 images")
     for world_size, batch in ((1, 32), (8, 32), (8, 4)):
         epoch(1024, world_size, batch)

@@ -27,12 +27,12 @@ class OurDDP(nn.Sequential):
             weight.register_post_accumulate_grad_hook(self.ready)
 
     def ready(self, weight: nn.Parameter) -> None:
-        """Start a gradient's all-reduce. backward() calls this for each gradient."""
+        """Start the all-reduce of a gradient that backward() has completed."""
         self.begun.append((dist.all_reduce(weight.grad, async_op=True), weight))
         self.all_reduces += 1
 
     def finish(self) -> None:
-        """Average the gradients. Call it between backward() and step()."""
+        """Average the gradients; call this between backward() and step()."""
         for work, weight in self.begun:
             work.wait()
             weight.grad /= PROCESSES
@@ -49,7 +49,7 @@ def main(rank: int, port: int) -> None:
     model = nn.Sequential(*(layer for pair in pairs for layer in pair))
     x, y = torch.randn(2, 32, WIDTH)
     models, times = [OurDDP(copy.deepcopy(model)), DDP(model)], []
-    for model in STEPS * models:  # alternate: one step of ours, one of torch's
+    for model in STEPS * models:  # alternate between our DDP and PyTorch's
         dist.barrier()
         began = time.perf_counter()
         model.zero_grad()

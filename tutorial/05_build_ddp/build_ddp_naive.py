@@ -26,7 +26,7 @@ class OurDDP(nn.Sequential):
             dist.broadcast(weight.data, src=0)
 
     def finish(self) -> None:
-        """Average the gradients. Call it between backward() and step()."""
+        """Average the gradients; call this between backward() and step()."""
         for weight in self.parameters():
             dist.all_reduce(weight.grad)
             self.all_reduces += 1
@@ -43,7 +43,7 @@ def main(rank: int, port: int) -> None:
     model = nn.Sequential(*(layer for pair in pairs for layer in pair))
     x, y = torch.randn(2, 32, WIDTH)
     models, times = [OurDDP(copy.deepcopy(model)), DDP(model)], []
-    for model in STEPS * models:  # alternate: one step of ours, one of torch's
+    for model in STEPS * models:  # alternate between our DDP and PyTorch's
         dist.barrier()
         began = time.perf_counter()
         model.zero_grad()

@@ -19,7 +19,7 @@ LAYERS, WIDTH, SAMPLES, LINK = 6, 512, 2048, 40e6  # LINK: bytes per second
 
 
 def one_step(megabytes: int) -> list[tuple[str, float, float]]:
-    """Return (what, began_ms, ended_ms) of each part of the fastest of four steps."""
+    """Return the parts of the fastest of four steps as (what, began_ms, ended_ms)."""
 
     def mark(what: str) -> None:
         nonlocal last
@@ -57,7 +57,7 @@ def one_step(megabytes: int) -> list[tuple[str, float, float]]:
 
 
 def main(rank: int, port: int, file: str | None) -> None:
-    """Both processes run this function; rank 0 reports."""
+    """Both processes run this function; rank 0 prints the results."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
@@ -66,7 +66,7 @@ def main(rank: int, port: int, file: str | None) -> None:
         sends = [began for what, began, _ in spans if what == "send"]
         computed = max(ended for what, _, ended in spans if what == "backward")
         when = "before" if sends[0] < computed else "after"
-        print(f"{form}: {len(sends)} sent, first {when} all gradients were computed")
+        print(f"{form}: {len(sends)} sent, the first {when} all gradients were ready")
         print(f"{form}: a step takes {spans[-1][2]:.0f} ms", file=sys.stderr)
     if rank == 0 and file:
         Path(file).write_text(json.dumps(forms))

@@ -1,4 +1,4 @@
-"""Four backward passes per step: the same gradients with a quarter of the all-reduces.
+"""Accumulate gradients over four backward passes, with one all-reduce instead of four.
 
 python tutorial/07_accumulation/accumulation.py
 """
@@ -45,15 +45,15 @@ def main(rank: int, port: int) -> None:
     x, y = torch.randn(32, 6), torch.randint(3, (32,))
     whole = build()
     F.cross_entropy(whole(x), y).backward()
-    right = gradients(whole)  # what one process computes from all 32 samples at once
+    right = gradients(whole)  # computed by one process from all 32 samples
 
     def hook(sent: list[int], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         sent.append(bucket.buffer().nbytes)
         return allreduce_hook(None, bucket)
 
     for title, options in {
-        "every backward averages": {"divide": True, "no_sync": False},
-        "no_sync until the last": {"divide": True, "no_sync": True},
+        "every backward pass averages": {"divide": True, "no_sync": False},
+        "no_sync until the last pass": {"divide": True, "no_sync": True},
         "the loss not divided by 4": {"divide": False, "no_sync": True},
     }.items():
         model, sent = DDP(build()), []

@@ -1,4 +1,4 @@
-"""The other collectives: what four processes hold before and after each call.
+"""Print what four processes hold before and after each of the other collectives.
 
 python tutorial/08_collectives/collectives.py
 """

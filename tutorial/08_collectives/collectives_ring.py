@@ -1,4 +1,4 @@
-"""A ring all-reduce by hand, and the bytes that each process sends.
+"""Implement a ring all-reduce, and count the bytes that each process sends.
 
 python tutorial/08_collectives/collectives_ring.py
 """
@@ -9,7 +9,7 @@ import torch.multiprocessing as mp
 
 
 def ring_all_reduce(x: torch.Tensor, rank: int, n: int, look=lambda title: None) -> int:
-    """Sum `x` over the first `n` ranks in place; return the bytes sent."""
+    """Sum `x` over the first `n` ranks in place; return the bytes sent by this rank."""
     parts, sent = x.chunk(n), 0
     right, left = (rank + 1) % n, (rank - 1) % n
     look("start")
@@ -28,7 +28,7 @@ def ring_all_reduce(x: torch.Tensor, rank: int, n: int, look=lambda title: None)
 
 
 def root_all_reduce(x: torch.Tensor, rank: int, n: int) -> int:
-    """Do the same in a simpler way: rank 0 sums everything and sends the result."""
+    """Sum `x` in place like ring_all_reduce(), but send all data through rank 0."""
     if rank > 0:
         dist.send(x, 0)
         dist.recv(x, 0)
@@ -57,7 +57,7 @@ def main(rank: int, port: int) -> None:
 
     data = torch.randn(300_000, generator=torch.Generator().manual_seed(rank))
     print_once = print if rank == 0 else lambda *words: None
-    print_once(f"bytes that the busiest process sends; each has {data.nbytes:,}")
+    print_once(f"bytes sent by the busiest process, for {data.nbytes:,} bytes of data")
     for n in (2, 3, 4):
         group = dist.new_group(range(n))  # the first n processes; all four call this
         if rank >= n:
@@ -68,7 +68,7 @@ def main(rank: int, port: int) -> None:
             sent[i] = by_hand(x := data.clone(), rank, n)
             assert torch.allclose(x, library, atol=1e-5)
         dist.all_reduce(sent, dist.ReduceOp.MAX, group)
-        print_once(f"  {n} processes: ring {sent[0]:,}, through rank 0 {sent[1]:,}")
+        print_once(f"  {n} processes: {sent[0]:,} in a ring, {sent[1]:,} via rank 0")
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Mixed precision: what autocast casts, and how the loss scale changes over the steps.
+"""Show what autocast casts, and how the loss scale changes from step to step.
 
 python tutorial/09_mixed_precision/amp.py
 """
@@ -32,8 +32,8 @@ def underflow() -> None:
     for gradient in torch.tensor([1e-4, 1e-6, 1e-8]):
         scaled = (gradient * 65536).half()
         print(
-            f"  {gradient:.1e}: alone {gradient.half().item():.1e}, "
-            f"times 65536 and back {scaled.float() / 65536:.1e}"
+            f"  {gradient:.1e}: without scaling {gradient.half().item():.1e}, "
+            f"with a loss scale of 65536 {scaled.float() / 65536:.1e}"
         )
 
 

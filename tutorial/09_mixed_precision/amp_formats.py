@@ -30,14 +30,17 @@ def numbers() -> None:
 
 
 def updates() -> None:
-    """Add a small number to a weight of 1, a thousand times."""
+    """Add a small number 1,000 times to a weight of 1, in three formats."""
     print("1 plus 1,000 updates of 0.0001")
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         weight = torch.ones(1, dtype=dtype)
         for _ in range(1000):
             weight += 0.0001
         following = 1 + torch.finfo(dtype).eps  # the next number after 1
-        print(f"  {str(dtype):14} {weight.item():.4f}; after 1 comes {following:.7f}")
+        print(
+            f"  {str(dtype):14} {weight.item():.4f}; "
+            f"the next number after 1 is {following:.7f}"
+        )
 
 
 def defaults() -> None:

@@ -1,4 +1,4 @@
-"""FSDP2 compared with DDP: the weights after training, and the memory per process.
+"""Compare FSDP2 with DDP: the weights after training, and the memory per process.
 
 python tutorial/10_memory/memory_fsdp.py
 """
@@ -30,7 +30,7 @@ def shard(model: nn.Sequential, reshard: bool) -> nn.Sequential:
 
 
 def train(name: str, model: nn.Module, batch: Tensor) -> Tensor:
-    """Train with Adam, print what this process keeps, and return all weights."""
+    """Train with Adam, print the memory that rank 0 keeps, and return all weights."""
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     halved = []  # how many layers are sharded when each layer starts
     for layer in layers:
@@ -53,14 +53,14 @@ def train(name: str, model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def kib(tensors: list[Tensor]) -> int:
-    """Return the KiB of these tensors in this process; count shared memory once."""
+    """Return the tensors' KiB in this process; count shared memory only once."""
     local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
     storages = [tensor.untyped_storage() for tensor in local]
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values()) // 1024
 
 
 def main(rank: int, port: int) -> None:
-    """Both processes run this function; rank 0 prints what it found."""
+    """Both processes run this function; rank 0 prints the results."""
     store = dist.TCPStore("127.0.0.1", port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     batch = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(1))[rank]

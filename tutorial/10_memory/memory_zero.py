@@ -1,4 +1,4 @@
-"""ZeRO by hand: two processes divide what DDP keeps whole in each process.
+"""Implement ZeRO by hand: two processes divide the tensors that DDP replicates.
 
 python tutorial/10_memory/memory_zero.py [FILE.json]    # saves the bytes for a figure
 """
@@ -16,14 +16,14 @@ LAYERS, WIDTH, STEPS = 4, 128, 3
 
 
 def gather(half: Tensor) -> Tensor:
-    """Return the whole matrix, given each process's half of the rows."""
+    """Join the two processes' halves of a matrix; return the whole matrix."""
     whole = torch.empty(WIDTH, WIDTH)
     dist.all_gather_into_tensor(whole, half)
     return whole
 
 
 def train(stage: int, rank: int) -> tuple[Tensor, dict[str, int]]:
-    """Train with Adam; return the weights, and the bytes that this process keeps."""
+    """Train in a ZeRO stage (0: DDP); return the weights and the bytes of each kind."""
     torch.manual_seed(0)
     batch = torch.randn(2, 8, WIDTH)[rank]  # each process has its own eight samples
     weights = [torch.randn(WIDTH, WIDTH) / 10 for _ in range(LAYERS)]
@@ -58,7 +58,7 @@ def train(stage: int, rank: int) -> tuple[Tensor, dict[str, int]]:
 
 
 def main(rank: int, port: int, file: str | None) -> None:
-    """Both processes run this function; rank 0 prints what it found."""
+    """Both processes run this function; rank 0 prints the results."""
     store = dist.TCPStore("127.0.0.1", port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     right, found = train(0, rank)[0], {}
