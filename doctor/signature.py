@@ -14,7 +14,7 @@ from .sample import digest, hashes, numbers, positions
 
 FEW, ALL = 64, 5000  # limits: entries to hash in order; entries to sum
 PLAIN = int, float, str, bytes, bool, complex, type(None)
-READ = list.__getitem__, tuple.__getitem__, deque.__getitem__  # no code of the user's
+READ = list.__getitem__, tuple.__getitem__, deque.__getitem__  # no code of the script
 
 
 def signature(dataset) -> dict[str, tuple[int, int, int | None, int]]:
