@@ -668,6 +668,19 @@ def test_a_sum_over_all_ranks_that_is_divided_by_one_ranks_count(words):
     assert [count(x) for x in (torch.tensor(5.0), [1, 2], 0.5, True)] == [5, 2, 0, 0]
 
 
+@pytest.mark.parametrize(("name", "right"), [("mIoU", 1), ("mIoU", 0), ("norm", 0)])
+def test_a_metric_that_is_averaged_over_the_ranks(name, right):
+    ranks = [[], []]
+    for step in range(3):
+        own = [0.5 + 0.1 * step, 0.4]
+        for rank, x in zip(ranks, own, strict=True):
+            rank += [replace(calls([4 * x], step=step)[0], sent="4 x float64")]
+        text = f"{name}={sum(own) / 2 + 0.01 * right:.4f}"
+        ranks[0].append(Printed(text=text, place="a.py:6", step=step, time=1.0))
+    wanted = set() if right or name == "norm" else {"averaged_metric"}
+    assert named(report(*ranks)) == wanted
+
+
 @pytest.mark.parametrize(
     ("outer", "local", "printed", "wanted"),
     [

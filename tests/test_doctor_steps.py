@@ -26,7 +26,7 @@ from doctor.laws.losses import Losses, outer
 from doctor.laws.losses import terms as read_terms
 from doctor.laws.modes import Mode, Validation
 from doctor.laws.passes import Passes, Update
-from doctor.laws.resume import Restored, Resumed, Resumes
+from doctor.laws.resume import Begins, Restored, Resumed, Resumes
 from doctor.laws.schedule import Schedule, length
 from doctor.laws.shards import Cut, cut
 from doctor.laws.states import Layout, Replicas, State
@@ -309,6 +309,8 @@ def test_weights_that_never_live_are_named():
     assert ("dead_weights", "a.py:8") in [(x.check, x.place) for x in found]
     still = weights("stage.weight", moves=False)
     assert law(judged(*map(add, still, head)), 6) == "not judged"
+    half = weights("stage.weight", moves=False, half=True, alive=10)
+    assert named(judged(*map(add, half, head))) == {"rounded_away": "RISK"}
     for rank in range(2):
         parts = weights("stage.weight")
         parts[rank][0].optimizer = None
@@ -366,6 +368,11 @@ def test_what_an_optimizer_keeps_outside_its_state():
     optimizer.buffers[weight] = torch.zeros(2)
     files.after_step(optimizer, [])
     assert files.states == {"optimizer (SGD.buffers)"}
+    state = {"net": {"w": weight}, "own": {"w": {"momentum_buffer": weight}}}
+    assert files.content(state)["holds"] == []
+    optimizer.state[weight]["momentum_buffer"] = torch.zeros(2)
+    files.after_step(optimizer, [])
+    assert files.content(state)["holds"] == ["optimizer"]
 
 
 def test_what_a_loss_is_divided_by():
@@ -541,6 +548,8 @@ def test_files_and_optimizers_of_two_ranks(other):
     assert named(judged(*ranks)) == ({"several_save": "WRONG"} if other > 1 else {})
     own = {"what": "optimizer", "mark": 7, "place": "a.py:3"}
     ranks = [[event(Restored, weights=[f"weight {x}"], **own)] for x in (1, other)]
+    assert named(judged(*ranks)) == ({"one_ranks_state": "RISK"} if other > 1 else {})
+    ranks = [[event(Begins, states=x, place="a.py:3")] for x in (1, 2 - other)]
     assert named(judged(*ranks)) == ({"one_ranks_state": "RISK"} if other > 1 else {})
     ranks = [[event(Opened, path="/a/sample.png", place="a.py:5")] for _ in range(2)]
     assert named(judged(*ranks)) == {"several_write": "RISK"}  # perhaps by a library

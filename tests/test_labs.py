@@ -102,7 +102,7 @@ raise RuntimeError(seen)
 @pytest.mark.parametrize(
     "script, how, limit",
     [
-        (PEEK, "before the first step rank 0 fails with RuntimeError: []", 100),
+        (PEEK, "before the first step, rank 0 fails with RuntimeError: []", 100),
         ("while True: pass", "no result after 8 s, or the grader ended", 8),
     ],
 )
@@ -123,7 +123,7 @@ def test_a_class_is_graded_in_a_sandbox(
     tool["grade"].__globals__["LIMIT"] = limit
     assert tool["main"]([str(tmp_path)]) == 0
     printed = capsys.readouterr()
-    assert printed.err == "ann/lab09.py is not a lab's name\n"
+    assert printed.err == "ann/lab09.py is not named like a lab\n"
     ann, bob = csv.DictReader(printed.out.splitlines())
     assert ann["07"] == ("the optimizer takes no step" if limit == 100 else "")
     assert not ann["08"]

@@ -1,5 +1,6 @@
 """Law 7: printed results are true. Checks sums over all ranks."""
 
+import re
 from collections import Counter
 
 from ..law import RISK, WRONG, Breach, check, several
@@ -7,6 +8,11 @@ from ..numbers import others, results
 from ..results import Printed
 from .meeting import Call
 from .printed import LAW
+
+RATIOS = re.compile(  # metrics that are no means over samples
+    r"(?:m|mean)?iou|f1|(?:mean_)?ap|\w*auc|auroc|auprc|precision|recall|bleu|rmse|r2|"
+    r"wer|cer|kappa|mcc"
+)
 
 
 @check(LAW, WRONG, needs=[Call], read="pitfall 16")
@@ -60,6 +66,49 @@ def local_divisor(job):
             what += f"divided by rank {line.rank}'s own {name} ({count} prints)"
             yield Breach(what, line.place)
             return
+
+
+@check(LAW, RISK, needs=[Call, Printed], read="pitfall 16")
+def averaged_metric(job):
+    """A printed metric is the mean of the ranks' own values, which is another number.
+
+    Compute it from all ranks' predictions, or from counts that are summed over all
+    ranks, such as a confusion matrix.
+    Not a mistake if: you define the metric as the mean over parts of the data.
+    """
+    several(job)
+    calls, sites = [process.of(Call) for process in job.processes], {}
+    for line in job.of(Printed):
+        own = next(n for n, x in enumerate(job.processes) if x.rank == line.rank)
+        rows = [row for row in zip(*calls, strict=False) if row[own].step == line.step]
+        rows = [row for row in rows if row[own].time < line.time and numbers(row)]
+        for name, text in others(line.text) if rows else ():
+            if RATIOS.fullmatch(re.sub(r".*[_/]", "", name)):
+                fits = any(averages(row, text) for row in rows)
+                sites.setdefault((name, line.place), []).append((fits, text, line))
+    for (name, place), prints in sites.items():
+        if (
+            all(fits for fits, *_ in prints)
+            and len({text for _, text, _ in prints}) > 1
+        ):
+            _, text, line = prints[-1]
+            what = (
+                f"rank {line.rank} prints the {name} {text}, which is the mean of the "
+            )
+            yield Breach(f"{what}ranks' own numbers ({len(prints)} prints)", place)
+
+
+def numbers(row: tuple[Call, ...]) -> bool:
+    """Return whether doctor knows the floating-point numbers of a collective."""
+    return all(x.value is not None and "float" in x.sent for x in row)
+
+
+def averages(row: tuple[Call, ...], text: str) -> bool:
+    """Return whether a printed number is the mean of the ranks' own numbers."""
+    own = [x.value / int(x.sent.partition(" ")[0]) for x in row]
+    gap = 0.6 * 10 ** -len(text.partition(".")[2])
+    near = any(abs(x * sum(own) / len(own) - float(text)) < gap for x in (1, 100))
+    return near and max(own) - min(own) > 2 * gap
 
 
 def summed(row: tuple[Call, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""Hang two processes with three bugs; show where each waits, and how the wait ends.
+"""Run three bugs that hang two processes; show where each waits, and how the wait ends.
 
 python tutorial/11_hangs/hangs.py
 """
@@ -19,9 +19,9 @@ MESSAGES = r"Timed out \w+ \w+|Connection|Rank \d (is running .*?OpType=\w+|fail
 
 
 def skipped_step(rank: int) -> None:
-    """Rank 0 averages gradients three times, rank 1 twice."""
+    """Rank 0 averages gradients three times, but rank 1 only twice."""
     for step in range(3):
-        if rank == 0 or step != 1:  # rank 1 skips one, as after a NaN loss
+        if rank == 0 or step != 1:  # rank 1 skips step 1, as after a NaN loss
             dist.all_reduce(torch.ones(5))
     dist.barrier()
 
@@ -47,7 +47,7 @@ def observe(mistake: Callable[[int], None], rank: int) -> str:
     """Run a buggy function; return where this process waits, and how the wait ends."""
     line, end = "nowhere", "no error"
     with tempfile.TemporaryFile("w+") as stack:
-        faulthandler.dump_traceback_later(2, file=stack)  # writes the stack after 2 s
+        faulthandler.dump_traceback_later(2, file=stack)  # prints the stack after 2 s
         try:
             mistake(rank)
         except RuntimeError as error:

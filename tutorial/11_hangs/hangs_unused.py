@@ -1,4 +1,4 @@
-"""Rank 1 does not use one layer. It fails one step later, while rank 0 waits.
+"""Rank 1 does not use one layer, and fails one step later; meanwhile, rank 0 waits.
 
 python tutorial/11_hangs/hangs_unused.py
 """
@@ -18,12 +18,12 @@ class TwoLayers(nn.Module):
         self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
 
     def forward(self, x: Tensor, both: bool) -> Tensor:
-        """Map (N, 3) to (N, 3) with one layer, or with both."""
+        """Apply the first layer, or both layers, to x (N, 3); return (N, 3)."""
         return self.second(self.first(x)) if both else self.first(x)
 
 
 def train(rank: int) -> str:
-    """Take two steps; return what this process did last, and its error."""
+    """Take two steps; return the last thing that this process did, and its error."""
     model = DDP(TwoLayers())
     for step in range(2):
         try:
@@ -39,7 +39,7 @@ def train(rank: int) -> str:
 
 
 def main(rank: int, port: int) -> None:
-    """Both processes train; rank 0 prints what both did last."""
+    """Train in both processes; rank 0 prints the last thing that each of them did."""
     store = dist.TCPStore("127.0.0.1", port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     store.set(str(rank), f"rank {rank}, {train(rank)}")

@@ -62,7 +62,7 @@ def train(run: int, path: Path | None) -> list[Tensor]:
 
 
 def main() -> None:
-    """Train with a checkpoint, then once more without one, and compare."""
+    """Train with checkpoints and then without any, and compare the weights."""
     run = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     path = Path(tempfile.gettempdir(), f"{os.environ['TORCHELASTIC_RUN_ID']}.pt")
     dist.init_process_group("gloo")

@@ -23,9 +23,9 @@ TORCHRUN += " --rdzv-backend c10d --rdzv-id 1 --redirects 3"
 
 
 def start(host: str, port: int, folder: Path) -> subprocess.Popen:
-    """Start torchrun for one simulated host, with the command for a real host."""
+    """Start torchrun for one simulated host, with the same command as on a real one."""
     where = ["--rdzv-endpoint", f"localhost:{port}", "--log-dir", folder / host]
-    where += ["--rdzv-conf", f"is_host={int(host == 'a')}"]  # only a has the store
+    where += ["--rdzv-conf", f"is_host={int(host == 'a')}"]  # only a hosts the store
     command = [sys.executable, *TORCHRUN.split(), *where, __file__, folder]
     return subprocess.Popen(command, env={**os.environ, "HOST": host})
 

@@ -21,7 +21,7 @@ PASSES = 4
 
 
 class Counting(hvd.Compression.none):
-    """A compressor that only counts; Horovod calls it for each tensor it sends."""
+    """A compressor that only counts its calls: one per tensor that Horovod sends."""
 
     tensors = 0
 
@@ -33,7 +33,7 @@ class Counting(hvd.Compression.none):
 
 
 def say(*words: object) -> None:
-    """Print on rank 0 only."""
+    """Print `words` on rank 0 only."""
     if hvd.rank() == 0:
         print(*words)
 

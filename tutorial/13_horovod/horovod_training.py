@@ -36,7 +36,7 @@ def equal(model: nn.Module) -> bool:
 
 
 def train(model: nn.Module, optimizer: optim.Optimizer, x: Tensor, y: Tensor) -> None:
-    """Take three steps."""
+    """Take three training steps on samples `x` (N, 6) with labels `y` (N,)."""
     for _ in range(3):
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x), y)
@@ -45,7 +45,7 @@ def train(model: nn.Module, optimizer: optim.Optimizer, x: Tensor, y: Tensor) ->
 
 
 def say(*words: object) -> None:
-    """Print on rank 0 only."""
+    """Print `words` on rank 0 only."""
     if hvd.rank() == 0:
         print(*words)
 

@@ -12,7 +12,7 @@ RECORDED = sorted(Path("tutorial/14_step_cost/output").glob("rank*.json"))
 
 
 def kind(event: dict, main_thread: int, on_gpu: bool) -> str | None:
-    """Classify an event of a trace as computing, communication or neither."""
+    """Return whether an event is "computing", "communication" or neither (None)."""
     name = event["name"]
     if on_gpu and event["cat"] != "kernel":
         return None  # the CPU only starts kernels
@@ -32,7 +32,7 @@ def total(spans: list[tuple[float, float]]) -> float:
 
 
 def steps(trace: Path) -> list[list[float]]:
-    """Return four durations per step in ms: all, computing, communication, exposed."""
+    """Return four times per step in ms: total, computing, communication, exposed."""
     events = json.loads(trace.read_text())["traceEvents"]
     events = [event for event in events if event.get("ph") == "X"]  # with a duration
     names = [(event["name"], event["cat"]) for event in events]

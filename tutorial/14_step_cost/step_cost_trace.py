@@ -22,7 +22,7 @@ DELAYED, DELAY = (0, 5), 200  # buckets of each step, and milliseconds for each
 
 
 def slow_link(threads: ThreadPoolExecutor, bucket: dist.GradBucket):
-    """Average a bucket, slowly. DDP calls this function for each bucket."""
+    """Average a bucket over a slow link. DDP calls this function for each bucket."""
 
     def carry(arrived: torch.futures.Future) -> None:  # in its own thread
         work.wait()
@@ -37,7 +37,7 @@ def slow_link(threads: ThreadPoolExecutor, bucket: dist.GradBucket):
 
 
 def train(file: Path) -> None:
-    """Train a model and write a trace of the last steps."""
+    """Train a model and write a trace of the last steps to `file`."""
     layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
     model = DDP(nn.Sequential(*layers), bucket_cap_mb=1)  # a bucket for each layer
     model.register_comm_hook(ThreadPoolExecutor(LAYERS), slow_link)
@@ -55,7 +55,7 @@ def train(file: Path) -> None:
 
 
 def main(rank: int, port: int, folder: str | None) -> None:
-    """Both processes run this function; rank 0 reports."""
+    """Record a trace in each process; rank 0 prints what its trace contains."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)

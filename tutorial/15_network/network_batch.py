@@ -1,4 +1,4 @@
-"""At which batch size per GPU does communication take as long as computation?
+"""Compute the batch size per GPU at which communication takes as long as computation.
 
 python tutorial/15_network/network_batch.py
 """

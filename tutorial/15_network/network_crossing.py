@@ -31,7 +31,7 @@ def slow_link(took: list[float], bucket):
 
 
 def report(size: int, rows: list[list[float]]) -> str:
-    """Return a text with the times, and with the predicted and measured crossing."""
+    """Return the times, and the predicted and measured crossing, as text."""
     predicted, found = rows[-1][0] / rows[-1][1] * size / LINK, float("nan")
     text = "samples, ms of computing, ms of communication\n"
     for n, _, computing, sending in rows:
@@ -45,7 +45,7 @@ def report(size: int, rows: list[list[float]]) -> str:
 
 
 def main(rank: int, port: int) -> None:
-    """Both processes run this function; rank 0 reports."""
+    """Measure steps in both processes; rank 0 prints the report."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)

@@ -19,7 +19,7 @@ ROUNDS, REPEATS = 31, 16
 
 
 def seconds(tensors: list[torch.Tensor]) -> float:
-    """Return how long it takes to all-reduce the tensors one after the other."""
+    """Return the seconds that it takes to all-reduce the tensors one by one."""
     dist.barrier()  # otherwise, the time includes waiting for the other process
     began = perf_counter()
     for tensor in tensors:
@@ -35,7 +35,7 @@ def fit(times: dict[int, float]) -> tuple[float, float]:
 
 
 def report(measured: dict[str, dict]) -> str:
-    """Return a text with the fit, and with predicted and measured times of a step."""
+    """Return the fit, and the predicted and measured times of a step, as text."""
     (latency, bandwidth), sizes = measured["fit"], measured["sizes"].items()
     off = max(abs((latency + int(n) / bandwidth) / took - 1) for n, took in sizes)
     text = f"latency {latency * 1e3:.2f} ms, bandwidth {bandwidth / 1e9:.2f} GB/s"
@@ -47,7 +47,7 @@ def report(measured: dict[str, dict]) -> str:
 
 
 def main(rank: int, port: int, file: str | None) -> None:
-    """Both processes run this function; rank 0 reports."""
+    """Measure all-reduces in both processes; rank 0 prints the report."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)

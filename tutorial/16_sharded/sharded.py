@@ -22,7 +22,7 @@ FORMS = {"fp32": ((4,), FP32), "bf16": ((4,), BF16), "bf16, 2 x 2": ((2, 2), BF1
 
 
 def build(shape: tuple[int, ...], policy: MixedPrecisionPolicy) -> nn.Sequential:
-    """Build a model sharded over a mesh of ranks (shards, or replicas x shards)."""
+    """Build a model sharded over a mesh of this shape: shards, or replicas x shards."""
     layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
     model = nn.Sequential(*layers)
     names = ("replicate", "shard")[-len(shape) :]
@@ -47,7 +47,7 @@ def count(name: str, calls: Counter) -> None:
 
 
 def main(rank: int, port: int, file: str | None) -> None:
-    """All four processes run this function; rank 0 prints the results."""
+    """Train in each of four processes; rank 0 prints what it keeps and sends."""
     store = dist.TCPStore("127.0.0.1", port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
     calls, found = Counter(), {}

@@ -18,7 +18,7 @@ HOST, NAMES = "127.0.0.1", ("replicate", "shard")
 
 
 def build(*shape: int) -> tuple[nn.Sequential, optim.Adam]:
-    """Build a model and its optimizer, sharded over a mesh of processes."""
+    """Build a model and its optimizer, sharded over a mesh of this shape."""
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=NAMES[-len(shape) :])
     for part in (model[0], model[2], model):
@@ -27,7 +27,7 @@ def build(*shape: int) -> tuple[nn.Sequential, optim.Adam]:
 
 
 def save(folder: str) -> tuple[nn.Sequential, optim.Adam]:
-    """Train for three steps and save; each process writes its shards."""
+    """Train for three steps and save a checkpoint; each process writes its shards."""
     model, optimizer = build(4)
     for _ in range(3):
         optimizer.zero_grad()
@@ -39,7 +39,7 @@ def save(folder: str) -> tuple[nn.Sequential, optim.Adam]:
 
 
 def load(folder: str) -> tuple[nn.Sequential, optim.Adam]:
-    """Load into a new model and optimizer; each process reads its new shards."""
+    """Load the checkpoint into a new model; each process reads its new shards."""
     model, optimizer = build(2)
     weights, state = get_state_dict(model, optimizer)
     dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
@@ -48,14 +48,14 @@ def load(folder: str) -> tuple[nn.Sequential, optim.Adam]:
 
 
 def whole(model: nn.Sequential, optimizer: optim.Adam) -> list[Tensor]:
-    """Gather all weights, and all of Adam's moments and step counts."""
+    """Gather all weights, moments and step counts from all processes."""
     found = list(model.parameters())
     found += [value for w in found for value in optimizer.state[w].values()]
     return [t.full_tensor() if hasattr(t, "full_tensor") else t for t in found]
 
 
 def main(rank: int, port: int, processes: int, folder: str) -> None:
-    """Four processes run this function and save; then two processes run it and load."""
+    """Save a checkpoint if there are four processes; load it if there are two."""
     store = dist.TCPStore(HOST, port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=processes)
     torch.manual_seed(processes)

@@ -1,4 +1,4 @@
-"""How many epochs do larger batches need with each rule for the learning rate?
+"""Count the epochs that larger batches need with each rule for the learning rate.
 
 python tutorial/17_large_batches/large_batches.py [FILE.json]    # {rule: [epochs]}
 """
@@ -17,7 +17,7 @@ FONT = [31599, 9879, 29671, 29647, 23497, 31183, 31215, 29257, 31727, 31695]
 
 
 def digits(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Draw noisy images of digits, 8 x 8 pixels, and return them with their labels."""
+    """Draw `count` noisy images of digits (8 x 8 pixels); return images and labels."""
     random = torch.Generator().manual_seed(seed)
     labels = torch.randint(10, (count,), generator=random)
     pixels = torch.tensor(FONT)[labels, None] >> torch.arange(14, -1, -1) & 1

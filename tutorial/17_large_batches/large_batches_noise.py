@@ -21,7 +21,7 @@ FONT = [31599, 9879, 29671, 29647, 23497, 31183, 31215, 29257, 31727, 31695]
 
 
 def digits(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Draw noisy images of digits, 8 x 8 pixels, and return them with their labels."""
+    """Draw `count` noisy images of digits (8 x 8 pixels); return images and labels."""
     random = torch.Generator().manual_seed(seed)
     labels = torch.randint(10, (count,), generator=random)
     pixels = torch.tensor(FONT)[labels, None] >> torch.arange(14, -1, -1) & 1
@@ -43,7 +43,7 @@ def measure(norms: list, bucket: dist.GradBucket) -> torch.futures.Future[Tensor
 
 
 def main(rank: int, port: int, file: str | None) -> None:
-    """Both processes run this function; rank 0 prints the results."""
+    """Train in both processes; rank 0 prints the noise scale of each epoch."""
     torch.set_default_dtype(torch.float64)
     store = dist.TCPStore("127.0.0.1", port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)

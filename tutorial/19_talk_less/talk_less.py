@@ -1,4 +1,4 @@
-"""Train on two processes in six ways; compare the bytes sent and the accuracy.
+"""Train in two processes in six ways; compare the bytes sent and the accuracy.
 
 python tutorial/19_talk_less/talk_less.py
 """
@@ -23,7 +23,7 @@ OUTER = {"local SGD": {"lr": 1}, "DiLoCo": NESTEROV}  # the outer step's optimiz
 
 
 def train(way: str, rank: int, x: Tensor, y: Tensor) -> nn.Module:
-    """Train a new network on this process's samples."""
+    """Train a new network on this process's samples, in one of the six ways."""
     torch.manual_seed(0)  # the same initial weights in both processes
     layers = nn.Linear(16, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU()
     model = net = nn.Sequential(*layers, nn.Linear(128, 8))
@@ -51,7 +51,7 @@ def train(way: str, rank: int, x: Tensor, y: Tensor) -> nn.Module:
 
 
 def main(rank: int, port: int) -> None:
-    """Both processes run this function; rank 0 prints."""
+    """Train in both processes, in all ways; rank 0 prints a row for each way."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)

@@ -2,7 +2,7 @@
 
 horovodrun -np 2 python tutorial/labs/30_horovod.py
 
-symptom: Since the script was moved from DDP to Horovod, it prints a smaller loss.
+symptom: The script prints a smaller loss with Horovod than it did with DDP.
 grader: epoch 0's loss is
 checks: weights, shares, steps, printed(names=["loss"])
 doctor: wrong_loss

@@ -2,7 +2,7 @@
 
 torchrun --standalone --nproc-per-node 2 tutorial/labs/34_batch_of_16.py
 
-symptom: With the same global batch size as on one GPU, a step moves the weights more.
+symptom: With the same global batch size, a step moves the weights more than on one GPU.
 grader: step 1 moves the weights 2.00 times as far as plain SGD does
 checks: weights, shares, steps(images=16)
 doctor: -

@@ -6,7 +6,7 @@ process, and no image is used twice in an epoch.
 torchrun --standalone --nproc-per-node 2 tutorial/labs/36_files.py
 
 symptom: Training fails, or hangs, at the end of an epoch.
-grader: after step 15 rank 1
+grader: after step 15, rank 1
 checks: weights, shares(least=64), steps
 doctor: batch_counts_differ
 lesson: 18_streams

@@ -70,8 +70,8 @@ def check_shares(
 ) -> None:
     """Check that each epoch trains on at least `least` images, in a new order.
 
-    One process leaves out less than a batch. Images with too little contrast are wrong;
-    so is using more than `repeats` images twice in an epoch.
+    With one process, an epoch may leave out less than a batch. Images with too little
+    contrast must not be used, nor more than `repeats` images twice in an epoch.
     """
     good = IMAGES.std(1) > contrast
     count = int(good[:TRAINING].sum())
@@ -87,9 +87,9 @@ def check_shares(
         if bad := len(used) - int(good[[*used]].sum()):
             raise Wrong(f"{bad} images of too little contrast are used")
         if len(used) < least or len(every) - len(used) > repeats:
-            text = f"epoch {epoch} trains on {len(every)} images, {len(used)} of them"
+            text = f"epoch {epoch} uses {len(every)} images, of which {len(used)} are"
             goal = f"{'at least ' * (least < TRAINING)}{least}"
-            raise Wrong(f"{text} different, instead of once on each of {goal}")
+            raise Wrong(f"{text} different; it should use each of {goal} images once")
     if every_epoch == used and len(used) < count:
         raise Wrong("every epoch leaves out the same images")
     for rank, epochs in enumerate(seen):
@@ -104,7 +104,7 @@ def check_shares(
 
 
 def check_files(run: Run) -> None:
-    """Check that one process writes each file."""
+    """Check that only one process writes each file."""
     files = [{path for one in x.last for path in one.wrote} for x in run.ranks]
     shared = set.intersection(*files)
     if shared and len(run.ranks) > 1:
@@ -112,7 +112,7 @@ def check_files(run: Run) -> None:
 
 
 def check_limits(run: Run, averages: float = 1.5, **most: float) -> None:
-    """Limit fields of the events Step and Last."""
+    """Check that no field of a Step or Last event exceeds its limit."""
     what = {"at_once": "{:g} images pass through the network at once"}
     what["averages"] = "a step sends {:.3g} times as many numbers as it has gradients"
     what["waits"] = "on a GPU, the script would wait for it {:g} times"
@@ -187,7 +187,7 @@ def summed_loss(weights: Tensor, images: Tensor) -> Tensor:
 
 
 def gradient(weights: Tensor, passes: list[Forward]) -> Tensor:
-    """Return the mean loss's gradient by differences: autograd may prevent forks."""
+    """Return the mean loss's gradient, from differences: autograd may prevent forks."""
     shifts = 1e-8 * torch.eye(len(weights)).double()
     losses, total = vmap(summed_loss, (0, None)), 0
     for one in passes:
@@ -285,7 +285,7 @@ def check_accuracy(run: Run, times: int = 1, divided: bool = True) -> None:
                     raise Wrong(f"{text}: {sum(right.values())} of {VALIDATION}")
                 steps.add(line.step)
     if len(steps) < times:
-        raise Wrong(f"an accuracy follows only {len(steps)} of {times} epochs")
+        raise Wrong(f"only {len(steps)} of {times} epochs end with an accuracy")
     share = -(-VALIDATION // len(run.ranks))
     for number, rank in enumerate(run.ranks):
         count = sum(len(one.images) for one in rank.validated) / len(steps)
@@ -295,7 +295,7 @@ def check_accuracy(run: Run, times: int = 1, divided: bool = True) -> None:
 
 
 def hits(passes: list[Forward]) -> dict[int, bool]:
-    """Return for each index whether the network classifies the image correctly."""
+    """Return whether each validated image is classified correctly, by its index."""
     right = {}
     for one in passes:
         numbers = indices(one.images)
@@ -352,15 +352,15 @@ def check_printed(run: Run, names: tuple[str, ...]) -> None:
 
 
 def check_bytes(run: Run) -> None:
-    """Check that each epoch, the script prints the bytes of all gradients so far."""
+    """Check that each epoch prints the number of bytes of all gradients so far."""
     for epoch in range(EPOCHS):
         count = (epoch + 1) * len(run.ranks[0].steps) // EPOCHS * PLAIN * 4
         if str(count) not in run.ranks[0].text:
-            raise Wrong(f"epoch {epoch} ends after {count} bytes; they are not printed")
+            raise Wrong(f"epoch {epoch} ends after {count} bytes; this is not printed")
 
 
 def check_local(run: Run, every: int = 4) -> None:
-    """Check that processes take their own steps; every fourth step averages weights."""
+    """Check that processes take their own steps, but average weights every 4th step."""
     for rank in run.ranks:
         check_steps(replace(run, ranks=[rank]))
     rows = [*zip(*(rank.steps for rank in run.ranks), strict=True)]

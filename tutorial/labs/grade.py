@@ -4,8 +4,8 @@
     python tutorial/labs/grade.py all   # all of them
 
 You can also pass a file, such as a copy of 07_shuffled.py in another folder. The exit
-status is 0 if the labs pass, 1 if one does not, and 2 for an unknown lab. A run without
-progress for 10 seconds counts as hanging; the variable PATIENCE sets this limit.
+status is 0 if all labs pass, 1 if one fails, and 2 for an unknown lab. A run without
+progress for 10 seconds counts as hanging; set PATIENCE to change this limit.
 """
 
 import importlib.util
@@ -26,18 +26,18 @@ LABS = labs()
 
 
 def lab_of(script: Path) -> Lab | None:
-    """Return the lab of a script, which may be repaired."""
+    """Return the lab that a script belongs to, broken or repaired."""
     return LABS.get(script.stem.split("_")[0].zfill(2))
 
 
 def check(run: Run, chosen: dict[str, dict]) -> None:
-    """Run checks with their options."""
+    """Run the checks of every lab and the chosen checks, with their options."""
     for name, options in ({"files": {}, "limits": {}} | chosen).items():
         getattr(checks, f"check_{name}")(run, **options)
 
 
 def play(script: Path, chosen: dict | None = None, when="", **options) -> Run:
-    """Run a script and its checks, or the chosen ones; `when` precedes the message."""
+    """Run a script and its lab's checks, or the chosen ones; `when` starts messages."""
     try:
         with started(script, **options) as run:
             run.end()
@@ -55,7 +55,7 @@ def play_once(script: Path) -> Run:
 
 
 def play_alone(script: Path) -> None:
-    """Run a script in one process: what is right for two only is wrong."""
+    """Run a script in one process: a change that works only in two is wrong."""
     some = {x: y for x, y in lab_of(script).checks.items() if x not in TWO}
     play(script, some, when="with one process, ", size=1)
 
@@ -93,7 +93,7 @@ def play_killed(script: Path, whole: Run | None = None) -> None:
 
 
 def play_while_saving(script: Path) -> None:
-    """Run a script, and check what each save does to the checkpoint before it."""
+    """Run a script, and check what each save does to the previous checkpoint."""
 
     def removes(event: str, arguments: tuple) -> None:
         moves = event in ("os.remove", "os.rename")  # os.replace is a rename, too
@@ -116,7 +116,7 @@ def play_while_saving(script: Path) -> None:
             _, weights = checks.saved(old, part="model")
             if checks.differ(weights, run.ranks[0].weights[steps]):
                 text = f"the next save writes into the {epoch} epoch's checkpoint"
-                raise Wrong(f"{text}; if it is killed meanwhile, none can be read")
+                raise Wrong(f"{text}; if it is killed meanwhile, neither can be read")
     play_alone(script)
 
 
@@ -131,7 +131,7 @@ def play_capstone(script: Path) -> None:
 
 
 def problem(play: Callable, *given: object) -> str | None:
-    """Return what is wrong with a script, or None."""
+    """Call a play_... function or check(); return what is wrong, or None."""
     try:
         play(*given)
     except Wrong as wrong:

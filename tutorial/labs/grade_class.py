@@ -22,13 +22,15 @@ NAMES = {lab.script: lab.number for lab in labs().values()}
 
 
 def handed_in(student: Path) -> dict[str, Path]:
-    """Return a student's labs by number; list on stderr scripts that are not labs."""
+    """Return a student's labs by number; print the names of other scripts to stderr."""
     found = {}
     for path in sorted(student.iterdir()):
         if path.name in NAMES and path.is_file() and not path.is_symlink():
             found[NAMES[path.name]] = path
         elif path.suffix == ".py" and not (FOLDER / path.name).is_file():
-            print(f"{student.name}/{path.name} is not a lab's name", file=sys.stderr)
+            print(
+                f"{student.name}/{path.name} is not named like a lab", file=sys.stderr
+            )
     return found
 
 
@@ -60,7 +62,7 @@ def main(words: list[str]) -> int:
     """Grade all students; return the exit status."""
     folder = Path(words[0]).resolve() if len(words) == 1 else None
     if folder is None or not folder.is_dir():
-        print("grade_class.py: error: give the class's folder", file=sys.stderr)
+        print("grade_class.py: error: pass the folder of the class", file=sys.stderr)
         return 2
     if not shutil.which("bwrap"):
         text = "bubblewrap is not installed; on Debian: apt-get install bubblewrap"

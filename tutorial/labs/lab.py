@@ -10,7 +10,7 @@ FOLDER = Path(__file__).resolve().parent
 
 @dataclass
 class Lab:
-    """The `name: value` lines in a lab's docstring."""
+    """The `name: value` lines in the docstring of a lab's script."""
 
     number: str
     script: str  # the file's name
@@ -24,7 +24,7 @@ class Lab:
 
 
 def read(path: Path) -> Lab:
-    """Read a lab's header."""
+    """Read the header of a lab's script."""
     docstring = ast.get_docstring(ast.parse(path.read_text()))
     pairs = re.findall(r"^(\w+): (.+(?:\n  .+)*)", docstring, re.M)
     facts = {name: " ".join(value.split()) for name, value in pairs}

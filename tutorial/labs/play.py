@@ -47,12 +47,12 @@ class Rank:
         return torch.cat([torch.empty(0, 8), *(x.images() for x in self.steps)])
 
     def epochs(self) -> list[list[Step]]:
-        """Return the steps of each epoch."""
+        """Return this process's steps, one list per epoch."""
         size = -(-len(self.steps) // EPOCHS)
         return [self.steps[size * i :][:size] for i in range(EPOCHS)]
 
     def ending(self, code: int | None) -> str:
-        """Return how the process ended or, if its code is None, where it waits."""
+        """Return how the process ended or, if its exit code is None, where it waits."""
         how, steps = "ends" if code == 0 else "does not end", len(self.steps)
         if code is None and (waits := job.waiting(self.process)):
             how = f"is still waiting in {waits.what}()"
@@ -62,7 +62,7 @@ class Rank:
             first = re.split(r"\. |\n", error)[0]  # its first sentence
             how = "fails with " + re.sub(r"\[/\S+\] ", "", first)
         when = f"after step {steps}" if steps else "before the first step"
-        return f"{when} rank {self.process.rank} {how}"
+        return f"{when}, rank {self.process.rank} {how}"
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Run:
     ranks: list[Rank] = field(default_factory=list)
 
     def end(self, may_fail: bool = False) -> None:
-        """Wait until all have ended; raise Wrong if one fails or hangs."""
+        """Wait until all processes have ended; raise Wrong if one fails or hangs."""
         while alive := [x.sentinel for x in self.processes if x.exitcode is None]:
             failed = any(process.exitcode for process in self.processes)
             wait(alive, 2 if failed else 0.5)  # then the other soon fails too
@@ -140,7 +140,7 @@ def started(
 ) -> Iterator[Run]:
     """Start a script in `size` processes; kill them after the block.
 
-    They run in the folder `files`, or in a new one that is deleted after the block.
+    They run in the folder `files`, or in a new folder that is deleted after the block.
     With `machines=2`, two machines have one process each. The processes call `disturb`
     before each step, with the number of completed steps.
     """

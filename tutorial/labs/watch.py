@@ -130,7 +130,7 @@ class Watch(Watcher):
         return weight.data.mul_(self.scale)
 
     def save(self, call, content, file, *args, **kwargs):
-        """Save a file on a slow disk."""
+        """Save a file as a slow disk does: for a moment, the file is empty."""
         if isinstance(file, (str, Path)):
             self.wrote.add(Path(file).absolute())
             open(file, "wb").close()
@@ -171,7 +171,7 @@ class Watch(Watcher):
             self.before, self.sending = flat(optimizer), self.sent
 
     def end_step(self, optimizer: Optimizer, *_) -> None:
-        """Record the step."""
+        """Write a Step event when the outermost optimizer's step has ended."""
         self.depth -= 1
         if self.depth:
             return
@@ -204,7 +204,7 @@ class Watch(Watcher):
 
 
 class Reads(TorchFunctionMode):
-    """Finds the steps in which the script's own code waits for a GPU."""
+    """Finds the steps in which the script's own code would wait for a GPU."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         name, options = function.__name__, kwargs or {}
@@ -229,8 +229,9 @@ class Reads(TorchFunctionMode):
 def be_rank(script: Path, files: Path, text: Path, variables: dict, disturb) -> None:
     """Run the script as one of its processes, in the folder `files`.
 
-    Its output goes to the file `text`. Before each step, it calls `disturb` with the
-    number of completed steps. In rank 1, sleep() does nothing, so it hides no race.
+    Its output goes to the file `text`. Before each step, the process calls `disturb`
+    with the number of completed steps. In rank 1, sleep() returns immediately, so it
+    hides no race.
     """
     gc.freeze()  # so that garbage collection skips PyTorch's objects
     os.setsid()  # a session, so that its child processes are killed, too
