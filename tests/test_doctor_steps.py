@@ -164,10 +164,11 @@ for own in CLIPPED:
         scaled = plus(times(0.1 + 0.1 * n, SAMPLES[0]), times(0.45, SAMPLES[1]))
         one.used = times(n + 1, scaled)
 TWO = {"each": 4, "names": ["a", "b"]}
-ALONE, DOUBLED = steps(MEAN, **TWO), steps(MEAN[:4] + times(2, MEAN)[4:], **TWO)
+DOUBLED = steps(MEAN[:4] + times(2, MEAN)[4:], **TWO)
+ALONE = steps(MEAN, each=1, names=[*"abcdefgh"])
 for own in ALONE:  # each weight is clipped alone
     for n, one in enumerate(own):
-        one.used = times(n + 1, MEAN[:4] + times(0.3 + 0.1 * n, MEAN[4:]))
+        one.used[1] *= 0.3 + 0.1 * n
 SUM = ((1.0, "sum", 8, 20, 1),)  # of 8 x 20 numbers
 COUNTED = ((1 / 16, "sum", 8, 1, 1),)  # divided by the 16 samples of both ranks
 HALF, THIRD = (((x, "mean", 8, 1, 1),) for x in (1 / 2, 1 / 3))
@@ -565,6 +566,15 @@ def test_a_file_that_lacks_a_ranks_part(blank):
         kept = states([*range(8)], what="kept", names=[f"A.m[{rank}]"])
         ranks.append([*kept, event(Resumed, 2, **own, place="a.py:3")])
     assert named(judged(*ranks)) == ({"one_ranks_state": "RISK"} if blank else {})
+
+
+def test_the_last_of_freed_weights_is_not_compared():
+    ranks = []
+    for rank in (0, 1):
+        own = states([rank], moment="end", names=["a"])
+        known = {"moment": "step", "what": "weights", "names": [*"abc"], "each": 1}
+        ranks.append([event(State, values=[1, 2, 3], **known), *own])
+    assert not judged(*ranks).findings
 
 
 def test_tensors_that_a_script_loads_itself_are_found(monkeypatch, tmp_path):
