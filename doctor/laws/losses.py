@@ -14,12 +14,14 @@ from .passes import Passes, Update
 
 MEANS = "Mean", "Nll", "Mse", "Binary", "Smooth", "L1", "Huber"
 PASSED = "View", "Reshape", "Squeeze", "Unsqueeze", "ToCopy", "Alias", "Clone", "_DDP"
-VECTORS = """View Reshape Squeeze Unsqueeze ToCopy Clone Add Sub Neg Mul Div Where Index
-    Select Slice Unbind Stack Cat Dot Vdot Mv Mm Bmm Permute Sum Mean""".split()
+VECTORS = (
+    *"""View Reshape Squeeze Unsqueeze ToCopy Clone Add Sub Neg Mul Div Where Index
+    Select Slice Unbind Stack Cat Dot Vdot Mv Mm Bmm Permute Sum Mean""".split(),
+)
 RECEIVE = """all_gather all_gather_into_tensor all_gather_single all_to_all scatter
     all_to_all_single broadcast all_reduce reduce_scatter reduce_scatter_tensor
     allgather allreduce allreduce_ broadcast_""".split()
-MOST = 64  # maximum number of losses in a vector
+MOST = 20  # maximum number of terms of a loss
 NODES = 2000  # maximum number of nodes to read in a graph
 FIRST = 4  # number of steps whose graphs doctor searches for the user's functions
 
@@ -92,7 +94,7 @@ class Losses(Watcher):
         if isinstance(root, torch.Tensor) and root.numel() == 1 and root.grad_fn:
             current["value"] = 0 if printed else root.detach()
             with root.device:
-                current["terms"] = [*map(tuple, terms(root.grad_fn))][:20]
+                current["terms"] = [*map(tuple, terms(root.grad_fn))][:MOST]
             current["outer"] = outer(root.grad_fn)
             sums = [x for one in self.sums for x in one.flatten().tolist()]
             current["sums"] = sums[-64:]
@@ -133,22 +135,21 @@ def children(node) -> list:
 
 def terms(node, number=0, factor: float = 1.0, depth: int = 0) -> Iterator[Term]:
     """Yield the terms of a loss: the output of a node that has this number."""
-    name, inner = type(node).__name__, children(node)
     edges = [x for x in getattr(node, "next_functions", ()) if x[0] is not None]
-    if depth > 30 or not inner:
+    name = type(node).__name__
+    added = name.startswith(("Add", "Sub", "Neg"))
+    if depth > 30 or not edges:
         yield Term(factor, "")
     elif (value := multiple(node)) is not None:
         yield from terms(*edges[0], factor * value, depth + 1)
-    elif name.startswith(("Add", "Sub", "Neg")):
+    elif not added and (found := elements(node, number, torch.ones(()), depth)):
+        yield from (x._replace(factor=factor * x.factor) for x in found)
+    elif name.startswith((*MEANS, "Sum")):
+        yield averaged(node, name, factor, sizes(node), edges[0][0])
+    elif added or name.startswith(PASSED):
         for edge in edges:
             sign = -1 if name.startswith("Neg") else 1
             yield from terms(*edge, sign * factor, depth + 1)
-    elif found := elements(node, number, torch.ones(()), depth):
-        yield from (x._replace(factor=factor * x.factor) for x in found)
-    elif name.startswith((*MEANS, "Sum")):
-        yield averaged(node, name, factor, sizes(node), inner[0])
-    elif name.startswith(PASSED):
-        yield from terms(*edges[0], factor, depth + 1)
     else:
         yield Term(factor, "")
 
@@ -159,17 +160,15 @@ def elements(node, number: int, given, depth: int) -> list[Term]:
     `given` is the gradient with respect to the node's output that has this number.
     """
     name, size = type(node).__name__, getattr(node, "_saved_self_sym_sizes", ())
-    if isinstance(node, torch.autograd.function.BackwardCFunction) or depth > 30:
-        return []
     mask = mask_of(children(node)[0]) if name == "SumBackward1" else None
-    if mask is not None and mask.shape == size and node._saved_dim == (0,):
-        counts = (
-            mask.count_nonzero(0).tolist() if torch.equal(mask**2, mask * 1) else []
-        )
-        found = zip(given.tolist(), counts, strict=False)  # a loss for each column
-        return [Term(factor, "sum", count) for factor, count in found]
-    if not name.startswith((*VECTORS,)) or max(math.prod(size), given.numel()) > MOST:
+    binary = mask is not None and torch.equal(mask**2, mask * 1)
+    few = max(math.prod(size) * (not binary), given.numel()) <= MOST
+    own = isinstance(node, torch.autograd.function.BackwardCFunction)
+    if own or not few or not name.startswith(VECTORS) or depth > 30:
         return []
+    if binary and mask.shape == size and node._saved_dim == (0,):
+        pairs = zip(given.tolist(), mask.count_nonzero(0).tolist(), strict=True)
+        return [Term(x, "sum", count) for x, count in pairs]
     values, found, below = [given], [], node
     if name.startswith("Unbind"):
         while children(below) and not type(below).__name__.startswith(("Stack", "Cat")):

@@ -1,7 +1,6 @@
 """Law 5: a step uses the mean over all samples. Checks each sample's weight."""
 
 from collections import Counter
-from operator import eq
 from statistics import median, mode
 
 from ..law import NOTE, RISK, Breach, NotJudged, check, need
@@ -102,18 +101,15 @@ def own_mean(column: tuple[Term, ...]) -> bool:
     return not unequal(each, 1.01) and unequal([x.rows for x in seen], most)
 
 
-def several(passes: list[dict], sizes: set[int]) -> list[tuple[Term, ...]]:
+def several(passes: list[dict], most: int) -> list[tuple[Term, ...]]:
     """Return the terms of each of several losses in all passes, if they are known.
 
-    Losses of single samples are not meant. A batch can have so many samples: `sizes`.
+    If there are `most` losses, they may be losses of single samples.
     """
-    lists = [known(entry) for entry in passes]
-    kinds = [[x.kind for x in found] for found in lists]
-    if not all(map(eq, kinds, kinds[1:])) or {*kinds[0]} - {"mean", "sum"}:
-        return []
-    whole = all(len(x["terms"]) == len(kinds[0]) for x in passes)
-    single = any(len(kinds[0]) % size == 0 for size in sizes)
-    return [*zip(*lists, strict=True)] if whole and not single else []
+    columns = [*zip(*map(known, passes), strict=False)]
+    whole = all(len(x["terms"]) == len(columns) < most for x in passes)
+    same = all({x.kind for x in one} in ({"mean"}, {"sum"}) for one in columns)
+    return columns if whole and same else []
 
 
 def unequal(values: list[float], most: float = 1.1) -> bool:
@@ -299,10 +295,10 @@ def unequal_means(job):
     world size, because DDP averages over the ranks.
     Not a mistake if: each batch should have the same weight.
     """
-    rank = job.processes[0]
-    sizes = [len(x.indices or x.rows or ()) for x in rank.trained]
-    sizes = [mode(x) for x in (sizes, [len(x.rows) for x in rank.of(Input)]) if x]
-    seen = []
+    rank, seen = job.processes[0], []
+    counts = [len(x.indices or x.rows or ()) for x in rank.trained]
+    counts = counts, [len(x.rows) for x in rank.of(Input)]
+    most = min([20, *(mode(x) for x in counts if any(x))])  # a batch's samples
     for one in fits(job):
         passes = [entry for rank in one.row for entry in rank.passes]
         terms = [known(entry) for entry in passes]
@@ -313,11 +309,9 @@ def unequal_means(job):
             heavy = any(x[0].weighted for x in terms)  # class weights' sums differ
             seen.append((one, unequal(weights(one), 1.5 if heavy else 1.1), heavy, 0))
         elif len(passes) > 1 and not unequal(shares):
-            columns = several(passes, {*sizes} - {0})
+            columns = several(passes, most)
             own = [n for n, column in enumerate(columns) if own_mean(column)]
-            even = not any(unequal(weights(one, n)) for n in range(len(columns)))
-            if own or (columns and even):
-                seen.append((one, bool(own), False, own[0] if own else 0))
+            seen += [(one, bool(own), False, min(own, default=0))] if columns else []
     need(seen, "no losses with known numbers of targets were seen")
     found = [(one, *rest) for one, differ, *rest in seen if differ]
     if len(found) > len(seen) / 2:
@@ -326,8 +320,8 @@ def unequal_means(job):
         what = "losses are means over different numbers of targets, but have equal "
         what += "weights"
         if first[0].kind == "sum":
-            counts = [1 / abs(x.factor) for x in first]
-            counts = [x.rows for x in first] if own_mean(first) else counts
+            read = own_mean(first)
+            counts = [x.rows if read else 1 / abs(x.factor) for x in first]
             each = ", ".join(f"{x:.4g}" for x in counts)
             what = "each rank divides its sum of losses by its own number "
             what += f"({each} in step {one.row[0].step + 1})"
