@@ -33,6 +33,7 @@ from doctor.laws.states import Layout, Replicas, State
 from doctor.laws.time import Spans
 from doctor.loaders import EpochEnd
 from doctor.moments import Moments, Step
+from doctor.neighbours import Input
 from doctor.objects import Objects, few_of, is_users
 from doctor.page import explanation, page
 from doctor.record import recorder
@@ -153,6 +154,16 @@ def own_counts(one, number, rank, n):
     one["terms"] = [(x / (20 - 6 * rank), "sum", *more, 1) for x, *more in parts]
 
 
+def several(*factors):
+    """Return a function that gives each rank three sums over its own numbers of targets."""
+    rows = ((8, 4, 3), (8, 6, 1))
+    made = [
+        [(x[n], "sum", y[n]) for n in range(3)]
+        for x, y in zip(factors, rows, strict=False)
+    ]
+    return lambda one, p, n, _: one.update(terms=made[n], sums=[16.0, 10.0, 4.0])
+
+
 TURNED = MEAN[1:] + MEAN[:1]
 BOTH = plus(MEAN, TURNED)  # the gradients of two passes
 LEFT, LATER = steps(BOTH, 2), lambda one, p, *_: one.update(epoch=int(p > 1))
@@ -177,6 +188,10 @@ THIRDS = plus(times(2 / 3, SAMPLES[0]), times(1 / 3, SAMPLES[1]))
 UNREAD = ((1.0, ""),)
 SHARDS = [[event(Update, n, factor=x) for n in range(4)] for x in (0.5, 0.7)]
 TOTAL = {"terms": [(x / 17, "sum", 8, 1, 1) for x in (1.0, 2.0)], "sums": [3.0, 34.0]}
+OWN, JOINT = several([1 / 8, 1 / 4, 1 / 3], [1 / 8, 1 / 6, 1]), [1 / 8, 1 / 5, 1 / 2]
+SINGLE = steps(MEAN, 1, OWN)
+for n, own in enumerate(SINGLE):  # a batch has as many samples
+    own.append(event(Input, rows=[n, n + 10, n + 20]))
 # name -> the check that finds the mistake, or the law's state; and the steps
 GRADIENTS = {
     "a mean": ("held", steps(MEAN)),
@@ -202,6 +217,13 @@ GRADIENTS = {
     "batches of other sizes": ("unequal_means", steps(MEAN, 1, divided(8, 4))),
     "sums over own counts": ("unequal_means", steps(MEAN, change=own_counts)),
     "sums over a joint count": ("held", steps(MEAN, 1, lambda x, *_: x.update(TOTAL))),
+    "several own counts": ("unequal_means", steps(MEAN, 1, OWN)),
+    "several joint counts": ("held", steps(MEAN, 1, several(JOINT, JOINT))),
+    "joint counts, averaged again": (
+        "summed_loss",
+        steps(MEAN, 1, several(*[times(0.5, JOINT)] * 2)),
+    ),
+    "one loss per sample": ("not judged", SINGLE),
     "sums of class weights": (
         "unequal_means",
         steps(MEAN, 1, divided(40.0, 10.0, weighted=True)),
@@ -391,8 +413,18 @@ def test_what_a_loss_is_divided_by():
     assert (found.factor, found.kind, found.rows) == (0.5, "sum", 3)
     (found,) = read_terms((logits.square() / 7).sum().grad_fn)
     assert (round(1 / found.factor), found.kind) == (7, "sum")
-    (found,) = read_terms((torch.stack([loss, loss]) * torch.ones(2) + 1).sum().grad_fn)
-    assert not found.kind  # two losses, not two samples
+    pair, rows = torch.stack([loss, losses.sum()]), torch.tensor([2.0, 4.0])
+    first, second = pair / rows
+    for whole in ((pair / rows).sum(), pair @ (1 / rows), first + second):
+        assert [x[:2] for x in read_terms(whole.grad_fn)] == [
+            (0.5, "mean"),
+            (0.25, "sum"),
+        ]
+    (found,) = read_terms((pair * logits.exp()[0, :2]).sum().grad_fn)
+    assert not found.kind  # learned weights
+    mask = (targets >= 0)[:, None].expand(5, 2)
+    columns = (logits[:, :2] * mask).sum(0) / rows
+    assert [x[0] * x.rows for x in read_terms(columns.sum().grad_fn)] == [2, 1]
     assert outer((3 * loss / 4).grad_fn) == [0.25, 3]
 
 

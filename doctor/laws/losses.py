@@ -179,11 +179,9 @@ def elements(node, number: int, given, depth: int) -> list[Term]:
         results = node(*values)
         results = results if isinstance(results, tuple) else [results]
         for (one, own), value in zip(node.next_functions, results, strict=False):
-            if one is None or value is None:
-                continue
-            if name.startswith(("Stack", "Cat")) and value.numel() == 1:
+            if one and name.startswith(("Stack", "Cat")) and value.numel() == 1:
                 found.append([*terms(one, own, float(value), depth + 1)])
-            else:
+            elif one:
                 found.append(elements(one, own, value, depth + 1))
     if any(found) and not all(found):  # such as learned weights
         return [Term(1.0, "")]
