@@ -44,7 +44,7 @@ def images(file: Path, opened: BinaryIO | None = None) -> Iterator[tuple]:
 
 
 def sort(part: str, files: list[Path], folder: Path, classes: list[str]) -> None:
-    """Write a part's images to class folders, under the official archives' names.
+    """Write train or val images to class folders, under the official archives' names.
 
     `classes` are the classes of the official validation images. Hugging Face's files
     contain the class only in an image's name (n01440764_18_n01440764.JPEG); their

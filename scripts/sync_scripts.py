@@ -36,14 +36,14 @@ def split(text: str, name: str) -> tuple[list[str], dict[str, list[str]]]:
 
 
 def synchronised(base: str, sibling: str, name: str) -> str:
-    """Return a sibling's text after copying the base's shared lines to it."""
+    """Return a script's text after copying the base script's shared lines to it."""
     regions = iter(split(sibling, name)[1].values())
     lines = split(base, BASE)[0]
     return "".join("".join(next(regions)) if PLACE in x else x for x in lines)
 
 
 def main(root: Path = ROOT) -> None:
-    """Rewrite the siblings in `root` that are out of date; print their names."""
+    """Rewrite the scripts in `root` that are out of date; print their names."""
     base = (root / BASE).read_text()
     for name in SIBLINGS:
         before = (root / name).read_text()

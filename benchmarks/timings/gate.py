@@ -64,7 +64,7 @@ def gate() -> Gate:
 
 
 def after_interval(number: int, seconds: float, images: int, waited: float) -> None:
-    """Record the epoch's interval number `number`; wait if the turn is over."""
+    """Record an interval and its `number` in the epoch; wait if the turn is over."""
     gate().wait(number, seconds, images, waited)
 
 
