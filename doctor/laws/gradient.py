@@ -31,7 +31,7 @@ class Fit:
 
 
 def updates(job: Job) -> list[list[Update]]:
-    """Return the steps, after a pass, in which all ranks update the same weights."""
+    """Return steps after a backward pass that update the same weights on all ranks."""
     several(job)
     found = []
     for row in job.rows(Update):
@@ -44,7 +44,7 @@ def updates(job: Job) -> list[list[Update]]:
 
 
 def own(one: Update) -> list[list[float]]:
-    """Return a rank's own gradients from each pass, divided by that pass's scale."""
+    """Return a rank's own gradients from each pass, divided by its loss scale."""
     scales = [entry["scale"] or 1 for entry in one.passes]
     pairs = zip(one.local, scales, strict=False)
     return [[x / scale for x in values] for values, scale in pairs]
@@ -263,8 +263,8 @@ def not_cleared(job):
 def leaked_passes(job):
     """Gradients of leftover micro-batches leak into a later step.
 
-    Also take a step after an epoch's last, smaller group of passes (and divide by its
-    size), or call zero_grad() at the start of each epoch.
+    Also take a step after an epoch's last, smaller group of passes (and divide the
+    losses by the group's size), or call zero_grad() at the start of each epoch.
     Not a mistake if: the number of passes per step is meant to vary.
     """
     for process in job.processes[:1]:

@@ -138,7 +138,7 @@ class Clock(Watcher):
 
 
 def queued() -> float:
-    """Return for how many seconds this thread has waited for a core (Linux)."""
+    """Return how many seconds this thread has waited for a core (Linux)."""
     try:
         with open("/proc/thread-self/schedstat") as file:
             return int(file.read().split()[1]) / 1e9
@@ -150,7 +150,7 @@ def queued() -> float:
 
 
 def timed(process: Process) -> list[Spans]:
-    """Return the steps that were only timed or, if few, all but the first five."""
+    """Return the steps that were only timed or, if few were, all but the first five."""
     steps = [one for one in process.of(Spans) if one.wall]
     only = [one for one in steps if not one.watched]
     return only if len(only) > 4 else steps[5:]
