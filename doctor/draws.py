@@ -170,7 +170,7 @@ def own_states() -> Own:
 
 
 def owners(made: list) -> list[str]:
-    """For each generator, return the line of its owner's __init__(), or "" for none."""
+    """Return the line of each generator owner's __init__(), or "" if it has none."""
     found = {id(one): "" for one in made}
     direct = gc.get_referrers(*made) if made else []
     fields = [one for one in direct if type(one) is dict]

@@ -110,7 +110,7 @@ def law(verdict: Verdict) -> str:
 def spans(job: Job) -> dict[int, list[tuple[int, str, float, float]]]:
     """Return {rank: spans of time, as (step, part, start and end in seconds)}.
 
-    The time by which a rank's communication exceeds the fastest rank's is waiting.
+    A rank's time in communication beyond the fastest rank's counts as waiting.
     """
     found = {process.rank: process.of(Spans) for process in job.processes}
     shares = {}

@@ -105,7 +105,7 @@ class Job:
         return sorted(found, key=lambda one: one.time)
 
     def rows(self, kind: type[Kind]) -> list[list[Kind]]:
-        """Return rows of events, one per rank, for steps in which all ranks wrote any.
+        """Return rows of events, one per rank, for steps in which all ranks wrote one.
 
         If ranks wrote several events in a step, their n-th events form a row.
         """

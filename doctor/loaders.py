@@ -136,7 +136,7 @@ class Loaders(Watcher):
         return iterator
 
     def learn(self, loader, where: str) -> dict:
-        """Return a loader's record; a later loader of the same line inherits it."""
+        """Return a loader's record; a later loader at the same line inherits it."""
         for key, known in self.loaders.items():
             same = known["dataset"]() is loader.dataset and known["place"] == where
             if same and known["loader"]() is None:

@@ -60,7 +60,7 @@ class Number:
     words: str  # the words before the number
 
     def turned(self, ratio: tuple[float, float]) -> float:
-        """Return numerator / denominator in this number's form, such as percent."""
+        """Return numerator / denominator in this number's unit, such as percent."""
         top, bottom = ratio
         value = top / bottom if bottom else float("nan")
         if self.kind == "error":
@@ -218,7 +218,7 @@ class Group:
         return [(top * self.parts, bottom) for top, bottom in found]
 
     def averages(self, rank: int) -> Iterator[tuple[float, float]]:
-        """Yield a training pass's averages, over one rank's and all ranks' batches."""
+        """Yield averages in a training pass, over one rank's batches and over all."""
         own = [self.ranks[rank]] if rank in self.ranks else []
         for rows in (*own, [*chain(*self.ranks.values())]):
             yield pair([(sum(v), sum(w)) for v, w, _ in rows])

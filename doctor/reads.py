@@ -128,7 +128,7 @@ class Reads:
         return len(both) >= 0.99 * (self.total or 10**12)
 
     def numbers(self) -> dict[str, int]:
-        """Return counts of samples; repeats in last batches (padding) do not count."""
+        """Return counts of samples; repeats in the last batches are not counted."""
         reads = [x for one in self.all for x in one]
         inner = [[x for batch in one[:-1] for x in batch] for one in self.ranks]
         inner = inner if self.whole and all(inner) else self.all

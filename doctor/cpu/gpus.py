@@ -83,7 +83,7 @@ def place_of(tensor: Tensor) -> torch.device:
 
 
 def mark(result, place: torch.device):
-    """Mark a call's unmarked result tensors as being on `place`; return the result."""
+    """Mark unmarked tensors in a result as being on `place`, and return the result."""
     if isinstance(result, (tuple, list)):
         for one in result:
             mark(one, place)

@@ -44,7 +44,7 @@ def updates(job: Job) -> list[list[Update]]:
 
 
 def own(one: Update) -> list[list[float]]:
-    """Return a rank's own gradients from each pass, divided by its loss scale."""
+    """Return a rank's own gradients of each pass, divided by the pass's loss scale."""
     scales = [entry["scale"] or 1 for entry in one.passes]
     pairs = zip(one.local, scales, strict=False)
     return [[x / scale for x in values] for values, scale in pairs]
@@ -239,7 +239,7 @@ def clip_order(job):
 
 
 def changed(before: list[float], after: list[float]) -> bool:
-    """Return whether one list is not a positive multiple of the other (within 1 %)."""
+    """Return whether `after` is not a positive multiple of `before` (within 1 %)."""
     value = dot(before, after) / (dot(before, before) or 1)
     return value <= 0 or not alike([[value * x for x in before], after], 0.01)
 

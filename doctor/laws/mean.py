@@ -218,7 +218,7 @@ def unread(found: list[Fit], ratio: float) -> str:
 
 
 def shared(found: list[Fit]) -> list[float]:
-    """Return the losses that are equal on all ranks, if nearly all losses are."""
+    """Return the losses that are equal on all ranks if nearly all are, else []."""
     values = []
     for one in found:
         rows = zip(*(x.passes for x in one.row), strict=False)

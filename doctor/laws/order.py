@@ -67,7 +67,7 @@ def laps(job: Job) -> list[list[list[int]]]:
 
 
 def marks(job: Job) -> list[list[int]]:
-    """Return hashes of rank 0's samples' integers, per complete epoch of a stream."""
+    """Return hashes of integers in rank 0's samples, for a stream's whole epochs."""
     own, found = job.processes[0], []
     for epoch in own.epochs if own.training is not None else ():
         batches = own.batches(epoch)

@@ -38,7 +38,7 @@ class Site:
 
 
 def groups(job) -> list[Group]:
-    """Return measurements by time, in groups: one per pass and network or loss."""
+    """Return groups of measurements, by time: one per pass and network (or loss)."""
     found, stepped, parts, again = {}, set(), divided(job), repeated(job)
     for process in job.processes:
         steps = {(one.loader, one.epoch) for one in process.of(Step)}

@@ -261,7 +261,7 @@ def buffers_differ(job):
 
 @check(LAW, RISK, causes=[*EARLIER, weights_drift], read="pitfall 11")
 def tensors_drift(job):
-    """The ranks' copies of a tensor that the script keeps and updates drift apart.
+    """The script keeps and updates a tensor whose copies on the ranks drift apart.
 
     Update this tensor with equal numbers on every rank: all_reduce() or broadcast() all
     numbers, including those that are drawn at random or that replace unused entries.

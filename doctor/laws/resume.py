@@ -276,7 +276,7 @@ def one_ranks_state(job):
 
 
 def forgotten(job, row: list[Resumed]) -> tuple | None:
-    """Return (a rank, its tensor that the file lacks, a rank whose tensor it has)."""
+    """Return (rank, its tensor that a file lacks, a rank whose tensor the file has)."""
     kinds = [{name.partition("[")[0] for name in one.values} for one in row]
     for process, one, own in zip(job.processes, row, kinds, strict=True):
         kept = [x for x in process.of(State) if x.what == "kept" and x.step < one.step]

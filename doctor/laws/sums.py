@@ -97,7 +97,7 @@ def known(row: tuple[Call, ...]) -> bool:
 
 
 def explained(sites: dict) -> Iterator[tuple[str, int, str, Printed]]:
-    """Yield what explains all numbers of a place, their count, last number and line."""
+    """Yield (explanation, count, last number, its line) for each explained place."""
     for found in sites.values():
         names = set.intersection(*(fits for fits, _, _ in found))
         if names and len({text for _, text, _ in found}) > 1:

@@ -216,7 +216,7 @@ FIRST = hangs, every_micro_batch  # the report names their findings first
 def bottleneck(job):
     """A part of a step takes time that a change could save.
 
-    Look at the part's line in the table below.
+    Look at the last lines of the report, which show how long each part takes.
     """
     wall, found = walls(job), []
     steps = [timed(process) for process in job.processes]
