@@ -355,20 +355,24 @@ def test_a_rank_with_longer_inputs_is_named():
     assert "ranks_differ" in named(report(rows(0, 0), rows(1, 25)))
 
 
-@pytest.mark.parametrize("tensor", ["tensor 2 of the batch", ""])
-def test_a_label_that_is_constant_on_each_rank(tensor):
+@pytest.mark.parametrize(
+    ("tensor", "spread"),
+    [("tensor 2 of the batch", 2), ("targets of a", 2), ("targets of a", 0)],
+)
+def test_a_label_that_is_constant_on_each_rank(tensor, spread):
     """Targets that are not from the batch may be positions, which depend on the rank."""
-    name, loader = f"mean of {tensor or 'targets of nll_loss()'}", 0 if tensor else None
-    ranks = []
+    loader, ranks = 0 if "batch" in tensor else None, []
     for rank in (0, 1):
         ranks.append(fed([*range(rank, 480, 2)]))
         for n in range(30):
             moving = event(Measured, n, values={"loss of a": random.random()})
+            values = {f"mean of {tensor}": rank, f"spread of {tensor}": spread}
             ranks[-1] += [
                 moving,
-                event(Measured, n, loader=loader, values={name: rank}),
+                event(Measured, n, loader=loader, values=values),
             ]
-    assert named(report(*ranks, steps=0)) == ({"ranks_differ"} if tensor else set())
+    apart = spread == 0 or "batch" in tensor
+    assert named(report(*ranks, steps=0)) == ({"ranks_differ"} if apart else set())
 
 
 @pytest.mark.parametrize("kind", ["alone", "shared", "next epoch"])

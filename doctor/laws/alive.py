@@ -225,6 +225,8 @@ def dead_weights(job):
     gathers = [where for where, put_back in gathers if not put_back]
     if lost(job):  # then an optimizer may have the weights of an old head
         dead = [one for one in dead if one.network]
+    live = {one.name for one in alive}  # a bias can cancel out, as in a difference
+    biases = [x for x in dead if x.name.removesuffix("bias") + "weight" in live]
     needed = [
         one
         for one in dead
@@ -233,6 +235,7 @@ def dead_weights(job):
         or (one.module and 0 <= one.first < runs and not one.returned)
         or (one.module and one.first >= 0 and gathers and not one.returned)
     ]
+    needed = [one for one in needed if one not in biases]
     count = f"of {len(rows)} trainable weights"
     never = f"{count} never get a gradient in {steps} steps"
     if needed:

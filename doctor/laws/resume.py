@@ -82,6 +82,7 @@ class Resumes(Watcher):
 
     def __init__(self):
         self.files, self.loaded, self.known = [], "", weakref.WeakSet()
+        self.names = {}  # id of a weight -> its name in a network that was restored
 
     def hooks(self) -> None:
         wrap(torch, "load", self.load)
@@ -135,8 +136,9 @@ class Resumes(Watcher):
 
     def restore(self, what: str, call, owner, *args, **kwargs):
         known, state = Checkpoints.here, args[0] if args else kwargs["state_dict"]
-        weights = owner.parameters() if what == "weights" else ()
-        own = {one.data_ptr() for one in weights if not parts(one)}
+        pairs = [*owner.named_parameters()] if what == "weights" else ()
+        self.names |= {id(one): name for name, one in pairs}
+        own = {one.data_ptr() for _, one in pairs if not parts(one)}
         given = [(one, (known.taken or {}).get(one)) for one in floats(state)]
         # torch.distributed.checkpoint loads into the network's own tensors
         same = [
@@ -151,8 +153,9 @@ class Resumes(Watcher):
                     file.restores = True
         event = Restored(what=what, lost=False, own=any(same), place=place())
         if what == "optimizer":
-            names = [Moments.here.names.get(id(x), "") for x in held_by(owner)]
-            event.weights, event.mark = names, mark_of(state)
+            names = self.names | Moments.here.names
+            event.weights = [names.get(id(x), "") for x in held_by(owner)]
+            event.mark = mark_of(state)
         result = call(owner, *args, **kwargs)
         unknown = getattr(result, "unexpected_keys", ())
         event.lost = bool(unknown) and len(unknown) >= len(state)
