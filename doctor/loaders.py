@@ -137,7 +137,7 @@ class Loaders(Watcher):
         return iterator
 
     def learn(self, loader, where: str) -> dict:
-        """Return a loader's record, which later loaders of the same line inherit."""
+        """Return a loader's record; a later loader at the same line inherits it."""
         for key, known in self.loaders.items():
             if known["dataset"]() is not loader.dataset or known["place"] != where:
                 continue
