@@ -4,6 +4,7 @@ Each kind of fault against the laws 1, 2, 3, 7, 9 and 10 has a test: doctor name
 does not call a law held on evidence that the mistake does not change.
 """
 
+import gc
 import random
 import sys
 import weakref
@@ -16,6 +17,7 @@ import pytest
 import torch
 from conftest import ROOT, run
 from test_doctor_steps import event, judged, made, one_pass
+from torch.utils.data import DataLoader, TensorDataset
 
 import doctor.laws  # noqa: F401  its checks
 from doctor.draws import Drawn, Made, Own
@@ -32,7 +34,7 @@ from doctor.laws.resume import Restored
 from doctor.laws.samples import Divided
 from doctor.laws.targets import Contrast
 from doctor.laws.time import Spans
-from doctor.loaders import Batch, Epoch, EpochEnd
+from doctor.loaders import Batch, Epoch, EpochEnd, Loaders
 from doctor.moments import Step
 from doctor.neighbours import Input, Targets
 from doctor.numbers import numbers, results
@@ -353,6 +355,18 @@ def test_a_rank_with_longer_inputs_is_named():
 
     assert "ranks_differ" not in named(report(rows(0, 0), rows(1, 0)))
     assert "ranks_differ" in named(report(rows(0, 0), rows(1, 25)))
+
+
+def test_a_new_loader_of_the_same_line_continues_one_in_a_cycle():
+    watcher, data, numbers = Loaders(), TensorDataset(torch.ones(3)), []
+    gc.disable()
+    for _ in range(2):
+        loader = DataLoader(data)
+        loader.itself = loader
+        numbers.append(watcher.learn(loader, "a.py:3")["number"])
+        del loader
+    gc.enable()
+    assert numbers == [0, 0]
 
 
 @pytest.mark.parametrize(

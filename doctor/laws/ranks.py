@@ -135,7 +135,7 @@ class Ranks(Watcher):
 
 
 def measured(name: str, tensor) -> dict:
-    """Return statistics of a tensor (N, ...) as one-element tensors, or {} for ids."""
+    """Return statistics of a tensor (N, ...) as one-element tensors; {} for ids."""
     if not tensor.dim() or not tensor.numel() or tensor.is_complex():
         return {}
     few, whole = picked(tensor, 2048), not tensor.is_floating_point()
@@ -177,7 +177,7 @@ def series(job) -> dict[str, list[list[float]]]:
 
 
 def independent(job) -> float:
-    """Return the lowest number of distinct samples on any rank, in batches."""
+    """Return how many batches each rank's distinct samples fill, at least."""
     counts = []
     for process in job.processes:
         rows = [x.indices or x.rows for x in process.trained if x.step < STEPS]
@@ -189,7 +189,7 @@ def independent(job) -> float:
 
 
 def odds(above: int, count: int) -> float:
-    """Return the probability that a fair coin gives a result at least as uneven."""
+    """Return the probability that `count` coin tosses split at least this unevenly."""
     most = max(above, count - above)
     return min(1, 2 * sum(comb(count, k) for k in range(most, count + 1)) / 2**count)
 
@@ -197,7 +197,7 @@ def odds(above: int, count: int) -> float:
 def tells(name: str, found: dict[str, list[list[float]]]) -> bool:
     """Return whether a statistic can show that a rank differs.
 
-    The statistic changes between passes, or it belongs to a batch and is constant on
+    It can if it changes between passes, or if it belongs to a batch and is constant on
     each rank (for example, if a rank's samples have one label). Targets that are not
     from the batch may be positions that depend on the rank, such as arange(N) +
     rank * N, unless each rank's targets are all equal.
@@ -218,9 +218,9 @@ def apart(values: list[float], others: list[float], batches: float) -> tuple:
     """Compare a rank's statistics with the other ranks', pass by pass.
 
     Returns:
-        The difference of the means in standard errors and as a share of the larger
-        mean, and in how many passes the rank's number is larger. Standard errors count
-        each sample once, because a rank may see a few samples repeatedly.
+        The difference between the means in standard errors, and as a share of the
+        larger mean; and the number of passes in which the rank is higher. Standard
+        errors count each sample once, because a rank may see a few samples repeatedly.
     """
     gaps = [a - b for a, b in zip(values, others, strict=True)]
     moves = [(a - b) ** 2 for a, b in zip(gaps, gaps[1:], strict=False)]

@@ -69,7 +69,7 @@ class Begins(Event, limit=20):
 
 @dataclass
 class File:
-    """A file that torch.load() has read, with some of its numbers."""
+    """A file that torch.load() has read, with a sample of its tensors' values."""
 
     path: str
     place: str
@@ -118,7 +118,7 @@ class Resumes(Watcher):
         self.known.add(optimizer)
 
     def on_input(self, network, inputs) -> None:
-        """Record which of the script's own tensors equal those of a loaded file."""
+        """Record which of the script's own tensors equal tensors of a loaded file."""
         files, self.files = [x for x in self.files if x.few and x.restores], []
         if not files or recorder.full(Resumed):
             return
@@ -279,7 +279,7 @@ def one_ranks_state(job):
 
 
 def forgotten(job, row: list[Resumed]) -> tuple | None:
-    """Return a rank, its tensor that the file lacks, and a rank that finds its own."""
+    """Return (rank, its tensor that a file lacks, a rank whose tensor the file has)."""
     kinds = [{name.partition("[")[0] for name in one.values} for one in row]
     for process, one, own in zip(job.processes, row, kinds, strict=True):
         kept = [x for x in process.of(State) if x.what == "kept" and x.step < one.step]
