@@ -51,6 +51,8 @@ class Reads:
     redrawn: bool = False  # without a DataLoader: sampled with replacement
     later: bool = False  # without a DataLoader: these are not the first steps
     stream: bool = False  # `total` counts the samples of all epochs together
+    laps: int = 1  # without a DataLoader: number of equally long epochs
+    shift: int = 0  # without a DataLoader: see shifted()
 
     @property
     def all(self) -> list[list[int]]:
@@ -105,7 +107,25 @@ class Reads:
 
     def random(self) -> bool:
         """Return whether ranks read so few samples that random draws may not repeat."""
-        return self.pool > 0 and min(map(len, self.all)) ** 2 < 16 * self.pool
+        laps = self.laps if self.laps < 2 else self.laps * len(self.ranks)
+        few = laps * min(map(len, self.all)) ** 2 < 16 * self.pool
+        return few and not self.shift
+
+    def shifted(self) -> int:
+        """Return by how many samples one rank is ahead of another in most steps, or 0.
+
+        The result is at most one batch: ranks that begin at random are further apart.
+        """
+        for one, other in combinations(self.all[:8], 2):
+            where, apart = {}, Counter()
+            for n, x in enumerate(other[:4000]):
+                where.setdefault(x, []).append(n)
+            for n, x in enumerate(one[:4000]):
+                apart[min((m - n for m in where.get(x, ())), key=abs, default=0)] += 1
+            shift, count = apart.most_common(1)[0]
+            if abs(shift) <= self.batch and count > 0.7 * min(len(one), 4000):
+                return abs(shift)
+        return 0
 
     def together(self, least: float = 0.3) -> tuple[float, float]:
         """Return the share of steps in which two ranks read (nearly) the same samples.
@@ -294,6 +314,7 @@ def looped(job: Job) -> list[Reads]:
     elif shortest < 3 and again:
         raise NotJudged("samples repeat within 3 steps: they are not read in epochs")
     lap = partial(Reads, whole=False, index=False, pool=pool, ids=ids)
+    lap = partial(lap, shift=whole.shifted() if shortest > 2 else 0)
     for start in range(shortest, len(min(lists, key=len)) - 7, max(8, shortest)):
         own = [x[start : start + max(8, shortest)] for x in lists]
         text = f"steps {start + 1} to {start + min(map(len, own))}"
@@ -309,6 +330,8 @@ def looped(job: Job) -> list[Reads]:
         if one.numbers()["within"]:
             break  # they are not read in epochs
         found.append(one)
+    for one in found:
+        one.laps = len(found)
     return found
 
 
@@ -316,7 +339,7 @@ def broken(one: Reads) -> str:
     """Return a text that tells what is wrong with an epoch, or ""."""
     counts, (together, near) = one.numbers(), one.together()
     number = max(map(len, one.ranks))
-    if together >= 0.9 and near < 0.5 * together:
+    if together >= 0.9 and near < 0.5 * together and not one.shift:
         same = f"{together * number:.0f} of {number}"
         return f"in {one.text}, {same} batches have the same samples on several ranks"
     text = f"in {one.text}, the ranks read {counts['read']:,} samples, "
