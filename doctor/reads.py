@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, combinations
+from itertools import accumulate, combinations, pairwise, permutations
 from statistics import fmean
 
 from .draws import draws_in_steps
@@ -106,10 +106,18 @@ class Reads:
         return self.pool > 0 and repeats > MORE * sum(map(len, lists))
 
     def random(self) -> bool:
-        """Return whether ranks read so few samples that random draws may not repeat."""
-        laps = self.laps if self.laps < 2 else self.laps * len(self.ranks)
-        few = laps * min(map(len, self.all)) ** 2 < 16 * self.pool
-        return few and not self.shift
+        """Return whether random draws on each rank may share as many samples.
+
+        Such ranks repeat their own samples as often as they read another rank's. A
+        series of samples, such as a file, counts as one draw.
+        """
+        draws, ranks = 0, self.all[:8]
+        for one, other in permutations(ranks, 2):
+            where, most = {x: n for n, x in enumerate(other)}, len(other)
+            spots = [-most, *(where.get(x, -most) for x in one)]
+            draws += sum(b >= 0 and abs(a - b) > most / 3 for a, b in pairwise(spots))
+        few = self.laps * draws < 12 * len(ranks)
+        return self.pool > 0 and few and not self.shift
 
     def shifted(self) -> int:
         """Return by how many samples one rank is ahead of another in most steps, or 0.
