@@ -158,7 +158,14 @@ def clashing(job: Job) -> list[Joins]:
 
 
 def waiting(process: Process) -> Waits | None:
-    """Return a process's last event, if the process waits in a known call, or None."""
+    """Return a process's last event, if the process waits in a known call, or None.
+
+    If doctor ended the process, Python's exit functions may have written later events.
+    """
     events = [x for x in process.events if not isinstance(x, (Exit, Failed))]
+    if process.of(Exit):
+        last = events[-1].time
+        long = [x for x in process.of(Waits) if x.seconds > 20 and last - x.time < 6]
+        events += long[-1:]
     one = events[-1] if events else None
     return one if isinstance(one, Waits) and one.what else None

@@ -240,7 +240,7 @@ def examine(job: Job) -> Report:
                     verdict.state = BROKEN
             continue
         evidence[own] = seen
-        report.findings += found
+        report.findings += [x for n, x in enumerate(found) if x not in found[:n]]
         if broken:
             checks = [own, *(CHECKS[one.check] for one in found)]
             named |= {one: one.name for one in checks}

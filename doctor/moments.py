@@ -51,6 +51,7 @@ class Moments(Watcher):
         self.passed, self.before = False, []  # see begin_by_hand()
         self.meets = self.met = 0  # number of collectives that have begun
         self.backing = False  # a backward pass is running
+        self.computes = False  # autograd.grad() is running in it, as in a checkpoint
         self.last_gradient = 0.0  # the time of a backward pass's last gradient
         self.where = ""  # the line of the network's call or, later, of backward()
         self.tells = True  # report all collectives, even after the watched steps
@@ -69,8 +70,10 @@ class Moments(Watcher):
         wrap(torch.optim.Optimizer, "zero_grad", self.zero_grad)
         wrap(torch.nn.Module, "zero_grad", self.zero_grad)
         wrap(torch.autograd, "backward", self.backward)
+        wrap(torch.autograd, "grad", self.compute)
         wrap(torch.nn.parallel.DistributedDataParallel, "__init__", self.ddp)
-        for owner in (dist, dist.distributed_c10d, dist.device_mesh):
+        wrap(dist.device_mesh, "init_process_group", self.join)
+        for owner in (dist, dist.distributed_c10d):
             wrap(owner, "init_process_group", self.join)
             for name in (*COLLECTIVES, "destroy_process_group"):
                 wrap(owner, name, functools.partial(self.collect, name))
@@ -121,7 +124,7 @@ class Moments(Watcher):
 
     def gradient(self, reference, gradient) -> None:
         self.last_gradient, recorder.ticks = clock(), recorder.ticks + 1
-        weight = reference()
+        weight = None if self.computes else reference()
         if recorder.watching and weight is not None and not traced():
             tell("on_gradient", weight, gradient)
 
@@ -242,6 +245,13 @@ class Moments(Watcher):
             self.backing, self.depth = False, max(0, self.depth - 1)
             recorder.ticks += 1
             tell("after_backward")
+
+    def compute(self, call, *args, **kwargs):
+        self.computes, before = self.backing, self.computes
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self.computes = before
 
     def ddp(self, call, model, *args, **kwargs):
         call(model, *args, **kwargs)

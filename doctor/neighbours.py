@@ -49,6 +49,8 @@ class Inputs(Watcher):
     def on_input(self, network, inputs) -> None:
         if recorder.full(Input) or not recorder.watching or not torch.is_grad_enabled():
             return
+        if any(one.grad_fn for one in inputs):
+            return  # another network's outputs, as in a loss, are not samples
         if inputs := [one for one in inputs if one.dim() and len(one)]:
             largest = max(inputs, key=torch.Tensor.numel)
             loaded = Loaders.here.current is not None

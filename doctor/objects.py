@@ -70,7 +70,7 @@ def is_users(kind: type) -> bool:
     module = sys.modules.get(kind.__module__)
     file = getattr(module, "__file__", None) or ""
     library = file.startswith((*not_the_users(), LIBRARY)) or "-packages" in file
-    return bool(file) and not library and kind.__weakrefoffset__ > 0
+    return bool(file) and not library and kind.__weakrefoffset__ != 0
 
 
 def label_of(name: str, found: dict) -> str:

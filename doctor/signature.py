@@ -14,6 +14,7 @@ from .sample import digest, hashes, numbers, positions
 
 FEW, ALL = 64, 5000  # limits: entries to hash in order; entries to sum
 PLAIN = int, float, str, bytes, bool, complex, type(None)
+READ = list.__getitem__, tuple.__getitem__, deque.__getitem__  # no code of the script
 
 
 def signature(dataset) -> dict[str, tuple[int, int, int | None, int]]:
@@ -53,7 +54,7 @@ def _search(value, name: str, depth: int, found: dict) -> None:
             chosen = value._indices and value._indices.column(0).to_pylist()
             few = [chosen[i] if chosen else i for i in positions(len(value), 16)]
             found[name] = _entries([value._data.slice(i, 1).to_pylist() for i in few])
-    elif isinstance(value, (list, tuple, deque)):
+    elif getattr(type(value), "__getitem__", None) in READ:
         inner = [one for one in value if hasattr(one, "__getitem__")][:16]
         if len(value) > 7 and any(_text(value[i]) for i in positions(len(value), 8)):
             found[name] = _entries(value)

@@ -17,20 +17,21 @@ from torch.nn.functional import cross_entropy
 import doctor.laws  # noqa: F401  its checks
 from doctor.event import Exit, Failed, Rank, Start
 from doctor.job import Job, Process
-from doctor.law import CHECKS, examine
+from doctor.law import CHECKS, Breach, examine
 from doctor.laws.alive import LAW as LEARNS
 from doctor.laws.alive import Weight
 from doctor.laws.checkpoints import Checkpoints, Saved
 from doctor.laws.files import Opened
 from doctor.laws.losses import Losses, outer
 from doctor.laws.losses import terms as read_terms
-from doctor.laws.modes import Mode
+from doctor.laws.modes import Mode, Validation
 from doctor.laws.passes import Passes, Update
-from doctor.laws.resume import Restored, Resumed, Resumes
+from doctor.laws.resume import Begins, Restored, Resumed, Resumes
 from doctor.laws.schedule import Schedule, length
 from doctor.laws.shards import Cut, cut
 from doctor.laws.states import Layout, Replicas, State
 from doctor.laws.time import Spans
+from doctor.loaders import EpochEnd
 from doctor.moments import Moments, Step
 from doctor.objects import Objects, few_of, is_users
 from doctor.page import explanation, page
@@ -143,6 +144,10 @@ def divided(*counts, weighted=False):
     return lambda one, p, n, _: one.update(terms=[(1.0, "mean", counts[n], *rest)])
 
 
+def own_share(one, number, rank, n):
+    one["terms"] = [(5.0 / (n + 2), "sum", n + 2, 1, 1)]  # 5 times a term's mean
+
+
 def own_counts(one, number, rank, n):
     parts = (1.0, 8, 1), (2.0, 8, 4)  # two terms, divided by the same number
     one["terms"] = [(x / (20 - 6 * rank), "sum", *more, 1) for x, *more in parts]
@@ -158,11 +163,16 @@ for own in CLIPPED:
     for n, one in enumerate(own):
         scaled = plus(times(0.1 + 0.1 * n, SAMPLES[0]), times(0.45, SAMPLES[1]))
         one.used = times(n + 1, scaled)
+TWO = {"each": 4, "names": ["a", "b"]}
+DOUBLED = steps(MEAN[:4] + times(2, MEAN)[4:], **TWO)
+ALONE = steps(MEAN, each=1, names=[*"abcdefgh"])
+for own in ALONE:  # each weight is clipped alone
+    for n, one in enumerate(own):
+        one.used[1] *= 0.3 + 0.1 * n
 SUM = ((1.0, "sum", 8, 20, 1),)  # of 8 x 20 numbers
 COUNTED = ((1 / 16, "sum", 8, 1, 1),)  # divided by the 16 samples of both ranks
 HALF, THIRD = (((x, "mean", 8, 1, 1),) for x in (1 / 2, 1 / 3))
 TWICE = plus(times(2, MEAN), TURNED)
-TWO = {"each": 4, "names": ["a", "b"]}
 THIRDS = plus(times(2 / 3, SAMPLES[0]), times(1 / 3, SAMPLES[1]))
 UNREAD = ((1.0, ""),)
 SHARDS = [[event(Update, n, factor=x) for n in range(4)] for x in (0.5, 0.7)]
@@ -178,11 +188,13 @@ GRADIENTS = {
     "a sum of gradients": ("summed", steps(times(2, MEAN))),
     "rank 0's gradient": ("mean_gradient", steps(SAMPLES[0])),
     "a summed loss": ("summed_loss", steps(MEAN, terms=SUM)),
+    "a heavy mean over the rank's targets": ("not judged", steps(MEAN, 1, own_share)),
     "a loss divided by all samples": (
         "summed_loss",
         steps(MEAN, terms=COUNTED, change=lambda x, *_: x.update(sums=[16.0])),
     ),
-    "a sum in a bucket": ("mean_gradient", steps(MEAN[:4] + times(2, MEAN)[4:], **TWO)),
+    "a sum in a bucket": ("mean_gradient", DOUBLED),
+    "a weight that is clipped alone": ("not judged", ALONE),
     "passes that are summed again": ("mean_gradient", steps(TWICE, 2)),
     "two losses": ("held", steps(BOTH, 2, two_losses)),
     "left-over passes": ("leaked_passes", LEFT),
@@ -235,6 +247,12 @@ def test_a_law_is_broken_by_the_effect_of_another_one():
     words = " ".join(page(job, report).split())
     assert "it could be an effect of not_averaged 5 broken" in words
     assert [law(report, n) for n in (4, 5)] == ["broken", "broken"]
+
+
+def test_equal_findings_are_named_once(monkeypatch):
+    breaches = [Breach("a"), Breach("a"), Breach("b")]
+    monkeypatch.setattr(CHECKS["no_group"], "function", lambda _: iter(breaches))
+    assert [one.what for one in judged([]).findings] == ["a", "b"]
 
 
 def test_the_advice_on_no_sync_and_on_a_prepared_scheduler():
@@ -292,6 +310,8 @@ def test_weights_that_never_live_are_named():
     assert ("dead_weights", "a.py:8") in [(x.check, x.place) for x in found]
     still = weights("stage.weight", moves=False)
     assert law(judged(*map(add, still, head)), 6) == "not judged"
+    half = weights("stage.weight", moves=False, half=True, alive=10)
+    assert named(judged(*map(add, half, head))) == {"rounded_away": "RISK"}
     for rank in range(2):
         parts = weights("stage.weight")
         parts[rank][0].optimizer = None
@@ -307,6 +327,15 @@ def test_a_frozen_teacher_in_training_mode_is_named(how):
     own = {"name": "teacher.norm", "kind": "batch norm", "ran": {how: [*range(4)]}}
     wanted = {"frozen_in_train_mode": "RISK"} if "train" in how else {}
     assert named(judged([event(Mode, 3, **own)], [event(Mode, 3)])) == wanted
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_a_loader_that_feeds_steps_is_not_for_validation(count):
+    """After the timed steps, no event tells which loader's batch a step used."""
+    own = [event(Validation, loader=1, gradients=True), event(EpochEnd, loader=1)]
+    own[1].steps = count
+    wanted = {} if count else {"validation_with_gradients": "SLOW"}
+    assert named(judged(own, [])) == wanted
 
 
 def test_what_a_checkpoint_holds():
@@ -340,6 +369,11 @@ def test_what_an_optimizer_keeps_outside_its_state():
     optimizer.buffers[weight] = torch.zeros(2)
     files.after_step(optimizer, [])
     assert files.states == {"optimizer (SGD.buffers)"}
+    state = {"net": {"w": weight}, "own": {"w": {"momentum_buffer": weight}}}
+    assert files.content(state)["holds"] == []
+    optimizer.state[weight]["momentum_buffer"] = torch.zeros(2)
+    files.after_step(optimizer, [])
+    assert files.content(state)["holds"] == ["optimizer"]
 
 
 def test_what_a_loss_is_divided_by():
@@ -516,6 +550,8 @@ def test_files_and_optimizers_of_two_ranks(other):
     own = {"what": "optimizer", "mark": 7, "place": "a.py:3"}
     ranks = [[event(Restored, weights=[f"weight {x}"], **own)] for x in (1, other)]
     assert named(judged(*ranks)) == ({"one_ranks_state": "RISK"} if other > 1 else {})
+    ranks = [[event(Begins, states=x, place="a.py:3")] for x in (1, 2 - other)]
+    assert named(judged(*ranks)) == ({"one_ranks_state": "RISK"} if other > 1 else {})
     ranks = [[event(Opened, path="/a/sample.png", place="a.py:5")] for _ in range(2)]
     assert named(judged(*ranks)) == {"several_write": "RISK"}  # perhaps by a library
     ranks[1].append(event(Start, parent="b-1", host="b", environment={}))
@@ -530,6 +566,15 @@ def test_a_file_that_lacks_a_ranks_part(blank):
         kept = states([*range(8)], what="kept", names=[f"A.m[{rank}]"])
         ranks.append([*kept, event(Resumed, 2, **own, place="a.py:3")])
     assert named(judged(*ranks)) == ({"one_ranks_state": "RISK"} if blank else {})
+
+
+def test_the_last_of_freed_weights_is_not_compared():
+    ranks = []
+    for rank in (0, 1):
+        own = states([rank], moment="end", names=["a"])
+        known = {"moment": "step", "what": "weights", "names": [*"abc"], "each": 1}
+        ranks.append([event(State, values=[1, 2, 3], **known), *own])
+    assert not judged(*ranks).findings
 
 
 def test_tensors_that_a_script_loads_itself_are_found(monkeypatch, tmp_path):

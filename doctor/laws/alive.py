@@ -35,6 +35,7 @@ class Weight(Event, limit=10**6):  # enough for all weights, several times
     alive: int  # number of these steps in which its gradient was not zero
     reached: bool  # a backward pass has reached the weight
     moves: bool  # the weight has changed, or its sampled gradients were all zero
+    half: bool  # its numbers have 16 bits
     cleared: str  # where zero_grad() cleared its gradient before a step, or ""
     first: int  # the step in which its module first ran, or -1
     cut: bool  # its module's results need no gradient
@@ -133,6 +134,7 @@ class Alive(Watcher):
                 alive=self.alive[key],
                 reached=key in self.reached,
                 moves=key in moved,
+                half=weight.element_size() < 4,
                 cleared=self.cleared.get(key, ""),
                 first=ran.first if ran else -1,
                 cut=bool(ran) and ran.cut,
@@ -250,9 +252,12 @@ def dead_weights(job):
         raise NotJudged(f"{len(dead)} {never}: {names(dead)}{more}")
     elif alive:
         still = [x for x in alive if not x.moves]
-        if still:
-            text = f"{len(still)} {count} get gradients, but do not change"
-            raise NotJudged(f"{text}: {names(still)}")
+        what = f"{len(still)} {count} get gradients, but do not change"
+        if [x for x in still if x.half and x.alive > 9]:
+            what += f" in {steps} steps: {names(still)}"
+            yield Breach(what, job.of(Step)[0].place, facts=still)
+        elif still:
+            raise NotJudged(f"{what}: {names(still)}")
         yield f"{len(alive)} {count} get gradients and change in {steps} steps"
 
 
@@ -274,6 +279,17 @@ def zero_gradients(job, breach):
         mend = "Call zero_grad() before backward(), or after step()."
         return Breach(what, cleared[0].cleared, mend=mend)
     return Breach(breach.what)
+
+
+@explains(dead_weights)
+def rounded_away(job, breach):
+    """Updates of 16-bit weights are so small that they are rounded away.
+
+    Keep the weights in fp32, and use torch.autocast() instead of model.bfloat16().
+    Not a mistake if: the weights are rounded at random, or change later.
+    """
+    dtypes = {one.half for one in breach.facts}
+    return breach if dtypes == {True} and "do not change" in breach.what else None
 
 
 def lost(job) -> list[Weight]:

@@ -46,6 +46,7 @@ class Checkpoints(Watcher):
         self.weights = set()  # paths of files with weights
         self.marks = {}  # path of a file that torch.save() wrote -> hash
         self.states = set()  # the job's states
+        self.keys = set()  # names of tensors in optimizers' states, such as exp_avg
         self.taken = None  # tensors of state_dict(): see take()
         self.loads = 0  # number of load_state_dict() calls
         self.given = None  # what torch.distributed.checkpoint is about to save
@@ -88,9 +89,10 @@ class Checkpoints(Watcher):
     def after_step(self, optimizer, weights) -> None:
         if "optimizer" not in self.states:
             kept = [*optimizer.state.values()]
-            values = [value for one in kept[:9] for value in one.values()]
-            if any(torch.is_tensor(one) for one in values):
+            pairs = [pair for one in kept[:9] for pair in one.items()]
+            if keys := {name for name, one in pairs if torch.is_tensor(one)}:
                 self.states.add("optimizer")
+                self.keys |= keys - {"step"}
         for name, own in vars(optimizer).items():
             pairs = own.items() if isinstance(own, dict) else ()
             if any(torch.is_tensor(x) and torch.is_tensor(y) for x, y in pairs):
@@ -170,13 +172,17 @@ class Checkpoints(Watcher):
         top = obj.values() if isinstance(obj, dict) else obj
         top = top if isinstance(top, (list, tuple)) or top is not obj else ()
         integers = [x for x in top if torch.is_tensor(x) and not x.is_floating_point()]
+        holds = {name for name, mark in MARKS.items() if has(found, mark)}
+        holds |= (
+            {"optimizer"} if any(self.keys & one.keys() for one in found) else set()
+        )
         content = {
             "whole": len(pairs),
             "missing": missing[:9],
             "taken": None,
             "live": any(x.data_ptr() in own for x, mark in marks if not mark),
             "wrapped": any(all(str(x).startswith(PREFIXES) for x in y) for y in states),
-            "holds": [name for name, mark in MARKS.items() if has(found, mark)],
+            "holds": sorted(holds),
             "has": sorted(self.states),
             "counts": any(isinstance(one, int) for one in top)
             or (not is_state(obj) and any(x.numel() == 1 for x in integers)),

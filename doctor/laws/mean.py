@@ -123,9 +123,9 @@ def mean_gradient(job):
     strange = [x for x in found if not x.solved and len(x.off) > 0.2 * x.count]
     if len(strange) > 0.2 * total:
         ratios = [multiples(x.row) for x in strange]
-        names = [x for x in ratios[0] if all(near(y.get(x, 0), size) for y in ratios)]
-        rest = ratios[0].keys() - {*names}
-        if names and rest and all(near(y.get(x, 0), 1) for y in ratios for x in rest):
+        names = [x for x in ratios[0] if all(near(y.get(x, 0), 1) for y in ratios)]
+        rest = [[y.get(x, 0) for y in ratios] for x in ratios[0].keys() - {*names}]
+        if names and rest and all(near(x, 1 / size) for x in sum(rest, [])):
             what = f"{listed(names)}: {len(names)} of {len(ratios[0])} weights use "
             what += f"{size} times the multiple of the ranks' gradients that others use"
             yield Breach(what, place, mend="Divide all sums by the number of ranks.")
@@ -134,6 +134,12 @@ def mean_gradient(job):
         raise NotJudged(f"in {len(strange)} of {total} steps, {what}")
     off = Counter(name for one in found for name in one.off)
     if off := [name for name, steps in off.items() if steps > total / 2]:
+        ratios = [multiples(x.row) for x in found]
+        lists = [[one.get(name, 1) for one in ratios] for name in off]
+        # As when each weight is clipped alone, or frozen for an epoch
+        if all(max(x) > 1.02 * min(x) >= 0 or not any(x) for x in lists):
+            what = "the script scales down or drops the gradients of some weights"
+            raise NotJudged(f"{what}: {listed(off)}")
         what = f"{len(off)} weights use a different multiple of the ranks' gradients "
         yield Breach(f"{what}than the others: {listed(off)}", place)
         return
@@ -158,7 +164,7 @@ def mean_gradient(job):
     if sum(uneven) > len(right) / 2:
         text = "the losses are means over different numbers of targets"
         raise NotJudged(f"{text}, or sums of class weights")
-    text = f"in {len(right)} of {total} steps, the gradient is {ratio:.3f} x the mean "
+    text = f"in {len(right)} of {total} steps, the gradient is {ratio:#.4g} x the mean "
     text += f"of {size} ranks' own gradients"
     if not near(ratio, 1):
         text += f", and their losses are divided by {ratio:g} to match"
@@ -168,7 +174,7 @@ def mean_gradient(job):
 def multiples(row: list[Update]) -> dict[str, float]:
     """Return the multiple of the ranks' mean gradient that each weight uses.
 
-    The smallest multiple is set to 1. Return {} if a weight uses no multiple.
+    The largest multiple is set to 1. Return {} if a weight uses no multiple.
     """
     used, found = final(row)[0], {}
     total = summed_up([summed_up(own(one)) for one in row])
@@ -176,10 +182,10 @@ def multiples(row: list[Update]) -> dict[str, float]:
         parts = row[0].part(total, number), row[0].part(used, number)
         if square := dot(parts[0], parts[0]):
             found[name] = dot(*parts) / square
-            if not alike([[found[name] * x for x in parts[0]], parts[1]], 0.05):
+            if not alike([[found[name] * x for x in parts[0]], parts[1]], 0.1):
                 return {}
-    least = min(found.values(), default=0)
-    return {name: x / least for name, x in found.items()} if least > 0 else {}
+    most = max(map(abs, found.values()), default=0)
+    return {name: x / most for name, x in found.items()} if most else {}
 
 
 def shares_of(uneven: list[Fit], total: int) -> str:

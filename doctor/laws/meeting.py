@@ -31,6 +31,10 @@ LEAVES = (
     "Leave the loop on all ranks together: all_reduce() the number that ends it. "
     "reduce() gives its result to one rank only."
 )
+IMPORTS = (  # so they wait for their own copy of the training
+    "Put the code that trains under if __name__ == '__main__': loader processes import "
+    "the script, by default since Python 3.14."
+)
 NO_GPU = "Read the traceback above. If the script needs a GPU, use doctor --cpu."
 
 
@@ -147,13 +151,14 @@ def hangs(job):
 
     Find the call that only some ranks make, or the rank that has an extra batch.
     """
-    parts = []
+    parts, mend = [], ""
     for process in job.processes:
         one, wait = process.events[-1], waiting(process)
+        mend = IMPORTS if wait and wait.what == "connect_to_new_process" else mend
         does = f"waits in {wait.what}() at {wait.place}" if wait else "has ended"
         parts.append(f"after step {one.step}, rank {process.rank} {does}")
     if stuck(job):
-        yield Breach("; ".join(parts))
+        yield Breach("; ".join(parts), mend=mend)
 
 
 @check(LAW, WRONG, general=True, effects=[steps_differ, hangs], read="docs/pitfalls.md")

@@ -4,7 +4,7 @@ import weakref
 
 from ..event import Event
 from ..law import RISK, Breach, check, need
-from ..loaders import Loaders
+from ..loaders import EpochEnd, Loaders
 from ..moments import Step
 from ..record import place, recorder, torch
 from ..watcher import Watcher
@@ -170,5 +170,6 @@ def validations(job) -> list[Validation]:
     found = []
     for process in job.processes:
         feeding = {one.loader for one in process.of(Step)}
+        feeding |= {one.loader for one in process.of(EpochEnd) if one.steps}
         found += [x for x in process.of(Validation) if x.loader not in feeding]
     return sorted(found, key=lambda one: one.time)

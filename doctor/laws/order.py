@@ -6,7 +6,7 @@ from statistics import median
 
 from ..job import Job
 from ..law import RISK, WRONG, Breach, NotJudged, check, need, several
-from ..loaders import EpochEnd
+from ..loaders import Epoch, EpochEnd
 from ..moments import Step
 from ..neighbours import before_a_repeat, inputs
 from ..reads import Feed, feeds, loaded
@@ -110,7 +110,8 @@ def skipped_again(job):
     Not a mistake if: no epoch is meant to use its first batches.
     """
     process, skips, usual, cut = job.processes[0], Counter(), set(), Counter()
-    ends = {(x.loader, x.epoch): x.steps for x in process.of(EpochEnd)}
+    ends = {(x.loader, x.epoch): x for x in process.of(EpochEnd)}
+    begun = {(x.loader, x.epoch): x.step for x in process.of(Epoch)}
     for epoch in process.epochs:
         steps = Counter(one.step for one in process.batches(epoch))
         counts = [steps[number] for number in sorted(steps)]
@@ -118,8 +119,10 @@ def skipped_again(job):
             cut[sum(counts)] += 1
             continue
         many = counts[0] - int(median(counts[1:-1] or counts))
-        each, rest = divmod(ends.get((process.training, epoch), 0), len(counts))
-        if many > 0 and each and not rest:  # or else, a prefetcher reads ahead
+        end, later = ends.get((process.training, epoch)), (process.training, epoch + 1)
+        each, rest = divmod(end.steps if end else 0, len(counts))
+        ahead = rest or (end and begun.get(later, 0) > end.step)
+        if many > 0 and each and not ahead:  # or else, a prefetcher reads ahead
             skips[many, each] += 1
         elif not many:
             usual.add(each)

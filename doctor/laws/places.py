@@ -126,7 +126,8 @@ def no_group(job):
 def own_port(job):
     """The processes meet at a port that the script has fixed.
 
-    Omit init_method, rank and world_size, so that the launcher's port is used.
+    Omit init_method, rank and world_size, so that the launcher's port is used. If the
+    script starts the processes itself, bind a socket to port 0, and use its port.
     Not a mistake if: you never run a second job on this machine.
     """
     for one in job.of(Joins):

@@ -101,13 +101,16 @@ class Randomness(Watcher):
             loader, epoch = Loaders.here.fetching.loader, Loaders.here.fetching.epoch
         key = loader, epoch
         self.counts[key] += 1
-        if self.counts[key] > FETCHES or not recorder.watching:
-            return call(fetcher, indices)
-        before, Draws.here.inside = states(fetcher.dataset), True
+        seen = self.counts[key] <= FETCHES and recorder.watching
+        before, Draws.here.inside = seen and states(fetcher.dataset), seen
+        Moments.here.depth += 1  # a module in a data set, such as a crop, is no network
         try:
             result = call(fetcher, indices)
         finally:
             Draws.here.inside = False
+            Moments.here.depth -= 1
+        if not seen:
+            return result
         own, count = drawn(before, states(fetcher.dataset))
         draw = Draw(where="fetch", number=self.counts[key] - 1, states=own, count=count)
         draw.loader, draw.epoch, draw.worker = loader, epoch, worker and worker.id

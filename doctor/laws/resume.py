@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import weakref
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -59,6 +60,13 @@ class Resumed(Event, limit=20):
     blank: list[str] = field(default_factory=list)  # own tensors with equal numbers
 
 
+class Begins(Event, limit=20):
+    """A new optimizer takes its first step after torch.load()."""
+
+    states: int  # number of weights for which it already has a state
+    place: str
+
+
 @dataclass
 class File:
     """A file that torch.load() has read, with some of its numbers."""
@@ -73,7 +81,7 @@ class Resumes(Watcher):
     """Tracks calls of torch.load() and load_state_dict()."""
 
     def __init__(self):
-        self.files = []
+        self.files, self.loaded, self.known = [], "", weakref.WeakSet()
 
     def hooks(self) -> None:
         wrap(torch, "load", self.load)
@@ -90,6 +98,7 @@ class Resumes(Watcher):
         if has(found, "param_groups"):
             schedule = has(found, "last_epoch")
             recorder.write(Loaded(schedule=schedule, place=place()))
+        self.loaded = place()
         path = args[0] if args else kwargs["f"]
         path = getattr(path, "name", path)
         few = len(self.files) < 8 and torch.utils.data.get_worker_info() is None
@@ -101,6 +110,11 @@ class Resumes(Watcher):
             few = {x: n for x, n in few.items() if len({*n[:7]}) > 2}
             self.files.append(File(os.path.abspath(path), place(), few))
         return result
+
+    def on_step(self, optimizer, weights, gradients) -> None:
+        if self.loaded and optimizer not in self.known:
+            recorder.write(Begins(states=len(optimizer.state), place=self.loaded))
+        self.known.add(optimizer)
 
     def on_input(self, network, inputs) -> None:
         """Record which of the script's own tensors equal those of a loaded file."""
@@ -220,6 +234,12 @@ def one_ranks_state(job):
             if all(map(all, names)):
                 yield Breach(what, row[0].place)
                 return
+    for row in zip(*(process.of(Begins) for process in job.processes), strict=False):
+        none, some = ([x.rank for x in row if bool(x.states) == y] for y in (0, 1))
+        if none and some:
+            what = f"after the load, rank {none[0]}'s new optimizer begins without a "
+            yield Breach(f"{what}state, but rank {some[0]}'s has one", row[0].place)
+            return
     kept, rest, unsure = states_of(job, "step", "kept"), None, []
     for row in zip(*(process.of(Resumed) for process in job.processes), strict=False):
         if len({one.path for one in row}) > 1:

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 
 from ..law import RISK, WRONG, Breach, check, several
 from ..numbers import others, results
@@ -44,28 +45,19 @@ def local_divisor(job):
     Sum the numerator and the count over all ranks; divide once.
     Not a mistake if: the other ranks' counts are not part of the result.
     """
-    several(job)
-    calls, sites = [process.of(Call) for process in job.processes], {}
-    rows = [row for row in zip(*calls, strict=False) if summed(row)]
-    for line in job.of(Printed):
-        own = next(n for n, x in enumerate(job.processes) if x.rank == line.rank)
-        done = [x for x in rows if x[own].step == line.step and x[own].time < line.time]
+    sites = {}
+    for line, own, rows in prints(job):
+        rows = [row for row in rows if summed(row)]
         found = [(x.value, x.gap, x.text) for x in results(line.text)]
-        for _, text in others(line.text):
-            found.append((float(text), 0.6 * 10 ** -len(text.partition(".")[2]), text))
-        for order, (value, gap, text) in enumerate(found if done else ()):
-            fits = divided(done, own, value, gap)
-            key = line.place, line.rank, order
+        found += [(float(x), gap_of(x), x) for _, x in others(line.text)]
+        for order, (value, gap, text) in enumerate(found if rows else ()):
+            fits, key = divided(rows, own, value, gap), (line.place, line.rank, order)
             sites.setdefault(key, []).append((fits, text, line))
-    for prints in sites.values():
-        counts = Counter(name for fits, _, _ in prints for name in fits)
-        name, count = counts.most_common(1)[0] if counts else ("", 0)
-        if count == len(prints) > 1 and len({text for _, text, _ in prints}) > 1:
-            _, text, line = prints[-1]
-            what = f"rank {line.rank} prints {text}, which is a sum over all ranks, "
-            what += f"divided by rank {line.rank}'s own {name} ({count} prints)"
-            yield Breach(what, line.place)
-            return
+    for name, count, text, line in explained(sites):
+        what = f"rank {line.rank} prints {text}, which is a sum over all ranks, "
+        what += f"divided by rank {line.rank}'s own {name} ({count} prints)"
+        yield Breach(what, line.place)
+        return
 
 
 @check(LAW, RISK, needs=[Call, Printed], read="pitfall 16")
@@ -76,45 +68,59 @@ def averaged_metric(job):
     ranks, such as a confusion matrix.
     Not a mistake if: you define the metric as the mean over parts of the data.
     """
+    sites = {}
+    for line, _, rows in prints(job):
+        for name, text in others(line.text):
+            if RATIOS.fullmatch(re.sub(r".*[_/]", "", name)):
+                fits = {name} if any(averages(row, text) for row in rows) else set()
+                sites.setdefault((name, line.place), []).append((fits, text, line))
+    for name, count, text, line in explained(sites):
+        what = f"rank {line.rank} prints the {name} {text}, which is the mean of the "
+        yield Breach(f"{what}ranks' own values ({count} prints)", line.place)
+
+
+def prints(job) -> Iterator[tuple[Printed, int, list[tuple[Call, ...]]]]:
+    """Yield a printed line, its rank's position, and the step's earlier collectives."""
     several(job)
-    calls, sites = [process.of(Call) for process in job.processes], {}
+    calls = [process.of(Call) for process in job.processes]
+    rows = [row for row in zip(*calls, strict=False) if known(row)]
     for line in job.of(Printed):
         own = next(n for n, x in enumerate(job.processes) if x.rank == line.rank)
-        rows = [row for row in zip(*calls, strict=False) if row[own].step == line.step]
-        rows = [row for row in rows if row[own].time < line.time and numbers(row)]
-        for name, text in others(line.text) if rows else ():
-            if RATIOS.fullmatch(re.sub(r".*[_/]", "", name)):
-                fits = any(averages(row, text) for row in rows)
-                sites.setdefault((name, line.place), []).append((fits, text, line))
-    for (name, place), prints in sites.items():
-        if (
-            all(fits for fits, *_ in prints)
-            and len({text for _, text, _ in prints}) > 1
-        ):
-            _, text, line = prints[-1]
-            what = (
-                f"rank {line.rank} prints the {name} {text}, which is the mean of the "
-            )
-            yield Breach(f"{what}ranks' own numbers ({len(prints)} prints)", place)
+        same = [x for x in rows if x[own].step == line.step and x[own].time < line.time]
+        if same:
+            yield line, own, same
 
 
-def numbers(row: tuple[Call, ...]) -> bool:
-    """Return whether doctor knows the floating-point numbers of a collective."""
-    return all(x.value is not None and "float" in x.sent for x in row)
+def known(row: tuple[Call, ...]) -> bool:
+    """Return whether doctor knows the numbers that all ranks send."""
+    return all(x.value is not None for x in row)
+
+
+def explained(sites: dict) -> Iterator[tuple[str, int, str, Printed]]:
+    """Yield what explains all numbers of a place, their count, and the last one."""
+    for found in sites.values():
+        names = set.intersection(*(fits for fits, _, _ in found))
+        if names and len({text for _, text, _ in found}) > 1:
+            yield min(names), len(found), *found[-1][1:]
+
+
+def gap_of(text: str) -> float:
+    """Return the largest rounding error of a printed number."""
+    return 0.6 * 10 ** -len(text.partition(".")[2])
 
 
 def averages(row: tuple[Call, ...], text: str) -> bool:
     """Return whether a printed number is the mean of the ranks' own numbers."""
     own = [x.value / int(x.sent.partition(" ")[0]) for x in row]
-    gap = 0.6 * 10 ** -len(text.partition(".")[2])
-    near = any(abs(x * sum(own) / len(own) - float(text)) < gap for x in (1, 100))
-    return near and max(own) - min(own) > 2 * gap
+    near = [abs(x * sum(own) / len(own) - float(text)) < gap_of(text) for x in (1, 100)]
+    whole = any("float" not in x.sent for x in row)
+    return any(near) and not whole and max(own) - min(own) > 2 * gap_of(text)
 
 
 def summed(row: tuple[Call, ...]) -> bool:
     """Return whether all ranks sum one number in the same line."""
-    known = all(x.value is not None and x.sent.startswith("1 x") for x in row)
-    return known and len({x.place for x in row}) == 1 and "reduce" in row[0].name
+    single = all(x.sent.startswith("1 x") for x in row)
+    return single and len({x.place for x in row}) == 1 and "reduce" in row[0].name
 
 
 def divided(rows: list[tuple], own: int, value: float, gap: float) -> set[str]:
