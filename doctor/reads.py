@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, combinations, pairwise, permutations
+from operator import eq
 from statistics import fmean
 
 from .draws import draws_in_steps
@@ -51,7 +52,6 @@ class Reads:
     redrawn: bool = False  # without a DataLoader: sampled with replacement
     later: bool = False  # without a DataLoader: these are not the first steps
     stream: bool = False  # `total` counts the samples of all epochs together
-    laps: int = 1  # without a DataLoader: number of equally long epochs
     shift: int = 0  # without a DataLoader: see shifted()
 
     @property
@@ -109,30 +109,25 @@ class Reads:
         """Return whether random draws on each rank may share as many samples.
 
         Such ranks repeat their own samples as often as they read another rank's. A
-        series of samples, such as a file, counts as one draw.
+        series, such as a file, counts as one draw.
         """
         draws, ranks = 0, self.all[:8]
         for one, other in permutations(ranks, 2):
             where, most = {x: n for n, x in enumerate(other)}, len(other)
             spots = [-most, *(where.get(x, -most) for x in one)]
             draws += sum(b >= 0 and abs(a - b) > most / 3 for a, b in pairwise(spots))
-        few = self.laps * draws < 12 * len(ranks)
-        return self.pool > 0 and few and not self.shift
+        return self.pool > 0 and draws < 12 * len(ranks) and not self.shift
 
     def shifted(self) -> int:
         """Return by how many samples one rank is ahead of another in most steps, or 0.
 
         The result is at most one batch: ranks that begin at random are further apart.
         """
-        for one, other in combinations(self.all[:8], 2):
-            where, apart = {}, Counter()
-            for n, x in enumerate(other[:4000]):
-                where.setdefault(x, []).append(n)
-            for n, x in enumerate(one[:4000]):
-                apart[min((m - n for m in where.get(x, ())), key=abs, default=0)] += 1
-            shift, count = apart.most_common(1)[0]
-            if abs(shift) <= self.batch and count > 0.7 * min(len(one), 4000):
-                return abs(shift)
+        for one, other in permutations([] if self.stays() else self.all[:8], 2):
+            first = enumerate(one[: self.batch + 1])
+            for shift in [n for n, x in first if x in other[:1] and n]:
+                if sum(map(eq, one[shift:], other)) > 0.7 * len(one):
+                    return shift
         return 0
 
     def together(self, least: float = 0.3) -> tuple[float, float]:
@@ -321,8 +316,8 @@ def looped(job: Job) -> list[Reads]:
         ranks, shortest = lists, min(map(len, lists))
     elif shortest < 3 and again:
         raise NotJudged("samples repeat within 3 steps: they are not read in epochs")
-    lap = partial(Reads, whole=False, index=False, pool=pool, ids=ids)
-    lap = partial(lap, shift=whole.shifted() if shortest > 2 else 0)
+    shift = whole.shifted()
+    lap = partial(Reads, whole=False, index=False, pool=pool, ids=ids, shift=shift)
     for start in range(shortest, len(min(lists, key=len)) - 7, max(8, shortest)):
         own = [x[start : start + max(8, shortest)] for x in lists]
         text = f"steps {start + 1} to {start + min(map(len, own))}"
@@ -338,8 +333,6 @@ def looped(job: Job) -> list[Reads]:
         if one.numbers()["within"]:
             break  # they are not read in epochs
         found.append(one)
-    for one in found:
-        one.laps = len(found)
     return found
 
 

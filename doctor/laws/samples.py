@@ -245,9 +245,11 @@ def mechanism(job: Job, one: Reads, later=False) -> tuple[str, str]:
     if one.resumed:
         return "", "After a resume, skip the batches that the epoch has already read."
     if one.shift:
-        extra = f"; in most steps, a rank reads what another reads {one.shift} samples "
-        mend = "Let rank r begin r batches after rank 0, and move every rank's position "
-        return f"{extra}later", f"{mend}by the batches of all ranks in each step."
+        extra = (
+            f"; sample {one.shift + 1} of a rank is sample 1 of another, and likewise "
+        )
+        mend = "Begin at rank * batch size, and in each step move by the batches of "
+        return f"{extra}in most steps", f"{mend}all ranks (world_size * batch size)."
     if one.redrawn:
         mend = "Divide a permutation of all samples: order[rank::world_size]."
         return ", as if they were drawn with replacement", mend
