@@ -246,10 +246,10 @@ def mechanism(job: Job, one: Reads, later=False) -> tuple[str, str]:
         return "", "After a resume, skip the batches that the epoch has already read."
     if one.shift:
         extra = (
-            f"; sample {one.shift + 1} of a rank is sample 1 of another, and likewise "
+            f"; in most steps, sample {one.shift + 1} of a rank is sample 1 of another"
         )
         mend = "Begin at rank * batch size, and in each step move by the batches of "
-        return f"{extra}in most steps", f"{mend}all ranks (world_size * batch size)."
+        return extra, f"{mend}all ranks (world_size * batch size)."
     if one.redrawn:
         mend = "Divide a permutation of all samples: order[rank::world_size]."
         return ", as if they were drawn with replacement", mend
