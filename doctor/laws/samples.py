@@ -245,9 +245,7 @@ def mechanism(job: Job, one: Reads, later=False) -> tuple[str, str]:
     if one.resumed:
         return "", "After a resume, skip the batches that the epoch has already read."
     if one.shift:
-        extra = (
-            f"; in most steps, sample {one.shift + 1} of a rank is sample 1 of another"
-        )
+        extra = f"; in most steps, sample {one.shift + 1} of a rank is another's first"
         mend = "Begin at rank * batch size, and in each step move by the batches of "
         return extra, f"{mend}all ranks (world_size * batch size)."
     if one.redrawn:
