@@ -2,7 +2,7 @@
 
 amp.initialize prepares the model and the optimizer for --opt-level: O0 trains in fp32,
 O1 casts the inputs of operations, and O2 casts the model but keeps fp32 master weights.
-Apex's DDP averages gradients. Tag 25.05 is the last with amp and DDP, which need GPUs.
+Apex's DDP averages gradients. Amp and DDP need GPUs; tag 25.05 is the last with both.
 
     torchrun --standalone --nproc-per-node=4 apex_distributed.py --data DIR
 

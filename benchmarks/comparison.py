@@ -42,7 +42,7 @@ def parse_number(document: str, name: str, default: int) -> int:
 
 
 def commit() -> str | None:
-    """Return git's commit (with -dirty if files are modified), or None outside git."""
+    """Return the commit (with -dirty if files are modified), or None outside git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -108,14 +108,14 @@ def interleave(
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Return the median and the quartiles."""
+    """Return the median and the quartiles of `values`."""
     values = values * 2 if len(values) == 1 else values
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
     return {"median": median, "low": low, "high": high}
 
 
 def compared(found: dict[str, list[float]], baseline: str) -> dict[str, dict]:
-    """Return each candidate's measurements, and their ratios to the baseline's."""
+    """Summarize each candidate's measurements, and their ratios to the baseline's."""
     rows = {}
     for name, values in found.items():
         ratios = [x / base for x, base in zip(values, found[baseline], strict=True)]
@@ -138,14 +138,14 @@ def print_rows(title: str, unit: str, rows: dict[str, dict]) -> None:
 def compare(
     title: str, works: dict[str, Callable], rounds: int, unit: str = "images/s"
 ) -> dict[str, dict]:
-    """Measure `works`, compare them with the first, and print and return a table."""
+    """Measure `works` and compare each with the first; print and return the results."""
     rows = compared(interleave(works, rounds), next(iter(works)))
     print_rows(title, unit, rows)
     return rows
 
 
 def write_results(name: str, results: dict) -> None:
-    """Write results, the machine and the versions to benchmarks/results/NAME.json."""
+    """Write results, the hardware and the versions to benchmarks/results/NAME.json."""
     report = {
         "argv": ["python", "-m", f"benchmarks.{name}", *sys.argv[1:]],
         "commit": commit(),

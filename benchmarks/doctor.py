@@ -2,9 +2,9 @@
 
     python -m benchmarks.doctor [ROUNDS]
 
-Two jobs of two processes each take turns: one runs alone, the other under doctor. The
-benchmark compares the durations of the steps that doctor watches, of the steps that
-doctor only times, and of 5 * ROUNDS later steps. It takes a few minutes, and writes
+Two jobs take turns: one runs alone, the other under doctor; each has two processes.
+The benchmark compares the steps that doctor watches, the steps that it only times, and
+5 * ROUNDS later steps with the other job's steps. It takes a few minutes, and writes
 benchmarks/results/doctor.json.
 """
 
@@ -40,7 +40,7 @@ ALONE, UNDER = "alone", "under doctor"
 
 
 def job(folder: Path) -> None:
-    """Run STEPS training steps for each line in `orders`; report the time per step."""
+    """Take STEPS training steps per line of FOLDER/orders; report seconds per step."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     images = torch.randn(64 * BATCH, 3, SIZE, SIZE)
@@ -72,7 +72,7 @@ def job(folder: Path) -> None:
 
 
 def start(folder: Path, *before: str) -> tuple[subprocess.Popen, Callable, Callable]:
-    """Start a job; return its process, and functions that run steps and end the job."""
+    """Start a job; return its process, a function to run steps, and one to end it."""
     folder.mkdir()
     for name in ("orders", "answers"):
         os.mkfifo(folder / name)

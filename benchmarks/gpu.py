@@ -7,7 +7,7 @@
 
 Each measurement runs a launch script in its own process. The benchmark does not repeat
 measurements of this commit that FILE already contains, and ends before the Unix time
-GPU_CHECK_UNTIL.
+in the variable GPU_CHECK_UNTIL.
 """
 
 import importlib
@@ -45,7 +45,7 @@ def require_library(strategy: str) -> None:
 
 
 def train(strategy: str, processes: str, *flags: str) -> dict:
-    """Train with a launch script, one process per GPU; return what was measured."""
+    """Train with a launch script, one process per GPU; return the measurements."""
     require_library(strategy)
     samples = []
     with tempfile.TemporaryDirectory() as folder:
@@ -99,7 +99,7 @@ def plan(tiny: bool) -> list[tuple[dict, list]]:
 
 
 def measured(words: list, seconds: float) -> dict:
-    """Run a measurement in its own process; kill all processes that it leaves."""
+    """Run a measurement in its own process, then kill any process that still runs."""
     began, status = time.monotonic(), "not run"
     with tempfile.TemporaryDirectory() as folder:
         file, log = Path(folder, "found.json"), Path(folder, "log.txt")
@@ -152,7 +152,7 @@ USAGE = "usage: python -m benchmarks.gpu --check summary.json, or FILE [--rehear
 
 
 def main() -> None:
-    """Run the measurements given on the command line, or check a summary."""
+    """Run measurements, or write or check a summary, as the command line says."""
     file, *words = sys.argv[1:] or [""]
     actions = {"--summary": gpu_summary.write, "--check": gpu_summary.check}
     if file in actions and len(words) == 1:

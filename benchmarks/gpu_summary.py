@@ -1,4 +1,4 @@
-"""Write scripts/gpu_check.sh's results, the machine and the versions to one file."""
+"""Write scripts/gpu_check.sh's results, the hardware and the versions to one file."""
 
 import json
 import os
@@ -25,7 +25,7 @@ STATUSES = {"failure": "failed", "error": "not run", "skipped": "skipped"}
 
 
 def nvidia_smi(fields: Sequence[str]) -> list[dict]:
-    """Query `fields` of each visible GPU; return [] if nvidia-smi cannot run.
+    """Return {field: value} for each visible GPU, or [] if nvidia-smi cannot run.
 
     Numbers are in MiB, W, MHz and degrees Celsius; unreported values are None.
     """
@@ -85,7 +85,7 @@ def machine() -> dict:
 
 
 def versions() -> dict:
-    """Return the versions of Python and the libraries; None for a missing library."""
+    """Return {name: version} for Python and the libraries (None: not installed)."""
     installed = {one.name: one.version for one in metadata.distributions()}
     nccl = None
     if torch.cuda.is_available():
@@ -138,7 +138,7 @@ def summarize(folder: Path) -> dict:
 
 
 def write(folder: Path) -> None:
-    """Write FOLDER/summary.json; print the counts, and each row that did not pass."""
+    """Write FOLDER/summary.json; count the results and print each that did not pass."""
     folder.mkdir(parents=True, exist_ok=True)
     summary, file = summarize(folder), folder / "summary.json"
     for part in ("tests", "timings"):

@@ -40,7 +40,7 @@ def usual_folder(root: Path, steps: tuple) -> datasets.ImageFolder:
 
 
 def arguments(folder: Path, *flags: object) -> Namespace:
-    """Parse `flags`; the scripts' other flags have their defaults."""
+    """Parse the scripts' `flags`; all other flags keep their defaults."""
     return build_parser("").parse_args(["--data", str(folder), *map(str, flags)])
 
 
@@ -72,13 +72,13 @@ class Normalized(Dataset):
 
 
 def crop(height: int, width: int) -> tuple[int, int, int, int]:
-    """Choose a random crop of an image, as in training."""
+    """Choose a random crop, as in training, of an image of this height and width."""
     shape = torch.empty(height, width, device="meta")
     return USUAL_TRAIN[0].get_params(shape, (0.08, 1.0), (3 / 4, 4 / 3))
 
 
 def one_core(folder: Path, rounds: int) -> dict[str, dict | list]:
-    """Measure how fast this process reads single images, and how fast it decodes."""
+    """Measure how fast this process reads, and how fast it decodes, single images."""
     cores = pin_core()
     training = {USUAL: reading(usual_folder(folder / "train", USUAL_TRAIN), TRAIN)}
     validation = {USUAL: reading(usual_folder(folder / "val", USUAL_VAL), VAL)}

@@ -1,4 +1,4 @@
-"""Kill runs at random moments, resume them, and compare them with uninterrupted runs.
+"""Kill training runs at random moments, resume them, and compare the final results.
 
     python -m benchmarks.kills [KILLS]
 
@@ -41,10 +41,10 @@ TIMES = {"seconds", "images_per_second", "data_wait", "peak_memory_mib"}
 
 
 class Run:
-    """A training run; all its processes inherit the variable KILLS_RUN."""
+    """A training run; all its processes inherit the environment variable KILLS_RUN."""
 
     def __init__(self, launcher: str, data: Path, output: Path, *flags: str):
-        """Start the run as a shell would, with FLAGS and `flags`."""
+        """Start the run as a shell would, with the common FLAGS and these `flags`."""
         self.output, self.log = output, output.with_suffix(".log")
         self.mark = f"KILLS_RUN={output}"
         for name in self.half_written():
@@ -73,7 +73,7 @@ class Run:
         return {int(pid): (int(parent), name) for pid, parent, name, *_ in lines}
 
     def victims(self, kind: str) -> list[int]:
-        """Return the PIDs of one of VICTIMS; [] until loader processes have started."""
+        """Return the PIDs of a `kind` of process; [] before loader processes start."""
         found = self.alive()
         loaders = [pid for pid in found if found[pid][1] == "pt_data_worker"]
         if kind == "launcher" and loaders:
@@ -86,7 +86,7 @@ class Run:
         return [file.name for file in self.output.glob("*.tmp")]
 
     def interrupt(self, name: str, victim: str, moment: str, draw: Random) -> dict:
-        """Send a signal to one of VICTIMS at one of MOMENTS; return what happened."""
+        """Send signal `name` to one `victim` at a `moment`; return what happened."""
         moments = {"loader start": ("", 0), "validation": (", step 10/10", 1)}
         line, count = moments.get(moment, (", step ", draw.randint(1, 4)))
         victims = []
@@ -109,7 +109,7 @@ class Run:
         return {**row, "left": list(left.values()), "half written": self.half_written()}
 
     def result(self) -> list:
-        """Wait until the run ends; return its results, with tensors as bytes."""
+        """Wait for the run to end; return its state and metrics (tensors as bytes)."""
         assert self.process.wait() == 0, self.log.read_text()
         content = torch.load(self.output / "checkpoint.pt", weights_only=True)
         lines = (self.output / "epochs.jsonl").read_text().splitlines()
@@ -121,7 +121,7 @@ class Run:
 
 
 def measure(launcher: str, kills: int, data: Path, folder: Path, whole: list) -> dict:
-    """Interrupt a launcher's runs, and compare their results with `whole`."""
+    """Interrupt a launcher's runs, and compare the results with the correct ones."""
     draw, rows, equal = Random(launcher), [], []
     pairs = list(product(VICTIMS[launcher == "python" :], MOMENTS))
     pairs *= 1 + kills // len(pairs)
@@ -144,7 +144,7 @@ def measure(launcher: str, kills: int, data: Path, folder: Path, whole: list) ->
 
 
 def main() -> None:
-    """Measure all LAUNCHERS and write the results."""
+    """Interrupt runs of all LAUNCHERS, and write the results."""
     kills = parse_number(__doc__, "KILLS", 60)
     with tempfile.TemporaryDirectory() as name:
         folder, data = Path(name), Path(name, "digits")

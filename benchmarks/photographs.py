@@ -1,9 +1,9 @@
 """Generate JPEG files with dimensions and file sizes like ImageNet's.
 
-ImageNet's training images have about 500 x 375 pixels and 110 KB, on average. The
+ImageNet's training images have about 500 x 375 pixels and take 110 KB on average. The
 generated images are noise with the spectrum of photographs: the amplitude falls as
 1/frequency (Field 1987, https://doi.org/10.1364/JOSAA.4.002379), and brightness has
-more contrast than color. The files use 4:2:0 subsampling, and have about 100 KB each.
+more contrast than color. The files use 4:2:0 subsampling, and take about 100 KB each.
 """
 
 from pathlib import Path

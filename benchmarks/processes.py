@@ -1,8 +1,8 @@
 """Find all processes of a run by an environment variable that they inherit.
 
 `python -m benchmarks.processes FOLDER` waits until its standard input is closed, which
-means that the measuring process has ended. It then kills all processes whose gate is in
-FOLDER, even if they are suspended (SIGSTOP), and removes FOLDER.
+means that the measuring process has ended. It then kills all processes whose variable
+contains a path in FOLDER, even suspended processes (SIGSTOP), and removes FOLDER.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from benchmarks.timings.gate import VARIABLE
 
 
 def send(where: Path, number: int) -> bool:
-    """Signal all processes whose gate is at or in `where`; return whether any exist."""
+    """Signal processes with VARIABLE at or below `where`; return whether any exist."""
     mark, found = f"{VARIABLE}={where}/".encode(), False
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # ended process, or another user's
@@ -29,7 +29,7 @@ def send(where: Path, number: int) -> bool:
 
 
 def end(where: Path) -> None:
-    """Kill all processes at a gate, and all processes that they start meanwhile."""
+    """Kill all processes that send() finds, and any that they start meanwhile."""
     while send(where, signal.SIGKILL):
         time.sleep(0.02)
 

@@ -63,7 +63,7 @@ def horovod(speed: float, size: float) -> Cluster:
 
 
 def kempner(pause: float) -> Cluster:
-    """Return a model of Kempner's hosts; their epoch on one GPU includes `pause`."""
+    """Return a model of Kempner's hosts, which wait `pause` seconds between epochs."""
     step = (KEMPNER[1] / 90 - pause) * 256 / 1281167
     return Cluster(step, 256, RESNET50, 4, A100, network(200), pause=pause)
 
@@ -115,7 +115,7 @@ def compared(
 
 
 def expected(gpus: int) -> dict[str, str]:
-    """Return speedups over one GPU; the last column has a fixed global batch size."""
+    """Return speedups over one GPU; the last is for a fixed global batch size."""
     row = {"GPUs": f"{gpus:,}"}
     row |= {name: times(hosts.weak(gpus), gpus) for name, hosts in HOSTS.items()}
     strong = times(a100(100).strong(gpus, GLOBAL_BATCH), gpus)

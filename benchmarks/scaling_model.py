@@ -25,7 +25,7 @@ class Link(NamedTuple):
 
 
 class Range(NamedTuple):
-    """The range of a predicted efficiency."""
+    """The lowest and the highest predicted efficiency."""
 
     low: float  # no communication overlaps with computation
     high: float  # communication overlaps with the backward pass
@@ -94,7 +94,7 @@ def efficiency(compute: float, communication: float, pause: float, gpus: int) ->
     """Return a step's time on one GPU alone, divided by its time on `gpus` GPUs.
 
     `pause` is the time between epochs, divided by the number of one GPU's steps. n GPUs
-    take 1/n of these steps, but pause as long, so n times `pause` is added per step.
+    take 1/n of these steps and pause equally long, so n * `pause` is added per step.
     """
     exposed = max(0.0, communication - BACKWARD * compute)
     alone, shared = compute + pause, compute + gpus * pause

@@ -50,7 +50,7 @@ BARE, USUAL = "minimal loop", "conventional loop: fp32, NCHW"
 def bare_loop(
     loader: DeviceLoader, model: nn.Module, precision: str
 ) -> Callable[[], None]:
-    """Return a minimal training loop."""
+    """Return a function that runs a minimal training loop."""
     optimizer = torch.optim.SGD(model.parameters(), 1e-3, 0.9, weight_decay=1e-4)
     images, labels = loader.batch
     device, dtype = images.device, PRECISIONS[precision]
@@ -99,7 +99,7 @@ def usual_loop(args: Namespace, loader: DeviceLoader) -> Callable[[], None]:
 def timed(
     work: Callable[[], None], images: int, device: torch.device
 ) -> Callable[[], float]:
-    """Return a function that runs work() and returns the images/s of all ranks."""
+    """Return a function that runs work() and returns all ranks' total images/s."""
 
     def settle() -> None:
         if device.type == "cuda":
@@ -166,7 +166,7 @@ def one_process(output: str, rounds: str, *flags: str) -> None:
 
 
 def main() -> None:
-    """Measure all CASES."""
+    """Measure all CASES (image size, global batch size) and write the results."""
     if sys.argv[1:2] == ["--process"]:
         one_process(*sys.argv[2:])
     rounds = parse_number(__doc__, "ROUNDS", 10)

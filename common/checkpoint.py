@@ -58,7 +58,7 @@ class Checkpoint:
         self.saved_at = time.monotonic()
 
     def load(self, rank: int) -> None:
-        """Load the file that --resume names; rank 0 locks --output until rank 0 ends.
+        """Load the file given by --resume, if any; rank 0 also locks the output folder.
 
         Raises UserError if the file does not fit this run or another run uses --output.
         """
@@ -121,7 +121,7 @@ class Checkpoint:
             self.sums[name] = self.sums.get(name, 0) + value
 
     def record_epoch(self, val: dict[str, float], speed: dict[str, float]) -> None:
-        """Finish the epoch; record its averages, `val`'s averages, and `speed`."""
+        """Finish the epoch; record its averages, validation averages, and `speed`."""
         train = averages(self.sums)
         record = {"epoch": self.epoch, "steps": self.step}
         record["images"] = train.pop("images")
@@ -131,7 +131,7 @@ class Checkpoint:
         self.epoch, self.step, self.sums = self.epoch + 1, 0, {}
 
     def save(self) -> None:
-        """Write epochs.jsonl, best.pt after the best epoch, and checkpoint.pt last."""
+        """Write epochs.jsonl, best.pt if the metric improved, then checkpoint.pt."""
         files = [self.file]
         value = self.records[-1][BEST_METRIC] if self.step == 0 else self.best
         if value < self.best if LOWER_IS_BETTER else value > self.best:

@@ -133,7 +133,7 @@ def fingerprint(dataset: Dataset) -> list[int]:
 def seed_generators(*key: int) -> None:
     """Seed Python's, NumPy's and PyTorch's generators from non-negative integers.
 
-    A zero at the key's end changes nothing, so the scripts append rank + 1, not rank.
+    A zero at the end of `key` has no effect, so the scripts append rank + 1, not rank.
     Source: https://numpy.org/doc/stable/reference/random/parallel.html
     """
     number = int(numpy.random.SeedSequence(key).generate_state(1)[0])
@@ -152,7 +152,7 @@ class EpochSampler:
     """
 
     def __init__(self, share: Sequence[int], seed: int, rank: int, world_size: int):
-        """`share` yields this process's indices, every world_size-th of the epoch."""
+        """`share` yields this process's indices, every world_size-th in the epoch."""
         self.share, self.seed = share, seed
         self.rank, self.world_size = rank, world_size
         self.epoch, self.first, self.length = 0, 0, len(share)
@@ -193,7 +193,7 @@ class SeededDataset(Dataset):
 
 
 class DeviceLoader(DataLoader):
-    """Batches on the device: (B, 3, S, S) normalized float32 and (B,) int64 labels."""
+    """Device batches: normalized float32 images (B, 3, S, S) and int64 labels (B,)."""
 
     def __init__(
         self,

@@ -45,7 +45,7 @@ def decode_with_pillow(content: bytes, box: Box) -> Image.Image:
 
 
 def decode_with_torchcodec(content: bytes, box: Box) -> Tensor:
-    """Decode a JPEG with TorchCodec, or another format with Pillow."""
+    """Decode a JPEG with TorchCodec, and any other format with Pillow."""
     if not content.startswith(JPEG):
         return F.pil_to_tensor(decode_with_pillow(content, box))
     if NO_TORCHCODEC:
@@ -57,7 +57,7 @@ def decode_with_torchcodec(content: bytes, box: Box) -> Tensor:
 
 
 def decode_with_nvimgcodec(content: bytes, box: Box) -> Tensor:
-    """Decode a part of a JPEG with nvImageCodec, or another format with Pillow."""
+    """Decode only part of a JPEG, with nvImageCodec; use Pillow for other formats."""
     from common import nvimgcodec
 
     pixels = nvimgcodec.decode(content, box) if content.startswith(JPEG) else None

@@ -71,7 +71,7 @@ def batch_sums(loss: Tensor, outputs: Tensor, labels: Tensor) -> Sums:
 def averages(sums: dict[str, Tensor]) -> Metrics:
     """Divide all sums except "images" by the number of images.
 
-    Compute a metric that is a ratio of two sums here, too. For precision, with
+    Here, also compute metrics that are ratios of two sums. For precision, with
     "right" and "found": `means["precision"] = (sums["right"] / sums["found"]).item()`.
     """
     means = {name: (value / sums["images"]).tolist() for name, value in sums.items()}
@@ -112,7 +112,7 @@ class Progress(tqdm):
     """
 
     def __init__(self, title: str, loader: DeviceLoader, done: int = 0):
-        """`loader` yields the batches of the steps after `done`."""
+        """`loader` yields the batches of the steps that follow `done` earlier steps."""
         self.title, self.loader, self.done = title, loader, done
         self.steps, self.log_at = len(loader), 0.0
         self.intervals: list[tuple[float, int, float]] = []  # seconds, images, wait
@@ -131,7 +131,7 @@ class Progress(tqdm):
     def show_interval(self, step: int, means: Metrics, learning_rate: float) -> None:
         """End a print interval, whose last step the device has finished.
 
-        `means` are over all processes' images. Only the host's waiting is measured.
+        `means` are over all processes' images. Only the host's wait for data counts.
         """
         now, images = time.perf_counter(), means["images"]
         seconds, waited = now - self.began, self.loader.waited - self.waited

@@ -16,7 +16,7 @@ from common.errors import UserError
 
 
 class Archives:
-    """The images of class folders in tar archives, in the same order as ImageFolder's.
+    """The images of class folders in tar archives, in the order that ImageFolder uses.
 
     For N images, `paths` is (N,) bytes, `labels` is (N,) int64, and `places` is (N, 3)
     int64: archive, offset and size in bytes. `classes` are the class folders. Raises

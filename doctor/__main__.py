@@ -102,7 +102,7 @@ def main() -> int:
 
 
 def status_of(job: Job) -> int:
-    """Return the command's exit status as a shell would, or 1 if doctor ended it."""
+    """Return the status that a shell reports for the command, or 1 if the job hung."""
     if job.hung:
         return 1
     return job.status if job.status >= 0 else 128 - job.status

@@ -30,7 +30,7 @@ SCANS = 3, 4  # after these steps, doctor reads the script's generators
 
 
 class Drawn(Event, limit=2000):
-    """A line of the script has drawn random numbers, or made a tensor of numbers."""
+    """A line of the script has drawn random numbers, or made a tensor from numbers."""
 
     name: str
     place: str
@@ -117,7 +117,7 @@ class Draws(Watcher):
         return result
 
     def keep(self, name: str, result, own: bool = False) -> None:
-        """Record a hash of a few numbers of a tensor."""
+        """Record a hash of a few of a tensor's numbers."""
         watching = recorder.watching and recorder.step and not recorder.full(Drawn)
         if self.inside or not watching or result.numel() < MANY or not runs_normally():
             return
@@ -170,7 +170,7 @@ def own_states() -> Own:
 
 
 def owners(made: list) -> list[str]:
-    """Return for each generator the line of the class whose object holds it, or ""."""
+    """Return the line of each generator owner's __init__(), or "" if it has none."""
     found = {id(one): "" for one in made}
     direct = gc.get_referrers(*made) if made else []
     fields = [one for one in direct if type(one) is dict]
@@ -194,7 +194,7 @@ class Same:
 
 
 def since(same: list[bool], least: float = 3) -> int | None:
-    """Return the index of the first equal draw, or None if too few draws are equal.
+    """Return the index of the ranks' first equal draw, or None if too few are equal.
 
     Half of the draws (and at least `least`), 8 in a row, or the last 3 are enough.
     """
@@ -208,7 +208,7 @@ def since(same: list[bool], least: float = 3) -> int | None:
 
 
 def same_draws(job: Job) -> tuple[dict[str, Same], int]:
-    """Return {line: equal draws of several ranks}, and how many draws differ."""
+    """Return {line: the ranks' equal draws}, and the number of draws that differ."""
     rows, found, differ = [], {}, 0
     for process in job.processes:
         own = {}
@@ -245,7 +245,7 @@ def same_draws(job: Job) -> tuple[dict[str, Same], int]:
 
 
 def draws_in_steps(job: Job) -> bool:
-    """Return whether steps draw random numbers, not counting PyTorch's floats."""
+    """Return whether steps draw random numbers other than floats from PyTorch."""
     process = job.processes[0]
     for kind in (Own, Global):
         scans = [{*one.states} for one in process.of(kind)[:2]]
@@ -256,7 +256,7 @@ def draws_in_steps(job: Job) -> bool:
 
 
 def other_orders(job: Job, least: int) -> str:
-    """Return the line that draws a different permutation on each rank, or ""."""
+    """Return a line that draws different permutations on the ranks, or "" for none."""
     for row in job.rows(Drawn):
         same = len({one.place for one in row}) == 1 and row[0].size > least
         if same and row[0].permutes and len({one.value for one in row}) > 1:
@@ -265,10 +265,10 @@ def other_orders(job: Job, least: int) -> str:
 
 
 def equal_owners(job: Job) -> tuple[str, str, str]:
-    """Return a text if two ranks' objects of one class draw the same numbers, or "".
+    """Return (message, place, advice) if objects on two ranks draw the same numbers.
 
-    Also return a place and advice. One or two equal generators in the same positions
-    on all ranks may be meant for joint decisions.
+    Otherwise, return three empty strings. One or two equal generators, at the same
+    positions on all ranks, may be meant for joint decisions.
     """
     ranks = []
     for process in job.processes:

@@ -25,7 +25,7 @@ def called(name: str) -> str:
 
 
 def setting(job, name: str, draw: Event) -> Seed | None:
-    """Return the last Seed of a generator before a draw in the same process."""
+    """Return the last Seed event of a generator before a draw in the same process."""
     process = next(x for x in job.processes if x.rank == draw.rank)
     works = getattr(draw, "worker", None) is not None
     own = process.loaders if works else process.events
@@ -34,7 +34,7 @@ def setting(job, name: str, draw: Event) -> Seed | None:
 
 
 def cause(job, name: str, pair: list[Event]) -> tuple[str, str]:
-    """Return the line that last set a generator, and the call if all ranks made it."""
+    """Return the line that last set a generator, and its call if equal on all ranks."""
     found = [setting(job, name, one) for one in pair]
     calls = {one and one.call for one in found}
     place = found[0].place if found[0] else pair[0].place
@@ -44,7 +44,7 @@ def cause(job, name: str, pair: list[Event]) -> tuple[str, str]:
 
 
 def states(dataset: object = None) -> dict[str, tuple[int, int]]:
-    """Return {name: (hash, position)} for global generators and those of a dataset."""
+    """Return {name: (state's hash, position)} for global and a dataset's generators."""
     state = content(torch.random.default_generator.get_state())
     found = {"torch": (hashed(state), int.from_bytes(state[16:20], "little"))}
     state = random.getstate()[1]
@@ -78,7 +78,7 @@ def hashed(state: bytes) -> int:
 
 
 def drawn(before: dict, after: dict) -> tuple[dict[str, int], int]:
-    """Return the old hash of each generator that drew, and a lower bound on draws."""
+    """Return {name: old hash} of generators that drew, and the minimum draw count."""
     changed = {k: x for k, x in before.items() if k in after and after[k] != x}
     counts = [0]
     for name, (_, position) in changed.items():

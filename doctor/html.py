@@ -1,4 +1,4 @@
-"""Write the report as a self-contained page (--html), or a timeline (--trace)."""
+"""Format the report as a page (--html), and recorded steps as a timeline (--trace)."""
 
 import json
 from html import escape
@@ -79,7 +79,7 @@ def finding(one: Finding) -> str:
 
 
 def code(place: str) -> str:
-    """Return the lines around file:line, if the file can be read."""
+    """Return the code around file:line as HTML, or only the place if unreadable."""
     file, _, number = place.rpartition(":")
     try:
         lines = Path(file).read_text().splitlines()
@@ -108,9 +108,9 @@ def law(verdict: Verdict) -> str:
 
 
 def spans(job: Job) -> dict[int, list[tuple[int, str, float, float]]]:
-    """Return each rank's spans, as (step, part, start, end) in seconds.
+    """Return {rank: spans of time, as (step, part, start and end in seconds)}.
 
-    Communication that takes longer than the fastest rank's counts as waiting.
+    A rank's time in communication beyond the fastest rank's counts as waiting.
     """
     found = {process.rank: process.of(Spans) for process in job.processes}
     shares = {}

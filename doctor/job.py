@@ -24,7 +24,7 @@ class Process:
     loaders: list[Event] = field(default_factory=list)
 
     def of(self, kind: type[Kind], loaders: bool = False) -> list[Kind]:
-        """Return the events of one kind in order, those of loader processes last."""
+        """Return events of one kind in order; with `loaders`, add loader processes'."""
         events = self.events + self.loaders if loaders else self.events
         return [one for one in events if isinstance(one, kind)]
 
@@ -36,7 +36,7 @@ class Process:
 
     @cached_property
     def epochs(self) -> list[int]:
-        """The training loader's passes whose batches were used in steps, in order."""
+        """The numbers, in order, of the training loader's passes that steps used."""
         fed = {one.epoch for one in self.of(Step) if one.loader == self.training}
         ends = [one for one in self.of(EpochEnd) if one.loader == self.training]
         return sorted(fed | {one.epoch for one in ends if one.steps})
@@ -105,7 +105,7 @@ class Job:
         return sorted(found, key=lambda one: one.time)
 
     def rows(self, kind: type[Kind]) -> list[list[Kind]]:
-        """Return rows of events that all ranks wrote in the same step, sorted by rank.
+        """Return rows of events, one per rank, for steps in which all ranks wrote one.
 
         If ranks wrote several events in a step, their n-th events form a row.
         """
@@ -149,7 +149,7 @@ def read(folder: Path) -> Job:
 
 
 def clashing(job: Job) -> list[Joins]:
-    """Return the pending calls of processes that request the same rank, or []."""
+    """Return pending Joins of processes that request the same rank, or [] if none."""
     found = {}
     for process in job.processes if not job.of(Rank) else ():
         for one in process.of(Joins)[:1]:
@@ -158,7 +158,7 @@ def clashing(job: Job) -> list[Joins]:
 
 
 def waiting(process: Process) -> Waits | None:
-    """Return a process's last event, if the process waits in a known call, or None.
+    """Return a process's last event if it is a wait in a known call, else None.
 
     If doctor ended the process, Python's exit functions may have written later events.
     """

@@ -13,7 +13,7 @@ are not sufficient, the check raises NotJudged.
         Not a mistake if: ...
         '''
 
-The docstring names the fault, the fix, and the case in which it is not a mistake.
+The docstring names the fault, the fix, and when the fault is not a mistake.
 A general check (`general=True`) judges its law; each of the other checks looks for one
 known mistake. A function marked with `@explains(general_check, ...)` looks for a known
 mistake behind the general check's breach, and returns a better Breach or None.
@@ -84,7 +84,7 @@ class Verdict:
 
 @dataclass(eq=False)
 class Check:
-    """A check, or an explanation of breaches that the check `explains` finds."""
+    """A check, or an explanation of breaches that another check (`explains`) finds."""
 
     law: Law
     name: str
@@ -189,7 +189,7 @@ def judge(job: Job, own: Check) -> Iterator[Breach | str]:
 
 
 def explained(job: Job, own: Check, breach: Breach) -> list[Finding]:
-    """Return the finding of the first fitting explanation, or else of the check."""
+    """Return the finding of the first explanation that fits, else the check's own."""
     for other in CHECKS.values():
         if other.explains is own and (better := other.function(job, breach)):
             better = replace(better, place=better.place or breach.place)

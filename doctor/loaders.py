@@ -1,6 +1,7 @@
 """Track the passes over DataLoaders, and record which samples each batch contains."""
 
 import contextlib
+import gc
 import os
 import weakref
 from array import array
@@ -136,10 +137,13 @@ class Loaders(Watcher):
         return iterator
 
     def learn(self, loader, where: str) -> dict:
-        """Return a loader's record, which later loaders of the same line inherit."""
+        """Return a loader's record; a later loader at the same line inherits it."""
         for key, known in self.loaders.items():
-            same = known["dataset"]() is loader.dataset and known["place"] == where
-            if same and known["loader"]() is None:
+            if known["dataset"]() is not loader.dataset or known["place"] != where:
+                continue
+            if known["loader"]() is not None:
+                gc.collect()  # otherwise, it may still be there on some ranks only
+            if known["loader"]() is None:
                 del self.loaders[key]
                 break
         else:

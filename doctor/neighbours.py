@@ -78,7 +78,7 @@ def ids_of(inputs: list, count: int) -> array | None:
 
 
 def arguments(inputs: list, largest) -> dict[int, tuple[int, bool]]:
-    """Return {position: (hash, whether the entries differ)} of the other inputs."""
+    """Return {position: (hash, whether its entries differ)} for each other input."""
     found = {}
     for number, one in enumerate(inputs, 1):
         if one is not largest and len(one) == len(largest) > 7 and one.dim() < 3:
@@ -101,7 +101,7 @@ def few_of_each(rows) -> list[list[float]]:
 def inputs(job: Job) -> list[list[Input]]:
     """Return one network's first input in each step, for each rank.
 
-    The network is the first one whose inputs differ between the ranks, as noise should.
+    The network is the first one whose inputs differ between the ranks, if there is one.
     """
     every = need(job.of(Input), "no input was seen")
     for number in sorted({one.network for one in every}):
@@ -143,7 +143,7 @@ def other_targets(job: Job) -> bool:
 
 
 def near_twins(job: Job) -> str:
-    """Return a text if augmented inputs show that two ranks share samples, or "".
+    """Return a message if augmented inputs show that ranks share samples, else "".
 
     If the ranks share no samples, an input's nearest neighbour is as likely to be on
     its own rank as on another rank.
@@ -195,7 +195,7 @@ def copied(lists: list[list[Input]], gap) -> list[tuple]:
 
 
 def shared_batches(copies: list[tuple], steps: list[int]) -> str:
-    """Return a text if ranks read the same batches before an epoch ends, or "".
+    """Return a message if ranks read the same batches before an epoch ends, else "".
 
     After an epoch, nearly all batches repeat earlier ones, even their own rank's.
     """
@@ -210,7 +210,7 @@ def shared_batches(copies: list[tuple], steps: list[int]) -> str:
 
 
 def neighbours(one: list[tuple], other: list[tuple], gap) -> tuple:
-    """Compare two ranks' inputs, as (batch, position, numbers).
+    """Compare two ranks' inputs, each given as (batch, position, numbers).
 
     Returns:
         The share of samples that both ranks read; how many standard errors it is above
@@ -234,7 +234,7 @@ def neighbours(one: list[tuple], other: list[tuple], gap) -> tuple:
 
 
 def named(job: Job, loader: int | None) -> set[int]:
-    """Return the numbers that identify a stream's samples, if there are any."""
+    """Return the numbers that identify a stream's samples, or an empty set."""
     found, contents = set(), {}
     for process in job.processes:
         number = process.training if loader is None else loader
@@ -253,7 +253,7 @@ def named(job: Job, loader: int | None) -> set[int]:
 
 
 def periods(job: Job) -> Iterator[list[tuple[int, int]]]:
-    """Yield equally long periods, (start, end), between validations or prints."""
+    """Yield lists of equal periods, as (start, end), between validations or prints."""
     process = job.processes[0]
     lines = {"": {one.after for one in process.of(Measured) if not one.trains}}
     for one in process.of(Printed):

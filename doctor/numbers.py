@@ -60,7 +60,7 @@ class Number:
     words: str  # the words before the number
 
     def turned(self, ratio: tuple[float, float]) -> float:
-        """Return numerator / denominator in this number's form, such as in percent."""
+        """Return numerator / denominator in this number's unit, such as percent."""
         top, bottom = ratio
         value = top / bottom if bottom else float("nan")
         if self.kind == "error":
@@ -146,7 +146,7 @@ def numbers(text: str) -> Iterator[Number]:
 
 
 def others(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the names and values of other numbers in a line that may be results."""
+    """Yield the name and value of each other number of a line that may be a result."""
     end, low, known = 0, text.lower(), False
     for one in NUMBER.finditer("" if BAR.search(text) else low):
         before, end = low[end : one.start()], one.end()
@@ -190,7 +190,7 @@ class Group:
         return min(own) < moment < max(own)
 
     def added(self, rank: int | None = None) -> tuple[float, float]:
-        """Return the sums of values and of weights, over one rank's or all batches."""
+        """Return the sums of values and of weights, for one rank or (None) for all."""
         own = self.ranks.values() if rank is None else [self.ranks[rank]]
         rows = [*chain(*own)]
         tops, bottoms = (sum(sum(row[n]) for row in rows) for n in (0, 1))
@@ -218,7 +218,7 @@ class Group:
         return [(top * self.parts, bottom) for top, bottom in found]
 
     def averages(self, rank: int) -> Iterator[tuple[float, float]]:
-        """Yield a training pass's averages, over one rank's and over all batches."""
+        """Yield averages in a training pass, over one rank's batches and over all."""
         own = [self.ranks[rank]] if rank in self.ranks else []
         for rows in (*own, [*chain(*self.ranks.values())]):
             yield pair([(sum(v), sum(w)) for v, w, _ in rows])

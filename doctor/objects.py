@@ -23,7 +23,7 @@ class Objects:
         self.found = None  # weak references to the objects, and names
 
     def search(self) -> None:
-        """Search all Python objects, which can take a second."""
+        """Search all Python objects for the script's own; this can take a second."""
         self.found, known = [], {}
         for one in gc.get_objects() if sys.getallocatedblocks() < BLOCKS else ():
             kind = type(one)
@@ -33,7 +33,7 @@ class Objects:
                 self.found.append((kind.__name__, weakref.ref(one)))
 
     def tensors(self, weights: dict) -> dict:
-        """Return {name: a few numbers} of tensors whose ids are not in `weights`."""
+        """Return {name: a few numbers} for tensors whose ids are not in `weights`."""
         if self.found is None:
             self.search()
         owners = [("", vars(sys.modules["__main__"]))]
@@ -51,7 +51,7 @@ class Objects:
 
 
 def nested(value, key: str, depth: int) -> Iterator[tuple]:
-    """Yield (key, tensor) for a tensor or array of floats, or those in a container."""
+    """Yield (key, tensor) for a float tensor or array, or for each in a container."""
     if type(value) is torch.Tensor:
         if value.is_floating_point() and not value.requires_grad and value.numel() > 7:
             yield key, value
@@ -115,7 +115,7 @@ def variables(frame: FrameType | None) -> tuple[dict[str, str], dict[str, int]]:
 
 
 def count(value) -> int:
-    """Return the value of an integer, the length of a list or tensor, or else 0."""
+    """Return a whole number's value, a list's or tensor's length, or else 0."""
     if type(value) is torch.Tensor:  # other types may communicate
         if value.numel() == 1 and value.is_cpu and not value.requires_grad:
             value = value.item()

@@ -89,7 +89,7 @@ def summary(job: Job) -> str:
 
 
 def conclusion(report: Report) -> str:
-    """Return one sentence if there is no finding except notes, or else ""."""
+    """Return one sentence if there are no findings except notes, else ""."""
     states = [one.state for one in report.verdicts]
     if any(one.level != NOTE for one in report.findings):
         return ""

@@ -71,9 +71,9 @@ class Reads:
         return len(self.ranks) * (self.batch if unsure else 1)
 
     def vague(self) -> bool:
-        """Return whether contents recur on one rank as often as on two ranks.
+        """Return whether contents recur within a rank as often as between ranks.
 
-        If they do, few contents are different, as in discrete states. The result is
+        If they do, there are few distinct contents, as with discrete states. Return
         False if workers or ranks read all samples equally often.
         """
         own, every = [Counter(one) for one in self.all], Counter()
@@ -100,7 +100,7 @@ class Reads:
         return alike[0] > 0.3 and alike[1] > 0.8 * alike[0]
 
     def computed(self) -> bool:
-        """Return whether inputs recur within a loop's batches, as in a game."""
+        """Return whether inputs recur within a loop's batches, as game states do."""
         lists = [x for one in self.ranks for x in one]
         repeats = sum(len(x) - len({*x}) for x in lists)
         return self.pool > 0 and repeats > MORE * sum(map(len, lists))
@@ -133,7 +133,7 @@ class Reads:
     def together(self, least: float = 0.3) -> tuple[float, float]:
         """Return the share of steps in which two ranks read (nearly) the same samples.
 
-        The second number is for steps in which one rank reads the other's next samples.
+        The second share is of steps in which one rank reads the other's next samples.
         """
         found = []
         for shift in (0, 1):
@@ -151,7 +151,7 @@ class Reads:
         return len(both) >= 0.99 * (self.total or 10**12)
 
     def numbers(self) -> dict[str, int]:
-        """Count samples; repeats in the last batches, such as padding, do not count."""
+        """Return counts of samples; repeats in the last batches are not counted."""
         reads = [x for one in self.all for x in one]
         inner = [[x for batch in one[:-1] for x in batch] for one in self.ranks]
         inner = inner if self.whole and all(inner) else self.all
@@ -181,7 +181,7 @@ def feeds(job: Job, number: int | None = None, epoch: int = 0) -> list[Feed]:
 def interleaved(job: Job) -> tuple[list[int], list[int]]:
     """Return the other loaders whose batches the ranks read between the same steps.
 
-    The second list contains loaders that the same line reads in different steps.
+    The second list has loaders that the training loader's line reads in other steps.
     """
     found, again = [], []
     for process in job.processes:
@@ -274,7 +274,7 @@ def resumed(lists: list, done: list[bool]) -> tuple[list, list[bool]]:
 
 
 def recurring(epochs: list) -> int:
-    """Return the number of a stream's distinct contents, if most contents recur."""
+    """Return the number of a stream's distinct contents, or 0 if most do not recur."""
     sets = [{x for p in one for b in p for x in b.rows or ()} for one in epochs]
     count = Counter(x for own in sets for x in own)
     return len(count) if sum(n > 1 for n in count.values()) >= len(count) / 2 else 0
@@ -337,7 +337,7 @@ def looped(job: Job) -> list[Reads]:
 
 
 def broken(one: Reads) -> str:
-    """Return a text that tells what is wrong with an epoch, or ""."""
+    """Return what is wrong with the samples read in an epoch, or "" if nothing is."""
     counts, (together, near) = one.numbers(), one.together()
     number = max(map(len, one.ranks))
     if together >= 0.9 and near < 0.5 * together and not one.shift:

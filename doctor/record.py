@@ -110,7 +110,7 @@ def wrap(owner, name: str, method: Callable) -> None:
     """Replace owner.name with a method whose first argument is the original function.
 
     `method(call, *args, **kwargs)` must return `call(*args, **kwargs)`. If the method
-    itself fails, the job gets the original result. Several laws may wrap one function.
+    itself fails, the job gets what `call` returns. Several laws may wrap one function.
     """
     call = getattr(owner, name, None)
     if call is None or method in getattr(call, "_doctor", ()):
@@ -176,7 +176,7 @@ def not_the_users() -> tuple[str, ...]:
 
 
 def place(frame=None) -> str:
-    """Return the innermost line of the user's (or a library's) code as file:line."""
+    """Return the innermost line of the user's (or else a library's) code: file:line."""
     other = ""
     for one, line in traceback.walk_stack(frame or sys._getframe(1)):
         file = one.f_code.co_filename

@@ -54,7 +54,7 @@ class Measured(Event, limit=5000):
 
 
 class Results(Watcher):
-    """Records printed results and recomputes them, but rarely waits for a GPU."""
+    """Records printed results, and recomputes them with few waits for a GPU."""
 
     def __init__(self):
         self.line, self.batch, self.sources = "", None, {}
@@ -288,7 +288,7 @@ class Results(Watcher):
 
 
 def repeated(job) -> dict[tuple[int, int], list[float]]:
-    """Return {(rank, step): when passes over the same inputs began}.
+    """Return {(rank, step): the times at which passes over the same inputs began}.
 
     Without a loader, nothing else separates passes with old and with restored weights.
     """

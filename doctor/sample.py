@@ -12,7 +12,7 @@ MOST = 1024  # maximum count of numbers in one event
 
 @functools.lru_cache(512)
 def positions(count: int, most: int) -> tuple[int, ...]:
-    """Return at most `most` of `count` positions, spread irregularly.
+    """Return up to `most` of the positions 0 to `count` - 1, spread irregularly.
 
     With a fixed stride, all positions could be in the same column of a matrix.
     """

@@ -132,7 +132,7 @@ def relabelled(one: tuple, other: tuple) -> bool:
 
 
 def other_contents(job: Job, labels: bool) -> str:
-    """Return how samples with the same index differ between two ranks, or ""."""
+    """Return how samples with equal indices differ between two ranks, else ""."""
     first = feeds(job)
     epoch = [p.batches(p.epochs[0]) for p in job.processes if p.epochs]
     read = [{x for b in one for x in b.indices or ()} for one in epoch]
@@ -153,7 +153,7 @@ def other_contents(job: Job, labels: bool) -> str:
 
 
 def contents(process: Process, labels: bool) -> tuple[dict[int, int], float]:
-    """Return {index: label or hash} of samples, and the share that change over time.
+    """Return {index: label or hash} for samples, and the share of them that changes.
 
     Padding, for example, changes with the longest sample in a batch. If many samples
     change, the dictionary is empty.

@@ -77,7 +77,7 @@ class Watcher:
         """A pass over a DataLoader begins; `own` is its Pass (see loaders.py)."""
 
     def on_batch(self, own, batch: dict, seconds: float) -> None:
-        """A DataLoader has returned a batch after `seconds`."""
+        """A DataLoader has returned a batch, which took `seconds`."""
 
     def on_collective(self, name: str, tensors: list, options: dict, place: str):
         """The script (or a library) calls a collective."""
@@ -86,7 +86,7 @@ class Watcher:
         """The collective has returned."""
 
     def on_summary(self) -> None:
-        """The process ends, or has taken a step of WRITES (see laws/alive.py)."""
+        """The process ends, or has taken one of the steps in WRITES (laws/alive.py)."""
 
     def on_end(self) -> None:
         """The process leaves its group or ends; its networks still exist."""

@@ -26,7 +26,7 @@ SLOW = 0.6  # pairs slower than this share of the fastest pair have a slow link
 
 
 def bandwidths(size: int, seconds: float, processes: int) -> tuple[float, float]:
-    """Return an all-reduce's algorithm and bus bandwidth (bytes/s) for `size` bytes.
+    """Return an all-reduce's algorithm bandwidth and its bus bandwidth, in bytes/s.
 
     Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
     """
@@ -37,7 +37,7 @@ def fit(times: dict[int, float]) -> tuple[float, float]:
     """Fit time = latency + size / bandwidth; return latency (s), bandwidth (bytes/s).
 
     `times` maps bytes to seconds. The fit minimizes the squared relative errors, so
-    that small sizes count as much as large ones. The model is from nccl-tests' page.
+    that small sizes count as much as large ones. The formula is from nccl-tests' page.
     """
     rows = [[1 / seconds, size / seconds] for size, seconds in times.items()]
     rows = torch.tensor(rows, dtype=torch.float64)
@@ -46,7 +46,7 @@ def fit(times: dict[int, float]) -> tuple[float, float]:
 
 
 def predict(parameters: float, latency: float, bandwidth: float) -> float:
-    """Return how many seconds a step's fp32 all-reduces take, given `fit`'s result."""
+    """Predict the seconds that a step's fp32 all-reduces take, from fit()'s results."""
     buckets = math.ceil(4 * parameters / BUCKET)
     return buckets * latency + 4 * parameters / bandwidth
 

@@ -44,7 +44,7 @@ def images(file: Path, opened: BinaryIO | None = None) -> Iterator[tuple]:
 
 
 def sort(part: str, files: list[Path], folder: Path, classes: list[str]) -> None:
-    """Write the images under the names used in the official archives.
+    """Write train or val images to class folders, under the official archives' names.
 
     `classes` are the classes of the official validation images. Hugging Face's files
     contain the class only in an image's name (n01440764_18_n01440764.JPEG); their
@@ -70,7 +70,7 @@ def sort(part: str, files: list[Path], folder: Path, classes: list[str]) -> None
 
 
 def unpack(source: Path, target: Path) -> None:
-    """Unpack both parts, except a part that `target` already contains.
+    """Unpack the train and val images, except a part that `target` already contains.
 
     Raises UserError if a file or package is missing, or a file cannot be unpacked.
     """

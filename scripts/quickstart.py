@@ -79,7 +79,7 @@ def render(runs: list[dict]) -> str:
 
 
 def draw(runs: dict[str, list[dict]]) -> Figure:
-    """Return a figure of all runs; `runs` maps a name to the records of its epochs.
+    """Return a plot of `runs`, which maps each run's name to its epochs' records.
 
     Later lines are thinner, so that identical runs all stay visible.
     """

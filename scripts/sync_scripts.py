@@ -25,8 +25,8 @@ PART = re.compile(
 def split(text: str, name: str) -> tuple[list[str], dict[str, list[str]]]:
     """Return a script's shared lines, and its other parts by name.
 
-    The other parts are the docstring and the regions; a line PLACE replaces each in the
-    shared lines. Raises ValueError if a part is missing, not closed or out of order.
+    The other parts are the docstring and the regions; in the shared lines, PLACE marks
+    their places. Raises ValueError if a part is missing, not closed or out of order.
     """
     found = {m[1] or "docstring": m[0].splitlines(True) for m in PART.finditer(text)}
     shared = PART.sub(PLACE + "\n", text)
@@ -36,14 +36,14 @@ def split(text: str, name: str) -> tuple[list[str], dict[str, list[str]]]:
 
 
 def synchronised(base: str, sibling: str, name: str) -> str:
-    """Return a sibling's text with the shared lines of the base."""
+    """Return a script's text after copying the base script's shared lines to it."""
     regions = iter(split(sibling, name)[1].values())
     lines = split(base, BASE)[0]
     return "".join("".join(next(regions)) if PLACE in x else x for x in lines)
 
 
 def main(root: Path = ROOT) -> None:
-    """Rewrite the siblings in `root` that are out of date; print their names."""
+    """Rewrite the scripts in `root` that are out of date; print their names."""
     base = (root / BASE).read_text()
     for name in SIBLINGS:
         before = (root / name).read_text()

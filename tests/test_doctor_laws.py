@@ -4,6 +4,7 @@ Each kind of fault against the laws 1, 2, 3, 7, 9 and 10 has a test: doctor name
 does not call a law held on evidence that the mistake does not change.
 """
 
+import gc
 import random
 import sys
 import weakref
@@ -16,6 +17,7 @@ import pytest
 import torch
 from conftest import ROOT, run
 from test_doctor_steps import event, judged, made, one_pass
+from torch.utils.data import DataLoader, TensorDataset
 
 import doctor.laws  # noqa: F401  its checks
 from doctor.draws import Drawn, Made, Own
@@ -32,7 +34,7 @@ from doctor.laws.resume import Restored
 from doctor.laws.samples import Divided
 from doctor.laws.targets import Contrast
 from doctor.laws.time import Spans
-from doctor.loaders import Batch, Epoch, EpochEnd
+from doctor.loaders import Batch, Epoch, EpochEnd, Loaders
 from doctor.moments import Step
 from doctor.neighbours import Input, Targets
 from doctor.numbers import numbers, results
@@ -360,20 +362,36 @@ def test_a_rank_with_longer_inputs_is_named():
     assert "ranks_differ" in named(report(rows(0, 0), rows(1, 25)))
 
 
-@pytest.mark.parametrize("tensor", ["tensor 2 of the batch", ""])
-def test_a_label_that_is_constant_on_each_rank(tensor):
+def test_a_new_loader_of_the_same_line_continues_one_in_a_cycle():
+    watcher, data, numbers = Loaders(), TensorDataset(torch.ones(3)), []
+    gc.disable()
+    for _ in range(2):
+        loader = DataLoader(data)
+        loader.itself = loader
+        numbers.append(watcher.learn(loader, "a.py:3")["number"])
+        del loader
+    gc.enable()
+    assert numbers == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "spread"),
+    [("tensor 2 of the batch", 2), ("targets of a", 2), ("targets of a", 0)],
+)
+def test_a_label_that_is_constant_on_each_rank(tensor, spread):
     """Targets that are not from the batch may be positions, which depend on the rank."""
-    name, loader = f"mean of {tensor or 'targets of nll_loss()'}", 0 if tensor else None
-    ranks = []
+    loader, ranks = 0 if "batch" in tensor else None, []
     for rank in (0, 1):
         ranks.append(fed([*range(rank, 480, 2)]))
         for n in range(30):
             moving = event(Measured, n, values={"loss of a": random.random()})
+            values = {f"mean of {tensor}": rank, f"spread of {tensor}": spread}
             ranks[-1] += [
                 moving,
-                event(Measured, n, loader=loader, values={name: rank}),
+                event(Measured, n, loader=loader, values=values),
             ]
-    assert named(report(*ranks, steps=0)) == ({"ranks_differ"} if tensor else set())
+    apart = spread == 0 or "batch" in tensor
+    assert named(report(*ranks, steps=0)) == ({"ranks_differ"} if apart else set())
 
 
 @pytest.mark.parametrize("kind", ["alone", "shared", "next epoch"])

@@ -310,6 +310,8 @@ def test_weights_that_never_live_are_named():
     assert ("dead_weights", "a.py:8") in [(x.check, x.place) for x in found]
     still = weights("stage.weight", moves=False)
     assert law(judged(*map(add, still, head)), 6) == "not judged"
+    bias = weights("head.bias", alive=0)
+    assert law(judged(*map(add, bias, head)), 6) == "not judged"  # it may cancel out
     half = weights("stage.weight", moves=False, half=True, alive=10)
     assert named(judged(*map(add, half, head))) == {"rounded_away": "RISK"}
     for rank in range(2):
@@ -582,12 +584,15 @@ def test_tensors_that_a_script_loads_itself_are_found(monkeypatch, tmp_path):
     monkeypatch.setattr(recorder, "write", found.append)
     monkeypatch.setattr(recorder, "step", 0)
     watcher, state = Resumes(), {"net": network.state_dict(), "m": torch.randn(9)}
+    adam = torch.optim.Adam(network.parameters())
     state["v"] = [torch.randn(9)]
     kept = SimpleNamespace(search=int, tensors=lambda _: {"Adam.m": few_of(state["m"])})
     monkeypatch.setattr(Replicas.here, "objects", kept)
     watcher.load(lambda _: state, str(tmp_path / "a.pt"))
     monkeypatch.setattr(Checkpoints.here, "taken", None)
     watcher.restore("weights", lambda *_: None, network, state["net"])
+    watcher.restore("optimizer", lambda *_: None, adam, adam.state_dict())
+    assert found[-1].weights == ["weight", "bias"]
     watcher.on_input(network, [])
     (one,) = [x for x in found if isinstance(x, Resumed)]
     assert [*one.values] == ["Adam.m"] and one.rest == 1

@@ -31,7 +31,7 @@ def place() -> tuple[int, int]:
 class Gate:
     """A training process's connection to the measuring process.
 
-    The measuring process replies with the number of intervals in the next turn.
+    The measuring process answers a report with the next turn's number of intervals.
     """
 
     def __init__(self, path: str, rank: int, world_size: int):
@@ -44,7 +44,7 @@ class Gate:
         self.turn = 1
 
     def wait(self, *interval: float) -> None:
-        """Record an interval; at a turn's end, report and wait for the next turn."""
+        """Record an interval; at a turn's end, report it and wait for the next turn."""
         self.intervals.append(interval)
         if len(self.intervals) < self.turn:
             return
@@ -59,12 +59,12 @@ class Gate:
 
 @functools.cache
 def gate() -> Gate:
-    """Return this process's gate, which connects on the first call."""
+    """Return this process's gate; the first call connects to the measuring process."""
     return Gate(os.environ[VARIABLE], *place())
 
 
 def after_interval(number: int, seconds: float, images: int, waited: float) -> None:
-    """Record an epoch's interval `number`; wait if the turn is over."""
+    """Record an interval and its `number` in the epoch; wait if the turn is over."""
     gate().wait(number, seconds, images, waited)
 
 
@@ -84,7 +84,7 @@ class Attach(MetaPathFinder):
     """Calls attach() when a training process imports common.meters."""
 
     def find_spec(self, name: str, path, target=None) -> ModuleSpec | None:
-        """Return the spec of common.meters, whose loader also calls attach()."""
+        """Return the import spec of common.meters; its loader also calls attach()."""
         if name != "common.meters":
             return None
         sys.meta_path.remove(self)

@@ -82,7 +82,7 @@ class Job:
             del self.readers[handle]  # the process died; its launcher will exit soon
 
     def turn(self) -> list[tuple[float, float]]:
-        """Run a turn; return kept intervals as (seconds per image, waiting share)."""
+        """Run a turn; return usable intervals as (seconds per image, waiting share)."""
         self.arrived.clear()
         send(self.gate, signal.SIGCONT)
         for connection in self.readers:
@@ -114,7 +114,7 @@ class Job:
 
 
 def pin(connection: socket.socket, rank: int, number: int) -> None:
-    """Pin a process and its loader processes to the `number` cores of its rank."""
+    """Pin a rank's process and its loader processes to `number` cores for this rank."""
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     every, first = sorted(os.sched_getaffinity(0)), rank * number
     own = [every[core % len(every)] for core in range(first, first + number)]
@@ -151,7 +151,7 @@ def wait(jobs: Sequence[Job]) -> None:
 
 @contextlib.contextmanager
 def gates() -> Iterator[Path]:
-    """Yield a folder for gates, whose processes are killed when this process ends."""
+    """Yield a folder for gates; afterwards, kill all processes that use these gates."""
     folder = tempfile.mkdtemp(prefix="timings-")
     words = [sys.executable, "-m", "benchmarks.processes", folder]
     guard = subprocess.Popen(
@@ -168,7 +168,7 @@ def cohort(candidates: Sequence[Candidate], seconds: float | None = None) -> dic
     """Start candidates, let them take turns for `seconds`, and kill them.
 
     By default, the turns take as long as the start took, but at least LEAST_SECONDS.
-    Returns "turns", a list of [candidate's name, seconds per image of its intervals,
+    Returns "turns", a list of [candidate's name, seconds per image in each interval,
     share of time spent waiting for data]; "problems", the candidates' error messages
     by name; "start_seconds"; and the total "seconds".
     """

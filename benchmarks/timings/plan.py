@@ -111,7 +111,7 @@ def candidate(
 
 
 def candidates(args: argparse.Namespace, mode: str) -> list[Candidate]:
-    """Return a mode's candidates; the list contains one of them twice."""
+    """Return a mode's candidates, and a second copy of one to check the method with."""
     if mode != "scaling":
         found = [candidate(args, strategy, mode) for strategy in args.strategies]
         return [*found, candidate(args, args.base, mode, args.base + AGAIN)]

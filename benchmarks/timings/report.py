@@ -39,7 +39,7 @@ def setting(settings: dict) -> str:
 
 
 def read_cohorts(folder: Path) -> list[dict]:
-    """Read a folder's complete cohorts; the file's last line may be truncated."""
+    """Read a folder's complete cohorts; ignore an incomplete last line of the file."""
     file = folder / "cohorts.jsonl"
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]

@@ -35,7 +35,7 @@ def open_output(args: argparse.Namespace) -> list[dict]:
 
 
 def next_mode(args: argparse.Namespace, cohorts: list[dict], now: float) -> str | None:
-    """Return the mode with the fewest cohorts; None if time is up or all are done."""
+    """Return the mode with fewest cohorts; None if time is up or all are decided."""
     of = {mode: [one for one in cohorts if one["mode"] == mode] for mode in args.modes}
     for mode, found in [*of.items()]:
         if mode != "scaling" and decide(found, vars(args), last=False).over:

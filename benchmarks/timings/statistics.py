@@ -30,7 +30,7 @@ class Verdict(NamedTuple):
 
 
 def williams(number: int) -> list[list[int]]:
-    """Return orders in which each of `number` items follows every other equally often.
+    """Return orders of `number` items; each item follows every other one equally often.
 
     Source: Williams 1949, https://doi.org/10.1071/CH9490149
     """
@@ -40,7 +40,7 @@ def williams(number: int) -> list[list[int]]:
 
 
 def orders(names: Sequence[str], draw: random.Random) -> Iterator[list[str]]:
-    """Yield an endless series of orders of a cohort's turns, in random blocks."""
+    """Yield an order of `names` for every round, from shuffled williams() orders."""
     names = draw.sample(names, len(names))
     while True:
         rows = williams(len(names))
@@ -51,8 +51,8 @@ def orders(names: Sequence[str], draw: random.Random) -> Iterator[list[str]]:
 def levels(cohort: dict, alone: Sequence[str] = ()) -> dict[str, float]:
     """Return each candidate's log(seconds per image) in a cohort, by median polish.
 
-    A slower machine affects the nth turns of all candidates equally, except for
-    those candidates that ran `alone`. A turn begins with a name and seconds per image.
+    A slowdown of the machine affects all candidates' nth turns equally, except those of
+    candidates that run `alone`. A turn begins with a name and seconds per image.
 
     Source: https://en.wikipedia.org/wiki/Median_polish
     """
@@ -73,7 +73,7 @@ def levels(cohort: dict, alone: Sequence[str] = ()) -> dict[str, float]:
 class Fit:
     """Least-squares fit of log(seconds per image) = cohort effect + candidate effect.
 
-    A cohort may lack candidates. If all are complete, C cohorts of k candidates form a
+    A cohort may lack candidates. If none does, C cohorts of k candidates form a
     two-way table, whose residuals have (C - 1)(k - 1) degrees of freedom.
     """
 
@@ -112,7 +112,7 @@ class Fit:
 
 
 def judge(fit: Fit, pairs: Sequence[tuple[str, str]], error: float) -> list[Verdict]:
-    """Judge pairs; the chance of any wrong verdict is at most `error` (Holm's method).
+    """Judge pairs; the chance that any verdict is wrong is at most `error` (Holm).
 
     Source: https://en.wikipedia.org/wiki/Holm%E2%80%93Bonferroni_method
     """
@@ -157,14 +157,14 @@ class Decision(NamedTuple):
 def decide(cohorts: Sequence[dict], settings: dict, last: bool) -> Decision:
     """Judge a mode's cohorts at the latest planned analysis.
 
-    Every LOOKS cohorts, and after the last cohort, there is an analysis. Each analysis
-    may use a part of ERROR; the sum of the parts grows with the cube of elapsed time
+    Analyses are planned after every LOOKS cohorts, and after the last cohort. Each may
+    use a part of ERROR; the sum of these parts grows with the cube of elapsed time
     (https://doi.org/10.1093/biomet/70.3.659).
 
     Args:
         cohorts: dicts with "turns" and "ended", the cohort's end in minutes.
-        settings: "minutes" planned; "base", the candidate that the others are compared
-            with first; and "shown", the candidates without verdicts.
+        settings: "minutes", the planned time; "base", the candidate that is compared
+            with the others first; and "shown", the candidates that get no verdicts.
         last: whether no cohort follows.
     """
     planned = len(cohorts) // LOOKS * LOOKS

@@ -21,9 +21,9 @@ DISTURBED, DELAY = 0.3, 0.1  # share of disturbed turns, and their mean delay
 
 
 def invented(truth: dict[str, float], launch: float, blocks: int, seed: str) -> dict:
-    """Return a cohort like measure.cohort()'s, from logs of seconds per image.
+    """Return a simulated cohort, given each candidate's log(seconds per image).
 
-    `launch` is the standard deviation of the offset that each launch adds to its logs.
+    `launch` is the standard deviation of the offset that each launch adds to this log.
     """
     draw, order = random.Random(seed), orders([*truth], random.Random(f"{seed} too"))
     launched = {name: log + draw.gauss(0, launch) for name, log in truth.items()}
@@ -72,7 +72,7 @@ def simulated(slower: float, launch: float, cohorts: int, draws: int) -> dict:
 
 
 def simulation(draws: int = 2000) -> None:
-    """Measure error rates with known speeds, drift and varying launches."""
+    """Write error rates over simulated sessions to benchmarks/results."""
     rows = []
     for slower in (0.0, 0.0301, 0.05):
         for launch in (0.0, 0.01, 0.02):

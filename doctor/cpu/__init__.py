@@ -1,7 +1,7 @@
 """Emulate CUDA on the CPU: `python -m doctor --cpu -- COMMAND` needs no GPU.
 
 A tensor on an emulated GPU is a CPU tensor whose storage is marked. CPU kernels
-replace CUDA's, and Gloo replaces NCCL. Operations may mix tensors of different
+replace CUDA's, and Gloo replaces NCCL. Operations may mix tensors on different
 devices, because gradients that autograd creates have no mark.
 """
 
@@ -14,7 +14,7 @@ def play(count: str | int = "") -> None:
     """Emulate CUDA in this process, which has just imported PyTorch.
 
     Args:
-        count: number of GPUs; by default, $LOCAL_WORLD_SIZE, or else 2.
+        count: number of GPUs; by default, $LOCAL_WORLD_SIZE, or 2 if that is not set.
     """
     from . import cuda, gpus, groups, mode, training
 

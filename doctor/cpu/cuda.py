@@ -1,4 +1,4 @@
-"""Emulate torch.cuda, torch.accelerator and all other functions for GPUs."""
+"""Emulate torch.cuda, torch.accelerator and PyTorch's other functions for GPUs."""
 
 import abc
 import contextlib
@@ -89,7 +89,7 @@ def current_stream(device=None) -> Stream:
 
 
 def set_device(device) -> int:
-    """Set the thread's GPU, and return the previous GPU."""
+    """Set the thread's current GPU, and return the previous GPU's index."""
     before, index = getattr(local, "gpu", 0), resolve(device).index
     local.gpu = before if index is None else index
     return before
@@ -102,7 +102,7 @@ def set_rng_state(state: torch.Tensor, device="cuda") -> None:
 
 
 def each(call) -> list:
-    """Return a function's results for all GPUs."""
+    """Call a function with the index of each GPU, and return a list of the results."""
     return [call(index) for index in range(gpus.visible())]
 
 
@@ -153,14 +153,14 @@ def other(name: str):
 
 
 def copy_of(call):
-    """Return a copy of a function, or a class itself."""
+    """Return a copy of a function; return a class unchanged."""
     if isinstance(call, type):
         return call
     return functools.wraps(call)(lambda *args, **kwargs: call(*args, **kwargs))
 
 
 def play_modules(*modules) -> None:
-    """Replace modules' functions with distinct copies, as torch.compile() requires."""
+    """Replace modules' functions; torch.compile() requires distinct replacements."""
     new = {name: copy_of(call) for name, call in PLAYED.items()}
     names = [one.__name__ for one in modules]
     for module in modules:
@@ -176,7 +176,7 @@ def play_modules(*modules) -> None:
 
 
 def restore(storage, location: str):
-    """Mark a storage that torch.load() puts on a GPU; return None for all others."""
+    """Mark and return a storage that torch.load() puts on a GPU, else return None."""
     if not location.startswith("cuda"):
         return None
     getattr(storage, "_untyped_storage", storage).place = resolve(location)
@@ -189,7 +189,7 @@ def storage_to_gpu(storage, device=None, non_blocking=False):
 
 
 def place_in_file(storage) -> str | None:
-    """Return the device of a storage that torch.save() writes, if it is a GPU."""
+    """Return the name of the GPU that torch.save() writes for a storage, or None."""
     place = getattr(getattr(storage, "_untyped_storage", storage), "place", None)
     return place and str(place)
 

@@ -27,7 +27,7 @@ said: set[str] = set()
 
 
 def explain(kind: type, error: BaseException, trace) -> str:
-    """Return a line that explains an error in code that needs a GPU, or ""."""
+    """Return an explanation if an error is in code that needs a GPU, else ""."""
     text = "".join(traceback.format_exception(kind, error, trace))
     calls = re.findall(r'File "(.+)", line (\d+), in .*\n +(.*)', text)
     users = [one for one in calls if not one[0].startswith((*NOT_THE_USERS, "<"))]
@@ -55,7 +55,7 @@ def visible() -> int:
 
 
 def resolve(device=None) -> torch.device:
-    """Return a device with its index, from any form that PyTorch accepts.
+    """Return a torch.device, with its index, for any device that PyTorch accepts.
 
     Raises:
         RuntimeError: if the process has no GPU with this index.
@@ -83,7 +83,7 @@ def place_of(tensor: Tensor) -> torch.device:
 
 
 def mark(result, place: torch.device):
-    """Mark the tensors of a result that have no mark yet, and return the result."""
+    """Mark unmarked tensors in a result as being on `place`, and return the result."""
     if isinstance(result, (tuple, list)):
         for one in result:
             mark(one, place)

@@ -36,7 +36,7 @@ def join(old, given: dict):
 
 
 def flat(old, given: dict):
-    """Call a function on flattened tensors, because NCCL does not check shapes."""
+    """Call a collective with flattened tensors, because NCCL does not check shapes."""
     for name in {"output_tensor", "input_tensor", "output", "input"} & {*given}:
         given[name] = given[name].contiguous().view(-1)
     return old(**given)

@@ -31,14 +31,14 @@ def is_device(value: object) -> bool:
 
 
 def moved(source: Tensor, result: Tensor, place: torch.device) -> Tensor:
-    """Return the result of a move to a device, as a copy if the function made none."""
+    """Mark and return a tensor moved to `place`; copy it if the move did not."""
     if place != place_of(result) and result is source:
         result = source.clone()
     return mark(result, place)
 
 
 def place_among(values) -> torch.device:
-    """Return the GPU of the first marked tensor in nested lists, or the CPU."""
+    """Return the GPU of the first marked tensor in nested lists, or the CPU if none."""
     for value in values:
         found = place_of(value) if isinstance(value, Tensor) else CPU
         if isinstance(value, (tuple, list)) and value:
@@ -49,7 +49,7 @@ def place_among(values) -> torch.device:
 
 
 def draw(func, args: tuple, kwargs: dict, place: torch.device):
-    """Call a function that may draw random numbers, with the device's generator."""
+    """Call a function that may draw random numbers from the device's generator."""
     if place == CPU or kwargs.get("generator") is not None:
         return func(*args, **kwargs)
     default, gpu = torch.random.default_generator, gpus.generator(place)
@@ -64,7 +64,7 @@ def draw(func, args: tuple, kwargs: dict, place: torch.device):
 
 
 def general(func, args: tuple, kwargs: dict, draws=False, factory=False):
-    """Call a function; mark the results with the requested or the arguments' device."""
+    """Call a function; mark results with the requested device, or the inputs' own."""
     place, device = place_among((*args, *kwargs.values())), kwargs.get("device")
     if device is None and factory:
         device = _device.CURRENT_DEVICE
@@ -82,7 +82,7 @@ def general(func, args: tuple, kwargs: dict, draws=False, factory=False):
 
 
 class Functions:
-    """Special emulations of PyTorch's functions, by name."""
+    """Emulations of PyTorch's functions that need special treatment, by name."""
 
     def to(func, args, kwargs):
         source, rest, place = args[0], [*args[1:]], place_of(args[0])
@@ -147,7 +147,7 @@ class Attributes:
 
 
 def plain(func, args: tuple, kwargs: dict):
-    """Call a function unchanged."""
+    """Call the original function."""
     return func(*args, **kwargs)
 
 
@@ -195,7 +195,7 @@ def within(call):
 
 
 def install() -> None:
-    """Enter the mode in this thread, in later threads and in backward passes."""
+    """Start emulation in this thread, in later threads and in backward passes."""
     # Each thread begins here, even if its class overrides run()
     threading.Thread._bootstrap_inner = within(threading.Thread._bootstrap_inner)
     hooks = torch.autograd.graph.saved_tensors_hooks

@@ -144,7 +144,7 @@ class Alive(Watcher):
             recorder.write(event)
 
     def around(self, modules: dict, name: str) -> tuple[str, Ran | None]:
-        """Return the outermost module that gets no gradients, and how it ran."""
+        """Return (outermost module around `name` without any gradients, how it ran)."""
         found = name, Layers.here.ran.get(id(modules[name]))
         while name:
             name = name.rpartition(".")[0]
@@ -157,12 +157,12 @@ class Alive(Watcher):
 
 
 def local(tensor):
-    """Return this process's part of a tensor."""
+    """Return this process's shard of a sharded tensor, or any other tensor itself."""
     return tensor.to_local() if hasattr(tensor, "placements") else tensor
 
 
 def lives(tensors: list) -> list[bool]:
-    """Return for each tensor whether its gradient has a nonzero element."""
+    """Return, for each tensor, whether its gradient has a nonzero element."""
     parts = [local(one.grad) for one in tensors]
     parts = [one.coalesce().values() if one.is_sparse else one for one in parts]
     flags = [one.any() if one.numel() else torch.tensor(True) for one in parts]
@@ -173,7 +173,7 @@ def lives(tensors: list) -> list[bool]:
 
 
 def latest(job) -> dict[str, list[Weight]]:
-    """Return {"name number": the weight's last events, one per rank}.
+    """Return {"a weight's name and number": its last events, one per rank}.
 
     The first event is from a rank whose optimizer has the weight, if there is one.
     """
@@ -198,8 +198,8 @@ def names(events: list[Weight]) -> str:
 def dead_weights(job):
     """Some trainable weights never get a gradient.
 
-    Look between these layers and the loss for detach(), no_grad(), item(), argmax(), or
-    a reentrant checkpoint whose inputs need no gradient.
+    Look between these weights' layers and the loss for detach(), no_grad(), item(),
+    argmax(), or a reentrant checkpoint whose inputs need no gradient.
     Not a mistake if: you do not want to train them; then call requires_grad_(False).
     """
     rows = [x for x in latest(job).values() if x[0].trainable]
@@ -225,6 +225,8 @@ def dead_weights(job):
     gathers = [where for where, put_back in gathers if not put_back]
     if lost(job):  # then an optimizer may have the weights of an old head
         dead = [one for one in dead if one.network]
+    live = {one.name for one in alive}  # a bias can cancel out, as in a difference
+    biases = [x for x in dead if x.name.removesuffix("bias") + "weight" in live]
     needed = [
         one
         for one in dead
@@ -233,6 +235,7 @@ def dead_weights(job):
         or (one.module and 0 <= one.first < runs and not one.returned)
         or (one.module and one.first >= 0 and gathers and not one.returned)
     ]
+    needed = [one for one in needed if one not in biases]
     count = f"of {len(rows)} trainable weights"
     never = f"{count} never get a gradient in {steps} steps"
     if needed:
@@ -286,7 +289,7 @@ def rounded_away(job, breach):
     """Updates of 16-bit weights are so small that they are rounded away.
 
     Keep the weights in fp32, and use torch.autocast() instead of model.bfloat16().
-    Not a mistake if: the weights are rounded at random, or change later.
+    Not a mistake if: the optimizer rounds stochastically, or the weights change later.
     """
     dtypes = {one.half for one in breach.facts}
     return breach if dtypes == {True} and "do not change" in breach.what else None

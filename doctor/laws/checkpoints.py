@@ -1,4 +1,4 @@
-"""Law 8: files are complete, and have one writer. Checks checkpoints' contents."""
+"""Law 8: files are complete, and have one writer. Checks what checkpoints contain."""
 
 import contextlib
 import os
@@ -134,7 +134,7 @@ class Checkpoints(Watcher):
         return self.given
 
     def save_parts(self, call, state, *args, **kwargs):
-        """Record what torch.distributed.checkpoint.save() or async_save() is given."""
+        """Record what the script saves with torch.distributed.checkpoint."""
         self.given, path = None, kwargs.get("checkpoint_id")
         result = call(state, *args, **kwargs)
         if threading.current_thread() is not threading.main_thread():
@@ -191,7 +191,7 @@ class Checkpoints(Watcher):
 
 
 def mark_of(state) -> int:
-    """Return a hash of a few numbers of a state's tensors, or 0 if it has none."""
+    """Return a hash of a sample of a state's tensors, or 0 if the state has none."""
     found = numbers([x for x in floats(leaves(state)) if not parts(x)][:99], 4)
     return digest(found) if found else 0
 
@@ -207,7 +207,7 @@ def dictionaries(value, depth: int = 0):
 
 
 def has(found: list[dict], mark: str) -> bool:
-    """Return whether a dictionary has a key that marks a state, such as a scaler's."""
+    """Return whether one of the dictionaries has a key that starts with `mark`."""
     keys = {str(key) for one in found for key in one}
     return any(key.startswith((f"{mark}.", mark)) for key in keys)  # or flattened
 

@@ -12,7 +12,7 @@ from .mean import is_right, mean_gradient, totals
 
 @explains(mean_gradient, read="lesson 3")
 def summed(job, breach):
-    """The gradients are summed over the ranks, not averaged, or are divided twice.
+    """The gradients are not averaged over the ranks: they are summed or divided twice.
 
     Divide by the world size once. DDP and Horovod do that; all_reduce() does not.
     Not a mistake if: the learning rate accounts for this factor.

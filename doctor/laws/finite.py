@@ -12,7 +12,7 @@ def loss_is_not_finite(job):
     """A loss becomes infinite or NaN.
 
     Check this step for an empty batch, a wrong label, a logarithm of 0 or a division
-    by 0. If the loss grew in the steps before, lower the learning rate.
+    by 0. If the loss grew in the preceding steps, lower the learning rate.
     """
     series, found = {}, []
     for one in job.of(Measured):

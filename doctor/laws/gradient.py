@@ -31,7 +31,7 @@ class Fit:
 
 
 def updates(job: Job) -> list[list[Update]]:
-    """Return the steps, after a pass, in which all ranks update the same weights."""
+    """Return steps after a backward pass that update the same weights on all ranks."""
     several(job)
     found = []
     for row in job.rows(Update):
@@ -44,7 +44,7 @@ def updates(job: Job) -> list[list[Update]]:
 
 
 def own(one: Update) -> list[list[float]]:
-    """Return a rank's own gradients from each pass, divided by that pass's scale."""
+    """Return a rank's own gradients of each pass, divided by the pass's loss scale."""
     scales = [entry["scale"] or 1 for entry in one.passes]
     pairs = zip(one.local, scales, strict=False)
     return [[x / scale for x in values] for values, scale in pairs]
@@ -239,7 +239,7 @@ def clip_order(job):
 
 
 def changed(before: list[float], after: list[float]) -> bool:
-    """Return whether one list is not a positive multiple of the other (within 1 %)."""
+    """Return whether `after` is not a positive multiple of `before` (within 1 %)."""
     value = dot(before, after) / (dot(before, before) or 1)
     return value <= 0 or not alike([[value * x for x in before], after], 0.01)
 
@@ -263,8 +263,8 @@ def not_cleared(job):
 def leaked_passes(job):
     """Gradients of leftover micro-batches leak into a later step.
 
-    Also take a step after an epoch's last, smaller group of passes (and divide by its
-    size), or call zero_grad() at the start of each epoch.
+    Also take a step after an epoch's last, smaller group of passes (and divide the
+    losses by the group's size), or call zero_grad() at the start of each epoch.
     Not a mistake if: the number of passes per step is meant to vary.
     """
     for process in job.processes[:1]:

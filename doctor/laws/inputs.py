@@ -40,7 +40,7 @@ def same_inputs(job):
 
 
 def argument(job: Job):
-    """Yield a breach if one input is equal on all ranks while another input differs."""
+    """Yield a breach if one input is equal on all ranks, although another differs."""
     lists = [{one.step: one for one in own} for own in inputs(job)]
     steps = [step for step in lists[0] if all(step in own for own in lists)]
     rows = [[own[step] for own in lists] for step in steps]
@@ -57,7 +57,7 @@ def argument(job: Job):
 
 
 def places(job: Job):
-    """Yield a breach if ranks change different samples in the same places."""
+    """Yield a breach if two ranks change different samples at the same positions."""
     calls = {}
     for _, row in groupby(job.rows(Input), lambda row: row[0].step):
         for number, one in enumerate(row):
@@ -84,9 +84,9 @@ def places(job: Job):
 
 
 def gains(one: Input, other: Input, later: Input) -> list[float]:
-    """Return how much more similar samples are at the same index of two ranks' batches.
+    """Return how much more alike two ranks' samples are at the same index of a batch.
 
-    The baseline is the other rank's sample at another index, and in its next batch.
+    The comparison is with the other rank's samples at another index or a batch later.
     """
     found, size = [], min(len(x.few) for x in (one, other, later))
     for n in range(size):
@@ -98,14 +98,14 @@ def gains(one: Input, other: Input, later: Input) -> list[float]:
 
 
 def alike(one: list[float], other: list[float]) -> float | None:
-    """Return the share of equal numbers, apart from runs at both ends (padding)."""
+    """Return the share of positions with equal numbers, except padding at the ends."""
     starts, ends = zip(middle(one), middle(other), strict=True)
     found = [one[n] == other[n] for n in range(max(starts), min(ends))]
     return fmean(found) if found else None
 
 
 def middle(row: list[float]) -> tuple[int, int]:
-    """Return the start and end of a row without runs of equal numbers at its ends."""
+    """Return the start and end of a row without its padding (runs of equal numbers)."""
     first = next((n for n, x in enumerate(row) if x != row[0]), len(row))
     last = next((n for n, x in enumerate(row[::-1]) if x != row[-1]), len(row))
     return first * (first > 1), len(row) - last * (last > 1)
@@ -161,7 +161,7 @@ def shifted_numbers(job):
 
 
 def streams(process: Process) -> dict[tuple[str, str], dict[tuple, int]]:
-    """Return the step of each draw and seed, by its kind and line."""
+    """Return {(call, line): {drawn numbers or seed: the first step with them}}."""
     found, counts = {}, Counter()
     for one in reversed(process.events):  # the first step is kept
         name = value = None

@@ -36,7 +36,7 @@ class Layers(Watcher):
         self.outer = weakref.ref(network)
 
     def before(self, module, inputs) -> None:
-        """Record when a module first runs, and a layer's mode."""
+        """Record when a module first runs and, for batch norm or dropout, its mode."""
         if not recorder.watching or not runs_normally():
             return
         known = self.ran.get(id(module))
@@ -73,7 +73,7 @@ class Layers(Watcher):
             self.hook.remove()
 
     def loose(self, known: set[int]) -> list[tuple]:
-        """Return (name, weight, Ran) for modules that run outside all networks."""
+        """Return (name, weight, Ran) for weights of modules outside all networks."""
         modules = [(ran.module(), ran) for ran in [*self.ran.values()]]
         return [
             (f"{name} of {type(module).__name__}", weight, ran)
@@ -90,7 +90,7 @@ def networks() -> list[dict]:
 
 
 def kind(module) -> str:
-    """Return "batch norm" or "dropout" if a module is such a layer, or else ""."""
+    """Return "batch norm" or "dropout" if a module is such a layer, else ""."""
     layers = torch.nn.modules
     if isinstance(module, layers.batchnorm._BatchNorm):
         return "batch norm" if module.track_running_stats else ""

@@ -102,7 +102,7 @@ class Losses(Watcher):
 
 
 def in_torch() -> bool:
-    """Return whether one of PyTorch's layers (SyncBatchNorm) calls the collective."""
+    """Return whether a PyTorch layer, such as SyncBatchNorm, calls the collective."""
     files = (one.f_code.co_filename for one, _ in walk_stack(sys._getframe(1)))
     return any(one.endswith("torch/nn/modules/_functions.py") for one in files)
 
@@ -226,7 +226,7 @@ def averaged(node, name: str, factor: float, shape: tuple, inner) -> Term:
 
 
 def mask_of(node):
-    """Return a product's factor that needs no gradient, or None."""
+    """Return the factor without a gradient if a node is a product, else None."""
     if type(node).__name__ != "MulBackward0":
         return None
     (one, _), (other, _) = node.next_functions
@@ -244,10 +244,10 @@ def known(entry: dict) -> list[Term]:
 
 
 def factors(entry: dict) -> list[float]:
-    """Return the possible factors of a pass's mean loss, if doctor can read them.
+    """Return the possible factors of a pass's mean loss, or [] if they are unknown.
 
     These are the factors of the first term, of the first few terms together, and of all
-    terms together. A sum is a mean times the number of summands.
+    terms together. A sum counts as a mean times the number of summands.
     """
     if not (found := known(entry)):
         return []

@@ -63,7 +63,7 @@ def total_of(one: Fit) -> float:
 
 
 def counted(passes: list[dict]) -> bool:
-    """Return whether the passes' losses are sums, each divided by one number."""
+    """Return whether each pass's loss consists of sums, all divided by one number."""
     lists = [known(entry) for entry in passes]
     for found, entry in zip(lists, passes, strict=True):
         if {x.kind for x in found} != {"sum"} or len(found) < len(entry["terms"]):
@@ -172,9 +172,9 @@ def mean_gradient(job):
 
 
 def multiples(row: list[Update]) -> dict[str, float]:
-    """Return the multiple of the ranks' mean gradient that each weight uses.
+    """Return {weight: the ratio of its gradient to the ranks' mean gradient}.
 
-    The largest multiple is set to 1. Return {} if a weight uses no multiple.
+    The largest ratio is set to 1. Return {} if a gradient is no multiple of the mean.
     """
     used, found = final(row)[0], {}
     total = summed_up([summed_up(own(one)) for one in row])
@@ -198,7 +198,7 @@ def shares_of(uneven: list[Fit], total: int) -> str:
 
 
 def scaled_down(one: Fit) -> bool:
-    """Return whether each rank's passes have equal shares, not above a mean's."""
+    """Return whether each rank's passes have equal shares, at most those in a mean."""
     size = len(one.shares)
     alike_ = all(not unequal([*map(abs, rank)]) for rank in one.shares)
     return alike_ and all(0 < x * size < 1.01 for rank in one.shares for x in rank)
@@ -218,7 +218,7 @@ def unread(found: list[Fit], ratio: float) -> str:
 
 
 def shared(found: list[Fit]) -> list[float]:
-    """Return the losses that are equal on all ranks, if nearly all losses are."""
+    """Return the losses that are equal on all ranks if nearly all are, else []."""
     values = []
     for one in found:
         rows = zip(*(x.passes for x in one.row), strict=False)
@@ -236,8 +236,8 @@ def gathered_without_gradient(job):
 
     Use torch.distributed.nn.functional.all_gather(). If all ranks have the same loss,
     you can multiply it by the world size instead.
-    Not a mistake if: the loss does not use the result, or the learning rate accounts
-    for the factor.
+    Not a mistake if: the loss does not use the gathered tensors, or the learning rate
+    accounts for the factor.
     """
     rows, found = need(job.rows(Update), "no optimizer took a step"), fits(job)
     losses, size = shared(found), len(job.processes)
@@ -266,9 +266,9 @@ def gathered_without_gradient(job):
 def unequal_means(job):
     """The targets of a step have different weights.
 
-    Sum the losses (reduction="sum"), all-reduce the number (or the class weights) of
-    the targets of all passes, and divide the sum by the result. Then multiply it by the
-    world size, because DDP averages over the ranks.
+    Sum the losses (reduction="sum"), all-reduce the number of targets in all passes (or
+    the sum of their class weights), and divide the summed loss by the result. Then
+    multiply it by the world size, because DDP averages over the ranks.
     Not a mistake if: each batch should have the same weight.
     """
     seen = []

@@ -242,7 +242,7 @@ def collectives_differ(job):
 
 
 def mixed(rows: list[list[Call]]) -> tuple[str, str] | None:
-    """Return in which loops the ranks' calls have different orders, and a line."""
+    """Return (message, line) if the ranks' calls in a loop differ in order, or None."""
     found, columns = [], zip(*rows, strict=False)
     for _, run in groupby(columns, lambda x: (x[0].place, x[0].step, x[0].passes)):
         ranks, differ = [*zip(*run, strict=True)], []
@@ -266,7 +266,7 @@ def mixed(rows: list[list[Call]]) -> tuple[str, str] | None:
 
 
 def swapped(rows: list[list[Call]]) -> str:
-    """Return a line that sums the same numbers in different orders, or ""."""
+    """Return a line that sums equal numbers in different orders on the ranks, or ""."""
     found = Counter()
     columns = [x for x in zip(*rows, strict=False) if x[0].value]
     for (line, _), run in groupby(columns, key=lambda x: (x[0].place, x[0].step)):
@@ -281,12 +281,12 @@ def swapped(rows: list[list[Call]]) -> str:
 
 
 def far(one: float, other: float) -> float:
-    """Return the difference of two numbers, divided by the larger number."""
+    """Return the difference between two numbers, divided by the larger one."""
     return abs(one - other) / max(abs(one), abs(other))
 
 
 def behind(job, without, call: Call) -> bool:
-    """Return whether a rank passed the batch at which another rank made a call."""
+    """Return whether a rank is past the batch at which another rank made a call."""
     own = next(one for one in job.processes if one.rank == call.rank)
     read = sum(one.time < call.time for one in own.trained)
     return 0 < read < len(without.trained)

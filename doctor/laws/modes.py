@@ -166,7 +166,7 @@ def eval_mode(job):
 
 
 def validations(job) -> list[Validation]:
-    """Return the Validation events of loaders whose batches no step uses, by time."""
+    """Return Validation events, by time, of loaders whose batches no step uses."""
     found = []
     for process in job.processes:
         feeding = {one.loader for one in process.of(Step)}

@@ -67,7 +67,7 @@ def laps(job: Job) -> list[list[list[int]]]:
 
 
 def marks(job: Job) -> list[list[int]]:
-    """Return the marks of rank 0's samples in a stream's complete epochs, or []."""
+    """Return hashes of integers in rank 0's samples, for a stream's whole epochs."""
     own, found = job.processes[0], []
     for epoch in own.epochs if own.training is not None else ():
         batches = own.batches(epoch)
@@ -88,7 +88,7 @@ def tells(values: list[int]) -> bool:
 
 
 def outdated(job: Job) -> str:
-    """Return which attribute is outdated in the loader's processes, or ""."""
+    """Return a message if the loader's processes hold an outdated value, else ""."""
     process = job.processes[0]
     own = [x for x in process.of(Feed) if x.loader == process.training]
     now = {x.epoch: x.fields for x in own}

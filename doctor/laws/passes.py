@@ -138,7 +138,7 @@ class Passes(Watcher):
             self.shards = self.shard_numbers()
 
     def shard_numbers(self):
-        """Return a few numbers of this rank's shards' gradients, as a tensor (N,)."""
+        """Return a few gradient elements of this rank's shards, as a tensor (N,)."""
         found = [one().grad for one in self.sharded if one() is not None]
         parts = [picked(x.to_local(), 4) for x in found if x is not None]
         return torch.cat(parts) if parts else None

@@ -74,7 +74,7 @@ def mixed_gradients(job):
 
 
 def part(one: Update, number: int) -> tuple:
-    """Return a few numbers of a weight's gradient, as the step uses them."""
+    """Return a few elements of the gradient that a step uses for a weight."""
     return tuple(one.part(one.used, number))
 
 

@@ -38,7 +38,7 @@ class Site:
 
 
 def groups(job) -> list[Group]:
-    """Return the measurements as groups, one per pass and source, in order of time."""
+    """Return groups of measurements, by time: one per pass and network (or loss)."""
     found, stepped, parts, again = {}, set(), divided(job), repeated(job)
     for process in job.processes:
         steps = {(one.loader, one.epoch) for one in process.of(Step)}
@@ -129,9 +129,9 @@ WHAT |= dict.fromkeys(("loss", "perplexity"), ("loss", "root"))
 
 
 def judge(job, everything: list[Group], line: Printed, number: Number):
-    """Return True for a right number, the mistakes that explain a wrong one, or None.
+    """Return True for a right number, {mistake: details} for a wrong one, or None.
 
-    {} means that no mistake explains it; None, that it is not a whole pass's result.
+    {} means that no known mistake fits; None, that no whole pass gives this number.
     """
     process = next(one for one in job.processes if one.rank == line.rank)
     found = [one for one in everything if one.what in WHAT[number.kind]]
@@ -185,7 +185,7 @@ def judge(job, everything: list[Group], line: Printed, number: Number):
 
 
 def a_share(job, line: Printed, number: Number) -> dict:
-    """Return a mistake if a number is a share of samples that include repeated ones."""
+    """Return {mistake: details} if a number counts repeated samples, else {}."""
     sources = {}
     for one in job.of(Measured):
         if one.what == "seen" and one.after == line.step:
@@ -218,7 +218,7 @@ def together(passes: list[Group]) -> list[Group]:
 
 
 def other_order(group: Group, pairs: Measured) -> bool:
-    """Return whether the compared values are a group's predictions in another order."""
+    """Return whether a comparison uses a group's predictions in another order."""
     guesses = Counter(group.guesses.values())
     rows = pairs.values, pairs.weights
     apart = [(guesses - Counter(map(int, row))).total() for row in rows]
@@ -251,7 +251,7 @@ def unchecked(job) -> str:
 def wrong_number(job):
     """A printed result does not match the network's outputs.
 
-    Sum the numerators and the numbers of samples over all ranks, and divide once.
+    Sum the numerator and the number of samples over all ranks, and divide once.
     Not a mistake if: the line is meant to cover one rank's samples only.
     """
     need(job.of(Printed), "no accuracy or loss was printed")

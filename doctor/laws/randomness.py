@@ -153,7 +153,7 @@ def dropout(module) -> bool:
 
 
 def draws(job, where: str) -> list[dict[tuple, Draw]]:
-    """Return {key: draw} for each rank; draws with equal keys belong together."""
+    """Return {key: draw} for each rank; draws with the same key are to be compared."""
     found = []
     for process in job.processes:
         own, epochs = {}, {epoch: n for n, epoch in enumerate(process.epochs)}
@@ -247,7 +247,7 @@ def same_random_numbers(job):
 
 
 def worded(job, place: str, one: Same) -> tuple[str, str, str]:
-    """Return the text, place and advice of a finding about a line that draws."""
+    """Return a message, place and advice for a line that draws equal numbers."""
     if one.draws[0].own:
         return one.what, place, NOISE
     name = "numpy" if one.draws[0].name in MADE else "torch"

@@ -135,7 +135,7 @@ class Ranks(Watcher):
 
 
 def measured(name: str, tensor) -> dict:
-    """Return statistics of a tensor (N, ...) as one-element tensors, or {} for ids."""
+    """Return statistics of a tensor (N, ...) as one-element tensors; {} for ids."""
     if not tensor.dim() or not tensor.numel() or tensor.is_complex():
         return {}
     few, whole = picked(tensor, 2048), not tensor.is_floating_point()
@@ -146,8 +146,7 @@ def measured(name: str, tensor) -> dict:
     if whole:  # the mean of token ids means little
         found[f"codes of {name}"] = (few * GOLDEN % 1).mean()
         found[f"zeros of {name}"] = (few == 0).double().mean()
-    else:
-        found[f"spread of {name}"] = few.std(correction=0)
+    found[f"spread of {name}"] = few.std(correction=0)
     if tensor.dim() > 1:  # such as padded sequences
         found[f"length of {name}"] = tensor[0].numel()
     return found
@@ -178,7 +177,7 @@ def series(job) -> dict[str, list[list[float]]]:
 
 
 def independent(job) -> float:
-    """Return the lowest number of distinct samples on any rank, in batches."""
+    """Return how many batches each rank's distinct samples fill, at least."""
     counts = []
     for process in job.processes:
         rows = [x.indices or x.rows for x in process.trained if x.step < STEPS]
@@ -190,24 +189,28 @@ def independent(job) -> float:
 
 
 def odds(above: int, count: int) -> float:
-    """Return the probability that a fair coin gives a result at least as uneven."""
+    """Return the probability that `count` coin tosses split at least this unevenly."""
     most = max(above, count - above)
     return min(1, 2 * sum(comb(count, k) for k in range(most, count + 1)) / 2**count)
 
 
-def tells(name: str, rows: list[list[float]]) -> bool:
+def tells(name: str, found: dict[str, list[list[float]]]) -> bool:
     """Return whether a statistic can show that a rank differs.
 
-    The statistic changes between passes, or it belongs to a batch and is constant on
+    It can if it changes between passes, or if it belongs to a batch and is constant on
     each rank (for example, if a rank's samples have one label). Targets that are not
-    from the batch may be positions that depend on the rank: arange(N) + rank * N.
+    from the batch may be positions that depend on the rank, such as arange(N) +
+    rank * N, unless each rank's targets are all equal.
     """
+    rows = found[name]
     still = [pstdev(x) <= 1e-9 for x in rows]
     if not any(still):
         return True
     means = [fmean(x) for x in rows]
     gap = max(means) - min(means)
-    label = name.endswith("of the batch") and not name.startswith("length")
+    spread = found.get(name.replace("mean of targets", "spread of targets"), rows)
+    equal = spread is not rows and not any(map(any, spread))
+    label = name.endswith("of the batch") and not name.startswith("length") or equal
     return label and gap >= 0.05 * max(map(abs, means)) > 0
 
 
@@ -215,9 +218,9 @@ def apart(values: list[float], others: list[float], batches: float) -> tuple:
     """Compare a rank's statistics with the other ranks', pass by pass.
 
     Returns:
-        The difference of the means in standard errors and as a share of the larger
-        mean, and in how many passes the rank's number is larger. Standard errors count
-        each sample once, because a rank may see a few samples repeatedly.
+        The difference between the means in standard errors, and as a share of the
+        larger mean; and the number of passes in which the rank is higher. Standard
+        errors count each sample once, because a rank may see a few samples repeatedly.
     """
     gaps = [a - b for a, b in zip(values, others, strict=True)]
     moves = [(a - b) ** 2 for a, b in zip(gaps, gaps[1:], strict=False)]
@@ -256,10 +259,11 @@ def ranks_differ(job):
     """
     several(job)
     found, tested = [], 0
+    lists = series(job)
     every = {
         name: rows
-        for name, rows in series(job).items()
-        if len(rows[0]) >= FEWEST and tells(name, rows)
+        for name, rows in lists.items()
+        if len(rows[0]) >= FEWEST and tells(name, lists)
     }
     batches = independent(job)
     passes = max((len(x[0]) for x in every.values()), default=0)

@@ -24,7 +24,7 @@ def alike(lists: list, tolerance: float = 1e-3) -> bool:
 
 
 def close(one: list[float], other: list[float], tolerance: float) -> bool:
-    """Return whether two lists are equal up to rounding; NaN and infinity match all."""
+    """Return whether two lists are equal up to rounding; NaN and infinity match any."""
     size = max(math.hypot(*one), math.hypot(*other))
     gap = math.hypot(*(a - b for a, b in zip(one, other, strict=True)))
     return not gap > tolerance * size  # true for NaN, too
@@ -38,7 +38,7 @@ def listed(names: Iterable[str], most: int = 3) -> str:
 
 
 def states_of(job: Job, moment: str, what: str = "") -> list[list[State]]:
-    """Return the states that all ranks wrote at one moment, in rows (one per rank)."""
+    """Return rows of states that all ranks wrote at one moment, one state per rank."""
     found = {}
     for process in job.processes:
         count = Counter()
@@ -61,7 +61,7 @@ def differing(row: list[State], tolerance: float = 1e-6) -> tuple[list[str], int
 
 
 def first(rows: list[list[State]], what: str, tolerance: float) -> tuple | None:
-    """Return the first row that differs between ranks, a text and names, or None."""
+    """Return the first row that differs between ranks, a message and names, or None."""
     for row in rows:
         found, count = differing(row, tolerance)
         if found:
@@ -71,7 +71,7 @@ def first(rows: list[list[State]], what: str, tolerance: float) -> tuple | None:
 
 
 def equal_steps(job: Job) -> list[tuple[int, bool]]:
-    """Return for each watched step whether all ranks begin it with equal weights."""
+    """Return (step, whether all ranks begin it with equal weights) of watched steps."""
     rows = states_of(job, "step", "weights")
     return [(row[0].step, not differing(row)[0]) for row in rows]
 
@@ -101,9 +101,9 @@ def names_differ(job):
 
 
 def pieces(job: Job, names: list[str]) -> str:
-    """Return why weights may rightly differ (they may be parts of others), or "".
+    """Return a message if weights may differ because they are parts of others, else "".
 
-    In that case, no network has them, and a network changes without an optimizer.
+    In that case, no network has them, and a network without an optimizer changes.
     """
     if any(not re.match(r"weight \d+ of shape ", one) for one in names):
         return ""
@@ -261,7 +261,7 @@ def buffers_differ(job):
 
 @check(LAW, RISK, causes=[*EARLIER, weights_drift], read="pitfall 11")
 def tensors_drift(job):
-    """The ranks' copies of a tensor that the script keeps and updates drift apart.
+    """The script keeps and updates a tensor whose copies on the ranks drift apart.
 
     Update this tensor with equal numbers on every rank: all_reduce() or broadcast() all
     numbers, including those that are drawn at random or that replace unused entries.
@@ -300,7 +300,7 @@ def tensors_drift(job):
 
 
 def between(ranks: list[list[float]], start: list[float]) -> float:
-    """Return how far ranks' tensors are apart, as a share of how far they have moved.
+    """Return how far apart ranks' tensors are, divided by how far they have moved.
 
     Estimates of the same quantity are closer to each other than to their start.
     """

@@ -69,7 +69,7 @@ class Begins(Event, limit=20):
 
 @dataclass
 class File:
-    """A file that torch.load() has read, with some of its numbers."""
+    """A file that torch.load() has read, with a sample of its tensors' values."""
 
     path: str
     place: str
@@ -82,6 +82,7 @@ class Resumes(Watcher):
 
     def __init__(self):
         self.files, self.loaded, self.known = [], "", weakref.WeakSet()
+        self.names = {}  # id of a weight -> its name in a network that was restored
 
     def hooks(self) -> None:
         wrap(torch, "load", self.load)
@@ -117,7 +118,7 @@ class Resumes(Watcher):
         self.known.add(optimizer)
 
     def on_input(self, network, inputs) -> None:
-        """Record which of the script's own tensors equal those of a loaded file."""
+        """Record which of the script's own tensors equal tensors of a loaded file."""
         files, self.files = [x for x in self.files if x.few and x.restores], []
         if not files or recorder.full(Resumed):
             return
@@ -135,8 +136,9 @@ class Resumes(Watcher):
 
     def restore(self, what: str, call, owner, *args, **kwargs):
         known, state = Checkpoints.here, args[0] if args else kwargs["state_dict"]
-        weights = owner.parameters() if what == "weights" else ()
-        own = {one.data_ptr() for one in weights if not parts(one)}
+        pairs = [*owner.named_parameters()] if what == "weights" else ()
+        self.names |= {id(one): name for name, one in pairs}
+        own = {one.data_ptr() for _, one in pairs if not parts(one)}
         given = [(one, (known.taken or {}).get(one)) for one in floats(state)]
         # torch.distributed.checkpoint loads into the network's own tensors
         same = [
@@ -151,8 +153,9 @@ class Resumes(Watcher):
                     file.restores = True
         event = Restored(what=what, lost=False, own=any(same), place=place())
         if what == "optimizer":
-            names = [Moments.here.names.get(id(x), "") for x in held_by(owner)]
-            event.weights, event.mark = names, mark_of(state)
+            names = self.names | Moments.here.names
+            event.weights = [names.get(id(x), "") for x in held_by(owner)]
+            event.mark = mark_of(state)
         result = call(owner, *args, **kwargs)
         unknown = getattr(result, "unexpected_keys", ())
         event.lost = bool(unknown) and len(unknown) >= len(state)
@@ -276,7 +279,7 @@ def one_ranks_state(job):
 
 
 def forgotten(job, row: list[Resumed]) -> tuple | None:
-    """Return a rank, its tensor that the file lacks, and a rank that finds its own."""
+    """Return (rank, its tensor that a file lacks, a rank whose tensor the file has)."""
     kinds = [{name.partition("[")[0] for name in one.values} for one in row]
     for process, one, own in zip(job.processes, row, kinds, strict=True):
         kept = [x for x in process.of(State) if x.what == "kept" and x.step < one.step]

@@ -64,7 +64,7 @@ class Samples(Watcher):
         recorder.write(feed)
 
     def part(self, loader) -> array | None:
-        """Return the indices that the subsets choose from the dataset inside them."""
+        """Return the indices, in the innermost dataset, that the subsets choose."""
         subsets = inside(loader.dataset)[1]
         if not subsets or len(loader.dataset) > 200_000:
             return None
@@ -239,7 +239,7 @@ def same_samples(job, breach):
 
 
 def mechanism(job: Job, one: Reads, later=False) -> tuple[str, str]:
-    """Return why ranks read samples twice or never, and the advice, or "" for both."""
+    """Return (why ranks read samples twice or never, advice); each is "" if unknown."""
     if one.later:
         return "", "Divide the samples in each epoch as in the first epoch."
     if one.resumed:

@@ -45,7 +45,7 @@ def settings_differ(job):
 
 
 def facts(job) -> Iterator[tuple[str, list, int, str]]:
-    """Yield (name, values on all ranks, step, place) for each setting, step by step.
+    """Yield (name, values on all ranks, step, place) for each setting in each step.
 
     The ranks may make different numbers of passes in a step. The value is None on ranks
     that never have the setting.

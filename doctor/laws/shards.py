@@ -37,7 +37,7 @@ class Shards(Watcher):
 
 
 def cut(obj) -> list[str]:
-    """Return the names of weights of which an object contains this process's shards.
+    """Return the names of weights whose shards (of this process) an object contains.
 
     The object's tensors match the shards by name and shape, or by shape and values.
     """

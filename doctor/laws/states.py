@@ -124,7 +124,7 @@ class Replicas(Watcher):
             self.write("end", "buffers", buffers())
 
     def held(self) -> dict:
-        """Return {name: weight} of all networks that an optimizer has trained.
+        """Return {name: weight} for all networks that an optimizer has trained.
 
         Equal names get numbers, in the order in which doctor first saw the weights,
         because Python frees an old network's weights at a different time on each rank.

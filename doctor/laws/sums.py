@@ -62,7 +62,7 @@ def local_divisor(job):
 
 @check(LAW, RISK, needs=[Call, Printed], read="pitfall 16")
 def averaged_metric(job):
-    """A printed metric is the mean of the ranks' own values, which is another number.
+    """A printed metric is the mean of the ranks' values, not the metric of all samples.
 
     Compute it from all ranks' predictions, or from counts that are summed over all
     ranks, such as a confusion matrix.
@@ -80,7 +80,7 @@ def averaged_metric(job):
 
 
 def prints(job) -> Iterator[tuple[Printed, int, list[tuple[Call, ...]]]]:
-    """Yield a printed line, its rank's position, and the step's earlier collectives."""
+    """Yield each printed line, its rank's index, and its step's earlier collectives."""
     several(job)
     calls = [process.of(Call) for process in job.processes]
     rows = [row for row in zip(*calls, strict=False) if known(row)]
@@ -97,7 +97,7 @@ def known(row: tuple[Call, ...]) -> bool:
 
 
 def explained(sites: dict) -> Iterator[tuple[str, int, str, Printed]]:
-    """Yield what explains all numbers of a place, their count, and the last one."""
+    """Yield (explanation, count, last number, its line) for each explained place."""
     for found in sites.values():
         names = set.intersection(*(fits for fits, _, _ in found))
         if names and len({text for _, text, _ in found}) > 1:
@@ -124,7 +124,7 @@ def summed(row: tuple[Call, ...]) -> bool:
 
 
 def divided(rows: list[tuple], own: int, value: float, gap: float) -> set[str]:
-    """Return the names of rank-dependent counts by which a sum was divided."""
+    """Return the names of the rank's counts by which a sum may have been divided."""
     totals, found = [sum(x.value for x in row) for row in rows], set()
     for row, total in zip(rows, totals, strict=True):
         for name in set.intersection(*({*x.counts} for x in row)):

@@ -138,7 +138,7 @@ class Clock(Watcher):
 
 
 def queued() -> float:
-    """Return for how many seconds this thread has waited for a core (Linux)."""
+    """Return how many seconds this thread has waited for a core (Linux)."""
     try:
         with open("/proc/thread-self/schedstat") as file:
             return int(file.read().split()[1]) / 1e9
@@ -150,7 +150,7 @@ def queued() -> float:
 
 
 def timed(process: Process) -> list[Spans]:
-    """Return the steps that were only timed or, if few, all but the first five."""
+    """Return the steps that were only timed or, if few were, all but the first five."""
     steps = [one for one in process.of(Spans) if one.wall]
     only = [one for one in steps if not one.watched]
     return only if len(only) > 4 else steps[5:]
@@ -216,7 +216,7 @@ FIRST = hangs, every_micro_batch  # the report names their findings first
 def bottleneck(job):
     """A part of a step takes time that a change could save.
 
-    Look at the part's line in the table below.
+    Look at the last lines of the report, which show how long each part takes.
     """
     wall, found = walls(job), []
     steps = [timed(process) for process in job.processes]

@@ -30,7 +30,7 @@ def main(rank: int, port: int) -> None:
 
 
 def show(title: str, text: str) -> None:
-    """Gather the texts of all processes, and print them in rank 0."""
+    """Gather the texts of all processes, and print them on rank 0."""
     texts = [None, None]
     dist.all_gather_object(texts, text)
     if dist.get_rank() == 0:

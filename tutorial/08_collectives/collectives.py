@@ -1,4 +1,4 @@
-"""Print what four processes hold before and after each of the other collectives.
+"""Print what four processes hold before and after each of eight operations.
 
 python tutorial/08_collectives/collectives.py
 """

@@ -1,4 +1,4 @@
-"""Compute the memory that a training step needs from the shapes, and measure it.
+"""From the weights' shapes, compute a training step's memory; then measure it.
 
 python tutorial/10_memory/memory.py [PARAMETERS]    # 25557032 for ResNet-50
 """
@@ -20,14 +20,14 @@ PER_PARAMETER = {  # bytes for the weight, its gradient and the optimizer state
 
 
 def computed() -> tuple[int, ...]:
-    """Compute the bytes that each of KINDS takes; Adam also stores step counts."""
+    """Compute how many bytes each of KINDS takes; Adam also stores step counts."""
     weights = 4 * sum(rows * columns for rows, columns in SHAPES)
     inputs = sum(rows for rows, _ in SHAPES) + 10  # of all layers and of the loss
     return weights, weights, 2 * weights + 4 * len(SHAPES), 4 * BATCH * inputs
 
 
 def measured() -> tuple[int, ...]:
-    """Measure the bytes that each of KINDS takes in one training step."""
+    """Measure how many bytes each of KINDS takes in one training step."""
     weights = [torch.randn(shape, requires_grad=True) for shape in SHAPES]
     optimizer = torch.optim.Adam(weights)
     x, kept = torch.randn(BATCH, 64), []  # kept by autograd for the backward pass

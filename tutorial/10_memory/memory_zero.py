@@ -23,7 +23,7 @@ def gather(half: Tensor) -> Tensor:
 
 
 def train(stage: int, rank: int) -> tuple[Tensor, dict[str, int]]:
-    """Train in a ZeRO stage (0: DDP); return the weights and the bytes of each kind."""
+    """Train with ZeRO (stage 0: DDP); return the weights and the bytes of each kind."""
     torch.manual_seed(0)
     batch = torch.randn(2, 8, WIDTH)[rank]  # each process has its own eight samples
     weights = [torch.randn(WIDTH, WIDTH) / 10 for _ in range(LAYERS)]

@@ -23,7 +23,7 @@ def kind(event: dict, main_thread: int, on_gpu: bool) -> str | None:
 
 
 def total(spans: list[tuple[float, float]]) -> float:
-    """Return the time that at least one of the spans (began, ended) covers."""
+    """Return the time that is covered by at least one of the spans (began, ended)."""
     found = until = 0
     for began, ended in sorted(spans):
         found += max(0, ended - max(began, until))

@@ -31,7 +31,7 @@ def slow_link(took: list[float], bucket):
 
 
 def report(size: int, rows: list[list[float]]) -> str:
-    """Return the times, and the predicted and measured crossing, as text."""
+    """Return the times, and the predicted and measured crossing points, as text."""
     predicted, found = rows[-1][0] / rows[-1][1] * size / LINK, float("nan")
     text = "samples, ms of computing, ms of communication\n"
     for n, _, computing, sending in rows:

@@ -22,7 +22,7 @@ SPLITS = {  # which reader is this worker, and how many readers are there?
 
 
 class Stream(IterableDataset):
-    """Yields one reader's share of the lines; each worker has a copy of this object."""
+    """Yields a worker's share of the samples; each worker has a copy of this object."""
 
     def __init__(self, folder: str, rank: int, split: str):
         self.folder, self.rank, self.split, self.epoch = folder, rank, split, 0

@@ -18,7 +18,7 @@ BATCHES, SIZE = (6, 5), 4  # batches of each rank, samples in a batch
 
 
 def step(model: DDP, batch: Tensor) -> str:
-    """Run both passes; return the averaged gradient (each rank's own gradient is 1)."""
+    """Run forward and backward; return the averaged gradient (each rank's own is 1)."""
     model.zero_grad()
     model(batch).mean().backward()
     return f"{model.module.weight.grad.item():.1f}"

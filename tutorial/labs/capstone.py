@@ -117,7 +117,7 @@ def train(
 
 @torch.no_grad()
 def validate(net: nn.Module, loader: DataLoader) -> Tensor:
-    """Return this process's correct predictions and its images, for each class."""
+    """Count this process's correct predictions and its images, for each class."""
     net.eval()
     right, count = torch.zeros(3), torch.zeros(3)
     for images, labels in loader:

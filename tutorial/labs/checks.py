@@ -32,7 +32,7 @@ def differ(one: Tensor, other: Tensor) -> bool:
 
 
 def indices(images: Tensor) -> Tensor:
-    """Return the indices of N images (N, 8), to which noise may have been added."""
+    """Return the dataset indices of N images (N, 8), which may contain added noise."""
     return torch.cdist(images, IMAGES).argmin(1)
 
 
@@ -70,8 +70,8 @@ def check_shares(
 ) -> None:
     """Check that each epoch trains on at least `least` images, in a new order.
 
-    With one process, an epoch may leave out less than a batch. Images with too little
-    contrast must not be used, nor more than `repeats` images twice in an epoch.
+    With one process, an epoch may leave out less than one batch of images. Images with
+    too little contrast must not be used, nor more than `repeats` images twice.
     """
     good = IMAGES.std(1) > contrast
     count = int(good[:TRAINING].sum())
@@ -181,13 +181,13 @@ def outputs(weights: Tensor, images: Tensor) -> Tensor:
 
 
 def summed_loss(weights: Tensor, images: Tensor) -> Tensor:
-    """Return the sum of the losses of images, to which noise may have been added."""
+    """Return the sum of the losses of images, which may contain added noise."""
     labels = LABELS[indices(images.float())]
     return F.cross_entropy(outputs(weights, images), labels, reduction="sum")
 
 
 def gradient(weights: Tensor, passes: list[Forward]) -> Tensor:
-    """Return the mean loss's gradient, from differences: autograd may prevent forks."""
+    """Return the mean loss's gradient without autograd, which may prevent forks."""
     shifts = 1e-8 * torch.eye(len(weights)).double()
     losses, total = vmap(summed_loss, (0, None)), 0
     for one in passes:
@@ -230,7 +230,7 @@ def check_rates(run: Run) -> None:
 
 
 def check_noise(run: Run, scale: float = 0.1) -> None:
-    """Check that each image gets its own noise, not a (scaled or reordered) copy."""
+    """Check that each image gets its own noise, not a copy of other images' noise."""
     noise = []
     for number, rank in enumerate(run.ranks):
         images = rank.trained()
@@ -247,12 +247,12 @@ def check_noise(run: Run, scale: float = 0.1) -> None:
 
 
 def repeated(values: Tensor) -> bool:
-    """Return whether many values occur several times, apart from their sign."""
+    """Return whether many of the absolute values occur several times."""
     return bool((values.abs().sort().values.diff() < 1e-6).float().mean() > 0.1)
 
 
 def check_pretrained(run: Run) -> None:
-    """Check that training starts from the given weights."""
+    """Check that training starts from the weights in pretrained.pt."""
     if differ(run.ranks[0].weights[0], saved(FOLDER / "pretrained.pt")[1]):
         raise Wrong("training does not start from the weights in pretrained.pt")
 
@@ -295,7 +295,7 @@ def check_accuracy(run: Run, times: int = 1, divided: bool = True) -> None:
 
 
 def hits(passes: list[Forward]) -> dict[int, bool]:
-    """Return whether each validated image is classified correctly, by its index."""
+    """Return {image index: whether it is classified correctly} for validated images."""
     right = {}
     for one in passes:
         numbers = indices(one.images)
@@ -325,7 +325,7 @@ def check_export(run: Run, file: str = "model.pt", part: str = "") -> None:
 
 
 def check_optimizer(run: Run) -> None:
-    """Check that the script saves the state of the whole optimizer."""
+    """Check that the script saves the optimizer's state for all weights."""
     content = torch.load(run.files / CHECKPOINT, weights_only=True)
     state = content.get("optimizer", {}).get("state", {})
     parts = [state[i]["momentum_buffer"].flatten() for i in sorted(state)]
@@ -352,7 +352,7 @@ def check_printed(run: Run, names: tuple[str, ...]) -> None:
 
 
 def check_bytes(run: Run) -> None:
-    """Check that each epoch prints the number of bytes of all gradients so far."""
+    """Check that each epoch prints how many bytes of gradients were sent so far."""
     for epoch in range(EPOCHS):
         count = (epoch + 1) * len(run.ranks[0].steps) // EPOCHS * PLAIN * 4
         if str(count) not in run.ranks[0].text:
@@ -376,7 +376,7 @@ def check_local(run: Run, every: int = 4) -> None:
 
 
 def check_uses(run: Run, **facts: object) -> None:
-    """Check that the steps of each process have these values of Step's fields."""
+    """Check that every Step event of each process has these values in its fields."""
     for rank, one in enumerate(run.ranks):
         for number, step in enumerate(one.steps, 1):
             for name, right in facts.items():

@@ -26,18 +26,18 @@ LABS = labs()
 
 
 def lab_of(script: Path) -> Lab | None:
-    """Return the lab that a script belongs to, broken or repaired."""
+    """Return the lab that a script (broken or repaired) belongs to."""
     return LABS.get(script.stem.split("_")[0].zfill(2))
 
 
 def check(run: Run, chosen: dict[str, dict]) -> None:
-    """Run the checks of every lab and the chosen checks, with their options."""
+    """Run the checks common to all labs, and the chosen checks with their options."""
     for name, options in ({"files": {}, "limits": {}} | chosen).items():
         getattr(checks, f"check_{name}")(run, **options)
 
 
 def play(script: Path, chosen: dict | None = None, when="", **options) -> Run:
-    """Run a script and its lab's checks, or the chosen ones; `when` starts messages."""
+    """Run a script and its lab's or the chosen checks; messages begin with `when`."""
     try:
         with started(script, **options) as run:
             run.end()
@@ -55,7 +55,7 @@ def play_once(script: Path) -> Run:
 
 
 def play_alone(script: Path) -> None:
-    """Run a script in one process: a change that works only in two is wrong."""
+    """Run a script in one process; a repair that needs two processes is wrong."""
     some = {x: y for x, y in lab_of(script).checks.items() if x not in TWO}
     play(script, some, when="with one process, ", size=1)
 
@@ -77,7 +77,7 @@ def play_twice(script: Path) -> None:
 
 
 def play_killed(script: Path, whole: Run | None = None) -> None:
-    """Run a script without interruption, and again with a kill and a resumed run."""
+    """Run a script without interruption; then run it again, kill it, and resume it."""
     whole = whole or play_once(script)
     kill = lambda steps: steps == 12 and os._exit(1)  # noqa: E731
     with started(script, disturb=kill) as killed:
@@ -121,7 +121,7 @@ def play_while_saving(script: Path) -> None:
 
 
 def play_capstone(script: Path) -> None:
-    """Run the capstone, also with a kill and a resumed run; count its mistakes."""
+    """Run the capstone; run it again, kill it, and resume it; count its mistakes."""
     run = play(script, {"weights": {}, "limits": {"at_once": 4}})
     each = [{name: options} for name, options in lab_of(script).checks.items()]
     found = [problem(play_killed, script, run), *(problem(check, run, x) for x in each)]

@@ -99,7 +99,7 @@ class Run:
         raise Wrong(own[0] if own else " and ".join(lines))
 
     def hangs(self) -> bool:
-        """Return whether nothing has happened for a long time."""
+        """Return whether no process has made progress for PATIENCE seconds."""
         last = [one.events[-1] for one in job.read(self.records).processes]
         waits = [getattr(one, "seconds", None) for one in last]  # of doctor's Waits
         return any(waits) and all(x is None or x > PATIENCE for x in waits)
@@ -138,10 +138,10 @@ def started(
     machines: int = 1,
     disturb: Callable[[int], object] = lambda steps: None,
 ) -> Iterator[Run]:
-    """Start a script in `size` processes; kill them after the block.
+    """Start a script in `size` processes; kill them when the `with` block ends.
 
     They run in the folder `files`, or in a new folder that is deleted after the block.
-    With `machines=2`, two machines have one process each. The processes call `disturb`
+    With `machines=2`, they seem to be on two machines. The processes call `disturb`
     before each step, with the number of completed steps.
     """
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}

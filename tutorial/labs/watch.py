@@ -195,7 +195,7 @@ class Watch(Watcher):
         self.passes, self.scale = [], 1.0
 
     def on_exit(self) -> None:
-        """Record the last weights; shards cannot be gathered after the last step."""
+        """Record the final weights (of sharded weights, those after the last step)."""
         if self.optimizer:
             shards = len(whole(own := weights(self.optimizer))) < len(own)
             last = self.after if shards else flat(self.optimizer)
@@ -230,7 +230,7 @@ def be_rank(script: Path, files: Path, text: Path, variables: dict, disturb) -> 
     """Run the script as one of its processes, in the folder `files`.
 
     Its output goes to the file `text`. Before each step, the process calls `disturb`
-    with the number of completed steps. In rank 1, sleep() returns immediately, so it
+    with the number of completed steps. On rank 1, sleep() returns immediately, so it
     hides no race.
     """
     gc.freeze()  # so that garbage collection skips PyTorch's objects

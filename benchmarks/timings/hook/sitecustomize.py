@@ -1,4 +1,4 @@
-"""Python imports this module at startup, to make training processes take turns."""
+"""Python imports this module at startup; it makes training processes take turns."""
 
 import sys
 
