@@ -5,7 +5,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, combinations
+from itertools import accumulate, combinations, pairwise, permutations
+from operator import eq
 from statistics import fmean
 
 from .draws import draws_in_steps
@@ -51,6 +52,7 @@ class Reads:
     redrawn: bool = False  # without a DataLoader: sampled with replacement
     later: bool = False  # without a DataLoader: these are not the first steps
     stream: bool = False  # `total` counts the samples of all epochs together
+    shift: int = 0  # without a DataLoader: see shifted()
 
     @property
     def all(self) -> list[list[int]]:
@@ -104,8 +106,29 @@ class Reads:
         return self.pool > 0 and repeats > MORE * sum(map(len, lists))
 
     def random(self) -> bool:
-        """Return whether ranks read so few samples that random draws may not repeat."""
-        return self.pool > 0 and min(map(len, self.all)) ** 2 < 16 * self.pool
+        """Return whether random draws on each rank may share as many samples.
+
+        Such ranks repeat their own samples as often as they read another rank's. A
+        series, such as a file, counts as one draw.
+        """
+        draws, ranks = 0, self.all[:8]
+        for one, other in permutations(ranks, 2):
+            where, most = {x: n for n, x in enumerate(other)}, len(other)
+            spots = [-most, *(where.get(x, -most) for x in one)]
+            draws += sum(b >= 0 and abs(a - b) > most / 3 for a, b in pairwise(spots))
+        return self.pool > 0 and draws < 12 * len(ranks) and not self.shift
+
+    def shifted(self) -> int:
+        """Return by how many samples one rank is ahead of another in most steps, or 0.
+
+        The result is at most one batch: ranks that begin at random are further apart.
+        """
+        for one, other in permutations([] if self.stays() else self.all[:8], 2):
+            first = enumerate(one[: self.batch + 1])
+            for shift in [n for n, x in first if x in other[:1] and n]:
+                if sum(map(eq, one[shift:], other)) > 0.7 * len(one):
+                    return shift
+        return 0
 
     def together(self, least: float = 0.3) -> tuple[float, float]:
         """Return the share of steps in which two ranks read (nearly) the same samples.
@@ -293,7 +316,8 @@ def looped(job: Job) -> list[Reads]:
         ranks, shortest = lists, min(map(len, lists))
     elif shortest < 3 and again:
         raise NotJudged("samples repeat within 3 steps: they are not read in epochs")
-    lap = partial(Reads, whole=False, index=False, pool=pool, ids=ids)
+    shift = whole.shifted()
+    lap = partial(Reads, whole=False, index=False, pool=pool, ids=ids, shift=shift)
     for start in range(shortest, len(min(lists, key=len)) - 7, max(8, shortest)):
         own = [x[start : start + max(8, shortest)] for x in lists]
         text = f"steps {start + 1} to {start + min(map(len, own))}"
@@ -316,7 +340,7 @@ def broken(one: Reads) -> str:
     """Return what is wrong with the samples read in an epoch, or "" if nothing is."""
     counts, (together, near) = one.numbers(), one.together()
     number = max(map(len, one.ranks))
-    if together >= 0.9 and near < 0.5 * together:
+    if together >= 0.9 and near < 0.5 * together and not one.shift:
         same = f"{together * number:.0f} of {number}"
         return f"in {one.text}, {same} batches have the same samples on several ranks"
     text = f"in {one.text}, the ranks read {counts['read']:,} samples, "

@@ -288,6 +288,7 @@ ORDERS = [random.Random(seed).sample(range(480), 480) for seed in range(3)]
 FIRST, SECOND, THIRD = ([one[rank::2] for rank in (0, 1)] for one in ORDERS)
 EVEN, ODD = ([*range(n, 240, 2)] for n in (0, 1))
 FILES = [*range(120)], [*range(120, 240)]
+NEXT = [[ORDERS[0][n + n // 12 * 12 + k] for n in range(228)] for k in (0, 3)]
 AGAIN = [[one[n + (n % 6 == 0)] for n in range(480)] for one in ORDERS[:2]]
 
 
@@ -304,6 +305,10 @@ AGAIN = [[one[n + (n % 6 == 0)] for n in range(480)] for one in ORDERS[:2]]
         ([EVEN + EVEN, ODD + EVEN], 0, {"same_samples"}, "steps 11 to 20, 10 of 10"),
         ([FILES[0] + FILES[1], FILES[1] + FILES[0]], 0, set(), ""),
         (AGAIN, 0, set(), "several times"),  # in a batch
+        # The same order from another position: one batch, 3 samples, 5 batches
+        ([ORDERS[0][:240], ORDERS[0][12:252]], 0, {"left_out"}, "sample 13 of a"),
+        (NEXT, 0, {"left_out"}, "sample 4 of a"),
+        ([ORDERS[0][:240], ORDERS[0][60:300]], 0, set(), "may draw its samples"),
     ],
 )
 def test_the_samples_of_a_loop(ranks, noise, wanted, words):

@@ -180,7 +180,7 @@ def judged(job: Job, epochs: list[Reads], place: str) -> Iterator[Breach | str]:
         if one.vague():
             raise NotJudged("the inputs do not identify samples, as with single words")
         counts, what = one.numbers(), broken(one)
-        loop = not one.index and not one.feeds
+        loop = not one.index and not one.feeds and not one.shift
         if loop and one.together()[0] > one.together(0.8)[0] + 0.5:
             raise NotJudged("some inputs, such as noise, are equal on several ranks")
         if loop and what and one.stays():
@@ -233,7 +233,7 @@ def same_samples(job, breach):
     one = breach.facts
     if "in the same step" in breach.what:
         return breach
-    if one.together()[0] < 0.9 and not one.read_by_all():
+    if one.shift or (one.together()[0] < 0.9 and not one.read_by_all()):
         return None
     return replace(breach, level=RISK if one.together()[0] < 0.9 else WRONG)
 
@@ -244,6 +244,10 @@ def mechanism(job: Job, one: Reads, later=False) -> tuple[str, str]:
         return "", "Divide the samples in each epoch as in the first epoch."
     if one.resumed:
         return "", "After a resume, skip the batches that the epoch has already read."
+    if one.shift:
+        extra = f"; in most steps, sample {one.shift + 1} of a rank is another's first"
+        mend = "Begin at rank * batch size, and in each step move by the batches of "
+        return extra, f"{mend}all ranks (world_size * batch size)."
     if one.redrawn:
         mend = "Divide a permutation of all samples: order[rank::world_size]."
         return ", as if they were drawn with replacement", mend
