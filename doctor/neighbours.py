@@ -4,7 +4,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import field
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 from math import dist, exp
 from operator import ne
 
@@ -297,3 +297,33 @@ def redrawn(job: Job) -> tuple[list[list[list[int]]], str] | None:
             when = f"each of {len(pairs)} periods of {pairs[0][1]} steps before a "
             return found[0], f"{when}validation or a print"
     return None
+
+
+def recurring(epochs: list) -> int:
+    """Return the number of a stream's distinct contents, or 0 if most do not recur."""
+    sets = [{x for p in one for b in p for x in b.rows or ()} for one in epochs]
+    count = Counter(x for own in sets for x in own)
+    return len(count) if sum(n > 1 for n in count.values()) >= len(count) / 2 else 0
+
+
+def first_lap(ranks: list, total: int | None) -> int:
+    """Return how many batches an endless loader needs to read every sample once."""
+    reads = [x for own in ranks for batch in own for x in batch]
+    distinct = len({*reads})
+    size = distinct if len(reads) >= 2 * distinct else total or len(reads)
+    each = accumulate(sum(map(len, row)) for row in zip(*ranks, strict=False))
+    return max(sum(count <= size for count in each), 1)
+
+
+def resumed(lists: list, done: list[bool]) -> tuple[list, list[bool]]:
+    """Join the two parts of an epoch that a resumed run has read in two passes."""
+    most = max((len(one[0]) for one in lists), default=0)
+    found, whole = [], []
+    for one, end in zip(lists, done, strict=True):
+        if found and not whole[-1] and len(found[-1][0]) + len(one[0]) == most:
+            found[-1] = [a + b for a, b in zip(found[-1], one, strict=True)]
+            whole[-1] = True
+        else:
+            found.append(one)
+            whole.append(end)
+    return found, whole

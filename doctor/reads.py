@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, combinations, pairwise, permutations
+from itertools import combinations, pairwise, permutations
 from operator import eq
 from statistics import fmean
 
@@ -14,7 +14,16 @@ from .event import Event
 from .job import Job
 from .law import NotJudged, need
 from .loaders import Batch, Epoch
-from .neighbours import Input, before_a_repeat, inputs, named, redrawn
+from .neighbours import (
+    Input,
+    before_a_repeat,
+    first_lap,
+    inputs,
+    named,
+    recurring,
+    redrawn,
+    resumed,
+)
 
 EPOCHS = 20  # maximum number of epochs to judge
 MORE = 0.02  # it is a breach if a larger share of samples is repeated or left out
@@ -257,36 +266,6 @@ def loaded(job: Job, number: int | None = None) -> Iterator[Reads]:
         if batches not in before:
             found.resumed, found.text = True, f"{text}, which a resume splits"
         yield found
-
-
-def resumed(lists: list, done: list[bool]) -> tuple[list, list[bool]]:
-    """Join the two parts of an epoch that a resumed run has read in two passes."""
-    most = max((len(one[0]) for one in lists), default=0)
-    found, whole = [], []
-    for one, end in zip(lists, done, strict=True):
-        if found and not whole[-1] and len(found[-1][0]) + len(one[0]) == most:
-            found[-1] = [a + b for a, b in zip(found[-1], one, strict=True)]
-            whole[-1] = True
-        else:
-            found.append(one)
-            whole.append(end)
-    return found, whole
-
-
-def recurring(epochs: list) -> int:
-    """Return the number of a stream's distinct contents, or 0 if most do not recur."""
-    sets = [{x for p in one for b in p for x in b.rows or ()} for one in epochs]
-    count = Counter(x for own in sets for x in own)
-    return len(count) if sum(n > 1 for n in count.values()) >= len(count) / 2 else 0
-
-
-def first_lap(ranks: list, total: int | None) -> int:
-    """Return the number of batches in which an endless pass reads all samples once."""
-    reads = [x for own in ranks for batch in own for x in batch]
-    distinct = len({*reads})
-    size = distinct if len(reads) >= 2 * distinct else total or len(reads)
-    each = accumulate(sum(map(len, row)) for row in zip(*ranks, strict=False))
-    return max(sum(count <= size for count in each), 1)
 
 
 def looped(job: Job) -> list[Reads]:

@@ -157,7 +157,7 @@ class Alive(Watcher):
 
 
 def local(tensor):
-    """Return this process's shard of a sharded tensor, or any other tensor itself."""
+    """Return this process's shard if a tensor is sharded, else the tensor itself."""
     return tensor.to_local() if hasattr(tensor, "placements") else tensor
 
 

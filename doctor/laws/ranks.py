@@ -234,8 +234,8 @@ def apart(values: list[float], others: list[float], batches: float) -> tuple:
 def contents_differ(job):
     """The ranks make different samples from the same dataset.
 
-    Make equal samples on all ranks: do not use hash() of strings, which differs between
-    processes, or numbers that depend on the rank.
+    Make the same samples on all ranks: do not use hash() of strings, which differs
+    between processes, or numbers that depend on the rank.
     Not a mistake if: each rank augments its samples once, and keeps them.
     """
     several(job)

@@ -62,7 +62,7 @@ def local_divisor(job):
 
 @check(LAW, RISK, needs=[Call, Printed], read="pitfall 16")
 def averaged_metric(job):
-    """A printed metric is the mean of the ranks' values, not the metric of all samples.
+    """A metric of all samples is printed as the mean of the ranks' own metrics.
 
     Compute it from all ranks' predictions, or from counts that are summed over all
     ranks, such as a confusion matrix.
