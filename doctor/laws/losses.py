@@ -231,6 +231,8 @@ def averaged(node, name: str, factor: float, shape: tuple, inner) -> Term:
         kind = "mean"
     while name.startswith(("Mean", "Sum")) and (value := multiple(inner)) is not None:
         factor, inner = factor * value, children(inner)[0]
+    if count == 1 and getattr(inner, "_saved_reduction", 0):
+        return next(terms(inner, factor=factor))  # divided by a tensor of one element
     if name.startswith("Sum"):
         mask, kind = mask_of(inner), "sum"
         if mask is not None and mask.numel() == count:
