@@ -95,7 +95,7 @@ class Loaders(Watcher):
 
     def __init__(self):
         self.loaders = {}  # by id: a number, the passes, and a weak reference
-        self.count = 0
+        self.count, self.collects = 0, 3
         self.current: Pass | None = None  # the pass of the last batch
         self.fetching: Pass | None = None  # the pass that is loading a batch here
 
@@ -138,11 +138,13 @@ class Loaders(Watcher):
 
     def learn(self, loader, where: str) -> dict:
         """Return a loader's record; a later loader at the same line inherits it."""
-        for key, known in self.loaders.items():
-            if known["dataset"]() is not loader.dataset or known["place"] != where:
-                continue
-            if known["loader"]() is not None:
-                gc.collect()  # otherwise, it may still be there on some ranks only
+        data = loader.dataset
+        rows = [(key, x) for key, x in self.loaders.items() if x["dataset"]() is data]
+        rows = [(key, known) for key, known in rows if known["place"] == where]
+        if self.collects and any(known["loader"]() is not None for _, known in rows):
+            self.collects -= 1
+            gc.collect()  # otherwise, an old one may still be there on some ranks only
+        for key, known in rows:
             if known["loader"]() is None:
                 del self.loaders[key]
                 break

@@ -11,7 +11,7 @@ from time import perf_counter as clock
 
 from .event import Event
 from .loaders import Loaders, leaves
-from .record import place, quiet, recorder, torch, traced, waits, wrap
+from .record import builtins, place, quiet, recorder, torch, traced, waits, wrap
 from .sample import digest, numbers
 from .watcher import Watcher, tell
 
@@ -70,6 +70,7 @@ class Moments(Watcher):
         wrap(torch.optim.Optimizer, "zero_grad", self.zero_grad)
         wrap(torch.nn.Module, "zero_grad", self.zero_grad)
         wrap(torch.autograd, "backward", self.backward)
+        builtins.append((torch.autograd, "grad", torch.autograd.grad))  # see compiles()
         wrap(torch.autograd, "grad", self.compute)
         wrap(torch.nn.parallel.DistributedDataParallel, "__init__", self.ddp)
         wrap(dist.device_mesh, "init_process_group", self.join)

@@ -691,16 +691,21 @@ def test_a_sum_over_all_ranks_that_is_divided_by_one_ranks_count(words):
     assert [count(x) for x in (torch.tensor(5.0), [1, 2], 0.5, True)] == [5, 2, 0, 0]
 
 
-@pytest.mark.parametrize(("name", "right"), [("mIoU", 1), ("mIoU", 0), ("norm", 0)])
-def test_a_metric_that_is_averaged_over_the_ranks(name, right):
+@pytest.mark.parametrize(
+    ("name", "size", "wrong"),
+    [("mIoU", 4, 1), ("mIoU", 1, 0), ("AUC", 1, 1), ("norm", 4, 0)],
+)
+@pytest.mark.parametrize("right", [0, 1])
+def test_a_metric_that_is_averaged_over_the_ranks(name, size, wrong, right):
+    """A mean IoU may be a mean over samples, unless each rank has one IoU per class."""
     ranks = [[], []]
     for step in range(3):
         own = [0.5 + 0.1 * step, 0.4]
         for rank, x in zip(ranks, own, strict=True):
-            rank += [replace(calls([4 * x], step=step)[0], sent="4 x float64")]
+            rank += calls([size * x], step=step, sent=f"{size} x float64")
         text = f"{name}={sum(own) / 2 + 0.01 * right:.4f}"
         ranks[0].append(Printed(text=text, place="a.py:6", step=step, time=1.0))
-    wanted = set() if right or name == "norm" else {"averaged_metric"}
+    wanted = {"averaged_metric"} if wrong and not right else set()
     assert named(report(*ranks)) == wanted
 
 

@@ -19,7 +19,7 @@ from doctor.event import Exit, Failed, Rank, Start
 from doctor.job import Job, Process
 from doctor.law import CHECKS, Breach, examine
 from doctor.laws.alive import LAW as LEARNS
-from doctor.laws.alive import Weight
+from doctor.laws.alive import Alive, Weight
 from doctor.laws.checkpoints import Checkpoints, Saved
 from doctor.laws.files import Opened
 from doctor.laws.losses import Losses, outer
@@ -336,6 +336,7 @@ def test_weights_that_never_live_are_named():
     assert law(judged(*map(add, bias, head)), 6) == "not judged"  # it may cancel out
     half = weights("stage.weight", moves=False, half=True, alive=10)
     assert named(judged(*map(add, half, head))) == {"rounded_away": "RISK"}
+    assert law(judged(*map(add, half, still)), 6) == "not judged"
     for rank in range(2):
         parts = weights("stage.weight")
         parts[rank][0].optimizer = None
@@ -344,6 +345,20 @@ def test_weights_that_never_live_are_named():
         lost = weights("weight of Linear", optimizer=None, moves=moves)
         found = named(judged(*map(add, lost, head)))
         assert ("not_in_an_optimizer" in found) != moves
+
+
+@pytest.mark.parametrize("added", [0, 1])
+def test_a_layer_that_is_added_after_the_watched_steps_is_told_at_the_end(
+    added, monkeypatch
+):
+    network, told, alive = torch.nn.Linear(2, 2), [], Alive()
+    monkeypatch.setattr(Moments.here, "networks", {network: True})
+    monkeypatch.setattr(recorder, "step", 60)
+    monkeypatch.setattr("doctor.laws.alive.tell", told.append)
+    alive.steps.update({id(network.weight): 40, 1: 40} if not added else {1: 40})
+    network.weight.grad = torch.ones(2, 2)
+    alive.on_exit()
+    assert told == ["on_summary"] * added
 
 
 @pytest.mark.parametrize("how", ["train without gradients", "eval"])
@@ -588,7 +603,7 @@ def test_files_and_optimizers_of_two_ranks(other):
     ranks = [[event(Restored, weights=[f"weight {x}"], **own)] for x in (1, other)]
     assert named(judged(*ranks)) == ({"one_ranks_state": "RISK"} if other > 1 else {})
     ranks = [[event(Begins, states=x, place="a.py:3")] for x in (1, 2 - other)]
-    assert named(judged(*ranks)) == ({"one_ranks_state": "RISK"} if other > 1 else {})
+    assert named(judged(*ranks)) == ({"not_restored": "RISK"} if other > 1 else {})
     ranks = [[event(Opened, path="/a/sample.png", place="a.py:5")] for _ in range(2)]
     assert named(judged(*ranks)) == {"several_write": "RISK"}  # perhaps by a library
     ranks[1].append(event(Start, parent="b-1", host="b", environment={}))

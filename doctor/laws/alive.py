@@ -35,7 +35,7 @@ class Weight(Event, limit=10**6):  # enough for all weights, several times
     alive: int  # number of these steps in which its gradient was not zero
     reached: bool  # a backward pass has reached the weight
     moves: bool  # the weight has changed, or its sampled gradients were all zero
-    half: bool  # its numbers have 16 bits
+    half: bool  # its numbers have 16 bits, and its optimizer has no copy of 32 bits
     cleared: str  # where zero_grad() cleared its gradient before a step, or ""
     first: int  # the step in which its module first ran, or -1
     cut: bool  # its module's results need no gradient
@@ -50,6 +50,7 @@ class Alive(Watcher):
         self.alive, self.steps, self.optimizers = Counter(), Counter(), {}
         self.reached, self.fresh, self.cleared, self.begun = set(), set(), {}, {}
         self.moved = set()
+        self.copied = set()  # weights with a state of more bits, such as a fp32 copy
         self.nonzero = set()  # weights with nonzero sampled gradients
 
     # --- gradients ---
@@ -75,6 +76,10 @@ class Alive(Watcher):
             self.steps[id(weight)] += 1
             self.optimizers.setdefault(id(weight), (first, id(optimizer)))
             self.fresh.discard(id(weight))
+            state = optimizer.state.get(weight, {}).values()
+            same = [x for x in state if getattr(x, "shape", None) == weight.shape]
+            if any(x.element_size() > weight.element_size() for x in same):
+                self.copied.add(id(weight))
             values = known.get(id(weight), ())
             self.alive[id(weight)] += any(values)
             self.nonzero |= {id(weight)} if any(values) else set()
@@ -93,7 +98,12 @@ class Alive(Watcher):
             tell("on_summary")
 
     def on_exit(self) -> None:
-        if self.steps and recorder.step < STEPS and recorder.step not in WRITES:
+        later = [w for n in [*Moments.here.networks] for w in n.parameters()]
+        later = {id(x) for x in later if x.requires_grad and x.grad is not None}
+        later -= {*self.steps, *self.reached}  # such as a block that was added late
+        self.reached |= later
+        few = recorder.step < STEPS and recorder.step not in WRITES
+        if self.steps and (few or later):
             tell("on_summary")
 
     def on_summary(self) -> None:
@@ -134,7 +144,7 @@ class Alive(Watcher):
                 alive=self.alive[key],
                 reached=key in self.reached,
                 moves=key in moved,
-                half=weight.element_size() < 4,
+                half=weight.element_size() < 4 and key not in self.copied,
                 cleared=self.cleared.get(key, ""),
                 first=ran.first if ran else -1,
                 cut=bool(ran) and ran.cut,
@@ -256,10 +266,11 @@ def dead_weights(job):
     elif alive:
         still = [x for x in alive if not x.moves]
         what = f"{len(still)} {count} get gradients, but do not change"
-        if [x for x in still if x.half and x.alive > 9]:
+        if still and all(x.half and x.alive > 9 for x in still):
             what += f" in {steps} steps: {names(still)}"
             yield Breach(what, job.of(Step)[0].place, facts=still)
-        elif still:
+            return
+        if still:
             raise NotJudged(f"{what}: {names(still)}")
         yield f"{len(alive)} {count} get gradients and change in {steps} steps"
 
@@ -289,10 +300,9 @@ def rounded_away(job, breach):
     """Updates of 16-bit weights are so small that they are rounded away.
 
     Keep the weights in fp32, and use torch.autocast() instead of model.bfloat16().
-    Not a mistake if: the optimizer rounds stochastically, or the weights change later.
+    Not a mistake if: the optimizer has fp32 copies of them, or rounds stochastically.
     """
-    dtypes = {one.half for one in breach.facts}
-    return breach if dtypes == {True} and "do not change" in breach.what else None
+    return breach if "do not change" in breach.what else None
 
 
 def lost(job) -> list[Weight]:
@@ -323,4 +333,5 @@ def not_in_an_optimizer(job):
         old = [x for x in rows if not (x.alive or x.network or x.optimizer is None)]
         if old:
             what += f"; an optimizer has {len(old)} that no network has: {names(old)}"
-        yield Breach(what, found[0].place, level=WRONG if old else RISK)
+        where = found[0].place or job.of(Step)[0].place
+        yield Breach(what, where, level=WRONG if old else RISK)

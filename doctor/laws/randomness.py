@@ -3,6 +3,7 @@
 import os
 import random
 import sys
+import threading
 from collections import Counter
 from dataclasses import field
 from functools import partial
@@ -103,12 +104,13 @@ class Randomness(Watcher):
         self.counts[key] += 1
         seen = self.counts[key] <= FETCHES and recorder.watching
         before, Draws.here.inside = seen and states(fetcher.dataset), seen
-        Moments.here.depth += 1  # a module in a data set, such as a crop, is no network
+        inner = threading.current_thread() is threading.main_thread()
+        Moments.here.depth += inner  # a dataset's module, such as a crop, is no network
         try:
             result = call(fetcher, indices)
         finally:
             Draws.here.inside = False
-            Moments.here.depth -= 1
+            Moments.here.depth -= inner
         if not seen:
             return result
         own, count = drawn(before, states(fetcher.dataset))

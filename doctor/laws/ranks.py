@@ -146,7 +146,8 @@ def measured(name: str, tensor) -> dict:
     if whole:  # the mean of token ids means little
         found[f"codes of {name}"] = (few * GOLDEN % 1).mean()
         found[f"zeros of {name}"] = (few == 0).double().mean()
-    found[f"spread of {name}"] = few.std(correction=0)
+    if few.numel() > 1 or not whole:
+        found[f"spread of {name}"] = few.std(correction=0)
     if tensor.dim() > 1:  # such as padded sequences
         found[f"length of {name}"] = tensor[0].numel()
     return found

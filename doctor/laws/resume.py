@@ -201,15 +201,22 @@ def not_restored(job):
             mend = "Save model.module.state_dict(), and load it with strict=True."
             yield Breach(what, own[-1].place, level=WRONG, mend=mend)
             return
-    loads = need(job.of(Loaded), "no checkpoint with an optimizer is loaded")
-    done = {one.what for one in restored}
+    loads, done = job.of(Loaded), {one.what for one in restored}
     ranks = sorted({one.rank for one in restored if one.what == "optimizer"})
-    if 0 < len(ranks) < len(job.processes) and not job.interrupted:
+    if loads and 0 < len(ranks) < len(job.processes) and not job.interrupted:
         told = " and ".join(map(str, ranks))
         what = f"of {job.world_size} ranks, only {told} restore the optimizer's state"
         yield Breach(what, loads[0].place, level=WRONG)
         return
-    for one in loads:
+    for row in zip(*(process.of(Begins) for process in job.processes), strict=False):
+        none, some = ([x.rank for x in row if bool(x.states) == y] for y in (0, 1))
+        if none and some:
+            what = f"after the load, rank {none[0]}'s new optimizer begins without a "
+            what += f"state, but rank {some[0]}'s has one"
+            mend = "Save the state of every rank, and load its own part on each rank."
+            yield Breach(what, row[0].place, mend=mend)
+            return
+    for one in need(loads, "no checkpoint with an optimizer is loaded"):
         lost = ["optimizer"] * ("optimizer" not in done)
         lost += ["schedule"] * (one.schedule and "schedule" not in done)
         steps = [x.time for x in job.of(Step) if x.rank == one.rank]
@@ -237,12 +244,6 @@ def one_ranks_state(job):
             if all(map(all, names)):
                 yield Breach(what, row[0].place)
                 return
-    for row in zip(*(process.of(Begins) for process in job.processes), strict=False):
-        none, some = ([x.rank for x in row if bool(x.states) == y] for y in (0, 1))
-        if none and some:
-            what = f"after the load, rank {none[0]}'s new optimizer begins without a "
-            yield Breach(f"{what}state, but rank {some[0]}'s has one", row[0].place)
-            return
     kept, rest, unsure = states_of(job, "step", "kept"), None, []
     for row in zip(*(process.of(Resumed) for process in job.processes), strict=False):
         if len({one.path for one in row}) > 1:

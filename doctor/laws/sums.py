@@ -10,10 +10,10 @@ from ..results import Printed
 from .meeting import Call
 from .printed import LAW
 
-RATIOS = re.compile(  # metrics that are no means over samples
-    r"(?:m|mean)?iou|f1|(?:mean_)?ap|\w*auc|auroc|auprc|precision|recall|bleu|rmse|r2|"
-    r"wer|cer|kappa|mcc"
-)
+RATIOS = re.compile(r"\w*auc|auroc|auprc|rmse|r2|kappa|mcc")  # no means over samples
+CLASSES = re.compile(
+    r"m?iou|f1|precision|recall"
+)  # no means, if a rank has one per class
 
 
 @check(LAW, WRONG, needs=[Call], read="pitfall 16")
@@ -71,8 +71,13 @@ def averaged_metric(job):
     sites = {}
     for line, _, rows in prints(job):
         for name, text in others(line.text):
-            if RATIOS.fullmatch(re.sub(r".*[_/]", "", name)):
-                fits = {name} if any(averages(row, text) for row in rows) else set()
+            short = re.sub(r".*[_/]", "", name)
+            several_classes = CLASSES.fullmatch(short)
+            if several_classes or RATIOS.fullmatch(short):
+                own = [
+                    x for x in rows if not (several_classes and x[0].sent[:2] == "1 ")
+                ]
+                fits = {name} if any(averages(row, text) for row in own) else set()
                 sites.setdefault((name, line.place), []).append((fits, text, line))
     for name, count, text, line in explained(sites):
         what = f"rank {line.rank} prints the {name} {text}, which is the mean of the "
@@ -111,7 +116,7 @@ def gap_of(text: str) -> float:
 
 def averages(row: tuple[Call, ...], text: str) -> bool:
     """Return whether a printed number is the mean of the ranks' own numbers."""
-    own = [x.value / int(x.sent.partition(" ")[0]) for x in row]
+    own = [x.value / max(1, int(x.sent.partition(" ")[0])) for x in row]
     near = [abs(x * sum(own) / len(own) - float(text)) < gap_of(text) for x in (1, 100)]
     whole = any("float" not in x.sent for x in row)
     return any(near) and not whole and max(own) - min(own) > 2 * gap_of(text)
