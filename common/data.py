@@ -122,7 +122,7 @@ def build_datasets(args: Namespace) -> tuple[Dataset, Dataset]:
 
 
 def fingerprint(dataset: Dataset) -> list[int]:
-    """Return the number of images, and a 48-bit digest of their paths and labels."""
+    """Return the number of images, and a digest of their known paths and labels."""
     digest = hashlib.blake2b(digest_size=6)
     # Subset has indices; most of torchvision's datasets have targets
     for name in ("paths", "labels", "targets", "indices"):

@@ -138,9 +138,8 @@ class Loaders(Watcher):
 
     def learn(self, loader, where: str) -> dict:
         """Return a loader's record; a later loader at the same line inherits it."""
-        data = loader.dataset
-        rows = [(key, x) for key, x in self.loaders.items() if x["dataset"]() is data]
-        rows = [(key, known) for key, known in rows if known["place"] == where]
+        rows = [(k, x) for k, x in self.loaders.items() if x["place"] == where]
+        rows = [(k, x) for k, x in rows if x["dataset"]() is loader.dataset]
         if self.collects and any(known["loader"]() is not None for _, known in rows):
             self.collects -= 1
             gc.collect()  # otherwise, an old one may still be there on some ranks only

@@ -35,7 +35,7 @@ class Weight(Event, limit=10**6):  # enough for all weights, several times
     alive: int  # number of these steps in which its gradient was not zero
     reached: bool  # a backward pass has reached the weight
     moves: bool  # the weight has changed, or its sampled gradients were all zero
-    half: bool  # its numbers have 16 bits, and its optimizer has no copy of 32 bits
+    half: bool  # it has 16 bits, a learning rate above 0, and no copy of more bits
     cleared: str  # where zero_grad() cleared its gradient before a step, or ""
     first: int  # the step in which its module first ran, or -1
     cut: bool  # its module's results need no gradient
@@ -50,7 +50,8 @@ class Alive(Watcher):
         self.alive, self.steps, self.optimizers = Counter(), Counter(), {}
         self.reached, self.fresh, self.cleared, self.begun = set(), set(), {}, {}
         self.moved = set()
-        self.copied = set()  # weights with a state of more bits, such as a fp32 copy
+        self.copied = set()  # weights with a state of more bits, such as an fp32 copy
+        self.rated = set()  # 16-bit weights whose learning rate was above 0
         self.nonzero = set()  # weights with nonzero sampled gradients
 
     # --- gradients ---
@@ -71,6 +72,8 @@ class Alive(Watcher):
         same = [n for n, one in self.optimizers.values() if one == id(optimizer)]
         first = same[0] if same else recorder.step
         known = dict(zip(map(id, whole), gradients, strict=True))
+        rated = [x["params"] for x in optimizer.param_groups if x.get("lr", 1)]
+        self.rated |= {id(x) for own in rated for x in own if x.element_size() < 4}
         own, unclear = weights(optimizer), []
         for weight in own:
             self.steps[id(weight)] += 1
@@ -144,7 +147,7 @@ class Alive(Watcher):
                 alive=self.alive[key],
                 reached=key in self.reached,
                 moves=key in moved,
-                half=weight.element_size() < 4 and key not in self.copied,
+                half=key in self.rated - self.copied,
                 cleared=self.cleared.get(key, ""),
                 first=ran.first if ran else -1,
                 cut=bool(ran) and ran.cut,
@@ -236,7 +239,6 @@ def dead_weights(job):
     if lost(job):  # then an optimizer may have the weights of an old head
         dead = [one for one in dead if one.network]
     live = {one.name for one in alive}  # a bias can cancel out, as in a difference
-    biases = [x for x in dead if x.name.removesuffix("bias") + "weight" in live]
     needed = [
         one
         for one in dead
@@ -245,7 +247,7 @@ def dead_weights(job):
         or (one.module and 0 <= one.first < runs and not one.returned)
         or (one.module and one.first >= 0 and gathers and not one.returned)
     ]
-    needed = [one for one in needed if one not in biases]
+    needed = [x for x in needed if x.name.removesuffix("bias") + "weight" not in live]
     count = f"of {len(rows)} trainable weights"
     never = f"{count} never get a gradient in {steps} steps"
     if needed:

@@ -173,9 +173,8 @@ class Checkpoints(Watcher):
         top = top if isinstance(top, (list, tuple)) or top is not obj else ()
         integers = [x for x in top if torch.is_tensor(x) and not x.is_floating_point()]
         holds = {name for name, mark in MARKS.items() if has(found, mark)}
-        holds |= (
-            {"optimizer"} if any(self.keys & one.keys() for one in found) else set()
-        )
+        if any(self.keys & one.keys() for one in found):
+            holds.add("optimizer")
         content = {
             "whole": len(pairs),
             "missing": missing[:9],

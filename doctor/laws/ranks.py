@@ -199,9 +199,8 @@ def tells(name: str, found: dict[str, list[list[float]]]) -> bool:
     """Return whether a statistic can show that a rank differs.
 
     It can if it changes between passes, or if it belongs to a batch and is constant on
-    each rank (for example, if a rank's samples have one label). Targets that are not
-    from the batch may be positions that depend on the rank, such as arange(N) +
-    rank * N, unless each rank's targets are all equal.
+    each rank (for example, if a rank's samples have one label). Other targets may be
+    positions, such as arange(N) + rank * N, unless each rank's targets are all equal.
     """
     rows = found[name]
     still = [pstdev(x) <= 1e-9 for x in rows]

@@ -189,7 +189,7 @@ def live_snapshot(job):
 def not_restored(job):
     """A resumed run does not restore the optimizer or the scheduler.
 
-    Call load_state_dict() of the optimizer and of the scheduler, on every rank.
+    On every rank, load the optimizer's state (or the rank's part) and the scheduler's.
     Not a mistake if: you only want the weights.
     """
     restored = job.of(Restored)
@@ -212,9 +212,7 @@ def not_restored(job):
         none, some = ([x.rank for x in row if bool(x.states) == y] for y in (0, 1))
         if none and some:
             what = f"after the load, rank {none[0]}'s new optimizer begins without a "
-            what += f"state, but rank {some[0]}'s has one"
-            mend = "Save the state of every rank, and load its own part on each rank."
-            yield Breach(what, row[0].place, mend=mend)
+            yield Breach(f"{what}state, but rank {some[0]}'s has one", row[0].place)
             return
     for one in need(loads, "no checkpoint with an optimizer is loaded"):
         lost = ["optimizer"] * ("optimizer" not in done)

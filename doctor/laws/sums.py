@@ -11,9 +11,7 @@ from .meeting import Call
 from .printed import LAW
 
 RATIOS = re.compile(r"\w*auc|auroc|auprc|rmse|r2|kappa|mcc")  # no means over samples
-CLASSES = re.compile(
-    r"m?iou|f1|precision|recall"
-)  # no means, if a rank has one per class
+PER_CLASS = re.compile(r"m?iou|f1|precision|recall")  # nor are these, for each class
 
 
 @check(LAW, WRONG, needs=[Call], read="pitfall 16")
@@ -45,19 +43,10 @@ def local_divisor(job):
     Sum the numerator and the count over all ranks; divide once.
     Not a mistake if: the other ranks' counts are not part of the result.
     """
-    sites = {}
-    for line, own, rows in prints(job):
-        rows = [row for row in rows if summed(row)]
-        found = [(x.value, x.gap, x.text) for x in results(line.text)]
-        found += [(float(x), gap_of(x), x) for _, x in others(line.text)]
-        for order, (value, gap, text) in enumerate(found if rows else ()):
-            fits, key = divided(rows, own, value, gap), (line.place, line.rank, order)
-            sites.setdefault(key, []).append((fits, text, line))
-    for name, count, text, line in explained(sites):
+    for name, count, text, line in explained(quotients(job)):
         what = f"rank {line.rank} prints {text}, which is a sum over all ranks, "
         what += f"divided by rank {line.rank}'s own {name} ({count} prints)"
         yield Breach(what, line.place)
-        return
 
 
 @check(LAW, RISK, needs=[Call, Printed], read="pitfall 16")
@@ -68,41 +57,54 @@ def averaged_metric(job):
     ranks, such as a confusion matrix.
     Not a mistake if: you define the metric as the mean over parts of the data.
     """
-    sites = {}
+    for name, count, text, line in explained(means(job)):
+        what = f"rank {line.rank} prints the {name} {text}, which is the mean of the "
+        yield Breach(f"{what}ranks' own values ({count} prints)", line.place)
+
+
+def quotients(job) -> Iterator[tuple]:
+    """Yield (place, counts by which a sum may have been divided, number, line)."""
+    for line, own, rows in prints(job):
+        rows = [row for row in rows if summed(row)]
+        found = [(x.value, x.gap, x.text) for x in results(line.text)]
+        found += [(float(x), gap_of(x), x) for _, x in others(line.text)]
+        for order, (value, gap, text) in enumerate(found if rows else ()):
+            fits = divided(rows, own, value, gap)
+            yield (line.place, line.rank, order), fits, text, line
+
+
+def means(job) -> Iterator[tuple]:
+    """Yield (place, {name} if the ranks' values have this mean, number, line)."""
     for line, _, rows in prints(job):
         for name, text in others(line.text):
             short = re.sub(r".*[_/]", "", name)
-            several_classes = CLASSES.fullmatch(short)
-            if several_classes or RATIOS.fullmatch(short):
-                own = [
-                    x for x in rows if not (several_classes and x[0].sent[:2] == "1 ")
-                ]
+            each = PER_CLASS.fullmatch(short)
+            if each or RATIOS.fullmatch(short):
+                own = [x for x in rows if not (each and x[0].sent.startswith("1 x"))]
                 fits = {name} if any(averages(row, text) for row in own) else set()
-                sites.setdefault((name, line.place), []).append((fits, text, line))
-    for name, count, text, line in explained(sites):
-        what = f"rank {line.rank} prints the {name} {text}, which is the mean of the "
-        yield Breach(f"{what}ranks' own values ({count} prints)", line.place)
+                yield (line.place, name), fits, text, line
 
 
 def prints(job) -> Iterator[tuple[Printed, int, list[tuple[Call, ...]]]]:
     """Yield each printed line, its rank's index, and its step's earlier collectives."""
     several(job)
-    calls = [process.of(Call) for process in job.processes]
-    rows = [row for row in zip(*calls, strict=False) if known(row)]
-    for line in job.of(Printed):
-        own = next(n for n, x in enumerate(job.processes) if x.rank == line.rank)
-        same = [x for x in rows if x[own].step == line.step and x[own].time < line.time]
-        if same:
-            yield line, own, same
+    calls, found = [process.of(Call) for process in job.processes], {}
+    for row in zip(*calls, strict=False):
+        if all(x.value is not None for x in row):
+            for n, one in enumerate(row):
+                found.setdefault((n, one.step), []).append(row)
+    for n, process in enumerate(job.processes):
+        for line in process.of(Printed):
+            rows = found.get((n, line.step), ())
+            if earlier := [row for row in rows if row[n].time < line.time]:
+                yield line, n, earlier
 
 
-def known(row: tuple[Call, ...]) -> bool:
-    """Return whether doctor knows the numbers that all ranks send."""
-    return all(x.value is not None for x in row)
-
-
-def explained(sites: dict) -> Iterator[tuple[str, int, str, Printed]]:
+def explained(numbers: Iterator[tuple]) -> Iterator[tuple[str, int, str, Printed]]:
     """Yield (explanation, count, last number, its line) for each explained place."""
+    sites = {}
+    for key, *one in numbers:
+        sites.setdefault(key, []).append(one)
     for found in sites.values():
         names = set.intersection(*(fits for fits, _, _ in found))
         if names and len({text for _, text, _ in found}) > 1:
