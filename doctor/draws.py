@@ -12,7 +12,7 @@ from itertools import combinations, pairwise
 from traceback import walk_stack
 
 from .event import Event
-from .generators import hashed, states
+from .generators import state_of, states
 from .job import Job
 from .moments import runs_normally
 from .neighbours import Input
@@ -103,8 +103,7 @@ class Draws(Watcher):
     def generator(self, call, *args, **kwargs):
         result = call(*args, **kwargs)
         if recorder.watching and not recorder.full(Made) and not importing():
-            state = hashed(repr(result.bit_generator.state).encode())
-            recorder.write(Made(state=state, place=place()))
+            recorder.write(Made(state=state_of(result), place=place()))
         return result
 
     def draw(self, name: str, call, /, *args, **kwargs):
@@ -154,16 +153,13 @@ def permutes(tensor) -> bool:
 
 def own_states() -> Own:
     """Return hashes of the states of all generators except the global ones."""
-    numpy, found, made = sys.modules.get("numpy"), [], []
-    kinds = (numpy.random.Generator, numpy.random.RandomState) if numpy else ()
-    for one in (x for age in (2, 1, 0) for x in gc.get_objects(age)):
-        if type(one) is random.Random and one is not random._inst:
-            made.append(one)
-            found.append(hashed(repr(one.getstate()).encode()))
-        elif type(one) in kinds and one is not numpy.random.mtrand._rand:
-            made.append(one)
-            found.append(hashed(repr(one._bit_generator.state).encode()))
-    own = Own(states=found)
+    kinds, joint = [random.Random], [random._inst]
+    if numpy := sys.modules.get("numpy"):
+        kinds += [numpy.random.Generator, numpy.random.RandomState]
+        joint.append(numpy.random.mtrand._rand)
+    every = [x for age in (2, 1, 0) for x in gc.get_objects(age) if type(x) in kinds]
+    made = [x for x in every if not any(x is one for one in joint)]
+    own = Own(states=[*map(state_of, made)])
     with contextlib.suppress(Exception):  # a script's object may raise anything
         own.owners = owners(made)
     return own

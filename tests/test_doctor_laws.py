@@ -38,7 +38,7 @@ from doctor.loaders import Batch, Epoch, EpochEnd, Loaders
 from doctor.moments import Step
 from doctor.neighbours import Input, Targets
 from doctor.numbers import numbers, results
-from doctor.objects import count, variables
+from doctor.objects import size, variables
 from doctor.reads import Feed
 from doctor.record import PASSES, Recorder
 from doctor.results import Measured as Result
@@ -688,7 +688,7 @@ def test_a_sum_over_all_ranks_that_is_divided_by_one_ranks_count(words):
         text = f"WER {100 * 2 * (9 + step) / divisor:.2f} %"
         ranks[0].append(Printed(text=text, place="a.py:6", step=step, time=1.0))
     assert named(report(*ranks)) == ({"local_divisor"} if words == "local" else set())
-    assert [count(x) for x in (torch.tensor(5.0), [1, 2], 0.5, True)] == [5, 2, 0, 0]
+    assert [size(x) for x in (torch.tensor(5.0), [1, 2], 0.5, True)] == [5, 2, 0, 0]
 
 
 @pytest.mark.parametrize(
