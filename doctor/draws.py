@@ -12,8 +12,9 @@ from itertools import combinations, pairwise
 from traceback import walk_stack
 
 from .event import Event
-from .generators import state_of, states
+from .generators import state_of
 from .job import Job
+from .law import Breach
 from .moments import runs_normally
 from .neighbours import Input
 from .record import not_the_users, place, recorder, torch, wrap
@@ -43,17 +44,11 @@ class Drawn(Event, limit=2000):
 
 
 class Own(Event):
-    """The states of the generators that the script has created, oldest first."""
+    """The states of all Python's and NumPy's generators after a step, oldest first."""
 
     states: list[int]
     # For each generator, the line of the class whose object holds it, or ""
     owners: list[str] = field(default_factory=list)
-
-
-class Global(Event):
-    """The states of Python's and NumPy's global generators after a step."""
-
-    states: list[int]
 
 
 class Made(Event, limit=400):
@@ -70,10 +65,9 @@ class Draws(Watcher):
         self.counts, self.inside, self.shared = Counter(), False, False
 
     def hooks(self) -> None:
-        for name in FUNCTIONS:
-            wrap(torch, name, partial(self.draw, name))
-        for name in METHODS:
-            wrap(torch.Tensor, name, partial(self.draw, name))
+        for owner, names in ((torch, FUNCTIONS), (torch.Tensor, METHODS)):
+            for name in names:
+                wrap(owner, name, partial(self.draw, name))
         for name in MADE:
             wrap(torch, name, partial(self.make, name))
         if numpy := sys.modules.get("numpy"):
@@ -88,8 +82,6 @@ class Draws(Watcher):
         self.shared = False
         if recorder.step in SCANS:
             recorder.write(own_states())
-            known = [x for k, (x, _) in states().items() if k in ("random", "numpy")]
-            recorder.write(Global(states=known))
         self.counts = Counter()
 
     def make(self, name: str, call, /, *args, **kwargs):
@@ -102,7 +94,7 @@ class Draws(Watcher):
 
     def generator(self, call, *args, **kwargs):
         result = call(*args, **kwargs)
-        if recorder.watching and not recorder.full(Made) and not importing():
+        if recorder.watching and not recorder.full(Made):
             recorder.write(Made(state=state_of(result), place=place()))
         return result
 
@@ -138,12 +130,6 @@ class Draws(Watcher):
         recorder.write(drawn)
 
 
-def importing() -> bool:
-    """Return whether Python is importing an installed library."""
-    codes = [one.f_code for one, _ in walk_stack(sys._getframe(1))]
-    return any(x.co_name == "<module>" and "-packages" in x.co_filename for x in codes)
-
-
 def permutes(tensor) -> bool:
     """Return whether a tensor (N,) is a permutation of 0 to N - 1."""
     if tensor.dim() != 1 or tensor.is_floating_point() or not 1 < len(tensor) < 4096:
@@ -152,13 +138,11 @@ def permutes(tensor) -> bool:
 
 
 def own_states() -> Own:
-    """Return hashes of the states of all generators except the global ones."""
-    kinds, joint = [random.Random], [random._inst]
+    """Return hashes of the states of all generators, except PyTorch's."""
+    kinds = [random.Random]
     if numpy := sys.modules.get("numpy"):
         kinds += [numpy.random.Generator, numpy.random.RandomState]
-        joint.append(numpy.random.mtrand._rand)
-    every = [x for age in (2, 1, 0) for x in gc.get_objects(age) if type(x) in kinds]
-    made = [x for x in every if not any(x is one for one in joint)]
+    made = [x for age in (2, 1, 0) for x in gc.get_objects(age) if type(x) in kinds]
     own = Own(states=[*map(state_of, made)])
     with contextlib.suppress(Exception):  # a script's object may raise anything
         own.owners = owners(made)
@@ -243,10 +227,9 @@ def same_draws(job: Job) -> tuple[dict[str, Same], int]:
 def draws_in_steps(job: Job) -> bool:
     """Return whether steps draw random numbers other than floats from PyTorch."""
     process = job.processes[0]
-    for kind in (Own, Global):
-        scans = [{*one.states} for one in process.of(kind)[:2]]
-        if len(scans) > 1 and scans[0] - scans[1]:
-            return True
+    scans = [{*one.states} for one in process.of(Own)[:2]]
+    if len(scans) > 1 and scans[0] - scans[1]:
+        return True
     drawn = {one.step for one in process.of(Drawn) if one.whole}
     return len(drawn) > len({one.step for one in process.of(Input)}) / 2
 
@@ -260,50 +243,44 @@ def other_orders(job: Job, least: int) -> str:
     return ""
 
 
-def equal_owners(job: Job) -> tuple[str, str, str]:
-    """Return (message, place, advice) if objects on two ranks draw the same numbers.
-
-    Otherwise, return three empty strings. One or two equal generators, at the same
-    positions on all ranks, may be meant for joint decisions.
-    """
-    ranks = []
+def drew(job: Job) -> list[dict[int, str]]:
+    """Return {state: owner's line, or ""}, per rank, for generators that drew."""
+    found = []
     for process in job.processes:
-        one, later = [*process.of(Own)[:2], None, None][:2]
-        pairs = zip(one.states, one.owners, strict=False) if later else ()
-        ranks.append([pair for pair in pairs if pair[0] not in later.states])
-    for (n, one), (m, other) in combinations(enumerate(ranks), 2):
-        for where in {owner: None for _, owner in one if owner}:
-            own = [state for state, owner in one if owner == where]
-            others = [state for state, owner in other if owner == where]
-            same = [(k, others.index(x)) for k, x in enumerate(own) if x in others]
-            shifts = {there - here for here, there in same}
-            if len(same) < 3 - (0 not in shifts) or len(shifts) > 1:
-                continue
-            text = f"{len(same)} of {len(own)} generators of rank {n} draw the same "
-            text += f"numbers as rank {m}'s"
-            if 0 in shifts:
-                return text, where, "Seed each with a number that depends on the rank."
-            text += f": number {same[0][0] + 1} those of its number {same[0][1] + 1}"
-            mend = "Give each rank its own seeds: seed + rank * (number of seeds) + i."
-            return text, where, mend
-    return "", "", ""
+        own = {}
+        for one, later in pairwise(process.of(Own)[:2]):
+            owners = one.owners or [""] * len(one.states)
+            own = dict(zip(one.states, owners, strict=True))
+            own = {state: x for state, x in own.items() if state not in later.states}
+        found.append(own)
+    return found
 
 
-def same_generators(job: Job) -> str | None:
-    """Return the line of generators that draw the same numbers on several ranks.
+def equal_owners(job: Job) -> Breach | None:
+    """Return a breach if objects on two ranks draw the same numbers.
 
-    Return "" if their line is unknown, and None if there are no such generators.
+    One or two equal generators, at the same positions on all ranks, may be meant for
+    joint decisions.
     """
-    for kind in (Own, Global):
-        scans = [process.of(kind)[:2] for process in job.processes]
-        drew = [{*x[0].states} - {*x[-1].states} for x in scans if x]
-        for one, other in combinations(drew, 2):
-            for state in one & other:
-                first = scans[0][0]
-                places = vars(first).get("owners", ())
-                return dict(zip(first.states, places, strict=False)).get(state, "")
+    for (n, one), (m, other) in combinations(enumerate(drew(job)), 2):
+        for where in dict.fromkeys(filter(None, one.values())):
+            own = [state for state, owner in one.items() if owner == where]
+            others = [state for state, owner in other.items() if owner == where]
+            shifts = [others.index(x) - k for k, x in enumerate(own) if x in others]
+            if len({*shifts}) == 1 and len(shifts) >= (2 if shifts[0] else 3):
+                what = f"{len(shifts)} of {len(own)} generators of rank {n} draw the "
+                what += f"same numbers as generators of rank {m}"
+                mend = "Give each generator its own seed: seed + rank * (number of "
+                return Breach(what, where, mend=f"{mend}generators) + its number.")
+    return None
+
+
+def same_generators(job: Job) -> bool:
+    """Return whether the script's own generators draw the same on several ranks."""
     made = Counter()
     for row in job.rows(Made):
         made[row[0].place] += len({one.state for one in row}) < len(row)
     often = max(3, len({one.step for one in job.of(Input)}) / 2)
-    return next((place for place, count in made.items() if count > often), None)
+    pairs = combinations(drew(job), 2)
+    scanned = any(one.keys() & other.keys() for one, other in pairs)
+    return scanned or any(count > often for count in made.values())
