@@ -1,12 +1,10 @@
 """Record the random numbers that the script draws, and the states of generators."""
 
-import contextlib
 import gc
-import os
 import random
 import sys
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import combinations, pairwise
 from traceback import walk_stack
@@ -14,7 +12,6 @@ from traceback import walk_stack
 from .event import Event
 from .generators import state_of
 from .job import Job
-from .law import Breach
 from .moments import runs_normally
 from .neighbours import Input
 from .record import not_the_users, place, recorder, torch, wrap
@@ -47,8 +44,6 @@ class Own(Event):
     """The states of all Python's and NumPy's generators after a step, oldest first."""
 
     states: list[int]
-    # For each generator, the line of the class whose object holds it, or ""
-    owners: list[str] = field(default_factory=list)
 
 
 class Made(Event, limit=400):
@@ -81,7 +76,7 @@ class Draws(Watcher):
     def after_step(self, optimizer, weights) -> None:
         self.shared = False
         if recorder.step in SCANS:
-            recorder.write(own_states())
+            recorder.write(Own(states=own_states()))
         self.counts = Counter()
 
     def make(self, name: str, call, /, *args, **kwargs):
@@ -137,30 +132,13 @@ def permutes(tensor) -> bool:
     return sorted(tensor.tolist()) == [*range(len(tensor))]
 
 
-def own_states() -> Own:
+def own_states() -> list[int]:
     """Return hashes of the states of all generators, except PyTorch's."""
     kinds = [random.Random]
     if numpy := sys.modules.get("numpy"):
         kinds += [numpy.random.Generator, numpy.random.RandomState]
     made = [x for age in (2, 1, 0) for x in gc.get_objects(age) if type(x) in kinds]
-    own = Own(states=[*map(state_of, made)])
-    with contextlib.suppress(Exception):  # a script's object may raise anything
-        own.owners = owners(made)
-    return own
-
-
-def owners(made: list) -> list[str]:
-    """Return the line of each generator owner's __init__(), or "" if it has none."""
-    found = {id(one): "" for one in made}
-    direct = gc.get_referrers(*made) if made else []
-    fields = [one for one in direct if type(one) is dict]
-    for one in direct + (gc.get_referrers(*fields) if fields else []):
-        code = getattr(getattr(type(one), "__init__", None), "__code__", None)
-        if code and not code.co_filename.startswith(not_the_users()):
-            where = f"{os.path.relpath(code.co_filename)}:{code.co_firstlineno}"
-            held = [x for x in getattr(one, "__dict__", {}).values() if id(x) in found]
-            found |= {id(x): where for x in held}
-    return [*found.values()]
+    return [*map(state_of, made)]
 
 
 @dataclass
@@ -243,44 +221,25 @@ def other_orders(job: Job, least: int) -> str:
     return ""
 
 
-def drew(job: Job) -> list[dict[int, str]]:
-    """Return {state: owner's line, or ""}, per rank, for generators that drew."""
-    found = []
-    for process in job.processes:
-        own = {}
-        for one, later in pairwise(process.of(Own)[:2]):
-            owners = one.owners or [""] * len(one.states)
-            own = dict(zip(one.states, owners, strict=True))
-            own = {state: x for state, x in own.items() if state not in later.states}
-        found.append(own)
-    return found
+def same_generators(job: Job) -> tuple[bool, str]:
+    """Return whether the script's own generators draw the same numbers on two ranks.
 
-
-def equal_owners(job: Job) -> Breach | None:
-    """Return a breach if objects on two ranks draw the same numbers.
-
-    One or two equal generators, at the same positions on all ranks, may be meant for
-    joint decisions.
+    Also return a message if they are too many for joint decisions, else "". They may be
+    at other positions, as if a generator's seed were a rank's number plus its position.
     """
-    for (n, one), (m, other) in combinations(enumerate(drew(job)), 2):
-        for where in dict.fromkeys(filter(None, one.values())):
-            own = [state for state, owner in one.items() if owner == where]
-            others = [state for state, owner in other.items() if owner == where]
-            shifts = [others.index(x) - k for k, x in enumerate(own) if x in others]
-            if len({*shifts}) == 1 and len(shifts) >= (2 if shifts[0] else 3):
-                what = f"{len(shifts)} of {len(own)} generators of rank {n} draw the "
-                what += f"same numbers as generators of rank {m}"
-                mend = "Give each generator its own seed: seed + rank * (number of "
-                return Breach(what, where, mend=f"{mend}generators) + its number.")
-    return None
-
-
-def same_generators(job: Job) -> bool:
-    """Return whether the script's own generators draw the same on several ranks."""
-    made = Counter()
+    made, lists = Counter(), []
     for row in job.rows(Made):
         made[row[0].place] += len({one.state for one in row}) < len(row)
     often = max(3, len({one.step for one in job.of(Input)}) / 2)
-    pairs = combinations(drew(job), 2)
-    scanned = any(one.keys() & other.keys() for one, other in pairs)
-    return scanned or any(count > often for count in made.values())
+    same = any(count > often for count in made.values())
+    for process in job.processes:
+        scans = [one.states for one in process.of(Own)[:2]]
+        lists.append([x for x in scans[0] if x not in scans[-1]] if scans else [])
+    for (n, one), (m, other) in combinations(enumerate(lists), 2):
+        shifts = Counter(other.index(x) - k for k, x in enumerate(one) if x in other)
+        same = same or bool(shifts)
+        for shift, count in shifts.most_common(1):
+            if count > 2 + (shift == 0) and len(one) == len(other):
+                what = f"{count} of {len(one)} generators of rank {n} draw the same "
+                return same, f"{what}numbers as generators of rank {m}"
+    return same, ""

@@ -99,7 +99,7 @@ def variables(frame: FrameType | None) -> tuple[dict[str, str], dict[str, int]]:
         values = {} if named else one.f_locals
         few = {k: x for k, x in values.items() if type(x) is str and k[:2] != "__"}
         texts = {k: x for k, x in few.items() if len(x) <= LONGEST} | texts
-        own = {k: size(x) for k, x in [*values.items()][:LONGEST]}
+        own = {k: count_of(x) for k, x in [*values.items()][:LONGEST]}
         counts = {k: x for k, x in own.items() if x} | counts
         # Before Python 3.13, the frame would keep references to all values
         own = type(values) is dict and code.co_flags & inspect.CO_OPTIMIZED
@@ -108,7 +108,7 @@ def variables(frame: FrameType | None) -> tuple[dict[str, str], dict[str, int]]:
     return texts, counts
 
 
-def size(value) -> int:
+def count_of(value) -> int:
     """Return a whole number's value, a list's or tensor's length, or else 0."""
     if type(value) is torch.Tensor:  # other types may communicate
         if value.numel() == 1 and value.is_cpu and not value.requires_grad:

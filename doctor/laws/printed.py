@@ -159,9 +159,9 @@ def judge(job, everything: list[Group], line: Printed, number: Number):
         if one.what == "pairs" and same and number.equals((hits, len(one.values))):
             name = "which compares predictions with the labels of other samples"
             fits = {name: (line, number, SORT, same[0].right(line.text, line.rank)[0])}
-    if fits and number.kind in ("loss", "perplexity"):
+    if number.kind in ("loss", "perplexity"):
         gaps = [abs(number.turned(one[3]) / number.value - 1) for one in fits.values()]
-        return {} if min(gaps) < 0.01 else fits
+        return {} if min(gaps, default=0) < 0.01 else fits
     return fits
 
 
@@ -190,11 +190,10 @@ def together(passes: list[Group]) -> list[Group]:
             found.setdefault(key, []).append(one)
     merged = []
     for same in found.values():
-        ranks = {}
-        for one in same if len(same) > 1 else ():
-            for rank, rows in one.ranks.items():
-                ranks.setdefault(rank, []).extend(rows)
-        merged += [replace(same[0], ranks=ranks)] if ranks else []
+        if len(same) > 1:
+            ranks = {rank for one in same for rank in one.ranks}
+            rows = {n: [x for one in same for x in one.ranks.get(n, ())] for n in ranks}
+            merged.append(replace(same[0], ranks=rows))
     return merged
 
 
@@ -208,10 +207,9 @@ def other_order(group: Group, pairs: Measured) -> bool:
 
 def in_a_pass(process, moment: float) -> bool:
     """Return whether a process was reading training batches at a given moment."""
-    begun = [x for x in process.of(Epoch) if x.loader == process.training]
-    ended = [x for x in process.of(EpochEnd) if x.loader == process.training]
-    count = sum(x.time < moment for x in begun) - sum(x.time < moment for x in ended)
-    return count > 0
+    passes = process.of(Epoch) + process.of(EpochEnd)
+    own = [x for x in passes if x.loader == process.training and x.time < moment]
+    return sum(1 if isinstance(one, Epoch) else -1 for one in own) > 0
 
 
 def unchecked(job) -> str:
@@ -221,9 +219,7 @@ def unchecked(job) -> str:
         if known := OTHER.search(line.text):
             return f"{known[1]} at {line.place}"
         for name, value in others(line.text):
-            values = seen.setdefault((name, line.rank, line.place), set())
-            values.add(value)
-            if len(values) > 1:
+            if seen.setdefault((name, line.rank, line.place), value) != value:
                 return f"{name} at {line.place}"
     return ""
 

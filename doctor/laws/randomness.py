@@ -15,7 +15,6 @@ from ..draws import (
     Drawn,
     Draws,
     Same,
-    equal_owners,
     same_draws,
     same_generators,
     since,
@@ -222,10 +221,11 @@ def same_random_numbers(job):
         some = one.what if one.together else some
         if not one.together:
             yield worded(job, place, one)
-    if not found and (breach := equal_owners(job)):
-        yield breach
+    same, what = same_generators(job)
+    if what and not found:
+        yield Breach(what)
     held += [f"in {differ} draws of the script's own lines"] * (differ > 2)
-    if not some and same_generators(job):
+    if same and not some:
         some = "the script's own generators draw the same numbers on several ranks"
     if some:
         raise NotJudged(f"{some}, perhaps for a joint decision")
