@@ -179,6 +179,18 @@ def test_samples_whose_contents_differ(names, change, wanted):
     assert named(report(*ranks, steps=0)) == wanted
 
 
+@pytest.mark.parametrize("seeds", [(1, 1), (1, 2)])
+def test_masks_that_ranks_draw_alike_with_their_own_generators(seeds):
+    ranks, same = [loop([*range(n, 480, 2)], 0) for n in (0, 1)], seeds == (1, 1)
+    for own, draws in zip(ranks, map(random.Random, seeds), strict=True):
+        for one in own:
+            one.few = [[x * (draws.random() > 0.3) for x in row] for row in one.few]
+    assert ("the same places" in str(state(report(*ranks), 3).not_judged)) is same
+    scans = [Own(states=[n]) for n in (1, 2)]
+    found = report(*(own + scans for own in ranks)).findings
+    assert [x.check for x in found] == ["same_inputs"] * same
+
+
 def test_what_networks_get_and_what_is_drawn_for_it():
     """Equal arguments or partners in a batch are named, even if noise differs between ranks.
 
@@ -217,7 +229,7 @@ def test_numbers_that_another_rank_draws_at_another_time(ranks, wanted):
     ranks = [[Seed(**line, call=x, step=n) for n, x in enumerate(x)] for x in ranks]
     found = report(*ranks)
     assert ("shifted_numbers" in named(found)) == wanted
-    told = "on rank 0 in step 2 and on rank 1 in step 1, and so on: 19 times"
+    told = "on ranks 0 and 1, but in steps whose numbers differ by 1 (19 times)"
     assert not wanted or told in found.findings[0].what
 
 

@@ -3,9 +3,10 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, groupby, pairwise
+from statistics import fmean, pstdev
 
-from ..draws import MADE, Drawn, Made, same_draws
+from ..draws import MADE, Drawn, Made, same_draws, same_generators
 from ..generators import Seed, called, cause
 from ..job import Job, Process
 from ..law import RISK, Breach, Doubt, check, need, several
@@ -31,7 +32,8 @@ def same_inputs(job):
     first = [process.of(Input) for process in job.processes]
     need(all(first), "no input was seen on all ranks")
     if not same_rows(first) or other_targets(job):
-        yield from argument(job)
+        found = [*argument(job)]
+        yield from found or places(job)
     elif not any(one.loaded for own in first for one in own):
         lines, _ = same_draws(job)
         for line, one in [*lines.items()][:1]:
@@ -56,6 +58,55 @@ def argument(job: Job) -> Iterator[Breach]:
                 raise Doubt(what)
             yield Breach(what, rows[0][0].place, mend=STRATA)
             return
+
+
+def places(job: Job) -> Iterator[Breach]:
+    """Yield a breach if two ranks change different samples at the same positions."""
+    calls = {}
+    for row in job.rows(Input):
+        if len({one.network for one in row}) == 1:
+            calls.setdefault(row[0].network, []).append(row)
+    for rows in calls.values():
+        for n, m in combinations(range(min(4, len(rows[0]))), 2):
+            steps = [gains(x[n], x[m], y[m]) for x, y in pairwise(rows)]
+            every = [gain for step in steps for gain in step]
+            often = sum(sum(step) > 0 for step in steps)
+            if len(every) < 100 or often < max(8, 0.9 * len(steps)):
+                continue
+            if fmean(every) > max(0.05, 10 * pstdev(every) / len(every) ** 0.5):
+                what = f"in {often} of {len(steps)} steps, different samples of ranks "
+                what += f"{n} and {m} have equal numbers at the same places"
+                if not same_generators(job)[0]:
+                    raise Doubt(what)
+                what += ", and the script's own generators draw the same numbers"
+                yield Breach(what, rows[0][0].place, mend=STRATA)
+                return
+
+
+def gains(one: Input, other: Input, later: Input) -> list[float]:
+    """Return how much more alike two ranks' samples are at the same index of a batch.
+
+    The comparison is with the other rank's samples at another index or a batch later.
+    """
+    found, size = [], min(len(x.few) for x in (one, other, later))
+    for n in range(size):
+        pairs = other.few[n], other.few[(n + size // 2) % size], later.few[n]
+        same = [alike(one.few[n], few) for few in pairs]
+        if None not in same and one.rows[n] != other.rows[n]:
+            found.append(same[0] - (same[1] + same[2]) / 2)
+    return found
+
+
+def alike(one: list[float], other: list[float]) -> float | None:
+    """Return the share of positions with equal numbers, except padding at the ends."""
+    both = unpadded(one) & unpadded(other)
+    return fmean(one[n] == other[n] for n in both) if both else None
+
+
+def unpadded(row: list[float]) -> set[int]:
+    """Return the positions of a row outside runs of equal numbers at its ends."""
+    first, last = (len([*next(groupby(x))[1]]) for x in (row, row[::-1]))
+    return {*range(first * (first > 1), len(row) - last * (last > 1))}
 
 
 @check(LAW, RISK, causes=[same_random_numbers], read="pitfall 9")
@@ -93,21 +144,15 @@ def shifted_numbers(job):
     several(job)
     undivided(job)
     ranks = [streams(process) for process in job.processes]
-    for told, place in ranks[0]:
-        own = [
-            (n, one[told, place]) for n, one in enumerate(ranks) if (told, place) in one
-        ]
+    for key in ranks[0]:
+        own = [(n, one[key]) for n, one in enumerate(ranks) if key in one]
         for (n, first), (m, other) in combinations(own, 2):
-            pairs = sorted((first[x], other[x]) for x in first.keys() & other.keys())
-            apart = Counter(b - a for a, b in pairs).most_common(1)
-            for distance, count in apart:
+            pairs = [(first[x], other[x]) for x in first.keys() & other.keys()]
+            for distance, count in Counter(b - a for a, b in pairs).most_common(1):
                 if distance and count >= max(3, len(other) / 5, 0.8 * len(pairs)):
-                    one, two = next(x for x in pairs if x[1] - x[0] == distance)
-                    what = (
-                        f"{told} draws the same numbers on rank {n} in step {one + 1} "
-                    )
-                    what += f"and on rank {m} in step {two + 1}, and so on: "
-                    yield Breach(f"{what}{count} times", place)
+                    what = f"{key[0]} draws the same numbers on ranks {n} and {m}, but "
+                    what += f"in steps whose numbers differ by {abs(distance)} "
+                    yield Breach(f"{what}({count} times)", key[1])
                     return
 
 
