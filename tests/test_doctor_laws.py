@@ -162,7 +162,7 @@ def test_a_pass_that_never_ends_is_judged_by_its_first_lap(right):
     ("names", "change", "wanted"),
     [
         (True, lambda *_: 0, set()),
-        (True, lambda rank, epoch, x: 99 * rank, {"contents_differ"}),
+        (True, lambda rank, epoch, x: 99 * rank, {"datasets_differ"}),
         # Padding cuts the longest sample of a batch
         (False, lambda rank, epoch, x: 99 * (rank > epoch and x < 5), set()),
         (False, lambda rank, epoch, x: 99 * (rank and x < 5), {"datasets_differ"}),
@@ -267,7 +267,7 @@ def test_the_advice_fits_the_loader(stream):
     sampler = "DistributedSampler" if stream else "WeightedRandomSampler"
     found = report(*[fed([*range(64)], 1, stream, sampler=sampler)] * 2, steps=0)
     assert named(found) == {"same_samples"}
-    advice = "Yield only every" if stream else "Seed the sampler's"
+    advice = "Put all samples" if stream else "Seed the sampler's"
     assert found.findings[0].mend.startswith(advice)
 
 

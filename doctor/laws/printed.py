@@ -13,13 +13,11 @@ from ..numbers import BEST, REPEATED, Group, Number, others, results
 from ..results import OTHER, Measured, Printed, repeated
 from .gradient import fits, near, not_averaged
 from .passes import Update
-from .ranks import contents_differ
 from .replicas import names_differ, weights_differ, weights_drift
 from .samples import datasets_differ
 
 LAW = Law(7, "printed", "Printed results are true")
-CAUSES = datasets_differ, contents_differ, not_averaged
-CAUSES += names_differ, weights_differ, weights_drift
+CAUSES = datasets_differ, not_averaged, names_differ, weights_differ, weights_drift
 SORT = (
     "Put the gathered predictions into the order of the labels, or gather the labels "
     "too: DistributedSampler gives rank r the samples r, r + world_size, ..."

@@ -13,12 +13,12 @@ from ..neighbours import Input, Targets
 from ..reads import feeds
 from ..record import STEPS, place, recorder, torch, wrap
 from ..sample import GOLDEN, numbers, picked
-from ..signature import other_contents
 from ..watcher import Watcher
 from .replicas import other_network_differs
 from .samples import datasets_differ, where
 
 LAW = Law(2, "ranks", "Ranks are exchangeable")
+CAUSES = datasets_differ, other_network_differs
 FEWEST, BATCHES = 20, 8  # minimum numbers of passes and of distinct batches
 LOSSES = """cross_entropy nll_loss binary_cross_entropy mse_loss l1_loss huber_loss
     smooth_l1_loss binary_cross_entropy_with_logits kl_div ctc_loss
@@ -227,25 +227,7 @@ def apart(values: list[float], others: list[float], batches: float) -> tuple:
     return abs(fmean(gaps)) / (error or 1e-12), share, sum(one > 0 for one in gaps)
 
 
-@check(LAW, RISK, causes=[datasets_differ])
-def contents_differ(job):
-    """The ranks make different samples from the same dataset.
-
-    Make the same samples on all ranks: do not use hash() of strings, which differs
-    between processes, or numbers that depend on the rank.
-    Not a mistake if: each rank augments its samples once, and keeps them.
-    """
-    several(job)
-    own = feeds(job)
-    if own and own[0].data and all(one.data == own[0].data for one in own):
-        if what := other_contents(job, labels=False):
-            yield Breach(what, where(job))
-
-
-EARLIER = datasets_differ, contents_differ, other_network_differs
-
-
-@check(LAW, RISK, general=True, needs=[Measured], causes=EARLIER)
+@check(LAW, RISK, general=True, needs=[Measured], causes=CAUSES)
 def ranks_differ(job):
     """One rank's samples, losses or gradients differ significantly from the others'.
 

@@ -119,9 +119,11 @@ def where(job: Job, number: int | None = None) -> str:
 def datasets_differ(job):
     """The ranks' datasets differ, but a sampler divides them as if they were the same.
 
-    Give every rank the same samples in the same order: sort lists of files, and use the
-    same seed on all ranks for random_split() and every shuffle of the dataset. If the
-    script divides the samples itself, omit the sampler.
+    Give every rank the same samples in the same order: sort lists of files, use the
+    same seed on all ranks for random_split() and every shuffle of the dataset, and do
+    not use hash() of strings, which differs between processes. If the script divides
+    the samples itself, omit the sampler.
+    Not a mistake if: each rank augments its samples once, and keeps them.
     """
     several(job)
     need(job.of(Feed), "no DataLoader is used")
@@ -148,10 +150,10 @@ def datasets_differ(job):
             yield Breach(what, loader.place)
     first = need(feeds(job), "no DataLoader feeds the steps of every rank")
     same = all(one.data == first[0].data for one in first)
-    unknown = same and not first[0].data  # or else, see contents_differ()
-    for labels in (True, False)[: same + unknown]:
+    for labels in (True, False) if same else ():
         if what := other_contents(job, labels):
-            yield Breach(what, where(job), mend=CLASSES * labels)
+            level = "" if labels or not first[0].data else RISK  # perhaps augmented
+            yield Breach(what, where(job), level=level, mend=CLASSES * labels)
             return
 
 
@@ -278,23 +280,20 @@ def trained_on_validation(job):
 
     Split the dataset once, in the same way on every rank.
     """
-    passes, why = {}, "no validation with its own DataLoader was seen"
-    for one in need([x for x in job.of(Validation) if not x.gradients], why):
-        process = next(x for x in job.processes if x.rank == one.rank)
-        fed = [x.loader for x in process.of(Step) if x.step < one.step]
-        if fed and fed[-1] == process.training != one.loader:
-            batches = process.batches(one.epoch, one.loader)
-            read = {x for batch in batches for x in batch.indices or ()}
-            passes[one.loader] = passes.get(one.loader, set()) | read
-    batches = [x for process in job.processes for x in process.trained]
-    trained = {x for batch in batches for x in batch.indices or ()}
-    own = feeds(job)
+    passes, trained, own = {}, set(), feeds(job)
+    for process in job.processes:
+        trained |= {x for batch in process.trained for x in batch.indices or ()}
+        for one in process.of(Validation):
+            fed = [x.loader for x in process.of(Step) if x.step < one.step][-1:]
+            if not one.gradients and fed == [process.training] != [one.loader]:
+                batches = process.batches(one.epoch, one.loader)
+                read = {x for batch in batches for x in batch.indices or ()}
+                passes[one.loader] = passes.get(one.loader, set()) | read
+    need(passes, "no validation with its own DataLoader was seen")
     for loader, validated in sorted(passes.items()):
-        other = feeds(job, loader)
-        if not own or not other or other[0].data != own[0].data or not own[0].data:
-            continue  # different files
-        if other[0].part == own[0].part:
-            continue  # the pass measures training accuracy
-        if both := validated & trained:
+        other, both = feeds(job, loader), validated & trained
+        same = own and other and own[0].data and own[0].data == other[0].data
+        # Equal parts: the pass measures training accuracy
+        if both and same and own[0].part != other[0].part:
             what = f"training uses {len(both)} of {len(validated)} validation samples"
             yield Breach(what, job.processes[0].loader(loader).place)
