@@ -60,8 +60,7 @@ class Randomness(Watcher):
     """Compares the states of generators before and after they may be used."""
 
     def __init__(self):
-        self.states = None
-        self.step, self.number, self.counts = -1, 0, Counter()
+        self.states, self.counts = None, Counter()
 
     def hooks(self) -> None:
         for name in ("manual_seed", "set_rng_state"):
@@ -128,11 +127,10 @@ class Randomness(Watcher):
         if not self.states or not any(one.training for one in network.modules()):
             return
         own, count = drawn(self.states, states())
-        if own and torch.is_grad_enabled():
-            if self.step != recorder.step:
-                self.step, self.number = recorder.step, -1
-            self.number += 1
-            draw = Draw(where="forward", number=self.number, states=own, count=count)
+        if own:
+            number = self.counts["forward", recorder.step]
+            self.counts["forward", recorder.step] += 1
+            draw = Draw(where="forward", number=number, states=own, count=count)
             draw.drops = any(dropout(one) for one in network.modules())
             draw.place = Moments.here.where
             if current := Loaders.here.current:
