@@ -148,7 +148,6 @@ class Same:
     what: str
     together: bool  # the ranks may be meant to draw the same
     draws: list[Drawn]  # the first equal draws, one per rank
-    late: bool  # the ranks' earlier draws differ
 
 
 def since(same: list[bool], least: float = 3) -> int | None:
@@ -192,13 +191,11 @@ def same_draws(job: Job) -> tuple[dict[str, Same], int]:
         if changes > 0.9 * len(values) and (earlier is None or earlier.together):
             what = f"in {len(equals)} of {len(steps)} steps, torch.{one.name}() gives "
             what += "the same numbers on several ranks"
-            if late := start > 2:
-                what = f"from step {one.step + 1} on, {what}"
             parts = one.size >= len(rows) * batch  # perhaps each rank takes its part
             # Such as mixup's permutation, not one of all samples in each epoch
             own = one.permutes and one.size == batch and len(steps) > passes / 3
             together = not own and (one.whole or parts)
-            found[one.place] = Same(what, together, row, late)
+            found[one.place] = Same(what, together, row)
     return found, differ
 
 

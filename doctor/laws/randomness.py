@@ -31,10 +31,6 @@ from .samples import same_samples, undivided
 
 LAW = Law(3, "randomness", "Random streams differ")
 FETCHES = 15  # maximum number of batches to record per pass and process
-LATE = (
-    "Draw what must be equal on all ranks from a separate torch.Generator(), or "
-    "inside torch.random.fork_rng(): torch.manual_seed() changes all later draws."
-)
 WORKERS = (
     "Seed PyTorch, and a generator given to the DataLoader, by epoch and rank; seed "
     "other generators in worker_init_fn with torch.initial_seed()."
@@ -243,9 +239,9 @@ def worded(job, place: str, one: Same) -> Breach:
         return Breach(one.what, place, mend=mend)
     name = "numpy" if one.draws[0].name in MADE else "torch"
     seed, origin = cause(job, name, one.draws)
-    what = f"{one.what} at {place}{origin}" if origin else one.what
-    mend = LATE * bool(one.late and origin)
-    return Breach(what, seed if origin else place, mend=mend)
+    if origin:
+        return Breach(f"{one.what} at {place}{origin}", seed)
+    return Breach(one.what, place)
 
 
 def new_contents(job) -> bool:

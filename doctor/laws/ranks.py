@@ -140,13 +140,12 @@ def measured(name: str, tensor) -> dict:
         if len(few.unique()) == len(few):
             return {}
     found = {f"mean of {name}": few.mean()}
+    found[f"spread of {name}"] = few.std(correction=0)
     if whole:  # the mean of token ids means little
         found[f"codes of {name}"] = (few * GOLDEN % 1).mean()
         found[f"zeros of {name}"] = (few == 0).double().mean()
-    if few.numel() > 1 or not whole:
-        found[f"spread of {name}"] = few.std(correction=0)
     if tensor.dim() > 1:  # such as padded sequences
-        found[f"length of {name}"] = torch.tensor(tensor[0].numel())
+        found[f"length of {name}"] = few.new_full((), tensor[0].numel())
     return found
 
 
