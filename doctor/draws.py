@@ -2,6 +2,7 @@
 
 import gc
 import random
+import re
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -155,13 +156,10 @@ def since(same: list[bool], least: float = 3) -> int | None:
 
     Half of the draws (and at least `least`), 8 in a row, or the last 3 are enough.
     """
-    if sum(same) >= max(least, len(same) / 2):
-        return same.index(True)
+    many = sum(same) >= max(least, len(same) / 2)
     text = "".join("01"[one] for one in same)
-    if (found := text.find("1" * 8)) >= 0:
-        return found
-    found = len(text.rstrip("1"))
-    return found if 0 < found < len(text) - 2 else None
+    found = re.search("1" if many else "1{8}|(?<=0)1{3,}$", text)
+    return found.start() if found else None
 
 
 def same_draws(job: Job) -> tuple[dict[str, Same], int]:
