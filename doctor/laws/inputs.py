@@ -63,9 +63,10 @@ def argument(job: Job) -> Iterator[Breach]:
 def places(job: Job) -> Iterator[Breach]:
     """Yield a breach if two ranks change different samples at the same positions."""
     calls = {}
-    for row in job.rows(Input):
-        if len({one.network for one in row}) == 1:
-            calls.setdefault(row[0].network, []).append(row)
+    for _, group in groupby(job.rows(Input), lambda row: row[0].step):
+        for number, row in enumerate(group):
+            if len({one.network for one in row}) == 1:
+                calls.setdefault((row[0].network, number), []).append(row)
     for rows in calls.values():
         for n, m in combinations(range(min(4, len(rows[0]))), 2):
             steps = [gains(x[n], x[m], y[m]) for x, y in pairwise(rows)]
