@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import combinations, groupby, pairwise
 from statistics import fmean, pstdev
 
@@ -37,10 +36,9 @@ def same_inputs(job):
     elif not any(one.loaded for own in first for one in own):
         lines, _ = same_draws(job)
         for line, one in [*lines.items()][:1]:
-            found = worded(job, line, one)
-            yield replace(
-                found, what=f"{found.what}, and the network's inputs are equal"
-            )
+            breach = worded(job, line, one)
+            breach.what += ", and the network's inputs are equal"
+            yield breach
 
 
 def argument(job: Job) -> Iterator[Breach]:

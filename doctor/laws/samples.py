@@ -34,7 +34,10 @@ SETTINGS = "seed", "epoch", "rank", "num_replicas"  # of samplers
 CLASSES = "Give classes (or words) the same numbers on every rank: sort their names."
 DATA = re.compile("d.?p|data|rep|shard|batch|rank", re.I)  # names of dimensions
 DIVIDES = "DistributedSampler", "BatchSamplerShard", "ElasticSampler"
-PART = "order[rank::world_size] of an order that all ranks draw with the same seed"
+DIVIDE = (
+    "Divide a permutation of all samples with order[rank::world_size]; draw this order "
+    "with the same seed on all ranks"
+)
 STREAM = (
     "Put all samples in the same order on all ranks, and yield only every "
     "world_size-th, starting at the rank's number; loader processes (see "
@@ -244,18 +247,18 @@ def mechanism(job: Job, one: Reads, later=False) -> tuple[str, str]:
         return "", "After a resume, skip the batches that the epoch has already read."
     if one.later or (later and not one.feeds):
         mend = "in each epoch. Shuffle only a copy of a part: NumPy's slice is a view."
-        return "", f"Divide the samples by {PART}, {mend}"
+        return "", f"{DIVIDE}, {mend}"
     if one.shift:
         extra = f"; in most steps, sample {one.shift + 1} of a rank is another's first"
-        mend = "Begin at rank * batch size, and move by world_size * batch size."
-        return extra, mend
+        mend = "Begin at rank * batch size, and move by world_size * batch size"
+        return extra, f"{mend} in each step."
     if one.redrawn:
-        return ", as if they were drawn with replacement", f"Divide them by {PART}."
+        return ", as if they were drawn with replacement", f"{DIVIDE}."
     if not one.feeds:
         line = other_orders(job, 2 * one.batch)
         extra = f"; {line} draws a different order on each rank" * bool(line)
         mend = "If batches are drawn at random, seed each rank differently."
-        return extra, f"Divide the samples by {PART}. {mend}"
+        return extra, f"{DIVIDE}. {mend}"
     first, loader = one.feeds[0], job.processes[0].loader(one.loader)
     for name in SETTINGS if first.divides else ():
         values = [x.sampler.get(name) for x in one.feeds]
@@ -271,7 +274,7 @@ def mechanism(job: Job, one: Reads, later=False) -> tuple[str, str]:
         return f"; {loader.sampler} draws them with replacement", mend
     if first.divides or loader.sampler in ("RandomSampler", "SequentialSampler"):
         return "", ""
-    return "", f"Let {loader.sampler} yield this rank's part: {PART}."
+    return "", f"Let {loader.sampler} yield this rank's part. {DIVIDE}."
 
 
 @check(LAW, WRONG, causes=[datasets_differ], read="lesson 4")
