@@ -9,16 +9,7 @@ from dataclasses import field
 from functools import partial
 from traceback import walk_stack
 
-from ..draws import (
-    MADE,
-    MANY,
-    Drawn,
-    Draws,
-    Same,
-    same_draws,
-    same_generators,
-    since,
-)
+from ..draws import MADE, MANY, Drawn, Draws, Same, same_draws, same_generators, since
 from ..event import Compiles, Event
 from ..generators import Seed, called, cause, drawn, states
 from ..law import RISK, Breach, Law, NotJudged, check, several
