@@ -192,7 +192,9 @@ def same_random_numbers(job):
             told = " and ".join(map(called, names))
             place, origin = cause(job, names[0], pair)
             what = f"the generators of {told} have equal states on several ranks in "
-            what += f"{most} of {count} {words} that draw{origin}"
+            what += f"{most} of {count} {words} that draw"
+            what += f", from step {pair[0].step + 1} on" * (pair[0].step > 2)
+            what += origin
             loader = job.processes[0].loader()
             place = place or (loader.place if loader and where == "fetch" else "")
             yield Breach(what, place, mend=advice(names[0], origin, pair[0]))
