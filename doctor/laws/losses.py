@@ -62,31 +62,30 @@ class Losses(Watcher):
             return
         given = [*arguments[:2], *options.values()]
         flat = [y for x in given for y in (x if isinstance(x, list) else [x])]
-        own = [x for x in flat if isinstance(x, torch.Tensor)][-1:]
-        if own and own[0].numel() == 1:  # perhaps the loss, for printing
-            self.printed = True
-        # Many scripts gather a batch's losses (one dimension) to print them
-        if own and own[0].is_floating_point() and own[0].dim() > 1 and not in_torch():
-            tracks = own[0].requires_grad and torch.is_grad_enabled()
-            gathers = name.startswith("all_gather")
-            entry = given[0] if gathers else [], tracks and gathers, where
-            self.received = [*self.received[-15:], entry]
+        for own in [x for x in flat if isinstance(x, torch.Tensor)][-1:]:
+            self.printed |= own.numel() == 1  # perhaps the loss, for printing
+            # Many scripts gather a batch's losses (one dimension) to print them
+            if own.is_floating_point() and own.dim() > 1 and not in_torch():
+                gathers = name.startswith("all_gather")
+                tracks = gathers and own.requires_grad and torch.is_grad_enabled()
+                results = given[0] if gathers else []
+                results = results if isinstance(results, (list, tuple)) else [results]
+                self.received = [*self.received[-15:], (results, tracks, where)]
 
     def after_collective(self, name, tensors, where, seconds) -> None:
-        small = [one for one in tensors if one.numel() <= 16]
-        if name == "all_reduce" and small and recorder.watching:
-            self.sums = [*self.sums[-8:], *(one.detach().clone() for one in small)]
+        if name == "all_reduce" and recorder.watching:
+            small = [one.detach().clone() for one in tensors if one.numel() <= 16]
+            self.sums = [*self.sums, *small][-9:]
 
     def on_backward(self, root) -> None:
         received, printed = self.received, self.printed
         self.received, self.printed = [], False
-        current, self.fresh = Passes.here.current, True
-        self.backing = True
+        self.backing = self.fresh = True
+        current = Passes.here.current
         if not recorder.watching or current is None:
             return
         for results, tracks, where in received:
             current["received"] = where
-            results = results if isinstance(results, (list, tuple)) else [results]
             own = [one.requires_grad for one in results]
             put_back = any(own) and (len(own) == 1 or not all(own))
             if put_back or (tracks and not any(own)):
@@ -119,13 +118,17 @@ def has_own_function(root) -> bool:
     seen, waiting = {root}, [root]
     while waiting and len(seen) < NODES:
         node = waiting.pop()
-        own = isinstance(node, torch.autograd.function.BackwardCFunction)
-        if own and not type(node).__name__.startswith("_DDP"):
+        if is_users(node) and not type(node).__name__.startswith("_DDP"):
             return True
-        new = {x for x, _ in node.next_functions if x is not None} - seen
+        new = {*children(node)} - seen
         seen |= new
         waiting += new
     return bool(waiting)
+
+
+def is_users(node) -> bool:
+    """Return whether a node calls a backward() that is written in Python."""
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 def children(node) -> list:
@@ -145,7 +148,7 @@ def terms(node, number=0, factor: float = 1.0, depth: int = 0) -> Iterator[Term]
     elif not added and (found := elements(node, number, torch.ones(()), depth)):
         yield from (x._replace(factor=factor * x.factor) for x in found)
     elif name.startswith((*MEANS, "Sum")):
-        yield averaged(node, name, factor, sizes(node), edges[0][0])
+        yield averaged(node, factor)
     elif added or name.startswith(PASSED):
         for edge in edges:
             sign = -1 if name.startswith("Neg") else 1
@@ -163,8 +166,7 @@ def elements(node, number: int, given, depth: int) -> list[Term]:
     mask = mask_of(children(node)[0]) if name == "SumBackward1" else None
     binary = mask is not None and torch.equal(mask**2, mask * 1)
     few = max(math.prod(size) * (not binary), given.numel()) <= MOST
-    own = isinstance(node, torch.autograd.function.BackwardCFunction)
-    if own or not few or not name.startswith(VECTORS) or depth > 30:
+    if not few or is_users(node) or not name.startswith(VECTORS) or depth > 30:
         return []
     if binary and mask.shape == size and node._saved_dim == (0,):
         pairs = zip(given.tolist(), mask.count_nonzero(0).tolist(), strict=True)
@@ -211,29 +213,26 @@ def outer(node) -> list[float]:
     return found
 
 
-def sizes(node) -> tuple[int, ...]:
-    """Return the shape of the tensor that a node averages or sums."""
-    shape = getattr(node, "_saved_self_sym_sizes", None)
-    return tuple(shape if shape is not None else node._saved_self.shape)
-
-
-def averaged(node, name: str, factor: float, shape: tuple, inner) -> Term:
+def averaged(node, factor: float) -> Term:
     """Return the Term of a node that computes a mean or a sum."""
+    name, inner = type(node).__name__, children(node)[0]
     kind = {1: "other mean", 2: "sum"}.get(getattr(node, "_saved_reduction", 1), "")
+    if kind == "other mean" and name.startswith(("Nll", "Binary")):
+        kind = "mean"
     if name.startswith("Nll"):
         target, each = node._saved_target, node._saved_weight
         target = target[target != node._saved_ignore_index]
         rows = target.numel() if each is None else float(each[target].sum())
-        kind = "mean" if kind == "other mean" else kind
         return Term(factor, kind, rows, weighted=each is not None)
-    rows, count = (shape[0] if shape else 1), math.prod(shape)
-    if name.startswith("Binary") and kind == "other mean":
-        kind = "mean"
-    while name.startswith(("Mean", "Sum")) and (value := multiple(inner)) is not None:
+    sums = name.startswith("Sum")
+    known = hasattr(node, "_saved_self_sym_sizes")
+    shape = node._saved_self_sym_sizes if known else node._saved_self.shape
+    rows, count, width = (shape[0] if shape else 1), math.prod(shape), 1.0
+    while (sums or name.startswith("Mean")) and (value := multiple(inner)) is not None:
         factor, inner = factor * value, children(inner)[0]
     if count == 1 and getattr(inner, "_saved_reduction", 0):
         return next(terms(inner, factor=factor))  # divided by a tensor of one element
-    if name.startswith("Sum"):
+    if sums:
         mask, kind = mask_of(inner), "sum"
         if mask is not None and mask.numel() == count:
             ones, top = int(mask.count_nonzero()), float(mask.max())
@@ -245,15 +244,15 @@ def averaged(node, name: str, factor: float, shape: tuple, inner) -> Term:
     while type(inner).__name__.startswith(("Neg", "MaskedFill", *PASSED)):
         inner = children(inner)[0]
     before = type(inner).__name__
-    width = 1.0
     if before.startswith("SumBackward1"):
-        width = math.prod(sizes(inner)) / max(1, math.prod(shape))
-    each = before.startswith(MEANS) and not getattr(inner, "_saved_reduction", 1)
-    if before.startswith(MEANS) and name.startswith("Sum") and not each:
-        kind = ""  # a sum of means
-    if each and before.startswith("Nll") and inner._saved_target.numel() == count:
-        target = inner._saved_target
-        rows = count = int((target != inner._saved_ignore_index).sum())
+        width = math.prod(inner._saved_self_sym_sizes) / max(1, math.prod(shape))
+    if before.startswith(MEANS):
+        each = not getattr(inner, "_saved_reduction", 1)
+        if sums and not each:
+            kind = ""  # a sum of means
+        if each and before.startswith("Nll") and inner._saved_target.numel() == count:
+            used = inner._saved_target != inner._saved_ignore_index
+            rows = count = int(used.sum())
     return Term(factor, kind, rows, count / max(1, rows), width)
 
 

@@ -71,29 +71,23 @@ class Meeting(Watcher):
         groups = [one for one in values if isinstance(one, dist.ProcessGroup)]
         if recorder.rank is None or any(x is not dist.group.WORLD for x in groups):
             return
-        tensors = [one for one in values if isinstance(one, torch.Tensor)]
-        sent = ""
-        if tensors and name not in UNEVEN:
-            kind = str(tensors[0].dtype).removeprefix("torch.")
-            sent = f"{tensors[0].numel()} x {kind}"
-        position, given = ROOTS.get(name), {"src", "dst", "root_rank"} & {*kwargs}
-        root = kwargs[given.pop()] if given else None
-        if root is None and position and len(args) > position:
-            root = args[position]
-        if isinstance(root, int):
-            sent += f"{', ' * bool(sent)}root {root}"
-        one = Call(name=name, sent=sent, place=where, passes=self.passes)
-        plain = tensors and name not in UNEVEN and type(tensors[0]) is torch.Tensor
-        if plain and recorder.watching:
-            self.counts[where] += 1
-            if name in SUMS and self.counts[where] < 99:
-                one.keys, counts = variables(sys._getframe())
-                one.counts = counts if tensors[0].numel() == 1 else {}
-            table = tensors[0].dim() == 2 or not tensors[0].is_floating_point()
-            few = tensors[0].numel() <= (COUNTS if table else 64)
-            if few and self.counts[where] < 99 and not gradient(tensors[0]):
-                one.value = float(tensors[0].detach().double().abs().sum())
-        recorder.write(one)
+        tensors = [x for x in values if isinstance(x, torch.Tensor)]
+        tensors = tensors[:1] if name not in UNEVEN else []
+        sent = [f"{x.numel()} x {str(x.dtype)[6:]}" for x in tensors]
+        roots = [kwargs.get(x) for x in ("src", "dst", "root_rank")]
+        roots += args[ROOTS[name] :][:1] if name in ROOTS else []
+        sent += [f"root {x}" for x in roots if isinstance(x, int)][:1]
+        call = Call(name=name, sent=", ".join(sent), place=where, passes=self.passes)
+        self.counts[where] += 1
+        for one in tensors if recorder.watching and self.counts[where] < 99 else ():
+            if name in SUMS:
+                call.keys, counts = variables(sys._getframe())
+                call.counts = counts if one.numel() == 1 else {}
+            table = one.dim() == 2 or not one.is_floating_point()
+            few = one.numel() <= (COUNTS if table else 64)
+            if few and type(one) is torch.Tensor and not gradient(one):
+                call.value = float(one.detach().double().abs().sum())
+        recorder.write(call)
 
     def ending(self, call, context):
         recorder.write(Call(name="join", sent="", place=""))

@@ -3,6 +3,7 @@
 import re
 import weakref
 from functools import partial
+from itertools import compress
 
 from ..event import Event
 from ..law import WRONG, Breach, Law, check, need, several
@@ -56,7 +57,7 @@ class Passes(Watcher):
         self.lost, self.clips, self.first = {}, [], {}
         self.forwards, self.model = [], lambda: None
         self.scale, self.scaler = None, lambda: None
-        self.sharded, self.shards = [], None
+        self.sharded, self.shards = lambda: None, None  # FSDP2's optimizer
         self.works = {}  # asynchronous calls that have not been awaited
 
     def hooks(self) -> None:
@@ -134,24 +135,15 @@ class Passes(Watcher):
         self.local.setdefault(key, []).append(entry)
 
     def after_backward(self) -> None:
-        if self.sharded and recorder.watching:
-            self.shards = self.shard_numbers()
-
-    def shard_numbers(self):
-        """Return a few gradient elements of this rank's shards, as a tensor (N,)."""
-        found = [one().grad for one in self.sharded if one() is not None]
-        parts = [picked(x.to_local(), 4) for x in found if x is not None]
-        return torch.cat(parts) if parts else None
+        if recorder.watching and (optimizer := self.sharded()):
+            self.shards = shard_numbers(optimizer)
 
     def on_clear(self, weights) -> None:
-        keys = {id(one) for one in weights}
-        for key in keys & {*self.local}:
+        for key in map(id, weights):
+            entries = self.local.pop(key, ())
             if key not in self.stepped:
-                for number, _ in self.local[key]:
-                    self.lost[number] = key
-            del self.local[key]
-        self.stepped -= keys
-        for key in keys:
+                self.lost |= dict.fromkeys((number for number, _ in entries), key)
+            self.stepped.discard(key)
             self.stale.pop(key, None)
 
     def clip(self, norm: bool, call, parameters, *args, **kwargs):
@@ -175,25 +167,25 @@ class Passes(Watcher):
     def on_step(self, optimizer, whole, gradients) -> None:
         if not recorder.watching:
             return
-        pairs = zip(whole, gradients, strict=True)  # without weights that no pass uses
-        pairs = [x for x in pairs if not {id(x[0])} & self.stepped & {*self.local}]
-        whole, gradients = [x for x, _ in pairs], [x for _, x in pairs]
+        unused = self.stepped & {*self.local}  # no pass uses these weights
+        fresh = [id(one) not in unused for one in whole]
+        whole, gradients = [*compress(whole, fresh)], compress(gradients, fresh)
+        keys = [id(one) for one in whole]
         works, self.works = dict(self.works.values()), {}
         for one in whole if works else ():
             if one.grad is not None and (where := works.get(one.grad.data_ptr())):
                 name = Moments.here.name(one)
                 recorder.write(NotAwaited(name=name, place=where))
         # A fused optimizer unscales the gradients itself
-        if (scale := getattr(optimizer, "grad_scale", None)) is not None:
-            gradients = [[x / float(scale) for x in one] for one in gradients]
+        scale = float(getattr(optimizer, "grad_scale", None) or 1)
+        gradients = [[x / scale for x in one] for one in gradients]
         factor, first = None, self.first.setdefault(id(optimizer), recorder.step)
-        sharded = [x for x in weights(optimizer) if hasattr(x, "placements")]
-        if sharded:
-            if self.shards is not None and (now := self.shard_numbers()) is not None:
-                factor = float((now @ self.shards) / (self.shards @ self.shards))
-            self.sharded = [weakref.ref(one) for one in sharded]
+        if (shards := shard_numbers(optimizer)) is not None:
+            if self.shards is not None:
+                factor = float((shards @ self.shards) / (self.shards @ self.shards))
+            self.sharded = weakref.ref(optimizer)
         each, used = flat(gradients)
-        found = [self.local.get(id(one), []) for one in whole]
+        found = [self.local.get(key, []) for key in keys]
         order = sorted({n for one in found for n, _ in one} & {*self.passes})
         groups = [[n] for n in order] if len(order) <= SEPARATE else [order]
         sums = [
@@ -203,20 +195,19 @@ class Passes(Watcher):
         ]
         rows, count = numbers(sums), len(whole)
         local = [flat(rows[n : n + count])[1] for n in range(0, len(rows), count or 1)]
-        stale = [one for one in whole if id(one) in self.stale]
-        old = numbers([self.stale.pop(id(one), None) for one in stale])
-        stale = [one for one, row in zip(stale, old, strict=True) if any(row)]
+        old = numbers([self.stale.pop(key, None) for key in keys])
+        stale = [one for one, row in zip(whole, old, strict=True) if any(row)]
         passes = [self.passes[number] for number in order]
         losses = numbers([torch.as_tensor(one.get("value", 0)) for one in passes])
         for one, (value,) in zip(passes, losses, strict=True):
-            one["value"] = value
-            one["scale"] = None if one["scale"] is None else float(one["scale"])
-        keys, clips = [id(one) for one in whole], []
+            scale = one["scale"]
+            one |= {"value": value, "scale": None if scale is None else float(scale)}
+        clips = []
         for one in self.clips:
-            if {*one["before"]} & {*keys}:
+            before = [one["before"].get(key) for key in keys]
+            if any(before):
+                before = [] if None in before else flat(before)[1]
                 done = sum(number <= one["passes"] for number in order)
-                same = {*one["before"]} >= {*keys}
-                before = flat([one["before"][key] for key in keys])[1] if same else []
                 clips.append(one | {"before": before, "passes": done})
         lost = {number for number, key in self.lost.items() if key in keys}
         update = Update(
@@ -243,6 +234,13 @@ class Passes(Watcher):
         used = [number for one in self.local.values() for number, _ in one]
         kept = {*used, *self.lost, self.number}
         self.passes = {x: one for x, one in self.passes.items() if x in kept}
+
+
+def shard_numbers(optimizer):
+    """Return a few gradient elements of a rank's shards, as a tensor (N,), or None."""
+    own = [one.grad for one in weights(optimizer) if hasattr(one, "placements")]
+    parts = [picked(one.to_local(), 4) for one in own if one is not None]
+    return torch.cat(parts) if parts else None
 
 
 # --- checks ---

@@ -54,10 +54,10 @@ class Replicas(Watcher):
         self.started = self.ran = False
 
     def on_wrap(self, model, where) -> None:
-        own = model.module.named_parameters(), model.module.named_buffers()
+        weights = [*model.module.named_parameters()]
+        own = weights, model.module.named_buffers()
         names = [[f"{name} {tuple(x.shape)}" for name, x in pairs] for pairs in own]
-        own = model.module.named_parameters()
-        frozen = [name for name, one in own if not one.requires_grad]
+        frozen = [name for name, one in weights if not one.requires_grad]
         layout = Layout(weights=names[0], buffers=names[1], frozen=frozen, place=where)
         recorder.write(layout)
 
@@ -85,8 +85,8 @@ class Replicas(Watcher):
         for reference, where in others.values():
             if (network := reference()) is None:
                 continue
-            name = type(network).__name__
-            self.write("other", name, named(network.named_parameters()), where, False)
+            name, own = type(network).__name__, named(network.named_parameters())
+            self.write("other", name, own, place=where, trains=False)
         first = id(optimizer) not in self.seen and optimizer.state
         self.seen.add(id(optimizer))
         if first or recorder.step in STATES:
@@ -116,12 +116,11 @@ class Replicas(Watcher):
             return
         self.validated.add(key)
         found = named([*network.named_parameters(), *network.named_buffers()])
-        self.write("validation", type(network).__name__, found, place(), trains)
+        self.write("validation", type(network).__name__, found, trains=trains)
 
     def on_end(self) -> None:
         if recorder.step:
             self.write("end", "weights", self.held())
-            self.write("end", "buffers", buffers())
 
     def held(self) -> dict:
         """Return {name: weight} for all networks that an optimizer has trained.
@@ -145,23 +144,12 @@ class Replicas(Watcher):
             found[label] = one
         return named(found.items())
 
-    def write(
-        self, moment: str, what: str, found, where="", trains=True, rows=(), meets=0
-    ):
-        """Write an event with a few elements of each tensor."""
+    def write(self, moment: str, what: str, found: dict, rows=(), **more) -> None:
+        """Write an event with a few elements (or else, these rows) of each tensor."""
         if found and not recorder.full(State):
             each, values = flat(rows or numbers([*found.values()]))
-            event = State(
-                moment=moment,
-                what=what,
-                names=[*found],
-                each=each,
-                values=values,
-                place=where or place(),
-                trains=trains,
-                meets=meets,
-            )
-            recorder.write(event)
+            own = {"moment": moment, "what": what, "names": [*found], "place": place()}
+            recorder.write(State(each=each, values=values, **own | more))
 
 
 def named(pairs) -> dict:
@@ -193,9 +181,10 @@ def buffers() -> dict:
 
 def states(optimizer) -> dict:
     """Return the tensors of an optimizer's state."""
-    pairs = []
-    for weight, own in optimizer.state.items():
-        for name, one in own.items():
-            if torch.is_tensor(one):
-                pairs.append((f"{name} of {Moments.here.name(weight)}", one))
+    pairs = (
+        (f"{name} of {Moments.here.name(weight)}", one)
+        for weight, own in optimizer.state.items()
+        for name, one in own.items()
+        if torch.is_tensor(one)
+    )
     return named(pairs)
