@@ -7,14 +7,21 @@ from statistics import median
 
 from ..job import Job
 from ..law import NOTE, RISK, WRONG, Breach, check, need, several
-from ..sample import digest
+from .losses import by_share
 from .meeting import collectives_differ
 from .passes import LAW, Update, not_awaited
-from .replicas import DRIFT, alike, buffers_differ, equal_steps, listed, weights_differ
+from .replicas import (
+    alike,
+    buffers_differ,
+    equal_steps,
+    listed,
+    weights_differ,
+    weights_drift,
+)
 from .states import Layout
 
 CAUSES = weights_differ, not_awaited, collectives_differ  # of unequal gradients
-EFFECTS = buffers_differ, *DRIFT
+EFFECTS = buffers_differ, weights_drift
 UNKNOWNS = 12  # maximum number of passes (on all ranks) whose shares doctor computes
 
 
@@ -24,7 +31,8 @@ class Fit:
 
     row: list[Update]
     factor: float  # the used gradient, divided by the mean of the ranks' own gradients
-    shares: list[list[float]]  # how much each pass of each rank counts
+    passes: list[dict]  # the passes of rank 0, of rank 1, and so on
+    shares: list[float]  # how much each of these passes counts
     solved: bool  # if false, doctor assumes that all passes count equally
     off: list[str]  # weights that do not fit
     count: int  # number of weights with a gradient
@@ -35,9 +43,9 @@ def updates(job: Job) -> list[list[Update]]:
     several(job)
     found = []
     for row in job.rows(Update):
-        finite = all(map(math.isfinite, [x for one in row for x in one.used]))
-        same = len({digest(one.names, one.optimizer) for one in row}) == 1
-        if same and finite and all(one.passes for one in row) and row[0].names:
+        same = len({(one.optimizer, *one.names) for one in row}) == 1
+        finite = all(math.isfinite(x) for one in row for x in one.used)
+        if same and finite and row[0].names and all(one.passes for one in row):
             found.append(row)
     why = "no step with unsharded weights was seen on all ranks after a backward pass"
     return need(found, why)
@@ -45,9 +53,8 @@ def updates(job: Job) -> list[list[Update]]:
 
 def own(one: Update) -> list[list[float]]:
     """Return a rank's own gradients of each pass, divided by the pass's loss scale."""
-    scales = [entry["scale"] or 1 for entry in one.passes]
-    pairs = zip(one.local, scales, strict=False)
-    return [[x / scale for x in values] for values, scale in pairs]
+    pairs = zip(one.local, one.passes, strict=False)
+    return [[x / (entry["scale"] or 1) for x in values] for values, entry in pairs]
 
 
 def summed_up(vectors: list[list[float]]) -> list[float]:
@@ -55,10 +62,9 @@ def summed_up(vectors: list[list[float]]) -> list[float]:
     return [sum(values) for values in zip(*vectors, strict=True)]
 
 
-def apart(row: list[Update], lists: list[list[float]]) -> list[int]:
-    """Return the indices of the weights for which the ranks' lists differ."""
-    parts = range(len(row[0].names))
-    return [n for n in parts if not alike([row[0].part(x, n) for x in lists])]
+def sums(row: list[Update]) -> list[list[float]]:
+    """Return the sums of the ranks' own gradients in a step."""
+    return [summed_up(own(one)) for one in row]
 
 
 def final(row: list[Update]) -> list[list[float]]:
@@ -79,39 +85,39 @@ def fits(job: Job) -> list[Fit]:
 
 def fit(row: list[Update]) -> Fit | None:
     """Return the Fit of a step, or None if it cannot be computed."""
-    used, vectors = final(row), [own(one) for one in row]
-    sums = [summed_up(one) for one in vectors]
-    clipped = [one.clips for one in row if one.clips]
-    seen = all(len(x) == 1 and any(x[0]["before"]) for x in clipped)
-    if not seen or not alike(used) or not any(used[0]) or alike(sums):
+    used, vectors = final(row), [x for one in row for x in own(one)]
+    clips = [one.clips for one in row if one.clips]
+    seen = all(len(x) == 1 and any(x[0]["before"]) for x in clips)
+    if not seen or not alike(used) or not any(used[0]) or alike(sums(row)):
         return None
-    target = used[0]
-    mean = [x / len(row) for x in summed_up(sums)]
-    square = dot(mean, mean)
-    factor = dot(mean, target) / square if square else math.nan
-    flat = [x for one in vectors for x in one]
-    there = sum(map(any, zip(target, *flat, strict=True)))
-    enough = len(flat) <= min(UNKNOWNS, there / 2)
-    shares = solve(flat, target) if enough else None
-    pairs = zip(shares or (), flat, strict=False)
-    guess = summed_up([[share * x for x in own] for share, own in pairs])
-    solved = bool(shares) and alike([target, guess], 0.03)
+    target, mean = used[0], [x / len(row) for x in summed_up(vectors)]
+    factor = multiple(mean, target)
+    there = sum(map(any, zip(target, *vectors, strict=True)))
+    enough = len(vectors) <= min(UNKNOWNS, there / 2)
+    shares = (enough and solve(vectors, target)) or [0.0] * len(vectors)
+    guess = weighted(shares, vectors)
+    solved = alike([target, guess], 0.03)
     if not solved:
-        shares = [factor / len(row)] * len(flat)
-        guess = [factor * x for x in mean]
-    numbers = range(len(row[0].names))
-    parts = [[row[0].part(x, n) for x in (target, guess, mean)] for n in numbers]
-    seen = [n for n in numbers if any(map(any, parts[n]))]
-    off = [row[0].names[n] for n in seen if not alike(parts[n][:2], 0.1)]
-    rest = iter(shares)
-    return Fit(
-        row=row,
-        factor=factor,
-        shares=[[next(rest) for _ in one] for one in vectors],
-        solved=solved,
-        off=off,
-        count=len(seen),
-    )
+        shares = [factor / len(row)] * len(vectors)
+        guess = weighted(shares, vectors)
+    names, off, count = row[0].names, [], 0
+    for number, name in enumerate(names):
+        parts = [row[0].part(x, number) for x in (target, guess)]
+        count += any(map(any, parts))
+        off += [] if alike(parts, 0.1) else [name]
+    passes = [entry for one in row for entry in by_share(one)]
+    return Fit(row, factor, passes, shares, solved, off, count)
+
+
+def weighted(shares: list[float], vectors: list[list[float]]) -> list[float]:
+    """Return a weighted sum of vectors."""
+    return [dot(shares, values) for values in zip(*vectors, strict=True)]
+
+
+def multiple(one: list[float], other: list[float]) -> float:
+    """Return the factor that brings the first vector closest to the other one."""
+    square = dot(one, one)
+    return dot(one, other) / square if square else math.nan
 
 
 def dot(one: list[float], other: list[float]) -> float:
@@ -157,26 +163,32 @@ def not_averaged(job):
     Wrap the network in DistributedDataParallel, and call the DDP model.
     """
     steps = [row for row in updates(job) if any(row[0].used)]
-    found = [(row, apart(row, final(row))) for row in steps]
-    found = [(row, names) for row, names in found if names]
+    found = [(row, names) for row in steps if (names := apart(row))]
     if not found:
-        seen = any(not alike([summed_up(own(x)) for x in row]) for row in steps)
+        seen = any(not alike(sums(row)) for row in steps)
         need(seen, "the ranks' own gradients are equal, or were not seen")
         return
-    (row, differ), first = found[0], found[0][0][0]
-    names, place = [first.names[n] for n in differ], first.passes[-1]["place"]
-    what = f"in {len(found)} of {len(steps)} steps, from step {first.step + 1} on, the "
+    row, names = found[0]
+    what = (
+        f"in {len(found)} of {len(steps)} steps, from step {row[0].step + 1} on, the "
+    )
     what += "ranks use different gradients: "
-    later = [x for x in updates(job) if x[0].step > first.step]
-    reason, mend, level = reason_of(job, row, names, later)
+    reason, mend, level = reason_of(job, row, names)
+    place = row[0].passes[-1]["place"]
     yield Breach(what + reason, place, mend=mend, level=level)
 
 
-def reason_of(job: Job, row: list[Update], names: list[str], later) -> tuple:
+def apart(row: list[Update]) -> list[str]:
+    """Return the weights whose gradients differ between the ranks."""
+    lists, names = final(row), enumerate(row[0].names)
+    return [x for n, x in names if not alike([row[0].part(y, n) for y in lists])]
+
+
+def reason_of(job: Job, row: list[Update], names: list[str]) -> tuple:
     """Return the reason why gradients are not averaged, the advice and the level."""
-    one, wrapped = row[0], bool(job.of(Layout))
+    one, layouts = row[0], job.processes[0].of(Layout)
+    wrapped, count = bool(layouts), len(one.passes)
     forwards = [x["forwards"][-1] for x in one.passes if x["forwards"]]
-    count = len(one.passes)
     if wrapped and not forwards:
         mend = "Call model(x), not model.module(x) or the network inside."
         return "DDP's forward() is not called, so DDP averages nothing", mend, ""
@@ -192,10 +204,9 @@ def reason_of(job: Job, row: list[Update], names: list[str], later) -> tuple:
     total = sum(any(one.part(one.used, n)) for n in range(len(one.names)))
     if len(names) < total:
         what = f"{len(names)} of {total} weights are not averaged: {listed(names)}"
-        layouts = [x for x in job.processes[0].of(Layout) if x.step <= one.step]
-        last = layouts[-1] if layouts else None
-        if last and {*names} <= {*last.frozen}:
-            what += f"; they were frozen when DDP was made in {last.place}"
+        frozen = [x for x in layouts if x.step <= one.step][-1:]
+        if frozen and {*names} <= {*frozen[0].frozen}:
+            what += f"; they were frozen when DDP was made in {frozen[0].place}"
             mend = "Wrap the network in DDP again after you unfreeze weights: DDP "
             mend += "averages only weights that required gradients when it was made."
             return what, mend, ""
@@ -208,7 +219,7 @@ def reason_of(job: Job, row: list[Update], names: list[str], later) -> tuple:
 
 
 @check(
-    LAW, WRONG, causes=[not_awaited], effects=[not_averaged, *DRIFT], read="lesson 9"
+    LAW, WRONG, causes=[not_awaited], effects=[not_averaged, *EFFECTS], read="lesson 9"
 )
 def clip_order(job):
     """Gradients are clipped before they are unscaled or averaged.
@@ -240,7 +251,7 @@ def clip_order(job):
 
 def changed(before: list[float], after: list[float]) -> bool:
     """Return whether `after` is not a positive multiple of `before` (within 1 %)."""
-    value = dot(before, after) / (dot(before, before) or 1)
+    value = multiple(before, after)
     return value <= 0 or not alike([[value * x for x in before], after], 0.01)
 
 
@@ -267,20 +278,17 @@ def leaked_passes(job):
     losses by the group's size), or call zero_grad() at the start of each epoch.
     Not a mistake if: the number of passes per step is meant to vary.
     """
-    for process in job.processes[:1]:
-        steps = [one for one in process.of(Update) if one.passes]
-        for optimizer in {one.optimizer for one in steps}:
-            own = [one for one in steps if one.optimizer == optimizer]
-            usual = median(len(one.passes) for one in own)
-            found = [one for one in own if len(one.passes) > usual and spans(one)]
-            if found:
-                one = found[0]
-                epochs = sorted({x["epoch"] for x in one.passes})
-                what = f"step {one.step + 1} adds up {len(one.passes)} backward "
-                what += f"passes, others add {usual:g}: it has batches of epochs "
-                what += f"{epochs[0]} and {epochs[-1]}; this happens in {len(found)} "
-                what += f"of {len(own)} steps"
-                yield Breach(what, one.passes[0]["place"])
+    steps = [one for one in job.processes[0].of(Update) if one.passes]
+    for optimizer in {one.optimizer for one in steps}:
+        own = [one for one in steps if one.optimizer == optimizer]
+        usual = median(len(one.passes) for one in own)
+        found = [one for one in own if len(one.passes) > usual and spans(one)]
+        for one in found[:1]:
+            epochs = sorted({x["epoch"] for x in one.passes})
+            what = f"step {one.step + 1} adds up {len(one.passes)} backward passes, "
+            what += f"others add {usual:g}: it has batches of epochs {epochs[0]} and "
+            what += f"{epochs[-1]}; this happens in {len(found)} of {len(own)} steps"
+            yield Breach(what, one.passes[0]["place"])
 
 
 def spans(one: Update) -> bool:

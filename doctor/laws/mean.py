@@ -7,18 +7,18 @@ from ..law import NOTE, RISK, Breach, NotJudged, check, need
 from ..neighbours import Input
 from .gradient import (
     Fit,
-    dot,
     final,
     fits,
     leaked_passes,
+    multiple,
     near,
     not_averaged,
     not_cleared,
-    own,
     summed_up,
+    sums,
     updates,
 )
-from .losses import Term, by_share, factors, known
+from .losses import Term, factors, known
 from .passes import LAW, Update, not_awaited
 from .replicas import alike, listed, weights_differ
 
@@ -30,12 +30,8 @@ def totals(one: Fit, place: str = "") -> list[float]:
 
     If `place` is given, only the passes from that line are used.
     """
-    pairs = [
-        (share, factors(entry))
-        for rank, shares in zip(one.row, one.shares, strict=True)
-        for share, entry in zip(shares, by_share(rank), strict=False)
-        if place in ("", entry["place"])
-    ]
+    pairs = [*zip(one.shares, one.passes, strict=True)]
+    pairs = [(x, factors(entry)) for x, entry in pairs if place in ("", entry["place"])]
     if not all(own for _, own in pairs):
         return []
     weighted = [[share * x for x in own] for share, own in pairs]
@@ -83,13 +79,12 @@ def weights(one: Fit, number: int = 0) -> list[float]:
     A loss may have several terms, each with its own targets.
     """
     found = []
-    for rank, shares in zip(one.row, one.shares, strict=True):
-        for share, entry in zip(shares, by_share(rank), strict=False):
-            if len(terms := known(entry)) <= number:
-                return []
-            own = terms[number]
-            rows = 1 if own.kind == "sum" else own.rows
-            found.append(abs(share * own.factor) / (rows or 1))
+    for share, entry in zip(one.shares, one.passes, strict=True):
+        if len(terms := known(entry)) <= number:
+            return []
+        own = terms[number]
+        rows = 1 if own.kind == "sum" else own.rows
+        found.append(abs(share * own.factor) / (rows or 1))
     return found
 
 
@@ -125,21 +120,21 @@ def mean_gradient(job):
     Not a mistake if: the change is intended.
     """
     rows, found = updates(job), fits(job)
-    if all(alike([summed_up(own(one)) for one in row]) for row in rows):
+    if all(alike(sums(row)) for row in rows):
         raise NotJudged("the ranks' own gradients are equal, or were not seen")
     if not all(alike([one.used for one in row]) for row in rows):
         raise NotJudged("the ranks use different gradients")
     need(found, "the gradients before they were clipped, or changed, were not seen")
     size, total = len(job.processes), len(found)
     place = found[0].row[0].passes[-1]["place"]
-    uneven = [x for x in found if x.solved and unequal([*map(abs, sum(x.shares, []))])]
+    uneven = [x for x in found if x.solved and unequal([*map(abs, x.shares)])]
     uneven = [x for x in uneven if unequal(weights(x)) or not weights(x)]
     if len(uneven) > 0.2 * total:
-        flat = [sum(x.shares, []) for x in uneven]
-        same = sum(alike([flat[0], x], 0.05) for x in flat)
+        same = sum(alike([uneven[0].shares, x.shares], 0.05) for x in uneven)
         what, mend = shares_of(uneven, total), ""
         if same < max(2, len(uneven) / 2):
-            if not all(map(scaled_down, uneven)):  # as in Adasum
+            shares = [x * size for one in uneven for x in one.shares]
+            if not all(0 < x < 1.01 for x in shares):  # as in Adasum
                 raise NotJudged(f"{what}; in other steps, they differ")
             mend = "Average the gradients first, then clip the average."
         yield Breach(what, place, mend=mend)
@@ -200,32 +195,22 @@ def multiples(row: list[Update]) -> dict[str, float]:
 
     The largest ratio is set to 1. Return {} if a gradient is no multiple of the mean.
     """
-    used, found = final(row)[0], {}
-    total = summed_up([summed_up(own(one)) for one in row])
+    found, lists = {}, (summed_up(sums(row)), final(row)[0])
     for number, name in enumerate(row[0].names):
-        parts = row[0].part(total, number), row[0].part(used, number)
-        if square := dot(parts[0], parts[0]):
-            found[name] = dot(*parts) / square
-            if not alike([[found[name] * x for x in parts[0]], parts[1]], 0.1):
+        total, used = (row[0].part(x, number) for x in lists)
+        if any(total):
+            found[name] = multiple(total, used)
+            if not alike([[found[name] * x for x in total], used], 0.1):
                 return {}
     most = max(map(abs, found.values()), default=0)
     return {name: x / most for name, x in found.items()} if most else {}
 
 
 def shares_of(uneven: list[Fit], total: int) -> str:
-    """Return the weights of each rank's passes in a step, as text."""
-    one, told = uneven[0], []
-    for rank, shares in enumerate(one.shares):
-        told.append(f"{', '.join(f'{x:.2f}' for x in shares)} on rank {rank}")
-    what = f"in {len(uneven)} of {total} steps, the passes of the ranks have different "
-    return f"{what}weights (in step {one.row[0].step + 1}: {'; '.join(told)})"
-
-
-def scaled_down(one: Fit) -> bool:
-    """Return whether each rank's passes have equal shares, at most those in a mean."""
-    size = len(one.shares)
-    alike_ = all(not unequal([*map(abs, rank)]) for rank in one.shares)
-    return alike_ and all(0 < x * size < 1.01 for rank in one.shares for x in rank)
+    """Return the weights of the ranks' passes in a step, as text."""
+    told = ", ".join(f"{x:.2f}" for x in uneven[0].shares)
+    what = f"in {len(uneven)} of {total} steps, the ranks' passes have different "
+    return f"{what}weights (rank by rank in step {uneven[0].row[0].step + 1}: {told})"
 
 
 def unread(found: list[Fit], ratio: float) -> str:
@@ -304,7 +289,7 @@ def unequal_means(job):
         terms = [known(entry) for entry in passes]
         single = all(len(x) == 1 and x[0].kind in ("mean", "sum") for x in terms)
         single = single or counted(passes)
-        shares = [abs(x) for rank in one.shares for x in rank]
+        shares = [*map(abs, one.shares)]
         if len(passes) > 1 and single and not unequal(shares):
             heavy = any(x[0].weighted for x in terms)  # class weights' sums differ
             seen.append((one, unequal(weights(one), 1.5 if heavy else 1.1), heavy, 0))

@@ -12,7 +12,7 @@ from ..moments import Moments, weights
 from ..record import place, recorder, torch, wrap
 from ..sample import flat, numbers, picked
 from ..watcher import Watcher
-from .replicas import DRIFT, alike, listed
+from .replicas import alike, listed, weights_drift
 
 AWAIT = "wait", "synchronize", "is_completed", "get_future", "block_current_stream"
 ADAPTIVE = re.compile("Adam|RMSprop|Adagrad|Adadelta|Lamb|Lion|Muon|Rprop|Shampoo")
@@ -246,7 +246,7 @@ def shard_numbers(optimizer):
 # --- checks ---
 
 
-@check(LAW, WRONG, effects=DRIFT, read="lesson 5")
+@check(LAW, WRONG, effects=[weights_drift], read="lesson 5")
 def not_awaited(job):
     """A step uses gradients before all_reduce() has ended.
 

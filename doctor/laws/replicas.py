@@ -4,7 +4,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from operator import ne
 from statistics import median
 
@@ -88,15 +88,12 @@ def names_differ(job):
     for row in need([*rows], "DDP is not used"):
         for kind in ("weights", "buffers"):
             lists = [getattr(one, kind) for one in row]
-            others = [n for n, own in enumerate(lists) if own != lists[0]]
-            for rank in others[:1]:
-                pairs = [*lists[0], "nothing"], [*lists[rank], "nothing"]
-                pairs = enumerate(zip(*pairs, strict=False), 1)
-                number, (one, other) = next(x for x in pairs if x[1][0] != x[1][1])
-                same = sorted(lists[rank]) == sorted(lists[0])
-                how = f"order of {kind}" if same else kind
-                what = f"rank {rank} does not have rank 0's {how}: number "
-                what += f"{number} is {other}, but {one} on rank 0"
+            for rank in [n for n, own in enumerate(lists) if own != lists[0]][:1]:
+                pairs = zip_longest(lists[0], lists[rank], fillvalue="nothing")
+                pairs = [(n, *x) for n, x in enumerate(pairs, 1) if x[0] != x[1]]
+                number, one, other = pairs[0]
+                what = f"rank {rank} does not have rank 0's {kind} in the same order: "
+                what += f"number {number} is {other}, but {one} on rank 0"
                 yield Breach(what, row[rank].place)
 
 
@@ -150,26 +147,32 @@ def weights_drift(job):
     Not a mistake if: only one rank's weights are used.
     """
     several(job)
-    rows = need(states_of(job, "step", "weights"), NONE)
-    if not (count := differing(rows[0])[1]):
-        raise NotJudged("the ranks train networks whose weights have different names")
-    if found := first(rows, "weights", 1e-5):
-        row, text, differ = found
-        if why := pieces(job, differ):
-            raise NotJudged(why)
-        again = [n for n, same in equal_steps(job) if same and n > row[0].step]
-        when, mend = f"after step {row[0].step}", ""
-        if row is rows[0]:
-            when = "after the first backward pass, before an optimizer's step"
-            mend = "Look for lines that change weights: on all ranks, use numbers that "
-            mend += "are equal, such as averaged gradients, and change the same rows."
-        text = f"{when}, {text}"
-        if again:
-            text += f"; in step {again[-1]} they are equal again, as in local SGD"
-        yield Breach(text, row[0].place, level=NOTE if again else RISK, mend=mend)
-        if again:
-            raise NotJudged("the ranks average their weights only now and then")
-        return
+    rows, again = need(states_of(job, "step", "weights"), NONE), []
+    count = differing(rows[0])[1]
+    need(count, "the ranks train networks whose weights have different names")
+    ends = states_of(job, "end", "weights")
+    ends = [x for x in ends if differing(x)[1] > count / 2]  # or else, most are freed
+    for found in (first(rows, "weights", 1e-5), first(ends, "weights", 1e-5)):
+        if found:
+            row, text, names = found
+            if why := pieces(job, names):
+                raise NotJudged(why)
+            again = [n for n, same in equal_steps(job) if same and n > row[0].step]
+            when, mend = f"after step {row[0].step}", ""
+            if row[0].moment == "end":
+                when = "at the end"
+            elif row is rows[0]:
+                when = "after the first backward pass, before an optimizer's step"
+                mend = "Look for lines that change weights: on all ranks, use equal "
+                mend += "numbers, such as averaged gradients, and change the same rows."
+            if again:
+                text += f"; in step {again[-1]} they are equal again, as in local SGD"
+            level = NOTE if again else RISK
+            yield Breach(f"{when}, {text}", row[0].place, level=level, mend=mend)
+            if not again:
+                return
+    if again:
+        raise NotJudged("the ranks average their weights only now and then")
     parts = [f"{count} weights are equal on {len(rows[0])} ranks before {len(rows)} "]
     parts[0] += "steps"
     kept = states_of(job, "optimizer")
@@ -179,9 +182,7 @@ def weights_drift(job):
         return
     if kept and (count := max(differing(row)[1] for row in kept)):
         parts.append(f"{count} optimizer states")
-    ends = states_of(job, "end", "weights")
-    if ends and not differing(ends[0], 1e-5)[0]:
-        parts.append("the weights at the end")
+    parts += ["the weights at the end"] * bool(ends)
     parts += [f"the weights of {what}" for what in others(job)]
     alone = {x.what for x in job.of(State) if x.moment == "other"}
     for what in sorted(alone - {x[0].what for x in states_of(job, "other")}):
@@ -306,25 +307,3 @@ def between(ranks: list[list[float]], start: list[float]) -> float:
     """
     most = max(math.dist(ranks[0], one) for one in ranks[1:])
     return most / (min(math.dist(start, one) for one in ranks) or most)
-
-
-@check(LAW, RISK, causes=[*EARLIER, weights_drift, buffers_differ], read="pitfall 11")
-def weights_differ_in_the_end(job):
-    """At the end, the ranks have different weights.
-
-    Look for code that changes the weights on one rank only.
-    Not a mistake if: only one rank's weights are used.
-    """
-    several(job)
-    why = "the ranks' last weights, after the same step, were not seen"
-    rows = need(states_of(job, "end", "weights"), why)
-    known = [differing(row)[1] for row in states_of(job, "step", "weights")[-1:]]
-    if known and differing(rows[-1])[1] < known[0] / 2:
-        raise NotJudged("the script freed most weights before it ended")
-    if found := first(rows[-1:], "weights", 1e-5):
-        if why := pieces(job, found[2]):
-            raise NotJudged(why)
-        yield Breach(f"at the end, {found[1]}", found[0][0].place)
-
-
-DRIFT = [weights_drift, weights_differ_in_the_end]
